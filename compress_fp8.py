@@ -1,0 +1,9 @@
+#!/usr/bin/env python3
+"""Turn a Hugging Face checkpoint into an FP8 directory: python compress_fp8.py -m Qwen/Qwen3-32B"""
+
+import sys
+
+from openquant.cli import compress_main
+
+if __name__ == "__main__":
+    sys.exit(compress_main())

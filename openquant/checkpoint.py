@@ -1,0 +1,359 @@
+"""Open a checkpoint: config.json, the index, and the header of every shard. No tensor is read.
+
+A safetensors file is 8 bytes (little-endian header length), a JSON header, and the tensors
+without holes (https://huggingface.co/docs/safetensors). Every promise of that format is checked
+here, so nothing later has to wonder whether an offset can be trusted.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import SourceError
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+# Bits per element of every dtype that safetensors 0.8 can name.
+DTYPE_BITS = {
+    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32,
+    "F32": 32, "C64": 64, "F64": 64, "I64": 64, "U64": 64,
+}  # fmt: skip
+
+# The safetensors library refuses longer headers (safetensors 0.8, src/tensor.rs).
+MAX_HEADER = 100_000_000
+
+# Weights in other formats, and what a training run leaves behind: never part of the output.
+LEFT_OUT_FILES = (
+    "*.safetensors", "*.index.json", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.h5", "*.onnx*", "*.gguf", "*.msgpack",
+    "*.ot", "*.tflite", "*.pkl", "*.pickle", "consolidated*",
+)  # fmt: skip
+LEFT_OUT_DIRECTORIES = (".*", "original", "consolidated*", "checkpoint-*", "__pycache__")
+
+_DAMAGED = "the file is damaged or incomplete: download or copy it again"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor as a safetensors header describes it.
+
+    Attributes:
+        name: full tensor name, `.weight` included.
+        dtype: safetensors dtype, such as "BF16" or "F8_E4M3".
+        shape: sizes of the axes, () for a scalar.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        bits = DTYPE_BITS[self.dtype]
+        for size in self.shape:
+            bits *= size
+        return bits // 8
+
+    @property
+    def module(self) -> str:
+        """The module that owns the tensor: its name without `.weight`."""
+        return self.name.removesuffix(".weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a tensor's bytes are: the shard's file name, and the offset from the start of that file."""
+
+    shard: str
+    offset: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything a plan needs to know of a source.
+
+    Attributes:
+        root: the directory.
+        config: config.json, parsed.
+        architecture: the first entry of config.json's `architectures`.
+        shards: shard file names in order, with the file's size in bytes.
+        tensors: every tensor, by name.
+        where: the place of every tensor, by name.
+        indexed: whether the source has a model.safetensors.index.json.
+        files: other files that belong to the model, relative to root, with sizes in bytes.
+        left_out: files and directories that do not: foreign weights, leftovers, hidden directories.
+    """
+
+    root: Path
+    config: dict[str, Any]
+    architecture: str
+    shards: dict[str, int]
+    tensors: dict[str, TensorInfo]
+    where: dict[str, Location]
+    indexed: bool
+    files: dict[str, int]
+    left_out: tuple[str, ...]
+
+
+def open_checkpoint(root: Path) -> Checkpoint:
+    """Read a checkpoint directory's metadata and check all of it.
+
+    Raises:
+        SourceError: anything missing, damaged, contradictory, or not a safetensors checkpoint.
+    """
+    if not root.is_dir():
+        if root.exists():
+            raise SourceError(f"{root} is a file, not a checkpoint directory", "give the directory that holds it")
+        raise SourceError(f"{root} does not exist", "check the path")
+    config = _read_config(root)
+    architecture = _architecture(config)
+    names, placed = _find_shards(root)
+    shards: dict[str, int] = {}
+    tensors: dict[str, TensorInfo] = {}
+    where: dict[str, Location] = {}
+    for shard in names:
+        size, found = _open_shard(root / shard, shard)
+        shards[shard] = size
+        for info, offset in found:
+            if info.name in where:
+                raise SourceError(
+                    f"{info.name} is in two shards: {where[info.name].shard} and {shard}",
+                    "remove the shard that does not belong to the checkpoint, or save the model again",
+                )
+            tensors[info.name] = info
+            where[info.name] = Location(shard, offset)
+    if placed is not None:
+        _hold_against_index(placed, where)
+    if not tensors:
+        raise SourceError(f"{root} holds no tensors", "check that the model was saved completely")
+    files, left_out = _list_files(root, set(names))
+    return Checkpoint(root, config, architecture, shards, tensors, where, placed is not None, files, left_out)
+
+
+def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> list[tuple[TensorInfo, int]]:
+    """Parse and check one safetensors header.
+
+    Args:
+        read: `read(offset, length)` returns that range of the file, shorter only at its end.
+        size: size of the whole file in bytes.
+        name: the file's name, for messages.
+
+    Returns:
+        Every tensor with the offset of its first byte from the start of the file, in file order.
+
+    Raises:
+        SourceError: the file is not a whole, consistent safetensors file.
+    """
+    if size < 8:
+        raise SourceError(f"{name} is {size} bytes long, too short for a safetensors file", _DAMAGED)
+    length = int.from_bytes(read(0, 8), "little")
+    if length > MAX_HEADER or length < 2:
+        raise SourceError(f"{name} claims a header of {length} bytes (2 to {MAX_HEADER} are allowed)", _DAMAGED)
+    if 8 + length > size:
+        raise SourceError(f"{name} is truncated: its header ends at byte {8 + length} of {size}", _DAMAGED)
+    try:
+        header = json.loads(read(8, length), object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{name} has a broken header: {error}", _DAMAGED) from None
+    if not isinstance(header, dict):
+        raise SourceError(f"{name} has a header that is not a JSON object", _DAMAGED)
+    header.pop("__metadata__", None)
+    found = [_parse_entry(name, tensor, entry) for tensor, entry in header.items()]
+    found.sort(key=lambda item: item[1])
+    start = 8 + length
+    expected = 0
+    tensors = []
+    for info, begin, end in found:
+        if begin != expected:
+            problem = "overlaps the tensor before it" if begin < expected else "leaves a hole before it"
+            raise SourceError(f"{name}: {info.name} {problem} (starts at {begin}, not {expected})", _DAMAGED)
+        if end - begin != info.nbytes:
+            raise SourceError(
+                f"{name}: {info.name} spans {end - begin} bytes, {info.dtype} {list(info.shape)} needs {info.nbytes}",
+                _DAMAGED,
+            )
+        tensors.append((info, start + begin))
+        expected = end
+    if start + expected != size:
+        problem = "truncated" if start + expected > size else "followed by bytes that no tensor owns"
+        raise SourceError(f"{name} is {problem}: its tensors end at byte {start + expected} of {size}", _DAMAGED)
+    return tensors
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"{key} appears twice")
+            seen.add(key)
+    return result
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _parse_entry(file: str, tensor: str, entry: Any) -> tuple[TensorInfo, int, int]:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise SourceError(f"{file}: {tensor} is not described by exactly dtype, shape and data_offsets", _DAMAGED)
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise SourceError(f"{file}: {tensor} has the unknown dtype {dtype!r}", "convert it with a known dtype")
+    if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
+        raise SourceError(f"{file}: {tensor} has the impossible shape {shape!r}", _DAMAGED)
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
+        raise SourceError(f"{file}: {tensor} has impossible data_offsets {offsets!r}", _DAMAGED)
+    if 0 in shape:
+        raise SourceError(
+            f"{file}: {tensor} has no elements (shape {shape})", "the model was saved wrongly: save it again"
+        )
+    return TensorInfo(tensor, dtype, tuple(shape)), offsets[0], offsets[1]
+
+
+def _open_shard(path: Path, name: str) -> tuple[int, list[tuple[TensorInfo, int]]]:
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+
+            def read(offset: int, length: int) -> bytes:
+                file.seek(offset)
+                return file.read(length)
+
+            return size, read_header(read, size, name)
+    except FileNotFoundError:
+        raise SourceError(f"{name} is missing from {path.parent}", "download or copy it again") from None
+    except OSError as error:
+        raise SourceError(f"{name} cannot be read: {error.strerror}", "check the file and its permissions") from None
+
+
+def read_json(path: Path, what: str) -> Any:
+    """Parse a JSON file of the source; `what` names it in messages."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise SourceError(f"{what} is missing from {path.parent}", "download or copy it again") from None
+    except OSError as error:
+        raise SourceError(f"{what} cannot be read: {error.strerror}", "check the file and its permissions") from None
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{what} is not valid JSON: {error}", "download or copy it again") from None
+
+
+def _read_config(root: Path) -> dict[str, Any]:
+    if not (root / "config.json").exists():
+        _explain_missing_weights(root)
+        raise SourceError(f"{root} is not a checkpoint: it has no config.json", "give the directory that holds it")
+    config = read_json(root / "config.json", "config.json")
+    if not isinstance(config, dict):
+        raise SourceError("config.json is not a JSON object", "download or copy it again")
+    return config
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    found = config.get("architectures")
+    if not isinstance(found, list) or not found or not all(isinstance(name, str) for name in found):
+        raise SourceError(
+            f"config.json names no architecture (architectures: {json.dumps(found)})",
+            'add the model class, such as "architectures": ["Qwen3ForCausalLM"]',
+        )
+    return str(found[0])
+
+
+def _find_shards(root: Path) -> tuple[list[str], dict[str, str] | None]:
+    """Shard names in order, and tensor -> shard as the index has it (None without an index)."""
+    if (root / INDEX_FILE).exists():
+        index = read_json(root / INDEX_FILE, INDEX_FILE)
+        placed = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(placed, dict) or not placed or not all(isinstance(shard, str) for shard in placed.values()):
+            raise SourceError(f"{INDEX_FILE} has no weight_map of tensor to file names", "download or copy it again")
+        for tensor, shard in placed.items():
+            if shard in ("", ".", "..") or "/" in shard or "\\" in shard or "\0" in shard:
+                raise SourceError(
+                    f"{INDEX_FILE} places {tensor} in {shard!r}, which is not a plain file name",
+                    "shards must lie in the checkpoint's own directory",
+                )
+            if not shard.endswith(".safetensors"):
+                raise SourceError(
+                    f"{INDEX_FILE} places {tensor} in {shard}, which is not a safetensors file",
+                    "save the model with safe_serialization=True",
+                )
+        return sorted(set(placed.values())), placed
+    if (root / SINGLE_FILE).exists():
+        return [SINGLE_FILE], None
+    _explain_missing_weights(root)
+    loose = sorted(path.name for path in root.glob("*.safetensors"))
+    if loose:
+        raise SourceError(
+            f"{root} holds {loose[0]} but neither {SINGLE_FILE} nor {INDEX_FILE}",
+            "copy the index too, or rename a single file to " + SINGLE_FILE,
+        )
+    raise SourceError(f"{root} is not a checkpoint: it holds no safetensors weights", "check the path")
+
+
+def _explain_missing_weights(root: Path) -> None:
+    """Raise the error that fits a directory without a usable model; return if none does."""
+    if (root / INDEX_FILE).exists() or (root / SINGLE_FILE).exists():
+        return
+    if (root / "adapter_config.json").exists():
+        raise SourceError(
+            f"{root} holds only an adapter, not a model",
+            "merge it into its base model first (peft: merge_and_unload, then save_pretrained)",
+        )
+    for pattern, what in (("*.bin", "pickled"), ("*.pt", "pickled"), ("*.pth", "pickled"), ("*.gguf", "GGUF")):
+        for path in sorted(root.glob(pattern)):
+            raise SourceError(
+                f"{root} holds {what} weights ({path.name}); only safetensors are read",
+                "convert them first: load with transformers and save_pretrained",
+            )
+
+
+def _hold_against_index(placed: dict[str, str], where: dict[str, Location]) -> None:
+    for tensor, shard in placed.items():
+        if tensor not in where or where[tensor].shard != shard:
+            raise SourceError(f"{INDEX_FILE} places {tensor} in {shard}, which does not hold it", _DAMAGED)
+    for tensor, location in where.items():
+        if tensor not in placed:
+            raise SourceError(f"{location.shard} holds {tensor}, which {INDEX_FILE} does not list", _DAMAGED)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _list_files(root: Path, shards: set[str]) -> tuple[dict[str, int], tuple[str, ...]]:
+    files: dict[str, int] = {}
+    left_out: list[str] = []
+
+    def fail(error: OSError) -> None:
+        raise SourceError(f"{error.filename} cannot be read: {error.strerror}", "check its permissions") from None
+
+    for folder, directories, names in os.walk(root, onerror=fail):
+        base = Path(folder)
+        for directory in sorted(directories):
+            # A linked directory could lead anywhere, back to the root included.
+            if _matches(directory, LEFT_OUT_DIRECTORIES) or (base / directory).is_symlink():
+                directories.remove(directory)
+                left_out.append((base / directory).relative_to(root).as_posix() + "/")
+        for name in names:
+            path = base / name
+            relative = path.relative_to(root).as_posix()
+            if relative in shards or relative == INDEX_FILE:
+                continue
+            if _matches(name, LEFT_OUT_FILES):
+                left_out.append(relative)
+            elif path.is_file():
+                files[relative] = path.stat().st_size
+            elif path.is_symlink():
+                raise SourceError(f"{relative} is a broken link", "download or copy the checkpoint again")
+            else:
+                left_out.append(relative)
+    return dict(sorted(files.items())), tuple(sorted(left_out))

@@ -1,0 +1,156 @@
+"""CPU kernels: float bits in, float8_e4m3fn codes out, with numpy alone.
+
+Importing torch costs more than converting a small model, so the CPU path does without it. `packed.encode`
+says the same in four lines of torch; the tests hold the two against each other bit by bit.
+
+Weights come as unsigned integers that hold the float's bits ("bits" below), since numpy has no bfloat16 and
+absolute values compare as integers do. A bfloat16 code follows from a table: dividing by the scale depends only
+on the two mantissas and the difference of the exponents, so 128 tables (one per mantissa of the group's largest
+weight, at the top exponent) serve every scale, once the weight's exponent is raised by what the group's largest
+lacks to the top.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .schemes import CODE_MAX, Floats
+
+Bits = npt.NDArray[np.unsignedinteger[Any]]
+Codes = npt.NDArray[np.uint8]
+
+BITS_TYPE: dict[str, np.dtype[np.unsignedinteger[Any]]] = {
+    "BF16": np.dtype(np.uint16),
+    "F16": np.dtype(np.uint16),
+    "F32": np.dtype(np.uint32),
+}
+"""Source dtypes that can be quantized, with the integer that holds their bits."""
+
+# Elements handled at a time, so that what a step writes is still in the cache when the next one reads it.
+CHUNK = 1 << 16
+TABLE_CHUNK = 1 << 17
+
+_TOP = 254  # the largest exponent field of a finite bfloat16
+_SAFE = 64  # from this exponent field on, zero and subnormals stay below half the smallest code when raised to the top
+
+
+def to_float32(bits: Bits, dtype: str) -> Floats:
+    """The values of bits, as float32 (exact for every dtype of BITS_TYPE)."""
+    if dtype == "BF16":
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    if dtype == "F16":
+        return bits.view(np.float16).astype(np.float32)
+    return bits.view(np.float32)
+
+
+def absmax(bits: Bits, dtype: str, block: int | None) -> Floats:
+    """Largest absolute value, as float32: of all (shape []), or of each block [rows/block, cols/block].
+
+    NaN or infinity if there is one. `bits` is [rows, cols], multiples of `block` if that is given.
+    """
+    mask = bits.dtype.type((1 << (bits.dtype.itemsize * 8 - 1)) - 1)
+    rows, cols = bits.shape
+    if block is None:
+        flat = bits.reshape(-1)
+        largest = np.array(max(int((flat[i : i + CHUNK] & mask).max()) for i in range(0, flat.size, CHUNK)), bits.dtype)
+    else:
+        largest = np.empty((rows // block, cols // block), bits.dtype)
+        for row in range(rows // block):
+            slab = bits[row * block : (row + 1) * block] & mask
+            largest[row] = slab.max(axis=0).reshape(-1, block).max(axis=1)
+    return to_float32(largest, dtype)
+
+
+def encode(bits: Bits, dtype: str, amax: Floats, scale: Floats, block: int | None) -> Codes:
+    """Codes [rows, cols] of weights [rows, cols].
+
+    Args:
+        bits: the weights, finite.
+        dtype: their dtype.
+        amax: what each scale was made from: shape [], or [rows/block, cols/block].
+        scale: the scales, shaped like amax.
+        block: side of a block, or None.
+    """
+    if dtype == "BF16":
+        exact = (amax / CODE_MAX == scale) | (amax == 0)
+        exponent = amax.view(np.uint32) >> 23
+        if np.all(exact & ((exponent >= _SAFE) | (amax == 0))):
+            return _encode_by_table(bits, amax, block)
+    return _encode_by_arithmetic(bits, dtype, scale, block)
+
+
+@cache
+def _tables() -> Codes:
+    """[128 * 65536] codes: entry [m, x] is bfloat16 x in a group whose largest weight is (1 + m/128) * 2^127."""
+    magnitudes = np.zeros((128, 2, 32768), np.uint8)
+    magnitudes[:, 1] = 0x80
+    # 2^-10 of the smallest normal code is already zero: 448 is 2^8.8, so 24 exponents hold every nonzero code.
+    start = (_TOP - 24) << 7
+    values = to_float32(np.arange(start, (_TOP + 1) << 7, dtype=np.uint16), "BF16")
+    for mantissa in range(128):
+        largest = to_float32(np.array([(_TOP << 7) | mantissa], np.uint16), "BF16")
+        codes = encode_float32(values, largest / CODE_MAX)
+        magnitudes[mantissa, 0, start : start + codes.size] = codes
+        magnitudes[mantissa, 1, start : start + codes.size] = codes | 0x80
+    return magnitudes.reshape(-1)
+
+
+def _encode_by_table(bits: Bits, amax: Floats, block: int | None) -> Codes:
+    tables = _tables()
+    rows, cols = bits.shape
+    codes = np.empty((rows, cols), np.uint8)
+    top = np.where(amax == 0, np.uint32(_TOP << 7), amax.view(np.uint32) >> 16).astype(np.int64)
+    # Where a weight's code lies: its mantissa's table, and its own bits raised to the top exponent.
+    offset = ((top & 127) << 16) + ((_TOP - (top >> 7)) << 7)
+    if block is None:
+        start = int(offset)
+        table = tables[start : (start & ~0xFFFF) + 0x10000]
+        flat, out = bits.reshape(-1), codes.reshape(-1)
+        for i in range(0, flat.size, TABLE_CHUNK):
+            np.take(table, flat[i : i + TABLE_CHUNK], out=out[i : i + TABLE_CHUNK], mode="clip")
+        return codes
+    step = max(1, TABLE_CHUNK // cols)
+    index = np.empty((min(step, block), cols), np.intp)
+    for row in range(0, rows, block):
+        shift = np.repeat(offset[row // block], block)
+        for low in range(row, row + block, step):
+            high = min(low + step, row + block)
+            part = index[: high - low]
+            np.add(bits[low:high], shift, out=part)
+            np.take(tables, part, out=codes[low:high], mode="clip")
+    return codes
+
+
+def _encode_by_arithmetic(bits: Bits, dtype: str, scale: Floats, block: int | None) -> Codes:
+    rows, cols = bits.shape
+    codes = np.empty((rows, cols), np.uint8)
+    step = max(1, CHUNK // cols)
+    height = block or rows
+    for row in range(0, rows, height):
+        divisor = scale if block is None else np.repeat(scale[row // height], height)
+        for low in range(row, row + height, step):
+            high = min(low + step, row + height)
+            codes[low:high] = encode_float32(to_float32(bits[low:high], dtype), divisor)
+    return codes
+
+
+def encode_float32(values: Floats, scale: Floats) -> Codes:
+    """Codes of finite float32 values: divide, clamp to 448, round to nearest even."""
+    quotient = np.abs(values)
+    np.divide(quotient, scale, out=quotient)
+    np.minimum(quotient, CODE_MAX, out=quotient)
+    bits = quotient.view(np.uint32)
+    # Normal codes: round away the 20 lowest of 23 mantissa bits and move the exponent's bias from 127 to 7.
+    normal = (bits >> 20) & 1
+    normal += bits
+    normal += np.uint32((0x7FFFF - (120 << 23)) % 2**32)
+    normal >>= 20
+    # Subnormal codes count 2^-9, which is the last mantissa bit of 2^14: adding that makes the addition round.
+    subnormal = (quotient + np.float32(2**14)).view(np.uint32) - np.float32(2**14).view(np.uint32)
+    codes = np.where(quotient < np.float32(2**-6), subnormal, normal).astype(np.uint8)
+    codes |= np.signbit(values).view(np.uint8) << 7
+    return codes

@@ -1,0 +1,294 @@
+"""The output directory: whose it is, what is finished in it, and how a file gets its final name.
+
+`.openquant.json`, the journal, names the plan's digest and every file the run writes. Files are written under
+`.openquant/` and renamed when they are whole and on disk, so a final name means a finished file, whenever the
+process or the machine died. Running again with the same digest continues; anything else is refused. A finished
+directory keeps the journal and loses `.openquant/`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from .errors import OutputError
+
+WORK = ".openquant"
+JOURNAL = ".openquant.json"
+LOCK = f"{WORK}/lock"
+FORMAT = 1
+
+
+@contextmanager
+def explained(path: Path | str, doing: str = "written") -> Iterator[None]:
+    """Turn an OSError about an output file into an OutputError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            hint = "free some space (or choose another -o) and run the same command again: finished shards are kept"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            hint = "check the permissions, or choose another directory with -o"
+        else:
+            hint = "run the same command again once that is solved: finished shards are kept"
+        raise OutputError(f"{path} cannot be {doing}: {error.strerror or error}", hint) from error
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames in a directory durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class OutputDirectory:
+    """A directory claimed for one run; use as a context manager, which holds the lock.
+
+    Args:
+        path: the directory; made if missing.
+        digest: of the plan.
+        shards: size in bytes of every shard the run will leave there, by name.
+        others: names of all other files it will leave there, relative to path.
+        other_bytes: what those take up at most.
+        overwrite: discard what an earlier run of ours left there.
+    """
+
+    def __init__(
+        self, path: Path, digest: str, shards: dict[str, int], others: Iterable[str], other_bytes: int, overwrite: bool
+    ) -> None:
+        self.path = path
+        self.digest = digest
+        self.files: dict[str, int | None] = {**dict.fromkeys(others), **shards}
+        self.other_bytes = other_bytes
+        self.overwrite = overwrite
+        self.resumed = False
+        self._lock = -1
+
+    def __enter__(self) -> OutputDirectory:
+        self._inspect()
+        try:
+            with explained(self.path):
+                (self.path / WORK).mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            # Another run may have finished or begun between the first look and the lock.
+            journal = self._inspect()
+            discard = journal is not None and self.overwrite
+            self._require_space(journal["files"] if journal and discard else ())
+            if journal and discard:
+                self._discard(journal)
+                journal = None
+            self.resumed = journal is not None
+            self._sweep()
+            if journal is None:
+                self.write(JOURNAL, self._journal(done=False))
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._release()
+
+    def is_finished(self, name: str) -> bool:
+        """Whether a file of this run stands under its final name, with its size where that is known."""
+        path = self.path / name
+        size = self.files[name]
+        return path.is_file() and (size is None or path.stat().st_size == size)
+
+    @property
+    def complete(self) -> bool:
+        """Whether an earlier run finished and all it wrote is still there."""
+        journal = self._read_journal()
+        return bool(journal and journal["done"]) and all(self.is_finished(name) for name in self.files)
+
+    def partial(self, name: str) -> Path:
+        """Where a file is written before it gets its final name."""
+        return self.path / WORK / (name.replace("/", "%2F") + ".partial")
+
+    def publish(self, name: str) -> None:
+        """Give a written file its final name, once its bytes are on disk."""
+        target = self.path / name
+        with explained(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(self.partial(name), target)
+            sync_directory(target.parent)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file, whole or not at all."""
+        with explained(self.path / name), self.partial(name).open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        self.publish(name)
+
+    def copy(self, source: Path, name: str) -> None:
+        """Copy a file's contents (of a link, what it points to)."""
+        try:
+            reader = source.open("rb")
+        except OSError as error:
+            raise OutputError(
+                f"{source} cannot be read: {error.strerror}", "check the file and its permissions"
+            ) from None
+        with reader, explained(self.path / name), self.partial(name).open("wb") as writer:
+            shutil.copyfileobj(reader, writer, 1 << 20)
+            writer.flush()
+            os.fsync(writer.fileno())
+        self.publish(name)
+
+    def finish(self) -> None:
+        """Record that everything is there, and take the working directory away."""
+        self.write(JOURNAL, self._journal(done=True))
+        with explained(self.path / WORK, "removed"):
+            (self.path / LOCK).unlink()
+            # Not empty where another run just put its own lock there.
+            with suppress(OSError):
+                (self.path / WORK).rmdir()
+
+    def _journal(self, done: bool) -> bytes:
+        record = {"format": FORMAT, "digest": self.digest, "done": done, "files": sorted(self.files)}
+        return (json.dumps(record, indent=1) + "\n").encode()
+
+    def _read_journal(self) -> dict[str, Any] | None:
+        try:
+            journal = json.loads((self.path / JOURNAL).read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise OutputError(
+                f"{self.path / JOURNAL} cannot be read: {error}", "remove the directory yourself"
+            ) from None
+        if not isinstance(journal, dict) or journal.get("format") != FORMAT:
+            raise OutputError(
+                f"{self.path} was made by another version of openquant", "choose another directory with -o"
+            )
+        return journal
+
+    def _inspect(self) -> dict[str, Any] | None:
+        """The journal of an earlier run that may be continued or overwritten; None for a fresh directory.
+
+        Raises:
+            OutputError: the directory holds something else.
+        """
+        if not self.path.exists() and not self.path.is_symlink():
+            return None
+        if not self.path.is_dir():
+            raise OutputError(f"{self.path} exists and is not a directory", "choose another directory with -o")
+        journal = self._read_journal()
+        with explained(self.path, "read"):
+            present = set(_files_below(self.path))
+        if journal is None:
+            if present:
+                raise OutputError(
+                    f"{self.path} is not empty and was not made by openquant: it holds {min(present)}",
+                    "choose another directory with -o, or empty this one yourself",
+                )
+            return None
+        if not present:
+            return None
+        ours = set(journal["files"])
+        if self.overwrite:
+            clash = sorted(
+                name for name in present - ours if name in self.files or name.endswith((".safetensors", ".index.json"))
+            )
+            if clash:
+                raise OutputError(
+                    f"{self.path / clash[0]} was not made by openquant and will not be overwritten",
+                    "move it away, or choose another directory with -o",
+                )
+            return journal
+        if journal["digest"] != self.digest:
+            raise OutputError(
+                f"{self.path} holds the output of another run: other options, another source or another version",
+                "choose another directory with -o, or replace that output with --overwrite",
+            )
+        foreign = sorted(present - ours)
+        if foreign and not journal["done"]:
+            raise OutputError(
+                f"{self.path} holds {foreign[0]}, which this run did not write",
+                "move it away, or choose another directory with -o",
+            )
+        return journal
+
+    def _take_lock(self) -> None:
+        with explained(self.path / LOCK):
+            self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                held = True
+            else:
+                # A run that finished in between removed the file we locked.
+                held = not (self.path / LOCK).exists() or not os.path.samestat(
+                    os.fstat(self._lock), (self.path / LOCK).stat()
+                )
+        if held:
+            raise OutputError(
+                f"another run is writing to {self.path}", "wait for it, or choose another directory with -o"
+            )
+
+    def _release(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _require_space(self, discarded: Iterable[str]) -> None:
+        """Refuse to start what the disk cannot hold, counting what will be discarded first as free."""
+        gone = {name for name in discarded if (self.path / name).is_file()}
+        needed = self.other_bytes + sum(
+            size for name, size in self.files.items() if size and (name in gone or not self.is_finished(name))
+        )
+        with explained(self.path, "examined"):
+            free = shutil.disk_usage(self.path).free + sum((self.path / name).stat().st_size for name in gone)
+        if needed > free:
+            raise OutputError(
+                f"{self.path} needs {needed:,} bytes, its disk has {free:,} free",
+                "free some space, or choose another disk with -o",
+            )
+
+    def _discard(self, journal: dict[str, Any]) -> None:
+        """Remove what an earlier run wrote: first what makes the directory look like a model, the journal last."""
+        names = sorted(journal["files"], key=lambda name: (name != "config.json", not name.endswith(".json"), name))
+        for name in [*names, JOURNAL]:
+            path = self.path / name
+            if not name.startswith("/") and ".." not in name.split("/"):
+                with explained(path, "removed"):
+                    path.unlink(missing_ok=True)
+
+    def _sweep(self) -> None:
+        """Remove what an interrupted run left half-written."""
+        for path in (self.path / WORK).glob("*.partial"):
+            with explained(path, "removed"):
+                path.unlink()
+
+
+def _files_below(root: Path) -> Iterator[str]:
+    """Every file below root but the journal and our work, relative to it; empty directories count for nothing."""
+    for folder, directories, names in os.walk(root):
+        if Path(folder) == root and WORK in directories:
+            directories.remove(WORK)
+        linked = [name for name in directories if (Path(folder) / name).is_symlink()]
+        for name in (*names, *linked):
+            relative = (Path(folder) / name).relative_to(root).as_posix()
+            if relative != JOURNAL:
+                yield relative
+
+
+def refuse_overlap(source: Path, output: Path) -> None:
+    """Refuse an output that is the source, or lies inside it.
+
+    Raises:
+        OutputError: it does.
+    """
+    inside, outside = output.resolve(), source.resolve()
+    if inside == outside or outside in inside.parents:
+        where = "is the source itself" if inside == outside else f"lies inside the source {source}"
+        raise OutputError(f"the output {output} {where}", "choose another directory with -o")

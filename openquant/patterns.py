@@ -1,0 +1,88 @@
+"""Glob patterns over module names: `*` is one path segment, `**` a subtree, `{q,k,v}` alternatives."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cache
+
+from .errors import UsageError
+
+_TOKEN = re.compile(r"\*\*|\*|\{([^{}]*)\}|[^*{}]+|.", re.DOTALL)
+
+
+def translate(pattern: str) -> str:
+    """The regular expression of a pattern; each `*` and `**` is a capturing group, alternatives are not.
+
+    Raises:
+        UsageError: an empty pattern, or a brace without its partner.
+    """
+    if not pattern:
+        raise UsageError("an empty pattern matches nothing", "use a module name such as model.layers.0.**")
+    parts: list[str] = []
+    for token in _TOKEN.finditer(pattern):
+        text = token.group()
+        if text == "**":
+            parts.append("(.+)")
+        elif text == "*":
+            parts.append(r"([^.]+)")
+        elif token.group(1) is not None:
+            parts.append("(?:" + "|".join(re.escape(choice) for choice in token.group(1).split(",")) + ")")
+        elif text in "{}":
+            raise UsageError(f"the pattern {pattern} has an unmatched brace", "write alternatives as {q,k,v}_proj")
+        else:
+            parts.append(re.escape(text))
+    # "a.**" is the subtree of a, a itself included; "**.a" is a anywhere, at the top included.
+    joined = "".join(parts)
+    if joined.endswith(r"\.(.+)"):
+        joined = joined.removesuffix(r"\.(.+)") + r"(?:\.(.+))?"
+    if joined.startswith(r"(.+)\."):
+        joined = r"(?:(.+)\.)?" + joined.removeprefix(r"(.+)\.")
+    return joined
+
+
+@cache
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """The compiled form of one pattern; use with `fullmatch`."""
+    return re.compile(translate(pattern))
+
+
+def compile_any(patterns: Iterable[str]) -> re.Pattern[str]:
+    """One expression that matches what any of the patterns matches."""
+    return re.compile("|".join(f"(?:{translate(pattern)})" for pattern in patterns) or r"(?!)")
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def template(name: str) -> str:
+    """A name with every number segment replaced by `*`: equal for the same tensor of all layers."""
+    return _NUMBER.sub("*", name)
+
+
+def collapse(names: Iterable[str]) -> list[str]:
+    """Names grouped by template, numbers written as ranges: `model.layers.{0..3}.mlp.up_proj`.
+
+    A template's names that differ in several numbers show the range of each.
+    """
+    groups: dict[str, list[list[int]]] = {}
+    for name in names:
+        numbers = [int(number) for number in _NUMBER.findall(name)]
+        groups.setdefault(template(name), []).append(numbers)
+    result = []
+    for group, found in groups.items():
+        parts = re.split(r"(?<=\.)\*(?=\.|$)", group)
+        ranges = [_ranges(sorted(set(column))) for column in zip(*found, strict=True)]
+        result.append(parts[0] + "".join(text + part for text, part in zip(ranges, parts[1:], strict=True)))
+    return result
+
+
+def _ranges(numbers: list[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    texts = [str(low) if low == high else f"{low}..{high}" for low, high in runs]
+    return texts[0] if texts == [str(numbers[0])] else "{" + ",".join(texts) + "}"

@@ -1,0 +1,673 @@
+"""Plan a conversion from names, shapes and dtypes alone: every output tensor, its shard and its offset.
+
+All decisions are made here. `--dry-run` prints the plan, the conversion carries it out, a resumed run continues
+it. Output shards correspond to source shards one to one and keep their names, so a finished shard never depends
+on another one's output.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from . import __version__
+from .checkpoint import DTYPE_BITS, Checkpoint, TensorInfo
+from .errors import PlanError, UsageError
+from .models import MODELS, Model, Split
+from .patterns import collapse, compile_any, compile_pattern, template
+from .schemes import Scheme
+
+SOURCE_DTYPES = ("BF16", "F16", "F32")
+TENSOR_PARALLEL_SIZES = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A logical weight [out, in] inside one source tensor.
+
+    Attributes:
+        label: for messages: the tensor's name, and the expert's number where it is a slice.
+        shard: source file name.
+        offset: bytes from the start of the file to element [0, 0].
+        dtype: one of SOURCE_DTYPES.
+        shape: (out, in).
+        pitch: bytes from one stored row to the next.
+        transposed: stored rows are columns of the matrix.
+    """
+
+    label: str
+    shard: str
+    offset: int
+    dtype: str
+    shape: tuple[int, int]
+    pitch: int
+    transposed: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its elements in the source, in bytes."""
+        return self.shape[0] * self.shape[1] * DTYPE_BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Bytes of the source that go to the output as they are: file range -> offset in the output shard."""
+
+    label: str
+    shard: str
+    offset: int
+    nbytes: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One matrix to be written at `target`; quantized, with its scale at `scale_target`, unless that is None."""
+
+    matrix: Matrix
+    target: int
+    scale_target: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The unit of work: matrices of one output shard, and everything that shares their scale.
+
+    Attributes:
+        pieces: what this job writes.
+        joined: the whole joined set, members in other shards included; empty unless a scale is shared.
+    """
+
+    pieces: tuple[Piece, ...]
+    joined: tuple[Matrix, ...]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One output file.
+
+    Attributes:
+        name: file name, the source shard's own.
+        header: everything before the first tensor.
+        size: size of the file in bytes.
+        jobs: what fills it.
+        tensors: every tensor with its offset in the file, in file order.
+    """
+
+    name: str
+    header: bytes
+    size: int
+    jobs: tuple[Copy | Job, ...]
+    tensors: tuple[tuple[TensorInfo, int], ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors alike in name, shape and fate: a line of the printed plan."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    quantized: bool
+    why: str
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True)
+class ParallelSize:
+    """Whether a tensor-parallel size can serve the result, and if not, what forbids it."""
+
+    size: int
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do; see the module's text."""
+
+    architecture: str
+    scheme: Scheme
+    model: Model
+    shards: tuple[Shard, ...]
+    indexed: bool
+    quantization_config: dict[str, Any]
+    groups: tuple[Group, ...]
+    notes: tuple[str, ...]
+    parallel: tuple[ParallelSize, ...]
+    files: dict[str, int]
+    left_out: tuple[str, ...]
+    source_bytes: int
+    output_bytes: int
+    source_weight_bytes_quantized: int
+    quantized_tensors: int
+    digest: str
+
+    @property
+    def ignored_layers(self) -> list[str]:
+        """Modules left unquantized, in every name the engines look them up under."""
+        return list(self.quantization_config["ignored_layers"])
+
+    @property
+    def shard_bytes(self) -> int:
+        """Size of all output shards in bytes, headers included."""
+        return sum(shard.size for shard in self.shards)
+
+    @property
+    def parallel_sizes(self) -> list[int]:
+        """The tensor-parallel sizes that can serve the result."""
+        return [entry.size for entry in self.parallel if entry.problem is None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A weight that could be quantized: a tensor of the source, or one expert's part of a stacked one."""
+
+    module: str
+    matrix: Matrix
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    tensor: TensorInfo
+    why: str
+
+
+def make_plan(checkpoint: Checkpoint, scheme: Scheme, ignore: Sequence[str] = (), identity: str = "") -> Plan:
+    """Decide what becomes of every tensor.
+
+    Args:
+        checkpoint: the opened source.
+        scheme: the number format.
+        ignore: patterns over module names that stay unquantized.
+        identity: what tells this source from another with the same headers; it goes into the plan's digest.
+
+    Raises:
+        SourceError: the source is already quantized.
+        PlanError: an unknown architecture, or tensors no rule covers.
+        UsageError: an ignore pattern that matches nothing or is malformed.
+    """
+    model = _find_model(checkpoint.architecture)
+    _refuse_quantized(checkpoint)
+    for pattern in ignore:
+        compile_pattern(pattern)
+    layers, kept, copied = _sort_tensors(checkpoint, model, ignore)
+    sets = _joined_sets(model, layers)
+    reasons, notes = _unquantized(model, scheme, layers, sets, ignore, [*kept, *copied])
+    quantization_config = scheme.config(_ignored_names(model, layers, reasons, kept))
+    shards = _lay_out(checkpoint, scheme, layers, reasons, sets)
+    quantized = [layer for layer in layers.values() if layer.module not in reasons]
+    output_bytes = sum(info.nbytes for shard in shards for info, _ in shard.tensors)
+    digest = _digest(checkpoint, scheme, shards, quantization_config, identity)
+    return Plan(
+        architecture=checkpoint.architecture,
+        scheme=scheme,
+        model=model,
+        shards=shards,
+        indexed=checkpoint.indexed,
+        quantization_config=quantization_config,
+        groups=_groups(scheme, layers, reasons, kept, copied),
+        notes=tuple(notes),
+        parallel=_parallel(checkpoint, model, scheme, quantized),
+        files=checkpoint.files,
+        left_out=checkpoint.left_out,
+        source_bytes=sum(info.nbytes for info in checkpoint.tensors.values()),
+        output_bytes=output_bytes,
+        source_weight_bytes_quantized=sum(layer.matrix.nbytes for layer in quantized),
+        quantized_tensors=len(quantized),
+        digest=digest,
+    )
+
+
+def _find_model(architecture: str) -> Model:
+    if architecture not in MODELS:
+        raise PlanError(
+            f"{architecture} is not a known architecture; known are {', '.join(sorted(MODELS))}",
+            "add an entry to openquant/models.py (README: Adding an architecture)",
+        )
+    return MODELS[architecture]
+
+
+def _refuse_quantized(checkpoint: Checkpoint) -> None:
+    config = checkpoint.config
+    text = config.get("text_config")
+    for place in (config, text if isinstance(text, dict) else {}):
+        for key in ("quantization_config", "compression_config"):
+            if place.get(key) is not None:
+                found = place[key]
+                method = found.get("quant_method", "unknown method") if isinstance(found, dict) else found
+                raise PlanError(f"the source is already quantized ({method})", "start from the unquantized model")
+    for info in checkpoint.tensors.values():
+        if info.name.endswith((".weight_scale", ".weight_scale_inv", ".qweight", ".weight_packed", ".weight.absmax")):
+            raise PlanError(
+                f"the source is already quantized: it holds {info.name}", "start from the unquantized model"
+            )
+        if info.dtype.startswith(("F8_", "F4", "F6_")):
+            raise PlanError(
+                f"the source is already quantized: {info.name} is {info.dtype}", "start from the unquantized model"
+            )
+
+
+def _relative(model: Model, patterns: Iterable[str]) -> list[str]:
+    return [model.layers + pattern if pattern.startswith(".") else pattern for pattern in patterns]
+
+
+def _sort_tensors(
+    checkpoint: Checkpoint, model: Model, ignore: Sequence[str]
+) -> tuple[dict[str, _Layer], list[_Kept], list[TensorInfo]]:
+    """Every tensor into one of: layers (by module), kept with a reason, copied (fewer than two axes)."""
+    compress = compile_any(_relative(model, model.compress))
+    keeps = [(compile_any(_relative(model, [keep.pattern])), keep.why) for keep in model.keep]
+    stacks = [
+        (compile_any(_relative(model, [f"{experts.path}.{stacked.name}"])), stacked)
+        for experts in model.experts
+        for stacked in experts.stacked
+    ]
+    ignored = compile_any(ignore)
+    # Names alike but for numbers have the same fate.
+    fates: dict[str, tuple[bool, Any, list[str]]] = {}
+    layers: dict[str, _Layer] = {}
+    kept: list[_Kept] = []
+    copied: list[TensorInfo] = []
+    misfits: dict[str, str] = {}
+    for info in checkpoint.tensors.values():
+        if len(info.shape) < 2:
+            copied.append(info)
+            continue
+        alike = template(info.module)
+        if alike not in fates:
+            stacks_found = [stacked for pattern, stacked in stacks if pattern.fullmatch(info.module)]
+            reasons = [why for pattern, why in keeps if pattern.fullmatch(info.module)]
+            fates[alike] = (bool(compress.fullmatch(info.module)), stacks_found, reasons)
+        is_layer, stacks_found, reasons = fates[alike]
+        matches = is_layer + len(stacks_found) + len(reasons)
+        if matches == 0 and ignored.fullmatch(info.module):
+            kept.append(_Kept(info, "--ignore"))
+        elif matches == 0:
+            misfits[info.name] = "matches no pattern"
+        elif matches > 1:
+            misfits[info.name] = "matches more than one pattern"
+        elif reasons:
+            kept.append(_Kept(info, reasons[0]))
+        elif info.dtype not in SOURCE_DTYPES:
+            misfits[info.name] = f"is {info.dtype}, not one of {', '.join(SOURCE_DTYPES)}"
+        elif is_layer:
+            if len(info.shape) != 2 or not info.name.endswith(".weight"):
+                misfits[info.name] = f"is not a 2-D weight but {list(info.shape)}"
+                continue
+            layers[info.module] = _Layer(info.module, _whole(checkpoint, info), info.name)
+        elif len(info.shape) != 3 or info.shape[-1 if stacks_found[0].transposed else 1] % len(stacks_found[0].parts):
+            misfits[info.name] = f"is not a stack of experts but {list(info.shape)}"
+        else:
+            for layer in _unstack(checkpoint, info, stacks_found[0]):
+                if layer.module in layers:
+                    misfits[info.name] = f"holds {layer.module}, which is there on its own too"
+                layers[layer.module] = layer
+    if misfits:
+        _raise_misfits(checkpoint, misfits)
+    return layers, kept, copied
+
+
+def _raise_misfits(checkpoint: Checkpoint, misfits: dict[str, str]) -> None:
+    problems = []
+    for problem in dict.fromkeys(misfits.values()):
+        names = collapse(name for name, found in misfits.items() if found == problem)
+        problems.append(f"{', '.join(names)} {problem} of {checkpoint.architecture}" if problem.startswith("matches")
+                        else f"{', '.join(names)} {problem}")  # fmt: skip
+    raise PlanError(
+        "; ".join(problems),
+        "list it under compress or keep in openquant/models.py, or leave it as it is with --ignore",
+    )
+
+
+def _whole(checkpoint: Checkpoint, info: TensorInfo) -> Matrix:
+    place = checkpoint.where[info.name]
+    rows, cols = info.shape
+    pitch = cols * DTYPE_BITS[info.dtype] // 8
+    return Matrix(info.name, place.shard, place.offset, info.dtype, (rows, cols), pitch, transposed=False)
+
+
+def _unstack(checkpoint: Checkpoint, info: TensorInfo, stacked: Any) -> Iterator[_Layer]:
+    """One layer for each expert and part of a stacked tensor [E, in, parts*out] or [E, parts*out, in]."""
+    place = checkpoint.where[info.name]
+    experts, stored_rows, stored_cols = info.shape
+    itemsize = DTYPE_BITS[info.dtype] // 8
+    pitch = stored_cols * itemsize
+    path = info.module.rsplit(".", 1)[0]
+    count = len(stacked.parts)
+    for expert in range(experts):
+        start = place.offset + expert * stored_rows * pitch
+        for number, part in enumerate(stacked.parts):
+            if stacked.transposed:
+                shape = (stored_cols // count, stored_rows)
+                offset = start + number * shape[0] * itemsize
+            else:
+                shape = (stored_rows // count, stored_cols)
+                offset = start + number * shape[0] * pitch
+            label = f"{info.name}[{expert}]"
+            matrix = Matrix(label, place.shard, offset, info.dtype, shape, pitch, stacked.transposed)
+            yield _Layer(f"{path}.{expert}.{part}", matrix, info.name)
+
+
+def _joined_sets(model: Model, layers: dict[str, _Layer]) -> dict[str, tuple[str, ...]]:
+    """For every module the whole set it is joined with, itself included, in the order of the checkpoint."""
+    patterns = [compile_pattern(pattern) for pattern in _relative(model, [joined.pattern for joined in model.joined])]
+    found: dict[str, int | None] = {}
+    members: dict[tuple[int, str], list[str]] = {}
+    for module in layers:
+        alike = template(module)
+        if alike not in found:
+            numbers = [number for number, pattern in enumerate(patterns) if pattern.fullmatch(module)]
+            found[alike] = numbers[0] if numbers else None
+        number = found[alike]
+        if number is not None:
+            members.setdefault((number, module.rsplit(".", 1)[0]), []).append(module)
+    sets: dict[str, tuple[str, ...]] = {module: (module,) for module in layers}
+    for joined in members.values():
+        for module in joined:
+            sets[module] = tuple(joined)
+    return sets
+
+
+def _experts_finder(model: Model) -> Callable[[str], str | None]:
+    """A function from a module to the path of the experts it belongs to, or None."""
+    patterns = [compile_pattern(pattern) for pattern in _relative(model, [experts.path for experts in model.experts])]
+
+    def find(module: str) -> str | None:
+        path = module if patterns else ""
+        while "." in path:
+            path = path.rsplit(".", 1)[0]
+            if any(pattern.fullmatch(path) for pattern in patterns):
+                return path
+        return None
+
+    return find
+
+
+def _unquantized(
+    model: Model,
+    scheme: Scheme,
+    layers: dict[str, _Layer],
+    sets: dict[str, tuple[str, ...]],
+    ignore: Sequence[str],
+    others: Iterable[_Kept | TensorInfo],
+) -> tuple[dict[str, str], list[str]]:
+    """Modules that stay unquantized with the reason, widened to all that must share their status; and notes."""
+    find_experts = _experts_finder(model)
+    together: dict[str, list[str]] = {}
+    for module in layers:
+        together.setdefault(find_experts(module) or sets[module][0], []).append(module)
+    known = [other.tensor.module if isinstance(other, _Kept) else other.module for other in others]
+    notes: list[str] = []
+    asked: dict[str, str] = {}
+    for text in ignore:
+        pattern = compile_pattern(text)
+        matched = [
+            layer.module
+            for layer in layers.values()
+            if pattern.fullmatch(layer.module) or pattern.fullmatch(layer.source.removesuffix(".weight"))
+        ]
+        if not matched and not any(pattern.fullmatch(module) for module in known):
+            raise UsageError(
+                f"--ignore {text} matches no module",
+                "module names are tensor names without .weight; --dry-run lists them",
+            )
+        asked.update((module, f"--ignore {text}") for module in matched if module not in asked)
+    misfits = {module: scheme.misfit(layer.matrix.shape) for module, layer in layers.items()}
+    reasons: dict[str, str] = {}
+    widened: dict[str, list[str]] = {}
+    for modules in together.values():
+        own = {module: asked.get(module) or misfits[module] for module in modules}
+        if not any(own.values()):
+            continue
+        first = next(module for module in modules if own[module])
+        for module in modules:
+            reason = own[module]
+            if reason is None:
+                reason = f"shares its status with {first.rsplit('.', 1)[1]} ({own[first]})"
+                if first in asked:
+                    widened.setdefault(asked[first], []).append(module)
+            reasons[module] = reason
+    for option, modules in widened.items():
+        notes.append(f"{option} widened to what engines join with it: {', '.join(collapse(modules))}")
+    if any(misfits[module] for module in reasons):
+        notes.append(
+            f"some layers do not divide into {scheme.block} x {scheme.block} blocks; --scheme tensor quantizes them too"
+        )
+    return reasons, notes
+
+
+def _ignored_names(
+    model: Model,
+    layers: dict[str, _Layer],
+    reasons: dict[str, str],
+    kept: list[_Kept],
+) -> list[str]:
+    """What ignored_layers must hold: checkpoint names without .weight, and the engines' other names for them.
+
+    vLLM 0.32.0 compares for equality (layers/quantization/utils/quant_utils.py:617-691); experts match by the
+    path that holds them all. lm_head is always listed: transformers would quantize one tied to the embedding.
+    """
+    find_experts = _experts_finder(model)
+    listed_as = [
+        (compile_pattern(pattern), joined.listed_as)
+        for joined, pattern in zip(model.joined, _relative(model, [j.pattern for j in model.joined]), strict=True)
+        if joined.listed_as
+    ]
+    names: dict[str, None] = {"lm_head": None}
+    for keep in kept:
+        if len(keep.tensor.shape) == 2 and keep.tensor.name.endswith(".weight"):
+            names[keep.tensor.module] = None
+    for module in layers:
+        if module not in reasons:
+            continue
+        experts = find_experts(module)
+        if experts:
+            names[experts] = None
+        names[module] = None
+        for pattern, fused in listed_as:
+            if pattern.fullmatch(module):
+                names[f"{module.rsplit('.', 1)[0]}.{fused}"] = None
+    for name in list(names):
+        for group in model.spellings:
+            prefix = next((prefix for prefix in group if name.startswith(prefix)), None)
+            if prefix is not None:
+                for other in group:
+                    names[other + name.removeprefix(prefix)] = None
+    return list(names)
+
+
+def _lay_out(
+    checkpoint: Checkpoint,
+    scheme: Scheme,
+    layers: dict[str, _Layer],
+    reasons: dict[str, str],
+    sets: dict[str, tuple[str, ...]],
+) -> tuple[Shard, ...]:
+    by_source: dict[str, list[_Layer]] = {}
+    for layer in layers.values():
+        by_source.setdefault(layer.source, []).append(layer)
+    tensors_of: dict[str, list[TensorInfo]] = {shard: [] for shard in checkpoint.shards}
+    for info in checkpoint.tensors.values():
+        tensors_of[checkpoint.where[info.name].shard].append(info)
+    return tuple(
+        _lay_out_shard(checkpoint, scheme, name, infos, by_source, layers, reasons, sets)
+        for name, infos in tensors_of.items()
+    )
+
+
+def _lay_out_shard(
+    checkpoint: Checkpoint,
+    scheme: Scheme,
+    name: str,
+    infos: list[TensorInfo],
+    by_source: dict[str, list[_Layer]],
+    layers: dict[str, _Layer],
+    reasons: dict[str, str],
+    sets: dict[str, tuple[str, ...]],
+) -> Shard:
+    outputs: list[TensorInfo] = []
+    for info in infos:
+        for layer in by_source.get(info.name, ()):
+            shape = layer.matrix.shape
+            if layer.module in reasons:
+                outputs.append(TensorInfo(f"{layer.module}.weight", layer.matrix.dtype, shape))
+            else:
+                outputs.extend(scheme.outputs(layer.module, shape))
+        if info.name not in by_source:
+            outputs.append(info)
+    # Wide dtypes first, as the safetensors library writes them: every tensor is aligned to its element.
+    outputs.sort(key=lambda info: -DTYPE_BITS[info.dtype])
+    header, start = _header(outputs)
+    places: dict[str, int] = {}
+    for info in outputs:
+        places[info.name] = start
+        start += info.nbytes
+    jobs: list[Copy | Job] = []
+    done: set[str] = set()
+    for info in infos:
+        if info.name not in by_source:
+            place = checkpoint.where[info.name]
+            jobs.append(Copy(info.name, name, place.offset, info.nbytes, places[info.name]))
+            continue
+        for layer in by_source[info.name]:
+            if layer.module in done:
+                continue
+            joined = sets[layer.module]
+            mine = [layers[module] for module in joined if layers[module].matrix.shard == name]
+            done.update(member.module for member in mine)
+            quantized = layer.module not in reasons
+            pieces = tuple(
+                Piece(
+                    member.matrix,
+                    places[f"{member.module}.weight"],
+                    places[f"{member.module}.{scheme.scale_name}"] if quantized else None,
+                )
+                for member in mine
+            )
+            shares = quantized and scheme.block is None
+            jobs.append(Job(pieces, tuple(layers[module].matrix for module in joined) if shares else ()))
+    return Shard(name, header, start, tuple(jobs), tuple((info, places[info.name]) for info in outputs))
+
+
+def _header(tensors: list[TensorInfo]) -> tuple[bytes, int]:
+    """The bytes before the first tensor, and how many they are; padded to 8 as the format asks."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for info in tensors:
+        entries[info.name] = {
+            "dtype": info.dtype,
+            "shape": list(info.shape),
+            "data_offsets": [offset, offset + info.nbytes],
+        }
+        offset += info.nbytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, 8 + len(text)
+
+
+def _digest(
+    checkpoint: Checkpoint,
+    scheme: Scheme,
+    shards: tuple[Shard, ...],
+    quantization_config: dict[str, Any],
+    identity: str,
+) -> str:
+    """What guards a resumed run: equal for the same source and options under the same version, and only then."""
+    digest = hashlib.sha256()
+    facts = [__version__, asdict(scheme), checkpoint.config, quantization_config, checkpoint.files, identity]
+    digest.update(json.dumps(facts, sort_keys=True).encode())
+    for name, size in checkpoint.shards.items():
+        digest.update(f"\n{name} {size}".encode())
+    for shard in shards:
+        digest.update(shard.header)
+    return digest.hexdigest()
+
+
+def _groups(
+    scheme: Scheme,
+    layers: dict[str, _Layer],
+    reasons: dict[str, str],
+    kept: list[_Kept],
+    copied: list[TensorInfo],
+) -> tuple[Group, ...]:
+    found: dict[tuple[str, tuple[int, ...], bool, str], list[tuple[str, int, int]]] = {}
+    for layer in layers.values():
+        shape: tuple[int, ...] = layer.matrix.shape
+        quantized = layer.module not in reasons
+        after = (
+            sum(info.nbytes for info in scheme.outputs(layer.module, layer.matrix.shape))
+            if quantized
+            else layer.matrix.nbytes
+        )
+        key = (template(layer.module), shape, quantized, "" if quantized else reasons[layer.module])
+        found.setdefault(key, []).append((layer.module, layer.matrix.nbytes, after))
+    for keep in kept:
+        key = (template(keep.tensor.module), keep.tensor.shape, False, keep.why)
+        found.setdefault(key, []).append((keep.tensor.module, keep.tensor.nbytes, keep.tensor.nbytes))
+    for info in copied:
+        key = (template(info.name), info.shape, False, "fewer than two axes")
+        found.setdefault(key, []).append((info.name, info.nbytes, info.nbytes))
+    return tuple(
+        Group(
+            tuple(name for name, _, _ in members),
+            shape,
+            quantized,
+            why,
+            sum(before for _, before, _ in members),
+            sum(after for _, _, after in members),
+        )
+        for (_, shape, quantized, why), members in found.items()
+    )
+
+
+def _parallel(
+    checkpoint: Checkpoint, model: Model, scheme: Scheme, quantized: list[_Layer]
+) -> tuple[ParallelSize, ...]:
+    """For each tensor-parallel size whether the quantized layers divide, and the first one that does not."""
+    config = checkpoint.config.get(model.text_config) if model.text_config else checkpoint.config
+    config = config if isinstance(config, dict) else {}
+    splits = [(compile_pattern(pattern), split) for split, pattern in
+              zip(model.splits, _relative(model, [split.pattern for split in model.splits]), strict=True)]  # fmt: skip
+    kinds: dict[tuple[str, tuple[int, int]], tuple[str, Split]] = {}
+    counts: Counter[tuple[str, tuple[int, int]]] = Counter()
+    for layer in quantized:
+        key = (template(layer.module), layer.matrix.shape)
+        counts[key] += 1
+        if key not in kinds:
+            for pattern, split in splits:
+                if pattern.fullmatch(layer.module):
+                    kinds[key] = (key[0], split)
+    result = []
+    for size in TENSOR_PARALLEL_SIZES:
+        problem = None
+        for (name, shape), (_, split) in kinds.items():
+            problem = _indivisible(name, shape, split, config, scheme, size)
+            if problem:
+                break
+        result.append(ParallelSize(size, problem))
+    return tuple(result)
+
+
+def _indivisible(
+    name: str, shape: tuple[int, int], split: Split, config: dict[str, Any], scheme: Scheme, size: int
+) -> str | None:
+    length = shape[0] if split.axis == "out" else shape[1]
+    parts = size
+    heads = config.get(split.heads) if split.heads else None
+    if isinstance(heads, int) and heads > 0:
+        if split.replicated and size > heads:
+            parts = heads
+            if size % heads:
+                return f"{name}: {heads} heads cannot be copied evenly to {size} ranks"
+        elif heads % size:
+            return f"{name}: {heads} heads do not divide by {size}"
+    if length % parts:
+        return f"{name}: {length} does not divide by {parts}"
+    if scheme.block is not None and length // parts % scheme.block:
+        return f"{name}: {length} / {parts} = {length // parts} is not a multiple of {scheme.block}"
+    return None
