@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -129,6 +130,8 @@ def compress(
     begin = time.monotonic()
     reporter = reporter or _Silent()
     chosen = _scheme(scheme)
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise UsageError(f"{device} is not a device", "choose auto, cpu, cuda or cuda:N")
     if workers is not None and workers < 1:
         raise UsageError(f"{workers} workers cannot work", "give --workers 1 or more")
     source = find_source(os.fspath(model), revision)
@@ -237,8 +240,6 @@ def _device(name: str) -> str:
     # Importing torch to learn that there is no GPU would cost more than a small conversion.
     if name == "auto" and not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))):
         return "cpu"
-    if name != "auto" and name != "cuda" and not (name.startswith("cuda:") and name[5:].isdigit()):
-        raise UsageError(f"{name} is not a device", "choose auto, cpu, cuda or cuda:N")
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

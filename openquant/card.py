@@ -72,13 +72,13 @@ def _strings(value: Any) -> list[str]:
 
 def _without(metadata: str, keys: tuple[str, ...]) -> str:
     """The metadata's own text without some of its top-level entries; the rest is not rewritten."""
-    starts = [(found.start(), found.group(1).strip("\"'")) for found in _TOP_LEVEL_KEY.finditer(metadata)]
-    ends = [start for start, _ in starts[1:]] + [len(metadata)]
-    head = metadata[: starts[0][0]] if starts else metadata
-    kept = head + "".join(
-        metadata[start:end] for (start, key), end in zip(starts, ends, strict=True) if key not in keys
-    )
-    return kept if not kept or kept.endswith("\n") else kept + "\n"
+    starts = [found.start() for found in _TOP_LEVEL_KEY.finditer(metadata)]
+    names = [found.group(1).strip("\"'") for found in _TOP_LEVEL_KEY.finditer(metadata)]
+    kept = metadata[: starts[0]] if starts else metadata
+    for name, start, end in zip(names, starts, [*starts[1:], len(metadata)], strict=False):
+        if name not in keys:
+            kept += metadata[start:end]
+    return kept
 
 
 def gigabytes(nbytes: int) -> str:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,22 @@ def open_checkpoint(root: Path) -> Checkpoint:
     Raises:
         SourceError: anything missing, damaged, contradictory, or not a safetensors checkpoint.
     """
+    with readable():
+        return _open(root)
+
+
+@contextmanager
+def readable() -> Iterator[None]:
+    """Turn an OSError about the source into a SourceError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise SourceError(
+            f"{error.filename} cannot be read: {error.strerror}", "check the file and its permissions"
+        ) from None
+
+
+def _open(root: Path) -> Checkpoint:
     if not root.is_dir():
         if root.exists():
             raise SourceError(f"{root} is a file, not a checkpoint directory", "give the directory that holds it")
@@ -232,18 +249,13 @@ def _open_shard(path: Path, name: str) -> tuple[int, list[tuple[TensorInfo, int]
             return size, read_header(read, size, name)
     except FileNotFoundError:
         raise SourceError(f"{name} is missing from {path.parent}", "download or copy it again") from None
-    except OSError as error:
-        raise SourceError(f"{name} cannot be read: {error.strerror}", "check the file and its permissions") from None
 
 
-def read_json(path: Path, what: str) -> Any:
-    """Parse a JSON file of the source; `what` names it in messages."""
+def _read_json(path: Path, what: str) -> Any:
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
         raise SourceError(f"{what} is missing from {path.parent}", "download or copy it again") from None
-    except OSError as error:
-        raise SourceError(f"{what} cannot be read: {error.strerror}", "check the file and its permissions") from None
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{what} is not valid JSON: {error}", "download or copy it again") from None
 
@@ -252,7 +264,7 @@ def _read_config(root: Path) -> dict[str, Any]:
     if not (root / "config.json").exists():
         _explain_missing_weights(root)
         raise SourceError(f"{root} is not a checkpoint: it has no config.json", "give the directory that holds it")
-    config = read_json(root / "config.json", "config.json")
+    config = _read_json(root / "config.json", "config.json")
     if not isinstance(config, dict):
         raise SourceError("config.json is not a JSON object", "download or copy it again")
     return config
@@ -271,7 +283,7 @@ def _architecture(config: dict[str, Any]) -> str:
 def _find_shards(root: Path) -> tuple[list[str], dict[str, str] | None]:
     """Shard names in order, and tensor -> shard as the index has it (None without an index)."""
     if (root / INDEX_FILE).exists():
-        index = read_json(root / INDEX_FILE, INDEX_FILE)
+        index = _read_json(root / INDEX_FILE, INDEX_FILE)
         placed = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(placed, dict) or not placed or not all(isinstance(shard, str) for shard in placed.values()):
             raise SourceError(f"{INDEX_FILE} has no weight_map of tensor to file names", "download or copy it again")
@@ -334,7 +346,7 @@ def _list_files(root: Path, shards: set[str]) -> tuple[dict[str, int], tuple[str
     left_out: list[str] = []
 
     def fail(error: OSError) -> None:
-        raise SourceError(f"{error.filename} cannot be read: {error.strerror}", "check its permissions") from None
+        raise error
 
     for folder, directories, names in os.walk(root, onerror=fail):
         base = Path(folder)

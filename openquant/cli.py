@@ -198,6 +198,8 @@ class _Terminal:
     def planned(self, plan: Plan, source: Source, output: Path) -> None:
         self.plan = plan
         if self.quiet:
+            for note in () if self.silent else plan.notes:
+                print(f"note: {note}", file=sys.stderr)
             return
         from .report import details_text, plan_text
 

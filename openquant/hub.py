@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from .checkpoint import LEFT_OUT_DIRECTORIES, LEFT_OUT_FILES
+from .checkpoint import LEFT_OUT_DIRECTORIES, LEFT_OUT_FILES, readable
 from .errors import OpenQuantError, SourceError, UsageError
 
 # A snapshot in the Hub's cache: models--ORG--NAME/snapshots/COMMIT.
@@ -35,7 +35,7 @@ class Source:
         """What tells this source from another one with the same headers: the commit, or every file's time."""
         if self.revision is not None:
             return f"{self.repo}@{self.revision}"
-        times = {}
+        times: dict[str, int] = {}
         for folder, directories, names in os.walk(self.root):
             directories[:] = [name for name in directories if not name.startswith(".")]
             for name in names:
@@ -59,7 +59,9 @@ def find_source(model: str, revision: str | None = None) -> Source:
     path = Path(model)
     if not model:
         raise UsageError("-m is empty", "give a directory or a Hub repository such as Qwen/Qwen3-0.6B")
-    if path.exists():
+    with readable():
+        exists = path.exists()
+    if exists:
         if revision is not None:
             raise UsageError(f"{model} is a local directory, which has no revision {revision}", "leave --revision out")
         return _local(path)

@@ -72,9 +72,11 @@ class OutputDirectory:
         self.overwrite = overwrite
         self.resumed = False
         self._lock = -1
+        self._made = False
 
     def __enter__(self) -> OutputDirectory:
         self._inspect()
+        self._made = not self.path.exists()
         try:
             with explained(self.path):
                 (self.path / WORK).mkdir(parents=True, exist_ok=True)
@@ -145,13 +147,8 @@ class OutputDirectory:
         self.publish(name)
 
     def finish(self) -> None:
-        """Record that everything is there, and take the working directory away."""
+        """Record that everything is there."""
         self.write(JOURNAL, self._journal(done=True))
-        with explained(self.path / WORK, "removed"):
-            (self.path / LOCK).unlink()
-            # Not empty where another run just put its own lock there.
-            with suppress(OSError):
-                (self.path / WORK).rmdir()
 
     def _journal(self, done: bool) -> bytes:
         record = {"format": FORMAT, "digest": self.digest, "done": done, "files": sorted(self.files)}
@@ -231,14 +228,25 @@ class OutputDirectory:
                     os.fstat(self._lock), (self.path / LOCK).stat()
                 )
         if held:
+            os.close(self._lock)
+            self._lock = -1
             raise OutputError(
                 f"another run is writing to {self.path}", "wait for it, or choose another directory with -o"
             )
 
     def _release(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        """Remove what is half-written, and all trace of a run that wrote nothing; let go of the lock."""
+        if self._lock < 0:
+            return
+        with suppress(OSError):
+            self._sweep()
+            (self.path / LOCK).unlink()
+            # Not empty where another run just put its own lock there.
+            (self.path / WORK).rmdir()
+            if self._made and not (self.path / JOURNAL).exists():
+                self.path.rmdir()
+        os.close(self._lock)
+        self._lock = -1
 
     def _require_space(self, discarded: Iterable[str]) -> None:
         """Refuse to start what the disk cannot hold, counting what will be discarded first as free."""

@@ -1,0 +1,8 @@
+"""`python -m openquant`: the same as the installed `openquant`."""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

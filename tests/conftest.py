@@ -1,0 +1,50 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import tiny
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "tiny-qwen3"
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def example() -> Path:
+    """The trained model that ships with the repository."""
+    return EXAMPLE
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A small Qwen3 in three shards, joined layers spread over them."""
+    return tiny.write(tmp_path / "source", shards=3)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Run the command as a user does, in an empty working directory."""
+    here = tmp_path / "here"
+    here.mkdir()
+
+    def start(*arguments: object, cwd: Path = here, **environment: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(ROOT / "compress_fp8.py"), *map(str, arguments)]
+        return subprocess.run(
+            command, cwd=cwd, capture_output=True, text=True, env={**os.environ, **environment}, timeout=120
+        )
+
+    return start
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """Every file below a directory with its bytes."""
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}

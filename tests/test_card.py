@@ -1,0 +1,110 @@
+"""The output's README.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+import tiny
+from openquant import __version__, compress
+
+BASE = """---
+license: llama3.1
+license_link: https://example.org/terms   # as is
+language:
+- en
+- no
+base_model: org/pretrained
+base_model_relation: finetune
+tags: [chat, "fp8"]
+datasets:
+    - a/b
+inference: false
+new_version: org/newer
+model-index:
+- name: x
+  results:
+  - task:
+      type: text
+---
+# A model
+
+Some *text* with --- in it.
+
+---
+
+More.
+"""
+
+
+def card(tmp_path: Path, base: str | None, **options: object) -> str:
+    source = tiny.write(tmp_path / "mymodel", **options)  # type: ignore[arg-type]
+    if base is not None:
+        (source / "README.md").write_text(base, encoding="utf-8")
+    compress(source, tmp_path / "out", "block")
+    return (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+
+
+def metadata(text: str) -> dict[str, object]:
+    return yaml.load(text.split("---\n")[1], Loader=yaml.BaseLoader)
+
+
+def test_base_text_and_metadata_are_kept(tmp_path: Path) -> None:
+    text = card(tmp_path, BASE)
+    assert text.startswith(
+        "---\nlicense: llama3.1\nlicense_link: https://example.org/terms   # as is\nlanguage:\n- en\n- no\n"
+        "datasets:\n    - a/b\ninference: false\ntags:\n- chat\n- fp8\n- vllm\n- quantized\n---\n\n# A model\n\n"
+        "Some *text* with --- in it.\n\n---\n\nMore.\n\n# mymodel: FP8 weights\n"
+    )
+    # The folder's own repository is unknown, so the base's base is not claimed for it.
+    assert "base_model" not in metadata(text)
+
+
+def test_section_says_what_was_done_and_nothing_of_this_machine(tmp_path: Path) -> None:
+    text = card(tmp_path, None, architecture="Qwen3MoeForCausalLM")
+    assert metadata(text) == {"tags": ["fp8", "vllm", "quantized"]}
+    assert "license" not in text
+    assert str(tmp_path) not in text
+    assert "| source | mymodel |" in text
+    assert f"| made with | openquant {__version__} |" in text
+    assert "one scale per 128x128 block" in text
+    assert "- model.layers.1.mlp.gate (router)" in text
+    assert "transformers loads it too" in text
+    assert "vllm serve mymodel-FP8-W128" in text
+
+
+def test_per_tensor_card_warns_of_transformers(tmp_path: Path) -> None:
+    compress(tiny.write(tmp_path / "m"), tmp_path / "out")
+    assert "Do not load it with transformers" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_known_repository_becomes_the_base_model(tmp_path: Path) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    source = tiny.write(tmp_path / "models--org--my--model" / "snapshots" / commit)
+    (source / "README.md").write_text(BASE)
+    compress(source, tmp_path / "out")
+    text = (tmp_path / "out" / "README.md").read_text()
+    found = metadata(text)
+    assert found["base_model"] == "org/my--model"
+    assert found["base_model_relation"] == "quantized"
+    assert text.count("base_model:") == 1
+    assert f"| revision | `{commit}` |" in text
+    assert "vllm serve my--model-FP8" in text
+
+
+@pytest.mark.parametrize(
+    "base", ["---\nlicense: [\n---\ntext\n", "---\njust text\n---\ntext\n", "---\nno end\n", "text"]
+)
+def test_metadata_that_is_none_stays_text(tmp_path: Path, base: str) -> None:
+    text = card(tmp_path, base)
+    assert metadata(text) == {"tags": ["fp8", "vllm", "quantized"]}
+    assert base.strip() in text
+
+
+@pytest.mark.parametrize("base", ["---\n---\ntext\n", "---\r\nlicense: mit\r\n---\r\ntext\r\n", "\ufeff# T\n"])
+def test_unusual_cards(tmp_path: Path, base: str) -> None:
+    text = card(tmp_path, base)
+    assert ("license" in metadata(text)) == ("license" in base)
+    assert "text" in text or "# T" in text

@@ -1,0 +1,254 @@
+"""The command as a user runs it: output, streams, exit codes, messages."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+import tiny
+from conftest import EXAMPLE, ROOT, Run, tree
+from openquant import __version__, compress
+
+KEYS = [
+    "model", "revision", "output", "scheme", "architecture", "dry_run", "source_bytes", "output_bytes",
+    "quantized_tensors", "ignored_layers", "shards", "tensor_parallel", "seconds", "peak_rss_bytes", "resumed",
+]  # fmt: skip
+
+PLAN = """\
+{model} -> tiny-qwen3-FP8
+Qwen3ForCausalLM, float8_e4m3fn, one scale per tensor
+
+      layers                                     shape   before    after
+FP8   model.layers.{{0..3}}.mlp.down_proj      256 x 768  1.57 MB   786 kB
+FP8   model.layers.{{0..3}}.mlp.gate_proj      768 x 256  1.57 MB   786 kB
+FP8   model.layers.{{0..3}}.mlp.up_proj        768 x 256  1.57 MB   786 kB
+FP8   model.layers.{{0..3}}.self_attn.k_proj   128 x 256   262 kB   131 kB
+FP8   model.layers.{{0..3}}.self_attn.o_proj   256 x 256   524 kB   262 kB
+FP8   model.layers.{{0..3}}.self_attn.q_proj   256 x 256   524 kB   262 kB
+FP8   model.layers.{{0..3}}.self_attn.v_proj   128 x 256   262 kB   131 kB
+keep  model.embed_tokens                    2048 x 256  1.05 MB  1.05 MB  embedding
+keep  lm_head                               2048 x 256  1.05 MB  1.05 MB  output head
+keep  17 tensors of fewer than two axes                 5.63 kB  5.63 kB  norm, bias or the like
+
+weights:  8.39 MB -> 5.25 MB, 74.9 % of the bytes quantized (28 layers)
+disk:     5.38 MB in 3 shards and 5 other files
+tensor parallel sizes that can serve it: 1, 2, 4
+  not 8: model.layers.*.self_attn.o_proj: 4 heads do not divide by 8
+  not 16: model.layers.*.self_attn.o_proj: 4 heads do not divide by 16
+"""
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(run: Run, tmp_path: Path) -> None:
+    done = run("-m", EXAMPLE, "--dry-run")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == PLAN.format(model=EXAMPLE)
+    assert not list((tmp_path / "here").iterdir())
+
+
+def test_a_run_prints_plan_and_summary(run: Run, tmp_path: Path) -> None:
+    done = run("-m", EXAMPLE)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(PLAN.format(model=EXAMPLE))
+    summary = done.stdout.removeprefix(PLAN.format(model=EXAMPLE))
+    assert re.fullmatch(
+        r"\ntiny-qwen3-FP8: 8\.39 MB -> 5\.25 MB, 74\.9 % of the bytes quantized, in \d+\.\d s, peak memory \S+ MB\n"
+        r"This output is for vLLM and SGLang\. Do not load it with transformers, which misreads per-tensor `fp8` "
+        r"checkpoints without an error\.\n"
+        r"\n  vllm serve tiny-qwen3-FP8\n  python -m sglang\.launch_server --model-path tiny-qwen3-FP8\n",
+        summary,
+    )
+    assert (tmp_path / "here" / "tiny-qwen3-FP8" / "config.json").exists()
+
+
+def test_json_is_one_object_for_runs_and_dry_runs(run: Run, tmp_path: Path) -> None:
+    dry = run("-m", EXAMPLE, "-w", "128", "--dry-run", "--json")
+    wet = run("-m", EXAMPLE, "-w", "128", "--json")
+    again = run("-m", EXAMPLE, "--scheme", "block", "--json")
+    for done in (dry, wet, again):
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.count("\n") == 1
+    found = json.loads(wet.stdout)
+    assert list(found) == KEYS
+    assert found["seconds"] > 0
+    assert found["peak_rss_bytes"] > 1e7
+    fixed = {key: value for key, value in found.items() if key not in ("seconds", "peak_rss_bytes")}
+    assert fixed == {
+        "model": str(EXAMPLE),
+        "revision": None,
+        "output": "tiny-qwen3-FP8-W128",
+        "scheme": "block",
+        "architecture": "Qwen3ForCausalLM",
+        "dry_run": False,
+        "source_bytes": 8394240,
+        "output_bytes": 5249280,
+        "quantized_tensors": 28,
+        "ignored_layers": ["lm_head", "model.embed_tokens"],
+        "shards": 3,
+        "tensor_parallel": [1],
+        "resumed": False,
+    }
+    same = {key: value for key, value in json.loads(dry.stdout).items() if key in fixed}
+    assert same == fixed | {"dry_run": True}
+    assert json.loads(again.stdout)["resumed"] is True
+
+
+ERRORS = [
+    (["-m", "nowhere/at/all"], "nowhere/at/all does not exist, and is no Hub repository id either", "check the path"),
+    (["-m", ""], "-m is empty", "give a directory or a Hub repository such as Qwen/Qwen3-0.6B"),
+    (["-m", EXAMPLE, "-w", "64"], "-w 64: engines serve blocks of 128 x 128 only", "use -w 128, or --scheme tensor"),
+    (["-m", EXAMPLE, "-w", "128", "--scheme", "tensor"],
+     "-w 128 asks for blocks, --scheme tensor for one scale per tensor", "leave one of them out"),
+    (["-m", EXAMPLE, "--scheme", "int4"], "argument --scheme: invalid choice: 'int4' (choose from", "see compress_fp8.py --help"),
+    (["-m", EXAMPLE, "--workers", "0"], "0 workers cannot work", "give --workers 1 or more"),
+    (["-m", EXAMPLE, "--workers", "many"], "argument --workers: invalid int value: 'many'", "see compress_fp8.py --help"),
+    (["-m", EXAMPLE, "--device", "tpu"], "tpu is not a device", "choose auto, cpu, cuda or cuda:N"),
+    (["-m", EXAMPLE, "--revision", "main"], f"{EXAMPLE} is a local directory, which has no revision main", "leave --revision out"),
+    (["-m", "org/name@a", "--revision", "b"], "org/name@a and --revision b name two revisions", "give one of them"),
+    (["-m", "org/name@"], "org/name@ names no revision after the @", "write org/name@revision"),
+    (["-m", EXAMPLE, "--ignore", "nothing.**"], "--ignore nothing.** matches no module",
+     "module names are tensor names without .weight; --dry-run lists them"),
+    (["-m", EXAMPLE, "--ignore", "a.{b"], "the pattern a.{b has an unmatched brace", "write alternatives as {q,k,v}_proj"),
+    (["-m", EXAMPLE, "--dry"], "unrecognized arguments: --dry", "see compress_fp8.py --help"),
+    (["-m", EXAMPLE, "-q", "-v"], "argument -v/--verbose: not allowed with argument -q/--quiet", "see compress_fp8.py --help"),
+    ([], "the following arguments are required: -m/--model", "see compress_fp8.py --help"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "message", "hint"), ERRORS)
+def test_errors_are_two_lines_and_exit_code_2(
+    run: Run, tmp_path: Path, arguments: list[object], message: str, hint: str
+) -> None:
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    error, advice = done.stderr.splitlines()
+    assert error.startswith(f"error: {message}")
+    assert advice == f"hint: {hint}"
+    told = run(*arguments, "--json")
+    assert told.returncode == 2
+    assert json.loads(told.stdout) == {"error": error.removeprefix("error: "), "hint": hint}
+    assert not list((tmp_path / "here").iterdir())
+
+
+def test_missing_gpu(run: Run) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    done = run("-m", EXAMPLE, "--device", "cuda:1")
+    assert done.returncode == 2
+    assert done.stderr == f"error: there is no cuda:1: torch {torch.__version__} sees 0 GPUs\nhint: use --device cpu\n"
+
+
+def test_model_dot_takes_the_directory_s_name_and_writes_beside_it(run: Run, tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "models" / "my-finetune")
+    before = tree(source)
+    done = run("-m", ".", cwd=source)
+    assert done.returncode == 0, done.stderr
+    assert tree(source) == before
+    assert (tmp_path / "models" / "my-finetune-FP8" / "config.json").exists()
+    dry = run("-m", ".", "--dry-run", "--json", cwd=source)
+    assert json.loads(dry.stdout)["output"] == str(tmp_path / "models" / "my-finetune-FP8")
+    run("-m", "../models/my-finetune/", "-w", "128", "-q", cwd=tmp_path / "here")
+    assert (tmp_path / "here" / "my-finetune-FP8-W128" / "config.json").exists()
+
+
+def test_quiet_and_verbose(run: Run, source: Path) -> None:
+    quiet = run("-m", source, "-q", "-o", "quiet")
+    assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
+    verbose = run("-m", source, "-v", "-o", "verbose", "--ignore", "**.layers.0.**")
+    assert "\nnot quantized: model.layers.0.self_attn.q_proj\n" in verbose.stdout
+    assert "\ncopied: generation_config.json\n" in verbose.stdout
+
+
+def test_widening_is_said_in_the_plan_and_beside_json(run: Run, source: Path) -> None:
+    arguments = ["-m", source, "--dry-run", "--ignore", "model.layers.1.mlp.up_proj"]
+    note = (
+        "note: --ignore model.layers.1.mlp.up_proj widened to what engines join with it: model.layers.1.mlp.gate_proj\n"
+    )
+    assert note in run(*arguments).stdout
+    told = run(*arguments, "--json")
+    assert told.stderr == note
+    assert "model.layers.1.mlp.gate_proj" in json.loads(told.stdout)["ignored_layers"]
+
+
+def test_left_out_files_are_named(run: Run, source: Path) -> None:
+    (source / "optimizer.pt").write_text("")
+    (source / "original").mkdir()
+    assert "left out: optimizer.pt, original/\n" in run("-m", source, "--dry-run").stdout
+
+
+def test_progress_is_a_bar_on_a_terminal(tmp_path: Path, source: Path) -> None:
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = [sys.executable, str(ROOT / "compress_fp8.py"), "-m", str(source), "-o", str(tmp_path / "out")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=follower, text=True, timeout=60)
+    assert select.select([leader], [], [], 5)[0], "nothing was drawn"
+    shown = os.read(leader, 1 << 16).decode()
+    os.close(follower)
+    os.close(leader)
+    assert done.returncode == 0
+    assert "compressing:   0%" in shown
+    assert "compressing" not in done.stdout
+
+
+def test_a_reader_that_goes_away_is_no_traceback(source: Path, tmp_path: Path) -> None:
+    command = f"{sys.executable} {ROOT / 'compress_fp8.py'} -m {source} -o {tmp_path / 'out'} | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.stdout.startswith(str(source))
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "command", [[str(ROOT / "compress_fp8.py")], ["-m", "openquant"], ["-m", "openquant", "compress"]]
+)
+def test_help_and_version(command: list[str]) -> None:
+    helped = subprocess.run([sys.executable, *command, "--help"], capture_output=True, text=True)
+    assert helped.returncode == 0
+    if command[-1] != "openquant":
+        for option in ("-m", "-o", "-w", "--scheme", "--ignore", "--dry-run", "--device", "--workers", "--revision",
+                       "--overwrite", "--json", "-q", "-v"):  # fmt: skip
+            assert option in helped.stdout
+    if command[-1] != "compress":
+        shown = subprocess.run([sys.executable, *command, "--version"], capture_output=True, text=True)
+        assert (shown.returncode, shown.stdout) == (0, f"openquant {__version__}\n")
+
+
+def test_help_does_not_load_numpy_or_torch() -> None:
+    code = (
+        "import sys; from openquant.cli import compress_main\n"
+        "try: compress_main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'numpy', 'torch', 'huggingface_hub', 'yaml'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_installed_commands_are_the_same(tmp_path: Path, source: Path) -> None:
+    scripts = Path(sys.executable).parent
+    for name, command in (("a", ["compress-fp8"]), ("b", ["openquant", "compress"])):
+        words = [str(scripts / command[0]), *command[1:], "-m", str(source), "-o", str(tmp_path / name), "-q"]
+        assert subprocess.run(words).returncode == 0
+    compress(source, tmp_path / "c")
+    assert tree(tmp_path / "a") == tree(tmp_path / "b") == tree(tmp_path / "c")
+
+
+def test_a_bug_of_ours_keeps_its_traceback(run: Run, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import openquant.plan\ndef broken(*_): raise ZeroDivisionError('ours')\nopenquant.plan.make_plan = broken\n"
+    )
+    done = run("-m", source, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert done.stderr.endswith("ZeroDivisionError: ours\n")

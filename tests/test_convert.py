@@ -1,0 +1,276 @@
+"""Whole conversions, reopened with the safetensors library and compared tensor by tensor with torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from conftest import tree
+from openquant import compress
+from openquant.errors import PlanError, SourceError
+from openquant.packed import encode, group_absmax, group_scale
+from openquant.schemes import SCHEMES, Scheme
+
+schemes = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+
+
+def split_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Llama 4's stacked experts as one [out, in] matrix each."""
+    found = {}
+    for name, weight in weights.items():
+        if name.endswith("experts.gate_up_proj"):
+            for expert, both in enumerate(weight):
+                gate, up = both.chunk(2, dim=1)
+                found[name.replace("gate_up_proj", f"{expert}.gate_proj.weight")] = gate.T.contiguous()
+                found[name.replace("gate_up_proj", f"{expert}.up_proj.weight")] = up.T.contiguous()
+        elif name.endswith("experts.down_proj"):
+            for expert, down in enumerate(weight):
+                found[name.replace("down_proj", f"{expert}.down_proj.weight")] = down.T.contiguous()
+        else:
+            found[name] = weight
+    return found
+
+
+def joined_with(module: str, weights: dict[str, torch.Tensor]) -> list[str]:
+    owner, last = module.rsplit(".", 1)
+    for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+        if last in group:
+            return [f"{owner}.{part}" for part in group if f"{owner}.{part}.weight" in weights]
+    return [module]
+
+
+def expected_output(weights: dict[str, torch.Tensor], quantized: set[str], scheme: Scheme) -> dict[str, torch.Tensor]:
+    weights = split_experts(weights)
+    found = {}
+    for name, weight in weights.items():
+        module = name.removesuffix(".weight")
+        if module not in quantized:
+            found[name] = weight
+            continue
+        absmax = group_absmax(weight, scheme.block)
+        if scheme.block is None:
+            absmax = torch.stack(
+                [group_absmax(weights[f"{m}.weight"], None) for m in joined_with(module, weights)]
+            ).max()
+        scale = group_scale(absmax, scheme)
+        found[name] = encode(weight, scale, scheme.block)
+        found[f"{module}.{scheme.scale_name}"] = scale
+    return found
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert found[name].shape == tensor.shape, name
+        assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+
+
+def quantized_by(weights: dict[str, torch.Tensor]) -> set[str]:
+    """What the first release quantizes: attention, MLP and experts of the language model."""
+    parts = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    return {
+        name.removesuffix(".weight")
+        for name in split_experts(weights)
+        if name.removesuffix(".weight").endswith(parts) and not name.startswith("vision")
+    }
+
+
+@schemes
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_every_architecture_converts_to_what_torch_computes(tmp_path: Path, architecture: str, scheme: Scheme) -> None:
+    source = tiny.write(tmp_path / "source", architecture, shards=3)
+    weights = tiny.read(source)
+    quantized = quantized_by(weights)
+    result = compress(source, tmp_path / "out", scheme.name)
+    found = tiny.read(tmp_path / "out")
+    assert_same(found, expected_output(weights, quantized, scheme))
+    assert result.quantized_tensors == len(quantized)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    total = sum(tensor.numel() * tensor.element_size() for tensor in found.values())
+    assert index["metadata"] == {"total_size": total}
+    assert result.output_bytes == total
+    assert set(index["weight_map"]) == set(found)
+    for name, shard in index["weight_map"].items():
+        assert name in tiny.read_names(tmp_path / "out" / shard)
+
+
+@schemes
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_other_source_dtypes(tmp_path: Path, dtype: str, scheme: Scheme) -> None:
+    source = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM", dtype=dtype)
+    weights = tiny.read(source)
+    compress(source, tmp_path / "out", scheme.name)
+    assert_same(tiny.read(tmp_path / "out"), expected_output(weights, quantized_by(weights), scheme))
+    assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
+
+
+def test_llama4_experts_are_split_also_when_they_stay_bfloat16(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source", "Llama4ForCausalLM")
+    weights = tiny.read(source)
+    quantized = {module for module in quantized_by(weights) if ".experts." not in module}
+    result = compress(source, tmp_path / "out", ignore=["**.experts.**"])
+    assert_same(tiny.read(tmp_path / "out"), expected_output(weights, quantized, SCHEMES["tensor"]))
+    assert "model.layers.1.feed_forward.experts" in result.ignored_layers
+
+
+@schemes
+def test_matrices_larger_than_a_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: Scheme) -> None:
+    source = tiny.write(tmp_path / "source", "Llama4ForCausalLM", shards=2)
+    compress(source, tmp_path / "whole", scheme.name)
+    monkeypatch.setattr("openquant.convert.BUFFER", 1 << 14)
+    monkeypatch.setattr("openquant.convert.TRANSPOSED_BUFFER", 1 << 14)
+    compress(source, tmp_path / "pieces", scheme.name)
+    assert tree(tmp_path / "pieces") == tree(tmp_path / "whole")
+
+
+@schemes
+def test_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path, scheme: Scheme) -> None:
+    source = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM", shards=4)
+    compress(source, tmp_path / "one", scheme.name, workers=1)
+    for workers in (2, 7):
+        compress(source, tmp_path / str(workers), scheme.name, workers=workers)
+        assert tree(tmp_path / str(workers)) == tree(tmp_path / "one")
+
+
+def test_zero_tensors_and_blocks_get_scale_one_and_zero_codes(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    zero = "model.layers.0.mlp.down_proj"
+    weights[f"{zero}.weight"].zero_()
+    part = "model.layers.1.mlp.down_proj"
+    weights[f"{part}.weight"][128:, :128] = 0
+    source = tiny.write(tmp_path / "source", weights=weights)
+    compress(source, tmp_path / "tensor")
+    compress(source, tmp_path / "block", "block")
+    tensor, block = tiny.read(tmp_path / "tensor"), tiny.read(tmp_path / "block")
+    assert tensor[f"{zero}.weight_scale"] == 1
+    assert (tensor[f"{zero}.weight"].view(torch.uint8) == 0).all()
+    assert (block[f"{zero}.weight_scale_inv"] == 1).all()
+    assert block[f"{part}.weight_scale_inv"][1, 0] == 1
+    assert (block[f"{part}.weight"].view(torch.uint8)[128:, :128] == 0).all()
+    assert block[f"{part}.weight_scale_inv"][0, 0] != 1
+
+
+@schemes
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_nan_and_infinity_stop_the_run_and_name_the_tensor(tmp_path: Path, scheme: Scheme, value: float) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights["model.layers.1.mlp.up_proj.weight"][500, 255] = value
+    source = tiny.write(tmp_path / "source", weights=weights)
+    with pytest.raises(SourceError) as caught:
+        compress(source, tmp_path / "out", scheme.name)
+    expected = "model.layers.1.mlp.up_proj.weight in model.safetensors holds NaN or infinity"
+    assert caught.value.message == expected
+    assert not (tmp_path / "out" / "config.json").exists()
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    # What stays unquantized is copied byte for byte, whatever it holds.
+    compress(source, tmp_path / "kept", scheme.name, ignore=["model.layers.1.mlp.*"])
+    kept = tiny.read(tmp_path / "kept")["model.layers.1.mlp.up_proj.weight"]
+    assert torch.equal(kept.view(torch.int16), weights["model.layers.1.mlp.up_proj.weight"].view(torch.int16))
+
+
+def test_nan_in_one_stacked_expert_names_its_number(tmp_path: Path) -> None:
+    weights = tiny.tensors("Llama4ForCausalLM")
+    weights["model.layers.1.feed_forward.experts.gate_up_proj"][2, 3, 4] = float("nan")
+    source = tiny.write(tmp_path / "source", "Llama4ForCausalLM", weights=weights)
+    with pytest.raises(SourceError, match=r"experts.gate_up_proj\[2\] in model.safetensors holds NaN"):
+        compress(source, tmp_path / "out")
+
+
+def test_a_joined_set_above_float16_is_an_error_that_names_it(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM", dtype="float32")
+    weights["model.layers.0.self_attn.k_proj.weight"][0, 0] = -65505.0
+    source = tiny.write(tmp_path / "source", weights=weights)
+    with pytest.raises(PlanError) as caught:
+        compress(source, tmp_path / "out")
+    assert caught.value.message == (
+        "model.layers.0.self_attn.k_proj.weight, model.layers.0.self_attn.q_proj.weight, "
+        "model.layers.0.self_attn.v_proj.weight: a weight reaches 65505, engines load at most 65504 under one scale"
+    )
+    compress(source, tmp_path / "block", "block")
+    weights["model.layers.0.self_attn.k_proj.weight"][0, 0] = 65504.0
+    compress(tiny.write(tmp_path / "source", weights=weights), tmp_path / "out2")
+
+
+def test_config_gains_quantization_config_and_nothing_else(tmp_path: Path, source: Path) -> None:
+    text = '{"architectures": ["Qwen3ForCausalLM"], "zeta": 1, "eps": 1e-06, "name": "Überläufer", "alpha": {"b": [1, 2.50]},' \
+        ' "num_attention_heads": 4, "num_key_value_heads": 2, "big": 12345678901234567890}'  # fmt: skip
+    (source / "config.json").write_text(text, encoding="utf-8")
+    compress(source, tmp_path / "out", "block")
+    written = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    assert list(written) == [*json.loads(text), "quantization_config"]
+    added = written.pop("quantization_config")
+    assert written == json.loads(text)
+    assert added["weight_block_size"] == [128, 128]
+
+
+def test_other_files_are_copied_and_links_followed(tmp_path: Path) -> None:
+    """A snapshot in the Hub's cache: every file a link to ../../blobs/HASH."""
+    plain = tiny.write(tmp_path / "plain", shards=2)
+    (plain / "tokenizer.json").write_text("{}")
+    (plain / "LICENSE").write_text("terms")
+    (plain / "processor").mkdir()
+    (plain / "processor" / "config.json").write_text("{}")
+    (plain / "training_args.bin").write_bytes(b"pickle")
+    cache = tmp_path / "models--org--name"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = cache / "snapshots" / commit
+    (cache / "blobs").mkdir(parents=True)
+    for number, path in enumerate(sorted(path for path in plain.rglob("*") if path.is_file())):
+        link = snapshot / path.relative_to(plain)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, cache / "blobs" / str(number))
+        link.symlink_to(os.path.relpath(cache / "blobs" / str(number), link.parent))
+    result = compress(snapshot, tmp_path / "out")
+    assert result.revision == commit
+    compress(plain, tmp_path / "out-plain")
+    found, expected = tree(tmp_path / "out"), tree(tmp_path / "out-plain")
+    assert set(found) == set(expected)
+    assert set(expected) == {
+        ".openquant.json", "LICENSE", "README.md", "config.json", "generation_config.json",
+        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json",
+        "processor/config.json", "tokenizer.json",
+    }  # fmt: skip
+    assert {name for name in found if found[name] != expected[name]} == {".openquant.json", "README.md"}
+    assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
+    assert b"base_model: org/name\n" in found["README.md"]
+
+
+def test_source_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tiny.write(tmp_path / "source")
+    from openquant import api
+
+    convert = api.convert
+
+    def shrink_first(*arguments: object) -> None:
+        os.truncate(source / "model.safetensors", 5000)
+        convert(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(api, "convert", shrink_first)
+    with pytest.raises(SourceError, match="model.safetensors ends inside lm_head.weight"):
+        compress(source, tmp_path / "out")
+
+
+@schemes
+def test_memory_does_not_grow_with_the_model(tmp_path: Path, scheme: Scheme) -> None:
+    """One matrix of 256 MB, in a process of its own."""
+    import subprocess
+    import sys
+
+    source = tiny.write(
+        tmp_path / "source",
+        weights={"model.layers.0.mlp.down_proj.weight": torch.zeros(8192, 16384, dtype=torch.bfloat16)},
+    )
+    code = (
+        "import sys, openquant; r = openquant.compress(sys.argv[1], sys.argv[2], sys.argv[3], workers=2);"
+        "assert 'torch' not in sys.modules; print(r.peak_rss_bytes)"
+    )
+    command = [sys.executable, "-c", code, str(source), str(tmp_path / "out"), scheme.name]
+    peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert peak < 120e6

@@ -1,0 +1,56 @@
+"""PackedLinear: the module that holds what is written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from openquant import PackedLinear
+
+
+@pytest.mark.parametrize(("scheme", "scale_name"), [("tensor", "weight_scale"), ("block", "weight_scale_inv")])
+def test_state_dict_holds_the_written_names_and_comes_back(scheme: str, scale_name: str) -> None:
+    linear = nn.Linear(256, 128, dtype=torch.bfloat16)
+    packed = PackedLinear.from_linear(linear, scheme)
+    state = packed.state_dict()
+    assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()} == {
+        "weight": (torch.float8_e4m3fn, (128, 256)),
+        scale_name: (torch.float32, () if scheme == "tensor" else (1, 2)),
+        "bias": (torch.bfloat16, (128,)),
+    }
+    again = PackedLinear(state["weight"], state[scale_name], state["bias"])
+    x = torch.randn(3, 256, dtype=torch.bfloat16)
+    assert torch.equal(packed(x), again(x))
+    assert packed(x).dtype == torch.bfloat16
+
+
+def test_forward_is_the_dequantized_layer() -> None:
+    linear = nn.Linear(128, 128, bias=False)
+    packed = PackedLinear.from_linear(linear, "block")
+    x = torch.randn(2, 128)
+    weight = packed.weight.float() * packed.scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    assert torch.equal(packed(x), x @ weight.T)
+    assert (packed(x) - linear(x)).abs().max() < 0.2
+    assert "bias" not in packed.state_dict()
+
+
+def test_bad_parts_are_refused() -> None:
+    codes = torch.zeros(128, 256).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"float8_e4m3fn matrix, not torch.float32 \[128, 256\]"):
+        PackedLinear(torch.zeros(128, 256), torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"scale \[2, 1\] does not fit a weight \[128, 256\]"):
+        PackedLinear(codes, torch.ones(2, 1))
+    with pytest.raises(ValueError, match="torch.float64 scale"):
+        PackedLinear(codes, torch.tensor(1.0, dtype=torch.float64))
+    with pytest.raises(ValueError, match="96 x 256 is not a multiple"):
+        PackedLinear.from_linear(nn.Linear(256, 96), "block")
+    linear = nn.Linear(128, 128)
+    with torch.no_grad():
+        linear.weight[3, 4] = torch.nan
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        PackedLinear.from_linear(linear)
+    with torch.no_grad():
+        linear.weight[3, 4] = 70000
+    with pytest.raises(ValueError, match="reaches 70000, engines load at most 65504"):
+        PackedLinear.from_linear(linear)

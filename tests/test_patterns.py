@@ -1,0 +1,50 @@
+"""Glob patterns over module names."""
+
+from __future__ import annotations
+
+import pytest
+
+from openquant.errors import UsageError
+from openquant.patterns import collapse, compile_any, compile_pattern
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "matches"),
+    [
+        ("lm_head", "lm_head", True),
+        ("lm_head", "model.lm_head", False),
+        ("model.layers.*.mlp.up_proj", "model.layers.12.mlp.up_proj", True),
+        ("model.layers.*.mlp.up_proj", "model.layers.1.2.mlp.up_proj", False),
+        ("model.layers.0.**", "model.layers.0.mlp.up_proj", True),
+        ("model.layers.0.**", "model.layers.0", True),
+        ("model.layers.0.**", "model.layers.01.mlp", False),
+        ("**.mlp.gate", "model.layers.3.mlp.gate", True),
+        ("**.mlp.gate", "mlp.gate", True),
+        ("**.mlp.gate", "xmlp.gate", False),
+        ("**.experts.**", "model.layers.3.mlp.experts.4.up_proj", True),
+        ("**", "anything.at.all", True),
+        ("a.{q,k}_proj", "a.k_proj", True),
+        ("a.{q,k}_proj", "a.v_proj", False),
+        ("{a,b.c}.d", "b.c.d", True),
+        ("a.b", "aXb", False),
+        ("a.*", "a.", False),
+    ],
+)
+def test_matching(pattern: str, name: str, matches: bool) -> None:
+    assert bool(compile_pattern(pattern).fullmatch(name)) is matches
+    assert bool(compile_any(["nothing", pattern]).fullmatch(name)) is matches
+
+
+def test_no_patterns_match_nothing() -> None:
+    assert not compile_any([]).fullmatch("")
+
+
+@pytest.mark.parametrize("pattern", ["a.{q,k", "a.q}_proj", "{a{b}}"])
+def test_unmatched_braces_are_refused(pattern: str) -> None:
+    with pytest.raises(UsageError, match="unmatched brace"):
+        compile_pattern(pattern)
+
+
+def test_collapse_writes_ranges() -> None:
+    names = [f"model.layers.{n}.mlp" for n in (0, 1, 2, 5)] + ["lm_head", "a.3.b", "x.1.y.0", "x.1.y.1"]
+    assert collapse(names) == ["model.layers.{0..2,5}.mlp", "lm_head", "a.3.b", "x.1.y.{0..1}"]

@@ -1,0 +1,242 @@
+"""What the plan decides: joined sets, experts, blocks, --ignore, tensor parallelism, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from openquant.checkpoint import open_checkpoint
+from openquant.errors import PlanError, UsageError
+from openquant.plan import Plan, make_plan
+from openquant.schemes import BLOCK, TENSOR, Scheme
+
+
+def plan_of(root: Path, scheme: Scheme = TENSOR, *ignore: str) -> Plan:
+    return make_plan(open_checkpoint(root), scheme, ignore)
+
+
+def quantized(plan: Plan) -> set[str]:
+    return {name for group in plan.groups if group.quantized for name in group.names}
+
+
+def reason(plan: Plan, module: str) -> str:
+    return next(group.why for group in plan.groups if module in group.names)
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_digest_depends_on_options_and_source(tmp_path: Path, architecture: str) -> None:
+    checkpoint = open_checkpoint(tiny.write(tmp_path / "a", architecture))
+    digests = {
+        make_plan(checkpoint, TENSOR).digest,
+        make_plan(checkpoint, BLOCK).digest,
+        make_plan(checkpoint, TENSOR, ["**.layers.0.**"]).digest,
+        make_plan(checkpoint, TENSOR, (), "another source").digest,
+    }
+    assert len(digests) == 4
+    assert make_plan(checkpoint, TENSOR).digest in digests
+
+
+def test_unknown_architecture_lists_the_known_ones(source: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "architectures": ["FooForCausalLM"]}))
+    with pytest.raises(PlanError) as caught:
+        plan_of(source)
+    assert caught.value.message == (
+        "FooForCausalLM is not a known architecture; known are Gemma3ForCausalLM, Gemma3ForConditionalGeneration, "
+        "Llama4ForCausalLM, Llama4ForConditionalGeneration, LlamaForCausalLM, MistralForCausalLM, Qwen3ForCausalLM, "
+        "Qwen3MoeForCausalLM"
+    )
+    assert caught.value.hint == "add an entry to openquant/models.py (README: Adding an architecture)"
+
+
+def test_all_misfits_are_listed_at_once(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    for layer in (0, 1):
+        weights[f"model.layers.{layer}.mlp.router.weight"] = torch.zeros(4, 256)
+    weights["model.extra"] = torch.zeros(2, 2)
+    weights["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(256, 256, dtype=torch.float64)
+    root = tiny.write(tmp_path / "a", weights=weights)
+    with pytest.raises(PlanError) as caught:
+        plan_of(root)
+    assert caught.value.message == (
+        "model.layers.0.self_attn.q_proj.weight is F64, not one of BF16, F16, F32; "
+        "model.extra, model.layers.{0..1}.mlp.router.weight matches no pattern of Qwen3ForCausalLM"
+    )
+    assert "--ignore" in caught.value.hint
+
+
+def test_ignore_settles_a_tensor_no_pattern_matches(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM") | {"model.layers.0.mlp.router.weight": torch.zeros(4, 256)}
+    root = tiny.write(tmp_path / "a", weights=weights)
+    plan = plan_of(root, TENSOR, "**.mlp.router")
+    assert reason(plan, "model.layers.0.mlp.router") == "--ignore"
+    assert "model.layers.0.mlp.router" in plan.ignored_layers
+    assert plan.quantized_tensors == 14
+
+
+def test_ignore_widens_to_the_joined_set_and_says_so(source: Path) -> None:
+    plan = plan_of(source, TENSOR, "model.layers.0.self_attn.k_proj", "model.layers.1.mlp.up_proj")
+    assert {f"model.layers.0.self_attn.{part}_proj" for part in "qkv"} <= set(plan.ignored_layers)
+    assert {"model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"} <= set(plan.ignored_layers)
+    assert "model.layers.0.self_attn.o_proj" in quantized(plan)
+    assert "model.layers.1.mlp.down_proj" in quantized(plan)
+    assert reason(plan, "model.layers.0.self_attn.k_proj") == "--ignore model.layers.0.self_attn.k_proj"
+    assert reason(plan, "model.layers.0.self_attn.q_proj") == (
+        "shares its status with k_proj (--ignore model.layers.0.self_attn.k_proj)"
+    )
+    notes = sorted(plan.notes)
+    assert [note.split(":")[0] for note in notes] == [
+        "--ignore model.layers.0.self_attn.k_proj widened to what engines join with it",
+        "--ignore model.layers.1.mlp.up_proj widened to what engines join with it",
+    ]
+    assert notes[1].endswith(": model.layers.1.mlp.gate_proj")
+
+
+def test_ignore_that_matches_nothing_is_an_error(source: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        plan_of(source, TENSOR, "model.layers.0.**", "model.layers.9.**")
+    assert caught.value.message == "--ignore model.layers.9.** matches no module"
+    assert plan_of(source, TENSOR, "lm_head").quantized_tensors == 14
+
+
+def test_experts_of_a_layer_share_status(tmp_path: Path) -> None:
+    root = tiny.write(tmp_path / "a", "Qwen3MoeForCausalLM", shards=2)
+    plan = plan_of(root, BLOCK, "model.layers.1.mlp.experts.2.down_proj")
+    experts = [f"model.layers.1.mlp.experts.{e}.{p}_proj" for e in range(4) for p in ("gate", "up", "down")]
+    assert {*experts, "model.layers.1.mlp.experts"} <= set(plan.ignored_layers)
+    assert not set(experts) & quantized(plan)
+    # The router, its neighbour, is kept for another reason.
+    assert reason(plan, "model.layers.1.mlp.gate") == "router"
+
+
+def test_qwen3_moe_lists_ignored_dense_layers_under_the_joined_name_too(tmp_path: Path) -> None:
+    root = tiny.write(tmp_path / "a", "Qwen3MoeForCausalLM")
+    plan = plan_of(root, BLOCK, "model.layers.0.mlp.gate_proj")
+    listed = {f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "gate_up")}
+    assert listed <= set(plan.ignored_layers)
+    assert "model.layers.0.mlp.gate_up_proj" not in plan_of(root, BLOCK).ignored_layers
+
+
+def test_blocks_leave_a_whole_joined_set_when_one_member_does_not_divide(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    for part in ("gate", "up"):
+        weights[f"model.layers.0.mlp.{part}_proj.weight"] = torch.ones(320, 256, dtype=torch.bfloat16)
+    weights["model.layers.0.mlp.down_proj.weight"] = torch.ones(256, 320, dtype=torch.bfloat16)
+    weights["model.layers.1.self_attn.k_proj.weight"] = torch.ones(64, 256, dtype=torch.bfloat16)
+    root = tiny.write(tmp_path / "a", weights=weights)
+    plan = plan_of(root, BLOCK)
+    kept = {f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")}
+    kept |= {f"model.layers.1.self_attn.{part}_proj" for part in "qkv"}
+    assert kept <= set(plan.ignored_layers)
+    assert plan.quantized_tensors == 14 - 6
+    assert reason(plan, "model.layers.0.mlp.down_proj") == "256 x 320 is not a multiple of 128 both ways"
+    assert reason(plan, "model.layers.1.self_attn.q_proj") == (
+        "shares its status with k_proj (64 x 256 is not a multiple of 128 both ways)"
+    )
+    assert plan.notes == ("some layers do not divide into 128 x 128 blocks; --scheme tensor quantizes them too",)
+    assert plan_of(root, TENSOR).quantized_tensors == 14
+
+
+def test_blocks_leave_all_experts_when_they_do_not_divide(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3MoeForCausalLM")
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    weights[name] = weights[name][:, :96].contiguous()
+    plan = plan_of(tiny.write(tmp_path / "a", "Qwen3MoeForCausalLM", weights=weights), BLOCK)
+    assert not any("experts" in module for module in quantized(plan))
+    assert "model.layers.1.mlp.experts.0.gate_proj" in plan.ignored_layers
+
+
+def test_lm_head_is_listed_also_when_tied_and_absent(tmp_path: Path) -> None:
+    root = tiny.write(tmp_path / "a", "Gemma3ForCausalLM")
+    assert "lm_head.weight" not in open_checkpoint(root).tensors
+    config = plan_of(root).quantization_config
+    assert config["ignored_layers"] == config["modules_to_not_convert"] == ["lm_head", "model.embed_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}}, "the source is already quantized (gptq)"),
+        ({"compression_config": {"format": "x"}}, "the source is already quantized (unknown method)"),
+        ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "the source is already quantized (fp8)"),
+    ],
+)
+def test_quantized_sources_are_refused_by_their_config(source: Path, change: dict[str, object], message: str) -> None:
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(PlanError) as caught:
+        plan_of(source)
+    assert caught.value.message == message
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", torch.zeros(512, 256).to(torch.float8_e4m3fn), "{} is F8_E4M3"),
+        ("model.layers.0.mlp.up_proj.weight_scale_inv", torch.zeros(4, 2), "it holds {}"),
+        ("model.layers.0.mlp.up_proj.qweight", torch.zeros(4, 2, dtype=torch.int32), "it holds {}"),
+    ],
+)
+def test_quantized_sources_are_refused_by_their_tensors(
+    tmp_path: Path, name: str, tensor: torch.Tensor, message: str
+) -> None:
+    root = tiny.write(tmp_path / "a", weights=tiny.tensors("Qwen3ForCausalLM") | {name: tensor})
+    with pytest.raises(PlanError, match="already quantized: " + message.format(name)):
+        plan_of(root)
+
+
+def test_an_fp8_output_is_refused_as_a_source(source: Path) -> None:
+    from openquant import compress
+
+    compress(source, source.parent / "out")
+    with pytest.raises(PlanError, match=r"already quantized \(fp8\)"):
+        compress(source.parent / "out", source.parent / "again")
+
+
+def test_tensor_parallel_sizes_for_one_scale_per_tensor(source: Path) -> None:
+    plan = plan_of(source)
+    # 4 heads; 2 key and value heads, copied where there are more ranks.
+    assert plan.parallel_sizes == [1, 2, 4]
+    assert plan.parallel[3].problem is not None
+    assert plan.parallel[3].problem.endswith("4 heads do not divide by 8")
+
+
+def test_tensor_parallel_sizes_for_blocks(tmp_path: Path) -> None:
+    # 8 heads of 128, 2 key and value heads; the MLP's 1280 = 10 blocks forbids 4.
+    config = tiny.config("Qwen3ForCausalLM") | {"num_attention_heads": 8, "head_dim": 128, "num_hidden_layers": 1}
+    weights = {
+        "model.layers.0.self_attn.q_proj.weight": torch.ones(1024, 256),
+        "model.layers.0.self_attn.k_proj.weight": torch.ones(256, 256),
+        "model.layers.0.self_attn.v_proj.weight": torch.ones(256, 256),
+        "model.layers.0.self_attn.o_proj.weight": torch.ones(256, 1024),
+        "model.layers.0.mlp.gate_proj.weight": torch.ones(1280, 256),
+        "model.layers.0.mlp.up_proj.weight": torch.ones(1280, 256),
+        "model.layers.0.mlp.down_proj.weight": torch.ones(256, 1280),
+    }
+    root = tiny.write(tmp_path / "a", weights=weights)
+    (root / "config.json").write_text(json.dumps(config))
+    plan = plan_of(root, BLOCK)
+    assert [(entry.size, entry.problem) for entry in plan.parallel] == [
+        (1, None),
+        (2, None),
+        (4, "model.layers.*.mlp.down_proj: 1280 / 4 = 320 is not a multiple of 128"),
+        (8, "model.layers.*.mlp.down_proj: 1280 / 8 = 160 is not a multiple of 128"),
+        (16, "model.layers.*.mlp.down_proj: 1280 / 16 = 80 is not a multiple of 128"),
+    ]
+    # Without the MLP the key and value heads, copied to 4 and 8 ranks, are no obstacle.
+    assert plan_of(root, BLOCK, "**.mlp.*").parallel_sizes == [1, 2, 4, 8]
+
+
+def test_every_output_tensor_is_aligned_to_its_element(tmp_path: Path) -> None:
+    root = tiny.write(tmp_path / "a", dtype="float32")
+    for shard in plan_of(root, BLOCK).shards:
+        end = len(shard.header)
+        for info, offset in shard.tensors:
+            assert offset == end
+            assert offset % (4 if info.dtype == "F32" else 1) == 0
+            end += info.nbytes
+        assert end == shard.size

@@ -1,0 +1,315 @@
+"""Killed, interrupted and repeated runs; what may be in an output directory; full disks."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from conftest import ROOT, tree
+from openquant import compress
+from openquant.errors import OutputError
+
+SHARDS = 5
+
+# Runs the command, and dies or stops at the nth time a file gets its final name (0-based), or in mid-shard.
+KILLED = """
+import os, signal, sys, threading
+from openquant import convert, output
+from openquant.cli import compress_main
+
+how, moment, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+calls = iter(range(10**6))
+
+def strike():
+    if how == "KILL":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), getattr(signal, "SIG" + how))
+    threading.Event().wait(0.3)
+
+def before(owner, name):
+    real = getattr(owner, name)
+    def wrapped(*arguments):
+        if next(calls) == count:
+            strike()
+        return real(*arguments)
+    setattr(owner, name, wrapped)
+
+def after(owner, name):
+    real = getattr(owner, name)
+    def wrapped(*arguments):
+        result = real(*arguments)
+        if next(calls) == count:
+            strike()
+        return result
+    setattr(owner, name, wrapped)
+
+{"before": before, "after": after}[moment.split("-")[0]](
+    *{"rename": (os, "replace"), "write": (convert, "_write_all"), "fsync": (os, "fsync")}[moment.split("-")[1]]
+)
+sys.exit(compress_main(sys.argv[4:]))
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM", shards=SHARDS)
+
+
+@pytest.fixture
+def whole(tmp_path: Path, source: Path) -> dict[str, bytes]:
+    compress(source, tmp_path / "whole")
+    return tree(tmp_path / "whole")
+
+
+def struck(source: Path, output: Path, how: str, moment: str, count: int) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-c",
+        KILLED,
+        how,
+        moment,
+        str(count),
+        "-m",
+        str(source),
+        "-o",
+        str(output),
+        "--workers",
+        "2",
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+# Renames: the journal, five shards, generation_config.json, README.md, the index, config.json, the journal.
+MOMENTS = [("before-rename", n) for n in range(10)] + [("after-rename", n) for n in range(11)]
+MOMENTS += [("before-write", n) for n in (0, 1, 30, 60)] + [("before-fsync", n) for n in (0, 3, 7)]
+
+
+@pytest.mark.parametrize(("moment", "count"), MOMENTS)
+def test_a_killed_run_continues_to_the_same_bytes(
+    tmp_path: Path, source: Path, whole: dict[str, bytes], moment: str, count: int
+) -> None:
+    out = tmp_path / "out"
+    assert struck(source, out, "KILL", moment, count).returncode == -signal.SIGKILL
+    left = tree(out)
+    # What has its final name is whole; without the last file nothing takes the directory for a model.
+    for name, data in left.items():
+        if not name.startswith(".openquant"):
+            assert data == whole[name], name
+    if "config.json" not in left:
+        finished = {name: (out / name).stat().st_mtime_ns for name in left if name.endswith(".safetensors")}
+        result = compress(source, out)
+        assert result.resumed == (".openquant.json" in left and len(left) > 1 and any(
+            not name.startswith(".openquant") for name in left))  # fmt: skip
+        assert {name: (out / name).stat().st_mtime_ns for name in finished} == finished
+    else:
+        compress(source, out)
+    assert tree(out) == whole
+
+
+@pytest.mark.parametrize("how", ["INT", "TERM"])
+@pytest.mark.parametrize(("moment", "count"), [("before-rename", 3), ("before-write", 30)])
+def test_an_interrupted_run_exits_130_and_continues(
+    tmp_path: Path, source: Path, whole: dict[str, bytes], how: str, moment: str, count: int
+) -> None:
+    out = tmp_path / "out"
+    stopped = struck(source, out, how, moment, count)
+    assert stopped.returncode == 130, stopped.stderr
+    assert stopped.stderr.splitlines()[-2:] == ["error: interrupted", "hint: run the same command again to continue"]
+    assert "Traceback" not in stopped.stderr
+    assert not (out / "config.json").exists()
+    again = subprocess.run(
+        [sys.executable, ROOT / "compress_fp8.py", "-m", source, "-o", out], capture_output=True, text=True
+    )
+    assert again.returncode == 0, again.stderr
+    assert tree(out) == whole
+
+
+def test_a_finished_run_says_so_and_writes_nothing(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
+    out = tmp_path / "whole"
+    (out / "notes.txt").write_text("mine")
+    times = {path: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
+    command = [sys.executable, ROOT / "compress_fp8.py", "-m", source, "-o", out]
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 0
+    assert f"{out} is already complete; nothing was written" in again.stdout
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    assert tree(out) == whole | {"notes.txt": b"mine"}
+
+
+def test_a_shard_lost_from_a_finished_directory_is_made_again(
+    tmp_path: Path, source: Path, whole: dict[str, bytes]
+) -> None:
+    (tmp_path / "whole" / "model-00003-of-00005.safetensors").unlink()
+    assert compress(source, tmp_path / "whole").resumed
+    assert tree(tmp_path / "whole") == whole
+
+
+def test_other_options_or_another_source_are_refused(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
+    other = tiny.write(tmp_path / "other", "Qwen3MoeForCausalLM", shards=SHARDS, seed=1)
+    message = "holds the output of another run: other options, another source or another version"
+    for arguments in ({"scheme": "block"}, {"ignore": ["lm_head", "**.layers.0.**"]}, {"model": other}):
+        with pytest.raises(OutputError) as caught:
+            compress(**({"model": source, "output": tmp_path / "whole"} | arguments))  # type: ignore[arg-type]
+        assert caught.value.message == f"{tmp_path / 'whole'} {message}"
+        assert "--overwrite" in caught.value.hint
+    assert tree(tmp_path / "whole") == whole
+    # The number of workers changes no byte, so it is no other option.
+    assert compress(source, tmp_path / "whole", workers=3).resumed
+
+
+def test_overwrite_replaces_what_the_journal_names_and_nothing_else(
+    tmp_path: Path, source: Path, whole: dict[str, bytes]
+) -> None:
+    out = tmp_path / "whole"
+    (out / "notes.txt").write_text("mine")
+    single = tiny.write(tmp_path / "single", "Qwen3ForCausalLM")
+    compress(single, out, "block", overwrite=True)
+    compress(single, tmp_path / "fresh", "block")
+    assert tree(out) == tree(tmp_path / "fresh") | {"notes.txt": b"mine"}
+
+
+def test_overwrite_refuses_files_that_are_not_ours(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
+    out = tmp_path / "whole"
+    single = tiny.write(tmp_path / "single", "Qwen3ForCausalLM")
+    for name in ("model.safetensors", "other.safetensors"):
+        (out / name).write_text("mine")
+        before = tree(out)
+        with pytest.raises(OutputError) as caught:
+            compress(single, out, overwrite=True)
+        assert caught.value.message == f"{out / name} was not made by openquant and will not be overwritten"
+        assert tree(out) == before
+        (out / name).unlink()
+
+
+def test_overwrite_does_not_follow_a_journal_out_of_its_directory(tmp_path: Path, source: Path) -> None:
+    compress(source, tmp_path / "out")
+    (tmp_path / "precious").write_text("mine")
+    journal = json.loads((tmp_path / "out" / ".openquant.json").read_text())
+    journal["files"] += ["../precious", str(tmp_path / "precious")]
+    (tmp_path / "out" / ".openquant.json").write_text(json.dumps(journal))
+    compress(source, tmp_path / "out", "block", overwrite=True)
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_directory_with_the_user_s_files_is_refused(tmp_path: Path, source: Path, overwrite: bool) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(OutputError) as caught:
+        compress(source, out, overwrite=overwrite)
+    assert caught.value.message == f"{out} is not empty and was not made by openquant: it holds notes.txt"
+    assert tree(out) == {"notes.txt": b"mine"}
+    assert not (out / ".openquant").exists()
+
+
+def test_an_unfinished_directory_with_a_foreign_file_is_refused(tmp_path: Path, source: Path) -> None:
+    struck(source, tmp_path / "out", "KILL", "after-rename", 3)
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(OutputError, match="out holds notes.txt, which this run did not write"):
+        compress(source, tmp_path / "out")
+
+
+def test_an_empty_directory_is_fine_and_a_file_is_not(tmp_path: Path, source: Path) -> None:
+    (tmp_path / "out").mkdir()
+    compress(source, tmp_path / "out")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OutputError, match="file exists and is not a directory"):
+        compress(source, tmp_path / "file")
+
+
+@pytest.mark.parametrize("journal", ["", "[]", '{"format": 99}'])
+def test_a_journal_we_cannot_read_is_refused(tmp_path: Path, source: Path, journal: str) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".openquant.json").write_text(journal)
+    (tmp_path / "out" / "a").write_text("mine")
+    with pytest.raises(OutputError, match="cannot be read|another version"):
+        compress(source, tmp_path / "out")
+
+
+def test_the_output_may_not_be_or_lie_in_the_source(tmp_path: Path, source: Path) -> None:
+    before = tree(source)
+    (tmp_path / "link").symlink_to(source)
+    for out, where in ((source, "is the source itself"), (source / "a" / "b", f"lies inside the source {source}"),
+                       (tmp_path / "link", "is the source itself"), (tmp_path / "link" / "x", f"lies inside the source {source}")):  # fmt: skip
+        with pytest.raises(OutputError) as caught:
+            compress(source, out, overwrite=True)
+        assert caught.value.message == f"the output {out} {where}"
+    assert tree(source) == before
+
+
+def test_two_runs_into_one_directory(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
+    out = tmp_path / "out"
+    (out / ".openquant").mkdir(parents=True)
+    with (out / ".openquant" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(OutputError) as caught:
+            compress(source, out)
+        assert caught.value.message == f"another run is writing to {out}"
+        assert set(tree(out)) == {".openquant/lock"}
+    compress(source, out)
+    assert tree(out) == whole
+
+
+def test_two_runs_at_the_same_time(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM") | {"model.layers.0.mlp.down_proj.weight": torch.ones(16384, 4096)}
+    source = tiny.write(tmp_path / "source", weights=weights)
+    command = [sys.executable, str(ROOT / "compress_fp8.py"), "-m", str(source), "-o", str(tmp_path / "out")]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "out" / ".openquant.json").exists():
+        assert first.poll() is None
+        time.sleep(0.005)
+    second = subprocess.run(command, capture_output=True, text=True)
+    _, errors = first.communicate(timeout=60)
+    assert first.returncode == 0, errors
+    assert second.returncode == 2
+    assert second.stderr.startswith(f"error: another run is writing to {tmp_path / 'out'}\n")
+
+
+def test_too_small_a_disk_is_found_before_the_first_byte(
+    tmp_path: Path, source: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(OutputError, match=r"out needs [0-9,]+ bytes, its disk has 1,000 free"):
+        compress(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    # Nor is an earlier output thrown away for a run that cannot succeed.
+    with pytest.raises(OutputError, match="bytes, its disk has"):
+        compress(source, tmp_path / "whole", "block", overwrite=True)
+    assert tree(tmp_path / "whole") == whole
+
+
+def test_a_disk_that_fills_up_is_named_and_the_run_continues_later(
+    tmp_path: Path, source: Path, whole: dict[str, bytes]
+) -> None:
+    out = tmp_path / "out"
+    largest = max(len(data) for name, data in whole.items() if name.endswith(".safetensors"))
+
+    def limit() -> None:
+        # Writing beyond this size fails as a full disk does, in the middle of the largest shard.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 1000, largest - 1000))
+
+    command = [sys.executable, str(ROOT / "compress_fp8.py"), "-m", str(source), "-o", str(out), "--workers", "1"]
+    full = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit)
+    assert full.returncode == 2, full.stderr
+    error, hint = full.stderr.splitlines()[-2:]
+    assert error.startswith(f"error: {out}/model-0000")
+    assert error.endswith("cannot be written: File too large")
+    assert hint.startswith("hint: free some space")
+    assert not (out / "config.json").exists()
+    assert os.listdir(out)
+    compress(source, out)
+    assert tree(out) == whole
