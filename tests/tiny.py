@@ -99,6 +99,7 @@ def config(architecture: str, vocab: int = 512) -> dict[str, Any]:
             "num_attention_heads": 2,
             "image_size": 56,
             "patch_size": 14,
+            "vision_use_head": False,
         }
         text = {"model_type": "gemma3_text", **common, **GEMMA_TEXT}
         return {

@@ -1,0 +1,102 @@
+"""Hub repositories, through the real client and a Hub on this machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import tiny
+from conftest import Run, tree
+from loopback_hub import COMMIT, LoopbackHub
+from openquant import compress
+
+Hub = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def hub() -> Iterator[LoopbackHub]:
+    with LoopbackHub() as server:
+        yield server
+
+
+@pytest.fixture
+def ask(run: Run, hub: LoopbackHub, tmp_path: Path) -> Hub:
+    """Run the command against the loopback Hub with a cache of its own."""
+
+    def start(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+        return run(*arguments, **(settings | environment))
+
+    return start
+
+
+@pytest.fixture
+def repository(hub: LoopbackHub, tmp_path: Path) -> Path:
+    root = tiny.write(tmp_path / "repository", shards=2)
+    (root / "README.md").write_text("---\nlicense: mit\n---\nA model.\n")
+    (root / "tokenizer.json").write_text("{}")
+    (root / "pytorch_model.bin").write_bytes(b"never downloaded")
+    (root / "original").mkdir()
+    (root / "original" / "params.json").write_text("{}")
+    hub.repositories["org/name"] = root
+    return root
+
+
+def test_a_repository_converts_as_its_files_would(ask: Hub, hub: LoopbackHub, repository: Path, tmp_path: Path) -> None:
+    done = ask("-m", "org/name@v1", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["model"], found["revision"], found["output"]) == ("org/name@v1", COMMIT, "name-FP8")
+    compress(repository, tmp_path / "local")
+    here, local = tree(tmp_path / "here" / "name-FP8"), tree(tmp_path / "local")
+    assert set(here) == set(local)
+    assert {name for name in here if here[name] != local[name]} == {"README.md", ".openquant.json"}
+    assert b"license: mit\nbase_model: org/name\nbase_model_relation: quantized\n" in here["README.md"]
+    assert COMMIT.encode() in here["README.md"]
+    assert not [path for path in hub.requests if "pytorch_model.bin" in path or "original" in path]
+    # The second time everything comes from the cache, also without a network.
+    again = ask("-m", "org/name@v1", "-o", "again", "--json", HF_HUB_OFFLINE="1")
+    assert again.returncode == 0, again.stderr
+    assert tree(tmp_path / "here" / "again") == here
+
+
+def test_a_local_directory_wins_and_needs_no_network(ask: Hub, hub: LoopbackHub, tmp_path: Path) -> None:
+    tiny.write(tmp_path / "here" / "org" / "name")
+    done = ask("-m", "org/name", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["revision"] is None
+    assert not hub.requests
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"),
+    [
+        (["org/missing"], "org/missing is neither a local directory nor a repository on the Hub",
+         "check the name; for a private repository run: hf auth login"),
+        (["org/name@v9"], "org/name has no revision v9", "check the branch, tag or commit"),
+        (["org/name", "--revision", "v9"], "org/name has no revision v9", "check the branch, tag or commit"),
+        (["org/gated"], "org/gated is gated",
+         "accept its licence at https://huggingface.co/org/gated, then run: hf auth login"),
+        (["a/b/c"], "a/b/c does not exist, and is no Hub repository id either", "check the path"),
+    ],
+)  # fmt: skip
+def test_what_the_hub_refuses(
+    ask: Hub, hub: LoopbackHub, repository: Path, arguments: list[str], message: str, hint: str
+) -> None:
+    hub.refuse["org/gated"] = (403, "GatedRepo")
+    done = ask("-m", *arguments)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-2:] == [f"error: {message}", f"hint: {hint}"]
+    assert "Traceback" not in done.stderr
+
+
+def test_the_hub_cannot_be_reached(ask: Hub, repository: Path) -> None:
+    message = "org/name is not a local directory, and the Hub cannot be reached for it"
+    for settings in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
+        done = ask("-m", "org/name", **settings)
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-2] == f"error: {message}"
