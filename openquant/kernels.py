@@ -65,8 +65,8 @@ def absmax(bits: Bits, dtype: str, block: int | None) -> Floats:
     return to_float32(largest, dtype)
 
 
-def encode(bits: Bits, dtype: str, amax: Floats, scale: Floats, block: int | None) -> Codes:
-    """Codes [rows, cols] of weights [rows, cols].
+def encode(bits: Bits, dtype: str, amax: Floats, scale: Floats, block: int | None, out: Codes) -> None:
+    """Write the codes [rows, cols] of weights [rows, cols] to `out`.
 
     Args:
         bits: the weights, finite.
@@ -74,13 +74,15 @@ def encode(bits: Bits, dtype: str, amax: Floats, scale: Floats, block: int | Non
         amax: what each scale was made from: shape [], or [rows/block, cols/block].
         scale: the scales, shaped like amax.
         block: side of a block, or None.
+        out: uint8 [rows, cols], contiguous.
     """
     if dtype == "BF16":
         exact = (amax / CODE_MAX == scale) | (amax == 0)
         exponent = amax.view(np.uint32) >> 23
         if np.all(exact & ((exponent >= _SAFE) | (amax == 0))):
-            return _encode_by_table(bits, amax, block)
-    return _encode_by_arithmetic(bits, dtype, scale, block)
+            _encode_by_table(bits, amax, block, out)
+            return
+    _encode_by_arithmetic(bits, dtype, scale, block, out)
 
 
 @cache
@@ -99,20 +101,19 @@ def _tables() -> Codes:
     return magnitudes.reshape(-1)
 
 
-def _encode_by_table(bits: Bits, amax: Floats, block: int | None) -> Codes:
+def _encode_by_table(bits: Bits, amax: Floats, block: int | None, out: Codes) -> None:
     tables = _tables()
     rows, cols = bits.shape
-    codes = np.empty((rows, cols), np.uint8)
     top = np.where(amax == 0, np.uint32(_TOP << 7), amax.view(np.uint32) >> 16).astype(np.int64)
     # Where a weight's code lies: its mantissa's table, and its own bits raised to the top exponent.
     offset = ((top & 127) << 16) + ((_TOP - (top >> 7)) << 7)
     if block is None:
         start = int(offset)
         table = tables[start : (start & ~0xFFFF) + 0x10000]
-        flat, out = bits.reshape(-1), codes.reshape(-1)
+        flat, codes = bits.reshape(-1), out.reshape(-1)
         for i in range(0, flat.size, TABLE_CHUNK):
-            np.take(table, flat[i : i + TABLE_CHUNK], out=out[i : i + TABLE_CHUNK], mode="clip")
-        return codes
+            np.take(table, flat[i : i + TABLE_CHUNK], out=codes[i : i + TABLE_CHUNK], mode="clip")
+        return
     step = max(1, TABLE_CHUNK // cols)
     index = np.empty((min(step, block), cols), np.intp)
     for row in range(0, rows, block):
@@ -121,21 +122,18 @@ def _encode_by_table(bits: Bits, amax: Floats, block: int | None) -> Codes:
             high = min(low + step, row + block)
             part = index[: high - low]
             np.add(bits[low:high], shift, out=part)
-            np.take(tables, part, out=codes[low:high], mode="clip")
-    return codes
+            np.take(tables, part, out=out[low:high], mode="clip")
 
 
-def _encode_by_arithmetic(bits: Bits, dtype: str, scale: Floats, block: int | None) -> Codes:
+def _encode_by_arithmetic(bits: Bits, dtype: str, scale: Floats, block: int | None, out: Codes) -> None:
     rows, cols = bits.shape
-    codes = np.empty((rows, cols), np.uint8)
     step = max(1, CHUNK // cols)
     height = block or rows
     for row in range(0, rows, height):
         divisor = scale if block is None else np.repeat(scale[row // height], height)
         for low in range(row, row + height, step):
             high = min(low + step, row + height)
-            codes[low:high] = encode_float32(to_float32(bits[low:high], dtype), divisor)
-    return codes
+            out[low:high] = encode_float32(to_float32(bits[low:high], dtype), divisor)
 
 
 def encode_float32(values: Floats, scale: Floats) -> Codes:

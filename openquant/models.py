@@ -146,7 +146,8 @@ QWEN3_MOE = Model(
     keep=(EMBEDDING, HEAD, Keep(".mlp.gate", "router")),
     joined=(
         QKV,
-        # qwen3_moe.py:575 maps gate_up_proj to its members only where mlp_only_layers is not empty.
+        # qwen3_moe.py:575 means to map gate_up_proj to its members where mlp_only_layers is not empty; the
+        # built engine's quant_config has no such entry either way.
         Joined(".mlp.{gate,up}_proj", listed_as="gate_up_proj"),
         Joined(".mlp.experts.*.{gate,up}_proj"),
     ),
@@ -160,18 +161,13 @@ QWEN3_MOE = Model(
 )
 
 # The Hub's files say language_model.model., transformers 4.52 and later model.language_model.
-WRAPPED_LAYERS = "{language_model.model,model.language_model}.layers.*"
-WRAPPED_EMBEDDING = Keep("{language_model.model,model.language_model}.embed_tokens", "embedding")
-WRAPPED_HEAD = Keep("{lm_head,language_model.lm_head}", "output head")
-WRAPPED_SPELLING = ("language_model.model.", "model.language_model.")
-
 GEMMA3_WRAPPED = Model(
     "Gemma3ForConditionalGeneration",
-    layers=WRAPPED_LAYERS,
+    layers="{language_model.model,model.language_model}.layers.*",
     compress=(ATTENTION, MLP),
     keep=(
-        WRAPPED_EMBEDDING,
-        WRAPPED_HEAD,
+        Keep("{language_model.model,model.language_model}.embed_tokens", "embedding"),
+        Keep("{lm_head,language_model.lm_head}", "output head"),
         Keep("{vision_tower,model.vision_tower}.**", "vision tower"),
         Keep("{multi_modal_projector,model.multi_modal_projector}.**", "projector"),
     ),
@@ -181,7 +177,7 @@ GEMMA3_WRAPPED = Model(
     # vLLM 0.32.0 models/gemma3_mm.py builds the tower with quant_config as vision_tower.vision_model.encoder,
     # models/siglip.py; transformers 5 leaves vision_model out.
     spellings=(
-        WRAPPED_SPELLING,
+        ("language_model.model.", "model.language_model."),
         (
             "vision_tower.vision_model.",
             "vision_tower.",
@@ -232,17 +228,16 @@ LLAMA4 = Model(
 LLAMA4_WRAPPED = replace(
     LLAMA4,
     name="Llama4ForConditionalGeneration",
-    layers=WRAPPED_LAYERS,
+    # vLLM 0.32.0 models/mllama4.py has no name mapper: it loads these names only, and looks them up as they are.
+    layers="language_model.model.layers.*",
     keep=(
-        WRAPPED_EMBEDDING,
-        WRAPPED_HEAD,
+        Keep("language_model.model.embed_tokens", "embedding"),
+        Keep("language_model.lm_head", "output head"),
         Keep(".feed_forward.router", "router"),
-        Keep("{vision_model,model.vision_model}.**", "vision tower"),
-        Keep("{multi_modal_projector,model.multi_modal_projector}.**", "projector"),
+        Keep("vision_model.**", "vision tower"),
+        Keep("multi_modal_projector.**", "projector"),
     ),
     text_config="text_config",
-    # models/mllama4.py has no name mapper: the engine's own language_model.model. must be listed.
-    spellings=(WRAPPED_SPELLING,),
 )
 
 MODELS: dict[str, Model] = {

@@ -32,7 +32,8 @@ def assert_equal_to_torch(bits: np.ndarray, dtype: str, scheme: Scheme) -> None:
     # The tensor scheme's floor acts as a larger absmax, as in convert.py.
     floor = np.float32(scheme.scale_floor * 448)
     effective = np.where(found == 0, found, np.maximum(found, floor)).astype(np.float32)
-    codes = kernels.encode(bits, dtype, effective, scale.numpy(), scheme.block)
+    codes = np.empty(bits.shape, np.uint8)
+    kernels.encode(bits, dtype, effective, scale.numpy(), scheme.block, codes)
     expected = encode(weight, scale, scheme.block).view(torch.uint8).numpy()
     np.testing.assert_array_equal(codes, expected)
 
@@ -81,7 +82,9 @@ def test_every_bfloat16_gets_torch_s_code_whatever_the_largest_weight(exponent: 
         absmax = kernels.to_float32(np.full((bits.shape[0] // 128, 1), top, np.uint16), "BF16")
         scale = BLOCK.scale(absmax)
         expected = encode(as_torch(bits, "BF16"), torch.from_numpy(scale), 128).view(torch.uint8).numpy()
-        np.testing.assert_array_equal(kernels.encode(bits, "BF16", absmax, scale, 128), expected)
+        codes = np.empty(bits.shape, np.uint8)
+        kernels.encode(bits, "BF16", absmax, scale, 128, codes)
+        np.testing.assert_array_equal(codes, expected)
 
 
 @pytest.mark.parametrize(("dtype", "infinity"), [("BF16", 0x7F80), ("F16", 0x7C00), ("F32", 0x7F800000)])

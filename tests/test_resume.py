@@ -26,7 +26,7 @@ SHARDS = 5
 # Runs the command, and dies or stops at the nth time a file gets its final name (0-based), or in mid-shard.
 KILLED = """
 import os, signal, sys, threading
-from openquant import convert, output
+from openquant import shardfile
 from openquant.cli import compress_main
 
 how, moment, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -56,7 +56,7 @@ def after(owner, name):
     setattr(owner, name, wrapped)
 
 {"before": before, "after": after}[moment.split("-")[0]](
-    *{"rename": (os, "replace"), "write": (convert, "_write_all"), "fsync": (os, "fsync")}[moment.split("-")[1]]
+    *{"rename": (os, "replace"), "write": (shardfile, "_write_all"), "fsync": (os, "fsync")}[moment.split("-")[1]]
 )
 sys.exit(compress_main(sys.argv[4:]))
 """
