@@ -1,7 +1,7 @@
 """Write a synthetic checkpoint with the names and shapes of a published model: random bfloat16, safetensors shards.
 
-    python benchmarks/make_checkpoint.py qwen3-8b --layers 12 DIR
-    python benchmarks/make_checkpoint.py qwen3-30b-a3b --headers-only --layers 1000 DIR     (sparse: no data on disk)
+python benchmarks/make_checkpoint.py qwen3-8b --layers 12 DIR
+python benchmarks/make_checkpoint.py qwen3-30b-a3b --headers-only --layers 1000 DIR     (sparse: no data on disk)
 """
 
 from __future__ import annotations

@@ -1,0 +1,127 @@
+"""Asks vLLM about model directories. The engine's own interpreter runs this; openquant is not there.
+
+    engine.py logprobs OUTPUT DIRECTORY...
+    engine.py layers OUTPUT DIRECTORY...
+
+Importing vLLM takes longer than a tiny model does, so it is imported once and each directory gets a fork of that
+process: no state is left from one model to the next, and one that fails takes no other down.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+# Before the imports. The fork itself runs the model, and nothing is compiled: that costs seconds for each.
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1"}
+
+import numpy as np
+import torch  # Before vLLM, whose CPU build finds OpenMP through it.
+from vllm import LLM, SamplingParams
+from vllm.config import set_current_vllm_config
+from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models import ModelRegistry
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+# A quantized checkpoint's missing parameters are no error without this (model_loader/default_loader.py:505).
+TRACKED = {"enable_weights_track": True}
+PROMPTS, LENGTH = 4, 64
+
+
+def logprobs(directory: Path) -> np.ndarray:
+    """Log-probability of every token at every position of the prompts, [PROMPTS * (LENGTH - 1), vocabulary]."""
+    vocabulary = json.loads((directory / "config.json").read_text())["vocab_size"]
+    chosen = random.Random(1234)
+    prompts = [[chosen.randrange(4, vocabulary) for _ in range(LENGTH)] for _ in range(PROMPTS)]
+    engine = LLM(
+        str(directory),
+        dtype="bfloat16",
+        distributed_executor_backend="uni",
+        enable_prefix_caching=False,
+        enforce_eager=True,
+        kv_cache_memory_bytes=1 << 26,
+        max_logprobs=-1,
+        max_model_len=LENGTH + 16,
+        max_num_batched_tokens=512,
+        max_num_seqs=PROMPTS,
+        model_loader_extra_config=TRACKED,
+        seed=0,
+        skip_tokenizer_init=True,
+    )
+    sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=-1, flat_logprobs=True, detokenize=False)
+    answers = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling)
+    tables = [np.full((LENGTH, vocabulary), np.nan, np.float32) for _ in answers]
+    for answer, table in zip(answers, tables, strict=True):
+        found = answer.prompt_logprobs
+        for row, start, end in zip(range(LENGTH), found.start_indices, found.end_indices, strict=True):
+            table[row, found.token_ids[start:end]] = found.logprobs[start:end]
+    # Nothing precedes the first token of a prompt.
+    return np.concatenate([table[1:] for table in tables])
+
+
+def layers(directory: Path) -> dict[str, Any]:
+    """Which layers vLLM builds as FP8, and whether the directory's weights fill the model."""
+    config = EngineArgs(
+        model=str(directory),
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=LENGTH,
+        model_loader_extra_config=TRACKED,
+        skip_tokenizer_init=True,
+    ).create_engine_config()
+    with set_current_vllm_config(config), tempfile.NamedTemporaryFile() as rendezvous:
+        init_distributed_environment(1, 0, f"file://{rendezvous.name}", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+        with set_default_torch_dtype(torch.bfloat16):
+            model = initialize_model(config)
+        quantized = {
+            getattr(module, "layer_name", name): isinstance(module.quant_method, Fp8LinearMethod | Fp8MoEMethod)
+            for name, module in model.named_modules()
+            if isinstance(module, LinearBase | RoutedExperts)
+        }
+        if any(directory.glob("*.safetensors")):
+            get_model_loader(config.load_config).load_weights(model, config.model_config)
+    return {"quantized": quantized, "packed": config.quant_config.packed_modules_mapping}
+
+
+def answer(mode: str, directory: Path, output: Path) -> None:
+    """Ask about one directory; write `output`.npy or `output`.json, or `output`.error with the traceback."""
+    try:
+        # Else vLLM starts an interpreter to look at the class.
+        for name in json.loads((directory / "config.json").read_text())["architectures"]:
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+        if mode == "logprobs":
+            np.save(output.with_suffix(".npy"), logprobs(directory))
+        else:
+            output.with_suffix(".json").write_text(json.dumps(layers(directory)))
+    except Exception:
+        output.with_suffix(".error").write_text(traceback.format_exc())
+
+
+def main() -> None:
+    mode, output, *directories = sys.argv[1:]
+    # Else each fork goes through all that was imported, again and again.
+    gc.freeze()
+    fork = multiprocessing.get_context("fork")
+    for number, directory in enumerate(directories):
+        process = fork.Process(target=answer, args=(mode, Path(directory), Path(output, str(number))))
+        process.start()
+        process.join()
+
+
+if __name__ == "__main__":
+    main()

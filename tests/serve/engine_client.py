@@ -1,0 +1,195 @@
+"""What the tests here need around vLLM: whether it can run, questions to engine.py, and `vllm serve`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import tiny
+from openquant.packed import decode
+from openquant.schemes import SCHEMES
+
+HERE = Path(__file__).parent
+MISSING = "OPENQUANT_VLLM does not name an interpreter with vLLM (tests/serve/install_vllm.sh installs one)"
+# A quantized model's missing parameters are no error to vLLM without this.
+TRACKED = json.dumps({"enable_weights_track": True})
+START_SECONDS, ANSWER_SECONDS, STOP_SECONDS = 300, 900, 20
+# Past any proxy of the environment.
+LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+LogProbs = npt.NDArray[np.float32]
+
+
+class EngineError(Exception):
+    """vLLM refused a directory, or died of it."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """vLLM in an interpreter of its own."""
+
+    python: Path
+
+    def logprobs(self, directories: Sequence[Path], output: Path) -> list[LogProbs | EngineError]:
+        """Log-probabilities of the same random prompts by each model, [position, token]."""
+        return [
+            found if isinstance(found, EngineError) else np.load(found)
+            for found in self._ask("logprobs", directories, output)
+        ]
+
+    def layers(self, directories: Sequence[Path], output: Path) -> list[dict[str, Any] | EngineError]:
+        """What engine.py's `layers` says of each model."""
+        return [
+            found if isinstance(found, EngineError) else json.loads(found.read_text())
+            for found in self._ask("layers", directories, output)
+        ]
+
+    def _ask(self, mode: str, directories: Sequence[Path], output: Path) -> list[Path | EngineError]:
+        output.mkdir()
+        log = output / "log"
+        command = [str(self.python), str(HERE / "engine.py"), mode, str(output), *map(str, directories)]
+        with _process_group(command, log, "shim", "stub") as process:
+            status = process.wait(ANSWER_SECONDS)
+        if status:
+            raise EngineError(f"engine.py exited with {status}\n{_end(log)}")
+        answers: list[Path | EngineError] = []
+        for number in range(len(directories)):
+            found = next(output.glob(f"{number}.*"), None)
+            if found is None:
+                answers.append(EngineError(f"the engine died\n{_end(log)}"))
+            else:
+                answers.append(EngineError(found.read_text()) if found.suffix == ".error" else found)
+        return answers
+
+    @contextmanager
+    def serve(self, directory: Path, log: Path, shim: bool) -> Iterator[str]:
+        """`vllm serve` of a directory, with the plugin of shim/ or without, as its address."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        command = [str(self.python.parent / "vllm"), "serve", str(directory), "--model-loader-extra-config", TRACKED]
+        command += ["--enforce-eager", "--max-model-len", "512", "--dtype", "bfloat16"]
+        command += ["--host", "127.0.0.1", "--port", port]
+        with _process_group(command, log, "metadata", *(["shim"] if shim else [])) as server:
+            address = f"http://127.0.0.1:{port}"
+            _wait_until_healthy(server, address, log)
+            yield address
+
+
+def find_engine() -> Engine:
+    """The engine that OPENQUANT_VLLM names; skips the test where there is none, or fails it if that is asked."""
+    flags = Path("/proc/cpuinfo")
+    if not flags.exists() or "amx_tile" not in flags.read_text().split():
+        pytest.skip("vLLM's FP8 kernels for CPUs need AMX, which this one lacks")
+    named = os.environ.get("OPENQUANT_VLLM")
+    if not named:
+        if os.environ.get("OPENQUANT_REQUIRE_SERVE") == "1":
+            pytest.fail(MISSING)
+        pytest.skip(MISSING)
+    # Not resolved: a virtual environment's interpreter is a link out of it.
+    python = Path(named).absolute()
+    find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    if shutil.which(python) is None or subprocess.run([python, "-c", find]).returncode:
+        pytest.fail(MISSING)
+    return Engine(python)
+
+
+@contextmanager
+def _process_group(command: Sequence[str], log: Path, *paths: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with subdirectories of this one on its import path; ended with all that it started."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(str(HERE / path) for path in paths),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command, stdout=sink, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(STOP_SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait_until_healthy(server: subprocess.Popen[bytes], address: str, log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise EngineError(f"vllm serve exited with {server.returncode}\n{_end(log)}")
+        try:
+            with LOCAL.open(f"{address}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.2)
+    raise EngineError(f"vllm serve is not healthy after {START_SECONDS} s\n{_end(log)}")
+
+
+def _end(log: Path) -> str:
+    return log.read_text(errors="replace")[-4000:]
+
+
+def complete(address: str, model: Path, prompt: str) -> dict[str, Any]:
+    """The answer of POST /v1/completions."""
+    body = {"model": str(model), "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with LOCAL.open(request, timeout=60) as response:
+        answer: dict[str, Any] = json.load(response)
+    return answer
+
+
+def divergence(reference: LogProbs, other: LogProbs) -> float:
+    """KL(reference || other) in nats, over the whole vocabulary, mean over positions."""
+    wide = reference.astype(np.float64)
+    return float((np.exp(wide) * (wide - other)).sum(1).mean())
+
+
+def rewrite(
+    source: Path, target: Path, tensors: dict[str, torch.Tensor] | None, config: dict[str, Any] | None = None
+) -> Path:
+    """A model of these tensors (None: of its config only), else as `source`."""
+    target.mkdir()
+    config = config or json.loads((source / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config))
+    if tensors is not None:
+        save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def dequantize(source: Path, target: Path) -> Path:
+    """The same model with its FP8 weights multiplied out to bfloat16: no scale is left to get wrong."""
+    config = json.loads((source / "config.json").read_text())
+    block = (quantization := config.pop("quantization_config"))["weight_block_size"]
+    scheme = SCHEMES["block" if block else "tensor"]
+    assert quantization["quant_method"] == "fp8"
+    tensors = tiny.read(source)
+    for name in [name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn]:
+        scale = tensors.pop(f"{name.removesuffix('.weight')}.{scheme.scale_name}")
+        tensors[name] = decode(tensors[name], scale, scheme.block).to(torch.bfloat16)
+    return rewrite(source, target, tensors, config)

@@ -1,0 +1,74 @@
+"""A vLLM plugin that lets the CPU engine serve FP8 weights with one scale per tensor.
+
+vLLM 0.32.0's CPU build has kernels for such layers, but not `scaled_fp8_quant`, which loading them calls
+(its CPU extension registers the operators without a body), and its expert kernel takes 128x128 blocks only.
+With this directory on PYTHONPATH, vLLM finds the plugin by its entry point and calls `register` in every engine
+process. The 128x128 block scheme needs none of it. Types of vLLM are left out where they say nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGEST = 448.0
+
+
+def register() -> None:
+    """Put both replacements in place; a second call changes nothing."""
+    import vllm._custom_ops
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and vllm._custom_ops.scaled_fp8_quant is not scaled_fp8_quant:
+        vllm._custom_ops.scaled_fp8_quant = scaled_fp8_quant
+        _spread_expert_scales()
+
+
+def scaled_fp8_quant(input: Tensor, scale: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
+    """float8_e4m3fn codes of a matrix at one given scale, the only way that loading asks for.
+
+    The arithmetic is that of csrc `scaled_fp8_conversion<is_scale_inverted=true>`: multiply by the reciprocal in
+    float32, clamp, round to nearest even.
+    """
+    output = options.pop("output", None)
+    if scale is None or scale.numel() != 1 or any(value is not None for value in options.values()):
+        raise NotImplementedError(f"scaled_fp8_quant with scale {scale} and {options}")
+    quotient = input.float() * scale.float().reciprocal()
+    codes = quotient.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return (codes if output is None else output.copy_(codes)), scale
+
+
+def _spread_expert_scales() -> None:
+    """Give the block kernel each expert's one scale as a grid of equal ones, after vLLM's own requantization."""
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.quantization import fp8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
+
+    select, setup = fp8.select_fp8_moe_backend, fp8.Fp8MoEMethod._setup_kernel
+
+    def select_fp8_moe_backend(config: Any, weight_key: Any, activation_key: Any, **options: Any) -> Any:
+        backend, experts = select(config=config, weight_key=weight_key, activation_key=activation_key, **options)
+        if experts is None:
+            return select(config=config, weight_key=kFp8Static128BlockSym, activation_key=kFp8Dynamic128Sym, **options)
+        return backend, experts
+
+    def setup_kernel(
+        self: Any, layer: Any, w13: Tensor, w2: Tensor, w13_scale: Tensor, w2_scale: Tensor, *inputs: Any
+    ) -> Any:
+        if not self.block_quant and self.fp8_backend == Fp8MoeBackend.CPU:
+            w13_scale, w2_scale = _grid(w13_scale, w13), _grid(w2_scale, w2)
+            self.moe_block_shape = [128, 128]
+            # The kernel leaves activations in bfloat16.
+            layer.w13_input_scale = layer.w2_input_scale = None
+            inputs = (None, None)
+        return setup(self, layer, w13, w2, w13_scale, w2_scale, *inputs)
+
+    fp8.select_fp8_moe_backend = select_fp8_moe_backend
+    fp8.Fp8MoEMethod._setup_kernel = setup_kernel
+
+
+def _grid(scale: Tensor, weight: Tensor) -> Tensor:
+    rows, cols = (-(-size // 128) for size in weight.shape[1:])
+    return scale.reshape(-1, 1, 1).expand(-1, rows, cols).float().contiguous()

@@ -1,0 +1,3 @@
+"""See the package."""
+
+from torchvision.transforms import InterpolationMode as InterpolationMode
