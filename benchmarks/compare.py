@@ -1,0 +1,119 @@
+"""Time whole processes in turns: this program's schemes, `cp -r` of the source, and peers given as command lines.
+
+    python benchmarks/compare.py SOURCE --turns 5
+    python benchmarks/compare.py SOURCE --peer 'model_free_ptq=VENV/bin/python peer.py {source} {output}'
+
+Each turn runs every command once, in order, so drift of the machine falls on all alike. Outputs are removed and the
+disk is synced between runs, outside the measured time. openquant syncs what it writes before it ends; `cp -r` does
+not, and `cp -r, synced` is followed by an fsync of each file inside the measured time. Ratios are of each turn to
+that turn's `cp -r`. The medians of all turns are printed as a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run of one command."""
+
+    wall: float
+    cpu: float
+    peak: int
+
+
+def measure(command: list[str], log: Path) -> Measured:
+    """Run a command; wall and CPU seconds, and the largest resident memory of a single process in bytes."""
+    begin = time.monotonic()
+    with log.open("ab") as sink:
+        process = subprocess.Popen(command, stdout=sink, stderr=sink)
+        _, status, usage = os.wait4(process.pid, 0)
+    wall = time.monotonic() - begin
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        sys.exit(f"{shlex.join(command)} failed with {process.returncode}; see {log}")
+    return Measured(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+
+
+def drop_cache(directory: Path) -> None:
+    """Let the system forget a directory's contents, so that the next run reads the disk."""
+    for path in directory.iterdir():
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+
+
+def warm_cache(directory: Path) -> None:
+    """Read a directory once."""
+    for path in directory.iterdir():
+        with path.open("rb") as file:
+            while file.read(1 << 22):
+                pass
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--scratch", type=Path, help="where outputs go (default: beside the source)")
+    parser.add_argument("--cold", action="store_true", help="forget the source before each run (default: read it once)")
+    parser.add_argument("--workers", type=int, help="for openquant")
+    parser.add_argument(
+        "--peer", action="append", default=[], metavar="NAME=COMMAND", help="with {source} and {output}; repeatable"
+    )
+    options = parser.parse_args()
+    scratch = options.scratch or options.source.parent
+    output, log = scratch / "benchmark-output", scratch / "benchmark-log"
+    places = {"source": str(options.source), "output": str(output)}
+    ours = [sys.executable, str(ROOT / "compress_fp8.py"), "-m", str(options.source), "-o", str(output), "-q"]
+    ours += ["--workers", str(options.workers)] if options.workers else []
+    commands = {
+        "`cp -r`": ["cp", "-r", str(options.source), str(output)],
+        "`cp -r`, synced": ["sh", "-c", 'cp -r "$0" "$1" && sync "$1"/*', str(options.source), str(output)],
+        "openquant, tensor": ours,
+        "openquant, block": [*ours, "-w", "128"],
+    }
+    for peer in options.peer:
+        name, _, command = peer.partition("=")
+        commands[name] = [word.format(**places) for word in shlex.split(command)]
+    runs: dict[str, list[Measured]] = {name: [] for name in commands}
+    for turn in range(options.turns):
+        for name, command in commands.items():
+            shutil.rmtree(output, ignore_errors=True)
+            os.sync()
+            (drop_cache if options.cold else warm_cache)(options.source)
+            runs[name].append(measure(command, log))
+            print(f"turn {turn + 1} {name}: {runs[name][-1].wall:.2f} s", file=sys.stderr, flush=True)
+    shutil.rmtree(output, ignore_errors=True)
+    size = sum(path.stat().st_size for path in options.source.iterdir())
+    cache = "cold" if options.cold else "warm"
+    print(
+        f"\n{options.source.name}, {size / 1e9:.2f} GB, {options.turns} turns, {cache} cache, {os.cpu_count()} CPUs\n"
+    )
+    print("| command | wall s | CPU s | peak RSS MB | wall / `cp -r` (min, median, max) |\n|---|---|---|---|---|")
+    reference = runs["`cp -r`"]
+    for name, found in runs.items():
+        ratios = sorted(mine.wall / theirs.wall for mine, theirs in zip(found, reference, strict=True))
+        print(
+            f"| {name} | {statistics.median(run.wall for run in found):.2f} "
+            f"| {statistics.median(run.cpu for run in found):.2f} | {max(run.peak for run in found) / 1e6:.0f} "
+            f"| {ratios[0]:.2f}, {statistics.median(ratios):.2f}, {ratios[-1]:.2f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
