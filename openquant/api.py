@@ -7,18 +7,20 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from .card import model_card
 from .checkpoint import INDEX_FILE, Checkpoint, open_checkpoint
 from .convert import convert
-from .errors import UsageError
+from .errors import SourceError, UsageError
 from .hub import Source, find_source
 from .output import OutputDirectory, refuse_overlap
 from .plan import Plan, make_plan
+from .ranks import Ranks
 from .schemes import SCHEMES, Scheme
 
 # What config.json, the index, the card and the journal take up at most, beside the shards.
@@ -105,6 +107,7 @@ def compress(
     workers: int | None = None,
     revision: str | None = None,
     overwrite: bool = False,
+    ranks: Ranks | None = None,
     reporter: Reporter | None = None,
 ) -> Result:
     """Turn a checkpoint into an FP8 directory.
@@ -116,9 +119,10 @@ def compress(
         ignore: patterns over module names that stay unquantized.
         dry_run: plan only.
         device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
-        workers: number of threads; the CPUs this process may use if None.
+        workers: number of threads; the CPUs this process may use if None, divided by the ranks on this machine.
         revision: branch, tag or commit on the Hub.
         overwrite: replace what an earlier run left in `output`.
+        ranks: this process among several that do the job together; on its own if None.
         reporter: is told the plan and the progress.
 
     Returns:
@@ -134,71 +138,131 @@ def compress(
         raise UsageError(f"{device} is not a device", "choose auto, cpu, cuda or cuda:N")
     if workers is not None and workers < 1:
         raise UsageError(f"{workers} workers cannot work", "give --workers 1 or more")
-    source = find_source(os.fspath(model), revision)
+    ranks = ranks or Ranks()
+    with closing(ranks):
+        prepared, error = _attempt(lambda: _prepare(os.fspath(model), output, chosen, ignore, revision))
+        digests = ranks.agree(error, prepared and prepared.plan.digest)
+        if len(set(digests)) > 1:
+            raise SourceError("ranks see different sources", "let all of them read the same files")
+        assert prepared is not None
+        plan = prepared.plan
+
+        def result(resumed: bool) -> Result:
+            return Result(
+                model=os.fspath(model),
+                revision=prepared.source.revision,
+                output=str(prepared.target),
+                scheme=chosen.name,
+                architecture=plan.architecture,
+                dry_run=dry_run,
+                source_bytes=plan.source_bytes,
+                output_bytes=plan.output_bytes,
+                quantized_tensors=plan.quantized_tensors,
+                ignored_layers=plan.ignored_layers,
+                shards=len(plan.shards),
+                tensor_parallel=plan.parallel_sizes,
+                seconds=round(time.monotonic() - begin, 3),
+                peak_rss_bytes=peak_rss(),
+                resumed=resumed,
+            )
+
+        reporter.planned(plan, prepared.source, prepared.target)
+        if dry_run:
+            return result(resumed=False)
+        workers = workers or max(1, available_cpus() // ranks.local_size)
+        resumed, already_complete = _carry_out(prepared, ranks, overwrite, workers, device, reporter)
+        done = result(resumed)
+        reporter.finished(done, already_complete)
+        return done
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What a run needs to begin writing."""
+
+    source: Source
+    checkpoint: Checkpoint
+    plan: Plan
+    target: Path
+
+
+def _prepare(
+    model: str, output: str | os.PathLike[str] | None, scheme: Scheme, ignore: Sequence[str], revision: str | None
+) -> _Prepared:
+    source = find_source(model, revision)
     checkpoint = open_checkpoint(source.root)
-    plan = make_plan(checkpoint, chosen, tuple(ignore), source.identity())
-    target = Path(output) if output is not None else _default_output(source, chosen)
+    plan = make_plan(checkpoint, scheme, tuple(ignore), source.identity())
+    target = Path(output) if output is not None else _default_output(source, scheme)
     refuse_overlap(source.root, target)
+    return _Prepared(source, checkpoint, plan, target)
 
-    def result(resumed: bool) -> Result:
-        return Result(
-            model=os.fspath(model),
-            revision=source.revision,
-            output=str(target),
-            scheme=chosen.name,
-            architecture=plan.architecture,
-            dry_run=dry_run,
-            source_bytes=plan.source_bytes,
-            output_bytes=plan.output_bytes,
-            quantized_tensors=plan.quantized_tensors,
-            ignored_layers=plan.ignored_layers,
-            shards=len(plan.shards),
-            tensor_parallel=plan.parallel_sizes,
-            seconds=round(time.monotonic() - begin, 3),
-            peak_rss_bytes=peak_rss(),
-            resumed=resumed,
-        )
 
-    reporter.planned(plan, source, target)
-    if dry_run:
-        return result(resumed=False)
-    chosen_device = _device(device)
+Made = TypeVar("Made")
+
+
+def _attempt(do: Callable[[], Made]) -> tuple[Made | None, Exception | None]:
+    """What `do` returns or raises, so that the other ranks can be told before anything else happens."""
+    try:
+        return do(), None
+    except Exception as error:
+        return None, error
+
+
+def _carry_out(
+    prepared: _Prepared, ranks: Ranks, overwrite: bool, workers: int, device: str, reporter: Reporter
+) -> tuple[bool, bool]:
+    """Write the output; whether an earlier run was continued, and whether it had left nothing to do."""
+    plan = prepared.plan
     shards = {shard.name: shard.size for shard in plan.shards}
     others = {*plan.files, "README.md", "config.json", *([INDEX_FILE] if plan.indexed else [])}
     other_bytes = sum(plan.files.values()) + SMALL_FILES
-    with OutputDirectory(target, plan.digest, shards, others, other_bytes, overwrite) as directory:
-        already_complete = directory.complete
-        if not already_complete:
-            _fill(plan, checkpoint, source, directory, workers or available_cpus(), chosen_device, reporter)
-        directory.finish()
-    done = result(resumed=directory.resumed)
-    reporter.finished(done, already_complete)
-    return done
+    directory = OutputDirectory(prepared.target, plan.digest, shards, others, other_bytes, overwrite)
+    with ExitStack() as stack:
+
+        def claim() -> list[str] | None:
+            """The unfinished shards, None if nothing at all is left to do; for the first rank to say."""
+            chosen.append(_device(device, ranks))
+            if not ranks.first:
+                return None
+            stack.enter_context(directory)
+            return None if directory.complete else [name for name in shards if not directory.is_finished(name)]
+
+        chosen: list[str] = []
+        unfinished, error = _attempt(claim)
+        todo = ranks.agree(error, unfinished)[0]
+        if todo is not None:
+            mine = ranks.share([shard for shard in plan.shards if shard.name in set(todo)])
+            done_bytes = sum(
+                info.nbytes
+                for name, info in prepared.checkpoint.tensors.items()
+                if prepared.checkpoint.where[name].shard not in set(todo)
+            )
+            reporter.started(plan.source_bytes, done_bytes)
+            root = prepared.source.root
+            _, error = _attempt(lambda: convert(plan, mine, root, directory, workers, chosen[0], reporter.advanced))
+            ranks.agree(error)
+
+        def finish() -> None:
+            if ranks.first:
+                if todo is not None:
+                    _write_others(prepared, directory)
+                directory.finish()
+
+        _, error = _attempt(finish)
+        ranks.agree(error)
+    return directory.resumed, todo is None
 
 
-def _fill(
-    plan: Plan,
-    checkpoint: Checkpoint,
-    source: Source,
-    directory: OutputDirectory,
-    workers: int,
-    device: str,
-    reporter: Reporter,
-) -> None:
-    finished = {shard.name for shard in plan.shards if directory.is_finished(shard.name)}
-    finished_bytes = sum(
-        info.nbytes for name, info in checkpoint.tensors.items() if checkpoint.where[name].shard in finished
-    )
-    reporter.started(plan.source_bytes, finished_bytes)
-    convert(plan, source.root, directory, workers, device, reporter.advanced)
+def _write_others(prepared: _Prepared, directory: OutputDirectory) -> None:
+    plan = prepared.plan
     for name in plan.files:
         if name not in ("README.md", "config.json") and not directory.is_finished(name):
-            directory.copy(source.root / name, name)
-    directory.write("README.md", _card(plan, source))
+            directory.copy(prepared.source.root / name, name)
+    directory.write("README.md", _card(plan, prepared.source))
     if plan.indexed:
         directory.write(INDEX_FILE, _index(plan))
     # Last: without it no engine takes the directory for a model.
-    directory.write("config.json", _config(checkpoint, plan))
+    directory.write("config.json", _config(prepared.checkpoint, plan))
 
 
 def _card(plan: Plan, source: Source) -> bytes:
@@ -234,7 +298,7 @@ def _default_output(source: Source, scheme: Scheme) -> Path:
     return root.parent / name if here == root or root in here.parents else Path(name)
 
 
-def _device(name: str) -> str:
+def _device(name: str, ranks: Ranks) -> str:
     if name == "cpu":
         return "cpu"
     # Importing torch to learn that there is no GPU would cost more than a small conversion.
@@ -243,7 +307,7 @@ def _device(name: str) -> str:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    number = int(name[5:]) if name.startswith("cuda:") else 0
+    number = int(name[5:]) if name.startswith("cuda:") else ranks.local_rank % max(1, count)
     if number < count:
         return f"cuda:{number}"
     if name == "auto":

@@ -112,10 +112,12 @@ def _run(parser: _Parser, arguments: Sequence[str] | None) -> int:
         options = parser.parse_args(words)
         return _compress(options)
     except OpenQuantError as error:
-        _fail(error.message, error.hint, as_json)
+        if _speaks():
+            _fail(error.message, error.hint, as_json)
         return EXIT_USER
     except KeyboardInterrupt:
-        _fail("interrupted", "run the same command again to continue", as_json)
+        if _speaks():
+            _fail("interrupted", "run the same command again to continue", as_json)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of our output is gone (`| head`): nothing is left to say, and nothing is lost.
@@ -124,6 +126,11 @@ def _run(parser: _Parser, arguments: Sequence[str] | None) -> int:
     finally:
         signal.signal(signal.SIGTERM, previous)
         signal.signal(signal.SIGINT, interrupt)
+
+
+def _speaks() -> bool:
+    """Whether this process talks to the user: of several ranks the first, which hears of the others' errors."""
+    return os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ
 
 
 def _fail(message: str, hint: str, as_json: bool) -> None:
@@ -156,9 +163,11 @@ def _scheme_of(options: argparse.Namespace) -> str:
 def _compress(options: argparse.Namespace) -> int:
     scheme = _scheme_of(options)
     from .api import compress
+    from .ranks import Ranks
 
-    quiet = options.quiet or options.json
-    reporter = _Terminal(quiet=quiet, silent=options.quiet, verbose=options.verbose and not options.json)
+    ranks = Ranks.from_environment(os.environ)
+    silent = options.quiet or not ranks.first
+    reporter = _Terminal(quiet=silent or options.json, silent=silent, verbose=options.verbose and not options.json)
     try:
         result = compress(
             options.model,
@@ -170,11 +179,12 @@ def _compress(options: argparse.Namespace) -> int:
             workers=options.workers,
             revision=options.revision,
             overwrite=options.overwrite,
+            ranks=ranks,
             reporter=reporter,
         )
     finally:
         reporter.close()
-    if options.json:
+    if options.json and ranks.first:
         _print_json(result.to_json())
     return 0
 

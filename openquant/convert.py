@@ -72,12 +72,19 @@ class TorchKernels:
 
 
 def convert(
-    plan: Plan, root: Path, output: OutputDirectory, workers: int, device: str = "cpu", progress: Progress | None = None
+    plan: Plan,
+    shards: Sequence[Shard],
+    root: Path,
+    output: OutputDirectory,
+    workers: int,
+    device: str = "cpu",
+    progress: Progress | None = None,
 ) -> None:
-    """Write every shard of the plan that the output directory does not hold yet.
+    """Write shards of a plan.
 
     Args:
-        plan: what to do.
+        plan: the plan.
+        shards: those to write.
         root: the source directory.
         output: the claimed output directory.
         workers: number of threads that compute; as many write.
@@ -89,8 +96,7 @@ def convert(
         PlanError: a joined set too large for the scheme.
         OutputError: the output cannot be written.
     """
-    todo = [shard for shard in plan.shards if not output.is_finished(shard.name)]
-    _Conversion(plan.scheme, todo, root, output, device, progress).run(workers)
+    _Conversion(plan.scheme, shards, root, output, device, progress).run(workers)
 
 
 class _Stopped(Exception):

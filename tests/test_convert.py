@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -274,3 +275,35 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, scheme: Scheme) -> 
     command = [sys.executable, "-c", code, str(source), str(tmp_path / "out"), scheme.name]
     peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert peak < 120e6
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Llama4ForCausalLM"])
+@schemes
+def test_writes_around_the_page_cache_leave_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, scheme: Scheme
+) -> None:
+    """Neighbours share disk blocks, so their edges go through the cache; pieces of odd sizes, from many threads."""
+    weights = tiny.tensors(architecture)
+    weights["model.norm.weight"] = torch.ones(257, dtype=torch.bfloat16)
+    weights["model.embed_tokens.weight"] = torch.randn(1001, 255).to(torch.bfloat16)
+    source = tiny.write(tmp_path / "source", architecture, shards=2, weights=weights)
+    monkeypatch.setattr("openquant.convert.BUFFER", 40_000)
+    monkeypatch.setattr("openquant.shardfile.DIRECT_FROM", 1)
+    direct: list[int] = []
+    pwrite, flag = os.pwrite, os.O_DIRECT
+
+    def count(handle: int, data: memoryview, offset: int) -> int:
+        if fcntl.fcntl(handle, fcntl.F_GETFL) & flag:
+            direct.append(len(data))
+        return pwrite(handle, data, offset)
+
+    monkeypatch.setattr("openquant.shardfile.os.pwrite", count)
+    compress(source, tmp_path / "direct", scheme.name, workers=4)
+    assert sum(direct) > 500_000, "this file system has no O_DIRECT, or nothing used it"
+    monkeypatch.delattr("openquant.shardfile.os.O_DIRECT")
+    direct.clear()
+    compress(source, tmp_path / "cached", scheme.name)
+    assert not direct
+    assert tree(tmp_path / "direct") == tree(tmp_path / "cached")
+    expected = expected_output(tiny.read(source), quantized_by(tiny.read(source)), scheme)
+    assert_same(tiny.read(tmp_path / "direct"), expected)

@@ -1,0 +1,116 @@
+"""Several processes at one job, started by torchrun: the bytes of one process, also when a rank is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tiny
+from conftest import ROOT, tree
+from openquant import compress
+from openquant.plan import Shard
+from openquant.ranks import Ranks
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM", shards=6)
+
+
+def torchrun(
+    ranks: int, *arguments: object, script: Path = ROOT / "compress_fp8.py"
+) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        str(script),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        cwd=script.parent,
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_write_the_bytes_of_one_process(tmp_path: Path, source: Path, ranks: int) -> None:
+    compress(source, tmp_path / "one")
+    done = torchrun(ranks, "-m", source, "-o", tmp_path / "many", "--json")
+    assert done.returncode == 0, done.stderr
+    assert tree(tmp_path / "many") == tree(tmp_path / "one")
+    # One of them speaks.
+    assert json.loads(done.stdout)["shards"] == 6
+    again = torchrun(ranks, "-m", source, "-o", tmp_path / "many")
+    assert again.returncode == 0
+    assert again.stdout.count("is already complete; nothing was written") == 1
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_fails_the_job_and_running_again_continues(tmp_path: Path, source: Path, victim: int) -> None:
+    compress(source, tmp_path / "one")
+    script = tmp_path / "dies.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "from openquant import output\n"
+        "from openquant.cli import compress_main\n"
+        "publish = output.OutputDirectory.publish\n"
+        "def dies(self, name):\n"
+        "    if name.endswith('.safetensors'):\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    publish(self, name)\n"
+        f"if os.environ['RANK'] == '{victim}':\n"
+        "    output.OutputDirectory.publish = dies\n"
+        "sys.exit(compress_main())\n"
+    )
+    broken = torchrun(2, "-m", source, "-o", tmp_path / "many", script=script)
+    assert broken.returncode != 0
+    assert f"rank      : {victim} (local_rank: {victim})" in broken.stderr
+    assert not (tmp_path / "many" / "config.json").exists()
+    done = torchrun(2, "-m", source, "-o", tmp_path / "many", "--json")
+    assert done.returncode == 0, done.stderr
+    assert tree(tmp_path / "many") == tree(tmp_path / "one")
+
+
+def test_the_first_rank_tells_of_another_s_error(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights["model.layers.1.mlp.down_proj.weight"][3, 3] = float("nan")
+    source = tiny.write(tmp_path / "source", shards=2, weights=weights)
+    done = torchrun(2, "-m", source, "-o", tmp_path / "out")
+    assert done.returncode != 0
+    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(told) == 1
+    assert "model.layers.1.mlp.down_proj.weight in model-0000" in told[0]
+    assert "holds NaN or infinity" in told[0]
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_an_error_all_ranks_see_is_told_once(tmp_path: Path) -> None:
+    done = torchrun(3, "-m", tmp_path / "nowhere" / "at" / "all")
+    assert done.returncode != 0
+    assert done.stderr.count("error: ") == 1
+
+
+def test_shards_are_shared_out_by_size() -> None:
+    shards = [Shard(str(number), b"", size, (), ()) for number, size in enumerate((5, 9, 1, 1, 3, 3, 2))]
+    shares = [[shard.size for shard in Ranks(rank, 3).share(shards)] for rank in range(3)]
+    assert shares == [[9], [5, 1, 2], [1, 3, 3]]
+    assert Ranks().share(shards) == shards
+
+
+def test_the_environment_of_torchrun_is_understood() -> None:
+    told = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert Ranks.from_environment(told) == Ranks(5, 8, 1, 4)
+    assert Ranks.from_environment({"RANK": "5"}) == Ranks()
