@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from .card import model_card
-from .checkpoint import INDEX_FILE, Checkpoint, open_checkpoint
+from .checkpoint import INDEX_FILE, Checkpoint, open_checkpoint, readable
 from .convert import convert
 from .errors import SourceError, UsageError
 from .hub import Source, find_source
@@ -22,9 +22,6 @@ from .output import OutputDirectory, refuse_overlap
 from .plan import Plan, make_plan
 from .ranks import Ranks
 from .schemes import SCHEMES, Scheme
-
-# What config.json, the index, the card and the journal take up at most, beside the shards.
-SMALL_FILES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -182,6 +179,7 @@ class _Prepared:
 
     source: Source
     checkpoint: Checkpoint
+    identity: str
     plan: Plan
     target: Path
 
@@ -191,10 +189,13 @@ def _prepare(
 ) -> _Prepared:
     source = find_source(model, revision)
     checkpoint = open_checkpoint(source.root)
-    plan = make_plan(checkpoint, scheme, tuple(ignore), source.identity())
+    identity = source.identity(checkpoint)
+    plan = make_plan(checkpoint, scheme, tuple(ignore), identity)
+    if output is not None and not os.fspath(output):
+        raise UsageError("-o is empty", "give a directory, or leave -o out")
     target = Path(output) if output is not None else _default_output(source, scheme)
     refuse_overlap(source.root, target)
-    return _Prepared(source, checkpoint, plan, target)
+    return _Prepared(source, checkpoint, identity, plan, target)
 
 
 Made = TypeVar("Made")
@@ -214,9 +215,10 @@ def _carry_out(
     """Write the output; whether an earlier run was continued, and whether it had left nothing to do."""
     plan = prepared.plan
     shards = {shard.name: shard.size for shard in plan.shards}
-    others = {*plan.files, "README.md", "config.json", *([INDEX_FILE] if plan.indexed else [])}
-    other_bytes = sum(plan.files.values()) + SMALL_FILES
-    directory = OutputDirectory(prepared.target, plan.digest, shards, others, other_bytes, overwrite)
+    # Made before anything is converted, so that nothing about them can fail after hours.
+    made = _made_files(prepared)
+    others = {**plan.files, **{name: len(data) for name, data in made.items()}}
+    directory = OutputDirectory(prepared.target, plan.digest, shards, others, overwrite)
     with ExitStack() as stack:
 
         def claim() -> list[str] | None:
@@ -243,9 +245,8 @@ def _carry_out(
             ranks.agree(error)
 
         def finish() -> None:
-            if ranks.first:
-                if todo is not None:
-                    _write_others(prepared, directory)
+            if ranks.first and todo is not None:
+                _write_others(prepared, directory, made)
                 directory.finish()
 
         _, error = _attempt(finish)
@@ -253,23 +254,34 @@ def _carry_out(
     return directory.resumed, todo is None
 
 
-def _write_others(prepared: _Prepared, directory: OutputDirectory) -> None:
-    plan = prepared.plan
-    for name in plan.files:
-        if name not in ("README.md", "config.json") and not directory.is_finished(name):
+def _made_files(prepared: _Prepared) -> dict[str, bytes]:
+    """The files that are written rather than copied, config.json last: without it no engine takes this for a model."""
+    made = {"README.md": _card(prepared.plan, prepared.source)}
+    if prepared.plan.indexed:
+        made[INDEX_FILE] = _index(prepared.plan)
+    made["config.json"] = _config(prepared.checkpoint, prepared.plan)
+    return made
+
+
+def _write_others(prepared: _Prepared, directory: OutputDirectory, made: dict[str, bytes]) -> None:
+    if prepared.source.identity(prepared.checkpoint) != prepared.identity:
+        raise SourceError(
+            f"{prepared.source.root} changed while it was being converted",
+            "wait until nothing writes to it, then run again with --overwrite",
+        )
+    for name in prepared.plan.files:
+        if name not in made and not directory.is_finished(name):
             directory.copy(prepared.source.root / name, name)
-    directory.write("README.md", _card(plan, prepared.source))
-    if plan.indexed:
-        directory.write(INDEX_FILE, _index(plan))
-    # Last: without it no engine takes the directory for a model.
-    directory.write("config.json", _config(prepared.checkpoint, plan))
+    for name, data in made.items():
+        if not directory.is_finished(name):
+            directory.write(name, data)
 
 
 def _card(plan: Plan, source: Source) -> bytes:
-    try:
-        base = (source.root / "README.md").read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        base = None
+    base = None
+    if "README.md" in plan.files:
+        with readable():
+            base = (source.root / "README.md").read_text(encoding="utf-8-sig", errors="replace")
     return model_card(base, plan, source.name, source.repo, source.revision).encode()
 
 
@@ -281,7 +293,11 @@ def _index(plan: Plan) -> bytes:
 
 def _config(checkpoint: Checkpoint, plan: Plan) -> bytes:
     config = {**checkpoint.config, "quantization_config": plan.quantization_config}
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    try:
+        return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:
+        # Half of a surrogate pair, which JSON can only hold escaped.
+        return (json.dumps(config, indent=2) + "\n").encode()
 
 
 def _scheme(name: str) -> Scheme:

@@ -6,6 +6,7 @@ It holds what changes the bytes, and nothing about the machine that made them.
 from __future__ import annotations
 
 import re
+import shlex
 from typing import Any
 
 import yaml
@@ -17,7 +18,8 @@ from .plan import Plan
 # Entries that describe the base model and would be wrong here, or that this program sets itself.
 _REPLACED = ("base_model", "base_model_relation", "tags", "model-index", "new_version")
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\r?\n(.*?)(?:^|\n)---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
-_TOP_LEVEL_KEY = re.compile(r"^([^\s#\-][^:]*?)[ \t]*:", re.MULTILINE)
+# What PyYAML raises for text that is no YAML, or YAML that no card holds; the last three from its constructors.
+_NOT_YAML = (yaml.YAMLError, ValueError, RecursionError, TypeError, AttributeError)
 
 
 def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revision: str | None) -> str:
@@ -31,14 +33,15 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
         revision: the source's commit, None if unknown.
     """
     metadata, text = _split(base or "")
-    tags = _strings(_load(metadata).get("tags"))
-    kept = _without(metadata, _REPLACED)
+    entries = _entries(metadata)
+    tags = entries.get("tags", [])
     ours: dict[str, Any] = {}
     if repo is not None:
         ours["base_model"] = repo
         ours["base_model_relation"] = "quantized"
-    ours["tags"] = list(dict.fromkeys([*tags, "fp8", "vllm", "quantized"]))
-    front = kept + yaml.safe_dump(ours, sort_keys=False, allow_unicode=True)
+    known = [tags] if isinstance(tags, str) else [tag for tag in tags if isinstance(tag, str)]
+    ours["tags"] = list(dict.fromkeys([*known, "fp8", "vllm", "quantized"]))
+    front = _without(metadata, _REPLACED) + yaml.safe_dump(ours, sort_keys=False, allow_unicode=True)
     section = _section(plan, name, repo, revision)
     body = f"{text.strip()}\n\n{section}" if text.strip() else section
     return f"---\n{front}---\n\n{body}"
@@ -47,38 +50,48 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
 def _split(card: str) -> tuple[str, str]:
     """Metadata and text; metadata that is not a YAML mapping counts as text."""
     found = _FRONT_MATTER.match(card)
-    if not found:
-        return "", card
-    metadata = found.group(1).replace("\r\n", "\n").strip("\n")
+    if not found or not _entries(found.group(1)):
+        return "", card[found.end() :] if found and not found.group(1).strip() else card
+    return found.group(1).replace("\r\n", "\n").strip("\n") + "\n", card[found.end() :]
+
+
+def _entries(metadata: str) -> dict[str, Any]:
+    """Top-level entries, every value as text: to YAML's own rules the language code "no" is a boolean."""
     try:
-        if not isinstance(yaml.safe_load(metadata), dict):
-            return "", card
-    except yaml.YAMLError:
-        return "", card
-    return metadata + "\n", card[found.end() :]
-
-
-def _load(metadata: str) -> dict[str, Any]:
-    # BaseLoader takes every value as text: to YAML the language code "no" would be a boolean.
-    found = yaml.load(metadata, Loader=yaml.BaseLoader)
+        found = yaml.load(metadata, Loader=yaml.BaseLoader)
+        # What the Hub will read must be sound too.
+        yaml.safe_load(metadata)
+    except _NOT_YAML:
+        return {}
     return found if isinstance(found, dict) else {}
 
 
-def _strings(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    return [tag for tag in value if isinstance(tag, str)] if isinstance(value, list) else []
-
-
 def _without(metadata: str, keys: tuple[str, ...]) -> str:
-    """The metadata's own text without some of its top-level entries; the rest is not rewritten."""
-    starts = [found.start() for found in _TOP_LEVEL_KEY.finditer(metadata)]
-    names = [found.group(1).strip("\"'") for found in _TOP_LEVEL_KEY.finditer(metadata)]
-    kept = metadata[: starts[0]] if starts else metadata
-    for name, start, end in zip(names, starts, [*starts[1:], len(metadata)], strict=False):
-        if name not in keys:
+    """The metadata without some of its top-level entries, the rest in its own words where that is possible."""
+    left = {key: value for key, value in _entries(metadata).items() if key not in keys}
+    if not left:
+        return ""
+    mapping = yaml.compose(metadata, Loader=yaml.BaseLoader)
+    assert mapping is not None
+    starts = [(key.start_mark.index, key.value) for key, _ in mapping.value]
+    kept = metadata[: starts[0][0]]
+    for (start, key), (end, _) in zip(starts, [*starts[1:], (len(metadata), "")], strict=True):
+        if key not in keys:
             kept += metadata[start:end]
-    return kept
+    kept = kept if kept.endswith("\n") else kept + "\n"
+    # An anchor, braces around it all, a marker of the document's end: then the entries are written anew.
+    with_another = _entries(kept + "openquant: x\n")
+    if with_another == {**left, "openquant": "x"}:
+        return kept
+    loaded = yaml.safe_load(metadata)
+    return yaml.safe_dump(
+        {key: value for key, value in loaded.items() if key not in keys}, sort_keys=False, allow_unicode=True
+    )
+
+
+def shell_word(path: str) -> str:
+    """A path as it must be typed: quoted if need be, and never taken for an option."""
+    return shlex.quote(f"./{path}" if path.startswith("-") else path)
 
 
 def gigabytes(nbytes: int) -> str:
@@ -114,7 +127,9 @@ def readers(plan: Plan) -> str:
 
 
 def _section(plan: Plan, name: str, repo: str | None, revision: str | None) -> str:
-    title = repo or name
+    output = shell_word(name + plan.scheme.suffix)
+    # Neither may break the heading or the table it stands in.
+    name = " ".join(name.split()).replace("|", "\\|")
     lines = [
         f"# {name}: FP8 weights",
         "",
@@ -131,8 +146,8 @@ def _section(plan: Plan, name: str, repo: str | None, revision: str | None) -> s
         readers(plan),
         "",
         "```",
-        f"vllm serve {title.rsplit('/', 1)[-1]}{plan.scheme.suffix}",
-        f"python -m sglang.launch_server --model-path {title.rsplit('/', 1)[-1]}{plan.scheme.suffix}",
+        f"vllm serve {output}",
+        f"python -m sglang.launch_server --model-path {output}",
         "```",
         "",
     ]

@@ -7,6 +7,7 @@ here, so nothing later has to wonder whether an offset can be trusted.
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import json
 import os
@@ -20,6 +21,8 @@ from .errors import SourceError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+# Our own record beside an output (output.py); it says nothing of a model.
+JOURNAL_FILE = ".openquant.json"
 
 # Bits per element of every dtype that safetensors 0.8 can name.
 DTYPE_BITS = {
@@ -137,6 +140,8 @@ def _open(root: Path) -> Checkpoint:
     tensors: dict[str, TensorInfo] = {}
     where: dict[str, Location] = {}
     for shard in names:
+        if (root / shard).exists() and not (root / shard).is_file():
+            raise SourceError(f"{shard} is not a regular file", "download or copy the checkpoint again")
         size, found = _open_shard(root / shard, shard)
         shards[shard] = size
         for info, offset in found:
@@ -234,6 +239,11 @@ def _parse_entry(file: str, tensor: str, entry: Any) -> tuple[TensorInfo, int, i
         raise SourceError(
             f"{file}: {tensor} has no elements (shape {shape})", "the model was saved wrongly: save it again"
         )
+    if not tensor.isascii():
+        try:
+            tensor.encode()
+        except UnicodeEncodeError:
+            raise SourceError(f"{file}: {tensor!r} is not a possible name", _DAMAGED) from None
     return TensorInfo(tensor, dtype, tuple(shape)), offsets[0], offsets[1]
 
 
@@ -261,7 +271,7 @@ def _read_json(path: Path, what: str) -> Any:
 
 
 def _read_config(root: Path) -> dict[str, Any]:
-    if not (root / "config.json").exists():
+    if not (root / "config.json").is_file():
         _explain_missing_weights(root)
         raise SourceError(f"{root} is not a checkpoint: it has no config.json", "give the directory that holds it")
     config = _read_json(root / "config.json", "config.json")
@@ -288,7 +298,7 @@ def _find_shards(root: Path) -> tuple[list[str], dict[str, str] | None]:
         if not isinstance(placed, dict) or not placed or not all(isinstance(shard, str) for shard in placed.values()):
             raise SourceError(f"{INDEX_FILE} has no weight_map of tensor to file names", "download or copy it again")
         for tensor, shard in placed.items():
-            if shard in ("", ".", "..") or "/" in shard or "\\" in shard or "\0" in shard:
+            if shard in ("", ".", "..") or "/" in shard or "\\" in shard or not shard.isprintable():
                 raise SourceError(
                     f"{INDEX_FILE} places {tensor} in {shard!r}, which is not a plain file name",
                     "shards must lie in the checkpoint's own directory",
@@ -360,9 +370,11 @@ def _list_files(root: Path, shards: set[str]) -> tuple[dict[str, int], tuple[str
             relative = path.relative_to(root).as_posix()
             if relative in shards or relative == INDEX_FILE:
                 continue
-            if _matches(name, LEFT_OUT_FILES):
+            if _matches(name, LEFT_OUT_FILES) or relative == JOURNAL_FILE:
                 left_out.append(relative)
             elif path.is_file():
+                if not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
                 files[relative] = path.stat().st_size
             elif path.is_symlink():
                 raise SourceError(f"{relative} is a broken link", "download or copy the checkpoint again")

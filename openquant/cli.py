@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -100,32 +102,85 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _run(_verb_parser(), arguments)
 
 
+class _Interrupts:
+    """SIGINT and SIGTERM as KeyboardInterrupt, once.
+
+    Python drops an exception that a handler raises at certain moments (in the import lock's own callbacks, for one),
+    so the request is also remembered, for whoever asks.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.previous: dict[int, Any] = {}
+
+    def __enter__(self) -> _Interrupts:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.previous[number] = signal.getsignal(number)
+            # A shell has its background jobs ignore SIGINT, and so it stays.
+            if self.previous[number] is not signal.SIG_IGN:
+                signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        # After an interrupt the process ends; a second one must not turn that into death by signal.
+        if not self.requested:
+            for number, handler in self.previous.items():
+                signal.signal(number, handler)
+
+    def _handle(self, *_: object) -> None:
+        self.requested = True
+        self.ignore()
+        raise KeyboardInterrupt
+
+    def ignore(self) -> None:
+        """A second signal changes nothing: leaving is under way, and quick."""
+        for number in self.previous:
+            signal.signal(number, signal.SIG_IGN)
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if one was asked for."""
+        if self.requested:
+            raise KeyboardInterrupt
+
+
 def _run(parser: _Parser, arguments: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in words
-    interrupt = signal.getsignal(signal.SIGINT)
-    previous = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    if interrupt is signal.SIG_IGN:
-        # A shell starts background jobs so; SIGTERM must stop them all the same.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    _mend_streams()
+    with _Interrupts() as interrupts:
+        try:
+            code = _compress(parser.parse_args(words), interrupts)
+            interrupts.check()
+            return code
+        except OpenQuantError as error:
+            if _speaks():
+                _fail(error.message, error.hint, as_json)
+            return EXIT_USER
+        except KeyboardInterrupt:
+            if _speaks():
+                _fail("interrupted", "run the same command again to continue", as_json)
+            return EXIT_INTERRUPTED
+
+
+def _mend_streams() -> None:
+    """Streams that take anything: a closed one leads nowhere, and no character is too much for one's encoding."""
+    for name in ("stdin", "stdout", "stderr"):
+        # Python has None where the process was started with the stream closed; its number must not go to a file.
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w"))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _say(text: str, stream: TextIO) -> None:
+    """Print, unless nobody listens any more (`| head`, a full disk): that must not stop the work."""
     try:
-        options = parser.parse_args(words)
-        return _compress(options)
-    except OpenQuantError as error:
-        if _speaks():
-            _fail(error.message, error.hint, as_json)
-        return EXIT_USER
-    except KeyboardInterrupt:
-        if _speaks():
-            _fail("interrupted", "run the same command again to continue", as_json)
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output is gone (`| head`): nothing is left to say, and nothing is lost.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_USER
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-        signal.signal(signal.SIGINT, interrupt)
+        print(text, file=stream, flush=True)
+    except OSError:
+        # What the stream still holds would fail again at exit.
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _speaks() -> bool:
@@ -136,7 +191,7 @@ def _speaks() -> bool:
 def _fail(message: str, hint: str, as_json: bool) -> None:
     if as_json:
         _print_json({"error": message, "hint": hint})
-    print(f"error: {_one_line(message)}\nhint: {_one_line(hint)}", file=sys.stderr)
+    _say(f"error: {_one_line(message)}\nhint: {_one_line(hint)}", sys.stderr)
 
 
 def _one_line(text: str) -> str:
@@ -144,8 +199,7 @@ def _one_line(text: str) -> str:
 
 
 def _print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value))
-    sys.stdout.flush()
+    _say(json.dumps(value), sys.stdout)
 
 
 def _scheme_of(options: argparse.Namespace) -> str:
@@ -160,14 +214,14 @@ def _scheme_of(options: argparse.Namespace) -> str:
     return "block"
 
 
-def _compress(options: argparse.Namespace) -> int:
+def _compress(options: argparse.Namespace, interrupts: _Interrupts) -> int:
     scheme = _scheme_of(options)
     from .api import compress
     from .ranks import Ranks
 
     ranks = Ranks.from_environment(os.environ)
     silent = options.quiet or not ranks.first
-    reporter = _Terminal(quiet=silent or options.json, silent=silent, verbose=options.verbose and not options.json)
+    reporter = _Terminal(interrupts, silent or options.json, silent, options.verbose and not options.json)
     try:
         result = compress(
             options.model,
@@ -193,12 +247,14 @@ class _Terminal:
     """Plan and summary on stdout, progress on stderr.
 
     Args:
+        interrupts: asked between pieces of work.
         quiet: no plan and no summary.
         silent: no progress either.
         verbose: more of the plan.
     """
 
-    def __init__(self, quiet: bool, silent: bool, verbose: bool) -> None:
+    def __init__(self, interrupts: _Interrupts, quiet: bool, silent: bool, verbose: bool) -> None:
+        self.interrupts = interrupts
         self.quiet = quiet
         self.silent = silent
         self.verbose = verbose
@@ -209,21 +265,21 @@ class _Terminal:
         self.plan = plan
         if self.quiet:
             for note in () if self.silent else plan.notes:
-                print(f"note: {note}", file=sys.stderr)
+                _say(f"note: {note}", sys.stderr)
             return
         from .report import details_text, plan_text
 
         name = f"{source.repo}@{source.revision}" if source.repo else str(source.root)
-        print(plan_text(plan, name, output))
+        _say(plan_text(plan, name, output), sys.stdout)
         if self.verbose:
-            print(details_text(plan))
-        sys.stdout.flush()
+            _say(details_text(plan), sys.stdout)
 
     def started(self, total: int, done: int) -> None:
         if not self.silent:
             self.progress = _Progress(total, done, sys.stderr)
 
     def advanced(self, nbytes: int) -> None:
+        self.interrupts.check()
         if self.progress is not None:
             self.progress.advance(nbytes)
 
@@ -232,7 +288,7 @@ class _Terminal:
         if not self.quiet and self.plan is not None:
             from .report import summary_text
 
-            print("\n" + summary_text(self.plan, result, already_complete))
+            _say("\n" + summary_text(self.plan, result, already_complete), sys.stdout)
 
     def close(self) -> None:
         if self.progress is not None:
@@ -258,16 +314,20 @@ class _Progress:
                 total=total, initial=done, unit="B", unit_scale=True, desc="compressing", file=stream, leave=False
             )
         elif done:
-            print(f"continuing: {100 * done / total:.0f} % is already converted", file=stream, flush=True)
+            _say(f"continuing: {100 * done / total:.0f} % is already converted", stream)
 
     def advance(self, nbytes: int) -> None:
         self.done += nbytes
         if self.bar is not None:
-            self.bar.update(nbytes)
+            try:
+                self.bar.update(nbytes)
+            except OSError:
+                self.bar = None  # nobody looks any more
         elif time.monotonic() >= self.next_line:
             self.next_line = time.monotonic() + self.SECONDS_BETWEEN_LINES
-            print(f"{100 * self.done / self.total:.0f} % converted", file=self.stream, flush=True)
+            _say(f"{100 * self.done / self.total:.0f} % converted", self.stream)
 
     def close(self) -> None:
         if self.bar is not None:
-            self.bar.close()
+            with suppress(OSError):
+                self.bar.close()

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from .checkpoint import LEFT_OUT_DIRECTORIES, LEFT_OUT_FILES, readable
+from .checkpoint import LEFT_OUT_DIRECTORIES, LEFT_OUT_FILES, Checkpoint, readable
 from .errors import OpenQuantError, SourceError, UsageError
 
 # A snapshot in the Hub's cache: models--ORG--NAME/snapshots/COMMIT.
@@ -31,18 +31,13 @@ class Source:
     repo: str | None
     revision: str | None
 
-    def identity(self) -> str:
-        """What tells this source from another one with the same headers: the commit, or every file's time."""
+    def identity(self, checkpoint: Checkpoint) -> str:
+        """What tells this source from another one with the same headers: the commit, or its files' times."""
         if self.revision is not None:
             return f"{self.repo}@{self.revision}"
-        times: dict[str, int] = {}
-        for folder, directories, names in os.walk(self.root):
-            directories[:] = [name for name in directories if not name.startswith(".")]
-            for name in names:
-                path = Path(folder) / name
-                if path.is_file():
-                    times[path.relative_to(self.root).as_posix()] = path.stat().st_mtime_ns
-        return json.dumps(times, sort_keys=True)
+        names = [*checkpoint.shards, *checkpoint.files]
+        with readable():
+            return json.dumps({name: (self.root / name).stat().st_mtime_ns for name in names}, sort_keys=True)
 
 
 def find_source(model: str, revision: str | None = None) -> Source:
@@ -79,7 +74,8 @@ def _local(path: Path) -> Source:
     if snapshot:
         repo = snapshot["repo"].replace("--", "/", 1)
         return Source(path, repo.rsplit("/", 1)[-1], repo, snapshot["commit"])
-    return Source(path, root.name, None, None)
+    # A name that is no UTF-8 could not be written into the card.
+    return Source(path, os.fsencode(root.name).decode("utf-8", "replace"), None, None)
 
 
 def _download(repo: str, revision: str | None) -> Source:

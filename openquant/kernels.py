@@ -71,15 +71,16 @@ def encode(bits: Bits, dtype: str, amax: Floats, scale: Floats, block: int | Non
     Args:
         bits: the weights, finite.
         dtype: their dtype.
-        amax: what each scale was made from: shape [], or [rows/block, cols/block].
+        amax: what each scale was made from: shape [], or [rows/block, cols/block]. Not always a value of `dtype`:
+            a joined set may mix dtypes.
         scale: the scales, shaped like amax.
         block: side of a block, or None.
         out: uint8 [rows, cols], contiguous.
     """
     if dtype == "BF16":
-        exact = (amax / CODE_MAX == scale) | (amax == 0)
+        exact = (amax / CODE_MAX == scale) & (amax.view(np.uint32) & 0xFFFF == 0)
         exponent = amax.view(np.uint32) >> 23
-        if np.all(exact & ((exponent >= _SAFE) | (amax == 0))):
+        if np.all(exact & (exponent >= _SAFE) | (amax == 0)):
             _encode_by_table(bits, amax, block, out)
             return
     _encode_by_arithmetic(bits, dtype, scale, block, out)

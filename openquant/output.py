@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -18,10 +19,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from .checkpoint import JOURNAL_FILE as JOURNAL
 from .errors import OutputError
 
 WORK = ".openquant"
-JOURNAL = ".openquant.json"
 LOCK = f"{WORK}/lock"
 FORMAT = 1
 
@@ -57,39 +58,46 @@ class OutputDirectory:
         path: the directory; made if missing.
         digest: of the plan.
         shards: size in bytes of every shard the run will leave there, by name.
-        others: names of all other files it will leave there, relative to path.
-        other_bytes: what those take up at most.
+        others: size in bytes of every other file it will leave there, by name relative to path.
         overwrite: discard what an earlier run of ours left there.
+
+    Attributes:
+        resumed: whether an earlier run's work is continued, or already complete.
+        complete: whether an earlier run finished and all it wrote is still there; then nothing is locked or written.
     """
 
     def __init__(
-        self, path: Path, digest: str, shards: dict[str, int], others: Iterable[str], other_bytes: int, overwrite: bool
+        self, path: Path, digest: str, shards: dict[str, int], others: dict[str, int], overwrite: bool
     ) -> None:
         self.path = path
         self.digest = digest
-        self.files: dict[str, int | None] = {**dict.fromkeys(others), **shards}
-        self.other_bytes = other_bytes
+        self.shards = shards
+        self.files = {**others, **shards}
         self.overwrite = overwrite
         self.resumed = False
+        self.complete = False
         self._lock = -1
         self._made = False
 
     def __enter__(self) -> OutputDirectory:
-        self._inspect()
-        self._made = not self.path.exists()
+        with explained(self.path, "read"):
+            if self._is_complete(self._inspect()):
+                return self
+            self._made = not self.path.exists()
         try:
             with explained(self.path):
                 (self.path / WORK).mkdir(parents=True, exist_ok=True)
             self._take_lock()
             # Another run may have finished or begun between the first look and the lock.
             journal = self._inspect()
-            discard = journal is not None and self.overwrite
-            self._require_space(journal["files"] if journal and discard else ())
-            if journal and discard:
+            if self._is_complete(journal):
+                return self
+            self._sweep()
+            self._require_space(journal["files"] if journal and self.overwrite else ())
+            if journal and self.overwrite:
                 self._discard(journal)
                 journal = None
             self.resumed = journal is not None
-            self._sweep()
             if journal is None:
                 self.write(JOURNAL, self._journal(done=False))
         except BaseException:
@@ -101,20 +109,24 @@ class OutputDirectory:
         self._release()
 
     def is_finished(self, name: str) -> bool:
-        """Whether a file of this run stands under its final name, with its size where that is known."""
+        """Whether a file of this run stands under its final name, a shard with its size."""
         path = self.path / name
-        size = self.files[name]
-        return path.is_file() and (size is None or path.stat().st_size == size)
+        return path.is_file() and path.stat().st_size == self.shards.get(name, path.stat().st_size)
 
-    @property
-    def complete(self) -> bool:
-        """Whether an earlier run finished and all it wrote is still there."""
-        journal = self._read_journal()
-        return bool(journal and journal["done"]) and all(self.is_finished(name) for name in self.files)
+    def _is_complete(self, journal: dict[str, Any] | None) -> bool:
+        if journal and journal["done"] and not self.overwrite and all(self.is_finished(name) for name in self.files):
+            self.resumed = self.complete = True
+            # What a run left that was killed at its very end; a read-only directory may keep it.
+            if (self.path / WORK).exists():
+                with suppress(OutputError):
+                    self._take_lock()
+                    self._release()
+        return self.complete
 
     def partial(self, name: str) -> Path:
         """Where a file is written before it gets its final name."""
-        return self.path / WORK / (name.replace("/", "%2F") + ".partial")
+        # Not by its own name, which with an ending may be too long for the file system.
+        return self.path / WORK / (hashlib.sha256(name.encode()).hexdigest()[:24] + ".partial")
 
     def publish(self, name: str) -> None:
         """Give a written file its final name, once its bytes are on disk."""
@@ -155,19 +167,26 @@ class OutputDirectory:
         return (json.dumps(record, indent=1) + "\n").encode()
 
     def _read_journal(self) -> dict[str, Any] | None:
-        try:
-            journal = json.loads((self.path / JOURNAL).read_bytes())
-        except FileNotFoundError:
+        path = self.path / JOURNAL
+        if not path.exists():
             return None
-        except (OSError, ValueError) as error:
-            raise OutputError(
-                f"{self.path / JOURNAL} cannot be read: {error}", "remove the directory yourself"
-            ) from None
-        if not isinstance(journal, dict) or journal.get("format") != FORMAT:
-            raise OutputError(
-                f"{self.path} was made by another version of openquant", "choose another directory with -o"
+        with explained(path, "read"):
+            data = path.read_bytes()
+        try:
+            journal = json.loads(data)
+            sound = (
+                journal["format"] == FORMAT
+                and isinstance(journal["digest"], str)
+                and isinstance(journal["done"], bool)
+                and all(_is_plain(name) for name in journal["files"])
             )
-        return journal
+        except (ValueError, TypeError, KeyError, RecursionError):
+            sound = False
+        if not sound:
+            raise OutputError(
+                f"{path} is not a journal that this version of openquant wrote", "choose another directory with -o"
+            )
+        return dict(journal)
 
     def _inspect(self) -> dict[str, Any] | None:
         """The journal of an earlier run that may be continued or overwritten; None for a fresh directory.
@@ -181,7 +200,7 @@ class OutputDirectory:
             raise OutputError(f"{self.path} exists and is not a directory", "choose another directory with -o")
         journal = self._read_journal()
         with explained(self.path, "read"):
-            present = set(_files_below(self.path))
+            present = set(_files_below(self.path, journal is not None))
         if journal is None:
             if present:
                 raise OutputError(
@@ -192,22 +211,29 @@ class OutputDirectory:
         if not present:
             return None
         ours = set(journal["files"])
-        if self.overwrite:
-            clash = sorted(
-                name for name in present - ours if name in self.files or name.endswith((".safetensors", ".index.json"))
+        foreign = sorted(present - ours)
+        written = {*self.files, *ours}
+        # A linked directory in the way would lead our files to somebody else's.
+        clash = [
+            name
+            for name in foreign
+            if name in written
+            or name == WORK
+            or any(other.startswith(f"{name}/") for other in written)
+            or (self.overwrite and name.endswith((".safetensors", ".index.json")))
+        ]
+        if clash:
+            raise OutputError(
+                f"{self.path / clash[0]} was not made by openquant and will not be overwritten",
+                "move it away, or choose another directory with -o",
             )
-            if clash:
-                raise OutputError(
-                    f"{self.path / clash[0]} was not made by openquant and will not be overwritten",
-                    "move it away, or choose another directory with -o",
-                )
+        if self.overwrite:
             return journal
         if journal["digest"] != self.digest:
             raise OutputError(
                 f"{self.path} holds the output of another run: other options, another source or another version",
                 "choose another directory with -o, or replace that output with --overwrite",
             )
-        foreign = sorted(present - ours)
         if foreign and not journal["done"]:
             raise OutputError(
                 f"{self.path} holds {foreign[0]}, which this run did not write",
@@ -250,12 +276,10 @@ class OutputDirectory:
 
     def _require_space(self, discarded: Iterable[str]) -> None:
         """Refuse to start what the disk cannot hold, counting what will be discarded first as free."""
-        gone = {name for name in discarded if (self.path / name).is_file()}
-        needed = self.other_bytes + sum(
-            size for name, size in self.files.items() if size and (name in gone or not self.is_finished(name))
-        )
         with explained(self.path, "examined"):
+            gone = {name for name in discarded if (self.path / name).is_file()}
             free = shutil.disk_usage(self.path).free + sum((self.path / name).stat().st_size for name in gone)
+            needed = sum(size for name, size in self.files.items() if name in gone or not self.is_finished(name))
         if needed > free:
             raise OutputError(
                 f"{self.path} needs {needed:,} bytes, its disk has {free:,} free",
@@ -266,10 +290,8 @@ class OutputDirectory:
         """Remove what an earlier run wrote: first what makes the directory look like a model, the journal last."""
         names = sorted(journal["files"], key=lambda name: (name != "config.json", not name.endswith(".json"), name))
         for name in [*names, JOURNAL]:
-            path = self.path / name
-            if not name.startswith("/") and ".." not in name.split("/"):
-                with explained(path, "removed"):
-                    path.unlink(missing_ok=True)
+            with explained(self.path / name, "removed"):
+                (self.path / name).unlink(missing_ok=True)
 
     def _sweep(self) -> None:
         """Remove what an interrupted run left half-written."""
@@ -278,14 +300,28 @@ class OutputDirectory:
                 path.unlink()
 
 
-def _files_below(root: Path) -> Iterator[str]:
-    """Every file below root but the journal and our work, relative to it; empty directories count for nothing."""
+def _is_plain(name: object) -> bool:
+    """Whether a journal's entry can only mean a file in its own directory."""
+    return isinstance(name, str) and name.isprintable() and not {"", ".", "..", WORK} & set(name.split("/"))
+
+
+def _files_below(root: Path, ours: bool) -> Iterator[str]:
+    """Every file below root but the journal and our work, relative to it; empty directories count for nothing.
+
+    Args:
+        root: the directory.
+        ours: whether it has a journal. Without one, only what a run leaves that died before writing it is our work.
+    """
+    early = {"lock", OutputDirectory(root, "", {}, {}, False).partial(JOURNAL).name}
     for folder, directories, names in os.walk(root):
-        if Path(folder) == root and WORK in directories:
-            directories.remove(WORK)
-        linked = [name for name in directories if (Path(folder) / name).is_symlink()]
+        base = Path(folder)
+        if base == root and WORK in directories:
+            work = base / WORK
+            if not work.is_symlink() and (ours or {path.name for path in work.iterdir()} <= early):
+                directories.remove(WORK)
+        linked = [name for name in directories if (base / name).is_symlink()]
         for name in (*names, *linked):
-            relative = (Path(folder) / name).relative_to(root).as_posix()
+            relative = (base / name).relative_to(root).as_posix()
             if relative != JOURNAL:
                 yield relative
 
@@ -296,7 +332,8 @@ def refuse_overlap(source: Path, output: Path) -> None:
     Raises:
         OutputError: it does.
     """
-    inside, outside = output.resolve(), source.resolve()
+    # realpath, since Path.resolve() fails on links that lead in a circle.
+    inside, outside = Path(os.path.realpath(output)), Path(os.path.realpath(source))
     if inside == outside or outside in inside.parents:
         where = "is the source itself" if inside == outside else f"lies inside the source {source}"
         raise OutputError(f"the output {output} {where}", "choose another directory with -o")

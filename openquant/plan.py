@@ -200,6 +200,7 @@ def make_plan(checkpoint: Checkpoint, scheme: Scheme, ignore: Sequence[str] = ()
     reasons, notes = _unquantized(model, scheme, layers, sets, ignore, [*kept, *copied])
     quantization_config = scheme.config(_ignored_names(model, layers, reasons, kept))
     shards = _lay_out(checkpoint, scheme, layers, reasons, sets)
+    _refuse_collisions(shards)
     quantized = [layer for layer in layers.values() if layer.module not in reasons]
     output_bytes = sum(info.nbytes for shard in shards for info, _ in shard.tensors)
     digest = _digest(checkpoint, scheme, shards, quantization_config, identity)
@@ -267,7 +268,7 @@ def _sort_tensors(
         for experts in model.experts
         for stacked in experts.stacked
     ]
-    ignored = compile_any(ignore)
+    ignored = compile_any(text.removesuffix(".weight") for text in ignore)
     # Names alike but for numbers have the same fate.
     fates: dict[str, tuple[bool, Any, list[str]]] = {}
     layers: dict[str, _Layer] = {}
@@ -275,9 +276,6 @@ def _sort_tensors(
     copied: list[TensorInfo] = []
     misfits: dict[str, str] = {}
     for info in checkpoint.tensors.values():
-        if len(info.shape) < 2:
-            copied.append(info)
-            continue
         alike = template(info.module)
         if alike not in fates:
             stacks_found = [stacked for pattern, stacked in stacks if pattern.fullmatch(info.module)]
@@ -285,7 +283,9 @@ def _sort_tensors(
             fates[alike] = (bool(compress.fullmatch(info.module)), stacks_found, reasons)
         is_layer, stacks_found, reasons = fates[alike]
         matches = is_layer + len(stacks_found) + len(reasons)
-        if matches == 0 and ignored.fullmatch(info.module):
+        if len(info.shape) < 2 and not (is_layer and info.name != info.module) and not stacks_found:
+            copied.append(info)
+        elif matches == 0 and ignored.fullmatch(info.module):
             kept.append(_Kept(info, "--ignore"))
         elif matches == 0:
             misfits[info.name] = "matches no pattern"
@@ -299,13 +299,15 @@ def _sort_tensors(
             if len(info.shape) != 2 or not info.name.endswith(".weight"):
                 misfits[info.name] = f"is not a 2-D weight but {list(info.shape)}"
                 continue
+            if info.module in layers:
+                misfits[info.name] = "is in the stack of experts too"
             layers[info.module] = _Layer(info.module, _whole(checkpoint, info), info.name)
         elif len(info.shape) != 3 or info.shape[-1 if stacks_found[0].transposed else 1] % len(stacks_found[0].parts):
             misfits[info.name] = f"is not a stack of experts but {list(info.shape)}"
         else:
             for layer in _unstack(checkpoint, info, stacks_found[0]):
                 if layer.module in layers:
-                    misfits[info.name] = f"holds {layer.module}, which is there on its own too"
+                    misfits[f"{layer.module}.weight"] = "is in the stack of experts too"
                 layers[layer.module] = layer
     if misfits:
         _raise_misfits(checkpoint, misfits)
@@ -405,7 +407,7 @@ def _unquantized(
     notes: list[str] = []
     asked: dict[str, str] = {}
     for text in ignore:
-        pattern = compile_pattern(text)
+        pattern = compile_pattern(text.removesuffix(".weight"))
         matched = [
             layer.module
             for layer in layers.values()
@@ -434,6 +436,8 @@ def _unquantized(
             reasons[module] = reason
     for option, modules in widened.items():
         notes.append(f"{option} widened to what engines join with it: {', '.join(collapse(modules))}")
+    if layers and len(reasons) == len(layers):
+        notes.append("nothing is quantized")
     if any(misfits[module] for module in reasons):
         notes.append(
             f"some layers do not divide into {scheme.block} x {scheme.block} blocks; --scheme tensor quantizes them too"
@@ -552,6 +556,16 @@ def _lay_out_shard(
             shares = quantized and scheme.block is None
             jobs.append(Job(pieces, tuple(layers[module].matrix for module in joined) if shares else ()))
     return Shard(name, header, start, tuple(jobs), tuple((info, places[info.name]) for info in outputs))
+
+
+def _refuse_collisions(shards: tuple[Shard, ...]) -> None:
+    names = Counter(info.name for shard in shards for info, _ in shard.tensors)
+    twice = [name for name, count in names.items() if count > 1]
+    if twice:
+        raise PlanError(
+            f"{', '.join(collapse(twice))} would be in the output twice: from the source, and made from another tensor",
+            "remove the tensor that does not belong to the checkpoint",
+        )
 
 
 def _header(tensors: list[TensorInfo]) -> tuple[bytes, int]:

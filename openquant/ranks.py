@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from .errors import OpenQuantError, OutputError
+from .errors import OpenQuantError, OutputError, UsageError
 from .plan import Shard
 
 # Ranks wait for the slowest one; a rank that dies is noticed at once, since its connections close.
@@ -38,11 +38,14 @@ class Ranks:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Ranks:
         """As torchrun and accelerate describe it; a process on its own where they do not."""
-        if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
             return cls()
-        rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        local_rank = int(environment.get("LOCAL_RANK", rank))
-        return cls(rank, size, local_rank, int(environment.get("LOCAL_WORLD_SIZE", size)))
+        try:
+            rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+            local_rank = int(environment.get("LOCAL_RANK", rank))
+            return cls(rank, size, local_rank, int(environment.get("LOCAL_WORLD_SIZE", size)))
+        except ValueError as error:
+            raise UsageError(f"RANK, WORLD_SIZE or their like: {error}", "start ranks with torchrun") from None
 
     @property
     def first(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .api import Result
-from .card import gigabytes, readers
+from .card import gigabytes, readers, shell_word
 from .patterns import collapse
 from .plan import Group, Plan
 
@@ -85,7 +85,7 @@ def summary_text(plan: Plan, result: Result, already_complete: bool) -> str:
             done,
             readers(plan),
             "",
-            f"  vllm serve {result.output}",
-            f"  python -m sglang.launch_server --model-path {result.output}",
+            f"  vllm serve {shell_word(result.output)}",
+            f"  python -m sglang.launch_server --model-path {shell_word(result.output)}",
         ]
     )

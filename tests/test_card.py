@@ -108,3 +108,40 @@ def test_unusual_cards(tmp_path: Path, base: str) -> None:
     text = card(tmp_path, base)
     assert ("license" in metadata(text)) == ("license" in base)
     assert "text" in text or "# T" in text
+
+
+AWKWARD = [
+    "tags: [\n  a,\n  b\n]\nlicense: mit",
+    "{license: mit, tags: [a, b]}",
+    "base_model: &b x/y\nlicense: mit\nother: *b\ntags: [a, b]",
+    "  license: mit\n  tags: [a, b]",
+    "license: mit\ntags: [a, b]\n...",
+    "tags:\n- a\n# a comment\n- b\nlicense: mit",
+    "\"license\": mit\n'tags': [a, b]",
+]
+
+
+@pytest.mark.parametrize("front", AWKWARD)
+@pytest.mark.parametrize("start", ["", "\ufeff"])
+def test_awkward_metadata_keeps_its_entries(tmp_path: Path, front: str, start: str) -> None:
+    text = card(tmp_path, f"{start}---\n{front}\n---\ntext\n")
+    found = metadata(text)
+    assert found["license"] == "mit"
+    assert found["tags"] == ["a", "b", "fp8", "vllm", "quantized"]
+    assert ("other" in found) == ("other" in front)
+
+
+@pytest.mark.parametrize(
+    "front", ["date: 2023-13-45", "n: !!int abc", "a: " + "[" * 3000, "a: !!python/object:os.x {}"]
+)
+def test_metadata_that_no_loader_takes_stays_text(tmp_path: Path, front: str) -> None:
+    text = card(tmp_path, f"---\n{front}\n---\ntext\n")
+    assert metadata(text) == {"tags": ["fp8", "vllm", "quantized"]}
+
+
+def test_a_name_that_a_shell_would_take_apart_is_quoted(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "-my `model` | x")
+    compress(source, tmp_path / "out")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "\nvllm serve './-my `model` | x-FP8'\n" in text
+    assert "| source | -my `model` \\| x |" in text

@@ -272,7 +272,10 @@ def test_unreadable_shard(source: Path) -> None:
     name = "model-00003-of-00003.safetensors"
     (source / name).unlink()
     (source / name).mkdir()
-    assert_refused(source, f"{source / name} cannot be read: Is a directory", "check the file and its permissions")
+    assert_refused(source, f"{name} is not a regular file", "download or copy the checkpoint again")
+    (source / name).rmdir()
+    os.mkfifo(source / name)
+    assert_refused(source, f"{name} is not a regular file", "download or copy the checkpoint again")
 
 
 @pytest.fixture

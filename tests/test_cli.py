@@ -8,13 +8,16 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import tiny
 from conftest import EXAMPLE, ROOT, Run, tree
@@ -96,6 +99,7 @@ ERRORS = [
     (["-m", EXAMPLE, "--device", "tpu"], "tpu is not a device", "choose auto, cpu, cuda or cuda:N"),
     (["-m", EXAMPLE, "--revision", "main"], f"{EXAMPLE} is a local directory, which has no revision main", "leave --revision out"),
     (["-m", "org/name@a", "--revision", "b"], "org/name@a and --revision b name two revisions", "give one of them"),
+    (["-m", EXAMPLE, "-o", ""], "-o is empty", "give a directory, or leave -o out"),
     (["-m", "org/name@"], "org/name@ names no revision after the @", "write org/name@revision"),
     (["-m", EXAMPLE, "--ignore", "nothing.**"], "--ignore nothing.** matches no module",
      "module names are tensor names without .weight; --dry-run lists them"),
@@ -183,11 +187,65 @@ def test_progress_is_a_bar_on_a_terminal(tmp_path: Path, source: Path) -> None:
     assert "compressing" not in done.stdout
 
 
-def test_a_reader_that_goes_away_is_no_traceback(source: Path, tmp_path: Path) -> None:
-    command = f"{sys.executable} {ROOT / 'compress_fp8.py'} -m {source} -o {tmp_path / 'out'} | head -1"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True)
-    assert done.stdout.startswith(str(source))
-    assert done.stderr == ""
+@pytest.mark.parametrize(
+    "streams",
+    ["| head -1", "| true", "--json | true", ">&-", "--json >&-", "2>&-", "<&-", "> /dev/full", "2> /dev/full"],
+)
+def test_streams_that_fail_do_not_stop_the_work(source: Path, tmp_path: Path, streams: str) -> None:
+    command = f"{sys.executable} {ROOT / 'compress_fp8.py'} -m {source} -o {tmp_path / 'out'} {streams}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    compress(source, tmp_path / "same")
+    assert tree(tmp_path / "out") == tree(tmp_path / "same")
+    failed = subprocess.run(
+        ["bash", "-c", command.replace("-m ", "-m nowhere/at/all/")], capture_output=True, text=True
+    )
+    assert failed.returncode == 2
+    assert "Traceback" not in failed.stderr
+
+
+def test_names_beyond_the_terminal_s_encoding(tmp_path: Path, run: Run) -> None:
+    source = tiny.write(tmp_path / "modèle 模型")
+    done = run("-m", source, "-o", "out", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert "mod\\xe8le" in done.stdout
+    quoted = run("-m", source, PYTHONIOENCODING="utf-8")
+    assert "  vllm serve 'modèle 模型-FP8'\n" in quoted.stdout
+
+
+@pytest.mark.parametrize("signals", [["INT"], ["TERM"], ["INT", "INT"], ["TERM", "INT", "TERM"]])
+def test_signals_at_any_moment_exit_130(tmp_path: Path, signals: list[str]) -> None:
+    weights = {"model.layers.0.mlp.down_proj.weight": torch.ones(32768, 4096, dtype=torch.bfloat16)}
+    source = tiny.write(tmp_path / "source", weights=weights)
+    command = [sys.executable, str(ROOT / "compress_fp8.py"), "-m", str(source), "-o", str(tmp_path / "out"), "--json"]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "out" / ".openquant").exists():
+        assert started.poll() is None
+        time.sleep(0.002)
+    for name in signals:
+        started.send_signal(getattr(signal, f"SIG{name}"))
+        time.sleep(0.002)
+    stdout, stderr = started.communicate(timeout=60)
+    assert started.returncode == 130, stderr
+    assert json.loads(stdout) == {"error": "interrupted", "hint": "run the same command again to continue"}
+    assert stderr == "error: interrupted\nhint: run the same command again to continue\n"
+
+
+def test_a_background_job_keeps_ignoring_ctrl_c(tmp_path: Path, source: Path) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from openquant import api\n"
+        "convert = api.convert\n"
+        "def interrupted(*arguments):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    convert(*arguments)\n"
+        "api.convert = interrupted\n"
+        "from openquant.cli import compress_main\n"
+        "sys.exit(compress_main(sys.argv[1:]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "-m", str(source), "-o", str(tmp_path / "out")])
+    assert done.returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,13 @@ def test_shards_are_shared_out_by_size() -> None:
 
 
 def test_the_environment_of_torchrun_is_understood() -> None:
-    told = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    told = {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    }
     assert Ranks.from_environment(told) == Ranks(5, 8, 1, 4)
     assert Ranks.from_environment({"RANK": "5"}) == Ranks()

@@ -18,8 +18,8 @@ import torch
 
 import tiny
 from conftest import ROOT, tree
-from openquant import compress
-from openquant.errors import OutputError
+from openquant import api, compress
+from openquant.errors import OutputError, SourceError
 
 SHARDS = 5
 
@@ -199,8 +199,98 @@ def test_overwrite_does_not_follow_a_journal_out_of_its_directory(tmp_path: Path
     journal = json.loads((tmp_path / "out" / ".openquant.json").read_text())
     journal["files"] += ["../precious", str(tmp_path / "precious")]
     (tmp_path / "out" / ".openquant.json").write_text(json.dumps(journal))
-    compress(source, tmp_path / "out", "block", overwrite=True)
+    with pytest.raises(OutputError, match="is not a journal that this version of openquant wrote"):
+        compress(source, tmp_path / "out", "block", overwrite=True)
     assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_overwrite_does_not_follow_a_link_out_of_its_directory(tmp_path: Path, source: Path) -> None:
+    (source / "assets").mkdir()
+    (source / "assets" / "a.txt").write_text("the model's")
+    out = tmp_path / "out"
+    compress(source, out)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "a.txt").write_text("mine")
+    shutil.rmtree(out / "assets")
+    (out / "assets").symlink_to(elsewhere)
+    for overwrite in (False, True):
+        with pytest.raises(OutputError, match="out/assets was not made by openquant and will not be overwritten"):
+            compress(source, out, overwrite=overwrite)
+    assert (elsewhere / "a.txt").read_text() == "mine"
+
+
+def test_a_working_directory_that_is_not_ours_is_refused(tmp_path: Path, source: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "big.partial").write_text("mine")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / ".openquant").symlink_to(elsewhere)
+    shutil.copytree(elsewhere, tmp_path / "held" / ".openquant")
+    for out, held in (("linked", ".openquant"), ("held", ".openquant/big.partial")):
+        with pytest.raises(OutputError) as caught:
+            compress(source, tmp_path / out)
+        message = f"{tmp_path / out} is not empty and was not made by openquant: it holds {held}"
+        assert caught.value.message == message
+    assert tree(elsewhere) == {"big.partial": b"mine"}
+
+
+def test_a_finished_directory_keeps_the_user_s_edits(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
+    out = tmp_path / "whole"
+    (out / "README.md").write_text("mine")
+    (out / "config.json").unlink()
+    compress(source, out)
+    assert tree(out) == whole | {"README.md": b"mine"}
+
+
+def test_a_finished_directory_needs_neither_space_nor_permission(
+    tmp_path: Path, source: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
+    (tmp_path / "whole").chmod(0o555)
+    before = (tmp_path / "whole").stat().st_mtime_ns
+    assert compress(source, tmp_path / "whole").resumed
+    assert (tmp_path / "whole").stat().st_mtime_ns == before
+    assert tree(tmp_path / "whole") == whole
+
+
+def test_leftovers_in_the_source_are_no_other_source(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
+    (source / "optimizer.pt").write_text("new")
+    assert compress(source, tmp_path / "whole").resumed
+    assert tree(tmp_path / "whole") == whole
+
+
+def test_a_source_that_changes_under_way_is_not_called_finished(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert = api.convert
+
+    def touch_first(*arguments: object) -> None:
+        os.utime(source / "model-00002-of-00005.safetensors", (1, 1))
+        convert(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(api, "convert", touch_first)
+    with pytest.raises(SourceError) as caught:
+        compress(source, tmp_path / "out")
+    assert caught.value.message == f"{source} changed while it was being converted"
+    assert not (tmp_path / "out" / "config.json").exists()
+    monkeypatch.undo()
+    with pytest.raises(OutputError, match="another source"):
+        compress(source, tmp_path / "out")
+
+
+def test_names_as_long_as_the_file_system_allows(tmp_path: Path, source: Path) -> None:
+    (source / ("n" * 255)).write_text("long")
+    compress(source, tmp_path / "out")
+    assert (tmp_path / "out" / ("n" * 255)).read_text() == "long"
+
+
+@pytest.mark.parametrize("output", ["n" * 300, "loop/x"])
+def test_impossible_output_names_are_explained(tmp_path: Path, source: Path, output: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OutputError, match="cannot be (read|written): (File name too long|Too many levels|File exists)"):
+        compress(source, tmp_path / output)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -230,12 +320,17 @@ def test_an_empty_directory_is_fine_and_a_file_is_not(tmp_path: Path, source: Pa
         compress(source, tmp_path / "file")
 
 
-@pytest.mark.parametrize("journal", ["", "[]", '{"format": 99}'])
+JOURNALS = ["", "[]", '{"format": 99}', '{"format": 1}', "[" * 10**5,
+            '{"format": 1, "digest": "", "done": true, "files": [{}]}',
+            '{"format": 1, "digest": "", "done": true, "files": ["a\\u0000"]}']  # fmt: skip
+
+
+@pytest.mark.parametrize("journal", JOURNALS)
 def test_a_journal_we_cannot_read_is_refused(tmp_path: Path, source: Path, journal: str) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / ".openquant.json").write_text(journal)
     (tmp_path / "out" / "a").write_text("mine")
-    with pytest.raises(OutputError, match="cannot be read|another version"):
+    with pytest.raises(OutputError, match="is not a journal that this version of openquant wrote"):
         compress(source, tmp_path / "out")
 
 
@@ -288,7 +383,7 @@ def test_too_small_a_disk_is_found_before_the_first_byte(
     assert not (tmp_path / "out").exists()
     # Nor is an earlier output thrown away for a run that cannot succeed.
     with pytest.raises(OutputError, match="bytes, its disk has"):
-        compress(source, tmp_path / "whole", "block", overwrite=True)
+        compress(tiny.write(tmp_path / "larger", dtype="float32"), tmp_path / "whole", overwrite=True)
     assert tree(tmp_path / "whole") == whole
 
 
