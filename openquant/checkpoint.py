@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import errno
 import fnmatch
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import SourceError
 
@@ -44,8 +45,7 @@ LEFT_OUT_DIRECTORIES = (".*", "original", "consolidated*", "checkpoint-*", "__py
 _DAMAGED = "the file is damaged or incomplete: download or copy it again"
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """One tensor as a safetensors header describes it.
 
     Attributes:
@@ -72,8 +72,7 @@ class TensorInfo:
         return self.name.removesuffix(".weight")
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(NamedTuple):
     """Where a tensor's bytes are: the shard's file name, and the offset from the start of that file."""
 
     shard: str
@@ -89,6 +88,7 @@ class Checkpoint:
         config: config.json, parsed.
         architecture: the first entry of config.json's `architectures`.
         shards: shard file names in order, with the file's size in bytes.
+        headers: SHA-256 of each shard's header, by file name.
         tensors: every tensor, by name.
         where: the place of every tensor, by name.
         indexed: whether the source has a model.safetensors.index.json.
@@ -100,6 +100,7 @@ class Checkpoint:
     config: dict[str, Any]
     architecture: str
     shards: dict[str, int]
+    headers: dict[str, str]
     tensors: dict[str, TensorInfo]
     where: dict[str, Location]
     indexed: bool
@@ -137,13 +138,13 @@ def _open(root: Path) -> Checkpoint:
     architecture = _architecture(config)
     names, placed = _find_shards(root)
     shards: dict[str, int] = {}
+    headers: dict[str, str] = {}
     tensors: dict[str, TensorInfo] = {}
     where: dict[str, Location] = {}
     for shard in names:
         if (root / shard).exists() and not (root / shard).is_file():
             raise SourceError(f"{shard} is not a regular file", "download or copy the checkpoint again")
-        size, found = _open_shard(root / shard, shard)
-        shards[shard] = size
+        shards[shard], headers[shard], found = _open_shard(root / shard, shard)
         for info, offset in found:
             if info.name in where:
                 raise SourceError(
@@ -157,10 +158,10 @@ def _open(root: Path) -> Checkpoint:
     if not tensors:
         raise SourceError(f"{root} holds no tensors", "check that the model was saved completely")
     files, left_out = _list_files(root, set(names))
-    return Checkpoint(root, config, architecture, shards, tensors, where, placed is not None, files, left_out)
+    return Checkpoint(root, config, architecture, shards, headers, tensors, where, placed is not None, files, left_out)
 
 
-def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> list[tuple[TensorInfo, int]]:
+def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> tuple[str, list[tuple[TensorInfo, int]]]:
     """Parse and check one safetensors header.
 
     Args:
@@ -169,7 +170,8 @@ def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> list
         name: the file's name, for messages.
 
     Returns:
-        Every tensor with the offset of its first byte from the start of the file, in file order.
+        The header's SHA-256, and every tensor with the offset of its first byte from the start of the file, in file
+        order.
 
     Raises:
         SourceError: the file is not a whole, consistent safetensors file.
@@ -181,25 +183,30 @@ def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> list
         raise SourceError(f"{name} claims a header of {length} bytes (2 to {MAX_HEADER} are allowed)", _DAMAGED)
     if 8 + length > size:
         raise SourceError(f"{name} is truncated: its header ends at byte {8 + length} of {size}", _DAMAGED)
+    text = read(8, length)
     try:
-        header = json.loads(read(8, length), object_pairs_hook=_unique_keys)
+        header = json.loads(text)
+        # Looking at every object for repeated names takes longer than all the rest; if none is, these are equal.
+        if isinstance(header, dict) and text.count(b'"data_offsets"') != len(header.keys() - {"__metadata__"}):
+            json.loads(text, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{name} has a broken header: {error}", _DAMAGED) from None
     if not isinstance(header, dict):
         raise SourceError(f"{name} has a header that is not a JSON object", _DAMAGED)
     header.pop("__metadata__", None)
-    found = [_parse_entry(name, tensor, entry) for tensor, entry in header.items()]
-    found.sort(key=lambda item: item[1])
+    kinds: dict[tuple[Any, ...], tuple[str, tuple[int, ...], int]] = {}
+    found = [_parse_entry(name, tensor, entry, kinds) for tensor, entry in header.items()]
+    found.sort()
     start = 8 + length
     expected = 0
     tensors = []
-    for info, begin, end in found:
+    for begin, end, nbytes, info in found:
         if begin != expected:
             problem = "overlaps the tensor before it" if begin < expected else "leaves a hole before it"
             raise SourceError(f"{name}: {info.name} {problem} (starts at {begin}, not {expected})", _DAMAGED)
-        if end - begin != info.nbytes:
+        if end - begin != nbytes:
             raise SourceError(
-                f"{name}: {info.name} spans {end - begin} bytes, {info.dtype} {list(info.shape)} needs {info.nbytes}",
+                f"{name}: {info.name} spans {end - begin} bytes, {info.dtype} {list(info.shape)} needs {nbytes}",
                 _DAMAGED,
             )
         tensors.append((info, start + begin))
@@ -207,7 +214,7 @@ def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> list
     if start + expected != size:
         problem = "truncated" if start + expected > size else "followed by bytes that no tensor owns"
         raise SourceError(f"{name} is {problem}: its tensors end at byte {start + expected} of {size}", _DAMAGED)
-    return tensors
+    return hashlib.sha256(text).hexdigest(), tensors
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -225,7 +232,31 @@ def _is_size(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
-def _parse_entry(file: str, tensor: str, entry: Any) -> tuple[TensorInfo, int, int]:
+def _parse_entry(
+    file: str, tensor: str, entry: Any, kinds: dict[tuple[Any, ...], tuple[str, tuple[int, ...], int]]
+) -> tuple[int, int, int, TensorInfo]:
+    """Begin, end, the size that dtype and shape need, and the tensor; `kinds` remembers checked dtypes and shapes."""
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        # repr tells 1 from True and 1.0, which are no sizes.
+        kind = (dtype, repr(shape))
+        known = kinds.get(kind)
+    except (TypeError, KeyError, ValueError):
+        known = None
+    if known is None or len(entry) != 3:
+        known = kinds[kind] = _check_entry(file, tensor, entry)
+    if type(begin) is not int or type(end) is not int or begin < 0 or end < 0:
+        raise SourceError(f"{file}: {tensor} has impossible data_offsets {entry['data_offsets']!r}", _DAMAGED)
+    if not tensor.isascii():
+        try:
+            tensor.encode()
+        except UnicodeEncodeError:
+            raise SourceError(f"{file}: {tensor!r} is not a possible name", _DAMAGED) from None
+    return begin, end, known[2], TensorInfo(tensor, known[0], known[1])
+
+
+def _check_entry(file: str, tensor: str, entry: Any) -> tuple[str, tuple[int, ...], int]:
+    """Dtype, shape and the bytes these need."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise SourceError(f"{file}: {tensor} is not described by exactly dtype, shape and data_offsets", _DAMAGED)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -233,21 +264,17 @@ def _parse_entry(file: str, tensor: str, entry: Any) -> tuple[TensorInfo, int, i
         raise SourceError(f"{file}: {tensor} has the unknown dtype {dtype!r}", "convert it with a known dtype")
     if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
         raise SourceError(f"{file}: {tensor} has the impossible shape {shape!r}", _DAMAGED)
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
+    if not isinstance(offsets, list) or len(offsets) != 2:
         raise SourceError(f"{file}: {tensor} has impossible data_offsets {offsets!r}", _DAMAGED)
     if 0 in shape:
         raise SourceError(
             f"{file}: {tensor} has no elements (shape {shape})", "the model was saved wrongly: save it again"
         )
-    if not tensor.isascii():
-        try:
-            tensor.encode()
-        except UnicodeEncodeError:
-            raise SourceError(f"{file}: {tensor!r} is not a possible name", _DAMAGED) from None
-    return TensorInfo(tensor, dtype, tuple(shape)), offsets[0], offsets[1]
+    info = TensorInfo(tensor, dtype, tuple(shape))
+    return info.dtype, info.shape, info.nbytes
 
 
-def _open_shard(path: Path, name: str) -> tuple[int, list[tuple[TensorInfo, int]]]:
+def _open_shard(path: Path, name: str) -> tuple[int, str, list[tuple[TensorInfo, int]]]:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -256,7 +283,7 @@ def _open_shard(path: Path, name: str) -> tuple[int, list[tuple[TensorInfo, int]
                 file.seek(offset)
                 return file.read(length)
 
-            return size, read_header(read, size, name)
+            return size, *read_header(read, size, name)
     except FileNotFoundError:
         raise SourceError(f"{name} is missing from {path.parent}", "download or copy it again") from None
 

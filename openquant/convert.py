@@ -21,7 +21,7 @@ from .errors import PlanError, SourceError
 from .kernels import BITS_TYPE, Bits, Codes
 from .output import OutputDirectory
 from .plan import Copy, Job, Matrix, Piece, Plan, Shard
-from .schemes import CODE_MAX, Floats, Scheme
+from .schemes import CODE_MAX, Floats
 from .shardfile import AlignedBuffer, Bytes, ShardFile, SourceFile
 
 BUFFER = 4 << 20
@@ -96,7 +96,7 @@ def convert(
         PlanError: a joined set too large for the scheme.
         OutputError: the output cannot be written.
     """
-    _Conversion(plan.scheme, shards, root, output, device, progress).run(workers)
+    _Conversion(plan, shards, root, output, device, progress).run(workers)
 
 
 class _Stopped(Exception):
@@ -106,14 +106,15 @@ class _Stopped(Exception):
 class _Conversion:
     def __init__(
         self,
-        scheme: Scheme,
+        plan: Plan,
         shards: Sequence[Shard],
         root: Path,
         output: OutputDirectory,
         device: str,
         progress: Progress | None,
     ) -> None:
-        self.scheme = scheme
+        self.plan = plan
+        self.scheme = plan.scheme
         self.root = root
         self.output = output
         self.device = device
@@ -126,10 +127,11 @@ class _Conversion:
 
     def _tasks(self, shards: Sequence[Shard]) -> Iterator[tuple[ShardFile, Copy | Job]]:
         for shard in shards:
-            file = ShardFile(shard, self.output)
+            layout = self.plan.lay_out(shard.name)
+            file = ShardFile(layout, self.output)
             self.files.append(file)
             file.open()
-            for job in shard.jobs:
+            for job in layout.jobs:
                 yield file, job
 
     def run(self, workers: int) -> None:

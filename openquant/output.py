@@ -57,7 +57,7 @@ class OutputDirectory:
     Args:
         path: the directory; made if missing.
         digest: of the plan.
-        shards: size in bytes of every shard the run will leave there, by name.
+        shards: bytes of tensors in every shard the run will leave there, by name; the files are larger by a header.
         others: size in bytes of every other file it will leave there, by name relative to path.
         overwrite: discard what an earlier run of ours left there.
 
@@ -109,9 +109,9 @@ class OutputDirectory:
         self._release()
 
     def is_finished(self, name: str) -> bool:
-        """Whether a file of this run stands under its final name, a shard with its size."""
+        """Whether a file of this run stands under its final name; a shard not without its tensors."""
         path = self.path / name
-        return path.is_file() and path.stat().st_size == self.shards.get(name, path.stat().st_size)
+        return path.is_file() and path.stat().st_size > self.shards.get(name, -1)
 
     def _is_complete(self, journal: dict[str, Any] | None) -> bool:
         if journal and journal["done"] and not self.overwrite and all(self.is_finished(name) for name in self.files):

@@ -8,16 +8,16 @@ on another one's output.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import __version__
-from .checkpoint import DTYPE_BITS, Checkpoint, TensorInfo
+from .checkpoint import DTYPE_BITS, Checkpoint, Location, TensorInfo
 from .errors import PlanError, UsageError
-from .models import MODELS, Model, Split
+from .models import MODELS, Model, Split, Stacked
 from .patterns import collapse, compile_any, compile_pattern, template
 from .schemes import Scheme
 
@@ -86,23 +86,31 @@ class Job:
     joined: tuple[Matrix, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Shard:
-    """One output file.
+    """One output file: its name, the source shard's own, and the size of its tensors in bytes."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What an output file is made of.
 
     Attributes:
-        name: file name, the source shard's own.
+        name: file name.
         header: everything before the first tensor.
         size: size of the file in bytes.
         jobs: what fills it.
-        tensors: every tensor with its offset in the file, in file order.
+        tensors: every tensor, in file order.
     """
 
     name: str
     header: bytes
     size: int
     jobs: tuple[Copy | Job, ...]
-    tensors: tuple[tuple[TensorInfo, int], ...]
+    tensors: tuple[TensorInfo, ...]
 
 
 @dataclass(frozen=True)
@@ -125,9 +133,66 @@ class ParallelSize:
     problem: str | None
 
 
+class _Layer(NamedTuple):
+    """A weight that could be quantized: a tensor of the source, or one expert's part of a stacked one."""
+
+    module: str
+    alike: str
+    source: TensorInfo
+    shape: tuple[int, int]
+    expert: int = -1
+    part: int = 0
+    stacked: Stacked | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape[0] * self.shape[1] * DTYPE_BITS[self.source.dtype] // 8
+
+    def matrix(self, where: dict[str, Location]) -> Matrix:
+        """Where its elements lie."""
+        place, info = where[self.source.name], self.source
+        itemsize = DTYPE_BITS[info.dtype] // 8
+        pitch = info.shape[-1] * itemsize
+        if self.stacked is None:
+            return Matrix(info.name, place.shard, place.offset, info.dtype, self.shape, pitch, transposed=False)
+        along = itemsize if self.stacked.transposed else pitch
+        start = place.offset + self.expert * info.shape[1] * pitch + self.part * self.shape[0] * along
+        label = f"{info.name}[{self.expert}]"
+        return Matrix(label, place.shard, start, info.dtype, self.shape, pitch, self.stacked.transposed)
+
+
+class _Kept(NamedTuple):
+    """A tensor of two or more axes that is copied, and why."""
+
+    tensor: TensorInfo
+    alike: str
+    why: str
+
+
+@dataclass(frozen=True)
+class _Fates:
+    """What becomes of each tensor.
+
+    Attributes:
+        layers: weights that could be quantized, by module.
+        unstacked: those made from a stacked tensor, by its name.
+        kept: other tensors of two or more axes.
+        copied: tensors of fewer.
+        sets: the whole set of each layer that is joined with others, itself included.
+        reasons: why the layers that stay unquantized do.
+    """
+
+    layers: dict[str, _Layer]
+    unstacked: dict[str, list[_Layer]]
+    kept: list[_Kept]
+    copied: list[TensorInfo]
+    sets: dict[str, tuple[str, ...]]
+    reasons: dict[str, str]
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do; see the module's text."""
+    """What a run will do; see the module's text. A shard is laid out when its turn comes."""
 
     architecture: str
     scheme: Scheme
@@ -145,6 +210,9 @@ class Plan:
     source_weight_bytes_quantized: int
     quantized_tensors: int
     digest: str
+    _where: dict[str, Location]
+    _by_shard: dict[str, list[TensorInfo]]
+    _fates: _Fates
 
     @property
     def ignored_layers(self) -> list[str]:
@@ -152,29 +220,72 @@ class Plan:
         return list(self.quantization_config["ignored_layers"])
 
     @property
-    def shard_bytes(self) -> int:
-        """Size of all output shards in bytes, headers included."""
-        return sum(shard.size for shard in self.shards)
-
-    @property
     def parallel_sizes(self) -> list[int]:
         """The tensor-parallel sizes that can serve the result."""
         return [entry.size for entry in self.parallel if entry.problem is None]
 
+    def outputs(self, shard: str) -> list[TensorInfo]:
+        """The tensors of an output file, in file order."""
+        fates, outputs = self._fates, []
+        for info in self._by_shard[shard]:
+            made = fates.unstacked.get(info.name)
+            if made is None:
+                layer = fates.layers.get(info.module)
+                made = [layer] if layer is not None and layer.source is info else None
+            if made is None:
+                outputs.append(info)
+                continue
+            for layer in made:
+                if layer.module in fates.reasons:
+                    outputs.append(TensorInfo(f"{layer.module}.weight", info.dtype, layer.shape))
+                else:
+                    outputs.extend(self.scheme.outputs(layer.module, layer.shape))
+        # Wide dtypes first, as the safetensors library writes them: every tensor is aligned to its element.
+        return sorted(outputs, key=lambda info: -DTYPE_BITS[info.dtype])
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """A weight that could be quantized: a tensor of the source, or one expert's part of a stacked one."""
+    def lay_out(self, shard: str) -> Layout:
+        """Offsets and jobs of an output file."""
+        fates = self._fates
+        outputs = self.outputs(shard)
+        header, start = _header(outputs)
+        places: dict[str, int] = {}
+        for info in outputs:
+            places[info.name] = start
+            start += info.nbytes
+        jobs: list[Copy | Job] = []
+        done: set[str] = set()
+        for info in self._by_shard[shard]:
+            layer = fates.layers.get(info.module)
+            if info.name in fates.unstacked:
+                made = fates.unstacked[info.name]
+            elif layer is not None and layer.source is info:
+                made = [layer]
+            else:
+                jobs.append(Copy(info.name, shard, self._where[info.name].offset, info.nbytes, places[info.name]))
+                continue
+            for layer in made:
+                if layer.module not in done:
+                    job = self._job(layer, shard, places)
+                    jobs.append(job)
+                    done.update(fates.sets.get(layer.module, ()))
+        return Layout(shard, header, start, tuple(jobs), tuple(outputs))
 
-    module: str
-    matrix: Matrix
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    tensor: TensorInfo
-    why: str
+    def _job(self, layer: _Layer, shard: str, places: dict[str, int]) -> Job:
+        """The part of a layer's joined set that lies in this shard."""
+        fates = self._fates
+        quantized = layer.module not in fates.reasons
+        joined = [fates.layers[module] for module in fates.sets.get(layer.module, (layer.module,))]
+        pieces = tuple(
+            Piece(
+                member.matrix(self._where),
+                places[f"{member.module}.weight"],
+                places[f"{member.module}.{self.scheme.scale_name}"] if quantized else None,
+            )
+            for member in joined
+            if self._where[member.source.name].shard == shard
+        )
+        shares = quantized and self.scheme.block is None
+        return Job(pieces, tuple(member.matrix(self._where) for member in joined) if shares else ())
 
 
 def make_plan(checkpoint: Checkpoint, scheme: Scheme, ignore: Sequence[str] = (), identity: str = "") -> Plan:
@@ -195,15 +306,24 @@ def make_plan(checkpoint: Checkpoint, scheme: Scheme, ignore: Sequence[str] = ()
     _refuse_quantized(checkpoint)
     for pattern in ignore:
         compile_pattern(pattern)
-    layers, kept, copied = _sort_tensors(checkpoint, model, ignore)
+    layers, unstacked, kept, copied = _sort_tensors(checkpoint, model, ignore)
     sets = _joined_sets(model, layers)
-    reasons, notes = _unquantized(model, scheme, layers, sets, ignore, [*kept, *copied])
+    reasons, notes = _unquantized(model, scheme, layers, sets, ignore, [*(keep.tensor for keep in kept), *copied])
+    fates = _Fates(layers, unstacked, kept, copied, sets, reasons)
     quantization_config = scheme.config(_ignored_names(model, layers, reasons, kept))
-    shards = _lay_out(checkpoint, scheme, layers, reasons, sets)
-    _refuse_collisions(shards)
+    by_shard: dict[str, list[TensorInfo]] = {shard: [] for shard in checkpoint.shards}
+    saved = dict.fromkeys(checkpoint.shards, 0)
+    for info in checkpoint.tensors.values():
+        by_shard[checkpoint.where[info.name].shard].append(info)
+    costs: dict[tuple[str, tuple[int, int]], int] = {}
     quantized = [layer for layer in layers.values() if layer.module not in reasons]
-    output_bytes = sum(info.nbytes for shard in shards for info, _ in shard.tensors)
-    digest = _digest(checkpoint, scheme, shards, quantization_config, identity)
+    for layer in quantized:
+        key = (layer.source.dtype, layer.shape)
+        if key not in costs:
+            costs[key] = layer.nbytes - sum(info.nbytes for info in scheme.outputs("", layer.shape))
+        saved[checkpoint.where[layer.source.name].shard] += costs[key]
+    source_sizes = {shard: sum(info.nbytes for info in infos) for shard, infos in by_shard.items()}
+    shards = tuple(Shard(shard, size - saved[shard]) for shard, size in source_sizes.items())
     return Plan(
         architecture=checkpoint.architecture,
         scheme=scheme,
@@ -211,16 +331,19 @@ def make_plan(checkpoint: Checkpoint, scheme: Scheme, ignore: Sequence[str] = ()
         shards=shards,
         indexed=checkpoint.indexed,
         quantization_config=quantization_config,
-        groups=_groups(scheme, layers, reasons, kept, copied),
+        groups=_groups(scheme, fates),
         notes=tuple(notes),
         parallel=_parallel(checkpoint, model, scheme, quantized),
         files=checkpoint.files,
         left_out=checkpoint.left_out,
-        source_bytes=sum(info.nbytes for info in checkpoint.tensors.values()),
-        output_bytes=output_bytes,
-        source_weight_bytes_quantized=sum(layer.matrix.nbytes for layer in quantized),
+        source_bytes=sum(source_sizes.values()),
+        output_bytes=sum(shard.nbytes for shard in shards),
+        source_weight_bytes_quantized=sum(layer.nbytes for layer in quantized),
         quantized_tensors=len(quantized),
-        digest=digest,
+        digest=_digest(checkpoint, scheme, quantization_config, identity),
+        _where=checkpoint.where,
+        _by_shard=by_shard,
+        _fates=fates,
     )
 
 
@@ -259,8 +382,8 @@ def _relative(model: Model, patterns: Iterable[str]) -> list[str]:
 
 def _sort_tensors(
     checkpoint: Checkpoint, model: Model, ignore: Sequence[str]
-) -> tuple[dict[str, _Layer], list[_Kept], list[TensorInfo]]:
-    """Every tensor into one of: layers (by module), kept with a reason, copied (fewer than two axes)."""
+) -> tuple[dict[str, _Layer], dict[str, list[_Layer]], list[_Kept], list[TensorInfo]]:
+    """Every tensor into one of: layers (by module), unstacked layers, kept with a reason, copied (fewer axes)."""
     compress = compile_any(_relative(model, model.compress))
     keeps = [(compile_any(_relative(model, [keep.pattern])), keep.why) for keep in model.keep]
     stacks = [
@@ -272,46 +395,46 @@ def _sort_tensors(
     # Names alike but for numbers have the same fate.
     fates: dict[str, tuple[bool, Any, list[str]]] = {}
     layers: dict[str, _Layer] = {}
+    unstacked: dict[str, list[_Layer]] = {}
     kept: list[_Kept] = []
     copied: list[TensorInfo] = []
     misfits: dict[str, str] = {}
     for info in checkpoint.tensors.values():
-        alike = template(info.module)
+        module, axes = info.module, len(info.shape)
+        alike = template(module)
         if alike not in fates:
-            stacks_found = [stacked for pattern, stacked in stacks if pattern.fullmatch(info.module)]
-            reasons = [why for pattern, why in keeps if pattern.fullmatch(info.module)]
-            fates[alike] = (bool(compress.fullmatch(info.module)), stacks_found, reasons)
+            stacks_found = [stacked for pattern, stacked in stacks if pattern.fullmatch(module)]
+            reasons = [why for pattern, why in keeps if pattern.fullmatch(module)]
+            fates[alike] = (bool(compress.fullmatch(module)), stacks_found, reasons)
         is_layer, stacks_found, reasons = fates[alike]
         matches = is_layer + len(stacks_found) + len(reasons)
-        if len(info.shape) < 2 and not (is_layer and info.name != info.module) and not stacks_found:
+        if axes < 2 and not (is_layer and info.name != module) and not stacks_found:
             copied.append(info)
-        elif matches == 0 and ignored.fullmatch(info.module):
-            kept.append(_Kept(info, "--ignore"))
+        elif matches == 0 and ignored.fullmatch(module):
+            kept.append(_Kept(info, alike, "--ignore"))
         elif matches == 0:
             misfits[info.name] = "matches no pattern"
         elif matches > 1:
             misfits[info.name] = "matches more than one pattern"
         elif reasons:
-            kept.append(_Kept(info, reasons[0]))
+            kept.append(_Kept(info, alike, reasons[0]))
         elif info.dtype not in SOURCE_DTYPES:
             misfits[info.name] = f"is {info.dtype}, not one of {', '.join(SOURCE_DTYPES)}"
+        elif is_layer and (axes != 2 or info.name == module):
+            misfits[info.name] = f"is not a 2-D weight but {list(info.shape)}"
         elif is_layer:
-            if len(info.shape) != 2 or not info.name.endswith(".weight"):
-                misfits[info.name] = f"is not a 2-D weight but {list(info.shape)}"
-                continue
-            if info.module in layers:
-                misfits[info.name] = "is in the stack of experts too"
-            layers[info.module] = _Layer(info.module, _whole(checkpoint, info), info.name)
-        elif len(info.shape) != 3 or info.shape[-1 if stacks_found[0].transposed else 1] % len(stacks_found[0].parts):
+            layers[module] = _Layer(module, alike, info, (info.shape[0], info.shape[1]))
+        elif axes != 3 or info.shape[-1 if stacks_found[0].transposed else 1] % len(stacks_found[0].parts):
             misfits[info.name] = f"is not a stack of experts but {list(info.shape)}"
         else:
-            for layer in _unstack(checkpoint, info, stacks_found[0]):
-                if layer.module in layers:
-                    misfits[f"{layer.module}.weight"] = "is in the stack of experts too"
-                layers[layer.module] = layer
+            unstacked[info.name] = _unstack(info, stacks_found[0])
+    for layer in itertools.chain.from_iterable(unstacked.values()):
+        if f"{layer.module}.weight" in checkpoint.tensors:
+            misfits[f"{layer.module}.weight"] = "is in the stack of experts too"
+        layers[layer.module] = layer
     if misfits:
         _raise_misfits(checkpoint, misfits)
-    return layers, kept, copied
+    return layers, unstacked, kept, copied
 
 
 def _raise_misfits(checkpoint: Checkpoint, misfits: dict[str, str]) -> None:
@@ -326,52 +449,37 @@ def _raise_misfits(checkpoint: Checkpoint, misfits: dict[str, str]) -> None:
     )
 
 
-def _whole(checkpoint: Checkpoint, info: TensorInfo) -> Matrix:
-    place = checkpoint.where[info.name]
-    rows, cols = info.shape
-    pitch = cols * DTYPE_BITS[info.dtype] // 8
-    return Matrix(info.name, place.shard, place.offset, info.dtype, (rows, cols), pitch, transposed=False)
-
-
-def _unstack(checkpoint: Checkpoint, info: TensorInfo, stacked: Any) -> Iterator[_Layer]:
+def _unstack(info: TensorInfo, stacked: Stacked) -> list[_Layer]:
     """One layer for each expert and part of a stacked tensor [E, in, parts*out] or [E, parts*out, in]."""
-    place = checkpoint.where[info.name]
-    experts, stored_rows, stored_cols = info.shape
-    itemsize = DTYPE_BITS[info.dtype] // 8
-    pitch = stored_cols * itemsize
-    path = info.module.rsplit(".", 1)[0]
+    experts, rows, cols = info.shape
     count = len(stacked.parts)
-    for expert in range(experts):
-        start = place.offset + expert * stored_rows * pitch
-        for number, part in enumerate(stacked.parts):
-            if stacked.transposed:
-                shape = (stored_cols // count, stored_rows)
-                offset = start + number * shape[0] * itemsize
-            else:
-                shape = (stored_rows // count, stored_cols)
-                offset = start + number * shape[0] * pitch
-            label = f"{info.name}[{expert}]"
-            matrix = Matrix(label, place.shard, offset, info.dtype, shape, pitch, stacked.transposed)
-            yield _Layer(f"{path}.{expert}.{part}", matrix, info.name)
+    shape = (cols // count, rows) if stacked.transposed else (rows // count, cols)
+    path = info.module.rsplit(".", 1)[0]
+    return [
+        _Layer(f"{path}.{expert}.{part}", template(f"{path}.0.{part}"), info, shape, expert, number, stacked)
+        for expert in range(experts)
+        for number, part in enumerate(stacked.parts)
+    ]
 
 
 def _joined_sets(model: Model, layers: dict[str, _Layer]) -> dict[str, tuple[str, ...]]:
-    """For every module the whole set it is joined with, itself included, in the order of the checkpoint."""
+    """For every joined module its whole set, itself included, in the order of the checkpoint."""
     patterns = [compile_pattern(pattern) for pattern in _relative(model, [joined.pattern for joined in model.joined])]
     found: dict[str, int | None] = {}
     members: dict[tuple[int, str], list[str]] = {}
-    for module in layers:
-        alike = template(module)
+    for module, layer in layers.items():
+        alike = layer.alike
         if alike not in found:
             numbers = [number for number, pattern in enumerate(patterns) if pattern.fullmatch(module)]
             found[alike] = numbers[0] if numbers else None
         number = found[alike]
         if number is not None:
             members.setdefault((number, module.rsplit(".", 1)[0]), []).append(module)
-    sets: dict[str, tuple[str, ...]] = {module: (module,) for module in layers}
+    sets: dict[str, tuple[str, ...]] = {}
     for joined in members.values():
+        together = tuple(joined)
         for module in joined:
-            sets[module] = tuple(joined)
+            sets[module] = together
     return sets
 
 
@@ -396,14 +504,17 @@ def _unquantized(
     layers: dict[str, _Layer],
     sets: dict[str, tuple[str, ...]],
     ignore: Sequence[str],
-    others: Iterable[_Kept | TensorInfo],
+    others: Iterable[TensorInfo],
 ) -> tuple[dict[str, str], list[str]]:
     """Modules that stay unquantized with the reason, widened to all that must share their status; and notes."""
+    problems = {shape: scheme.misfit(shape) for shape in {layer.shape for layer in layers.values()}}
+    if not ignore and not any(problems.values()):
+        return {}, [] if layers else ["nothing is quantized"]
     find_experts = _experts_finder(model)
     together: dict[str, list[str]] = {}
     for module in layers:
-        together.setdefault(find_experts(module) or sets[module][0], []).append(module)
-    known = [other.tensor.module if isinstance(other, _Kept) else other.module for other in others]
+        together.setdefault(find_experts(module) or sets.get(module, (module,))[0], []).append(module)
+    known = [other.module for other in others] if ignore else []
     notes: list[str] = []
     asked: dict[str, str] = {}
     for text in ignore:
@@ -411,7 +522,7 @@ def _unquantized(
         matched = [
             layer.module
             for layer in layers.values()
-            if pattern.fullmatch(layer.module) or pattern.fullmatch(layer.source.removesuffix(".weight"))
+            if pattern.fullmatch(layer.module) or pattern.fullmatch(layer.source.module)
         ]
         if not matched and not any(pattern.fullmatch(module) for module in known):
             raise UsageError(
@@ -419,7 +530,7 @@ def _unquantized(
                 "module names are tensor names without .weight; --dry-run lists them",
             )
         asked.update((module, f"--ignore {text}") for module in matched if module not in asked)
-    misfits = {module: scheme.misfit(layer.matrix.shape) for module, layer in layers.items()}
+    misfits = {module: problems[layer.shape] for module, layer in layers.items()}
     reasons: dict[str, str] = {}
     widened: dict[str, list[str]] = {}
     for modules in together.values():
@@ -436,7 +547,7 @@ def _unquantized(
             reasons[module] = reason
     for option, modules in widened.items():
         notes.append(f"{option} widened to what engines join with it: {', '.join(collapse(modules))}")
-    if layers and len(reasons) == len(layers):
+    if len(reasons) == len(layers):
         notes.append("nothing is quantized")
     if any(misfits[module] for module in reasons):
         notes.append(
@@ -485,89 +596,6 @@ def _ignored_names(
     return list(names)
 
 
-def _lay_out(
-    checkpoint: Checkpoint,
-    scheme: Scheme,
-    layers: dict[str, _Layer],
-    reasons: dict[str, str],
-    sets: dict[str, tuple[str, ...]],
-) -> tuple[Shard, ...]:
-    by_source: dict[str, list[_Layer]] = {}
-    for layer in layers.values():
-        by_source.setdefault(layer.source, []).append(layer)
-    tensors_of: dict[str, list[TensorInfo]] = {shard: [] for shard in checkpoint.shards}
-    for info in checkpoint.tensors.values():
-        tensors_of[checkpoint.where[info.name].shard].append(info)
-    return tuple(
-        _lay_out_shard(checkpoint, scheme, name, infos, by_source, layers, reasons, sets)
-        for name, infos in tensors_of.items()
-    )
-
-
-def _lay_out_shard(
-    checkpoint: Checkpoint,
-    scheme: Scheme,
-    name: str,
-    infos: list[TensorInfo],
-    by_source: dict[str, list[_Layer]],
-    layers: dict[str, _Layer],
-    reasons: dict[str, str],
-    sets: dict[str, tuple[str, ...]],
-) -> Shard:
-    outputs: list[TensorInfo] = []
-    for info in infos:
-        for layer in by_source.get(info.name, ()):
-            shape = layer.matrix.shape
-            if layer.module in reasons:
-                outputs.append(TensorInfo(f"{layer.module}.weight", layer.matrix.dtype, shape))
-            else:
-                outputs.extend(scheme.outputs(layer.module, shape))
-        if info.name not in by_source:
-            outputs.append(info)
-    # Wide dtypes first, as the safetensors library writes them: every tensor is aligned to its element.
-    outputs.sort(key=lambda info: -DTYPE_BITS[info.dtype])
-    header, start = _header(outputs)
-    places: dict[str, int] = {}
-    for info in outputs:
-        places[info.name] = start
-        start += info.nbytes
-    jobs: list[Copy | Job] = []
-    done: set[str] = set()
-    for info in infos:
-        if info.name not in by_source:
-            place = checkpoint.where[info.name]
-            jobs.append(Copy(info.name, name, place.offset, info.nbytes, places[info.name]))
-            continue
-        for layer in by_source[info.name]:
-            if layer.module in done:
-                continue
-            joined = sets[layer.module]
-            mine = [layers[module] for module in joined if layers[module].matrix.shard == name]
-            done.update(member.module for member in mine)
-            quantized = layer.module not in reasons
-            pieces = tuple(
-                Piece(
-                    member.matrix,
-                    places[f"{member.module}.weight"],
-                    places[f"{member.module}.{scheme.scale_name}"] if quantized else None,
-                )
-                for member in mine
-            )
-            shares = quantized and scheme.block is None
-            jobs.append(Job(pieces, tuple(layers[module].matrix for module in joined) if shares else ()))
-    return Shard(name, header, start, tuple(jobs), tuple((info, places[info.name]) for info in outputs))
-
-
-def _refuse_collisions(shards: tuple[Shard, ...]) -> None:
-    names = Counter(info.name for shard in shards for info, _ in shard.tensors)
-    twice = [name for name, count in names.items() if count > 1]
-    if twice:
-        raise PlanError(
-            f"{', '.join(collapse(twice))} would be in the output twice: from the source, and made from another tensor",
-            "remove the tensor that does not belong to the checkpoint",
-        )
-
-
 def _header(tensors: list[TensorInfo]) -> tuple[bytes, int]:
     """The bytes before the first tensor, and how many they are; padded to 8 as the format asks."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -584,58 +612,44 @@ def _header(tensors: list[TensorInfo]) -> tuple[bytes, int]:
     return len(text).to_bytes(8, "little") + text, 8 + len(text)
 
 
-def _digest(
-    checkpoint: Checkpoint,
-    scheme: Scheme,
-    shards: tuple[Shard, ...],
-    quantization_config: dict[str, Any],
-    identity: str,
-) -> str:
+def _digest(checkpoint: Checkpoint, scheme: Scheme, quantization_config: dict[str, Any], identity: str) -> str:
     """What guards a resumed run: equal for the same source and options under the same version, and only then."""
-    digest = hashlib.sha256()
-    facts = [__version__, asdict(scheme), checkpoint.config, quantization_config, checkpoint.files, identity]
-    digest.update(json.dumps(facts, sort_keys=True).encode())
-    for name, size in checkpoint.shards.items():
-        digest.update(f"\n{name} {size}".encode())
-    for shard in shards:
-        digest.update(shard.header)
-    return digest.hexdigest()
+    facts = [
+        __version__,
+        asdict(scheme),
+        checkpoint.config,
+        quantization_config,
+        checkpoint.files,
+        checkpoint.shards,
+        checkpoint.headers,
+        identity,
+    ]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _groups(
-    scheme: Scheme,
-    layers: dict[str, _Layer],
-    reasons: dict[str, str],
-    kept: list[_Kept],
-    copied: list[TensorInfo],
-) -> tuple[Group, ...]:
-    found: dict[tuple[str, tuple[int, ...], bool, str], list[tuple[str, int, int]]] = {}
-    for layer in layers.values():
-        shape: tuple[int, ...] = layer.matrix.shape
-        quantized = layer.module not in reasons
-        after = (
-            sum(info.nbytes for info in scheme.outputs(layer.module, layer.matrix.shape))
-            if quantized
-            else layer.matrix.nbytes
-        )
-        key = (template(layer.module), shape, quantized, "" if quantized else reasons[layer.module])
-        found.setdefault(key, []).append((layer.module, layer.matrix.nbytes, after))
-    for keep in kept:
-        key = (template(keep.tensor.module), keep.tensor.shape, False, keep.why)
-        found.setdefault(key, []).append((keep.tensor.module, keep.tensor.nbytes, keep.tensor.nbytes))
-    for info in copied:
-        key = (template(info.name), info.shape, False, "fewer than two axes")
-        found.setdefault(key, []).append((info.name, info.nbytes, info.nbytes))
+def _groups(scheme: Scheme, fates: _Fates) -> tuple[Group, ...]:
+    names: dict[tuple[str, tuple[int, ...], bool, str], list[str]] = {}
+    sizes: dict[tuple[str, tuple[int, ...], bool, str], tuple[int, int]] = {}
+
+    def add(name: str, alike: str, shape: tuple[int, ...], quantized: bool, why: str, info: TensorInfo) -> None:
+        key = (f"{alike} {info.dtype}", shape, quantized, why)
+        if key not in names:
+            names[key] = []
+            before = TensorInfo("", info.dtype, shape).nbytes
+            after = sum(out.nbytes for out in scheme.outputs("", (shape[0], shape[1]))) if quantized else before
+            sizes[key] = before, after
+        names[key].append(name)
+
+    for layer in fates.layers.values():
+        why = fates.reasons.get(layer.module)
+        add(layer.module, layer.alike, layer.shape, why is None, why or "", layer.source)
+    for keep in fates.kept:
+        add(keep.tensor.module, keep.alike, keep.tensor.shape, False, keep.why, keep.tensor)
+    for info in fates.copied:
+        add(info.name, info.name, info.shape, False, "fewer than two axes", info)
     return tuple(
-        Group(
-            tuple(name for name, _, _ in members),
-            shape,
-            quantized,
-            why,
-            sum(before for _, before, _ in members),
-            sum(after for _, _, after in members),
-        )
-        for (_, shape, quantized, why), members in found.items()
+        Group(tuple(found), key[1], key[2], key[3], len(found) * sizes[key][0], len(found) * sizes[key][1])
+        for key, found in names.items()
     )
 
 
@@ -647,20 +661,16 @@ def _parallel(
     config = config if isinstance(config, dict) else {}
     splits = [(compile_pattern(pattern), split) for split, pattern in
               zip(model.splits, _relative(model, [split.pattern for split in model.splits]), strict=True)]  # fmt: skip
-    kinds: dict[tuple[str, tuple[int, int]], tuple[str, Split]] = {}
-    counts: Counter[tuple[str, tuple[int, int]]] = Counter()
+    kinds: dict[tuple[str, tuple[int, int]], Split | None] = {}
     for layer in quantized:
-        key = (template(layer.module), layer.matrix.shape)
-        counts[key] += 1
+        key = (layer.alike, layer.shape)
         if key not in kinds:
-            for pattern, split in splits:
-                if pattern.fullmatch(layer.module):
-                    kinds[key] = (key[0], split)
+            kinds[key] = next((split for pattern, split in splits if pattern.fullmatch(layer.module)), None)
     result = []
     for size in TENSOR_PARALLEL_SIZES:
         problem = None
-        for (name, shape), (_, split) in kinds.items():
-            problem = _indivisible(name, shape, split, config, scheme, size)
+        for (name, shape), split in kinds.items():
+            problem = _indivisible(name, shape, split, config, scheme, size) if split else None
             if problem:
                 break
         result.append(ParallelSize(size, problem))

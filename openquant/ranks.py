@@ -56,9 +56,9 @@ class Ranks:
         """This rank's shards: the largest first, each to the rank with the least so far."""
         loads = [0] * self.size
         mine = []
-        for shard in sorted(shards, key=lambda shard: (-shard.size, shard.name)):
+        for shard in sorted(shards, key=lambda shard: (-shard.nbytes, shard.name)):
             least = loads.index(min(loads))
-            loads[least] += shard.size
+            loads[least] += shard.nbytes
             if least == self.rank:
                 mine.append(shard)
         return sorted(mine, key=lambda shard: shard.name)

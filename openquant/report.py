@@ -52,7 +52,7 @@ def _facts(plan: Plan) -> list[str]:
     lines = [
         f"weights:  {gigabytes(plan.source_bytes)} -> {gigabytes(plan.output_bytes)}, "
         f"{share:.1f} % of the bytes quantized ({plan.quantized_tensors} layers)",
-        f"disk:     {gigabytes(plan.shard_bytes + sum(plan.files.values()))} in "
+        f"disk:     {gigabytes(plan.output_bytes + sum(plan.files.values()))} in "
         f"{len(plan.shards)} {'shard' if len(plan.shards) == 1 else 'shards'} and {len(plan.files)} other files",
     ]
     sizes = ", ".join(map(str, plan.parallel_sizes)) or "none"

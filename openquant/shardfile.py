@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from .errors import SourceError
 from .output import OutputDirectory, explained
-from .plan import Shard
+from .plan import Layout
 from .verify import verify_shard
 
 Bytes = npt.NDArray[np.uint8]
@@ -54,14 +54,14 @@ class SourceFile:
 
     def __init__(self, root: Path, shard: str) -> None:
         self.path = root / shard
-        self.shard = shard
+        self.layout = shard
 
     def __enter__(self) -> SourceFile:
         try:
             self.handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise SourceError(
-                f"{self.shard} cannot be read: {error.strerror}", "the source changed while it was being read"
+                f"{self.layout} cannot be read: {error.strerror}", "the source changed while it was being read"
             ) from None
         return self
 
@@ -81,11 +81,11 @@ class SourceFile:
                 count = os.preadv(self.handle, [view[done:]], offset + done)
             except OSError as error:
                 raise SourceError(
-                    f"{label} in {self.shard} cannot be read: {error.strerror}", "check the disk that holds the source"
+                    f"{label} in {self.layout} cannot be read: {error.strerror}", "check the disk that holds the source"
                 ) from None
             if count == 0:
                 raise SourceError(
-                    f"{self.shard} ends inside {label}", "the source changed while it was being read: run again"
+                    f"{self.layout} ends inside {label}", "the source changed while it was being read: run again"
                 )
             done += count
 
@@ -94,26 +94,26 @@ class ShardFile:
     """An output shard being filled, from any thread and in any order.
 
     Args:
-        shard: its plan.
+        layout: what it is made of.
         output: the directory it will belong to.
     """
 
-    def __init__(self, shard: Shard, output: OutputDirectory) -> None:
-        self.shard = shard
+    def __init__(self, layout: Layout, output: OutputDirectory) -> None:
+        self.layout = layout
         self.output = output
-        self.path = output.path / shard.name
-        self._left = shard.size - len(shard.header)
+        self.path = output.path / layout.name
+        self._left = layout.size - len(layout.header)
         self._lock = threading.Lock()
         self._handle = -1
         self._direct = -1
 
     def open(self) -> None:
         """Create it, with its final size and its header."""
-        partial = self.output.partial(self.shard.name)
+        partial = self.output.partial(self.layout.name)
         with explained(self.path):
             self._handle = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-            os.ftruncate(self._handle, self.shard.size)
-            _write_all(self._handle, memoryview(self.shard.header), 0)
+            os.ftruncate(self._handle, self.layout.size)
+            _write_all(self._handle, memoryview(self.layout.header), 0)
         try:
             self._direct = os.open(partial, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
         except (AttributeError, OSError):
@@ -152,8 +152,8 @@ class ShardFile:
         with explained(self.path):
             os.fsync(self._handle)
         self.close()
-        verify_shard(self.output.partial(self.shard.name), self.shard)
-        self.output.publish(self.shard.name)
+        verify_shard(self.output.partial(self.layout.name), self.layout)
+        self.output.publish(self.layout.name)
 
     def close(self) -> None:
         """Let go of the file, finished or not."""

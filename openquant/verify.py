@@ -7,23 +7,23 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from .plan import Shard
+from .plan import Layout
 from .schemes import CODE_DTYPE
 
 
-def verify_shard(path: Path, shard: Shard) -> None:
+def verify_shard(path: Path, layout: Layout) -> None:
     """Reopen a written shard: every planned tensor, its dtype and shape, and finite positive scales.
 
     Raises:
         RuntimeError: what is on disk is not what was planned, which is a fault of this program or of the disk.
     """
     problems: list[str] = []
-    quantized = {info.module for info, _ in shard.tensors if info.dtype == CODE_DTYPE}
+    quantized = {info.module for info in layout.tensors if info.dtype == CODE_DTYPE}
     try:
         with safe_open(path, framework="np") as file:
-            if set(file.keys()) != {info.name for info, _ in shard.tensors}:
+            if set(file.keys()) != {info.name for info in layout.tensors}:
                 problems.append("its tensors are not those of the plan")
-            for info, _ in shard.tensors:
+            for info in layout.tensors:
                 found = file.get_slice(info.name)
                 if found.get_dtype() != info.dtype or tuple(found.get_shape()) != info.shape:
                     problems.append(f"{info.name} is {found.get_dtype()} {found.get_shape()}")
@@ -35,4 +35,4 @@ def verify_shard(path: Path, shard: Shard) -> None:
     except SafetensorError as error:
         problems.append(str(error))
     if problems:
-        raise RuntimeError(f"{shard.name} was written wrongly: {'; '.join(problems)}")
+        raise RuntimeError(f"{layout.name} was written wrongly: {'; '.join(problems)}")

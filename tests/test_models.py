@@ -47,7 +47,7 @@ def published(name: str) -> Checkpoint:
     if architecture.endswith("ForConditionalGeneration"):
         config = {"text_config": config}
     return Checkpoint(
-        Path("nowhere"), config, architecture, {"model.safetensors": offset}, tensors, where, False, {}, ()
+        Path("nowhere"), config, architecture, {"model.safetensors": offset}, {}, tensors, where, False, {}, ()
     )
 
 
@@ -88,7 +88,7 @@ def test_published_names_plan_without_a_misfit(name: str) -> None:
     if ignored is not None:
         assert plan.ignored_layers == ignored
     # Every source tensor is in the output: under its own name, or split into experts.
-    outputs = {info.name: info for shard in plan.shards for info, _ in shard.tensors}
+    outputs = {info.name: info for shard in plan.shards for info in plan.outputs(shard.name)}
     for info in checkpoint.tensors.values():
         if info.name in outputs:
             continue

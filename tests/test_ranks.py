@@ -104,8 +104,8 @@ def test_an_error_all_ranks_see_is_told_once(tmp_path: Path) -> None:
 
 
 def test_shards_are_shared_out_by_size() -> None:
-    shards = [Shard(str(number), b"", size, (), ()) for number, size in enumerate((5, 9, 1, 1, 3, 3, 2))]
-    shares = [[shard.size for shard in Ranks(rank, 3).share(shards)] for rank in range(3)]
+    shards = [Shard(str(number), size) for number, size in enumerate((5, 9, 1, 1, 3, 3, 2))]
+    shares = [[shard.nbytes for shard in Ranks(rank, 3).share(shards)] for rank in range(3)]
     assert shares == [[9], [5, 1, 2], [1, 3, 3]]
     assert Ranks().share(shards) == shards
 
