@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -43,6 +44,11 @@ def run(tmp_path: Path) -> Run:
         )
 
     return start
+
+
+def heed_ctrl_c() -> None:
+    """For a child before it starts: a shell has its background jobs ignore SIGINT, and this run may be one."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def tree(root: Path) -> dict[str, bytes]:

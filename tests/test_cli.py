@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import tiny
-from conftest import EXAMPLE, ROOT, Run, tree
+from conftest import EXAMPLE, ROOT, Run, heed_ctrl_c, tree
 from openquant import __version__, compress
 
 KEYS = [
@@ -218,7 +218,8 @@ def test_signals_at_any_moment_exit_130(tmp_path: Path, signals: list[str]) -> N
     weights = {"model.layers.0.mlp.down_proj.weight": torch.ones(32768, 4096, dtype=torch.bfloat16)}
     source = tiny.write(tmp_path / "source", weights=weights)
     command = [sys.executable, str(ROOT / "compress_fp8.py"), "-m", str(source), "-o", str(tmp_path / "out"), "--json"]
-    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    started = subprocess.Popen(command, **pipes, text=True, preexec_fn=heed_ctrl_c)
     while not (tmp_path / "out" / ".openquant").exists():
         assert started.poll() is None
         time.sleep(0.002)

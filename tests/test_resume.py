@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import tiny
-from conftest import ROOT, tree
+from conftest import ROOT, heed_ctrl_c, tree
 from openquant import api, compress
 from openquant.errors import OutputError, SourceError
 
@@ -88,7 +88,7 @@ def struck(source: Path, output: Path, how: str, moment: str, count: int) -> sub
         "--workers",
         "2",
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, preexec_fn=heed_ctrl_c)
 
 
 # Renames: the journal, five shards, generation_config.json, README.md, the index, config.json, the journal.
