@@ -138,7 +138,7 @@ def compress(
         raise UsageError(f"{workers} workers cannot work", "give --workers 1 or more")
     ranks = ranks or Ranks()
     with closing(ranks):
-        prepared, error = _attempt(lambda: _prepare(os.fspath(model), output, chosen, ignore, revision))
+        prepared, error = _attempt(lambda: _prepare(os.fspath(model), output, chosen, ignore, revision, dry_run))
         digests = ranks.agree(error, prepared and prepared.plan.digest)
         if len(set(digests)) > 1:
             raise SourceError("ranks see different sources", "let all of them read the same files")
@@ -186,11 +186,16 @@ class _Prepared:
 
 
 def _prepare(
-    model: str, output: str | os.PathLike[str] | None, scheme: Scheme, ignore: Sequence[str], revision: str | None
+    model: str,
+    output: str | os.PathLike[str] | None,
+    scheme: Scheme,
+    ignore: Sequence[str],
+    revision: str | None,
+    headers_only: bool,
 ) -> _Prepared:
-    source = find_source(model, revision)
+    source = find_source(model, revision, headers_only)
     with _without_collector():
-        checkpoint = open_checkpoint(source.root)
+        checkpoint = open_checkpoint(source.root, source.remote)
         identity = source.identity(checkpoint)
         plan = make_plan(checkpoint, scheme, tuple(ignore), identity)
     if output is not None and not os.fspath(output):
@@ -247,11 +252,10 @@ def _carry_out(
         unfinished, error = _attempt(claim)
         todo = ranks.agree(error, unfinished)[0]
         if todo is not None:
-            mine = ranks.share([shard for shard in plan.shards if shard.name in set(todo)])
+            names, where = set(todo), prepared.checkpoint.where
+            mine = ranks.share([shard for shard in plan.shards if shard.name in names])
             done_bytes = sum(
-                info.nbytes
-                for name, info in prepared.checkpoint.tensors.items()
-                if prepared.checkpoint.where[name].shard not in set(todo)
+                info.nbytes for info in prepared.checkpoint.tensors.values() if where[info.name].shard not in names
             )
             reporter.started(plan.source_bytes, done_bytes)
             root = prepared.source.root

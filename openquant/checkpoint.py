@@ -12,7 +12,7 @@ import fnmatch
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,14 +108,26 @@ class Checkpoint:
     left_out: tuple[str, ...]
 
 
-def open_checkpoint(root: Path) -> Checkpoint:
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file that is not on disk: its size in bytes, and how to read `(offset, length)` of it."""
+
+    size: int
+    read: Callable[[int, int], bytes]
+
+
+def open_checkpoint(root: Path, remote: Mapping[str, RemoteFile] | None = None) -> Checkpoint:
     """Read a checkpoint directory's metadata and check all of it.
+
+    Args:
+        root: the directory.
+        remote: shards that belong to it but lie elsewhere, by name.
 
     Raises:
         SourceError: anything missing, damaged, contradictory, or not a safetensors checkpoint.
     """
     with readable():
-        return _open(root)
+        return _open(root, remote or {})
 
 
 @contextmanager
@@ -129,14 +141,14 @@ def readable() -> Iterator[None]:
         ) from None
 
 
-def _open(root: Path) -> Checkpoint:
+def _open(root: Path, remote: Mapping[str, RemoteFile]) -> Checkpoint:
     if not root.is_dir():
         if root.exists():
             raise SourceError(f"{root} is a file, not a checkpoint directory", "give the directory that holds it")
         raise SourceError(f"{root} does not exist", "check the path")
     config = _read_config(root)
     architecture = _architecture(config)
-    names, placed = _find_shards(root)
+    names, placed = _find_shards(root, remote)
     shards: dict[str, int] = {}
     headers: dict[str, str] = {}
     tensors: dict[str, TensorInfo] = {}
@@ -144,7 +156,11 @@ def _open(root: Path) -> Checkpoint:
     for shard in names:
         if (root / shard).exists() and not (root / shard).is_file():
             raise SourceError(f"{shard} is not a regular file", "download or copy the checkpoint again")
-        shards[shard], headers[shard], found = _open_shard(root / shard, shard)
+        if shard in remote:
+            shards[shard] = remote[shard].size
+            headers[shard], found = read_header(remote[shard].read, remote[shard].size, shard)
+        else:
+            shards[shard], headers[shard], found = _open_shard(root / shard, shard)
         for info, offset in found:
             if info.name in where:
                 raise SourceError(
@@ -317,7 +333,7 @@ def _architecture(config: dict[str, Any]) -> str:
     return str(found[0])
 
 
-def _find_shards(root: Path) -> tuple[list[str], dict[str, str] | None]:
+def _find_shards(root: Path, remote: Mapping[str, RemoteFile]) -> tuple[list[str], dict[str, str] | None]:
     """Shard names in order, and tensor -> shard as the index has it (None without an index)."""
     if (root / INDEX_FILE).exists():
         index = _read_json(root / INDEX_FILE, INDEX_FILE)
@@ -336,7 +352,7 @@ def _find_shards(root: Path) -> tuple[list[str], dict[str, str] | None]:
                     "save the model with safe_serialization=True",
                 )
         return sorted(set(placed.values())), placed
-    if (root / SINGLE_FILE).exists():
+    if (root / SINGLE_FILE).exists() or SINGLE_FILE in remote:
         return [SINGLE_FILE], None
     _explain_missing_weights(root)
     loose = sorted(path.name for path in root.glob("*.safetensors"))

@@ -25,6 +25,7 @@ class LoopbackHub:
         revisions: names that resolve to COMMIT.
         refuse: repository id -> (status, X-Error-Code) to answer instead.
         requests: how often each path was asked for with each method.
+        sent: bytes of all answers.
     """
 
     def __init__(self) -> None:
@@ -32,6 +33,7 @@ class LoopbackHub:
         self.revisions = {"main", "v1", COMMIT}
         self.refuse: dict[str, tuple[int, str]] = {}
         self.requests: Counter[str] = Counter()
+        self.sent = 0
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -82,7 +84,21 @@ class LoopbackHub:
                     self.send_header(name, value)
                 self.end_headers()
                 if self.command != "HEAD":
+                    hub.sent += len(data)
                     self.wfile.write(data)
+
+            def do_POST(self) -> None:
+                """What is known of some paths: the only question that huggingface_hub posts here."""
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                asked = re.fullmatch(r"/api/models/([^/]+/[^/]+)/paths-info/([^/]+)", unquote(urlsplit(self.path).path))
+                if asked is None:
+                    return self.fail(404, "RepoNotFound")
+                root = hub.repositories[asked[1]]
+                sizes = {
+                    path: (root / path).stat().st_size for path in json.loads(body)["paths"] if (root / path).is_file()
+                }
+                found = [{"type": "file", "path": path, "size": size, "oid": COMMIT} for path, size in sizes.items()]
+                return self.send(json.dumps(found).encode(), {"Content-Type": "application/json"})
 
             def fail(self, status: int, code: str) -> None:
                 self.send(b"{}", {"X-Error-Code": code, "X-Error-Message": code}, status)

@@ -100,3 +100,31 @@ def test_the_hub_cannot_be_reached(ask: Hub, repository: Path) -> None:
         done = ask("-m", "org/name", **settings)
         assert done.returncode == 2
         assert done.stderr.splitlines()[-2] == f"error: {message}"
+
+
+def test_a_dry_run_reads_headers_only(ask: Hub, hub: LoopbackHub, repository: Path, tmp_path: Path) -> None:
+    done = ask("-m", "org/name", "--dry-run", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    expected = compress(repository, tmp_path / "local", dry_run=True)
+    assert found["source_bytes"] == expected.source_bytes
+    assert found["output_bytes"] == expected.output_bytes
+    assert found["ignored_layers"] == expected.ignored_layers
+    assert found["revision"] == COMMIT
+    largest = max(path.stat().st_size for path in repository.glob("*.safetensors"))
+    assert hub.sent < largest / 4
+    assert not list((tmp_path / "hf").rglob("*.safetensors"))
+    assert not list((tmp_path / "here").iterdir())
+    # The run itself then fetches the rest, and the next dry run needs no network for it.
+    assert ask("-m", "org/name").returncode == 0
+    again = ask("-m", "org/name", "--dry-run", "--json", HF_HUB_OFFLINE="1")
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["output_bytes"] == expected.output_bytes
+
+
+def test_a_dry_run_of_a_single_file(ask: Hub, hub: LoopbackHub, tmp_path: Path) -> None:
+    hub.repositories["org/single"] = tiny.write(tmp_path / "single")
+    done = ask("-m", "org/single", "--dry-run", "-w", "128")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"org/single@{COMMIT} -> single-FP8-W128\n")
+    assert "in 1 shard and" in done.stdout
