@@ -18,9 +18,10 @@ import numpy as np
 
 from . import kernels
 from .errors import PlanError, SourceError
+from .fates import Matrix
 from .kernels import BITS_TYPE, Bits, Codes
 from .output import OutputDirectory
-from .plan import Copy, Job, Matrix, Piece, Plan, Shard
+from .plan import Copy, Job, Piece, Plan, Shard
 from .schemes import CODE_MAX, Floats
 from .shardfile import AlignedBuffer, Bytes, ShardFile, SourceFile
 

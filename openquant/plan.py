@@ -8,49 +8,19 @@ on another one's output.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import __version__
 from .checkpoint import DTYPE_BITS, Checkpoint, Location, TensorInfo
-from .errors import PlanError, UsageError
-from .models import MODELS, Model, Split, Stacked
-from .patterns import collapse, compile_any, compile_pattern, template
+from .errors import PlanError
+from .fates import Fates, Layer, Matrix, decide
+from .models import MODELS, Model
+from .parallel import ParallelSize, parallel_sizes
+from .patterns import compile_pattern
 from .schemes import Scheme
-
-SOURCE_DTYPES = ("BF16", "F16", "F32")
-TENSOR_PARALLEL_SIZES = (1, 2, 4, 8, 16)
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """A logical weight [out, in] inside one source tensor.
-
-    Attributes:
-        label: for messages: the tensor's name, and the expert's number where it is a slice.
-        shard: source file name.
-        offset: bytes from the start of the file to element [0, 0].
-        dtype: one of SOURCE_DTYPES.
-        shape: (out, in).
-        pitch: bytes from one stored row to the next.
-        transposed: stored rows are columns of the matrix.
-    """
-
-    label: str
-    shard: str
-    offset: int
-    dtype: str
-    shape: tuple[int, int]
-    pitch: int
-    transposed: bool
-
-    @property
-    def nbytes(self) -> int:
-        """Size of its elements in the source, in bytes."""
-        return self.shape[0] * self.shape[1] * DTYPE_BITS[self.dtype] // 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,71 +96,6 @@ class Group:
 
 
 @dataclass(frozen=True)
-class ParallelSize:
-    """Whether a tensor-parallel size can serve the result, and if not, what forbids it."""
-
-    size: int
-    problem: str | None
-
-
-class _Layer(NamedTuple):
-    """A weight that could be quantized: a tensor of the source, or one expert's part of a stacked one."""
-
-    module: str
-    alike: str
-    source: TensorInfo
-    shape: tuple[int, int]
-    expert: int = -1
-    part: int = 0
-    stacked: Stacked | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape[0] * self.shape[1] * DTYPE_BITS[self.source.dtype] // 8
-
-    def matrix(self, where: dict[str, Location]) -> Matrix:
-        """Where its elements lie."""
-        place, info = where[self.source.name], self.source
-        itemsize = DTYPE_BITS[info.dtype] // 8
-        pitch = info.shape[-1] * itemsize
-        if self.stacked is None:
-            return Matrix(info.name, place.shard, place.offset, info.dtype, self.shape, pitch, transposed=False)
-        along = itemsize if self.stacked.transposed else pitch
-        start = place.offset + self.expert * info.shape[1] * pitch + self.part * self.shape[0] * along
-        label = f"{info.name}[{self.expert}]"
-        return Matrix(label, place.shard, start, info.dtype, self.shape, pitch, self.stacked.transposed)
-
-
-class _Kept(NamedTuple):
-    """A tensor of two or more axes that is copied, and why."""
-
-    tensor: TensorInfo
-    alike: str
-    why: str
-
-
-@dataclass(frozen=True)
-class _Fates:
-    """What becomes of each tensor.
-
-    Attributes:
-        layers: weights that could be quantized, by module.
-        unstacked: those made from a stacked tensor, by its name.
-        kept: other tensors of two or more axes.
-        copied: tensors of fewer.
-        sets: the whole set of each layer that is joined with others, itself included.
-        reasons: why the layers that stay unquantized do.
-    """
-
-    layers: dict[str, _Layer]
-    unstacked: dict[str, list[_Layer]]
-    kept: list[_Kept]
-    copied: list[TensorInfo]
-    sets: dict[str, tuple[str, ...]]
-    reasons: dict[str, str]
-
-
-@dataclass(frozen=True)
 class Plan:
     """What a run will do; see the module's text. A shard is laid out when its turn comes."""
 
@@ -212,7 +117,7 @@ class Plan:
     digest: str
     _where: dict[str, Location]
     _by_shard: dict[str, list[TensorInfo]]
-    _fates: _Fates
+    _fates: Fates
 
     @property
     def ignored_layers(self) -> list[str]:
@@ -270,7 +175,7 @@ class Plan:
                     done.update(fates.sets.get(layer.module, ()))
         return Layout(shard, header, start, tuple(jobs), tuple(outputs))
 
-    def _job(self, layer: _Layer, shard: str, places: dict[str, int]) -> Job:
+    def _job(self, layer: Layer, shard: str, places: dict[str, int]) -> Job:
         """The part of a layer's joined set that lies in this shard."""
         fates = self._fates
         quantized = layer.module not in fates.reasons
@@ -306,11 +211,9 @@ def make_plan(checkpoint: Checkpoint, scheme: Scheme, ignore: Sequence[str] = ()
     _refuse_quantized(checkpoint)
     for pattern in ignore:
         compile_pattern(pattern)
-    layers, unstacked, kept, copied = _sort_tensors(checkpoint, model, ignore)
-    sets = _joined_sets(model, layers)
-    reasons, notes = _unquantized(model, scheme, layers, sets, ignore, [*(keep.tensor for keep in kept), *copied])
-    fates = _Fates(layers, unstacked, kept, copied, sets, reasons)
-    quantization_config = scheme.config(_ignored_names(model, layers, reasons, kept))
+    fates, ignored, notes = decide(checkpoint, model, scheme, ignore)
+    layers, reasons = fates.layers, fates.reasons
+    quantization_config = scheme.config(ignored)
     by_shard: dict[str, list[TensorInfo]] = {shard: [] for shard in checkpoint.shards}
     saved = dict.fromkeys(checkpoint.shards, 0)
     for info in checkpoint.tensors.values():
@@ -333,7 +236,7 @@ def make_plan(checkpoint: Checkpoint, scheme: Scheme, ignore: Sequence[str] = ()
         quantization_config=quantization_config,
         groups=_groups(scheme, fates),
         notes=tuple(notes),
-        parallel=_parallel(checkpoint, model, scheme, quantized),
+        parallel=parallel_sizes(checkpoint, model, scheme, quantized),
         files=checkpoint.files,
         left_out=checkpoint.left_out,
         source_bytes=sum(source_sizes.values()),
@@ -376,226 +279,6 @@ def _refuse_quantized(checkpoint: Checkpoint) -> None:
             )
 
 
-def _relative(model: Model, patterns: Iterable[str]) -> list[str]:
-    return [model.layers + pattern if pattern.startswith(".") else pattern for pattern in patterns]
-
-
-def _sort_tensors(
-    checkpoint: Checkpoint, model: Model, ignore: Sequence[str]
-) -> tuple[dict[str, _Layer], dict[str, list[_Layer]], list[_Kept], list[TensorInfo]]:
-    """Every tensor into one of: layers (by module), unstacked layers, kept with a reason, copied (fewer axes)."""
-    compress = compile_any(_relative(model, model.compress))
-    keeps = [(compile_any(_relative(model, [keep.pattern])), keep.why) for keep in model.keep]
-    stacks = [
-        (compile_any(_relative(model, [f"{experts.path}.{stacked.name}"])), stacked)
-        for experts in model.experts
-        for stacked in experts.stacked
-    ]
-    ignored = compile_any(text.removesuffix(".weight") for text in ignore)
-    # Names alike but for numbers have the same fate.
-    fates: dict[str, tuple[bool, Any, list[str]]] = {}
-    layers: dict[str, _Layer] = {}
-    unstacked: dict[str, list[_Layer]] = {}
-    kept: list[_Kept] = []
-    copied: list[TensorInfo] = []
-    misfits: dict[str, str] = {}
-    for info in checkpoint.tensors.values():
-        module, axes = info.module, len(info.shape)
-        alike = template(module)
-        if alike not in fates:
-            stacks_found = [stacked for pattern, stacked in stacks if pattern.fullmatch(module)]
-            reasons = [why for pattern, why in keeps if pattern.fullmatch(module)]
-            fates[alike] = (bool(compress.fullmatch(module)), stacks_found, reasons)
-        is_layer, stacks_found, reasons = fates[alike]
-        matches = is_layer + len(stacks_found) + len(reasons)
-        if axes < 2 and not (is_layer and info.name != module) and not stacks_found:
-            copied.append(info)
-        elif matches == 0 and ignored.fullmatch(module):
-            kept.append(_Kept(info, alike, "--ignore"))
-        elif matches == 0:
-            misfits[info.name] = "matches no pattern"
-        elif matches > 1:
-            misfits[info.name] = "matches more than one pattern"
-        elif reasons:
-            kept.append(_Kept(info, alike, reasons[0]))
-        elif info.dtype not in SOURCE_DTYPES:
-            misfits[info.name] = f"is {info.dtype}, not one of {', '.join(SOURCE_DTYPES)}"
-        elif is_layer and (axes != 2 or info.name == module):
-            misfits[info.name] = f"is not a 2-D weight but {list(info.shape)}"
-        elif is_layer:
-            layers[module] = _Layer(module, alike, info, (info.shape[0], info.shape[1]))
-        elif axes != 3 or info.shape[-1 if stacks_found[0].transposed else 1] % len(stacks_found[0].parts):
-            misfits[info.name] = f"is not a stack of experts but {list(info.shape)}"
-        else:
-            unstacked[info.name] = _unstack(info, stacks_found[0])
-    for layer in itertools.chain.from_iterable(unstacked.values()):
-        if f"{layer.module}.weight" in checkpoint.tensors:
-            misfits[f"{layer.module}.weight"] = "is in the stack of experts too"
-        layers[layer.module] = layer
-    if misfits:
-        _raise_misfits(checkpoint, misfits)
-    return layers, unstacked, kept, copied
-
-
-def _raise_misfits(checkpoint: Checkpoint, misfits: dict[str, str]) -> None:
-    problems = []
-    for problem in dict.fromkeys(misfits.values()):
-        names = collapse(name for name, found in misfits.items() if found == problem)
-        problems.append(f"{', '.join(names)} {problem} of {checkpoint.architecture}" if problem.startswith("matches")
-                        else f"{', '.join(names)} {problem}")  # fmt: skip
-    raise PlanError(
-        "; ".join(problems),
-        "list it under compress or keep in openquant/models.py, or leave it as it is with --ignore",
-    )
-
-
-def _unstack(info: TensorInfo, stacked: Stacked) -> list[_Layer]:
-    """One layer for each expert and part of a stacked tensor [E, in, parts*out] or [E, parts*out, in]."""
-    experts, rows, cols = info.shape
-    count = len(stacked.parts)
-    shape = (cols // count, rows) if stacked.transposed else (rows // count, cols)
-    path = info.module.rsplit(".", 1)[0]
-    return [
-        _Layer(f"{path}.{expert}.{part}", template(f"{path}.0.{part}"), info, shape, expert, number, stacked)
-        for expert in range(experts)
-        for number, part in enumerate(stacked.parts)
-    ]
-
-
-def _joined_sets(model: Model, layers: dict[str, _Layer]) -> dict[str, tuple[str, ...]]:
-    """For every joined module its whole set, itself included, in the order of the checkpoint."""
-    patterns = [compile_pattern(pattern) for pattern in _relative(model, [joined.pattern for joined in model.joined])]
-    found: dict[str, int | None] = {}
-    members: dict[tuple[int, str], list[str]] = {}
-    for module, layer in layers.items():
-        alike = layer.alike
-        if alike not in found:
-            numbers = [number for number, pattern in enumerate(patterns) if pattern.fullmatch(module)]
-            found[alike] = numbers[0] if numbers else None
-        number = found[alike]
-        if number is not None:
-            members.setdefault((number, module.rsplit(".", 1)[0]), []).append(module)
-    sets: dict[str, tuple[str, ...]] = {}
-    for joined in members.values():
-        together = tuple(joined)
-        for module in joined:
-            sets[module] = together
-    return sets
-
-
-def _experts_finder(model: Model) -> Callable[[str], str | None]:
-    """A function from a module to the path of the experts it belongs to, or None."""
-    patterns = [compile_pattern(pattern) for pattern in _relative(model, [experts.path for experts in model.experts])]
-
-    def find(module: str) -> str | None:
-        path = module if patterns else ""
-        while "." in path:
-            path = path.rsplit(".", 1)[0]
-            if any(pattern.fullmatch(path) for pattern in patterns):
-                return path
-        return None
-
-    return find
-
-
-def _unquantized(
-    model: Model,
-    scheme: Scheme,
-    layers: dict[str, _Layer],
-    sets: dict[str, tuple[str, ...]],
-    ignore: Sequence[str],
-    others: Iterable[TensorInfo],
-) -> tuple[dict[str, str], list[str]]:
-    """Modules that stay unquantized with the reason, widened to all that must share their status; and notes."""
-    problems = {shape: scheme.misfit(shape) for shape in {layer.shape for layer in layers.values()}}
-    if not ignore and not any(problems.values()):
-        return {}, [] if layers else ["nothing is quantized"]
-    find_experts = _experts_finder(model)
-    together: dict[str, list[str]] = {}
-    for module in layers:
-        together.setdefault(find_experts(module) or sets.get(module, (module,))[0], []).append(module)
-    known = [other.module for other in others] if ignore else []
-    notes: list[str] = []
-    asked: dict[str, str] = {}
-    for text in ignore:
-        pattern = compile_pattern(text.removesuffix(".weight"))
-        matched = [
-            layer.module
-            for layer in layers.values()
-            if pattern.fullmatch(layer.module) or pattern.fullmatch(layer.source.module)
-        ]
-        if not matched and not any(pattern.fullmatch(module) for module in known):
-            raise UsageError(
-                f"--ignore {text} matches no module",
-                "module names are tensor names without .weight; --dry-run lists them",
-            )
-        asked.update((module, f"--ignore {text}") for module in matched if module not in asked)
-    misfits = {module: problems[layer.shape] for module, layer in layers.items()}
-    reasons: dict[str, str] = {}
-    widened: dict[str, list[str]] = {}
-    for modules in together.values():
-        own = {module: asked.get(module) or misfits[module] for module in modules}
-        if not any(own.values()):
-            continue
-        first = next(module for module in modules if own[module])
-        for module in modules:
-            reason = own[module]
-            if reason is None:
-                reason = f"shares its status with {first.rsplit('.', 1)[1]} ({own[first]})"
-                if first in asked:
-                    widened.setdefault(asked[first], []).append(module)
-            reasons[module] = reason
-    for option, modules in widened.items():
-        notes.append(f"{option} widened to what engines join with it: {', '.join(collapse(modules))}")
-    if len(reasons) == len(layers):
-        notes.append("nothing is quantized")
-    if any(misfits[module] for module in reasons):
-        notes.append(
-            f"some layers do not divide into {scheme.block} x {scheme.block} blocks; --scheme tensor quantizes them too"
-        )
-    return reasons, notes
-
-
-def _ignored_names(
-    model: Model,
-    layers: dict[str, _Layer],
-    reasons: dict[str, str],
-    kept: list[_Kept],
-) -> list[str]:
-    """What ignored_layers must hold: checkpoint names without .weight, and the engines' other names for them.
-
-    vLLM 0.32.0 compares for equality (layers/quantization/utils/quant_utils.py:617-691); experts match by the
-    path that holds them all. lm_head is always listed: transformers would quantize one tied to the embedding.
-    """
-    find_experts = _experts_finder(model)
-    listed_as = [
-        (compile_pattern(pattern), joined.listed_as)
-        for joined, pattern in zip(model.joined, _relative(model, [j.pattern for j in model.joined]), strict=True)
-        if joined.listed_as
-    ]
-    names: dict[str, None] = {"lm_head": None}
-    for keep in kept:
-        if len(keep.tensor.shape) == 2 and keep.tensor.name.endswith(".weight"):
-            names[keep.tensor.module] = None
-    for module in layers:
-        if module not in reasons:
-            continue
-        experts = find_experts(module)
-        if experts:
-            names[experts] = None
-        names[module] = None
-        for pattern, fused in listed_as:
-            if pattern.fullmatch(module):
-                names[f"{module.rsplit('.', 1)[0]}.{fused}"] = None
-    for name in list(names):
-        for group in model.spellings:
-            prefix = next((prefix for prefix in group if name.startswith(prefix)), None)
-            if prefix is not None:
-                for other in group:
-                    names[other + name.removeprefix(prefix)] = None
-    return list(names)
-
-
 def _header(tensors: list[TensorInfo]) -> tuple[bytes, int]:
     """The bytes before the first tensor, and how many they are; padded to 8 as the format asks."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -627,7 +310,7 @@ def _digest(checkpoint: Checkpoint, scheme: Scheme, quantization_config: dict[st
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _groups(scheme: Scheme, fates: _Fates) -> tuple[Group, ...]:
+def _groups(scheme: Scheme, fates: Fates) -> tuple[Group, ...]:
     names: dict[tuple[str, tuple[int, ...], bool, str], list[str]] = {}
     sizes: dict[tuple[str, tuple[int, ...], bool, str], tuple[int, int]] = {}
 
@@ -651,47 +334,3 @@ def _groups(scheme: Scheme, fates: _Fates) -> tuple[Group, ...]:
         Group(tuple(found), key[1], key[2], key[3], len(found) * sizes[key][0], len(found) * sizes[key][1])
         for key, found in names.items()
     )
-
-
-def _parallel(
-    checkpoint: Checkpoint, model: Model, scheme: Scheme, quantized: list[_Layer]
-) -> tuple[ParallelSize, ...]:
-    """For each tensor-parallel size whether the quantized layers divide, and the first one that does not."""
-    config = checkpoint.config.get(model.text_config) if model.text_config else checkpoint.config
-    config = config if isinstance(config, dict) else {}
-    splits = [(compile_pattern(pattern), split) for split, pattern in
-              zip(model.splits, _relative(model, [split.pattern for split in model.splits]), strict=True)]  # fmt: skip
-    kinds: dict[tuple[str, tuple[int, int]], Split | None] = {}
-    for layer in quantized:
-        key = (layer.alike, layer.shape)
-        if key not in kinds:
-            kinds[key] = next((split for pattern, split in splits if pattern.fullmatch(layer.module)), None)
-    result = []
-    for size in TENSOR_PARALLEL_SIZES:
-        problem = None
-        for (name, shape), split in kinds.items():
-            problem = _indivisible(name, shape, split, config, scheme, size) if split else None
-            if problem:
-                break
-        result.append(ParallelSize(size, problem))
-    return tuple(result)
-
-
-def _indivisible(
-    name: str, shape: tuple[int, int], split: Split, config: dict[str, Any], scheme: Scheme, size: int
-) -> str | None:
-    length = shape[0] if split.axis == "out" else shape[1]
-    parts = size
-    heads = config.get(split.heads) if split.heads else None
-    if isinstance(heads, int) and heads > 0:
-        if split.replicated and size > heads:
-            parts = heads
-            if size % heads:
-                return f"{name}: {heads} heads cannot be copied evenly to {size} ranks"
-        elif heads % size:
-            return f"{name}: {heads} heads do not divide by {size}"
-    if length % parts:
-        return f"{name}: {length} does not divide by {parts}"
-    if scheme.block is not None and length // parts % scheme.block:
-        return f"{name}: {length} / {parts} = {length // parts} is not a multiple of {scheme.block}"
-    return None
