@@ -117,7 +117,7 @@ class OutputDirectory:
         if journal and journal["done"] and not self.overwrite and all(self.is_finished(name) for name in self.files):
             self.resumed = self.complete = True
             # What a run left that was killed at its very end; a read-only directory may keep it.
-            if (self.path / WORK).exists():
+            if self._lock < 0 and (self.path / WORK).exists():
                 with suppress(OutputError):
                     self._take_lock()
                     self._release()
@@ -126,7 +126,7 @@ class OutputDirectory:
     def partial(self, name: str) -> Path:
         """Where a file is written before it gets its final name."""
         # Not by its own name, which with an ending may be too long for the file system.
-        return self.path / WORK / (hashlib.sha256(name.encode()).hexdigest()[:24] + ".partial")
+        return self.path / WORK / (hashlib.sha256(os.fsencode(name)).hexdigest()[:24] + ".partial")
 
     def publish(self, name: str) -> None:
         """Give a written file its final name, once its bytes are on disk."""
@@ -302,7 +302,7 @@ class OutputDirectory:
 
 def _is_plain(name: object) -> bool:
     """Whether a journal's entry can only mean a file in its own directory."""
-    return isinstance(name, str) and name.isprintable() and not {"", ".", "..", WORK} & set(name.split("/"))
+    return isinstance(name, str) and "\0" not in name and not {"", ".", "..", WORK} & set(name.split("/"))
 
 
 def _files_below(root: Path, ours: bool) -> Iterator[str]:

@@ -280,10 +280,12 @@ def test_a_source_that_changes_under_way_is_not_called_finished(
         compress(source, tmp_path / "out")
 
 
-def test_names_as_long_as_the_file_system_allows(tmp_path: Path, source: Path) -> None:
-    (source / ("n" * 255)).write_text("long")
+@pytest.mark.parametrize("name", ["n" * 255, "two\nlines", "caf\udce9", "-q", "naïve 模型"])
+def test_file_names_that_the_file_system_allows(tmp_path: Path, source: Path, name: str) -> None:
+    (source / name).write_text("odd")
     compress(source, tmp_path / "out")
-    assert (tmp_path / "out" / ("n" * 255)).read_text() == "long"
+    assert (tmp_path / "out" / name).read_text() == "odd"
+    assert compress(source, tmp_path / "out").resumed
 
 
 @pytest.mark.parametrize("output", ["n" * 300, "loop/x"])
