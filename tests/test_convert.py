@@ -346,3 +346,19 @@ def test_output_names_that_collide_are_refused(tmp_path: Path) -> None:
     weights["model.layers.0.self_attn.q_proj.weight"] = torch.ones(4)
     with pytest.raises(PlanError, match=r"q_proj.weight is not a 2-D weight but \[4\]"):
         compress(tiny.write(tmp_path / "flat", "Llama4ForCausalLM", weights=weights), tmp_path / "out")
+
+
+@pytest.mark.parametrize("device", ["cpu:0", "cuda:0"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@schemes
+def test_torch_devices_write_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: Scheme, dtype: str, device: str
+) -> None:
+    """The path a GPU takes, on torch's own CPU too."""
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        pytest.skip("this machine has no GPU")
+    source = tiny.write(tmp_path / "source", "Llama4ForCausalLM", dtype=dtype)
+    compress(source, tmp_path / "numpy", scheme.name)
+    monkeypatch.setattr("openquant.api._device", lambda *_: device)
+    compress(source, tmp_path / "torch", scheme.name)
+    assert tree(tmp_path / "torch") == tree(tmp_path / "numpy")
