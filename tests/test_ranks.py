@@ -58,6 +58,26 @@ def test_ranks_write_the_bytes_of_one_process(tmp_path: Path, source: Path, rank
     assert again.stdout.count("is already complete; nothing was written") == 1
 
 
+def test_accelerate_launch_starts_ranks_too(tmp_path: Path, source: Path) -> None:
+    compress(source, tmp_path / "one")
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+    ]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", str(ROOT / "compress_fp8.py")]
+    command += ["-m", str(source), "-o", str(tmp_path / "many"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert tree(tmp_path / "many") == tree(tmp_path / "one")
+    assert json.loads(done.stdout)["shards"] == 6
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_fails_the_job_and_running_again_continues(tmp_path: Path, source: Path, victim: int) -> None:
     compress(source, tmp_path / "one")
