@@ -368,7 +368,11 @@ def test_two_runs_at_the_same_time(tmp_path: Path) -> None:
     while not (tmp_path / "out" / ".openquant.json").exists():
         assert first.poll() is None
         time.sleep(0.005)
-    second = subprocess.run(command, capture_output=True, text=True)
+    first.send_signal(signal.SIGSTOP)
+    try:
+        second = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    finally:
+        first.send_signal(signal.SIGCONT)
     _, errors = first.communicate(timeout=60)
     assert first.returncode == 0, errors
     assert second.returncode == 2
