@@ -30,10 +30,9 @@ BITS_TYPE: dict[str, np.dtype[np.unsignedinteger[Any]]] = {
 }
 """Source dtypes that can be quantized, with the integer that holds their bits."""
 
-# Elements handled at a time, so that what a step writes is still in the cache when the next one reads it.
-CHUNK = 1 << 16
-TABLE_CHUNK = 1 << 17
-BLOCK_CHUNK = 1 << 15
+# Elements handled at a time: few enough that what a step writes is still in the cache when the next one reads it,
+# many enough that threads seldom wait for each other (every call into numpy takes the interpreter lock back).
+CHUNK = 1 << 18
 
 _TOP = 254  # the largest exponent field of a finite bfloat16
 _SAFE = 64  # from this exponent field on, zero and subnormals stay below half the smallest code when raised to the top
@@ -120,10 +119,10 @@ def _encode_by_table(bits: Bits, amax: Floats, block: int | None, out: Codes) ->
         start = int(offset)
         table = tables[start : (start & ~0xFFFF) + 0x10000]
         flat, codes = bits.reshape(-1), out.reshape(-1)
-        for i in range(0, flat.size, TABLE_CHUNK):
-            np.take(table, flat[i : i + TABLE_CHUNK], out=codes[i : i + TABLE_CHUNK], mode="clip")
+        for i in range(0, flat.size, CHUNK):
+            np.take(table, flat[i : i + CHUNK], out=codes[i : i + CHUNK], mode="clip")
         return
-    step = max(1, BLOCK_CHUNK // cols)
+    step = max(1, CHUNK // cols)
     # Added as 32 bits, which the processor does several at a time, then widened to what take() asks for.
     narrow = np.empty((min(step, block), cols), np.uint32)
     index = np.empty(narrow.shape, np.intp)

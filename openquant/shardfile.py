@@ -2,7 +2,8 @@
 
 Large writes go around the page cache where the system can (O_DIRECT): what is written is not read again, and
 filling the cache with it costs more processor time than quantizing. The edges of such a write, which share a disk
-block with a neighbour, go through the cache as usual; the two never touch the same block.
+block with a neighbour, and small tensors go through the cache as usual, many at once: each waits for the direct
+writes to the same file. The two never touch the same block.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ Bytes = npt.NDArray[np.uint8]
 # Direct writes need offset, length and address to be multiples of the disk's block; no disk here has larger ones.
 ALIGNMENT = 4096
 DIRECT_FROM = 1 << 18
+# Small writes to a shard are held back until they are so many bytes.
+HELD = 1 << 20
 
 
 class AlignedBuffer:
@@ -104,6 +107,8 @@ class ShardFile:
         self.path = output.path / layout.name
         self._left = layout.size - len(layout.header)
         self._lock = threading.Lock()
+        self._held: dict[int, bytes] = {}
+        self._held_bytes = 0
         self._handle = -1
         self._direct = -1
 
@@ -127,26 +132,46 @@ class ShardFile:
         """
         view = data.reshape(-1).view(np.uint8)
         with explained(self.path):
-            self._write(view, offset)
-        with self._lock:
-            self._left -= view.nbytes
-            complete = self._left == 0
+            start, end = self._write_direct(view, offset)
+            edges = [(view[:start], offset), (view[end:], offset + end)]
+            for edge, place in edges:
+                if edge.nbytes >= DIRECT_FROM:
+                    _write_all(self._handle, edge.data, place)
+            with self._lock:
+                for edge, place in edges:
+                    if 0 < edge.nbytes < DIRECT_FROM:
+                        self._held[place] = edge.tobytes()
+                        self._held_bytes += edge.nbytes
+                self._left -= view.nbytes
+                complete = self._left == 0
+                if complete or self._held_bytes >= HELD:
+                    self._write_held()
         if complete:
             self._publish()
 
-    def _write(self, view: Bytes, offset: int) -> None:
-        if self._direct >= 0 and view.nbytes >= DIRECT_FROM and (view.ctypes.data - offset) % ALIGNMENT == 0:
-            head = -offset % ALIGNMENT
-            body = (view.nbytes - head) // ALIGNMENT * ALIGNMENT
-            try:
-                written = os.pwrite(self._direct, view[head : head + body].data, offset + head)
-            except OSError:
-                written = 0  # the ordinary write below succeeds, or says what is wrong
-            written = written // ALIGNMENT * ALIGNMENT
-            _write_all(self._handle, view[:head].data, offset)
-            head += written
-            view, offset = view[head:], offset + head
-        _write_all(self._handle, view.data, offset)
+    def _write_direct(self, view: Bytes, offset: int) -> tuple[int, int]:
+        """Write what can go around the page cache; from where and to where in `view` that is."""
+        start = -offset % ALIGNMENT
+        if self._direct < 0 or view.nbytes < DIRECT_FROM or (view.ctypes.data - offset) % ALIGNMENT:
+            return 0, 0
+        body = (view.nbytes - start) // ALIGNMENT * ALIGNMENT
+        try:
+            written = os.pwrite(self._direct, view[start : start + body].data, offset + start)
+        except OSError:
+            return 0, 0  # an ordinary write succeeds, or says what is wrong
+        return start, start + written // ALIGNMENT * ALIGNMENT
+
+    def _write_held(self) -> None:
+        """Write what was held back, neighbours together."""
+        start, run = 0, bytearray()
+        for offset in sorted(self._held):
+            if offset != start + len(run):
+                _write_all(self._handle, memoryview(run), start)
+                start, run = offset, bytearray()
+            run += self._held[offset]
+        _write_all(self._handle, memoryview(run), start)
+        self._held.clear()
+        self._held_bytes = 0
 
     def _publish(self) -> None:
         with explained(self.path):

@@ -56,7 +56,12 @@ def after(owner, name):
     setattr(owner, name, wrapped)
 
 {"before": before, "after": after}[moment.split("-")[0]](
-    *{"rename": (os, "replace"), "write": (shardfile, "_write_all"), "fsync": (os, "fsync")}[moment.split("-")[1]]
+    *{
+        "rename": (os, "replace"),
+        "write": (shardfile.ShardFile, "write"),
+        "held": (shardfile.ShardFile, "_write_held"),
+        "fsync": (os, "fsync"),
+    }[moment.split("-")[1]]
 )
 sys.exit(compress_main(sys.argv[4:]))
 """
@@ -93,7 +98,8 @@ def struck(source: Path, output: Path, how: str, moment: str, count: int) -> sub
 
 # Renames: the journal, five shards, generation_config.json, README.md, the index, config.json, the journal.
 MOMENTS = [("before-rename", n) for n in range(10)] + [("after-rename", n) for n in range(11)]
-MOMENTS += [("before-write", n) for n in (0, 1, 30, 60)] + [("before-fsync", n) for n in (0, 3, 7)]
+MOMENTS += [("before-write", n) for n in (0, 1, 30, 60)] + [("before-held", n) for n in (0, 4)]
+MOMENTS += [("before-fsync", n) for n in (0, 3, 7)]
 
 
 @pytest.mark.parametrize(("moment", "count"), MOMENTS)
