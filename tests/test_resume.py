@@ -98,7 +98,7 @@ def struck(source: Path, output: Path, how: str, moment: str, count: int) -> sub
 
 # Renames: the journal, five shards, generation_config.json, README.md, the index, config.json, the journal.
 MOMENTS = [("before-rename", n) for n in range(10)] + [("after-rename", n) for n in range(11)]
-MOMENTS += [("before-write", n) for n in (0, 1, 30, 60)] + [("before-held", n) for n in (0, 4)]
+MOMENTS += [("before-write", n) for n in (0, 1, 30, 40)] + [("before-held", n) for n in (0, 4)]
 MOMENTS += [("before-fsync", n) for n in (0, 3, 7)]
 
 
