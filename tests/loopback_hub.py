@@ -1,121 +1,642 @@
-"""A Hub on this machine that the real huggingface_hub talks to through HF_ENDPOINT: repositories to download.
+"""A Hub on this machine that the real huggingface_hub talks to: repositories to download from and to upload to.
 
-The calls are those huggingface_hub 2.4 makes; nothing of the client is replaced.
+The calls are those huggingface_hub 2.4 makes without Xet (HF_HUB_DISABLE_XET=1); nothing of the client is replaced.
+What a client can tell is as on huggingface.co: a new repository holds a .gitattributes, safetensors files are LFS files
+whose ETag is their sha256, all other files are regular ones whose ETag is their git object id, and the address of an
+LFS upload is signed, so it is used without a token.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import io
 import json
+import os
 import re
+import socket
+import struct
 import threading
+import time
+import uuid
 from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from typing import Any, BinaryIO
+from urllib.parse import parse_qs, unquote, urlsplit
 
 COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
+DATE = "2026-01-01T00:00:00.000Z"
+PIECE = 1 << 16
+USER = "user"
+
+
+@dataclass
+class Fault:
+    """What goes wrong with some requests.
+
+    The first fault of the list whose turn it is acts alone; requests that an earlier fault took are not counted here.
+
+    Attributes:
+        path: regular expression searched for in the unquoted path.
+        method: the only method meant, or None for all (HEAD and GET are two).
+        times: how many requests it meets, or None for all.
+        after: how many matching requests pass unharmed first.
+        status: answer this instead, with `headers`, and X-Error-Code `code`.
+        delay: seconds to wait first.
+        call: run before the request is carried out; with `cut` or `cut_upload`, when those bytes have gone.
+        cut: hang up after so many bytes of the answer's body. The request was carried out, so cut=0 loses an answer.
+        cut_upload: hang up after so many bytes of the request's body, which is not carried out.
+        reset: hang up with a reset instead of an orderly end; the client takes the two differently.
+        short: send only so many bytes of the body and announce that length.
+        flip: send the byte at this position of the file inverted.
+        content: another content of the file, with the ETag that goes with it.
+        etag: another ETag of the file.
+    """
+
+    path: str
+    method: str | None = None
+    times: int | None = 1
+    after: int = 0
+    status: int | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    code: str = ""
+    delay: float = 0
+    call: Callable[[], object] | None = None
+    cut: int | None = None
+    cut_upload: int | None = None
+    reset: bool = False
+    short: int | None = None
+    flip: int | None = None
+    content: bytes | None = None
+    etag: str | None = None
+    seen: int = 0
+
+    def meets(self, method: str, path: str) -> bool:
+        """Whether this request is one of its own; counts it."""
+        if self.method not in (None, method) or not re.search(self.path, path):
+            return False
+        self.seen += 1
+        return self.seen > self.after and (self.times is None or self.seen <= self.after + self.times)
+
+
+class Refused(Exception):
+    """An answer other than success."""
+
+    def __init__(self, status: int, code: str = "", message: str = "", **headers: str) -> None:
+        super().__init__(status, code, message)
+        self.status = status
+        self.headers = {"X-Error-Code": code, "X-Error-Message": message or code}
+        self.headers |= {name.replace("_", "-"): value for name, value in headers.items()}
 
 
 class LoopbackHub:
-    """Serves directories as repositories.
+    """Repositories behind HF_ENDPOINT: directories to read, and those that clients create and commit to.
 
     Attributes:
-        repositories: directory of each repository id.
-        revisions: names that resolve to COMMIT.
+        repositories: directory of each read-only repository.
+        revisions: names that resolve to COMMIT in a read-only repository.
         refuse: repository id -> (status, X-Error-Code) to answer instead.
-        requests: how often each path was asked for with each method.
+        faults: what goes wrong; see Fault.
+        token: when set, private repositories and all writes need it.
+        requests: how often each path was asked for with each method, faults included.
         sent: bytes of all answers.
+        uploads: how often each sha256 was stored by an LFS upload.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path, port: int = 0, token: str | None = None) -> None:
         self.repositories: dict[str, Path] = {}
         self.revisions = {"main", "v1", COMMIT}
         self.refuse: dict[str, tuple[int, str]] = {}
+        self.faults: list[Fault] = []
+        self.token = token
         self.requests: Counter[str] = Counter()
         self.sent = 0
-        hub = self
+        self.uploads: Counter[str] = Counter()
+        self.errors: list[Exception] = []
+        self.lock = threading.RLock()
+        self.blobs = directory / "blobs"
+        self.blobs.mkdir(parents=True, exist_ok=True)
+        self.record = directory / "repositories.json"
+        # Of each repository that clients made: private, refs (name -> commit) and commits (each with all its files).
+        self.stored: dict[str, dict[str, Any]] = json.loads(self.record.read_text()) if self.record.exists() else {}
+        self.hashes: dict[tuple[Path, int, int], tuple[str, str]] = {}
+        self.server = Server(self, port)
+        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *_: object) -> None: ...
-
-            def do_HEAD(self) -> None:
-                self.do_GET()
-
-            def do_GET(self) -> None:
-                path = unquote(urlsplit(self.path).path)
-                hub.requests[f"{self.command} {path}"] += 1
-                info = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(?:revision|tree)/([^/]+))?", path)
-                file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
-                found = info or file
-                if found is None or (found[1] not in hub.repositories and found[1] not in hub.refuse):
-                    return self.fail(404, "RepoNotFound")
-                if found[1] in hub.refuse:
-                    return self.fail(*hub.refuse[found[1]])
-                if (found[2] or "main") not in hub.revisions:
-                    return self.fail(404, "RevisionNotFound")
-                root = hub.repositories[found[1]]
-                if info:
-                    sizes = {p.relative_to(root).as_posix(): p.stat().st_size for p in root.rglob("*") if p.is_file()}
-                    answer: object = {
-                        "id": found[1],
-                        "sha": COMMIT,
-                        "siblings": [{"rfilename": name} for name in sizes],
-                    }
-                    if "/tree/" in path:
-                        answer = [{"type": "file", "path": n, "size": s, "oid": COMMIT} for n, s in sizes.items()]
-                    return self.send(json.dumps(answer).encode(), {"Content-Type": "application/json"})
-                if not (root / found[3]).is_file():
-                    return self.fail(404, "EntryNotFound")
-                data = (root / found[3]).read_bytes()
-                etag = hashlib.sha256(data).hexdigest()
-                return self.send(data, {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"})
-
-            def send(self, data: bytes, headers: dict[str, str], status: int = 200) -> None:
-                asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
-                if asked:
-                    end = min(int(asked[2] or len(data) - 1), len(data) - 1)
-                    headers["Content-Range"] = f"bytes {asked[1]}-{end}/{len(data)}"
-                    data, status = data[int(asked[1]) : end + 1], 206
-                self.send_response(status)
-                for name, value in {**headers, "Content-Length": str(len(data))}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                if self.command != "HEAD":
-                    hub.sent += len(data)
-                    self.wfile.write(data)
-
-            def do_POST(self) -> None:
-                """What is known of some paths: the only question that huggingface_hub posts here."""
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                asked = re.fullmatch(r"/api/models/([^/]+/[^/]+)/paths-info/([^/]+)", unquote(urlsplit(self.path).path))
-                if asked is None:
-                    return self.fail(404, "RepoNotFound")
-                root = hub.repositories[asked[1]]
-                sizes = {
-                    path: (root / path).stat().st_size for path in json.loads(body)["paths"] if (root / path).is_file()
-                }
-                found = [{"type": "file", "path": path, "size": size, "oid": COMMIT} for path, size in sizes.items()]
-                return self.send(json.dumps(found).encode(), {"Content-Type": "application/json"})
-
-            def fail(self, status: int, code: str) -> None:
-                self.send(b"{}", {"X-Error-Code": code, "X-Error-Message": code}, status)
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+    @property
+    def port(self) -> int:
+        """What a later server takes over with `LoopbackHub(directory, port)`."""
+        return self.server.server_address[1]
 
     @property
     def endpoint(self) -> str:
         """What HF_ENDPOINT must be."""
-        return f"http://127.0.0.1:{self.server.server_address[1]}"
+        return f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> LoopbackHub:
         self.thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.server.shutdown()
         self.server.server_close()
+        self.server.hang_up()
         self.thread.join()
+        if self.errors and kind is None:
+            raise self.errors[0]
+
+    def files(self, repo: str, rev: str = "main") -> dict[str, Path]:
+        """Where the content of each file of a revision lies."""
+        return self.snapshot(repo, rev)[1]
+
+    def commits(self, repo: str, rev: str = "main") -> list[tuple[str, list[str]]]:
+        """Title and added paths of each commit, the first one first."""
+        return [(commit["title"], commit["added"]) for _, commit in reversed(list(self.history(repo, rev)))]
+
+    def history(self, repo: str, rev: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The commits that lead to a revision, the last one first."""
+        sha: str | None = self.snapshot(repo, rev)[0]
+        while sha:
+            commit = self.stored[repo]["commits"][sha]
+            yield sha, commit
+            sha = commit["parent"]
+
+    def snapshot(self, repo: str, rev: str) -> tuple[str, dict[str, Path]]:
+        """The commit that a revision stands for and its files."""
+        if repo in self.repositories:
+            root = self.repositories[repo]
+            if rev not in self.revisions:
+                raise Refused(404, "RevisionNotFound")
+            return COMMIT, {p.relative_to(root).as_posix(): p for p in sorted(root.rglob("*")) if p.is_file()}
+        with self.lock:
+            if repo not in self.stored:
+                raise Refused(404, "RepoNotFound")
+            stored = self.stored[repo]
+            sha = stored["refs"].get(rev, rev)
+            if sha not in stored["commits"]:
+                raise Refused(404, "RevisionNotFound")
+            return sha, {path: self.blobs / digest for path, digest in stored["commits"][sha]["files"].items()}
+
+    def create(self, repo: str, private: bool) -> None:
+        """Make a repository as the Hub does: its first commit tells git which files are LFS files."""
+        with self.lock:
+            if repo in self.stored or repo in self.repositories:
+                raise Refused(409, message="You already created this model repo")
+            self.stored[repo] = {"private": private, "refs": {}, "commits": {}}
+            attributes = self.store(b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n")
+            self.commit(repo, "main", "initial commit", {".gitattributes": attributes}, [])
+
+    def commit(self, repo: str, ref: str, title: str, added: dict[str, str], deleted: list[str]) -> str:
+        """Move a ref on by one commit; `added` maps paths to sha256."""
+        with self.lock:
+            stored = self.stored[repo]
+            parent = stored["refs"].get(ref)
+            files = dict(stored["commits"][parent]["files"]) if parent else {}
+            for path in deleted:
+                del files[path]
+            commit = {"title": title, "parent": parent, "added": list(added), "files": files | added}
+            sha = hashlib.sha1(json.dumps([len(stored["commits"]), commit]).encode()).hexdigest()
+            stored["commits"][sha] = commit
+            stored["refs"][ref] = sha
+            self.save()
+            return sha
+
+    def save(self) -> None:
+        """Keep what a server started later on this directory must know."""
+        with self.lock:
+            beside = self.record.with_suffix(".new")
+            beside.write_text(json.dumps(self.stored))
+            os.replace(beside, self.record)
+
+    def store(self, content: bytes) -> str:
+        """Keep a regular file's content and return its sha256."""
+        digest = hashlib.sha256(content).hexdigest()
+        (self.blobs / digest).write_bytes(content)
+        return digest
+
+    def open_pull_request(self, repo: str, base: str) -> str:
+        """The ref of a new pull request that starts at a revision."""
+        with self.lock:
+            refs = self.stored[repo]["refs"]
+            ref = f"refs/pr/{1 + sum(name.startswith('refs/pr/') for name in refs)}"
+            refs[ref] = self.snapshot(repo, base)[0]
+            self.save()
+            return ref
+
+    def describe(self, path: str, content: Path) -> dict[str, Any]:
+        """A file as the tree lists it."""
+        stat = content.stat()
+        key = (content, stat.st_size, stat.st_mtime_ns)
+        if key not in self.hashes:
+            with content.open("rb") as file:
+                self.hashes[key] = hashes(file, stat.st_size)
+        sha256, oid = self.hashes[key]
+        entry: dict[str, Any] = {"type": "file", "path": path, "size": stat.st_size, "oid": oid}
+        if is_lfs(path):
+            pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {stat.st_size}\n".encode()
+            entry["oid"] = hashes(io.BytesIO(pointer), len(pointer))[1]
+            entry["lfs"] = {"oid": sha256, "size": stat.st_size, "pointerSize": len(pointer)}
+        return entry
+
+
+def is_lfs(path: str) -> bool:
+    """Whether git keeps a pointer to the file instead of the file."""
+    return path.endswith(".safetensors")
+
+
+def hashes(file: BinaryIO, size: int) -> tuple[str, str]:
+    """Sha256 and git object id of a file."""
+    sha256, oid = hashlib.sha256(), hashlib.sha1(f"blob {size}\0".encode())
+    while piece := file.read(PIECE):
+        sha256.update(piece)
+        oid.update(piece)
+    return sha256.hexdigest(), oid.hexdigest()
+
+
+def directory(path: str) -> dict[str, Any]:
+    """A directory as the tree lists it."""
+    return {"type": "directory", "path": path, "size": 0, "oid": hashlib.sha1(path.encode()).hexdigest()}
+
+
+class Server(ThreadingHTTPServer):
+    """Knows its open connections: clients keep them open, and a server that stopped must not answer there."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, hub: LoopbackHub, port: int) -> None:
+        self.hub = hub
+        self.connections: set[socket.socket] = set()
+        self.closed = threading.Condition()
+        super().__init__(("127.0.0.1", port), Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self.closed:
+            self.connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        super().shutdown_request(request)
+        with self.closed:
+            self.connections.discard(request)
+            self.closed.notify_all()
+
+    def hang_up(self) -> None:
+        with self.closed:
+            for connection in self.connections:
+                connection.shutdown(socket.SHUT_RDWR)
+            self.closed.wait_for(lambda: not self.connections, timeout=5)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers one connection."""
+
+    protocol_version = "HTTP/1.1"
+    # Headers and body are two packets; without this the second one waits for the client's acknowledgement.
+    disable_nagle_algorithm = True
+    server: Server
+
+    def log_message(self, *_: object) -> None: ...
+
+    def answer(self) -> None:
+        """Carry out the request, or what the fault it meets says."""
+        self.hub = hub = self.server.hub
+        url = urlsplit(self.path)
+        self.query = parse_qs(url.query)
+        self.length = self.unread = int(self.headers.get("Content-Length") or 0)
+        with hub.lock:
+            path = unquote(url.path)
+            hub.requests[f"{self.command} {path}"] += 1
+            self.fault = next((fault for fault in hub.faults if fault.meets(self.command, path)), Fault(""))
+        try:
+            time.sleep(self.fault.delay)
+            if self.fault.call and self.fault.cut is None and self.fault.cut_upload is None:
+                self.fault.call()
+            if self.fault.status:
+                raise Refused(self.fault.status, self.fault.code, **self.fault.headers)
+            for methods, pattern, writes, action in ROUTES:
+                if self.command in methods and (found := re.fullmatch(pattern, url.path)):
+                    given = {name: unquote(value or "") for name, value in found.groupdict().items()}
+                    self.admit(given.get("repo", ""), writes)
+                    return action(self, **given)
+            raise Refused(404, message="Not Found")
+        except Refused as refused:
+            self.refuse(refused)
+        except ConnectionError:
+            # The client went away, or a fault hangs up.
+            self.close_connection = True
+        except Exception as error:
+            hub.errors.append(error)
+            self.close_connection = True
+
+    def admit(self, repo: str, writes: bool) -> None:
+        """Refuse who may not read or write here."""
+        if repo in self.hub.refuse:
+            raise Refused(*self.hub.refuse[repo])
+        given = self.headers.get("Authorization")
+        if self.hub.token and given and given != f"Bearer {self.hub.token}":
+            raise Refused(401, message="Invalid credentials in Authorization header")
+        if self.hub.token and not given and (writes or self.hub.stored.get(repo, {}).get("private")):
+            # By the code the client sees here what it sees by the address of huggingface.co: RepositoryNotFoundError.
+            raise Refused(401, "RepoNotFound" if repo else "", "Invalid username or password.")
+        if writes and repo in self.hub.repositories:
+            raise Refused(403, message=f"{repo} is read-only")
+
+    def received(self) -> Iterator[bytes]:
+        """The request's body, piece by piece."""
+        end = 0 if self.fault.cut_upload is None else max(0, self.length - self.fault.cut_upload)
+        while self.unread > end:
+            piece = self.rfile.read(min(PIECE, self.unread - end))
+            if not piece:
+                raise ConnectionAbortedError("the client went away in the middle of its request")
+            self.unread -= len(piece)
+            yield piece
+        if self.fault.cut_upload is not None:
+            self.hang_up()
+
+    def body(self) -> bytes:
+        return b"".join(self.received())
+
+    def hang_up(self) -> None:
+        """Do what the fault says when its bytes have gone."""
+        if self.fault.call:
+            self.fault.call()
+        if self.fault.reset:
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+        raise ConnectionAbortedError("a fault hangs up")
+
+    def refuse(self, refused: Refused) -> None:
+        # A client that is still sending its body would not read the answer.
+        for _ in self.received():
+            pass
+        self.say({"error": refused.headers["X-Error-Message"]}, refused.status, refused.headers)
+
+    def say(self, answer: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        """Answer with JSON."""
+        data = json.dumps(answer).encode()
+        self.send(io.BytesIO(data), 0, len(data), status, {"Content-Type": "application/json", **(headers or {})})
+
+    def send(self, body: BinaryIO, start: int, end: int, status: int, headers: dict[str, str]) -> None:
+        """Answer with a part of a file, harmed as the fault says."""
+        if self.fault.short is not None:
+            end = min(end, start + self.fault.short)
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(end - start)}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        if self.fault.cut is not None:
+            end = min(end, start + self.fault.cut)
+        body.seek(start)
+        while start < end:
+            piece = bytearray(body.read(min(PIECE, end - start)))
+            if self.fault.flip is not None and start <= self.fault.flip < start + len(piece):
+                piece[self.fault.flip - start] ^= 0xFF
+            self.wfile.write(piece)
+            start += len(piece)
+            with self.hub.lock:
+                self.hub.sent += len(piece)
+        if self.fault.cut is not None:
+            self.hang_up()
+
+    # What is known of users and repositories.
+
+    def whoami(self) -> None:
+        if self.hub.token and not self.headers.get("Authorization"):
+            raise Refused(401, message="Invalid username or password.")
+        role = {"type": "access_token", "accessToken": {"displayName": "loopback", "role": "write"}}
+        self.say({"type": "user", "name": USER, "fullname": USER, "orgs": [], "auth": role})
+
+    def info(self, repo: str, revision: str = "") -> None:
+        sha, files = self.hub.snapshot(repo, revision or "main")
+        siblings: list[dict[str, Any]] = [{"rfilename": path} for path in files]
+        if "blobs" in self.query:
+            for sibling, entry in zip(siblings, (self.hub.describe(*file) for file in files.items()), strict=True):
+                sibling |= {"size": entry["size"], "blobId": entry["oid"]}
+                if "lfs" in entry:
+                    sibling["lfs"] = {**entry["lfs"], "sha256": entry["lfs"]["oid"]}
+        private = self.hub.stored.get(repo, {}).get("private", False)
+        dates = {"createdAt": DATE, "lastModified": DATE}
+        rest = {"tags": [], "downloads": 0, "likes": 0, "gated": False, "disabled": False}
+        self.say({"id": repo, "modelId": repo, "sha": sha, "private": private, "siblings": siblings, **dates, **rest})
+
+    def refs(self, repo: str) -> None:
+        refs = {"main": COMMIT} if repo in self.hub.repositories else self.hub.stored[repo]["refs"]
+        listed: dict[str, list[dict[str, str]]] = {"branches": [], "converts": [], "tags": [], "pullRequests": []}
+        for name, sha in refs.items():
+            pull_request = name.startswith("refs/pr/")
+            ref = name if pull_request else f"refs/heads/{name}"
+            listed["pullRequests" if pull_request else "branches"].append(
+                {"name": name, "ref": ref, "targetCommit": sha}
+            )
+        self.say(listed)
+
+    def log(self, repo: str, revision: str) -> None:
+        known = {"authors": [{"user": USER}], "date": DATE, "message": ""}
+        self.say([{"id": sha, "title": c["title"], **known} for sha, c in self.hub.history(repo, revision)])
+
+    # Files to download.
+
+    def tree(self, repo: str, revision: str, path: str = "") -> None:
+        files = self.hub.snapshot(repo, revision)[1]
+        prefix = f"{path}/" if path else ""
+        below = {name: content for name, content in files.items() if name.startswith(prefix)}
+        if path and not below:
+            raise Refused(404, "EntryNotFound")
+        recursive = self.query.get("recursive") == ["true"]
+        parents = {parent.as_posix() for name in below for parent in Path(name).parents[:-1]}
+        parents = {
+            name for name in parents if name.startswith(prefix) and (recursive or "/" not in name[len(prefix) :])
+        }
+        listed = [directory(name) for name in sorted(parents)]
+        for name, content in below.items():
+            if recursive or "/" not in name[len(prefix) :]:
+                listed.append(self.hub.describe(name, content))
+        self.say(listed)
+
+    def paths_info(self, repo: str, revision: str) -> None:
+        files = self.hub.snapshot(repo, revision)[1]
+        body = self.body().decode()
+        in_json = self.headers.get_content_type() == "application/json"
+        asked = json.loads(body)["paths"] if in_json else parse_qs(body).get("paths", [])
+        found = [self.hub.describe(path, files[path]) for path in asked if path in files]
+        found += [directory(path) for path in asked if any(name.startswith(f"{path}/") for name in files)]
+        self.say(found)
+
+    def resolve(self, repo: str, revision: str, path: str) -> None:
+        sha, files = self.hub.snapshot(repo, revision)
+        if path not in files:
+            raise Refused(404, "EntryNotFound", X_Repo_Commit=sha)
+        entry = self.hub.describe(path, files[path])
+        size, etag = entry["size"], entry.get("lfs", entry)["oid"]
+        if self.fault.content is not None:
+            size = len(self.fault.content)
+            etag = hashes(io.BytesIO(self.fault.content), size)[0 if is_lfs(path) else 1]
+        etag = self.fault.etag or etag
+        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": sha, "Accept-Ranges": "bytes"}
+        if is_lfs(path):
+            headers |= {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(size)}
+        start, end, status = 0, size, 200
+        if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""):
+            start, end, status = int(asked[1]), min(int(asked[2] or size) + 1, size), 206
+            if start >= size:
+                raise Refused(416, message="Range Not Satisfiable", Content_Range=f"bytes */{size}")
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
+        with files[path].open("rb") if self.fault.content is None else io.BytesIO(self.fault.content) as body:
+            self.send(body, start, end, status, headers)
+
+    # Uploads.
+
+    def create(self) -> None:
+        asked = json.loads(self.body())
+        repo = f"{asked.get('organization') or USER}/{asked['name']}"
+        known = {"url": f"{self.hub.endpoint}/{repo}", "name": repo, "id": repo}
+        try:
+            self.hub.create(repo, private=asked.get("visibility") == "private" or bool(asked.get("private")))
+        except Refused as refused:
+            # Where the caller lets it exist, the client reads the address from this answer too.
+            return self.say({**known, "error": refused.headers["X-Error-Message"]}, refused.status, refused.headers)
+        self.say(known)
+
+    def validate(self) -> None:
+        self.body()
+        self.say({"errors": [], "warnings": []})
+
+    def preupload(self, repo: str, revision: str) -> None:
+        sha, files = self.hub.snapshot(repo, revision)
+        answers = []
+        for asked in json.loads(self.body())["files"]:
+            path = asked["path"]
+            entry = self.hub.describe(path, files[path]) if path in files else {"oid": None}
+            mode = "lfs" if is_lfs(path) else "regular"
+            answers.append(
+                {"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": entry.get("lfs", entry)["oid"]}
+            )
+        self.say({"files": answers, "commitOid": sha})
+
+    def batch(self, repo: str) -> None:
+        self.hub.snapshot(repo, "main")
+        objects = []
+        for asked in json.loads(self.body())["objects"]:
+            answer = {"oid": asked["oid"], "size": asked["size"]}
+            if not (self.hub.blobs / asked["oid"]).exists():
+                upload = f"{self.hub.endpoint}/lfs/{asked['oid']}?size={asked['size']}"
+                verify = f"{self.hub.endpoint}/{repo}.git/info/lfs/objects/verify"
+                answer["actions"] = {"upload": {"href": upload}, "verify": {"href": verify}}
+            objects.append(answer)
+        self.say({"transfer": "basic", "objects": objects})
+
+    def upload(self, oid: str) -> None:
+        """Take an LFS object: whole and as announced, or not at all."""
+        beside = self.hub.blobs / f"{oid}.{uuid.uuid4().hex}"
+        digest = hashlib.sha256()
+        try:
+            with beside.open("wb") as file:
+                for piece in self.received():
+                    digest.update(piece)
+                    file.write(piece)
+            if [str(self.length)] != self.query["size"] or digest.hexdigest() != oid:
+                raise Refused(400, message=f"{oid} was announced, {digest.hexdigest()} of {self.length} bytes came")
+            os.replace(beside, self.hub.blobs / oid)
+            with self.hub.lock:
+                self.hub.uploads[oid] += 1
+        finally:
+            beside.unlink(missing_ok=True)
+        self.say({})
+
+    def verify(self, repo: str) -> None:
+        asked = json.loads(self.body())
+        blob = self.hub.blobs / asked["oid"]
+        if not blob.exists() or blob.stat().st_size != asked["size"]:
+            raise Refused(404, message=f"{asked['oid']} was not uploaded to {repo}")
+        self.say({})
+
+    def commit(self, repo: str, revision: str) -> None:
+        lines = [json.loads(line) for line in self.body().splitlines()]
+        with self.hub.lock:
+            sha, files = self.hub.snapshot(repo, revision)
+            header, added, deleted = lines[0]["value"], {}, []
+            if header.get("parentCommit") not in (None, sha):
+                raise Refused(412, message="A commit has happened since. Please refresh and try again.")
+            for kind, value in ((line["key"], line["value"]) for line in lines[1:]):
+                if kind == "file":
+                    added[value["path"]] = self.hub.store(base64.b64decode(value["content"]))
+                elif kind == "lfsFile":
+                    if not (self.hub.blobs / value["oid"]).exists():
+                        raise Refused(400, message=f"the LFS object {value['oid']} of {value['path']} is missing")
+                    added[value["path"]] = value["oid"]
+                else:
+                    folder = kind == "deletedFolder"
+                    gone = [n for n in files if n == value["path"] or (folder and n.startswith(f"{value['path']}/"))]
+                    if not gone:
+                        raise Refused(404, "EntryNotFound", "A file with this name doesn't exist")
+                    deleted += gone
+            ref = revision
+            answer: dict[str, object] = {"success": True, "hookOutput": ""}
+            if "create_pr" in self.query:
+                ref = self.hub.open_pull_request(repo, revision)
+                answer["pullRequestUrl"] = f"{self.hub.endpoint}/{repo}/discussions/{ref.rpartition('/')[2]}"
+            elif ref not in self.hub.stored[repo]["refs"]:
+                raise Refused(404, "RevisionNotFound")
+            commit = self.hub.commit(repo, ref, header["summary"], added, deleted)
+        self.say({**answer, "commitOid": commit, "commitUrl": f"{self.hub.endpoint}/{repo}/commit/{commit}"})
+
+    def branch(self, repo: str, branch: str) -> None:
+        asked = json.loads(self.body())
+        with self.hub.lock:
+            start = self.hub.snapshot(repo, asked.get("startingPoint", "main"))[0]
+            if branch in self.hub.stored[repo]["refs"]:
+                raise Refused(409, message=f"Reference already exists: {branch}")
+            self.hub.stored[repo]["refs"][branch] = start
+            self.hub.save()
+        self.say({})
+
+    def discuss(self, repo: str) -> None:
+        """Open a pull request that has no commit yet."""
+        asked = json.loads(self.body())
+        if not asked["pullRequest"]:
+            raise Refused(400, message="only pull requests can be opened here")
+        self.say({"num": int(self.hub.open_pull_request(repo, "main").rpartition("/")[2])})
+
+    def discussion(self, repo: str, number: str) -> None:
+        self.hub.snapshot(repo, f"refs/pr/{number}")
+        known = {"title": "", "status": "draft", "createdAt": DATE, "events": [], "filesWithConflicts": []}
+        request = {
+            "isPullRequest": True,
+            "changes": {"base": "refs/heads/main"},
+            "repo": {"name": repo, "type": "model"},
+        }
+        self.say({**known, **request, "num": int(number)})
+
+
+REPO = r"(?P<repo>[^/]+/[^/]+)"
+# HfFileSystem leaves the slashes of refs/pr/1 unquoted, the rest of the client quotes them.
+REVISION = r"(?P<revision>refs/pr/\d+|[^/]+)"
+# Methods, path, whether it writes (and so needs the token), and what answers it.
+ROUTES: list[tuple[tuple[str, ...], str, bool, Callable[..., None]]] = [
+    (("GET",), "/api/whoami-v2", False, Handler.whoami),
+    (("GET",), f"/api/models/{REPO}", False, Handler.info),
+    (("GET",), f"/api/models/{REPO}/revision/{REVISION}", False, Handler.info),
+    (("GET",), f"/api/models/{REPO}/refs", False, Handler.refs),
+    (("GET",), f"/api/models/{REPO}/commits/{REVISION}", False, Handler.log),
+    (("GET",), f"/api/models/{REPO}/tree/{REVISION}(?:/(?P<path>.+))?", False, Handler.tree),
+    (("POST",), f"/api/models/{REPO}/paths-info/{REVISION}", False, Handler.paths_info),
+    (("GET", "HEAD"), f"/{REPO}/resolve/{REVISION}/(?P<path>.+)", False, Handler.resolve),
+    (("POST",), "/api/repos/create", True, Handler.create),
+    (("POST",), "/api/validate-yaml", False, Handler.validate),
+    (("POST",), f"/api/models/{REPO}/preupload/{REVISION}", True, Handler.preupload),
+    (("POST",), rf"/{REPO}\.git/info/lfs/objects/batch", True, Handler.batch),
+    (("PUT",), "/lfs/(?P<oid>[0-9a-f]{64})", False, Handler.upload),
+    (("POST",), rf"/{REPO}\.git/info/lfs/objects/verify", True, Handler.verify),
+    (("POST",), f"/api/models/{REPO}/commit/{REVISION}", True, Handler.commit),
+    (("POST",), f"/api/models/{REPO}/branch/(?P<branch>[^/]+)", True, Handler.branch),
+    (("POST",), f"/api/models/{REPO}/discussions", True, Handler.discuss),
+    (("GET",), f"/api/models/{REPO}/discussions/(?P<number>\\d+)", False, Handler.discussion),
+]
+for method in ("GET", "HEAD", "POST", "PUT"):
+    setattr(Handler, f"do_{method}", Handler.answer)

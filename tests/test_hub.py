@@ -18,8 +18,8 @@ Hub = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
-def hub() -> Iterator[LoopbackHub]:
-    with LoopbackHub() as server:
+def hub(tmp_path: Path) -> Iterator[LoopbackHub]:
+    with LoopbackHub(tmp_path / "hub") as server:
         yield server
 
 
