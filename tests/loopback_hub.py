@@ -21,6 +21,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -48,12 +49,12 @@ class Fault:
         delay: seconds to wait first.
         call: run before the request is carried out; with `cut` or `cut_upload`, when those bytes have gone.
         cut: hang up after so many bytes of the answer's body. The request was carried out, so cut=0 loses an answer.
-        cut_upload: hang up after so many bytes of the request's body, which is not carried out.
+        cut_upload: hang up after so many bytes of the request's body, or at once where it has none; it is not carried out.
         reset: hang up with a reset instead of an orderly end; the client takes the two differently.
         short: send only so many bytes of the body and announce that length.
         flip: send the byte at this position of the file inverted.
-        content: another content of the file, with the ETag that goes with it.
-        etag: another ETag of the file.
+        content: another content where the file is downloaded, with the ETag that goes with it.
+        etag: another ETag there.
     """
 
     path: str
@@ -196,7 +197,7 @@ class LoopbackHub:
             parent = stored["refs"].get(ref)
             files = dict(stored["commits"][parent]["files"]) if parent else {}
             for path in deleted:
-                del files[path]
+                files.pop(path, None)
             commit = {"title": title, "parent": parent, "added": list(added), "files": files | added}
             sha = hashlib.sha1(json.dumps([len(stored["commits"]), commit]).encode()).hexdigest()
             stored["commits"][sha] = commit
@@ -214,15 +215,18 @@ class LoopbackHub:
     def store(self, content: bytes) -> str:
         """Keep a regular file's content and return its sha256."""
         digest = hashlib.sha256(content).hexdigest()
-        (self.blobs / digest).write_bytes(content)
+        # A reader of the same content may have it open.
+        if not (self.blobs / digest).exists():
+            (self.blobs / digest).write_bytes(content)
         return digest
 
     def open_pull_request(self, repo: str, base: str) -> str:
         """The ref of a new pull request that starts at a revision."""
         with self.lock:
+            sha = self.snapshot(repo, base)[0]
             refs = self.stored[repo]["refs"]
             ref = f"refs/pr/{1 + sum(name.startswith('refs/pr/') for name in refs)}"
-            refs[ref] = self.snapshot(repo, base)[0]
+            refs[ref] = sha
             self.save()
             return ref
 
@@ -274,6 +278,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a new connection in a thread of its own."""
         with self.closed:
             self.connections.add(request)
         super().process_request(request, client_address)
@@ -287,7 +292,9 @@ class Server(ThreadingHTTPServer):
     def hang_up(self) -> None:
         with self.closed:
             for connection in self.connections:
-                connection.shutdown(socket.SHUT_RDWR)
+                # A client may have ended it by itself.
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
             self.closed.wait_for(lambda: not self.connections, timeout=5)
 
 
@@ -317,6 +324,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.fault.call()
             if self.fault.status:
                 raise Refused(self.fault.status, self.fault.code, **self.fault.headers)
+            if self.fault.cut_upload is not None and not self.length:
+                self.hang_up()
             for methods, pattern, writes, action in ROUTES:
                 if self.command in methods and (found := re.fullmatch(pattern, url.path)):
                     given = {name: unquote(value or "") for name, value in found.groupdict().items()}
@@ -409,8 +418,7 @@ class Handler(BaseHTTPRequestHandler):
     def whoami(self) -> None:
         if self.hub.token and not self.headers.get("Authorization"):
             raise Refused(401, message="Invalid username or password.")
-        role = {"type": "access_token", "accessToken": {"displayName": "loopback", "role": "write"}}
-        self.say({"type": "user", "name": USER, "fullname": USER, "orgs": [], "auth": role})
+        self.say({"type": "user", "name": USER, "orgs": []})
 
     def info(self, repo: str, revision: str = "") -> None:
         sha, files = self.hub.snapshot(repo, revision or "main")
@@ -421,11 +429,10 @@ class Handler(BaseHTTPRequestHandler):
                 if "lfs" in entry:
                     sibling["lfs"] = {**entry["lfs"], "sha256": entry["lfs"]["oid"]}
         private = self.hub.stored.get(repo, {}).get("private", False)
-        dates = {"createdAt": DATE, "lastModified": DATE}
-        rest = {"tags": [], "downloads": 0, "likes": 0, "gated": False, "disabled": False}
-        self.say({"id": repo, "modelId": repo, "sha": sha, "private": private, "siblings": siblings, **dates, **rest})
+        self.say({"id": repo, "sha": sha, "private": private, "siblings": siblings})
 
     def refs(self, repo: str) -> None:
+        self.hub.snapshot(repo, "main")
         refs = {"main": COMMIT} if repo in self.hub.repositories else self.hub.stored[repo]["refs"]
         listed: dict[str, list[dict[str, str]]] = {"branches": [], "converts": [], "tags": [], "pullRequests": []}
         for name, sha in refs.items():
@@ -510,13 +517,10 @@ class Handler(BaseHTTPRequestHandler):
     def preupload(self, repo: str, revision: str) -> None:
         sha, files = self.hub.snapshot(repo, revision)
         answers = []
-        for asked in json.loads(self.body())["files"]:
-            path = asked["path"]
-            entry = self.hub.describe(path, files[path]) if path in files else {"oid": None}
-            mode = "lfs" if is_lfs(path) else "regular"
-            answers.append(
-                {"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": entry.get("lfs", entry)["oid"]}
-            )
+        for path in (asked["path"] for asked in json.loads(self.body())["files"]):
+            entry: dict[str, Any] = self.hub.describe(path, files[path]) if path in files else {"oid": None}
+            answer = {"path": path, "uploadMode": "lfs" if is_lfs(path) else "regular", "shouldIgnore": False}
+            answers.append({**answer, "oid": entry.get("lfs", entry)["oid"]})
         self.say({"files": answers, "commitOid": sha})
 
     def batch(self, repo: str) -> None:
@@ -571,8 +575,9 @@ class Handler(BaseHTTPRequestHandler):
                         raise Refused(400, message=f"the LFS object {value['oid']} of {value['path']} is missing")
                     added[value["path"]] = value["oid"]
                 else:
-                    folder = kind == "deletedFolder"
-                    gone = [n for n in files if n == value["path"] or (folder and n.startswith(f"{value['path']}/"))]
+                    path = value["path"].rstrip("/")
+                    whole = f"{path}/" if kind == "deletedFolder" else None
+                    gone = [name for name in files if (name.startswith(whole) if whole else name == path)]
                     if not gone:
                         raise Refused(404, "EntryNotFound", "A file with this name doesn't exist")
                     deleted += gone

@@ -16,6 +16,7 @@ from huggingface_hub import (
     close_session,
     constants,
     get_hf_file_metadata,
+    get_session,
     hf_hub_url,
 )
 from huggingface_hub.errors import (
@@ -160,6 +161,8 @@ def test_ranges(hub: LoopbackHub, source: str) -> None:
         file.seek(len(WEIGHTS) - 5)
         assert file.read() == WEIGHTS[-5:]
     assert hub.sent < len(WEIGHTS) / 4
+    beyond = {"Range": f"bytes={len(WEIGHTS)}-"}
+    assert get_session().get(hf_hub_url(source, NAME, endpoint=hub.endpoint), headers=beyond).status_code == 416
 
 
 def test_a_cut_download_resumes(hub: LoopbackHub, api: HfApi, source: str, tmp_path: Path) -> None:
@@ -192,6 +195,9 @@ def test_faults(hub: LoopbackHub, api: HfApi, source: str, tmp_path: Path) -> No
     assert download() == WEIGHTS
     hub.faults.append(Fault(NAME, "GET", status=503))
     with pytest.raises(HfHubHTTPError, match="503 Service Unavailable"):
+        download()
+    hub.faults.append(Fault(NAME, "GET", cut=100_000, reset=True))
+    with pytest.raises(Exception, match="Connection reset by peer"):
         download()
     hub.faults.append(Fault(NAME, "HEAD", status=403, code="GatedRepo"))
     with pytest.raises(ValueError, match="Force download failed") as refused:
