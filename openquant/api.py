@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from .card import model_card
 from .checkpoint import INDEX_FILE, Checkpoint, open_checkpoint, readable
-from .convert import convert
+from .convert import convert, worker_memory
 from .errors import SourceError, UsageError
 from .hub import Source, find_source
 from .output import OutputDirectory, refuse_overlap
@@ -103,6 +103,7 @@ def compress(
     dry_run: bool = False,
     device: str = "auto",
     workers: int | None = None,
+    max_memory: int | None = None,
     revision: str | None = None,
     overwrite: bool = False,
     ranks: Ranks | None = None,
@@ -118,6 +119,7 @@ def compress(
         dry_run: plan only.
         device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
         workers: number of threads; the CPUs this process may use if None, divided by the ranks on this machine.
+        max_memory: bytes that this process may hold in memory; fewer workers are used if need be.
         revision: branch, tag or commit on the Hub.
         overwrite: replace what an earlier run left in `output`.
         ranks: this process among several that do the job together; on its own if None.
@@ -137,8 +139,11 @@ def compress(
     if workers is not None and workers < 1:
         raise UsageError(f"{workers} workers cannot work", "give --workers 1 or more")
     ranks = ranks or Ranks()
+    workers = workers or max(1, available_cpus() // ranks.local_size)
     with closing(ranks):
-        prepared, error = _attempt(lambda: _prepare(os.fspath(model), output, chosen, ignore, revision, dry_run))
+        prepared, error = _attempt(
+            lambda: _prepare(os.fspath(model), output, chosen, ignore, revision, dry_run, workers, max_memory)
+        )
         digests = ranks.agree(error, prepared and prepared.plan.digest)
         if len(set(digests)) > 1:
             raise SourceError("ranks see different sources", "let all of them read the same files")
@@ -167,8 +172,7 @@ def compress(
         reporter.planned(plan, prepared.source, prepared.target)
         if dry_run:
             return result(resumed=False)
-        workers = workers or max(1, available_cpus() // ranks.local_size)
-        resumed, already_complete = _carry_out(prepared, ranks, overwrite, workers, device, reporter)
+        resumed, already_complete = _carry_out(prepared, ranks, overwrite, device, reporter)
         done = result(resumed)
         reporter.finished(done, already_complete)
         return done
@@ -183,6 +187,7 @@ class _Prepared:
     identity: str
     plan: Plan
     target: Path
+    workers: int
 
 
 def _prepare(
@@ -192,6 +197,8 @@ def _prepare(
     ignore: Sequence[str],
     revision: str | None,
     headers_only: bool,
+    workers: int,
+    max_memory: int | None,
 ) -> _Prepared:
     source = find_source(model, revision, headers_only)
     with _without_collector():
@@ -202,7 +209,24 @@ def _prepare(
         raise UsageError("-o is empty", "give a directory, or leave -o out")
     target = Path(output) if output is not None else _default_output(source, scheme)
     refuse_overlap(source.root, target)
-    return _Prepared(source, checkpoint, identity, plan, target)
+    return _Prepared(source, checkpoint, identity, plan, target, _affordable(workers, plan, max_memory))
+
+
+def _affordable(workers: int, plan: Plan, max_memory: int | None) -> int:
+    """As many of the workers as the memory allows.
+
+    Raises:
+        UsageError: it does not allow one.
+    """
+    if max_memory is None:
+        return workers
+    held, each = peak_rss(), worker_memory(plan)
+    if max_memory < held + each:
+        raise UsageError(
+            f"a memory of {max_memory:,} bytes is too little: this model takes {held + each:,} with a single worker",
+            "give a larger --max-memory",
+        )
+    return min(workers, (max_memory - held) // each)
 
 
 @contextmanager
@@ -229,7 +253,7 @@ def _attempt(do: Callable[[], Made]) -> tuple[Made | None, Exception | None]:
 
 
 def _carry_out(
-    prepared: _Prepared, ranks: Ranks, overwrite: bool, workers: int, device: str, reporter: Reporter
+    prepared: _Prepared, ranks: Ranks, overwrite: bool, device: str, reporter: Reporter
 ) -> tuple[bool, bool]:
     """Write the output; whether an earlier run was continued, and whether it had left nothing to do."""
     plan = prepared.plan
@@ -259,6 +283,7 @@ def _carry_out(
             )
             reporter.started(plan.source_bytes, done_bytes)
             root = prepared.source.root
+            workers = prepared.workers
             _, error = _attempt(lambda: convert(plan, mine, root, directory, workers, chosen[0], reporter.advanced))
             ranks.agree(error)
 

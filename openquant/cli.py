@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -31,6 +32,15 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, f"see {self.prog} --help")
+
+
+def _size(text: str) -> int:
+    """Bytes: 1500000000, 500MB, 1.5GB, 2GiB."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])(i?)B?|B)?", text, re.IGNORECASE)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text} is not a size such as 500MB or 2GB")
+    unit = 1024 if found[3] else 1000
+    return int(float(found[1]) * unit ** (" KMGT".index(found[2].upper()) if found[2] else 0))
 
 
 def _add_compress_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +73,9 @@ def _add_compress_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", default="auto", metavar="auto|cpu|cuda[:N]", help="where to compute (default: auto)"
     )
     parser.add_argument("--workers", type=int, metavar="N", help="threads (default: the CPUs it may use)")
+    parser.add_argument(
+        "--max-memory", type=_size, metavar="SIZE", help="use fewer threads if more memory were needed: 500MB, 2GB"
+    )
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub repository")
     parser.add_argument("--overwrite", action="store_true", help="replace what an earlier run left in the output")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else")
@@ -231,6 +244,7 @@ def _compress(options: argparse.Namespace, interrupts: _Interrupts) -> int:
             dry_run=options.dry_run,
             device=options.device,
             workers=options.workers,
+            max_memory=options.max_memory,
             revision=options.revision,
             overwrite=options.overwrite,
             ranks=ranks,

@@ -28,6 +28,8 @@ from .shardfile import AlignedBuffer, Bytes, ShardFile, SourceFile
 BUFFER = 4 << 20
 # A transposed matrix is read in columns: longer pieces of each stored row make fewer system calls.
 TRANSPOSED_BUFFER = 32 << 20
+# What the kernels need for CHUNK weights, their tables, and what they leave behind in the allocator.
+KERNEL_MEMORY = 16 << 20
 
 Progress = Callable[[int], None]
 
@@ -38,9 +40,21 @@ class CpuKernels:
     absmax = staticmethod(kernels.absmax)
     encode = staticmethod(kernels.encode)
 
+    def load(self, bits: Bits, dtype: str) -> Bits:
+        """Weights as absmax and encode take them."""
+        del dtype
+        return bits
+
+    def memory(self, nbytes: int) -> Bytes:
+        """A buffer for weights or codes."""
+        return np.empty(nbytes, np.uint8)
+
 
 class TorchKernels:
     """The same on a torch device; the arithmetic of packed.py, so the codes are the same too.
+
+    Each worker has one of its own. On a GPU its buffers are pinned, so that copies go by DMA, and it works on its own
+    stream, so that one worker's copies overlap another's arithmetic and the reads and writes of all.
 
     Args:
         device: a torch device name such as "cuda:0".
@@ -52,24 +66,60 @@ class TorchKernels:
         self.torch = torch
         self.device = torch.device(device)
         self.dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+        self.stream: Any = None
+        if self.device.type == "cuda":
+            self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
-    def _load(self, bits: Bits, dtype: str) -> Any:
-        signed = np.ascontiguousarray(bits).view(f"i{bits.dtype.itemsize}")
-        return self.torch.from_numpy(signed).to(self.device).view(self.dtypes[dtype])
+    def memory(self, nbytes: int) -> Bytes:
+        """As CpuKernels.memory."""
+        return np.asarray(self.torch.empty(nbytes, dtype=self.torch.uint8, pin_memory=self.stream is not None).numpy())
 
-    def absmax(self, bits: Bits, dtype: str, block: int | None) -> Floats:
+    def load(self, bits: Bits, dtype: str) -> Any:
+        """As CpuKernels.load: once on the device, for both."""
+        signed = self.torch.from_numpy(np.ascontiguousarray(bits).view(f"i{bits.dtype.itemsize}"))
+        with self.torch.cuda.stream(self.stream):
+            return signed.to(self.device, non_blocking=True).view(self.dtypes[dtype])
+
+    def absmax(self, weight: Any, dtype: str, block: int | None) -> Floats:
         """As kernels.absmax."""
         from .packed import group_absmax
 
-        return np.asarray(group_absmax(self._load(bits, dtype), block).cpu().numpy())
+        del dtype  # the weight has it
+        with self.torch.cuda.stream(self.stream):
+            return np.asarray(group_absmax(weight, block).cpu().numpy())
 
-    def encode(self, bits: Bits, dtype: str, amax: Floats, scale: Floats, block: int | None, out: Codes) -> None:
+    def encode(self, weight: Any, dtype: str, amax: Floats, scale: Floats, block: int | None, out: Codes) -> None:
         """As kernels.encode."""
         from .packed import encode
 
-        del amax  # only the CPU's tables are chosen by it
-        codes = encode(self._load(bits, dtype), self.torch.from_numpy(scale).to(self.device), block)
-        self.torch.from_numpy(out).copy_(codes.view(self.torch.uint8))
+        del dtype, amax  # only the CPU's tables are chosen by them
+        with self.torch.cuda.stream(self.stream):
+            codes = encode(weight, self.torch.from_numpy(scale).to(self.device), block)
+            self.torch.from_numpy(out).copy_(codes.view(self.torch.uint8), non_blocking=True)
+            if self.stream is not None:
+                # Before the codes are written, and before the next weights are read into the same memory.
+                self.stream.synchronize()
+
+
+def worker_memory(plan: Plan) -> int:
+    """Bytes that one worker needs at most, beyond what the process already holds."""
+    multiple = plan.scheme.block or 1
+    largest = BUFFER
+    copied = 0
+    for dtype, (rows, cols), transposed in plan.matrix_kinds:
+        itemsize = BITS_TYPE[dtype].itemsize
+        piece = _step(rows, cols, itemsize, transposed, multiple) * cols * itemsize
+        largest = max(largest, piece)
+        # Turned around before it is quantized; or else the largest weights of some whole rows are looked for in a copy.
+        copied = max(copied, piece if transposed else min(piece, multiple * cols * itemsize))
+    # Read into one buffer, written from two.
+    return 3 * largest + copied + KERNEL_MEMORY
+
+
+def _step(rows: int, cols: int, itemsize: int, transposed: bool, multiple: int) -> int:
+    """Rows of a matrix that are handled at a time."""
+    limit = TRANSPOSED_BUFFER if transposed else BUFFER
+    return min(rows, max(1, limit // (cols * itemsize) // multiple) * multiple)
 
 
 def convert(
@@ -192,17 +242,18 @@ class _Conversion:
 class _Slot:
     """An output buffer, and the write that still needs it."""
 
-    def __init__(self, conversion: _Conversion, writers: ThreadPoolExecutor) -> None:
+    def __init__(self, conversion: _Conversion, writers: ThreadPoolExecutor, memory: Callable[[int], Bytes]) -> None:
         self.conversion = conversion
         self.writers = writers
-        self.buffer = AlignedBuffer(0)
+        self.memory = memory
+        self.buffer = AlignedBuffer(memory, 0)
         self.pending: Future[None] | None = None
 
     def take(self, offset: int, nbytes: int) -> Bytes:
         """Memory for `nbytes` bytes that will go to `offset`, once its last contents are written."""
         self.settle()
         if self.buffer.size < nbytes:
-            self.buffer = AlignedBuffer(nbytes)
+            self.buffer = AlignedBuffer(self.memory, nbytes)
         return self.buffer.view(offset, nbytes)
 
     def send(self, file: ShardFile, data: Bytes, offset: int) -> None:
@@ -229,8 +280,8 @@ class _Worker:
         self.conversion = conversion
         self.scheme = conversion.scheme
         self.kernels = CpuKernels() if conversion.device == "cpu" else TorchKernels(conversion.device)
-        self.buffer = np.empty(BUFFER, np.uint8)
-        self.slots = [_Slot(conversion, writers) for _ in range(2)]
+        self.buffer = self.kernels.memory(BUFFER)
+        self.slots = [_Slot(conversion, writers, self.kernels.memory) for _ in range(2)]
 
     def do(self, job: Copy | Job, file: ShardFile) -> None:
         """Carry out one job; its last pieces may still be on their way to the disk."""
@@ -278,7 +329,8 @@ class _Worker:
         largest = np.zeros((), np.float32)
         for matrix in job.joined:
             for bits in self._rows(matrix, 1):
-                largest = np.maximum(largest, self._finite(matrix, self.kernels.absmax(bits, matrix.dtype, None)))
+                weight = self.kernels.load(bits, matrix.dtype)
+                largest = np.maximum(largest, self._finite(matrix, self.kernels.absmax(weight, matrix.dtype, None)))
                 self.conversion.advance(0)
         limit = self.scheme.largest
         if limit is not None and largest > limit:
@@ -296,8 +348,9 @@ class _Worker:
         if shared is not None:
             file.write(self.scheme.scale(shared), scale_place)
         for bits in self._rows(matrix, block or 1):
+            weight = self.kernels.load(bits, matrix.dtype)
             if shared is None:
-                amax = self._finite(matrix, self.kernels.absmax(bits, matrix.dtype, block))
+                amax = self._finite(matrix, self.kernels.absmax(weight, matrix.dtype, block))
                 scale = self.scheme.scale(amax)
                 file.write(scale, scale_place)
                 scale_place += scale.nbytes
@@ -305,7 +358,7 @@ class _Worker:
                 amax, scale = shared, self.scheme.scale(shared)
             slot = self._slot()
             codes = slot.take(place, bits.size)
-            self.kernels.encode(bits, matrix.dtype, amax, scale, block, codes.reshape(bits.shape))
+            self.kernels.encode(weight, matrix.dtype, amax, scale, block, codes.reshape(bits.shape))
             slot.send(file, codes, place)
             place += codes.nbytes
             self.conversion.advance(bits.nbytes)
@@ -322,10 +375,9 @@ class _Worker:
         """The matrix in runs of rows [n, in], each a multiple of `multiple` rows and about a buffer long."""
         rows, cols = matrix.shape
         kind = BITS_TYPE[matrix.dtype]
-        limit = TRANSPOSED_BUFFER if matrix.transposed else BUFFER
-        step = min(rows, max(1, limit // (cols * kind.itemsize) // multiple) * multiple)
+        step = _step(rows, cols, kind.itemsize, matrix.transposed, multiple)
         if self.buffer.nbytes < step * cols * kind.itemsize:
-            self.buffer = np.empty(step * cols * kind.itemsize, np.uint8)
+            self.buffer = self.kernels.memory(step * cols * kind.itemsize)
         with SourceFile(self.conversion.root, matrix.shard) as source:
             for low in range(0, rows, step):
                 count = min(step, rows - low)

@@ -19,7 +19,8 @@ def group_absmax(weight: Tensor, block: int | None) -> Tensor:
 
 def group_scale(absmax: Tensor, scheme: Scheme) -> Tensor:
     """float32 scale of each group: absmax / 448, not below the scheme's floor, 1.0 for an all-zero group."""
-    scale = (absmax / float(CODE_MAX)).clamp(min=scheme.scale_floor)
+    # Divided by a tensor: by a number, torch multiplies with its reciprocal on a GPU, which rounds otherwise.
+    scale = (absmax / absmax.new_tensor(float(CODE_MAX))).clamp(min=scheme.scale_floor)
     return torch.where(absmax == 0, torch.ones_like(scale), scale)
 
 

@@ -129,6 +129,14 @@ class Plan:
         """The tensor-parallel sizes that can serve the result."""
         return [entry.size for entry in self.parallel if entry.problem is None]
 
+    @property
+    def matrix_kinds(self) -> set[tuple[str, tuple[int, int], bool]]:
+        """Source dtype, [out, in] and whether stored transposed, of all that is handled as a matrix."""
+        return {
+            (layer.source.dtype, layer.shape, layer.stacked is not None and layer.stacked.transposed)
+            for layer in self._fates.layers.values()
+        }
+
     def outputs(self, shard: str) -> list[TensorInfo]:
         """The tensors of an output file, in file order."""
         fates, outputs = self._fates, []

@@ -8,9 +8,9 @@ writes to the same file. The two never touch the same block.
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +35,17 @@ class AlignedBuffer:
     """Memory whose place within a disk block can be chosen.
 
     Args:
+        memory: makes so many bytes of it.
         size: bytes it must be able to hold.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, memory: Callable[[int], Bytes], size: int) -> None:
         self.size = size
-        self._memory = np.frombuffer(mmap.mmap(-1, size + ALIGNMENT), np.uint8)
+        self._memory = memory(size + ALIGNMENT)
 
     def view(self, offset: int, nbytes: int) -> Bytes:
         """`nbytes` bytes that lie in memory as they will lie at `offset` in a file."""
-        start = offset % ALIGNMENT
+        start = (offset - self._memory.ctypes.data) % ALIGNMENT
         return self._memory[start : start + nbytes]
 
 

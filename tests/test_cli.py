@@ -95,6 +95,8 @@ ERRORS = [
      "-w 128 asks for blocks, --scheme tensor for one scale per tensor", "leave one of them out"),
     (["-m", EXAMPLE, "--scheme", "int4"], "argument --scheme: invalid choice: 'int4' (choose from", "see compress_fp8.py --help"),
     (["-m", EXAMPLE, "--workers", "0"], "0 workers cannot work", "give --workers 1 or more"),
+    (["-m", EXAMPLE, "--max-memory", "much"], "argument --max-memory: much is not a size such as 500MB or 2GB",
+     "see compress_fp8.py --help"),
     (["-m", EXAMPLE, "--workers", "many"], "argument --workers: invalid int value: 'many'", "see compress_fp8.py --help"),
     (["-m", EXAMPLE, "--device", "tpu"], "tpu is not a device", "choose auto, cpu, cuda or cuda:N"),
     (["-m", EXAMPLE, "--revision", "main"], f"{EXAMPLE} is a local directory, which has no revision main", "leave --revision out"),
@@ -256,7 +258,7 @@ def test_help_and_version(command: list[str]) -> None:
     helped = subprocess.run([sys.executable, *command, "--help"], capture_output=True, text=True)
     assert helped.returncode == 0
     if command[-1] != "openquant":
-        for option in ("-m", "-o", "-w", "--scheme", "--ignore", "--dry-run", "--device", "--workers", "--revision",
+        for option in ("-m", "-o", "-w", "--scheme", "--ignore", "--dry-run", "--device", "--workers", "--max-memory", "--revision",
                        "--overwrite", "--json", "-q", "-v"):  # fmt: skip
             assert option in helped.stdout
     if command[-1] != "compress":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -276,6 +277,37 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, scheme: Scheme) -> 
     command = [sys.executable, "-c", code, str(source), str(tmp_path / "out"), scheme.name]
     peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert peak < 120e6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("stored", ["wide", "transposed"])
+@schemes
+def test_max_memory_is_kept(tmp_path: Path, scheme: Scheme, stored: str, dtype: torch.dtype) -> None:
+    """By using fewer of the workers; with room for one only the least that is possible is named."""
+    import subprocess
+    import sys
+
+    if stored == "wide":
+        weights = {f"model.layers.{n}.mlp.down_proj.weight": torch.ones(256, 65536, dtype=dtype) for n in range(4)}
+        source = tiny.write(tmp_path / "source", weights=weights)
+    else:
+        weights = {"model.layers.0.feed_forward.experts.down_proj": torch.ones(8, 4096, 2048, dtype=dtype)}
+        source = tiny.write(tmp_path / "source", "Llama4ForCausalLM", weights=weights)
+    code = (
+        "import sys, openquant; r = openquant.compress(sys.argv[1], sys.argv[2], sys.argv[3], workers=9,"
+        "max_memory=int(sys.argv[4])); print(r.peak_rss_bytes)"
+    )
+
+    def run(limit: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code, str(source), str(tmp_path / str(limit)), scheme.name, str(limit)]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    refused = run(50_000_000).stderr.splitlines()[-1]
+    found = re.search(r"a memory of 50,000,000 bytes is too little: this model takes ([\d,]+) with a single", refused)
+    assert found, refused
+    for limit in (int(found[1].replace(",", "")) + 500_000, 300_000_000):
+        done = run(limit)
+        assert int(done.stdout) <= limit, done.stderr
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Llama4ForCausalLM"])
