@@ -18,9 +18,11 @@ from .card import model_card
 from .checkpoint import INDEX_FILE, Checkpoint, open_checkpoint, readable
 from .convert import convert, worker_memory
 from .errors import SourceError, UsageError
+from .fetch import AHEAD, Supply
 from .hub import Source, find_source
-from .output import OutputDirectory, refuse_overlap
+from .output import WORK, OutputDirectory, finished_files, refuse_overlap
 from .plan import Plan, make_plan
+from .publish import WAITING, Publisher, Push
 from .ranks import Ranks
 from .schemes import SCHEMES, Scheme
 
@@ -38,6 +40,8 @@ class Result:
         dry_run: whether nothing was written.
         source_bytes: size of the source's tensors.
         output_bytes: size of the output's tensors.
+        download_bytes: size of the shards that are fetched from the Hub.
+        pushed_to: address of the commit or pull request that published the output; None if it was not.
         quantized_tensors: number of weights stored as float8_e4m3fn.
         ignored_layers: what quantization_config lists under that name.
         shards: number of output shards.
@@ -55,6 +59,8 @@ class Result:
     dry_run: bool
     source_bytes: int
     output_bytes: int
+    download_bytes: int
+    pushed_to: str | None
     quantized_tensors: int
     ignored_layers: list[str]
     shards: int
@@ -80,6 +86,9 @@ class Reporter(Protocol):
     def advanced(self, nbytes: int) -> None:
         """So many more bytes of the source are converted."""
 
+    def publishing(self, repo: str) -> None:
+        """All is converted; what is not uploaded yet goes to that repository."""
+
     def finished(self, result: Result, already_complete: bool) -> None:
         """All is written."""
 
@@ -90,6 +99,8 @@ class _Silent:
     def started(self, total: int, done: int) -> None: ...
 
     def advanced(self, nbytes: int) -> None: ...
+
+    def publishing(self, repo: str) -> None: ...
 
     def finished(self, result: Result, already_complete: bool) -> None: ...
 
@@ -106,6 +117,8 @@ def compress(
     max_memory: int | None = None,
     revision: str | None = None,
     overwrite: bool = False,
+    stream: bool = False,
+    push: Push | None = None,
     ranks: Ranks | None = None,
     reporter: Reporter | None = None,
 ) -> Result:
@@ -122,6 +135,8 @@ def compress(
         max_memory: bytes that this process may hold in memory; fewer workers are used if need be.
         revision: branch, tag or commit on the Hub.
         overwrite: replace what an earlier run left in `output`.
+        stream: keep only a few shards of a Hub repository on disk, and none in the Hub's cache.
+        push: publish the output on the Hub.
         ranks: this process among several that do the job together; on its own if None.
         reporter: is told the plan and the progress.
 
@@ -142,7 +157,7 @@ def compress(
     workers = workers or max(1, available_cpus() // ranks.local_size)
     with closing(ranks):
         prepared, error = _attempt(
-            lambda: _prepare(os.fspath(model), output, chosen, ignore, revision, dry_run, workers, max_memory)
+            lambda: _prepare(os.fspath(model), output, chosen, ignore, revision, stream, workers, max_memory)
         )
         digests = ranks.agree(error, prepared and prepared.plan.digest)
         if len(set(digests)) > 1:
@@ -150,7 +165,7 @@ def compress(
         assert prepared is not None
         plan = prepared.plan
 
-        def result(resumed: bool) -> Result:
+        def result(resumed: bool, pushed_to: str | None) -> Result:
             return Result(
                 model=os.fspath(model),
                 revision=prepared.source.revision,
@@ -160,6 +175,8 @@ def compress(
                 dry_run=dry_run,
                 source_bytes=plan.source_bytes,
                 output_bytes=plan.output_bytes,
+                download_bytes=prepared.source.remote_bytes(plan.source_shards),
+                pushed_to=pushed_to,
                 quantized_tensors=plan.quantized_tensors,
                 ignored_layers=plan.ignored_layers,
                 shards=len(plan.shards),
@@ -171,9 +188,9 @@ def compress(
 
         reporter.planned(plan, prepared.source, prepared.target)
         if dry_run:
-            return result(resumed=False)
-        resumed, already_complete = _carry_out(prepared, ranks, overwrite, device, reporter)
-        done = result(resumed)
+            return result(resumed=False, pushed_to=None)
+        resumed, already_complete, pushed_to = _carry_out(prepared, ranks, overwrite, device, push, reporter)
+        done = result(resumed, pushed_to)
         reporter.finished(done, already_complete)
         return done
 
@@ -188,6 +205,7 @@ class _Prepared:
     plan: Plan
     target: Path
     workers: int
+    stream: bool
 
 
 def _prepare(
@@ -196,11 +214,13 @@ def _prepare(
     scheme: Scheme,
     ignore: Sequence[str],
     revision: str | None,
-    headers_only: bool,
+    stream: bool,
     workers: int,
     max_memory: int | None,
 ) -> _Prepared:
-    source = find_source(model, revision, headers_only)
+    source = find_source(model, revision)
+    if stream and source.repo is None:
+        raise UsageError(f"{model} is a local directory, nothing of it can be streamed", "leave --stream out")
     with _without_collector():
         checkpoint = open_checkpoint(source.root, source.remote)
         identity = source.identity(checkpoint)
@@ -209,7 +229,7 @@ def _prepare(
         raise UsageError("-o is empty", "give a directory, or leave -o out")
     target = Path(output) if output is not None else _default_output(source, scheme)
     refuse_overlap(source.root, target)
-    return _Prepared(source, checkpoint, identity, plan, target, _affordable(workers, plan, max_memory))
+    return _Prepared(source, checkpoint, identity, plan, target, _affordable(workers, plan, max_memory), stream)
 
 
 def _affordable(workers: int, plan: Plan, max_memory: int | None) -> int:
@@ -252,29 +272,92 @@ def _attempt(do: Callable[[], Made]) -> tuple[Made | None, Exception | None]:
         return None, error
 
 
+def push(directory: str | os.PathLike[str], target: Push) -> str:
+    """Publish a directory that compress() made.
+
+    Args:
+        directory: the directory; it must be finished.
+        target: where to.
+
+    Returns:
+        The address of the commit or pull request.
+
+    Raises:
+        OpenQuantError: it is not finished, or cannot be published.
+    """
+    path = Path(directory)
+    digest, files = finished_files(path)
+    shards = [name for name in files if name.endswith(".safetensors")]
+    publisher = Publisher(target, path, digest, shards)
+    publisher.prepare()
+    with publisher:
+        return publisher.finish(sorted(files - set(shards)), path.resolve().name)
+
+
+class _Traffic:
+    """Shards from the supply to the publisher, if there is one."""
+
+    def __init__(self, supply: Supply, publisher: Publisher | None) -> None:
+        self.supply = supply
+        self.publisher = publisher
+        self.path = supply.path
+
+    def wait_for(self, output: str, stopped: Callable[[], bool]) -> None:
+        if self.publisher is not None:
+            self.publisher.wait_for_room(stopped)
+        self.supply.wait_for(output, stopped)
+
+    def finished(self, output: str) -> None:
+        self.supply.finished(output)
+        if self.publisher is not None:
+            self.publisher.finished(output)
+
+
 def _carry_out(
-    prepared: _Prepared, ranks: Ranks, overwrite: bool, device: str, reporter: Reporter
-) -> tuple[bool, bool]:
-    """Write the output; whether an earlier run was continued, and whether it had left nothing to do."""
-    plan = prepared.plan
+    prepared: _Prepared, ranks: Ranks, overwrite: bool, device: str, push: Push | None, reporter: Reporter
+) -> tuple[bool, bool, str | None]:
+    """Write the output; whether an earlier run was continued, or had left nothing to do, and where it was pushed."""
+    plan, source = prepared.plan, prepared.source
     shards = {shard.name: shard.nbytes for shard in plan.shards}
     # Made before anything is converted, so that nothing about them can fail after hours.
     made = _made_files(prepared)
     others = {**plan.files, **{name: len(data) for name, data in made.items()}}
-    directory = OutputDirectory(prepared.target, plan.digest, shards, others, overwrite)
+    publisher = Publisher(push, prepared.target, plan.digest, shards) if push else None
+    if publisher and overwrite and ranks.first:
+        publisher.forget()
+    sizes = sorted((remote.size for remote in source.remote.values()), reverse=True) if prepared.stream else []
+    directory = OutputDirectory(
+        prepared.target,
+        plan.digest,
+        shards,
+        others,
+        overwrite,
+        elsewhere=publisher.elsewhere() if publisher else frozenset(),
+        at_once=WAITING + 2 if push and push.only else None,
+        scratch=sum(sizes[: AHEAD + 2]),
+    )
+    chosen: list[str] = []
+    pushed_to = None
     with ExitStack() as stack:
 
-        def claim() -> list[str] | None:
-            """The unfinished shards, None if nothing at all is left to do; for the first rank to say."""
+        def claim() -> tuple[list[str] | None, str]:
+            """The unfinished shards, None if nothing at all is left to do, and where to push; for the first to say."""
             chosen.append(_device(device, ranks))
             if not ranks.first:
-                return None
+                return None, ""
             stack.enter_context(directory)
-            return None if directory.complete else [name for name in shards if not directory.is_finished(name)]
+            if publisher:
+                publisher.prepare()
+            unfinished = [name for name in shards if not directory.is_finished(name)]
+            return None if directory.complete else unfinished, publisher.repo if publisher else ""
 
-        chosen: list[str] = []
-        unfinished, error = _attempt(claim)
-        todo = ranks.agree(error, unfinished)[0]
+        claimed, error = _attempt(claim)
+        told = ranks.agree(error, claimed)[0]
+        assert told is not None
+        todo, repo = told
+        if publisher:
+            publisher.repo = repo
+            stack.enter_context(publisher)
         if todo is not None:
             names, where = set(todo), prepared.checkpoint.where
             mine = ranks.share([shard for shard in plan.shards if shard.name in names])
@@ -282,19 +365,35 @@ def _carry_out(
                 info.nbytes for info in prepared.checkpoint.tensors.values() if where[info.name].shard not in names
             )
             reporter.started(plan.source_bytes, done_bytes)
-            root = prepared.source.root
-            workers = prepared.workers
-            _, error = _attempt(lambda: convert(plan, mine, root, directory, workers, chosen[0], reporter.advanced))
+
+            def work() -> None:
+                needs = {shard.name: sorted(plan.sources(shard.name)) for shard in mine} if source.remote else {}
+                scratch = prepared.target / WORK / f"source-{ranks.rank}" if prepared.stream else None
+                if source.remote and scratch is None:
+                    source.require_cache_space({name for names in needs.values() for name in names})
+                with Supply(source, needs, scratch) as supply:
+                    traffic = _Traffic(supply, publisher)
+                    convert(plan, mine, traffic, directory, prepared.workers, chosen[0], reporter.advanced)
+                if publisher:
+                    publisher.drain()
+
+            _, error = _attempt(work)
             ranks.agree(error)
 
-        def finish() -> None:
-            if ranks.first and todo is not None:
+        def finish() -> str | None:
+            if not ranks.first:
+                return None
+            if todo is not None:
                 _write_others(prepared, directory, made)
                 directory.finish()
+            if publisher is None:
+                return None
+            reporter.publishing(publisher.repo)
+            return publisher.finish(sorted(others), f"{source.name} in FP8 ({plan.scheme.title})")
 
-        _, error = _attempt(finish)
+        pushed_to, error = _attempt(finish)
         ranks.agree(error)
-    return directory.resumed, todo is None
+    return directory.resumed, todo is None, pushed_to
 
 
 def _made_files(prepared: _Prepared) -> dict[str, bytes]:

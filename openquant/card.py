@@ -16,7 +16,7 @@ from .patterns import collapse
 from .plan import Plan
 
 # Entries that describe the base model and would be wrong here, or that this program sets itself.
-_REPLACED = ("base_model", "base_model_relation", "tags", "model-index", "new_version")
+_REPLACED = ("base_model", "base_model_relation", "library_name", "pipeline_tag", "tags", "model-index", "new_version")
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\r?\n(.*?)(?:^|\n)---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
 # What PyYAML raises for text that is no YAML, or YAML that no card holds; the last three from its constructors.
 _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError, TypeError, AttributeError)
@@ -39,8 +39,12 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
     if repo is not None:
         ours["base_model"] = repo
         ours["base_model_relation"] = "quantized"
+    # What loads it; to transformers a per-tensor output is garbage.
+    ours["library_name"] = "vllm"
+    task = "image-text-to-text" if plan.model.text_config else "text-generation"
+    ours["pipeline_tag"] = entries.get("pipeline_tag") or task
     known = [tags] if isinstance(tags, str) else [tag for tag in tags if isinstance(tag, str)]
-    ours["tags"] = list(dict.fromkeys([*known, "fp8", "vllm", "quantized"]))
+    ours["tags"] = list(dict.fromkeys([*known, "fp8", "vllm", "quantized", f"fp8-{plan.scheme.name}"]))
     front = _without(metadata, _REPLACED) + yaml.safe_dump(ours, sort_keys=False, allow_unicode=True)
     section = _section(plan, name, repo, revision)
     body = f"{text.strip()}\n\n{section}" if text.strip() else section

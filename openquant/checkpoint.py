@@ -110,10 +110,17 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file that is not on disk: its size in bytes, and how to read `(offset, length)` of it."""
+    """A file that is not on disk.
+
+    Attributes:
+        size: in bytes.
+        read: `read(offset, length)` of it.
+        sha256: of its contents, in hexadecimal digits, if that is known.
+    """
 
     size: int
     read: Callable[[int, int], bytes]
+    sha256: str | None = None
 
 
 def open_checkpoint(root: Path, remote: Mapping[str, RemoteFile] | None = None) -> Checkpoint:

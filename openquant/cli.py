@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .api import Result
     from .hub import Source
     from .plan import Plan
+    from .publish import Push
 
 EXIT_USER = 2
 EXIT_INTERRUPTED = 130
@@ -78,12 +79,24 @@ def _add_compress_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub repository")
     parser.add_argument("--overwrite", action="store_true", help="replace what an earlier run left in the output")
+    parser.add_argument(
+        "--stream", action="store_true", help="keep only a few of a repository's shards on disk at a time"
+    )
+    _add_push_arguments(parser, "--push-to-hub")
+    parser.add_argument("--push-only", action="store_true", help="delete each shard of the output once it is uploaded")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else")
     volume = parser.add_mutually_exclusive_group()
     volume.add_argument("-q", "--quiet", action="store_true", help="print errors only")
     volume.add_argument(
         "-v", "--verbose", action="store_true", help="also list every unquantized layer and copied file"
     )
+
+
+def _add_push_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    parser.add_argument(name, metavar="NAME", help="publish the output on the Hub as org/name, made if need be")
+    parser.add_argument("--private", action="store_true", help="make that repository private if it is made now")
+    parser.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing to main")
+    parser.add_argument("--commit-message", metavar="TEXT", help="message of the commit or pull request")
 
 
 _ABOUT = "Turn a Hugging Face checkpoint into an FP8 directory that vLLM and SGLang load."
@@ -93,6 +106,7 @@ def _compress_parser(prog: str) -> _Parser:
     parser = _Parser(prog=prog, description=_ABOUT, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"openquant {__version__}")
     _add_compress_arguments(parser)
+    parser.set_defaults(work=_compress)
     return parser
 
 
@@ -100,7 +114,15 @@ def _verb_parser() -> _Parser:
     parser = _Parser(prog="openquant", description="FP8 checkpoints for vLLM and SGLang.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"openquant {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
-    _add_compress_arguments(verbs.add_parser("compress", help=_ABOUT, description=_ABOUT, allow_abbrev=False))
+    compress = verbs.add_parser("compress", help=_ABOUT, description=_ABOUT, allow_abbrev=False)
+    _add_compress_arguments(compress)
+    compress.set_defaults(work=_compress)
+    about = "Publish a directory that openquant made on the Hub."
+    push = verbs.add_parser("push", help=about, description=about, allow_abbrev=False)
+    push.add_argument("directory", metavar="DIR", help="what compress wrote")
+    _add_push_arguments(push, "name")
+    push.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else")
+    push.set_defaults(work=_push)
     return parser
 
 
@@ -162,7 +184,8 @@ def _run(parser: _Parser, arguments: Sequence[str] | None) -> int:
     _mend_streams()
     with _Interrupts() as interrupts:
         try:
-            code = _compress(parser.parse_args(words), interrupts)
+            options = parser.parse_args(words)
+            code: int = options.work(options, interrupts)
             interrupts.check()
             return code
         except OpenQuantError as error:
@@ -227,6 +250,31 @@ def _scheme_of(options: argparse.Namespace) -> str:
     return "block"
 
 
+def _push_of(options: argparse.Namespace) -> Push | None:
+    from .publish import Push
+
+    if options.push_to_hub is None:
+        for option in ("private", "create_pr", "commit_message", "push_only"):
+            if getattr(options, option):
+                raise UsageError(f"--{option.replace('_', '-')} goes with --push-to-hub", "say where to push")
+        return None
+    return Push(options.push_to_hub, options.private, options.create_pr, options.commit_message, only=options.push_only)
+
+
+def _push(options: argparse.Namespace, interrupts: _Interrupts) -> int:
+    from .api import push
+    from .publish import Push
+
+    target = Push(options.name, options.private, options.create_pr, options.commit_message)
+    address = push(options.directory, target)
+    interrupts.check()
+    if options.json:
+        _print_json({"output": options.directory, "pushed_to": address})
+    else:
+        _say(f"pushed to {address}", sys.stdout)
+    return 0
+
+
 def _compress(options: argparse.Namespace, interrupts: _Interrupts) -> int:
     scheme = _scheme_of(options)
     from .api import compress
@@ -247,6 +295,8 @@ def _compress(options: argparse.Namespace, interrupts: _Interrupts) -> int:
             max_memory=options.max_memory,
             revision=options.revision,
             overwrite=options.overwrite,
+            stream=options.stream,
+            push=_push_of(options),
             ranks=ranks,
             reporter=reporter,
         )
@@ -284,7 +334,7 @@ class _Terminal:
         from .report import details_text, plan_text
 
         name = f"{source.repo}@{source.revision}" if source.repo else str(source.root)
-        _say(plan_text(plan, name, output), sys.stdout)
+        _say(plan_text(plan, name, output, source.remote_bytes(plan.source_shards)), sys.stdout)
         if self.verbose:
             _say(details_text(plan), sys.stdout)
 
@@ -296,6 +346,11 @@ class _Terminal:
         self.interrupts.check()
         if self.progress is not None:
             self.progress.advance(nbytes)
+
+    def publishing(self, repo: str) -> None:
+        self.close()
+        if not self.silent:
+            _say(f"converted; uploading the rest to {repo}", sys.stderr)
 
     def finished(self, result: Result, already_complete: bool) -> None:
         self.close()

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -122,10 +122,23 @@ def _step(rows: int, cols: int, itemsize: int, transposed: bool, multiple: int) 
     return min(rows, max(1, limit // (cols * itemsize) // multiple) * multiple)
 
 
+class Traffic(Protocol):
+    """How source shards come and output shards go. Calls may come from any thread."""
+
+    def wait_for(self, output: str, stopped: Callable[[], bool]) -> None:
+        """Until an output shard may be begun: what it is made from is here, or the work has stopped."""
+
+    def path(self, name: str) -> Path:
+        """Where a source shard lies."""
+
+    def finished(self, output: str) -> None:
+        """An output shard has its final name."""
+
+
 def convert(
     plan: Plan,
     shards: Sequence[Shard],
-    root: Path,
+    traffic: Traffic,
     output: OutputDirectory,
     workers: int,
     device: str = "cpu",
@@ -136,7 +149,7 @@ def convert(
     Args:
         plan: the plan.
         shards: those to write.
-        root: the source directory.
+        traffic: where their sources are.
         output: the claimed output directory.
         workers: number of threads that compute; as many write.
         device: "cpu" or a torch device that computes the codes.
@@ -147,7 +160,7 @@ def convert(
         PlanError: a joined set too large for the scheme.
         OutputError: the output cannot be written.
     """
-    _Conversion(plan, shards, root, output, device, progress).run(workers)
+    _Conversion(plan, shards, traffic, output, device, progress).run(workers)
 
 
 class _Stopped(Exception):
@@ -159,18 +172,20 @@ class _Conversion:
         self,
         plan: Plan,
         shards: Sequence[Shard],
-        root: Path,
+        traffic: Traffic,
         output: OutputDirectory,
         device: str,
         progress: Progress | None,
     ) -> None:
         self.plan = plan
         self.scheme = plan.scheme
-        self.root = root
+        self.traffic = traffic
         self.output = output
         self.device = device
         self.progress = progress
         self.lock = threading.Lock()
+        # Another one, since a worker may wait long for its next task.
+        self.task_lock = threading.Lock()
         self.stopped = threading.Event()
         self.failure: BaseException | None = None
         self.files: list[ShardFile] = []
@@ -178,8 +193,11 @@ class _Conversion:
 
     def _tasks(self, shards: Sequence[Shard]) -> Iterator[tuple[ShardFile, Copy | Job]]:
         for shard in shards:
+            self.traffic.wait_for(shard.name, self.stopped.is_set)
+            if self.stopped.is_set():
+                return
             layout = self.plan.lay_out(shard.name)
-            file = ShardFile(layout, self.output)
+            file = ShardFile(layout, self.output, self.traffic.finished)
             self.files.append(file)
             file.open()
             for job in layout.jobs:
@@ -213,7 +231,7 @@ class _Conversion:
         try:
             worker = _Worker(self, writers)
             while not self.stopped.is_set():
-                with self.lock:
+                with self.task_lock:
                     task = next(self.tasks, None)
                 if task is None:
                     break
@@ -306,7 +324,7 @@ class _Worker:
 
     def _copy(self, job: Copy, file: ShardFile) -> None:
         done = 0
-        with SourceFile(self.conversion.root, job.shard) as source:
+        with SourceFile(self.conversion.traffic.path(job.shard), job.shard) as source:
             while done < job.nbytes:
                 slot = self._slot()
                 part = slot.take(job.target + done, min(BUFFER, job.nbytes - done))
@@ -378,7 +396,7 @@ class _Worker:
         step = _step(rows, cols, kind.itemsize, matrix.transposed, multiple)
         if self.buffer.nbytes < step * cols * kind.itemsize:
             self.buffer = self.kernels.memory(step * cols * kind.itemsize)
-        with SourceFile(self.conversion.root, matrix.shard) as source:
+        with SourceFile(self.conversion.traffic.path(matrix.shard), matrix.shard) as source:
             for low in range(0, rows, step):
                 count = min(step, rows - low)
                 part = self.buffer[: count * cols * kind.itemsize]

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,9 @@ class OutputDirectory:
         shards: bytes of tensors in every shard the run will leave there, by name; the files are larger by a header.
         others: size in bytes of every other file it will leave there, by name relative to path.
         overwrite: discard what an earlier run of ours left there.
+        elsewhere: shards that are finished although they are not there.
+        at_once: how many shards will be there at a time, if not all of them.
+        scratch: bytes of other files that will be there for a while.
 
     Attributes:
         resumed: whether an earlier run's work is continued, or already complete.
@@ -67,13 +70,24 @@ class OutputDirectory:
     """
 
     def __init__(
-        self, path: Path, digest: str, shards: dict[str, int], others: dict[str, int], overwrite: bool
+        self,
+        path: Path,
+        digest: str,
+        shards: dict[str, int],
+        others: dict[str, int],
+        overwrite: bool,
+        elsewhere: Set[str] = frozenset(),
+        at_once: int | None = None,
+        scratch: int = 0,
     ) -> None:
         self.path = path
         self.digest = digest
         self.shards = shards
         self.files = {**others, **shards}
         self.overwrite = overwrite
+        self.elsewhere = elsewhere
+        self.at_once = at_once
+        self.scratch = scratch
         self.resumed = False
         self.complete = False
         self._lock = -1
@@ -111,7 +125,7 @@ class OutputDirectory:
     def is_finished(self, name: str) -> bool:
         """Whether a file of this run stands under its final name; a shard not without its tensors."""
         path = self.path / name
-        return path.is_file() and path.stat().st_size > self.shards.get(name, -1)
+        return name in self.elsewhere or (path.is_file() and path.stat().st_size > self.shards.get(name, -1))
 
     def _is_complete(self, journal: dict[str, Any] | None) -> bool:
         if journal and journal["done"] and not self.overwrite and all(self.is_finished(name) for name in self.files):
@@ -167,26 +181,7 @@ class OutputDirectory:
         return (json.dumps(record, indent=1) + "\n").encode()
 
     def _read_journal(self) -> dict[str, Any] | None:
-        path = self.path / JOURNAL
-        if not path.exists():
-            return None
-        with explained(path, "read"):
-            data = path.read_bytes()
-        try:
-            journal = json.loads(data)
-            sound = (
-                journal["format"] == FORMAT
-                and isinstance(journal["digest"], str)
-                and isinstance(journal["done"], bool)
-                and all(_is_plain(name) for name in journal["files"])
-            )
-        except (ValueError, TypeError, KeyError, RecursionError):
-            sound = False
-        if not sound:
-            raise OutputError(
-                f"{path} is not a journal that this version of openquant wrote", "choose another directory with -o"
-            )
-        return dict(journal)
+        return read_journal(self.path)
 
     def _inspect(self) -> dict[str, Any] | None:
         """The journal of an earlier run that may be continued or overwritten; None for a fresh directory.
@@ -279,7 +274,10 @@ class OutputDirectory:
         with explained(self.path, "examined"):
             gone = {name for name in discarded if (self.path / name).is_file()}
             free = shutil.disk_usage(self.path).free + sum((self.path / name).stat().st_size for name in gone)
-            needed = sum(size for name, size in self.files.items() if name in gone or not self.is_finished(name))
+            missing = [name for name in self.files if name in gone or not self.is_finished(name)]
+            shards = sorted((self.files[name] for name in missing if name in self.shards), reverse=True)
+            needed = sum(self.files[name] for name in missing if name not in self.shards)
+            needed += sum(shards[: self.at_once]) + (self.scratch if shards else 0)
         if needed > free:
             raise OutputError(
                 f"{self.path} needs {needed:,} bytes, its disk has {free:,} free",
@@ -298,6 +296,50 @@ class OutputDirectory:
         for path in (self.path / WORK).glob("*.partial"):
             with explained(path, "removed"):
                 path.unlink()
+
+
+def read_journal(directory: Path) -> dict[str, Any] | None:
+    """What a run wrote down in its directory; None if no run did.
+
+    Raises:
+        OutputError: something else is there.
+    """
+    path = directory / JOURNAL
+    if not path.exists():
+        return None
+    with explained(path, "read"):
+        data = path.read_bytes()
+    try:
+        journal = json.loads(data)
+        sound = (
+            journal["format"] == FORMAT
+            and isinstance(journal["digest"], str)
+            and isinstance(journal["done"], bool)
+            and all(_is_plain(name) for name in journal["files"])
+        )
+    except (ValueError, TypeError, KeyError, RecursionError):
+        sound = False
+    if not sound:
+        raise OutputError(
+            f"{path} is not a journal that this version of openquant wrote", "choose another directory with -o"
+        )
+    return dict(journal)
+
+
+def finished_files(directory: Path) -> tuple[str, set[str]]:
+    """The digest of the plan a directory was made by, and the names of its files.
+
+    Raises:
+        OutputError: it was not made by us, not finished, or has lost a file.
+    """
+    journal = read_journal(directory)
+    if journal is None:
+        raise OutputError(f"{directory} was not made by openquant", "give a directory that compress wrote")
+    missing = sorted(name for name in journal["files"] if not (directory / name).is_file())
+    if not journal["done"] or missing:
+        what = f"lacks {missing[0]}" if missing else "is not finished"
+        raise OutputError(f"{directory} {what}", "run the command that made it again")
+    return journal["digest"], set(journal["files"])
 
 
 def _is_plain(name: object) -> bool:

@@ -129,6 +129,16 @@ class Plan:
         """The tensor-parallel sizes that can serve the result."""
         return [entry.size for entry in self.parallel if entry.problem is None]
 
+    def sources(self, shard: str) -> set[str]:
+        """The source shards that an output file is made from: its own, and those with members of its joined sets."""
+        found = {shard}
+        if self.scheme.block is None:
+            fates = self._fates
+            for info in self._by_shard[shard]:
+                for module in fates.sets.get(info.module, ()):
+                    found.add(self._where[fates.layers[module].source.name].shard)
+        return found
+
     @property
     def matrix_kinds(self) -> set[tuple[str, tuple[int, int], bool]]:
         """Source dtype, [out, in] and whether stored transposed, of all that is handled as a matrix."""
@@ -136,6 +146,11 @@ class Plan:
             (layer.source.dtype, layer.shape, layer.stacked is not None and layer.stacked.transposed)
             for layer in self._fates.layers.values()
         }
+
+    @property
+    def source_shards(self) -> list[str]:
+        """Names of the source's shards; the output's have the same."""
+        return [shard.name for shard in self.shards]
 
     def outputs(self, shard: str) -> list[TensorInfo]:
         """The tensors of an output file, in file order."""

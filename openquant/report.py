@@ -10,8 +10,8 @@ from .patterns import collapse
 from .plan import Group, Plan
 
 
-def plan_text(plan: Plan, model: str, output: Path) -> str:
-    """What a run will do, a line per group of layers."""
+def plan_text(plan: Plan, model: str, output: Path, download: int) -> str:
+    """What a run will do, a line per group of layers; `download` bytes of shards are not here yet."""
     rows = [("", "layers", "shape", "before", "after", "")]
     rows += [_row(group) for group in plan.groups if group.quantized]
     rows += [_row(group) for group in plan.groups if not group.quantized and len(group.shape) >= 2]
@@ -32,7 +32,7 @@ def plan_text(plan: Plan, model: str, output: Path) -> str:
             why,
         )
         lines.append("  ".join(cells).rstrip())
-    lines += ["", *_facts(plan)]
+    lines += ["", *_facts(plan, download)]
     return "\n".join(lines)
 
 
@@ -47,7 +47,7 @@ def _row(group: Group) -> tuple[str, str, str, str, str, str]:
     )
 
 
-def _facts(plan: Plan) -> list[str]:
+def _facts(plan: Plan, download: int) -> list[str]:
     share = 100 * plan.source_weight_bytes_quantized / plan.source_bytes
     lines = [
         f"weights:  {gigabytes(plan.source_bytes)} -> {gigabytes(plan.output_bytes)}, "
@@ -55,6 +55,8 @@ def _facts(plan: Plan) -> list[str]:
         f"disk:     {gigabytes(plan.output_bytes + sum(plan.files.values()))} in "
         f"{len(plan.shards)} {'shard' if len(plan.shards) == 1 else 'shards'} and {len(plan.files)} other files",
     ]
+    if download:
+        lines.append(f"download: {gigabytes(download)}, with --stream a few shards at a time")
     sizes = ", ".join(map(str, plan.parallel_sizes)) or "none"
     lines.append(f"tensor parallel sizes that can serve it: {sizes}")
     lines += [f"  not {entry.size}: {entry.problem}" for entry in plan.parallel if entry.problem]
@@ -80,9 +82,11 @@ def summary_text(plan: Plan, result: Result, already_complete: bool) -> str:
         f"{share:.1f} % of the bytes quantized, in {result.seconds:.1f} s, "
         f"peak memory {gigabytes(result.peak_rss_bytes)}"
     )
+    published = [] if result.pushed_to is None else [f"pushed to {result.pushed_to}"]
     return "\n".join(
         [
             done,
+            *published,
             readers(plan),
             "",
             f"  vllm serve {shell_word(result.output)}",

@@ -56,8 +56,8 @@ class SourceFile:
         SourceError: it cannot be opened.
     """
 
-    def __init__(self, root: Path, shard: str) -> None:
-        self.path = root / shard
+    def __init__(self, path: Path, shard: str) -> None:
+        self.path = path
         self.layout = shard
 
     def __enter__(self) -> SourceFile:
@@ -100,10 +100,12 @@ class ShardFile:
     Args:
         layout: what it is made of.
         output: the directory it will belong to.
+        published: is told when it has its final name.
     """
 
-    def __init__(self, layout: Layout, output: OutputDirectory) -> None:
+    def __init__(self, layout: Layout, output: OutputDirectory, published: Callable[[str], None]) -> None:
         self.layout = layout
+        self.published = published
         self.output = output
         self.path = output.path / layout.name
         self._left = layout.size - len(layout.header)
@@ -180,6 +182,7 @@ class ShardFile:
         self.close()
         verify_shard(self.output.partial(self.layout.name), self.layout)
         self.output.publish(self.layout.name)
+        self.published(self.layout.name)
 
     def close(self) -> None:
         """Let go of the file, finished or not."""

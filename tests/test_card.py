@@ -55,7 +55,8 @@ def test_base_text_and_metadata_are_kept(tmp_path: Path) -> None:
     text = card(tmp_path, BASE)
     assert text.startswith(
         "---\nlicense: llama3.1\nlicense_link: https://example.org/terms   # as is\nlanguage:\n- en\n- no\n"
-        "datasets:\n    - a/b\ninference: false\ntags:\n- chat\n- fp8\n- vllm\n- quantized\n---\n\n# A model\n\n"
+        "datasets:\n    - a/b\ninference: false\nlibrary_name: vllm\npipeline_tag: text-generation\n"
+        "tags:\n- chat\n- fp8\n- vllm\n- quantized\n- fp8-block\n---\n\n# A model\n\n"
         "Some *text* with --- in it.\n\n---\n\nMore.\n\n# mymodel: FP8 weights\n"
     )
     # The folder's own repository is unknown, so the base's base is not claimed for it.
@@ -64,7 +65,11 @@ def test_base_text_and_metadata_are_kept(tmp_path: Path) -> None:
 
 def test_section_says_what_was_done_and_nothing_of_this_machine(tmp_path: Path) -> None:
     text = card(tmp_path, None, architecture="Qwen3MoeForCausalLM")
-    assert metadata(text) == {"tags": ["fp8", "vllm", "quantized"]}
+    assert metadata(text) == {
+        "library_name": "vllm",
+        "pipeline_tag": "text-generation",
+        "tags": ["fp8", "vllm", "quantized", "fp8-block"],
+    }
     assert "license" not in text
     assert str(tmp_path) not in text
     assert "| source | mymodel |" in text
@@ -99,7 +104,11 @@ def test_known_repository_becomes_the_base_model(tmp_path: Path) -> None:
 )
 def test_metadata_that_is_none_stays_text(tmp_path: Path, base: str) -> None:
     text = card(tmp_path, base)
-    assert metadata(text) == {"tags": ["fp8", "vllm", "quantized"]}
+    assert metadata(text) == {
+        "library_name": "vllm",
+        "pipeline_tag": "text-generation",
+        "tags": ["fp8", "vllm", "quantized", "fp8-block"],
+    }
     assert base.strip() in text
 
 
@@ -127,7 +136,7 @@ def test_awkward_metadata_keeps_its_entries(tmp_path: Path, front: str, start: s
     text = card(tmp_path, f"{start}---\n{front}\n---\ntext\n")
     found = metadata(text)
     assert found["license"] == "mit"
-    assert found["tags"] == ["a", "b", "fp8", "vllm", "quantized"]
+    assert found["tags"] == ["a", "b", "fp8", "vllm", "quantized", "fp8-block"]
     assert ("other" in found) == ("other" in front)
 
 
@@ -136,7 +145,11 @@ def test_awkward_metadata_keeps_its_entries(tmp_path: Path, front: str, start: s
 )
 def test_metadata_that_no_loader_takes_stays_text(tmp_path: Path, front: str) -> None:
     text = card(tmp_path, f"---\n{front}\n---\ntext\n")
-    assert metadata(text) == {"tags": ["fp8", "vllm", "quantized"]}
+    assert metadata(text) == {
+        "library_name": "vllm",
+        "pipeline_tag": "text-generation",
+        "tags": ["fp8", "vllm", "quantized", "fp8-block"],
+    }
 
 
 def test_a_name_that_a_shell_would_take_apart_is_quoted(tmp_path: Path) -> None:

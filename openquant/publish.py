@@ -1,0 +1,331 @@
+"""To the Hub: shards are uploaded as they are finished, and one commit at the end makes them a model.
+
+Until that commit the repository shows nothing of them, so it never holds half a model. What is uploaded is recorded
+in the output's work directory, a file for each shard: a push that was killed goes on without uploading, hashing or
+converting anything again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .errors import OpenQuantError, OutputError, UsageError
+from .hub import first_line, is_transient, silent
+from .output import WORK, explained
+
+# Output shards that may wait on disk for their upload when they are deleted after it.
+WAITING = 2
+# Seconds between tries, beyond those of huggingface_hub itself.
+WAITS = (1, 2, 4, 8, 16)
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Push:
+    """Where a model is to be published.
+
+    Attributes:
+        name: the repository, `org/name`, or `name` in the user's own namespace.
+        private: make the repository private if it is made now.
+        create_pr: open a pull request instead of committing to main.
+        message: of the commit; one that names the model if None.
+        only: delete each shard of the output once it is uploaded.
+    """
+
+    name: str
+    private: bool = False
+    create_pr: bool = False
+    message: str | None = None
+    only: bool = False
+
+
+class PushError(OutputError):
+    """The model could not be published; what is converted and uploaded so far is kept."""
+
+
+class Publisher:
+    """Uploads an output directory; use as a context manager.
+
+    Args:
+        push: where to.
+        directory: the output directory.
+        digest: of the plan, so that an upload is never taken for another run's.
+        shards: names of the output shards.
+    """
+
+    def __init__(self, push: Push, directory: Path, digest: str, shards: Iterable[str]) -> None:
+        self.push = push
+        self.directory = directory
+        self.digest = digest
+        self.shards = list(shards)
+        self.repo = push.name
+        self.records = directory / WORK / "pushed"
+        self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._waiting: set[str] = set()
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._upload_all, name="openquant-upload", daemon=True)
+
+    def prepare(self) -> None:
+        """Make the repository if there is none, and make sure that we may write to it.
+
+        Raises:
+            PushError: we may not, or it holds weights that this model would not replace.
+        """
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+        with self._explained(), silent():
+            self.repo = self._patiently(
+                lambda: api.create_repo(self.push.name, private=self.push.private or None, exist_ok=True).repo_id
+            )
+            self._patiently(lambda: api.auth_check(self.repo, write=not self.push.create_pr))
+            present = self._patiently(lambda: api.list_repo_files(self.repo))
+        weights = (name for name in present if "/" not in name and name.endswith((".safetensors", ".index.json")))
+        foreign = [name for name in weights if name not in {*self.shards, "model.safetensors.index.json"}]
+        if len(self.shards) == 1 and "model.safetensors.index.json" in present:
+            foreign.append("model.safetensors.index.json")
+        if foreign:
+            raise PushError(
+                f"{self.repo} already holds {foreign[0]}, which this model would not replace",
+                "push to another repository, or delete that file from this one first",
+            )
+
+    def __enter__(self) -> Publisher:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._queue.put(None)
+        # An upload under way is not waited for after a failure or Ctrl-C: the next run repeats it.
+        self._thread.join(None if exception[0] is None else 0.1)
+
+    def elsewhere(self) -> set[str]:
+        """Shards that are uploaded and need not be here."""
+        return {name for name in self.shards if self._record(name)} if self.push.only else set()
+
+    def finished(self, name: str) -> None:
+        """Have a shard uploaded that stands under its final name."""
+        with self._changed:
+            if name in self._waiting:
+                return
+            self._waiting.add(name)
+        self._queue.put(name)
+
+    def wait_for_room(self, stopped: Callable[[], bool]) -> None:
+        """Until another output shard may be begun, or the work has stopped.
+
+        Raises:
+            PushError: an upload failed.
+        """
+        with self._changed:
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                if not self.push.only or len(self._waiting) < WAITING or stopped():
+                    return
+                self._changed.wait(0.2)
+
+    def drain(self) -> None:
+        """Wait for the uploads that are under way.
+
+        Raises:
+            PushError: one of them failed.
+        """
+        with self._changed:
+            while self._waiting and self._failure is None:
+                self._changed.wait(0.2)
+            if self._failure is not None:
+                raise self._failure
+
+    def finish(self, others: Iterable[str], title: str) -> str:
+        """Upload what is left and commit everything; the address of the commit or pull request.
+
+        Args:
+            others: every file of the directory that is not a shard.
+            title: the commit message, unless the user gave one.
+
+        Raises:
+            PushError: it could not be done.
+        """
+        for name in self.shards:
+            self.finished(name)
+        self.drain()
+        title = self.push.message or title
+        with self._explained(), silent():
+            revision = self._pull_request(title) if self.push.create_pr else None
+            address = self._patiently(lambda: self._commit(list(others), title, revision))
+        if not self.push.only:
+            self.forget()
+        return address
+
+    def _commit(self, others: list[str], title: str, revision: str | None) -> str:
+        from huggingface_hub import CommitOperationAdd, HfApi
+        from huggingface_hub.errors import BadRequestError
+        from huggingface_hub.hf_api import RepoFile
+
+        api = HfApi()
+        found = api.get_paths_info(self.repo, self.shards, revision=revision)
+        present = {entry.path: entry.lfs.sha256 for entry in found if isinstance(entry, RepoFile) and entry.lfs}
+        operations = [CommitOperationAdd(name, str(self.directory / name)) for name in others]
+        for name in self.shards:
+            record = self._record(name)
+            if record is None:
+                operations.append(CommitOperationAdd(name, str(self.directory / name)))
+            elif present.get(name) != record["sha256"]:
+                operations.append(_uploaded(name, record))
+        try:
+            # A second try leaves out what the first one committed, should only its answer have been lost.
+            made = api.create_commit(self.repo, operations, commit_message=title, revision=revision)
+        except BadRequestError as error:
+            self.forget()
+            raise PushError(
+                f"{self.repo} refuses the commit: {first_line(error)}",
+                "run the same command again: shards that the Hub no longer has are made and uploaded again",
+            ) from None
+        if revision is None:
+            return str(made.commit_url)
+        return f"{api.endpoint}/{self.repo}/discussions/{revision.rsplit('/', 1)[1]}"
+
+    def _pull_request(self, title: str) -> str:
+        """The pull request's revision; opened once, however often a push is taken up again."""
+        from huggingface_hub import HfApi
+
+        record = self._record("")
+        if record is None:
+            record = {"number": HfApi().create_pull_request(self.repo, title).num}
+            self._remember("", record)
+        return f"refs/pr/{record['number']}"
+
+    def _upload_all(self) -> None:
+        try:
+            with silent():
+                while (name := self._queue.get()) is not None:
+                    self._upload(name)
+                    with self._changed:
+                        self._waiting.discard(name)
+                        self._changed.notify_all()
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _upload(self, name: str) -> None:
+        from huggingface_hub import CommitOperationAdd, HfApi
+
+        path = self.directory / name
+        if self._record(name) is None:
+            with self._explained():
+                operation = CommitOperationAdd(name, str(path))
+                self._patiently(
+                    lambda: HfApi().preupload_lfs_files(self.repo, [operation], create_pr=self.push.create_pr)
+                )
+                if not operation._is_uploaded:
+                    return  # the Hub wants it as part of the commit
+            info = operation.upload_info
+            self._remember(name, {"size": info.size, "sha256": info.sha256.hex(), "sample": info.sample.hex()})
+        if self.push.only:
+            with explained(path, "removed"):
+                path.unlink(missing_ok=True)
+
+    def _record_path(self, name: str) -> Path:
+        return self.records / hashlib.sha256(f"{self.digest} {self.push.name} {name}".encode()).hexdigest()[:24]
+
+    def _record(self, name: str) -> dict[str, Any] | None:
+        """What is known of a shard that is uploaded; None if it is not."""
+        try:
+            record: dict[str, Any] = json.loads(self._record_path(name).read_bytes())
+        except (FileNotFoundError, ValueError):
+            return None
+        return record
+
+    def _remember(self, name: str, record: dict[str, Any]) -> None:
+        path = self._record_path(name)
+        with explained(path):
+            self.records.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps(record))
+            os.replace(partial, path)
+
+    def forget(self) -> None:
+        """Take nothing for uploaded any more."""
+        if self.records.exists():
+            with explained(self.records, "removed"):
+                shutil.rmtree(self.records)
+            with suppress(OSError):
+                # Unless a run still works there.
+                self.records.parent.rmdir()
+
+    @staticmethod
+    def _patiently(do: Callable[[], Made]) -> Made:
+        """Try again while the Hub cannot be reached, after ever longer waits."""
+        for wait in WAITS:
+            try:
+                return do()
+            except Exception as error:
+                if not is_transient(error):
+                    raise
+                time.sleep(wait)
+        return do()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn what huggingface_hub raises into an error that says what to do."""
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            LocalTokenNotFoundError,
+            OfflineModeIsEnabled,
+            RepositoryNotFoundError,
+        )
+
+        try:
+            yield
+        except OpenQuantError:
+            raise
+        except HFValidationError as error:
+            raise UsageError(f"{self.push.name} is no repository id: {first_line(error)}", "write org/name") from None
+        except OfflineModeIsEnabled:
+            raise PushError(f"{self.repo} cannot be reached: HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE") from None
+        except Exception as error:
+            status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+            if isinstance(error, (RepositoryNotFoundError, LocalTokenNotFoundError)) or status in (401, 403):
+                raise PushError(
+                    f"the Hub does not let you write to {self.repo}: {first_line(error)}",
+                    "log in with a token that may: hf auth login",
+                ) from None
+            if is_transient(error) or isinstance(error, (OSError, ValueError, RuntimeError)):
+                raise PushError(
+                    f"{self.repo} could not be pushed to: {first_line(error)}",
+                    "run the same command again: what is converted and uploaded is kept",
+                ) from None
+            raise
+
+
+def _uploaded(name: str, record: dict[str, Any]) -> Any:
+    """A commit's operation for a shard that is on the Hub and need not be here.
+
+    As preupload_lfs_files leaves it behind; huggingface_hub has no other way to say this (2.4, hf_api.py:5415).
+    """
+    from huggingface_hub import CommitOperationAdd
+    from huggingface_hub.lfs import UploadInfo
+
+    operation = CommitOperationAdd(name, b"")
+    operation.upload_info = UploadInfo(
+        size=record["size"], sample=bytes.fromhex(record["sample"]), sha256=bytes.fromhex(record["sha256"])
+    )
+    operation._upload_mode = "lfs"
+    operation._is_uploaded = True
+    return operation
