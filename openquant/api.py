@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from . import fetch, publish
 from .card import model_card
 from .checkpoint import INDEX_FILE, Checkpoint, open_checkpoint, readable
 from .convert import convert, worker_memory
@@ -22,7 +23,7 @@ from .fetch import AHEAD, Supply
 from .hub import Source, find_source
 from .output import WORK, OutputDirectory, finished_files, refuse_overlap
 from .plan import Plan, make_plan
-from .publish import WAITING, Publisher, Push
+from .publish import Publisher, Push
 from .ranks import Ranks
 from .schemes import SCHEMES, Scheme
 
@@ -304,7 +305,7 @@ class _Traffic:
 
     def wait_for(self, output: str, stopped: Callable[[], bool]) -> None:
         if self.publisher is not None:
-            self.publisher.wait_for_room(stopped)
+            self.publisher.wait_for_room(output, stopped)
         self.supply.wait_for(output, stopped)
 
     def finished(self, output: str) -> None:
@@ -333,8 +334,8 @@ def _carry_out(
         others,
         overwrite,
         elsewhere=publisher.elsewhere() if publisher else frozenset(),
-        at_once=WAITING + 2 if push and push.only else None,
-        scratch=sum(sizes[: AHEAD + 2]),
+        at_once=publish.AT_ONCE if push and push.only else None,
+        scratch=sum(sizes[: AHEAD + fetch.AT_ONCE]),
     )
     chosen: list[str] = []
     pushed_to = None

@@ -22,6 +22,8 @@ from .output import explained
 
 # Shards fetched before the conversion asks for them.
 AHEAD = 2
+# Output shards that are made at a time when their sources are only here for that.
+AT_ONCE = 3
 # A streamed shard comes in pieces of so many bytes, so many at a time.
 PIECE = 8 << 20
 PIECES = 4
@@ -51,6 +53,7 @@ class Supply:
         self._paths: dict[str, Path] = {}
         self._held: set[str] = set()
         self._wanted: set[str] = set()
+        self._begun: set[str] = set()
         self._failure: BaseException | None = None
         self._closed = False
         self._changed = threading.Condition()
@@ -73,7 +76,7 @@ class Supply:
             self._changed.notify_all()
         if self._order:
             # A request under way ends by its own timeout; nobody waits for that after Ctrl-C.
-            self._thread.join(5)
+            self._thread.join(None if exception[0] is None else 0.1)
         if self.scratch is not None:
             # Unless it holds what another run will continue.
             with suppress(OSError):
@@ -91,6 +94,9 @@ class Supply:
         """
         missing = {name for name in self.needs.get(output, ()) if name in self.source.remote}
         with self._changed:
+            while self.scratch is not None and len(self._begun) >= AT_ONCE and not stopped():
+                self._changed.wait(0.2)
+            self._begun.add(output)
             self._wanted |= missing
             self._changed.notify_all()
             while not missing <= self._paths.keys() and not stopped():
@@ -101,6 +107,7 @@ class Supply:
     def finished(self, output: str) -> None:
         """An output shard is whole: what nothing else is made from may go."""
         with self._changed:
+            self._begun.discard(output)
             for name in self.needs.get(output, ()):
                 self._uses[name] -= 1
                 if self._uses[name] == 0 and name in self._held:

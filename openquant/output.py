@@ -264,7 +264,8 @@ class OutputDirectory:
             (self.path / LOCK).unlink()
             # Not empty where another run just put its own lock there.
             (self.path / WORK).rmdir()
-            if self._made and not (self.path / JOURNAL).exists():
+            if self._made and {path.name for path in self.path.iterdir()} <= {JOURNAL}:
+                (self.path / JOURNAL).unlink(missing_ok=True)
                 self.path.rmdir()
         os.close(self._lock)
         self._lock = -1

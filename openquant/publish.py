@@ -24,8 +24,8 @@ from .errors import OpenQuantError, OutputError, UsageError
 from .hub import first_line, is_transient, silent
 from .output import WORK, explained
 
-# Output shards that may wait on disk for their upload when they are deleted after it.
-WAITING = 2
+# Output shards that are on disk at a time, being made or uploaded, when they are deleted after it.
+AT_ONCE = 3
 # Seconds between tries, beyond those of huggingface_hub itself.
 WAITS = (1, 2, 4, 8, 16)
 
@@ -73,6 +73,7 @@ class Publisher:
         self.repo = push.name
         self.records = directory / WORK / "pushed"
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._begun: set[str] = set()
         self._waiting: set[str] = set()
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
@@ -124,8 +125,8 @@ class Publisher:
             self._waiting.add(name)
         self._queue.put(name)
 
-    def wait_for_room(self, stopped: Callable[[], bool]) -> None:
-        """Until another output shard may be begun, or the work has stopped.
+    def wait_for_room(self, name: str, stopped: Callable[[], bool]) -> None:
+        """Until an output shard may be begun, or the work has stopped.
 
         Raises:
             PushError: an upload failed.
@@ -134,7 +135,8 @@ class Publisher:
             while True:
                 if self._failure is not None:
                     raise self._failure
-                if not self.push.only or len(self._waiting) < WAITING or stopped():
+                if not self.push.only or len(self._begun) < AT_ONCE or stopped():
+                    self._begun.add(name)
                     return
                 self._changed.wait(0.2)
 
@@ -216,6 +218,7 @@ class Publisher:
                     self._upload(name)
                     with self._changed:
                         self._waiting.discard(name)
+                        self._begun.discard(name)
                         self._changed.notify_all()
         except BaseException as error:
             with self._changed:

@@ -420,6 +420,11 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(401, message="Invalid username or password.")
         self.say({"type": "user", "name": USER, "orgs": []})
 
+    def allow(self, repo: str) -> None:
+        """Say that the client may do what it asks about; who may not does not get here."""
+        self.hub.snapshot(repo, "main")
+        self.say({})
+
     def info(self, repo: str, revision: str = "") -> None:
         sha, files = self.hub.snapshot(repo, revision or "main")
         siblings: list[dict[str, Any]] = [{"rfilename": path} for path in files]
@@ -627,6 +632,8 @@ ROUTES: list[tuple[tuple[str, ...], str, bool, Callable[..., None]]] = [
     (("GET",), "/api/whoami-v2", False, Handler.whoami),
     (("GET",), f"/api/models/{REPO}", False, Handler.info),
     (("GET",), f"/api/models/{REPO}/revision/{REVISION}", False, Handler.info),
+    (("GET",), f"/api/models/{REPO}/auth-check", False, Handler.allow),
+    (("GET",), f"/api/models/{REPO}/auth-check/write", True, Handler.allow),
     (("GET",), f"/api/models/{REPO}/refs", False, Handler.refs),
     (("GET",), f"/api/models/{REPO}/commits/{REVISION}", False, Handler.log),
     (("GET",), f"/api/models/{REPO}/tree/{REVISION}(?:/(?P<path>.+))?", False, Handler.tree),

@@ -1,0 +1,367 @@
+"""To the Hub, through the real client: what is uploaded, what a commit holds, and what goes wrong on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tiny
+from conftest import ROOT, heed_ctrl_c, tree
+from loopback_hub import Fault, LoopbackHub
+from openquant import compress
+
+SHARDS = 5
+TOKEN = "hf_secretsecret"
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[LoopbackHub]:
+    with LoopbackHub(tmp_path / "hub", token=TOKEN) as server:
+        yield server
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    root = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM", shards=SHARDS)
+    (root / "tokenizer.json").write_text("{}")
+    (root / "LICENSE").write_text("Do as you like.\n")
+    (root / "README.md").write_text("---\nlicense: mit\n---\nA model.\n")
+    return root
+
+
+@pytest.fixture
+def expected(source: Path, tmp_path: Path) -> dict[str, bytes]:
+    """What a local run writes and a repository should hold."""
+    compress(source, tmp_path / "expected")
+    return published(tree(tmp_path / "expected"))
+
+
+def published(files: dict[str, bytes]) -> dict[str, bytes]:
+    return {name: data for name, data in files.items() if name != ".openquant.json"}
+
+
+def held(hub: LoopbackHub, repo: str = "user/name", revision: str = "main") -> dict[str, bytes]:
+    """What the repository holds beside the .gitattributes it was made with."""
+    return {name: path.read_bytes() for name, path in hub.files(repo, revision).items() if name != ".gitattributes"}
+
+
+def begin(hub: LoopbackHub, tmp_path: Path, *arguments: object, **environment: str) -> subprocess.Popen[str]:
+    """An openquant verb against the loopback Hub, started."""
+    settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+    command = [sys.executable, "-m", "openquant", *map(str, arguments)]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **settings, "HF_TOKEN": TOKEN, **environment},
+        cwd=ROOT,
+        preexec_fn=heed_ctrl_c,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def ask(hub: LoopbackHub, tmp_path: Path, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return finish(begin(hub, tmp_path, *arguments, **environment))
+
+
+def push_of(source: Path, tmp_path: Path, *more: object) -> list[object]:
+    return ["compress", "-m", source, "-o", tmp_path / "out", "--push-to-hub", "user/name", *more]
+
+
+def test_a_run_is_published_with_one_commit(
+    hub: LoopbackHub, source: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    done = ask(hub, tmp_path, *push_of(source, tmp_path, "--json"))
+    assert done.returncode == 0, done.stderr
+    assert held(hub) == expected
+    assert published(tree(tmp_path / "out")) == expected
+    (_, first), (title, added) = hub.commits("user/name")
+    assert first == [".gitattributes"]
+    assert title == "source in FP8 (one scale per tensor)"
+    assert set(added) == set(expected)
+    assert json.loads(done.stdout)["pushed_to"].startswith(f"{hub.endpoint}/user/name/commit/")
+    assert not hub.stored["user/name"]["private"]
+    assert set(hub.uploads.values()) == {1}
+    assert not (tmp_path / "out" / ".openquant").exists()
+    # Again, there is nothing to do, and no empty commit is made.
+    again = ask(hub, tmp_path, *push_of(source, tmp_path))
+    assert again.returncode == 0, again.stderr
+    assert len(hub.commits("user/name")) == 2
+    assert set(hub.uploads.values()) == {1}
+
+
+def test_shards_are_uploaded_while_others_are_fetched_and_converted(
+    hub: LoopbackHub, source: Path, tmp_path: Path
+) -> None:
+    """The last shard of the source does not come before the first one of the output is uploaded."""
+    hub.repositories["org/name"] = source
+    uploaded = threading.Event()
+    hub.faults.append(Fault(r"", "PUT", call=uploaded.set))
+    waited: list[bool] = []
+    last = r"resolve/.*model-00005-of-00005\.safetensors$"
+    hub.faults.append(Fault(last, "GET", after=2, call=lambda: waited.append(uploaded.wait(8))))
+    done = ask(hub, tmp_path, *push_of(Path("org/name"), tmp_path, "-w", "128"))
+    assert done.returncode == 0, done.stderr
+    assert waited == [True]
+
+
+def test_options_of_the_commit(hub: LoopbackHub, source: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
+    done = ask(hub, tmp_path, *push_of(source, tmp_path, "--private", "--commit-message", "Mine"))
+    assert done.returncode == 0, done.stderr
+    assert hub.stored["user/name"]["private"]
+    assert hub.commits("user/name")[-1][0] == "Mine"
+
+
+def test_a_pull_request(hub: LoopbackHub, source: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
+    done = ask(hub, tmp_path, *push_of(source, tmp_path, "--create-pr", "--json"))
+    assert done.returncode == 0, done.stderr
+    assert held(hub) == {}
+    assert held(hub, revision="refs/pr/1") == expected
+    assert json.loads(done.stdout)["pushed_to"] == f"{hub.endpoint}/user/name/discussions/1"
+
+
+def test_push_of_a_directory_made_earlier(
+    hub: LoopbackHub, source: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    compress(source, tmp_path / "out")
+    done = ask(hub, tmp_path, "push", tmp_path / "out", "name")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"pushed to {hub.endpoint}/user/name/commit/")
+    assert held(hub) == expected
+    assert published(tree(tmp_path / "out")) == expected
+
+
+@pytest.mark.parametrize("state", ["foreign", "unfinished", "incomplete"])
+def test_push_of_what_is_no_finished_output(hub: LoopbackHub, source: Path, tmp_path: Path, state: str) -> None:
+    out = tmp_path / "out"
+    compress(source, out)
+    journal = json.loads((out / ".openquant.json").read_text())
+    if state == "foreign":
+        (out / ".openquant.json").unlink()
+    elif state == "unfinished":
+        (out / ".openquant.json").write_text(json.dumps(journal | {"done": False}))
+    else:
+        (out / "model-00002-of-00005.safetensors").unlink()
+    done = ask(hub, tmp_path, "push", out, "user/name")
+    assert done.returncode == 2
+    says = {
+        "foreign": "was not made by openquant",
+        "unfinished": "is not finished",
+        "incomplete": "lacks model-00002-of-00005.safetensors",
+    }
+    assert done.stderr.splitlines()[0] == f"error: {out} {says[state]}"
+    assert not hub.stored
+
+
+def test_push_only_keeps_few_shards_on_disk(hub: LoopbackHub, tmp_path: Path) -> None:
+    """From one repository to another; neither the source nor the output is ever whole on this disk."""
+    source = hub.repositories["org/name"] = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM", shards=14)
+    compress(source, tmp_path / "expected", "block")
+    expected = published(tree(tmp_path / "expected"))
+    out = tmp_path / "out"
+    most: list[tuple[int, int]] = []
+
+    def measure() -> None:
+        most.append((len(list(out.glob("*.safetensors"))), len(list((out / ".openquant").rglob("*.safetensors*")))))
+
+    hub.faults.append(Fault(r"", "PUT", times=None, call=measure, delay=0.3))
+    command = ["compress", "-m", "org/name", "-o", out, "--stream", "--push-to-hub", "user/name", "--push-only"]
+    command += ["-w", "128"]
+    done = ask(hub, tmp_path, *command)
+    assert done.returncode == 0, done.stderr
+    assert max(shards for shards, _ in most) <= 3  # publish.AT_ONCE
+    assert max(shards for _, shards in most) <= 5  # those, and fetch.AHEAD
+    assert len(most) == 14
+    assert {name: data for name, data in held(hub).items() if name != "README.md"} == {
+        name: data for name, data in expected.items() if name != "README.md"
+    }
+    assert not list(out.glob("*.safetensors"))
+    assert not list((tmp_path / "hf").rglob("*.safetensors"))
+    # Again, everything is known to be there.
+    requests = dict(hub.requests)
+    again = ask(hub, tmp_path, *command)
+    assert again.returncode == 0, again.stderr
+    assert set(hub.uploads.values()) == {1}
+    assert len(hub.commits("user/name")) == 2
+    fetched = [path for path in hub.requests if "resolve" in path and hub.requests[path] - requests.get(path, 0) > 2]
+    assert not [path for path in fetched if path.startswith("GET") and ".safetensors" in path and "index" not in path]
+
+
+@pytest.mark.parametrize("only", [(), ("--push-only",)], ids=["kept", "deleted"])
+@pytest.mark.parametrize("moment", [0, 2, 4, "commit"])
+def test_a_killed_push_continues_without_repeating_anything(
+    hub: LoopbackHub,
+    source: Path,
+    expected: dict[str, bytes],
+    tmp_path: Path,
+    only: tuple[str, ...],
+    moment: int | str,
+) -> None:
+    processes: list[subprocess.Popen[str]] = []
+    ready = threading.Event()
+
+    def kill() -> None:
+        ready.wait(60)
+        processes[0].kill()
+
+    if moment == "commit":
+        hub.faults.append(Fault(r"/commit/", "POST", call=kill, cut_upload=0))
+    else:
+        hub.faults.append(Fault(r"", "PUT", after=int(moment), call=kill, cut_upload=100))
+    processes.append(begin(hub, tmp_path, *push_of(source, tmp_path, *only)))
+    ready.set()
+    assert finish(processes[0]).returncode == -signal.SIGKILL
+    assert held(hub) == {}
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.safetensors")}
+    done = ask(hub, tmp_path, *push_of(source, tmp_path, *only))
+    assert done.returncode == 0, done.stderr
+    assert held(hub) == expected
+    assert set(hub.uploads.values()) == {1}
+    after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.safetensors")}
+    assert after == ({} if only else {**after, **before})
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(r"", "PUT", after=1, status=500),
+        Fault(r"", "PUT", after=1, status=429, headers={"Retry-After": "0"}),
+        Fault(r"", "PUT", after=1, cut_upload=1000),
+        Fault(r"", "PUT", after=1, cut_upload=1000, reset=True),
+        Fault(r"/objects/batch", "POST", after=1, status=503),
+        Fault(r"/preupload/", "POST", after=1, status=502),
+        Fault(r"/commit/", "POST", status=503),
+        Fault(r"/commit/", "POST", cut_upload=0),
+        Fault(r"/commit/", "POST", cut=0),
+        Fault(r"/repos/create", "POST", status=500),
+    ],
+    ids=["500", "429", "cut", "reset", "batch", "preupload", "commit", "commit lost", "answer lost", "create"],
+)
+def test_what_goes_wrong_once_does_not_show(
+    hub: LoopbackHub, source: Path, expected: dict[str, bytes], tmp_path: Path, fault: Fault
+) -> None:
+    hub.faults.append(Fault(**{**vars(fault), "seen": 0}))
+    done = ask(hub, tmp_path, *push_of(source, tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert hub.faults[0].seen > fault.after
+    assert held(hub) == expected
+    assert len(hub.commits("user/name")) == 2
+
+
+def test_a_restarted_server_does_not_show(source: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
+    reached = threading.Event()
+    with LoopbackHub(tmp_path / "hub", token=TOKEN) as hub:
+        hub.faults.append(Fault(r"", "PUT", after=2, call=reached.set, cut_upload=10))
+        process = begin(hub, tmp_path, *push_of(source, tmp_path))
+        assert reached.wait(60)
+    with LoopbackHub(tmp_path / "hub", hub.port, token=TOKEN) as hub:
+        done = finish(process)
+        assert done.returncode == 0, done.stderr
+        assert held(hub) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "message"),
+    [
+        (r"/repos/create", 403, "the Hub does not let you write to user/name: "),
+        (r"/preupload/", 403, "the Hub does not let you write to user/name: "),
+        (r"/commit/", 400, "user/name refuses the commit: "),
+    ],
+)
+def test_refusals_are_explained_and_nothing_is_lost(
+    hub: LoopbackHub,
+    source: Path,
+    expected: dict[str, bytes],
+    tmp_path: Path,
+    path: str,
+    status: int,
+    message: str,
+) -> None:
+    hub.faults.append(Fault(path, "POST", times=None, status=status))
+    if path == r"/repos/create":
+        hub.faults.append(Fault(r"/api/models/user/name$", "GET", times=None, status=404, code="RepoNotFound"))
+    done = ask(hub, tmp_path, *push_of(source, tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-2].startswith(f"error: {message}"), done.stderr
+    assert TOKEN not in done.stdout + done.stderr
+    assert held(hub) == {} if "user/name" in hub.stored else True
+    hub.faults.clear()
+    assert ask(hub, tmp_path, *push_of(source, tmp_path)).returncode == 0
+    assert held(hub) == expected
+
+
+def test_without_a_token(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    done = ask(hub, tmp_path, *push_of(source, tmp_path), HF_TOKEN="")
+    assert done.returncode == 2
+    error, hint = done.stderr.splitlines()[-2:]
+    assert error.startswith("error: the Hub does not let you write to user/name: ")
+    assert hint == "hint: log in with a token that may: hf auth login"
+    # Before anything was converted.
+    assert not (tmp_path / "out").exists()
+
+
+def test_foreign_weights_in_the_repository_are_refused(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    hub.create("user/name", private=False)
+    digest = hashlib.sha256(b"weights").hexdigest()
+    (hub.blobs / digest).write_bytes(b"weights")
+    hub.commit("user/name", "main", "old", {"model-00001-of-00002.safetensors": digest}, deleted=[])
+    done = ask(hub, tmp_path, *push_of(source, tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-2:] == [
+        "error: user/name already holds model-00001-of-00002.safetensors, which this model would not replace",
+        "hint: push to another repository, or delete that file from this one first",
+    ]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--private", ()), ("--create-pr", ()), ("--commit-message", ("x",)), ("--push-only", ())],
+)
+def test_options_of_a_push_need_one(
+    hub: LoopbackHub, source: Path, tmp_path: Path, option: str, value: tuple[str, ...]
+) -> None:
+    done = ask(hub, tmp_path, "compress", "-m", source, option, *value)
+    assert done.returncode == 2
+    assert done.stderr == f"error: {option} goes with --push-to-hub\nhint: say where to push\n"
+
+
+def test_the_token_is_written_nowhere(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    done = ask(hub, tmp_path, *push_of(source, tmp_path))
+    assert done.returncode == 0
+    assert TOKEN not in done.stdout + done.stderr
+    for root in (tmp_path / "out", tmp_path / "hub"):
+        assert not [name for name, data in tree(root).items() if TOKEN.encode() in data]
+
+
+def test_what_was_pushed_downloads_as_it_was_made(
+    hub: LoopbackHub, source: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    from huggingface_hub import HfApi, close_session, constants
+
+    hub.repositories["org/name"] = source
+    done = ask(hub, tmp_path, "compress", "-m", "org/name", "-o", tmp_path / "out", "--push-to-hub", "user/name")
+    assert done.returncode == 0, done.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        api = HfApi(endpoint=hub.endpoint, token=TOKEN)
+        api.snapshot_download("user/name", local_dir=tmp_path / "again")
+        close_session()
+    found = {name: data for name, data in tree(tmp_path / "again").items() if not name.startswith((".cache", ".git"))}
+    assert found == published(tree(tmp_path / "out"))
+    assert found.keys() == expected.keys()
+    assert {name for name in found if found[name] != expected[name]} == {"README.md"}

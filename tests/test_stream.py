@@ -1,0 +1,300 @@
+"""From the Hub while it downloads: faults on the way, and what is on disk meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from conftest import ROOT, heed_ctrl_c, tree
+from loopback_hub import COMMIT, Fault, LoopbackHub
+from openquant import compress
+
+SHARDS = 6
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[LoopbackHub]:
+    with LoopbackHub(tmp_path / "hub") as server:
+        yield server
+
+
+@pytest.fixture
+def source(hub: LoopbackHub, tmp_path: Path) -> Path:
+    root = tiny.write(tmp_path / "repository", "Qwen3MoeForCausalLM", shards=SHARDS)
+    (root / "README.md").write_text("---\nlicense: mit\n---\nA model.\n")
+    hub.repositories["org/name"] = root
+    return root
+
+
+@pytest.fixture
+def local(source: Path, tmp_path: Path) -> dict[str, bytes]:
+    """What a run on the files themselves writes, but the two files that name the repository and its commit."""
+    compress(source, tmp_path / "local")
+    return without_origin(tree(tmp_path / "local"))
+
+
+def without_origin(files: dict[str, bytes]) -> dict[str, bytes]:
+    return {name: data for name, data in files.items() if name not in ("README.md", ".openquant.json")}
+
+
+def begin(hub: LoopbackHub, tmp_path: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """The command against the loopback Hub, with a cache of its own, started."""
+    settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "compress_fp8.py"), "-m", "org/name", "-o", str(tmp_path / "out"), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **settings, **environment},
+        preexec_fn=heed_ctrl_c,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def ask(hub: LoopbackHub, tmp_path: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return finish(begin(hub, tmp_path, *arguments, **environment))
+
+
+MODES = pytest.mark.parametrize("mode", [(), ("--stream",)], ids=["cached", "streamed"])
+
+
+@MODES
+@pytest.mark.parametrize("scheme", ["tensor", "block"])
+def test_the_bytes_are_those_of_a_local_run(
+    hub: LoopbackHub, source: Path, tmp_path: Path, mode: tuple[str, ...], scheme: str
+) -> None:
+    done = ask(hub, tmp_path, "--scheme", scheme, "--json", *mode)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["revision"] == COMMIT
+    assert found["download_bytes"] == sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    compress(source, tmp_path / "local", scheme)
+    assert without_origin(tree(tmp_path / "out")) == without_origin(tree(tmp_path / "local"))
+    cached = list((tmp_path / "hf").rglob("snapshots/*/*.safetensors"))
+    assert len(cached) == (0 if mode else SHARDS)
+
+
+def test_what_the_cache_holds_is_not_fetched_again(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    assert ask(hub, tmp_path).returncode == 0
+    hub.requests.clear()
+    done = ask(hub, tmp_path, "-w", "128", "-o", str(tmp_path / "blocks"), "--stream", "--json")
+    assert json.loads(done.stdout)["download_bytes"] == 0
+    assert not [path for path in hub.requests if ".safetensors" in path and "index" not in path]
+
+
+def test_a_streamed_model_needs_a_few_shards_of_disk(hub: LoopbackHub, tmp_path: Path) -> None:
+    """Whatever the number of shards: no more than five of them (fetch.AHEAD and fetch.AT_ONCE) are in the scratch directory."""
+    weights = {f"model.layers.{n}.mlp.{part}_proj.weight": torch.ones(256, 256) for n in range(24) for part in "uv"}
+    weights = {name.replace("u_proj", "up_proj").replace("v_proj", "gate_proj"): w for name, w in weights.items()}
+    root = tiny.write(tmp_path / "repository", "Qwen3ForCausalLM", shards=24, weights=weights)
+    hub.repositories["org/name"] = root
+    largest = max(path.stat().st_size for path in root.glob("*.safetensors"))
+    marks: list[int] = []
+
+    def measure() -> None:
+        scratch = tmp_path / "out" / ".openquant" / "source-0"
+        marks.append(sum(p.stat().st_size for p in list_files(scratch)))
+
+    hub.faults.append(Fault(r"\.safetensors$", "GET", times=None, call=measure))
+    done = ask(hub, tmp_path, "--stream")
+    assert done.returncode == 0, done.stderr
+    assert max(marks) <= 5 * largest
+    assert len(marks) >= 24
+    assert not (tmp_path / "out" / ".openquant").exists()
+
+
+def list_files(directory: Path) -> list[Path]:
+    """Of a directory that may be changing."""
+    try:
+        return [path for path in directory.iterdir() if path.exists()]
+    except FileNotFoundError:
+        return []
+
+
+# Shard 3 of 6, where it is downloaded; headers are read by range before.
+SHARD = r"resolve/.*model-00003-of-00006\.safetensors$"
+
+
+@MODES
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(SHARD, "GET", after=2, cut=1000),
+        Fault(SHARD, "GET", after=2, cut=1000, reset=True),
+        Fault(SHARD, "GET", after=2, status=429, headers={"Retry-After": "0"}),
+        Fault(SHARD, "GET", after=2, status=503),
+        Fault(SHARD, "GET", after=2, status=500, times=2),
+        Fault(SHARD, "GET", after=2, short=1000),
+        Fault(SHARD, "GET", after=2, flip=5000),
+    ],
+    ids=["cut", "reset", "429", "503", "500 twice", "short", "flipped"],
+)
+def test_what_goes_wrong_once_does_not_show(
+    hub: LoopbackHub, source: Path, local: dict[str, bytes], tmp_path: Path, mode: tuple[str, ...], fault: Fault
+) -> None:
+    hub.faults.append(Fault(**{**vars(fault), "seen": 0}))
+    done = ask(hub, tmp_path, *mode)
+    assert done.returncode == 0, done.stderr
+    assert hub.faults[0].seen > fault.after
+    assert without_origin(tree(tmp_path / "out")) == local
+
+
+@MODES
+@pytest.mark.parametrize("other", [{"flip": 5000}, {"content": b"x" * 100_000}], ids=["flipped", "changed"])
+def test_a_file_that_is_not_what_the_hub_says_is_named(
+    hub: LoopbackHub, source: Path, tmp_path: Path, mode: tuple[str, ...], other: dict[str, object]
+) -> None:
+    if "content" in other:
+        size = (source / "model-00003-of-00006.safetensors").stat().st_size
+        other = {"content": b"x" * size}
+    hub.faults.append(Fault(SHARD, "GET", after=2, times=None, **other))  # type: ignore[arg-type]
+    done = ask(hub, tmp_path, *mode)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-2] == (
+        f"error: model-00003-of-00006.safetensors did not arrive as org/name@{COMMIT} has it: its size or SHA-256 differs"
+    )
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+@MODES
+@pytest.mark.parametrize(
+    ("status", "code", "message", "hint"),
+    [
+        (403, "GatedRepo", "org/name is gated",
+         "accept its licence at https://huggingface.co/org/name, then run: hf auth login"),
+        (401, "", "the Hub refuses access to org/name", "log in with a token that may read it: hf auth login"),
+        (403, "", "the Hub refuses access to org/name", "log in with a token that may read it: hf auth login"),
+    ],
+)  # fmt: skip
+def test_access_that_ends_on_the_way(
+    hub: LoopbackHub,
+    source: Path,
+    tmp_path: Path,
+    mode: tuple[str, ...],
+    status: int,
+    code: str,
+    message: str,
+    hint: str,
+) -> None:
+    hub.faults.append(Fault(SHARD, after=2, times=None, status=status, code=code))
+    done = ask(hub, tmp_path, *mode, HF_TOKEN="hf_secretsecret")
+    assert done.returncode == 2
+    error, found = done.stderr.splitlines()[-2:]
+    assert error.startswith(f"error: {message}")
+    assert found == f"hint: {hint}"
+    assert "hf_secretsecret" not in done.stdout + done.stderr
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file() and b"secret" in path.read_bytes()]
+
+
+@MODES
+def test_a_killed_run_continues(
+    hub: LoopbackHub, source: Path, local: dict[str, bytes], tmp_path: Path, mode: tuple[str, ...]
+) -> None:
+    processes: list[subprocess.Popen[str]] = []
+    begun = threading.Semaphore(0)
+
+    def kill() -> None:
+        begun.acquire(timeout=60)
+        processes[-1].kill()
+
+    for number in (2, 4):
+        path = rf"resolve/.*model-0000{number}-of-00006\.safetensors$"
+        hub.faults[:] = [Fault(path, "GET", after=2, cut=20_000, call=kill)]
+        processes.append(begin(hub, tmp_path, *mode))
+        begun.release()
+        assert finish(processes[-1]).returncode == -signal.SIGKILL
+        assert not (tmp_path / "out" / "config.json").exists()
+    hub.faults.clear()
+    done = ask(hub, tmp_path, *mode)
+    assert done.returncode == 0, done.stderr
+    assert without_origin(tree(tmp_path / "out")) == local
+    assert not (tmp_path / "out" / ".openquant").exists()
+
+
+def test_a_streamed_file_continues_where_it_stopped(
+    hub: LoopbackHub, source: Path, local: dict[str, bytes], tmp_path: Path
+) -> None:
+    """Not at its beginning, unlike a download to the cache."""
+    name = "model-00001-of-00006.safetensors"
+    scratch = tmp_path / "out" / ".openquant" / "source-0"
+    fault = Fault(rf"resolve/.*{name}$", "GET", after=2, times=None, status=404, code="EntryNotFound")
+    hub.faults.append(fault)
+    assert ask(hub, tmp_path, "--stream").returncode == 2
+    data = (source / name).read_bytes()
+    (scratch / f"{name}.partial").write_bytes(data[:-1000])
+    hub.faults.clear()
+    hub.sent = 0
+    done = ask(hub, tmp_path, "--stream")
+    assert done.returncode == 0, done.stderr
+    assert without_origin(tree(tmp_path / "out")) == local
+    shards = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    assert hub.sent < shards - len(data) + 150_000
+
+
+@MODES
+def test_ctrl_c_does_not_wait_for_a_download(
+    hub: LoopbackHub, source: Path, local: dict[str, bytes], tmp_path: Path, mode: tuple[str, ...]
+) -> None:
+    reached, release = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        reached.set()
+        release.wait(60)
+
+    hub.faults.append(Fault(SHARD, "GET", after=2, call=hang))
+    process = begin(hub, tmp_path, *mode)
+    assert reached.wait(60)
+    process.send_signal(signal.SIGINT)
+    begun = time.monotonic()
+    stopped = finish(process)
+    waited = time.monotonic() - begun
+    release.set()
+    assert stopped.returncode == 130
+    assert stopped.stderr.splitlines()[-2:] == ["error: interrupted", "hint: run the same command again to continue"]
+    # The client itself gives up after ten seconds.
+    assert waited < 9
+    assert ask(hub, tmp_path, *mode).returncode == 0
+    assert without_origin(tree(tmp_path / "out")) == local
+
+
+def test_a_local_directory_cannot_be_streamed(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    done = ask(hub, tmp_path, "-m", str(source), "--stream")
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: {source} is a local directory, nothing of it can be streamed\nhint: leave --stream out\n"
+    )
+
+
+def test_the_plan_tells_the_download(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    done = ask(hub, tmp_path, "--dry-run")
+    size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    assert f"\ndownload: {size / 1e6:.3g} MB, with --stream a few shards at a time\n" in done.stdout
+
+
+def test_index_names_cannot_leave_the_directory(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    first = next(iter(index["weight_map"]))
+    index["weight_map"][first] = "../../evil.safetensors"
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    for mode in ((), ("--stream",)):
+        done = ask(hub, tmp_path, *mode)
+        assert done.returncode == 2
+        assert re.search(
+            r"error: \S+index.json places \S+ in '../../evil.safetensors', which is not a plain", done.stderr
+        )
