@@ -131,9 +131,9 @@ def absolute(model: Model, patterns: Iterable[str]) -> list[str]:
 
 
 def text_config(checkpoint: Checkpoint, model: Model) -> dict[str, Any]:
-    """The part of config.json with the language model's sizes."""
-    config = checkpoint.config.get(model.text_config) if model.text_config else checkpoint.config
-    return config if isinstance(config, dict) else {}
+    """The part of config.json with the language model's sizes; older files have them all at the top."""
+    inner = checkpoint.config.get(model.text_config) if model.text_config else None
+    return inner if isinstance(inner, dict) else checkpoint.config
 
 
 def split_finder(model: Model) -> Callable[[str], Split | None]:

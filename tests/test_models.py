@@ -259,3 +259,10 @@ def test_entries_are_sound(entry: Model) -> None:
         re.compile(translate(entry.layers + pattern if pattern.startswith(".") else pattern))
     assert all(split.axis in ("in", "out") for split in entry.splits)
     assert all(keep.why for keep in entry.keep)
+
+
+def test_wrappers_with_their_sizes_at_the_top_are_understood() -> None:
+    """As the first files of Qwen2-VL: no text_config."""
+    checkpoint = published("Qwen2VLForConditionalGeneration")
+    flat = replace(checkpoint, config=checkpoint.config["text_config"])
+    assert make_plan(flat, BLOCK).parallel == make_plan(checkpoint, BLOCK).parallel
