@@ -266,3 +266,17 @@ def test_wrappers_with_their_sizes_at_the_top_are_understood() -> None:
     checkpoint = published("Qwen2VLForConditionalGeneration")
     flat = replace(checkpoint, config=checkpoint.config["text_config"])
     assert make_plan(flat, BLOCK).parallel == make_plan(checkpoint, BLOCK).parallel
+
+
+def test_readme_has_a_row_for_each_architecture() -> None:
+    table = (Path(__file__).parents[1] / "README.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)`[^|]*\| ([^|]+) \|", table, re.MULTILINE))
+    assert {name for name in rows if name in MODELS} == set(MODELS)
+    assert {name for name, cell in rows.items() if cell == "refused"} == {"GptOssForCausalLM"}
+
+
+def test_what_is_not_covered_has_a_reason() -> None:
+    lines = (Path(__file__).parent / "not_covered.txt").read_text().splitlines()
+    listed = [line.split("  ", 1) for line in lines if line and not line.startswith("#")]
+    assert all(len(entry) == 2 and entry[1] for entry in listed)
+    assert not {entry[0] for entry in listed} & set(MODELS)

@@ -65,7 +65,7 @@ MLA = {
     **DEEPSEEK_MOE,
     "num_key_value_heads": 4,
     "q_lora_rank": 128,
-    "kv_lora_rank": 64,
+    "kv_lora_rank": 512,
     "qk_nope_head_dim": 64,
     "qk_rope_head_dim": 64,
     "v_head_dim": 64,
