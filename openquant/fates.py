@@ -412,15 +412,10 @@ def _ignored_names(
         if joined.listed_as
     ]
     names: dict[str, None] = {"lm_head": None}
-    for keep in kept:
-        if len(keep.tensor.shape) == 2 and keep.tensor.name.endswith(".weight"):
-            names[keep.tensor.module] = None
-        experts = find_experts(keep.tensor.module)
-        if experts:
-            names[experts] = None
-    for module in layers:
-        if module not in reasons:
-            continue
+    modules = [
+        keep.tensor.module for keep in kept if len(keep.tensor.shape) == 2 and keep.tensor.name.endswith(".weight")
+    ]
+    for module in (*modules, *(module for module in layers if module in reasons)):
         experts = find_experts(module)
         if experts:
             names[experts] = None

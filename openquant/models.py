@@ -155,11 +155,13 @@ class Part:
     keep: tuple[Keep, ...] = ()
 
 
-def gated(path: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Part:
+def gated(
+    path: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", listed_as: str | None = None
+) -> Part:
     """Gate, up and down below `path`, the first two of which engines join."""
     return Part(
         compress=(f"{path}.{{{gate},{up},{down}}}",),
-        joined=(Joined(f"{path}.{{{gate},{up}}}"),),
+        joined=(Joined(f"{path}.{{{gate},{up}}}", listed_as),),
         splits=(Split(f"{path}.{{{gate},{up}}}", "out"), Split(f"{path}.{down}", "in")),
     )
 
@@ -244,7 +246,7 @@ ARCEE = model("ArceeForCausalLM", ATTENTION, plain(".mlp"))
 STABLELM = model(
     "StableLmForCausalLM",
     attention(listed_as="qkv_proj"),
-    replace(MLP, joined=(Joined(".mlp.{gate,up}_proj", listed_as="gate_up_proj"),)),
+    gated(".mlp", listed_as="gate_up_proj"),
 )
 
 # Mixtures of experts.
@@ -262,7 +264,7 @@ QWEN3_MOE = model(
     ATTENTION,
     # qwen3_moe.py:575 means to map gate_up_proj to its members where mlp_only_layers is not empty; the
     # built engine's quant_config has no such entry either way.
-    replace(MLP, joined=(Joined(".mlp.{gate,up}_proj", listed_as="gate_up_proj"),)),
+    gated(".mlp", listed_as="gate_up_proj"),
     # vLLM 0.32.0 models/qwen3_moe.py:170 builds the router with quant_config.
     ROUTED,
 )
@@ -306,18 +308,23 @@ ERNIE_MOE = model(
     ),
 )
 
-GLM4_MOE = model("Glm4MoeForCausalLM", ATTENTION, MLP, SHARED_EXPERTS, ROUTED, draft_layers="num_hidden_layers")
+# vLLM 0.32.0 models/glm4_moe_mtp.py and deepseek_mtp.py, which build the draft layers, have no
+# packed_modules_mapping.
+DRAFTED_MLPS = tuple(gated(path, listed_as="gate_up_proj") for path in (".mlp", ".mlp.shared_experts"))
+GLM4_MOE = model(
+    "Glm4MoeForCausalLM", attention(listed_as="qkv_proj"), *DRAFTED_MLPS, ROUTED, draft_layers="num_hidden_layers"
+)
 
 # Latent attention. vLLM 0.32.0 multiplies kv_b_proj out as it loads (layers/quantization/utils/quant_utils.py:511):
 # in FP8 it would cost accuracy and save nothing.
 LATENT = Part(
     (".self_attn.{q_proj,q_a_proj,q_b_proj,kv_a_proj_with_mqa,o_proj}",),
     # models/deepseek_v2.py:1051
-    joined=(Joined(".self_attn.{q_a_proj,kv_a_proj_with_mqa}"),),
+    joined=(Joined(".self_attn.{q_a_proj,kv_a_proj_with_mqa}", listed_as="fused_qkv_a_proj"),),
     splits=(Split(".self_attn.{q_proj,q_b_proj}", "out", HEADS), Split(".self_attn.o_proj", "in", HEADS)),
     keep=(Keep(".self_attn.kv_b_proj", "engines decode it when they load it"),),
 )
-DEEPSEEK_V3 = model("DeepseekV3ForCausalLM", LATENT, MLP, SHARED_EXPERTS, ROUTED, draft_layers="num_hidden_layers")
+DEEPSEEK_V3 = model("DeepseekV3ForCausalLM", LATENT, *DRAFTED_MLPS, ROUTED, draft_layers="num_hidden_layers")
 
 # The projections of one layer's index over the tokens; small, and vLLM 0.32.0 (vllm/models/deepseek_v32) reads
 # two of the three unquantized.

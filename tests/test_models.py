@@ -193,7 +193,9 @@ def test_draft_layers_stay_and_are_listed(name: str) -> None:
     assert kept == {
         info.module for info in checkpoint.tensors.values() if info.name.startswith(draft) and len(info.shape) > 1
     }
-    assert {*kept, f"{draft}mlp.experts"} <= set(plan.ignored_layers)
+    merged = "qkv_proj" if name.startswith("Glm4") else "fused_qkv_a_proj"
+    others = {f"{draft}{path}" for path in ("mlp.experts", "mlp.shared_experts.gate_up_proj", f"self_attn.{merged}")}
+    assert kept | others <= set(plan.ignored_layers)
 
 
 def test_names_an_engine_builds_otherwise_are_listed_under_both() -> None:
