@@ -6,13 +6,14 @@ Here the registry's patterns meet the names of a checkpoint, and --ignore and th
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .checkpoint import DTYPE_BITS, Checkpoint, Location, TensorInfo
 from .errors import PlanError, UsageError
-from .models import Model, Stacked
+from .models import Experts, Model, Split, Stacked
 from .patterns import collapse, compile_any, compile_pattern, template
 from .schemes import Scheme
 
@@ -116,7 +117,10 @@ def decide(
     """
     layers, unstacked, kept, copied = _sort_tensors(checkpoint, model, ignore)
     sets = _joined_sets(model, layers)
-    reasons, notes = _unquantized(model, scheme, layers, sets, ignore, [*(keep.tensor for keep in kept), *copied])
+    problems = _problems(model, scheme, layers, text_config(checkpoint, model))
+    reasons, notes = _unquantized(
+        model, scheme, layers, problems, sets, ignore, [*(keep.tensor for keep in kept), *copied]
+    )
     ignored = _ignored_names(model, layers, reasons, kept)
     return Fates(layers, unstacked, kept, copied, sets, reasons), ignored, notes
 
@@ -126,6 +130,34 @@ def absolute(model: Model, patterns: Iterable[str]) -> list[str]:
     return [model.layers + pattern if pattern.startswith(".") else pattern for pattern in patterns]
 
 
+def text_config(checkpoint: Checkpoint, model: Model) -> dict[str, Any]:
+    """The part of config.json with the language model's sizes; older files have them all at the top."""
+    inner = checkpoint.config.get(model.text_config) if model.text_config else None
+    return inner if isinstance(inner, dict) else checkpoint.config
+
+
+def split_finder(model: Model) -> Callable[[str], Split | None]:
+    """A function from a module to how tensor parallelism divides it, or None."""
+    patterns = [compile_pattern(pattern) for pattern in absolute(model, [split.pattern for split in model.splits])]
+    splits = list(zip(patterns, model.splits, strict=True))
+    return lambda module: next((split for pattern, split in splits if pattern.fullmatch(module)), None)
+
+
+def parts_of(shape: tuple[int, int], split: Split | None, config: dict[str, Any]) -> list[tuple[int, str | None]]:
+    """Rows of each layer that a tensor holds one below the other, and the config key that counts its heads.
+
+    A row count is 0 where config.json does not tell.
+    """
+    if split is None or not split.parts:
+        return [(shape[0], split.heads if split else None)]
+    shares = [1 if key is None else config.get(key) for key in split.parts]
+    counts = [share if isinstance(share, int) and share > 0 else 0 for share in shares]
+    whole = all(counts) and shape[0] % sum(counts) == 0
+    return [
+        (shape[0] // sum(counts) * count if whole else 0, key) for count, key in zip(counts, split.parts, strict=True)
+    ]
+
+
 def _sort_tensors(
     checkpoint: Checkpoint, model: Model, ignore: Sequence[str]
 ) -> tuple[dict[str, Layer], dict[str, list[Layer]], list[Kept], list[TensorInfo]]:
@@ -133,13 +165,14 @@ def _sort_tensors(
     compress = compile_any(absolute(model, model.compress))
     keeps = [(compile_any(absolute(model, [keep.pattern])), keep.why) for keep in model.keep]
     stacks = [
-        (compile_any(absolute(model, [f"{experts.path}.{stacked.name}"])), stacked)
+        (compile_any(absolute(model, [f"{_place(experts)}.{stacked.name}"])), (experts, stacked))
         for experts in model.experts
         for stacked in experts.stacked
     ]
+    drafted = _draft_finder(model, text_config(checkpoint, model))
     ignored = compile_any(text.removesuffix(".weight") for text in ignore)
     # Names alike but for numbers have the same fate.
-    fates: dict[str, tuple[bool, Any, list[str]]] = {}
+    fates: dict[tuple[str, bool], tuple[bool, list[tuple[Experts, Stacked]], list[str]]] = {}
     layers: dict[str, Layer] = {}
     unstacked: dict[str, list[Layer]] = {}
     kept: list[Kept] = []
@@ -147,12 +180,14 @@ def _sort_tensors(
     misfits: dict[str, str] = {}
     for info in checkpoint.tensors.values():
         module, axes = info.module, len(info.shape)
-        alike = template(module)
-        if alike not in fates:
+        alike, draft = template(module), drafted(module)
+        if (alike, draft) not in fates and draft:
+            fates[alike, draft] = (False, [], ["draft layer"])
+        elif (alike, draft) not in fates:
             stacks_found = [stacked for pattern, stacked in stacks if pattern.fullmatch(module)]
             reasons = [why for pattern, why in keeps if pattern.fullmatch(module)]
-            fates[alike] = (bool(compress.fullmatch(module)), stacks_found, reasons)
-        is_layer, stacks_found, reasons = fates[alike]
+            fates[alike, draft] = (bool(compress.fullmatch(module)), stacks_found, reasons)
+        is_layer, stacks_found, reasons = fates[alike, draft]
         matches = is_layer + len(stacks_found) + len(reasons)
         if axes < 2 and not (is_layer and info.name != module) and not stacks_found:
             copied.append(info)
@@ -170,14 +205,15 @@ def _sort_tensors(
             misfits[info.name] = f"is not a 2-D weight but {list(info.shape)}"
         elif is_layer:
             layers[module] = Layer(module, alike, info, (info.shape[0], info.shape[1]))
-        elif axes != 3 or info.shape[-1 if stacks_found[0].transposed else 1] % len(stacks_found[0].parts):
+        elif axes != 3 or info.shape[-1 if stacks_found[0][1].transposed else 1] % len(stacks_found[0][1].parts):
             misfits[info.name] = f"is not a stack of experts but {list(info.shape)}"
         else:
-            unstacked[info.name] = _unstack(info, stacks_found[0])
+            unstacked[info.name] = _unstack(info, *stacks_found[0])
     for layer in itertools.chain.from_iterable(unstacked.values()):
         if f"{layer.module}.weight" in checkpoint.tensors:
             misfits[f"{layer.module}.weight"] = "is in the stack of experts too"
         layers[layer.module] = layer
+    misfits |= _wrongly_stacked(unstacked)
     if misfits:
         _raise_misfits(checkpoint, misfits)
     return layers, unstacked, kept, copied
@@ -195,12 +231,50 @@ def _raise_misfits(checkpoint: Checkpoint, misfits: dict[str, str]) -> None:
     )
 
 
-def _unstack(info: TensorInfo, stacked: Stacked) -> list[Layer]:
+def _draft_finder(model: Model, config: dict[str, Any]) -> Callable[[str], bool]:
+    """Whether a module belongs to a draft layer."""
+    first = config.get(model.draft_layers) if model.draft_layers else None
+    if not isinstance(first, int):
+        first = sys.maxsize
+    pattern = compile_pattern(f"{model.layers}.**")
+
+    def drafted(module: str) -> bool:
+        found = pattern.fullmatch(module)
+        return found is not None and found[1].isdecimal() and int(found[1]) >= first
+
+    return drafted
+
+
+def _place(experts: Experts) -> str:
+    """The module that holds the stacked tensors."""
+    return experts.path.rsplit(".", 1)[0] if experts.beside else experts.path
+
+
+def _wrongly_stacked(unstacked: dict[str, list[Layer]]) -> dict[str, str]:
+    """Stacks whose experts do not fit together: down leads back from where gate and up lead to.
+
+    A file with its stacks the other way around, as some tools write them, has the names of the right one.
+    """
+    widths: dict[str, tuple[str, tuple[int, ...]]] = {}
+    misfits: dict[str, str] = {}
+    for name, made in unstacked.items():
+        path, widths_here = made[0].module.rsplit(".", 1)[0], made[0].shape
+        if made[0].stacked and len(made[0].stacked.parts) == 1:
+            widths_here = widths_here[::-1]
+        other, widths_there = widths.setdefault(path, (name, widths_here))
+        if widths_here != widths_there:
+            misfits[name] = f"does not fit {other}: are the experts stacked the other way around?"
+    return misfits
+
+
+def _unstack(info: TensorInfo, experts_at: Experts, stacked: Stacked) -> list[Layer]:
     """One layer for each expert and part of a stacked tensor [E, in, parts*out] or [E, parts*out, in]."""
     experts, rows, cols = info.shape
     count = len(stacked.parts)
     shape = (cols // count, rows) if stacked.transposed else (rows // count, cols)
     path = info.module.rsplit(".", 1)[0]
+    if experts_at.beside:
+        path += "." + experts_at.path.rsplit(".", 1)[1]
     return [
         Layer(f"{path}.{expert}.{part}", template(f"{path}.0.{part}"), info, shape, expert, number, stacked)
         for expert in range(experts)
@@ -244,16 +318,34 @@ def _experts_finder(model: Model) -> Callable[[str], str | None]:
     return find
 
 
+def _problems(
+    model: Model, scheme: Scheme, layers: dict[str, Layer], config: dict[str, Any]
+) -> dict[tuple[str, tuple[int, int]], str | None]:
+    """Why the scheme cannot store layers of a name and shape; None if it can."""
+    problems: dict[tuple[str, tuple[int, int]], str | None] = {}
+    find_split = split_finder(model)
+    for module, layer in layers.items():
+        key = layer.alike, layer.shape
+        if key not in problems:
+            problem = scheme.misfit(layer.shape)
+            for rows, _ in parts_of(layer.shape, find_split(module), config):
+                problem = problem or scheme.misfit((rows, layer.shape[1]))
+                if not rows and scheme.block is not None:
+                    problem = problem or "config.json does not tell the sizes of what it holds"
+            problems[key] = problem
+    return problems
+
+
 def _unquantized(
     model: Model,
     scheme: Scheme,
     layers: dict[str, Layer],
+    problems: dict[tuple[str, tuple[int, int]], str | None],
     sets: dict[str, tuple[str, ...]],
     ignore: Sequence[str],
     others: Iterable[TensorInfo],
 ) -> tuple[dict[str, str], list[str]]:
     """Modules that stay unquantized with the reason, widened to all that must share their status; and notes."""
-    problems = {shape: scheme.misfit(shape) for shape in {layer.shape for layer in layers.values()}}
     if not ignore and not any(problems.values()):
         return {}, [] if layers else ["nothing is quantized"]
     find_experts = _experts_finder(model)
@@ -276,7 +368,7 @@ def _unquantized(
                 "module names are tensor names without .weight; --dry-run lists them",
             )
         asked.update((module, f"--ignore {text}") for module in matched if module not in asked)
-    misfits = {module: problems[layer.shape] for module, layer in layers.items()}
+    misfits = {module: problems[layer.alike, layer.shape] for module, layer in layers.items()}
     reasons: dict[str, str] = {}
     widened: dict[str, list[str]] = {}
     for modules in together.values():
@@ -320,12 +412,10 @@ def _ignored_names(
         if joined.listed_as
     ]
     names: dict[str, None] = {"lm_head": None}
-    for keep in kept:
-        if len(keep.tensor.shape) == 2 and keep.tensor.name.endswith(".weight"):
-            names[keep.tensor.module] = None
-    for module in layers:
-        if module not in reasons:
-            continue
+    modules = [
+        keep.tensor.module for keep in kept if len(keep.tensor.shape) == 2 and keep.tensor.name.endswith(".weight")
+    ]
+    for module in (*modules, *(module for module in layers if module in reasons)):
         experts = find_experts(module)
         if experts:
             names[experts] = None
@@ -339,4 +429,6 @@ def _ignored_names(
             if prefix is not None:
                 for other in group:
                     names[other + name.removeprefix(prefix)] = None
+        for part, other in model.renames:
+            names[name.replace(part, other)] = None
     return list(names)

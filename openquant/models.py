@@ -9,6 +9,7 @@ are copied. Facts about an engine name the version and file they were read from.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,14 @@ class Stacked:
     """One tensor [E, ...] that holds a projection of all experts of a layer.
 
     Attributes:
-        name: its name below the experts' module.
+        name: its name below the experts' module, or beside it.
         parts: the projections side by side in it, as they are named once split.
         transposed: each expert's slice is [in, out] (parts side by side along out) instead of [out, in].
     """
 
     name: str
     parts: tuple[str, ...]
-    transposed: bool
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,12 @@ class Experts:
     Attributes:
         path: the module that holds one layer's experts.
         stacked: tensors to be split into `<path>.<expert>.<part>.weight`, a 2-D [out, in] tensor each.
+        beside: the stacked tensors lie beside the experts' module, not below it.
     """
 
     path: str
     stacked: tuple[Stacked, ...] = ()
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,30 @@ class Split:
         axis: "out" (column parallel) or "in" (row parallel).
         heads: config key that counts the heads along that axis; None where any division goes.
         replicated: heads are copied where there are fewer than ranks (key and value heads).
+        parts: of a tensor that holds several layers one below the other, each of which is divided: the config
+            key that the rows of each are in proportion to, or None where all are equal.
     """
 
     pattern: str
     axis: str
     heads: str | None = None
     replicated: bool = False
+    parts: tuple[str | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A scheme that engines cannot load an architecture in.
+
+    Attributes:
+        scheme: its name.
+        why: the reason, as the error says it.
+        hint: what to do instead.
+    """
+
+    scheme: str
+    why: str
+    hint: str
 
 
 @dataclass(frozen=True)
@@ -96,8 +117,12 @@ class Model:
         experts: routed experts.
         splits: tensor parallelism.
         text_config: config.json key under which the language model's sizes are; None for the top level.
+        draft_layers: config key that counts the decoder layers, where files hold more: those beyond are draft
+            layers (multi-token prediction), which stay as they are. The number is `layers`'s first `*`.
         spellings: groups of equivalent prefixes. A listed module whose name begins with one prefix of a group
             is listed under the others too, because engines build the module under another of these names.
+        renames: parts of names, and how an engine's names have it; a listed module is listed under both.
+        refused: schemes that engines cannot load it in.
         transformers_reads_blocks: whether transformers loads a 128x128 block output of this architecture.
     """
 
@@ -109,73 +134,373 @@ class Model:
     splits: tuple[Split, ...]
     experts: tuple[Experts, ...] = ()
     text_config: str | None = None
+    draft_layers: str | None = None
     spellings: tuple[tuple[str, ...], ...] = ()
+    renames: tuple[tuple[str, str], ...] = ()
+    refused: tuple[Refusal, ...] = ()
     transformers_reads_blocks: bool = True
 
 
-EMBEDDING = Keep("model.embed_tokens", "embedding")
-HEAD = Keep("lm_head", "output head")
+@dataclass(frozen=True)
+class Part:
+    """A piece of a decoder layer that many architectures have; entries are put together from these.
 
-ATTENTION = ".self_attn.{q,k,v,o}_proj"
-MLP = ".mlp.{gate,up,down}_proj"
+    Attributes: as of Model.
+    """
 
-QKV = Joined(".self_attn.{q,k,v}_proj")
-GATE_UP = Joined(".mlp.{gate,up}_proj")
+    compress: tuple[str, ...]
+    joined: tuple[Joined, ...] = ()
+    splits: tuple[Split, ...] = ()
+    experts: tuple[Experts, ...] = ()
+    keep: tuple[Keep, ...] = ()
 
-ATTENTION_SPLITS = (
-    Split(".self_attn.q_proj", "out", "num_attention_heads"),
-    Split(".self_attn.{k,v}_proj", "out", "num_key_value_heads", replicated=True),
-    Split(".self_attn.o_proj", "in", "num_attention_heads"),
+
+def gated(
+    path: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", listed_as: str | None = None
+) -> Part:
+    """Gate, up and down below `path`, the first two of which engines join."""
+    return Part(
+        compress=(f"{path}.{{{gate},{up},{down}}}",),
+        joined=(Joined(f"{path}.{{{gate},{up}}}", listed_as),),
+        splits=(Split(f"{path}.{{{gate},{up}}}", "out"), Split(f"{path}.{down}", "in")),
+    )
+
+
+def plain(path: str, up: str = "up_proj", down: str = "down_proj") -> Part:
+    """An MLP without a gate."""
+    return Part((f"{path}.{{{up},{down}}}",), (), (Split(f"{path}.{up}", "out"), Split(f"{path}.{down}", "in")))
+
+
+def routed(
+    path: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", experts: Experts | None = None
+) -> Part:
+    """The experts below `path`, one module each, and the router in its usual place beside them."""
+    each = gated(f"{path}.*", gate, up, down)
+    router = Keep(f"{path.rsplit('.', 1)[0]}.gate", "router")
+    return replace(each, experts=(experts or Experts(path),), keep=(router,))
+
+
+def model(name: str, *parts: Part, layers: str = "model.layers.*", keep: tuple[Keep, ...] = (), **more: Any) -> Model:
+    """An entry of these parts; embedding and output head are kept wherever a wrapper puts them."""
+    return Model(
+        name,
+        layers=layers,
+        compress=tuple(pattern for part in parts for pattern in part.compress),
+        keep=(EMBEDDING, HEAD, *(found for part in parts for found in part.keep), *keep),
+        joined=tuple(found for part in parts for found in part.joined),
+        splits=tuple(found for part in parts for found in part.splits),
+        experts=tuple(found for part in parts for found in part.experts),
+        **more,
+    )
+
+
+EMBEDDING = Keep("{model,language_model.model,model.language_model}.embed_tokens", "embedding")
+HEAD = Keep("{lm_head,language_model.lm_head}", "output head")
+# Where a wrapper has its language model: as the Hub's older files say it, and transformers 4.52 and later.
+WRAPPED = "{language_model.model,model.language_model}.layers.*"
+
+HEADS, KV_HEADS = "num_attention_heads", "num_key_value_heads"
+
+
+def attention(out: str = "o_proj", listed_as: str | None = None) -> Part:
+    """q, k and v, which engines join, and the projection after them."""
+    return Part(
+        compress=(f".self_attn.{{q_proj,k_proj,v_proj,{out}}}",),
+        joined=(Joined(".self_attn.{q,k,v}_proj", listed_as),),
+        splits=(
+            Split(".self_attn.q_proj", "out", HEADS),
+            Split(".self_attn.{k,v}_proj", "out", KV_HEADS, replicated=True),
+            Split(f".self_attn.{out}", "in", HEADS),
+        ),
+    )
+
+
+ATTENTION, MLP = attention(), gated(".mlp")
+# Gate and up as one tensor: an engine that cuts it apart for its ranks does so in the middle.
+GATE_UP_TENSOR = Part(
+    (".mlp.{gate_up_proj,down_proj}",),
+    splits=(Split(".mlp.gate_up_proj", "out", parts=(None, None)), Split(".mlp.down_proj", "in")),
 )
-MLP_SPLITS = (Split(".mlp.{gate,up}_proj", "out"), Split(".mlp.down_proj", "in"))
 
-LLAMA = Model(
-    "LlamaForCausalLM",
-    layers="model.layers.*",
-    compress=(ATTENTION, MLP),
-    keep=(EMBEDDING, HEAD),
-    joined=(QKV, GATE_UP),
-    splits=(*ATTENTION_SPLITS, *MLP_SPLITS),
+# Dense decoders.
+
+LLAMA = model("LlamaForCausalLM", ATTENTION, MLP)
+
+# On disk as vLLM has them (0.32.0 models/phi3.py); each of what they hold must divide.
+PHI3 = model(
+    "Phi3ForCausalLM",
+    Part(
+        (".self_attn.{qkv_proj,o_proj}",),
+        splits=(
+            Split(".self_attn.qkv_proj", "out", replicated=True, parts=(HEADS, KV_HEADS, KV_HEADS)),
+            Split(".self_attn.o_proj", "in", HEADS),
+        ),
+    ),
+    GATE_UP_TENSOR,
 )
 
-QWEN3_MOE = Model(
+# No gate in the MLP.
+ARCEE = model("ArceeForCausalLM", ATTENTION, plain(".mlp"))
+
+# vLLM 0.32.0 models/stablelm.py has no packed_modules_mapping.
+STABLELM = model(
+    "StableLmForCausalLM",
+    attention(listed_as="qkv_proj"),
+    gated(".mlp", listed_as="gate_up_proj"),
+)
+
+# Mixtures of experts.
+
+MIXTRAL = model("MixtralForCausalLM", ATTENTION, routed(".block_sparse_moe.experts", "w1", "w3", "w2"))
+
+SHARED_EXPERT = replace(gated(".mlp.shared_expert"), keep=(Keep(".mlp.shared_expert_gate", "router"),))
+SHARED_EXPERTS = gated(".mlp.shared_experts")
+ROUTED = routed(".mlp.experts")
+
+QWEN2_MOE = model("Qwen2MoeForCausalLM", ATTENTION, MLP, SHARED_EXPERT, ROUTED)
+
+QWEN3_MOE = model(
     "Qwen3MoeForCausalLM",
-    layers="model.layers.*",
-    compress=(ATTENTION, MLP, ".mlp.experts.*.{gate,up,down}_proj"),
+    ATTENTION,
+    # qwen3_moe.py:575 means to map gate_up_proj to its members where mlp_only_layers is not empty; the
+    # built engine's quant_config has no such entry either way.
+    gated(".mlp", listed_as="gate_up_proj"),
     # vLLM 0.32.0 models/qwen3_moe.py:170 builds the router with quant_config.
-    keep=(EMBEDDING, HEAD, Keep(".mlp.gate", "router")),
-    joined=(
-        QKV,
-        # qwen3_moe.py:575 means to map gate_up_proj to its members where mlp_only_layers is not empty; the
-        # built engine's quant_config has no such entry either way.
-        Joined(".mlp.{gate,up}_proj", listed_as="gate_up_proj"),
-        Joined(".mlp.experts.*.{gate,up}_proj"),
+    ROUTED,
+)
+
+# Experts [E, 2I, H] and [E, H, I] beside the module that vLLM has them in; split they have the usual names there
+# (vLLM 0.32.0 models/granitemoehybrid.py:409, models/granitemoe.py:305).
+GRANITE_EXPERTS = replace(
+    routed(
+        ".block_sparse_moe.experts",
+        experts=Experts(
+            ".block_sparse_moe.experts",
+            stacked=(Stacked("input_linear", ("gate_proj", "up_proj")), Stacked("output_linear", ("down_proj",))),
+            beside=True,
+        ),
     ),
-    experts=(Experts(".mlp.experts"),),
-    splits=(
-        *ATTENTION_SPLITS,
-        *MLP_SPLITS,
-        Split(".mlp.experts.*.{gate,up}_proj", "out"),
-        Split(".mlp.experts.*.down_proj", "in"),
+    keep=(Keep(".block_sparse_moe.router.layer", "router"),),
+)
+# transformers 5.23 wants its stacks.
+GRANITE_MOE = model("GraniteMoeForCausalLM", ATTENTION, GRANITE_EXPERTS, transformers_reads_blocks=False)
+
+# The router is `gate.wg`, which vLLM's Transformers backend quantizes unless it is listed.
+HUNYUAN_MOE = model(
+    "HunYuanMoEV1ForCausalLM",
+    ATTENTION,
+    MLP,
+    gated(".mlp.shared_mlp"),
+    replace(ROUTED, keep=(Keep(".mlp.gate.wg", "router"),)),
+    # Not as close as the others.
+    transformers_reads_blocks=False,
+)
+
+ERNIE_MOE = model(
+    "Ernie4_5_MoeForCausalLM",
+    ATTENTION,
+    MLP,
+    SHARED_EXPERTS,
+    ROUTED,
+    keep=(
+        Keep(".mlp.moe_statics.**", "router"),
+        Keep("model.mtp_{block,emb_norm,hidden_norm,linear_proj}.**", "draft layer"),
     ),
 )
 
-# The Hub's files say language_model.model., transformers 4.52 and later model.language_model.
-GEMMA3_WRAPPED = Model(
-    "Gemma3ForConditionalGeneration",
-    layers="{language_model.model,model.language_model}.layers.*",
-    compress=(ATTENTION, MLP),
-    keep=(
-        Keep("{language_model.model,model.language_model}.embed_tokens", "embedding"),
-        Keep("{lm_head,language_model.lm_head}", "output head"),
-        Keep("{vision_tower,model.vision_tower}.**", "vision tower"),
-        Keep("{multi_modal_projector,model.multi_modal_projector}.**", "projector"),
+# vLLM 0.32.0 models/glm4_moe_mtp.py and deepseek_mtp.py, which build the draft layers, have no
+# packed_modules_mapping.
+DRAFTED_MLPS = tuple(gated(path, listed_as="gate_up_proj") for path in (".mlp", ".mlp.shared_experts"))
+GLM4_MOE = model(
+    "Glm4MoeForCausalLM", attention(listed_as="qkv_proj"), *DRAFTED_MLPS, ROUTED, draft_layers="num_hidden_layers"
+)
+
+# Latent attention. vLLM 0.32.0 multiplies kv_b_proj out as it loads (layers/quantization/utils/quant_utils.py:511):
+# in FP8 it would cost accuracy and save nothing.
+LATENT = Part(
+    (".self_attn.{q_proj,q_a_proj,q_b_proj,kv_a_proj_with_mqa,o_proj}",),
+    # models/deepseek_v2.py:1051
+    joined=(Joined(".self_attn.{q_a_proj,kv_a_proj_with_mqa}", listed_as="fused_qkv_a_proj"),),
+    splits=(Split(".self_attn.{q_proj,q_b_proj}", "out", HEADS), Split(".self_attn.o_proj", "in", HEADS)),
+    keep=(Keep(".self_attn.kv_b_proj", "engines decode it when they load it"),),
+)
+DEEPSEEK_V3 = model("DeepseekV3ForCausalLM", LATENT, *DRAFTED_MLPS, ROUTED, draft_layers="num_hidden_layers")
+
+# The projections of one layer's index over the tokens; small, and vLLM 0.32.0 (vllm/models/deepseek_v32) reads
+# two of the three unquantized.
+INDEXER = Keep(".self_attn.indexer.{wq_b,wk,weights_proj}", "chooses the tokens attended to")
+DEEPSEEK_V32 = replace(DEEPSEEK_V3, name="DeepseekV32ForCausalLM", keep=(*DEEPSEEK_V3.keep, INDEXER))
+
+# The router is `router.gate`.
+AFMOE = model(
+    "AfmoeForCausalLM",
+    ATTENTION,
+    Part((".self_attn.gate_proj",), splits=(Split(".self_attn.gate_proj", "out", HEADS),)),
+    MLP,
+    SHARED_EXPERTS,
+    replace(ROUTED, keep=(Keep(".mlp.router.gate", "router"),)),
+)
+
+MTP = Keep("mtp.**", "draft layer")
+EXAONE_MOE = model("ExaoneMoeForCausalLM", ATTENTION, MLP, SHARED_EXPERTS, ROUTED, keep=(MTP,))
+
+NO_EXPERTS = "vLLM 0.32.0 reads its experts as MXFP4 and its attention is a thirtieth of it"
+GPT_OSS = model(
+    "GptOssForCausalLM",
+    attention(),
+    keep=(Keep(".mlp.router", "router"), Keep(".mlp.experts.**", "served as MXFP4")),
+    # vLLM 0.32.0 models/gpt_oss.py:825-1060.
+    refused=tuple(Refusal(scheme, NO_EXPERTS, "serve the MXFP4 original") for scheme in ("tensor", "block")),
+)
+
+# Linear attention, state spaces and convolutions.
+
+CONVOLUTION = "convolution"
+KEY_HEADS, VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
+# vLLM 0.32.0 layers/mamba/gdn/qwen_gdn_linear_attn.py:524: ba_proj has no block form. It has a few rows.
+GATED_DELTA = Part(
+    (".linear_attn.{in_proj_qkvz,out_proj}",),
+    splits=(
+        Split(".linear_attn.in_proj_qkvz", "out", KEY_HEADS),
+        Split(".linear_attn.out_proj", "in", VALUE_HEADS),
     ),
-    joined=(QKV, GATE_UP),
-    splits=(*ATTENTION_SPLITS, *MLP_SPLITS),
-    text_config="text_config",
-    # vLLM 0.32.0 models/gemma3_mm.py builds the tower with quant_config as vision_tower.vision_model.encoder,
-    # models/siglip.py; transformers 5 leaves vision_model out.
+    keep=(Keep(".linear_attn.in_proj_ba", "gates of a row per head"), Keep(".linear_attn.conv1d", CONVOLUTION)),
+)
+QWEN3_NEXT = model("Qwen3NextForCausalLM", ATTENTION, GATED_DELTA, MLP, SHARED_EXPERT, ROUTED, keep=(MTP,))
+
+# The same in pieces: qkv and z are joined, and qkv holds three of the four that the engine makes of them (:664).
+GATED_DELTA_PIECES = Part(
+    (".linear_attn.{in_proj_qkv,in_proj_z,out_proj}",),
+    joined=(Joined(".linear_attn.{in_proj_qkv,in_proj_z}"),),
+    splits=(
+        Split(".linear_attn.in_proj_qkv", "out", parts=(KEY_HEADS, KEY_HEADS, VALUE_HEADS)),
+        Split(".linear_attn.in_proj_z", "out", VALUE_HEADS),
+        Split(".linear_attn.out_proj", "in", VALUE_HEADS),
+    ),
+    keep=(Keep(".linear_attn.in_proj_{a,b}", "gates of a row per head"), Keep(".linear_attn.conv1d", CONVOLUTION)),
+)
+# Saved without its tower it keeps the wrapper's names.
+EITHER = "{model,model.language_model}.layers.*"
+QWEN3_5 = model("Qwen3_5ForCausalLM", ATTENTION, GATED_DELTA_PIECES, MLP, layers=EITHER, keep=(MTP,))
+# The Hub's files hold stacks [E, 2I, H] and [E, H, I], transformers 5.23 saves one module for each expert.
+STACKED_EXPERTS = replace(
+    ROUTED,
+    experts=(
+        Experts(
+            ".mlp.experts",
+            stacked=(Stacked("gate_up_proj", ("gate_proj", "up_proj")), Stacked("down_proj", ("down_proj",))),
+        ),
+    ),
+)
+QWEN3_5_MOE = model(
+    "Qwen3_5MoeForCausalLM",
+    ATTENTION,
+    GATED_DELTA_PIECES,
+    MLP,
+    SHARED_EXPERT,
+    STACKED_EXPERTS,
+    layers=EITHER,
+    keep=(MTP,),
+)
+
+# in_proj holds five pieces that vLLM divides by rules of their own (layers/mamba/mamba_mixer2.py).
+STATE_SPACE = "state space inputs, of several kinds"
+GRANITE_HYBRID = model(
+    "GraniteMoeHybridForCausalLM",
+    ATTENTION,
+    Part(
+        (".mamba.out_proj",),
+        splits=(Split(".mamba.out_proj", "in", "mamba_n_heads"),),
+        keep=(Keep(".mamba.in_proj", STATE_SPACE), Keep(".mamba.conv1d", CONVOLUTION)),
+    ),
+    GRANITE_EXPERTS,
+    Part(
+        (".shared_mlp.{input_linear,output_linear}",),
+        splits=(
+            Split(".shared_mlp.input_linear", "out", parts=(None, None)),
+            Split(".shared_mlp.output_linear", "in"),
+        ),
+    ),
+    # vLLM 0.32.0 models/granitemoehybrid.py asks for its linears under this name.
+    renames=((".mamba.", ".mixer."),),
+    transformers_reads_blocks=False,
+)
+
+LFM2_MIXERS = (
+    attention("out_proj"),
+    Part(
+        (".conv.out_proj",),
+        splits=(Split(".conv.out_proj", "in"),),
+        keep=(Keep(".conv.in_proj", "three inputs of a convolution"), Keep(".conv.conv", CONVOLUTION)),
+    ),
+)
+LFM2 = model("Lfm2ForCausalLM", *LFM2_MIXERS, gated(".feed_forward", "w1", "w3", "w2"))
+LFM2_MOE = model(
+    "Lfm2MoeForCausalLM",
+    *LFM2_MIXERS,
+    gated(".feed_forward", "w1", "w3", "w2"),
+    # vLLM 0.32.0 models/lfm2_moe.py builds the router with quant_config.
+    routed(".feed_forward.experts", "w1", "w3", "w2"),
+)
+
+# One mixer for each layer: attention, state space, MLP or experts without a gate.
+NEMOTRON_H = model(
+    "NemotronHForCausalLM",
+    Part(
+        (".mixer.{q,k,v,o}_proj", ".mixer.out_proj"),
+        joined=(Joined(".mixer.{q,k,v}_proj"),),
+        splits=(
+            Split(".mixer.q_proj", "out", HEADS),
+            Split(".mixer.{k,v}_proj", "out", KV_HEADS, replicated=True),
+            Split(".mixer.o_proj", "in", HEADS),
+            Split(".mixer.out_proj", "in", "mamba_num_heads"),
+        ),
+        keep=(Keep(".mixer.in_proj", STATE_SPACE), Keep(".mixer.conv1d", CONVOLUTION)),
+    ),
+    plain(".mixer"),
+    plain(".mixer.shared_experts"),
+    replace(
+        plain(".mixer.experts.*"),
+        experts=(Experts(".mixer.experts"),),
+        keep=(
+            Keep(".mixer.gate", "router"),
+            Keep(".mixer.fc{1,2}_latent_proj", "to and from the experts' narrower space"),
+        ),
+    ),
+    layers="backbone.layers.*",
+    keep=(Keep("backbone.embeddings", "embedding"), MTP),
+)
+
+# Layers with a second input, of a table of embeddings of its own.
+GEMMA4 = model(
+    "Gemma4ForCausalLM",
+    ATTENTION,
+    MLP,
+    keep=(
+        Keep("{model,model.language_model}.embed_tokens_per_layer", "embedding"),
+        Keep("{model,model.language_model}.per_layer_model_projection", "embedding"),
+        Keep(".{per_layer_input_gate,per_layer_projection}", "embedding"),
+    ),
+)
+
+# Wrappers with towers.
+
+
+def wrapped(text: Model, name: str, *towers: str, layers: str = WRAPPED, **more: Any) -> Model:
+    """An entry of a language model inside a wrapper, all of whose other modules stay as they are."""
+    towers_kept = tuple(Keep(tower, "vision or audio") for tower in towers)
+    return replace(
+        text, name=name, layers=layers, keep=(*text.keep, *towers_kept), **{"text_config": "text_config", **more}
+    )
+
+
+# vLLM 0.32.0 models/gemma3_mm.py builds the tower with quant_config as vision_tower.vision_model.encoder,
+# models/siglip.py; transformers 5 leaves vision_model out.
+GEMMA3_WRAPPED = wrapped(
+    LLAMA,
+    "Gemma3ForConditionalGeneration",
+    "{vision_tower,model.vision_tower}.**",
+    "{multi_modal_projector,model.multi_modal_projector}.**",
     spellings=(
         ("language_model.model.", "model.language_model."),
         (
@@ -186,70 +511,145 @@ GEMMA3_WRAPPED = Model(
         ),
     ),
 )
-
-LLAMA4_MLP = ".feed_forward.{gate,up,down}_proj"
-LLAMA4_SHARED = ".feed_forward.shared_expert.{gate,up,down}_proj"
-
-LLAMA4 = Model(
-    "Llama4ForCausalLM",
-    layers="model.layers.*",
-    compress=(ATTENTION, LLAMA4_MLP, LLAMA4_SHARED, ".feed_forward.experts.*.{gate,up,down}_proj"),
-    keep=(EMBEDDING, HEAD, Keep(".feed_forward.router", "router")),
-    joined=(
-        QKV,
-        Joined(".feed_forward.{gate,up}_proj"),
-        Joined(".feed_forward.shared_expert.{gate,up}_proj"),
-        Joined(".feed_forward.experts.*.{gate,up}_proj"),
-    ),
-    # [E, H, 2I] and [E, I, H] (vLLM 0.32.0 models/llama4.py:398). A checkpoint may not mix stacked and split
-    # experts (llama4.py:583), so they are split wherever they appear.
-    experts=(
-        Experts(
-            ".feed_forward.experts",
-            stacked=(
-                Stacked("gate_up_proj", ("gate_proj", "up_proj"), transposed=True),
-                Stacked("down_proj", ("down_proj",), transposed=True),
+# vLLM 0.32.0 models/mistral3.py:431 renames every weight_scale_inv to weight_scale, which a block has not.
+MISTRAL3_WRAPPED = wrapped(
+    LLAMA,
+    "Mistral3ForConditionalGeneration",
+    "{vision_tower,model.vision_tower}.**",
+    "{multi_modal_projector,model.multi_modal_projector}.**",
+    refused=(Refusal("block", "vLLM 0.32.0 does not find its block scales", "use --scheme tensor"),),
+)
+# Files say model. and visual., newer ones model.language_model. and model.visual.; vLLM's mapper takes both.
+QWEN_VISION = "{visual,model.visual}.**"
+QWEN2_VL = wrapped(LLAMA, "Qwen2VLForConditionalGeneration", QWEN_VISION, layers=EITHER)
+QWEN3_VL = wrapped(LLAMA, "Qwen3VLForConditionalGeneration", QWEN_VISION)
+# Experts [E, H, 2I] and [E, I, H] (vLLM 0.32.0 models/qwen3_vl_moe.py:76).
+QWEN3_VL_MOE = wrapped(
+    replace(
+        QWEN3_MOE,
+        experts=(
+            Experts(
+                ".mlp.experts",
+                stacked=(
+                    Stacked("gate_up_proj", ("gate_proj", "up_proj"), transposed=True),
+                    Stacked("down_proj", ("down_proj",), transposed=True),
+                ),
             ),
         ),
     ),
-    splits=(
-        *ATTENTION_SPLITS,
-        Split(".feed_forward.{gate,up}_proj", "out"),
-        Split(".feed_forward.down_proj", "in"),
-        Split(".feed_forward.shared_expert.{gate,up}_proj", "out"),
-        Split(".feed_forward.shared_expert.down_proj", "in"),
-        Split(".feed_forward.experts.*.{gate,up}_proj", "out"),
-        Split(".feed_forward.experts.*.down_proj", "in"),
+    "Qwen3VLMoeForConditionalGeneration",
+    QWEN_VISION,
+    transformers_reads_blocks=False,
+)
+
+# [E, H, 2I] and [E, I, H] (vLLM 0.32.0 models/llama4.py:398). A checkpoint may not mix stacked and split
+# experts (llama4.py:583), so they are split wherever they appear.
+LLAMA4 = model(
+    "Llama4ForCausalLM",
+    ATTENTION,
+    gated(".feed_forward"),
+    gated(".feed_forward.shared_expert"),
+    replace(
+        routed(
+            ".feed_forward.experts",
+            experts=Experts(
+                ".feed_forward.experts",
+                stacked=(
+                    Stacked("gate_up_proj", ("gate_proj", "up_proj"), transposed=True),
+                    Stacked("down_proj", ("down_proj",), transposed=True),
+                ),
+            ),
+        ),
+        keep=(Keep(".feed_forward.router", "router"),),
     ),
     # transformers 5.19 finds no split experts and initialises new ones.
     transformers_reads_blocks=False,
 )
-
-LLAMA4_WRAPPED = replace(
+# vLLM 0.32.0 models/mllama4.py has no name mapper: it loads these names only, and looks them up as they are.
+LLAMA4_WRAPPED = wrapped(
     LLAMA4,
-    name="Llama4ForConditionalGeneration",
-    # vLLM 0.32.0 models/mllama4.py has no name mapper: it loads these names only, and looks them up as they are.
+    "Llama4ForConditionalGeneration",
+    "vision_model.**",
+    "multi_modal_projector.**",
     layers="language_model.model.layers.*",
-    keep=(
-        Keep("language_model.model.embed_tokens", "embedding"),
-        Keep("language_model.lm_head", "output head"),
-        Keep(".feed_forward.router", "router"),
-        Keep("vision_model.**", "vision tower"),
-        Keep("multi_modal_projector.**", "projector"),
-    ),
-    text_config="text_config",
 )
 
 MODELS: dict[str, Model] = {
-    model.name: model
-    for model in (
-        LLAMA,
-        replace(LLAMA, name="MistralForCausalLM"),
-        replace(LLAMA, name="Qwen3ForCausalLM"),
+    entry.name: entry
+    for entry in (
+        *(
+            replace(LLAMA, name=f"{name}ForCausalLM")
+            for name in (
+                "Llama",
+                "Mistral",
+                "Ministral3",
+                "Qwen2",
+                "Qwen3",
+                "Gemma",
+                "Gemma2",
+                "Gemma3",
+                "Olmo",
+                "Olmo2",
+                "Olmo3",
+                "Granite",
+                "SmolLM3",
+                "Exaone4",
+                "Cohere",
+                "Cohere2",
+                "SeedOss",
+                "Cwm",
+                "Ernie4_5",
+                "HunYuanDenseV1",
+            )
+        ),
+        PHI3,
+        model("Glm4ForCausalLM", ATTENTION, GATE_UP_TENSOR),
+        model("GlmForCausalLM", ATTENTION, GATE_UP_TENSOR),
+        ARCEE,
+        replace(ARCEE, name="ApertusForCausalLM"),
+        model("Starcoder2ForCausalLM", ATTENTION, plain(".mlp", "c_fc", "c_proj")),
+        model("PhiForCausalLM", attention("dense"), plain(".mlp", "fc1", "fc2")),
+        STABLELM,
+        MIXTRAL,
+        # vLLM 0.32.0 models/minimax_m2.py calls the module mlp.
+        replace(MIXTRAL, name="MiniMaxM2ForCausalLM", renames=((".block_sparse_moe.", ".mlp."),)),
+        QWEN2_MOE,
         QWEN3_MOE,
-        replace(LLAMA, name="Gemma3ForCausalLM"),
-        GEMMA3_WRAPPED,
+        model("OlmoeForCausalLM", ATTENTION, ROUTED),
+        GRANITE_MOE,
+        HUNYUAN_MOE,
+        ERNIE_MOE,
+        EXAONE_MOE,
+        AFMOE,
+        GLM4_MOE,
+        replace(DEEPSEEK_V3, name="DeepseekV2ForCausalLM"),
+        DEEPSEEK_V3,
+        replace(DEEPSEEK_V3, name="Glm4MoeLiteForCausalLM"),
+        DEEPSEEK_V32,
+        replace(DEEPSEEK_V32, name="GlmMoeDsaForCausalLM"),
+        GPT_OSS,
+        QWEN3_NEXT,
+        QWEN3_5,
+        QWEN3_5_MOE,
+        GRANITE_HYBRID,
+        LFM2,
+        LFM2_MOE,
+        NEMOTRON_H,
+        GEMMA4,
         LLAMA4,
+        GEMMA3_WRAPPED,
+        MISTRAL3_WRAPPED,
+        QWEN2_VL,
+        replace(QWEN2_VL, name="Qwen2_5_VLForConditionalGeneration"),
+        QWEN3_VL,
+        QWEN3_VL_MOE,
+        wrapped(
+            GEMMA4,
+            "Gemma4ForConditionalGeneration",
+            "model.{vision_tower,embed_vision,audio_tower,embed_audio}.**",
+        ),
+        wrapped(QWEN3_5, "Qwen3_5ForConditionalGeneration", QWEN_VISION),
+        wrapped(QWEN3_5_MOE, "Qwen3_5MoeForConditionalGeneration", QWEN_VISION),
         LLAMA4_WRAPPED,
     )
 }

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .checkpoint import Checkpoint
-from .fates import Layer, absolute
+from .fates import Layer, parts_of, split_finder, text_config
 from .models import Model, Split
-from .patterns import compile_pattern
 from .schemes import Scheme
 
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8, 16)
@@ -26,15 +25,13 @@ def parallel_sizes(
     checkpoint: Checkpoint, model: Model, scheme: Scheme, quantized: list[Layer]
 ) -> tuple[ParallelSize, ...]:
     """For each tensor-parallel size whether the quantized layers divide, and the first one that does not."""
-    config = checkpoint.config.get(model.text_config) if model.text_config else checkpoint.config
-    config = config if isinstance(config, dict) else {}
-    splits = [(compile_pattern(pattern), split) for split, pattern in
-              zip(model.splits, absolute(model, [split.pattern for split in model.splits]), strict=True)]  # fmt: skip
+    config = text_config(checkpoint, model)
+    find_split = split_finder(model)
     kinds: dict[tuple[str, tuple[int, int]], Split | None] = {}
     for layer in quantized:
         key = (layer.alike, layer.shape)
         if key not in kinds:
-            kinds[key] = next((split for pattern, split in splits if pattern.fullmatch(layer.module)), None)
+            kinds[key] = find_split(layer.module)
     result = []
     for size in TENSOR_PARALLEL_SIZES:
         problem = None
@@ -49,9 +46,16 @@ def parallel_sizes(
 def _indivisible(
     name: str, shape: tuple[int, int], split: Split, config: dict[str, Any], scheme: Scheme, size: int
 ) -> str | None:
-    length = shape[0] if split.axis == "out" else shape[1]
+    parts = parts_of(shape, split, config) if split.axis == "out" else [(shape[1], split.heads)]
+    problems = (_indivisible_length(name, length, heads, split, config, scheme, size) for length, heads in parts)
+    return next((problem for problem in problems if problem), None)
+
+
+def _indivisible_length(
+    name: str, length: int, key: str | None, split: Split, config: dict[str, Any], scheme: Scheme, size: int
+) -> str | None:
     parts = size
-    heads = config.get(split.heads) if split.heads else None
+    heads = config.get(key) if key else None
     if isinstance(heads, int) and heads > 0:
         if split.replicated and size > heads:
             parts = heads

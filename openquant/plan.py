@@ -231,6 +231,9 @@ def make_plan(checkpoint: Checkpoint, scheme: Scheme, ignore: Sequence[str] = ()
         UsageError: an ignore pattern that matches nothing or is malformed.
     """
     model = _find_model(checkpoint.architecture)
+    for refusal in model.refused:
+        if refusal.scheme == scheme.name:
+            raise PlanError(f"{model.name} cannot be served with {scheme.title}: {refusal.why}", refusal.hint)
     _refuse_quantized(checkpoint)
     for pattern in ignore:
         compile_pattern(pattern)

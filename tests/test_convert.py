@@ -86,7 +86,7 @@ def quantized_by(weights: dict[str, torch.Tensor]) -> set[str]:
 
 
 @schemes
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", tiny.HAND_MADE)
 def test_every_architecture_converts_to_what_torch_computes(tmp_path: Path, architecture: str, scheme: Scheme) -> None:
     source = tiny.write(tmp_path / "source", architecture, shards=3)
     weights = tiny.read(source)

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import tiny
 from openquant.checkpoint import Checkpoint, Location, TensorInfo
+from openquant.errors import PlanError
 from openquant.models import MODELS, Model
 from openquant.patterns import translate
 from openquant.plan import make_plan
 from openquant.schemes import BLOCK, TENSOR
 
 NAMES = Path(__file__).parent / "names"
-_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_RANGES = re.compile(r"\{([\d.,]+)\}")
 
 
 def expand(name: str) -> list[str]:
-    found = _RANGE.search(name)
+    found = _RANGES.search(name)
     if not found:
         return [name]
-    numbers = range(int(found[1]), int(found[2]) + 1)
+    bounds = [[int(bound) for bound in part.split("..")] for part in found[1].split(",")]
+    numbers = [number for bound in bounds for number in range(bound[0], bound[-1] + 1)]
     return [full for n in numbers for full in expand(name[: found.start()] + str(n) + name[found.end() :])]
 
 
@@ -32,7 +36,7 @@ def published(name: str) -> Checkpoint:
     config: dict[str, object] = {}
     for line in (NAMES / f"{name}.txt").read_text().splitlines():
         if line.startswith("#"):
-            config |= {key: int(value) for key, value in re.findall(r"(num_\w+) (\d+)", line)}
+            config |= {key: int(value) for key, value in re.findall(r"(\w*(?:num_|heads)\w*) (\d+)", line)}
             continue
         pattern, count, shape, dtype = re.split(r"  +", line)
         names = expand(pattern)
@@ -71,36 +75,151 @@ EXPECTED = {
     ),
     "Llama4ForConditionalGeneration": (48 * (4 + 3 + 3 * 16), None, [1, 2, 4, 8]),
 }
+# The same without the list of what is kept. Where blocks leave layers out that do not divide, both counts.
+MORE: dict[str, tuple[int | tuple[int, int], list[int]]] = {
+    "Ministral3ForCausalLM": (238, [1, 2, 4, 8, 16]),
+    "Qwen2ForCausalLM": (336, [1, 2, 4]),
+    "GemmaForCausalLM": (126, [1, 2, 4, 8]),
+    "Gemma2ForCausalLM": (182, [1, 2, 4, 8]),
+    "OlmoForCausalLM": (224, [1, 2]),
+    "Olmo2ForCausalLM": (224, [1, 2]),
+    "Olmo3ForCausalLM": (224, [1, 2]),
+    "GraniteForCausalLM": (280, [1, 2, 4]),
+    "SmolLM3ForCausalLM": (252, [1, 2]),
+    "Exaone4ForCausalLM": (448, [1, 2]),
+    "CohereForCausalLM": (280, [1, 2, 4, 8, 16]),
+    "Cohere2ForCausalLM": (224, [1, 2, 4, 8, 16]),
+    "SeedOssForCausalLM": (448, [1, 2, 4, 8]),
+    "CwmForCausalLM": (448, [1, 2, 4, 8]),
+    "Ernie4_5ForCausalLM": (126, [1, 2, 4, 8]),
+    "HunYuanDenseV1ForCausalLM": (224, [1, 2, 4, 8, 16]),
+    "Phi3ForCausalLM": (160, [1, 2]),
+    "Glm4ForCausalLM": (240, [1]),
+    "GlmForCausalLM": (240, [1]),
+    "ArceeForCausalLM": (216, [1, 2, 4]),
+    "ApertusForCausalLM": (192, [1, 2, 4, 8]),
+    "Starcoder2ForCausalLM": (180, [1, 2, 4, 8]),
+    "PhiForCausalLM": (192, [1, 2, 4]),
+    "StableLmForCausalLM": (168, [1, 2, 4]),
+    "MixtralForCausalLM": (896, [1, 2, 4, 8, 16]),
+    "MiniMaxM2ForCausalLM": (47864, [1, 2, 4]),
+    "Qwen2MoeForCausalLM": (4488, [1]),
+    "OlmoeForCausalLM": (3136, [1, 2, 4, 8]),
+    "GraniteMoeForCausalLM": (2400, [1, 2, 4]),
+    "HunYuanMoEV1ForCausalLM": (6368, [1, 2, 4, 8]),
+    "Ernie4_5_MoeForCausalLM": (5380, [1, 2, 4]),
+    "ExaoneMoeForCausalLM": (18384, [1, 2, 4, 8, 16]),
+    "AfmoeForCausalLM": (11776, [1, 2, 4, 8]),
+    "Glm4MoeForCausalLM": ((17602, 17599), [1]),
+    "DeepseekV2ForCausalLM": ((5154, 5124), [1]),
+    "DeepseekV3ForCausalLM": ((44971, 44849), [1, 2, 4, 8, 16]),
+    "Glm4MoeLiteForCausalLM": ((9161, 9067), [1, 2, 4]),
+    "DeepseekV32ForCausalLM": ((44971, 44849), [1, 2, 4, 8, 16]),
+    "GlmMoeDsaForCausalLM": ((58146, 57990), [1, 2, 4, 8, 16]),
+    "Qwen3NextForCausalLM": (73992, [1, 2, 4]),
+    "Qwen3_5ForCausalLM": (150, [1, 2, 4, 8]),
+    "Qwen3_5MoeForCausalLM": (30970, [1, 2, 4]),
+    "GraniteMoeHybridForCausalLM": (7812, [1, 2, 4]),
+    "Lfm2ForCausalLM": (82, [1, 2, 4]),
+    "Lfm2MoeForCausalLM": (2160, [1, 2]),
+    "NemotronHForCausalLM": ((5981, 93), [1]),
+    "Gemma4ForCausalLM": (245, [1, 2, 4, 8]),
+    "Gemma4ForConditionalGeneration": (410, [1, 2, 4, 8]),
+    "Mistral3ForConditionalGeneration": (280, [1, 2, 4, 8, 16]),
+    "Qwen2VLForConditionalGeneration": (196, [1, 2, 4]),
+    "Qwen2_5_VLForConditionalGeneration": (196, [1, 2, 4]),
+    "Qwen3VLForConditionalGeneration": (196, [1, 2, 4, 8, 16]),
+    "Qwen3VLMoeForConditionalGeneration": (18624, [1, 2]),
+    "Qwen3_5ForConditionalGeneration": (400, [1, 2, 4, 8]),
+    "Qwen3_5MoeForConditionalGeneration": (30970, [1, 2, 4]),
+}
 
 
 def test_every_architecture_has_a_names_file_and_a_small_model() -> None:
-    assert {path.stem for path in NAMES.glob("*.txt")} == set(EXPECTED)
-    assert {name.split("-")[0] for name in EXPECTED} == set(MODELS) == set(tiny.ARCHITECTURES)
+    assert {path.stem for path in NAMES.glob("*.txt")} - {"GptOssForCausalLM"} == {*EXPECTED, *MORE}
+    assert {name.split("-")[0] for name in (*EXPECTED, *MORE, "GptOssForCausalLM")} == set(MODELS)
+    assert set(MODELS) - {"GptOssForCausalLM"} == set(tiny.ARCHITECTURES)
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", [*EXPECTED, *MORE])
 def test_published_names_plan_without_a_misfit(name: str) -> None:
-    count, ignored, parallel = EXPECTED[name]
+    count, ignored, parallel = EXPECTED[name] if name in EXPECTED else (MORE[name][0], None, MORE[name][1])
+    of_tensor, of_block = count if isinstance(count, tuple) else (count, count)
     checkpoint = published(name)
-    plan = make_plan(checkpoint, BLOCK)
-    assert plan.quantized_tensors == count
+    refused = {refusal.scheme for refusal in MODELS[checkpoint.architecture].refused}
+    plans = [make_plan(checkpoint, scheme) for scheme in (TENSOR, BLOCK) if scheme.name not in refused]
+    assert [plan.quantized_tensors for plan in plans] == [of_tensor, of_block][: len(plans)]
+    plan = plans[-1]
     assert plan.parallel_sizes == parallel
     if ignored is not None:
         assert plan.ignored_layers == ignored
     # Every source tensor is in the output: under its own name, or split into experts.
     outputs = {info.name: info for shard in plan.shards for info in plan.outputs(shard.name)}
+    stacks = {stacked.name: (experts, stacked) for experts in plan.model.experts for stacked in experts.stacked}
     for info in checkpoint.tensors.values():
         if info.name in outputs:
             continue
-        assert info.name.endswith(("experts.gate_up_proj", "experts.down_proj"))
-        parts = ("gate_proj", "up_proj") if info.name.endswith("gate_up_proj") else ("down_proj",)
-        for expert in range(info.shape[0]):
-            for part in parts:
-                split = outputs[f"{info.name.rsplit('.', 1)[0]}.{expert}.{part}.weight"]
-                assert split.shape == ((8192, 5120) if part != "down_proj" else (5120, 8192))
-    assert sum(group.bytes_before for group in plan.groups) == plan.source_bytes
-    assert sum(group.bytes_after for group in plan.groups) == plan.output_bytes
-    assert make_plan(checkpoint, TENSOR).quantized_tensors == count
+        path, last = info.module.rsplit(".", 1)
+        experts, stacked = stacks[last]
+        path += "." + experts.path.rsplit(".", 1)[1] if experts.beside else ""
+        number, rows, cols = info.shape
+        rows, cols = (cols, rows) if stacked.transposed else (rows, cols)
+        for expert, part in itertools.product(range(number), stacked.parts):
+            assert outputs[f"{path}.{expert}.{part}.weight"].shape == (rows // len(stacked.parts), cols)
+    for each in plans:
+        assert sum(group.bytes_before for group in each.groups) == each.source_bytes
+        assert sum(group.bytes_after for group in each.groups) == each.output_bytes
+
+
+def test_refused_schemes_say_why_and_what_to_do() -> None:
+    with pytest.raises(PlanError) as caught:
+        make_plan(published("Mistral3ForConditionalGeneration"), BLOCK)
+    assert str(caught.value) == (
+        "Mistral3ForConditionalGeneration cannot be served with one scale per 128x128 block: "
+        "vLLM 0.32.0 does not find its block scales"
+    )
+    assert caught.value.hint == "use --scheme tensor"
+    for scheme in (TENSOR, BLOCK):
+        with pytest.raises(PlanError, match=r"GptOssForCausalLM cannot be served with .*: vLLM 0.32.0 reads its"):
+            make_plan(published("GptOssForCausalLM"), scheme)
+
+
+@pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "GlmMoeDsaForCausalLM"])
+def test_draft_layers_stay_and_are_listed(name: str) -> None:
+    checkpoint = published(name)
+    plan = make_plan(checkpoint, TENSOR)
+    draft = f"model.layers.{checkpoint.config['num_hidden_layers']}."
+    kept = {module for group in plan.groups if group.why == "draft layer" for module in group.names}
+    assert kept == {
+        info.module for info in checkpoint.tensors.values() if info.name.startswith(draft) and len(info.shape) > 1
+    }
+    merged = "qkv_proj" if name.startswith("Glm4") else "fused_qkv_a_proj"
+    others = {f"{draft}{path}" for path in ("mlp.experts", "mlp.shared_experts.gate_up_proj", f"self_attn.{merged}")}
+    assert kept | others <= set(plan.ignored_layers)
+
+
+def test_names_an_engine_builds_otherwise_are_listed_under_both() -> None:
+    ignored = set(make_plan(published("GraniteMoeHybridForCausalLM"), TENSOR).ignored_layers)
+    assert {"model.layers.0.mamba.in_proj", "model.layers.0.mixer.in_proj"} <= ignored
+
+
+def test_parts_of_a_joined_tensor_must_divide() -> None:
+    """phi-4 with heads of 192, say: qkv divides into blocks, k and v do not. Nor without a config to tell them by."""
+    checkpoint = published("Phi3ForCausalLM")
+    for heads, quantized in ((checkpoint.config, 160), ({"num_attention_heads": 36, "num_key_value_heads": 12}, 160),
+                             ({"num_attention_heads": 38, "num_key_value_heads": 1}, 120), ({}, 120)):  # fmt: skip
+        assert make_plan(replace(checkpoint, config=heads), BLOCK).quantized_tensors == quantized
+        assert make_plan(replace(checkpoint, config=heads), TENSOR).quantized_tensors == 160
+
+
+def test_experts_stacked_the_other_way_around_are_refused() -> None:
+    checkpoint = published("Qwen3VLMoeForConditionalGeneration")
+    tensors = {
+        name: info._replace(shape=(info.shape[0], info.shape[2], info.shape[1])) if ".experts." in name else info
+        for name, info in checkpoint.tensors.items()
+    }
+    with pytest.raises(PlanError, match="are the experts stacked the other way around"):
+        make_plan(replace(checkpoint, tensors=tensors), TENSOR)
 
 
 def test_gemma3_tower_is_listed_under_every_spelling_of_the_engines() -> None:
@@ -142,3 +261,24 @@ def test_entries_are_sound(entry: Model) -> None:
         re.compile(translate(entry.layers + pattern if pattern.startswith(".") else pattern))
     assert all(split.axis in ("in", "out") for split in entry.splits)
     assert all(keep.why for keep in entry.keep)
+
+
+def test_wrappers_with_their_sizes_at_the_top_are_understood() -> None:
+    """As the first files of Qwen2-VL: no text_config."""
+    checkpoint = published("Qwen2VLForConditionalGeneration")
+    flat = replace(checkpoint, config=checkpoint.config["text_config"])
+    assert make_plan(flat, BLOCK).parallel == make_plan(checkpoint, BLOCK).parallel
+
+
+def test_readme_has_a_row_for_each_architecture() -> None:
+    table = (Path(__file__).parents[1] / "README.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)`[^|]*\| ([^|]+) \|", table, re.MULTILINE))
+    assert {name for name in rows if name in MODELS} == set(MODELS)
+    assert {name for name, cell in rows.items() if cell == "refused"} == {"GptOssForCausalLM"}
+
+
+def test_what_is_not_covered_has_a_reason() -> None:
+    lines = (Path(__file__).parent / "not_covered.txt").read_text().splitlines()
+    listed = [line.split("  ", 1) for line in lines if line and not line.startswith("#")]
+    assert all(len(entry) == 2 and entry[1] for entry in listed)
+    assert not {entry[0] for entry in listed} & set(MODELS)

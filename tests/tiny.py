@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+import zoo
+
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS, EXPERTS = 256, 4, 2, 64, 512, 2, 4
 VISION = 128
 
@@ -56,7 +58,7 @@ LLAMA4_TEXT = {
     "attn_temperature_tuning": True,
 }
 
-ARCHITECTURES = (
+HAND_MADE = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Qwen3ForCausalLM",
@@ -66,11 +68,14 @@ ARCHITECTURES = (
     "Llama4ForCausalLM",
     "Llama4ForConditionalGeneration",
 )
+ARCHITECTURES = (*HAND_MADE, *zoo.ZOO)
 
 
 def config(architecture: str, vocab: int = 512) -> dict[str, Any]:
     """config.json of a small model."""
     common = {**COMMON, "vocab_size": vocab}
+    if architecture in zoo.ZOO:
+        return zoo.config(architecture, common)
     name = {"architectures": [architecture]}
     if architecture == "LlamaForCausalLM":
         return {**name, "model_type": "llama", **common, "mlp_bias": False}
@@ -146,6 +151,8 @@ def config(architecture: str, vocab: int = 512) -> dict[str, Any]:
 
 def shapes(architecture: str, vocab: int = 512) -> dict[str, tuple[int, ...]]:
     """Every tensor of a small model, in the order of the real files."""
+    if architecture in zoo.ZOO:
+        return zoo.shapes(architecture, json.dumps(config(architecture, vocab)))
     wrapped = architecture.endswith("ForConditionalGeneration")
     model = "language_model.model" if wrapped else "model"
     found: dict[str, tuple[int, ...]] = {f"{model}.embed_tokens.weight": (vocab, HIDDEN)}
@@ -242,7 +249,8 @@ def _llama4_vision() -> dict[str, tuple[int, ...]]:
 def tensors(architecture: str, seed: int = 0, dtype: str = "bfloat16", vocab: int = 512) -> dict[str, torch.Tensor]:
     """Random weights; norms near one (Gemma's near zero, which it adds one to)."""
     generator = torch.Generator().manual_seed(seed)
-    centre = 0.0 if architecture.startswith("Gemma3") else 1.0
+    zero_norms = zoo.ZOO[architecture].zero_norms if architecture in zoo.ZOO else architecture.startswith("Gemma3")
+    centre = 0.0 if zero_norms else 1.0
     found = {}
     for name, shape in shapes(architecture, vocab).items():
         value = torch.randn(shape, generator=generator) * 0.05

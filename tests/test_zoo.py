@@ -1,0 +1,56 @@
+"""The small models of zoo.py convert: what is quantized stands for its source, all else is the source's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+import zoo
+from openquant import compress
+from openquant.models import MODELS, Model
+from openquant.packed import decode
+from openquant.schemes import BLOCK, TENSOR, Scheme
+
+
+def split(weights: dict[str, torch.Tensor], model: Model) -> dict[str, torch.Tensor]:
+    """Weights with each stack of experts taken apart."""
+    stacks = {stacked.name: (experts, stacked) for experts in model.experts for stacked in experts.stacked}
+    found = {}
+    for name, weight in weights.items():
+        module = name.removesuffix(".weight")
+        path, last = module.rsplit(".", 1) if "." in module else ("", module)
+        if weight.dim() != 3 or last not in stacks:
+            found[name] = weight
+            continue
+        experts, stacked = stacks[last]
+        path += "." + experts.path.rsplit(".", 1)[1] if experts.beside else ""
+        for number, expert in enumerate(weight.mT if stacked.transposed else weight):
+            for part, matrix in zip(stacked.parts, expert.chunk(len(stacked.parts)), strict=True):
+                found[f"{path}.{number}.{part}.weight"] = matrix
+    return found
+
+
+@pytest.mark.parametrize("scheme", [TENSOR, BLOCK], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("architecture", zoo.ZOO)
+def test_converts(tmp_path: Path, architecture: str, scheme: Scheme) -> None:
+    model = MODELS[architecture]
+    if scheme.name in {refusal.scheme for refusal in model.refused}:
+        return
+    source = tiny.write(tmp_path / "source", architecture, shards=3)
+    compress(source, tmp_path / "out", scheme.name)
+    weights, found = split(tiny.read(source), model), tiny.read(tmp_path / "out")
+    codes = {name for name, tensor in found.items() if tensor.dtype == torch.float8_e4m3fn}
+    scales = {f"{name.removesuffix('.weight')}.{scheme.scale_name}" for name in codes}
+    assert codes
+    assert set(found) == {*weights, *scales}
+    for name, weight in weights.items():
+        if name not in codes:
+            assert torch.equal(found[name], weight), name
+            continue
+        scale = found[f"{name.removesuffix('.weight')}.{scheme.scale_name}"]
+        error = (decode(found[name], scale, scheme.block) - weight.float()).abs()
+        # Half a step of the three mantissa bits, or of the subnormals.
+        assert (error <= weight.float().abs() / 16 + scale.max() * 2.0**-10).all(), name
