@@ -42,6 +42,7 @@ class Result:
         source_bytes: size of the source's tensors.
         output_bytes: size of the output's tensors.
         download_bytes: size of the shards that are fetched from the Hub.
+        repository: the Hub repository that the output was published in; None if it was not.
         pushed_to: address of the commit or pull request that published the output; None if it was not.
         quantized_tensors: number of weights stored as float8_e4m3fn.
         ignored_layers: what quantization_config lists under that name.
@@ -61,6 +62,7 @@ class Result:
     source_bytes: int
     output_bytes: int
     download_bytes: int
+    repository: str | None
     pushed_to: str | None
     quantized_tensors: int
     ignored_layers: list[str]
@@ -166,7 +168,7 @@ def compress(
         assert prepared is not None
         plan = prepared.plan
 
-        def result(resumed: bool, pushed_to: str | None) -> Result:
+        def result(resumed: bool, published: tuple[str, str] | None) -> Result:
             return Result(
                 model=os.fspath(model),
                 revision=prepared.source.revision,
@@ -177,7 +179,8 @@ def compress(
                 source_bytes=plan.source_bytes,
                 output_bytes=plan.output_bytes,
                 download_bytes=prepared.source.remote_bytes(plan.source_shards),
-                pushed_to=pushed_to,
+                repository=published and published[0],
+                pushed_to=published and published[1],
                 quantized_tensors=plan.quantized_tensors,
                 ignored_layers=plan.ignored_layers,
                 shards=len(plan.shards),
@@ -189,9 +192,9 @@ def compress(
 
         reporter.planned(plan, prepared.source, prepared.target)
         if dry_run:
-            return result(resumed=False, pushed_to=None)
-        resumed, already_complete, pushed_to = _carry_out(prepared, ranks, overwrite, device, push, reporter)
-        done = result(resumed, pushed_to)
+            return result(resumed=False, published=None)
+        resumed, already_complete, published = _carry_out(prepared, ranks, overwrite, device, push, reporter)
+        done = result(resumed, published)
         reporter.finished(done, already_complete)
         return done
 
@@ -316,7 +319,7 @@ class _Traffic:
 
 def _carry_out(
     prepared: _Prepared, ranks: Ranks, overwrite: bool, device: str, push: Push | None, reporter: Reporter
-) -> tuple[bool, bool, str | None]:
+) -> tuple[bool, bool, tuple[str, str] | None]:
     """Write the output; whether an earlier run was continued, or had left nothing to do, and where it was pushed."""
     plan, source = prepared.plan, prepared.source
     shards = {shard.name: shard.nbytes for shard in plan.shards}
@@ -338,7 +341,6 @@ def _carry_out(
         scratch=sum(sizes[: AHEAD + fetch.AT_ONCE]),
     )
     chosen: list[str] = []
-    pushed_to = None
     with ExitStack() as stack:
 
         def claim() -> tuple[list[str] | None, str]:
@@ -381,7 +383,7 @@ def _carry_out(
             _, error = _attempt(work)
             ranks.agree(error)
 
-        def finish() -> str | None:
+        def finish() -> tuple[str, str] | None:
             if not ranks.first:
                 return None
             if todo is not None:
@@ -390,11 +392,12 @@ def _carry_out(
             if publisher is None:
                 return None
             reporter.publishing(publisher.repo)
-            return publisher.finish(sorted(others), f"{source.name} in FP8 ({plan.scheme.title})")
+            title = f"{source.name} in FP8 ({plan.scheme.title})"
+            return publisher.repo, publisher.finish(sorted(others), title)
 
-        pushed_to, error = _attempt(finish)
+        published, error = _attempt(finish)
         ranks.agree(error)
-    return directory.resumed, todo is None, pushed_to
+    return directory.resumed, todo is None, published
 
 
 def _made_files(prepared: _Prepared) -> dict[str, bytes]:

@@ -83,13 +83,14 @@ def summary_text(plan: Plan, result: Result, already_complete: bool) -> str:
         f"peak memory {gigabytes(result.peak_rss_bytes)}"
     )
     published = [] if result.pushed_to is None else [f"pushed to {result.pushed_to}"]
+    model = shell_word(result.output) if result.repository is None else result.repository
     return "\n".join(
         [
             done,
             *published,
             readers(plan),
             "",
-            f"  vllm serve {shell_word(result.output)}",
-            f"  python -m sglang.launch_server --model-path {shell_word(result.output)}",
+            f"  vllm serve {model}",
+            f"  python -m sglang.launch_server --model-path {model}",
         ]
     )

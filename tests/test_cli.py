@@ -25,7 +25,7 @@ from openquant import __version__, compress
 
 KEYS = [
     "model", "revision", "output", "scheme", "architecture", "dry_run", "source_bytes", "output_bytes",
-    "download_bytes", "pushed_to", "quantized_tensors", "ignored_layers", "shards", "tensor_parallel", "seconds", "peak_rss_bytes", "resumed",
+    "download_bytes", "repository", "pushed_to", "quantized_tensors", "ignored_layers", "shards", "tensor_parallel", "seconds", "peak_rss_bytes", "resumed",
 ]  # fmt: skip
 
 SHOWN = "$ python compress_fp8.py -m examples/tiny-qwen3 --dry-run\n"
@@ -77,6 +77,7 @@ def test_json_is_one_object_for_runs_and_dry_runs(run: Run, tmp_path: Path) -> N
         "source_bytes": 8394240,
         "output_bytes": 5249280,
         "download_bytes": 0,
+        "repository": None,
         "pushed_to": None,
         "quantized_tensors": 28,
         "ignored_layers": ["lm_head", "model.embed_tokens"],

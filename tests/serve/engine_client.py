@@ -79,25 +79,29 @@ class Engine:
         return answers
 
     @contextmanager
-    def serve(self, directory: Path, log: Path, shim: bool) -> Iterator[str]:
-        """`vllm serve` of a directory, with the plugin of shim/ or without, as its address."""
+    def serve(self, model: Path | str, log: Path, shim: bool, **environment: str) -> Iterator[str]:
+        """`vllm serve` of a model as its address, with the plugin of shim/ or, if the CPU has AMX, without."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        command = [str(self.python.parent / "vllm"), "serve", str(directory), "--model-loader-extra-config", TRACKED]
+        command = [str(self.python.parent / "vllm"), "serve", str(model), "--model-loader-extra-config", TRACKED]
         command += ["--enforce-eager", "--max-model-len", "512", "--dtype", "bfloat16"]
         command += ["--host", "127.0.0.1", "--port", port]
-        with _process_group(command, log, "metadata", *(["shim"] if shim else [])) as server:
+        with _process_group(
+            command, log, "metadata", *(["shim"] if shim or not has_amx() else []), **environment
+        ) as server:
             address = f"http://127.0.0.1:{port}"
             _wait_until_healthy(server, address, log)
             yield address
 
 
+def has_amx() -> bool:
+    """Whether vLLM's FP8 kernels for CPUs can run here."""
+    return "amx_tile" in Path("/proc/cpuinfo").read_text().split()
+
+
 def find_engine() -> Engine:
     """The engine that OPENQUANT_VLLM names; skips the test where there is none, or fails it if that is asked."""
-    flags = Path("/proc/cpuinfo")
-    if not flags.exists() or "amx_tile" not in flags.read_text().split():
-        pytest.skip("vLLM's FP8 kernels for CPUs need AMX, which this one lacks")
     named = os.environ.get("OPENQUANT_VLLM")
     if not named:
         if os.environ.get("OPENQUANT_REQUIRE_SERVE") == "1":
@@ -112,7 +116,7 @@ def find_engine() -> Engine:
 
 
 @contextmanager
-def _process_group(command: Sequence[str], log: Path, *paths: str) -> Iterator[subprocess.Popen[bytes]]:
+def _process_group(command: Sequence[str], log: Path, *paths: str, **more: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process with subdirectories of this one on its import path; ended with all that it started."""
     environment = {
         **os.environ,
@@ -120,6 +124,7 @@ def _process_group(command: Sequence[str], log: Path, *paths: str) -> Iterator[s
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        **more,
     }
     with log.open("wb") as sink:
         process = subprocess.Popen(
@@ -153,7 +158,7 @@ def _end(log: Path) -> str:
     return log.read_text(errors="replace")[-4000:]
 
 
-def complete(address: str, model: Path, prompt: str) -> dict[str, Any]:
+def complete(address: str, model: Path | str, prompt: str) -> dict[str, Any]:
     """The answer of POST /v1/completions."""
     body = {"model": str(model), "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     request = urllib.request.Request(

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs vLLM's CPU build into a virtual environment of its own: install_vllm.sh DIR   (about 3 minutes, 2.5 GB)
-# Then OPENQUANT_VLLM=DIR/bin/python runs the tests here. Needs Linux on x86-64 with AVX-512, AMX for the FP8
-# kernels, and Python 3.11 or newer as python3 (or named by PYTHON). Does nothing where DIR has this version.
+# Then OPENQUANT_VLLM=DIR/bin/python runs the tests here. Needs Linux on x86-64 with AVX-512 (AMX for its own FP8
+# kernels) and Python 3.11 or newer as python3 (or named by PYTHON). Does nothing where DIR has this version.
 set -euo pipefail
 dir=${1:?usage: install_vllm.sh DIR}
 version=0.32.0

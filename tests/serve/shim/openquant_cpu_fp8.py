@@ -1,16 +1,20 @@
-"""A vLLM plugin that lets the CPU engine serve FP8 weights with one scale per tensor.
+"""A vLLM plugin that lets the CPU engine serve FP8 weights with one scale per tensor, and any without AMX.
 
 vLLM 0.32.0's CPU build has kernels for such layers, but not `scaled_fp8_quant`, which loading them calls
 (its CPU extension registers the operators without a body), and its expert kernel takes 128x128 blocks only.
 With this directory on PYTHONPATH, vLLM finds the plugin by its entry point and calls `register` in every engine
-process. The 128x128 block scheme needs none of it. Types of vLLM are left out where they say nothing.
+process. The 128x128 block scheme needs none of it on a CPU with AMX; on others its kernels do not exist, and plain
+torch takes their place here, with activations in bfloat16 as there: names, shapes, scales and what vLLM does with them
+are then tested, and its kernels are not. Types of vLLM are left out where they say nothing.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
+import torch.nn.functional
 from torch import Tensor
 
 LARGEST = 448.0
@@ -24,6 +28,8 @@ def register() -> None:
     if current_platform.is_cpu() and vllm._custom_ops.scaled_fp8_quant is not scaled_fp8_quant:
         vllm._custom_ops.scaled_fp8_quant = scaled_fp8_quant
         _spread_expert_scales()
+        if not torch.cpu._is_amx_tile_supported():
+            _do_without_amx()
 
 
 def scaled_fp8_quant(input: Tensor, scale: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
@@ -72,3 +78,66 @@ def _spread_expert_scales() -> None:
 def _grid(scale: Tensor, weight: Tensor) -> Tensor:
     rows, cols = (-(-size // 128) for size in weight.shape[1:])
     return scale.reshape(-1, 1, 1).expand(-1, rows, cols).float().contiguous()
+
+
+def _do_without_amx() -> None:
+    import vllm.model_executor.kernels.linear.scaled_mm.cpu
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    linear_kernels = vllm.model_executor.kernels.linear.scaled_mm.cpu.__file__
+
+    def is_amx_tile_supported() -> bool:
+        asking = sys._getframe(1).f_code
+        return asking.co_filename == linear_kernels or asking.co_qualname.startswith("CPUExpertsFp8.")
+
+    torch.cpu._is_amx_tile_supported = is_amx_tile_supported
+    torch.ops._C.convert_weight_packed = Tensor.clone
+    torch.ops._C.fp8_scaled_mm_cpu = _scaled_mm
+    cpu_moe.fused_experts_cpu = _fused_experts
+
+
+def _scaled_mm(
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    block: list[int],
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    packed: bool,
+) -> Tensor:
+    bias = None if bias is None else bias.to(input.dtype)
+    return torch.nn.functional.linear(input, _decoded(weight, scale, block), bias).to(dtype)
+
+
+def _fused_experts(
+    out: Tensor,
+    hidden: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    chosen_weights: Tensor,
+    chosen: Tensor,
+    method: Any,
+    w13_scale: Tensor,
+    w2_scale: Tensor,
+    w13_zero: None,
+    w2_zero: None,
+    block: list[int],
+    *options: Any,
+) -> None:
+    total = torch.zeros_like(hidden, dtype=torch.float32)
+    for expert in range(w13.shape[0]):
+        share = (chosen_weights * (chosen == expert)).sum(1, keepdim=True)
+        rows = (chosen == expert).any(1).nonzero()[:, 0]
+        if rows.numel():
+            both = torch.nn.functional.linear(hidden[rows], _decoded(w13[expert], w13_scale[expert], block))
+            gate, up = both.float().chunk(2, -1)
+            inner = (torch.nn.functional.silu(gate) * up).to(hidden.dtype)
+            down = torch.nn.functional.linear(inner, _decoded(w2[expert], w2_scale[expert], block))
+            total[rows] += down.float() * share[rows]
+    out.copy_(total)
+
+
+def _decoded(weight: Tensor, scale: Tensor, block: list[int]) -> Tensor:
+    rows, cols = weight.shape
+    grid = scale.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :cols]
+    return (weight.float() * grid).to(torch.bfloat16)
