@@ -347,7 +347,7 @@ def _find_shards(root: Path, remote: Mapping[str, RemoteFile]) -> tuple[list[str
         placed = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(placed, dict) or not placed or not all(isinstance(shard, str) for shard in placed.values()):
             raise SourceError(f"{INDEX_FILE} has no weight_map of tensor to file names", "download or copy it again")
-        for tensor, shard in placed.items():
+        for shard, tensor in {shard: tensor for tensor, shard in reversed(placed.items())}.items():
             if shard in ("", ".", "..") or "/" in shard or "\\" in shard or not shard.isprintable():
                 raise SourceError(
                     f"{INDEX_FILE} places {tensor} in {shard!r}, which is not a plain file name",
@@ -389,6 +389,8 @@ def _explain_missing_weights(root: Path) -> None:
 
 
 def _hold_against_index(placed: dict[str, str], where: dict[str, Location]) -> None:
+    if placed == {tensor: location.shard for tensor, location in where.items()}:
+        return
     for tensor, shard in placed.items():
         if tensor not in where or where[tensor].shard != shard:
             raise SourceError(f"{INDEX_FILE} places {tensor} in {shard}, which does not hold it", _DAMAGED)

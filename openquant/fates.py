@@ -6,7 +6,6 @@ Here the registry's patterns meet the names of a checkpoint, and --ignore and th
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -171,8 +170,9 @@ def _sort_tensors(
     ]
     drafted = _draft_finder(model, text_config(checkpoint, model))
     ignored = compile_any(text.removesuffix(".weight") for text in ignore)
-    # Names alike but for numbers have the same fate.
-    fates: dict[tuple[str, bool], tuple[bool, list[tuple[Experts, Stacked]], list[str]]] = {}
+    # Names alike but for numbers have the same fate. Neighbours have the same parent, which is looked at once.
+    fates: dict[tuple[str, str, bool], tuple[str, bool, list[tuple[Experts, Stacked]], list[str]]] = {}
+    parent, parents_alike, draft = None, "", False
     layers: dict[str, Layer] = {}
     unstacked: dict[str, list[Layer]] = {}
     kept: list[Kept] = []
@@ -180,14 +180,17 @@ def _sort_tensors(
     misfits: dict[str, str] = {}
     for info in checkpoint.tensors.values():
         module, axes = info.module, len(info.shape)
-        alike, draft = template(module), drafted(module)
-        if (alike, draft) not in fates and draft:
-            fates[alike, draft] = (False, [], ["draft layer"])
-        elif (alike, draft) not in fates:
+        path, _, last = module.rpartition(".")
+        if path != parent:
+            parent, parents_alike, draft = path, template(path), drafted(module)
+        key = (parents_alike, "*" if last.isdecimal() else last, draft)
+        if key not in fates and draft:
+            fates[key] = (template(module), False, [], ["draft layer"])
+        elif key not in fates:
             stacks_found = [stacked for pattern, stacked in stacks if pattern.fullmatch(module)]
             reasons = [why for pattern, why in keeps if pattern.fullmatch(module)]
-            fates[alike, draft] = (bool(compress.fullmatch(module)), stacks_found, reasons)
-        is_layer, stacks_found, reasons = fates[alike, draft]
+            fates[key] = (template(module), bool(compress.fullmatch(module)), stacks_found, reasons)
+        alike, is_layer, stacks_found, reasons = fates[key]
         matches = is_layer + len(stacks_found) + len(reasons)
         if axes < 2 and not (is_layer and info.name != module) and not stacks_found:
             copied.append(info)
@@ -235,7 +238,7 @@ def _draft_finder(model: Model, config: dict[str, Any]) -> Callable[[str], bool]
     """Whether a module belongs to a draft layer."""
     first = config.get(model.draft_layers) if model.draft_layers else None
     if not isinstance(first, int):
-        first = sys.maxsize
+        return lambda _: False
     pattern = compile_pattern(f"{model.layers}.**")
 
     def drafted(module: str) -> bool:
