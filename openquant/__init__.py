@@ -8,14 +8,22 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .api import Result, compress
+    from .api import Result, compress, push
     from .errors import OpenQuantError
     from .packed import PackedLinear
+    from .publish import Push
 
-__all__ = ["OpenQuantError", "PackedLinear", "Result", "__version__", "compress"]
+__all__ = ["OpenQuantError", "PackedLinear", "Push", "Result", "__version__", "compress", "push"]
 
 # Imported when first used: torch alone takes longer to load than the command takes to start.
-_HOMES = {"OpenQuantError": "errors", "PackedLinear": "packed", "Result": "api", "compress": "api"}
+_HOMES = {
+    "OpenQuantError": "errors",
+    "PackedLinear": "packed",
+    "Push": "publish",
+    "Result": "api",
+    "compress": "api",
+    "push": "api",
+}
 
 
 def __getattr__(name: str) -> Any:

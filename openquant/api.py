@@ -14,16 +14,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from . import fetch, publish
 from .card import model_card
 from .checkpoint import INDEX_FILE, Checkpoint, open_checkpoint, readable
 from .convert import convert, worker_memory
 from .errors import SourceError, UsageError
-from .fetch import AHEAD, Supply
-from .hub import Source, find_source
+from .fetch import Supply, scratch_bytes
+from .hub import Source, find_source, silent
 from .output import WORK, OutputDirectory, finished_files, refuse_overlap
 from .plan import Plan, make_plan
-from .publish import Publisher, Push
+from .publish import AT_ONCE, Publisher, Push
 from .ranks import Ranks
 from .schemes import SCHEMES, Scheme
 
@@ -293,9 +292,10 @@ def push(directory: str | os.PathLike[str], target: Push) -> str:
     digest, files = finished_files(path)
     shards = [name for name in files if name.endswith(".safetensors")]
     publisher = Publisher(target, path, digest, shards)
-    publisher.prepare()
-    with publisher:
-        return publisher.finish(sorted(files - set(shards)), path.resolve().name)
+    with silent():
+        publisher.prepare()
+        with publisher:
+            return publisher.finish(sorted(files - set(shards)), path.resolve().name)
 
 
 class _Traffic:
@@ -329,7 +329,6 @@ def _carry_out(
     publisher = Publisher(push, prepared.target, plan.digest, shards) if push else None
     if publisher and overwrite and ranks.first:
         publisher.forget()
-    sizes = sorted((remote.size for remote in source.remote.values()), reverse=True) if prepared.stream else []
     directory = OutputDirectory(
         prepared.target,
         plan.digest,
@@ -337,11 +336,13 @@ def _carry_out(
         others,
         overwrite,
         elsewhere=publisher.elsewhere() if publisher else frozenset(),
-        at_once=publish.AT_ONCE if push and push.only else None,
-        scratch=sum(sizes[: AHEAD + fetch.AT_ONCE]),
+        at_once=AT_ONCE if push and push.only else None,
+        scratch=scratch_bytes(source) if prepared.stream else 0,
     )
     chosen: list[str] = []
     with ExitStack() as stack:
+        if source.remote or publisher:
+            stack.enter_context(silent())
 
         def claim() -> tuple[list[str] | None, str]:
             """The unfinished shards, None if nothing at all is left to do, and where to push; for the first to say."""

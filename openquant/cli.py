@@ -331,10 +331,12 @@ class _Terminal:
             for note in () if self.silent else plan.notes:
                 _say(f"note: {note}", sys.stderr)
             return
+        from .fetch import scratch_bytes
         from .report import details_text, plan_text
 
         name = f"{source.repo}@{source.revision}" if source.repo else str(source.root)
-        _say(plan_text(plan, name, output, source.remote_bytes(plan.source_shards)), sys.stdout)
+        download = source.remote_bytes(plan.source_shards)
+        _say(plan_text(plan, name, output, download, scratch_bytes(source)), sys.stdout)
         if self.verbose:
             _say(details_text(plan), sys.stdout)
 

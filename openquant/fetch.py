@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from .checkpoint import RemoteFile
 from .errors import SourceError
-from .hub import Source, Unreachable, explained_source, silent
+from .hub import Source, Unreachable, explained_source
 from .output import explained
 
 # Shards fetched before the conversion asks for them.
@@ -31,6 +31,11 @@ PIECES = 4
 WAITS = (1, 2, 4, 8, 16)
 
 Made = TypeVar("Made")
+
+
+def scratch_bytes(source: Source) -> int:
+    """What source shards take on disk at most when they are streamed."""
+    return sum(sorted((remote.size for remote in source.remote.values()), reverse=True)[: AHEAD + AT_ONCE])
 
 
 class Supply:
@@ -120,8 +125,7 @@ class Supply:
     def _fetch_all(self) -> None:
         fetch = self._from_cache if self.scratch is None else self._to_scratch
         try:
-            with silent():
-                self._fetch_in_order(fetch)
+            self._fetch_in_order(fetch)
         except BaseException as error:
             with self._changed:
                 self._failure = error

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .errors import OpenQuantError, OutputError, UsageError
-from .hub import first_line, is_transient, silent
+from .hub import first_line, is_transient
 from .output import WORK, explained
 
 # Output shards that are on disk at a time, being made or uploaded, when they are deleted after it.
@@ -88,7 +88,7 @@ class Publisher:
         from huggingface_hub import HfApi
 
         api = HfApi()
-        with self._explained(), silent():
+        with self._explained():
             self.repo = self._patiently(
                 lambda: api.create_repo(self.push.name, private=self.push.private or None, exist_ok=True).repo_id
             )
@@ -166,7 +166,7 @@ class Publisher:
             self.finished(name)
         self.drain()
         title = self.push.message or title
-        with self._explained(), silent():
+        with self._explained():
             revision = self._pull_request(title) if self.push.create_pr else None
             address = self._patiently(lambda: self._commit(list(others), title, revision))
         if not self.push.only:
@@ -213,13 +213,12 @@ class Publisher:
 
     def _upload_all(self) -> None:
         try:
-            with silent():
-                while (name := self._queue.get()) is not None:
-                    self._upload(name)
-                    with self._changed:
-                        self._waiting.discard(name)
-                        self._begun.discard(name)
-                        self._changed.notify_all()
+            while (name := self._queue.get()) is not None:
+                self._upload(name)
+                with self._changed:
+                    self._waiting.discard(name)
+                    self._begun.discard(name)
+                    self._changed.notify_all()
         except BaseException as error:
             with self._changed:
                 self._failure = error

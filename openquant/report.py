@@ -10,8 +10,16 @@ from .patterns import collapse
 from .plan import Group, Plan
 
 
-def plan_text(plan: Plan, model: str, output: Path, download: int) -> str:
-    """What a run will do, a line per group of layers; `download` bytes of shards are not here yet."""
+def plan_text(plan: Plan, model: str, output: Path, download: int, streamed: int) -> str:
+    """What a run will do, a line per group of layers.
+
+    Args:
+        plan: the plan.
+        model: the source's name.
+        output: the output directory.
+        download: bytes of source shards that are on the Hub.
+        streamed: those that are on disk at a time if they are streamed.
+    """
     rows = [("", "layers", "shape", "before", "after", "")]
     rows += [_row(group) for group in plan.groups if group.quantized]
     rows += [_row(group) for group in plan.groups if not group.quantized and len(group.shape) >= 2]
@@ -32,7 +40,7 @@ def plan_text(plan: Plan, model: str, output: Path, download: int) -> str:
             why,
         )
         lines.append("  ".join(cells).rstrip())
-    lines += ["", *_facts(plan, download)]
+    lines += ["", *_facts(plan, download, streamed)]
     return "\n".join(lines)
 
 
@@ -47,7 +55,7 @@ def _row(group: Group) -> tuple[str, str, str, str, str, str]:
     )
 
 
-def _facts(plan: Plan, download: int) -> list[str]:
+def _facts(plan: Plan, download: int, streamed: int) -> list[str]:
     share = 100 * plan.source_weight_bytes_quantized / plan.source_bytes
     lines = [
         f"weights:  {gigabytes(plan.source_bytes)} -> {gigabytes(plan.output_bytes)}, "
@@ -56,7 +64,9 @@ def _facts(plan: Plan, download: int) -> list[str]:
         f"{len(plan.shards)} {'shard' if len(plan.shards) == 1 else 'shards'} and {len(plan.files)} other files",
     ]
     if download:
-        lines.append(f"download: {gigabytes(download)}, with --stream a few shards at a time")
+        lines.append(
+            f"download: {gigabytes(download)} to the Hub's cache, or with --stream {gigabytes(streamed)} at a time"
+        )
     sizes = ", ".join(map(str, plan.parallel_sizes)) or "none"
     lines.append(f"tensor parallel sizes that can serve it: {sizes}")
     lines += [f"  not {entry.size}: {entry.problem}" for entry in plan.parallel if entry.problem]
