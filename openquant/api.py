@@ -36,7 +36,7 @@ class Result:
         revision: the source's commit on the Hub, or None.
         output: the output directory.
         scheme: "tensor" or "block".
-        architecture: the source's class.
+        architecture: the registry's entry that the plan was made by.
         dry_run: whether nothing was written.
         source_bytes: size of the source's tensors.
         output_bytes: size of the output's tensors.
@@ -113,6 +113,7 @@ def compress(
     scheme: str = "tensor",
     *,
     ignore: Sequence[str] = (),
+    architecture: str | None = None,
     dry_run: bool = False,
     device: str = "auto",
     workers: int | None = None,
@@ -131,6 +132,8 @@ def compress(
         output: directory to write; `<name>-FP8` or `<name>-FP8-W128` in the working directory if None.
         scheme: "tensor" (one scale per joined set) or "block" (one per 128x128 block).
         ignore: patterns over module names that stay unquantized.
+        architecture: plan by this entry of the registry although config.json names another class; "generic" goes by
+            names and shapes alone.
         dry_run: plan only.
         device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
         workers: number of threads; the CPUs this process may use if None, divided by the ranks on this machine.
@@ -159,7 +162,9 @@ def compress(
     workers = workers or max(1, available_cpus() // ranks.local_size)
     with closing(ranks):
         prepared, error = _attempt(
-            lambda: _prepare(os.fspath(model), output, chosen, ignore, revision, stream, workers, max_memory)
+            lambda: _prepare(
+                os.fspath(model), output, chosen, ignore, architecture, revision, stream, workers, max_memory
+            )
         )
         digests = ranks.agree(error, prepared and prepared.plan.digest)
         if len(set(digests)) > 1:
@@ -216,6 +221,7 @@ def _prepare(
     output: str | os.PathLike[str] | None,
     scheme: Scheme,
     ignore: Sequence[str],
+    architecture: str | None,
     revision: str | None,
     stream: bool,
     workers: int,
@@ -227,7 +233,7 @@ def _prepare(
     with _without_collector():
         checkpoint = open_checkpoint(source.root, source.remote)
         identity = source.identity(checkpoint)
-        plan = make_plan(checkpoint, scheme, tuple(ignore), identity)
+        plan = make_plan(checkpoint, scheme, tuple(ignore), identity, architecture)
     if output is not None and not os.fspath(output):
         raise UsageError("-o is empty", "give a directory, or leave -o out")
     target = Path(output) if output is not None else _default_output(source, scheme)

@@ -69,6 +69,11 @@ def _add_compress_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="leave matching modules as they are: * is one part of a name, ** a subtree, {a,b} either; repeatable",
     )
+    parser.add_argument(
+        "--architecture",
+        metavar="NAME",
+        help="plan as for this class, whatever config.json names; generic: by names and shapes alone",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
     parser.add_argument(
         "--device", default="auto", metavar="auto|cpu|cuda[:N]", help="where to compute (default: auto)"
@@ -289,6 +294,7 @@ def _compress(options: argparse.Namespace, interrupts: _Interrupts) -> int:
             options.output,
             scheme,
             ignore=options.ignore,
+            architecture=options.architecture,
             dry_run=options.dry_run,
             device=options.device,
             workers=options.workers,
@@ -328,7 +334,8 @@ class _Terminal:
     def planned(self, plan: Plan, source: Source, output: Path) -> None:
         self.plan = plan
         if self.quiet:
-            for note in () if self.silent else plan.notes:
+            # What was decided without an entry is never decided silently.
+            for note in () if self.silent and not plan.model.rest else plan.notes:
                 _say(f"note: {note}", sys.stderr)
             return
         from .fetch import scratch_bytes

@@ -196,6 +196,8 @@ def _sort_tensors(
             copied.append(info)
         elif matches == 0 and ignored.fullmatch(module):
             kept.append(Kept(info, alike, "--ignore"))
+        elif matches == 0 and model.rest:
+            kept.append(Kept(info, alike, model.rest))
         elif matches == 0:
             misfits[info.name] = "matches no pattern"
         elif matches > 1:

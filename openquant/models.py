@@ -123,6 +123,7 @@ class Model:
             is listed under the others too, because engines build the module under another of these names.
         renames: parts of names, and how an engine's names have it; a listed module is listed under both.
         refused: schemes that engines cannot load it in.
+        rest: why modules that no pattern covers are kept; None where there may not be any.
         transformers_reads_blocks: whether transformers loads a 128x128 block output of this architecture.
     """
 
@@ -138,6 +139,7 @@ class Model:
     spellings: tuple[tuple[str, ...], ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
     refused: tuple[Refusal, ...] = ()
+    rest: str | None = None
     transformers_reads_blocks: bool = True
 
 
@@ -653,3 +655,26 @@ MODELS: dict[str, Model] = {
         LLAMA4_WRAPPED,
     )
 }
+
+_EXPERTS = "{mlp,block_sparse_moe,feed_forward}.experts"
+GENERIC = model(
+    "generic",
+    ATTENTION,
+    Part(
+        (".{self_attn,attn,attention,self_attention}.{qkv_proj,out_proj,query_key_value,dense,wq,wk,wv,wo}",),
+        joined=(Joined(".{attn,attention}.{wq,wk,wv}"), Joined(".{attn,attention}.{q,k,v}_proj")),
+    ),
+    Part((".{attn,attention}.{q,k,v,o}_proj",)),
+    MLP,
+    GATE_UP_TENSOR,
+    gated(".feed_forward"),
+    gated(".{mlp,feed_forward}", "w1", "w3", "w2"),
+    Part((".mlp.{fc1,fc2,fc_in,fc_out,dense_h_to_4h,dense_4h_to_h}",)),
+    gated(".{mlp,block_sparse_moe,feed_forward}.{shared_expert,shared_experts,shared_mlp}"),
+    replace(routed(f".{_EXPERTS}"), keep=()),
+    replace(routed(f".{_EXPERTS}", "w1", "w3", "w2"), keep=(), experts=()),
+    layers="{model,language_model.model,model.language_model,transformer,backbone,gpt_neox}.{layers,h,blocks}.*",
+    draft_layers="num_hidden_layers",
+    rest="not known to be a projection of attention or MLP",
+)
+"""For what has no entry, when the user asks for it: projections by their usual names, and nothing else."""

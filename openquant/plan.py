@@ -17,7 +17,7 @@ from . import __version__
 from .checkpoint import DTYPE_BITS, Checkpoint, Location, TensorInfo
 from .errors import PlanError
 from .fates import Fates, Layer, Matrix, decide
-from .models import MODELS, Model
+from .models import GENERIC, MODELS, Model
 from .parallel import ParallelSize, parallel_sizes
 from .patterns import compile_pattern
 from .schemes import Scheme
@@ -97,7 +97,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do; see the module's text. A shard is laid out when its turn comes."""
+    """What a run will do; see the module's text. A shard is laid out when its turn comes.
+
+    `architecture` is the registry's entry it was made by, `parallel` what each tensor-parallel size meets.
+    """
 
     architecture: str
     scheme: Scheme
@@ -216,7 +219,13 @@ class Plan:
         return Job(pieces, tuple(member.matrix(self._where) for member in joined) if shares else ())
 
 
-def make_plan(checkpoint: Checkpoint, scheme: Scheme, ignore: Sequence[str] = (), identity: str = "") -> Plan:
+def make_plan(
+    checkpoint: Checkpoint,
+    scheme: Scheme,
+    ignore: Sequence[str] = (),
+    identity: str = "",
+    architecture: str | None = None,
+) -> Plan:
     """Decide what becomes of every tensor.
 
     Args:
@@ -224,13 +233,14 @@ def make_plan(checkpoint: Checkpoint, scheme: Scheme, ignore: Sequence[str] = ()
         scheme: the number format.
         ignore: patterns over module names that stay unquantized.
         identity: what tells this source from another with the same headers; it goes into the plan's digest.
+        architecture: the registry's entry to go by, or "generic"; the one of the checkpoint's own name if None.
 
     Raises:
         SourceError: the source is already quantized.
         PlanError: an unknown architecture, or tensors no rule covers.
         UsageError: an ignore pattern that matches nothing or is malformed.
     """
-    model = _find_model(checkpoint.architecture)
+    model = _find_model(architecture or checkpoint.architecture)
     for refusal in model.refused:
         if refusal.scheme == scheme.name:
             raise PlanError(f"{model.name} cannot be served with {scheme.title}: {refusal.why}", refusal.hint)
@@ -238,6 +248,8 @@ def make_plan(checkpoint: Checkpoint, scheme: Scheme, ignore: Sequence[str] = ()
     for pattern in ignore:
         compile_pattern(pattern)
     fates, ignored, notes = decide(checkpoint, model, scheme, ignore)
+    if model.rest:
+        notes.insert(0, "decided from names and shapes alone: look at the plan, and at what the engine makes of it")
     layers, reasons = fates.layers, fates.reasons
     quantization_config = scheme.config(ignored)
     by_shard: dict[str, list[TensorInfo]] = {shard: [] for shard in checkpoint.shards}
@@ -254,7 +266,7 @@ def make_plan(checkpoint: Checkpoint, scheme: Scheme, ignore: Sequence[str] = ()
     source_sizes = {shard: sum(info.nbytes for info in infos) for shard, infos in by_shard.items()}
     shards = tuple(Shard(shard, size - saved[shard]) for shard, size in source_sizes.items())
     return Plan(
-        architecture=checkpoint.architecture,
+        architecture=model.name,
         scheme=scheme,
         model=model,
         shards=shards,
@@ -269,7 +281,7 @@ def make_plan(checkpoint: Checkpoint, scheme: Scheme, ignore: Sequence[str] = ()
         output_bytes=sum(shard.nbytes for shard in shards),
         source_weight_bytes_quantized=sum(layer.nbytes for layer in quantized),
         quantized_tensors=len(quantized),
-        digest=_digest(checkpoint, scheme, quantization_config, identity),
+        digest=_digest(checkpoint, scheme, quantization_config, f"{model.name} {identity}"),
         _where=checkpoint.where,
         _by_shard=by_shard,
         _fates=fates,
@@ -277,10 +289,13 @@ def make_plan(checkpoint: Checkpoint, scheme: Scheme, ignore: Sequence[str] = ()
 
 
 def _find_model(architecture: str) -> Model:
+    if architecture == GENERIC.name:
+        return GENERIC
     if architecture not in MODELS:
         raise PlanError(
             f"{architecture} is not a known architecture; known are {', '.join(sorted(MODELS))}",
-            "add an entry to openquant/models.py (README: Adding an architecture)",
+            "if it is one of them by another name, say which with --architecture; --architecture generic goes by "
+            "names and shapes alone; or add an entry to openquant/models.py (README: Adding an architecture)",
         )
     return MODELS[architecture]
 

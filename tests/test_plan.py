@@ -49,7 +49,10 @@ def test_unknown_architecture_lists_the_known_ones(source: Path) -> None:
     assert caught.value.message == (
         f"FooForCausalLM is not a known architecture; known are {', '.join(sorted(MODELS))}"
     )
-    assert caught.value.hint == "add an entry to openquant/models.py (README: Adding an architecture)"
+    assert caught.value.hint == (
+        "if it is one of them by another name, say which with --architecture; --architecture generic goes by names and "
+        "shapes alone; or add an entry to openquant/models.py (README: Adding an architecture)"
+    )
 
 
 def test_all_misfits_are_listed_at_once(tmp_path: Path) -> None:
