@@ -18,9 +18,9 @@ from .card import model_card
 from .checkpoint import INDEX_FILE, Checkpoint, open_checkpoint, readable
 from .convert import convert, worker_memory
 from .errors import SourceError, UsageError
-from .fetch import Supply, scratch_bytes
+from .fetch import Supply, scratch_bytes, source_needs
 from .hub import Source, find_source, silent
-from .output import WORK, OutputDirectory, finished_files, refuse_overlap
+from .output import SOURCE, WORK, OutputDirectory, finished_files, refuse_overlap
 from .plan import Plan, make_plan
 from .publish import AT_ONCE, Publisher, Push
 from .ranks import Ranks
@@ -299,7 +299,7 @@ def push(directory: str | os.PathLike[str], target: Push) -> str:
     shards = [name for name in files if name.endswith(".safetensors")]
     publisher = Publisher(target, path, digest, shards)
     with silent():
-        publisher.prepare()
+        publisher.prepare(None)
         with publisher:
             return publisher.finish(sorted(files - set(shards)), path.resolve().name)
 
@@ -333,8 +333,6 @@ def _carry_out(
     made = _made_files(prepared)
     others = {**plan.files, **{name: len(data) for name, data in made.items()}}
     publisher = Publisher(push, prepared.target, plan.digest, shards) if push else None
-    if publisher and overwrite and ranks.first:
-        publisher.forget()
     directory = OutputDirectory(
         prepared.target,
         plan.digest,
@@ -343,7 +341,7 @@ def _carry_out(
         overwrite,
         elsewhere=publisher.elsewhere() if publisher else frozenset(),
         at_once=AT_ONCE if push and push.only else None,
-        scratch=scratch_bytes(source) if prepared.stream else 0,
+        scratch=scratch_bytes(source, source_needs(source, plan)) * ranks.size if prepared.stream else 0,
     )
     chosen: list[str] = []
     with ExitStack() as stack:
@@ -357,7 +355,7 @@ def _carry_out(
                 return None, ""
             stack.enter_context(directory)
             if publisher:
-                publisher.prepare()
+                publisher.prepare(source.repo)
             unfinished = [name for name in shards if not directory.is_finished(name)]
             return None if directory.complete else unfinished, publisher.repo if publisher else ""
 
@@ -377,8 +375,8 @@ def _carry_out(
             reporter.started(plan.source_bytes, done_bytes)
 
             def work() -> None:
-                needs = {shard.name: sorted(plan.sources(shard.name)) for shard in mine} if source.remote else {}
-                scratch = prepared.target / WORK / f"source-{ranks.rank}" if prepared.stream else None
+                needs = source_needs(source, plan, [shard.name for shard in mine])
+                scratch = prepared.target / WORK / f"{SOURCE}{ranks.rank}" if prepared.stream else None
                 if source.remote and scratch is None:
                     source.require_cache_space({name for names in needs.values() for name in names})
                 with Supply(source, needs, scratch) as supply:

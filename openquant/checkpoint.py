@@ -38,7 +38,7 @@ MAX_HEADER = 100_000_000
 # Weights in other formats, and what a training run leaves behind: never part of the output.
 LEFT_OUT_FILES = (
     "*.safetensors", "*.index.json", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.h5", "*.onnx*", "*.gguf", "*.msgpack",
-    "*.ot", "*.tflite", "*.pkl", "*.pickle", "consolidated*",
+    "*.ot", "*.tflite", "*.pkl", "*.pickle", "consolidated*", ".git",
 )  # fmt: skip
 LEFT_OUT_DIRECTORIES = (".*", "original", "consolidated*", "checkpoint-*", "__pycache__")
 
@@ -115,12 +115,16 @@ class RemoteFile:
     Attributes:
         size: in bytes.
         read: `read(offset, length)` of it.
-        sha256: of its contents, in hexadecimal digits, if that is known.
+        digest: of its contents, in hexadecimal digits: the SHA-256 of an LFS file, else its git object id.
     """
 
     size: int
     read: Callable[[int, int], bytes]
-    sha256: str | None = None
+    digest: str
+
+    def hasher(self) -> hashlib._Hash:
+        """What gives that digest once it is fed with the contents."""
+        return hashlib.sha256() if len(self.digest) == 64 else hashlib.sha1(b"blob %d\0" % self.size)
 
 
 def open_checkpoint(root: Path, remote: Mapping[str, RemoteFile] | None = None) -> Checkpoint:
@@ -161,6 +165,11 @@ def _open(root: Path, remote: Mapping[str, RemoteFile]) -> Checkpoint:
     tensors: dict[str, TensorInfo] = {}
     where: dict[str, Location] = {}
     for shard in names:
+        if remote and shard not in remote and not (root / shard).exists():
+            raise SourceError(
+                f"{shard} is named by {INDEX_FILE} and missing from the repository",
+                "choose another --revision, or tell the repository's owner",
+            )
         if (root / shard).exists() and not (root / shard).is_file():
             raise SourceError(f"{shard} is not a regular file", "download or copy the checkpoint again")
         if shard in remote:

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -200,6 +201,9 @@ def _run(parser: _Parser, arguments: Sequence[str] | None) -> int:
         except KeyboardInterrupt:
             if _speaks():
                 _fail("interrupted", "run the same command again to continue", as_json)
+            if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+                # Python would wait for what huggingface_hub's pools still do.
+                os._exit(EXIT_INTERRUPTED)
             return EXIT_INTERRUPTED
 
 
@@ -285,6 +289,8 @@ def _compress(options: argparse.Namespace, interrupts: _Interrupts) -> int:
     from .api import compress
     from .ranks import Ranks
 
+    if options.quiet:
+        os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     ranks = Ranks.from_environment(os.environ)
     silent = options.quiet or not ranks.first
     reporter = _Terminal(interrupts, silent or options.json, silent, options.verbose and not options.json)
@@ -338,12 +344,13 @@ class _Terminal:
             for note in () if self.silent and not plan.model.rest else plan.notes:
                 _say(f"note: {note}", sys.stderr)
             return
-        from .fetch import scratch_bytes
+        from .fetch import scratch_bytes, source_needs
         from .report import details_text, plan_text
 
         name = f"{source.repo}@{source.revision}" if source.repo else str(source.root)
         download = source.remote_bytes(plan.source_shards)
-        _say(plan_text(plan, name, output, download, scratch_bytes(source)), sys.stdout)
+        streamed = scratch_bytes(source, source_needs(source, plan))
+        _say(plan_text(plan, name, output, download, streamed), sys.stdout)
         if self.verbose:
             _say(details_text(plan), sys.stdout)
 

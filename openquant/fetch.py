@@ -1,24 +1,24 @@
 """Source shards, where they are needed: on disk already, from the Hub's cache, or through a scratch directory.
 
 Shards that are still on the Hub are fetched in the order they are needed, a few ahead of the conversion. Every one is
-held against the size and SHA-256 the Hub states for it before a byte of it is used.
+held against the size and digest the Hub states for it before a byte of it is used.
 """
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 from .checkpoint import RemoteFile
 from .errors import SourceError
-from .hub import Source, Unreachable, explained_source
+from .hub import Source, Unreachable, explained_source, patiently
 from .output import explained
+from .plan import Plan
 
 # Shards fetched before the conversion asks for them.
 AHEAD = 2
@@ -27,15 +27,36 @@ AT_ONCE = 3
 # A streamed shard comes in pieces of so many bytes, so many at a time.
 PIECE = 8 << 20
 PIECES = 4
-# Seconds between tries, beyond those of huggingface_hub itself.
-WAITS = (1, 2, 4, 8, 16)
-
-Made = TypeVar("Made")
 
 
-def scratch_bytes(source: Source) -> int:
-    """What source shards take on disk at most when they are streamed."""
-    return sum(sorted((remote.size for remote in source.remote.values()), reverse=True)[: AHEAD + AT_ONCE])
+def source_needs(source: Source, plan: Plan, outputs: Sequence[str] | None = None) -> dict[str, list[str]]:
+    """For each of these output shards (all if None) the source shards it is made from; of a local source, nothing."""
+    if not source.remote:
+        return {}
+    return {output: sorted(plan.sources(output)) for output in (plan.source_shards if outputs is None else outputs)}
+
+
+def scratch_bytes(source: Source, needs: Mapping[str, Iterable[str]]) -> int:
+    """What source shards take on disk at most when they are streamed.
+
+    Args:
+        source: where they lie.
+        needs: for each output shard to be made, in order, the source shards it is made from.
+    """
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for number, names in enumerate(needs.values()):
+        for name in names:
+            if name in source.remote:
+                first.setdefault(name, number)
+                last[name] = number
+    order = list(first)
+    most = 0
+    for number in range(len(needs)):
+        held = [name for name in order if first[name] <= number < last[name] + AT_ONCE]
+        ahead = [name for name in order if first[name] > number][:AHEAD]
+        most = max(most, sum(source.remote[name].size for name in (*held, *ahead)))
+    return most
 
 
 class Supply:
@@ -155,10 +176,8 @@ class Supply:
                 return Path(hf_hub_download(repo, name, revision=revision, tqdm_class=self._watch()))
 
         for _ in range(2):
-            path = self._patiently(download)
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest() if remote.sha256 else None
-            if path.stat().st_size == remote.size and digest == remote.sha256:
+            path = patiently(download, sleep=self._sleep)
+            if _is_sound(path, remote):
                 return path
             # The cache must not hand it out again.
             path.resolve().unlink()
@@ -190,7 +209,10 @@ class Supply:
         with explained(target):
             self.scratch.mkdir(parents=True, exist_ok=True)
             if target.exists():
-                return target
+                # Left by an earlier run, perhaps of another repository, perhaps on a disk that lost power.
+                if _is_sound(target, remote):
+                    return target
+                target.unlink()
         for _ in range(2):
             if self._download(name, remote, partial):
                 with explained(target):
@@ -201,13 +223,13 @@ class Supply:
 
     def _mismatch(self, name: str) -> SourceError:
         return SourceError(
-            f"{name} did not arrive as {self.source.repo}@{self.source.revision} has it: its size or SHA-256 differs",
+            f"{name} did not arrive as {self.source.repo}@{self.source.revision} has it: its size or digest differs",
             "run the same command again; if that does not help, the repository or something on the way is broken",
         )
 
     def _download(self, name: str, remote: RemoteFile, partial: Path) -> bool:
         """Fetch what a partial file lacks; whether it then is what the Hub says it is."""
-        digest = hashlib.sha256()
+        digest = remote.hasher()
 
         def read(offset: int) -> bytes:
             length = min(PIECE, remote.size - offset)
@@ -220,7 +242,7 @@ class Supply:
                     )
                 return data
 
-            return self._patiently(piece)
+            return patiently(piece, sleep=self._sleep)
 
         def append(file: BinaryIO, data: bytes) -> None:
             digest.update(data)
@@ -237,16 +259,7 @@ class Supply:
                     append(file, coming.popleft().wait())
             while coming:
                 append(file, coming.popleft().wait())
-            return file.tell() == remote.size and remote.sha256 in (None, digest.hexdigest())
-
-    def _patiently(self, do: Callable[[], Made]) -> Made:
-        """Try again while the Hub cannot be reached, after ever longer waits."""
-        for wait in WAITS:
-            try:
-                return do()
-            except Unreachable:
-                self._sleep(wait)
-        return do()
+            return file.tell() == remote.size and digest.hexdigest() == remote.digest
 
     def _sleep(self, seconds: float) -> None:
         with self._changed:
@@ -255,6 +268,15 @@ class Supply:
                 self._changed.wait(end - time.monotonic())
             if self._closed:
                 raise _Closed
+
+
+def _is_sound(path: Path, remote: RemoteFile) -> bool:
+    """Whether a file is what the Hub says it is."""
+    digest = remote.hasher()
+    with explained(path, "read"), path.open("rb") as file:
+        while data := file.read(PIECE):
+            digest.update(data)
+        return file.tell() == remote.size and digest.hexdigest() == remote.digest
 
 
 class _Piece(threading.Thread):

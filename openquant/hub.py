@@ -7,19 +7,30 @@ Of a repository everything but the shards goes to the Hub's cache at once; shard
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from .checkpoint import INDEX_FILE, LEFT_OUT_DIRECTORIES, LEFT_OUT_FILES, SINGLE_FILE, Checkpoint, RemoteFile, readable
-from .errors import SourceError, UsageError
+from .errors import OpenQuantError, SourceError, UsageError
 
 # A snapshot in the Hub's cache: models--ORG--NAME/snapshots/COMMIT.
 _SNAPSHOT = re.compile(r"^models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})$")
+
+
+# Seconds between tries, beyond those of huggingface_hub itself; fewer before anything is known to be there.
+WAITS = (1, 2, 4, 8, 16)
+FIRST_WAITS = (1, 2)
+# An address and its query, which may be a signature.
+_QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*")
 
 
 @dataclass(frozen=True)
@@ -111,9 +122,14 @@ def _download(repo: str, revision: str | None) -> Source:
     from huggingface_hub import snapshot_download
 
     unwanted = [*(name for name in LEFT_OUT_FILES if name != "*.index.json"), *(f"{d}/*" for d in LEFT_OUT_DIRECTORIES)]
-    with explained_source(repo, revision), silent():
-        root = Path(snapshot_download(repo, revision=revision, ignore_patterns=unwanted))
-        return Source(root, repo.rsplit("/", 1)[-1], repo, root.name, _remote_shards(repo, root))
+
+    def find() -> Source:
+        with explained_source(repo, revision):
+            root = Path(snapshot_download(repo, revision=revision, ignore_patterns=unwanted))
+            return Source(root, repo.rsplit("/", 1)[-1], repo, root.name, _remote_shards(repo, root))
+
+    with silent():
+        return interruptible(lambda: patiently(find, FIRST_WAITS))
 
 
 def _remote_shards(repo: str, root: Path) -> dict[str, RemoteFile]:
@@ -135,7 +151,7 @@ def _remote_shards(repo: str, root: Path) -> dict[str, RemoteFile]:
         return read
 
     return {
-        entry.path: RemoteFile(entry.size, reader(entry.path), entry.lfs.sha256 if entry.lfs else None)
+        entry.path: RemoteFile(entry.size, reader(entry.path), entry.lfs.sha256 if entry.lfs else entry.blob_id)
         for entry in HfApi().list_repo_tree(repo, revision=root.name)
         if isinstance(entry, RepoFile) and entry.path.endswith(".safetensors") and not (root / entry.path).exists()
     }
@@ -153,12 +169,54 @@ class Unreachable(SourceError):
     """The Hub could not be reached or was too busy: worth another try."""
 
 
+Made = TypeVar("Made")
+
+
+def patiently(
+    do: Callable[[], Made], waits: Sequence[float] = WAITS, sleep: Callable[[float], None] = time.sleep
+) -> Made:
+    """Do something again while it fails for a reason that may pass, after ever longer waits."""
+    for wait in waits:
+        try:
+            return do()
+        except Exception as error:
+            if not is_transient(error):
+                raise
+            sleep(wait)
+    return do()
+
+
+def interruptible(do: Callable[[], Made]) -> Made:
+    """Do something in a thread, so that Ctrl-C need not wait for it.
+
+    huggingface_hub downloads and uploads several files in a pool of threads, which ends only when all of them do.
+    """
+    made: list[Made] = []
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            made.append(do())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work, name="openquant-hub", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.2)
+    if failed:
+        raise failed[0]
+    return made[0]
+
+
 @contextmanager
 def silent() -> Iterator[None]:
     """Without huggingface_hub's own progress bars, unless the environment asks for them."""
     from huggingface_hub import constants
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
+    for handler in logging.getLogger("huggingface_hub").handlers:
+        handler.addFilter(_without_queries)
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
         with disable_progress_bars():
             yield
@@ -166,14 +224,31 @@ def silent() -> Iterator[None]:
         yield
 
 
-def is_transient(error: BaseException | None) -> bool:
-    """Whether an error of huggingface_hub's may be gone a moment later: no connection, a timeout, 408, 429, 5xx."""
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+def _without_queries(record: logging.LogRecord) -> bool:
+    """Takes the queries out of the addresses that the client logs when it tries again."""
+    record.msg, record.args = _QUERY.sub(r"\1", record.getMessage()), ()
+    return True
 
-    if isinstance(error, OfflineModeIsEnabled):
+
+def reason(error: BaseException) -> BaseException:
+    """What lies behind an error of huggingface_hub's that only says that something failed."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    # Trouble with the first question about a file comes as "not in the cache", that with an upload as a RuntimeError.
+    if isinstance(error, (LocalEntryNotFoundError, RuntimeError)) and error.__cause__ is not None:
+        return reason(error.__cause__)
+    return error
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether an error may be gone a moment later: no connection, a timeout, 408, 429, 5xx."""
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    error = reason(error)
+    if isinstance(error, Unreachable):
+        return True
+    if isinstance(error, OfflineModeIsEnabled) or type(error).__name__ in ("UnsupportedProtocol", "InvalidURL"):
         return False
-    if isinstance(error, LocalEntryNotFoundError):
-        return is_transient(error.__cause__)
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code in (408, 429) or error.response.status_code >= 500
     # The client's HTTP library (httpx in huggingface_hub 1.x, httpx2 since) lets its own errors through.
@@ -183,7 +258,7 @@ def is_transient(error: BaseException | None) -> bool:
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, addresses in it without their queries, which may hold signatures."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return re.sub(r"(https?://[^\s?'\"]+)\?[^\s'\"]*", r"\1", text)
+    return _QUERY.sub(r"\1", text)
 
 
 @contextmanager
@@ -216,8 +291,7 @@ def explained_source(repo: str, revision: str | None) -> Iterator[None]:
             "check the name; for a private repository run: hf auth login",
         ) from None
     except Exception as error:
-        # Trouble with the first question about a file comes as "not in the cache", with its cause.
-        cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error
+        cause = reason(error)
         status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
         if isinstance(cause, GatedRepoError) or status in (401, 403):
             raise SourceError(
@@ -234,8 +308,13 @@ def explained_source(repo: str, revision: str | None) -> Iterator[None]:
             raise Unreachable(
                 f"{at} could not be downloaded: {first_line(cause)}", "run the same command again: it continues"
             ) from None
+        if isinstance(cause, OpenQuantError):
+            raise
         if isinstance(cause, OSError):
             raise SourceError(
                 f"{at} could not be downloaded: {first_line(cause)}", "run the same command again: it continues"
             ) from None
-        raise
+        raise SourceError(
+            f"{at} could not be downloaded: {type(cause).__name__}: {first_line(cause)}",
+            "check HF_ENDPOINT, if it is set, and whether the repository is sound",
+        ) from None

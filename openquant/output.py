@@ -24,6 +24,8 @@ from .errors import OutputError
 
 WORK = ".openquant"
 LOCK = f"{WORK}/lock"
+# Records of uploads, and shards that are streamed (with a rank's number behind it).
+PUSHED, SOURCE = "pushed", "source-"
 FORMAT = 1
 
 
@@ -173,7 +175,10 @@ class OutputDirectory:
         self.publish(name)
 
     def finish(self) -> None:
-        """Record that everything is there."""
+        """Record that everything is there, and drop what it was made from."""
+        for scratch in (self.path / WORK).glob(f"{SOURCE}*"):
+            with explained(scratch, "removed"):
+                shutil.rmtree(scratch)
         self.write(JOURNAL, self._journal(done=True))
 
     def _journal(self, done: bool) -> bytes:
@@ -278,7 +283,8 @@ class OutputDirectory:
             missing = [name for name in self.files if name in gone or not self.is_finished(name)]
             shards = sorted((self.files[name] for name in missing if name in self.shards), reverse=True)
             needed = sum(self.files[name] for name in missing if name not in self.shards)
-            needed += sum(shards[: self.at_once]) + (self.scratch if shards else 0)
+            fetched = sum(path.stat().st_size for path in (self.path / WORK).glob(f"{SOURCE}*/*"))
+            needed += sum(shards[: self.at_once]) + (max(0, self.scratch - fetched) if shards else 0)
         if needed > free:
             raise OutputError(
                 f"{self.path} needs {needed:,} bytes, its disk has {free:,} free",
@@ -287,6 +293,8 @@ class OutputDirectory:
 
     def _discard(self, journal: dict[str, Any]) -> None:
         """Remove what an earlier run wrote: first what makes the directory look like a model, the journal last."""
+        shutil.rmtree(self.path / WORK / PUSHED, ignore_errors=True)
+        self.elsewhere = frozenset()
         names = sorted(journal["files"], key=lambda name: (name != "config.json", not name.endswith(".json"), name))
         for name in [*names, JOURNAL]:
             with explained(self.path / name, "removed"):
@@ -339,7 +347,7 @@ def finished_files(directory: Path) -> tuple[str, set[str]]:
     missing = sorted(name for name in journal["files"] if not (directory / name).is_file())
     if not journal["done"] or missing:
         what = f"lacks {missing[0]}" if missing else "is not finished"
-        raise OutputError(f"{directory} {what}", "run the command that made it again")
+        raise OutputError(f"{directory} {what}", "run the command that made it again, without --push-only")
     return journal["digest"], set(journal["files"])
 
 

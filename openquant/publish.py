@@ -13,23 +13,18 @@ import os
 import queue
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from .errors import OpenQuantError, OutputError, UsageError
-from .hub import first_line, is_transient
-from .output import WORK, explained
+from .hub import first_line, interruptible, is_transient, patiently, reason
+from .output import PUSHED, WORK, explained
 
 # Output shards that are on disk at a time, being made or uploaded, when they are deleted after it.
 AT_ONCE = 3
-# Seconds between tries, beyond those of huggingface_hub itself.
-WAITS = (1, 2, 4, 8, 16)
-
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,7 @@ class Publisher:
         self.digest = digest
         self.shards = list(shards)
         self.repo = push.name
-        self.records = directory / WORK / "pushed"
+        self.records = directory / WORK / PUSHED
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._begun: set[str] = set()
         self._waiting: set[str] = set()
@@ -79,21 +74,29 @@ class Publisher:
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._upload_all, name="openquant-upload", daemon=True)
 
-    def prepare(self) -> None:
+    def prepare(self, source: str | None) -> None:
         """Make the repository if there is none, and make sure that we may write to it.
 
+        Args:
+            source: the repository that the model comes from, if it is known.
+
         Raises:
-            PushError: we may not, or it holds weights that this model would not replace.
+            PushError: we may not, or it holds weights that this model would not replace, or that it is made from.
         """
         from huggingface_hub import HfApi
 
         api = HfApi()
         with self._explained():
-            self.repo = self._patiently(
+            self.repo = patiently(
                 lambda: api.create_repo(self.push.name, private=self.push.private or None, exist_ok=True).repo_id
             )
-            self._patiently(lambda: api.auth_check(self.repo, write=not self.push.create_pr))
-            present = self._patiently(lambda: api.list_repo_files(self.repo))
+            patiently(lambda: api.auth_check(self.repo, write=not self.push.create_pr))
+            present = patiently(lambda: api.list_repo_files(self.repo))
+        if source is not None and self.repo.lower() == source.lower() and not self.push.create_pr:
+            raise PushError(
+                f"{self.repo} is what the model is made from, and would be replaced by it",
+                "push to another repository, or open a pull request with --create-pr",
+            )
         weights = (name for name in present if "/" not in name and name.endswith((".safetensors", ".index.json")))
         foreign = [name for name in weights if name not in {*self.shards, "model.safetensors.index.json"}]
         if len(self.shards) == 1 and "model.safetensors.index.json" in present:
@@ -168,7 +171,7 @@ class Publisher:
         title = self.push.message or title
         with self._explained():
             revision = self._pull_request(title) if self.push.create_pr else None
-            address = self._patiently(lambda: self._commit(list(others), title, revision))
+            address = interruptible(lambda: patiently(lambda: self._commit(list(others), title, revision)))
         if not self.push.only:
             self.forget()
         return address
@@ -202,12 +205,21 @@ class Publisher:
         return f"{api.endpoint}/{self.repo}/discussions/{revision.rsplit('/', 1)[1]}"
 
     def _pull_request(self, title: str) -> str:
-        """The pull request's revision; opened once, however often a push is taken up again."""
+        """The pull request's revision; opened once however often a push is taken up again, unless it was closed."""
         from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError
 
-        record = self._record("")
+        api, record = HfApi(), self._record("")
+        if record is not None:
+            try:
+                if api.get_discussion_details(self.repo, record["number"]).status not in ("open", "draft"):
+                    record = None
+            except HfHubHTTPError as error:
+                if error.response.status_code != 404:
+                    raise
+                record = None
         if record is None:
-            record = {"number": HfApi().create_pull_request(self.repo, title).num}
+            record = {"number": api.create_pull_request(self.repo, title).num}
             self._remember("", record)
         return f"refs/pr/{record['number']}"
 
@@ -231,9 +243,7 @@ class Publisher:
         if self._record(name) is None:
             with self._explained():
                 operation = CommitOperationAdd(name, str(path))
-                self._patiently(
-                    lambda: HfApi().preupload_lfs_files(self.repo, [operation], create_pr=self.push.create_pr)
-                )
+                patiently(lambda: HfApi().preupload_lfs_files(self.repo, [operation], create_pr=self.push.create_pr))
                 if not operation._is_uploaded:
                     return  # the Hub wants it as part of the commit
             info = operation.upload_info
@@ -270,18 +280,6 @@ class Publisher:
                 # Unless a run still works there.
                 self.records.parent.rmdir()
 
-    @staticmethod
-    def _patiently(do: Callable[[], Made]) -> Made:
-        """Try again while the Hub cannot be reached, after ever longer waits."""
-        for wait in WAITS:
-            try:
-                return do()
-            except Exception as error:
-                if not is_transient(error):
-                    raise
-                time.sleep(wait)
-        return do()
-
     @contextmanager
     def _explained(self) -> Iterator[None]:
         """Turn what huggingface_hub raises into an error that says what to do."""
@@ -301,16 +299,17 @@ class Publisher:
             raise UsageError(f"{self.push.name} is no repository id: {first_line(error)}", "write org/name") from None
         except OfflineModeIsEnabled:
             raise PushError(f"{self.repo} cannot be reached: HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE") from None
-        except Exception as error:
-            status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-            if isinstance(error, (RepositoryNotFoundError, LocalTokenNotFoundError)) or status in (401, 403):
+        except Exception as raised:
+            cause = reason(raised)
+            status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
+            if isinstance(cause, (RepositoryNotFoundError, LocalTokenNotFoundError)) or status in (401, 403):
                 raise PushError(
-                    f"the Hub does not let you write to {self.repo}: {first_line(error)}",
+                    f"the Hub does not let you write to {self.repo}: {first_line(cause)}",
                     "log in with a token that may: hf auth login",
                 ) from None
-            if is_transient(error) or isinstance(error, (OSError, ValueError, RuntimeError)):
+            if is_transient(cause) or isinstance(cause, (OSError, ValueError, KeyError, TypeError, RuntimeError)):
                 raise PushError(
-                    f"{self.repo} could not be pushed to: {first_line(error)}",
+                    f"{self.repo} could not be pushed to: {first_line(cause)}",
                     "run the same command again: what is converted and uploaded is kept",
                 ) from None
             raise

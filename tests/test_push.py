@@ -365,3 +365,103 @@ def test_what_was_pushed_downloads_as_it_was_made(
     assert found == published(tree(tmp_path / "out"))
     assert found.keys() == expected.keys()
     assert {name for name in found if found[name] != expected[name]} == {"README.md"}
+
+
+def test_a_run_that_is_refused_leaves_the_records_of_the_running_one(
+    hub: LoopbackHub, source: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    reached, release = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        reached.set()
+        release.wait(60)
+
+    hub.faults.append(Fault(r"", "PUT", after=4, call=hang))
+    process = begin(hub, tmp_path, *push_of(source, tmp_path, "--push-only"))
+    assert reached.wait(60)
+    second = ask(hub, tmp_path, *push_of(source, tmp_path, "--push-only", "--overwrite"))
+    release.set()
+    assert second.stderr.splitlines()[0] == f"error: another run is writing to {tmp_path / 'out'}"
+    done = finish(process)
+    assert done.returncode == 0, done.stderr
+    assert held(hub) == expected
+    assert set(hub.uploads.values()) == {1}
+
+
+def test_overwrite_uploads_and_converts_again(
+    hub: LoopbackHub, source: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    for more in ((), ("--overwrite",)):
+        done = ask(hub, tmp_path, *push_of(source, tmp_path, "--push-only", *more))
+        assert done.returncode == 0, done.stderr
+        assert held(hub) == expected
+
+
+def test_the_source_s_own_repository_is_not_replaced(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    hub.create("user/name", private=False)
+    added = {}
+    for name, data in tree(source).items():
+        digest = hashlib.sha256(data).hexdigest()
+        (hub.blobs / digest).write_bytes(data)
+        added[name] = digest
+    hub.commit("user/name", "main", "bf16", added, deleted=[])
+    done = ask(hub, tmp_path, *push_of(Path("user/name"), tmp_path))
+    assert done.returncode == 2
+    assert (
+        done.stderr.splitlines()[-2] == "error: user/name is what the model is made from, and would be replaced by it"
+    )
+    assert not (tmp_path / "out").exists()
+    done = ask(hub, tmp_path, *push_of(Path("user/name"), tmp_path, "--create-pr"))
+    assert done.returncode == 0, done.stderr
+    assert len(hub.commits("user/name")) == 2
+
+
+@pytest.mark.parametrize("status", [403, 413])
+def test_a_refused_upload_says_why(hub: LoopbackHub, source: Path, tmp_path: Path, status: int) -> None:
+    hub.faults.append(Fault(r"", "PUT", times=None, status=status))
+    done = ask(hub, tmp_path, *push_of(source, tmp_path))
+    assert done.returncode == 2
+    error = done.stderr.splitlines()[-2]
+    assert str(status) in error
+    assert "size=" not in error
+    assert ("does not let you write" in error) == (status == 403)
+
+
+def test_an_outage_longer_than_the_client_s_patience(
+    hub: LoopbackHub, source: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    hub.faults.append(Fault(r"/preupload/", "POST", times=7, status=503))
+    done = ask(hub, tmp_path, *push_of(source, tmp_path, "-q"))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert held(hub) == expected
+
+
+def test_a_pull_request_that_was_removed_is_opened_again(
+    hub: LoopbackHub, source: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    hub.faults.append(Fault(r"/commit/", "POST", times=None, status=403))
+    assert ask(hub, tmp_path, *push_of(source, tmp_path, "--create-pr")).returncode == 2
+    hub.faults.clear()
+    hub.faults.append(Fault(r"/discussions/1", "GET", times=None, status=404))
+    done = ask(hub, tmp_path, *push_of(source, tmp_path, "--create-pr", "--json"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["pushed_to"].endswith("/discussions/2")
+    assert held(hub, revision="refs/pr/2") == expected
+
+
+def test_a_git_file_is_left_out(hub: LoopbackHub, source: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
+    """What a worktree or a submodule has instead of a directory; the Hub takes no such file."""
+    (source / ".git").write_text("gitdir: elsewhere\n")
+    done = ask(hub, tmp_path, *push_of(source, tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert held(hub) == expected
+
+
+def test_push_of_what_push_only_left(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    assert ask(hub, tmp_path, *push_of(source, tmp_path, "--push-only")).returncode == 0
+    done = ask(hub, tmp_path, "push", tmp_path / "out", "user/other")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        f"error: {tmp_path / 'out'} lacks model-00001-of-00005.safetensors",
+        "hint: run the command that made it again, without --push-only",
+    ]

@@ -169,7 +169,7 @@ def test_a_file_that_is_not_what_the_hub_says_is_named(
     done = ask(hub, tmp_path, *mode)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-2] == (
-        f"error: model-00003-of-00006.safetensors did not arrive as org/name@{COMMIT} has it: its size or SHA-256 differs"
+        f"error: model-00003-of-00006.safetensors did not arrive as org/name@{COMMIT} has it: its size or digest differs"
     )
     assert not (tmp_path / "out" / "config.json").exists()
 
@@ -284,9 +284,10 @@ def test_a_local_directory_cannot_be_streamed(hub: LoopbackHub, source: Path, tm
 
 
 def test_the_plan_tells_the_download(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
-    done = ask(hub, tmp_path, "--dry-run")
-    sizes = sorted(path.stat().st_size for path in source.glob("*.safetensors"))
-    cached, streamed = f"{sum(sizes) / 1e6:.3g} MB", f"{sum(sizes[-5:]) / 1e6:.3g} MB"
+    done = ask(hub, tmp_path, "--dry-run", "-w", "128")
+    sizes = [path.stat().st_size for path in sorted(source.glob("*.safetensors"))]
+    at_a_time = max(sum(sizes[first : first + 5]) for first in range(2))
+    cached, streamed = f"{sum(sizes) / 1e6:.3g} MB", f"{at_a_time / 1e6:.3g} MB"
     assert f"\ndownload: {cached} to the Hub's cache, or with --stream {streamed} at a time\n" in done.stdout
 
 
@@ -301,3 +302,132 @@ def test_index_names_cannot_leave_the_directory(hub: LoopbackHub, source: Path, 
         assert re.search(
             r"error: \S+index.json places \S+ in '../../evil.safetensors', which is not a plain", done.stderr
         )
+
+
+def interrupted(hub: LoopbackHub, tmp_path: Path, fault: Fault, *arguments: str) -> None:
+    """A run that Ctrl-C ends while a request is being answered."""
+    reached, release = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        reached.set()
+        release.wait(60)
+
+    fault.call = hang
+    hub.faults.append(fault)
+    process = begin(hub, tmp_path, *arguments)
+    assert reached.wait(60)
+    process.send_signal(signal.SIGINT)
+    begun = time.monotonic()
+    assert finish(process).returncode == 130
+    assert time.monotonic() - begun < 9
+    release.set()
+    hub.faults.clear()
+
+
+def test_ctrl_c_does_not_wait_for_the_small_files(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    interrupted(hub, tmp_path, Fault(r"resolve/.*/config\.json$", "GET"))
+
+
+def test_shards_of_another_repository_are_not_taken_for_this_one_s(
+    hub: LoopbackHub, source: Path, local: dict[str, bytes], tmp_path: Path
+) -> None:
+    """A model and its fine-tune have the same names and headers; a run of the one left shards behind."""
+    hub.repositories["org/other"] = tiny.write(tmp_path / "other", "Qwen3MoeForCausalLM", shards=SHARDS, seed=7)
+    path = r"org/other/resolve/.*model-00003-of-00006\.safetensors$"
+    interrupted(hub, tmp_path, Fault(path, "GET", after=2), "-m", "org/other", "--stream")
+    assert list((tmp_path / "out" / ".openquant" / "source-0").iterdir())
+    done = ask(hub, tmp_path, "--stream", "--overwrite")
+    assert done.returncode == 0, done.stderr
+    assert without_origin(tree(tmp_path / "out")) == local
+
+
+@pytest.mark.parametrize("damage", ["empty", "zeros", "partial"])
+def test_a_damaged_scratch_file_is_fetched_again(
+    hub: LoopbackHub, source: Path, local: dict[str, bytes], tmp_path: Path, damage: str
+) -> None:
+    name = "model-00001-of-00006.safetensors"
+    scratch = tmp_path / "out" / ".openquant" / "source-0"
+    scratch.mkdir(parents=True)
+    size = (source / name).stat().st_size
+    if damage == "partial":
+        (scratch / f"{name}.partial").write_bytes(b"x" * 1000)
+    else:
+        (scratch / name).write_bytes(b"" if damage == "empty" else bytes(size))
+    (tmp_path / "out" / ".openquant.json").write_text(
+        json.dumps({"format": 1, "digest": "", "done": False, "files": []})
+    )
+    done = ask(hub, tmp_path, "--stream")
+    assert done.returncode == 0, done.stderr
+    assert without_origin(tree(tmp_path / "out")) == local
+
+
+def test_scratch_left_behind_goes_when_another_mode_finishes(
+    hub: LoopbackHub, source: Path, local: dict[str, bytes], tmp_path: Path
+) -> None:
+    interrupted(hub, tmp_path, Fault(SHARD, "GET", after=2), "--stream")
+    assert list((tmp_path / "out" / ".openquant" / "source-0").iterdir())
+    assert ask(hub, tmp_path).returncode == 0
+    assert without_origin(tree(tmp_path / "out")) == local
+    assert not (tmp_path / "out" / ".openquant").exists()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(r"^/api/models/org/name", "GET", status=503),
+        Fault(r"^/api/models/org/name", "GET", cut_upload=0),
+        Fault(r"resolve/.*/config\.json$", "GET", status=503),
+        Fault(r"/tree/", "GET", status=503),
+    ],
+    ids=["info", "info cut", "config", "tree"],
+)
+def test_trouble_with_the_first_requests_does_not_show(
+    hub: LoopbackHub, source: Path, local: dict[str, bytes], tmp_path: Path, fault: Fault
+) -> None:
+    hub.faults.append(Fault(**{**vars(fault), "seen": 0}))
+    done = ask(hub, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert hub.faults[0].seen
+    assert without_origin(tree(tmp_path / "out")) == local
+
+
+@MODES
+def test_files_that_git_holds_are_checked_too(
+    hub: LoopbackHub, source: Path, tmp_path: Path, mode: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small repositories need no LFS: the tree then has git's object ids."""
+    monkeypatch.setattr("loopback_hub.is_lfs", lambda _: False)
+    assert ask(hub, tmp_path, *mode).returncode == 0
+    hub.faults.append(Fault(SHARD, "GET", after=2, times=None, flip=5000))
+    done = ask(hub, tmp_path, *mode, "-o", str(tmp_path / "again"), HF_HOME=str(tmp_path / "hf2"))
+    assert done.returncode == 2
+    assert "model-00003-of-00006.safetensors did not arrive as" in done.stderr
+
+
+def test_an_endpoint_that_is_no_hub(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    hub.faults.append(Fault(r"", times=None, content=b"<html>Log in</html>", status=200))
+    done = ask(hub, tmp_path, "--json")
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["error"].startswith("org/name could not be downloaded: ")
+    assert "Traceback" not in done.stderr
+    hub.faults.clear()
+    done = ask(hub, tmp_path, HF_ENDPOINT="localhost:1")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        "hint: check HF_ENDPOINT, if it is set, and whether the repository is sound"
+    )
+
+
+def test_a_shard_that_the_repository_lacks(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    (source / "model-00002-of-00006.safetensors").unlink()
+    done = ask(hub, tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-2] == (
+        "error: model-00002-of-00006.safetensors is named by model.safetensors.index.json and missing from the repository"
+    )
+
+
+def test_quiet_is_quiet_about_what_the_client_tries_again(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    hub.faults.append(Fault(SHARD, "GET", status=503))
+    done = ask(hub, tmp_path, "-q")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
