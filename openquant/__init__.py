@@ -11,11 +11,19 @@ if TYPE_CHECKING:
     from .api import Result, compress
     from .errors import OpenQuantError
     from .packed import PackedLinear
+    from .verification import Report, verify
 
-__all__ = ["OpenQuantError", "PackedLinear", "Result", "__version__", "compress"]
+__all__ = ["OpenQuantError", "PackedLinear", "Report", "Result", "__version__", "compress", "verify"]
 
 # Imported when first used: torch alone takes longer to load than the command takes to start.
-_HOMES = {"OpenQuantError": "errors", "PackedLinear": "packed", "Result": "api", "compress": "api"}
+_HOMES = {
+    "OpenQuantError": "errors",
+    "PackedLinear": "packed",
+    "Report": "verification",
+    "Result": "api",
+    "compress": "api",
+    "verify": "verification",
+}
 
 
 def __getattr__(name: str) -> Any:

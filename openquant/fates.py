@@ -115,7 +115,7 @@ def decide(
         UsageError: an ignore pattern that matches nothing.
     """
     layers, unstacked, kept, copied = _sort_tensors(checkpoint, model, ignore)
-    sets = _joined_sets(model, layers)
+    sets = joined_sets(model, layers)
     reasons, notes = _unquantized(model, scheme, layers, sets, ignore, [*(keep.tensor for keep in kept), *copied])
     ignored = _ignored_names(model, layers, reasons, kept)
     return Fates(layers, unstacked, kept, copied, sets, reasons), ignored, notes
@@ -208,7 +208,7 @@ def _unstack(info: TensorInfo, stacked: Stacked) -> list[Layer]:
     ]
 
 
-def _joined_sets(model: Model, layers: dict[str, Layer]) -> dict[str, tuple[str, ...]]:
+def joined_sets(model: Model, layers: dict[str, Layer]) -> dict[str, tuple[str, ...]]:
     """For every joined module its whole set, itself included, in the order of the checkpoint."""
     patterns = [compile_pattern(pattern) for pattern in absolute(model, [joined.pattern for joined in model.joined])]
     found: dict[str, int | None] = {}
@@ -229,7 +229,7 @@ def _joined_sets(model: Model, layers: dict[str, Layer]) -> dict[str, tuple[str,
     return sets
 
 
-def _experts_finder(model: Model) -> Callable[[str], str | None]:
+def experts_finder(model: Model) -> Callable[[str], str | None]:
     """A function from a module to the path of the experts it belongs to, or None."""
     patterns = [compile_pattern(pattern) for pattern in absolute(model, [experts.path for experts in model.experts])]
 
@@ -256,7 +256,7 @@ def _unquantized(
     problems = {shape: scheme.misfit(shape) for shape in {layer.shape for layer in layers.values()}}
     if not ignore and not any(problems.values()):
         return {}, [] if layers else ["nothing is quantized"]
-    find_experts = _experts_finder(model)
+    find_experts = experts_finder(model)
     together: dict[str, list[str]] = {}
     for module in layers:
         together.setdefault(find_experts(module) or sets.get(module, (module,))[0], []).append(module)
@@ -313,7 +313,7 @@ def _ignored_names(
     vLLM 0.32.0 compares for equality (layers/quantization/utils/quant_utils.py:617-691); experts match by the
     path that holds them all. lm_head is always listed: transformers would quantize one tied to the embedding.
     """
-    find_experts = _experts_finder(model)
+    find_experts = experts_finder(model)
     listed_as = [
         (compile_pattern(pattern), joined.listed_as)
         for joined, pattern in zip(model.joined, absolute(model, [j.pattern for j in model.joined]), strict=True)
