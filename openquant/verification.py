@@ -1,66 +1,36 @@
 """`openquant verify`: hold an FP8 directory against itself, and against its source.
 
-Names, shapes, dtypes and the config are checked first, from headers alone; then tensors are read, a bounded piece
-at a time on several threads. What engines would load wrongly is a problem; what another tool may do otherwise than
+Names, shapes, dtypes and the config are checked first, from headers alone; then the tensors are read (contents.py).
+What engines would load wrongly is a problem; what another tool may do otherwise than
 this one, and engines accept, is a note.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from .api import available_cpus
 from .checkpoint import INDEX_FILE, Checkpoint, TensorInfo, open_checkpoint, read_config, readable
+from .contents import LayerError, Progress, Task, Weight, read_contents
 from .errors import PlanError, SourceError, UsageError
 from .fates import Layer, Matrix, absolute, experts_finder, joined_sets
-from .formats import Format, Quantization, read_quantization
-from .kernels import BITS_TYPE, CHUNK, Bits, Codes, decode, to_float32
+from .formats import Quantization, read_quantization
+from .kernels import BITS_TYPE
 from .models import EMBEDDING, HEAD, MODELS, Model
 from .output import read_journal
-from .patterns import compile_any, compile_pattern, template
+from .patterns import collapse, compile_any, compile_pattern, template
 from .plan import Plan, make_plan, refuse_quantized
-from .schemes import CODE_DTYPE, SCHEMES, TENSOR, Floats, Scheme
-from .shardfile import Bytes, SourceFile
-
-PIECE = 4 << 20
-# A transposed matrix is read in columns: longer pieces of each stored row make fewer system calls.
-TRANSPOSED_PIECE = 32 << 20
+from .schemes import CODE_DTYPE, SCHEMES, TENSOR, Scheme
 
 SCALE_DTYPES = ("F32", "BF16", "F16")
 # What engines never build as a quantized Linear, listed or not.
 NOT_LINEAR = (EMBEDDING.why, HEAD.why)
-
-Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class LayerError:
-    """How far a quantized layer is from its source.
-
-    Attributes:
-        module: the layer.
-        shape: (out, in).
-        relative: Frobenius norm of the difference over that of the source's weight.
-        sqnr_db: the same as a signal-to-noise ratio; None where there is no noise.
-        largest: largest absolute difference.
-    """
-
-    module: str
-    shape: tuple[int, int]
-    relative: float
-    sqnr_db: float | None
-    largest: float
 
 
 @dataclass(frozen=True)
@@ -188,15 +158,6 @@ def _since(begin: float) -> float:
 
 
 @dataclass(frozen=True)
-class _Weight:
-    """A stored code tensor, with its scale if that is there and has the right shape and dtype."""
-
-    info: TensorInfo
-    form: Format | None
-    scale: TensorInfo | None
-
-
-@dataclass(frozen=True)
 class _Kind:
     """What the registry says of all modules named alike."""
 
@@ -271,10 +232,10 @@ class _Verification:
         self.registry = _Registry(model) if model else None
         self.problems: list[str] = list(quantization.problems)
         self.notes: list[str] = []
-        self.codes: dict[str, _Weight] = {}
+        self.codes: dict[str, Weight] = {}
         self.scales: set[str] = set()
         self.unlisted: set[str] = set()
-        self.values: dict[str, Floats] = {}
+        self.values: dict[str, float] = {}
         self.plan: Plan | None = None
         self.matrices: dict[str, Matrix] = {}
         self.equal_tensors = 0
@@ -330,7 +291,7 @@ class _Verification:
             form = self.quantization.format_of(info.module)
             if form is None:
                 self.problems.append(f"{self._place(info.name)} is {CODE_DTYPE}, but no config group targets it")
-                self.codes[info.name] = _Weight(info, None, None)
+                self.codes[info.name] = Weight(info, None, None, None)
                 continue
             scale = tensors.get(info.name + form.suffix)
             shapes = form.scale_shapes(info.shape)
@@ -342,9 +303,7 @@ class _Verification:
             else:
                 self.scales.add(scale.name)
                 scale = self._sound(scale, shapes, info)
-            self.codes[info.name] = _Weight(info, form, scale)
-            if form.static:
-                self._check_input_scale(info)
+            self.codes[info.name] = Weight(info, form, scale, self._input_scale(info) if form.static else None)
         if respelled:
             self.notes.append(
                 f"{respelled} scales are called weight_scale_inv although they are one per tensor; "
@@ -353,14 +312,15 @@ class _Verification:
         if not self.codes:
             self.notes.append("nothing is quantized")
 
-    def _check_input_scale(self, info: TensorInfo) -> None:
+    def _input_scale(self, info: TensorInfo) -> TensorInfo | None:
+        """The scale of a layer's activations, if it is there and has the right shape and dtype."""
         name = f"{info.module}.input_scale"
         found = self.checkpoint.tensors.get(name)
         if found is None:
             self.problems.append(f"{self._place(info.name)} has no {name}, but its activations are static")
-        else:
-            self.scales.add(name)
-            self._sound(found, ((), (1,)), info)
+            return None
+        self.scales.add(name)
+        return self._sound(found, ((), (1,)), info)
 
     def _sound(self, scale: TensorInfo, shapes: tuple[tuple[int, ...], ...], info: TensorInfo) -> TensorInfo | None:
         """The scale, if its dtype and shape are right."""
@@ -484,7 +444,7 @@ class _Verification:
         metadata = index.get("metadata")
         told = metadata.get("total_size") if isinstance(metadata, dict) else None
         total = sum(info.nbytes for info in self.checkpoint.tensors.values())
-        if told != total:
+        if told is not None and told != total:
             self._differs(f"{INDEX_FILE}: total_size is {told}, the tensors take {total} bytes")
 
     def _check_written(self) -> None:
@@ -519,37 +479,42 @@ class _Verification:
         if source.architecture not in MODELS:
             return
         try:
-            self.plan = make_plan(source, self.scheme or TENSOR, self._ignore_patterns())
+            self.plan = make_plan(source, self.scheme or TENSOR, self._ignore_patterns(source))
         except (PlanError, UsageError) as error:
             self.notes.append(f"no plan can be made of the source, tensors were compared by name: {error.message}")
             return
         for module, layer in self.plan.layers.items():
             self.matrices[module] = layer.matrix(source.where)
 
-    def _ignore_patterns(self) -> list[str]:
-        """--ignore options for what is unquantized: one pattern for names alike if that says it."""
-        alike: dict[str, list[str]] = {}
+    def _ignore_patterns(self, source: Checkpoint) -> list[str]:
+        """--ignore options for what is unquantized, as few as say it: each is held against every layer."""
         quantized = {template(weight.info.module) for weight in self.codes.values()}
+        patterns: dict[str, None] = {}
         for info in self.checkpoint.tensors.values():
-            if len(info.shape) >= 2 and info.name not in self.codes and info.name not in self.scales:
-                alike.setdefault(template(info.module), []).append(info.module)
-        return [
-            pattern
-            for name, modules in alike.items()
-            for pattern in (modules if name in quantized else [name])
-            if self._owner(f"{pattern}.weight") is None
-        ]
+            if len(info.shape) < 2 or info.name in self.codes or self._owner(info.name) is not None:
+                continue
+            experts = self.registry.find_experts(info.module) if self.registry else None
+            alike = template(info.module)
+            if alike not in quantized:
+                patterns[alike] = None
+            elif experts is not None:
+                patterns[f"{experts}.**"] = None
+            elif info.name in source.tensors:
+                patterns[info.module] = None
+        return list(patterns)
 
     def _pair(self, source: Checkpoint) -> list[tuple[TensorInfo, Matrix | None]]:
         """Unquantized tensors, with the matrix each must equal, None for the source's tensor of that name."""
         pairs: list[tuple[TensorInfo, Matrix | None]] = []
+        foreign: list[str] = []
+        recast: list[str] = []
         for info in self.checkpoint.tensors.values():
             original, matrix = source.tensors.get(info.name), self.matrices.get(info.module)
             if original is None and matrix is not None and info.name != f"{info.module}.weight":
                 matrix = None
             if original is None and matrix is None:
                 if self._owner(info.name) is None:
-                    self.problems.append(f"{self._place(info.name)} is not in the source")
+                    foreign.append(info.name)
                 continue
             dtype, shape = (original.dtype, original.shape) if original else (matrix.dtype, matrix.shape)  # type: ignore[union-attr]
             if info.name in self.codes:
@@ -563,9 +528,15 @@ class _Verification:
             elif (info.dtype, info.shape) == (dtype, shape):
                 pairs.append((info, None if original else matrix))
             elif info.shape == shape and self.scheme is None:
-                self.notes.append(f"{self._place(info.name)} is {info.dtype}, the source has {dtype}: not compared")
+                recast.append(info.name)
             else:
                 self._mismatch(info, dtype, shape)
+        if self.scheme is not None:
+            self.problems += [f"{self._place(name)} is not in the source" for name in foreign]
+        elif foreign:
+            self.notes.append(f"not in the source: {', '.join(collapse(foreign))}")
+        if recast:
+            self.notes.append(f"not compared, since the source has another dtype: {', '.join(collapse(recast))}")
         self._check_accounted(source)
         return pairs
 
@@ -607,14 +578,17 @@ class _Verification:
     # The tensors' contents.
 
     def _read(self, pairs: list[tuple[TensorInfo, Matrix | None]], workers: int, progress: Progress | None) -> None:
-        tasks: list[tuple[TensorInfo, Matrix | None]] = [(weight.info, None) for weight in self.codes.values()] + pairs
+        tasks = [Task(info, matrix=matrix) for info, matrix in pairs]
+        for weight in self.codes.values():
+            matrix = self.matrices.get(weight.info.module) if self.full else None
+            tasks.append(Task(weight.info, weight, matrix if matrix and matrix.shape == weight.info.shape else None))
         # In the order of the files, which is how disks like it.
-        tasks.sort(key=lambda task: self.checkpoint.where[task[0].name])
-        reading = _Reading(self, tasks, progress)
-        reading.run(workers)
-        self.problems += [message for _, message in sorted(reading.found)]
-        self.errors = [error for _, error in sorted(reading.errors, key=lambda entry: entry[0])]
-        self.equal_tensors = reading.equal
+        tasks.sort(key=lambda task: self.checkpoint.where[task.info.name])
+        contents = read_contents(self.checkpoint, self.source, tasks, workers, progress)
+        self.problems += contents.problems
+        self.errors = contents.errors
+        self.values = contents.scales
+        self.equal_tensors = contents.equal
         if self.full:
             skipped = sum(weight.info.module not in self.matrices for weight in self.codes.values())
             if skipped:
@@ -633,7 +607,7 @@ class _Verification:
                 ragged += any(weight.info.shape[0] % form.block[0] for weight in weights[:-1])
                 continue
             scales = [weight.scale.name for weight in weights if weight.scale and weight.scale.name in self.values]
-            values = [float(self.values[name].reshape(-1)[0]) for name in scales]
+            values = [self.values[name] for name in scales]
             if form.strategy != "tensor" or len(set(values)) < 2:
                 continue
             if self.scheme is None:
@@ -653,283 +627,6 @@ class _Verification:
                 f"{ragged} sets of layers that engines merge do not divide into blocks: "
                 "vLLM 0.32.0 misplaces their scales"
             )
-
-
-class _Reading:
-    """Tensors read on threads: NaN among codes, unsound scales, differences from the source."""
-
-    def __init__(
-        self, job: _Verification, tasks: list[tuple[TensorInfo, Matrix | None]], progress: Progress | None
-    ) -> None:
-        self.job = job
-        self.tasks = iter(enumerate(tasks))
-        self.total = sum(info.nbytes for info, _ in tasks)
-        self.done = 0
-        self.progress = progress
-        self.lock = threading.Lock()
-        self.stopped = threading.Event()
-        self.failure: BaseException | None = None
-        self.found: list[tuple[int, str]] = []
-        self.errors: list[tuple[int, LayerError]] = []
-        self.equal = 0
-
-    def run(self, workers: int) -> None:
-        """Until all is read, or something fails."""
-        threads = [threading.Thread(target=self._work, daemon=True) for _ in range(workers)]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                while thread.is_alive():
-                    # With a timeout, so that the main thread gets to see signals.
-                    thread.join(0.2)
-        finally:
-            self.stopped.set()
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
-        if self.failure is not None:
-            raise self.failure
-
-    def _work(self) -> None:
-        worker = _Worker(self)
-        try:
-            while not self.stopped.is_set():
-                with self.lock:
-                    task = next(self.tasks, None)
-                if task is None:
-                    break
-                number, (info, matrix) = task
-                try:
-                    weight = self.job.codes.get(info.name)
-                    if weight is not None:
-                        worker.check(number, weight)
-                    else:
-                        worker.compare(number, info, matrix)
-                except SourceError as error:
-                    self.say(number, error.message)
-        except BaseException as error:
-            if self.failure is None:
-                self.failure = error
-            self.stopped.set()
-
-    def say(self, number: int, message: str) -> None:
-        """A problem of one task."""
-        with self.lock:
-            self.found.append((number, message))
-
-    def advance(self, nbytes: int) -> None:
-        """So many bytes more were read."""
-        with self.lock:
-            self.done += nbytes
-            if self.progress is not None:
-                self.progress(self.done, self.total)
-
-
-class _Worker:
-    """One thread's buffers."""
-
-    def __init__(self, reading: _Reading) -> None:
-        self.reading = reading
-        self.job = reading.job
-        self._buffers: dict[str, Bytes] = {}
-
-    def _buffer(self, name: str, nbytes: int) -> Bytes:
-        if name not in self._buffers or self._buffers[name].size < nbytes:
-            self._buffers[name] = np.empty(nbytes, np.uint8)
-        return self._buffers[name][:nbytes]
-
-    def _rows(self, file: SourceFile, matrix: Matrix, low: int, count: int) -> Bits:
-        """Rows [low, low + count) of a matrix of the source."""
-        kind, cols = BITS_TYPE[matrix.dtype], matrix.shape[1]
-        part = self._buffer("source", count * cols * kind.itemsize)
-        if not matrix.transposed:
-            file.read(part, matrix.offset + low * matrix.pitch, matrix.label)
-            return part.view(kind).reshape(count, cols)
-        width = count * kind.itemsize
-        for col in range(cols):
-            place = matrix.offset + col * matrix.pitch + low * kind.itemsize
-            file.read(part[col * width : (col + 1) * width], place, matrix.label)
-        return part.view(kind).reshape(cols, count).T
-
-    def compare(self, number: int, info: TensorInfo, matrix: Matrix | None) -> None:
-        """Hold a copied tensor against the source: against a matrix of it, or the tensor of the same name."""
-        job = self.job
-        assert job.source is not None
-        place = job.checkpoint.where[info.name]
-        shard = matrix.shard if matrix else job.source.where[info.name].shard
-        step = PIECE
-        if matrix is not None:
-            row = info.nbytes // info.shape[0]
-            step = max(1, (TRANSPOSED_PIECE if matrix.transposed else PIECE) // row) * row
-        with ExitStack() as stack:
-            file = stack.enter_context(SourceFile(job.checkpoint.root / place.shard, place.shard))
-            other = stack.enter_context(SourceFile(job.source.root / shard, shard))
-            for low in range(0, info.nbytes, step):
-                if self.reading.stopped.is_set():
-                    return
-                part = self._buffer("output", min(step, info.nbytes - low))
-                file.read(part, place.offset + low, info.name)
-                if matrix is None:
-                    original = self._buffer("source", part.size)
-                    other.read(original, job.source.where[info.name].offset + low, info.name)
-                else:
-                    rows = self._rows(other, matrix, low // row, part.size // row)
-                    original = np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
-                if not np.array_equal(part, original):
-                    first = low + int((part != original).argmax())
-                    name = matrix.label if matrix else "the source's"
-                    self.reading.say(
-                        number, f"{job._place(info.name)} differs from {name}, first in byte {first} of {info.nbytes}"
-                    )
-                    return
-                self.reading.advance(part.size)
-        with self.reading.lock:
-            self.reading.equal += 1
-
-    def check(self, number: int, weight: _Weight) -> None:
-        """Look at a quantized weight's codes and scale, and decode it if that is asked for."""
-        job, info = self.job, weight.info
-        scale = None if weight.scale is None else self._scale(number, weight.scale)
-        place = job.checkpoint.where[info.name]
-        matrix = job.matrices.get(info.module) if job.full else None
-        decoding = None
-        if matrix is not None and scale is not None and weight.form is not None and matrix.shape == info.shape:
-            assert weight.scale is not None
-            decoding = _Decoding(matrix.shape, weight.form, scale, weight.scale.dtype)
-        rows, cols = info.nbytes // info.shape[-1], info.shape[-1]
-        wide = cols if decoding is None or matrix is None else cols * BITS_TYPE[matrix.dtype].itemsize
-        step = max(1, (TRANSPOSED_PIECE if matrix is not None and matrix.transposed else PIECE) // wide)
-        broken: list[int] = []
-        with ExitStack() as stack:
-            file = stack.enter_context(SourceFile(job.checkpoint.root / place.shard, place.shard))
-            if decoding is not None and matrix is not None and job.source is not None:
-                other = stack.enter_context(SourceFile(job.source.root / matrix.shard, matrix.shard))
-            for low in range(0, rows, step):
-                if self.reading.stopped.is_set():
-                    return
-                count = min(step, rows - low)
-                part = self._buffer("output", count * cols)
-                file.read(part, place.offset + low * cols, info.name)
-                broken += [low * cols + place for place in _first_nan(part)][: 1 - len(broken)]
-                if decoding is not None and matrix is not None:
-                    decoding.add(low, part.reshape(count, cols), self._rows(other, matrix, low, count), matrix.dtype)
-                self.reading.advance(part.size)
-        if broken:
-            index = [int(axis) for axis in np.unravel_index(broken[0], info.shape)]
-            self.reading.say(number, f"{job._place(info.name)} holds NaN, first at {index}")
-        elif decoding is not None:
-            self._report(number, info, decoding)
-
-    def _scale(self, number: int, info: TensorInfo) -> Floats | None:
-        """The values of a scale, if all are finite and above zero."""
-        job, place = self.job, self.job.checkpoint.where[info.name]
-        raw = np.empty(info.nbytes, np.uint8)
-        with SourceFile(job.checkpoint.root / place.shard, place.shard) as file:
-            file.read(raw, place.offset, info.name)
-        values = to_float32(raw.view(BITS_TYPE[info.dtype]), info.dtype).reshape(info.shape)
-        wrong = ~(np.isfinite(values) & (values > 0))
-        if wrong.any():
-            index = np.unravel_index(int(wrong.argmax()), info.shape)
-            self.reading.say(
-                number,
-                f"{job._place(info.name)} holds {float(values[index]):g}"
-                f"{f' at {[int(axis) for axis in index]}' if info.shape else ''}: scales are finite and above zero",
-            )
-            return None
-        if values.size == 1:
-            with self.reading.lock:
-                job.values[info.name] = values
-        return values
-
-    def _report(self, number: int, info: TensorInfo, decoding: _Decoding) -> None:
-        if decoding.wrong is not None:
-            (row, col), error, bound, count = decoding.wrong
-            self.reading.say(
-                number,
-                f"{self.job._place(info.name)} is off by {error:.3g} at [{row}, {col}], where rounding explains "
-                f"{bound:.3g} ({count} of {info.nbytes} weights are off)",
-            )
-        relative = math.sqrt(decoding.noise / decoding.signal) if decoding.signal else float(decoding.noise > 0)
-        sqnr = -20 * math.log10(relative) if relative else None
-        found = LayerError(info.module, decoding.shape, relative, sqnr, decoding.largest)
-        with self.reading.lock:
-            self.reading.errors.append((number, found))
-
-
-class _Decoding:
-    """The difference between a quantized layer and its source, summed up piece by piece.
-
-    A weight w under scale s becomes the code nearest to w / s. Codes from 2^-6 on are an eighth of their binade apart,
-    those below 2^-9, so the difference is at most max(|w| / 16, s / 1024).
-    """
-
-    def __init__(self, shape: tuple[int, int], form: Format, scale: Floats, scale_dtype: str) -> None:
-        self.shape = shape
-        self.form = form
-        self.scale = scale
-        # The scale may have been rounded once the codes were made; what float32 loses is nothing beside it.
-        self.slack = 2.0**-20 if scale_dtype == "F32" else 2.0**-8
-        self.signal = 0.0
-        self.noise = 0.0
-        self.largest = 0.0
-        self.wrong: tuple[tuple[int, int], float, float, int] | None = None
-
-    def add(self, low: int, codes: Codes, bits: Bits, dtype: str) -> None:
-        """Rows from `low` on: codes and the source's weights."""
-        step = max(1, CHUNK // self.shape[1])
-        height = self.form.block[0] if self.form.block else self.shape[0]
-        top = low
-        while top < low + len(codes):
-            end = min(top + step, low + len(codes), (top // height + 1) * height)
-            self._add(top, codes[top - low : end - low].reshape(end - top, -1), bits[top - low : end - low], dtype)
-            top = end
-
-    def _add(self, top: int, codes: Codes, bits: Bits, dtype: str) -> None:
-        scale = self._scale(top, len(codes))
-        weight = to_float32(np.ascontiguousarray(bits), dtype)
-        error = np.empty(codes.shape, np.float32)
-        decode(codes, scale, error)
-        error -= weight
-        np.abs(error, out=error)
-        self.signal += _energy(weight)
-        self.noise += _energy(error)
-        self.largest = max(self.largest, float(error.max()))
-        bound = np.abs(weight)
-        bound *= np.float32(1 / 16 + self.slack)
-        np.maximum(bound, scale * np.float32(1 / 1024 + self.slack / 64), out=bound)
-        off = ~(error <= bound)
-        if off.any():
-            row, col = (int(axis) for axis in np.unravel_index(int(off.argmax()), off.shape))
-            first = ((top + row, col), float(error[row, col]), float(bound[row, col]), 0)
-            place, by, bounded, count = self.wrong or first
-            self.wrong = (place, by, bounded, count + int(off.sum()))
-
-    def _scale(self, top: int, count: int) -> Floats:
-        """The scale of rows from `top` on, in a shape that repeats over them."""
-        if self.form.block is not None:
-            return np.repeat(self.scale[top // self.form.block[0]], self.form.block[1])[: self.shape[1]]
-        if self.form.strategy == "channel":
-            return self.scale[top : top + count]
-        return self.scale.reshape(())
-
-
-def _energy(values: Floats) -> float:
-    """Sum of squares."""
-    with np.errstate(over="ignore"):
-        found = float(np.einsum("ij,ij->", values, values))
-    if 1e-30 < found < math.inf:
-        return found
-    return float(np.square(values, dtype=np.float64).sum())
-
-
-def _first_nan(codes: Bytes) -> list[int]:
-    """Where the first NaN is, if there is one."""
-    for low in range(0, codes.size, CHUNK):
-        magnitude = codes[low : low + CHUNK] & 0x7F
-        if magnitude.max() == 0x7F:
-            return [low + int(magnitude.argmax())]
-    return []
 
 
 def _settings_of(scheme: Scheme) -> dict[str, Any]:

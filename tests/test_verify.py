@@ -144,7 +144,7 @@ def test_pieces_do_not_change_what_is_found(blocks: tuple[Path, Path], monkeypat
     source, out = blocks
     whole = verify(out, source, full=True, workers=1)
     for name, size in (("PIECE", 3000), ("TRANSPOSED_PIECE", 3000), ("CHUNK", 1000)):
-        monkeypatch.setattr(f"openquant.verification.{name}", size)
+        monkeypatch.setattr(f"openquant.contents.{name}", size)
     pieces = verify(out, source, full=True, workers=3)
     assert_clean(pieces)
     assert [e.relative for e in pieces.errors] == pytest.approx([e.relative for e in whole.errors], rel=1e-4)
@@ -417,9 +417,9 @@ def test_tensors_that_are_not_the_source_s(ours: tuple[Path, Path]) -> None:
 
     change_weights(out, change)
     assert verify(out, source, full=True).problems == (
-        f"{ONE}: model.more is not in the source",
         f"{ONE}: lm_head.weight is BF16 [500, 256], the source has BF16 [512, 256]",
         f"{ONE}: {DOWN}.weight is F8_E4M3 [256, 500], the source has BF16 [256, 512]",
+        f"{ONE}: model.more is not in the source",
         "model.norm.weight is missing: the source has model.norm.weight in model.safetensors",
     )
 
@@ -504,6 +504,8 @@ def test_static_activations_without_input_scales(ours: tuple[Path, Path]) -> Non
         ),
     )
     assert verify(out).problems == ()
+    change_weights(out, spoil(f"{DOWN}.input_scale", 0.0))
+    assert verify(out).problems == (f"{ONE}: {DOWN}.input_scale holds 0 at [0]: scales are finite and above zero",)
     change_json(out / "config.json", lambda config: config["quantization_config"].update(activation_scheme="dynamic"))
     assert_clean(
         verify(out), "14 input_scale tensors are there, but the config says activations are dynamic"
@@ -655,6 +657,27 @@ def test_compressed_tensors_in_several_groups(tmp_path: Path) -> None:
     assert len(problems) == 6
 
 
+def test_tensors_that_other_tools_add_or_recast_are_notes(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source")
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    out = write_other(source, tmp_path / "out", by_tensor, "_scale", config)
+
+    def change(weights: Weights) -> None:
+        weights["model.norm.weight"] = weights["model.norm.weight"].float()
+        for layer in (0, 1):
+            weights[f"model.layers.{layer}.self_attn.k_scale"] = torch.ones(1)
+
+    change_weights(out, change)
+    again = "4 sets of layers that engines merge have different scales: vLLM rounds them again at load"
+    assert_clean(
+        verify(out, source, full=True),
+        'config.json: transformers_version is "5", the source has none',
+        "not in the source: model.layers.{0..1}.self_attn.k_scale",
+        "not compared, since the source has another dtype: model.norm.weight",
+        again,
+    )
+
+
 def test_an_unknown_architecture(tmp_path: Path) -> None:
     source = tiny.write(tmp_path / "source")
     change_json(source / "config.json", lambda config: config.update(architectures=["FooForCausalLM"]))
@@ -793,6 +816,24 @@ def test_json_is_one_object(ours: tuple[Path, Path]) -> None:
     done = run(out, "--json", "--full")
     assert done.returncode == 2
     assert json.loads(done.stdout)["hint"] == "give --source DIR"
+
+
+def test_an_interrupt_exits_130(ours: tuple[Path, Path]) -> None:
+    _, out = ours
+    code = (
+        "import os, signal, sys\n"
+        "from openquant import cli, contents\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "found = contents._first_nan\n"
+        "def interrupted(codes):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return found(codes)\n"
+        "contents._first_nan = interrupted\n"
+        "sys.exit(cli.main(['verify', sys.argv[1]]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(out)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "error: interrupted\nhint: run the same command again to continue\n"
 
 
 def test_verify_does_not_load_torch(ours: tuple[Path, Path]) -> None:
