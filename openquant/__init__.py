@@ -12,17 +12,30 @@ if TYPE_CHECKING:
     from .errors import OpenQuantError
     from .packed import PackedLinear
     from .publish import Push
+    from .verification import Report, verify
 
-__all__ = ["OpenQuantError", "PackedLinear", "Push", "Result", "__version__", "compress", "push"]
+__all__ = [
+    "OpenQuantError",
+    "PackedLinear",
+    "Push",
+    "Report",
+    "Result",
+    "__version__",
+    "compress",
+    "push",
+    "verify",
+]
 
 # Imported when first used: torch alone takes longer to load than the command takes to start.
 _HOMES = {
     "OpenQuantError": "errors",
     "PackedLinear": "packed",
     "Push": "publish",
+    "Report": "verification",
     "Result": "api",
     "compress": "api",
     "push": "api",
+    "verify": "verification",
 }
 
 

@@ -157,7 +157,7 @@ def _open(root: Path, remote: Mapping[str, RemoteFile]) -> Checkpoint:
         if root.exists():
             raise SourceError(f"{root} is a file, not a checkpoint directory", "give the directory that holds it")
         raise SourceError(f"{root} does not exist", "check the path")
-    config = _read_config(root)
+    config = read_config(root)
     architecture = _architecture(config)
     names, placed = _find_shards(root, remote)
     shards: dict[str, int] = {}
@@ -329,7 +329,12 @@ def _read_json(path: Path, what: str) -> Any:
         raise SourceError(f"{what} is not valid JSON: {error}", "download or copy it again") from None
 
 
-def _read_config(root: Path) -> dict[str, Any]:
+def read_config(root: Path) -> dict[str, Any]:
+    """A checkpoint's config.json.
+
+    Raises:
+        SourceError: there is none, or it is not a JSON object.
+    """
     if not (root / "config.json").is_file():
         _explain_missing_weights(root)
         raise SourceError(f"{root} is not a checkpoint: it has no config.json", "give the directory that holds it")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .plan import Plan
     from .publish import Push
 
+EXIT_PROBLEMS = 1
 EXIT_USER = 2
 EXIT_INTERRUPTED = 130
 
@@ -129,6 +130,14 @@ def _verb_parser() -> _Parser:
     _add_push_arguments(push, "name")
     push.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else")
     push.set_defaults(work=_push)
+    about = "Check an FP8 directory, whichever tool made it."
+    verify = verbs.add_parser("verify", help=about, description=about, allow_abbrev=False)
+    verify.add_argument("directory", metavar="DIR", help="the directory to check")
+    verify.add_argument("--source", metavar="DIR", help="the checkpoint it was made from, to compare with")
+    verify.add_argument("--full", action="store_true", help="also decode every quantized layer and measure its error")
+    verify.add_argument("--workers", type=int, metavar="N", help="threads (default: the CPUs it may use)")
+    verify.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else")
+    verify.set_defaults(work=_verify)
     return parser
 
 
@@ -319,6 +328,32 @@ def _compress(options: argparse.Namespace, interrupts: _Interrupts) -> int:
     return 0
 
 
+def _verify(options: argparse.Namespace, interrupts: _Interrupts) -> int:
+    from .verification import verify
+
+    bar: _Progress | None = None
+
+    def advanced(done: int, total: int) -> None:
+        nonlocal bar
+        interrupts.check()
+        if not options.json:
+            bar = bar or _Progress(total, 0, sys.stderr, "verifying", "verified")
+            bar.advance(done - bar.done)
+
+    try:
+        report = verify(options.directory, options.source, options.full, workers=options.workers, progress=advanced)
+    finally:
+        if bar is not None:
+            bar.close()
+    if options.json:
+        _print_json(report.to_json())
+    else:
+        from .report import verification_text
+
+        _say(verification_text(report), sys.stdout)
+    return EXIT_PROBLEMS if report.problems else 0
+
+
 class _Terminal:
     """Plan and summary on stdout, progress on stderr.
 
@@ -386,8 +421,11 @@ class _Progress:
 
     SECONDS_BETWEEN_LINES = 10.0
 
-    def __init__(self, total: int, done: int, stream: TextIO) -> None:
+    def __init__(
+        self, total: int, done: int, stream: TextIO, doing: str = "compressing", did: str = "converted"
+    ) -> None:
         self.total = total
+        self.did = did
         self.done = done
         self.stream = stream
         self.bar: Any = None
@@ -395,11 +433,9 @@ class _Progress:
         if stream.isatty():
             from tqdm import tqdm
 
-            self.bar = tqdm(
-                total=total, initial=done, unit="B", unit_scale=True, desc="compressing", file=stream, leave=False
-            )
+            self.bar = tqdm(total=total, initial=done, unit="B", unit_scale=True, desc=doing, file=stream, leave=False)
         elif done:
-            _say(f"continuing: {100 * done / total:.0f} % is already converted", stream)
+            _say(f"continuing: {100 * done / total:.0f} % is already {did}", stream)
 
     def advance(self, nbytes: int) -> None:
         self.done += nbytes
@@ -410,7 +446,7 @@ class _Progress:
                 self.bar = None  # nobody looks any more
         elif time.monotonic() >= self.next_line:
             self.next_line = time.monotonic() + self.SECONDS_BETWEEN_LINES
-            _say(f"{100 * self.done / self.total:.0f} % converted", self.stream)
+            _say(f"{100 * self.done / self.total:.0f} % {self.did}", self.stream)
 
     def close(self) -> None:
         if self.bar is not None:

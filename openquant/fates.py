@@ -115,7 +115,7 @@ def decide(
         UsageError: an ignore pattern that matches nothing.
     """
     layers, unstacked, kept, copied = _sort_tensors(checkpoint, model, ignore)
-    sets = _joined_sets(model, layers)
+    sets = joined_sets(model, layers)
     problems = _problems(model, scheme, layers, text_config(checkpoint, model))
     reasons, notes = _unquantized(
         model, scheme, layers, problems, sets, ignore, [*(keep.tensor for keep in kept), *copied]
@@ -287,7 +287,7 @@ def _unstack(info: TensorInfo, experts_at: Experts, stacked: Stacked) -> list[La
     ]
 
 
-def _joined_sets(model: Model, layers: dict[str, Layer]) -> dict[str, tuple[str, ...]]:
+def joined_sets(model: Model, layers: dict[str, Layer]) -> dict[str, tuple[str, ...]]:
     """For every joined module its whole set, itself included, in the order of the checkpoint."""
     patterns = [compile_pattern(pattern) for pattern in absolute(model, [joined.pattern for joined in model.joined])]
     found: dict[str, int | None] = {}
@@ -308,7 +308,7 @@ def _joined_sets(model: Model, layers: dict[str, Layer]) -> dict[str, tuple[str,
     return sets
 
 
-def _experts_finder(model: Model) -> Callable[[str], str | None]:
+def experts_finder(model: Model) -> Callable[[str], str | None]:
     """A function from a module to the path of the experts it belongs to, or None."""
     patterns = [compile_pattern(pattern) for pattern in absolute(model, [experts.path for experts in model.experts])]
 
@@ -353,7 +353,7 @@ def _unquantized(
     """Modules that stay unquantized with the reason, widened to all that must share their status; and notes."""
     if not ignore and not any(problems.values()):
         return {}, [] if layers else ["nothing is quantized"]
-    find_experts = _experts_finder(model)
+    find_experts = experts_finder(model)
     together: dict[str, list[str]] = {}
     for module in layers:
         together.setdefault(find_experts(module) or sets.get(module, (module,))[0], []).append(module)
@@ -410,7 +410,7 @@ def _ignored_names(
     vLLM 0.32.0 compares for equality (layers/quantization/utils/quant_utils.py:617-691); experts match by the
     path that holds them all. lm_head is always listed: transformers would quantize one tied to the embedding.
     """
-    find_experts = _experts_finder(model)
+    find_experts = experts_finder(model)
     listed_as = [
         (compile_pattern(pattern), joined.listed_as)
         for joined, pattern in zip(model.joined, absolute(model, [j.pattern for j in model.joined]), strict=True)

@@ -1,4 +1,4 @@
-"""CPU kernels: float bits in, float8_e4m3fn codes out, with numpy alone.
+"""CPU kernels: float bits in, float8_e4m3fn codes out, and back, with numpy alone.
 
 Importing torch costs more than converting a small model, so the CPU path does without it. `packed.encode`
 says the same in four lines of torch; the tests hold the two against each other bit by bit.
@@ -86,6 +86,24 @@ def encode(bits: Bits, dtype: str, amax: Floats, scale: Floats, block: int | Non
     _encode_by_arithmetic(bits, dtype, scale, block, out)
 
 
+def decode(codes: Codes, scale: Floats, out: Floats) -> None:
+    """Write the weights [rows, cols] that codes [rows, cols] stand for to `out`; NaN for the codes 0x7f and 0xff.
+
+    `scale` has any shape that numpy repeats over [rows, cols].
+    """
+    np.take(_code_values(), codes, out=out, mode="clip")
+    out *= scale
+
+
+@cache
+def _code_values() -> Floats:
+    """[256] the value of every code."""
+    code = np.arange(127)
+    values = np.where(code < 8, code * 2.0**-9, (8 + code % 8) * 2.0 ** (code // 8 - 10.0))
+    magnitudes = np.append(values, np.nan)
+    return np.concatenate([magnitudes, -magnitudes]).astype(np.float32)
+
+
 @cache
 def _f16_values() -> Floats:
     """[65536] the value of every float16; looking it up is twice as fast as numpy's conversion."""
@@ -161,12 +179,11 @@ def encode_float32(values: Floats, scale: Floats) -> Codes:
 @cache
 def _nearest() -> Codes:
     """[65536] the code nearest to every finite bfloat16, the even one of two as near; 448 for all beyond it."""
-    code = np.arange(127)
-    values = np.where(code < 8, code * 2.0**-9, (8 + code % 8) * 2.0 ** (code // 8 - 10.0))
+    values = _code_values()[:127].astype(np.float64)
     middle = (values[1:] + values[:-1]) / 2
     # The middle belongs to the smaller neighbour, unless that one is odd.
     middle[1::2] = np.nextafter(middle[1::2], 0)
     finite = to_float32(np.arange(0x7F80, dtype=np.uint16), "BF16")
-    magnitudes = np.full(32768, code[-1], np.uint8)
+    magnitudes = np.full(32768, 126, np.uint8)
     magnitudes[: finite.size] = np.searchsorted(middle, finite)
     return np.concatenate([magnitudes, magnitudes | 0x80])

@@ -132,6 +132,11 @@ class Plan:
         """The tensor-parallel sizes that can serve the result."""
         return [entry.size for entry in self.parallel if entry.problem is None]
 
+    @property
+    def layers(self) -> dict[str, Layer]:
+        """The weights that could be quantized, by module; each knows where it lies in the source."""
+        return self._fates.layers
+
     def sources(self, shard: str) -> set[str]:
         """The source shards that an output file is made from: its own, and those with members of its joined sets."""
         found = {shard}
@@ -244,7 +249,7 @@ def make_plan(
     for refusal in model.refused:
         if refusal.scheme == scheme.name:
             raise PlanError(f"{model.name} cannot be served with {scheme.title}: {refusal.why}", refusal.hint)
-    _refuse_quantized(checkpoint)
+    refuse_quantized(checkpoint)
     for pattern in ignore:
         compile_pattern(pattern)
     fates, ignored, notes = decide(checkpoint, model, scheme, ignore)
@@ -300,7 +305,12 @@ def _find_model(architecture: str) -> Model:
     return MODELS[architecture]
 
 
-def _refuse_quantized(checkpoint: Checkpoint) -> None:
+def refuse_quantized(checkpoint: Checkpoint) -> None:
+    """Refuse a source that is quantized.
+
+    Raises:
+        PlanError: it is.
+    """
     config = checkpoint.config
     text = config.get("text_config")
     for place in (config, text if isinstance(text, dict) else {}):

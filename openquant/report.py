@@ -1,4 +1,4 @@
-"""The plan and the summary as text for a terminal."""
+"""The plan, the summary and what verify found, as text for a terminal."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from .api import Result
 from .card import gigabytes, readers, shell_word
 from .patterns import collapse
 from .plan import Group, Plan
+from .verification import Report
 
 
 def plan_text(plan: Plan, model: str, output: Path, download: int, streamed: int) -> str:
@@ -104,3 +105,51 @@ def summary_text(plan: Plan, result: Result, already_complete: bool) -> str:
             f"  python -m sglang.launch_server --model-path {model}",
         ]
     )
+
+
+def verification_text(report: Report) -> str:
+    """What verify found."""
+    lines = [f"{report.directory}: {report.architecture or 'a model'}, {report.format}"]
+    if report.architecture is not None:
+        lines.append(
+            f"{gigabytes(report.nbytes)} in {_count(report.shards, 'shard')}: {_count(report.tensors, 'tensor')}, "
+            f"{_count(report.quantized, 'quantized layer')}"
+        )
+        if report.source is not None:
+            lines.append(
+                f"equal to {report.source}: {_count(report.equal_tensors, 'tensor')}, "
+                f"{_count(report.equal_files, 'other file')}"
+            )
+    if report.errors:
+        lines += ["", *_errors_table(report), ""]
+    lines += [f"note: {note}" for note in report.notes]
+    lines += [f"problem: {problem}" for problem in report.problems]
+    found = _count(len(report.problems), "problem") if report.problems else "no problems"
+    lines.append(f"{found}, {report.seconds:.1f} s")
+    return "\n".join(lines)
+
+
+def _errors_table(report: Report) -> list[str]:
+    rows = [("worst layers", "shape", "relative error", "SQNR", "largest error")]
+    rows += [
+        (
+            error.module,
+            " x ".join(map(str, error.shape)),
+            f"{100 * error.relative:.3f} %",
+            "exact" if error.sqnr_db is None else f"{error.sqnr_db:.1f} dB",
+            f"{error.largest:.3g}",
+        )
+        for error in report.worst
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    table = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        table.append("  ".join([row[0].ljust(widths[0]), *cells]))
+    mean = sum(error.relative for error in report.errors) / len(report.errors)
+    table.append(f"{_count(len(report.errors), 'layer')} decoded: relative error {100 * mean:.3f} % on average")
+    return table
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from .errors import SourceError
 from .output import OutputDirectory, explained
 from .plan import Layout
-from .verify import verify_shard
+from .written import verify_shard
 
 Bytes = npt.NDArray[np.uint8]
 
