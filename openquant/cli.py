@@ -210,8 +210,8 @@ def _run(parser: _Parser, arguments: Sequence[str] | None) -> int:
         except KeyboardInterrupt:
             if _speaks():
                 _fail("interrupted", "run the same command again to continue", as_json)
-            if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
-                # Python would wait for what huggingface_hub's pools still do.
+            if threading.active_count() > 1:
+                # Python would wait for what huggingface_hub's pools still do, daemons or not.
                 os._exit(EXIT_INTERRUPTED)
             return EXIT_INTERRUPTED
 
