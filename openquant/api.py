@@ -25,7 +25,7 @@ from .output import WORK, OutputDirectory, finished_files, refuse_overlap
 from .plan import Plan, make_plan
 from .publish import Publisher, Push
 from .ranks import Ranks
-from .schemes import SCHEMES, Scheme
+from .schemes import Scheme, find_scheme
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Result:
         model: as it was asked for.
         revision: the source's commit on the Hub, or None.
         output: the output directory.
-        scheme: "tensor" or "block".
+        scheme: "tensor", "channel" or "block".
         architecture: the source's class.
         dry_run: whether nothing was written.
         source_bytes: size of the source's tensors.
@@ -44,7 +44,7 @@ class Result:
         download_bytes: size of the shards that are fetched from the Hub.
         pushed_to: address of the commit or pull request that published the output; None if it was not.
         quantized_tensors: number of weights stored as float8_e4m3fn.
-        ignored_layers: what quantization_config lists under that name.
+        ignored_layers: what quantization_config lists as left out.
         shards: number of output shards.
         tensor_parallel: the tensor-parallel sizes, of 1 to 16, that can serve the result.
         seconds: wall time.
@@ -127,8 +127,9 @@ def compress(
 
     Args:
         model: a local directory, or a Hub repository `org/name` or `org/name@revision`.
-        output: directory to write; `<name>-FP8` or `<name>-FP8-W128` in the working directory if None.
-        scheme: "tensor" (one scale per joined set) or "block" (one per 128x128 block).
+        output: directory to write; if None, in the working directory, named `<name>-FP8`, for channel
+            `<name>-FP8-dynamic`, for block `<name>-FP8-W128`.
+        scheme: "tensor" (one scale per joined set), "channel" (one per output row) or "block" (one per 128x128 block).
         ignore: patterns over module names that stay unquantized.
         dry_run: plan only.
         device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
@@ -149,7 +150,7 @@ def compress(
     """
     begin = time.monotonic()
     reporter = reporter or _Silent()
-    chosen = _scheme(scheme)
+    chosen = find_scheme(scheme)
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         raise UsageError(f"{device} is not a device", "choose auto, cpu, cuda or cuda:N")
     if workers is not None and workers < 1:
@@ -441,12 +442,6 @@ def _config(checkpoint: Checkpoint, plan: Plan) -> bytes:
     except UnicodeEncodeError:
         # Half of a surrogate pair, which JSON can only hold escaped.
         return (json.dumps(config, indent=2) + "\n").encode()
-
-
-def _scheme(name: str) -> Scheme:
-    if name not in SCHEMES:
-        raise UsageError(f"{name} is not a scheme", f"choose one of {', '.join(SCHEMES)}")
-    return SCHEMES[name]
 
 
 def _default_output(source: Source, scheme: Scheme) -> Path:

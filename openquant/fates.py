@@ -108,7 +108,7 @@ class Fates:
 def decide(
     checkpoint: Checkpoint, model: Model, scheme: Scheme, ignore: Sequence[str]
 ) -> tuple[Fates, list[str], list[str]]:
-    """What becomes of each tensor, what ignored_layers must hold, and notes for the user.
+    """What becomes of each tensor, what must be listed as ignored, and notes for the user.
 
     Raises:
         PlanError: tensors no pattern covers.
@@ -296,9 +296,7 @@ def _unquantized(
     if len(reasons) == len(layers):
         notes.append("nothing is quantized")
     if any(misfits[module] for module in reasons):
-        notes.append(
-            f"some layers do not divide into {scheme.block} x {scheme.block} blocks; --scheme tensor quantizes them too"
-        )
+        notes.append("some layers do not divide into blocks; --scheme tensor or channel quantizes them too")
     return reasons, notes
 
 
@@ -308,10 +306,11 @@ def _ignored_names(
     reasons: dict[str, str],
     kept: list[Kept],
 ) -> list[str]:
-    """What ignored_layers must hold: checkpoint names without .weight, and the engines' other names for them.
+    """What must be listed as ignored: checkpoint names without .weight, and the engines' other names for them.
 
-    vLLM 0.32.0 compares for equality (layers/quantization/utils/quant_utils.py:617-691); experts match by the
-    path that holds them all. lm_head is always listed: transformers would quantize one tied to the embedding.
+    vLLM 0.32.0 compares for equality (layers/quantization/utils/quant_utils.py:617-691, for compressed-tensors
+    utils/config_utils.py:226-293); experts match by the path that holds them all, for compressed-tensors by the names
+    of the first. lm_head is always listed: transformers would quantize one tied to the embedding.
     """
     find_experts = _experts_finder(model)
     listed_as = [

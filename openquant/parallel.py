@@ -49,7 +49,8 @@ def parallel_sizes(
 def _indivisible(
     name: str, shape: tuple[int, int], split: Split, config: dict[str, Any], scheme: Scheme, size: int
 ) -> str | None:
-    length = shape[0] if split.axis == "out" else shape[1]
+    axis = 0 if split.axis == "out" else 1
+    length, multiple = shape[axis], scheme.group[axis] or 1
     parts = size
     heads = config.get(split.heads) if split.heads else None
     if isinstance(heads, int) and heads > 0:
@@ -61,6 +62,6 @@ def _indivisible(
             return f"{name}: {heads} heads do not divide by {size}"
     if length % parts:
         return f"{name}: {length} does not divide by {parts}"
-    if scheme.block is not None and length // parts % scheme.block:
-        return f"{name}: {length} / {parts} = {length // parts} is not a multiple of {scheme.block}"
+    if length // parts % multiple:
+        return f"{name}: {length} / {parts} = {length // parts} is not a multiple of {multiple}"
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .api import Result
-from .card import gigabytes, readers, shell_word
+from .card import gigabytes, readers, serve_commands
 from .patterns import collapse
 from .plan import Group, Plan
 
@@ -89,7 +89,6 @@ def summary_text(plan: Plan, result: Result, already_complete: bool) -> str:
             *published,
             readers(plan),
             "",
-            f"  vllm serve {shell_word(result.output)}",
-            f"  python -m sglang.launch_server --model-path {shell_word(result.output)}",
+            *[f"  {command}" for command in serve_commands(plan, result.output)],
         ]
     )

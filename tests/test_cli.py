@@ -94,7 +94,9 @@ ERRORS = [
     (["-m", ""], "-m is empty", "give a directory or a Hub repository such as Qwen/Qwen3-0.6B"),
     (["-m", EXAMPLE, "-w", "64"], "-w 64: engines serve blocks of 128 x 128 only", "use -w 128, or --scheme tensor"),
     (["-m", EXAMPLE, "-w", "128", "--scheme", "tensor"],
-     "-w 128 asks for blocks, --scheme tensor for one scale per tensor", "leave one of them out"),
+     "-w 128 asks for blocks, --scheme tensor for something else", "leave one of them out"),
+    (["-m", EXAMPLE, "-w", "128", "--scheme", "channel"],
+     "-w 128 asks for blocks, --scheme channel for something else", "leave one of them out"),
     (["-m", EXAMPLE, "--scheme", "int4"], "argument --scheme: invalid choice: 'int4' (choose from", "see compress_fp8.py --help"),
     (["-m", EXAMPLE, "--workers", "0"], "0 workers cannot work", "give --workers 1 or more"),
     (["-m", EXAMPLE, "--max-memory", "much"], "argument --max-memory: much is not a size such as 500MB or 2GB",
@@ -127,6 +129,20 @@ def test_errors_are_two_lines_and_exit_code_2(
     assert told.returncode == 2
     assert json.loads(told.stdout) == {"error": error.removeprefix("error: "), "hint": hint}
     assert not list((tmp_path / "here").iterdir())
+
+
+def test_channel_is_written_beside_the_others_and_said_in_plan_and_summary(run: Run, tmp_path: Path) -> None:
+    done = run("-m", EXAMPLE, "--scheme", "channel")
+    assert done.returncode == 0, done.stderr
+    assert "tiny-qwen3-FP8-dynamic\nQwen3ForCausalLM, float8_e4m3fn, one scale per output row\n" in done.stdout
+    assert done.stdout.endswith(
+        "\nThis output is for vLLM; transformers loads it too, with compressed-tensors installed.\n"
+        "\n  vllm serve tiny-qwen3-FP8-dynamic\n"
+    )
+    again = run("-m", EXAMPLE, "--scheme", "channel", "--json")
+    found = json.loads(again.stdout)
+    assert (found["scheme"], found["resumed"], found["tensor_parallel"]) == ("channel", True, [1, 2, 4])
+    assert found["ignored_layers"] == ["lm_head", "model.embed_tokens"]
 
 
 def test_missing_gpu(run: Run) -> None:

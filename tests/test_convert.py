@@ -56,14 +56,13 @@ def expected_output(weights: dict[str, torch.Tensor], quantized: set[str], schem
         if module not in quantized:
             found[name] = weight
             continue
-        absmax = group_absmax(weight, scheme.block)
-        if scheme.block is None:
-            absmax = torch.stack(
-                [group_absmax(weights[f"{m}.weight"], None) for m in joined_with(module, weights)]
-            ).max()
+        absmax = group_absmax(weight, scheme.group)
+        if scheme.shared:
+            members = joined_with(module, weights)
+            absmax = torch.stack([group_absmax(weights[f"{m}.weight"], scheme.group) for m in members]).amax(0)
         scale = group_scale(absmax, scheme)
-        found[name] = encode(weight, scale, scheme.block)
-        found[f"{module}.{scheme.scale_name}"] = scale
+        found[name] = encode(weight, scale, scheme.group)
+        found[f"{module}.{scheme.scale_name}"] = scale.reshape(scheme.scale_shape(tuple(weight.shape)))
     return found
 
 
@@ -142,15 +141,21 @@ def test_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path, scheme: Sc
         assert tree(tmp_path / str(workers)) == tree(tmp_path / "one")
 
 
-def test_zero_tensors_and_blocks_get_scale_one_and_zero_codes(tmp_path: Path) -> None:
+def test_zero_tensors_rows_and_blocks_get_scale_one_and_zero_codes(tmp_path: Path) -> None:
     weights = tiny.tensors("Qwen3ForCausalLM")
     zero = "model.layers.0.mlp.down_proj"
     weights[f"{zero}.weight"].zero_()
     part = "model.layers.1.mlp.down_proj"
     weights[f"{part}.weight"][128:, :128] = 0
+    weights[f"{part}.weight"][7] = 0
     source = tiny.write(tmp_path / "source", weights=weights)
     compress(source, tmp_path / "tensor")
     compress(source, tmp_path / "block", "block")
+    compress(source, tmp_path / "channel", "channel")
+    channel = tiny.read(tmp_path / "channel")
+    assert (channel[f"{zero}.weight_scale"] == 1).all()
+    assert (channel[f"{part}.weight_scale"] == 1).nonzero().tolist() == [[7, 0]]
+    assert (channel[f"{part}.weight"].view(torch.uint8)[7] == 0).all()
     tensor, block = tiny.read(tmp_path / "tensor"), tiny.read(tmp_path / "block")
     assert tensor[f"{zero}.weight_scale"] == 1
     assert (tensor[f"{zero}.weight"].view(torch.uint8) == 0).all()

@@ -12,7 +12,7 @@ from openquant.checkpoint import Checkpoint, Location, TensorInfo
 from openquant.models import MODELS, Model
 from openquant.patterns import translate
 from openquant.plan import make_plan
-from openquant.schemes import BLOCK, TENSOR
+from openquant.schemes import BLOCK, CHANNEL, TENSOR
 
 NAMES = Path(__file__).parent / "names"
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -101,6 +101,7 @@ def test_published_names_plan_without_a_misfit(name: str) -> None:
     assert sum(group.bytes_before for group in plan.groups) == plan.source_bytes
     assert sum(group.bytes_after for group in plan.groups) == plan.output_bytes
     assert make_plan(checkpoint, TENSOR).quantized_tensors == count
+    assert make_plan(checkpoint, CHANNEL).quantized_tensors == count
 
 
 def test_gemma3_tower_is_listed_under_every_spelling_of_the_engines() -> None:

@@ -9,14 +9,19 @@ from torch import nn
 from openquant import PackedLinear
 
 
-@pytest.mark.parametrize(("scheme", "scale_name"), [("tensor", "weight_scale"), ("block", "weight_scale_inv")])
-def test_state_dict_holds_the_written_names_and_comes_back(scheme: str, scale_name: str) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "scale_name", "shape"),
+    [("tensor", "weight_scale", ()), ("channel", "weight_scale", (128, 1)), ("block", "weight_scale_inv", (1, 2))],
+)
+def test_state_dict_holds_the_written_names_and_comes_back(
+    scheme: str, scale_name: str, shape: tuple[int, ...]
+) -> None:
     linear = nn.Linear(256, 128, dtype=torch.bfloat16)
     packed = PackedLinear.from_linear(linear, scheme)
     state = packed.state_dict()
     assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()} == {
         "weight": (torch.float8_e4m3fn, (128, 256)),
-        scale_name: (torch.float32, () if scheme == "tensor" else (1, 2)),
+        scale_name: (torch.float32, shape),
         "bias": (torch.bfloat16, (128,)),
     }
     again = PackedLinear(state["weight"], state[scale_name], state["bias"])
@@ -43,7 +48,7 @@ def test_bad_parts_are_refused() -> None:
         PackedLinear(codes, torch.ones(2, 1))
     with pytest.raises(ValueError, match="torch.float64 scale"):
         PackedLinear(codes, torch.tensor(1.0, dtype=torch.float64))
-    with pytest.raises(ValueError, match="96 x 256 is not a multiple"):
+    with pytest.raises(ValueError, match="96 x 256 does not divide"):
         PackedLinear.from_linear(nn.Linear(256, 96), "block")
     linear = nn.Linear(128, 128)
     with torch.no_grad():

@@ -12,7 +12,7 @@ import tiny
 from openquant.checkpoint import open_checkpoint
 from openquant.errors import PlanError, UsageError
 from openquant.plan import Plan, make_plan
-from openquant.schemes import BLOCK, TENSOR, Scheme
+from openquant.schemes import BLOCK, CHANNEL, TENSOR, Scheme
 
 
 def plan_of(root: Path, scheme: Scheme = TENSOR, *ignore: str) -> Plan:
@@ -33,10 +33,11 @@ def test_digest_depends_on_options_and_source(tmp_path: Path, architecture: str)
     digests = {
         make_plan(checkpoint, TENSOR).digest,
         make_plan(checkpoint, BLOCK).digest,
+        make_plan(checkpoint, CHANNEL).digest,
         make_plan(checkpoint, TENSOR, ["**.layers.0.**"]).digest,
         make_plan(checkpoint, TENSOR, (), "another source").digest,
     }
-    assert len(digests) == 4
+    assert len(digests) == 5
     assert make_plan(checkpoint, TENSOR).digest in digests
 
 
@@ -133,11 +134,11 @@ def test_blocks_leave_a_whole_joined_set_when_one_member_does_not_divide(tmp_pat
     kept |= {f"model.layers.1.self_attn.{part}_proj" for part in "qkv"}
     assert kept <= set(plan.ignored_layers)
     assert plan.quantized_tensors == 14 - 6
-    assert reason(plan, "model.layers.0.mlp.down_proj") == "256 x 320 is not a multiple of 128 both ways"
+    assert reason(plan, "model.layers.0.mlp.down_proj") == "256 x 320 does not divide into 128 x 128 blocks"
     assert reason(plan, "model.layers.1.self_attn.q_proj") == (
-        "shares its status with k_proj (64 x 256 is not a multiple of 128 both ways)"
+        "shares its status with k_proj (64 x 256 does not divide into 128 x 128 blocks)"
     )
-    assert plan.notes == ("some layers do not divide into 128 x 128 blocks; --scheme tensor quantizes them too",)
+    assert plan.notes == ("some layers do not divide into blocks; --scheme tensor or channel quantizes them too",)
     assert plan_of(root, TENSOR).quantized_tensors == 14
 
 
@@ -229,6 +230,25 @@ def test_tensor_parallel_sizes_for_blocks(tmp_path: Path) -> None:
     ]
     # Without the MLP the key and value heads, copied to 4 and 8 ranks, are no obstacle.
     assert plan_of(root, BLOCK, "**.mlp.*").parallel_sizes == [1, 2, 4, 8]
+
+
+def test_rows_divide_wherever_tensors_do(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights["model.layers.0.mlp.down_proj.weight"] = torch.ones(256, 320, dtype=torch.bfloat16)
+    root = tiny.write(tmp_path / "a", weights=weights)
+    plan = plan_of(root, CHANNEL)
+    assert plan.quantized_tensors == 14
+    assert plan.parallel_sizes == plan_of(root, TENSOR).parallel_sizes
+    assert plan.ignored_layers == plan.quantization_config["ignore"] == ["lm_head", "model.embed_tokens"]
+
+
+def test_rows_need_no_other_shard_but_joined_layers_share_their_status(tmp_path: Path) -> None:
+    root = tiny.write(tmp_path / "a", shards=3)
+    plan = plan_of(root, CHANNEL, "model.layers.0.self_attn.k_proj")
+    assert {f"model.layers.0.self_attn.{part}_proj" for part in "qkv"} <= set(plan.ignored_layers)
+    for shard in plan.shards:
+        assert plan.sources(shard.name) == {shard.name}
+    assert any(len(plan_of(root, TENSOR).sources(shard.name)) > 1 for shard in plan.shards)
 
 
 def test_every_output_tensor_is_aligned_to_its_element(tmp_path: Path) -> None:
