@@ -111,6 +111,7 @@ def compress(
     output: str | os.PathLike[str] | None = None,
     scheme: str = "tensor",
     *,
+    format: str | None = None,
     ignore: Sequence[str] = (),
     dry_run: bool = False,
     device: str = "auto",
@@ -128,8 +129,11 @@ def compress(
     Args:
         model: a local directory, or a Hub repository `org/name` or `org/name@revision`.
         output: directory to write; if None, in the working directory, named `<name>-FP8`, for channel
-            `<name>-FP8-dynamic`, for block `<name>-FP8-W128`.
+            `<name>-FP8-dynamic`, for block `<name>-FP8-W128`; tensor and block in the compressed-tensors format have
+            `-CT` added.
         scheme: "tensor" (one scale per joined set), "channel" (one per output row) or "block" (one per 128x128 block).
+        format: "fp8" or "compressed-tensors", how that is serialized; "fp8" if None, but for channel, which has only
+            the other.
         ignore: patterns over module names that stay unquantized.
         dry_run: plan only.
         device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
@@ -150,7 +154,7 @@ def compress(
     """
     begin = time.monotonic()
     reporter = reporter or _Silent()
-    chosen = find_scheme(scheme)
+    chosen = find_scheme(scheme, format)
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         raise UsageError(f"{device} is not a device", "choose auto, cpu, cuda or cuda:N")
     if workers is not None and workers < 1:

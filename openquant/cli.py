@@ -56,13 +56,19 @@ def _add_compress_arguments(parser: argparse.ArgumentParser) -> None:
         "-o",
         "--output",
         metavar="DIR",
-        help="directory to write (default: ./NAME-FP8, for channel ./NAME-FP8-dynamic, for block ./NAME-FP8-W128; "
+        help="directory to write (default: ./NAME-FP8, for channel ./NAME-FP8-dynamic, for block ./NAME-FP8-W128, "
+        "and -CT for tensor and block in the compressed-tensors format; "
         "run inside the source: beside it)",
     )
     parser.add_argument(
         "--scheme",
         choices=("tensor", "channel", "block"),
         help="tensor: one scale per tensor (default); channel: per output row; block: per 128x128 block",
+    )
+    parser.add_argument(
+        "--format",
+        choices=("fp8", "compressed-tensors"),
+        help="how it is serialized (default: fp8 for tensor and block; channel has only compressed-tensors)",
     )
     parser.add_argument("-w", "--block-size", type=int, metavar="128", help="short form of --scheme block")
     parser.add_argument(
@@ -293,6 +299,7 @@ def _compress(options: argparse.Namespace, interrupts: _Interrupts) -> int:
             options.model,
             options.output,
             scheme,
+            format=options.format,
             ignore=options.ignore,
             dry_run=options.dry_run,
             device=options.device,

@@ -111,12 +111,14 @@ def decide(
     """What becomes of each tensor, what must be listed as ignored, and notes for the user.
 
     Raises:
-        PlanError: tensors no pattern covers.
+        PlanError: tensors no pattern covers, or experts that engines do not load in this scheme.
         UsageError: an ignore pattern that matches nothing.
     """
     layers, unstacked, kept, copied = _sort_tensors(checkpoint, model, ignore)
     sets = _joined_sets(model, layers)
     reasons, notes = _unquantized(model, scheme, layers, sets, ignore, [*(keep.tensor for keep in kept), *copied])
+    if not scheme.experts:
+        _refuse_experts(model, scheme, [module for module in layers if module not in reasons])
     ignored = _ignored_names(model, layers, reasons, kept)
     return Fates(layers, unstacked, kept, copied, sets, reasons), ignored, notes
 
@@ -254,7 +256,8 @@ def _unquantized(
 ) -> tuple[dict[str, str], list[str]]:
     """Modules that stay unquantized with the reason, widened to all that must share their status; and notes."""
     problems = {shape: scheme.misfit(shape) for shape in {layer.shape for layer in layers.values()}}
-    if not ignore and not any(problems.values()):
+    reorders = bool(model.reordered) and not scheme.follows_rows
+    if not ignore and not reorders and not any(problems.values()):
         return {}, [] if layers else ["nothing is quantized"]
     find_experts = _experts_finder(model)
     together: dict[str, list[str]] = {}
@@ -276,7 +279,11 @@ def _unquantized(
                 "module names are tensor names without .weight; --dry-run lists them",
             )
         asked.update((module, f"--ignore {text}") for module in matched if module not in asked)
-    misfits = {module: problems[layer.shape] for module, layer in layers.items()}
+    reordered = compile_any(absolute(model, model.reordered) if reorders else ())
+    misfits = {
+        module: "engines reorder its rows but not its scales" if reordered.fullmatch(module) else problems[layer.shape]
+        for module, layer in layers.items()
+    }
     reasons: dict[str, str] = {}
     widened: dict[str, list[str]] = {}
     for modules in together.values():
@@ -295,9 +302,19 @@ def _unquantized(
         notes.append(f"{option} widened to what engines join with it: {', '.join(collapse(modules))}")
     if len(reasons) == len(layers):
         notes.append("nothing is quantized")
-    if any(misfits[module] for module in reasons):
+    if any(problems[layers[module].shape] for module in reasons):
         notes.append("some layers do not divide into blocks; --scheme tensor or channel quantizes them too")
     return reasons, notes
+
+
+def _refuse_experts(model: Model, scheme: Scheme, quantized: list[str]) -> None:
+    find_experts = _experts_finder(model)
+    found = list(dict.fromkeys(filter(None, map(find_experts, quantized))))
+    if found:
+        raise PlanError(
+            f"{', '.join(collapse(found))}: engines load no experts with {scheme.title} in the {scheme.format} format",
+            "use --scheme channel or --format fp8, or leave the experts as they are with --ignore",
+        )
 
 
 def _ignored_names(

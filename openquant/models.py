@@ -99,6 +99,7 @@ class Model:
         spellings: groups of equivalent prefixes. A listed module whose name begins with one prefix of a group
             is listed under the others too, because engines build the module under another of these names.
         transformers_reads_blocks: whether transformers loads a 128x128 block output of this architecture.
+        reordered: modules whose rows an engine puts in another order as it loads them.
     """
 
     name: str
@@ -111,6 +112,7 @@ class Model:
     text_config: str | None = None
     spellings: tuple[tuple[str, ...], ...] = ()
     transformers_reads_blocks: bool = True
+    reordered: tuple[str, ...] = ()
 
 
 EMBEDDING = Keep("model.embed_tokens", "embedding")
@@ -223,6 +225,8 @@ LLAMA4 = Model(
     ),
     # transformers 5.19 finds no split experts and initialises new ones.
     transformers_reads_blocks=False,
+    # vLLM 0.32.0 models/llama4.py:805-844, for its rotary embedding.
+    reordered=(".self_attn.{q,k}_proj",),
 )
 
 LLAMA4_WRAPPED = replace(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .schemes import CODE_MAX, SCHEMES, Group, Scheme, find_scheme, grid_of
+from .schemes import CODE_MAX, VARIANTS, Group, Scheme, find_scheme, grid_of
 
 
 def group_absmax(weight: Tensor, group: Group) -> Tensor:
@@ -50,6 +50,7 @@ class PackedLinear(nn.Module):
         weight: float8_e4m3fn codes [out, in].
         scale: float32, of the shape that one of the schemes stores for such a weight.
         bias: [out] or None, as the source has it.
+        format: how it is serialized, where two formats differ only in the scale's name; the scheme's default if None.
 
     Raises:
         ValueError: dtypes or shapes that do not belong together.
@@ -57,17 +58,18 @@ class PackedLinear(nn.Module):
 
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None = None, format: str | None = None) -> None:
         super().__init__()
         if weight.dtype != torch.float8_e4m3fn or weight.ndim != 2:
             raise ValueError(f"weight must be a float8_e4m3fn matrix, not {weight.dtype} {list(weight.shape)}")
         shape = (weight.shape[0], weight.shape[1])
         fitting = [
             scheme
-            for scheme in SCHEMES.values()
+            for scheme in VARIANTS
             if scheme.misfit(shape) is None
             and scheme.scale_shape(shape) == scale.shape
             and scale.dtype == torch.float32
+            and format in (None, scheme.format)
         ]
         if not fitting:
             raise ValueError(f"{scale.dtype} scale {list(scale.shape)} does not fit a weight {list(weight.shape)}")
@@ -77,13 +79,13 @@ class PackedLinear(nn.Module):
         self.register_buffer("bias", bias)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, scheme: str = "tensor") -> PackedLinear:
+    def from_linear(cls, linear: nn.Linear, scheme: str = "tensor", format: str | None = None) -> PackedLinear:
         """Quantize one Linear on its own, without the scale it would share with joined layers.
 
         Raises:
             ValueError: NaN or infinity in the weight, a weight too large, or sizes the scheme cannot store.
         """
-        chosen = find_scheme(scheme)
+        chosen = find_scheme(scheme, format)
         weight = linear.weight.detach()
         shape = (weight.shape[0], weight.shape[1])
         problem = chosen.misfit(shape)
@@ -96,7 +98,7 @@ class PackedLinear(nn.Module):
             raise ValueError(f"the weight reaches {absmax.item():g}, engines load at most {chosen.largest:g}")
         scale = group_scale(absmax, chosen)
         bias = None if linear.bias is None else linear.bias.detach()
-        return cls(encode(weight, scale, chosen.group), scale.reshape(chosen.scale_shape(shape)), bias)
+        return cls(encode(weight, scale, chosen.group), scale.reshape(chosen.scale_shape(shape)), bias, chosen.format)
 
     @property
     def scale(self) -> Tensor:

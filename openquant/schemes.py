@@ -9,7 +9,7 @@ Nothing here knows of files, models or devices; numpy is all it needs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ class Scheme:
         name: what the user types.
         group: rows and columns that share a scale; all of both is one scale per joined set.
         scale_name: last part of the scale's tensor name.
-        scale_axes: axes of the stored scale: 2 for the grid, 0 for a single one.
+        scale_axes: axes of the stored scale: 2 for the grid, 1 or 0 for a single one.
         scale_floor: the smallest scale of anything that is not all zero.
         largest: the largest weight the engine can load; None without a limit.
         suffix: ending of the default output directory.
@@ -45,6 +45,9 @@ class Scheme:
         engines: who serves it.
         transformers: what transformers does wrong with it; None if it reads it.
         package: what transformers needs to read it; None for nothing else.
+        transformers_experts: what it does wrong with experts; None if it reads them.
+        experts: whether engines load routed experts that are stored so.
+        follows_rows: whether an engine that reorders a layer's rows gets its scales right.
     """
 
     name: str
@@ -60,6 +63,14 @@ class Scheme:
     engines: tuple[str, ...]
     transformers: str | None = None
     package: str | None = None
+    transformers_experts: str | None = None
+    experts: bool = True
+    follows_rows: bool = True
+
+    @property
+    def format(self) -> str:
+        """What the user calls the serialization: the `quant_method` of config.json."""
+        return str(self.settings["quant_method"])
 
     @property
     def shared(self) -> bool:
@@ -177,15 +188,53 @@ BLOCK = Scheme(
     engines=("vLLM", "SGLang"),
 )
 
+TENSOR_COMPRESSED = replace(
+    TENSOR,
+    # compressed-tensors initialises [1] (quantization/lifecycle/initialize.py, version 0.20); vLLM takes [] as well.
+    scale_axes=1,
+    suffix="-FP8-CT",
+    settings=_compressed_tensors({"strategy": "tensor"}, {"strategy": "token"}),
+    ignored_keys=("ignore",),
+    engines=("vLLM",),
+    transformers=None,
+    package="compressed-tensors",
+    # vLLM 0.32.0 wants a static scale for the activations of such experts
+    # (compressed_tensors/compressed_tensors_moe/compressed_tensors_moe_w8a8_fp8.py:58-104).
+    experts=False,
+)
+BLOCK_COMPRESSED = replace(
+    BLOCK,
+    scale_name="weight_scale",
+    suffix="-FP8-W128-CT",
+    settings=_compressed_tensors(
+        {"strategy": "block", "block_structure": [128, 128]}, {"strategy": "group", "group_size": 128}
+    ),
+    ignored_keys=("ignore",),
+    engines=("vLLM",),
+    package="compressed-tensors",
+    # transformers 5.23 integrations/compressed_tensors.py: an expert's codes times its scales, which only rows fit.
+    transformers_experts="does not multiply experts by the scales of blocks",
+    # vLLM 0.32.0 models/llama4.py:805-844 reorders a `weight_scale` as if each row of the weight had one there.
+    follows_rows=False,
+)
+
+# The default of each name.
 SCHEMES = {scheme.name: scheme for scheme in (TENSOR, CHANNEL, BLOCK)}
+VARIANTS = (*SCHEMES.values(), TENSOR_COMPRESSED, BLOCK_COMPRESSED)
 
 
-def find_scheme(name: str) -> Scheme:
-    """The scheme of a name.
+def find_scheme(name: str, format: str | None = None) -> Scheme:
+    """The scheme of a name, stored in a format or in the one that is its default.
 
     Raises:
         UsageError: there is none.
     """
     if name not in SCHEMES:
         raise UsageError(f"{name} is not a scheme", f"choose one of {', '.join(SCHEMES)}")
-    return SCHEMES[name]
+    if format is None:
+        return SCHEMES[name]
+    known = [scheme.format for scheme in VARIANTS if scheme.name == name]
+    found = [scheme for scheme in VARIANTS if (scheme.name, scheme.format) == (name, format)]
+    if not found:
+        raise UsageError(f"the format {format} has no scheme {name}", f"use --format {' or '.join(known)}")
+    return found[0]

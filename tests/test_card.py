@@ -95,6 +95,14 @@ def test_channel_card_names_the_package_and_the_engine_it_is_for(tmp_path: Path)
     assert "sglang" not in text
 
 
+def test_compressed_blocks_of_experts_are_nothing_for_transformers(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "m", "Qwen3MoeForCausalLM")
+    compress(source, tmp_path / "out", "block", format="compressed-tensors")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "transformers, which does not multiply experts by the scales of blocks." in text
+    assert "\nvllm serve m-FP8-W128-CT\n" in text
+
+
 def test_stacked_experts_are_nothing_for_transformers(tmp_path: Path) -> None:
     text = card(tmp_path, None, architecture="Llama4ForCausalLM")
     assert "Do not load it with transformers, which finds no weights for experts stored one by one." in text

@@ -97,6 +97,9 @@ ERRORS = [
      "-w 128 asks for blocks, --scheme tensor for something else", "leave one of them out"),
     (["-m", EXAMPLE, "-w", "128", "--scheme", "channel"],
      "-w 128 asks for blocks, --scheme channel for something else", "leave one of them out"),
+    (["-m", EXAMPLE, "--scheme", "channel", "--format", "fp8"], "the format fp8 has no scheme channel",
+     "use --format compressed-tensors"),
+    (["-m", EXAMPLE, "--format", "gguf"], "argument --format: invalid choice: 'gguf' (choose from", "see compress_fp8.py --help"),
     (["-m", EXAMPLE, "--scheme", "int4"], "argument --scheme: invalid choice: 'int4' (choose from", "see compress_fp8.py --help"),
     (["-m", EXAMPLE, "--workers", "0"], "0 workers cannot work", "give --workers 1 or more"),
     (["-m", EXAMPLE, "--max-memory", "much"], "argument --max-memory: much is not a size such as 500MB or 2GB",
@@ -143,6 +146,13 @@ def test_channel_is_written_beside_the_others_and_said_in_plan_and_summary(run: 
     found = json.loads(again.stdout)
     assert (found["scheme"], found["resumed"], found["tensor_parallel"]) == ("channel", True, [1, 2, 4])
     assert found["ignored_layers"] == ["lm_head", "model.embed_tokens"]
+
+
+def test_format_names_the_directory_and_is_in_the_config(run: Run, tmp_path: Path) -> None:
+    done = run("-m", EXAMPLE, "-w", "128", "--format", "compressed-tensors", "-q")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    config = json.loads((tmp_path / "here" / "tiny-qwen3-FP8-W128-CT" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
 
 
 def test_missing_gpu(run: Run) -> None:
@@ -276,7 +286,7 @@ def test_help_and_version(command: list[str]) -> None:
     helped = subprocess.run([sys.executable, *command, "--help"], capture_output=True, text=True)
     assert helped.returncode == 0
     if command[-1] != "openquant":
-        for option in ("-m", "-o", "-w", "--scheme", "--ignore", "--dry-run", "--device", "--workers", "--max-memory", "--revision",
+        for option in ("-m", "-o", "-w", "--scheme", "--format", "--ignore", "--dry-run", "--device", "--workers", "--max-memory", "--revision",
                        "--overwrite", "--json", "-q", "-v"):  # fmt: skip
             assert option in helped.stdout
     if command[-1] != "compress":

@@ -10,21 +10,28 @@ from openquant import PackedLinear
 
 
 @pytest.mark.parametrize(
-    ("scheme", "scale_name", "shape"),
-    [("tensor", "weight_scale", ()), ("channel", "weight_scale", (128, 1)), ("block", "weight_scale_inv", (1, 2))],
+    ("scheme", "format", "scale_name", "shape"),
+    [
+        ("tensor", None, "weight_scale", ()),
+        ("tensor", "compressed-tensors", "weight_scale", (1,)),
+        ("channel", None, "weight_scale", (128, 1)),
+        ("block", None, "weight_scale_inv", (1, 2)),
+        ("block", "compressed-tensors", "weight_scale", (1, 2)),
+    ],
 )
 def test_state_dict_holds_the_written_names_and_comes_back(
-    scheme: str, scale_name: str, shape: tuple[int, ...]
+    scheme: str, format: str | None, scale_name: str, shape: tuple[int, ...]
 ) -> None:
     linear = nn.Linear(256, 128, dtype=torch.bfloat16)
-    packed = PackedLinear.from_linear(linear, scheme)
+    packed = PackedLinear.from_linear(linear, scheme, format)
     state = packed.state_dict()
     assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()} == {
         "weight": (torch.float8_e4m3fn, (128, 256)),
         scale_name: (torch.float32, shape),
         "bias": (torch.bfloat16, (128,)),
     }
-    again = PackedLinear(state["weight"], state[scale_name], state["bias"])
+    again = PackedLinear(state["weight"], state[scale_name], state["bias"], format)
+    assert again.scheme == packed.scheme
     x = torch.randn(3, 256, dtype=torch.bfloat16)
     assert torch.equal(packed(x), again(x))
     assert packed(x).dtype == torch.bfloat16

@@ -12,7 +12,7 @@ import tiny
 from openquant.checkpoint import open_checkpoint
 from openquant.errors import PlanError, UsageError
 from openquant.plan import Plan, make_plan
-from openquant.schemes import BLOCK, CHANNEL, TENSOR, Scheme
+from openquant.schemes import BLOCK, BLOCK_COMPRESSED, CHANNEL, TENSOR, TENSOR_COMPRESSED, Scheme
 
 
 def plan_of(root: Path, scheme: Scheme = TENSOR, *ignore: str) -> Plan:
@@ -249,6 +249,34 @@ def test_rows_need_no_other_shard_but_joined_layers_share_their_status(tmp_path:
     for shard in plan.shards:
         assert plan.sources(shard.name) == {shard.name}
     assert any(len(plan_of(root, TENSOR).sources(shard.name)) > 1 for shard in plan.shards)
+
+
+def test_experts_are_refused_where_engines_load_none(tmp_path: Path) -> None:
+    for name in ("Qwen3MoeForCausalLM", "Llama4ForCausalLM"):
+        root = tiny.write(tmp_path / name, name)
+        with pytest.raises(PlanError) as caught:
+            plan_of(root, TENSOR_COMPRESSED)
+        path = "mlp" if name.startswith("Qwen3") else "feed_forward"
+        assert caught.value.message == (
+            f"model.layers.1.{path}.experts: engines load no experts with one scale per tensor in the "
+            "compressed-tensors format"
+        )
+        assert caught.value.hint == (
+            "use --scheme channel or --format fp8, or leave the experts as they are with --ignore"
+        )
+        assert plan_of(root, TENSOR_COMPRESSED, "**.experts.**").quantized_tensors > 0
+
+
+def test_reordered_rows_stay_where_the_scales_would_not_follow(tmp_path: Path) -> None:
+    root = tiny.write(tmp_path / "a", "Llama4ForCausalLM")
+    plan = plan_of(root, BLOCK_COMPRESSED)
+    attention = "model.layers.0.self_attn"
+    assert reason(plan, f"{attention}.q_proj") == "engines reorder its rows but not its scales"
+    assert reason(plan, f"{attention}.v_proj").startswith("shares its status with ")
+    assert f"{attention}.o_proj" in quantized(plan)
+    assert plan.notes == ()
+    assert f"{attention}.q_proj" in quantized(plan_of(root, BLOCK))
+    assert f"{attention}.q_proj" in quantized(plan_of(root, CHANNEL))
 
 
 def test_every_output_tensor_is_aligned_to_its_element(tmp_path: Path) -> None:

@@ -8,10 +8,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openquant.errors import UsageError
 from openquant.packed import decode, encode, group_absmax, group_scale
-from openquant.schemes import BLOCK, CHANNEL, SCHEMES, TENSOR, Scheme
+from openquant.schemes import (
+    BLOCK,
+    BLOCK_COMPRESSED,
+    CHANNEL,
+    SCHEMES,
+    TENSOR,
+    TENSOR_COMPRESSED,
+    VARIANTS,
+    Scheme,
+    find_scheme,
+)
 
-schemes = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+schemes = pytest.mark.parametrize("scheme", VARIANTS, ids=lambda scheme: scheme.suffix)
 
 
 @schemes
@@ -98,10 +109,24 @@ def test_fp8_config_is_what_engines_read(scheme: Scheme, block: list[int] | None
     }
 
 
-def test_channel_config_is_what_compressed_tensors_reads() -> None:
+COMPRESSED = [
+    (TENSOR_COMPRESSED, {"strategy": "tensor"}, {"strategy": "token"}),
+    (CHANNEL, {"strategy": "channel"}, {"strategy": "token"}),
+    (
+        BLOCK_COMPRESSED,
+        {"strategy": "block", "block_structure": [128, 128]},
+        {"strategy": "group", "group_size": 128},
+    ),
+]
+
+
+@pytest.mark.parametrize(("scheme", "weights", "activations"), COMPRESSED, ids=["tensor", "channel", "block"])
+def test_config_is_what_compressed_tensors_reads(
+    scheme: Scheme, weights: dict[str, object], activations: dict[str, object]
+) -> None:
     from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
 
-    found = CHANNEL.config(["lm_head"])
+    found = scheme.config(["lm_head"])
     number = {"num_bits": 8, "type": "float", "symmetric": True}
     assert found == {
         "quant_method": "compressed-tensors",
@@ -110,8 +135,8 @@ def test_channel_config_is_what_compressed_tensors_reads() -> None:
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
-                "weights": {**number, "dynamic": False, "strategy": "channel"},
-                "input_activations": {**number, "dynamic": True, "strategy": "token"},
+                "weights": {**number, "dynamic": False, **weights},
+                "input_activations": {**number, "dynamic": True, **activations},
             }
         },
         "ignore": ["lm_head"],
@@ -121,8 +146,38 @@ def test_channel_config_is_what_compressed_tensors_reads() -> None:
     assert read.ignore == ["lm_head"]
 
 
+@pytest.mark.parametrize("scheme", [row[0] for row in COMPRESSED], ids=["tensor", "channel", "block"])
+def test_compressed_tensors_decompresses_it(scheme: Scheme) -> None:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(5))
+    scale = group_scale(group_absmax(weight, scheme.group), scheme)
+    codes = encode(weight, scale, scheme.group)
+    config = QuantizationConfig.model_validate(scheme.config([]))
+    stored = {"weight": codes, "weight_scale": scale.reshape(scheme.scale_shape((256, 384)))}
+    compressor = BaseCompressor.get_value_from_registry(config.format)
+    found = compressor.decompress(stored, config.config_groups["group_0"])["weight"]
+    assert torch.equal(found, decode(codes, scale, scheme.group))
+
+
+def test_every_name_has_a_default_and_every_format_is_found() -> None:
+    for scheme in VARIANTS:
+        assert find_scheme(scheme.name, scheme.format) == scheme
+        assert find_scheme(scheme.name) == SCHEMES[scheme.name]
+    assert len({scheme.suffix for scheme in VARIANTS}) == len(VARIANTS)
+    with pytest.raises(UsageError) as caught:
+        find_scheme("channel", "fp8")
+    assert (caught.value.message, caught.value.hint) == (
+        "the format fp8 has no scheme channel",
+        "use --format compressed-tensors",
+    )
+
+
 def test_stored_shapes() -> None:
     assert TENSOR.scale_shape((384, 256)) == ()
+    assert TENSOR_COMPRESSED.scale_shape((384, 256)) == (1,)
+    assert BLOCK_COMPRESSED.scale_shape((384, 256)) == (3, 2)
     assert CHANNEL.scale_shape((384, 256)) == (384, 1)
     assert BLOCK.scale_shape((384, 256)) == (3, 2)
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 import tiny
 from openquant import compress
 from openquant.packed import decode
-from openquant.schemes import BLOCK, CHANNEL, Scheme
+from openquant.schemes import BLOCK, CHANNEL, VARIANTS, Scheme
 
 # Llama 4's split experts are the exception (README); the wrapped models are read as a whole.
 ARCHITECTURES = [name for name in tiny.ARCHITECTURES if not name.startswith("Llama4")]
@@ -61,15 +61,25 @@ def test_block_output_computes_what_its_dequantized_weights_do(tmp_path: Path, a
     assert (found - bfloat16).norm() / bfloat16.norm() > 0.015
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_channel_output_is_decompressed_to_what_it_stands_for(tmp_path: Path, architecture: str) -> None:
+COMPRESSED = [
+    (scheme, architecture)
+    for scheme in VARIANTS
+    for architecture in ARCHITECTURES
+    if scheme.package and (architecture != "Qwen3MoeForCausalLM" or scheme is CHANNEL)
+]
+
+
+@pytest.mark.parametrize(("scheme", "architecture"), COMPRESSED, ids=lambda value: getattr(value, "suffix", value))
+def test_compressed_tensors_output_is_decompressed_to_what_it_stands_for(
+    tmp_path: Path, scheme: Scheme, architecture: str
+) -> None:
     """By compressed-tensors, as the weights are loaded."""
     from transformers import CompressedTensorsConfig
 
     source = tiny.write(tmp_path / "source", architecture)
-    compress(source, tmp_path / "out", "channel")
+    compress(source, tmp_path / "out", scheme.name, format=scheme.format)
     tokens = torch.randint(10, 500, (1, 32), generator=torch.Generator().manual_seed(0))
-    expected = logits(dequantized(tmp_path / "out", tmp_path / "plain", CHANNEL), tokens)
+    expected = logits(dequantized(tmp_path / "out", tmp_path / "plain", scheme), tokens)
     options = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
     assert torch.equal(logits(tmp_path / "out", tokens, **options), expected)
     # As it is loaded by default it rounds scales to bfloat16 and activations to FP8.

@@ -175,6 +175,7 @@ class Case:
         config: changes to the source's config.json.
         prefixes: changes to the source's tensor names.
         mlp: rows of gate and up to leave; None for all.
+        format: as compress() takes it.
     """
 
     name: str
@@ -184,6 +185,7 @@ class Case:
     config: Mapping[str, Any] = field(default_factory=dict)
     prefixes: Mapping[str, str] = field(default_factory=dict)
     mlp: int | None = None
+    format: str | None = None
 
 
 # As transformers 4.52 and later write them.
@@ -194,8 +196,14 @@ NEWER_PREFIXES = {
 }
 GEMMA3_WRAPPED, LLAMA4_WRAPPED = "Gemma3ForConditionalGeneration", "Llama4ForConditionalGeneration"
 SPARSE_STEP = {"mlp_only_layers": [], "decoder_sparse_step": 2}
+COMPRESSED = "compressed-tensors"
 CASES = (
     *(Case(f"{name}-{scheme}", name, scheme) for name in tiny.ARCHITECTURES for scheme in SCHEMES),
+    Case("compressed-tensor", "LlamaForCausalLM", "tensor", format=COMPRESSED),
+    Case("compressed-block", "LlamaForCausalLM", "block", format=COMPRESSED),
+    Case("compressed-block-experts", QWEN3_MOE, "block", format=COMPRESSED),
+    # Queries and keys stay bfloat16 by themselves.
+    Case("compressed-block-reordered", "Llama4ForCausalLM", "block", format=COMPRESSED),
     Case("some-attention", "Qwen3ForCausalLM", "block", ("model.layers.0.self_attn.k_proj",)),
     Case("uneven-mlp", "LlamaForCausalLM", "block", config={"intermediate_size": 448}, mlp=448),
     Case("some-rows", "Qwen3ForCausalLM", "channel", ("model.layers.0.self_attn.k_proj",)),
@@ -245,7 +253,7 @@ def compress_case(case: Case, root: Path) -> Path:
     source = tiny.write(root / f"{case.name}-source", case.architecture, weights=weights)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, **case.config}))
-    compress(source, root / case.name, case.scheme, ignore=case.ignore)
+    compress(source, root / case.name, case.scheme, format=case.format, ignore=case.ignore)
     return root / case.name
 
 
