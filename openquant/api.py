@@ -112,6 +112,7 @@ def compress(
     scheme: str = "tensor",
     *,
     format: str | None = None,
+    scale_format: str = "float",
     ignore: Sequence[str] = (),
     dry_run: bool = False,
     device: str = "auto",
@@ -130,10 +131,11 @@ def compress(
         model: a local directory, or a Hub repository `org/name` or `org/name@revision`.
         output: directory to write; if None, in the working directory, named `<name>-FP8`, for channel
             `<name>-FP8-dynamic`, for block `<name>-FP8-W128`; tensor and block in the compressed-tensors format have
-            `-CT` added.
+            `-CT` added, ue8m0 scales `-UE8M0`.
         scheme: "tensor" (one scale per joined set), "channel" (one per output row) or "block" (one per 128x128 block).
         format: "fp8" or "compressed-tensors", how that is serialized; "fp8" if None, but for channel, which has only
             the other.
+        scale_format: "float", or for block in the fp8 format "ue8m0": scales rounded up to powers of two.
         ignore: patterns over module names that stay unquantized.
         dry_run: plan only.
         device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
@@ -154,7 +156,7 @@ def compress(
     """
     begin = time.monotonic()
     reporter = reporter or _Silent()
-    chosen = find_scheme(scheme, format)
+    chosen = find_scheme(scheme, format, scale_format)
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         raise UsageError(f"{device} is not a device", "choose auto, cpu, cuda or cuda:N")
     if workers is not None and workers < 1:

@@ -57,7 +57,7 @@ def _add_compress_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         metavar="DIR",
         help="directory to write (default: ./NAME-FP8, for channel ./NAME-FP8-dynamic, for block ./NAME-FP8-W128, "
-        "and -CT for tensor and block in the compressed-tensors format; "
+        "and -CT for tensor and block in the compressed-tensors format, -UE8M0 for such scales; "
         "run inside the source: beside it)",
     )
     parser.add_argument(
@@ -69,6 +69,12 @@ def _add_compress_arguments(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=("fp8", "compressed-tensors"),
         help="how it is serialized (default: fp8 for tensor and block; channel has only compressed-tensors)",
+    )
+    parser.add_argument(
+        "--scale-format",
+        choices=("float", "ue8m0"),
+        default="float",
+        help="ue8m0: scales that are powers of two, for --scheme block in the fp8 format (default: float)",
     )
     parser.add_argument("-w", "--block-size", type=int, metavar="128", help="short form of --scheme block")
     parser.add_argument(
@@ -300,6 +306,7 @@ def _compress(options: argparse.Namespace, interrupts: _Interrupts) -> int:
             options.output,
             scheme,
             format=options.format,
+            scale_format=options.scale_format,
             ignore=options.ignore,
             dry_run=options.dry_run,
             device=options.device,

@@ -14,9 +14,11 @@ def group_absmax(weight: Tensor, group: Group) -> Tensor:
 
 
 def group_scale(absmax: Tensor, scheme: Scheme) -> Tensor:
-    """float32 scale of each group: absmax / 448, not below the scheme's floor, 1.0 for an all-zero group."""
+    """float32 scale of each group, as Scheme.scale."""
     # Divided by a tensor: by a number, torch multiplies with its reciprocal on a GPU, which rounds otherwise.
     scale = (absmax / absmax.new_tensor(float(CODE_MAX))).clamp(min=scheme.scale_floor)
+    if scheme.power_of_two:
+        scale = ((scale.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
     return torch.where(absmax == 0, torch.ones_like(scale), scale)
 
 
@@ -79,13 +81,15 @@ class PackedLinear(nn.Module):
         self.register_buffer("bias", bias)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, scheme: str = "tensor", format: str | None = None) -> PackedLinear:
+    def from_linear(
+        cls, linear: nn.Linear, scheme: str = "tensor", format: str | None = None, scale_format: str = "float"
+    ) -> PackedLinear:
         """Quantize one Linear on its own, without the scale it would share with joined layers.
 
         Raises:
             ValueError: NaN or infinity in the weight, a weight too large, or sizes the scheme cannot store.
         """
-        chosen = find_scheme(scheme, format)
+        chosen = find_scheme(scheme, format, scale_format)
         weight = linear.weight.detach()
         shape = (weight.shape[0], weight.shape[1])
         problem = chosen.misfit(shape)

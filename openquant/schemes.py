@@ -48,6 +48,7 @@ class Scheme:
         transformers_experts: what it does wrong with experts; None if it reads them.
         experts: whether engines load routed experts that are stored so.
         follows_rows: whether an engine that reorders a layer's rows gets its scales right.
+        power_of_two: whether scales are rounded up to a power of two.
     """
 
     name: str
@@ -66,11 +67,17 @@ class Scheme:
     transformers_experts: str | None = None
     experts: bool = True
     follows_rows: bool = True
+    power_of_two: bool = False
 
     @property
     def format(self) -> str:
         """What the user calls the serialization: the `quant_method` of config.json."""
         return str(self.settings["quant_method"])
+
+    @property
+    def scale_format(self) -> str:
+        """What the user calls the numbers that scales are."""
+        return "ue8m0" if self.power_of_two else "float"
 
     @property
     def shared(self) -> bool:
@@ -100,6 +107,10 @@ class Scheme:
     def scale(self, absmax: Floats) -> Floats:
         """float32 scale of each group, given its largest absolute weight; always finite and above zero."""
         scale = np.maximum(absmax / CODE_MAX, np.float32(self.scale_floor))
+        if self.power_of_two:
+            # Carries into the exponent unless the mantissa is zero. The division before is exact enough: the quotient
+            # exceeds a power of two just where absmax exceeds 448 times that.
+            scale = ((scale.view(np.uint32) + np.uint32(0x7FFFFF)) & np.uint32(0xFF800000)).view(np.float32)
         return np.where(absmax == 0, np.float32(1), scale).astype(np.float32)
 
     def config(self, ignored: list[str]) -> dict[str, Any]:
@@ -217,24 +228,41 @@ BLOCK_COMPRESSED = replace(
     # vLLM 0.32.0 models/llama4.py:805-844 reorders a `weight_scale` as if each row of the weight had one there.
     follows_rows=False,
 )
+# vLLM 0.32.0 rounds float32 block scales up to powers of two, and the codes once more, where DeepGEMM wants UE8M0
+# (layers/quantization/utils/fp8_utils.py:1096-1214): with these scales that changes no value. On disk they are float32.
+BLOCK_UE8M0 = replace(
+    BLOCK,
+    suffix="-FP8-W128-UE8M0",
+    title="one power-of-two scale per 128x128 block",
+    settings={**BLOCK.settings, "scale_fmt": "ue8m0"},
+    power_of_two=True,
+)
 
 # The default of each name.
 SCHEMES = {scheme.name: scheme for scheme in (TENSOR, CHANNEL, BLOCK)}
-VARIANTS = (*SCHEMES.values(), TENSOR_COMPRESSED, BLOCK_COMPRESSED)
+VARIANTS = (*SCHEMES.values(), TENSOR_COMPRESSED, BLOCK_COMPRESSED, BLOCK_UE8M0)
 
 
-def find_scheme(name: str, format: str | None = None) -> Scheme:
-    """The scheme of a name, stored in a format or in the one that is its default.
+def find_scheme(name: str, format: str | None = None, scale_format: str = "float") -> Scheme:
+    """The scheme of a name, stored in a format (None: its default) with scales of a kind.
 
     Raises:
         UsageError: there is none.
     """
     if name not in SCHEMES:
         raise UsageError(f"{name} is not a scheme", f"choose one of {', '.join(SCHEMES)}")
-    if format is None:
-        return SCHEMES[name]
-    known = [scheme.format for scheme in VARIANTS if scheme.name == name]
-    found = [scheme for scheme in VARIANTS if (scheme.name, scheme.format) == (name, format)]
+    format = format or SCHEMES[name].format
+    of_name = [scheme for scheme in VARIANTS if scheme.name == name]
+    of_format = [scheme for scheme in of_name if scheme.format == format]
+    if not of_format:
+        known = " or ".join(scheme.format for scheme in of_name)
+        raise UsageError(f"the format {format} has no scheme {name}", f"use --format {known}")
+    found = [scheme for scheme in of_format if scheme.scale_format == scale_format]
     if not found:
-        raise UsageError(f"the format {format} has no scheme {name}", f"use --format {' or '.join(known)}")
+        others = [scheme for scheme in VARIANTS if scheme.scale_format == scale_format]
+        known = " or ".join(f"--scheme {scheme.name} --format {scheme.format}" for scheme in others)
+        raise UsageError(
+            f"--scheme {name} has no {scale_format} scales in the {format} format",
+            f"use {known}" if others else f"use --scale-format {of_format[0].scale_format}",
+        )
     return found[0]

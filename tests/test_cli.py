@@ -99,6 +99,8 @@ ERRORS = [
      "-w 128 asks for blocks, --scheme channel for something else", "leave one of them out"),
     (["-m", EXAMPLE, "--scheme", "channel", "--format", "fp8"], "the format fp8 has no scheme channel",
      "use --format compressed-tensors"),
+    (["-m", EXAMPLE, "--scale-format", "ue8m0"], "--scheme tensor has no ue8m0 scales in the fp8 format",
+     "use --scheme block --format fp8"),
     (["-m", EXAMPLE, "--format", "gguf"], "argument --format: invalid choice: 'gguf' (choose from", "see compress_fp8.py --help"),
     (["-m", EXAMPLE, "--scheme", "int4"], "argument --scheme: invalid choice: 'int4' (choose from", "see compress_fp8.py --help"),
     (["-m", EXAMPLE, "--workers", "0"], "0 workers cannot work", "give --workers 1 or more"),
@@ -153,6 +155,14 @@ def test_format_names_the_directory_and_is_in_the_config(run: Run, tmp_path: Pat
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     config = json.loads((tmp_path / "here" / "tiny-qwen3-FP8-W128-CT" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+
+
+def test_ue8m0_names_the_directory_and_is_in_plan_and_config(run: Run, tmp_path: Path) -> None:
+    done = run("-m", EXAMPLE, "-w", "128", "--scale-format", "ue8m0")
+    assert done.returncode == 0, done.stderr
+    assert "float8_e4m3fn, one power-of-two scale per 128x128 block\n" in done.stdout
+    config = json.loads((tmp_path / "here" / "tiny-qwen3-FP8-W128-UE8M0" / "config.json").read_text())
+    assert config["quantization_config"]["scale_fmt"] == "ue8m0"
 
 
 def test_missing_gpu(run: Run) -> None:
@@ -286,7 +296,7 @@ def test_help_and_version(command: list[str]) -> None:
     helped = subprocess.run([sys.executable, *command, "--help"], capture_output=True, text=True)
     assert helped.returncode == 0
     if command[-1] != "openquant":
-        for option in ("-m", "-o", "-w", "--scheme", "--format", "--ignore", "--dry-run", "--device", "--workers", "--max-memory", "--revision",
+        for option in ("-m", "-o", "-w", "--scheme", "--format", "--scale-format", "--ignore", "--dry-run", "--device", "--workers", "--max-memory", "--revision",
                        "--overwrite", "--json", "-q", "-v"):  # fmt: skip
             assert option in helped.stdout
     if command[-1] != "compress":

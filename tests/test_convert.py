@@ -99,7 +99,9 @@ def test_every_architecture_converts_to_what_torch_computes(tmp_path: Path, arch
     quantized = {module for module in quantized_by(weights) if not ignored.fullmatch(module)}
     # What a scheme cannot store for an engine's sake stays unquantized by itself; experts have to be asked for.
     asked = [pattern for pattern in ignore if "experts" in pattern]
-    result = compress(source, tmp_path / "out", scheme.name, format=scheme.format, ignore=asked)
+    result = compress(
+        source, tmp_path / "out", scheme.name, format=scheme.format, scale_format=scheme.scale_format, ignore=asked
+    )
     found = tiny.read(tmp_path / "out")
     assert_same(found, expected_output(weights, quantized, scheme))
     assert result.quantized_tensors == len(quantized)

@@ -11,8 +11,9 @@ from hypothesis.extra import numpy as hnp
 
 from openquant import kernels
 from openquant.packed import encode, group_absmax, group_scale
-from openquant.schemes import BLOCK, SCHEMES, Scheme
+from openquant.schemes import BLOCK, BLOCK_UE8M0, SCHEMES, Scheme
 
+KINDS = (*SCHEMES.values(), BLOCK_UE8M0)
 TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 LARGEST = {"BF16": 0x7F7F, "F16": 0x7BFF, "F32": 0x7F7FFFFF}
 SIGN = {"BF16": 0x8000, "F16": 0x8000, "F32": 0x80000000}
@@ -46,7 +47,7 @@ def weights(draw: st.DrawFn, dtype: str) -> np.ndarray:
     return generator.choice(values, shape)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize("scheme", KINDS, ids=lambda scheme: scheme.suffix)
 @pytest.mark.parametrize("dtype", TORCH)
 def test_codes_and_scales_equal_torch_for_any_finite_weight(dtype: str, scheme: Scheme) -> None:
     @given(weights(dtype))
@@ -57,7 +58,7 @@ def test_codes_and_scales_equal_torch_for_any_finite_weight(dtype: str, scheme: 
 
 
 @pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e-6, 1e-4, 0.02, 3.0, 1000.0])
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize("scheme", KINDS, ids=lambda scheme: scheme.suffix)
 @pytest.mark.parametrize("dtype", TORCH)
 def test_codes_and_scales_equal_torch_for_gaussian_weights(dtype: str, scheme: Scheme, scale: float) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -85,7 +86,7 @@ def test_every_bfloat16_gets_torch_s_code_whatever_the_largest_weight(exponent: 
 
 
 @pytest.mark.parametrize(("dtype", "infinity"), [("BF16", 0x7F80), ("F16", 0x7C00), ("F32", 0x7F800000)])
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize("scheme", KINDS, ids=lambda scheme: scheme.suffix)
 def test_absmax_shows_infinity_and_nan(dtype: str, infinity: int, scheme: Scheme) -> None:
     for bad in (infinity, SIGN[dtype] | infinity, infinity + 1, SIGN[dtype] | infinity | 1):
         bits = np.zeros((128, 256), kernels.BITS_TYPE[dtype])
@@ -94,7 +95,7 @@ def test_absmax_shows_infinity_and_nan(dtype: str, infinity: int, scheme: Scheme
 
 
 @pytest.mark.parametrize("chunk", [1, 96, 128, 1000, 40_000])
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize("scheme", KINDS, ids=lambda scheme: scheme.suffix)
 @pytest.mark.parametrize("dtype", TORCH)
 def test_where_chunks_end_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, dtype: str, scheme: Scheme, chunk: int

@@ -47,6 +47,13 @@ def test_forward_is_the_dequantized_layer() -> None:
     assert "bias" not in packed.state_dict()
 
 
+def test_scales_can_be_powers_of_two() -> None:
+    linear = nn.Linear(128, 128, bias=False)
+    packed = PackedLinear.from_linear(linear, "block", scale_format="ue8m0")
+    assert torch.frexp(packed.scale).mantissa.item() == 0.5
+    assert (packed.dequantized() - linear.weight).abs().max() <= linear.weight.abs().max() / 16
+
+
 def test_bad_parts_are_refused() -> None:
     codes = torch.zeros(128, 256).to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"float8_e4m3fn matrix, not torch.float32 \[128, 256\]"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from openquant.packed import decode, encode, group_absmax, group_scale
 from openquant.schemes import (
     BLOCK,
     BLOCK_COMPRESSED,
+    BLOCK_UE8M0,
     CHANNEL,
     SCHEMES,
     TENSOR,
@@ -163,7 +166,7 @@ def test_compressed_tensors_decompresses_it(scheme: Scheme) -> None:
 
 def test_every_name_has_a_default_and_every_format_is_found() -> None:
     for scheme in VARIANTS:
-        assert find_scheme(scheme.name, scheme.format) == scheme
+        assert find_scheme(scheme.name, scheme.format, scheme.scale_format) == scheme
         assert find_scheme(scheme.name) == SCHEMES[scheme.name]
     assert len({scheme.suffix for scheme in VARIANTS}) == len(VARIANTS)
     with pytest.raises(UsageError) as caught:
@@ -172,6 +175,54 @@ def test_every_name_has_a_default_and_every_format_is_found() -> None:
         "the format fp8 has no scheme channel",
         "use --format compressed-tensors",
     )
+
+
+@pytest.mark.parametrize(("name", "format"), [("tensor", "fp8"), ("channel", None), ("block", "compressed-tensors")])
+def test_ue8m0_scales_are_refused_elsewhere(name: str, format: str | None) -> None:
+    with pytest.raises(UsageError) as caught:
+        find_scheme(name, format, "ue8m0")
+    assert caught.value.message == (
+        f"--scheme {name} has no ue8m0 scales in the {format or 'compressed-tensors'} format"
+    )
+    assert caught.value.hint == "use --scheme block --format fp8"
+
+
+@pytest.mark.parametrize("exponent", range(-126, 120))
+def test_ue8m0_scales_are_the_least_powers_of_two_that_hold_the_largest_weight(exponent: int) -> None:
+    power = np.float32(2.0**exponent)
+    largest = np.float32(448) * power
+    absmax = np.array([[np.nextafter(largest, np.float32(0)), largest, np.nextafter(largest, np.float32(np.inf))]])
+    expected = np.array([[power, power, 2 * power]], np.float32)
+    np.testing.assert_array_equal(BLOCK_UE8M0.scale(absmax), expected)
+    torch_s = group_scale(torch.from_numpy(absmax), BLOCK_UE8M0)
+    np.testing.assert_array_equal(torch_s.numpy(), expected)
+
+
+@given(absmax=st.floats(0, 2.0**127, width=32))
+def test_ue8m0_scales_are_powers_of_two(absmax: float) -> None:
+    scale = BLOCK_UE8M0.scale(np.array([[absmax]], np.float32)).item()
+    mantissa, exponent = math.frexp(scale)
+    assert mantissa == 0.5
+    assert absmax <= 448 * scale
+    assert absmax > 224 * scale or exponent == -125 or absmax == 0
+
+
+def test_golden_bytes_of_blocks_under_ue8m0_scales() -> None:
+    weight = torch.zeros(128, 384)
+    weight[0, :4] = torch.tensor([0.5, -0.25, 0.1, 0.003])
+    weight[5, 128] = 449.0
+    scale = group_scale(group_absmax(weight, BLOCK_UE8M0.group), BLOCK_UE8M0)
+    assert scale.tolist() == [[2.0**-9, 2.0, 1.0]]
+    codes = encode(weight, scale, BLOCK_UE8M0.group).view(torch.uint8)
+    # 256, -128, 51.2 -> 52, 1.536 -> 1.5 and 224.5 -> 224.
+    assert codes[0, :4].tolist() == [0x78, 0xF0, 0x65, 0x3C]
+    assert codes[5, 128] == 0x76
+
+
+def test_ue8m0_config_says_so() -> None:
+    found = BLOCK_UE8M0.config(["lm_head"])
+    assert found.pop("scale_fmt") == "ue8m0"
+    assert found == BLOCK.config(["lm_head"])
 
 
 def test_stored_shapes() -> None:

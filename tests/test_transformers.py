@@ -48,10 +48,13 @@ def logits(directory: Path, tokens: torch.Tensor, **options: object) -> torch.Te
             return model.eval()(input_ids=tokens).logits.float()
 
 
+@pytest.mark.parametrize("scale_format", ["float", "ue8m0"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_block_output_computes_what_its_dequantized_weights_do(tmp_path: Path, architecture: str) -> None:
+def test_block_output_computes_what_its_dequantized_weights_do(
+    tmp_path: Path, architecture: str, scale_format: str
+) -> None:
     source = tiny.write(tmp_path / "source", architecture)
-    compress(source, tmp_path / "out", "block")
+    compress(source, tmp_path / "out", "block", scale_format=scale_format)
     tokens = torch.randint(10, 500, (1, 32), generator=torch.Generator().manual_seed(0))
     found = logits(tmp_path / "out", tokens)
     expected = logits(dequantized(tmp_path / "out", tmp_path / "plain", BLOCK), tokens)

@@ -176,6 +176,7 @@ class Case:
         prefixes: changes to the source's tensor names.
         mlp: rows of gate and up to leave; None for all.
         format: as compress() takes it.
+        scale_format: likewise.
     """
 
     name: str
@@ -186,6 +187,7 @@ class Case:
     prefixes: Mapping[str, str] = field(default_factory=dict)
     mlp: int | None = None
     format: str | None = None
+    scale_format: str = "float"
 
 
 # As transformers 4.52 and later write them.
@@ -204,6 +206,7 @@ CASES = (
     Case("compressed-block-experts", QWEN3_MOE, "block", format=COMPRESSED),
     # Queries and keys stay bfloat16 by themselves.
     Case("compressed-block-reordered", "Llama4ForCausalLM", "block", format=COMPRESSED),
+    Case("powers-of-two", QWEN3_MOE, "block", scale_format="ue8m0"),
     Case("some-attention", "Qwen3ForCausalLM", "block", ("model.layers.0.self_attn.k_proj",)),
     Case("uneven-mlp", "LlamaForCausalLM", "block", config={"intermediate_size": 448}, mlp=448),
     Case("some-rows", "Qwen3ForCausalLM", "channel", ("model.layers.0.self_attn.k_proj",)),
@@ -253,7 +256,8 @@ def compress_case(case: Case, root: Path) -> Path:
     source = tiny.write(root / f"{case.name}-source", case.architecture, weights=weights)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, **case.config}))
-    compress(source, root / case.name, case.scheme, format=case.format, ignore=case.ignore)
+    formats = {"format": case.format, "scale_format": case.scale_format}
+    compress(source, root / case.name, case.scheme, **formats, ignore=case.ignore)
     return root / case.name
 
 
