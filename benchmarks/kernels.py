@@ -33,18 +33,18 @@ def best(do: Callable[[], object], nbytes: int) -> float:
 def ours(bits: np.ndarray, dtype: str, scheme: Scheme, out: np.ndarray) -> None:
     """What convert.py does to a piece, over all of them."""
     rows = max(128, (4 << 20) // (bits.shape[1] * bits.itemsize) // 128 * 128)
-    if scheme.block is None:
-        amax = kernels.absmax(bits, dtype, None)
-    for low in range(0, bits.shape[0], rows):
-        piece = bits[low : low + rows]
-        if scheme.block is not None:
-            amax = kernels.absmax(piece, dtype, scheme.block)
-        kernels.encode(piece, dtype, amax, scheme.scale(amax), scheme.block, out[low : low + rows])
+    pieces = [slice(low, low + rows) for low in range(0, bits.shape[0], rows)]
+    if scheme.shared:
+        amax = np.stack([kernels.absmax(bits[piece], dtype, scheme.group) for piece in pieces]).max(axis=0)
+    for piece in pieces:
+        if not scheme.shared:
+            amax = kernels.absmax(bits[piece], dtype, scheme.group)
+        kernels.encode(bits[piece], dtype, scheme.scale(amax), scheme.group, out[piece])
 
 
 def theirs(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """The reference, eager."""
-    return encode(weight, group_scale(group_absmax(weight, scheme.block), scheme), scheme.block)
+    return encode(weight, group_scale(group_absmax(weight, scheme.group), scheme), scheme.group)
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from .output import SOURCE, WORK, OutputDirectory, finished_files, refuse_overla
 from .plan import Plan, make_plan
 from .publish import AT_ONCE, Publisher, Push
 from .ranks import Ranks
-from .schemes import SCHEMES, Scheme
+from .schemes import Scheme, find_scheme
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Result:
         model: as it was asked for.
         revision: the source's commit on the Hub, or None.
         output: the output directory.
-        scheme: "tensor" or "block".
+        scheme: "tensor", "channel" or "block".
         architecture: the registry's entry that the plan was made by.
         dry_run: whether nothing was written.
         source_bytes: size of the source's tensors.
@@ -44,7 +44,7 @@ class Result:
         repository: the Hub repository that the output was published in; None if it was not.
         pushed_to: address of the commit or pull request that published the output; None if it was not.
         quantized_tensors: number of weights stored as float8_e4m3fn.
-        ignored_layers: what quantization_config lists under that name.
+        ignored_layers: what quantization_config lists as left out.
         shards: number of output shards.
         tensor_parallel: the tensor-parallel sizes, of 1 to 16, that can serve the result.
         seconds: wall time.
@@ -112,6 +112,8 @@ def compress(
     output: str | os.PathLike[str] | None = None,
     scheme: str = "tensor",
     *,
+    format: str | None = None,
+    scale_format: str = "float",
     ignore: Sequence[str] = (),
     architecture: str | None = None,
     dry_run: bool = False,
@@ -129,8 +131,13 @@ def compress(
 
     Args:
         model: a local directory, or a Hub repository `org/name` or `org/name@revision`.
-        output: directory to write; `<name>-FP8` or `<name>-FP8-W128` in the working directory if None.
-        scheme: "tensor" (one scale per joined set) or "block" (one per 128x128 block).
+        output: directory to write; if None, in the working directory, named `<name>-FP8`, for channel
+            `<name>-FP8-dynamic`, for block `<name>-FP8-W128`; tensor and block in the compressed-tensors format have
+            `-CT` added, ue8m0 scales `-UE8M0`.
+        scheme: "tensor" (one scale per joined set), "channel" (one per output row) or "block" (one per 128x128 block).
+        format: "fp8" or "compressed-tensors", how that is serialized; "fp8" if None, but for channel, which has only
+            the other.
+        scale_format: "float", or for block in the fp8 format "ue8m0": scales rounded up to powers of two.
         ignore: patterns over module names that stay unquantized.
         architecture: plan by this entry of the registry although config.json names another class; "generic" goes by
             names and shapes alone.
@@ -153,7 +160,7 @@ def compress(
     """
     begin = time.monotonic()
     reporter = reporter or _Silent()
-    chosen = _scheme(scheme)
+    chosen = find_scheme(scheme, format, scale_format)
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         raise UsageError(f"{device} is not a device", "choose auto, cpu, cuda or cuda:N")
     if workers is not None and workers < 1:
@@ -449,12 +456,6 @@ def _config(checkpoint: Checkpoint, plan: Plan) -> bytes:
     except UnicodeEncodeError:
         # Half of a surrogate pair, which JSON can only hold escaped.
         return (json.dumps(config, indent=2) + "\n").encode()
-
-
-def _scheme(name: str) -> Scheme:
-    if name not in SCHEMES:
-        raise UsageError(f"{name} is not a scheme", f"choose one of {', '.join(SCHEMES)}")
-    return SCHEMES[name]
 
 
 def _default_output(source: Source, scheme: Scheme) -> Path:

@@ -44,7 +44,9 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
     task = "image-text-to-text" if plan.model.text_config else "text-generation"
     ours["pipeline_tag"] = entries.get("pipeline_tag") or task
     known = [tags] if isinstance(tags, str) else [tag for tag in tags if isinstance(tag, str)]
-    ours["tags"] = list(dict.fromkeys([*known, "fp8", "vllm", "quantized", f"fp8-{plan.scheme.name}"]))
+    # Compressed-tensors directories are searched for by that tag.
+    package = [plan.scheme.package] if plan.scheme.package else []
+    ours["tags"] = list(dict.fromkeys([*known, "fp8", "vllm", "quantized", *package, f"fp8-{plan.scheme.name}"]))
     front = _without(metadata, _REPLACED) + yaml.safe_dump(ours, sort_keys=False, allow_unicode=True)
     section = _section(plan, name, repo, revision)
     body = f"{text.strip()}\n\n{section}" if text.strip() else section
@@ -117,21 +119,25 @@ def unquantized(plan: Plan) -> list[str]:
 
 def readers(plan: Plan) -> str:
     """Which programs read this output right."""
-    if plan.scheme.block is None:
-        return (
-            "This output is for vLLM and SGLang. Do not load it with transformers, "
-            "which misreads per-tensor `fp8` checkpoints without an error."
-        )
-    if not plan.model.transformers_reads_blocks:
-        return (
-            "This output is for vLLM and SGLang. Do not load it with transformers, "
-            "which finds no weights for experts stored one by one."
-        )
-    return "This output is for vLLM and SGLang; transformers loads it too."
+    scheme = plan.scheme
+    engines = f"This output is for {' and '.join(scheme.engines)}"
+    problem = scheme.transformers or (scheme.transformers_experts if plan.model.experts else None)
+    if problem is None and not plan.model.transformers_reads_blocks:
+        problem = "finds no weights for experts stored one by one"
+    if problem is not None:
+        return f"{engines}. Do not load it with transformers, which {problem}."
+    return f"{engines}; transformers loads it too{f', with {scheme.package} installed' if scheme.package else ''}."
+
+
+def serve_commands(plan: Plan, output: str) -> list[str]:
+    """What starts each engine on an output directory."""
+    commands = {"vLLM": "vllm serve", "SGLang": "python -m sglang.launch_server --model-path"}
+    return [f"{commands[engine]} {shell_word(output)}" for engine in plan.scheme.engines]
 
 
 def _section(plan: Plan, name: str, repo: str | None, revision: str | None) -> str:
-    output = shell_word(name + plan.scheme.suffix)
+    commands = serve_commands(plan, name + plan.scheme.suffix)
+    method = plan.quantization_config["quant_method"]
     # Neither may break the heading or the table it stands in.
     name = " ".join(name.split()).replace("|", "\\|")
     lines = [
@@ -139,7 +145,7 @@ def _section(plan: Plan, name: str, repo: str | None, revision: str | None) -> s
         "",
         f"| | |\n|---|---|\n| source | {f'[{repo}](https://huggingface.co/{repo})' if repo else name} |",
         *([f"| revision | `{revision}` |"] if revision else []),
-        f"| format | float8_e4m3fn weights, {plan.scheme.title}, dynamic activations (`quant_method: fp8`) |",
+        f"| format | float8_e4m3fn weights, {plan.scheme.title}, dynamic activations (`quant_method: {method}`) |",
         f"| size | {gigabytes(plan.source_bytes)} -> {gigabytes(plan.output_bytes)} |",
         f"| made with | openquant {__version__} |",
         "",
@@ -150,8 +156,7 @@ def _section(plan: Plan, name: str, repo: str | None, revision: str | None) -> s
         readers(plan),
         "",
         "```",
-        f"vllm serve {output}",
-        f"python -m sglang.launch_server --model-path {output}",
+        *commands,
         "```",
         "",
     ]

@@ -58,10 +58,25 @@ def _add_compress_arguments(parser: argparse.ArgumentParser) -> None:
         "-o",
         "--output",
         metavar="DIR",
-        help="directory to write (default: ./NAME-FP8, for blocks ./NAME-FP8-W128; run inside the source: beside it)",
+        help="directory to write (default: ./NAME-FP8, for channel ./NAME-FP8-dynamic, for block ./NAME-FP8-W128, "
+        "and -CT for tensor and block in the compressed-tensors format, -UE8M0 for such scales; "
+        "run inside the source: beside it)",
     )
     parser.add_argument(
-        "--scheme", choices=("tensor", "block"), help="tensor: one scale per tensor (default); block: per 128x128 block"
+        "--scheme",
+        choices=("tensor", "channel", "block"),
+        help="tensor: one scale per tensor (default); channel: per output row; block: per 128x128 block",
+    )
+    parser.add_argument(
+        "--format",
+        choices=("fp8", "compressed-tensors"),
+        help="how it is serialized (default: fp8 for tensor and block; channel has only compressed-tensors)",
+    )
+    parser.add_argument(
+        "--scale-format",
+        choices=("float", "ue8m0"),
+        default="float",
+        help="ue8m0: scales that are powers of two, for --scheme block in the fp8 format (default: float)",
     )
     parser.add_argument("-w", "--block-size", type=int, metavar="128", help="short form of --scheme block")
     parser.add_argument(
@@ -263,8 +278,10 @@ def _scheme_of(options: argparse.Namespace) -> str:
         raise UsageError(
             f"-w {options.block_size}: engines serve blocks of 128 x 128 only", "use -w 128, or --scheme tensor"
         )
-    if options.scheme == "tensor":
-        raise UsageError("-w 128 asks for blocks, --scheme tensor for one scale per tensor", "leave one of them out")
+    if options.scheme not in (None, "block"):
+        raise UsageError(
+            f"-w 128 asks for blocks, --scheme {options.scheme} for something else", "leave one of them out"
+        )
     return "block"
 
 
@@ -308,6 +325,8 @@ def _compress(options: argparse.Namespace, interrupts: _Interrupts) -> int:
             options.model,
             options.output,
             scheme,
+            format=options.format,
+            scale_format=options.scale_format,
             ignore=options.ignore,
             architecture=options.architecture,
             dry_run=options.dry_run,

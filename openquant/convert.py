@@ -22,7 +22,7 @@ from .fates import Matrix
 from .kernels import BITS_TYPE, Bits, Codes
 from .output import OutputDirectory
 from .plan import Copy, Job, Piece, Plan, Shard
-from .schemes import CODE_MAX, Floats
+from .schemes import Floats, Group
 from .shardfile import AlignedBuffer, Bytes, ShardFile, SourceFile
 
 BUFFER = 4 << 20
@@ -80,21 +80,21 @@ class TorchKernels:
         with self.torch.cuda.stream(self.stream):
             return signed.to(self.device, non_blocking=True).view(self.dtypes[dtype])
 
-    def absmax(self, weight: Any, dtype: str, block: int | None) -> Floats:
+    def absmax(self, weight: Any, dtype: str, group: Group) -> Floats:
         """As kernels.absmax."""
         from .packed import group_absmax
 
         del dtype  # the weight has it
         with self.torch.cuda.stream(self.stream):
-            return np.asarray(group_absmax(weight, block).cpu().numpy())
+            return np.asarray(group_absmax(weight, group).cpu().numpy())
 
-    def encode(self, weight: Any, dtype: str, amax: Floats, scale: Floats, block: int | None, out: Codes) -> None:
+    def encode(self, weight: Any, dtype: str, scale: Floats, group: Group, out: Codes) -> None:
         """As kernels.encode."""
         from .packed import encode
 
-        del dtype, amax  # only the CPU's tables are chosen by them
+        del dtype  # the weight has it
         with self.torch.cuda.stream(self.stream):
-            codes = encode(weight, self.torch.from_numpy(scale).to(self.device), block)
+            codes = encode(weight, self.torch.from_numpy(scale).to(self.device), group)
             self.torch.from_numpy(out).copy_(codes.view(self.torch.uint8), non_blocking=True)
             if self.stream is not None:
                 # Before the codes are written, and before the next weights are read into the same memory.
@@ -103,15 +103,16 @@ class TorchKernels:
 
 def worker_memory(plan: Plan) -> int:
     """Bytes that one worker needs at most, beyond what the process already holds."""
-    multiple = plan.scheme.block or 1
+    multiple = plan.scheme.group[0] or 1
     largest = BUFFER
     copied = 0
     for dtype, (rows, cols), transposed in plan.matrix_kinds:
         itemsize = BITS_TYPE[dtype].itemsize
         piece = _step(rows, cols, itemsize, transposed, multiple) * cols * itemsize
         largest = max(largest, piece)
-        # Turned around before it is quantized; or else the largest weights of some whole rows are looked for in a copy.
-        copied = max(copied, piece if transposed else min(piece, multiple * cols * itemsize))
+        if transposed:
+            # Turned around before it is quantized.
+            copied = max(copied, piece)
     # Read into one buffer, written from two.
     return 3 * largest + copied + KERNEL_MEMORY
 
@@ -344,39 +345,37 @@ class _Worker:
             self.conversion.advance(part.nbytes)
 
     def _shared_absmax(self, job: Job) -> Floats:
-        largest = np.zeros((), np.float32)
+        largest = np.zeros((1, 1), np.float32)
         for matrix in job.joined:
             for bits in self._rows(matrix, 1):
                 weight = self.kernels.load(bits, matrix.dtype)
-                largest = np.maximum(largest, self._finite(matrix, self.kernels.absmax(weight, matrix.dtype, None)))
+                amax = self.kernels.absmax(weight, matrix.dtype, self.scheme.group)
+                largest = np.maximum(largest, self._finite(matrix, amax))
                 self.conversion.advance(0)
         limit = self.scheme.largest
-        if limit is not None and largest > limit:
+        if limit is not None and largest.item() > limit:
             names = ", ".join(matrix.label for matrix in job.joined)
             raise PlanError(
-                f"{names}: a weight reaches {float(largest):g}, engines load at most {limit:g} under one scale",
+                f"{names}: a weight reaches {largest.item():g}, engines load at most {limit:g} under one scale",
                 "use --scheme block, or leave these layers as they are with --ignore",
             )
-        # The scale's floor acts as if the weights were larger.
-        floor = np.float32(self.scheme.scale_floor) * CODE_MAX
-        return np.where(largest == 0, largest, np.maximum(largest, floor)).astype(np.float32)
+        return largest
 
     def _quantize(self, piece: Piece, scale_place: int, shared: Floats | None, file: ShardFile) -> None:
-        matrix, block, place = piece.matrix, self.scheme.block, piece.target
+        matrix, group, place = piece.matrix, self.scheme.group, piece.target
         if shared is not None:
             file.write(self.scheme.scale(shared), scale_place)
-        for bits in self._rows(matrix, block or 1):
+        for bits in self._rows(matrix, group[0] or 1):
             weight = self.kernels.load(bits, matrix.dtype)
             if shared is None:
-                amax = self._finite(matrix, self.kernels.absmax(weight, matrix.dtype, block))
-                scale = self.scheme.scale(amax)
+                scale = self.scheme.scale(self._finite(matrix, self.kernels.absmax(weight, matrix.dtype, group)))
                 file.write(scale, scale_place)
                 scale_place += scale.nbytes
             else:
-                amax, scale = shared, self.scheme.scale(shared)
+                scale = self.scheme.scale(shared)
             slot = self._slot()
             codes = slot.take(place, bits.size)
-            self.kernels.encode(weight, matrix.dtype, amax, scale, block, codes.reshape(bits.shape))
+            self.kernels.encode(weight, matrix.dtype, scale, group, codes.reshape(bits.shape))
             slot.send(file, codes, place)
             place += codes.nbytes
             self.conversion.advance(bits.nbytes)

@@ -108,10 +108,10 @@ class Fates:
 def decide(
     checkpoint: Checkpoint, model: Model, scheme: Scheme, ignore: Sequence[str]
 ) -> tuple[Fates, list[str], list[str]]:
-    """What becomes of each tensor, what ignored_layers must hold, and notes for the user.
+    """What becomes of each tensor, what must be listed as ignored, and notes for the user.
 
     Raises:
-        PlanError: tensors no pattern covers.
+        PlanError: tensors no pattern covers, or experts that engines do not load in this scheme.
         UsageError: an ignore pattern that matches nothing.
     """
     layers, unstacked, kept, copied = _sort_tensors(checkpoint, model, ignore)
@@ -120,6 +120,8 @@ def decide(
     reasons, notes = _unquantized(
         model, scheme, layers, problems, sets, ignore, [*(keep.tensor for keep in kept), *copied]
     )
+    if not scheme.experts:
+        _refuse_experts(model, scheme, [module for module in layers if module not in reasons])
     ignored = _ignored_names(model, layers, reasons, kept)
     return Fates(layers, unstacked, kept, copied, sets, reasons), ignored, notes
 
@@ -335,7 +337,7 @@ def _problems(
             problem = scheme.misfit(layer.shape)
             for rows, _ in parts_of(layer.shape, find_split(module), config):
                 problem = problem or scheme.misfit((rows, layer.shape[1]))
-                if not rows and scheme.block is not None:
+                if not rows and scheme.group[0] not in (1, None):
                     problem = problem or "config.json does not tell the sizes of what it holds"
             problems[key] = problem
     return problems
@@ -351,7 +353,8 @@ def _unquantized(
     others: Iterable[TensorInfo],
 ) -> tuple[dict[str, str], list[str]]:
     """Modules that stay unquantized with the reason, widened to all that must share their status; and notes."""
-    if not ignore and not any(problems.values()):
+    reorders = bool(model.reordered) and not scheme.follows_rows
+    if not ignore and not reorders and not any(problems.values()):
         return {}, [] if layers else ["nothing is quantized"]
     find_experts = experts_finder(model)
     together: dict[str, list[str]] = {}
@@ -373,7 +376,12 @@ def _unquantized(
                 "module names are tensor names without .weight; --dry-run lists them",
             )
         asked.update((module, f"--ignore {text}") for module in matched if module not in asked)
-    misfits = {module: problems[layer.alike, layer.shape] for module, layer in layers.items()}
+    reordered = compile_any(absolute(model, model.reordered) if reorders else ())
+    shapes = {module: problems[layer.alike, layer.shape] for module, layer in layers.items()}
+    misfits = {
+        module: "engines reorder its rows but not its scales" if reordered.fullmatch(module) else problem
+        for module, problem in shapes.items()
+    }
     reasons: dict[str, str] = {}
     widened: dict[str, list[str]] = {}
     for modules in together.values():
@@ -392,11 +400,19 @@ def _unquantized(
         notes.append(f"{option} widened to what engines join with it: {', '.join(collapse(modules))}")
     if len(reasons) == len(layers):
         notes.append("nothing is quantized")
-    if any(misfits[module] for module in reasons):
-        notes.append(
-            f"some layers do not divide into {scheme.block} x {scheme.block} blocks; --scheme tensor quantizes them too"
-        )
+    if any(shapes[module] for module in reasons):
+        notes.append("some layers do not divide into blocks; --scheme tensor or channel quantizes them too")
     return reasons, notes
+
+
+def _refuse_experts(model: Model, scheme: Scheme, quantized: list[str]) -> None:
+    find_experts = experts_finder(model)
+    found = list(dict.fromkeys(filter(None, map(find_experts, quantized))))
+    if found:
+        raise PlanError(
+            f"{', '.join(collapse(found))}: engines load no experts with {scheme.title} in the {scheme.format} format",
+            "use --scheme channel or --format fp8, or leave the experts as they are with --ignore",
+        )
 
 
 def _ignored_names(
@@ -405,10 +421,11 @@ def _ignored_names(
     reasons: dict[str, str],
     kept: list[Kept],
 ) -> list[str]:
-    """What ignored_layers must hold: checkpoint names without .weight, and the engines' other names for them.
+    """What must be listed as ignored: checkpoint names without .weight, and the engines' other names for them.
 
-    vLLM 0.32.0 compares for equality (layers/quantization/utils/quant_utils.py:617-691); experts match by the
-    path that holds them all. lm_head is always listed: transformers would quantize one tied to the embedding.
+    vLLM 0.32.0 compares for equality (layers/quantization/utils/quant_utils.py:617-691, for compressed-tensors
+    utils/config_utils.py:226-293); experts match by the path that holds them all, for compressed-tensors by the names
+    of the first. lm_head is always listed: transformers would quantize one tied to the embedding.
     """
     find_experts = experts_finder(model)
     listed_as = [

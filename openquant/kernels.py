@@ -12,16 +12,18 @@ lacks to the top.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from .schemes import CODE_MAX, Floats
+from .schemes import CODE_MAX, Floats, Group, grid_of
 
 Bits = npt.NDArray[np.unsignedinteger[Any]]
 Codes = npt.NDArray[np.uint8]
+Entry = TypeVar("Entry", bound=np.generic)
 
 BITS_TYPE: dict[str, np.dtype[np.unsignedinteger[Any]]] = {
     "BF16": np.dtype(np.uint16),
@@ -47,43 +49,57 @@ def to_float32(bits: Bits, dtype: str) -> Floats:
     return bits.view(np.float32)
 
 
-def absmax(bits: Bits, dtype: str, block: int | None) -> Floats:
-    """Largest absolute value, as float32: of all (shape []), or of each block [rows/block, cols/block].
+def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
+    """Largest absolute value of each group, as float32 [rows/height, cols/width].
 
-    NaN or infinity if there is one. `bits` is [rows, cols], multiples of `block` if that is given.
+    NaN or infinity if there is one. `bits` is [rows, cols], multiples of the group's height and width.
     """
     mask = bits.dtype.type((1 << (bits.dtype.itemsize * 8 - 1)) - 1)
-    rows, cols = bits.shape
-    if block is None:
-        flat = bits.reshape(-1)
-        largest = np.array(max(int((flat[i : i + CHUNK] & mask).max()) for i in range(0, flat.size, CHUNK)), bits.dtype)
-    else:
-        largest = np.empty((rows // block, cols // block), bits.dtype)
-        for row in range(rows // block):
-            slab = bits[row * block : (row + 1) * block] & mask
-            largest[row] = slab.max(axis=0).reshape(-1, block).max(axis=1)
+    largest = np.zeros(grid_of(group, bits.shape), bits.dtype)
+    for low, high, part in _chunks(group, bits.shape):
+        magnitudes = bits[low:high] & mask
+        if part.stop - part.start == 1:
+            magnitudes = magnitudes.max(axis=0, keepdims=True)
+        found = magnitudes.reshape(len(magnitudes), largest.shape[1], -1).max(axis=2)
+        np.maximum(largest[part], found, out=largest[part])
     return to_float32(largest, dtype)
 
 
-def encode(bits: Bits, dtype: str, amax: Floats, scale: Floats, block: int | None, out: Codes) -> None:
+def encode(bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes) -> None:
     """Write the codes [rows, cols] of weights [rows, cols] to `out`.
 
     Args:
         bits: the weights, finite.
         dtype: their dtype.
-        amax: what each scale was made from: shape [], or [rows/block, cols/block]. Not always a value of `dtype`:
-            a joined set may mix dtypes.
-        scale: the scales, shaped like amax.
-        block: side of a block, or None.
+        scale: the scales, [rows/height, cols/width].
+        group: height and width of what shares a scale.
         out: uint8 [rows, cols], contiguous.
     """
     if dtype == "BF16":
-        exact = (amax / CODE_MAX == scale) & (amax.view(np.uint32) & 0xFFFF == 0)
-        exponent = amax.view(np.uint32) >> 23
-        if np.all(exact & (exponent >= _SAFE) | (amax == 0)):
-            _encode_by_table(bits, amax, block, out)
+        # The largest weight that a scale was made from, or that it would have been made from if it was raised. It is
+        # no bfloat16 where a joined set mixes dtypes.
+        with np.errstate(over="ignore"):
+            largest = (scale * CODE_MAX).view(np.uint32)
+        top = (largest + np.uint32(0x8000)) >> 16
+        exponent = top >> 7
+        exact = (top << 16).view(np.float32) / CODE_MAX == scale
+        if np.all(exact & (exponent >= _SAFE) & (exponent <= _TOP)):
+            _encode_by_table(bits, top, group, out)
             return
-    _encode_by_arithmetic(bits, dtype, scale, block, out)
+    _encode_by_arithmetic(bits, dtype, scale, group, out)
+
+
+def _chunks(group: Group, shape: tuple[int, ...]) -> Iterator[tuple[int, int, slice]]:
+    """Rows [low, high) of about CHUNK elements, and the rows of the grid they belong to: one, or one for each."""
+    rows, cols = shape
+    height = group[0] or rows
+    step = max(1, CHUNK // cols)
+    span = height if height > 1 else step
+    for start in range(0, rows, span):
+        stop = min(start + span, rows)
+        for low in range(start, stop, step):
+            high = min(low + step, stop)
+            yield low, high, slice(low // height, (high - 1) // height + 1)
 
 
 def decode(codes: Codes, scale: Floats, out: Floats) -> None:
@@ -127,41 +143,35 @@ def _tables() -> Codes:
     return magnitudes.reshape(-1)
 
 
-def _encode_by_table(bits: Bits, amax: Floats, block: int | None, out: Codes) -> None:
+def _encode_by_table(bits: Bits, top: npt.NDArray[np.integer[Any]], group: Group, out: Codes) -> None:
     tables = _tables()
-    rows, cols = bits.shape
-    top = np.where(amax == 0, np.uint32(_TOP << 7), amax.view(np.uint32) >> 16).astype(np.int64)
     # Where a weight's code lies: its mantissa's table, and its own bits raised to the top exponent.
     offset = ((top & 127) << 16) + ((_TOP - (top >> 7)) << 7)
-    if block is None:
-        start = int(offset)
+    if offset.size == 1:
+        start = int(offset.item())
         table = tables[start : (start & ~0xFFFF) + 0x10000]
         flat, codes = bits.reshape(-1), out.reshape(-1)
         for i in range(0, flat.size, CHUNK):
             np.take(table, flat[i : i + CHUNK], out=codes[i : i + CHUNK], mode="clip")
         return
-    step = max(1, CHUNK // cols)
-    # Added as 32 bits, which the processor does several at a time, then widened to what take() asks for.
-    narrow = np.empty((min(step, block), cols), np.uint32)
-    index = np.empty(narrow.shape, np.intp)
-    for row in range(0, rows, block):
-        shift = np.repeat(offset[row // block].astype(np.uint32), block)
-        for low in range(row, row + block, step):
-            high = min(low + step, row + block)
-            part = index[: high - low]
-            np.copyto(part, np.add(bits[low:high], shift, out=narrow[: high - low]))
-            np.take(tables, part, out=out[low:high], mode="clip")
-
-
-def _encode_by_arithmetic(bits: Bits, dtype: str, scale: Floats, block: int | None, out: Codes) -> None:
     rows, cols = bits.shape
-    step = max(1, CHUNK // cols)
-    height = block or rows
-    for row in range(0, rows, height):
-        divisor = scale if block is None else np.repeat(scale[row // height], height)
-        for low in range(row, row + height, step):
-            high = min(low + step, row + height)
-            out[low:high] = encode_float32(to_float32(bits[low:high], dtype), divisor)
+    # Added as 32 bits, which the processor does several at a time, then widened to what take() asks for.
+    narrow = np.empty((min(rows, max(1, CHUNK // cols)), cols), np.uint32)
+    index = np.empty(narrow.shape, np.intp)
+    for low, high, part in _chunks(group, bits.shape):
+        shift = _widen(offset[part], group[1])
+        np.copyto(index[: high - low], np.add(bits[low:high], shift, out=narrow[: high - low]))
+        np.take(tables, index[: high - low], out=out[low:high], mode="clip")
+
+
+def _encode_by_arithmetic(bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes) -> None:
+    for low, high, part in _chunks(group, bits.shape):
+        out[low:high] = encode_float32(to_float32(bits[low:high], dtype), _widen(scale[part], group[1]))
+
+
+def _widen(grid: npt.NDArray[Entry], width: int | None) -> npt.NDArray[Entry]:
+    """Some rows of a grid with each entry repeated over its columns, if it has more than one column."""
+    return grid if width is None else np.repeat(grid, width, axis=1)
 
 
 def encode_float32(values: Floats, scale: Floats) -> Codes:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .schemes import Scheme
+
 
 @dataclass(frozen=True)
 class Keep:
@@ -91,15 +93,17 @@ class Split:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A scheme that engines cannot load an architecture in.
+    """What engines cannot load an architecture in.
 
     Attributes:
-        scheme: its name.
+        scheme: name of the scheme; None for all.
+        format: its serialization; None for both.
         why: the reason, as the error says it.
         hint: what to do instead.
     """
 
-    scheme: str
+    scheme: str | None
+    format: str | None
     why: str
     hint: str
 
@@ -122,9 +126,10 @@ class Model:
         spellings: groups of equivalent prefixes. A listed module whose name begins with one prefix of a group
             is listed under the others too, because engines build the module under another of these names.
         renames: parts of names, and how an engine's names have it; a listed module is listed under both.
-        refused: schemes that engines cannot load it in.
+        refused: schemes and formats that engines cannot load it in.
         rest: why modules that no pattern covers are kept; None where there may not be any.
         transformers_reads_blocks: whether transformers loads a 128x128 block output of this architecture.
+        reordered: modules whose rows an engine puts in another order as it loads them.
     """
 
     name: str
@@ -141,6 +146,14 @@ class Model:
     refused: tuple[Refusal, ...] = ()
     rest: str | None = None
     transformers_reads_blocks: bool = True
+    reordered: tuple[str, ...] = ()
+
+    def refusal(self, scheme: Scheme) -> Refusal | None:
+        """What forbids a scheme; None if nothing does."""
+        for refusal in self.refused:
+            if refusal.scheme in (None, scheme.name) and refusal.format in (None, scheme.format):
+                return refusal
+        return None
 
 
 @dataclass(frozen=True)
@@ -352,7 +365,7 @@ GPT_OSS = model(
     attention(),
     keep=(Keep(".mlp.router", "router"), Keep(".mlp.experts.**", "served as MXFP4")),
     # vLLM 0.32.0 models/gpt_oss.py:825-1060.
-    refused=tuple(Refusal(scheme, NO_EXPERTS, "serve the MXFP4 original") for scheme in ("tensor", "block")),
+    refused=(Refusal(None, None, NO_EXPERTS, "serve the MXFP4 original"),),
 )
 
 # Linear attention, state spaces and convolutions.
@@ -471,6 +484,8 @@ NEMOTRON_H = model(
     ),
     layers="backbone.layers.*",
     keep=(Keep("backbone.embeddings", "embedding"), MTP),
+    # transformers 5 builds it as model.
+    spellings=(("backbone.", "model."),),
 )
 
 # Layers with a second input, of a table of embeddings of its own.
@@ -519,11 +534,25 @@ MISTRAL3_WRAPPED = wrapped(
     "Mistral3ForConditionalGeneration",
     "{vision_tower,model.vision_tower}.**",
     "{multi_modal_projector,model.multi_modal_projector}.**",
-    refused=(Refusal("block", "vLLM 0.32.0 does not find its block scales", "use --scheme tensor"),),
+    refused=(
+        Refusal(
+            "block",
+            "fp8",
+            "vLLM 0.32.0 does not find its block scales",
+            "use --scheme tensor or channel, or --format compressed-tensors",
+        ),
+    ),
 )
 # Files say model. and visual., newer ones model.language_model. and model.visual.; vLLM's mapper takes both.
 QWEN_VISION = "{visual,model.visual}.**"
-QWEN2_VL = wrapped(LLAMA, "Qwen2VLForConditionalGeneration", QWEN_VISION, layers=EITHER)
+QWEN2_VL = wrapped(
+    LLAMA,
+    "Qwen2VLForConditionalGeneration",
+    QWEN_VISION,
+    layers=EITHER,
+    # transformers 5 looks the tower up under its newer name only.
+    spellings=(("visual.", "model.visual."),),
+)
 QWEN3_VL = wrapped(LLAMA, "Qwen3VLForConditionalGeneration", QWEN_VISION)
 # Experts [E, H, 2I] and [E, I, H] (vLLM 0.32.0 models/qwen3_vl_moe.py:76).
 QWEN3_VL_MOE = wrapped(
@@ -566,6 +595,8 @@ LLAMA4 = model(
     ),
     # transformers 5.19 finds no split experts and initialises new ones.
     transformers_reads_blocks=False,
+    # vLLM 0.32.0 models/llama4.py:805-844, for its rotary embedding.
+    reordered=(".self_attn.{q,k}_proj",),
 )
 # vLLM 0.32.0 models/mllama4.py has no name mapper: it loads these names only, and looks them up as they are.
 LLAMA4_WRAPPED = wrapped(

@@ -5,41 +5,44 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .schemes import BLOCK, CODE_MAX, SCHEMES, TENSOR, Scheme
+from .schemes import CODE_MAX, VARIANTS, Group, Scheme, find_scheme, grid_of
 
 
-def group_absmax(weight: Tensor, block: int | None) -> Tensor:
-    """Largest absolute weight of each group that shares a scale, float32: [] or [out/block, in/block]."""
-    absolute = weight.float().abs()
-    if block is None:
-        return absolute.amax()
-    rows, cols = weight.shape
-    return absolute.reshape(rows // block, block, cols // block, block).amax((1, 3))
+def group_absmax(weight: Tensor, group: Group) -> Tensor:
+    """Largest absolute weight of each group that shares a scale, float32 [out/height, in/width]."""
+    return _grouped(weight.float().abs(), group).amax((1, 3))
 
 
 def group_scale(absmax: Tensor, scheme: Scheme) -> Tensor:
-    """float32 scale of each group: absmax / 448, not below the scheme's floor, 1.0 for an all-zero group."""
+    """float32 scale of each group, as Scheme.scale."""
     # Divided by a tensor: by a number, torch multiplies with its reciprocal on a GPU, which rounds otherwise.
     scale = (absmax / absmax.new_tensor(float(CODE_MAX))).clamp(min=scheme.scale_floor)
+    if scheme.power_of_two:
+        scale = ((scale.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
     return torch.where(absmax == 0, torch.ones_like(scale), scale)
 
 
-def expand(scale: Tensor, block: int | None) -> Tensor:
-    """A scale repeated over its blocks: [out/block, in/block] -> [out, in]; a scalar stays one."""
-    if block is None:
-        return scale
-    return scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
-
-
-def encode(weight: Tensor, scale: Tensor, block: int | None) -> Tensor:
+def encode(weight: Tensor, scale: Tensor, group: Group) -> Tensor:
     """float8_e4m3fn codes of a weight [out, in]: divide by the scale in float32, clamp, round to nearest even."""
-    quotient = weight.float() / expand(scale, block)
-    return quotient.clamp(-float(CODE_MAX), float(CODE_MAX)).to(torch.float8_e4m3fn)
+    quotient = _grouped(weight.float(), group) / _beside(scale, weight, group)
+    return quotient.clamp(-float(CODE_MAX), float(CODE_MAX)).to(torch.float8_e4m3fn).reshape(weight.shape)
 
 
-def decode(codes: Tensor, scale: Tensor, block: int | None) -> Tensor:
-    """The weights [out, in] that codes and scale stand for, float32."""
-    return codes.float() * expand(scale, block)
+def decode(codes: Tensor, scale: Tensor, group: Group) -> Tensor:
+    """The weights [out, in] that codes and scale stand for, float32; the scale as computed or as stored."""
+    return (_grouped(codes.float(), group) * _beside(scale, codes, group)).reshape(codes.shape)
+
+
+def _grouped(weight: Tensor, group: Group) -> Tensor:
+    """[out, in] -> [out/height, height, in/width, width]."""
+    down, along = grid_of(group, weight.shape)
+    return weight.reshape(down, weight.shape[0] // down, along, weight.shape[1] // along)
+
+
+def _beside(scale: Tensor, weight: Tensor, group: Group) -> Tensor:
+    """A scale in the shape that broadcasts over the grouped weight."""
+    down, along = grid_of(group, weight.shape)
+    return scale.reshape(down, 1, along, 1)
 
 
 class PackedLinear(nn.Module):
@@ -47,8 +50,9 @@ class PackedLinear(nn.Module):
 
     Args:
         weight: float8_e4m3fn codes [out, in].
-        scale: float32, [] for one scale per tensor or [out/128, in/128] for one per block.
+        scale: float32, of the shape that one of the schemes stores for such a weight.
         bias: [out] or None, as the source has it.
+        format: how it is serialized, where two formats differ only in the scale's name; the scheme's default if None.
 
     Raises:
         ValueError: dtypes or shapes that do not belong together.
@@ -56,41 +60,49 @@ class PackedLinear(nn.Module):
 
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None = None, format: str | None = None) -> None:
         super().__init__()
         if weight.dtype != torch.float8_e4m3fn or weight.ndim != 2:
             raise ValueError(f"weight must be a float8_e4m3fn matrix, not {weight.dtype} {list(weight.shape)}")
-        self.scheme = TENSOR if scale.ndim == 0 else BLOCK
-        expected = self.scheme.scale_shape((weight.shape[0], weight.shape[1]))
-        if (
-            scale.dtype != torch.float32
-            or tuple(scale.shape) != expected
-            or self.scheme.misfit((weight.shape[0], weight.shape[1]))
-        ):
+        shape = (weight.shape[0], weight.shape[1])
+        fitting = [
+            scheme
+            for scheme in VARIANTS
+            if scheme.misfit(shape) is None
+            and scheme.scale_shape(shape) == scale.shape
+            and scale.dtype == torch.float32
+            and format in (None, scheme.format)
+        ]
+        if not fitting:
             raise ValueError(f"{scale.dtype} scale {list(scale.shape)} does not fit a weight {list(weight.shape)}")
+        self.scheme = fitting[0]
         self.register_buffer("weight", weight)
         self.register_buffer(self.scheme.scale_name, scale)
         self.register_buffer("bias", bias)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, scheme: str = "tensor") -> PackedLinear:
+    def from_linear(
+        cls, linear: nn.Linear, scheme: str = "tensor", format: str | None = None, scale_format: str = "float"
+    ) -> PackedLinear:
         """Quantize one Linear on its own, without the scale it would share with joined layers.
 
         Raises:
             ValueError: NaN or infinity in the weight, a weight too large, or sizes the scheme cannot store.
         """
-        chosen = SCHEMES[scheme]
+        chosen = find_scheme(scheme, format, scale_format)
         weight = linear.weight.detach()
-        problem = chosen.misfit((weight.shape[0], weight.shape[1]))
+        shape = (weight.shape[0], weight.shape[1])
+        problem = chosen.misfit(shape)
         if problem:
             raise ValueError(problem)
-        absmax = group_absmax(weight, chosen.block)
+        absmax = group_absmax(weight, chosen.group)
         if not torch.isfinite(absmax).all():
             raise ValueError("the weight holds NaN or infinity")
         if chosen.largest is not None and absmax.item() > chosen.largest:
             raise ValueError(f"the weight reaches {absmax.item():g}, engines load at most {chosen.largest:g}")
         scale = group_scale(absmax, chosen)
-        return cls(encode(weight, scale, chosen.block), scale, None if linear.bias is None else linear.bias.detach())
+        bias = None if linear.bias is None else linear.bias.detach()
+        return cls(encode(weight, scale, chosen.group), scale.reshape(chosen.scale_shape(shape)), bias, chosen.format)
 
     @property
     def scale(self) -> Tensor:
@@ -99,7 +111,7 @@ class PackedLinear(nn.Module):
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [out, in] that this layer computes with."""
-        return decode(self.get_buffer("weight"), self.scale, self.scheme.block).to(dtype)
+        return decode(self.get_buffer("weight"), self.scale, self.scheme.group).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], in x's dtype."""

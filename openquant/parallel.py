@@ -47,12 +47,13 @@ def _indivisible(
     name: str, shape: tuple[int, int], split: Split, config: dict[str, Any], scheme: Scheme, size: int
 ) -> str | None:
     parts = parts_of(shape, split, config) if split.axis == "out" else [(shape[1], split.heads)]
-    problems = (_indivisible_length(name, length, heads, split, config, scheme, size) for length, heads in parts)
+    multiple = scheme.group[0 if split.axis == "out" else 1] or 1
+    problems = (_indivisible_length(name, length, heads, split, config, multiple, size) for length, heads in parts)
     return next((problem for problem in problems if problem), None)
 
 
 def _indivisible_length(
-    name: str, length: int, key: str | None, split: Split, config: dict[str, Any], scheme: Scheme, size: int
+    name: str, length: int, key: str | None, split: Split, config: dict[str, Any], multiple: int, size: int
 ) -> str | None:
     parts = size
     heads = config.get(key) if key else None
@@ -65,6 +66,6 @@ def _indivisible_length(
             return f"{name}: {heads} heads do not divide by {size}"
     if length % parts:
         return f"{name}: {length} does not divide by {parts}"
-    if scheme.block is not None and length // parts % scheme.block:
-        return f"{name}: {length} / {parts} = {length // parts} is not a multiple of {scheme.block}"
+    if length // parts % multiple:
+        return f"{name}: {length} / {parts} = {length // parts} is not a multiple of {multiple}"
     return None

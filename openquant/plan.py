@@ -125,7 +125,7 @@ class Plan:
     @property
     def ignored_layers(self) -> list[str]:
         """Modules left unquantized, in every name the engines look them up under."""
-        return list(self.quantization_config["ignored_layers"])
+        return list(self.quantization_config[self.scheme.ignored_keys[0]])
 
     @property
     def parallel_sizes(self) -> list[int]:
@@ -140,7 +140,7 @@ class Plan:
     def sources(self, shard: str) -> set[str]:
         """The source shards that an output file is made from: its own, and those with members of its joined sets."""
         found = {shard}
-        if self.scheme.block is None:
+        if self.scheme.shared:
             fates = self._fates
             for info in self._by_shard[shard]:
                 for module in fates.sets.get(info.module, ()):
@@ -220,7 +220,7 @@ class Plan:
             for member in joined
             if self._where[member.source.name].shard == shard
         )
-        shares = quantized and self.scheme.block is None
+        shares = quantized and self.scheme.shared
         return Job(pieces, tuple(member.matrix(self._where) for member in joined) if shares else ())
 
 
@@ -246,9 +246,9 @@ def make_plan(
         UsageError: an ignore pattern that matches nothing or is malformed.
     """
     model = _find_model(architecture or checkpoint.architecture)
-    for refusal in model.refused:
-        if refusal.scheme == scheme.name:
-            raise PlanError(f"{model.name} cannot be served with {scheme.title}: {refusal.why}", refusal.hint)
+    refusal = model.refusal(scheme)
+    if refusal is not None:
+        raise PlanError(f"{model.name} cannot be served with {scheme.title}: {refusal.why}", refusal.hint)
     refuse_quantized(checkpoint)
     for pattern in ignore:
         compile_pattern(pattern)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .api import Result
-from .card import gigabytes, readers, shell_word
+from .card import gigabytes, readers, serve_commands
 from .patterns import collapse
 from .plan import Group, Plan
 from .verification import Report
@@ -94,15 +94,13 @@ def summary_text(plan: Plan, result: Result, already_complete: bool) -> str:
         f"peak memory {gigabytes(result.peak_rss_bytes)}"
     )
     published = [] if result.pushed_to is None else [f"pushed to {result.pushed_to}"]
-    model = shell_word(result.output) if result.repository is None else result.repository
     return "\n".join(
         [
             done,
             *published,
             readers(plan),
             "",
-            f"  vllm serve {model}",
-            f"  python -m sglang.launch_server --model-path {model}",
+            *[f"  {command}" for command in serve_commands(plan, result.repository or result.output)],
         ]
     )
 

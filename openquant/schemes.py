@@ -1,92 +1,268 @@
-"""Number formats: what a quantized layer is stored as, and how its scale follows from its largest weight.
+"""Number formats: what a quantized layer is stored as, and how its scales follow from its largest weights.
 
-A weight is stored as float8_e4m3fn codes and a float32 scale with `weight = code * scale`. e4m3fn has 4
+A weight is stored as float8_e4m3fn codes and float32 scales with `weight = code * scale`. e4m3fn has 4
 exponent and 3 mantissa bits: 448 is its largest value, 2^-9 its smallest, and it has no infinity.
+What shares a scale is a rectangle of the matrix, so the scales of a layer form a grid. All arithmetic here and in the
+kernels has that grid; only what is stored may have fewer axes.
 Nothing here knows of files, models or devices; numpy is all it needs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .checkpoint import TensorInfo
+from .errors import UsageError
 
 CODE_DTYPE = "F8_E4M3"
 SCALE_DTYPE = "F32"
 CODE_MAX = np.float32(448)
 
 Floats = npt.NDArray[np.float32]
+# Rows and columns that share a scale; None is the whole axis.
+Group = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """One way to store quantized layers under `quant_method: fp8`.
-
-    Tensor and key names are those of vLLM 0.32.0, layers/quantization/fp8.py:282-346.
+    """One way to store quantized layers.
 
     Attributes:
         name: what the user types.
-        block: side of the square blocks that share a scale; None for one scale per joined set.
+        group: rows and columns that share a scale; all of both is one scale per joined set.
         scale_name: last part of the scale's tensor name.
+        scale_axes: axes of the stored scale: 2 for the grid, 1 or 0 for a single one.
         scale_floor: the smallest scale of anything that is not all zero.
         largest: the largest weight the engine can load; None without a limit.
         suffix: ending of the default output directory.
         title: how the plan and the model card call it.
+        settings: the `quantization_config` of config.json, but for the layers that stay as they are.
+        ignored_keys: where it lists those.
+        engines: who serves it.
+        transformers: what transformers does wrong with it; None if it reads it.
+        package: what transformers needs to read it; None for nothing else.
+        transformers_experts: what it does wrong with experts; None if it reads them.
+        experts: whether engines load routed experts that are stored so.
+        follows_rows: whether an engine that reorders a layer's rows gets its scales right.
+        power_of_two: whether scales are rounded up to a power of two.
     """
 
     name: str
-    block: int | None
+    group: Group
     scale_name: str
+    scale_axes: int
     scale_floor: float
     largest: float | None
     suffix: str
     title: str
+    settings: dict[str, Any] = field(hash=False)
+    ignored_keys: tuple[str, ...]
+    engines: tuple[str, ...]
+    transformers: str | None = None
+    package: str | None = None
+    transformers_experts: str | None = None
+    experts: bool = True
+    follows_rows: bool = True
+    power_of_two: bool = False
+
+    @property
+    def format(self) -> str:
+        """What the user calls the serialization: the `quant_method` of config.json."""
+        return str(self.settings["quant_method"])
+
+    @property
+    def scale_format(self) -> str:
+        """What the user calls the numbers that scales are."""
+        return "ue8m0" if self.power_of_two else "float"
+
+    @property
+    def shared(self) -> bool:
+        """Whether joined layers have one scale."""
+        return self.group == (None, None)
 
     def outputs(self, module: str, shape: tuple[int, int]) -> tuple[TensorInfo, TensorInfo]:
-        """The code tensor [out, in] and the scale tensor ([] or [out/block, in/block]) of one layer."""
+        """The code tensor [out, in] and the scale tensor of one layer."""
         return (
             TensorInfo(f"{module}.weight", CODE_DTYPE, shape),
             TensorInfo(f"{module}.{self.scale_name}", SCALE_DTYPE, self.scale_shape(shape)),
         )
 
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
-        """Shape of the scale of a weight [out, in]."""
-        return () if self.block is None else (shape[0] // self.block, shape[1] // self.block)
+        """Shape of the stored scale of a weight [out, in]."""
+        grid = grid_of(self.group, shape)
+        assert all(size == 1 for size in grid[self.scale_axes :])
+        return grid[: self.scale_axes]
 
     def misfit(self, shape: tuple[int, int]) -> str | None:
         """Why a weight of this shape cannot be stored; None if it can."""
-        if self.block is None or all(size % self.block == 0 for size in shape):
+        height, width = (size or 1 for size in self.group)
+        if shape[0] % height == 0 and shape[1] % width == 0:
             return None
-        return f"{shape[0]} x {shape[1]} is not a multiple of {self.block} both ways"
+        return f"{shape[0]} x {shape[1]} does not divide into {height} x {width} blocks"
 
     def scale(self, absmax: Floats) -> Floats:
         """float32 scale of each group, given its largest absolute weight; always finite and above zero."""
         scale = np.maximum(absmax / CODE_MAX, np.float32(self.scale_floor))
+        if self.power_of_two:
+            # Carries into the exponent unless the mantissa is zero. The division before is exact enough: the quotient
+            # exceeds a power of two just where absmax exceeds 448 times that.
+            scale = ((scale.view(np.uint32) + np.uint32(0x7FFFFF)) & np.uint32(0xFF800000)).view(np.float32)
         return np.where(absmax == 0, np.float32(1), scale).astype(np.float32)
 
     def config(self, ignored: list[str]) -> dict[str, Any]:
-        """The `quantization_config` of config.json.
-
-        vLLM reads `ignored_layers`, transformers `modules_to_not_convert`, SGLang either.
-        """
-        return {
-            "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "fmt": "e4m3",
-            "weight_block_size": None if self.block is None else [self.block, self.block],
-            "ignored_layers": ignored,
-            "modules_to_not_convert": ignored,
-        }
+        """The `quantization_config` of config.json."""
+        return {**self.settings, **dict.fromkeys(self.ignored_keys, ignored)}
 
 
-# vLLM 0.32.0 passes per-tensor weights through float16 at load (layers/quantization/utils/w8a8_utils.py:44-106):
-# below a scale of 2^-15 its subnormals change small codes, above a weight of 65504 it overflows.
-TENSOR = Scheme("tensor", None, "weight_scale", 2.0**-15, 65504.0, "-FP8", "one scale per tensor")
+def grid_of(group: Group, shape: tuple[int, ...]) -> tuple[int, int]:
+    """How many groups a matrix [out, in] has along each axis."""
+    (rows, cols), (height, width) = shape, group
+    return rows // (height or rows), cols // (width or cols)
+
+
+def _fp8(block: list[int] | None) -> dict[str, Any]:
+    """Keys of vLLM 0.32.0, layers/quantization/fp8.py:106-168."""
+    return {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": block}
+
+
+# vLLM reads the first, transformers the second, SGLang either.
+_FP8_IGNORED = ("ignored_layers", "modules_to_not_convert")
+
+
+def _compressed_tensors(weights: dict[str, Any], activations: dict[str, Any]) -> dict[str, Any]:
+    """Keys of vLLM 0.32.0, layers/quantization/compressed_tensors/compressed_tensors.py:309-372."""
+    number = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**number, "dynamic": False, **weights},
+        "input_activations": {**number, "dynamic": True, **activations},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+    }
+
+
 # A float32 scale below 2^-126 would be subnormal, and zero where those are flushed.
-BLOCK = Scheme("block", 128, "weight_scale_inv", 2.0**-126, None, "-FP8-W128", "one scale per 128x128 block")
+_SMALLEST = 2.0**-126
 
-SCHEMES = {scheme.name: scheme for scheme in (TENSOR, BLOCK)}
+TENSOR = Scheme(
+    "tensor",
+    (None, None),
+    # Tensor names of both fp8 schemes: vLLM 0.32.0, layers/quantization/fp8.py:282-346.
+    "weight_scale",
+    scale_axes=0,
+    # vLLM 0.32.0 passes per-tensor weights through float16 at load (layers/quantization/utils/w8a8_utils.py:44-106):
+    # below a scale of 2^-15 its subnormals change small codes, above a weight of 65504 it overflows.
+    scale_floor=2.0**-15,
+    largest=65504.0,
+    suffix="-FP8",
+    title="one scale per tensor",
+    settings=_fp8(None),
+    ignored_keys=_FP8_IGNORED,
+    engines=("vLLM", "SGLang"),
+    transformers="misreads per-tensor `fp8` checkpoints without an error",
+)
+CHANNEL = Scheme(
+    "channel",
+    (1, None),
+    # vLLM 0.32.0 has a parameter of float32 [out, 1] (layers/quantization/utils/fp8_utils.py:1396-1437).
+    "weight_scale",
+    scale_axes=2,
+    # Loaded as it is, neither rounded again nor through float16 (fp8_utils.py:1482-1497).
+    scale_floor=_SMALLEST,
+    largest=None,
+    suffix="-FP8-dynamic",
+    title="one scale per output row",
+    settings=_compressed_tensors({"strategy": "channel"}, {"strategy": "token"}),
+    ignored_keys=("ignore",),
+    engines=("vLLM",),
+    package="compressed-tensors",
+)
+BLOCK = Scheme(
+    "block",
+    (128, 128),
+    "weight_scale_inv",
+    scale_axes=2,
+    scale_floor=_SMALLEST,
+    largest=None,
+    suffix="-FP8-W128",
+    title="one scale per 128x128 block",
+    settings=_fp8([128, 128]),
+    ignored_keys=_FP8_IGNORED,
+    engines=("vLLM", "SGLang"),
+)
+
+TENSOR_COMPRESSED = replace(
+    TENSOR,
+    # compressed-tensors initialises [1] (quantization/lifecycle/initialize.py, version 0.20); vLLM takes [] as well.
+    scale_axes=1,
+    suffix="-FP8-CT",
+    settings=_compressed_tensors({"strategy": "tensor"}, {"strategy": "token"}),
+    ignored_keys=("ignore",),
+    engines=("vLLM",),
+    transformers=None,
+    package="compressed-tensors",
+    # vLLM 0.32.0 wants a static scale for the activations of such experts
+    # (compressed_tensors/compressed_tensors_moe/compressed_tensors_moe_w8a8_fp8.py:58-104).
+    experts=False,
+)
+BLOCK_COMPRESSED = replace(
+    BLOCK,
+    scale_name="weight_scale",
+    suffix="-FP8-W128-CT",
+    settings=_compressed_tensors(
+        {"strategy": "block", "block_structure": [128, 128]}, {"strategy": "group", "group_size": 128}
+    ),
+    ignored_keys=("ignore",),
+    engines=("vLLM",),
+    package="compressed-tensors",
+    # transformers 5.23 integrations/compressed_tensors.py: an expert's codes times its scales, which only rows fit.
+    transformers_experts="does not multiply experts by the scales of blocks",
+    # vLLM 0.32.0 models/llama4.py:805-844 reorders a `weight_scale` as if each row of the weight had one there.
+    follows_rows=False,
+)
+# vLLM 0.32.0 rounds float32 block scales up to powers of two, and the codes once more, where DeepGEMM wants UE8M0
+# (layers/quantization/utils/fp8_utils.py:1096-1214): with these scales that changes no value. On disk they are float32.
+BLOCK_UE8M0 = replace(
+    BLOCK,
+    suffix="-FP8-W128-UE8M0",
+    title="one power-of-two scale per 128x128 block",
+    settings={**BLOCK.settings, "scale_fmt": "ue8m0"},
+    power_of_two=True,
+)
+
+# The default of each name.
+SCHEMES = {scheme.name: scheme for scheme in (TENSOR, CHANNEL, BLOCK)}
+VARIANTS = (*SCHEMES.values(), TENSOR_COMPRESSED, BLOCK_COMPRESSED, BLOCK_UE8M0)
+
+
+def find_scheme(name: str, format: str | None = None, scale_format: str = "float") -> Scheme:
+    """The scheme of a name, stored in a format (None: its default) with scales of a kind.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if name not in SCHEMES:
+        raise UsageError(f"{name} is not a scheme", f"choose one of {', '.join(SCHEMES)}")
+    format = format or SCHEMES[name].format
+    of_name = [scheme for scheme in VARIANTS if scheme.name == name]
+    of_format = [scheme for scheme in of_name if scheme.format == format]
+    if not of_format:
+        known = " or ".join(scheme.format for scheme in of_name)
+        raise UsageError(f"the format {format} has no scheme {name}", f"use --format {known}")
+    found = [scheme for scheme in of_format if scheme.scale_format == scale_format]
+    if not found:
+        others = [scheme for scheme in VARIANTS if scheme.scale_format == scale_format]
+        known = " or ".join(f"--scheme {scheme.name} --format {scheme.format}" for scheme in others)
+        raise UsageError(
+            f"--scheme {name} has no {scale_format} scales in the {format} format",
+            f"use {known}" if others else f"use --scale-format {of_format[0].scale_format}",
+        )
+    return found[0]

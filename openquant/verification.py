@@ -26,7 +26,7 @@ from .models import EMBEDDING, HEAD, MODELS, Model
 from .output import read_journal
 from .patterns import collapse, compile_any, compile_pattern, template
 from .plan import Plan, make_plan, refuse_quantized
-from .schemes import CODE_DTYPE, SCHEMES, TENSOR, Scheme
+from .schemes import CODE_DTYPE, TENSOR, VARIANTS, Scheme
 
 SCALE_DTYPES = ("F32", "BF16", "F16")
 # What engines never build as a quantized Linear, listed or not.
@@ -227,7 +227,7 @@ class _Verification:
         self.full = full
         self.written = written
         # Other tools write one list of unquantized modules, or other settings.
-        self.scheme = next((s for s in SCHEMES.values() if _settings_of(s) == quantization.settings), None)
+        self.scheme = next((s for s in VARIANTS if _settings_of(s) == quantization.settings), None)
         model = MODELS.get(checkpoint.architecture)
         self.registry = _Registry(model) if model else None
         self.problems: list[str] = list(quantization.problems)

@@ -85,6 +85,29 @@ def test_per_tensor_card_warns_of_transformers(tmp_path: Path) -> None:
     assert "Do not load it with transformers" in (tmp_path / "out" / "README.md").read_text()
 
 
+def test_channel_card_names_the_package_and_the_engine_it_is_for(tmp_path: Path) -> None:
+    compress(tiny.write(tmp_path / "m"), tmp_path / "out", "channel")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert metadata(text)["tags"] == ["fp8", "vllm", "quantized", "compressed-tensors", "fp8-channel"]
+    assert "one scale per output row, dynamic activations (`quant_method: compressed-tensors`)" in text
+    assert "This output is for vLLM; transformers loads it too, with compressed-tensors installed." in text
+    assert "\nvllm serve m-FP8-dynamic\n" in text
+    assert "sglang" not in text
+
+
+def test_compressed_blocks_of_experts_are_nothing_for_transformers(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "m", "Qwen3MoeForCausalLM")
+    compress(source, tmp_path / "out", "block", format="compressed-tensors")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "transformers, which does not multiply experts by the scales of blocks." in text
+    assert "\nvllm serve m-FP8-W128-CT\n" in text
+
+
+def test_stacked_experts_are_nothing_for_transformers(tmp_path: Path) -> None:
+    text = card(tmp_path, None, architecture="Llama4ForCausalLM")
+    assert "Do not load it with transformers, which finds no weights for experts stored one by one." in text
+
+
 def test_known_repository_becomes_the_base_model(tmp_path: Path) -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
     source = tiny.write(tmp_path / "models--org--my--model" / "snapshots" / commit)

@@ -95,7 +95,14 @@ ERRORS = [
     (["-m", ""], "-m is empty", "give a directory or a Hub repository such as Qwen/Qwen3-0.6B"),
     (["-m", EXAMPLE, "-w", "64"], "-w 64: engines serve blocks of 128 x 128 only", "use -w 128, or --scheme tensor"),
     (["-m", EXAMPLE, "-w", "128", "--scheme", "tensor"],
-     "-w 128 asks for blocks, --scheme tensor for one scale per tensor", "leave one of them out"),
+     "-w 128 asks for blocks, --scheme tensor for something else", "leave one of them out"),
+    (["-m", EXAMPLE, "-w", "128", "--scheme", "channel"],
+     "-w 128 asks for blocks, --scheme channel for something else", "leave one of them out"),
+    (["-m", EXAMPLE, "--scheme", "channel", "--format", "fp8"], "the format fp8 has no scheme channel",
+     "use --format compressed-tensors"),
+    (["-m", EXAMPLE, "--scale-format", "ue8m0"], "--scheme tensor has no ue8m0 scales in the fp8 format",
+     "use --scheme block --format fp8"),
+    (["-m", EXAMPLE, "--format", "gguf"], "argument --format: invalid choice: 'gguf' (choose from", "see compress_fp8.py --help"),
     (["-m", EXAMPLE, "--scheme", "int4"], "argument --scheme: invalid choice: 'int4' (choose from", "see compress_fp8.py --help"),
     (["-m", EXAMPLE, "--workers", "0"], "0 workers cannot work", "give --workers 1 or more"),
     (["-m", EXAMPLE, "--max-memory", "much"], "argument --max-memory: much is not a size such as 500MB or 2GB",
@@ -128,6 +135,35 @@ def test_errors_are_two_lines_and_exit_code_2(
     assert told.returncode == 2
     assert json.loads(told.stdout) == {"error": error.removeprefix("error: "), "hint": hint}
     assert not list((tmp_path / "here").iterdir())
+
+
+def test_channel_is_written_beside_the_others_and_said_in_plan_and_summary(run: Run, tmp_path: Path) -> None:
+    done = run("-m", EXAMPLE, "--scheme", "channel")
+    assert done.returncode == 0, done.stderr
+    assert "tiny-qwen3-FP8-dynamic\nQwen3ForCausalLM, float8_e4m3fn, one scale per output row\n" in done.stdout
+    assert done.stdout.endswith(
+        "\nThis output is for vLLM; transformers loads it too, with compressed-tensors installed.\n"
+        "\n  vllm serve tiny-qwen3-FP8-dynamic\n"
+    )
+    again = run("-m", EXAMPLE, "--scheme", "channel", "--json")
+    found = json.loads(again.stdout)
+    assert (found["scheme"], found["resumed"], found["tensor_parallel"]) == ("channel", True, [1, 2, 4])
+    assert found["ignored_layers"] == ["lm_head", "model.embed_tokens"]
+
+
+def test_format_names_the_directory_and_is_in_the_config(run: Run, tmp_path: Path) -> None:
+    done = run("-m", EXAMPLE, "-w", "128", "--format", "compressed-tensors", "-q")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    config = json.loads((tmp_path / "here" / "tiny-qwen3-FP8-W128-CT" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+
+
+def test_ue8m0_names_the_directory_and_is_in_plan_and_config(run: Run, tmp_path: Path) -> None:
+    done = run("-m", EXAMPLE, "-w", "128", "--scale-format", "ue8m0")
+    assert done.returncode == 0, done.stderr
+    assert "float8_e4m3fn, one power-of-two scale per 128x128 block\n" in done.stdout
+    config = json.loads((tmp_path / "here" / "tiny-qwen3-FP8-W128-UE8M0" / "config.json").read_text())
+    assert config["quantization_config"]["scale_fmt"] == "ue8m0"
 
 
 def test_missing_gpu(run: Run) -> None:
@@ -261,7 +297,7 @@ def test_help_and_version(command: list[str]) -> None:
     helped = subprocess.run([sys.executable, *command, "--help"], capture_output=True, text=True)
     assert helped.returncode == 0
     if command[-1] != "openquant":
-        for option in ("-m", "-o", "-w", "--scheme", "--ignore", "--dry-run", "--device", "--workers", "--max-memory", "--revision",
+        for option in ("-m", "-o", "-w", "--scheme", "--format", "--scale-format", "--ignore", "--dry-run", "--device", "--workers", "--max-memory", "--revision",
                        "--overwrite", "--json", "-q", "-v"):  # fmt: skip
             assert option in helped.stdout
     if command[-1] != "compress":

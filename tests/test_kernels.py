@@ -11,8 +11,9 @@ from hypothesis.extra import numpy as hnp
 
 from openquant import kernels
 from openquant.packed import encode, group_absmax, group_scale
-from openquant.schemes import BLOCK, SCHEMES, TENSOR, Scheme
+from openquant.schemes import BLOCK, BLOCK_UE8M0, SCHEMES, Scheme
 
+KINDS = (*SCHEMES.values(), BLOCK_UE8M0)
 TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 LARGEST = {"BF16": 0x7F7F, "F16": 0x7BFF, "F32": 0x7F7FFFFF}
 SIGN = {"BF16": 0x8000, "F16": 0x8000, "F32": 0x80000000}
@@ -24,17 +25,14 @@ def as_torch(bits: np.ndarray, dtype: str) -> torch.Tensor:
 
 def assert_equal_to_torch(bits: np.ndarray, dtype: str, scheme: Scheme) -> None:
     weight = as_torch(bits, dtype)
-    absmax = group_absmax(weight, scheme.block)
-    found = kernels.absmax(bits, dtype, scheme.block)
+    absmax = group_absmax(weight, scheme.group)
+    found = kernels.absmax(bits, dtype, scheme.group)
     np.testing.assert_array_equal(found, absmax.numpy())
     scale = group_scale(absmax, scheme)
     np.testing.assert_array_equal(scheme.scale(found), scale.numpy())
-    # The tensor scheme's floor acts as a larger absmax, as in convert.py.
-    floor = np.float32(scheme.scale_floor * 448)
-    effective = np.where(found == 0, found, np.maximum(found, floor)).astype(np.float32)
     codes = np.empty(bits.shape, np.uint8)
-    kernels.encode(bits, dtype, effective, scale.numpy(), scheme.block, codes)
-    expected = encode(weight, scale, scheme.block).view(torch.uint8).numpy()
+    kernels.encode(bits, dtype, scale.numpy(), scheme.group, codes)
+    expected = encode(weight, scale, scheme.group).view(torch.uint8).numpy()
     np.testing.assert_array_equal(codes, expected)
 
 
@@ -49,7 +47,7 @@ def weights(draw: st.DrawFn, dtype: str) -> np.ndarray:
     return generator.choice(values, shape)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize("scheme", KINDS, ids=lambda scheme: scheme.suffix)
 @pytest.mark.parametrize("dtype", TORCH)
 def test_codes_and_scales_equal_torch_for_any_finite_weight(dtype: str, scheme: Scheme) -> None:
     @given(weights(dtype))
@@ -60,7 +58,7 @@ def test_codes_and_scales_equal_torch_for_any_finite_weight(dtype: str, scheme: 
 
 
 @pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e-6, 1e-4, 0.02, 3.0, 1000.0])
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize("scheme", KINDS, ids=lambda scheme: scheme.suffix)
 @pytest.mark.parametrize("dtype", TORCH)
 def test_codes_and_scales_equal_torch_for_gaussian_weights(dtype: str, scheme: Scheme, scale: float) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -81,16 +79,39 @@ def test_every_bfloat16_gets_torch_s_code_whatever_the_largest_weight(exponent: 
         bits = np.resize(smaller, (-(-smaller.size // 16384) * 128, 128))
         absmax = kernels.to_float32(np.full((bits.shape[0] // 128, 1), top, np.uint16), "BF16")
         scale = BLOCK.scale(absmax)
-        expected = encode(as_torch(bits, "BF16"), torch.from_numpy(scale), 128).view(torch.uint8).numpy()
+        expected = encode(as_torch(bits, "BF16"), torch.from_numpy(scale), BLOCK.group).view(torch.uint8).numpy()
         codes = np.empty(bits.shape, np.uint8)
-        kernels.encode(bits, "BF16", absmax, scale, 128, codes)
+        kernels.encode(bits, "BF16", scale, BLOCK.group, codes)
         np.testing.assert_array_equal(codes, expected)
 
 
 @pytest.mark.parametrize(("dtype", "infinity"), [("BF16", 0x7F80), ("F16", 0x7C00), ("F32", 0x7F800000)])
-@pytest.mark.parametrize("scheme", [TENSOR, BLOCK], ids=["tensor", "block"])
+@pytest.mark.parametrize("scheme", KINDS, ids=lambda scheme: scheme.suffix)
 def test_absmax_shows_infinity_and_nan(dtype: str, infinity: int, scheme: Scheme) -> None:
     for bad in (infinity, SIGN[dtype] | infinity, infinity + 1, SIGN[dtype] | infinity | 1):
         bits = np.zeros((128, 256), kernels.BITS_TYPE[dtype])
         bits[5, 200] = bad
-        assert not np.isfinite(kernels.absmax(bits, dtype, scheme.block)).all()
+        assert not np.isfinite(kernels.absmax(bits, dtype, scheme.group)).all()
+
+
+@pytest.mark.parametrize("chunk", [1, 96, 128, 1000, 40_000])
+@pytest.mark.parametrize("scheme", KINDS, ids=lambda scheme: scheme.suffix)
+@pytest.mark.parametrize("dtype", TORCH)
+def test_where_chunks_end_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, scheme: Scheme, chunk: int
+) -> None:
+    monkeypatch.setattr(kernels, "CHUNK", chunk)
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(256, 384, generator=generator) * torch.logspace(-3, 3, 256)[:, None]
+    bits = weight.to(TORCH[dtype]).view(torch.int16 if dtype != "F32" else torch.int32).numpy()
+    assert_equal_to_torch(bits.view(kernels.BITS_TYPE[dtype]), dtype, scheme)
+
+
+def test_a_scale_that_no_bfloat16_made_is_divided_by() -> None:
+    """Joined layers of different dtypes share the scale of the largest."""
+    bits = np.arange(128 * 128, dtype=np.uint16).reshape(128, 128)
+    scale = np.array([[0.1]], np.float32)
+    codes = np.empty(bits.shape, np.uint8)
+    kernels.encode(bits, "BF16", scale, (None, None), codes)
+    expected = encode(as_torch(bits, "BF16"), torch.from_numpy(scale), (None, None)).view(torch.uint8).numpy()
+    np.testing.assert_array_equal(codes, expected)

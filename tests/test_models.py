@@ -15,7 +15,7 @@ from openquant.errors import PlanError
 from openquant.models import MODELS, Model
 from openquant.patterns import translate
 from openquant.plan import make_plan
-from openquant.schemes import BLOCK, TENSOR
+from openquant.schemes import BLOCK, BLOCK_COMPRESSED, BLOCK_UE8M0, CHANNEL, TENSOR, TENSOR_COMPRESSED, VARIANTS
 
 NAMES = Path(__file__).parent / "names"
 _RANGES = re.compile(r"\{([\d.,]+)\}")
@@ -146,9 +146,9 @@ def test_published_names_plan_without_a_misfit(name: str) -> None:
     count, ignored, parallel = EXPECTED[name] if name in EXPECTED else (MORE[name][0], None, MORE[name][1])
     of_tensor, of_block = count if isinstance(count, tuple) else (count, count)
     checkpoint = published(name)
-    refused = {refusal.scheme for refusal in MODELS[checkpoint.architecture].refused}
-    plans = [make_plan(checkpoint, scheme) for scheme in (TENSOR, BLOCK) if scheme.name not in refused]
-    assert [plan.quantized_tensors for plan in plans] == [of_tensor, of_block][: len(plans)]
+    model = MODELS[checkpoint.architecture]
+    plans = [make_plan(checkpoint, scheme) for scheme in (TENSOR, CHANNEL, BLOCK) if not model.refusal(scheme)]
+    assert [plan.quantized_tensors for plan in plans] == [of_tensor, of_tensor, of_block][: len(plans)]
     plan = plans[-1]
     assert plan.parallel_sizes == parallel
     if ignored is not None:
@@ -172,14 +172,18 @@ def test_published_names_plan_without_a_misfit(name: str) -> None:
 
 
 def test_refused_schemes_say_why_and_what_to_do() -> None:
-    with pytest.raises(PlanError) as caught:
-        make_plan(published("Mistral3ForConditionalGeneration"), BLOCK)
-    assert str(caught.value) == (
-        "Mistral3ForConditionalGeneration cannot be served with one scale per 128x128 block: "
-        "vLLM 0.32.0 does not find its block scales"
-    )
-    assert caught.value.hint == "use --scheme tensor"
-    for scheme in (TENSOR, BLOCK):
+    wrapped = published("Mistral3ForConditionalGeneration")
+    for scheme in (BLOCK, BLOCK_UE8M0):
+        with pytest.raises(PlanError) as caught:
+            make_plan(wrapped, scheme)
+        assert str(caught.value) == (
+            f"Mistral3ForConditionalGeneration cannot be served with {scheme.title}: "
+            "vLLM 0.32.0 does not find its block scales"
+        )
+        assert caught.value.hint == "use --scheme tensor or channel, or --format compressed-tensors"
+    for scheme in (TENSOR, TENSOR_COMPRESSED, CHANNEL, BLOCK_COMPRESSED):
+        assert make_plan(wrapped, scheme).quantized_tensors == 280
+    for scheme in VARIANTS:
         with pytest.raises(PlanError, match=r"GptOssForCausalLM cannot be served with .*: vLLM 0.32.0 reads its"):
             make_plan(published("GptOssForCausalLM"), scheme)
 
@@ -209,7 +213,8 @@ def test_parts_of_a_joined_tensor_must_divide() -> None:
     for heads, quantized in ((checkpoint.config, 160), ({"num_attention_heads": 36, "num_key_value_heads": 12}, 160),
                              ({"num_attention_heads": 38, "num_key_value_heads": 1}, 120), ({}, 120)):  # fmt: skip
         assert make_plan(replace(checkpoint, config=heads), BLOCK).quantized_tensors == quantized
-        assert make_plan(replace(checkpoint, config=heads), TENSOR).quantized_tensors == 160
+        for scheme in (TENSOR, CHANNEL):
+            assert make_plan(replace(checkpoint, config=heads), scheme).quantized_tensors == 160
 
 
 def test_experts_stacked_the_other_way_around_are_refused() -> None:

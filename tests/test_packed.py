@@ -9,17 +9,29 @@ from torch import nn
 from openquant import PackedLinear
 
 
-@pytest.mark.parametrize(("scheme", "scale_name"), [("tensor", "weight_scale"), ("block", "weight_scale_inv")])
-def test_state_dict_holds_the_written_names_and_comes_back(scheme: str, scale_name: str) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "format", "scale_name", "shape"),
+    [
+        ("tensor", None, "weight_scale", ()),
+        ("tensor", "compressed-tensors", "weight_scale", (1,)),
+        ("channel", None, "weight_scale", (128, 1)),
+        ("block", None, "weight_scale_inv", (1, 2)),
+        ("block", "compressed-tensors", "weight_scale", (1, 2)),
+    ],
+)
+def test_state_dict_holds_the_written_names_and_comes_back(
+    scheme: str, format: str | None, scale_name: str, shape: tuple[int, ...]
+) -> None:
     linear = nn.Linear(256, 128, dtype=torch.bfloat16)
-    packed = PackedLinear.from_linear(linear, scheme)
+    packed = PackedLinear.from_linear(linear, scheme, format)
     state = packed.state_dict()
     assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()} == {
         "weight": (torch.float8_e4m3fn, (128, 256)),
-        scale_name: (torch.float32, () if scheme == "tensor" else (1, 2)),
+        scale_name: (torch.float32, shape),
         "bias": (torch.bfloat16, (128,)),
     }
-    again = PackedLinear(state["weight"], state[scale_name], state["bias"])
+    again = PackedLinear(state["weight"], state[scale_name], state["bias"], format)
+    assert again.scheme == packed.scheme
     x = torch.randn(3, 256, dtype=torch.bfloat16)
     assert torch.equal(packed(x), again(x))
     assert packed(x).dtype == torch.bfloat16
@@ -35,6 +47,13 @@ def test_forward_is_the_dequantized_layer() -> None:
     assert "bias" not in packed.state_dict()
 
 
+def test_scales_can_be_powers_of_two() -> None:
+    linear = nn.Linear(128, 128, bias=False)
+    packed = PackedLinear.from_linear(linear, "block", scale_format="ue8m0")
+    assert torch.frexp(packed.scale).mantissa.item() == 0.5
+    assert (packed.dequantized() - linear.weight).abs().max() <= linear.weight.abs().max() / 16
+
+
 def test_bad_parts_are_refused() -> None:
     codes = torch.zeros(128, 256).to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"float8_e4m3fn matrix, not torch.float32 \[128, 256\]"):
@@ -43,7 +62,7 @@ def test_bad_parts_are_refused() -> None:
         PackedLinear(codes, torch.ones(2, 1))
     with pytest.raises(ValueError, match="torch.float64 scale"):
         PackedLinear(codes, torch.tensor(1.0, dtype=torch.float64))
-    with pytest.raises(ValueError, match="96 x 256 is not a multiple"):
+    with pytest.raises(ValueError, match="96 x 256 does not divide"):
         PackedLinear.from_linear(nn.Linear(256, 96), "block")
     linear = nn.Linear(128, 128)
     with torch.no_grad():

@@ -13,7 +13,7 @@ from openquant.checkpoint import open_checkpoint
 from openquant.errors import PlanError, UsageError
 from openquant.models import MODELS
 from openquant.plan import Plan, make_plan
-from openquant.schemes import BLOCK, TENSOR, Scheme
+from openquant.schemes import BLOCK, BLOCK_COMPRESSED, CHANNEL, TENSOR, TENSOR_COMPRESSED, Scheme
 
 
 def plan_of(root: Path, scheme: Scheme = TENSOR, *ignore: str) -> Plan:
@@ -34,10 +34,11 @@ def test_digest_depends_on_options_and_source(tmp_path: Path, architecture: str)
     digests = {
         make_plan(checkpoint, TENSOR).digest,
         make_plan(checkpoint, BLOCK).digest,
+        make_plan(checkpoint, CHANNEL).digest,
         make_plan(checkpoint, TENSOR, ["**.layers.0.**"]).digest,
         make_plan(checkpoint, TENSOR, (), "another source").digest,
     }
-    assert len(digests) == 4
+    assert len(digests) == 5
     assert make_plan(checkpoint, TENSOR).digest in digests
 
 
@@ -135,11 +136,11 @@ def test_blocks_leave_a_whole_joined_set_when_one_member_does_not_divide(tmp_pat
     kept |= {f"model.layers.1.self_attn.{part}_proj" for part in "qkv"}
     assert kept <= set(plan.ignored_layers)
     assert plan.quantized_tensors == 14 - 6
-    assert reason(plan, "model.layers.0.mlp.down_proj") == "256 x 320 is not a multiple of 128 both ways"
+    assert reason(plan, "model.layers.0.mlp.down_proj") == "256 x 320 does not divide into 128 x 128 blocks"
     assert reason(plan, "model.layers.1.self_attn.q_proj") == (
-        "shares its status with k_proj (64 x 256 is not a multiple of 128 both ways)"
+        "shares its status with k_proj (64 x 256 does not divide into 128 x 128 blocks)"
     )
-    assert plan.notes == ("some layers do not divide into 128 x 128 blocks; --scheme tensor quantizes them too",)
+    assert plan.notes == ("some layers do not divide into blocks; --scheme tensor or channel quantizes them too",)
     assert plan_of(root, TENSOR).quantized_tensors == 14
 
 
@@ -231,6 +232,53 @@ def test_tensor_parallel_sizes_for_blocks(tmp_path: Path) -> None:
     ]
     # Without the MLP the key and value heads, copied to 4 and 8 ranks, are no obstacle.
     assert plan_of(root, BLOCK, "**.mlp.*").parallel_sizes == [1, 2, 4, 8]
+
+
+def test_rows_divide_wherever_tensors_do(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights["model.layers.0.mlp.down_proj.weight"] = torch.ones(256, 320, dtype=torch.bfloat16)
+    root = tiny.write(tmp_path / "a", weights=weights)
+    plan = plan_of(root, CHANNEL)
+    assert plan.quantized_tensors == 14
+    assert plan.parallel_sizes == plan_of(root, TENSOR).parallel_sizes
+    assert plan.ignored_layers == plan.quantization_config["ignore"] == ["lm_head", "model.embed_tokens"]
+
+
+def test_rows_need_no_other_shard_but_joined_layers_share_their_status(tmp_path: Path) -> None:
+    root = tiny.write(tmp_path / "a", shards=3)
+    plan = plan_of(root, CHANNEL, "model.layers.0.self_attn.k_proj")
+    assert {f"model.layers.0.self_attn.{part}_proj" for part in "qkv"} <= set(plan.ignored_layers)
+    for shard in plan.shards:
+        assert plan.sources(shard.name) == {shard.name}
+    assert any(len(plan_of(root, TENSOR).sources(shard.name)) > 1 for shard in plan.shards)
+
+
+def test_experts_are_refused_where_engines_load_none(tmp_path: Path) -> None:
+    for name in ("Qwen3MoeForCausalLM", "Llama4ForCausalLM"):
+        root = tiny.write(tmp_path / name, name)
+        with pytest.raises(PlanError) as caught:
+            plan_of(root, TENSOR_COMPRESSED)
+        path = "mlp" if name.startswith("Qwen3") else "feed_forward"
+        assert caught.value.message == (
+            f"model.layers.1.{path}.experts: engines load no experts with one scale per tensor in the "
+            "compressed-tensors format"
+        )
+        assert caught.value.hint == (
+            "use --scheme channel or --format fp8, or leave the experts as they are with --ignore"
+        )
+        assert plan_of(root, TENSOR_COMPRESSED, "**.experts.**").quantized_tensors > 0
+
+
+def test_reordered_rows_stay_where_the_scales_would_not_follow(tmp_path: Path) -> None:
+    root = tiny.write(tmp_path / "a", "Llama4ForCausalLM")
+    plan = plan_of(root, BLOCK_COMPRESSED)
+    attention = "model.layers.0.self_attn"
+    assert reason(plan, f"{attention}.q_proj") == "engines reorder its rows but not its scales"
+    assert reason(plan, f"{attention}.v_proj").startswith("shares its status with ")
+    assert f"{attention}.o_proj" in quantized(plan)
+    assert plan.notes == ()
+    assert f"{attention}.q_proj" in quantized(plan_of(root, BLOCK))
+    assert f"{attention}.q_proj" in quantized(plan_of(root, CHANNEL))
 
 
 def test_every_output_tensor_is_aligned_to_its_element(tmp_path: Path) -> None:

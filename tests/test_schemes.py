@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openquant.errors import UsageError
 from openquant.packed import decode, encode, group_absmax, group_scale
-from openquant.schemes import BLOCK, SCHEMES, TENSOR, Scheme
+from openquant.schemes import (
+    BLOCK,
+    BLOCK_COMPRESSED,
+    BLOCK_UE8M0,
+    CHANNEL,
+    SCHEMES,
+    TENSOR,
+    TENSOR_COMPRESSED,
+    VARIANTS,
+    Scheme,
+    find_scheme,
+)
 
-schemes = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+schemes = pytest.mark.parametrize("scheme", VARIANTS, ids=lambda scheme: scheme.suffix)
 
 
 @schemes
@@ -22,9 +36,10 @@ def test_decoding_gives_the_weight_back_within_half_a_code(
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(256, 128, generator=generator)
     weight = (weight * (weight.abs() ** spread) * 2.0**magnitude).float()
-    scale = group_scale(group_absmax(weight, scheme.block), scheme)
-    found = decode(encode(weight, scale, scheme.block), scale, scheme.block)
-    step = scale if scheme.block is None else scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    scale = group_scale(group_absmax(weight, scheme.group), scheme)
+    found = decode(encode(weight, scale, scheme.group), scale, scheme.group)
+    down, along = 256 // scale.shape[0], 128 // scale.shape[1]
+    step = scale.repeat_interleave(down, 0).repeat_interleave(along, 1)
     # Normal codes keep 3 mantissa bits, so half a unit is 1/16 of the weight; subnormal ones are 2^-9 apart.
     bound = torch.maximum(weight.abs() / 16, step * 2.0**-10) * (1 + 1e-6)
     assert ((found - weight).abs() <= bound).all()
@@ -35,19 +50,19 @@ def test_decoding_gives_the_weight_back_within_half_a_code(
 @schemes
 def test_zeros_stay_zeros_under_scale_one(scheme: Scheme) -> None:
     weight = torch.zeros(256, 128)
-    scale = group_scale(group_absmax(weight, scheme.block), scheme)
+    scale = group_scale(group_absmax(weight, scheme.group), scheme)
     assert (scale == 1).all()
-    assert (encode(weight, scale, scheme.block).view(torch.uint8) == 0).all()
+    assert (encode(weight, scale, scheme.group).view(torch.uint8) == 0).all()
 
 
 def test_tensor_scale_does_not_go_below_what_float16_keeps() -> None:
-    assert TENSOR.scale(np.float32(0.0137)) == np.float32(0.0137) / np.float32(448)
-    assert TENSOR.scale(np.float32(0.0136)) == np.float32(2.0**-15)
-    assert TENSOR.scale(np.float32(0)) == 1
+    scale = TENSOR.scale(np.array([[0.0137, 0.0136, 0]], np.float32))
+    np.testing.assert_array_equal(scale, np.array([[np.float32(0.0137) / np.float32(448), 2.0**-15, 1]], np.float32))
 
 
-def test_block_scale_of_the_smallest_weights_is_a_normal_number() -> None:
-    scale = BLOCK.scale(np.array([[1e-45, 1e-38, 1.0, 0.0]], np.float32))
+@pytest.mark.parametrize("scheme", [CHANNEL, BLOCK], ids=["channel", "block"])
+def test_scale_of_the_smallest_weights_is_a_normal_number(scheme: Scheme) -> None:
+    scale = scheme.scale(np.array([[1e-45, 1e-38, 1.0, 0.0]], np.float32))
     np.testing.assert_array_equal(scale, np.array([[2.0**-126, 2.0**-126, 1 / 448, 1.0]], np.float32))
 
 
@@ -55,11 +70,20 @@ def test_golden_bytes_of_one_tensor() -> None:
     weight = torch.tensor(
         [[448.0, -448.0, 1.0, -1.0], [0.0, 240.0, 2.0**-9, 17.0], [18.0, 19.0, 465.0 / 464, 2.0**-10]]
     )
-    scale = group_scale(group_absmax(weight, None), TENSOR)
+    scale = group_scale(group_absmax(weight, TENSOR.group), TENSOR)
     assert scale.item() == 1.0
-    codes = encode(weight, scale, None).view(torch.uint8)
+    codes = encode(weight, scale, TENSOR.group).view(torch.uint8)
     # 17 lies between 16 (0x58) and 18 (0x59) and goes to the even code, 19 between 18 and 20 (0x5a) likewise.
     assert codes.tolist() == [[0x7E, 0xFE, 0x38, 0xB8], [0x00, 0x77, 0x01, 0x58], [0x59, 0x5A, 0x38, 0x00]]
+
+
+def test_golden_bytes_of_rows() -> None:
+    weight = torch.tensor([[0.5, -0.25, 0.1, 0.003], [0.0, -0.0, 0.0, 0.0], [-896.0, 2.0, 17.0, 1.0]])
+    scale = group_scale(group_absmax(weight, CHANNEL.group), CHANNEL)
+    assert scale.tolist() == [[float(np.float32(0.5) / np.float32(448))], [1.0], [2.0]]
+    codes = encode(weight, scale, CHANNEL.group).view(torch.uint8)
+    # 17 / 2 lies between 8 (0x50) and 9 (0x51) and goes to the even code.
+    assert codes.tolist() == [[0x7E, 0xF6, 0x6B, 0x43], [0x00, 0x80, 0x00, 0x00], [0xFE, 0x38, 0x50, 0x30]]
 
 
 def test_golden_bytes_of_blocks() -> None:
@@ -67,29 +91,151 @@ def test_golden_bytes_of_blocks() -> None:
     weight[0, :4] = torch.tensor([0.5, -0.25, 0.1, 0.003])
     weight[127, 255] = 896.0
     weight[0, 128] = -1.0
-    scale = group_scale(group_absmax(weight, 128), BLOCK)
+    scale = group_scale(group_absmax(weight, BLOCK.group), BLOCK)
     assert scale.tolist() == [[float(np.float32(0.5) / np.float32(448)), 2.0]]
-    codes = encode(weight, scale, 128).view(torch.uint8)
+    codes = encode(weight, scale, BLOCK.group).view(torch.uint8)
     assert codes[0, :4].tolist() == [0x7E, 0xF6, 0x6B, 0x43]
     assert codes[127, 255] == 0x7E
     assert codes[0, 128] == 0xB0
     assert int((codes != 0).sum()) == 6
 
 
-@schemes
-def test_config_is_what_engines_read(scheme: Scheme) -> None:
+@pytest.mark.parametrize(("scheme", "block"), [(TENSOR, None), (BLOCK, [128, 128])], ids=["tensor", "block"])
+def test_fp8_config_is_what_engines_read(scheme: Scheme, block: list[int] | None) -> None:
     assert scheme.config(["lm_head"]) == {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
-        "weight_block_size": None if scheme is TENSOR else [128, 128],
+        "weight_block_size": block,
         "ignored_layers": ["lm_head"],
         "modules_to_not_convert": ["lm_head"],
     }
 
 
+COMPRESSED = [
+    (TENSOR_COMPRESSED, {"strategy": "tensor"}, {"strategy": "token"}),
+    (CHANNEL, {"strategy": "channel"}, {"strategy": "token"}),
+    (
+        BLOCK_COMPRESSED,
+        {"strategy": "block", "block_structure": [128, 128]},
+        {"strategy": "group", "group_size": 128},
+    ),
+]
+
+
+@pytest.mark.parametrize(("scheme", "weights", "activations"), COMPRESSED, ids=["tensor", "channel", "block"])
+def test_config_is_what_compressed_tensors_reads(
+    scheme: Scheme, weights: dict[str, object], activations: dict[str, object]
+) -> None:
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+
+    found = scheme.config(["lm_head"])
+    number = {"num_bits": 8, "type": "float", "symmetric": True}
+    assert found == {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**number, "dynamic": False, **weights},
+                "input_activations": {**number, "dynamic": True, **activations},
+            }
+        },
+        "ignore": ["lm_head"],
+    }
+    read = QuantizationConfig.model_validate(found)
+    assert read.quantization_status == QuantizationStatus.COMPRESSED
+    assert read.ignore == ["lm_head"]
+
+
+@pytest.mark.parametrize("scheme", [row[0] for row in COMPRESSED], ids=["tensor", "channel", "block"])
+def test_compressed_tensors_decompresses_it(scheme: Scheme) -> None:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(5))
+    scale = group_scale(group_absmax(weight, scheme.group), scheme)
+    codes = encode(weight, scale, scheme.group)
+    config = QuantizationConfig.model_validate(scheme.config([]))
+    stored = {"weight": codes, "weight_scale": scale.reshape(scheme.scale_shape((256, 384)))}
+    compressor = BaseCompressor.get_value_from_registry(config.format)
+    found = compressor.decompress(stored, config.config_groups["group_0"])["weight"]
+    assert torch.equal(found, decode(codes, scale, scheme.group))
+
+
+def test_every_name_has_a_default_and_every_format_is_found() -> None:
+    for scheme in VARIANTS:
+        assert find_scheme(scheme.name, scheme.format, scheme.scale_format) == scheme
+        assert find_scheme(scheme.name) == SCHEMES[scheme.name]
+    assert len({scheme.suffix for scheme in VARIANTS}) == len(VARIANTS)
+    with pytest.raises(UsageError) as caught:
+        find_scheme("channel", "fp8")
+    assert (caught.value.message, caught.value.hint) == (
+        "the format fp8 has no scheme channel",
+        "use --format compressed-tensors",
+    )
+
+
+@pytest.mark.parametrize(("name", "format"), [("tensor", "fp8"), ("channel", None), ("block", "compressed-tensors")])
+def test_ue8m0_scales_are_refused_elsewhere(name: str, format: str | None) -> None:
+    with pytest.raises(UsageError) as caught:
+        find_scheme(name, format, "ue8m0")
+    assert caught.value.message == (
+        f"--scheme {name} has no ue8m0 scales in the {format or 'compressed-tensors'} format"
+    )
+    assert caught.value.hint == "use --scheme block --format fp8"
+
+
+@pytest.mark.parametrize("exponent", range(-126, 120))
+def test_ue8m0_scales_are_the_least_powers_of_two_that_hold_the_largest_weight(exponent: int) -> None:
+    power = np.float32(2.0**exponent)
+    largest = np.float32(448) * power
+    absmax = np.array([[np.nextafter(largest, np.float32(0)), largest, np.nextafter(largest, np.float32(np.inf))]])
+    expected = np.array([[power, power, 2 * power]], np.float32)
+    np.testing.assert_array_equal(BLOCK_UE8M0.scale(absmax), expected)
+    torch_s = group_scale(torch.from_numpy(absmax), BLOCK_UE8M0)
+    np.testing.assert_array_equal(torch_s.numpy(), expected)
+
+
+@given(absmax=st.floats(0, 2.0**127, width=32))
+def test_ue8m0_scales_are_powers_of_two(absmax: float) -> None:
+    scale = BLOCK_UE8M0.scale(np.array([[absmax]], np.float32)).item()
+    mantissa, exponent = math.frexp(scale)
+    assert mantissa == 0.5
+    assert absmax <= 448 * scale
+    assert absmax > 224 * scale or exponent == -125 or absmax == 0
+
+
+def test_golden_bytes_of_blocks_under_ue8m0_scales() -> None:
+    weight = torch.zeros(128, 384)
+    weight[0, :4] = torch.tensor([0.5, -0.25, 0.1, 0.003])
+    weight[5, 128] = 449.0
+    scale = group_scale(group_absmax(weight, BLOCK_UE8M0.group), BLOCK_UE8M0)
+    assert scale.tolist() == [[2.0**-9, 2.0, 1.0]]
+    codes = encode(weight, scale, BLOCK_UE8M0.group).view(torch.uint8)
+    # 256, -128, 51.2 -> 52, 1.536 -> 1.5 and 224.5 -> 224.
+    assert codes[0, :4].tolist() == [0x78, 0xF0, 0x65, 0x3C]
+    assert codes[5, 128] == 0x76
+
+
+def test_ue8m0_config_says_so() -> None:
+    found = BLOCK_UE8M0.config(["lm_head"])
+    assert found.pop("scale_fmt") == "ue8m0"
+    assert found == BLOCK.config(["lm_head"])
+
+
+def test_stored_shapes() -> None:
+    assert TENSOR.scale_shape((384, 256)) == ()
+    assert TENSOR_COMPRESSED.scale_shape((384, 256)) == (1,)
+    assert BLOCK_COMPRESSED.scale_shape((384, 256)) == (3, 2)
+    assert CHANNEL.scale_shape((384, 256)) == (384, 1)
+    assert BLOCK.scale_shape((384, 256)) == (3, 2)
+
+
 def test_blocks_need_multiples_of_128_both_ways() -> None:
     assert BLOCK.misfit((256, 128)) is None
-    assert BLOCK.misfit((192, 128)) == "192 x 128 is not a multiple of 128 both ways"
-    assert BLOCK.misfit((128, 960)) == "128 x 960 is not a multiple of 128 both ways"
+    assert BLOCK.misfit((192, 128)) == "192 x 128 does not divide into 128 x 128 blocks"
+    assert BLOCK.misfit((128, 960)) == "128 x 960 does not divide into 128 x 128 blocks"
     assert TENSOR.misfit((3, 5)) is None
+    assert CHANNEL.misfit((3, 5)) is None

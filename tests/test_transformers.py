@@ -1,4 +1,4 @@
-"""transformers loads a block output on the CPU and computes with the weights we wrote."""
+"""transformers loads outputs on the CPU and computes with the weights we wrote."""
 
 from __future__ import annotations
 
@@ -11,31 +11,28 @@ import torch
 from safetensors.torch import save_file
 
 import tiny
-from openquant import PackedLinear, compress
+from openquant import compress
 from openquant.models import MODELS
+from openquant.packed import decode
+from openquant.schemes import BLOCK, CHANNEL, VARIANTS, Scheme
 
 # The exceptions are in the registry (split experts that it wants stacked); the wrapped models are read as a whole.
 ARCHITECTURES = [
     name
     for name in tiny.ARCHITECTURES
-    if MODELS[name].transformers_reads_blocks and "block" not in {refusal.scheme for refusal in MODELS[name].refused}
+    if MODELS[name].transformers_reads_blocks and MODELS[name].refusal(BLOCK) is None
 ]
 # It leaves draft layers out: those of a model of two layers.
 DRAFT = "model.layers.2."
 
 
-def dequantized(output: Path, target: Path) -> Path:
+def dequantized(output: Path, target: Path, scheme: Scheme) -> Path:
     """The same model in bfloat16, with the weights that codes and scales stand for."""
     target.mkdir()
-    tensors = tiny.read(output)
-    scales = {name.removesuffix(".weight_scale_inv"): name for name in tensors if name.endswith(".weight_scale_inv")}
-    weights = {}
-    for name, tensor in tensors.items():
-        module = name.removesuffix(".weight")
-        if name.endswith(".weight") and module in scales:
-            weights[name] = PackedLinear(tensor, tensors[scales[module]]).dequantized(torch.bfloat16)
-        elif not name.endswith(".weight_scale_inv"):
-            weights[name] = tensor
+    weights = tiny.read(output)
+    for name in [name for name in weights if name.endswith(f".{scheme.scale_name}")]:
+        module, scale = name.removesuffix(f".{scheme.scale_name}"), weights.pop(name)
+        weights[f"{module}.weight"] = decode(weights[f"{module}.weight"], scale, scheme.group).to(torch.bfloat16)
     save_file(weights, target / "model.safetensors", {"format": "pt"})
     config = json.loads((output / "config.json").read_text())
     del config["quantization_config"]
@@ -43,14 +40,14 @@ def dequantized(output: Path, target: Path) -> Path:
     return target
 
 
-def logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
+def logits(directory: Path, tokens: torch.Tensor, **options: object) -> torch.Tensor:
     import transformers
 
     architecture = json.loads((directory / "config.json").read_text())["architectures"][0]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, report = getattr(transformers, architecture).from_pretrained(
-            directory, dtype=torch.bfloat16, output_loading_info=True
+            directory, dtype=torch.bfloat16, output_loading_info=True, **options
         )
         assert not report["missing_keys"], report["missing_keys"]
         unexpected = [name for name in report["unexpected_keys"] if not name.startswith(DRAFT)]
@@ -59,14 +56,64 @@ def logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
             return model.eval()(input_ids=tokens).logits.float()
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_block_output_computes_what_its_dequantized_weights_do(tmp_path: Path, architecture: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "scale_format"),
+    [
+        (name, kind)
+        for name in ARCHITECTURES
+        for kind in ("float", "ue8m0")
+        if kind == "float" or name in tiny.HAND_MADE
+    ],
+)
+def test_block_output_computes_what_its_dequantized_weights_do(
+    tmp_path: Path, architecture: str, scale_format: str
+) -> None:
     source = tiny.write(tmp_path / "source", architecture)
-    compress(source, tmp_path / "out", "block")
+    compress(source, tmp_path / "out", "block", scale_format=scale_format)
     tokens = torch.randint(10, 500, (1, 32), generator=torch.Generator().manual_seed(0))
     found = logits(tmp_path / "out", tokens)
-    expected = logits(dequantized(tmp_path / "out", tmp_path / "plain"), tokens)
+    expected = logits(dequantized(tmp_path / "out", tmp_path / "plain", BLOCK), tokens)
     bfloat16 = logits(source, tokens)
     assert (found - expected).norm() / expected.norm() < 0.01
     # The bound means something: the source itself is further away.
     assert (found - bfloat16).norm() / bfloat16.norm() > 0.015
+
+
+COMPRESSED = [
+    (scheme, architecture)
+    for scheme in VARIANTS
+    for architecture in ARCHITECTURES
+    if scheme is CHANNEL or (scheme.package and architecture in tiny.HAND_MADE and not MODELS[architecture].experts)
+]
+
+
+@pytest.mark.parametrize(("scheme", "architecture"), COMPRESSED, ids=lambda value: getattr(value, "suffix", value))
+def test_compressed_tensors_output_is_decompressed_to_what_it_stands_for(
+    tmp_path: Path, scheme: Scheme, architecture: str
+) -> None:
+    """By compressed-tensors, as the weights are loaded."""
+    from transformers import CompressedTensorsConfig
+
+    source = tiny.write(tmp_path / "source", architecture)
+    compress(source, tmp_path / "out", scheme.name, format=scheme.format)
+    tokens = torch.randint(10, 500, (1, 32), generator=torch.Generator().manual_seed(0))
+    expected = logits(dequantized(tmp_path / "out", tmp_path / "plain", scheme), tokens)
+    options = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+    assert torch.equal(logits(tmp_path / "out", tokens, **options), expected)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "architecture"),
+    [(scheme, architecture) for scheme, architecture in COMPRESSED if architecture in tiny.HAND_MADE],
+    ids=lambda value: getattr(value, "suffix", value),
+)
+def test_compressed_tensors_output_is_computed_with_rounded_activations(
+    tmp_path: Path, scheme: Scheme, architecture: str
+) -> None:
+    """As it is loaded by default: scales rounded to bfloat16 and activations to FP8."""
+    source = tiny.write(tmp_path / "source", architecture)
+    compress(source, tmp_path / "out", scheme.name, format=scheme.format)
+    tokens = torch.randint(10, 500, (1, 32), generator=torch.Generator().manual_seed(0))
+    expected = logits(dequantized(tmp_path / "out", tmp_path / "plain", scheme), tokens)
+    found = logits(tmp_path / "out", tokens)
+    assert 0 < (found - expected).norm() / expected.norm() < 0.15

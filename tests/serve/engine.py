@@ -31,6 +31,8 @@ from vllm.distributed import ensure_model_parallel_initialized, init_distributed
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import CompressedTensorsMoEMethod
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model
@@ -39,6 +41,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 # A quantized checkpoint's missing parameters are no error without this (model_loader/default_loader.py:505).
 TRACKED = {"enable_weights_track": True}
+QUANTIZED = (Fp8LinearMethod, Fp8MoEMethod, CompressedTensorsLinearMethod, CompressedTensorsMoEMethod)
 PROMPTS, LENGTH = 4, 64
 
 
@@ -89,7 +92,7 @@ def layers(directory: Path) -> dict[str, Any]:
         with set_default_torch_dtype(torch.bfloat16):
             model = initialize_model(config)
         quantized = {
-            getattr(module, "layer_name", name): isinstance(module.quant_method, Fp8LinearMethod | Fp8MoEMethod)
+            getattr(module, "layer_name", name): isinstance(module.quant_method, QUANTIZED)
             for name, module in model.named_modules()
             if isinstance(module, LinearBase | RoutedExperts)
         }

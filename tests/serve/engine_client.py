@@ -190,11 +190,14 @@ def rewrite(
 def dequantize(source: Path, target: Path) -> Path:
     """The same model with its FP8 weights multiplied out to bfloat16: no scale is left to get wrong."""
     config = json.loads((source / "config.json").read_text())
-    block = (quantization := config.pop("quantization_config"))["weight_block_size"]
-    scheme = SCHEMES["block" if block else "tensor"]
-    assert quantization["quant_method"] == "fp8"
+    quantization = config.pop("quantization_config")
+    (scheme,) = (
+        scheme
+        for scheme in SCHEMES.values()
+        if {key: value for key, value in quantization.items() if key not in scheme.ignored_keys} == scheme.settings
+    )
     tensors = tiny.read(source)
     for name in [name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn]:
         scale = tensors.pop(f"{name.removesuffix('.weight')}.{scheme.scale_name}")
-        tensors[name] = decode(tensors[name], scale, scheme.block).to(torch.bfloat16)
+        tensors[name] = decode(tensors[name], scale, scheme.group).to(torch.bfloat16)
     return rewrite(source, target, tensors, config)
