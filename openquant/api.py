@@ -18,6 +18,7 @@ from .card import model_card
 from .checkpoint import INDEX_FILE, Checkpoint, open_checkpoint, readable
 from .convert import convert, worker_memory
 from .errors import SourceError, UsageError
+from .fetch import MEMORY as FETCH_MEMORY
 from .fetch import Supply, scratch_bytes, source_needs
 from .hub import Source, find_source, silent
 from .output import SOURCE, WORK, OutputDirectory, finished_files, refuse_overlap
@@ -245,10 +246,12 @@ def _prepare(
         raise UsageError("-o is empty", "give a directory, or leave -o out")
     target = Path(output) if output is not None else _default_output(source, scheme)
     refuse_overlap(source.root, target)
-    return _Prepared(source, checkpoint, identity, plan, target, _affordable(workers, plan, max_memory), stream)
+    fetching = FETCH_MEMORY if stream and source.remote else 0
+    workers = _affordable(workers, plan, max_memory, fetching)
+    return _Prepared(source, checkpoint, identity, plan, target, workers, stream)
 
 
-def _affordable(workers: int, plan: Plan, max_memory: int | None) -> int:
+def _affordable(workers: int, plan: Plan, max_memory: int | None, fetching: int) -> int:
     """As many of the workers as the memory allows.
 
     Raises:
@@ -256,7 +259,7 @@ def _affordable(workers: int, plan: Plan, max_memory: int | None) -> int:
     """
     if max_memory is None:
         return workers
-    held, each = peak_rss(), worker_memory(plan)
+    held, each = peak_rss() + fetching, worker_memory(plan)
     if max_memory < held + each:
         raise UsageError(
             f"a memory of {max_memory:,} bytes is too little: this model takes {held + each:,} with a single worker",

@@ -27,6 +27,8 @@ AT_ONCE = 3
 # A streamed shard comes in pieces of so many bytes, so many at a time.
 PIECE = 8 << 20
 PIECES = 4
+# What that takes in memory: what has arrived, and what the client still holds of it.
+MEMORY = 2 * PIECES * PIECE
 
 
 def source_needs(source: Source, plan: Plan, outputs: Sequence[str] | None = None) -> dict[str, list[str]]:

@@ -12,6 +12,7 @@ import pytest
 
 import tiny
 from conftest import ROOT, tree
+from loopback_hub import LoopbackHub
 from openquant import compress
 from openquant.plan import Shard
 from openquant.ranks import Ranks
@@ -23,7 +24,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def torchrun(
-    ranks: int, *arguments: object, script: Path = ROOT / "compress_fp8.py"
+    ranks: int, *arguments: object, script: Path = ROOT / "compress_fp8.py", **more: str
 ) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable,
@@ -34,7 +35,7 @@ def torchrun(
         str(ranks),
         str(script),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **more}
     return subprocess.run(
         [*command, *map(str, arguments)],
         capture_output=True,
@@ -141,3 +142,21 @@ def test_the_environment_of_torchrun_is_understood() -> None:
     }
     assert Ranks.from_environment(told) == Ranks(5, 8, 1, 4)
     assert Ranks.from_environment({"RANK": "5"}) == Ranks()
+
+
+def test_ranks_stream_and_publish(tmp_path: Path, source: Path) -> None:
+    """Each fetches and uploads for its own shards; the first one commits."""
+    with LoopbackHub(tmp_path / "hub") as hub:
+        hub.repositories["org/name"] = source
+        settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+        arguments = ["-m", "org/name", "-o", tmp_path / "out", "--stream", "--push-to-hub", "user/name", "--push-only"]
+        done = torchrun(2, *arguments, "--json", **settings, HF_TOKEN="hf_x")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["repository"] == "user/name"
+        found = {name: path.read_bytes() for name, path in hub.files("user/name").items()}
+        assert set(hub.uploads.values()) == {1}
+        assert len(hub.commits("user/name")) == 2
+    compress(source, tmp_path / "one")
+    expected = tree(tmp_path / "one")
+    assert {name for name in expected if found.get(name) != expected[name]} == {"README.md", ".openquant.json"}
+    assert not list((tmp_path / "out").rglob("*.safetensors"))
