@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -184,6 +183,7 @@ class _Interrupts:
             # A shell has its background jobs ignore SIGINT, and so it stays.
             if self.previous[number] is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
+        sys.unraisablehook = self._unraisable
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -191,16 +191,25 @@ class _Interrupts:
         if not self.requested:
             for number, handler in self.previous.items():
                 signal.signal(number, handler)
+        sys.unraisablehook = sys.__unraisablehook__
 
     def _handle(self, *_: object) -> None:
         self.requested = True
         self.ignore()
         raise KeyboardInterrupt
 
+    @staticmethod
+    def _unraisable(what: sys.UnraisableHookArgs) -> None:
+        # That it was dropped is remembered, and no news to the user.
+        if what.exc_type is not KeyboardInterrupt:
+            sys.__unraisablehook__(what)
+
     def ignore(self) -> None:
         """A second signal changes nothing: leaving is under way, and quick."""
-        for number in self.previous:
-            signal.signal(number, signal.SIG_IGN)
+        for number, handler in self.previous.items():
+            # Not SIG_IGN: Python complains of a signal that came just before that.
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, lambda *_: None)
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if one was asked for."""
@@ -225,10 +234,8 @@ def _run(parser: _Parser, arguments: Sequence[str] | None) -> int:
         except KeyboardInterrupt:
             if _speaks():
                 _fail("interrupted", "run the same command again to continue", as_json)
-            if threading.active_count() > 1:
-                # Python would wait for what huggingface_hub's pools still do, daemons or not.
-                os._exit(EXIT_INTERRUPTED)
-            return EXIT_INTERRUPTED
+            # All is let go of. Python would wait for what huggingface_hub's pools still do, and die of another signal.
+            os._exit(EXIT_INTERRUPTED)
 
 
 def _mend_streams() -> None:

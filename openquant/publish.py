@@ -99,7 +99,7 @@ class Publisher:
             )
         weights = (name for name in present if "/" not in name and name.endswith((".safetensors", ".index.json")))
         foreign = [name for name in weights if name not in {*self.shards, "model.safetensors.index.json"}]
-        if len(self.shards) == 1 and "model.safetensors.index.json" in present:
+        if self.shards == ["model.safetensors"] and "model.safetensors.index.json" in present:
             foreign.append("model.safetensors.index.json")
         if foreign:
             raise PushError(
