@@ -36,7 +36,7 @@ class Result:
         model: as it was asked for.
         revision: the source's commit on the Hub, or None.
         output: the output directory.
-        scheme: "tensor", "channel" or "block".
+        scheme: "tensor", "channel", "block" or "mxfp8".
         architecture: the registry's entry that the plan was made by.
         dry_run: whether nothing was written.
         source_bytes: size of the source's tensors.
@@ -114,7 +114,7 @@ def compress(
     scheme: str = "tensor",
     *,
     format: str | None = None,
-    scale_format: str = "float",
+    scale_format: str | None = None,
     ignore: Sequence[str] = (),
     architecture: str | None = None,
     dry_run: bool = False,
@@ -133,12 +133,14 @@ def compress(
     Args:
         model: a local directory, or a Hub repository `org/name` or `org/name@revision`.
         output: directory to write; if None, in the working directory, named `<name>-FP8`, for channel
-            `<name>-FP8-dynamic`, for block `<name>-FP8-W128`; tensor and block in the compressed-tensors format have
-            `-CT` added, ue8m0 scales `-UE8M0`.
-        scheme: "tensor" (one scale per joined set), "channel" (one per output row) or "block" (one per 128x128 block).
-        format: "fp8" or "compressed-tensors", how that is serialized; "fp8" if None, but for channel, which has only
-            the other.
-        scale_format: "float", or for block in the fp8 format "ue8m0": scales rounded up to powers of two.
+            `<name>-FP8-dynamic`, for block `<name>-FP8-W128`, for mxfp8 `<name>-MXFP8`; tensor and block in the
+            compressed-tensors format have `-CT` added, block with ue8m0 scales `-UE8M0`.
+        scheme: "tensor" (one scale per joined set), "channel" (one per output row), "block" (one per 128x128 block)
+            or "mxfp8" (one per 32 inputs of a row).
+        format: "fp8" or "compressed-tensors", how that is serialized; "fp8" if None, but for channel and mxfp8, which
+            have only the other.
+        scale_format: "float", or "ue8m0" (scales rounded up to powers of two): for block in the fp8 format either,
+            "float" if None; mxfp8 has only the latter, all else only the former.
         ignore: patterns over module names that stay unquantized.
         architecture: plan by this entry of the registry although config.json names another class; "generic" goes by
             names and shapes alone.

@@ -57,25 +57,26 @@ def _add_compress_arguments(parser: argparse.ArgumentParser) -> None:
         "-o",
         "--output",
         metavar="DIR",
-        help="directory to write (default: ./NAME-FP8, for channel ./NAME-FP8-dynamic, for block ./NAME-FP8-W128, "
-        "and -CT for tensor and block in the compressed-tensors format, -UE8M0 for such scales; "
-        "run inside the source: beside it)",
+        help="directory to write (default: ./NAME-FP8, for channel ./NAME-FP8-dynamic, for block ./NAME-FP8-W128, for "
+        "mxfp8 ./NAME-MXFP8; -CT is added for tensor and block in the compressed-tensors format, -UE8M0 for block with "
+        "such scales; run inside the source: beside it)",
     )
     parser.add_argument(
         "--scheme",
-        choices=("tensor", "channel", "block"),
-        help="tensor: one scale per tensor (default); channel: per output row; block: per 128x128 block",
+        choices=("tensor", "channel", "block", "mxfp8"),
+        help="tensor: one scale per tensor (default); channel: per output row; block: per 128x128 block; "
+        "mxfp8: per 32 inputs of a row",
     )
     parser.add_argument(
         "--format",
         choices=("fp8", "compressed-tensors"),
-        help="how it is serialized (default: fp8 for tensor and block; channel has only compressed-tensors)",
+        help="how it is serialized (default: fp8 for tensor and block; channel and mxfp8 have only compressed-tensors)",
     )
     parser.add_argument(
         "--scale-format",
         choices=("float", "ue8m0"),
-        default="float",
-        help="ue8m0: scales that are powers of two, for --scheme block in the fp8 format (default: float)",
+        help="ue8m0: scales that are powers of two, for --scheme block in the fp8 format (default: float; mxfp8 has "
+        "only ue8m0)",
     )
     parser.add_argument("-w", "--block-size", type=int, metavar="128", help="short form of --scheme block")
     parser.add_argument(

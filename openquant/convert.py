@@ -364,13 +364,14 @@ class _Worker:
     def _quantize(self, piece: Piece, scale_place: int, shared: Floats | None, file: ShardFile) -> None:
         matrix, group, place = piece.matrix, self.scheme.group, piece.target
         if shared is not None:
-            file.write(self.scheme.scale(shared), scale_place)
+            file.write(self.scheme.stored(self.scheme.scale(shared)), scale_place)
         for bits in self._rows(matrix, group[0] or 1):
             weight = self.kernels.load(bits, matrix.dtype)
             if shared is None:
                 scale = self.scheme.scale(self._finite(matrix, self.kernels.absmax(weight, matrix.dtype, group)))
-                file.write(scale, scale_place)
-                scale_place += scale.nbytes
+                stored = self.scheme.stored(scale)
+                file.write(stored, scale_place)
+                scale_place += stored.nbytes
             else:
                 scale = self.scheme.scale(shared)
             slot = self._slot()

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from .schemes import CODE_MAX, VARIANTS, Group, Scheme, find_scheme, grid_of
 
+_SCALE_DTYPES = {"F32": torch.float32, "U8": torch.uint8}
+
 
 def group_absmax(weight: Tensor, group: Group) -> Tensor:
     """Largest absolute weight of each group that shares a scale, float32 [out/height, in/width]."""
@@ -20,6 +22,12 @@ def group_scale(absmax: Tensor, scheme: Scheme) -> Tensor:
     if scheme.power_of_two:
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
     return torch.where(absmax == 0, torch.ones_like(scale), scale)
+
+
+def stored_scale(scale: Tensor, scheme: Scheme, shape: tuple[int, int]) -> Tensor:
+    """The scales of a weight [out, in] as they are written, as Scheme.stored."""
+    scale = scale.reshape(scheme.scale_shape(shape))
+    return (scale.view(torch.int32) >> 23).to(torch.uint8) if scheme.scale_dtype == "U8" else scale
 
 
 def encode(weight: Tensor, scale: Tensor, group: Group) -> Tensor:
@@ -40,7 +48,9 @@ def _grouped(weight: Tensor, group: Group) -> Tensor:
 
 
 def _beside(scale: Tensor, weight: Tensor, group: Group) -> Tensor:
-    """A scale in the shape that broadcasts over the grouped weight."""
+    """A scale, computed or stored, as float32 in the shape that broadcasts over the grouped weight."""
+    if scale.dtype == torch.uint8:
+        scale = (scale.to(torch.int32) << 23).view(torch.float32)
     down, along = grid_of(group, weight.shape)
     return scale.reshape(down, 1, along, 1)
 
@@ -50,7 +60,7 @@ class PackedLinear(nn.Module):
 
     Args:
         weight: float8_e4m3fn codes [out, in].
-        scale: float32, of the shape that one of the schemes stores for such a weight.
+        scale: of the dtype and shape that one of the schemes stores for such a weight.
         bias: [out] or None, as the source has it.
         format: how it is serialized, where two formats differ only in the scale's name; the scheme's default if None.
 
@@ -70,7 +80,7 @@ class PackedLinear(nn.Module):
             for scheme in VARIANTS
             if scheme.misfit(shape) is None
             and scheme.scale_shape(shape) == scale.shape
-            and scale.dtype == torch.float32
+            and scale.dtype == _SCALE_DTYPES[scheme.scale_dtype]
             and format in (None, scheme.format)
         ]
         if not fitting:
@@ -82,7 +92,7 @@ class PackedLinear(nn.Module):
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, scheme: str = "tensor", format: str | None = None, scale_format: str = "float"
+        cls, linear: nn.Linear, scheme: str = "tensor", format: str | None = None, scale_format: str | None = None
     ) -> PackedLinear:
         """Quantize one Linear on its own, without the scale it would share with joined layers.
 
@@ -102,11 +112,11 @@ class PackedLinear(nn.Module):
             raise ValueError(f"the weight reaches {absmax.item():g}, engines load at most {chosen.largest:g}")
         scale = group_scale(absmax, chosen)
         bias = None if linear.bias is None else linear.bias.detach()
-        return cls(encode(weight, scale, chosen.group), scale.reshape(chosen.scale_shape(shape)), bias, chosen.format)
+        return cls(encode(weight, scale, chosen.group), stored_scale(scale, chosen, shape), bias, chosen.format)
 
     @property
     def scale(self) -> Tensor:
-        """The float32 scale, under whichever name it is stored."""
+        """The scale as it is stored, under whichever name."""
         return self.get_buffer(self.scheme.scale_name)
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:

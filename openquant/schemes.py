@@ -19,7 +19,6 @@ from .checkpoint import TensorInfo
 from .errors import UsageError
 
 CODE_DTYPE = "F8_E4M3"
-SCALE_DTYPE = "F32"
 CODE_MAX = np.float32(448)
 
 Floats = npt.NDArray[np.float32]
@@ -36,6 +35,7 @@ class Scheme:
         group: rows and columns that share a scale; all of both is one scale per joined set.
         scale_name: last part of the scale's tensor name.
         scale_axes: axes of the stored scale: 2 for the grid, 1 or 0 for a single one.
+        scale_dtype: what it is stored as: "F32", or "U8" for the exponent field of a power of two (E8M0).
         scale_floor: the smallest scale of anything that is not all zero.
         largest: the largest weight the engine can load; None without a limit.
         suffix: ending of the default output directory.
@@ -68,6 +68,7 @@ class Scheme:
     experts: bool = True
     follows_rows: bool = True
     power_of_two: bool = False
+    scale_dtype: str = "F32"
 
     @property
     def format(self) -> str:
@@ -88,7 +89,7 @@ class Scheme:
         """The code tensor [out, in] and the scale tensor of one layer."""
         return (
             TensorInfo(f"{module}.weight", CODE_DTYPE, shape),
-            TensorInfo(f"{module}.{self.scale_name}", SCALE_DTYPE, self.scale_shape(shape)),
+            TensorInfo(f"{module}.{self.scale_name}", self.scale_dtype, self.scale_shape(shape)),
         )
 
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
@@ -113,6 +114,10 @@ class Scheme:
             scale = ((scale.view(np.uint32) + np.uint32(0x7FFFFF)) & np.uint32(0xFF800000)).view(np.float32)
         return np.where(absmax == 0, np.float32(1), scale).astype(np.float32)
 
+    def stored(self, scale: Floats) -> npt.NDArray[Any]:
+        """Scales as they are written."""
+        return (scale.view(np.uint32) >> 23).astype(np.uint8) if self.scale_dtype == "U8" else scale
+
     def config(self, ignored: list[str]) -> dict[str, Any]:
         """The `quantization_config` of config.json."""
         return {**self.settings, **dict.fromkeys(self.ignored_keys, ignored)}
@@ -133,7 +138,9 @@ def _fp8(block: list[int] | None) -> dict[str, Any]:
 _FP8_IGNORED = ("ignored_layers", "modules_to_not_convert")
 
 
-def _compressed_tensors(weights: dict[str, Any], activations: dict[str, Any]) -> dict[str, Any]:
+def _compressed_tensors(
+    weights: dict[str, Any], activations: dict[str, Any], format: str = "float-quantized"
+) -> dict[str, Any]:
     """Keys of vLLM 0.32.0, layers/quantization/compressed_tensors/compressed_tensors.py:309-372."""
     number = {"num_bits": 8, "type": "float", "symmetric": True}
     group = {
@@ -143,7 +150,7 @@ def _compressed_tensors(weights: dict[str, Any], activations: dict[str, Any]) ->
     }
     return {
         "quant_method": "compressed-tensors",
-        "format": "float-quantized",
+        "format": format,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
     }
@@ -237,14 +244,34 @@ BLOCK_UE8M0 = replace(
     settings={**BLOCK.settings, "scale_fmt": "ue8m0"},
     power_of_two=True,
 )
+_MX = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+MXFP8 = Scheme(
+    "mxfp8",
+    (1, 32),
+    # vLLM 0.32.0 compressed_tensors/schemes/compressed_tensors_w8a8_mxfp8.py:45-85: uint8 [out, in / 32].
+    "weight_scale",
+    scale_axes=2,
+    scale_dtype="U8",
+    # The smallest exponent field but one; the smallest of all is a subnormal float32.
+    scale_floor=_SMALLEST,
+    largest=None,
+    suffix="-MXFP8",
+    title="one power-of-two scale per 32 inputs of a row",
+    settings=_compressed_tensors(_MX, _MX, "mxfp8-quantized"),
+    ignored_keys=("ignore",),
+    engines=("vLLM",),
+    package="compressed-tensors",
+    transformers_experts="does not multiply experts by the scales of blocks",
+    power_of_two=True,
+)
 
 # The default of each name.
-SCHEMES = {scheme.name: scheme for scheme in (TENSOR, CHANNEL, BLOCK)}
+SCHEMES = {scheme.name: scheme for scheme in (TENSOR, CHANNEL, BLOCK, MXFP8)}
 VARIANTS = (*SCHEMES.values(), TENSOR_COMPRESSED, BLOCK_COMPRESSED, BLOCK_UE8M0)
 
 
-def find_scheme(name: str, format: str | None = None, scale_format: str = "float") -> Scheme:
-    """The scheme of a name, stored in a format (None: its default) with scales of a kind.
+def find_scheme(name: str, format: str | None = None, scale_format: str | None = None) -> Scheme:
+    """The scheme of a name, stored in a format with scales of a kind; None is the default of either.
 
     Raises:
         UsageError: there is none.
@@ -257,12 +284,10 @@ def find_scheme(name: str, format: str | None = None, scale_format: str = "float
     if not of_format:
         known = " or ".join(scheme.format for scheme in of_name)
         raise UsageError(f"the format {format} has no scheme {name}", f"use --format {known}")
-    found = [scheme for scheme in of_format if scheme.scale_format == scale_format]
+    found = [scheme for scheme in of_format if scale_format in (None, scheme.scale_format)]
     if not found:
-        others = [scheme for scheme in VARIANTS if scheme.scale_format == scale_format]
-        known = " or ".join(f"--scheme {scheme.name} --format {scheme.format}" for scheme in others)
         raise UsageError(
             f"--scheme {name} has no {scale_format} scales in the {format} format",
-            f"use {known}" if others else f"use --scale-format {of_format[0].scale_format}",
+            "leave --scale-format out: block in the fp8 format has float and ue8m0 scales, mxfp8 ue8m0, all else float",
         )
     return found[0]

@@ -90,6 +90,9 @@ def test_json_is_one_object_for_runs_and_dry_runs(run: Run, tmp_path: Path) -> N
     assert json.loads(again.stdout)["resumed"] is True
 
 
+SCALE_FORMATS = (
+    "leave --scale-format out: block in the fp8 format has float and ue8m0 scales, mxfp8 ue8m0, all else float"
+)
 ERRORS = [
     (["-m", "nowhere/at/all"], "nowhere/at/all does not exist, and is no Hub repository id either", "check the path"),
     (["-m", ""], "-m is empty", "give a directory or a Hub repository such as Qwen/Qwen3-0.6B"),
@@ -101,7 +104,9 @@ ERRORS = [
     (["-m", EXAMPLE, "--scheme", "channel", "--format", "fp8"], "the format fp8 has no scheme channel",
      "use --format compressed-tensors"),
     (["-m", EXAMPLE, "--scale-format", "ue8m0"], "--scheme tensor has no ue8m0 scales in the fp8 format",
-     "use --scheme block --format fp8"),
+     SCALE_FORMATS),
+    (["-m", EXAMPLE, "--scheme", "mxfp8", "--scale-format", "float"],
+     "--scheme mxfp8 has no float scales in the compressed-tensors format", SCALE_FORMATS),
     (["-m", EXAMPLE, "--format", "gguf"], "argument --format: invalid choice: 'gguf' (choose from", "see compress_fp8.py --help"),
     (["-m", EXAMPLE, "--scheme", "int4"], "argument --scheme: invalid choice: 'int4' (choose from", "see compress_fp8.py --help"),
     (["-m", EXAMPLE, "--workers", "0"], "0 workers cannot work", "give --workers 1 or more"),

@@ -17,7 +17,7 @@ import tiny
 from conftest import tree
 from openquant import compress
 from openquant.errors import PlanError, SourceError
-from openquant.packed import encode, group_absmax, group_scale
+from openquant.packed import encode, group_absmax, group_scale, stored_scale
 from openquant.patterns import compile_any
 from openquant.schemes import SCHEMES, VARIANTS, Scheme
 
@@ -63,7 +63,7 @@ def expected_output(weights: dict[str, torch.Tensor], quantized: set[str], schem
             absmax = torch.stack([group_absmax(weights[f"{m}.weight"], scheme.group) for m in members]).amax(0)
         scale = group_scale(absmax, scheme)
         found[name] = encode(weight, scale, scheme.group)
-        found[f"{module}.{scheme.scale_name}"] = scale.reshape(scheme.scale_shape(tuple(weight.shape)))
+        found[f"{module}.{scheme.scale_name}"] = stored_scale(scale, scheme, tuple(weight.shape))
     return found
 
 

@@ -12,6 +12,7 @@ from openquant import PackedLinear
 @pytest.mark.parametrize(
     ("scheme", "format", "scale_name", "shape"),
     [
+        ("mxfp8", None, "weight_scale", (128, 8)),
         ("tensor", None, "weight_scale", ()),
         ("tensor", "compressed-tensors", "weight_scale", (1,)),
         ("channel", None, "weight_scale", (128, 1)),
@@ -27,7 +28,7 @@ def test_state_dict_holds_the_written_names_and_comes_back(
     state = packed.state_dict()
     assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()} == {
         "weight": (torch.float8_e4m3fn, (128, 256)),
-        scale_name: (torch.float32, shape),
+        scale_name: (torch.uint8 if scheme == "mxfp8" else torch.float32, shape),
         "bias": (torch.bfloat16, (128,)),
     }
     again = PackedLinear(state["weight"], state[scale_name], state["bias"], format)

@@ -13,7 +13,7 @@ from openquant.checkpoint import open_checkpoint
 from openquant.errors import PlanError, UsageError
 from openquant.models import MODELS
 from openquant.plan import Plan, make_plan
-from openquant.schemes import BLOCK, BLOCK_COMPRESSED, CHANNEL, TENSOR, TENSOR_COMPRESSED, Scheme
+from openquant.schemes import BLOCK, BLOCK_COMPRESSED, CHANNEL, MXFP8, TENSOR, TENSOR_COMPRESSED, Scheme
 
 
 def plan_of(root: Path, scheme: Scheme = TENSOR, *ignore: str) -> Plan:
@@ -279,6 +279,20 @@ def test_reordered_rows_stay_where_the_scales_would_not_follow(tmp_path: Path) -
     assert plan.notes == ()
     assert f"{attention}.q_proj" in quantized(plan_of(root, BLOCK))
     assert f"{attention}.q_proj" in quantized(plan_of(root, CHANNEL))
+
+
+def test_mxfp8_needs_32_inputs_and_no_number_of_outputs(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights["model.layers.0.mlp.down_proj.weight"] = torch.ones(251, 528, dtype=torch.bfloat16)
+    weights["model.layers.1.mlp.down_proj.weight"] = torch.ones(251, 544, dtype=torch.bfloat16)
+    root = tiny.write(tmp_path / "a", weights=weights)
+    plan = plan_of(root, MXFP8)
+    assert reason(plan, "model.layers.0.mlp.down_proj") == "251 x 528 does not divide into 1 x 32 blocks"
+    assert plan.quantized_tensors == 13
+    assert [entry.problem for entry in plan.parallel][:2] == [
+        None,
+        "model.layers.*.mlp.down_proj: 544 / 2 = 272 is not a multiple of 32",
+    ]
 
 
 def test_every_output_tensor_is_aligned_to_its_element(tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openquant.errors import UsageError
-from openquant.packed import decode, encode, group_absmax, group_scale
+from openquant.packed import decode, encode, group_absmax, group_scale, stored_scale
 from openquant.schemes import (
     BLOCK,
     BLOCK_COMPRESSED,
     BLOCK_UE8M0,
     CHANNEL,
+    MXFP8,
     SCHEMES,
     TENSOR,
     TENSOR_COMPRESSED,
@@ -112,6 +113,7 @@ def test_fp8_config_is_what_engines_read(scheme: Scheme, block: list[int] | None
     }
 
 
+MX = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
 COMPRESSED = [
     (TENSOR_COMPRESSED, {"strategy": "tensor"}, {"strategy": "token"}),
     (CHANNEL, {"strategy": "channel"}, {"strategy": "token"}),
@@ -120,10 +122,12 @@ COMPRESSED = [
         {"strategy": "block", "block_structure": [128, 128]},
         {"strategy": "group", "group_size": 128},
     ),
+    (MXFP8, MX, MX),
 ]
+KINDS = [row[0].name for row in COMPRESSED]
 
 
-@pytest.mark.parametrize(("scheme", "weights", "activations"), COMPRESSED, ids=["tensor", "channel", "block"])
+@pytest.mark.parametrize(("scheme", "weights", "activations"), COMPRESSED, ids=KINDS)
 def test_config_is_what_compressed_tensors_reads(
     scheme: Scheme, weights: dict[str, object], activations: dict[str, object]
 ) -> None:
@@ -133,7 +137,7 @@ def test_config_is_what_compressed_tensors_reads(
     number = {"num_bits": 8, "type": "float", "symmetric": True}
     assert found == {
         "quant_method": "compressed-tensors",
-        "format": "float-quantized",
+        "format": "mxfp8-quantized" if scheme is MXFP8 else "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {
             "group_0": {
@@ -149,7 +153,7 @@ def test_config_is_what_compressed_tensors_reads(
     assert read.ignore == ["lm_head"]
 
 
-@pytest.mark.parametrize("scheme", [row[0] for row in COMPRESSED], ids=["tensor", "channel", "block"])
+@pytest.mark.parametrize("scheme", [row[0] for row in COMPRESSED], ids=KINDS)
 def test_compressed_tensors_decompresses_it(scheme: Scheme) -> None:
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
@@ -158,10 +162,12 @@ def test_compressed_tensors_decompresses_it(scheme: Scheme) -> None:
     scale = group_scale(group_absmax(weight, scheme.group), scheme)
     codes = encode(weight, scale, scheme.group)
     config = QuantizationConfig.model_validate(scheme.config([]))
-    stored = {"weight": codes, "weight_scale": scale.reshape(scheme.scale_shape((256, 384)))}
+    stored = {"weight": codes, "weight_scale": stored_scale(scale, scheme, (256, 384))}
     compressor = BaseCompressor.get_value_from_registry(config.format)
     found = compressor.decompress(stored, config.config_groups["group_0"])["weight"]
-    assert torch.equal(found, decode(codes, scale, scheme.group))
+    # compressed-tensors multiplies in bfloat16 where its scales are powers of two.
+    assert torch.equal(found, decode(codes, scale, scheme.group).to(found.dtype))
+    assert torch.equal(decode(codes, stored["weight_scale"], scheme.group), decode(codes, scale, scheme.group))
 
 
 def test_every_name_has_a_default_and_every_format_is_found() -> None:
@@ -184,7 +190,7 @@ def test_ue8m0_scales_are_refused_elsewhere(name: str, format: str | None) -> No
     assert caught.value.message == (
         f"--scheme {name} has no ue8m0 scales in the {format or 'compressed-tensors'} format"
     )
-    assert caught.value.hint == "use --scheme block --format fp8"
+    assert caught.value.hint.startswith("leave --scale-format out: block in the fp8 format has float and ue8m0 scales")
 
 
 @pytest.mark.parametrize("exponent", range(-126, 120))
@@ -219,6 +225,21 @@ def test_golden_bytes_of_blocks_under_ue8m0_scales() -> None:
     assert codes[5, 128] == 0x76
 
 
+def test_golden_bytes_of_mxfp8() -> None:
+    weight = torch.zeros(2, 96)
+    weight[0, :4] = torch.tensor([0.5, -0.25, 0.1, 0.003])
+    weight[1, 32] = 449.0
+    weight[1, 95] = 1e-45
+    scale = group_scale(group_absmax(weight, MXFP8.group), MXFP8)
+    stored = MXFP8.stored(scale.numpy())
+    assert stored.tolist() == [[118, 127, 127], [127, 128, 1]]
+    assert torch.equal(stored_scale(scale, MXFP8, (2, 96)), torch.from_numpy(stored))
+    codes = encode(weight, scale, MXFP8.group).view(torch.uint8)
+    assert codes[0, :4].tolist() == [0x78, 0xF0, 0x65, 0x3C]
+    assert codes[1, 32] == 0x76
+    assert int((codes != 0).sum()) == 5
+
+
 def test_ue8m0_config_says_so() -> None:
     found = BLOCK_UE8M0.config(["lm_head"])
     assert found.pop("scale_fmt") == "ue8m0"
@@ -229,6 +250,7 @@ def test_stored_shapes() -> None:
     assert TENSOR.scale_shape((384, 256)) == ()
     assert TENSOR_COMPRESSED.scale_shape((384, 256)) == (1,)
     assert BLOCK_COMPRESSED.scale_shape((384, 256)) == (3, 2)
+    assert MXFP8.scale_shape((384, 256)) == (384, 8)
     assert CHANNEL.scale_shape((384, 256)) == (384, 1)
     assert BLOCK.scale_shape((384, 256)) == (3, 2)
 
@@ -239,3 +261,5 @@ def test_blocks_need_multiples_of_128_both_ways() -> None:
     assert BLOCK.misfit((128, 960)) == "128 x 960 does not divide into 128 x 128 blocks"
     assert TENSOR.misfit((3, 5)) is None
     assert CHANNEL.misfit((3, 5)) is None
+    assert MXFP8.misfit((3, 64)) is None
+    assert MXFP8.misfit((64, 48)) == "64 x 48 does not divide into 1 x 32 blocks"
