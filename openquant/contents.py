@@ -17,7 +17,7 @@ from .checkpoint import Checkpoint, TensorInfo
 from .errors import SourceError
 from .fates import Matrix
 from .formats import Format
-from .kernels import BITS_TYPE, CHUNK, Bits, Codes, decode, to_float32
+from .kernels import BITS_TYPE, CHUNK, Bits, Codes, decode, scale_values, to_float32
 from .schemes import Floats
 from .shardfile import Bytes, SourceFile
 
@@ -291,7 +291,7 @@ class _Worker:
         raw = np.empty(info.nbytes, np.uint8)
         with SourceFile(self.checkpoint.root / place.shard, place.shard) as file:
             file.read(raw, place.offset, info.name)
-        values = to_float32(raw.view(BITS_TYPE[info.dtype]), info.dtype).reshape(info.shape)
+        values = scale_values(raw, info.dtype).reshape(info.shape)
         wrong = ~(np.isfinite(values) & (values > 0))
         if wrong.any():
             index = np.unravel_index(int(wrong.argmax()), info.shape)
@@ -333,7 +333,7 @@ class _Decoding:
         self.form = form
         self.scale = scale
         # The scale may have been rounded once the codes were made; what float32 loses is nothing beside it.
-        self.slack = 2.0**-20 if scale_dtype == "F32" else 2.0**-8
+        self.slack = 2.0**-8 if scale_dtype in ("BF16", "F16") else 2.0**-20
         self.signal = 0.0
         self.noise = 0.0
         self.largest = 0.0
@@ -342,7 +342,9 @@ class _Decoding:
     def add(self, low: int, codes: Codes, bits: Bits, dtype: str) -> None:
         """Rows from `low` on: codes and the source's weights."""
         step = max(1, CHUNK // self.shape[1])
-        height = self.form.block[0] if self.form.block else self.shape[0]
+        height = self.form.block[0] if self.form.block else 1
+        # Where each row has scales of its own, any number of rows go together.
+        height = height if height > 1 else self.shape[0]
         top = low
         while top < low + len(codes):
             end = min(top + step, low + len(codes), (top // height + 1) * height)
@@ -372,7 +374,9 @@ class _Decoding:
     def _scale(self, top: int, count: int) -> Floats:
         """The scale of rows from `top` on, in a shape that repeats over them."""
         if self.form.block is not None:
-            return np.repeat(self.scale[top // self.form.block[0]], self.form.block[1])[: self.shape[1]]
+            height, width = self.form.block
+            rows = slice(top, top + count) if height == 1 else slice(top // height, top // height + 1)
+            return np.repeat(self.scale[rows], width, axis=1)[:, : self.shape[1]]
         if self.form.strategy == "channel":
             return self.scale[top : top + count]
         return self.scale.reshape(())

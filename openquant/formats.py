@@ -1,20 +1,27 @@
 """What a quantization_config promises of the tensors beside it, whichever tool wrote it.
 
-Two methods are read: `fp8` as vLLM 0.32.0 reads it (layers/quantization/fp8.py:106-168) and float-quantized
-`compressed-tensors` (layers/quantization/compressed_tensors/compressed_tensors.py:581-616).
+`fp8` is read as vLLM 0.32.0 reads it (layers/quantization/fp8.py:106-168), `compressed-tensors` likewise
+(layers/quantization/compressed_tensors/compressed_tensors.py:581-616 and the package's own 0.20), `modelopt` from its
+layers/quantization/modelopt.py:319-430, `mxfp4` from transformers 5.23 integrations/mxfp4.py.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from .errors import UsageError
+from .schemes import CODE_DTYPE, Group
 
+FP4, INT4 = "FP4", "INT4"
+# What shares a scale in the MX formats (OCP Microscaling Formats 1.0, 5.2).
+MX_GROUP = 32
+# What scales that are no bare exponents may be stored as.
+FLOATS = ("F32", "BF16", "F16")
 _MEND = "mend quantization_config, or save the model again"
 IGNORE_KEYS = ("ignored_layers", "modules_to_not_convert", "ignore")
 
@@ -28,12 +35,16 @@ class Format:
         block: rows and columns of a block; None for the other strategies.
         suffix: what the scale's name adds to the weight's.
         static: whether each layer also has an input_scale.
+        number: what the codes are: CODE_DTYPE, FP4 (e2m1) or INT4 (from -8, two in a byte as FP4).
+        power_of_two: whether scales are exponents in a byte, or float32 powers of two.
     """
 
     strategy: str
     block: tuple[int, int] | None
     suffix: str
     static: bool
+    number: str = CODE_DTYPE
+    power_of_two: bool = False
 
     @property
     def title(self) -> str:
@@ -41,6 +52,19 @@ class Format:
         if self.block is not None:
             return f"one scale per {self.block[0]}x{self.block[1]} block"
         return f"one scale per {self.strategy}"
+
+    @property
+    def group(self) -> Group:
+        """Rows and columns that share a scale."""
+        return self.block or ((1, None) if self.strategy == "channel" else (None, None))
+
+    @property
+    def scale_dtypes(self) -> tuple[str, ...]:
+        """The dtypes that scales may have."""
+        exponents = ("U8", "F8_E8M0")
+        if self.block == (1, MX_GROUP) and self.power_of_two:
+            return exponents
+        return (*FLOATS, *(exponents if self.power_of_two else ()))
 
     def scale_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """The shapes that the scale of a weight [..., out, in] may have."""
@@ -107,6 +131,12 @@ class Quantization:
         """In words."""
         return " and ".join(dict.fromkeys(form.title for _, form in self.groups))
 
+    @property
+    def checkable(self) -> bool:
+        """Whether `verify` knows what engines make of it."""
+        numbers = {form.number for _, form in self.groups}
+        return self.method in ("fp8", "compressed-tensors") and numbers == {CODE_DTYPE}
+
     def format_of(self, module: str) -> Format | None:
         """What a quantized module is stored as; None if it is no group's target."""
         for targets, form in self.groups:
@@ -121,25 +151,33 @@ def read_quantization(config: dict[str, Any]) -> Quantization:
     Raises:
         UsageError: there is none, or it is of a kind that is not known here.
     """
-    found = _find(config)
+    found = find_quantization(config)
+    if found is None:
+        raise UsageError("config.json has no quantization_config", "give a directory of quantized weights")
     method = found.get("quant_method")
-    if method == "fp8":
-        return _read_fp8(method, found)
-    if method == "compressed-tensors":
-        return _read_compressed_tensors(method, found)
-    raise UsageError(
-        f"config.json has the quant_method {json.dumps(method)}",
-        "known are fp8 and compressed-tensors with FP8 weights",
-    )
+    if method not in _READERS:
+        known = f"{', '.join(list(_READERS)[:-1])} and {list(_READERS)[-1]}"
+        raise UsageError(f"config.json has the quant_method {json.dumps(method)}", f"known are {known}")
+    return _READERS[method](method, found)
 
 
-def _find(config: dict[str, Any]) -> dict[str, Any]:
+def find_quantization(config: dict[str, Any]) -> dict[str, Any] | None:
+    """The quantization_config of a config.json, by whichever name and at whichever place engines find it."""
+    for place, key in quantization_places(config):
+        if isinstance(place[key], dict):
+            return dict(place[key])
+    return None
+
+
+def quantization_places(config: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """Every dictionary and key of a config.json that holds a quantization_config."""
     text = config.get("text_config")
-    for place in (config, text if isinstance(text, dict) else {}):
-        for key in ("quantization_config", "compression_config"):
-            if isinstance(place.get(key), dict):
-                return dict(place[key])
-    raise UsageError("config.json has no quantization_config", "give a directory of quantized weights")
+    return [
+        (place, key)
+        for place in (config, text if isinstance(text, dict) else {})
+        for key in ("quantization_config", "compression_config")
+        if place.get(key) is not None
+    ]
 
 
 def _read_fp8(method: str, found: dict[str, Any]) -> Quantization:
@@ -153,7 +191,13 @@ def _read_fp8(method: str, found: dict[str, Any]) -> Quantization:
         if not isinstance(size, list) or len(size) != 2 or not all(type(side) is int and side > 0 for side in size):
             raise UsageError(f"config.json has the weight_block_size {json.dumps(size)}", "it must be two numbers")
         block = size[0], size[1]
-    form = Format("block" if block else "tensor", block, "_scale_inv" if block else "_scale", activations == "static")
+    form = Format(
+        "block" if block else "tensor",
+        block,
+        "_scale_inv" if block else "_scale",
+        activations == "static",
+        power_of_two=found.get("scale_fmt") == "ue8m0",
+    )
     lists = {key: _names(found, key) for key in IGNORE_KEYS[:2]}
     # vLLM falls back to the second where the first is missing or empty.
     key = next((key for key in lists if lists[key]), IGNORE_KEYS[0])
@@ -175,21 +219,76 @@ def _read_compressed_tensors(method: str, found: dict[str, Any]) -> Quantization
         if not parts or not all(isinstance(part, dict) for part in parts):
             raise UsageError(f"config.json: {name} is not a config group", _MEND)
         weights, activations = parts
-        strategy, kind = weights.get("strategy"), (weights.get("type"), weights.get("num_bits"))
-        if kind != ("float", 8) or strategy not in ("tensor", "channel", "block"):
-            raise UsageError(
-                f"config.json: {name} stores {kind[0]}{kind[1]} weights by {strategy}",
-                "only FP8 weights by tensor, channel or block are known",
-            )
-        block = tuple(weights.get("block_structure") or ()) if strategy == "block" else None
-        if block is not None and len(block) != 2:
-            raise UsageError(f"config.json: {name} has no block_structure of two numbers", _MEND)
         static = bool(activations) and not activations.get("dynamic")
-        groups.append((tuple(group.get("targets") or ()), Format(strategy, block, "_scale", static)))
+        groups.append((tuple(group.get("targets") or ()), _read_group(name, weights, static)))
     if not groups:
-        raise UsageError("config.json has no config_groups", "only FP8 weights by tensor, channel or block are known")
+        raise UsageError("config.json has no config_groups", _KNOWN_GROUPS)
     ignored = Ignored("ignore", _names(found, "ignore"), by_experts=False)
     return Quantization(method, tuple(groups), ignored, _settings(found), ())
+
+
+_KNOWN_GROUPS = "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, and symmetric int4 weights by group"
+
+
+def _read_group(name: str, weights: dict[str, Any], static: bool) -> Format:
+    """The weights of one config group."""
+    strategy, kind = weights.get("strategy"), (weights.get("type"), weights.get("num_bits"))
+    size, in_bytes = weights.get("group_size"), str(weights.get("scale_dtype")).endswith("uint8")
+    if kind == ("float", 8) and strategy in ("tensor", "channel"):
+        return Format(strategy, None, "_scale", static)
+    if kind == ("float", 8) and strategy == "block":
+        block = weights.get("block_structure")
+        if not isinstance(block, list) or len(block) != 2:
+            raise UsageError(f"config.json: {name} has no block_structure of two numbers", _MEND)
+        return Format("block", (block[0], block[1]), "_scale", static)
+    if strategy == "group" and size == MX_GROUP and in_bytes and kind in (("float", 8), ("float", 4)):
+        number = CODE_DTYPE if kind[1] == 8 else FP4
+        return Format("block", (1, MX_GROUP), "_scale", static, number, power_of_two=True)
+    if kind == ("int", 4) and strategy in ("group", "channel") and weights.get("symmetric", True):
+        if strategy == "channel":
+            return Format("channel", None, "_scale", static, INT4)
+        if type(size) is int and size > 0:
+            return Format("block", (1, size), "_scale", static, INT4)
+    symmetric = "" if weights.get("symmetric", True) else "asymmetric "
+    raise UsageError(f"config.json: {name} stores {symmetric}{kind[0]}{kind[1]} weights by {strategy}", _KNOWN_GROUPS)
+
+
+_MODELOPT = {
+    "FP8": Format("tensor", None, "_scale", static=True),
+    "FP8_PER_CHANNEL_PER_TOKEN": Format("channel", None, "_scale", static=False),
+    "FP8_PB_WO": Format("block", (128, 128), "_scale", static=False),
+    "MXFP8": Format("block", (1, MX_GROUP), "_scale", static=False, power_of_two=True),
+}
+
+
+def _read_modelopt(method: str, found: dict[str, Any]) -> Quantization:
+    # hf_quant_config.json has one level more.
+    inner = found.get("quantization")
+    found = inner if isinstance(inner, dict) else found
+    algorithm = str(found.get("quant_algo", "")).upper()
+    if algorithm not in _MODELOPT:
+        raise UsageError(
+            f"config.json has the quant_algo {json.dumps(found.get('quant_algo'))}", f"known are {', '.join(_MODELOPT)}"
+        )
+    return _alone(method, found, _MODELOPT[algorithm])
+
+
+def _read_mxfp4(method: str, found: dict[str, Any]) -> Quantization:
+    return _alone(method, found, Format("block", (1, MX_GROUP), "_scales", False, FP4, power_of_two=True))
+
+
+def _alone(method: str, found: dict[str, Any], form: Format) -> Quantization:
+    """What stores all that it stores in one way; which modules it leaves out is not read, they show it themselves."""
+    return Quantization(method, ((("Linear",), form),), Ignored("ignore", (), False), _settings(found), ())
+
+
+_READERS: dict[Any, Callable[[str, dict[str, Any]], Quantization]] = {
+    "fp8": _read_fp8,
+    "compressed-tensors": _read_compressed_tensors,
+    "modelopt": _read_modelopt,
+    "modelopt_mxfp8": _read_modelopt,
+    "mxfp4": _read_mxfp4,
+}
 
 
 def _names(found: dict[str, Any], key: str) -> list[str]:

@@ -49,6 +49,26 @@ def to_float32(bits: Bits, dtype: str) -> Floats:
     return bits.view(np.float32)
 
 
+def scale_values(stored: Codes, dtype: str) -> Floats:
+    """Stored scales as float32: of a dtype of BITS_TYPE, or bytes that are exponents (E8M0, of which 255 is NaN).
+
+    Args:
+        stored: their bytes.
+        dtype: "F32", "BF16", "F16", "F8_E8M0" or "U8".
+    """
+    if dtype in BITS_TYPE:
+        return to_float32(stored.view(BITS_TYPE[dtype]), dtype)
+    return np.take(_exponent_values(), stored, mode="clip")
+
+
+@cache
+def _exponent_values() -> Floats:
+    """[256] the power of two that each byte is the exponent of."""
+    values = np.exp2(np.arange(-127, 129, dtype=np.float64))
+    values[255] = np.nan
+    return values.astype(np.float32)
+
+
 def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
     """Largest absolute value of each group, as float32 [rows/height, cols/width].
 

@@ -20,7 +20,7 @@ from .checkpoint import INDEX_FILE, Checkpoint, TensorInfo, open_checkpoint, rea
 from .contents import LayerError, Progress, Task, Weight, read_contents
 from .errors import PlanError, SourceError, UsageError
 from .fates import Layer, Matrix, absolute, experts_finder, joined_sets
-from .formats import Quantization, read_quantization
+from .formats import FLOATS, Quantization, read_quantization
 from .kernels import BITS_TYPE
 from .models import EMBEDDING, HEAD, MODELS, Model
 from .output import read_journal
@@ -28,7 +28,6 @@ from .patterns import collapse, compile_any, compile_pattern, template
 from .plan import Plan, make_plan, refuse_quantized
 from .schemes import CODE_DTYPE, TENSOR, VARIANTS, Scheme
 
-SCALE_DTYPES = ("F32", "BF16", "F16")
 # What engines never build as a quantized Linear, listed or not.
 NOT_LINEAR = (EMBEDDING.why, HEAD.why)
 
@@ -120,6 +119,11 @@ def verify(
         if not root.is_dir():
             raise UsageError(f"{root} is not a directory", "check the path")
         quantization = read_quantization(read_config(root))
+    if not quantization.checkable:
+        raise UsageError(
+            f"config.json has {quantization.method} with {quantization.title}",
+            "only fp8 and compressed-tensors with FP8 weights are checked",
+        )
     journal = read_journal(root)
     if journal is not None and not journal["done"]:
         raise UsageError(f"{root} is not finished", "run the command that makes it again")
@@ -302,7 +306,7 @@ class _Verification:
                 self.problems.append(f"{self._place(info.name)} has no scale: {info.name + form.suffix} is missing")
             else:
                 self.scales.add(scale.name)
-                scale = self._sound(scale, shapes, info)
+                scale = self._sound(scale, form.scale_dtypes, shapes, info)
             self.codes[info.name] = Weight(info, form, scale, self._input_scale(info) if form.static else None)
         if respelled:
             self.notes.append(
@@ -320,11 +324,14 @@ class _Verification:
             self.problems.append(f"{self._place(info.name)} has no {name}, but its activations are static")
             return None
         self.scales.add(name)
-        return self._sound(found, ((), (1,)), info)
+        return self._sound(found, FLOATS, ((), (1,)), info)
 
-    def _sound(self, scale: TensorInfo, shapes: tuple[tuple[int, ...], ...], info: TensorInfo) -> TensorInfo | None:
+    def _sound(
+        self, scale: TensorInfo, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], info: TensorInfo
+    ) -> TensorInfo | None:
         """The scale, if its dtype and shape are right."""
-        dtypes = SCALE_DTYPES if self.scheme is None else SCALE_DTYPES[:1]
+        if self.scheme is not None:
+            dtypes = (self.scheme.scale_dtype,)
         if scale.dtype in dtypes and scale.shape in shapes:
             return scale
         wanted = f"{_either(dtypes)} {_either([str(list(shape)) for shape in shapes])}"

@@ -746,12 +746,16 @@ USAGE = [
     ({}, ["--source", "nowhere/at/all"], "nowhere/at/all does not exist", "check the path"),
     ({"quantization_config": None}, [], "config.json has no quantization_config", "give a directory of quantized weights"),
     ({"quantization_config": {"quant_method": "awq"}}, [], 'config.json has the quant_method "awq"',
-     "known are fp8 and compressed-tensors with FP8 weights"),
+     "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8 and mxfp4"),
     ({"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}}, [],
      "config.json has the weight_block_size 128", "it must be two numbers"),
     ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"group_0": {
         "weights": {"num_bits": 4, "type": "int", "strategy": "group"}}}}}, [],
-     "config.json: group_0 stores int4 weights by group", "only FP8 weights by tensor, channel or block are known"),
+     "config.json: group_0 stores int4 weights by group",
+     "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, and symmetric int4 weights by group"),
+    ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, [],
+     "config.json has modelopt with one scale per tensor",
+     "only fp8 and compressed-tensors with FP8 weights are checked"),
 ]  # fmt: skip
 
 
