@@ -379,12 +379,10 @@ def _carry_out(
             publisher.repo = repo
             stack.enter_context(publisher)
         if todo is not None:
-            names, where = set(todo), prepared.checkpoint.where
+            names = set(todo)
             mine = ranks.share([shard for shard in plan.shards if shard.name in names])
-            done_bytes = sum(
-                info.nbytes for info in prepared.checkpoint.tensors.values() if where[info.name].shard not in names
-            )
-            reporter.started(plan.source_bytes, done_bytes)
+            sizes = {shard: plan.consumed(shard) for shard in shards}
+            reporter.started(sum(sizes.values()), sum(size for shard, size in sizes.items() if shard not in names))
 
             def work() -> None:
                 needs = source_needs(source, plan, [shard.name for shard in mine])
@@ -422,7 +420,7 @@ def _made_files(prepared: _Prepared) -> dict[str, bytes]:
     made = {"README.md": _card(prepared.plan, prepared.source)}
     if prepared.plan.indexed:
         made[INDEX_FILE] = _index(prepared.plan)
-    made["config.json"] = _config(prepared.checkpoint, prepared.plan)
+    made["config.json"] = _config(prepared.plan)
     return made
 
 
@@ -454,8 +452,8 @@ def _index(plan: Plan) -> bytes:
     return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _config(checkpoint: Checkpoint, plan: Plan) -> bytes:
-    config = {**checkpoint.config, "quantization_config": plan.quantization_config}
+def _config(plan: Plan) -> bytes:
+    config = {**plan.config, "quantization_config": plan.quantization_config}
     try:
         return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:

@@ -320,7 +320,12 @@ def _open_shard(path: Path, name: str) -> tuple[int, str, list[tuple[TensorInfo,
         raise SourceError(f"{name} is missing from {path.parent}", "download or copy it again") from None
 
 
-def _read_json(path: Path, what: str) -> Any:
+def read_json(path: Path, what: str) -> Any:
+    """A JSON file of a checkpoint.
+
+    Raises:
+        SourceError: there is none, or it is no JSON.
+    """
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -338,7 +343,7 @@ def read_config(root: Path) -> dict[str, Any]:
     if not (root / "config.json").is_file():
         _explain_missing_weights(root)
         raise SourceError(f"{root} is not a checkpoint: it has no config.json", "give the directory that holds it")
-    config = _read_json(root / "config.json", "config.json")
+    config = read_json(root / "config.json", "config.json")
     if not isinstance(config, dict):
         raise SourceError("config.json is not a JSON object", "download or copy it again")
     return config
@@ -357,7 +362,7 @@ def _architecture(config: dict[str, Any]) -> str:
 def _find_shards(root: Path, remote: Mapping[str, RemoteFile]) -> tuple[list[str], dict[str, str] | None]:
     """Shard names in order, and tensor -> shard as the index has it (None without an index)."""
     if (root / INDEX_FILE).exists():
-        index = _read_json(root / INDEX_FILE, INDEX_FILE)
+        index = read_json(root / INDEX_FILE, INDEX_FILE)
         placed = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(placed, dict) or not placed or not all(isinstance(shard, str) for shard in placed.values()):
             raise SourceError(f"{INDEX_FILE} has no weight_map of tensor to file names", "download or copy it again")

@@ -19,15 +19,13 @@ import numpy as np
 from . import kernels
 from .errors import PlanError, SourceError
 from .fates import Matrix
-from .kernels import BITS_TYPE, Bits, Codes
+from .kernels import Bits, Codes
 from .output import OutputDirectory
 from .plan import Copy, Job, Piece, Plan, Shard
-from .schemes import Floats, Group
-from .shardfile import AlignedBuffer, Bytes, ShardFile, SourceFile
+from .reading import BUFFER, Reader, consumed, memory_of
+from .schemes import CODE_MAX, Floats, Group
+from .shardfile import AlignedBuffer, Bytes, ShardFile
 
-BUFFER = 4 << 20
-# A transposed matrix is read in columns: longer pieces of each stored row make fewer system calls.
-TRANSPOSED_BUFFER = 32 << 20
 # What the kernels need for CHUNK weights, their tables, and what they leave behind in the allocator.
 KERNEL_MEMORY = 16 << 20
 
@@ -105,22 +103,15 @@ def worker_memory(plan: Plan) -> int:
     """Bytes that one worker needs at most, beyond what the process already holds."""
     multiple = plan.scheme.group[0] or 1
     largest = BUFFER
-    copied = 0
-    for dtype, (rows, cols), transposed in plan.matrix_kinds:
-        itemsize = BITS_TYPE[dtype].itemsize
-        piece = _step(rows, cols, itemsize, transposed, multiple) * cols * itemsize
+    beside = 0
+    for matrix in plan.matrix_kinds:
+        piece, held = memory_of(matrix, multiple)
         largest = max(largest, piece)
-        if transposed:
-            # Turned around before it is quantized.
-            copied = max(copied, piece)
+        # What is decoded and turned around is held whole.
+        turned = matrix.shape[0] * matrix.shape[1] * 2 if matrix.coding and matrix.transposed else 0
+        beside = max(beside, held + turned)
     # Read into one buffer, written from two.
-    return 3 * largest + copied + KERNEL_MEMORY
-
-
-def _step(rows: int, cols: int, itemsize: int, transposed: bool, multiple: int) -> int:
-    """Rows of a matrix that are handled at a time."""
-    limit = TRANSPOSED_BUFFER if transposed else BUFFER
-    return min(rows, max(1, limit // (cols * itemsize) // multiple) * multiple)
+    return 3 * largest + beside + KERNEL_MEMORY
 
 
 class Traffic(Protocol):
@@ -299,7 +290,7 @@ class _Worker:
         self.conversion = conversion
         self.scheme = conversion.scheme
         self.kernels = CpuKernels() if conversion.device == "cpu" else TorchKernels(conversion.device)
-        self.buffer = self.kernels.memory(BUFFER)
+        self.reader = Reader(conversion.traffic.path, self.kernels.memory)
         self.slots = [_Slot(conversion, writers, self.kernels.memory) for _ in range(2)]
 
     def do(self, job: Copy | Job, file: ShardFile) -> None:
@@ -307,12 +298,17 @@ class _Worker:
         if isinstance(job, Copy):
             self._copy(job, file)
             return
-        shared = self._shared_absmax(job) if job.joined else None
+        stays = self._scale_stays(job)
+        shared = self._shared_absmax(job) if job.joined and not stays else None
         for piece in job.pieces:
             if piece.scale_target is None:
                 self._copy_matrix(piece, file)
+            elif piece.passes and stays:
+                self._pass(piece, piece.scale_target, file)
             else:
                 self._quantize(piece, piece.scale_target, shared, file)
+            if piece.matrix.coding is not None:
+                self.conversion.advance(piece.matrix.coding.nbytes)
 
     def settle(self) -> None:
         """Wait for the last writes."""
@@ -325,7 +321,7 @@ class _Worker:
 
     def _copy(self, job: Copy, file: ShardFile) -> None:
         done = 0
-        with SourceFile(self.conversion.traffic.path(job.shard), job.shard) as source:
+        with self.reader.open(job.shard) as source:
             while done < job.nbytes:
                 slot = self._slot()
                 part = slot.take(job.target + done, min(BUFFER, job.nbytes - done))
@@ -335,19 +331,69 @@ class _Worker:
                 self.conversion.advance(part.nbytes)
 
     def _copy_matrix(self, piece: Piece, file: ShardFile) -> None:
-        place = piece.target
-        for bits in self._rows(piece.matrix, 1):
+        matrix, place = piece.matrix, piece.target
+        if matrix.coding is not None and matrix.transposed:
+            self._turn(piece, file)
+            return
+        for bits in self.reader.rows(matrix, 1):
             slot = self._slot()
-            part = slot.take(place, bits.nbytes)
-            part[:] = bits.reshape(-1).view(np.uint8)
+            if matrix.coding is None:
+                part = slot.take(place, bits.nbytes)
+                part[:] = bits.reshape(-1).view(np.uint8)
+            else:
+                part = slot.take(place, bits.nbytes // 2)
+                kernels.to_bfloat16(bits.view(np.float32), part.view(np.uint16).reshape(bits.shape))
             slot.send(file, part, place)
             place += part.nbytes
-            self.conversion.advance(part.nbytes)
+            self.conversion.advance(consumed(matrix, len(bits)))
+
+    def _turn(self, piece: Piece, file: ShardFile) -> None:
+        """Decode a matrix and write it with its rows as columns."""
+        turned = np.empty(piece.matrix.shape[::-1], np.uint16)
+        low = 0
+        for bits in self.reader.rows(piece.matrix, 1):
+            part = np.empty(bits.shape, np.uint16)
+            kernels.to_bfloat16(bits.view(np.float32), part)
+            turned[:, low : low + len(bits)] = part.T
+            low += len(bits)
+            self.conversion.advance(consumed(piece.matrix, len(bits)))
+        file.write(turned, piece.target)
+
+    def _pass(self, piece: Piece, scale_place: int, file: ShardFile) -> None:
+        """Codes as they are, their scales as the scheme stores them."""
+        matrix, coding = piece.matrix, piece.matrix.coding
+        assert coding is not None
+        height = coding.group[0] or matrix.shape[0]
+        step = max(1, BUFFER // (coding.pitch * height)) * height
+        with self.reader.open(matrix.shard) as source:
+            for low in range(0, matrix.shape[0], step):
+                count = min(step, matrix.shape[0] - low)
+                place = piece.target + low * coding.pitch
+                slot = self._slot()
+                codes = slot.take(place, count * coding.pitch)
+                self.reader.codes(source, matrix, low, codes)
+                slot.send(file, codes, place)
+                scale = self.scheme.stored(self.reader.scales(coding, low, count, least=2.0**-127))
+                file.write(scale, scale_place)
+                scale_place += scale.nbytes
+                self.conversion.advance(codes.nbytes)
+
+    def _scale_stays(self, job: Job) -> bool:
+        """Whether nothing is shared, or all that shares a scale has the same in the source, and one that engines load."""
+        if not job.joined:
+            return True
+        codings = [matrix.coding for matrix in job.joined]
+        if not all(coding is not None and coding.group == self.scheme.group for coding in codings):
+            return False
+        scales = {self.reader.scales(coding, 0, 1).item() for coding in codings if coding is not None}
+        scale = scales.pop()
+        limit = self.scheme.largest
+        return not scales and scale >= self.scheme.scale_floor and (limit is None or scale * float(CODE_MAX) <= limit)
 
     def _shared_absmax(self, job: Job) -> Floats:
         largest = np.zeros((1, 1), np.float32)
         for matrix in job.joined:
-            for bits in self._rows(matrix, 1):
+            for bits in self.reader.rows(matrix, 1):
                 weight = self.kernels.load(bits, matrix.dtype)
                 amax = self.kernels.absmax(weight, matrix.dtype, self.scheme.group)
                 largest = np.maximum(largest, self._finite(matrix, amax))
@@ -365,7 +411,7 @@ class _Worker:
         matrix, group, place = piece.matrix, self.scheme.group, piece.target
         if shared is not None:
             file.write(self.scheme.stored(self.scheme.scale(shared)), scale_place)
-        for bits in self._rows(matrix, group[0] or 1):
+        for bits in self.reader.rows(matrix, group[0] or 1):
             weight = self.kernels.load(bits, matrix.dtype)
             if shared is None:
                 scale = self.scheme.scale(self._finite(matrix, self.kernels.absmax(weight, matrix.dtype, group)))
@@ -379,7 +425,7 @@ class _Worker:
             self.kernels.encode(weight, matrix.dtype, scale, group, codes.reshape(bits.shape))
             slot.send(file, codes, place)
             place += codes.nbytes
-            self.conversion.advance(bits.nbytes)
+            self.conversion.advance(consumed(matrix, len(bits)))
 
     def _finite(self, matrix: Matrix, amax: Floats) -> Floats:
         if not np.isfinite(amax).all():
@@ -388,24 +434,3 @@ class _Worker:
                 "the weights are damaged: download or save them again, or leave this layer as it is with --ignore",
             )
         return amax
-
-    def _rows(self, matrix: Matrix, multiple: int) -> Iterator[Bits]:
-        """The matrix in runs of rows [n, in], each a multiple of `multiple` rows and about a buffer long."""
-        rows, cols = matrix.shape
-        kind = BITS_TYPE[matrix.dtype]
-        step = _step(rows, cols, kind.itemsize, matrix.transposed, multiple)
-        if self.buffer.nbytes < step * cols * kind.itemsize:
-            self.buffer = self.kernels.memory(step * cols * kind.itemsize)
-        with SourceFile(self.conversion.traffic.path(matrix.shard), matrix.shard) as source:
-            for low in range(0, rows, step):
-                count = min(step, rows - low)
-                part = self.buffer[: count * cols * kind.itemsize]
-                if matrix.transposed:
-                    width = count * kind.itemsize
-                    for col in range(cols):
-                        piece = part[col * width : (col + 1) * width]
-                        source.read(piece, matrix.offset + col * matrix.pitch + low * kind.itemsize, matrix.label)
-                    yield np.ascontiguousarray(part.view(kind).reshape(cols, count).T)
-                else:
-                    source.read(part, matrix.offset + low * matrix.pitch, matrix.label)
-                    yield part.view(kind).reshape(count, cols)

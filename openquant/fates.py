@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .checkpoint import DTYPE_BITS, Checkpoint, Location, TensorInfo
+from .encoded import Coding, Encoded
 from .errors import PlanError, UsageError
 from .models import Experts, Model, Split, Stacked
 from .patterns import collapse, compile_any, compile_pattern, template
@@ -27,10 +28,12 @@ class Matrix:
         label: for messages: the tensor's name, and the expert's number where it is a slice.
         shard: source file name.
         offset: bytes from the start of the file to element [0, 0].
-        dtype: one of SOURCE_DTYPES.
+        dtype: one of SOURCE_DTYPES; F32 for codes, which are decoded to that.
         shape: (out, in).
         pitch: bytes from one stored row to the next.
-        transposed: stored rows are columns of the matrix.
+        transposed: stored rows are columns of the matrix; of decoded codes, that rows become columns where the weight
+            is written unquantized.
+        coding: how codes are decoded; None for plain weights.
     """
 
     label: str
@@ -40,15 +43,14 @@ class Matrix:
     shape: tuple[int, int]
     pitch: int
     transposed: bool
-
-    @property
-    def nbytes(self) -> int:
-        """Size of its elements in the source, in bytes."""
-        return self.shape[0] * self.shape[1] * DTYPE_BITS[self.dtype] // 8
+    coding: Coding | None = None
 
 
 class Layer(NamedTuple):
-    """A weight that could be quantized: a tensor of the source, or one expert's part of a stacked one."""
+    """A weight that could be quantized: a tensor of the source, or one expert's part of a stacked one.
+
+    `passes` says that the source has it as the scheme would store it.
+    """
 
     module: str
     alike: str
@@ -57,14 +59,23 @@ class Layer(NamedTuple):
     expert: int = -1
     part: int = 0
     stacked: Stacked | None = None
+    encoded: Encoded | None = None
+    passes: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Size of its elements in the source, in bytes."""
+        """Size of its elements unquantized, in bytes."""
         return self.shape[0] * self.shape[1] * DTYPE_BITS[self.source.dtype] // 8
+
+    @property
+    def stored(self) -> int:
+        """Size of what the source holds for it, in bytes."""
+        return self.encoded.nbytes if self.encoded else self.nbytes
 
     def matrix(self, where: dict[str, Location]) -> Matrix:
         """Where its elements lie."""
+        if self.encoded is not None:
+            return encoded_matrices(self.encoded, where)[0]
         place, info = where[self.source.name], self.source
         itemsize = DTYPE_BITS[info.dtype] // 8
         pitch = info.shape[-1] * itemsize
@@ -74,6 +85,18 @@ class Layer(NamedTuple):
         start = place.offset + self.expert * info.shape[1] * pitch + self.part * self.shape[0] * along
         label = f"{info.name}[{self.expert}]"
         return Matrix(label, place.shard, start, info.dtype, self.shape, pitch, self.stacked.transposed)
+
+
+def encoded_matrices(encoded: Encoded, where: dict[str, Location]) -> list[Matrix]:
+    """Where the codes of a weight lie: of each expert where it is a stack."""
+    place, (rows, cols) = where[encoded.codes.name], encoded.shape[-2:]
+    found = []
+    for number in range(encoded.shape[0] if len(encoded.shape) == 3 else 1):
+        coding = encoded.coding(where, number)
+        label = f"{encoded.codes.name}[{number}]" if len(encoded.shape) == 3 else encoded.codes.name
+        start = place.offset + number * rows * coding.pitch
+        found.append(Matrix(label, place.shard, start, "F32", (rows, cols), coding.pitch, encoded.turned, coding))
+    return found
 
 
 class Kept(NamedTuple):
@@ -106,19 +129,24 @@ class Fates:
 
 
 def decide(
-    checkpoint: Checkpoint, model: Model, scheme: Scheme, ignore: Sequence[str]
+    checkpoint: Checkpoint, encoded: dict[str, Encoded], model: Model, scheme: Scheme, ignore: Sequence[str]
 ) -> tuple[Fates, list[str], list[str]]:
     """What becomes of each tensor, what must be listed as ignored, and notes for the user.
+
+    A source that is quantized in the scheme already keeps its choice of layers, whatever the registry says.
 
     Raises:
         PlanError: tensors no pattern covers, or experts that engines do not load in this scheme.
         UsageError: an ignore pattern that matches nothing.
     """
-    layers, unstacked, kept, copied = _sort_tensors(checkpoint, model, ignore)
+    passing = {name for name, stored in encoded.items() if stored.passes(scheme)}
+    settled = bool(encoded) and len(passing) == len(encoded)
+    layers, unstacked, kept, copied = _sort_tensors(checkpoint, model, ignore, encoded, passing, settled)
+    left = {module for module, layer in layers.items() if settled and not layer.passes}
     sets = joined_sets(model, layers)
     problems = _problems(model, scheme, layers, text_config(checkpoint, model))
     reasons, notes = _unquantized(
-        model, scheme, layers, problems, sets, ignore, [*(keep.tensor for keep in kept), *copied]
+        model, scheme, layers, problems, sets, ignore, left, [*(keep.tensor for keep in kept), *copied]
     )
     if not scheme.experts:
         _refuse_experts(model, scheme, [module for module in layers if module not in reasons])
@@ -160,7 +188,12 @@ def parts_of(shape: tuple[int, int], split: Split | None, config: dict[str, Any]
 
 
 def _sort_tensors(
-    checkpoint: Checkpoint, model: Model, ignore: Sequence[str]
+    checkpoint: Checkpoint,
+    model: Model,
+    ignore: Sequence[str],
+    encoded: dict[str, Encoded],
+    passing: set[str],
+    settled: bool,
 ) -> tuple[dict[str, Layer], dict[str, list[Layer]], list[Kept], list[TensorInfo]]:
     """Every tensor into one of: layers (by module), unstacked layers, kept with a reason, copied (fewer axes)."""
     compress = compile_any(absolute(model, model.compress))
@@ -194,7 +227,10 @@ def _sort_tensors(
             fates[key] = (template(module), bool(compress.fullmatch(module)), stacks_found, reasons)
         alike, is_layer, stacks_found, reasons = fates[key]
         matches = is_layer + len(stacks_found) + len(reasons)
-        if axes < 2 and not (is_layer and info.name != module) and not stacks_found:
+        stored, passes = encoded.get(info.name), info.name in passing
+        if passes and settled:
+            layers[module] = Layer(module, alike, info, (info.shape[0], info.shape[1]), encoded=stored, passes=True)
+        elif axes < 2 and not (is_layer and info.name != module) and not stacks_found:
             copied.append(info)
         elif matches == 0 and ignored.fullmatch(module):
             kept.append(Kept(info, alike, "--ignore"))
@@ -211,7 +247,11 @@ def _sort_tensors(
         elif is_layer and (axes != 2 or info.name == module):
             misfits[info.name] = f"is not a 2-D weight but {list(info.shape)}"
         elif is_layer:
-            layers[module] = Layer(module, alike, info, (info.shape[0], info.shape[1]))
+            layers[module] = Layer(module, alike, info, (info.shape[0], info.shape[1]), encoded=stored, passes=passes)
+        elif stored is not None:
+            misfits[info.name] = (
+                f"is stored as {stored.codes.dtype} {list(stored.codes.shape)}, a stack that is not read"
+            )
         elif axes != 3 or info.shape[-1 if stacks_found[0][1].transposed else 1] % len(stacks_found[0][1].parts):
             misfits[info.name] = f"is not a stack of experts but {list(info.shape)}"
         else:
@@ -327,13 +367,15 @@ def experts_finder(model: Model) -> Callable[[str], str | None]:
 
 def _problems(
     model: Model, scheme: Scheme, layers: dict[str, Layer], config: dict[str, Any]
-) -> dict[tuple[str, tuple[int, int]], str | None]:
-    """Why the scheme cannot store layers of a name and shape; None if it can."""
-    problems: dict[tuple[str, tuple[int, int]], str | None] = {}
+) -> dict[tuple[str, tuple[int, int], bool], str | None]:
+    """Why the scheme cannot store layers of a name and shape, which pass or do not; None if it can."""
+    problems: dict[tuple[str, tuple[int, int], bool], str | None] = {}
     find_split = split_finder(model)
     for module, layer in layers.items():
-        key = layer.alike, layer.shape
-        if key not in problems:
+        key = layer.alike, layer.shape, layer.passes
+        if layer.passes:
+            problems[key] = None
+        elif key not in problems:
             problem = scheme.misfit(layer.shape)
             for rows, _ in parts_of(layer.shape, find_split(module), config):
                 problem = problem or scheme.misfit((rows, layer.shape[1]))
@@ -347,14 +389,15 @@ def _unquantized(
     model: Model,
     scheme: Scheme,
     layers: dict[str, Layer],
-    problems: dict[tuple[str, tuple[int, int]], str | None],
+    problems: dict[tuple[str, tuple[int, int], bool], str | None],
     sets: dict[str, tuple[str, ...]],
     ignore: Sequence[str],
+    left: set[str],
     others: Iterable[TensorInfo],
 ) -> tuple[dict[str, str], list[str]]:
     """Modules that stay unquantized with the reason, widened to all that must share their status; and notes."""
     reorders = bool(model.reordered) and not scheme.follows_rows
-    if not ignore and not reorders and not any(problems.values()):
+    if not ignore and not reorders and not left and not any(problems.values()):
         return {}, [] if layers else ["nothing is quantized"]
     find_experts = experts_finder(model)
     together: dict[str, list[str]] = {}
@@ -377,11 +420,11 @@ def _unquantized(
             )
         asked.update((module, f"--ignore {text}") for module in matched if module not in asked)
     reordered = compile_any(absolute(model, model.reordered) if reorders else ())
-    shapes = {module: problems[layer.alike, layer.shape] for module, layer in layers.items()}
+    shapes = {module: problems[layer.alike, layer.shape, layer.passes] for module, layer in layers.items()}
     misfits = {
         module: "engines reorder its rows but not its scales" if reordered.fullmatch(module) else problem
         for module, problem in shapes.items()
-    }
+    } | dict.fromkeys(left, "the source has it unquantized")
     reasons: dict[str, str] = {}
     widened: dict[str, list[str]] = {}
     for modules in together.values():

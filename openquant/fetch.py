@@ -35,7 +35,9 @@ def source_needs(source: Source, plan: Plan, outputs: Sequence[str] | None = Non
     """For each of these output shards (all if None) the source shards it is made from; of a local source, nothing."""
     if not source.remote:
         return {}
-    return {output: sorted(plan.sources(output)) for output in (plan.source_shards if outputs is None else outputs)}
+    if outputs is None:
+        outputs = [shard.name for shard in plan.shards]
+    return {output: sorted(plan.sources(output)) for output in outputs}
 
 
 def scratch_bytes(source: Source, needs: Mapping[str, Iterable[str]]) -> int:

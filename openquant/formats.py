@@ -154,10 +154,12 @@ def read_quantization(config: dict[str, Any]) -> Quantization:
     found = find_quantization(config)
     if found is None:
         raise UsageError("config.json has no quantization_config", "give a directory of quantized weights")
-    method = found.get("quant_method")
+    method = str(found.get("quant_method"))
     if method not in _READERS:
         known = f"{', '.join(list(_READERS)[:-1])} and {list(_READERS)[-1]}"
-        raise UsageError(f"config.json has the quant_method {json.dumps(method)}", f"known are {known}")
+        raise UsageError(
+            f"config.json has the quant_method {json.dumps(found.get('quant_method'))}", f"known are {known}"
+        )
     return _READERS[method](method, found)
 
 
@@ -282,7 +284,7 @@ def _alone(method: str, found: dict[str, Any], form: Format) -> Quantization:
     return Quantization(method, ((("Linear",), form),), Ignored("ignore", (), False), _settings(found), ())
 
 
-_READERS: dict[Any, Callable[[str, dict[str, Any]], Quantization]] = {
+_READERS: dict[str, Callable[[str, dict[str, Any]], Quantization]] = {
     "fp8": _read_fp8,
     "compressed-tensors": _read_compressed_tensors,
     "modelopt": _read_modelopt,

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from .schemes import CODE_MAX, Floats, Group, grid_of
+from .formats import INT4
+from .schemes import CODE_DTYPE, CODE_MAX, Floats, Group, grid_of
 
 Bits = npt.NDArray[np.unsignedinteger[Any]]
 Codes = npt.NDArray[np.uint8]
@@ -122,13 +123,61 @@ def _chunks(group: Group, shape: tuple[int, ...]) -> Iterator[tuple[int, int, sl
             yield low, high, slice(low // height, (high - 1) // height + 1)
 
 
-def decode(codes: Codes, scale: Floats, out: Floats) -> None:
-    """Write the weights [rows, cols] that codes [rows, cols] stand for to `out`; NaN for the codes 0x7f and 0xff.
+def decode(codes: Codes, scale: Floats, out: Floats, number: str = CODE_DTYPE) -> None:
+    """Write the weights [rows, cols] that codes stand for to `out`; NaN for the FP8 codes 0x7f and 0xff.
 
-    `scale` has any shape that numpy repeats over [rows, cols].
+    Args:
+        codes: one byte for each weight, or for two of FP4 and INT4.
+        scale: float32 of any shape that numpy repeats over [rows, cols].
+        out: float32 [rows, cols], contiguous.
+        number: what the codes are.
     """
-    np.take(_code_values(), codes, out=out, mode="clip")
+    values = _code_values() if number == CODE_DTYPE else _pair_values(number)
+    np.take(values, codes, out=out.view(values.dtype), mode="clip")
     out *= scale
+
+
+def decode_rows(codes: Codes, number: str, scale: Floats, group: Group, low: int, out: Floats) -> None:
+    """Write the weights [rows, cols] of rows from `low` on of a matrix.
+
+    Args:
+        codes: as for decode.
+        number: what they are.
+        scale: those rows of the grid of scales that the weights lie in.
+        group: height and width of what shares a scale; the last of a row or column may be smaller.
+        low: number of the first row.
+        out: float32 [rows, cols], contiguous.
+    """
+    rows, cols = out.shape
+    height, width = group[0] or low + rows, group[1]
+    first, start = low // height, 0
+    while start < rows:
+        # Each row with scales of its own goes with others, a row within a block only with those of the block.
+        end = start + max(1, CHUNK // cols)
+        if height > 1:
+            end = min(end, (low + start) // height * height + height - low)
+        end = min(end, rows)
+        part = scale[(low + start) // height - first : (low + end - 1) // height + 1 - first]
+        decode(codes[start:end], _widen(part, width)[:, :cols], out[start:end], number)
+        start = end
+
+
+def to_bfloat16(values: Floats, out: npt.NDArray[np.uint16]) -> None:
+    """Round finite float32 values to bfloat16, to the even one of two as near; `out` gets their bits."""
+    for low, high, _ in _chunks((1, None), values.shape):
+        bits = values[low:high].view(np.uint32)
+        rounded = bits >> 16
+        rounded &= 1
+        rounded += bits
+        rounded += np.uint32(0x7FFF)
+        rounded >>= 16
+        out[low:high] = rounded
+
+
+def has_nan(codes: Codes) -> bool:
+    """Whether one of FP8 codes is NaN."""
+    flat = codes.reshape(-1)
+    return any((flat[i : i + CHUNK] & 0x7F).max() == 0x7F for i in range(0, flat.size, CHUNK))
 
 
 @cache
@@ -138,6 +187,22 @@ def _code_values() -> Floats:
     values = np.where(code < 8, code * 2.0**-9, (8 + code % 8) * 2.0 ** (code // 8 - 10.0))
     magnitudes = np.append(values, np.nan)
     return np.concatenate([magnitudes, -magnitudes]).astype(np.float32)
+
+
+@cache
+def _pair_values(number: str) -> npt.NDArray[np.complex64]:
+    """[256] the two values of every byte, that of the low half first."""
+    code = np.arange(16)
+    if number == INT4:
+        values = code - 8.0
+    else:
+        # e2m1 (OCP Microscaling Formats 1.0, 5.3.3).
+        magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        values = np.concatenate([magnitudes, -magnitudes])
+    byte = np.arange(256)
+    pairs = np.stack([values[byte & 15], values[byte >> 4]], axis=1).astype(np.float32)
+    # A complex number is two of them to numpy, which takes it in one piece.
+    return pairs.view(np.complex64).reshape(256)
 
 
 @cache

@@ -15,8 +15,9 @@ from typing import Any
 
 from . import __version__
 from .checkpoint import DTYPE_BITS, Checkpoint, Location, TensorInfo
+from .encoded import DECODED_DTYPE, Encoded, decoded_view
 from .errors import PlanError
-from .fates import Fates, Layer, Matrix, decide
+from .fates import Fates, Layer, Matrix, decide, encoded_matrices
 from .models import GENERIC, MODELS, Model
 from .parallel import ParallelSize, parallel_sizes
 from .patterns import compile_pattern
@@ -36,11 +37,15 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One matrix to be written at `target`; quantized, with its scale at `scale_target`, unless that is None."""
+    """One matrix to be written at `target`; quantized, with its scale at `scale_target`, unless that is None.
+
+    `passes` says that its codes are those of the scheme already, and go to the output as they are.
+    """
 
     matrix: Matrix
     target: int
     scale_target: int | None
+    passes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +104,18 @@ class Group:
 class Plan:
     """What a run will do; see the module's text. A shard is laid out when its turn comes.
 
-    `architecture` is the registry's entry it was made by, `parallel` what each tensor-parallel size meets.
+    `architecture` is the registry's entry it was made by, `parallel` what each tensor-parallel size meets,
+    `config` the source's config.json without
+    its own quantization, `source_shards` the source's files; the output has all of the same name that hold a weight.
     """
 
     architecture: str
     scheme: Scheme
     model: Model
     shards: tuple[Shard, ...]
+    source_shards: tuple[str, ...]
     indexed: bool
+    config: dict[str, Any]
     quantization_config: dict[str, Any]
     groups: tuple[Group, ...]
     notes: tuple[str, ...]
@@ -120,6 +129,7 @@ class Plan:
     digest: str
     _where: dict[str, Location]
     _by_shard: dict[str, list[TensorInfo]]
+    _encoded: dict[str, Encoded]
     _fates: Fates
 
     @property
@@ -138,27 +148,35 @@ class Plan:
         return self._fates.layers
 
     def sources(self, shard: str) -> set[str]:
-        """The source shards that an output file is made from: its own, and those with members of its joined sets."""
-        found = {shard}
-        if self.scheme.shared:
-            fates = self._fates
-            for info in self._by_shard[shard]:
-                for module in fates.sets.get(info.module, ()):
-                    found.add(self._where[fates.layers[module].source.name].shard)
-        return found
+        """The source shards that an output file is made from: its own, those with scales of its codes, and those with
+        members of its joined sets.
+        """
+        names: list[str] = []
+        for info in self._by_shard[shard]:
+            joined = self._fates.sets.get(info.module, ()) if self.scheme.shared else ()
+            names += [info.name, *(self._fates.layers[module].source.name for module in joined)]
+        scales = [self._encoded[name].scale.name for name in names if name in self._encoded]
+        return {shard, *(self._where[name].shard for name in [*names, *scales])}
 
     @property
-    def matrix_kinds(self) -> set[tuple[str, tuple[int, int], bool]]:
-        """Source dtype, [out, in] and whether stored transposed, of all that is handled as a matrix."""
-        return {
-            (layer.source.dtype, layer.shape, layer.stacked is not None and layer.stacked.transposed)
-            for layer in self._fates.layers.values()
-        }
+    def matrix_kinds(self) -> list[Matrix]:
+        """One of each dtype, shape and way of storing, of all that is handled as a matrix."""
+        kinds: dict[tuple[Any, ...], Matrix] = {}
+        for layer in self._fates.layers.values():
+            turned = layer.stacked is not None and layer.stacked.transposed
+            key = layer.source.dtype, layer.shape, turned, layer.encoded and layer.encoded.form
+            if key not in kinds:
+                kinds[key] = layer.matrix(self._where)
+        for stored in self._encoded.values():
+            kind = stored.codes.dtype, stored.shape, stored.turned, stored.form
+            if kind not in kinds:
+                kinds[kind] = encoded_matrices(stored, self._where)[0]
+        return list(kinds.values())
 
-    @property
-    def source_shards(self) -> list[str]:
-        """Names of the source's shards; the output's have the same."""
-        return [shard.name for shard in self.shards]
+    def consumed(self, shard: str) -> int:
+        """Bytes of the source that an output file is made from, whichever shard they lie in."""
+        stored = (self._encoded.get(info.name, info) for info in self._by_shard[shard])
+        return sum(entry.nbytes for entry in stored)
 
     def outputs(self, shard: str) -> list[TensorInfo]:
         """The tensors of an output file, in file order."""
@@ -191,11 +209,14 @@ class Plan:
         jobs: list[Copy | Job] = []
         done: set[str] = set()
         for info in self._by_shard[shard]:
-            layer = fates.layers.get(info.module)
+            layer, stored = fates.layers.get(info.module), self._encoded.get(info.name)
             if info.name in fates.unstacked:
                 made = fates.unstacked[info.name]
             elif layer is not None and layer.source is info:
                 made = [layer]
+            elif stored is not None:
+                jobs += _decoded(stored, self._where, places[info.name])
+                continue
             else:
                 jobs.append(Copy(info.name, shard, self._where[info.name].offset, info.nbytes, places[info.name]))
                 continue
@@ -216,6 +237,7 @@ class Plan:
                 member.matrix(self._where),
                 places[f"{member.module}.weight"],
                 places[f"{member.module}.{self.scheme.scale_name}"] if quantized else None,
+                quantized and member.passes,
             )
             for member in joined
             if self._where[member.source.name].shard == shard
@@ -241,18 +263,19 @@ def make_plan(
         architecture: the registry's entry to go by, or "generic"; the one of the checkpoint's own name if None.
 
     Raises:
-        SourceError: the source is already quantized.
-        PlanError: an unknown architecture, or tensors no rule covers.
+        SourceError: the source is quantized, and its scales do not belong to its codes.
+        PlanError: it is quantized in an unknown way, an unknown architecture, or tensors no rule covers.
         UsageError: an ignore pattern that matches nothing or is malformed.
     """
     model = _find_model(architecture or checkpoint.architecture)
     refusal = model.refusal(scheme)
     if refusal is not None:
         raise PlanError(f"{model.name} cannot be served with {scheme.title}: {refusal.why}", refusal.hint)
-    refuse_quantized(checkpoint)
+    original = checkpoint
+    checkpoint, encoded = decoded_view(original)
     for pattern in ignore:
         compile_pattern(pattern)
-    fates, ignored, notes = decide(checkpoint, model, scheme, ignore)
+    fates, ignored, notes = decide(checkpoint, encoded, model, scheme, ignore)
     if model.rest:
         notes.insert(0, "decided from names and shapes alone: look at the plan, and at what the engine makes of it")
     layers, reasons = fates.layers, fates.reasons
@@ -268,27 +291,31 @@ def make_plan(
         if key not in costs:
             costs[key] = layer.nbytes - sum(info.nbytes for info in scheme.outputs("", layer.shape))
         saved[checkpoint.where[layer.source.name].shard] += costs[key]
-    source_sizes = {shard: sum(info.nbytes for info in infos) for shard, infos in by_shard.items()}
-    shards = tuple(Shard(shard, size - saved[shard]) for shard, size in source_sizes.items())
+    sizes = {shard: sum(info.nbytes for info in infos) for shard, infos in by_shard.items()}
+    # A shard that holds nothing but scales has no part in the output.
+    shards = tuple(Shard(shard, size - saved[shard]) for shard, size in sizes.items() if by_shard[shard])
     return Plan(
         architecture=model.name,
         scheme=scheme,
         model=model,
         shards=shards,
+        source_shards=tuple(checkpoint.shards),
         indexed=checkpoint.indexed,
+        config=checkpoint.config,
         quantization_config=quantization_config,
-        groups=_groups(scheme, fates),
+        groups=_groups(scheme, fates, encoded),
         notes=tuple(notes),
         parallel=parallel_sizes(checkpoint, model, scheme, quantized),
         files=checkpoint.files,
         left_out=checkpoint.left_out,
-        source_bytes=sum(source_sizes.values()),
+        source_bytes=sum(info.nbytes for info in original.tensors.values()),
         output_bytes=sum(shard.nbytes for shard in shards),
-        source_weight_bytes_quantized=sum(layer.nbytes for layer in quantized),
+        source_weight_bytes_quantized=sum(layer.stored for layer in quantized),
         quantized_tensors=len(quantized),
-        digest=_digest(checkpoint, scheme, quantization_config, f"{model.name} {identity}"),
+        digest=_digest(original, scheme, quantization_config, f"{model.name} {identity}"),
         _where=checkpoint.where,
         _by_shard=by_shard,
+        _encoded=encoded,
         _fates=fates,
     )
 
@@ -305,29 +332,11 @@ def _find_model(architecture: str) -> Model:
     return MODELS[architecture]
 
 
-def refuse_quantized(checkpoint: Checkpoint) -> None:
-    """Refuse a source that is quantized.
-
-    Raises:
-        PlanError: it is.
-    """
-    config = checkpoint.config
-    text = config.get("text_config")
-    for place in (config, text if isinstance(text, dict) else {}):
-        for key in ("quantization_config", "compression_config"):
-            if place.get(key) is not None:
-                found = place[key]
-                method = found.get("quant_method", "unknown method") if isinstance(found, dict) else found
-                raise PlanError(f"the source is already quantized ({method})", "start from the unquantized model")
-    for info in checkpoint.tensors.values():
-        if info.name.endswith((".weight_scale", ".weight_scale_inv", ".qweight", ".weight_packed", ".weight.absmax")):
-            raise PlanError(
-                f"the source is already quantized: it holds {info.name}", "start from the unquantized model"
-            )
-        if info.dtype.startswith(("F8_", "F4", "F6_")):
-            raise PlanError(
-                f"the source is already quantized: {info.name} is {info.dtype}", "start from the unquantized model"
-            )
+def _decoded(stored: Encoded, where: dict[str, Location], target: int) -> list[Copy | Job]:
+    """What writes a weight unquantized that is not, each matrix of a stack by itself."""
+    matrices = encoded_matrices(stored, where)
+    nbytes = TensorInfo("", DECODED_DTYPE, stored.shape[-2:]).nbytes
+    return [Job((Piece(matrix, target + number * nbytes, None),), ()) for number, matrix in enumerate(matrices)]
 
 
 def _header(tensors: list[TensorInfo]) -> tuple[bytes, int]:
@@ -361,24 +370,33 @@ def _digest(checkpoint: Checkpoint, scheme: Scheme, quantization_config: dict[st
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _groups(scheme: Scheme, fates: Fates) -> tuple[Group, ...]:
+def _groups(scheme: Scheme, fates: Fates, encoded: dict[str, Encoded]) -> tuple[Group, ...]:
     names: dict[tuple[str, tuple[int, ...], bool, str], list[str]] = {}
     sizes: dict[tuple[str, tuple[int, ...], bool, str], tuple[int, int]] = {}
 
-    def add(name: str, alike: str, shape: tuple[int, ...], quantized: bool, why: str, info: TensorInfo) -> None:
-        key = (f"{alike} {info.dtype}", shape, quantized, why)
+    def add(
+        name: str,
+        alike: str,
+        shape: tuple[int, ...],
+        quantized: bool,
+        why: str,
+        info: TensorInfo,
+        stored: Encoded | None = None,
+    ) -> None:
+        key = (f"{alike} {stored.codes.dtype if stored else info.dtype}", shape, quantized, why)
         if key not in names:
             names[key] = []
-            before = TensorInfo("", info.dtype, shape).nbytes
-            after = sum(out.nbytes for out in scheme.outputs("", (shape[0], shape[1]))) if quantized else before
-            sizes[key] = before, after
+            plain = TensorInfo("", info.dtype, shape).nbytes
+            after = sum(out.nbytes for out in scheme.outputs("", (shape[0], shape[1]))) if quantized else plain
+            sizes[key] = stored.nbytes if stored else plain, after
         names[key].append(name)
 
     for layer in fates.layers.values():
         why = fates.reasons.get(layer.module)
-        add(layer.module, layer.alike, layer.shape, why is None, why or "", layer.source)
+        add(layer.module, layer.alike, layer.shape, why is None, why or "", layer.source, layer.encoded)
     for keep in fates.kept:
-        add(keep.tensor.module, keep.alike, keep.tensor.shape, False, keep.why, keep.tensor)
+        stored = encoded.get(keep.tensor.name)
+        add(keep.tensor.module, keep.alike, keep.tensor.shape, False, keep.why, keep.tensor, stored)
     for info in fates.copied:
         add(info.name, info.name, info.shape, False, "fewer than two axes", info)
     return tuple(

@@ -124,9 +124,9 @@ class Scheme:
 
 
 def grid_of(group: Group, shape: tuple[int, ...]) -> tuple[int, int]:
-    """How many groups a matrix [out, in] has along each axis."""
+    """How many groups a matrix [out, in] has along each axis; those at its edges may be smaller."""
     (rows, cols), (height, width) = shape, group
-    return rows // (height or rows), cols // (width or cols)
+    return -(-rows // (height or rows)), -(-cols // (width or cols))
 
 
 def _fp8(block: list[int] | None) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 from .api import available_cpus
 from .checkpoint import INDEX_FILE, Checkpoint, TensorInfo, open_checkpoint, read_config, readable
 from .contents import LayerError, Progress, Task, Weight, read_contents
+from .encoded import decoded_view
 from .errors import PlanError, SourceError, UsageError
 from .fates import Layer, Matrix, absolute, experts_finder, joined_sets
 from .formats import FLOATS, Quantization, read_quantization
@@ -25,7 +26,7 @@ from .kernels import BITS_TYPE
 from .models import EMBEDDING, HEAD, MODELS, Model
 from .output import read_journal
 from .patterns import collapse, compile_any, compile_pattern, template
-from .plan import Plan, make_plan, refuse_quantized
+from .plan import Plan, make_plan
 from .schemes import CODE_DTYPE, TENSOR, VARIANTS, Scheme
 
 # What engines never build as a quantized Linear, listed or not.
@@ -129,7 +130,7 @@ def verify(
         raise UsageError(f"{root} is not finished", "run the command that makes it again")
     origin = None if source is None else open_checkpoint(Path(source))
     if origin is not None:
-        refuse_quantized(origin)
+        _refuse_quantized(origin)
     told = None if source is None else os.fspath(source)
     form = f"{quantization.method}, {quantization.title}"
     try:
@@ -155,6 +156,15 @@ def verify(
         errors=tuple(work.errors),
         seconds=_since(begin),
     )
+
+
+def _refuse_quantized(source: Checkpoint) -> None:
+    _, encoded = decoded_view(source)
+    if encoded:
+        raise UsageError(
+            f"{source.root}: the source is already quantized, and codes are held against plain weights only",
+            "give the unquantized model, or leave --source out",
+        )
 
 
 def _since(begin: float) -> float:
