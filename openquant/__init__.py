@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .api import Result, compress, push
+    from .api import Result, compress, dequantize, push
     from .errors import OpenQuantError
     from .packed import PackedLinear
     from .publish import Push
@@ -22,6 +22,7 @@ __all__ = [
     "Result",
     "__version__",
     "compress",
+    "dequantize",
     "push",
     "verify",
 ]
@@ -34,6 +35,7 @@ _HOMES = {
     "Report": "verification",
     "Result": "api",
     "compress": "api",
+    "dequantize": "api",
     "push": "api",
     "verify": "verification",
 }

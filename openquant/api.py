@@ -1,30 +1,28 @@
-"""compress(): the whole job, open -> plan -> convert -> finish, without printing anything."""
+"""compress() and dequantize(): the whole job, open -> plan -> convert -> finish, without printing anything."""
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-from .card import model_card
-from .checkpoint import INDEX_FILE, Checkpoint, open_checkpoint, readable
-from .convert import convert, worker_memory
+from .checkpoint import Checkpoint, open_checkpoint
+from .convert import worker_memory
 from .errors import SourceError, UsageError
 from .fetch import MEMORY as FETCH_MEMORY
-from .fetch import Supply, scratch_bytes, source_needs
 from .hub import Source, find_source, silent
-from .output import SOURCE, WORK, OutputDirectory, finished_files, refuse_overlap
-from .plan import Plan, make_plan
-from .publish import AT_ONCE, Publisher, Push
+from .output import finished_files, refuse_overlap
+from .plan import Plan, make_plain_plan, make_plan
+from .publish import Publisher, Push
 from .ranks import Ranks
+from .run import Listener, Prepared, attempt, carry_out
 from .schemes import Scheme, find_scheme
 
 
@@ -36,7 +34,7 @@ class Result:
         model: as it was asked for.
         revision: the source's commit on the Hub, or None.
         output: the output directory.
-        scheme: "tensor", "channel", "block" or "mxfp8".
+        scheme: "tensor", "channel", "block" or "mxfp8"; "bf16" for a run that dequantizes.
         architecture: the registry's entry that the plan was made by.
         dry_run: whether nothing was written.
         source_bytes: size of the source's tensors.
@@ -45,6 +43,7 @@ class Result:
         repository: the Hub repository that the output was published in; None if it was not.
         pushed_to: address of the commit or pull request that published the output; None if it was not.
         quantized_tensors: number of weights stored as float8_e4m3fn.
+        decoded_tensors: number of weights that are quantized in the source and stored unquantized.
         ignored_layers: what quantization_config lists as left out.
         shards: number of output shards.
         tensor_parallel: the tensor-parallel sizes, of 1 to 16, that can serve the result.
@@ -65,6 +64,7 @@ class Result:
     repository: str | None
     pushed_to: str | None
     quantized_tensors: int
+    decoded_tensors: int
     ignored_layers: list[str]
     shards: int
     tensor_parallel: list[int]
@@ -77,20 +77,11 @@ class Result:
         return asdict(self)
 
 
-class Reporter(Protocol):
+class Reporter(Listener, Protocol):
     """What compress() tells while it works. Calls may come from any thread, never from two at once."""
 
     def planned(self, plan: Plan, source: Source, output: Path) -> None:
         """The plan is made; nothing is written yet."""
-
-    def started(self, total: int, done: int) -> None:
-        """Conversion begins: bytes of source weights in all, and those an earlier run converted."""
-
-    def advanced(self, nbytes: int) -> None:
-        """So many more bytes of the source are converted."""
-
-    def publishing(self, repo: str) -> None:
-        """All is converted; what is not uploaded yet goes to that repository."""
 
     def finished(self, result: Result, already_complete: bool) -> None:
         """All is written."""
@@ -161,9 +152,87 @@ def compress(
     Raises:
         OpenQuantError: something the caller can fix; see errors.py for the kinds.
     """
+    chosen = find_scheme(scheme, format, scale_format)
+    return _work(
+        model,
+        output,
+        lambda checkpoint, identity: make_plan(checkpoint, chosen, tuple(ignore), identity, architecture),
+        dry_run=dry_run,
+        device=device,
+        workers=workers,
+        max_memory=max_memory,
+        revision=revision,
+        overwrite=overwrite,
+        stream=stream,
+        push=push,
+        ranks=ranks,
+        reporter=reporter,
+    )
+
+
+def dequantize(
+    model: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    dry_run: bool = False,
+    workers: int | None = None,
+    max_memory: int | None = None,
+    revision: str | None = None,
+    overwrite: bool = False,
+    stream: bool = False,
+    push: Push | None = None,
+    ranks: Ranks | None = None,
+    reporter: Reporter | None = None,
+) -> Result:
+    """Turn a quantized checkpoint back into one of bfloat16 weights, whatever its architecture.
+
+    Args:
+        model: as for compress(); encoded.py says which formats are read.
+        output: directory to write; if None, in the working directory, named `<name>-BF16`.
+        dry_run, workers, max_memory, revision, overwrite, stream, push, ranks, reporter: as for compress().
+
+    Returns:
+        What was done, or with `dry_run` would be.
+
+    Raises:
+        OpenQuantError: nothing in it is quantized, or something else the caller can fix.
+    """
+    return _work(
+        model,
+        output,
+        make_plain_plan,
+        dry_run=dry_run,
+        device="cpu",
+        workers=workers,
+        max_memory=max_memory,
+        revision=revision,
+        overwrite=overwrite,
+        stream=stream,
+        push=push,
+        ranks=ranks,
+        reporter=reporter,
+    )
+
+
+def _work(
+    model: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None,
+    make: Callable[[Checkpoint, str], Plan],
+    *,
+    dry_run: bool,
+    device: str,
+    workers: int | None,
+    max_memory: int | None,
+    revision: str | None,
+    overwrite: bool,
+    stream: bool,
+    push: Push | None,
+    ranks: Ranks | None,
+    reporter: Reporter | None,
+) -> Result:
+    """The path that all plans take; `make` makes one of a checkpoint and what identifies it."""
     begin = time.monotonic()
     reporter = reporter or _Silent()
-    chosen = find_scheme(scheme, format, scale_format)
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         raise UsageError(f"{device} is not a device", "choose auto, cpu, cuda or cuda:N")
     if workers is not None and workers < 1:
@@ -171,10 +240,8 @@ def compress(
     ranks = ranks or Ranks()
     workers = workers or max(1, available_cpus() // ranks.local_size)
     with closing(ranks):
-        prepared, error = _attempt(
-            lambda: _prepare(
-                os.fspath(model), output, chosen, ignore, architecture, revision, stream, workers, max_memory
-            )
+        prepared, error = attempt(
+            lambda: _prepare(os.fspath(model), output, make, revision, stream, workers, max_memory)
         )
         digests = ranks.agree(error, prepared and prepared.plan.digest)
         if len(set(digests)) > 1:
@@ -187,7 +254,7 @@ def compress(
                 model=os.fspath(model),
                 revision=prepared.source.revision,
                 output=str(prepared.target),
-                scheme=chosen.name,
+                scheme=plan.scheme.name,
                 architecture=plan.architecture,
                 dry_run=dry_run,
                 source_bytes=plan.source_bytes,
@@ -196,6 +263,7 @@ def compress(
                 repository=published and published[0],
                 pushed_to=published and published[1],
                 quantized_tensors=plan.quantized_tensors,
+                decoded_tensors=plan.decoded_tensors,
                 ignored_layers=plan.ignored_layers,
                 shards=len(plan.shards),
                 tensor_parallel=plan.parallel_sizes,
@@ -207,50 +275,35 @@ def compress(
         reporter.planned(plan, prepared.source, prepared.target)
         if dry_run:
             return result(resumed=False, published=None)
-        resumed, already_complete, published = _carry_out(prepared, ranks, overwrite, device, push, reporter)
+        resumed, already_complete, published = carry_out(prepared, ranks, overwrite, device, push, reporter)
         done = result(resumed, published)
         reporter.finished(done, already_complete)
         return done
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """What a run needs to begin writing."""
-
-    source: Source
-    checkpoint: Checkpoint
-    identity: str
-    plan: Plan
-    target: Path
-    workers: int
-    stream: bool
-
-
 def _prepare(
     model: str,
     output: str | os.PathLike[str] | None,
-    scheme: Scheme,
-    ignore: Sequence[str],
-    architecture: str | None,
+    make: Callable[[Checkpoint, str], Plan],
     revision: str | None,
     stream: bool,
     workers: int,
     max_memory: int | None,
-) -> _Prepared:
+) -> Prepared:
     source = find_source(model, revision)
     if stream and source.repo is None:
         raise UsageError(f"{model} is a local directory, nothing of it can be streamed", "leave --stream out")
     with _without_collector():
         checkpoint = open_checkpoint(source.root, source.remote)
         identity = source.identity(checkpoint)
-        plan = make_plan(checkpoint, scheme, tuple(ignore), identity, architecture)
+        plan = make(checkpoint, identity)
     if output is not None and not os.fspath(output):
         raise UsageError("-o is empty", "give a directory, or leave -o out")
-    target = Path(output) if output is not None else _default_output(source, scheme)
+    target = Path(output) if output is not None else _default_output(source, plan.scheme)
     refuse_overlap(source.root, target)
     fetching = FETCH_MEMORY if stream and source.remote else 0
     workers = _affordable(workers, plan, max_memory, fetching)
-    return _Prepared(source, checkpoint, identity, plan, target, workers, stream)
+    return Prepared(source, checkpoint, identity, plan, target, workers, stream)
 
 
 def _affordable(workers: int, plan: Plan, max_memory: int | None, fetching: int) -> int:
@@ -282,17 +335,6 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-Made = TypeVar("Made")
-
-
-def _attempt(do: Callable[[], Made]) -> tuple[Made | None, Exception | None]:
-    """What `do` returns or raises, so that the other ranks can be told before anything else happens."""
-    try:
-        return do(), None
-    except Exception as error:
-        return None, error
-
-
 def push(directory: str | os.PathLike[str], target: Push) -> str:
     """Publish a directory that compress() made.
 
@@ -316,174 +358,12 @@ def push(directory: str | os.PathLike[str], target: Push) -> str:
             return publisher.finish(sorted(files - set(shards)), path.resolve().name)
 
 
-class _Traffic:
-    """Shards from the supply to the publisher, if there is one."""
-
-    def __init__(self, supply: Supply, publisher: Publisher | None) -> None:
-        self.supply = supply
-        self.publisher = publisher
-        self.path = supply.path
-
-    def wait_for(self, output: str, stopped: Callable[[], bool]) -> None:
-        if self.publisher is not None:
-            self.publisher.wait_for_room(output, stopped)
-        self.supply.wait_for(output, stopped)
-
-    def finished(self, output: str) -> None:
-        self.supply.finished(output)
-        if self.publisher is not None:
-            self.publisher.finished(output)
-
-
-def _carry_out(
-    prepared: _Prepared, ranks: Ranks, overwrite: bool, device: str, push: Push | None, reporter: Reporter
-) -> tuple[bool, bool, tuple[str, str] | None]:
-    """Write the output; whether an earlier run was continued, or had left nothing to do, and where it was pushed."""
-    plan, source = prepared.plan, prepared.source
-    shards = {shard.name: shard.nbytes for shard in plan.shards}
-    # Made before anything is converted, so that nothing about them can fail after hours.
-    made = _made_files(prepared)
-    others = {**plan.files, **{name: len(data) for name, data in made.items()}}
-    publisher = Publisher(push, prepared.target, plan.digest, shards) if push else None
-    directory = OutputDirectory(
-        prepared.target,
-        plan.digest,
-        shards,
-        others,
-        overwrite,
-        elsewhere=publisher.elsewhere() if publisher else frozenset(),
-        at_once=AT_ONCE if push and push.only else None,
-        scratch=scratch_bytes(source, source_needs(source, plan)) * ranks.size if prepared.stream else 0,
-    )
-    chosen: list[str] = []
-    with ExitStack() as stack:
-        if source.remote or publisher:
-            stack.enter_context(silent())
-
-        def claim() -> tuple[list[str] | None, str]:
-            """The unfinished shards, None if nothing at all is left to do, and where to push; for the first to say."""
-            chosen.append(_device(device, ranks))
-            if not ranks.first:
-                return None, ""
-            stack.enter_context(directory)
-            if publisher:
-                publisher.prepare(source.repo)
-            unfinished = [name for name in shards if not directory.is_finished(name)]
-            return None if directory.complete else unfinished, publisher.repo if publisher else ""
-
-        claimed, error = _attempt(claim)
-        told = ranks.agree(error, claimed)[0]
-        assert told is not None
-        todo, repo = told
-        if publisher:
-            publisher.repo = repo
-            stack.enter_context(publisher)
-        if todo is not None:
-            names = set(todo)
-            mine = ranks.share([shard for shard in plan.shards if shard.name in names])
-            sizes = {shard: plan.consumed(shard) for shard in shards}
-            reporter.started(sum(sizes.values()), sum(size for shard, size in sizes.items() if shard not in names))
-
-            def work() -> None:
-                needs = source_needs(source, plan, [shard.name for shard in mine])
-                scratch = prepared.target / WORK / f"{SOURCE}{ranks.rank}" if prepared.stream else None
-                if source.remote and scratch is None:
-                    source.require_cache_space({name for names in needs.values() for name in names})
-                with Supply(source, needs, scratch) as supply:
-                    traffic = _Traffic(supply, publisher)
-                    convert(plan, mine, traffic, directory, prepared.workers, chosen[0], reporter.advanced)
-                if publisher:
-                    publisher.drain()
-
-            _, error = _attempt(work)
-            ranks.agree(error)
-
-        def finish() -> tuple[str, str] | None:
-            if not ranks.first:
-                return None
-            if todo is not None:
-                _write_others(prepared, directory, made)
-                directory.finish()
-            if publisher is None:
-                return None
-            reporter.publishing(publisher.repo)
-            title = f"{source.name} in FP8 ({plan.scheme.title})"
-            return publisher.repo, publisher.finish(sorted(others), title)
-
-        published, error = _attempt(finish)
-        ranks.agree(error)
-    return directory.resumed, todo is None, published
-
-
-def _made_files(prepared: _Prepared) -> dict[str, bytes]:
-    """The files that are written rather than copied, config.json last: without it no engine takes this for a model."""
-    made = {"README.md": _card(prepared.plan, prepared.source)}
-    if prepared.plan.indexed:
-        made[INDEX_FILE] = _index(prepared.plan)
-    made["config.json"] = _config(prepared.plan)
-    return made
-
-
-def _write_others(prepared: _Prepared, directory: OutputDirectory, made: dict[str, bytes]) -> None:
-    if prepared.source.identity(prepared.checkpoint) != prepared.identity:
-        raise SourceError(
-            f"{prepared.source.root} changed while it was being converted",
-            "wait until nothing writes to it, then run again with --overwrite",
-        )
-    for name in prepared.plan.files:
-        if name not in made and not directory.is_finished(name):
-            directory.copy(prepared.source.root / name, name)
-    for name, data in made.items():
-        if not directory.is_finished(name):
-            directory.write(name, data)
-
-
-def _card(plan: Plan, source: Source) -> bytes:
-    base = None
-    if "README.md" in plan.files:
-        with readable():
-            base = (source.root / "README.md").read_text(encoding="utf-8-sig", errors="replace")
-    return model_card(base, plan, source.name, source.repo, source.revision).encode()
-
-
-def _index(plan: Plan) -> bytes:
-    placed = {info.name: shard.name for shard in plan.shards for info in plan.outputs(shard.name)}
-    index = {"metadata": {"total_size": plan.output_bytes}, "weight_map": dict(sorted(placed.items()))}
-    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _config(plan: Plan) -> bytes:
-    config = {**plan.config, "quantization_config": plan.quantization_config}
-    try:
-        return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-    except UnicodeEncodeError:
-        # Half of a surrogate pair, which JSON can only hold escaped.
-        return (json.dumps(config, indent=2) + "\n").encode()
-
-
 def _default_output(source: Source, scheme: Scheme) -> Path:
     name = source.name + scheme.suffix
     here = Path.cwd().resolve()
     root = source.root.resolve()
     # From inside the source (`-m .`) the output goes beside it, since it must not lie in it.
     return root.parent / name if here == root or root in here.parents else Path(name)
-
-
-def _device(name: str, ranks: Ranks) -> str:
-    if name == "cpu":
-        return "cpu"
-    # Importing torch to learn that there is no GPU would cost more than a small conversion.
-    if name == "auto" and not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))):
-        return "cpu"
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    number = int(name[5:]) if name.startswith("cuda:") else ranks.local_rank % max(1, count)
-    if number < count:
-        return f"cuda:{number}"
-    if name == "auto":
-        return "cpu"
-    raise UsageError(f"there is no {name}: torch {torch.__version__} sees {count} GPUs", "use --device cpu")
 
 
 def available_cpus() -> int:

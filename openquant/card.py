@@ -18,6 +18,10 @@ from .plan import Plan
 # Entries that describe the base model and would be wrong here, or that this program sets itself.
 _REPLACED = ("base_model", "base_model_relation", "library_name", "pipeline_tag", "tags", "model-index", "new_version")
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\r?\n(.*?)(?:^|\n)---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
+# The section that this program adds, of an earlier run.
+_SECTION = re.compile(
+    r"^# [^\n]*: (FP8|BF16) weights\n\n\| \| \|\n\|---\|---\|\n\| source \|.*\Z", re.DOTALL | re.MULTILINE
+)
 # What PyYAML raises for text that is no YAML, or YAML that no card holds; the last three from its constructors.
 _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError, TypeError, AttributeError)
 
@@ -33,20 +37,25 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
         revision: the source's commit, None if unknown.
     """
     metadata, text = _split(base or "")
+    text = _SECTION.sub("", text)
     entries = _entries(metadata)
     tags = entries.get("tags", [])
     ours: dict[str, Any] = {}
     if repo is not None:
         ours["base_model"] = repo
-        ours["base_model_relation"] = "quantized"
+        if plan.quantization_config:
+            ours["base_model_relation"] = "quantized"
     # What loads it; to transformers a per-tensor output is garbage.
-    ours["library_name"] = "vllm"
+    ours["library_name"] = "vllm" if plan.quantization_config else "transformers"
     task = "image-text-to-text" if plan.model.text_config else "text-generation"
     ours["pipeline_tag"] = entries.get("pipeline_tag") or task
     known = [tags] if isinstance(tags, str) else [tag for tag in tags if isinstance(tag, str)]
     # Compressed-tensors directories are searched for by that tag.
     package = [plan.scheme.package] if plan.scheme.package else []
-    ours["tags"] = list(dict.fromkeys([*known, "fp8", "vllm", "quantized", *package, f"fp8-{plan.scheme.name}"]))
+    # What was true of a quantized source.
+    known = [tag for tag in known if not re.match(r"fp8|mxfp|int4|quantized|compressed-tensors|[48]-bit", tag)]
+    added = ["fp8", "vllm", "quantized", *package, f"fp8-{plan.scheme.name}"] if plan.quantization_config else []
+    ours["tags"] = list(dict.fromkeys([*known, *added]))
     front = _without(metadata, _REPLACED) + yaml.safe_dump(ours, sort_keys=False, allow_unicode=True)
     section = _section(plan, name, repo, revision)
     body = f"{text.strip()}\n\n{section}" if text.strip() else section
@@ -122,7 +131,7 @@ def readers(plan: Plan) -> str:
     scheme = plan.scheme
     engines = f"This output is for {' and '.join(scheme.engines)}"
     problem = scheme.transformers or (scheme.transformers_experts if plan.model.experts else None)
-    if problem is None and not plan.model.transformers_reads_blocks:
+    if problem is None and plan.quantization_config and not plan.model.transformers_reads_blocks:
         problem = "finds no weights for experts stored one by one"
     if problem is not None:
         return f"{engines}. Do not load it with transformers, which {problem}."
@@ -137,22 +146,23 @@ def serve_commands(plan: Plan, output: str) -> list[str]:
 
 def _section(plan: Plan, name: str, repo: str | None, revision: str | None) -> str:
     commands = serve_commands(plan, name + plan.scheme.suffix)
-    method = plan.quantization_config["quant_method"]
+    settings = plan.quantization_config
+    serialized = f", dynamic activations (`quant_method: {settings['quant_method']}`)" if settings else ""
+    number = "FP8" if settings else "BF16"
+    left = ["Not quantized: norms and biases, and", "", *[f"- {line}" for line in unquantized(plan)], ""]
+    left = left if settings else []
     # Neither may break the heading or the table it stands in.
     name = " ".join(name.split()).replace("|", "\\|")
     lines = [
-        f"# {name}: FP8 weights",
+        f"# {name}: {number} weights",
         "",
         f"| | |\n|---|---|\n| source | {f'[{repo}](https://huggingface.co/{repo})' if repo else name} |",
         *([f"| revision | `{revision}` |"] if revision else []),
-        f"| format | float8_e4m3fn weights, {plan.scheme.title}, dynamic activations (`quant_method: {method}`) |",
+        f"| format | {plan.scheme.description}{serialized} |",
         f"| size | {gigabytes(plan.source_bytes)} -> {gigabytes(plan.output_bytes)} |",
         f"| made with | openquant {__version__} |",
         "",
-        "Not quantized: norms and biases, and",
-        "",
-        *[f"- {line}" for line in unquantized(plan)],
-        "",
+        *left,
         readers(plan),
         "",
         "```",

@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
@@ -91,10 +91,15 @@ def _add_compress_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="plan as for this class, whatever config.json names; generic: by names and shapes alone",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
     parser.add_argument(
         "--device", default="auto", metavar="auto|cpu|cuda[:N]", help="where to compute (default: auto)"
     )
+    _add_run_arguments(parser)
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """What has to do with the run rather than with its result."""
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
     parser.add_argument("--workers", type=int, metavar="N", help="threads (default: the CPUs it may use)")
     parser.add_argument(
         "--max-memory", type=_size, metavar="SIZE", help="use fewer threads if more memory were needed: 500MB, 2GB"
@@ -139,6 +144,12 @@ def _verb_parser() -> _Parser:
     compress = verbs.add_parser("compress", help=_ABOUT, description=_ABOUT, allow_abbrev=False)
     _add_compress_arguments(compress)
     compress.set_defaults(work=_compress)
+    about = "Turn a quantized checkpoint back into bfloat16 weights."
+    dequantize = verbs.add_parser("dequantize", help=about, description=about, allow_abbrev=False)
+    dequantize.add_argument("model", metavar="MODEL", help="a local directory, or a Hub repository")
+    dequantize.add_argument("-o", "--output", metavar="DIR", help="directory to write (default: ./NAME-BF16)")
+    _add_run_arguments(dequantize)
+    dequantize.set_defaults(work=_dequantize)
     about = "Publish a directory that openquant made on the Hub."
     push = verbs.add_parser("push", help=about, description=about, allow_abbrev=False)
     push.add_argument("directory", metavar="DIR", help="what compress wrote")
@@ -321,6 +332,31 @@ def _push(options: argparse.Namespace, interrupts: _Interrupts) -> int:
 def _compress(options: argparse.Namespace, interrupts: _Interrupts) -> int:
     scheme = _scheme_of(options)
     from .api import compress
+
+    def work(**run: Any) -> Result:
+        return compress(
+            options.model,
+            options.output,
+            scheme,
+            format=options.format,
+            scale_format=options.scale_format,
+            ignore=options.ignore,
+            architecture=options.architecture,
+            device=options.device,
+            **run,
+        )
+
+    return _run_and_report(work, options, interrupts)
+
+
+def _dequantize(options: argparse.Namespace, interrupts: _Interrupts) -> int:
+    from .api import dequantize
+
+    return _run_and_report(lambda **run: dequantize(options.model, options.output, **run), options, interrupts)
+
+
+def _run_and_report(work: Callable[..., Result], options: argparse.Namespace, interrupts: _Interrupts) -> int:
+    """Call `work` with the options of _add_run_arguments, and show what it does."""
     from .ranks import Ranks
 
     if options.quiet:
@@ -329,16 +365,8 @@ def _compress(options: argparse.Namespace, interrupts: _Interrupts) -> int:
     silent = options.quiet or not ranks.first
     reporter = _Terminal(interrupts, silent or options.json, silent, options.verbose and not options.json)
     try:
-        result = compress(
-            options.model,
-            options.output,
-            scheme,
-            format=options.format,
-            scale_format=options.scale_format,
-            ignore=options.ignore,
-            architecture=options.architecture,
+        result = work(
             dry_run=options.dry_run,
-            device=options.device,
             workers=options.workers,
             max_memory=options.max_memory,
             revision=options.revision,

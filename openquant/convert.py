@@ -379,7 +379,7 @@ class _Worker:
                 self.conversion.advance(codes.nbytes)
 
     def _scale_stays(self, job: Job) -> bool:
-        """Whether nothing is shared, or all that shares a scale has the same in the source, and one that engines load."""
+        """Whether nothing is shared, or all that shares a scale has it in the source, and it is one engines load."""
         if not job.joined:
             return True
         codings = [matrix.coding for matrix in job.joined]

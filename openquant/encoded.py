@@ -258,7 +258,7 @@ def _scale(
     if scale is None:
         raise SourceError(f"{info.name} has no scale: {names[0]} is missing", _DAMAGED)
     wanted = grid_of(form.group, shape)
-    # Those of rows may have one axis, modelopt's of blocks have four (vLLM 0.32.0 layers/quantization/modelopt.py:2246).
+    # Those of rows may have one axis; of modelopt's blocks, four (vLLM 0.32.0 layers/quantization/modelopt.py:2246).
     if tuple(size for size in scale.shape if size != 1) != tuple(size for size in wanted if size != 1):
         raise SourceError(
             f"{scale.name} is {list(scale.shape)}, for {list(shape)} with {form.title} it must be {list(wanted)}",

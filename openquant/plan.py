@@ -10,18 +10,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from . import __version__
 from .checkpoint import DTYPE_BITS, Checkpoint, Location, TensorInfo
 from .encoded import DECODED_DTYPE, Encoded, decoded_view
 from .errors import PlanError
-from .fates import Fates, Layer, Matrix, decide, encoded_matrices
+from .fates import Fates, Kept, Layer, Matrix, decide, encoded_matrices
 from .models import GENERIC, MODELS, Model
 from .parallel import ParallelSize, parallel_sizes
-from .patterns import compile_pattern
-from .schemes import Scheme
+from .patterns import compile_pattern, template
+from .schemes import PLAIN, Scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +90,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors alike in name, shape and fate: a line of the printed plan."""
+    """Tensors alike in name, shape and fate: a line of the printed plan.
+
+    `decoded` says that they are quantized in the source, but not in the output.
+    """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     quantized: bool
+    decoded: bool
     why: str
     bytes_before: int
     bytes_after: int
@@ -126,6 +130,7 @@ class Plan:
     output_bytes: int
     source_weight_bytes_quantized: int
     quantized_tensors: int
+    decoded_tensors: int
     digest: str
     _where: dict[str, Location]
     _by_shard: dict[str, list[TensorInfo]]
@@ -135,7 +140,7 @@ class Plan:
     @property
     def ignored_layers(self) -> list[str]:
         """Modules left unquantized, in every name the engines look them up under."""
-        return list(self.quantization_config[self.scheme.ignored_keys[0]])
+        return list(self.quantization_config[self.scheme.ignored_keys[0]]) if self.scheme.ignored_keys else []
 
     @property
     def parallel_sizes(self) -> list[int]:
@@ -271,13 +276,49 @@ def make_plan(
     refusal = model.refusal(scheme)
     if refusal is not None:
         raise PlanError(f"{model.name} cannot be served with {scheme.title}: {refusal.why}", refusal.hint)
-    original = checkpoint
-    checkpoint, encoded = decoded_view(original)
+    seen, encoded = decoded_view(checkpoint)
     for pattern in ignore:
         compile_pattern(pattern)
-    fates, ignored, notes = decide(checkpoint, encoded, model, scheme, ignore)
+    fates, ignored, notes = decide(seen, encoded, model, scheme, ignore)
     if model.rest:
         notes.insert(0, "decided from names and shapes alone: look at the plan, and at what the engine makes of it")
+    return _assemble(checkpoint, seen, encoded, model, scheme, fates, ignored, notes, identity)
+
+
+def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
+    """Decide to decode whatever is quantized and to leave all else as it is; the registry has no say in that.
+
+    Args:
+        checkpoint: the opened source.
+        identity: as for make_plan.
+
+    Raises:
+        SourceError: its scales do not belong to its codes.
+        PlanError: nothing is quantized, or in an unknown way.
+    """
+    seen, encoded = decoded_view(checkpoint)
+    if not encoded:
+        raise PlanError(f"nothing in {checkpoint.root} is quantized", "there is nothing to dequantize")
+    matrices = [info for info in seen.tensors.values() if len(info.shape) > 1]
+    kept = [Kept(info, template(info.module), "" if info.name in encoded else "not quantized") for info in matrices]
+    copied = [info for info in seen.tensors.values() if len(info.shape) < 2]
+    fates = Fates({}, {}, kept, copied, {}, {})
+    model = MODELS.get(checkpoint.architecture, replace(GENERIC, name=checkpoint.architecture))
+    return _assemble(checkpoint, seen, encoded, model, PLAIN, fates, [], [], identity)
+
+
+def _assemble(
+    original: Checkpoint,
+    checkpoint: Checkpoint,
+    encoded: dict[str, Encoded],
+    model: Model,
+    scheme: Scheme,
+    fates: Fates,
+    ignored: list[str],
+    notes: list[str],
+    identity: str,
+) -> Plan:
+    """The plan that follows from the fate of each tensor; `checkpoint` is the decoded view of the original."""
     layers, reasons = fates.layers, fates.reasons
     quantization_config = scheme.config(ignored)
     by_shard: dict[str, list[TensorInfo]] = {shard: [] for shard in checkpoint.shards}
@@ -312,6 +353,7 @@ def make_plan(
         output_bytes=sum(shard.nbytes for shard in shards),
         source_weight_bytes_quantized=sum(layer.stored for layer in quantized),
         quantized_tensors=len(quantized),
+        decoded_tensors=len(encoded) - sum(layer.encoded is not None for layer in quantized),
         digest=_digest(original, scheme, quantization_config, f"{model.name} {identity}"),
         _where=checkpoint.where,
         _by_shard=by_shard,
@@ -373,6 +415,7 @@ def _digest(checkpoint: Checkpoint, scheme: Scheme, quantization_config: dict[st
 def _groups(scheme: Scheme, fates: Fates, encoded: dict[str, Encoded]) -> tuple[Group, ...]:
     names: dict[tuple[str, tuple[int, ...], bool, str], list[str]] = {}
     sizes: dict[tuple[str, tuple[int, ...], bool, str], tuple[int, int]] = {}
+    decoded: dict[tuple[str, tuple[int, ...], bool, str], bool] = {}
 
     def add(
         name: str,
@@ -389,6 +432,7 @@ def _groups(scheme: Scheme, fates: Fates, encoded: dict[str, Encoded]) -> tuple[
             plain = TensorInfo("", info.dtype, shape).nbytes
             after = sum(out.nbytes for out in scheme.outputs("", (shape[0], shape[1]))) if quantized else plain
             sizes[key] = stored.nbytes if stored else plain, after
+            decoded[key] = stored is not None and not quantized
         names[key].append(name)
 
     for layer in fates.layers.values():
@@ -400,6 +444,6 @@ def _groups(scheme: Scheme, fates: Fates, encoded: dict[str, Encoded]) -> tuple[
     for info in fates.copied:
         add(info.name, info.name, info.shape, False, "fewer than two axes", info)
     return tuple(
-        Group(tuple(found), key[1], key[2], key[3], len(found) * sizes[key][0], len(found) * sizes[key][1])
+        Group(tuple(found), key[1], key[2], decoded[key], key[3], *(len(found) * size for size in sizes[key]))
         for key, found in names.items()
     )

@@ -23,14 +23,16 @@ def plan_text(plan: Plan, model: str, output: Path, download: int, streamed: int
     """
     rows = [("", "layers", "shape", "before", "after", "")]
     rows += [_row(group) for group in plan.groups if group.quantized]
-    rows += [_row(group) for group in plan.groups if not group.quantized and len(group.shape) >= 2]
-    small = [group for group in plan.groups if not group.quantized and len(group.shape) < 2]
+    rows += [_row(group) for group in plan.groups if group.decoded]
+    others = [group for group in plan.groups if not group.quantized and not group.decoded]
+    rows += [_row(group) for group in others if len(group.shape) >= 2]
+    small = [group for group in others if len(group.shape) < 2]
     if small:
         count = sum(len(group.names) for group in small)
         size = gigabytes(sum(group.bytes_before for group in small))
         rows.append(("keep", f"{count} tensors of fewer than two axes", "", size, size, "norm, bias or the like"))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    lines = [f"{model} -> {output}", f"{plan.architecture}, float8_e4m3fn, {plan.scheme.title}", ""]
+    lines = [f"{model} -> {output}", f"{plan.architecture}, {plan.scheme.description}", ""]
     for kind, layers, shape, before, after, why in rows:
         cells = (
             kind.ljust(widths[0]),
@@ -47,7 +49,7 @@ def plan_text(plan: Plan, model: str, output: Path, download: int, streamed: int
 
 def _row(group: Group) -> tuple[str, str, str, str, str, str]:
     return (
-        "FP8" if group.quantized else "keep",
+        "FP8" if group.quantized else "BF16" if group.decoded else "keep",
         ", ".join(collapse(group.names)),
         " x ".join(map(str, group.shape)),
         gigabytes(group.bytes_before),
@@ -57,10 +59,9 @@ def _row(group: Group) -> tuple[str, str, str, str, str, str]:
 
 
 def _facts(plan: Plan, download: int, streamed: int) -> list[str]:
-    share = 100 * plan.source_weight_bytes_quantized / plan.source_bytes
     lines = [
-        f"weights:  {gigabytes(plan.source_bytes)} -> {gigabytes(plan.output_bytes)}, "
-        f"{share:.1f} % of the bytes quantized ({plan.quantized_tensors} layers)",
+        f"weights:  {gigabytes(plan.source_bytes)} -> {gigabytes(plan.output_bytes)}, {_share(plan)} "
+        f"({plan.quantized_tensors or plan.decoded_tensors} layers)",
         f"disk:     {gigabytes(plan.output_bytes + sum(plan.files.values()))} in "
         f"{len(plan.shards)} {'shard' if len(plan.shards) == 1 else 'shards'} and {len(plan.files)} other files",
     ]
@@ -68,13 +69,21 @@ def _facts(plan: Plan, download: int, streamed: int) -> list[str]:
         lines.append(
             f"download: {gigabytes(download)} to the Hub's cache, or with --stream {gigabytes(streamed)} at a time"
         )
-    sizes = ", ".join(map(str, plan.parallel_sizes)) or "none"
-    lines.append(f"tensor parallel sizes that can serve it: {sizes}")
+    if plan.quantization_config:
+        sizes = ", ".join(map(str, plan.parallel_sizes)) or "none"
+        lines.append(f"tensor parallel sizes that can serve it: {sizes}")
     lines += [f"  not {entry.size}: {entry.problem}" for entry in plan.parallel if entry.problem]
     if plan.left_out:
         lines.append(f"left out: {', '.join(plan.left_out)}")
     lines += [f"note: {note}" for note in plan.notes]
     return lines
+
+
+def _share(plan: Plan) -> str:
+    """How much of the source a run quantizes, or decodes."""
+    if not plan.quantization_config:
+        return "all weights in bfloat16"
+    return f"{100 * plan.source_weight_bytes_quantized / plan.source_bytes:.1f} % of the bytes quantized"
 
 
 def details_text(plan: Plan) -> str:
@@ -85,12 +94,11 @@ def details_text(plan: Plan) -> str:
 
 def summary_text(plan: Plan, result: Result, already_complete: bool) -> str:
     """What a run did, and the commands to type next."""
-    share = 100 * plan.source_weight_bytes_quantized / plan.source_bytes
     done = (
         f"{result.output} is already complete; nothing was written"
         if already_complete
         else f"{result.output}: {gigabytes(result.source_bytes)} -> {gigabytes(result.output_bytes)}, "
-        f"{share:.1f} % of the bytes quantized, in {result.seconds:.1f} s, "
+        f"{_share(plan)}, in {result.seconds:.1f} s, "
         f"peak memory {gigabytes(result.peak_rss_bytes)}"
     )
     published = [] if result.pushed_to is None else [f"pushed to {result.pushed_to}"]

@@ -81,6 +81,11 @@ class Scheme:
         return "ue8m0" if self.power_of_two else "float"
 
     @property
+    def description(self) -> str:
+        """What the weights are, in words."""
+        return f"float8_e4m3fn, {self.title}" if self.settings else self.title
+
+    @property
     def shared(self) -> bool:
         """Whether joined layers have one scale."""
         return self.group == (None, None)
@@ -263,6 +268,21 @@ MXFP8 = Scheme(
     package="compressed-tensors",
     transformers_experts="does not multiply experts by the scales of blocks",
     power_of_two=True,
+)
+
+# No scheme, but what a directory of plain weights is: nothing is quantized.
+PLAIN = Scheme(
+    "bf16",
+    (1, None),
+    "",
+    scale_axes=0,
+    scale_floor=0.0,
+    largest=None,
+    suffix="-BF16",
+    title="bfloat16 weights",
+    settings={},
+    ignored_keys=(),
+    engines=("vLLM", "SGLang"),
 )
 
 # The default of each name.

@@ -1,0 +1,224 @@
+"""Carry out a prepared plan: claim the output, fetch, convert, write the other files, publish."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from .card import model_card
+from .checkpoint import INDEX_FILE, Checkpoint, readable
+from .convert import convert
+from .errors import SourceError, UsageError
+from .fetch import Supply, scratch_bytes, source_needs
+from .hub import Source, silent
+from .output import SOURCE, WORK, OutputDirectory
+from .plan import Plan
+from .publish import AT_ONCE, Publisher, Push
+from .ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a run needs to begin writing."""
+
+    source: Source
+    checkpoint: Checkpoint
+    identity: str
+    plan: Plan
+    target: Path
+    workers: int
+    stream: bool
+
+
+class Listener(Protocol):
+    """Who is told of the progress. Calls may come from any thread, never from two at once."""
+
+    def started(self, total: int, done: int) -> None:
+        """Conversion begins: bytes of source weights in all, and those an earlier run converted."""
+
+    def advanced(self, nbytes: int) -> None:
+        """So many more bytes of the source are converted."""
+
+    def publishing(self, repo: str) -> None:
+        """All is converted; what is not uploaded yet goes to that repository."""
+
+
+Made = TypeVar("Made")
+
+
+def attempt(do: Callable[[], Made]) -> tuple[Made | None, Exception | None]:
+    """What `do` returns or raises, so that the other ranks can be told before anything else happens."""
+    try:
+        return do(), None
+    except Exception as error:
+        return None, error
+
+
+class _Traffic:
+    """Shards from the supply to the publisher, if there is one."""
+
+    def __init__(self, supply: Supply, publisher: Publisher | None) -> None:
+        self.supply = supply
+        self.publisher = publisher
+        self.path = supply.path
+
+    def wait_for(self, output: str, stopped: Callable[[], bool]) -> None:
+        if self.publisher is not None:
+            self.publisher.wait_for_room(output, stopped)
+        self.supply.wait_for(output, stopped)
+
+    def finished(self, output: str) -> None:
+        self.supply.finished(output)
+        if self.publisher is not None:
+            self.publisher.finished(output)
+
+
+def carry_out(
+    prepared: Prepared, ranks: Ranks, overwrite: bool, device: str, push: Push | None, reporter: Listener
+) -> tuple[bool, bool, tuple[str, str] | None]:
+    """Write the output; whether an earlier run was continued, or had left nothing to do, and where it was pushed."""
+    plan, source = prepared.plan, prepared.source
+    shards = {shard.name: shard.nbytes for shard in plan.shards}
+    # Made before anything is converted, so that nothing about them can fail after hours.
+    made = _made_files(prepared)
+    others = {**plan.files, **{name: len(data) for name, data in made.items()}}
+    publisher = Publisher(push, prepared.target, plan.digest, shards) if push else None
+    directory = OutputDirectory(
+        prepared.target,
+        plan.digest,
+        shards,
+        others,
+        overwrite,
+        elsewhere=publisher.elsewhere() if publisher else frozenset(),
+        at_once=AT_ONCE if push and push.only else None,
+        scratch=scratch_bytes(source, source_needs(source, plan)) * ranks.size if prepared.stream else 0,
+    )
+    chosen: list[str] = []
+    with ExitStack() as stack:
+        if source.remote or publisher:
+            stack.enter_context(silent())
+
+        def claim() -> tuple[list[str] | None, str]:
+            """The unfinished shards, None if nothing at all is left to do, and where to push; for the first to say."""
+            chosen.append(_device(device, ranks))
+            if not ranks.first:
+                return None, ""
+            stack.enter_context(directory)
+            if publisher:
+                publisher.prepare(source.repo)
+            unfinished = [name for name in shards if not directory.is_finished(name)]
+            return None if directory.complete else unfinished, publisher.repo if publisher else ""
+
+        claimed, error = attempt(claim)
+        told = ranks.agree(error, claimed)[0]
+        assert told is not None
+        todo, repo = told
+        if publisher:
+            publisher.repo = repo
+            stack.enter_context(publisher)
+        if todo is not None:
+            names = set(todo)
+            mine = ranks.share([shard for shard in plan.shards if shard.name in names])
+            sizes = {shard: plan.consumed(shard) for shard in shards}
+            reporter.started(sum(sizes.values()), sum(size for shard, size in sizes.items() if shard not in names))
+
+            def work() -> None:
+                needs = source_needs(source, plan, [shard.name for shard in mine])
+                scratch = prepared.target / WORK / f"{SOURCE}{ranks.rank}" if prepared.stream else None
+                if source.remote and scratch is None:
+                    source.require_cache_space({name for names in needs.values() for name in names})
+                with Supply(source, needs, scratch) as supply:
+                    traffic = _Traffic(supply, publisher)
+                    convert(plan, mine, traffic, directory, prepared.workers, chosen[0], reporter.advanced)
+                if publisher:
+                    publisher.drain()
+
+            _, error = attempt(work)
+            ranks.agree(error)
+
+        def finish() -> tuple[str, str] | None:
+            if not ranks.first:
+                return None
+            if todo is not None:
+                _write_others(prepared, directory, made)
+                directory.finish()
+            if publisher is None:
+                return None
+            reporter.publishing(publisher.repo)
+            number = "FP8" if plan.quantization_config else "BF16"
+            title = f"{source.name} in {number} ({plan.scheme.title})"
+            return publisher.repo, publisher.finish(sorted(others), title)
+
+        published, error = attempt(finish)
+        ranks.agree(error)
+    return directory.resumed, todo is None, published
+
+
+def _made_files(prepared: Prepared) -> dict[str, bytes]:
+    """The files that are written rather than copied, config.json last: without it no engine takes this for a model."""
+    made = {"README.md": _card(prepared.plan, prepared.source)}
+    if prepared.plan.indexed:
+        made[INDEX_FILE] = _index(prepared.plan)
+    made["config.json"] = _config(prepared.plan)
+    return made
+
+
+def _write_others(prepared: Prepared, directory: OutputDirectory, made: dict[str, bytes]) -> None:
+    if prepared.source.identity(prepared.checkpoint) != prepared.identity:
+        raise SourceError(
+            f"{prepared.source.root} changed while it was being converted",
+            "wait until nothing writes to it, then run again with --overwrite",
+        )
+    for name in prepared.plan.files:
+        if name not in made and not directory.is_finished(name):
+            directory.copy(prepared.source.root / name, name)
+    for name, data in made.items():
+        if not directory.is_finished(name):
+            directory.write(name, data)
+
+
+def _card(plan: Plan, source: Source) -> bytes:
+    base = None
+    if "README.md" in plan.files:
+        with readable():
+            base = (source.root / "README.md").read_text(encoding="utf-8-sig", errors="replace")
+    return model_card(base, plan, source.name, source.repo, source.revision).encode()
+
+
+def _index(plan: Plan) -> bytes:
+    placed = {info.name: shard.name for shard in plan.shards for info in plan.outputs(shard.name)}
+    index = {"metadata": {"total_size": plan.output_bytes}, "weight_map": dict(sorted(placed.items()))}
+    return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _config(plan: Plan) -> bytes:
+    config = dict(plan.config)
+    if plan.quantization_config:
+        config["quantization_config"] = plan.quantization_config
+    try:
+        return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:
+        # Half of a surrogate pair, which JSON can only hold escaped.
+        return (json.dumps(config, indent=2) + "\n").encode()
+
+
+def _device(name: str, ranks: Ranks) -> str:
+    if name == "cpu":
+        return "cpu"
+    # Importing torch to learn that there is no GPU would cost more than a small conversion.
+    if name == "auto" and not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))):
+        return "cpu"
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    number = int(name[5:]) if name.startswith("cuda:") else ranks.local_rank % max(1, count)
+    if number < count:
+        return f"cuda:{number}"
+    if name == "auto":
+        return "cpu"
+    raise UsageError(f"there is no {name}: torch {torch.__version__} sees {count} GPUs", "use --device cpu")
