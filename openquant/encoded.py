@@ -170,7 +170,9 @@ def _read(checkpoint: Checkpoint) -> Quantization | None:
     try:
         return read_quantization(config)
     except UsageError as error:
-        raise PlanError(f"the source is already quantized: {error.message}", error.hint) from None
+        raise PlanError(
+            f"the source is already quantized: {error.message}", f"{error.hint}; or start from the unquantized model"
+        ) from None
 
 
 def _find(checkpoint: Checkpoint, quantization: Quantization) -> Iterator[Found]:

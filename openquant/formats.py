@@ -246,11 +246,10 @@ def _read_group(name: str, weights: dict[str, Any], static: bool) -> Format:
     if strategy == "group" and size == MX_GROUP and in_bytes and kind in (("float", 8), ("float", 4)):
         number = CODE_DTYPE if kind[1] == 8 else FP4
         return Format("block", (1, MX_GROUP), "_scale", static, number, power_of_two=True)
-    if kind == ("int", 4) and strategy in ("group", "channel") and weights.get("symmetric", True):
-        if strategy == "channel":
-            return Format("channel", None, "_scale", static, INT4)
-        if type(size) is int and size > 0:
-            return Format("block", (1, size), "_scale", static, INT4)
+    # Rows of whole words, whose length the packed tensor tells.
+    known = kind == ("int", 4) and strategy == "group" and weights.get("symmetric", True)
+    if known and isinstance(size, int) and size > 0 and size % 8 == 0:
+        return Format("block", (1, size), "_scale", static, INT4)
     symmetric = "" if weights.get("symmetric", True) else "asymmetric "
     raise UsageError(f"config.json: {name} stores {symmetric}{kind[0]}{kind[1]} weights by {strategy}", _KNOWN_GROUPS)
 

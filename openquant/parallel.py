@@ -66,6 +66,7 @@ def _indivisible_length(
             return f"{name}: {heads} heads do not divide by {size}"
     if length % parts:
         return f"{name}: {length} does not divide by {parts}"
-    if length // parts % multiple:
+    # A whole layer was either quantized here, then it divides, or it is served as its maker stored it.
+    if parts > 1 and length // parts % multiple:
         return f"{name}: {length} / {parts} = {length // parts} is not a multiple of {multiple}"
     return None
