@@ -25,7 +25,7 @@ from openquant import __version__, compress
 
 KEYS = [
     "model", "revision", "output", "scheme", "architecture", "dry_run", "source_bytes", "output_bytes",
-    "download_bytes", "repository", "pushed_to", "quantized_tensors", "ignored_layers", "shards", "tensor_parallel", "seconds", "peak_rss_bytes", "resumed",
+    "download_bytes", "repository", "pushed_to", "quantized_tensors", "decoded_tensors", "ignored_layers", "shards", "tensor_parallel", "seconds", "peak_rss_bytes", "resumed",
 ]  # fmt: skip
 
 SHOWN = "$ python compress_fp8.py -m examples/tiny-qwen3 --dry-run\n"
@@ -80,6 +80,7 @@ def test_json_is_one_object_for_runs_and_dry_runs(run: Run, tmp_path: Path) -> N
         "repository": None,
         "pushed_to": None,
         "quantized_tensors": 28,
+        "decoded_tensors": 0,
         "ignored_layers": ["lm_head", "model.embed_tokens"],
         "shards": 3,
         "tensor_parallel": [1],
@@ -282,12 +283,12 @@ def test_a_background_job_keeps_ignoring_ctrl_c(tmp_path: Path, source: Path) ->
     code = (
         "import os, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "from openquant import api\n"
-        "convert = api.convert\n"
+        "from openquant import run\n"
+        "convert = run.convert\n"
         "def interrupted(*arguments):\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    convert(*arguments)\n"
-        "api.convert = interrupted\n"
+        "run.convert = interrupted\n"
         "from openquant.cli import compress_main\n"
         "sys.exit(compress_main(sys.argv[1:]))"
     )

@@ -137,8 +137,8 @@ def test_llama4_experts_are_split_also_when_they_stay_bfloat16(tmp_path: Path) -
 def test_matrices_larger_than_a_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: Scheme) -> None:
     source = tiny.write(tmp_path / "source", "Llama4ForCausalLM", shards=2)
     compress(source, tmp_path / "whole", scheme.name)
-    monkeypatch.setattr("openquant.convert.BUFFER", 1 << 14)
-    monkeypatch.setattr("openquant.convert.TRANSPOSED_BUFFER", 1 << 14)
+    monkeypatch.setattr("openquant.reading.BUFFER", 1 << 14)
+    monkeypatch.setattr("openquant.reading.TRANSPOSED_BUFFER", 1 << 14)
     compress(source, tmp_path / "pieces", scheme.name)
     assert tree(tmp_path / "pieces") == tree(tmp_path / "whole")
 
@@ -263,15 +263,15 @@ def test_other_files_are_copied_and_links_followed(tmp_path: Path) -> None:
 
 def test_source_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tiny.write(tmp_path / "source")
-    from openquant import api
+    from openquant import run
 
-    convert = api.convert
+    convert = run.convert
 
     def shrink_first(*arguments: object) -> None:
         os.truncate(source / "model.safetensors", 5000)
         convert(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(api, "convert", shrink_first)
+    monkeypatch.setattr(run, "convert", shrink_first)
     with pytest.raises(SourceError, match=r"model.safetensors ends inside (lm_head|model\.\S+)"):
         compress(source, tmp_path / "out")
 
@@ -336,7 +336,8 @@ def test_writes_around_the_page_cache_leave_the_same_bytes(
     weights["model.norm.weight"] = torch.ones(257, dtype=torch.bfloat16)
     weights["model.embed_tokens.weight"] = torch.randn(1001, 255).to(torch.bfloat16)
     source = tiny.write(tmp_path / "source", architecture, shards=2, weights=weights)
-    monkeypatch.setattr("openquant.convert.BUFFER", 40_000)
+    for module in ("convert", "reading"):
+        monkeypatch.setattr(f"openquant.{module}.BUFFER", 40_000)
     monkeypatch.setattr("openquant.shardfile.DIRECT_FROM", 1)
     direct: list[int] = []
     pwrite, flag = os.pwrite, os.O_DIRECT
@@ -407,6 +408,6 @@ def test_torch_devices_write_the_same_bytes(
         pytest.skip("this machine has no GPU")
     source = tiny.write(tmp_path / "source", "Llama4ForCausalLM", dtype=dtype)
     compress(source, tmp_path / "numpy", scheme.name)
-    monkeypatch.setattr("openquant.api._device", lambda *_: device)
+    monkeypatch.setattr("openquant.run._device", lambda *_: device)
     compress(source, tmp_path / "torch", scheme.name)
     assert tree(tmp_path / "torch") == tree(tmp_path / "numpy")

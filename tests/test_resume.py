@@ -18,7 +18,8 @@ import torch
 
 import tiny
 from conftest import ROOT, heed_ctrl_c, tree
-from openquant import api, compress
+from openquant import compress
+from openquant import run as running
 from openquant.errors import OutputError, SourceError
 
 SHARDS = 5
@@ -270,13 +271,13 @@ def test_leftovers_in_the_source_are_no_other_source(tmp_path: Path, source: Pat
 def test_a_source_that_changes_under_way_is_not_called_finished(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    convert = api.convert
+    convert = running.convert
 
     def touch_first(*arguments: object) -> None:
         os.utime(source / "model-00002-of-00005.safetensors", (1, 1))
         convert(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(api, "convert", touch_first)
+    monkeypatch.setattr(running, "convert", touch_first)
     with pytest.raises(SourceError) as caught:
         compress(source, tmp_path / "out")
     assert caught.value.message == f"{source} changed while it was being converted"
