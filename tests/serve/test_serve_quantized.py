@@ -1,0 +1,101 @@
+"""vLLM computes with what was made of a quantized source what the source stands for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from engine_client import Engine, EngineError, LogProbs, dequantize, divergence, find_engine, rewrite
+from test_serve import TO_DEQUANTIZED, TO_SOURCE
+
+import openquant
+import tiny
+from conftest import EXAMPLE
+from openquant import compress
+from test_encoded import INT4, int4, is_layer
+
+pytestmark = pytest.mark.serve
+
+# Scheme and format of the source, then of the output.
+RECODED = (
+    ("block", "fp8", "channel"),
+    ("channel", None, "tensor"),
+    ("tensor", "fp8", "block"),
+    ("mxfp8", None, "block"),
+)
+PASSED = (("block", "compressed-tensors", "fp8"), ("block", "fp8", "compressed-tensors"))
+
+
+@pytest.fixture(scope="session")
+def engine() -> Engine:
+    return find_engine()
+
+
+@pytest.fixture(scope="session")
+def logprobs(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> dict[str, LogProbs]:
+    """By `<source>-<output>`; `-plain` is a source or output multiplied out by torch."""
+    root = tmp_path_factory.mktemp("quantized")
+    models = {"source": EXAMPLE}
+    for scheme, format, other in RECODED:
+        compress(EXAMPLE, root / scheme, scheme, format=format)
+        models[f"{scheme}-plain"] = dequantize(root / scheme, root / f"{scheme}-plain")
+        models[f"{scheme}-{other}"] = root / f"{scheme}-{other}"
+        compress(root / scheme, root / f"{scheme}-{other}", other)
+        models[f"{scheme}-{other}-plain"] = dequantize(root / f"{scheme}-{other}", root / f"{scheme}-{other}-plain")
+        models[f"{scheme}-dequantized"] = root / f"{scheme}-dequantized"
+        openquant.dequantize(root / scheme, root / f"{scheme}-dequantized")
+    for scheme, format, other in PASSED:
+        name = f"{scheme}-{format}"
+        compress(EXAMPLE, root / name, scheme, format=format)
+        models[f"{name}-{other}"] = root / f"{name}-{other}"
+        compress(root / name, root / f"{name}-{other}", scheme, format=other)
+    models["int4-plain"], models["int4-channel"] = root / "int4-plain", root / "int4-channel"
+    openquant.dequantize(as_int4(root / "int4"), root / "int4-plain")
+    compress(root / "int4", root / "int4-channel", "channel")
+    answers = engine.logprobs(list(models.values()), root / "answers")
+    found = {}
+    for name, answer in zip(models, answers, strict=True):
+        if isinstance(answer, EngineError):
+            raise answer
+        found[name] = answer
+    return found
+
+
+def as_int4(target: Path) -> Path:
+    """The example with its layers as compressed-tensors packs them into int4."""
+    config = json.loads((EXAMPLE / "config.json").read_text()) | {"quantization_config": INT4}
+    weights: dict[str, torch.Tensor] = {}
+    for name, weight in tiny.read(EXAMPLE).items():
+        if is_layer(name):
+            weights |= {f"{name.removesuffix('weight')}{last}": tensor for last, tensor in int4(weight).items()}
+        else:
+            weights[name] = weight
+    return rewrite(EXAMPLE, target, weights, config)
+
+
+@pytest.mark.parametrize(("scheme", "format", "other"), RECODED)
+def test_another_scheme(scheme: str, format: str | None, other: str, logprobs: dict[str, LogProbs]) -> None:
+    del format
+    found = logprobs[f"{scheme}-{other}"]
+    assert divergence(logprobs[f"{scheme}-{other}-plain"], found) < TO_DEQUANTIZED[other]
+    # Rounded twice: as far from what the source stands for as that is from the unquantized model.
+    assert divergence(logprobs[f"{scheme}-plain"], found) < TO_SOURCE
+    assert divergence(logprobs["source"], found) < 2 * TO_SOURCE
+
+
+@pytest.mark.parametrize(("scheme", "format", "other"), PASSED)
+def test_another_format(scheme: str, format: str, other: str, logprobs: dict[str, LogProbs]) -> None:
+    found = logprobs[f"{scheme}-{format}-{other}"]
+    assert divergence(logprobs["block-plain"], found) < TO_DEQUANTIZED["block"]
+
+
+@pytest.mark.parametrize("scheme", [row[0] for row in RECODED])
+def test_dequantized(scheme: str, logprobs: dict[str, LogProbs]) -> None:
+    assert (logprobs[f"{scheme}-dequantized"] == logprobs[f"{scheme}-plain"]).all()
+
+
+def test_int4(logprobs: dict[str, LogProbs]) -> None:
+    assert divergence(logprobs["int4-plain"], logprobs["int4-channel"]) < TO_SOURCE
+    assert divergence(logprobs["source"], logprobs["int4-plain"]) > TO_SOURCE
