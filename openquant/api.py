@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from .card import model_card
 from .checkpoint import INDEX_FILE, Checkpoint, open_checkpoint, readable
 from .convert import convert, worker_memory
 from .errors import SourceError, UsageError
+from .fates import Options
 from .fetch import MEMORY as FETCH_MEMORY
 from .fetch import Supply, scratch_bytes, source_needs
 from .hub import Source, find_source, silent
@@ -25,7 +26,7 @@ from .output import SOURCE, WORK, OutputDirectory, finished_files, refuse_overla
 from .plan import Plan, make_plan
 from .publish import AT_ONCE, Publisher, Push
 from .ranks import Ranks
-from .schemes import Scheme, find_scheme
+from .schemes import Scheme, find_others, find_scheme
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Result:
         revision: the source's commit on the Hub, or None.
         output: the output directory.
         scheme: "tensor", "channel", "block" or "mxfp8".
+        schemes: number of weights stored in each scheme: that one, and others that some layers have instead.
         architecture: the registry's entry that the plan was made by.
         dry_run: whether nothing was written.
         source_bytes: size of the source's tensors.
@@ -47,7 +49,7 @@ class Result:
         quantized_tensors: number of weights stored as float8_e4m3fn.
         ignored_layers: what quantization_config lists as left out.
         shards: number of output shards.
-        tensor_parallel: the tensor-parallel sizes, of 1 to 16, that can serve the result.
+        tensor_parallel: the tensor-parallel sizes, of 1 to 16 and the one asked for, that can serve the result.
         seconds: wall time.
         peak_rss_bytes: largest resident memory of the process so far.
         resumed: whether an earlier run's work was continued, or already complete.
@@ -57,6 +59,7 @@ class Result:
     revision: str | None
     output: str
     scheme: str
+    schemes: dict[str, int]
     architecture: str
     dry_run: bool
     source_bytes: int
@@ -116,6 +119,9 @@ def compress(
     format: str | None = None,
     scale_format: str | None = None,
     ignore: Sequence[str] = (),
+    scheme_for: Mapping[str, str] | None = None,
+    tp: int | None = None,
+    quantize_lm_head: bool = False,
     architecture: str | None = None,
     dry_run: bool = False,
     device: str = "auto",
@@ -142,6 +148,11 @@ def compress(
         scale_format: "float", or "ue8m0" (scales rounded up to powers of two): for block in the fp8 format either,
             "float" if None; mxfp8 has only the latter, all else only the former.
         ignore: patterns over module names that stay unquantized.
+        scheme_for: patterns over module names, each with the scheme of what matches ("tensor", "channel" or "block",
+            in the compressed-tensors format); the first that matches counts.
+        tp: a tensor-parallel size that must be able to serve the result. Layers that 128x128 blocks do not divide
+            for it fall back to one scale per output row, in the fp8 format they stay unquantized.
+        quantize_lm_head: also quantize the output head, in the compressed-tensors format.
         architecture: plan by this entry of the registry although config.json names another class; "generic" goes by
             names and shapes alone.
         dry_run: plan only.
@@ -164,6 +175,7 @@ def compress(
     begin = time.monotonic()
     reporter = reporter or _Silent()
     chosen = find_scheme(scheme, format, scale_format)
+    options = Options(tuple(ignore), find_others(chosen, scheme_for or {}), tp, quantize_lm_head)
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         raise UsageError(f"{device} is not a device", "choose auto, cpu, cuda or cuda:N")
     if workers is not None and workers < 1:
@@ -173,7 +185,7 @@ def compress(
     with closing(ranks):
         prepared, error = _attempt(
             lambda: _prepare(
-                os.fspath(model), output, chosen, ignore, architecture, revision, stream, workers, max_memory
+                os.fspath(model), output, chosen, options, architecture, revision, stream, workers, max_memory
             )
         )
         digests = ranks.agree(error, prepared and prepared.plan.digest)
@@ -188,6 +200,7 @@ def compress(
                 revision=prepared.source.revision,
                 output=str(prepared.target),
                 scheme=chosen.name,
+                schemes={scheme.name: count for scheme, count in plan.schemes.items()},
                 architecture=plan.architecture,
                 dry_run=dry_run,
                 source_bytes=plan.source_bytes,
@@ -230,7 +243,7 @@ def _prepare(
     model: str,
     output: str | os.PathLike[str] | None,
     scheme: Scheme,
-    ignore: Sequence[str],
+    options: Options,
     architecture: str | None,
     revision: str | None,
     stream: bool,
@@ -243,7 +256,7 @@ def _prepare(
     with _without_collector():
         checkpoint = open_checkpoint(source.root, source.remote)
         identity = source.identity(checkpoint)
-        plan = make_plan(checkpoint, scheme, tuple(ignore), identity, architecture)
+        plan = make_plan(checkpoint, scheme, options, identity, architecture)
     if output is not None and not os.fspath(output):
         raise UsageError("-o is empty", "give a directory, or leave -o out")
     target = Path(output) if output is not None else _default_output(source, scheme)
@@ -409,7 +422,7 @@ def _carry_out(
             if publisher is None:
                 return None
             reporter.publishing(publisher.repo)
-            title = f"{source.name} in FP8 ({plan.scheme.title})"
+            title = f"{source.name} in FP8 ({plan.title})"
             return publisher.repo, publisher.finish(sorted(others), title)
 
         published, error = _attempt(finish)

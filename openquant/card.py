@@ -46,7 +46,8 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
     known = [tags] if isinstance(tags, str) else [tag for tag in tags if isinstance(tag, str)]
     # Compressed-tensors directories are searched for by that tag.
     package = [plan.scheme.package] if plan.scheme.package else []
-    ours["tags"] = list(dict.fromkeys([*known, "fp8", "vllm", "quantized", *package, f"fp8-{plan.scheme.name}"]))
+    schemes = [f"fp8-{scheme.name}" for scheme in plan.schemes]
+    ours["tags"] = list(dict.fromkeys([*known, "fp8", "vllm", "quantized", *package, *schemes]))
     front = _without(metadata, _REPLACED) + yaml.safe_dump(ours, sort_keys=False, allow_unicode=True)
     section = _section(plan, name, repo, revision)
     body = f"{text.strip()}\n\n{section}" if text.strip() else section
@@ -145,7 +146,7 @@ def _section(plan: Plan, name: str, repo: str | None, revision: str | None) -> s
         "",
         f"| | |\n|---|---|\n| source | {f'[{repo}](https://huggingface.co/{repo})' if repo else name} |",
         *([f"| revision | `{revision}` |"] if revision else []),
-        f"| format | float8_e4m3fn weights, {plan.scheme.title}, dynamic activations (`quant_method: {method}`) |",
+        f"| format | float8_e4m3fn weights, {plan.title}, dynamic activations (`quant_method: {method}`) |",
         f"| size | {gigabytes(plan.source_bytes)} -> {gigabytes(plan.output_bytes)} |",
         f"| made with | openquant {__version__} |",
         "",

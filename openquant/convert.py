@@ -22,7 +22,7 @@ from .fates import Matrix
 from .kernels import BITS_TYPE, Bits, Codes
 from .output import OutputDirectory
 from .plan import Copy, Job, Piece, Plan, Shard
-from .schemes import Floats, Group
+from .schemes import Floats, Group, Scheme
 from .shardfile import AlignedBuffer, Bytes, ShardFile, SourceFile
 
 BUFFER = 4 << 20
@@ -103,7 +103,7 @@ class TorchKernels:
 
 def worker_memory(plan: Plan) -> int:
     """Bytes that one worker needs at most, beyond what the process already holds."""
-    multiple = plan.scheme.group[0] or 1
+    multiple = max(scheme.group[0] or 1 for scheme in plan.schemes)
     largest = BUFFER
     copied = 0
     for dtype, (rows, cols), transposed in plan.matrix_kinds:
@@ -179,7 +179,6 @@ class _Conversion:
         progress: Progress | None,
     ) -> None:
         self.plan = plan
-        self.scheme = plan.scheme
         self.traffic = traffic
         self.output = output
         self.device = device
@@ -297,7 +296,6 @@ class _Worker:
 
     def __init__(self, conversion: _Conversion, writers: ThreadPoolExecutor) -> None:
         self.conversion = conversion
-        self.scheme = conversion.scheme
         self.kernels = CpuKernels() if conversion.device == "cpu" else TorchKernels(conversion.device)
         self.buffer = self.kernels.memory(BUFFER)
         self.slots = [_Slot(conversion, writers, self.kernels.memory) for _ in range(2)]
@@ -312,7 +310,7 @@ class _Worker:
             if piece.scale_target is None:
                 self._copy_matrix(piece, file)
             else:
-                self._quantize(piece, piece.scale_target, shared, file)
+                self._quantize(piece, piece.scale_target, job.scheme, shared, file)
 
     def settle(self) -> None:
         """Wait for the last writes."""
@@ -349,10 +347,10 @@ class _Worker:
         for matrix in job.joined:
             for bits in self._rows(matrix, 1):
                 weight = self.kernels.load(bits, matrix.dtype)
-                amax = self.kernels.absmax(weight, matrix.dtype, self.scheme.group)
+                amax = self.kernels.absmax(weight, matrix.dtype, job.scheme.group)
                 largest = np.maximum(largest, self._finite(matrix, amax))
                 self.conversion.advance(0)
-        limit = self.scheme.largest
+        limit = job.scheme.largest
         if limit is not None and largest.item() > limit:
             names = ", ".join(matrix.label for matrix in job.joined)
             raise PlanError(
@@ -361,19 +359,19 @@ class _Worker:
             )
         return largest
 
-    def _quantize(self, piece: Piece, scale_place: int, shared: Floats | None, file: ShardFile) -> None:
-        matrix, group, place = piece.matrix, self.scheme.group, piece.target
+    def _quantize(self, piece: Piece, scale_place: int, scheme: Scheme, shared: Floats | None, file: ShardFile) -> None:
+        matrix, group, place = piece.matrix, scheme.group, piece.target
         if shared is not None:
-            file.write(self.scheme.stored(self.scheme.scale(shared)), scale_place)
+            file.write(scheme.stored(scheme.scale(shared)), scale_place)
         for bits in self._rows(matrix, group[0] or 1):
             weight = self.kernels.load(bits, matrix.dtype)
             if shared is None:
-                scale = self.scheme.scale(self._finite(matrix, self.kernels.absmax(weight, matrix.dtype, group)))
-                stored = self.scheme.stored(scale)
+                scale = scheme.scale(self._finite(matrix, self.kernels.absmax(weight, matrix.dtype, group)))
+                stored = scheme.stored(scale)
                 file.write(stored, scale_place)
                 scale_place += stored.nbytes
             else:
-                scale = self.scheme.scale(shared)
+                scale = scheme.scale(shared)
             slot = self._slot()
             codes = slot.take(place, bits.size)
             self.kernels.encode(weight, matrix.dtype, scale, group, codes.reshape(bits.shape))

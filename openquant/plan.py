@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from . import __version__
 from .checkpoint import DTYPE_BITS, Checkpoint, Location, TensorInfo
-from .errors import PlanError
-from .fates import Fates, Layer, Matrix, decide
+from .errors import PlanError, UsageError
+from .fates import Fates, Layer, Matrix, Options, decide, is_head
 from .models import GENERIC, MODELS, Model
-from .parallel import ParallelSize, parallel_sizes
+from .parallel import ParallelSize, parallel_sizes, text_config
 from .patterns import compile_pattern
 from .schemes import Scheme
 
@@ -48,10 +47,12 @@ class Job:
     """The unit of work: matrices of one output shard, and everything that shares their scale.
 
     Attributes:
+        scheme: what quantized pieces are stored as.
         pieces: what this job writes.
         joined: the whole joined set, members in other shards included; empty unless a scale is shared.
     """
 
+    scheme: Scheme
     pieces: tuple[Piece, ...]
     joined: tuple[Matrix, ...]
 
@@ -85,7 +86,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors alike in name, shape and fate: a line of the printed plan."""
+    """Tensors alike in name, shape and fate: a line of the printed plan.
+
+    `why` they are not quantized, or not as most are.
+    """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -99,11 +103,13 @@ class Group:
 class Plan:
     """What a run will do; see the module's text. A shard is laid out when its turn comes.
 
-    `architecture` is the registry's entry it was made by, `parallel` what each tensor-parallel size meets.
+    `architecture` is the registry's entry it was made by, `scheme` that of all layers which have no other, `schemes`
+    how many layers each has, `parallel` what each tensor-parallel size meets.
     """
 
     architecture: str
     scheme: Scheme
+    schemes: dict[Scheme, int]
     model: Model
     shards: tuple[Shard, ...]
     indexed: bool
@@ -123,6 +129,17 @@ class Plan:
     _fates: Fates
 
     @property
+    def title(self) -> str:
+        """What shares a scale, in words."""
+        most, *others = self.schemes
+        total = self.quantized_tensors
+        return ", ".join([most.title, *(f"{self.schemes[other]} of {total} layers {other.title}" for other in others)])
+
+    def scheme_of(self, module: str) -> Scheme:
+        """What a quantized layer is stored as."""
+        return self._fates.scheme_of(module)
+
+    @property
     def ignored_layers(self) -> list[str]:
         """Modules left unquantized, in every name the engines look them up under."""
         return list(self.quantization_config[self.scheme.ignored_keys[0]])
@@ -139,12 +156,12 @@ class Plan:
 
     def sources(self, shard: str) -> set[str]:
         """The source shards that an output file is made from: its own, and those with members of its joined sets."""
-        found = {shard}
-        if self.scheme.shared:
-            fates = self._fates
+        found, fates = {shard}, self._fates
+        if any(scheme.shared for scheme in self.schemes):
             for info in self._by_shard[shard]:
-                for module in fates.sets.get(info.module, ()):
-                    found.add(self._where[fates.layers[module].source.name].shard)
+                if fates.scheme_of(info.module).shared:
+                    for module in fates.sets.get(info.module, ()):
+                        found.add(self._where[fates.layers[module].source.name].shard)
         return found
 
     @property
@@ -175,7 +192,7 @@ class Plan:
                 if layer.module in fates.reasons:
                     outputs.append(TensorInfo(f"{layer.module}.weight", info.dtype, layer.shape))
                 else:
-                    outputs.extend(self.scheme.outputs(layer.module, layer.shape))
+                    outputs.extend(fates.scheme_of(layer.module).outputs(layer.module, layer.shape))
         # Wide dtypes first, as the safetensors library writes them: every tensor is aligned to its element.
         return sorted(outputs, key=lambda info: -DTYPE_BITS[info.dtype])
 
@@ -208,26 +225,26 @@ class Plan:
 
     def _job(self, layer: Layer, shard: str, places: dict[str, int]) -> Job:
         """The part of a layer's joined set that lies in this shard."""
-        fates = self._fates
+        fates, scheme = self._fates, self._fates.scheme_of(layer.module)
         quantized = layer.module not in fates.reasons
         joined = [fates.layers[module] for module in fates.sets.get(layer.module, (layer.module,))]
         pieces = tuple(
             Piece(
                 member.matrix(self._where),
                 places[f"{member.module}.weight"],
-                places[f"{member.module}.{self.scheme.scale_name}"] if quantized else None,
+                places[f"{member.module}.{scheme.scale_name}"] if quantized else None,
             )
             for member in joined
             if self._where[member.source.name].shard == shard
         )
-        shares = quantized and self.scheme.shared
-        return Job(pieces, tuple(member.matrix(self._where) for member in joined) if shares else ())
+        shares = quantized and scheme.shared
+        return Job(scheme, pieces, tuple(member.matrix(self._where) for member in joined) if shares else ())
 
 
 def make_plan(
     checkpoint: Checkpoint,
     scheme: Scheme,
-    ignore: Sequence[str] = (),
+    options: Options | None = None,
     identity: str = "",
     architecture: str | None = None,
 ) -> Plan:
@@ -235,58 +252,66 @@ def make_plan(
 
     Args:
         checkpoint: the opened source.
-        scheme: the number format.
-        ignore: patterns over module names that stay unquantized.
+        scheme: the number format of all layers that have no other.
+        options: what the user asks for beside it; nothing if None.
         identity: what tells this source from another with the same headers; it goes into the plan's digest.
         architecture: the registry's entry to go by, or "generic"; the one of the checkpoint's own name if None.
 
     Raises:
         SourceError: the source is already quantized.
-        PlanError: an unknown architecture, or tensors no rule covers.
-        UsageError: an ignore pattern that matches nothing or is malformed.
+        PlanError: an unknown architecture, tensors no rule covers, or what engines cannot load.
+        UsageError: a pattern that matches nothing or is malformed, or a size that is none.
     """
+    options = options or Options()
     model = _find_model(architecture or checkpoint.architecture)
-    refusal = model.refusal(scheme)
-    if refusal is not None:
-        raise PlanError(f"{model.name} cannot be served with {scheme.title}: {refusal.why}", refusal.hint)
+    for asked in (scheme, *(other for _, other in options.scheme_for)):
+        refusal = model.refusal(asked)
+        if refusal is not None:
+            raise PlanError(f"{model.name} cannot be served with {asked.title}: {refusal.why}", refusal.hint)
     refuse_quantized(checkpoint)
-    for pattern in ignore:
+    for pattern in (*options.ignore, *(pattern for pattern, _ in options.scheme_for)):
         compile_pattern(pattern)
-    fates, ignored, notes = decide(checkpoint, model, scheme, ignore)
+    if options.tp is not None and options.tp < 1:
+        raise UsageError(f"--tp {options.tp} is no number of ranks", "give --tp 1 or more")
+    if options.head:
+        _refuse_head(checkpoint, model, scheme)
+        model = model.with_head()
+    fates, quantization_config, notes = decide(checkpoint, model, scheme, options)
     if model.rest:
         notes.insert(0, "decided from names and shapes alone: look at the plan, and at what the engine makes of it")
-    layers, reasons = fates.layers, fates.reasons
-    quantization_config = scheme.config(ignored)
     by_shard: dict[str, list[TensorInfo]] = {shard: [] for shard in checkpoint.shards}
     saved = dict.fromkeys(checkpoint.shards, 0)
     for info in checkpoint.tensors.values():
         by_shard[checkpoint.where[info.name].shard].append(info)
-    costs: dict[tuple[str, tuple[int, int]], int] = {}
-    quantized = [layer for layer in layers.values() if layer.module not in reasons]
-    for layer in quantized:
-        key = (layer.source.dtype, layer.shape)
+    costs: dict[tuple[str, tuple[int, int], str], int] = {}
+    counts: dict[str, int] = {}
+    quantized = fates.quantized
+    for layer, chosen in quantized:
+        counts[chosen.name] = counts.get(chosen.name, 0) + 1
+        key = (layer.source.dtype, layer.shape, chosen.name)
         if key not in costs:
-            costs[key] = layer.nbytes - sum(info.nbytes for info in scheme.outputs("", layer.shape))
+            costs[key] = layer.nbytes - sum(info.nbytes for info in chosen.outputs("", layer.shape))
         saved[checkpoint.where[layer.source.name].shard] += costs[key]
     source_sizes = {shard: sum(info.nbytes for info in infos) for shard, infos in by_shard.items()}
     shards = tuple(Shard(shard, size - saved[shard]) for shard, size in source_sizes.items())
     return Plan(
         architecture=model.name,
         scheme=scheme,
+        schemes={chosen: counts.get(chosen.name, 0) for chosen in _used(fates)},
         model=model,
         shards=shards,
         indexed=checkpoint.indexed,
         quantization_config=quantization_config,
-        groups=_groups(scheme, fates),
+        groups=_groups(fates),
         notes=tuple(notes),
-        parallel=parallel_sizes(checkpoint, model, scheme, quantized),
+        parallel=parallel_sizes(checkpoint, model, quantized, options.tp),
         files=checkpoint.files,
         left_out=checkpoint.left_out,
         source_bytes=sum(source_sizes.values()),
         output_bytes=sum(shard.nbytes for shard in shards),
-        source_weight_bytes_quantized=sum(layer.nbytes for layer in quantized),
+        source_weight_bytes_quantized=sum(layer.nbytes for layer, _ in quantized),
         quantized_tensors=len(quantized),
-        digest=_digest(checkpoint, scheme, quantization_config, f"{model.name} {identity}"),
+        digest=_digest(checkpoint, fates, quantization_config, f"{model.name} {identity}"),
         _where=checkpoint.where,
         _by_shard=by_shard,
         _fates=fates,
@@ -303,6 +328,31 @@ def _find_model(architecture: str) -> Model:
             "names and shapes alone; or add an entry to openquant/models.py (README: Adding an architecture)",
         )
     return MODELS[architecture]
+
+
+def _refuse_head(checkpoint: Checkpoint, model: Model, scheme: Scheme) -> None:
+    if scheme.format == "fp8":
+        raise PlanError(
+            "engines load no quantized output head in the fp8 format",
+            "use --scheme channel or --format compressed-tensors",
+        )
+    if model.head_refused is not None:
+        raise PlanError(f"{model.name}: its output head stays as it is: {model.head_refused}", _NO_HEAD)
+    tied = any(
+        place.get("tie_word_embeddings") is True for place in (checkpoint.config, text_config(checkpoint, model))
+    )
+    if tied:
+        raise PlanError("the output head is the embedding (tie_word_embeddings), which stays as it is", _NO_HEAD)
+    if not any(is_head(info.module) for info in checkpoint.tensors.values()):
+        raise PlanError("the source has no lm_head.weight: its output head is the embedding", _NO_HEAD)
+
+
+_NO_HEAD = "leave --quantize-lm-head out"
+
+
+def _used(fates: Fates) -> list[Scheme]:
+    """The schemes of a plan, its own first."""
+    return list(dict.fromkeys([fates.scheme, *(other.scheme for other in fates.others.values())]))
 
 
 def refuse_quantized(checkpoint: Checkpoint) -> None:
@@ -346,11 +396,13 @@ def _header(tensors: list[TensorInfo]) -> tuple[bytes, int]:
     return len(text).to_bytes(8, "little") + text, 8 + len(text)
 
 
-def _digest(checkpoint: Checkpoint, scheme: Scheme, quantization_config: dict[str, Any], identity: str) -> str:
+def _digest(checkpoint: Checkpoint, fates: Fates, quantization_config: dict[str, Any], identity: str) -> str:
     """What guards a resumed run: equal for the same source and options under the same version, and only then."""
     facts = [
         __version__,
-        asdict(scheme),
+        [asdict(scheme) for scheme in _used(fates)],
+        # The model card says them.
+        sorted({*fates.reasons.values(), *(other.why for other in fates.others.values())}),
         checkpoint.config,
         quantization_config,
         checkpoint.files,
@@ -361,26 +413,28 @@ def _digest(checkpoint: Checkpoint, scheme: Scheme, quantization_config: dict[st
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _groups(scheme: Scheme, fates: Fates) -> tuple[Group, ...]:
+def _groups(fates: Fates) -> tuple[Group, ...]:
     names: dict[tuple[str, tuple[int, ...], bool, str], list[str]] = {}
     sizes: dict[tuple[str, tuple[int, ...], bool, str], tuple[int, int]] = {}
 
-    def add(name: str, alike: str, shape: tuple[int, ...], quantized: bool, why: str, info: TensorInfo) -> None:
-        key = (f"{alike} {info.dtype}", shape, quantized, why)
+    def add(name: str, alike: str, shape: tuple[int, ...], scheme: Scheme | None, why: str, info: TensorInfo) -> None:
+        key = (f"{alike} {info.dtype}", shape, scheme is not None, why)
         if key not in names:
             names[key] = []
             before = TensorInfo("", info.dtype, shape).nbytes
-            after = sum(out.nbytes for out in scheme.outputs("", (shape[0], shape[1]))) if quantized else before
+            after = sum(out.nbytes for out in scheme.outputs("", (shape[0], shape[1]))) if scheme else before
             sizes[key] = before, after
         names[key].append(name)
 
     for layer in fates.layers.values():
-        why = fates.reasons.get(layer.module)
-        add(layer.module, layer.alike, layer.shape, why is None, why or "", layer.source)
+        why, other = fates.reasons.get(layer.module), fates.others.get(layer.module)
+        scheme = fates.scheme_of(layer.module) if why is None else None
+        why = why or (f"{other.scheme.name}: {other.why}" if other else "")
+        add(layer.module, layer.alike, layer.shape, scheme, why, layer.source)
     for keep in fates.kept:
-        add(keep.tensor.module, keep.alike, keep.tensor.shape, False, keep.why, keep.tensor)
+        add(keep.tensor.module, keep.alike, keep.tensor.shape, None, keep.why, keep.tensor)
     for info in fates.copied:
-        add(info.name, info.name, info.shape, False, "fewer than two axes", info)
+        add(info.name, info.name, info.shape, None, "fewer than two axes", info)
     return tuple(
         Group(tuple(found), key[1], key[2], key[3], len(found) * sizes[key][0], len(found) * sizes[key][1])
         for key, found in names.items()

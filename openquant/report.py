@@ -30,7 +30,7 @@ def plan_text(plan: Plan, model: str, output: Path, download: int, streamed: int
         size = gigabytes(sum(group.bytes_before for group in small))
         rows.append(("keep", f"{count} tensors of fewer than two axes", "", size, size, "norm, bias or the like"))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    lines = [f"{model} -> {output}", f"{plan.architecture}, float8_e4m3fn, {plan.scheme.title}", ""]
+    lines = [f"{model} -> {output}", f"{plan.architecture}, float8_e4m3fn, {plan.title}", ""]
     for kind, layers, shape, before, after, why in rows:
         cells = (
             kind.ljust(widths[0]),

@@ -11,13 +11,14 @@ import torch
 import tiny
 from openquant.checkpoint import open_checkpoint
 from openquant.errors import PlanError, UsageError
+from openquant.fates import Options
 from openquant.models import MODELS
 from openquant.plan import Plan, make_plan
 from openquant.schemes import BLOCK, BLOCK_COMPRESSED, CHANNEL, MXFP8, TENSOR, TENSOR_COMPRESSED, Scheme
 
 
 def plan_of(root: Path, scheme: Scheme = TENSOR, *ignore: str) -> Plan:
-    return make_plan(open_checkpoint(root), scheme, ignore)
+    return make_plan(open_checkpoint(root), scheme, Options(ignore))
 
 
 def quantized(plan: Plan) -> set[str]:
@@ -35,8 +36,8 @@ def test_digest_depends_on_options_and_source(tmp_path: Path, architecture: str)
         make_plan(checkpoint, TENSOR).digest,
         make_plan(checkpoint, BLOCK).digest,
         make_plan(checkpoint, CHANNEL).digest,
-        make_plan(checkpoint, TENSOR, ["**.layers.0.**"]).digest,
-        make_plan(checkpoint, TENSOR, (), "another source").digest,
+        make_plan(checkpoint, TENSOR, Options(("**.layers.0.**",))).digest,
+        make_plan(checkpoint, TENSOR, None, "another source").digest,
     }
     assert len(digests) == 5
     assert make_plan(checkpoint, TENSOR).digest in digests
