@@ -122,7 +122,8 @@ def readers(plan: Plan) -> str:
     """Which programs read this output right."""
     scheme = plan.scheme
     engines = f"This output is for {' and '.join(scheme.engines)}"
-    problem = scheme.transformers or (scheme.transformers_experts if plan.model.experts else None)
+    of_experts = (found.transformers_experts for found in plan.expert_schemes.values())
+    problem = scheme.transformers or next(filter(None, of_experts), None)
     if problem is None and not plan.model.transformers_reads_blocks:
         problem = "finds no weights for experts stored one by one"
     if problem is not None:

@@ -15,7 +15,7 @@ from typing import Any
 from . import __version__
 from .checkpoint import DTYPE_BITS, Checkpoint, Location, TensorInfo
 from .errors import PlanError, UsageError
-from .fates import Fates, Layer, Matrix, Options, decide, is_head
+from .fates import Fates, Layer, Matrix, Options, decide, experts_finder, is_head
 from .models import GENERIC, MODELS, Model
 from .parallel import ParallelSize, parallel_sizes, text_config
 from .patterns import compile_pattern
@@ -135,9 +135,11 @@ class Plan:
         total = self.quantized_tensors
         return ", ".join([most.title, *(f"{self.schemes[other]} of {total} layers {other.title}" for other in others)])
 
-    def scheme_of(self, module: str) -> Scheme:
-        """What a quantized layer is stored as."""
-        return self._fates.scheme_of(module)
+    @property
+    def expert_schemes(self) -> dict[str, Scheme]:
+        """The schemes that quantized experts are stored in, by name."""
+        find_experts = experts_finder(self.model)
+        return {scheme.name: scheme for layer, scheme in self._fates.quantized if find_experts(layer.module)}
 
     @property
     def ignored_layers(self) -> list[str]:

@@ -24,7 +24,7 @@ from conftest import EXAMPLE, ROOT, Run, heed_ctrl_c, tree
 from openquant import __version__, compress
 
 KEYS = [
-    "model", "revision", "output", "scheme", "architecture", "dry_run", "source_bytes", "output_bytes",
+    "model", "revision", "output", "scheme", "schemes", "architecture", "dry_run", "source_bytes", "output_bytes",
     "download_bytes", "repository", "pushed_to", "quantized_tensors", "ignored_layers", "shards", "tensor_parallel", "seconds", "peak_rss_bytes", "resumed",
 ]  # fmt: skip
 
@@ -72,6 +72,7 @@ def test_json_is_one_object_for_runs_and_dry_runs(run: Run, tmp_path: Path) -> N
         "revision": None,
         "output": "tiny-qwen3-FP8-W128",
         "scheme": "block",
+        "schemes": {"block": 28},
         "architecture": "Qwen3ForCausalLM",
         "dry_run": False,
         "source_bytes": 8394240,
