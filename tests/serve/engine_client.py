@@ -23,8 +23,8 @@ import torch
 from safetensors.torch import save_file
 
 import tiny
+from openquant.formats import read_quantization
 from openquant.packed import decode
-from openquant.schemes import SCHEMES
 
 HERE = Path(__file__).parent
 MISSING = "OPENQUANT_VLLM does not name an interpreter with vLLM (tests/serve/install_vllm.sh installs one)"
@@ -190,14 +190,11 @@ def rewrite(
 def dequantize(source: Path, target: Path) -> Path:
     """The same model with its FP8 weights multiplied out to bfloat16: no scale is left to get wrong."""
     config = json.loads((source / "config.json").read_text())
-    quantization = config.pop("quantization_config")
-    (scheme,) = (
-        scheme
-        for scheme in SCHEMES.values()
-        if {key: value for key, value in quantization.items() if key not in scheme.ignored_keys} == scheme.settings
-    )
+    quantization = read_quantization(config)
+    del config["quantization_config"]
     tensors = tiny.read(source)
     for name in [name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn]:
-        scale = tensors.pop(f"{name.removesuffix('.weight')}.{scheme.scale_name}")
-        tensors[name] = decode(tensors[name], scale, scheme.group).to(torch.bfloat16)
+        form = quantization.format_of(name.removesuffix(".weight"))
+        assert form is not None
+        tensors[name] = decode(tensors[name], tensors.pop(name + form.suffix), form.group).to(torch.bfloat16)
     return rewrite(source, target, tensors, config)

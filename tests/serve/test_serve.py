@@ -60,6 +60,46 @@ RUN = tuple(
     if scheme != "channel" or name in (TRAINED, *BY_ROW)
 )
 
+COMPRESSED = "compressed-tensors"
+ATTENTION = "**.self_attn.*"
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A directory whose layers do not all have one scheme.
+
+    Attributes:
+        source: the model.
+        scheme: of most layers.
+        options: as compress() takes them.
+        schemes: how many layers each scheme has.
+    """
+
+    source: str
+    scheme: str
+    options: Mapping[str, Any]
+    schemes: Mapping[str, int]
+
+
+MIXTURES = {
+    "rows-and-blocks": Mixture(TRAINED, "block", {"scheme_for": {ATTENTION: "channel"}}, {"block": 12, "channel": 16}),
+    "tensors-and-rows": Mixture(
+        TRAINED, "tensor", {"scheme_for": {ATTENTION: "channel"}}, {"tensor": 12, "channel": 16}
+    ),
+    "experts-in-blocks": Mixture(
+        QWEN3_MOE, "channel", {"scheme_for": {"**.experts.**": "block"}}, {"channel": 11, "block": 12}
+    ),
+    "attention-by-row": Mixture(
+        QWEN3_MOE, "block", {"scheme_for": {ATTENTION: "channel"}}, {"block": 15, "channel": 8}
+    ),
+    # Half of its key and value heads is no block.
+    "two-ranks": Mixture(TRAINED, "block", {"tp": 2}, {"block": 16, "channel": 12}),
+    "reordered": Mixture("Llama4ForCausalLM", "block", {"ignore": ["**.experts.**"]}, {"block": 8, "channel": 6}),
+    "head-by-row": Mixture(TRAINED, "channel", {"quantize_lm_head": True}, {"channel": 29}),
+    "head-by-tensor": Mixture(TRAINED, "tensor", {"quantize_lm_head": True}, {"tensor": 29}),
+    "head-beside-blocks": Mixture(TRAINED, "block", {"quantize_lm_head": True}, {"block": 28, "channel": 1}),
+}
+
 # Bounds on the mean divergence over 252 positions, in nats.
 # Trained model: 0.0013 tensor, 0.0030 channel, 0.0012 block; all scales 1.25 times too large: 0.039, 0.042.
 # Random ones: 0.0009 to 0.0037; two of Llama 4's four experts in each other's place: 0.0075.
@@ -98,6 +138,16 @@ def compressed(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
     return found
 
 
+@pytest.fixture(scope="session")
+def mixtures(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The directory of each mixture."""
+    root = tmp_path_factory.mktemp("mixtures")
+    for name, mixture in MIXTURES.items():
+        result = compress(sources[mixture.source], root / name, mixture.scheme, format=COMPRESSED, **mixture.options)
+        assert result.schemes == mixture.schemes
+    return {name: root / name for name in MIXTURES}
+
+
 # Answers over HTTP.
 
 
@@ -130,13 +180,14 @@ def logprobs(
     engine: Engine,
     sources: dict[str, Path],
     compressed: dict[str, Path],
+    mixtures: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Answers:
-    """Of every source, every compressed directory, `<it>-dequantized`, and the spoilt ones."""
+    """Of every source, every compressed directory and mixture, `<it>-dequantized`, and the spoilt ones."""
     root = tmp_path_factory.mktemp("logprobs")
-    models = {**sources, **compressed}
+    models = {**sources, **compressed, **mixtures}
     models["separate"] = separate_scales(compressed[f"{TRAINED}-tensor"], root / "separate")
-    for name in ("separate", *compressed):
+    for name in ("separate", *compressed, *mixtures):
         models[f"{name}-dequantized"] = dequantize(models[name], root / f"{name}-dequantized")
     for scheme in SCHEMES:
         models[f"larger-{scheme}"] = larger_scales(compressed[f"{TRAINED}-{scheme}"], root / f"larger-{scheme}")
@@ -152,6 +203,14 @@ def test_stays_close_to_the_source(name: str, scheme: str, logprobs: Answers) ->
 def test_computes_what_codes_and_scales_stand_for(name: str, scheme: str, logprobs: Answers) -> None:
     reference = logprobs.of(f"{name}-{scheme}-dequantized")
     assert divergence(reference, logprobs.of(f"{name}-{scheme}")) <= TO_DEQUANTIZED[scheme]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_compute_what_codes_and_scales_stand_for(name: str, logprobs: Answers) -> None:
+    # Where there are rows their kernel rounds activations.
+    bound = TO_DEQUANTIZED["channel" if "channel" in MIXTURES[name].schemes else MIXTURES[name].scheme]
+    assert divergence(logprobs.of(f"{name}-dequantized"), logprobs.of(name)) <= bound
+    assert divergence(logprobs.of(MIXTURES[name].source), logprobs.of(name)) <= TO_SOURCE
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -201,6 +260,7 @@ class Case:
         mlp: rows of gate and up to leave; None for all.
         format: as compress() takes it.
         scale_format: likewise.
+        options: more of what it takes.
     """
 
     name: str
@@ -212,6 +272,7 @@ class Case:
     mlp: int | None = None
     format: str | None = None
     scale_format: str = "float"
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 # As transformers 4.52 and later write them.
@@ -224,7 +285,25 @@ GEMMA3_WRAPPED, LLAMA4_WRAPPED = "Gemma3ForConditionalGeneration", "Llama4ForCon
 # vLLM's CPU build has no sparse attention.
 UNBUILT = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 SPARSE_STEP = {"mlp_only_layers": [], "decoder_sparse_step": 2}
-COMPRESSED = "compressed-tensors"
+
+
+def mixed(architecture: str, scheme: str, pattern: str, other: str) -> Case:
+    """Where the two schemes met the wrong layers, a scale would not have the shape that vLLM expects."""
+    return Case(
+        f"{architecture}-{scheme}-{other}",
+        architecture,
+        scheme,
+        format=COMPRESSED,
+        options={"scheme_for": {pattern: other}},
+    )
+
+
+def has_head(architecture: str) -> bool:
+    config = tiny.config(architecture)
+    tied = config.get("tie_word_embeddings") or config.get("text_config", {}).get("tie_word_embeddings")
+    return not tied and MODELS[architecture].head_refused is None
+
+
 CASES = (
     *(
         Case(f"{name}-{scheme}", name, scheme)
@@ -237,8 +316,25 @@ CASES = (
     Case("compressed-block-experts", QWEN3_MOE, "block", format=COMPRESSED),
     # In the fp8 format it is refused.
     Case("compressed-block-renamed", "Mistral3ForConditionalGeneration", "block", format=COMPRESSED),
-    # Queries and keys stay bfloat16 by themselves.
+    # Queries, keys and values fall back to rows by themselves.
     Case("compressed-block-reordered", "Llama4ForCausalLM", "block", format=COMPRESSED),
+    Case("compressed-two-ranks", QWEN3_MOE, "block", format=COMPRESSED, options={"tp": 2}),
+    mixed("Qwen3ForCausalLM", "block", "model.layers.0.self_attn.k_proj", "channel"),
+    mixed(QWEN3_MOE, "block", "**.experts.**", "channel"),
+    # The engine's own names: of a merged layer, of a wrapper's parts, of the experts' module, of its backend.
+    mixed("StableLmForCausalLM", "channel", "**.{mlp,self_attn}.*", "block"),
+    mixed("Gemma3ForConditionalGeneration", "channel", "**.self_attn.*", "block"),
+    mixed("MiniMaxM2ForCausalLM", "channel", "**.experts.**", "block"),
+    mixed("DeepseekV3ForCausalLM", "channel", "**.layers.1.**", "block"),
+    mixed("GraniteMoeHybridForCausalLM", "channel", "**.mamba.*", "block"),
+    mixed("Qwen3VLMoeForConditionalGeneration", "channel", "**.experts.**", "block"),
+    mixed("Qwen3VLForConditionalGeneration", "block", "**.self_attn.*", "tensor"),
+    mixed("Olmo2ForCausalLM", "block", "**.self_attn.*", "channel"),
+    *(
+        Case(f"{name}-head", name, "channel", options={"quantize_lm_head": True})
+        for name in tiny.ARCHITECTURES
+        if name not in UNBUILT and has_head(name) and MODELS[name].refusal(find_scheme("channel")) is None
+    ),
     Case("powers-of-two", QWEN3_MOE, "block", scale_format="ue8m0"),
     Case("some-attention", "Qwen3ForCausalLM", "block", ("model.layers.0.self_attn.k_proj",)),
     Case("uneven-mlp", "LlamaForCausalLM", "block", config={"intermediate_size": 448}, mlp=448),
@@ -300,7 +396,7 @@ def compress_case(case: Case, root: Path) -> Path:
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, **case.config}))
     formats = {"format": case.format, "scale_format": case.scale_format}
-    compress(source, root / case.name, case.scheme, **formats, ignore=case.ignore)
+    compress(source, root / case.name, case.scheme, **formats, ignore=case.ignore, **case.options)
     return root / case.name
 
 
@@ -331,7 +427,7 @@ def unlist(source: Path, target: Path) -> Path:
 
 def usual(module: str) -> str:
     """A name without what tells the engine's from the checkpoint's."""
-    module = re.sub(r"^(model\.language_model|language_model\.model|model|backbone)\.", "", module)
+    module = re.sub(r"^(model\.language_model|language_model(\.model)?|model|backbone)\.", "", module)
     return module.replace(".short_conv.", ".conv.")
 
 
