@@ -107,8 +107,8 @@ def _add_compress_arguments(parser: argparse.ArgumentParser) -> None:
         "--tp",
         type=int,
         metavar="N",
-        help="the tensor-parallel size that must be able to serve it: what blocks do not divide for falls back to "
-        "channel, in the fp8 format it stays as it is",
+        help="the tensor-parallel size that must be able to serve it: what does not divide into blocks then is stored "
+        "as channel, in the fp8 format it stays as it is",
     )
     parser.add_argument(
         "--quantize-lm-head",

@@ -139,10 +139,12 @@ class Quantization:
 
     def format_of(self, module: str) -> Format | None:
         """What a quantized module is stored as; None if it is no group's target."""
+        return self.names(module) or self._by_name.get("Linear")
+
+    def names(self, module: str) -> Format | None:
+        """What a module is stored as that a group's targets name; None if they only mean its class, if anything."""
         found = self._by_name.get(module)
-        if found is None:
-            found = next((form for pattern, form in self._by_pattern if pattern.match(module)), None)
-        return found or self._by_name.get("Linear")
+        return found or next((form for pattern, form in self._by_pattern if pattern.match(module)), None)
 
     @cached_property
     def _by_name(self) -> dict[str, Format]:

@@ -265,6 +265,7 @@ class _Verification:
         if self.registry is not None:
             self._check_unlisted(self.registry)
             self._check_together(self.registry)
+        self._check_head()
         self._check_index()
         self._check_written()
         pairs: list[tuple[TensorInfo, Matrix | None]] = []
@@ -427,6 +428,14 @@ class _Verification:
             for info in self.checkpoint.tensors.values()
             if len(info.shape) == 2 and info.name.endswith(".weight") and registry.kind(info.module).layer
         }
+
+    def _check_head(self) -> None:
+        """An output head is no Linear to vLLM."""
+        for name, weight in self.codes.items():
+            if self.head and is_head(weight.info.module) and not self.quantization.names(weight.info.module):
+                self.problems.append(
+                    f"{self._place(name)} is {CODE_DTYPE}, but no config group names it: engines find it by name only"
+                )
 
     def _check_together(self, registry: _Registry) -> None:
         """What an engine merges must be quantized together, and so must all experts of a layer."""

@@ -79,14 +79,23 @@ class Engine:
         return answers
 
     @contextmanager
-    def serve(self, model: Path | str, log: Path, shim: bool, **environment: str) -> Iterator[str]:
-        """`vllm serve` of a model as its address, with the plugin of shim/ or, if the CPU has AMX, without."""
+    def serve(self, model: Path | str, log: Path, shim: bool, ranks: int = 1, **environment: str) -> Iterator[str]:
+        """`vllm serve` of a model as its address, with the plugin of shim/ or, if the CPU has AMX, without.
+
+        Each of several ranks of tensor parallelism gets a CPU.
+        """
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         command = [str(self.python.parent / "vllm"), "serve", str(model), "--model-loader-extra-config", TRACKED]
         command += ["--enforce-eager", "--max-model-len", "512", "--dtype", "bfloat16"]
         command += ["--host", "127.0.0.1", "--port", port]
+        if ranks > 1:
+            cpus = sorted(os.sched_getaffinity(0))[:ranks]
+            if len(cpus) < ranks:
+                pytest.skip(f"vLLM needs a CPU for each of {ranks} ranks")
+            command += ["--tensor-parallel-size", str(ranks)]
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, cpus))
         with _process_group(
             command, log, "metadata", *(["shim"] if shim or not has_amx() else []), **environment
         ) as server:

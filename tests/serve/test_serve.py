@@ -161,6 +161,17 @@ def test_answers(name: str, scheme: str, engine: Engine, compressed: dict[str, P
     assert answer["usage"]["completion_tokens"] == 8
 
 
+def test_two_ranks_serve_what_falls_back_for_them(engine: Engine, mixtures: dict[str, Path], tmp_path: Path) -> None:
+    model = mixtures["two-ranks"]
+    with engine.serve(model, tmp_path / "log", shim=False, ranks=2) as address:
+        assert complete(address, model, "import os\n\ndef main(")["choices"][0]["text"]
+    compress(EXAMPLE, tmp_path / "blocks", "block", format=COMPRESSED)
+    refused = tmp_path / "refused"
+    with pytest.raises(EngineError), engine.serve(tmp_path / "blocks", refused, shim=False, ranks=2):
+        pass
+    assert "is not divisible by weight quantization block_n = 128" in refused.read_text(errors="replace")
+
+
 # Log-probabilities.
 
 
@@ -207,9 +218,8 @@ def test_computes_what_codes_and_scales_stand_for(name: str, scheme: str, logpro
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_mixtures_compute_what_codes_and_scales_stand_for(name: str, logprobs: Answers) -> None:
-    # Where there are rows their kernel rounds activations.
-    bound = TO_DEQUANTIZED["channel" if "channel" in MIXTURES[name].schemes else MIXTURES[name].scheme]
-    assert divergence(logprobs.of(f"{name}-dequantized"), logprobs.of(name)) <= bound
+    # In this format one scale per tensor has the kernel for one per row, which rounds activations.
+    assert divergence(logprobs.of(f"{name}-dequantized"), logprobs.of(name)) <= TO_DEQUANTIZED["channel"]
     assert divergence(logprobs.of(MIXTURES[name].source), logprobs.of(name)) <= TO_SOURCE
 
 
@@ -402,9 +412,13 @@ def compress_case(case: Case, root: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def layers(
-    engine: Engine, cases: dict[str, Path], compressed: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    engine: Engine,
+    cases: dict[str, Path],
+    compressed: dict[str, Path],
+    mixtures: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Layers:
-    """What vLLM says of each case, of `<architecture>-<scheme>-unlisted`, and of `dropped-<scheme>`."""
+    """What vLLM says of each case, of `<architecture>-<scheme>-unlisted`, `dropped-<scheme>` and `ungrouped`."""
     root = tmp_path_factory.mktemp("layers")
     models = dict(cases)
     for architecture in LISTED:
@@ -415,6 +429,10 @@ def layers(
         source = compressed[f"{TRAINED}-{scheme}"]
         tensors = {name: tensor for name, tensor in tiny.read(source).items() if f"{DROPPED}.weight_scale" not in name}
         models[f"dropped-{scheme}"] = rewrite(source, root / f"dropped-{scheme}", tensors)
+    source = mixtures["rows-and-blocks"]
+    config = json.loads((source / "config.json").read_text())
+    del config["quantization_config"]["config_groups"]["group_1"]
+    models["ungrouped"] = rewrite(source, root / "ungrouped", tiny.read(source), config)
     return dict(zip(models, engine.layers(list(models.values()), root / "answers"), strict=True))
 
 
@@ -480,3 +498,9 @@ def test_control_a_missing_scale_shows(scheme: str, layers: Layers) -> None:
     assert isinstance(answer, EngineError)
     name = f"{DROPPED}.{find_scheme(scheme).scale_name}"
     assert f"Following weights were not initialized from checkpoint: {{'{name}'}}" in str(answer)
+
+
+def test_control_a_missing_group_shows(layers: Layers) -> None:
+    answer = layers["ungrouped"]
+    assert isinstance(answer, EngineError)
+    assert "assert param_data.shape == loaded_weight.shape" in str(answer)
