@@ -103,12 +103,13 @@ class TorchKernels:
 
 def worker_memory(plan: Plan) -> int:
     """Bytes that one worker needs at most, beyond what the process already holds."""
-    multiple = max(scheme.group[0] or 1 for scheme in plan.schemes)
+    multiples = {scheme.group[0] or 1 for scheme in plan.schemes}
     largest = BUFFER
     copied = 0
     for dtype, (rows, cols), transposed in plan.matrix_kinds:
         itemsize = BITS_TYPE[dtype].itemsize
-        piece = _step(rows, cols, itemsize, transposed, multiple) * cols * itemsize
+        step = max(_step(rows, cols, itemsize, transposed, multiple) for multiple in multiples)
+        piece = step * cols * itemsize
         largest = max(largest, piece)
         if transposed:
             # Turned around before it is quantized.

@@ -26,7 +26,7 @@ from .models import EMBEDDING, HEAD, MODELS, Model, absolute
 from .output import read_journal
 from .patterns import collapse, compile_any, compile_pattern, template
 from .plan import Plan, make_plan, refuse_quantized
-from .schemes import CODE_DTYPE, MIXED, TENSOR, Scheme, recognise
+from .schemes import CODE_DTYPE, MIXED, TENSOR, Group, Scheme, recognise
 
 # What engines never build as a quantized Linear, listed or not.
 NOT_LINEAR = (EMBEDDING.why, HEAD.why)
@@ -541,12 +541,19 @@ class _Verification:
         """--scheme-for options for what is stored in another scheme than most."""
         if self.scheme is None or self.registry is None:
             return
+        alike: dict[str, set[Group]] = {}
+        for weight in self.codes.values():
+            if weight.form is not None:
+                alike.setdefault(template(weight.info.module), set()).add(weight.form.group)
         others: dict[str, Scheme] = {}
         for weight in self.codes.values():
             if weight.form is not None and weight.form.group != self.scheme.group:
-                scheme = next(other for other in MIXED if other.group == weight.form.group)
-                experts = self.registry.find_experts(weight.info.module)
-                others[f"{experts}.**" if experts else weight.info.module] = scheme
+                name = template(weight.info.module)
+                if len(alike[name]) > 1:
+                    # Each pattern is held against every layer, and experts are many.
+                    experts = self.registry.find_experts(weight.info.module)
+                    name = f"{experts}.**" if experts else weight.info.module
+                others[name] = next(other for other in MIXED if other.group == weight.form.group)
         yield from others.items()
 
     def _pair(self, source: Checkpoint) -> list[tuple[TensorInfo, Matrix | None]]:
