@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from .checkpoint import Checkpoint, open_checkpoint
 from .convert import worker_memory
 from .errors import SourceError, UsageError
+from .fates import Options
 from .fetch import MEMORY as FETCH_MEMORY
 from .hub import Source, find_source, silent
 from .output import finished_files, refuse_overlap
@@ -23,7 +24,7 @@ from .plan import Plan, make_plain_plan, make_plan
 from .publish import Publisher, Push
 from .ranks import Ranks
 from .run import Listener, Prepared, attempt, carry_out
-from .schemes import Scheme, find_scheme
+from .schemes import Scheme, find_others, find_scheme
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Result:
         revision: the source's commit on the Hub, or None.
         output: the output directory.
         scheme: "tensor", "channel", "block" or "mxfp8"; "bf16" for a run that dequantizes.
+        schemes: number of weights stored in each scheme: that one, and others that some layers have instead.
         architecture: the registry's entry that the plan was made by.
         dry_run: whether nothing was written.
         source_bytes: size of the source's tensors.
@@ -46,7 +48,7 @@ class Result:
         decoded_tensors: number of weights that are quantized in the source and stored unquantized.
         ignored_layers: what quantization_config lists as left out.
         shards: number of output shards.
-        tensor_parallel: the tensor-parallel sizes, of 1 to 16, that can serve the result.
+        tensor_parallel: the tensor-parallel sizes, of 1 to 16 and the one asked for, that can serve the result.
         seconds: wall time.
         peak_rss_bytes: largest resident memory of the process so far.
         resumed: whether an earlier run's work was continued, or already complete.
@@ -56,6 +58,7 @@ class Result:
     revision: str | None
     output: str
     scheme: str
+    schemes: dict[str, int]
     architecture: str
     dry_run: bool
     source_bytes: int
@@ -107,6 +110,9 @@ def compress(
     format: str | None = None,
     scale_format: str | None = None,
     ignore: Sequence[str] = (),
+    scheme_for: Mapping[str, str] | None = None,
+    tp: int | None = None,
+    quantize_lm_head: bool = False,
     architecture: str | None = None,
     dry_run: bool = False,
     device: str = "auto",
@@ -133,6 +139,11 @@ def compress(
         scale_format: "float", or "ue8m0" (scales rounded up to powers of two): for block in the fp8 format either,
             "float" if None; mxfp8 has only the latter, all else only the former.
         ignore: patterns over module names that stay unquantized.
+        scheme_for: patterns over module names, each with the scheme of what matches ("tensor", "channel" or "block",
+            in the compressed-tensors format); the first that matches counts.
+        tp: a tensor-parallel size that must be able to serve the result. Layers that 128x128 blocks do not divide
+            for it fall back to one scale per output row, in the fp8 format they stay unquantized.
+        quantize_lm_head: also quantize the output head, in the compressed-tensors format.
         architecture: plan by this entry of the registry although config.json names another class; "generic" goes by
             names and shapes alone.
         dry_run: plan only.
@@ -153,10 +164,11 @@ def compress(
         OpenQuantError: something the caller can fix; see errors.py for the kinds.
     """
     chosen = find_scheme(scheme, format, scale_format)
+    options = Options(tuple(ignore), find_others(chosen, scheme_for or {}), tp, quantize_lm_head)
     return _work(
         model,
         output,
-        lambda checkpoint, identity: make_plan(checkpoint, chosen, tuple(ignore), identity, architecture),
+        lambda checkpoint, identity: make_plan(checkpoint, chosen, options, identity, architecture),
         dry_run=dry_run,
         device=device,
         workers=workers,
@@ -255,6 +267,7 @@ def _work(
                 revision=prepared.source.revision,
                 output=str(prepared.target),
                 scheme=plan.scheme.name,
+                schemes={scheme.name: count for scheme, count in plan.schemes.items() if plan.quantization_config},
                 architecture=plan.architecture,
                 dry_run=dry_run,
                 source_bytes=plan.source_bytes,

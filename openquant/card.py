@@ -54,7 +54,8 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
     package = [plan.scheme.package] if plan.scheme.package else []
     # What was true of a quantized source.
     known = [tag for tag in known if not re.match(r"fp8|mxfp|int4|quantized|compressed-tensors|[48]-bit", tag)]
-    added = ["fp8", "vllm", "quantized", *package, f"fp8-{plan.scheme.name}"] if plan.quantization_config else []
+    schemes = [f"fp8-{scheme.name}" for scheme in plan.schemes]
+    added = ["fp8", "vllm", "quantized", *package, *schemes] if plan.quantization_config else []
     ours["tags"] = list(dict.fromkeys([*known, *added]))
     front = _without(metadata, _REPLACED) + yaml.safe_dump(ours, sort_keys=False, allow_unicode=True)
     section = _section(plan, name, repo, revision)
@@ -130,7 +131,8 @@ def readers(plan: Plan) -> str:
     """Which programs read this output right."""
     scheme = plan.scheme
     engines = f"This output is for {' and '.join(scheme.engines)}"
-    problem = scheme.transformers or (scheme.transformers_experts if plan.model.experts else None)
+    of_experts = (found.transformers_experts for found in plan.expert_schemes.values())
+    problem = scheme.transformers or next(filter(None, of_experts), None)
     if problem is None and plan.quantization_config and not plan.model.transformers_reads_blocks:
         problem = "finds no weights for experts stored one by one"
     if problem is not None:
@@ -158,7 +160,7 @@ def _section(plan: Plan, name: str, repo: str | None, revision: str | None) -> s
         "",
         f"| | |\n|---|---|\n| source | {f'[{repo}](https://huggingface.co/{repo})' if repo else name} |",
         *([f"| revision | `{revision}` |"] if revision else []),
-        f"| format | {plan.scheme.description}{serialized} |",
+        f"| format | {plan.description}{serialized} |",
         f"| size | {gigabytes(plan.source_bytes)} -> {gigabytes(plan.output_bytes)} |",
         f"| made with | openquant {__version__} |",
         "",

@@ -45,6 +45,14 @@ def _size(text: str) -> int:
     return int(float(found[1]) * unit ** (" KMGT".index(found[2].upper()) if found[2] else 0))
 
 
+def _scheme_for(text: str) -> tuple[str, str]:
+    """A pattern and a scheme."""
+    pattern, equals, scheme = text.rpartition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text} is not PATTERN=SCHEME, such as **.self_attn.*=channel")
+    return pattern, scheme
+
+
 def _add_compress_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-m",
@@ -85,6 +93,27 @@ def _add_compress_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="PATTERN",
         help="leave matching modules as they are: * is one part of a name, ** a subtree, {a,b} either; repeatable",
+    )
+    parser.add_argument(
+        "--scheme-for",
+        action="append",
+        default=[],
+        type=_scheme_for,
+        metavar="PATTERN=SCHEME",
+        help="store matching modules as tensor, channel or block instead, in the compressed-tensors format; of several "
+        "the first that matches counts; repeatable",
+    )
+    parser.add_argument(
+        "--tp",
+        type=int,
+        metavar="N",
+        help="the tensor-parallel size that must be able to serve it: what does not divide into blocks then is stored "
+        "as channel, in the fp8 format it stays as it is",
+    )
+    parser.add_argument(
+        "--quantize-lm-head",
+        action="store_true",
+        help="quantize the output head too, in the compressed-tensors format and if it is not the embedding",
     )
     parser.add_argument(
         "--architecture",
@@ -304,6 +333,14 @@ def _scheme_of(options: argparse.Namespace) -> str:
     return "block"
 
 
+def _mapping(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Patterns with their schemes; of equal patterns the first counts, as of any that match."""
+    found: dict[str, str] = {}
+    for pattern, scheme in pairs:
+        found.setdefault(pattern, scheme)
+    return found
+
+
 def _push_of(options: argparse.Namespace) -> Push | None:
     from .publish import Push
 
@@ -341,6 +378,9 @@ def _compress(options: argparse.Namespace, interrupts: _Interrupts) -> int:
             format=options.format,
             scale_format=options.scale_format,
             ignore=options.ignore,
+            scheme_for=_mapping(options.scheme_for),
+            tp=options.tp,
+            quantize_lm_head=options.quantize_lm_head,
             architecture=options.architecture,
             device=options.device,
             **run,

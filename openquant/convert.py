@@ -23,7 +23,7 @@ from .kernels import Bits, Codes
 from .output import OutputDirectory
 from .plan import Copy, Job, Piece, Plan, Shard
 from .reading import BUFFER, Reader, consumed, memory_of
-from .schemes import CODE_MAX, Floats, Group
+from .schemes import CODE_MAX, Floats, Group, Scheme
 from .shardfile import AlignedBuffer, Bytes, ShardFile
 
 # What the kernels need for CHUNK weights, their tables, and what they leave behind in the allocator.
@@ -101,11 +101,11 @@ class TorchKernels:
 
 def worker_memory(plan: Plan) -> int:
     """Bytes that one worker needs at most, beyond what the process already holds."""
-    multiple = plan.scheme.group[0] or 1
+    multiples = {scheme.group[0] or 1 for scheme in plan.schemes}
     largest = BUFFER
     beside = 0
     for matrix in plan.matrix_kinds:
-        piece, held = memory_of(matrix, multiple)
+        piece, held = max(memory_of(matrix, multiple) for multiple in multiples)
         largest = max(largest, piece)
         # What is decoded and turned around is held whole.
         turned = matrix.shape[0] * matrix.shape[1] * 2 if matrix.coding and matrix.transposed else 0
@@ -170,7 +170,6 @@ class _Conversion:
         progress: Progress | None,
     ) -> None:
         self.plan = plan
-        self.scheme = plan.scheme
         self.traffic = traffic
         self.output = output
         self.device = device
@@ -288,7 +287,6 @@ class _Worker:
 
     def __init__(self, conversion: _Conversion, writers: ThreadPoolExecutor) -> None:
         self.conversion = conversion
-        self.scheme = conversion.scheme
         self.kernels = CpuKernels() if conversion.device == "cpu" else TorchKernels(conversion.device)
         self.reader = Reader(conversion.traffic.path, self.kernels.memory)
         self.slots = [_Slot(conversion, writers, self.kernels.memory) for _ in range(2)]
@@ -304,9 +302,9 @@ class _Worker:
             if piece.scale_target is None:
                 self._copy_matrix(piece, file)
             elif piece.passes and stays:
-                self._pass(piece, piece.scale_target, file)
+                self._pass(piece, piece.scale_target, job.scheme, file)
             else:
-                self._quantize(piece, piece.scale_target, shared, file)
+                self._quantize(piece, piece.scale_target, job.scheme, shared, file)
             if piece.matrix.coding is not None:
                 self.conversion.advance(piece.matrix.coding.nbytes)
 
@@ -359,7 +357,7 @@ class _Worker:
             self.conversion.advance(consumed(piece.matrix, len(bits)))
         file.write(turned, piece.target)
 
-    def _pass(self, piece: Piece, scale_place: int, file: ShardFile) -> None:
+    def _pass(self, piece: Piece, scale_place: int, scheme: Scheme, file: ShardFile) -> None:
         """Codes as they are, their scales as the scheme stores them."""
         matrix, coding = piece.matrix, piece.matrix.coding
         assert coding is not None
@@ -373,7 +371,7 @@ class _Worker:
                 codes = slot.take(place, count * coding.pitch)
                 self.reader.codes(source, matrix, low, codes)
                 slot.send(file, codes, place)
-                scale = self.scheme.stored(self.reader.scales(coding, low, count, least=2.0**-127))
+                scale = scheme.stored(self.reader.scales(coding, low, count, least=2.0**-127))
                 file.write(scale, scale_place)
                 scale_place += scale.nbytes
                 self.conversion.advance(codes.nbytes)
@@ -383,22 +381,22 @@ class _Worker:
         if not job.joined:
             return True
         codings = [matrix.coding for matrix in job.joined]
-        if not all(coding is not None and coding.group == self.scheme.group for coding in codings):
+        if not all(coding is not None and coding.group == job.scheme.group for coding in codings):
             return False
         scales = {self.reader.scales(coding, 0, 1).item() for coding in codings if coding is not None}
         scale = scales.pop()
-        limit = self.scheme.largest
-        return not scales and scale >= self.scheme.scale_floor and (limit is None or scale * float(CODE_MAX) <= limit)
+        limit = job.scheme.largest
+        return not scales and scale >= job.scheme.scale_floor and (limit is None or scale * float(CODE_MAX) <= limit)
 
     def _shared_absmax(self, job: Job) -> Floats:
         largest = np.zeros((1, 1), np.float32)
         for matrix in job.joined:
             for bits in self.reader.rows(matrix, 1):
                 weight = self.kernels.load(bits, matrix.dtype)
-                amax = self.kernels.absmax(weight, matrix.dtype, self.scheme.group)
+                amax = self.kernels.absmax(weight, matrix.dtype, job.scheme.group)
                 largest = np.maximum(largest, self._finite(matrix, amax))
                 self.conversion.advance(0)
-        limit = self.scheme.largest
+        limit = job.scheme.largest
         if limit is not None and largest.item() > limit:
             names = ", ".join(matrix.label for matrix in job.joined)
             raise PlanError(
@@ -407,19 +405,19 @@ class _Worker:
             )
         return largest
 
-    def _quantize(self, piece: Piece, scale_place: int, shared: Floats | None, file: ShardFile) -> None:
-        matrix, group, place = piece.matrix, self.scheme.group, piece.target
+    def _quantize(self, piece: Piece, scale_place: int, scheme: Scheme, shared: Floats | None, file: ShardFile) -> None:
+        matrix, group, place = piece.matrix, scheme.group, piece.target
         if shared is not None:
-            file.write(self.scheme.stored(self.scheme.scale(shared)), scale_place)
+            file.write(scheme.stored(scheme.scale(shared)), scale_place)
         for bits in self.reader.rows(matrix, group[0] or 1):
             weight = self.kernels.load(bits, matrix.dtype)
             if shared is None:
-                scale = self.scheme.scale(self._finite(matrix, self.kernels.absmax(weight, matrix.dtype, group)))
-                stored = self.scheme.stored(scale)
+                scale = scheme.scale(self._finite(matrix, self.kernels.absmax(weight, matrix.dtype, group)))
+                stored = scheme.stored(scale)
                 file.write(stored, scale_place)
                 scale_place += stored.nbytes
             else:
-                scale = self.scheme.scale(shared)
+                scale = scheme.scale(shared)
             slot = self._slot()
             codes = slot.take(place, bits.size)
             self.kernels.encode(weight, matrix.dtype, scale, group, codes.reshape(bits.shape))

@@ -1,11 +1,12 @@
 """Sort a checkpoint's tensors: which can be quantized, which are kept and why, what must share its status.
 
-Here the registry's patterns meet the names of a checkpoint, and --ignore and the scheme's shapes have their say.
+Here the registry's patterns meet the names of a checkpoint; the user's options and the schemes' shapes have their say.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +14,8 @@ from typing import Any, NamedTuple
 from .checkpoint import DTYPE_BITS, Checkpoint, Location, TensorInfo
 from .encoded import Coding, Encoded
 from .errors import PlanError, UsageError
-from .models import Experts, Model, Split, Stacked
+from .models import HEAD, Experts, Model, Stacked, absolute
+from .parallel import indivisible, parts_of, split_finder, text_config
 from .patterns import collapse, compile_any, compile_pattern, template
 from .schemes import Scheme
 
@@ -47,10 +49,7 @@ class Matrix:
 
 
 class Layer(NamedTuple):
-    """A weight that could be quantized: a tensor of the source, or one expert's part of a stacked one.
-
-    `passes` says that the source has it as the scheme would store it.
-    """
+    """A weight that could be quantized: a tensor of the source, or one expert's part of a stacked one."""
 
     module: str
     alike: str
@@ -60,7 +59,6 @@ class Layer(NamedTuple):
     part: int = 0
     stacked: Stacked | None = None
     encoded: Encoded | None = None
-    passes: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -71,6 +69,10 @@ class Layer(NamedTuple):
     def stored(self) -> int:
         """Size of what the source holds for it, in bytes."""
         return self.encoded.nbytes if self.encoded else self.nbytes
+
+    def passes(self, scheme: Scheme) -> bool:
+        """Whether the source has it as a scheme stores it."""
+        return self.encoded is not None and self.encoded.passes(scheme)
 
     def matrix(self, where: dict[str, Location]) -> Matrix:
         """Where its elements lie."""
@@ -107,93 +109,104 @@ class Kept(NamedTuple):
     why: str
 
 
+class Other(NamedTuple):
+    """The scheme of a layer that is not stored in the plan's own, and why."""
+
+    scheme: Scheme
+    why: str
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asks for beside the scheme.
+
+    Attributes:
+        ignore: patterns over module names that stay unquantized.
+        scheme_for: patterns over module names, each with the scheme of what matches; the first that matches counts.
+        tp: a tensor-parallel size that must be able to serve the result.
+        head: whether the output head is quantized too.
+    """
+
+    ignore: tuple[str, ...] = ()
+    scheme_for: tuple[tuple[str, Scheme], ...] = ()
+    tp: int | None = None
+    head: bool = False
+
+
 @dataclass(frozen=True)
 class Fates:
     """What becomes of each tensor.
 
     Attributes:
+        scheme: of all layers that have no other.
         layers: weights that could be quantized, by module.
         unstacked: those made from a stacked tensor, by its name.
         kept: other tensors of two or more axes.
         copied: tensors of fewer.
         sets: the whole set of each layer that is joined with others, itself included.
         reasons: why the layers that stay unquantized do.
+        others: the layers that have another scheme.
     """
 
+    scheme: Scheme
     layers: dict[str, Layer]
     unstacked: dict[str, list[Layer]]
     kept: list[Kept]
     copied: list[TensorInfo]
     sets: dict[str, tuple[str, ...]]
     reasons: dict[str, str]
+    others: dict[str, Other]
+
+    def scheme_of(self, module: str) -> Scheme:
+        """What a layer is stored as, unless it stays unquantized."""
+        other = self.others.get(module)
+        return self.scheme if other is None else other.scheme
+
+    @property
+    def quantized(self) -> list[tuple[Layer, Scheme]]:
+        """The layers that do not stay unquantized, with their schemes."""
+        return [(layer, self.scheme_of(name)) for name, layer in self.layers.items() if name not in self.reasons]
 
 
 def decide(
-    checkpoint: Checkpoint, encoded: dict[str, Encoded], model: Model, scheme: Scheme, ignore: Sequence[str]
-) -> tuple[Fates, list[str], list[str]]:
-    """What becomes of each tensor, what must be listed as ignored, and notes for the user.
+    checkpoint: Checkpoint, encoded: dict[str, Encoded], model: Model, scheme: Scheme, options: Options
+) -> tuple[Fates, dict[str, Any], list[str]]:
+    """What becomes of each tensor, the `quantization_config` that says so, and notes for the user.
 
     A source that is quantized in the scheme already keeps its choice of layers, whatever the registry says.
 
     Raises:
-        PlanError: tensors no pattern covers, or experts that engines do not load in this scheme.
-        UsageError: an ignore pattern that matches nothing.
+        PlanError: tensors no pattern covers, experts that engines do not load in their scheme, or layers that do not
+            divide by the tensor-parallel size asked for, whatever they are stored as.
+        UsageError: a pattern that matches nothing.
     """
-    passing = {name for name, stored in encoded.items() if stored.passes(scheme)}
-    settled = bool(encoded) and len(passing) == len(encoded)
-    layers, unstacked, kept, copied = _sort_tensors(checkpoint, model, ignore, encoded, passing, settled)
-    left = {module for module, layer in layers.items() if settled and not layer.passes}
-    sets = joined_sets(model, layers)
-    problems = _problems(model, scheme, layers, text_config(checkpoint, model))
-    reasons, notes = _unquantized(
-        model, scheme, layers, problems, sets, ignore, left, [*(keep.tensor for keep in kept), *copied]
+    settled = bool(encoded) and all(stored.passes(scheme) for stored in encoded.values())
+    layers, unstacked, kept, copied = _sort_tensors(checkpoint, model, options.ignore, encoded, settled)
+    sets, config = joined_sets(model, layers), text_config(checkpoint, model)
+    if options.tp is not None:
+        _refuse_size(model, layers, config, options.tp)
+    reasons, others, notes = _settle(
+        model,
+        scheme,
+        layers,
+        _problem_finder(model, config, options.tp),
+        sets,
+        options,
+        {module for module, layer in layers.items() if settled and layer.encoded is None},
+        [*(keep.tensor.module for keep in kept), *(info.module for info in copied)] if options.ignore else [],
     )
-    if not scheme.experts:
-        _refuse_experts(model, scheme, [module for module in layers if module not in reasons])
-    ignored = _ignored_names(model, layers, reasons, kept)
-    return Fates(layers, unstacked, kept, copied, sets, reasons), ignored, notes
+    fates = Fates(scheme, layers, unstacked, kept, copied, sets, reasons, others)
+    _refuse_experts(model, fates)
+    return fates, scheme.config(_ignored_names(model, fates), _targets(model, fates)), notes
 
 
-def absolute(model: Model, patterns: Iterable[str]) -> list[str]:
-    """Patterns of an entry with those that begin with a dot continued from its `layers`."""
-    return [model.layers + pattern if pattern.startswith(".") else pattern for pattern in patterns]
-
-
-def text_config(checkpoint: Checkpoint, model: Model) -> dict[str, Any]:
-    """The part of config.json with the language model's sizes; older files have them all at the top."""
-    inner = checkpoint.config.get(model.text_config) if model.text_config else None
-    return inner if isinstance(inner, dict) else checkpoint.config
-
-
-def split_finder(model: Model) -> Callable[[str], Split | None]:
-    """A function from a module to how tensor parallelism divides it, or None."""
-    patterns = [compile_pattern(pattern) for pattern in absolute(model, [split.pattern for split in model.splits])]
-    splits = list(zip(patterns, model.splits, strict=True))
-    return lambda module: next((split for pattern, split in splits if pattern.fullmatch(module)), None)
-
-
-def parts_of(shape: tuple[int, int], split: Split | None, config: dict[str, Any]) -> list[tuple[int, str | None]]:
-    """Rows of each layer that a tensor holds one below the other, and the config key that counts its heads.
-
-    A row count is 0 where config.json does not tell.
-    """
-    if split is None or not split.parts:
-        return [(shape[0], split.heads if split else None)]
-    shares = [1 if key is None else config.get(key) for key in split.parts]
-    counts = [share if isinstance(share, int) and share > 0 else 0 for share in shares]
-    whole = all(counts) and shape[0] % sum(counts) == 0
-    return [
-        (shape[0] // sum(counts) * count if whole else 0, key) for count, key in zip(counts, split.parts, strict=True)
-    ]
+def is_head(module: str) -> bool:
+    """Whether a module is an output head."""
+    return compile_pattern(HEAD.pattern).fullmatch(module) is not None
 
 
 def _sort_tensors(
-    checkpoint: Checkpoint,
-    model: Model,
-    ignore: Sequence[str],
-    encoded: dict[str, Encoded],
-    passing: set[str],
-    settled: bool,
+    checkpoint: Checkpoint, model: Model, ignore: Sequence[str], encoded: dict[str, Encoded], settled: bool
 ) -> tuple[dict[str, Layer], dict[str, list[Layer]], list[Kept], list[TensorInfo]]:
     """Every tensor into one of: layers (by module), unstacked layers, kept with a reason, copied (fewer axes)."""
     compress = compile_any(absolute(model, model.compress))
@@ -227,9 +240,9 @@ def _sort_tensors(
             fates[key] = (template(module), bool(compress.fullmatch(module)), stacks_found, reasons)
         alike, is_layer, stacks_found, reasons = fates[key]
         matches = is_layer + len(stacks_found) + len(reasons)
-        stored, passes = encoded.get(info.name), info.name in passing
-        if passes and settled:
-            layers[module] = Layer(module, alike, info, (info.shape[0], info.shape[1]), encoded=stored, passes=True)
+        stored = encoded.get(info.name)
+        if settled and stored is not None:
+            layers[module] = Layer(module, alike, info, (info.shape[0], info.shape[1]), encoded=stored)
         elif axes < 2 and not (is_layer and info.name != module) and not stacks_found:
             copied.append(info)
         elif matches == 0 and ignored.fullmatch(module):
@@ -247,11 +260,9 @@ def _sort_tensors(
         elif is_layer and (axes != 2 or info.name == module):
             misfits[info.name] = f"is not a 2-D weight but {list(info.shape)}"
         elif is_layer:
-            layers[module] = Layer(module, alike, info, (info.shape[0], info.shape[1]), encoded=stored, passes=passes)
+            layers[module] = Layer(module, alike, info, (info.shape[0], info.shape[1]), encoded=stored)
         elif stored is not None:
-            misfits[info.name] = (
-                f"is stored as {stored.codes.dtype} {list(stored.codes.shape)}, a stack that is not read"
-            )
+            misfits[info.name] = f"is stored as {stored.codes.dtype} {list(stored.codes.shape)}, which is not read"
         elif axes != 3 or info.shape[-1 if stacks_found[0][1].transposed else 1] % len(stacks_found[0][1].parts):
             misfits[info.name] = f"is not a stack of experts but {list(info.shape)}"
         else:
@@ -365,135 +376,269 @@ def experts_finder(model: Model) -> Callable[[str], str | None]:
     return find
 
 
-def _problems(
-    model: Model, scheme: Scheme, layers: dict[str, Layer], config: dict[str, Any]
-) -> dict[tuple[str, tuple[int, int], bool], str | None]:
-    """Why the scheme cannot store layers of a name and shape, which pass or do not; None if it can."""
-    problems: dict[tuple[str, tuple[int, int], bool], str | None] = {}
+def _refuse_size(model: Model, layers: dict[str, Layer], config: dict[str, Any], size: int) -> None:
     find_split = split_finder(model)
-    for module, layer in layers.items():
-        key = layer.alike, layer.shape, layer.passes
-        if layer.passes:
-            problems[key] = None
-        elif key not in problems:
-            problem = scheme.misfit(layer.shape)
-            for rows, _ in parts_of(layer.shape, find_split(module), config):
-                problem = problem or scheme.misfit((rows, layer.shape[1]))
-                if not rows and scheme.group[0] not in (1, None):
-                    problem = problem or "config.json does not tell the sizes of what it holds"
-            problems[key] = problem
-    return problems
+    for layer in {(layer.alike, layer.shape): layer for layer in layers.values()}.values():
+        problem = indivisible(layer.shape, find_split(layer.module), config, (1, 1), size)
+        if problem:
+            raise PlanError(
+                f"--tp {size} cannot serve this model: {layer.alike}: {problem}",
+                "no scheme helps: give a size by which its heads and layers divide; --dry-run lists some",
+            )
 
 
-def _unquantized(
+def _problem_finder(model: Model, config: dict[str, Any], size: int | None) -> Callable[[Layer, Scheme], str | None]:
+    """A function from a layer and a scheme to why engines cannot load it so; None if they can.
+
+    Args:
+        model: the entry.
+        config: the part of config.json with the language model's sizes.
+        size: also on that many ranks.
+    """
+    problems: dict[tuple[str, tuple[int, int], str, bool], str | None] = {}
+    find_split = split_finder(model)
+    reordered = compile_any(absolute(model, model.reordered))
+
+    def look(layer: Layer, scheme: Scheme) -> str | None:
+        if not scheme.head and is_head(layer.module):
+            return "engines load no output head in blocks"
+        if not scheme.follows_rows and reordered.fullmatch(layer.module):
+            return "engines reorder its rows but not its scales"
+        split, problem = find_split(layer.module), None
+        # What the source has so, engines load so: also blocks that are smaller at the edges.
+        for rows, _ in () if layer.passes(scheme) else ((layer.shape[0], None), *parts_of(layer.shape, split, config)):
+            problem = problem or scheme.misfit((rows, layer.shape[1]))
+            if not rows and scheme.group[0] not in (1, None):
+                problem = problem or "config.json does not tell the sizes of what it holds"
+        if problem is None and size is not None:
+            problem = indivisible(layer.shape, split, config, scheme.group, size)
+            return problem and f"--tp {size}: {problem}"
+        return problem
+
+    def find(layer: Layer, scheme: Scheme) -> str | None:
+        key = layer.alike, layer.shape, scheme.name, layer.passes(scheme)
+        if key not in problems:
+            problems[key] = look(layer, scheme)
+        return problems[key]
+
+    return find
+
+
+def _settle(
     model: Model,
     scheme: Scheme,
     layers: dict[str, Layer],
-    problems: dict[tuple[str, tuple[int, int], bool], str | None],
+    find_problem: Callable[[Layer, Scheme], str | None],
     sets: dict[str, tuple[str, ...]],
-    ignore: Sequence[str],
+    options: Options,
     left: set[str],
-    others: Iterable[TensorInfo],
-) -> tuple[dict[str, str], list[str]]:
-    """Modules that stay unquantized with the reason, widened to all that must share their status; and notes."""
-    reorders = bool(model.reordered) and not scheme.follows_rows
-    if not ignore and not reorders and not left and not any(problems.values()):
-        return {}, [] if layers else ["nothing is quantized"]
+    known: Iterable[str],
+) -> tuple[dict[str, str], dict[str, Other], list[str]]:
+    """The layers that stay unquantized with the reason, those of another scheme, and notes.
+
+    What engines join moves together: joined sets, and all experts of a layer.
+    """
+    wanted = {f"--scheme-for {text}={other.name}": (text, other) for text, other in options.scheme_for}
+    ignored = dict.fromkeys(left, "the source has it unquantized")
+    ignored |= _matches({f"--ignore {text}": text for text in options.ignore}, layers, known)
+    mixed = _matches({option: text for option, (text, _) in wanted.items()}, layers, None)
+    if not ignored and not mixed and not any(find_problem(layer, scheme) for layer in layers.values()):
+        return {}, {}, [] if layers else ["nothing is quantized"]
     find_experts = experts_finder(model)
     together: dict[str, list[str]] = {}
     for module in layers:
         together.setdefault(find_experts(module) or sets.get(module, (module,))[0], []).append(module)
-    known = [other.module for other in others] if ignore else []
-    notes: list[str] = []
-    asked: dict[str, str] = {}
-    for text in ignore:
+    reasons: dict[str, str] = {}
+    others: dict[str, Other] = {}
+    widened: dict[str, list[str]] = {}
+    fallen: dict[str, list[str]] = {}
+    unfit: list[str] = []
+    for modules in together.values():
+        own = {module: ignored[module] for module in modules if module in ignored}
+        if own:
+            reasons |= _spread(modules, own, widened)
+            continue
+        chosen = scheme
+        own = {module: mixed[module] for module in modules if module in mixed}
+        if own:
+            option = min(own.values(), key=list(wanted).index)
+            chosen = wanted[option][1]
+            own = _spread(modules, {module: option for module in modules if own.get(module) == option}, widened)
+        problems = _look_at(modules, layers, chosen, find_problem)
+        if problems and chosen.fallback is not None:
+            own, chosen = problems, chosen.fallback
+            fallen.setdefault(chosen.title, []).extend(modules)
+            problems = _look_at(modules, layers, chosen, find_problem)
+        if problems:
+            reasons |= problems
+            unfit += modules
+        elif chosen != scheme:
+            others |= {module: Other(chosen, own[module]) for module in modules}
+    notes = [
+        f"{option} widened to what engines join with it: {', '.join(collapse(modules))}"
+        for option, modules in widened.items()
+    ]
+    for title, modules in fallen.items():
+        notes.append(f"{title} instead for {_share(modules, layers)}: {', '.join(collapse(modules))}")
+    if len(reasons) == len(layers):
+        notes.append("nothing is quantized")
+    if unfit:
+        ranks = f" on {options.tp} ranks" if options.tp is not None else ""
+        notes.append(
+            f"blocks do not divide{ranks}, which leaves {_share(unfit, layers)} unquantized; "
+            "--scheme tensor or channel quantizes them too"
+        )
+    return reasons, others, notes
+
+
+def _matches(patterns: dict[str, str], layers: dict[str, Layer], known: Iterable[str] | None) -> dict[str, str]:
+    """The first option that names each layer, by module.
+
+    Args:
+        patterns: by option, as the user typed it.
+        layers: what can be quantized.
+        known: other modules, which an option may name to no effect; None if it may not.
+    """
+    found: dict[str, str] = {}
+    for option, text in patterns.items():
         pattern = compile_pattern(text.removesuffix(".weight"))
         matched = [
             layer.module
             for layer in layers.values()
             if pattern.fullmatch(layer.module) or pattern.fullmatch(layer.source.module)
         ]
-        if not matched and not any(pattern.fullmatch(module) for module in known):
+        if not matched and not any(pattern.fullmatch(module) for module in known or ()):
             raise UsageError(
-                f"--ignore {text} matches no module",
+                f"{option} matches no module{'' if known is not None else ' that can be quantized'}",
                 "module names are tensor names without .weight; --dry-run lists them",
             )
-        asked.update((module, f"--ignore {text}") for module in matched if module not in asked)
-    reordered = compile_any(absolute(model, model.reordered) if reorders else ())
-    shapes = {module: problems[layer.alike, layer.shape, layer.passes] for module, layer in layers.items()}
-    misfits = {
-        module: "engines reorder its rows but not its scales" if reordered.fullmatch(module) else problem
-        for module, problem in shapes.items()
-    } | dict.fromkeys(left, "the source has it unquantized")
-    reasons: dict[str, str] = {}
-    widened: dict[str, list[str]] = {}
-    for modules in together.values():
-        own = {module: asked.get(module) or misfits[module] for module in modules}
-        if not any(own.values()):
-            continue
-        first = next(module for module in modules if own[module])
-        for module in modules:
-            reason = own[module]
-            if reason is None:
-                reason = f"shares its status with {first.rsplit('.', 1)[1]} ({own[first]})"
-                if first in asked:
-                    widened.setdefault(asked[first], []).append(module)
-            reasons[module] = reason
-    for option, modules in widened.items():
-        notes.append(f"{option} widened to what engines join with it: {', '.join(collapse(modules))}")
-    if len(reasons) == len(layers):
-        notes.append("nothing is quantized")
-    if any(shapes[module] for module in reasons):
-        notes.append("some layers do not divide into blocks; --scheme tensor or channel quantizes them too")
-    return reasons, notes
+        for module in matched:
+            found.setdefault(module, option)
+    return found
 
 
-def _refuse_experts(model: Model, scheme: Scheme, quantized: list[str]) -> None:
+def _spread(modules: list[str], own: dict[str, str], widened: dict[str, list[str]] | None = None) -> dict[str, str]:
+    """The reason of each of the modules that share their status: its own, or another's."""
+    first = next(module for module in modules if module in own)
+    shared = f"shares its status with {first.rsplit('.', 1)[-1]} ({own[first]})"
+    if widened is not None and len(own) < len(modules):
+        widened.setdefault(own[first], []).extend(module for module in modules if module not in own)
+    return {module: own.get(module, shared) for module in modules}
+
+
+def _look_at(
+    modules: list[str], layers: dict[str, Layer], scheme: Scheme, find_problem: Callable[[Layer, Scheme], str | None]
+) -> dict[str, str]:
+    """Why modules that share their status cannot be stored in a scheme, each of them; empty if they can."""
+    own = {module: problem for module in modules if (problem := find_problem(layers[module], scheme))}
+    return _spread(modules, own) if own else {}
+
+
+def _share(modules: list[str], layers: dict[str, Layer]) -> str:
+    """So many layers, and how much of all that could be quantized they are."""
+    share = sum(layers[module].nbytes for module in modules) / sum(layer.nbytes for layer in layers.values())
+    return f"{len(modules)} of {len(layers)} layers ({100 * share:.1f} % of their bytes)"
+
+
+def _refuse_experts(model: Model, fates: Fates) -> None:
     find_experts = experts_finder(model)
-    found = list(dict.fromkeys(filter(None, map(find_experts, quantized))))
-    if found:
+    if all(scheme.experts for scheme in (fates.scheme, *(other.scheme for other in fates.others.values()))):
+        return
+    refused: dict[str, Scheme] = {}
+    for layer, scheme in fates.quantized:
+        if not scheme.experts and (path := find_experts(layer.module)):
+            refused[path] = scheme
+    if refused:
+        scheme = next(iter(refused.values()))
         raise PlanError(
-            f"{', '.join(collapse(found))}: engines load no experts with {scheme.title} in the {scheme.format} format",
-            "use --scheme channel or --format fp8, or leave the experts as they are with --ignore",
+            f"{', '.join(collapse(refused))}: engines load no experts with {scheme.title} in the {scheme.format} "
+            "format",
+            "use --scheme channel or --format fp8, give them another scheme with --scheme-for, or leave them as they "
+            "are with --ignore",
         )
 
 
-def _ignored_names(
-    model: Model,
-    layers: dict[str, Layer],
-    reasons: dict[str, str],
-    kept: list[Kept],
-) -> list[str]:
+def _ignored_names(model: Model, fates: Fates) -> list[str]:
     """What must be listed as ignored: checkpoint names without .weight, and the engines' other names for them.
 
     vLLM 0.32.0 compares for equality (layers/quantization/utils/quant_utils.py:617-691, for compressed-tensors
     utils/config_utils.py:226-293); experts match by the path that holds them all, for compressed-tensors by the names
-    of the first. lm_head is always listed: transformers would quantize one tied to the embedding.
+    of the first. lm_head is listed unless it is quantized: transformers would quantize one tied to the embedding.
     """
     find_experts = experts_finder(model)
+    quantized = (module for module in fates.layers if module not in fates.reasons)
+    names: dict[str, None] = {} if any(map(is_head, quantized)) else {"lm_head": None}
+    modules = [
+        keep.tensor.module
+        for keep in fates.kept
+        if len(keep.tensor.shape) == 2 and keep.tensor.name.endswith(".weight")
+    ]
+    for module in (*modules, *(module for module in fates.layers if module in fates.reasons)):
+        experts = find_experts(module)
+        if experts:
+            names[experts] = None
+        names[module] = None
+    return _engine_names(model, names)
+
+
+def _targets(model: Model, fates: Fates) -> dict[Scheme, list[str]]:
+    """The names under which engines find the layers that have another scheme, by scheme; and the output head's.
+
+    vLLM 0.32.0 (quantization/compressed_tensors/utils.py:73-119) and compressed-tensors 0.20 (utils/match.py:116-151)
+    look for a layer's name before its class, so the group for all Linear layers does not get these. An output head
+    is no Linear to vLLM, and is found by name only. Experts have one entry for each layer of them: they are many, and
+    transformers 5.23 takes an expression that says "experts" for theirs. vLLM renames no expression, so it begins at
+    the number of the layer.
+    """
+    find_experts = experts_finder(model)
+    found: dict[Scheme, tuple[dict[str, None], dict[str, None], dict[str, None]]] = {}
+    for module in fates.layers:
+        head = is_head(module) and module not in fates.reasons
+        if head or module in fates.others:
+            modules, experts, heads = found.setdefault(fates.scheme_of(module), ({}, {}, {}))
+            path = find_experts(module)
+            if head:
+                heads[f"re:(.*[.])?{module.rsplit('.', 1)[-1]}"] = None
+            elif path:
+                experts[path] = None
+            else:
+                modules[module] = None
+    return {
+        scheme: [
+            *_engine_names(model, modules),
+            *dict.fromkeys(_expression(path) for path in _engine_names(model, experts)),
+            *heads,
+        ]
+        for scheme, (modules, experts, heads) in found.items()
+    }
+
+
+def _expression(path: str) -> str:
+    """What matches all experts below a path, whatever an engine puts before the layer's number."""
+    parts = path.split(".")
+    number = next(number for number, part in enumerate(parts) if part.isdecimal())
+    return "re:(.*[.])?" + "[.]".join([*map(re.escape, parts[number - 1 :]), ".*"])
+
+
+def _engine_names(model: Model, names: Iterable[str]) -> list[str]:
+    """Names of modules, and the engines' other names for them."""
     listed_as = [
         (compile_pattern(pattern), joined.listed_as)
         for joined, pattern in zip(model.joined, absolute(model, [j.pattern for j in model.joined]), strict=True)
         if joined.listed_as
     ]
-    names: dict[str, None] = {"lm_head": None}
-    modules = [
-        keep.tensor.module for keep in kept if len(keep.tensor.shape) == 2 and keep.tensor.name.endswith(".weight")
-    ]
-    for module in (*modules, *(module for module in layers if module in reasons)):
-        experts = find_experts(module)
-        if experts:
-            names[experts] = None
-        names[module] = None
+    found: dict[str, None] = {}
+    for name in names:
+        found[name] = None
         for pattern, fused in listed_as:
-            if pattern.fullmatch(module):
-                names[f"{module.rsplit('.', 1)[0]}.{fused}"] = None
-    for name in list(names):
+            if pattern.fullmatch(name):
+                found[f"{name.rsplit('.', 1)[0]}.{fused}"] = None
+    for name in list(found):
         for group in model.spellings:
             prefix = next((prefix for prefix in group if name.startswith(prefix)), None)
             if prefix is not None:
                 for other in group:
-                    names[other + name.removeprefix(prefix)] = None
+                    found[other + name.removeprefix(prefix)] = None
         for part, other in model.renames:
-            names[name.replace(part, other)] = None
-    return list(names)
+            found[name.replace(part, other)] = None
+    return list(found)

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from .errors import UsageError
@@ -139,10 +139,21 @@ class Quantization:
 
     def format_of(self, module: str) -> Format | None:
         """What a quantized module is stored as; None if it is no group's target."""
-        for targets, form in self.groups:
-            if module in targets or any(pattern.match(module) for _, pattern in _patterns(targets)):
-                return form
-        return next((form for targets, form in self.groups if "Linear" in targets), None)
+        return self.names(module) or self._by_name.get("Linear")
+
+    def names(self, module: str) -> Format | None:
+        """What a module is stored as that a group's targets name; None if they only mean its class, if anything."""
+        found = self._by_name.get(module)
+        return found or next((form for pattern, form in self._by_pattern if pattern.match(module)), None)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Format]:
+        # The first group of several that have a target counts.
+        return {target: form for targets, form in reversed(self.groups) for target in targets}
+
+    @cached_property
+    def _by_pattern(self) -> list[tuple[re.Pattern[str], Format]]:
+        return [(pattern, form) for targets, form in self.groups for _, pattern in _patterns(targets)]
 
 
 def read_quantization(config: dict[str, Any]) -> Quantization:

@@ -8,6 +8,7 @@ are copied. Facts about an engine name the version and file they were read from.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -130,6 +131,7 @@ class Model:
         rest: why modules that no pattern covers are kept; None where there may not be any.
         transformers_reads_blocks: whether transformers loads a 128x128 block output of this architecture.
         reordered: modules whose rows an engine puts in another order as it loads them.
+        head_refused: why engines load no quantized output head; None if they do.
     """
 
     name: str
@@ -147,6 +149,12 @@ class Model:
     rest: str | None = None
     transformers_reads_blocks: bool = True
     reordered: tuple[str, ...] = ()
+    head_refused: str | None = None
+
+    def with_head(self) -> Model:
+        """The same with the output head among what is quantized."""
+        keep = tuple(keep for keep in self.keep if keep != HEAD)
+        return replace(self, compress=(*self.compress, HEAD.pattern), keep=keep)
 
     def refusal(self, scheme: Scheme) -> Refusal | None:
         """What forbids a scheme; None if nothing does."""
@@ -154,6 +162,11 @@ class Model:
             if refusal.scheme in (None, scheme.name) and refusal.format in (None, scheme.format):
                 return refusal
         return None
+
+
+def absolute(model: Model, patterns: Iterable[str]) -> list[str]:
+    """Patterns of an entry with those that begin with a dot continued from its `layers`."""
+    return [model.layers + pattern if pattern.startswith(".") else pattern for pattern in patterns]
 
 
 @dataclass(frozen=True)
@@ -346,6 +359,7 @@ DEEPSEEK_V3 = model("DeepseekV3ForCausalLM", LATENT, *DRAFTED_MLPS, ROUTED, draf
 INDEXER = Keep(".self_attn.indexer.{wq_b,wk,weights_proj}", "chooses the tokens attended to")
 DEEPSEEK_V32 = replace(DEEPSEEK_V3, name="DeepseekV32ForCausalLM", keep=(*DEEPSEEK_V3.keep, INDEXER))
 
+NAMELESS_HEAD = "vLLM 0.32.0 builds it without a name to find its scheme by"
 # The router is `router.gate`.
 AFMOE = model(
     "AfmoeForCausalLM",
@@ -354,10 +368,21 @@ AFMOE = model(
     MLP,
     SHARED_EXPERTS,
     replace(ROUTED, keep=(Keep(".mlp.router.gate", "router"),)),
+    # models/afmoe.py:513
+    head_refused=NAMELESS_HEAD,
 )
 
 MTP = Keep("mtp.**", "draft layer")
-EXAONE_MOE = model("ExaoneMoeForCausalLM", ATTENTION, MLP, SHARED_EXPERTS, ROUTED, keep=(MTP,))
+EXAONE_MOE = model(
+    "ExaoneMoeForCausalLM",
+    ATTENTION,
+    MLP,
+    SHARED_EXPERTS,
+    ROUTED,
+    keep=(MTP,),
+    # models/exaone_moe.py:510
+    head_refused=NAMELESS_HEAD,
+)
 
 NO_EXPERTS = "vLLM 0.32.0 reads its experts as MXFP4 and its attention is a thirtieth of it"
 GPT_OSS = model(
@@ -381,7 +406,17 @@ GATED_DELTA = Part(
     ),
     keep=(Keep(".linear_attn.in_proj_ba", "gates of a row per head"), Keep(".linear_attn.conv1d", CONVOLUTION)),
 )
-QWEN3_NEXT = model("Qwen3NextForCausalLM", ATTENTION, GATED_DELTA, MLP, SHARED_EXPERT, ROUTED, keep=(MTP,))
+QWEN3_NEXT = model(
+    "Qwen3NextForCausalLM",
+    ATTENTION,
+    GATED_DELTA,
+    MLP,
+    SHARED_EXPERT,
+    ROUTED,
+    keep=(MTP,),
+    # models/qwen3_next.py:851
+    head_refused="vLLM 0.32.0 builds it without a quantization",
+)
 
 # The same in pieces: qkv and z are joined, and qkv holds three of the four that the engine makes of them (:664).
 GATED_DELTA_PIECES = Part(

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from . import __version__
 from .checkpoint import DTYPE_BITS, Checkpoint, Location, TensorInfo
 from .encoded import DECODED_DTYPE, Encoded, decoded_view
-from .errors import PlanError
-from .fates import Fates, Kept, Layer, Matrix, decide, encoded_matrices
+from .errors import PlanError, UsageError
+from .fates import Fates, Kept, Layer, Matrix, Options, decide, encoded_matrices, experts_finder, is_head
 from .models import GENERIC, MODELS, Model
-from .parallel import ParallelSize, parallel_sizes
+from .parallel import ParallelSize, parallel_sizes, text_config
 from .patterns import compile_pattern, template
 from .schemes import PLAIN, Scheme
 
@@ -53,10 +52,12 @@ class Job:
     """The unit of work: matrices of one output shard, and everything that shares their scale.
 
     Attributes:
+        scheme: what quantized pieces are stored as.
         pieces: what this job writes.
         joined: the whole joined set, members in other shards included; empty unless a scale is shared.
     """
 
+    scheme: Scheme
     pieces: tuple[Piece, ...]
     joined: tuple[Matrix, ...]
 
@@ -92,7 +93,8 @@ class Layout:
 class Group:
     """Tensors alike in name, shape and fate: a line of the printed plan.
 
-    `decoded` says that they are quantized in the source, but not in the output.
+    `decoded` says that they are quantized in the source, but not in the output; `why` they are not quantized, or not
+    as most are.
     """
 
     names: tuple[str, ...]
@@ -108,13 +110,14 @@ class Group:
 class Plan:
     """What a run will do; see the module's text. A shard is laid out when its turn comes.
 
-    `architecture` is the registry's entry it was made by, `parallel` what each tensor-parallel size meets,
-    `config` the source's config.json without
+    `architecture` is the registry's entry it was made by, `scheme` that of all layers which have no other, `schemes`
+    how many layers each has, `parallel` what each tensor-parallel size meets, `config` the source's config.json without
     its own quantization, `source_shards` the source's files; the output has all of the same name that hold a weight.
     """
 
     architecture: str
     scheme: Scheme
+    schemes: dict[Scheme, int]
     model: Model
     shards: tuple[Shard, ...]
     source_shards: tuple[str, ...]
@@ -138,6 +141,24 @@ class Plan:
     _fates: Fates
 
     @property
+    def title(self) -> str:
+        """What shares a scale, in words."""
+        most, *others = self.schemes
+        total = self.quantized_tensors
+        return ", ".join([most.title, *(f"{self.schemes[other]} of {total} layers {other.title}" for other in others)])
+
+    @property
+    def description(self) -> str:
+        """What the weights are, in words."""
+        return f"float8_e4m3fn, {self.title}" if self.quantization_config else self.title
+
+    @property
+    def expert_schemes(self) -> dict[str, Scheme]:
+        """The schemes that quantized experts are stored in, by name."""
+        find_experts = experts_finder(self.model)
+        return {scheme.name: scheme for layer, scheme in self._fates.quantized if find_experts(layer.module)}
+
+    @property
     def ignored_layers(self) -> list[str]:
         """Modules left unquantized, in every name the engines look them up under."""
         return list(self.quantization_config[self.scheme.ignored_keys[0]]) if self.scheme.ignored_keys else []
@@ -156,12 +177,13 @@ class Plan:
         """The source shards that an output file is made from: its own, those with scales of its codes, and those with
         members of its joined sets.
         """
-        names: list[str] = []
-        for info in self._by_shard[shard]:
-            joined = self._fates.sets.get(info.module, ()) if self.scheme.shared else ()
-            names += [info.name, *(self._fates.layers[module].source.name for module in joined)]
-        scales = [self._encoded[name].scale.name for name in names if name in self._encoded]
-        return {shard, *(self._where[name].shard for name in [*names, *scales])}
+        fates, names = self._fates, [info.name for info in self._by_shard[shard]]
+        if any(scheme.shared for scheme in self.schemes):
+            for info in self._by_shard[shard]:
+                if fates.scheme_of(info.module).shared:
+                    names += [fates.layers[module].source.name for module in fates.sets.get(info.module, ())]
+        names += [self._encoded[name].scale.name for name in names if name in self._encoded]
+        return {shard, *(self._where[name].shard for name in names)}
 
     @property
     def matrix_kinds(self) -> list[Matrix]:
@@ -198,7 +220,7 @@ class Plan:
                 if layer.module in fates.reasons:
                     outputs.append(TensorInfo(f"{layer.module}.weight", info.dtype, layer.shape))
                 else:
-                    outputs.extend(self.scheme.outputs(layer.module, layer.shape))
+                    outputs.extend(fates.scheme_of(layer.module).outputs(layer.module, layer.shape))
         # Wide dtypes first, as the safetensors library writes them: every tensor is aligned to its element.
         return sorted(outputs, key=lambda info: -DTYPE_BITS[info.dtype])
 
@@ -220,7 +242,7 @@ class Plan:
             elif layer is not None and layer.source is info:
                 made = [layer]
             elif stored is not None:
-                jobs += _decoded(stored, self._where, places[info.name])
+                jobs += self._decoded(stored, places[info.name])
                 continue
             else:
                 jobs.append(Copy(info.name, shard, self._where[info.name].offset, info.nbytes, places[info.name]))
@@ -234,27 +256,36 @@ class Plan:
 
     def _job(self, layer: Layer, shard: str, places: dict[str, int]) -> Job:
         """The part of a layer's joined set that lies in this shard."""
-        fates = self._fates
+        fates, scheme = self._fates, self._fates.scheme_of(layer.module)
         quantized = layer.module not in fates.reasons
         joined = [fates.layers[module] for module in fates.sets.get(layer.module, (layer.module,))]
         pieces = tuple(
             Piece(
                 member.matrix(self._where),
                 places[f"{member.module}.weight"],
-                places[f"{member.module}.{self.scheme.scale_name}"] if quantized else None,
-                quantized and member.passes,
+                places[f"{member.module}.{scheme.scale_name}"] if quantized else None,
+                quantized and member.passes(scheme),
             )
             for member in joined
             if self._where[member.source.name].shard == shard
         )
-        shares = quantized and self.scheme.shared
-        return Job(pieces, tuple(member.matrix(self._where) for member in joined) if shares else ())
+        shares = quantized and scheme.shared
+        return Job(scheme, pieces, tuple(member.matrix(self._where) for member in joined) if shares else ())
+
+    def _decoded(self, stored: Encoded, target: int) -> list[Job]:
+        """What writes a weight unquantized that is not in the source, each matrix of a stack by itself."""
+        matrices = encoded_matrices(stored, self._where)
+        nbytes = TensorInfo("", DECODED_DTYPE, stored.shape[-2:]).nbytes
+        return [
+            Job(self.scheme, (Piece(matrix, target + number * nbytes, None),), ())
+            for number, matrix in enumerate(matrices)
+        ]
 
 
 def make_plan(
     checkpoint: Checkpoint,
     scheme: Scheme,
-    ignore: Sequence[str] = (),
+    options: Options | None = None,
     identity: str = "",
     architecture: str | None = None,
 ) -> Plan:
@@ -262,27 +293,36 @@ def make_plan(
 
     Args:
         checkpoint: the opened source.
-        scheme: the number format.
-        ignore: patterns over module names that stay unquantized.
+        scheme: the number format of all layers that have no other.
+        options: what the user asks for beside it; nothing if None.
         identity: what tells this source from another with the same headers; it goes into the plan's digest.
         architecture: the registry's entry to go by, or "generic"; the one of the checkpoint's own name if None.
 
     Raises:
         SourceError: the source is quantized, and its scales do not belong to its codes.
-        PlanError: it is quantized in an unknown way, an unknown architecture, or tensors no rule covers.
-        UsageError: an ignore pattern that matches nothing or is malformed.
+        PlanError: it is quantized in an unknown way, an unknown architecture, tensors no rule covers, or what engines
+            cannot load.
+        UsageError: a pattern that matches nothing or is malformed, or a size that is none.
     """
+    options = options or Options()
     model = _find_model(architecture or checkpoint.architecture)
-    refusal = model.refusal(scheme)
-    if refusal is not None:
-        raise PlanError(f"{model.name} cannot be served with {scheme.title}: {refusal.why}", refusal.hint)
+    for asked in (scheme, *(other for _, other in options.scheme_for)):
+        refusal = model.refusal(asked)
+        if refusal is not None:
+            raise PlanError(f"{model.name} cannot be served with {asked.title}: {refusal.why}", refusal.hint)
     seen, encoded = decoded_view(checkpoint)
-    for pattern in ignore:
+    for pattern in (*options.ignore, *(pattern for pattern, _ in options.scheme_for)):
         compile_pattern(pattern)
-    fates, ignored, notes = decide(seen, encoded, model, scheme, ignore)
+    if options.tp is not None and options.tp < 1:
+        raise UsageError(f"--tp {options.tp} is no number of ranks", "give --tp 1 or more")
+    if options.head:
+        _refuse_head(seen, model, scheme)
+        model = model.with_head()
+    fates, quantization_config, notes = decide(seen, encoded, model, scheme, options)
     if model.rest:
         notes.insert(0, "decided from names and shapes alone: look at the plan, and at what the engine makes of it")
-    return _assemble(checkpoint, seen, encoded, model, scheme, fates, ignored, notes, identity)
+    parallel = parallel_sizes(seen, model, fates.quantized, options.tp)
+    return _assemble(checkpoint, seen, encoded, model, fates, quantization_config, notes, parallel, identity)
 
 
 def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
@@ -302,9 +342,9 @@ def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
     matrices = [info for info in seen.tensors.values() if len(info.shape) > 1]
     kept = [Kept(info, template(info.module), "" if info.name in encoded else "not quantized") for info in matrices]
     copied = [info for info in seen.tensors.values() if len(info.shape) < 2]
-    fates = Fates({}, {}, kept, copied, {}, {})
+    fates = Fates(PLAIN, {}, {}, kept, copied, {}, {}, {})
     model = MODELS.get(checkpoint.architecture, replace(GENERIC, name=checkpoint.architecture))
-    return _assemble(checkpoint, seen, encoded, model, PLAIN, fates, [], [], identity)
+    return _assemble(checkpoint, seen, encoded, model, fates, {}, [], (), identity)
 
 
 def _assemble(
@@ -312,49 +352,50 @@ def _assemble(
     checkpoint: Checkpoint,
     encoded: dict[str, Encoded],
     model: Model,
-    scheme: Scheme,
     fates: Fates,
-    ignored: list[str],
+    quantization_config: dict[str, Any],
     notes: list[str],
+    parallel: tuple[ParallelSize, ...],
     identity: str,
 ) -> Plan:
     """The plan that follows from the fate of each tensor; `checkpoint` is the decoded view of the original."""
-    layers, reasons = fates.layers, fates.reasons
-    quantization_config = scheme.config(ignored)
     by_shard: dict[str, list[TensorInfo]] = {shard: [] for shard in checkpoint.shards}
     saved = dict.fromkeys(checkpoint.shards, 0)
     for info in checkpoint.tensors.values():
         by_shard[checkpoint.where[info.name].shard].append(info)
-    costs: dict[tuple[str, tuple[int, int]], int] = {}
-    quantized = [layer for layer in layers.values() if layer.module not in reasons]
-    for layer in quantized:
-        key = (layer.source.dtype, layer.shape)
+    costs: dict[tuple[str, tuple[int, int], str], int] = {}
+    counts: dict[str, int] = {}
+    quantized = fates.quantized
+    for layer, chosen in quantized:
+        counts[chosen.name] = counts.get(chosen.name, 0) + 1
+        key = (layer.source.dtype, layer.shape, chosen.name)
         if key not in costs:
-            costs[key] = layer.nbytes - sum(info.nbytes for info in scheme.outputs("", layer.shape))
+            costs[key] = layer.nbytes - sum(info.nbytes for info in chosen.outputs("", layer.shape))
         saved[checkpoint.where[layer.source.name].shard] += costs[key]
     sizes = {shard: sum(info.nbytes for info in infos) for shard, infos in by_shard.items()}
     # A shard that holds nothing but scales has no part in the output.
     shards = tuple(Shard(shard, size - saved[shard]) for shard, size in sizes.items() if by_shard[shard])
     return Plan(
         architecture=model.name,
-        scheme=scheme,
+        scheme=fates.scheme,
+        schemes={chosen: counts.get(chosen.name, 0) for chosen in _used(fates)},
         model=model,
         shards=shards,
         source_shards=tuple(checkpoint.shards),
         indexed=checkpoint.indexed,
         config=checkpoint.config,
         quantization_config=quantization_config,
-        groups=_groups(scheme, fates, encoded),
+        groups=_groups(fates, encoded),
         notes=tuple(notes),
-        parallel=parallel_sizes(checkpoint, model, scheme, quantized),
+        parallel=parallel,
         files=checkpoint.files,
         left_out=checkpoint.left_out,
         source_bytes=sum(info.nbytes for info in original.tensors.values()),
         output_bytes=sum(shard.nbytes for shard in shards),
-        source_weight_bytes_quantized=sum(layer.stored for layer in quantized),
+        source_weight_bytes_quantized=sum(layer.stored for layer, _ in quantized),
         quantized_tensors=len(quantized),
-        decoded_tensors=len(encoded) - sum(layer.encoded is not None for layer in quantized),
-        digest=_digest(original, scheme, quantization_config, f"{model.name} {identity}"),
+        decoded_tensors=len(encoded) - sum(layer.encoded is not None for layer, _ in quantized),
+        digest=_digest(original, fates, quantization_config, f"{model.name} {identity}"),
         _where=checkpoint.where,
         _by_shard=by_shard,
         _encoded=encoded,
@@ -374,11 +415,29 @@ def _find_model(architecture: str) -> Model:
     return MODELS[architecture]
 
 
-def _decoded(stored: Encoded, where: dict[str, Location], target: int) -> list[Copy | Job]:
-    """What writes a weight unquantized that is not, each matrix of a stack by itself."""
-    matrices = encoded_matrices(stored, where)
-    nbytes = TensorInfo("", DECODED_DTYPE, stored.shape[-2:]).nbytes
-    return [Job((Piece(matrix, target + number * nbytes, None),), ()) for number, matrix in enumerate(matrices)]
+def _refuse_head(checkpoint: Checkpoint, model: Model, scheme: Scheme) -> None:
+    if scheme.format == "fp8":
+        raise PlanError(
+            "engines load no quantized output head in the fp8 format",
+            "use --scheme channel or --format compressed-tensors",
+        )
+    if model.head_refused is not None:
+        raise PlanError(f"{model.name}: its output head stays as it is: {model.head_refused}", _NO_HEAD)
+    tied = any(
+        place.get("tie_word_embeddings") is True for place in (checkpoint.config, text_config(checkpoint, model))
+    )
+    if tied:
+        raise PlanError("the output head is the embedding (tie_word_embeddings), which stays as it is", _NO_HEAD)
+    if not any(is_head(info.module) for info in checkpoint.tensors.values()):
+        raise PlanError("the source has no lm_head.weight: its output head is the embedding", _NO_HEAD)
+
+
+_NO_HEAD = "leave --quantize-lm-head out"
+
+
+def _used(fates: Fates) -> list[Scheme]:
+    """The schemes of a plan, its own first."""
+    return list(dict.fromkeys([fates.scheme, *(other.scheme for other in fates.others.values())]))
 
 
 def _header(tensors: list[TensorInfo]) -> tuple[bytes, int]:
@@ -397,11 +456,13 @@ def _header(tensors: list[TensorInfo]) -> tuple[bytes, int]:
     return len(text).to_bytes(8, "little") + text, 8 + len(text)
 
 
-def _digest(checkpoint: Checkpoint, scheme: Scheme, quantization_config: dict[str, Any], identity: str) -> str:
+def _digest(checkpoint: Checkpoint, fates: Fates, quantization_config: dict[str, Any], identity: str) -> str:
     """What guards a resumed run: equal for the same source and options under the same version, and only then."""
     facts = [
         __version__,
-        asdict(scheme),
+        [asdict(scheme) for scheme in _used(fates)],
+        # The model card says them.
+        sorted({*fates.reasons.values(), *(other.why for other in fates.others.values())}),
         checkpoint.config,
         quantization_config,
         checkpoint.files,
@@ -412,37 +473,31 @@ def _digest(checkpoint: Checkpoint, scheme: Scheme, quantization_config: dict[st
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _groups(scheme: Scheme, fates: Fates, encoded: dict[str, Encoded]) -> tuple[Group, ...]:
+def _groups(fates: Fates, encoded: dict[str, Encoded]) -> tuple[Group, ...]:
     names: dict[tuple[str, tuple[int, ...], bool, str], list[str]] = {}
     sizes: dict[tuple[str, tuple[int, ...], bool, str], tuple[int, int]] = {}
     decoded: dict[tuple[str, tuple[int, ...], bool, str], bool] = {}
 
-    def add(
-        name: str,
-        alike: str,
-        shape: tuple[int, ...],
-        quantized: bool,
-        why: str,
-        info: TensorInfo,
-        stored: Encoded | None = None,
-    ) -> None:
-        key = (f"{alike} {stored.codes.dtype if stored else info.dtype}", shape, quantized, why)
+    def add(name: str, alike: str, shape: tuple[int, ...], scheme: Scheme | None, why: str, info: TensorInfo) -> None:
+        stored = encoded.get(info.name)
+        key = (f"{alike} {stored.codes.dtype if stored else info.dtype}", shape, scheme is not None, why)
         if key not in names:
             names[key] = []
             plain = TensorInfo("", info.dtype, shape).nbytes
-            after = sum(out.nbytes for out in scheme.outputs("", (shape[0], shape[1]))) if quantized else plain
+            after = sum(out.nbytes for out in scheme.outputs("", (shape[0], shape[1]))) if scheme else plain
             sizes[key] = stored.nbytes if stored else plain, after
-            decoded[key] = stored is not None and not quantized
+            decoded[key] = stored is not None and scheme is None
         names[key].append(name)
 
     for layer in fates.layers.values():
-        why = fates.reasons.get(layer.module)
-        add(layer.module, layer.alike, layer.shape, why is None, why or "", layer.source, layer.encoded)
+        why, other = fates.reasons.get(layer.module), fates.others.get(layer.module)
+        scheme = fates.scheme_of(layer.module) if why is None else None
+        why = why or (f"{other.scheme.name}: {other.why}" if other else "")
+        add(layer.module, layer.alike, layer.shape, scheme, why, layer.source)
     for keep in fates.kept:
-        stored = encoded.get(keep.tensor.name)
-        add(keep.tensor.module, keep.alike, keep.tensor.shape, False, keep.why, keep.tensor, stored)
+        add(keep.tensor.module, keep.alike, keep.tensor.shape, None, keep.why, keep.tensor)
     for info in fates.copied:
-        add(info.name, info.name, info.shape, False, "fewer than two axes", info)
+        add(info.name, info.name, info.shape, None, "fewer than two axes", info)
     return tuple(
         Group(tuple(found), key[1], key[2], decoded[key], key[3], *(len(found) * size for size in sizes[key]))
         for key, found in names.items()

@@ -32,7 +32,7 @@ def plan_text(plan: Plan, model: str, output: Path, download: int, streamed: int
         size = gigabytes(sum(group.bytes_before for group in small))
         rows.append(("keep", f"{count} tensors of fewer than two axes", "", size, size, "norm, bias or the like"))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    lines = [f"{model} -> {output}", f"{plan.architecture}, {plan.scheme.description}", ""]
+    lines = [f"{model} -> {output}", f"{plan.architecture}, {plan.description}", ""]
     for kind, layers, shape, before, after, why in rows:
         cells = (
             kind.ljust(widths[0]),

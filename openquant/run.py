@@ -151,7 +151,7 @@ def carry_out(
                 return None
             reporter.publishing(publisher.repo)
             number = "FP8" if plan.quantization_config else "BF16"
-            title = f"{source.name} in {number} ({plan.scheme.title})"
+            title = f"{source.name} in {number} ({plan.title})"
             return publisher.repo, publisher.finish(sorted(others), title)
 
         published, error = attempt(finish)

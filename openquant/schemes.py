@@ -9,6 +9,7 @@ Nothing here knows of files, models or devices; numpy is all it needs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,6 +48,8 @@ class Scheme:
         package: what transformers needs to read it; None for nothing else.
         transformers_experts: what it does wrong with experts; None if it reads them.
         experts: whether engines load routed experts that are stored so.
+        head: whether they load an output head that is.
+        fallback: what layers are stored as that engines cannot load in this one; None to leave them unquantized.
         follows_rows: whether an engine that reorders a layer's rows gets its scales right.
         power_of_two: whether scales are rounded up to a power of two.
     """
@@ -66,6 +69,8 @@ class Scheme:
     package: str | None = None
     transformers_experts: str | None = None
     experts: bool = True
+    head: bool = False
+    fallback: Scheme | None = None
     follows_rows: bool = True
     power_of_two: bool = False
     scale_dtype: str = "F32"
@@ -79,11 +84,6 @@ class Scheme:
     def scale_format(self) -> str:
         """What the user calls the numbers that scales are."""
         return "ue8m0" if self.power_of_two else "float"
-
-    @property
-    def description(self) -> str:
-        """What the weights are, in words."""
-        return f"float8_e4m3fn, {self.title}" if self.settings else self.title
 
     @property
     def shared(self) -> bool:
@@ -123,9 +123,24 @@ class Scheme:
         """Scales as they are written."""
         return (scale.view(np.uint32) >> 23).astype(np.uint8) if self.scale_dtype == "U8" else scale
 
-    def config(self, ignored: list[str]) -> dict[str, Any]:
-        """The `quantization_config` of config.json."""
-        return {**self.settings, **dict.fromkeys(self.ignored_keys, ignored)}
+    def config(self, ignored: list[str], targets: Mapping[Scheme, Sequence[str]] | None = None) -> dict[str, Any]:
+        """The `quantization_config` of config.json.
+
+        Args:
+            ignored: what it lists as unquantized.
+            targets: names of layers that are stored in other schemes, or that no group covers unless it names them.
+        """
+        config = {**self.settings, **dict.fromkeys(self.ignored_keys, ignored)}
+        if targets:
+            others = [scheme for scheme in targets if scheme != self]
+            groups = [{**self._group, "targets": [*self._group["targets"], *targets.get(self, ())]}]
+            groups += [{**scheme._group, "targets": list(targets[scheme])} for scheme in others]
+            config["config_groups"] = {f"group_{number}": group for number, group in enumerate(groups)}
+        return config
+
+    @property
+    def _group(self) -> dict[str, Any]:
+        return dict(self.settings["config_groups"]["group_0"])
 
 
 def grid_of(group: Group, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -196,6 +211,7 @@ CHANNEL = Scheme(
     ignored_keys=("ignore",),
     engines=("vLLM",),
     package="compressed-tensors",
+    head=True,
 )
 BLOCK = Scheme(
     "block",
@@ -224,6 +240,7 @@ TENSOR_COMPRESSED = replace(
     # vLLM 0.32.0 wants a static scale for the activations of such experts
     # (compressed_tensors/compressed_tensors_moe/compressed_tensors_moe_w8a8_fp8.py:58-104).
     experts=False,
+    head=True,
 )
 BLOCK_COMPRESSED = replace(
     BLOCK,
@@ -239,6 +256,8 @@ BLOCK_COMPRESSED = replace(
     transformers_experts="does not multiply experts by the scales of blocks",
     # vLLM 0.32.0 models/llama4.py:805-844 reorders a `weight_scale` as if each row of the weight had one there.
     follows_rows=False,
+    # head: vLLM 0.32.0 layers/vocab_parallel_embedding.py:467-501 asks for a scale of as many rows as the vocabulary.
+    fallback=CHANNEL,
 )
 # vLLM 0.32.0 rounds float32 block scales up to powers of two, and the codes once more, where DeepGEMM wants UE8M0
 # (layers/quantization/utils/fp8_utils.py:1096-1214): with these scales that changes no value. On disk they are float32.
@@ -267,6 +286,7 @@ MXFP8 = Scheme(
     engines=("vLLM",),
     package="compressed-tensors",
     transformers_experts="does not multiply experts by the scales of blocks",
+    head=True,
     power_of_two=True,
 )
 
@@ -311,3 +331,55 @@ def find_scheme(name: str, format: str | None = None, scale_format: str | None =
             "leave --scale-format out: block in the fp8 format has float and ue8m0 scales, mxfp8 ue8m0, all else float",
         )
     return found[0]
+
+
+# What one config can hold together: MXFP8 has a format of its own, and nothing here could run the mixture.
+MIXED = (TENSOR_COMPRESSED, CHANNEL, BLOCK_COMPRESSED)
+
+
+def find_others(scheme: Scheme, scheme_for: Mapping[str, str]) -> tuple[tuple[str, Scheme], ...]:
+    """The scheme of each pattern over module names, beside that of all other layers.
+
+    Raises:
+        UsageError: a name without a scheme, or schemes that no config holds together.
+    """
+    if scheme_for and scheme not in MIXED:
+        raise UsageError(
+            f"--scheme-for does not go with --scheme {scheme.name} in the {scheme.format} format: all layers are alike",
+            "use --scheme channel, or --scheme tensor or block with --format compressed-tensors",
+        )
+    others = []
+    for pattern, name in scheme_for.items():
+        found = next((other for other in MIXED if other.name == name), None)
+        if found is None:
+            known = ", ".join(other.name for other in MIXED)
+            raise UsageError(f"--scheme-for {pattern}={name}: {name} is not a scheme to mix", f"choose one of {known}")
+        others.append((pattern, found))
+    return tuple(others)
+
+
+def recognise(settings: Mapping[str, Any]) -> Scheme | None:
+    """The scheme of which this is the config, whatever some layers have instead; None if it is none of ours.
+
+    Args:
+        settings: a `quantization_config`, None in place of each list of unquantized modules.
+    """
+    found = _told_apart(settings)
+    for scheme in VARIANTS:
+        told, groups = _told_apart({**scheme.settings, **dict.fromkeys(scheme.ignored_keys)})
+        known = [*groups, *(group for other in MIXED for group in _told_apart(other.settings)[1])]
+        if found[0] == told and found[1][:1] == groups and all(group in known for group in found[1]):
+            return scheme
+    return None
+
+
+def _told_apart(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """A config without its groups, and its groups without their targets."""
+    groups = settings.get("config_groups")
+    return (
+        {key: value for key, value in settings.items() if key != "config_groups"},
+        [
+            {key: value for key, value in group.items() if key != "targets"} if isinstance(group, dict) else None
+            for group in (groups.values() if isinstance(groups, dict) else ())
+        ],
+    )

@@ -20,14 +20,14 @@ from .checkpoint import INDEX_FILE, Checkpoint, TensorInfo, open_checkpoint, rea
 from .contents import LayerError, Progress, Task, Weight, read_contents
 from .encoded import decoded_view
 from .errors import PlanError, SourceError, UsageError
-from .fates import Layer, Matrix, absolute, experts_finder, joined_sets
+from .fates import Layer, Matrix, Options, experts_finder, is_head, joined_sets
 from .formats import FLOATS, Quantization, read_quantization
 from .kernels import BITS_TYPE
-from .models import EMBEDDING, HEAD, MODELS, Model
+from .models import EMBEDDING, HEAD, MODELS, Model, absolute
 from .output import read_journal
 from .patterns import collapse, compile_any, compile_pattern, template
 from .plan import Plan, make_plan
-from .schemes import CODE_DTYPE, TENSOR, VARIANTS, Scheme
+from .schemes import CODE_DTYPE, MIXED, TENSOR, Group, Scheme, recognise
 
 # What engines never build as a quantized Linear, listed or not.
 NOT_LINEAR = (EMBEDDING.why, HEAD.why)
@@ -241,8 +241,14 @@ class _Verification:
         self.full = full
         self.written = written
         # Other tools write one list of unquantized modules, or other settings.
-        self.scheme = next((s for s in VARIANTS if _settings_of(s) == quantization.settings), None)
+        self.scheme = recognise(quantization.settings)
         model = MODELS.get(checkpoint.architecture)
+        # A head that is quantized is one more layer.
+        self.head = quantization.method != "fp8" and any(
+            info.dtype == CODE_DTYPE and is_head(info.module) for info in checkpoint.tensors.values()
+        )
+        if model and self.head and model.head_refused is None:
+            model = model.with_head()
         self.registry = _Registry(model) if model else None
         self.problems: list[str] = list(quantization.problems)
         self.notes: list[str] = []
@@ -269,6 +275,7 @@ class _Verification:
         if self.registry is not None:
             self._check_unlisted(self.registry)
             self._check_together(self.registry)
+        self._check_head()
         self._check_index()
         self._check_written()
         pairs: list[tuple[TensorInfo, Matrix | None]] = []
@@ -341,7 +348,7 @@ class _Verification:
     ) -> TensorInfo | None:
         """The scale, if its dtype and shape are right."""
         if self.scheme is not None:
-            dtypes = (self.scheme.scale_dtype,)
+            dtypes = dtypes[:1]
         if scale.dtype in dtypes and scale.shape in shapes:
             return scale
         wanted = f"{_either(dtypes)} {_either([str(list(shape)) for shape in shapes])}"
@@ -432,6 +439,14 @@ class _Verification:
             if len(info.shape) == 2 and info.name.endswith(".weight") and registry.kind(info.module).layer
         }
 
+    def _check_head(self) -> None:
+        """An output head is no Linear to vLLM."""
+        for name, weight in self.codes.items():
+            if self.head and is_head(weight.info.module) and not self.quantization.names(weight.info.module):
+                self.problems.append(
+                    f"{self._place(name)} is {CODE_DTYPE}, but no config group names it: engines find it by name only"
+                )
+
     def _check_together(self, registry: _Registry) -> None:
         """What an engine merges must be quantized together, and so must all experts of a layer."""
         layers = self._layers(registry)
@@ -446,11 +461,22 @@ class _Verification:
                 groups[members[0]] = list(members)
         for name in sorted(groups):
             one = {f"{module}.weight" in self.codes: module for module in reversed(groups[name])}
+            forms = {
+                weight.form: weight.info.name
+                for module in reversed(groups[name])
+                if (weight := self.codes.get(f"{module}.weight")) and weight.form
+            }
             if len(one) == 2:
                 other = f"{one[False]}.weight"
                 self.problems.append(
                     f"{self._place(f'{one[True]}.weight')} is {CODE_DTYPE} and {other} is "
                     f"{self.checkpoint.tensors[other].dtype}, but engines take both in one format"
+                )
+            elif len(forms) > 1:
+                (form, first), (another, second), *_ = list(forms.items())[::-1]
+                self.problems.append(
+                    f"{self._place(first)} has {form.title} and {second} {another.title}, "
+                    "but engines take both in one format"
                 )
 
     def _check_index(self) -> None:
@@ -496,7 +522,8 @@ class _Verification:
         if source.architecture not in MODELS:
             return
         try:
-            self.plan = make_plan(source, self.scheme or TENSOR, self._ignore_patterns(source))
+            options = Options(tuple(self._ignore_patterns(source)), tuple(self._schemes_for()), head=self.head)
+            self.plan = make_plan(source, self.scheme or TENSOR, options)
         except (PlanError, UsageError) as error:
             self.notes.append(f"no plan can be made of the source, tensors were compared by name: {error.message}")
             return
@@ -519,6 +546,25 @@ class _Verification:
             elif info.name in source.tensors:
                 patterns[info.module] = None
         return list(patterns)
+
+    def _schemes_for(self) -> Iterator[tuple[str, Scheme]]:
+        """--scheme-for options for what is stored in another scheme than most."""
+        if self.scheme is None or self.registry is None:
+            return
+        alike: dict[str, set[Group]] = {}
+        for weight in self.codes.values():
+            if weight.form is not None:
+                alike.setdefault(template(weight.info.module), set()).add(weight.form.group)
+        others: dict[str, Scheme] = {}
+        for weight in self.codes.values():
+            if weight.form is not None and weight.form.group != self.scheme.group:
+                name = template(weight.info.module)
+                if len(alike[name]) > 1:
+                    # Each pattern is held against every layer, and experts are many.
+                    experts = self.registry.find_experts(weight.info.module)
+                    name = f"{experts}.**" if experts else weight.info.module
+                others[name] = next(other for other in MIXED if other.group == weight.form.group)
+        yield from others.items()
 
     def _pair(self, source: Checkpoint) -> list[tuple[TensorInfo, Matrix | None]]:
         """Unquantized tensors, with the matrix each must equal, None for the source's tensor of that name."""
@@ -644,10 +690,6 @@ class _Verification:
                 f"{ragged} sets of layers that engines merge do not divide into blocks: "
                 "vLLM 0.32.0 misplaces their scales"
             )
-
-
-def _settings_of(scheme: Scheme) -> dict[str, Any]:
-    return read_quantization({"quantization_config": scheme.config(["lm_head"])}).settings
 
 
 def _kind(info: TensorInfo) -> str:

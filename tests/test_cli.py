@@ -24,7 +24,7 @@ from conftest import EXAMPLE, ROOT, Run, heed_ctrl_c, tree
 from openquant import __version__, compress
 
 KEYS = [
-    "model", "revision", "output", "scheme", "architecture", "dry_run", "source_bytes", "output_bytes",
+    "model", "revision", "output", "scheme", "schemes", "architecture", "dry_run", "source_bytes", "output_bytes",
     "download_bytes", "repository", "pushed_to", "quantized_tensors", "decoded_tensors", "ignored_layers", "shards", "tensor_parallel", "seconds", "peak_rss_bytes", "resumed",
 ]  # fmt: skip
 
@@ -72,6 +72,7 @@ def test_json_is_one_object_for_runs_and_dry_runs(run: Run, tmp_path: Path) -> N
         "revision": None,
         "output": "tiny-qwen3-FP8-W128",
         "scheme": "block",
+        "schemes": {"block": 28},
         "architecture": "Qwen3ForCausalLM",
         "dry_run": False,
         "source_bytes": 8394240,
@@ -94,6 +95,7 @@ def test_json_is_one_object_for_runs_and_dry_runs(run: Run, tmp_path: Path) -> N
 SCALE_FORMATS = (
     "leave --scale-format out: block in the fp8 format has float and ue8m0 scales, mxfp8 ue8m0, all else float"
 )
+MIXING = "use --scheme channel, or --scheme tensor or block with --format compressed-tensors"
 ERRORS = [
     (["-m", "nowhere/at/all"], "nowhere/at/all does not exist, and is no Hub repository id either", "check the path"),
     (["-m", ""], "-m is empty", "give a directory or a Hub repository such as Qwen/Qwen3-0.6B"),
@@ -121,6 +123,23 @@ ERRORS = [
     (["-m", "org/name@"], "org/name@ names no revision after the @", "write org/name@revision"),
     (["-m", EXAMPLE, "--ignore", "nothing.**"], "--ignore nothing.** matches no module",
      "module names are tensor names without .weight; --dry-run lists them"),
+    (["-m", EXAMPLE, "--scheme", "channel", "--scheme-for", "**.o_proj"],
+     "argument --scheme-for: **.o_proj is not PATTERN=SCHEME, such as **.self_attn.*=channel", "see compress_fp8.py --help"),
+    (["-m", EXAMPLE, "-w", "128", "--scheme-for", "**.o_proj=channel"],
+     "--scheme-for does not go with --scheme block in the fp8 format: all layers are alike", MIXING),
+    (["-m", EXAMPLE, "--scheme", "mxfp8", "--scheme-for", "**.o_proj=channel"],
+     "--scheme-for does not go with --scheme mxfp8 in the compressed-tensors format: all layers are alike", MIXING),
+    (["-m", EXAMPLE, "--scheme", "channel", "--scheme-for", "**.o_proj=mxfp8"],
+     "--scheme-for **.o_proj=mxfp8: mxfp8 is not a scheme to mix", "choose one of tensor, channel, block"),
+    (["-m", EXAMPLE, "--scheme", "channel", "--scheme-for", "lm_head=tensor"],
+     "--scheme-for lm_head=tensor matches no module that can be quantized",
+     "module names are tensor names without .weight; --dry-run lists them"),
+    (["-m", EXAMPLE, "--tp", "0"], "--tp 0 is no number of ranks", "give --tp 1 or more"),
+    (["-m", EXAMPLE, "--tp", "two"], "argument --tp: invalid int value: 'two'", "see compress_fp8.py --help"),
+    (["-m", EXAMPLE, "--tp", "8"], "--tp 8 cannot serve this model: model.layers.*.self_attn.o_proj: 4 heads do not divide by 8",
+     "no scheme helps: give a size by which its heads and layers divide; --dry-run lists some"),
+    (["-m", EXAMPLE, "--quantize-lm-head"], "engines load no quantized output head in the fp8 format",
+     "use --scheme channel or --format compressed-tensors"),
     (["-m", EXAMPLE, "--ignore", "a.{b"], "the pattern a.{b has an unmatched brace", "write alternatives as {q,k,v}_proj"),
     (["-m", EXAMPLE, "--dry"], "unrecognized arguments: --dry", "see compress_fp8.py --help"),
     (["-m", EXAMPLE, "-q", "-v"], "argument -v/--verbose: not allowed with argument -q/--quiet", "see compress_fp8.py --help"),
@@ -162,6 +181,33 @@ def test_format_names_the_directory_and_is_in_the_config(run: Run, tmp_path: Pat
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     config = json.loads((tmp_path / "here" / "tiny-qwen3-FP8-W128-CT" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+
+
+def test_several_schemes_are_said_in_plan_card_and_json(run: Run, tmp_path: Path) -> None:
+    mixture = ["-w", "128", "--format", "compressed-tensors", "--tp", "2", "--quantize-lm-head"]
+    mixture += ["--scheme-for", "**.layers.0.self_attn.o_proj=tensor"]
+    done = run("-m", EXAMPLE, *mixture)
+    assert (done.returncode, done.stderr) == (0, "")
+    title = (
+        "float8_e4m3fn, one scale per 128x128 block, 13 of 29 layers one scale per output row, "
+        "1 of 29 layers one scale per tensor\n"
+    )
+    assert title in done.stdout
+    assert re.search(
+        r"\nFP8   lm_head +2048 x 256  1\.05 MB   532 kB  channel: engines load no output head in blocks\n", done.stdout
+    )
+    assert re.search(r"self_attn\.k_proj .* channel: --tp 2: 128 / 2 = 64 is not a multiple of 128\n", done.stdout)
+    assert "\ntensor parallel sizes that can serve it: 1, 2\n" in done.stdout
+    note = "\nnote: one scale per output row instead for 13 of 29 layers (28.6 % of their bytes): "
+    assert note in done.stdout
+    again = json.loads(run("-m", EXAMPLE, *mixture, "--json").stdout)
+    assert (again["scheme"], again["resumed"]) == ("block", True)
+    assert again["schemes"] == {"block": 15, "channel": 13, "tensor": 1}
+    assert again["ignored_layers"] == ["model.embed_tokens"]
+    card = (tmp_path / "here" / "tiny-qwen3-FP8-W128-CT" / "README.md").read_text()
+    assert title.strip().removeprefix("float8_e4m3fn, ") in card
+    assert "- fp8-block\n- fp8-channel\n- fp8-tensor\n" in card
+    assert "transformers loads it too, with compressed-tensors installed." in card
 
 
 def test_ue8m0_names_the_directory_and_is_in_plan_and_config(run: Run, tmp_path: Path) -> None:
@@ -303,7 +349,7 @@ def test_help_and_version(command: list[str]) -> None:
     helped = subprocess.run([sys.executable, *command, "--help"], capture_output=True, text=True)
     assert helped.returncode == 0
     if command[-1] != "openquant":
-        for option in ("-m", "-o", "-w", "--scheme", "--format", "--scale-format", "--ignore", "--dry-run", "--device", "--workers", "--max-memory", "--revision",
+        for option in ("-m", "-o", "-w", "--scheme", "--format", "--scale-format", "--ignore", "--scheme-for", "--tp", "--quantize-lm-head", "--dry-run", "--device", "--workers", "--max-memory", "--revision",
                        "--overwrite", "--json", "-q", "-v"):  # fmt: skip
             assert option in helped.stdout
     if command[-1] != "compress":

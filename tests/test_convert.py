@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,16 @@ from openquant import compress
 from openquant.errors import PlanError, SourceError
 from openquant.packed import encode, group_absmax, group_scale, stored_scale
 from openquant.patterns import compile_any
-from openquant.schemes import SCHEMES, VARIANTS, Scheme
+from openquant.schemes import (
+    BLOCK_COMPRESSED,
+    CHANNEL,
+    MXFP8,
+    SCHEMES,
+    TENSOR_COMPRESSED,
+    VARIANTS,
+    Scheme,
+    find_scheme,
+)
 
 schemes = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 
@@ -42,14 +52,16 @@ def split_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def joined_with(module: str, weights: dict[str, torch.Tensor]) -> list[str]:
-    owner, last = module.rsplit(".", 1)
+    owner, _, last = module.rpartition(".")
     for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
         if last in group:
             return [f"{owner}.{part}" for part in group if f"{owner}.{part}.weight" in weights]
     return [module]
 
 
-def expected_output(weights: dict[str, torch.Tensor], quantized: set[str], scheme: Scheme) -> dict[str, torch.Tensor]:
+def expected_output(
+    weights: dict[str, torch.Tensor], quantized: set[str], default: Scheme, others: Mapping[str, Scheme] = {}
+) -> dict[str, torch.Tensor]:
     weights = split_experts(weights)
     found = {}
     for name, weight in weights.items():
@@ -57,6 +69,7 @@ def expected_output(weights: dict[str, torch.Tensor], quantized: set[str], schem
         if module not in quantized:
             found[name] = weight
             continue
+        scheme = others.get(module, default)
         absmax = group_absmax(weight, scheme.group)
         if scheme.shared:
             members = joined_with(module, weights)
@@ -90,20 +103,17 @@ def quantized_by(weights: dict[str, torch.Tensor]) -> set[str]:
 def test_every_architecture_converts_to_what_torch_computes(tmp_path: Path, architecture: str, scheme: Scheme) -> None:
     source = tiny.write(tmp_path / "source", architecture, shards=3)
     weights = tiny.read(source)
-    ignore = []
-    if not scheme.experts:
-        ignore += ["**.experts.**"] if architecture.startswith(("Llama4", "Qwen3Moe")) else []
-    if not scheme.follows_rows:
-        ignore += ["**.self_attn.{q,k,v}_proj"] if architecture.startswith("Llama4") else []
+    ignore = ["**.experts.**"] if not scheme.experts and architecture.startswith(("Llama4", "Qwen3Moe")) else []
     ignored = compile_any(ignore)
     quantized = {module for module in quantized_by(weights) if not ignored.fullmatch(module)}
-    # What a scheme cannot store for an engine's sake stays unquantized by itself; experts have to be asked for.
-    asked = [pattern for pattern in ignore if "experts" in pattern]
+    # What a scheme cannot store for an engine's sake falls back by itself; experts have to be asked for.
+    reordered = () if scheme.follows_rows or not architecture.startswith("Llama4") else ("q_proj", "k_proj", "v_proj")
+    others = {module: CHANNEL for module in quantized if module.endswith(reordered)} if reordered else {}
     result = compress(
-        source, tmp_path / "out", scheme.name, format=scheme.format, scale_format=scheme.scale_format, ignore=asked
+        source, tmp_path / "out", scheme.name, format=scheme.format, scale_format=scheme.scale_format, ignore=ignore
     )
     found = tiny.read(tmp_path / "out")
-    assert_same(found, expected_output(weights, quantized, scheme))
+    assert_same(found, expected_output(weights, quantized, scheme, others))
     assert result.quantized_tensors == len(quantized)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     total = sum(tensor.numel() * tensor.element_size() for tensor in found.values())
@@ -112,6 +122,53 @@ def test_every_architecture_converts_to_what_torch_computes(tmp_path: Path, arch
     assert set(index["weight_map"]) == set(found)
     for name, shard in index["weight_map"].items():
         assert name in tiny.read_names(tmp_path / "out" / shard)
+
+
+ATTENTION, EXPERTS = "**.self_attn.*", "**.experts.**"
+MIXTURES = [
+    ("Qwen3ForCausalLM", BLOCK_COMPRESSED, {ATTENTION: "channel"}),
+    ("Qwen3ForCausalLM", CHANNEL, {"**.{q,k,v}_proj": "tensor", "**.layers.0.mlp.*": "block"}),
+    ("Qwen3MoeForCausalLM", TENSOR_COMPRESSED, {EXPERTS: "channel", ATTENTION: "block"}),
+    ("Qwen3MoeForCausalLM", BLOCK_COMPRESSED, {EXPERTS: "channel"}),
+    ("Llama4ForCausalLM", CHANNEL, {"**.experts.0.down_proj": "block", "**.o_proj": "tensor"}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "scheme", "scheme_for"), MIXTURES)
+def test_each_layer_of_a_mixture_has_the_bytes_its_scheme_gives_it(
+    tmp_path: Path, architecture: str, scheme: Scheme, scheme_for: dict[str, str]
+) -> None:
+    source = tiny.write(tmp_path / "source", architecture, shards=3)
+    weights = tiny.read(source)
+    quantized = quantized_by(weights)
+    others: dict[str, Scheme] = {}
+    for pattern, name in scheme_for.items():
+        # Of experts all are named by one.
+        pattern = pattern.replace(".experts.0.down_proj", ".experts.**")
+        found = compile_any([pattern])
+        others |= {module: find_scheme(name, scheme.format) for module in quantized if found.fullmatch(module)}
+    result = compress(source, tmp_path / "out", scheme.name, format=scheme.format, scheme_for=scheme_for)
+    assert_same(tiny.read(tmp_path / "out"), expected_output(weights, quantized, scheme, others))
+    assert len(set(others.values())) == len(scheme_for)
+    counts = {scheme.name: len(quantized) - len(others)}
+    for other in others.values():
+        counts[other.name] = counts.get(other.name, 0) + 1
+    assert result.schemes == counts
+    again = compress(source, tmp_path / "again", scheme.name, format=scheme.format, scheme_for=scheme_for, workers=1)
+    assert again.schemes == result.schemes
+    assert tree(tmp_path / "again") == tree(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "stored"), [("tensor", TENSOR_COMPRESSED), ("channel", CHANNEL), ("block", CHANNEL), ("mxfp8", MXFP8)]
+)
+def test_output_head_is_quantized_like_any_layer(tmp_path: Path, scheme: str, stored: Scheme) -> None:
+    source = tiny.write(tmp_path / "source", "Qwen3ForCausalLM", shards=3)
+    weights = tiny.read(source)
+    compress(source, tmp_path / "out", scheme, format="compressed-tensors", quantize_lm_head=True)
+    chosen = find_scheme(scheme, "compressed-tensors")
+    quantized = quantized_by(weights) | {"lm_head"}
+    assert_same(tiny.read(tmp_path / "out"), expected_output(weights, quantized, chosen, {"lm_head": stored}))
 
 
 @schemes

@@ -13,6 +13,7 @@ import pytest
 import tiny
 from openquant.checkpoint import Checkpoint, Location, TensorInfo
 from openquant.errors import PlanError
+from openquant.fates import Options
 from openquant.models import MODELS, Model
 from openquant.patterns import translate
 from openquant.plan import make_plan
@@ -258,7 +259,7 @@ def test_gemma3_tower_is_listed_under_every_spelling_of_the_engines() -> None:
 
 
 def test_llama4_wrapper_lists_the_engine_s_own_names() -> None:
-    plan = make_plan(published("Llama4ForConditionalGeneration"), BLOCK, ["**.layers.0.self_attn.*"])
+    plan = make_plan(published("Llama4ForConditionalGeneration"), BLOCK, Options(("**.layers.0.self_attn.*",)))
     assert {
         "language_model.model.layers.0.self_attn.q_proj",
         "language_model.model.layers.0.feed_forward.router",

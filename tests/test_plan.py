@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,14 @@ import torch
 import tiny
 from openquant.checkpoint import open_checkpoint
 from openquant.errors import PlanError, UsageError
-from openquant.models import MODELS
+from openquant.fates import Options
+from openquant.models import MODELS, Refusal
 from openquant.plan import Plan, make_plan
 from openquant.schemes import BLOCK, BLOCK_COMPRESSED, CHANNEL, MXFP8, TENSOR, TENSOR_COMPRESSED, Scheme
 
 
 def plan_of(root: Path, scheme: Scheme = TENSOR, *ignore: str) -> Plan:
-    return make_plan(open_checkpoint(root), scheme, ignore)
+    return make_plan(open_checkpoint(root), scheme, Options(ignore))
 
 
 def quantized(plan: Plan) -> set[str]:
@@ -35,10 +37,15 @@ def test_digest_depends_on_options_and_source(tmp_path: Path, architecture: str)
         make_plan(checkpoint, TENSOR).digest,
         make_plan(checkpoint, BLOCK).digest,
         make_plan(checkpoint, CHANNEL).digest,
-        make_plan(checkpoint, TENSOR, ["**.layers.0.**"]).digest,
-        make_plan(checkpoint, TENSOR, (), "another source").digest,
+        make_plan(checkpoint, TENSOR, Options(("**.layers.0.**",))).digest,
+        make_plan(checkpoint, TENSOR, None, "another source").digest,
+        make_plan(checkpoint, BLOCK, Options(tp=2)).digest,
+        make_plan(checkpoint, BLOCK_COMPRESSED).digest,
+        make_plan(checkpoint, BLOCK_COMPRESSED, Options(tp=2)).digest,
+        make_plan(checkpoint, BLOCK_COMPRESSED, Options(scheme_for=(("**.o_proj", CHANNEL),))).digest,
+        make_plan(checkpoint, BLOCK_COMPRESSED, Options(scheme_for=(("**.o_proj", TENSOR_COMPRESSED),))).digest,
     }
-    assert len(digests) == 5
+    assert len(digests) == 10
     assert make_plan(checkpoint, TENSOR).digest in digests
 
 
@@ -140,7 +147,10 @@ def test_blocks_leave_a_whole_joined_set_when_one_member_does_not_divide(tmp_pat
     assert reason(plan, "model.layers.1.self_attn.q_proj") == (
         "shares its status with k_proj (64 x 256 does not divide into 128 x 128 blocks)"
     )
-    assert plan.notes == ("some layers do not divide into blocks; --scheme tensor or channel quantizes them too",)
+    assert plan.notes == (
+        "blocks do not divide, which leaves 6 of 14 layers (35.5 % of their bytes) unquantized; "
+        "--scheme tensor or channel quantizes them too",
+    )
     assert plan_of(root, TENSOR).quantized_tensors == 14
 
 
@@ -267,21 +277,27 @@ def test_experts_are_refused_where_engines_load_none(tmp_path: Path) -> None:
             "compressed-tensors format"
         )
         assert caught.value.hint == (
-            "use --scheme channel or --format fp8, or leave the experts as they are with --ignore"
+            "use --scheme channel or --format fp8, give them another scheme with --scheme-for, or leave them as they are "
+            "with --ignore"
         )
         assert plan_of(root, TENSOR_COMPRESSED, "**.experts.**").quantized_tensors > 0
 
 
-def test_reordered_rows_stay_where_the_scales_would_not_follow(tmp_path: Path) -> None:
+def test_reordered_rows_have_scales_of_their_own_where_those_of_blocks_would_not_follow(tmp_path: Path) -> None:
     root = tiny.write(tmp_path / "a", "Llama4ForCausalLM")
     plan = plan_of(root, BLOCK_COMPRESSED)
     attention = "model.layers.0.self_attn"
-    assert reason(plan, f"{attention}.q_proj") == "engines reorder its rows but not its scales"
-    assert reason(plan, f"{attention}.v_proj").startswith("shares its status with ")
-    assert f"{attention}.o_proj" in quantized(plan)
-    assert plan.notes == ()
-    assert f"{attention}.q_proj" in quantized(plan_of(root, BLOCK))
-    assert f"{attention}.q_proj" in quantized(plan_of(root, CHANNEL))
+    assert reason(plan, f"{attention}.q_proj") == "channel: engines reorder its rows but not its scales"
+    assert reason(plan, f"{attention}.v_proj").startswith("channel: shares its status with ")
+    assert reason(plan, f"{attention}.o_proj") == ""
+    assert plan.notes == (
+        "one scale per output row instead for 6 of 26 layers (20.5 % of their bytes): "
+        + ", ".join(f"model.layers.{{0..1}}.self_attn.{part}_proj" for part in "kqv"),
+    )
+    for scheme in (BLOCK, CHANNEL):
+        plan = plan_of(root, scheme)
+        assert f"{attention}.q_proj" in quantized(plan)
+        assert (plan.schemes, plan.notes) == ({scheme: 26}, ())
 
 
 def test_mxfp8_needs_32_inputs_and_no_number_of_outputs(tmp_path: Path) -> None:
@@ -308,3 +324,284 @@ def test_every_output_tensor_is_aligned_to_its_element(tmp_path: Path) -> None:
             assert end % (4 if info.dtype == "F32" else 1) == 0
             end += info.nbytes
         assert end == layout.size == shard.nbytes + len(layout.header)
+
+
+# Several schemes.
+
+
+def mixed(root: Path, scheme: Scheme, *scheme_for: tuple[str, Scheme], ignore: tuple[str, ...] = ()) -> Plan:
+    return make_plan(open_checkpoint(root), scheme, Options(ignore, scheme_for))
+
+
+def targets(plan: Plan) -> list[list[str]]:
+    return [group["targets"] for group in plan.quantization_config["config_groups"].values()]
+
+
+def stored(plan: Plan, module: str) -> str:
+    """What the plan's row says of a module."""
+    group = next(group for group in plan.groups if module in group.names)
+    return (group.why.split(":")[0] if group.why else plan.scheme.name) if group.quantized else "kept"
+
+
+def test_another_scheme_widens_to_the_joined_set_and_says_so(source: Path) -> None:
+    plan = mixed(source, BLOCK_COMPRESSED, ("model.layers.0.self_attn.k_proj", CHANNEL))
+    attention = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
+    assert [stored(plan, module) for module in attention] == ["channel"] * 3
+    option = "--scheme-for model.layers.0.self_attn.k_proj=channel"
+    assert reason(plan, attention[1]) == f"channel: {option}"
+    assert reason(plan, attention[0]) == f"channel: shares its status with k_proj ({option})"
+    assert stored(plan, "model.layers.1.self_attn.k_proj") == "block"
+    assert plan.notes == (f"{option} widened to what engines join with it: {attention[0]}, {attention[2]}",)
+    assert plan.schemes == {BLOCK_COMPRESSED: 11, CHANNEL: 3}
+    assert plan.title == "one scale per 128x128 block, 3 of 14 layers one scale per output row"
+    assert plan.quantized_tensors == 14
+    groups = plan.quantization_config["config_groups"]
+    assert sorted(groups["group_1"]["targets"]) == sorted(attention)
+    assert groups["group_0"]["targets"] == ["Linear"]
+    for number, scheme in enumerate((BLOCK_COMPRESSED, CHANNEL)):
+        alone = scheme.settings["config_groups"]["group_0"]
+        assert groups[f"group_{number}"] | {"targets": ["Linear"]} == alone
+
+
+def test_the_first_pattern_that_matches_counts(source: Path) -> None:
+    plan = mixed(
+        source,
+        CHANNEL,
+        ("**.layers.0.mlp.up_proj", TENSOR_COMPRESSED),
+        ("**.mlp.**", BLOCK_COMPRESSED),
+        ("**.layers.0.**", TENSOR_COMPRESSED),
+        ignore=("**.layers.1.mlp.down_proj",),
+    )
+    found = {module: stored(plan, module) for module in plan.layers}
+    assert found == {
+        **{f"model.layers.0.self_attn.{part}_proj": "tensor" for part in "qkvo"},
+        **{f"model.layers.1.self_attn.{part}_proj": "channel" for part in "qkvo"},
+        # The set goes by the first of its patterns.
+        **{f"model.layers.0.mlp.{part}_proj": "tensor" for part in ("gate", "up")},
+        "model.layers.0.mlp.down_proj": "block",
+        **{f"model.layers.1.mlp.{part}_proj": "block" for part in ("gate", "up")},
+        "model.layers.1.mlp.down_proj": "kept",
+    }
+    assert "model.layers.1.mlp.down_proj" in plan.ignored_layers
+    # What has one scale per tensor needs its set's other shards.
+    assert any(len(plan.sources(shard.name)) > 1 for shard in plan.shards)
+
+
+def test_experts_of_a_layer_share_their_scheme_and_have_one_target(tmp_path: Path) -> None:
+    root = tiny.write(tmp_path / "a", "Qwen3MoeForCausalLM", shards=2)
+    plan = mixed(root, BLOCK_COMPRESSED, ("model.layers.1.mlp.experts.2.down_proj", CHANNEL))
+    for expert in range(4):
+        for part in ("gate", "up", "down"):
+            assert stored(plan, f"model.layers.1.mlp.experts.{expert}.{part}_proj") == "channel"
+    assert targets(plan) == [["Linear"], [r"re:(.*[.])?layers[.]1[.]mlp[.]experts[.].*"]]
+    # In a scheme of their own they need not be left out.
+    plan = mixed(root, TENSOR_COMPRESSED, ("**.experts.**", CHANNEL))
+    assert plan.quantized_tensors == 23
+    with pytest.raises(PlanError, match="engines load no experts with one scale per tensor"):
+        mixed(root, CHANNEL, ("**.experts.**", TENSOR_COMPRESSED))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "pattern", "expected"),
+    [
+        # The engine's name of the merged layer where it does not derive it from its members.
+        (
+            "StableLmForCausalLM",
+            "model.layers.0.mlp.gate_proj",
+            [f"model.layers.0.mlp.{part}_proj" for part in ("gate", "gate_up", "up")],
+        ),
+        # Every spelling of a wrapper.
+        (
+            "Gemma3ForConditionalGeneration",
+            "language_model.model.layers.0.self_attn.o_proj",
+            ["language_model.model.layers.0.self_attn.o_proj", "model.language_model.layers.0.self_attn.o_proj"],
+        ),
+        # What the engine calls the module.
+        (
+            "MiniMaxM2ForCausalLM",
+            "model.layers.1.block_sparse_moe.experts.0.w1",
+            [
+                r"re:(.*[.])?layers[.]1[.]block_sparse_moe[.]experts[.].*",
+                r"re:(.*[.])?layers[.]1[.]mlp[.]experts[.].*",
+            ],
+        ),
+    ],
+)
+def test_layers_are_named_as_engines_name_them(
+    tmp_path: Path, architecture: str, pattern: str, expected: list[str]
+) -> None:
+    plan = mixed(tiny.write(tmp_path / "a", architecture), CHANNEL, (pattern, BLOCK_COMPRESSED))
+    assert sorted(targets(plan)[1]) == expected
+
+
+def test_a_pattern_that_matches_nothing_to_quantize_is_an_error(source: Path) -> None:
+    for pattern in ("model.layers.9.**", "lm_head", "model.norm"):
+        with pytest.raises(UsageError) as caught:
+            mixed(source, CHANNEL, ("model.layers.0.**", BLOCK_COMPRESSED), (pattern, BLOCK_COMPRESSED))
+        assert caught.value.message == f"--scheme-for {pattern}=block matches no module that can be quantized"
+
+
+def test_a_refused_scheme_is_refused_for_some_layers_too(tmp_path: Path) -> None:
+    root = tiny.write(tmp_path / "a", "LlamaForCausalLM")
+    checkpoint = open_checkpoint(root)
+    model = replace(MODELS["LlamaForCausalLM"], refused=(Refusal("block", None, "a reason", "a hint"),))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS, "LlamaForCausalLM", model)
+        with pytest.raises(PlanError) as caught:
+            make_plan(checkpoint, CHANNEL, Options(scheme_for=(("**.o_proj", BLOCK_COMPRESSED),)))
+    assert caught.value.message == ("LlamaForCausalLM cannot be served with one scale per 128x128 block: a reason")
+
+
+def test_what_blocks_do_not_divide_has_rows_where_the_format_mixes(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3MoeForCausalLM")
+    for name in ("model.layers.1.mlp.experts.3.down_proj.weight", "model.layers.0.mlp.down_proj.weight"):
+        weights[name] = weights[name][:, :96].contiguous()
+    plan = plan_of(tiny.write(tmp_path / "a", "Qwen3MoeForCausalLM", weights=weights), BLOCK_COMPRESSED)
+    assert plan.quantized_tensors == 23
+    assert plan.schemes == {BLOCK_COMPRESSED: 10, CHANNEL: 13}
+    assert reason(plan, "model.layers.0.mlp.down_proj") == "channel: 256 x 96 does not divide into 128 x 128 blocks"
+    assert reason(plan, "model.layers.1.mlp.experts.0.gate_proj") == (
+        "channel: shares its status with down_proj (256 x 96 does not divide into 128 x 128 blocks)"
+    )
+    assert stored(plan, "model.layers.0.mlp.gate_proj") == "block"
+    assert len(plan.notes) == 1
+    assert plan.notes[0].startswith("one scale per output row instead for 13 of 23 layers (")
+    assert set(plan.ignored_layers) == {"lm_head", "model.embed_tokens", "model.layers.1.mlp.gate"}
+
+
+# Tensor parallelism.
+
+
+def sized(root: Path, scheme: Scheme, tp: int) -> Plan:
+    return make_plan(open_checkpoint(root), scheme, Options(tp=tp))
+
+
+def test_a_size_that_blocks_do_not_serve_makes_layers_fall_back(source: Path) -> None:
+    # 2 key and value heads of 64: half of k_proj and v_proj is no block.
+    attention = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
+    plan = sized(source, BLOCK_COMPRESSED, 2)
+    assert [stored(plan, module) for module in attention] == ["channel"] * 3
+    assert stored(plan, "model.layers.0.self_attn.o_proj") == "block"
+    assert reason(plan, attention[1]) == "channel: --tp 2: 128 / 2 = 64 is not a multiple of 128"
+    assert plan.parallel_sizes == [1, 2]
+    names = ", ".join(f"model.layers.{{0..1}}.self_attn.{part}_proj" for part in "qkv")
+    assert plan.notes == (f"one scale per output row instead for 6 of 14 layers (22.2 % of their bytes): {names}",)
+    assert sized(source, BLOCK_COMPRESSED, 1).schemes == {BLOCK_COMPRESSED: 14}
+    assert 4 in sized(source, BLOCK_COMPRESSED, 4).parallel_sizes
+    # The fp8 format has one scheme only.
+    plan = sized(source, BLOCK, 2)
+    assert [stored(plan, module) for module in attention] == ["kept"] * 3
+    assert reason(plan, attention[1]) == "--tp 2: 128 / 2 = 64 is not a multiple of 128"
+    assert plan.parallel_sizes == [1, 2]
+    assert plan.notes == (
+        "blocks do not divide on 2 ranks, which leaves 6 of 14 layers (22.2 % of their bytes) unquantized; "
+        "--scheme tensor or channel quantizes them too",
+    )
+    # What needs no blocks needs no way out.
+    for scheme in (TENSOR, CHANNEL, TENSOR_COMPRESSED):
+        assert sized(source, scheme, 4).digest == plan_of(source, scheme).digest
+
+
+def test_experts_fall_back_together(tmp_path: Path) -> None:
+    plan = sized(tiny.write(tmp_path / "a", "Qwen3MoeForCausalLM"), BLOCK_COMPRESSED, 2)
+    experts = [module for module in plan.layers if "experts" in module]
+    assert {stored(plan, module) for module in experts} == {"channel"}
+    assert r"re:(.*[.])?layers[.]1[.]mlp[.]experts[.].*" in targets(plan)[1]
+    assert stored(plan, "model.layers.0.mlp.down_proj") == "block"
+
+
+def test_sizes_that_no_scheme_serves_are_refused(source: Path) -> None:
+    for scheme in (TENSOR, BLOCK_COMPRESSED, CHANNEL):
+        with pytest.raises(PlanError) as caught:
+            sized(source, scheme, 8)
+        assert caught.value.message == (
+            "--tp 8 cannot serve this model: model.layers.*.self_attn.o_proj: 4 heads do not divide by 8"
+        )
+    with pytest.raises(UsageError) as usage:
+        sized(source, TENSOR, 0)
+    assert usage.value.message == "--tp 0 is no number of ranks"
+
+
+def test_any_size_is_told_of(tmp_path: Path) -> None:
+    config = tiny.config("Qwen3ForCausalLM") | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 128}
+    sizes = {"q": (768, 256), "k": (384, 256), "v": (384, 256), "o": (256, 768)}
+    weights = {f"model.layers.0.self_attn.{part}_proj.weight": torch.ones(shape) for part, shape in sizes.items()}
+    root = tiny.write(tmp_path / "a", weights=weights)
+    (root / "config.json").write_text(json.dumps(config))
+    assert [(entry.size, entry.problem) for entry in sized(root, BLOCK, 3).parallel][:3] == [
+        (1, None),
+        (2, "model.layers.*.self_attn.k_proj: 3 heads do not divide by 2"),
+        (3, None),
+    ]
+    assert plan_of(root, BLOCK).digest == sized(root, BLOCK, 3).digest
+
+
+# The output head.
+
+
+def with_head(root: Path, scheme: Scheme, ignore: tuple[str, ...] = ()) -> Plan:
+    return make_plan(open_checkpoint(root), scheme, Options(ignore, head=True))
+
+
+@pytest.mark.parametrize("scheme", [TENSOR_COMPRESSED, CHANNEL, MXFP8], ids=lambda scheme: scheme.name)
+def test_output_head_is_named_among_what_is_quantized(source: Path, scheme: Scheme) -> None:
+    plan = with_head(source, scheme)
+    assert targets(plan) == [["Linear", "re:(.*[.])?lm_head"]]
+    assert plan.ignored_layers == ["model.embed_tokens"]
+    assert plan.quantized_tensors == 15
+    assert plan.notes == ()
+    assert plan.digest != plan_of(source, scheme).digest
+    assert with_head(source, scheme, ("lm_head",)).ignored_layers == ["lm_head", "model.embed_tokens"]
+
+
+def test_output_head_has_no_blocks(source: Path) -> None:
+    plan = with_head(source, BLOCK_COMPRESSED)
+    assert targets(plan) == [["Linear"], ["re:(.*[.])?lm_head"]]
+    assert reason(plan, "lm_head") == "channel: engines load no output head in blocks"
+    assert plan.notes == ("one scale per output row instead for 1 of 15 layers (10.0 % of their bytes): lm_head",)
+
+
+def test_output_head_of_a_wrapper(tmp_path: Path) -> None:
+    plan = with_head(tiny.write(tmp_path / "a", "Llama4ForConditionalGeneration"), CHANNEL)
+    assert "language_model.lm_head" in quantized(plan)
+    assert targets(plan) == [["Linear", "re:(.*[.])?lm_head"]]
+    assert "lm_head" not in plan.ignored_layers
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scheme", "message"),
+    [
+        ("Qwen3ForCausalLM", TENSOR, "engines load no quantized output head in the fp8 format"),
+        ("Qwen3ForCausalLM", BLOCK, "engines load no quantized output head in the fp8 format"),
+        (
+            "Gemma3ForCausalLM",
+            CHANNEL,
+            "the output head is the embedding (tie_word_embeddings), which stays as it is",
+        ),
+        (
+            "Gemma3ForConditionalGeneration",
+            CHANNEL,
+            "the output head is the embedding (tie_word_embeddings), which stays as it is",
+        ),
+        (
+            "AfmoeForCausalLM",
+            CHANNEL,
+            "AfmoeForCausalLM: its output head stays as it is: vLLM 0.32.0 builds it without a name to find its scheme by",
+        ),
+    ],
+)
+def test_output_heads_that_engines_cannot_load_are_refused(
+    tmp_path: Path, architecture: str, scheme: Scheme, message: str
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        with_head(tiny.write(tmp_path / "a", architecture), scheme)
+    assert caught.value.message == message
+
+
+def test_an_output_head_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    del weights["lm_head.weight"]
+    with pytest.raises(PlanError) as caught:
+        with_head(tiny.write(tmp_path / "a", weights=weights), CHANNEL)
+    assert caught.value.message == "the source has no lm_head.weight: its output head is the embedding"
+    assert caught.value.hint == "leave --quantize-lm-head out"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 
 import tiny
 from openquant import compress
+from openquant.formats import read_quantization
 from openquant.models import MODELS
 from openquant.packed import decode
 from openquant.schemes import BLOCK, CHANNEL, VARIANTS, Scheme
@@ -26,15 +28,18 @@ ARCHITECTURES = [
 DRAFT = "model.layers.2."
 
 
-def dequantized(output: Path, target: Path, scheme: Scheme) -> Path:
-    """The same model in bfloat16, with the weights that codes and scales stand for."""
+def dequantized(output: Path, target: Path, scheme: Scheme | None) -> Path:
+    """The same model in bfloat16, with the weights that codes and scales stand for; None: as its config says."""
     target.mkdir()
     weights = tiny.read(output)
-    for name in [name for name in weights if name.endswith(f".{scheme.scale_name}")]:
-        module, scale = name.removesuffix(f".{scheme.scale_name}"), weights.pop(name)
-        weights[f"{module}.weight"] = decode(weights[f"{module}.weight"], scale, scheme.group).to(torch.bfloat16)
-    save_file(weights, target / "model.safetensors", {"format": "pt"})
     config = json.loads((output / "config.json").read_text())
+    quantization = read_quantization(config)
+    for name in [name for name, weight in weights.items() if weight.dtype == torch.float8_e4m3fn]:
+        form = scheme or quantization.format_of(name.removesuffix(".weight"))
+        assert form is not None
+        scale = next(weights.pop(found) for found in (f"{name}_scale", f"{name}_scale_inv") if found in weights)
+        weights[name] = decode(weights[name], scale, form.group).to(torch.bfloat16)
+    save_file(weights, target / "model.safetensors", {"format": "pt"})
     del config["quantization_config"]
     (target / "config.json").write_text(json.dumps(config))
     return target
@@ -100,6 +105,41 @@ def test_compressed_tensors_output_is_decompressed_to_what_it_stands_for(
     expected = logits(dequantized(tmp_path / "out", tmp_path / "plain", scheme), tokens)
     options = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
     assert torch.equal(logits(tmp_path / "out", tokens, **options), expected)
+
+
+ATTENTION, EXPERTS = {"**.self_attn.*": "channel"}, {"**.experts.**": "channel"}
+# Whether it also decompresses them while it loads: it knows one scheme for dense layers and one for experts.
+MIXTURES = [
+    ("Qwen3ForCausalLM", "block", {"scheme_for": ATTENTION}, False),
+    ("Qwen3ForCausalLM", "tensor", {"scheme_for": ATTENTION}, True),
+    ("Qwen3MoeForCausalLM", "channel", {"scheme_for": {"**.self_attn.*": "block"}}, False),
+    ("Qwen3MoeForCausalLM", "block", {"scheme_for": EXPERTS}, True),
+    ("Qwen3MoeForCausalLM", "block", {"ignore": ["**.experts.**"]}, True),
+    ("Qwen3ForCausalLM", "block", {"tp": 2}, False),
+    ("Qwen3ForCausalLM", "channel", {"quantize_lm_head": True}, True),
+    ("Qwen3ForCausalLM", "block", {"quantize_lm_head": True}, False),
+]
+
+
+@pytest.mark.parametrize(("architecture", "scheme", "options", "decompressed"), MIXTURES)
+def test_mixtures_are_read(
+    tmp_path: Path, architecture: str, scheme: str, options: dict[str, Any], decompressed: bool
+) -> None:
+    from transformers import CompressedTensorsConfig
+
+    source = tiny.write(tmp_path / "source", architecture)
+    compress(source, tmp_path / "out", scheme, format="compressed-tensors", **options)
+    tokens = torch.randint(10, 500, (1, 32), generator=torch.Generator().manual_seed(0))
+    expected = logits(dequantized(tmp_path / "out", tmp_path / "plain", None), tokens)
+    found = logits(tmp_path / "out", tokens)
+    assert 0 < (found - expected).norm() / expected.norm() < 0.15
+    asked = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+    if decompressed:
+        assert torch.equal(logits(tmp_path / "out", tokens, **asked), expected)
+    else:
+        # Never misread: it says that it cannot.
+        with pytest.raises(RuntimeError, match="issues during automatic conversion of the weights"):
+            logits(tmp_path / "out", tokens, **asked)
 
 
 @pytest.mark.parametrize(

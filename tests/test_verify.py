@@ -105,6 +105,55 @@ def test_ignored_layers_are_clean(tmp_path: Path, architecture: str) -> None:
     assert_clean(verify(tmp_path / "out", source, full=True))
 
 
+MIXTURES = [
+    ("Qwen3ForCausalLM", "tensor", {"scheme_for": {"**.self_attn.*": "channel", "**.layers.0.mlp.*": "block"}}),
+    ("Qwen3MoeForCausalLM", "block", {"scheme_for": {"**.experts.**": "channel"}, "ignore": ["**.layers.0.mlp.*"]}),
+    ("Qwen3MoeForCausalLM", "block", {"tp": 2, "quantize_lm_head": True}),
+    ("Llama4ForConditionalGeneration", "channel", {"quantize_lm_head": True}),
+    ("Gemma3ForConditionalGeneration", "channel", {"scheme_for": {"**.layers.1.**": "block"}}),
+    ("StableLmForCausalLM", "block", {"scheme_for": {"**.layers.0.mlp.up_proj": "channel"}}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "scheme", "options"), MIXTURES)
+def test_mixtures_are_clean(tmp_path: Path, architecture: str, scheme: str, options: dict[str, Any]) -> None:
+    source = tiny.write(tmp_path / "source", architecture, shards=3)
+    result = compress(source, tmp_path / "out", scheme, format="compressed-tensors", **options)
+    assert_clean(verify(tmp_path / "out"))
+    full = verify(tmp_path / "out", source, full=True)
+    assert_clean(full)
+    assert full.quantized == result.quantized_tensors == len(full.errors)
+    assert all(0.02 < error.relative < 0.03 for error in full.errors)
+
+
+def test_a_layer_in_another_scheme_than_the_config_says(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source")
+    compress(source, tmp_path / "out", "block", format="compressed-tensors", scheme_for={Q: "channel"}, workers=1)
+
+    def move(config: dict[str, Any]) -> None:
+        config["quantization_config"]["config_groups"]["group_1"]["targets"].remove(K)
+
+    change_json(tmp_path / "out" / "config.json", move)
+    report = verify(tmp_path / "out")
+    assert report.problems == (
+        f"{ONE}: {K}.weight_scale is F32 [128, 1], for F8_E4M3 [128, 256] it must be F32 [1, 2]",
+        f"{ONE}: {K}.weight has one scale per 128x128 block and {Q}.weight one scale per channel, "
+        "but engines take both in one format",
+    )
+
+
+def test_output_heads_that_are_not_named(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source")
+    compress(source, tmp_path / "out", "channel", quantize_lm_head=True, workers=1)
+    change_json(
+        tmp_path / "out" / "config.json",
+        lambda config: config["quantization_config"]["config_groups"]["group_0"].update(targets=["Linear"]),
+    )
+    assert verify(tmp_path / "out").problems == (
+        f"{ONE}: lm_head.weight is F8_E4M3, but no config group names it: engines find it by name only",
+    )
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_other_source_dtypes(tmp_path: Path, dtype: str) -> None:
     source = tiny.write(tmp_path / "source", "Llama4ForCausalLM", dtype=dtype)

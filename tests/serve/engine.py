@@ -34,6 +34,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import CompressedTensorsMoEMethod
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import ModelRegistry
@@ -94,7 +95,7 @@ def layers(directory: Path) -> dict[str, Any]:
         quantized = {
             getattr(module, "layer_name", name): isinstance(module.quant_method, QUANTIZED)
             for name, module in model.named_modules()
-            if isinstance(module, LinearBase | RoutedExperts)
+            if isinstance(module, LinearBase | RoutedExperts | ParallelLMHead)
         }
         if any(directory.glob("*.safetensors")):
             get_model_loader(config.load_config).load_weights(model, config.model_config)

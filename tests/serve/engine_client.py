@@ -23,8 +23,8 @@ import torch
 from safetensors.torch import save_file
 
 import tiny
+from openquant.formats import read_quantization
 from openquant.packed import decode
-from openquant.schemes import SCHEMES
 
 HERE = Path(__file__).parent
 MISSING = "OPENQUANT_VLLM does not name an interpreter with vLLM (tests/serve/install_vllm.sh installs one)"
@@ -79,14 +79,23 @@ class Engine:
         return answers
 
     @contextmanager
-    def serve(self, model: Path | str, log: Path, shim: bool, **environment: str) -> Iterator[str]:
-        """`vllm serve` of a model as its address, with the plugin of shim/ or, if the CPU has AMX, without."""
+    def serve(self, model: Path | str, log: Path, shim: bool, ranks: int = 1, **environment: str) -> Iterator[str]:
+        """`vllm serve` of a model as its address, with the plugin of shim/ or, if the CPU has AMX, without.
+
+        Each of several ranks of tensor parallelism gets a CPU.
+        """
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         command = [str(self.python.parent / "vllm"), "serve", str(model), "--model-loader-extra-config", TRACKED]
         command += ["--enforce-eager", "--max-model-len", "512", "--dtype", "bfloat16"]
         command += ["--host", "127.0.0.1", "--port", port]
+        if ranks > 1:
+            cpus = sorted(os.sched_getaffinity(0))[:ranks]
+            if len(cpus) < ranks:
+                pytest.skip(f"vLLM needs a CPU for each of {ranks} ranks")
+            command += ["--tensor-parallel-size", str(ranks)]
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, cpus))
         with _process_group(
             command, log, "metadata", *(["shim"] if shim or not has_amx() else []), **environment
         ) as server:
@@ -190,14 +199,11 @@ def rewrite(
 def dequantize(source: Path, target: Path) -> Path:
     """The same model with its FP8 weights multiplied out to bfloat16: no scale is left to get wrong."""
     config = json.loads((source / "config.json").read_text())
-    quantization = config.pop("quantization_config")
-    (scheme,) = (
-        scheme
-        for scheme in SCHEMES.values()
-        if {key: value for key, value in quantization.items() if key not in scheme.ignored_keys} == scheme.settings
-    )
+    quantization = read_quantization(config)
+    del config["quantization_config"]
     tensors = tiny.read(source)
     for name in [name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn]:
-        scale = tensors.pop(f"{name.removesuffix('.weight')}.{scheme.scale_name}")
-        tensors[name] = decode(tensors[name], scale, scheme.group).to(torch.bfloat16)
+        form = quantization.format_of(name.removesuffix(".weight"))
+        assert form is not None
+        tensors[name] = decode(tensors[name], tensors.pop(name + form.suffix), form.group).to(torch.bfloat16)
     return rewrite(source, target, tensors, config)

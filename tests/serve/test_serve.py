@@ -60,6 +60,46 @@ RUN = tuple(
     if scheme != "channel" or name in (TRAINED, *BY_ROW)
 )
 
+COMPRESSED = "compressed-tensors"
+ATTENTION = "**.self_attn.*"
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A directory whose layers do not all have one scheme.
+
+    Attributes:
+        source: the model.
+        scheme: of most layers.
+        options: as compress() takes them.
+        schemes: how many layers each scheme has.
+    """
+
+    source: str
+    scheme: str
+    options: Mapping[str, Any]
+    schemes: Mapping[str, int]
+
+
+MIXTURES = {
+    "rows-and-blocks": Mixture(TRAINED, "block", {"scheme_for": {ATTENTION: "channel"}}, {"block": 12, "channel": 16}),
+    "tensors-and-rows": Mixture(
+        TRAINED, "tensor", {"scheme_for": {ATTENTION: "channel"}}, {"tensor": 12, "channel": 16}
+    ),
+    "experts-in-blocks": Mixture(
+        QWEN3_MOE, "channel", {"scheme_for": {"**.experts.**": "block"}}, {"channel": 11, "block": 12}
+    ),
+    "attention-by-row": Mixture(
+        QWEN3_MOE, "block", {"scheme_for": {ATTENTION: "channel"}}, {"block": 15, "channel": 8}
+    ),
+    # Half of its key and value heads is no block.
+    "two-ranks": Mixture(TRAINED, "block", {"tp": 2}, {"block": 16, "channel": 12}),
+    "reordered": Mixture("Llama4ForCausalLM", "block", {"ignore": ["**.experts.**"]}, {"block": 8, "channel": 6}),
+    "head-by-row": Mixture(TRAINED, "channel", {"quantize_lm_head": True}, {"channel": 29}),
+    "head-by-tensor": Mixture(TRAINED, "tensor", {"quantize_lm_head": True}, {"tensor": 29}),
+    "head-beside-blocks": Mixture(TRAINED, "block", {"quantize_lm_head": True}, {"block": 28, "channel": 1}),
+}
+
 # Bounds on the mean divergence over 252 positions, in nats.
 # Trained model: 0.0013 tensor, 0.0030 channel, 0.0012 block; all scales 1.25 times too large: 0.039, 0.042.
 # Random ones: 0.0009 to 0.0037; two of Llama 4's four experts in each other's place: 0.0075.
@@ -98,6 +138,16 @@ def compressed(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
     return found
 
 
+@pytest.fixture(scope="session")
+def mixtures(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The directory of each mixture."""
+    root = tmp_path_factory.mktemp("mixtures")
+    for name, mixture in MIXTURES.items():
+        result = compress(sources[mixture.source], root / name, mixture.scheme, format=COMPRESSED, **mixture.options)
+        assert result.schemes == mixture.schemes
+    return {name: root / name for name in MIXTURES}
+
+
 # Answers over HTTP.
 
 
@@ -109,6 +159,17 @@ def test_answers(name: str, scheme: str, engine: Engine, compressed: dict[str, P
     assert answer["object"] == "text_completion"
     assert answer["choices"][0]["text"]
     assert answer["usage"]["completion_tokens"] == 8
+
+
+def test_two_ranks_serve_what_falls_back_for_them(engine: Engine, mixtures: dict[str, Path], tmp_path: Path) -> None:
+    model = mixtures["two-ranks"]
+    with engine.serve(model, tmp_path / "log", shim=False, ranks=2) as address:
+        assert complete(address, model, "import os\n\ndef main(")["choices"][0]["text"]
+    compress(EXAMPLE, tmp_path / "blocks", "block", format=COMPRESSED)
+    refused = tmp_path / "refused"
+    with pytest.raises(EngineError), engine.serve(tmp_path / "blocks", refused, shim=False, ranks=2):
+        pass
+    assert "is not divisible by weight quantization block_n = 128" in refused.read_text(errors="replace")
 
 
 # Log-probabilities.
@@ -130,13 +191,14 @@ def logprobs(
     engine: Engine,
     sources: dict[str, Path],
     compressed: dict[str, Path],
+    mixtures: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Answers:
-    """Of every source, every compressed directory, `<it>-dequantized`, and the spoilt ones."""
+    """Of every source, every compressed directory and mixture, `<it>-dequantized`, and the spoilt ones."""
     root = tmp_path_factory.mktemp("logprobs")
-    models = {**sources, **compressed}
+    models = {**sources, **compressed, **mixtures}
     models["separate"] = separate_scales(compressed[f"{TRAINED}-tensor"], root / "separate")
-    for name in ("separate", *compressed):
+    for name in ("separate", *compressed, *mixtures):
         models[f"{name}-dequantized"] = dequantize(models[name], root / f"{name}-dequantized")
     for scheme in SCHEMES:
         models[f"larger-{scheme}"] = larger_scales(compressed[f"{TRAINED}-{scheme}"], root / f"larger-{scheme}")
@@ -152,6 +214,13 @@ def test_stays_close_to_the_source(name: str, scheme: str, logprobs: Answers) ->
 def test_computes_what_codes_and_scales_stand_for(name: str, scheme: str, logprobs: Answers) -> None:
     reference = logprobs.of(f"{name}-{scheme}-dequantized")
     assert divergence(reference, logprobs.of(f"{name}-{scheme}")) <= TO_DEQUANTIZED[scheme]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_compute_what_codes_and_scales_stand_for(name: str, logprobs: Answers) -> None:
+    # In this format one scale per tensor has the kernel for one per row, which rounds activations.
+    assert divergence(logprobs.of(f"{name}-dequantized"), logprobs.of(name)) <= TO_DEQUANTIZED["channel"]
+    assert divergence(logprobs.of(MIXTURES[name].source), logprobs.of(name)) <= TO_SOURCE
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -201,6 +270,7 @@ class Case:
         mlp: rows of gate and up to leave; None for all.
         format: as compress() takes it.
         scale_format: likewise.
+        options: more of what it takes.
     """
 
     name: str
@@ -212,6 +282,7 @@ class Case:
     mlp: int | None = None
     format: str | None = None
     scale_format: str = "float"
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 # As transformers 4.52 and later write them.
@@ -224,7 +295,25 @@ GEMMA3_WRAPPED, LLAMA4_WRAPPED = "Gemma3ForConditionalGeneration", "Llama4ForCon
 # vLLM's CPU build has no sparse attention.
 UNBUILT = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 SPARSE_STEP = {"mlp_only_layers": [], "decoder_sparse_step": 2}
-COMPRESSED = "compressed-tensors"
+
+
+def mixed(architecture: str, scheme: str, pattern: str, other: str) -> Case:
+    """Where the two schemes met the wrong layers, a scale would not have the shape that vLLM expects."""
+    return Case(
+        f"{architecture}-{scheme}-{other}",
+        architecture,
+        scheme,
+        format=COMPRESSED,
+        options={"scheme_for": {pattern: other}},
+    )
+
+
+def has_head(architecture: str) -> bool:
+    config = tiny.config(architecture)
+    tied = config.get("tie_word_embeddings") or config.get("text_config", {}).get("tie_word_embeddings")
+    return not tied and MODELS[architecture].head_refused is None
+
+
 CASES = (
     *(
         Case(f"{name}-{scheme}", name, scheme)
@@ -237,8 +326,25 @@ CASES = (
     Case("compressed-block-experts", QWEN3_MOE, "block", format=COMPRESSED),
     # In the fp8 format it is refused.
     Case("compressed-block-renamed", "Mistral3ForConditionalGeneration", "block", format=COMPRESSED),
-    # Queries and keys stay bfloat16 by themselves.
+    # Queries, keys and values fall back to rows by themselves.
     Case("compressed-block-reordered", "Llama4ForCausalLM", "block", format=COMPRESSED),
+    Case("compressed-two-ranks", QWEN3_MOE, "block", format=COMPRESSED, options={"tp": 2}),
+    mixed("Qwen3ForCausalLM", "block", "model.layers.0.self_attn.k_proj", "channel"),
+    mixed(QWEN3_MOE, "block", "**.experts.**", "channel"),
+    # The engine's own names: of a merged layer, of a wrapper's parts, of the experts' module, of its backend.
+    mixed("StableLmForCausalLM", "channel", "**.{mlp,self_attn}.*", "block"),
+    mixed("Gemma3ForConditionalGeneration", "channel", "**.self_attn.*", "block"),
+    mixed("MiniMaxM2ForCausalLM", "channel", "**.experts.**", "block"),
+    mixed("DeepseekV3ForCausalLM", "channel", "**.layers.1.**", "block"),
+    mixed("GraniteMoeHybridForCausalLM", "channel", "**.mamba.*", "block"),
+    mixed("Qwen3VLMoeForConditionalGeneration", "channel", "**.experts.**", "block"),
+    mixed("Qwen3VLForConditionalGeneration", "block", "**.self_attn.*", "tensor"),
+    mixed("Olmo2ForCausalLM", "block", "**.self_attn.*", "channel"),
+    *(
+        Case(f"{name}-head", name, "channel", options={"quantize_lm_head": True})
+        for name in tiny.ARCHITECTURES
+        if name not in UNBUILT and has_head(name) and MODELS[name].refusal(find_scheme("channel")) is None
+    ),
     Case("powers-of-two", QWEN3_MOE, "block", scale_format="ue8m0"),
     Case("some-attention", "Qwen3ForCausalLM", "block", ("model.layers.0.self_attn.k_proj",)),
     Case("uneven-mlp", "LlamaForCausalLM", "block", config={"intermediate_size": 448}, mlp=448),
@@ -300,15 +406,19 @@ def compress_case(case: Case, root: Path) -> Path:
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, **case.config}))
     formats = {"format": case.format, "scale_format": case.scale_format}
-    compress(source, root / case.name, case.scheme, **formats, ignore=case.ignore)
+    compress(source, root / case.name, case.scheme, **formats, ignore=case.ignore, **case.options)
     return root / case.name
 
 
 @pytest.fixture(scope="session")
 def layers(
-    engine: Engine, cases: dict[str, Path], compressed: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    engine: Engine,
+    cases: dict[str, Path],
+    compressed: dict[str, Path],
+    mixtures: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Layers:
-    """What vLLM says of each case, of `<architecture>-<scheme>-unlisted`, and of `dropped-<scheme>`."""
+    """What vLLM says of each case, of `<architecture>-<scheme>-unlisted`, `dropped-<scheme>` and `ungrouped`."""
     root = tmp_path_factory.mktemp("layers")
     models = dict(cases)
     for architecture in LISTED:
@@ -319,6 +429,10 @@ def layers(
         source = compressed[f"{TRAINED}-{scheme}"]
         tensors = {name: tensor for name, tensor in tiny.read(source).items() if f"{DROPPED}.weight_scale" not in name}
         models[f"dropped-{scheme}"] = rewrite(source, root / f"dropped-{scheme}", tensors)
+    source = mixtures["rows-and-blocks"]
+    config = json.loads((source / "config.json").read_text())
+    del config["quantization_config"]["config_groups"]["group_1"]
+    models["ungrouped"] = rewrite(source, root / "ungrouped", tiny.read(source), config)
     return dict(zip(models, engine.layers(list(models.values()), root / "answers"), strict=True))
 
 
@@ -331,7 +445,7 @@ def unlist(source: Path, target: Path) -> Path:
 
 def usual(module: str) -> str:
     """A name without what tells the engine's from the checkpoint's."""
-    module = re.sub(r"^(model\.language_model|language_model\.model|model|backbone)\.", "", module)
+    module = re.sub(r"^(model\.language_model|language_model(\.model)?|model|backbone)\.", "", module)
     return module.replace(".short_conv.", ".conv.")
 
 
@@ -384,3 +498,9 @@ def test_control_a_missing_scale_shows(scheme: str, layers: Layers) -> None:
     assert isinstance(answer, EngineError)
     name = f"{DROPPED}.{find_scheme(scheme).scale_name}"
     assert f"Following weights were not initialized from checkpoint: {{'{name}'}}" in str(answer)
+
+
+def test_control_a_missing_group_shows(layers: Layers) -> None:
+    answer = layers["ungrouped"]
+    assert isinstance(answer, EngineError)
+    assert "assert param_data.shape == loaded_weight.shape" in str(answer)
