@@ -109,6 +109,7 @@ def compress(
     *,
     format: str | None = None,
     scale_format: str | None = None,
+    activation_scheme: str = "dynamic",
     ignore: Sequence[str] = (),
     scheme_for: Mapping[str, str] | None = None,
     tp: int | None = None,
@@ -131,13 +132,14 @@ def compress(
         model: a local directory, or a Hub repository `org/name` or `org/name@revision`.
         output: directory to write; if None, in the working directory, named `<name>-FP8`, for channel
             `<name>-FP8-dynamic`, for block `<name>-FP8-W128`, for mxfp8 `<name>-MXFP8`; tensor and block in the
-            compressed-tensors format have `-CT` added, block with ue8m0 scales `-UE8M0`.
+            compressed-tensors format have `-CT` added, block with ue8m0 scales `-UE8M0`, static activations `-static`.
         scheme: "tensor" (one scale per joined set), "channel" (one per output row), "block" (one per 128x128 block)
             or "mxfp8" (one per 32 inputs of a row).
         format: "fp8" or "compressed-tensors", how that is serialized; "fp8" if None, but for channel and mxfp8, which
             have only the other.
         scale_format: "float", or "ue8m0" (scales rounded up to powers of two): for block in the fp8 format either,
             "float" if None; mxfp8 has only the latter, all else only the former.
+        activation_scheme: "dynamic", or for tensor "static": with the input_scale tensors of a quantized source.
         ignore: patterns over module names that stay unquantized.
         scheme_for: patterns over module names, each with the scheme of what matches ("tensor", "channel" or "block",
             in the compressed-tensors format); the first that matches counts.
@@ -163,7 +165,7 @@ def compress(
     Raises:
         OpenQuantError: something the caller can fix; see errors.py for the kinds.
     """
-    chosen = find_scheme(scheme, format, scale_format)
+    chosen = find_scheme(scheme, format, scale_format, activation_scheme)
     options = Options(tuple(ignore), find_others(chosen, scheme_for or {}), tp, quantize_lm_head)
     return _work(
         model,

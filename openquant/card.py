@@ -149,7 +149,8 @@ def serve_commands(plan: Plan, output: str) -> list[str]:
 def _section(plan: Plan, name: str, repo: str | None, revision: str | None) -> str:
     commands = serve_commands(plan, name + plan.scheme.suffix)
     settings = plan.quantization_config
-    serialized = f", dynamic activations (`quant_method: {settings['quant_method']}`)" if settings else ""
+    activations = "" if plan.scheme.static else ", dynamic activations"
+    serialized = f"{activations} (`quant_method: {settings['quant_method']}`)" if settings else ""
     number = "FP8" if settings else "BF16"
     left = ["Not quantized: norms and biases, and", "", *[f"- {line}" for line in unquantized(plan)], ""]
     left = left if settings else []

@@ -67,7 +67,7 @@ def _add_compress_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="directory to write (default: ./NAME-FP8, for channel ./NAME-FP8-dynamic, for block ./NAME-FP8-W128, for "
         "mxfp8 ./NAME-MXFP8; -CT is added for tensor and block in the compressed-tensors format, -UE8M0 for block with "
-        "such scales; run inside the source: beside it)",
+        "such scales, -static for static activations; run inside the source: beside it)",
     )
     parser.add_argument(
         "--scheme",
@@ -85,6 +85,12 @@ def _add_compress_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("float", "ue8m0"),
         help="ue8m0: scales that are powers of two, for --scheme block in the fp8 format (default: float; mxfp8 has "
         "only ue8m0)",
+    )
+    parser.add_argument(
+        "--activation-scheme",
+        choices=("dynamic", "static"),
+        default="dynamic",
+        help="static: keep the input_scale tensors of a quantized source, for --scheme tensor (default: dynamic)",
     )
     parser.add_argument("-w", "--block-size", type=int, metavar="128", help="short form of --scheme block")
     parser.add_argument(
@@ -377,6 +383,7 @@ def _compress(options: argparse.Namespace, interrupts: _Interrupts) -> int:
             scheme,
             format=options.format,
             scale_format=options.scale_format,
+            activation_scheme=options.activation_scheme,
             ignore=options.ignore,
             scheme_for=_mapping(options.scheme_for),
             tp=options.tp,

@@ -19,10 +19,10 @@ import numpy as np
 from . import kernels
 from .errors import PlanError, SourceError
 from .fates import Matrix
-from .kernels import Bits, Codes
+from .kernels import Bits, Codes, scale_values
 from .output import OutputDirectory
 from .plan import Copy, Job, Piece, Plan, Shard
-from .reading import BUFFER, Reader, consumed, memory_of
+from .reading import BUFFER, SMALLEST_SCALE, Reader, check_scales, consumed, memory_of
 from .schemes import CODE_MAX, Floats, Group, Scheme
 from .shardfile import AlignedBuffer, Bytes, ShardFile
 
@@ -324,6 +324,8 @@ class _Worker:
                 slot = self._slot()
                 part = slot.take(job.target + done, min(BUFFER, job.nbytes - done))
                 source.read(part, job.offset + done, job.label)
+                if job.scale:
+                    check_scales(scale_values(part, "F32"), job.label, job.shard, SMALLEST_SCALE)
                 slot.send(file, part, job.target + done)
                 done += part.nbytes
                 self.conversion.advance(part.nbytes)
@@ -371,7 +373,7 @@ class _Worker:
                 codes = slot.take(place, count * coding.pitch)
                 self.reader.codes(source, matrix, low, codes)
                 slot.send(file, codes, place)
-                scale = scheme.stored(self.reader.scales(coding, low, count, least=2.0**-127))
+                scale = scheme.stored(self.reader.scales(coding, low, count, least=SMALLEST_SCALE))
                 file.write(scale, scale_place)
                 scale_place += scale.nbytes
                 self.conversion.advance(codes.nbytes)

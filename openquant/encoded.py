@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from .checkpoint import DTYPE_BITS, Checkpoint, Location, TensorInfo, read_json
 from .errors import PlanError, SourceError, UsageError
 from .formats import FP4, INT4, Format, Quantization, quantization_places, read_quantization
-from .schemes import CODE_DTYPE, Group, Scheme, grid_of
+from .schemes import CODE_DTYPE, INPUT_SCALE, Group, Scheme, grid_of
 
 # What modelopt wrote beside config.json before config.json held the same.
 MODELOPT_FILE = "hf_quant_config.json"
@@ -37,6 +37,7 @@ class Encoded:
         codes: the stored tensor.
         form: how it is stored.
         scale: its scales.
+        input_scale: the scale of its activations, if it has one.
         shape: of the weights, [out, in], or [experts, out, in] whatever the order of the axes unquantized.
         turned: unquantized, each matrix of a stack is [in, out].
     """
@@ -46,6 +47,7 @@ class Encoded:
     scale: TensorInfo
     shape: tuple[int, ...]
     turned: bool = False
+    input_scale: TensorInfo | None = None
 
     @property
     def nbytes(self) -> int:
@@ -200,9 +202,12 @@ def _fp8(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo) -
     # Mistral calls the scale of a whole tensor so, Qwen's and MiniMax's MXFP8 that of its groups.
     names = [info.name + suffix for suffix in (form.suffix, "_scale", "_scale_inv")]
     scale = _scale(checkpoint, info, names, form, (info.shape[0], info.shape[1]))
-    beside = [f"{info.module}.{last}" for last in ("input_scale", "activation_scale")]
-    hidden = (info.name, scale.name, *(name for name in beside if name in checkpoint.tensors))
-    return Found(info.name, Encoded(info, form, scale, info.shape), hidden)
+    # Mistral's name for it is the second.
+    beside = [f"{info.module}.{last}" for last in (INPUT_SCALE, "activation_scale")]
+    beside = [name for name in beside if name in checkpoint.tensors]
+    input_scale = checkpoint.tensors[beside[0]] if beside else None
+    encoded = Encoded(info, form, scale, info.shape, input_scale=input_scale)
+    return Found(info.name, encoded, (info.name, scale.name, *beside))
 
 
 def _packed(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo) -> Found:
@@ -222,7 +227,7 @@ def _packed(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo
             )
     shape = info.shape[0], info.shape[1] * words[1]
     scale = _scale(checkpoint, info, [f"{module}.weight_scale"], form, shape)
-    hidden = [f"{module}.{last}" for last in ("weight_shape", "input_scale")]
+    hidden = [f"{module}.{last}" for last in ("weight_shape", INPUT_SCALE)]
     hidden = [info.name, scale.name, *(name for name in hidden if name in checkpoint.tensors)]
     return Found(f"{module}.weight", Encoded(info, form, scale, shape), tuple(hidden))
 

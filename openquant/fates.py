@@ -74,6 +74,12 @@ class Layer(NamedTuple):
         """Whether the source has it as a scheme stores it."""
         return self.encoded is not None and self.encoded.passes(scheme)
 
+    @property
+    def input_scale(self) -> TensorInfo | None:
+        """The scale of its activations, if the source has one that engines read."""
+        found = self.encoded.input_scale if self.encoded else None
+        return found if found is not None and found.dtype == "F32" and found.nbytes == 4 else None
+
     def matrix(self, where: dict[str, Location]) -> Matrix:
         """Where its elements lie."""
         if self.encoded is not None:
@@ -416,6 +422,8 @@ def _problem_finder(model: Model, config: dict[str, Any], size: int | None) -> C
         return problem
 
     def find(layer: Layer, scheme: Scheme) -> str | None:
+        if scheme.static and layer.input_scale is None:
+            return "the source has no input_scale for it"
         key = layer.alike, layer.shape, scheme.name, layer.passes(scheme)
         if key not in problems:
             problems[key] = look(layer, scheme)
@@ -482,7 +490,9 @@ def _settle(
         notes.append(f"{title} instead for {_share(modules, layers)}: {', '.join(collapse(modules))}")
     if len(reasons) == len(layers):
         notes.append("nothing is quantized")
-    if unfit:
+    if unfit and scheme.static:
+        notes.append(f"the source has no input_scale for {_share(unfit, layers)}, which stay unquantized")
+    elif unfit:
         ranks = f" on {options.tp} ranks" if options.tp is not None else ""
         notes.append(
             f"blocks do not divide{ranks}, which leaves {_share(unfit, layers)} unquantized; "

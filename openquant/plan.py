@@ -20,18 +20,22 @@ from .fates import Fates, Kept, Layer, Matrix, Options, decide, encoded_matrices
 from .models import GENERIC, MODELS, Model
 from .parallel import ParallelSize, parallel_sizes, text_config
 from .patterns import compile_pattern, template
-from .schemes import PLAIN, Scheme
+from .schemes import INPUT_SCALE, PLAIN, Scheme
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Bytes of the source that go to the output as they are: file range -> offset in the output shard."""
+    """Bytes of the source that go to the output as they are: file range -> offset in the output shard.
+
+    `scale` says that they are one float32, which must be finite and above zero.
+    """
 
     label: str
     shard: str
     offset: int
     nbytes: int
     target: int
+    scale: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +187,19 @@ class Plan:
                 if fates.scheme_of(info.module).shared:
                     names += [fates.layers[module].source.name for module in fates.sets.get(info.module, ())]
         names += [self._encoded[name].scale.name for name in names if name in self._encoded]
+        names += [scale.name for _, scale in self._input_scales(shard)]
         return {shard, *(self._where[name].shard for name in names)}
+
+    def _input_scales(self, shard: str) -> list[tuple[str, TensorInfo]]:
+        """The modules of an output file that keep the scale of their activations, each with that of the source."""
+        if not self.scheme.static:
+            return []
+        layers = [self._fates.layers.get(info.module) for info in self._by_shard[shard]]
+        return [
+            (layer.module, layer.input_scale)
+            for layer in layers
+            if layer and layer.input_scale and layer.module not in self._fates.reasons
+        ]
 
     @property
     def matrix_kinds(self) -> list[Matrix]:
@@ -203,7 +219,7 @@ class Plan:
     def consumed(self, shard: str) -> int:
         """Bytes of the source that an output file is made from, whichever shard they lie in."""
         stored = (self._encoded.get(info.name, info) for info in self._by_shard[shard])
-        return sum(entry.nbytes for entry in stored)
+        return sum(entry.nbytes for entry in (*stored, *(scale for _, scale in self._input_scales(shard))))
 
     def outputs(self, shard: str) -> list[TensorInfo]:
         """The tensors of an output file, in file order."""
@@ -252,6 +268,10 @@ class Plan:
                     job = self._job(layer, shard, places)
                     jobs.append(job)
                     done.update(fates.sets.get(layer.module, ()))
+        for module, scale in self._input_scales(shard):
+            place = self._where[scale.name]
+            target = places[f"{module}.{INPUT_SCALE}"]
+            jobs.append(Copy(scale.name, place.shard, place.offset, scale.nbytes, target, scale=True))
         return Layout(shard, header, start, tuple(jobs), tuple(outputs))
 
     def _job(self, layer: Layer, shard: str, places: dict[str, int]) -> Job:
@@ -318,6 +338,11 @@ def make_plan(
     if options.head:
         _refuse_head(seen, model, scheme)
         model = model.with_head()
+    if scheme.static and not any(stored.input_scale for stored in encoded.values()):
+        raise PlanError(
+            "static activations are the input_scale tensors of a quantized source, and this one has none",
+            "leave --activation-scheme out: engines scale activations as they run",
+        )
     fates, quantization_config, notes = decide(seen, encoded, model, scheme, options)
     if model.rest:
         notes.insert(0, "decided from names and shapes alone: look at the plan, and at what the engine makes of it")

@@ -18,6 +18,8 @@ from .shardfile import Bytes, SourceFile
 BUFFER = 4 << 20
 # A transposed matrix is read in columns: longer pieces of each stored row make fewer system calls.
 TRANSPOSED_BUFFER = 32 << 20
+# The least that a byte can be the exponent of. In an output no scale is zero.
+SMALLEST_SCALE = 2.0**-127
 
 
 def rows_at_once(matrix: Matrix, multiple: int) -> int:
@@ -113,13 +115,22 @@ class Reader:
         with self.open(coding.shard) as source:
             source.read(raw, coding.offset + first * pitch, coding.scale)
         scale = kernels.scale_values(raw, coding.dtype).reshape(-1, coding.grid[1])
-        wrong = ~(np.isfinite(scale) & (scale >= least))
-        if wrong.any():
-            raise SourceError(
-                f"{coding.scale} in {coding.shard} holds {scale[wrong][0]:g}, which no scale can be",
-                "the scales are damaged: download or save them again",
-            )
+        check_scales(scale, coding.scale, coding.shard, least)
         return scale
+
+
+def check_scales(scale: Floats, name: str, shard: str, least: float) -> None:
+    """Refuse scales that are not finite, or below `least`.
+
+    Raises:
+        SourceError: one is.
+    """
+    wrong = ~(np.isfinite(scale) & (scale >= least))
+    if wrong.any():
+        raise SourceError(
+            f"{name} in {shard} holds {scale[wrong][0]:g}, which no scale can be",
+            "the scales are damaged: download or save them again",
+        )
 
 
 def consumed(matrix: Matrix, rows: int) -> int:

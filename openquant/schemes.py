@@ -20,6 +20,8 @@ from .checkpoint import TensorInfo
 from .errors import UsageError
 
 CODE_DTYPE = "F8_E4M3"
+# vLLM 0.32.0, layers/quantization/fp8.py:331-346.
+INPUT_SCALE = "input_scale"
 CODE_MAX = np.float32(448)
 
 Floats = npt.NDArray[np.float32]
@@ -52,6 +54,7 @@ class Scheme:
         fallback: what layers are stored as that engines cannot load in this one; None to leave them unquantized.
         follows_rows: whether an engine that reorders a layer's rows gets its scales right.
         power_of_two: whether scales are rounded up to a power of two.
+        static: whether each layer also has an input_scale, by which engines quantize its activations.
     """
 
     name: str
@@ -74,6 +77,7 @@ class Scheme:
     follows_rows: bool = True
     power_of_two: bool = False
     scale_dtype: str = "F32"
+    static: bool = False
 
     @property
     def format(self) -> str:
@@ -90,12 +94,12 @@ class Scheme:
         """Whether joined layers have one scale."""
         return self.group == (None, None)
 
-    def outputs(self, module: str, shape: tuple[int, int]) -> tuple[TensorInfo, TensorInfo]:
-        """The code tensor [out, in] and the scale tensor of one layer."""
-        return (
-            TensorInfo(f"{module}.weight", CODE_DTYPE, shape),
-            TensorInfo(f"{module}.{self.scale_name}", self.scale_dtype, self.scale_shape(shape)),
-        )
+    def outputs(self, module: str, shape: tuple[int, int]) -> tuple[TensorInfo, ...]:
+        """The code tensor [out, in] and the scale tensor of one layer, and that of its activations if it has one."""
+        codes = TensorInfo(f"{module}.weight", CODE_DTYPE, shape)
+        scale = TensorInfo(f"{module}.{self.scale_name}", self.scale_dtype, self.scale_shape(shape))
+        static = (scale._replace(name=f"{module}.{INPUT_SCALE}"),) if self.static else ()
+        return codes, scale, *static
 
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
         """Shape of the stored scale of a weight [out, in]."""
@@ -290,6 +294,23 @@ MXFP8 = Scheme(
     power_of_two=True,
 )
 
+# With the scales of activations that calibration found: nothing here calibrates, but a source may have them.
+TENSOR_STATIC = replace(
+    TENSOR,
+    suffix="-FP8-static",
+    title="one scale per tensor, static activations",
+    settings={**TENSOR.settings, "activation_scheme": "static"},
+    static=True,
+)
+TENSOR_COMPRESSED_STATIC = replace(
+    TENSOR_COMPRESSED,
+    suffix="-FP8-static-CT",
+    title="one scale per tensor, static activations",
+    settings=_compressed_tensors({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False}),
+    experts=True,
+    static=True,
+)
+
 # No scheme, but what a directory of plain weights is: nothing is quantized.
 PLAIN = Scheme(
     "bf16",
@@ -308,10 +329,19 @@ PLAIN = Scheme(
 # The default of each name.
 SCHEMES = {scheme.name: scheme for scheme in (TENSOR, CHANNEL, BLOCK, MXFP8)}
 VARIANTS = (*SCHEMES.values(), TENSOR_COMPRESSED, BLOCK_COMPRESSED, BLOCK_UE8M0)
+STATIC = (TENSOR_STATIC, TENSOR_COMPRESSED_STATIC)
 
 
-def find_scheme(name: str, format: str | None = None, scale_format: str | None = None) -> Scheme:
+def find_scheme(
+    name: str, format: str | None = None, scale_format: str | None = None, activation_scheme: str = "dynamic"
+) -> Scheme:
     """The scheme of a name, stored in a format with scales of a kind; None is the default of either.
+
+    Args:
+        name: a key of SCHEMES.
+        format: "fp8" or "compressed-tensors".
+        scale_format: "float" or "ue8m0".
+        activation_scheme: "dynamic" or "static".
 
     Raises:
         UsageError: there is none.
@@ -330,7 +360,15 @@ def find_scheme(name: str, format: str | None = None, scale_format: str | None =
             f"--scheme {name} has no {scale_format} scales in the {format} format",
             "leave --scale-format out: block in the fp8 format has float and ue8m0 scales, mxfp8 ue8m0, all else float",
         )
-    return found[0]
+    if activation_scheme == "dynamic":
+        return found[0]
+    static = next((scheme for scheme in STATIC if (scheme.name, scheme.format) == (name, format)), None)
+    if activation_scheme != "static" or static is None:
+        raise UsageError(
+            f"--scheme {name} has no {activation_scheme} activations",
+            "use --scheme tensor for static ones, or leave --activation-scheme out",
+        )
+    return static
 
 
 # What one config can hold together: MXFP8 has a format of its own, and nothing here could run the mixture.
@@ -365,7 +403,7 @@ def recognise(settings: Mapping[str, Any]) -> Scheme | None:
         settings: a `quantization_config`, None in place of each list of unquantized modules.
     """
     found = _told_apart(settings)
-    for scheme in VARIANTS:
+    for scheme in (*VARIANTS, *STATIC):
         told, groups = _told_apart({**scheme.settings, **dict.fromkeys(scheme.ignored_keys)})
         known = [*groups, *(group for other in MIXED for group in _told_apart(other.settings)[1])]
         if found[0] == told and found[1][:1] == groups and all(group in known for group in found[1]):

@@ -8,7 +8,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from .plan import Layout
-from .schemes import CODE_DTYPE
+from .schemes import CODE_DTYPE, INPUT_SCALE
 
 
 def verify_shard(path: Path, layout: Layout) -> None:
@@ -28,7 +28,7 @@ def verify_shard(path: Path, layout: Layout) -> None:
                 if found.get_dtype() != info.dtype or tuple(found.get_shape()) != info.shape:
                     problems.append(f"{info.name} is {found.get_dtype()} {found.get_shape()}")
                 owner, _, last = info.name.rpartition(".")
-                if owner in quantized and last.startswith("weight_scale"):
+                if owner in quantized and last.startswith(("weight_scale", INPUT_SCALE)):
                     scale = file.get_tensor(info.name)
                     if not (np.isfinite(scale).all() and (scale > 0).all()):
                         problems.append(f"{info.name} is not finite and positive")

@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 import tiny
 from conftest import EXAMPLE, ROOT, tree
 from openquant import compress, dequantize, verify
+from openquant.checkpoint import open_checkpoint
 from openquant.errors import OpenQuantError, PlanError, SourceError
 from openquant.models import MODELS
 from openquant.packed import decode, encode, group_absmax, group_scale
 from openquant.plan import make_plain_plan, make_plan
-from openquant.schemes import BLOCK, CHANNEL, TENSOR, VARIANTS, Group, Scheme
+from openquant.schemes import BLOCK, CHANNEL, TENSOR, TENSOR_STATIC, VARIANTS, Group, Scheme
 from test_models import published
 
 FP8 = torch.float8_e4m3fn
@@ -333,6 +334,60 @@ def test_one_scale_of_a_joined_set_stays_where_engines_load_it(tmp_path: Path) -
     compress(source, tmp_path / "again")
     scale = tiny.read(tmp_path / "again")[f"{Q}.weight_scale"]
     assert scale >= 2.0**-15
+
+
+@pytest.mark.parametrize("kind", ["fp8 per tensor", "Mistral's names", "modelopt per tensor"])
+@pytest.mark.parametrize(("format", "shape"), [("fp8", ()), ("compressed-tensors", (1,))])
+def test_input_scales_are_kept_if_asked_for(tmp_path: Path, kind: str, format: str, shape: tuple[int, ...]) -> None:
+    make, config, _ = SOURCES[kind]
+    source = store(tmp_path / "source", make, config, shards=3)
+    static = {"format": format, "activation_scheme": "static"}
+    result = compress(source, tmp_path / "out", **static)
+    assert (result.scheme, result.quantized_tensors) == ("tensor", 14)
+    found = tiny.read(tmp_path / "out")
+    scales = [name for name in found if name.endswith(".input_scale")]
+    assert len(scales) == 14
+    assert all(same(found[name], torch.full(shape, 0.25)) for name in scales)
+    report = verify(tmp_path / "out")
+    assert (report.problems, report.notes) == ((), ())
+    compress(tmp_path / "out", tmp_path / "again", **static)
+    again = tiny.read(tmp_path / "again")
+    assert set(again) == set(found)
+    assert all(same(again[name], found[name]) for name in found)
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    if format == "fp8":
+        assert settings["activation_scheme"] == "static"
+    else:
+        activations = settings["config_groups"]["group_0"]["input_activations"]
+        assert (activations["strategy"], activations["dynamic"]) == ("tensor", False)
+    assert "dynamic" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_layers_without_an_input_scale_cannot_be_static(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", by_tensor(**STATIC), PER_TENSOR)
+    change_weights(source, lambda weights: weights.pop(f"{DOWN}.input_scale"))
+    result = compress(source, tmp_path / "out", activation_scheme="static")
+    assert result.quantized_tensors == 13
+    assert DOWN in result.ignored_layers
+    plan = make_plan(open_checkpoint(source), TENSOR_STATIC)
+    assert plan.notes == (
+        "the source has no input_scale for 1 of 14 layers (11.1 % of their bytes), which stay unquantized",
+    )
+    with pytest.raises(PlanError) as caught:
+        compress(tiny.write(tmp_path / "plain"), tmp_path / "no", activation_scheme="static")
+    assert caught.value.message == (
+        "static activations are the input_scale tensors of a quantized source, and this one has none"
+    )
+    with pytest.raises(OpenQuantError, match="--scheme block has no static activations"):
+        compress(source, tmp_path / "no", "block", activation_scheme="static")
+
+
+def test_an_input_scale_that_is_none(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", by_tensor(**STATIC), PER_TENSOR)
+    change_weights(source, spoiled(Q, "input_scale", math.nan))
+    with pytest.raises(SourceError) as caught:
+        compress(source, tmp_path / "out", activation_scheme="static")
+    assert caught.value.message == f"{Q}.input_scale in model.safetensors holds nan, which no scale can be"
 
 
 # Other numbers than FP8.

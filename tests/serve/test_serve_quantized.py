@@ -51,6 +51,8 @@ def logprobs(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         compress(EXAMPLE, root / name, scheme, format=format)
         models[f"{name}-{other}"] = root / f"{name}-{other}"
         compress(root / name, root / f"{name}-{other}", scheme, format=other)
+    models["static"] = root / "static"
+    compress(calibrated(root / "tensor", root / "calibrated"), root / "static", activation_scheme="static")
     models["int4-plain"], models["int4-channel"] = root / "int4-plain", root / "int4-channel"
     openquant.dequantize(as_int4(root / "int4"), root / "int4-plain")
     compress(root / "int4", root / "int4-channel", "channel")
@@ -61,6 +63,16 @@ def logprobs(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> dict[s
             raise answer
         found[name] = answer
     return found
+
+
+def calibrated(source: Path, target: Path) -> Path:
+    """A per-tensor output with an input_scale for each layer."""
+    weights = tiny.read(source)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"]["activation_scheme"] = "static"
+    for name in [name for name in weights if name.endswith(".weight_scale")]:
+        weights[name.replace("weight_scale", "input_scale")] = torch.tensor(0.02)
+    return rewrite(source, target, weights, config)
 
 
 def as_int4(target: Path) -> Path:
@@ -94,6 +106,11 @@ def test_another_format(scheme: str, format: str, other: str, logprobs: dict[str
 @pytest.mark.parametrize("scheme", [row[0] for row in RECODED])
 def test_dequantized(scheme: str, logprobs: dict[str, LogProbs]) -> None:
     assert (logprobs[f"{scheme}-dequantized"] == logprobs[f"{scheme}-plain"]).all()
+
+
+def test_static_activations(logprobs: dict[str, LogProbs]) -> None:
+    """The CPU kernel does not round activations, so this shows that vLLM loads them, and the rest right."""
+    assert divergence(logprobs["tensor-plain"], logprobs["static"]) < TO_DEQUANTIZED["tensor"]
 
 
 def test_int4(logprobs: dict[str, LogProbs]) -> None:
