@@ -407,7 +407,7 @@ def _problem_finder(model: Model, config: dict[str, Any], size: int | None) -> C
 
     def look(layer: Layer, scheme: Scheme) -> str | None:
         if not scheme.head and is_head(layer.module):
-            return "engines load no output head in blocks"
+            return "engines load no output head that is stored so"
         if not scheme.follows_rows and reordered.fullmatch(layer.module):
             return "engines reorder its rows but not its scales"
         split, problem = find_split(layer.module), None

@@ -194,7 +194,8 @@ def test_several_schemes_are_said_in_plan_card_and_json(run: Run, tmp_path: Path
     )
     assert title in done.stdout
     assert re.search(
-        r"\nFP8   lm_head +2048 x 256  1\.05 MB   532 kB  channel: engines load no output head in blocks\n", done.stdout
+        r"\nFP8   lm_head +2048 x 256  1\.05 MB   532 kB  channel: engines load no output head that is stored so\n",
+        done.stdout,
     )
     assert re.search(r"self_attn\.k_proj .* channel: --tp 2: 128 / 2 = 64 is not a multiple of 128\n", done.stdout)
     assert "\ntensor parallel sizes that can serve it: 1, 2\n" in done.stdout

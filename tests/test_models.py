@@ -296,3 +296,18 @@ def test_what_is_not_covered_has_a_reason() -> None:
     listed = [line.split("  ", 1) for line in lines if line and not line.startswith("#")]
     assert all(len(entry) == 2 and entry[1] for entry in listed)
     assert not {entry[0] for entry in listed} & set(MODELS)
+
+
+def test_published_models_fall_back_where_their_blocks_do_not_divide() -> None:
+    # Experts of 768 rows: six blocks, which 4 ranks do not share.
+    plan = make_plan(published("Qwen3MoeForCausalLM"), BLOCK_COMPRESSED, Options(tp=4))
+    assert plan.schemes == {BLOCK_COMPRESSED: 48 * 4, CHANNEL: 48 * 3 * 128}
+    assert plan.parallel_sizes == [1, 2, 4, 8, 16]
+    targets = plan.quantization_config["config_groups"]["group_1"]["targets"]
+    assert targets == [rf"re:(.*[.])?layers[.]{layer}[.]mlp[.]experts[.].*" for layer in range(48)]
+    # A projection of 576 rows, and the one it is joined with.
+    plan = make_plan(published("DeepseekV3ForCausalLM"), BLOCK_COMPRESSED)
+    assert plan.schemes == {BLOCK_COMPRESSED: 44971 - 2 * 61, CHANNEL: 2 * 61}
+    assert (
+        "model.layers.60.self_attn.fused_qkv_a_proj" in plan.quantization_config["config_groups"]["group_1"]["targets"]
+    )

@@ -335,7 +335,7 @@ CASES = (
     mixed("StableLmForCausalLM", "channel", "**.{mlp,self_attn}.*", "block"),
     mixed("Gemma3ForConditionalGeneration", "channel", "**.self_attn.*", "block"),
     mixed("MiniMaxM2ForCausalLM", "channel", "**.experts.**", "block"),
-    mixed("DeepseekV3ForCausalLM", "channel", "**.layers.1.**", "block"),
+    mixed("DeepseekV3ForCausalLM", "block", "**.kv_a_proj_with_mqa", "channel"),
     mixed("GraniteMoeHybridForCausalLM", "channel", "**.mamba.*", "block"),
     mixed("Qwen3VLMoeForConditionalGeneration", "channel", "**.experts.**", "block"),
     mixed("Qwen3VLForConditionalGeneration", "block", "**.self_attn.*", "tensor"),
