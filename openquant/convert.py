@@ -373,7 +373,8 @@ class _Worker:
                 codes = slot.take(place, count * coding.pitch)
                 self.reader.codes(source, matrix, low, codes)
                 slot.send(file, codes, place)
-                scale = self.scheme.stored(self.reader.scales(coding, low, count, least=2.0**-127))
+                scale = self.reader.scales(coding, low, count, 2.0**-127, self.scheme.power_of_two)
+                scale = self.scheme.stored(scale)
                 file.write(scale, scale_place)
                 scale_place += scale.nbytes
                 self.conversion.advance(codes.nbytes)

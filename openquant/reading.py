@@ -100,11 +100,11 @@ class Reader:
                 "the weights are damaged: download or save them again",
             )
 
-    def scales(self, coding: Coding, low: int, count: int, least: float = 0.0) -> Floats:
+    def scales(self, coding: Coding, low: int, count: int, least: float = 0.0, power_of_two: bool = False) -> Floats:
         """The scales of so many rows from `low` on: those rows of the grid, float32.
 
         Raises:
-            SourceError: one is not finite, or below `least`.
+            SourceError: one is not finite, below `least`, or no power of two though it must be.
         """
         height = coding.group[0] or low + count
         first, last = low // height, (low + count - 1) // height
@@ -118,6 +118,12 @@ class Reader:
             raise SourceError(
                 f"{coding.scale} in {coding.shard} holds {scale[wrong][0]:g}, which no scale can be",
                 "the scales are damaged: download or save them again",
+            )
+        odd = np.frexp(scale)[0] != 0.5
+        if power_of_two and odd.any():
+            raise SourceError(
+                f"{coding.scale} in {coding.shard} holds {scale[odd][0]:g}, no power of two as config.json has it",
+                "the scales are damaged: download or save them again, or choose a scheme with float scales",
             )
         return scale
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -452,6 +453,41 @@ def test_float_scales_are_no_ue8m0_scales(tmp_path: Path) -> None:
     scale = found[f"{Q}.weight_scale_inv"]
     assert torch.equal(scale.log2().round(), scale.log2())
     assert not same(found[f"{Q}.weight"], tiny.read(source)[f"{Q}.weight"])
+
+
+def float_groups(weight: torch.Tensor) -> Weights:
+    """MXFP8, but for scales that are no powers of two."""
+    grouped = weight.float().view(weight.shape[0], -1, 32)
+    scale = grouped.abs().amax(2) / 448
+    codes = (grouped / scale[:, :, None]).clamp(-448, 448).to(FP8).view(weight.shape)
+    return {"weight": codes, "weight_scale": scale}
+
+
+MX = group("group", group_size=32, scale_dtype="torch.uint8") | {"format": "mxfp8-quantized"}
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "options"),
+    [
+        (float_groups, MX, {"scheme": "mxfp8"}),
+        (by_blocks(), BLOCKS | {"scale_fmt": "ue8m0"}, {"scheme": "block", "scale_format": "ue8m0"}),
+    ],
+    ids=["mxfp8", "ue8m0"],
+)
+def test_scales_that_are_no_powers_of_two(
+    tmp_path: Path, make: Make, config: dict[str, Any], options: dict[str, str]
+) -> None:
+    """They are decoded as they are, and pass for no exponents."""
+    source = store(tmp_path / "source", make, config)
+    with pytest.raises(SourceError) as caught:
+        compress(source, tmp_path / "out", **options, workers=1)  # type: ignore[arg-type]
+    name = next(name for name in make(torch.ones(128, 128)) if "scale" in name)
+    assert re.fullmatch(
+        rf"model\.layers\..*\.{name} in model\.safetensors holds \S+, no power of two as config\.json has it",
+        caught.value.message,
+    )
+    compress(source, tmp_path / "rows", "channel")
+    assert verify(tmp_path / "rows").problems == ()
 
 
 def test_modelopts_own_file_says_it_too(tmp_path: Path) -> None:
