@@ -197,6 +197,8 @@ def _fp8(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo) -
             "start from the unquantized model",
         )
     form = _form(quantization, info)
+    if form.number != CODE_DTYPE:
+        raise SourceError(f"{info.name} is {info.dtype}, but config.json has its layer as {form.number}", _DAMAGED)
     # Mistral calls the scale of a whole tensor so, Qwen's and MiniMax's MXFP8 that of its groups.
     names = [info.name + suffix for suffix in (form.suffix, "_scale", "_scale_inv")]
     scale = _scale(checkpoint, info, names, form, (info.shape[0], info.shape[1]))

@@ -685,6 +685,16 @@ def test_a_scale_of_zero_decodes_to_zero_and_is_no_output(tmp_path: Path) -> Non
         compress(source, tmp_path / "out", "block")
 
 
+@pytest.mark.parametrize(("config", "number"), [({"quant_method": "mxfp4"}, "FP4"), (INT4, "INT4")])
+def test_fp8_where_config_json_says_another_number(tmp_path: Path, config: dict[str, Any], number: str) -> None:
+    weights = {f"{Q}.weight": torch.ones(64, 64).bfloat16()}
+    source = store(tmp_path / "source", float_groups, config, weights)
+    for work in (dequantize, compress):
+        with pytest.raises(SourceError) as caught:
+            work(source, tmp_path / "out")
+        assert caught.value.message == f"{Q}.weight is F8_E4M3, but config.json has its layer as {number}"
+
+
 @pytest.mark.parametrize("work", [dequantize, compress, lambda *paths: compress(*paths, "block")])
 def test_codes_that_are_nan(tmp_path: Path, work: Callable[..., Any]) -> None:
     source = store(tmp_path / "source", by_blocks(), BLOCKS)
