@@ -12,12 +12,14 @@ from .encoded import Coding
 from .errors import SourceError
 from .fates import Matrix
 from .kernels import BITS_TYPE, Bits
-from .schemes import CODE_DTYPE, Floats
+from .schemes import CODE_DTYPE, CODE_MAX, Floats
 from .shardfile import Bytes, SourceFile
 
 BUFFER = 4 << 20
 # A transposed matrix is read in columns: longer pieces of each stored row make fewer system calls.
 TRANSPOSED_BUFFER = 32 << 20
+# The largest bfloat16.
+LARGEST = np.float32((2 - 2.0**-7) * 2.0**127)
 
 
 def rows_at_once(matrix: Matrix, multiple: int) -> int:
@@ -85,7 +87,15 @@ class Reader:
         codes = np.empty((len(out), coding.pitch), np.uint8)
         self.codes(source, matrix, low, codes.reshape(-1))
         scale = self.scales(coding, low, len(out))
-        kernels.decode_rows(codes, coding.number, scale, coding.group, low, out)
+        with np.errstate(over="ignore"):
+            kernels.decode_rows(codes, coding.number, scale, coding.group, low, out)
+        # Looked for only where a code could be too large.
+        if scale.max() > LARGEST / CODE_MAX and (np.abs(out) > LARGEST).any():
+            raise SourceError(
+                f"{matrix.label} in {matrix.shard} stands for weights beyond what bfloat16 holds: "
+                f"{coding.scale} reaches {scale.max():g}",
+                "the scales are damaged: download or save them again",
+            )
 
     def codes(self, source: SourceFile, matrix: Matrix, low: int, into: Bytes) -> None:
         """Codes of whole rows from `low` on.
