@@ -577,6 +577,21 @@ def test_matrices_larger_than_a_buffer(tmp_path: Path, monkeypatch: pytest.Monke
         assert all(same(found[name], stored[name]) for name in weights_of(source, group))
 
 
+def test_codes_of_one_scale_pass_a_piece_at_a_time(tmp_path: Path) -> None:
+    weights = {f"model.layers.{n}.mlp.down_proj.weight": torch.ones(4096, 16384).bfloat16() for n in (0, 1)}
+    source = store(tmp_path / "source", by_tensor(), PER_TENSOR, weights)
+    code = (
+        "import sys, openquant; r = openquant.compress(*sys.argv[1:], workers=1, device='cpu'); print(r.peak_rss_bytes)"
+    )
+    command = [sys.executable, "-c", code, str(source), str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == ""
+    # Each is 64 MiB.
+    assert int(done.stdout) < 96 << 20
+    stored, found = tiny.read(source), tiny.read(tmp_path / "out")
+    assert all(same(found[name], stored[name]) for name in found)
+
+
 # Published checkpoints, by their headers: layers in the same scheme, in another, and of the latter decoded ones.
 PUBLISHED = {
     "DeepseekV3ForCausalLM": (45808, 44971, 837),
