@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from .checkpoint import DTYPE_BITS, Checkpoint, Location, TensorInfo
 from .encoded import Coding, Encoded
 from .errors import PlanError, UsageError
-from .models import Experts, Model, Split, Stacked
+from .models import NOT_LINEAR, Experts, Model, Split, Stacked
 from .patterns import collapse, compile_any, compile_pattern, template
 from .schemes import Scheme
 
@@ -133,7 +133,8 @@ def decide(
 ) -> tuple[Fates, list[str], list[str]]:
     """What becomes of each tensor, what must be listed as ignored, and notes for the user.
 
-    A source that is quantized in the scheme already keeps its choice of layers, whatever the registry says.
+    A source that is quantized in the scheme already keeps its choice of layers, whatever the registry says, but for
+    embeddings and output heads.
 
     Raises:
         PlanError: tensors no pattern covers, or experts that engines do not load in this scheme.
@@ -228,7 +229,7 @@ def _sort_tensors(
         alike, is_layer, stacks_found, reasons = fates[key]
         matches = is_layer + len(stacks_found) + len(reasons)
         stored, passes = encoded.get(info.name), info.name in passing
-        if passes and settled:
+        if passes and settled and not any(why in NOT_LINEAR for why in reasons):
             layers[module] = Layer(module, alike, info, (info.shape[0], info.shape[1]), encoded=stored, passes=True)
         elif axes < 2 and not (is_layer and info.name != module) and not stacks_found:
             copied.append(info)

@@ -23,14 +23,11 @@ from .errors import PlanError, SourceError, UsageError
 from .fates import Layer, Matrix, absolute, experts_finder, joined_sets
 from .formats import FLOATS, Quantization, read_quantization
 from .kernels import BITS_TYPE
-from .models import EMBEDDING, HEAD, MODELS, Model
+from .models import MODELS, NOT_LINEAR, Model
 from .output import read_journal
 from .patterns import collapse, compile_any, compile_pattern, template
 from .plan import Plan, make_plan
 from .schemes import CODE_DTYPE, TENSOR, VARIANTS, Scheme
-
-# What engines never build as a quantized Linear, listed or not.
-NOT_LINEAR = (EMBEDDING.why, HEAD.why)
 
 
 @dataclass(frozen=True)

@@ -291,6 +291,21 @@ def test_ignored_layers_of_a_quantized_source_are_decoded(tmp_path: Path) -> Non
     assert same(tiny.read(tmp_path / "out")[f"{DOWN}.weight"], expected)
 
 
+@pytest.mark.parametrize("module", ["lm_head", "model.embed_tokens"])
+@pytest.mark.parametrize("kind", ["fp8 blocks", "compressed-tensors per row"])
+def test_a_quantized_head_or_embedding_is_decoded(tmp_path: Path, kind: str, module: str) -> None:
+    """Engines load neither where it is listed as unquantized, as it always is."""
+    make, config, group = SOURCES[kind]
+    source = store(tmp_path / "source", make, config)
+    plain = tiny.tensors("Qwen3ForCausalLM")[f"{module}.weight"]
+    change_weights(source, lambda weights: weights.update({f"{module}.{k}": v for k, v in make(plain).items()}))
+    result = compress(source, tmp_path / "out", "block" if group == (128, 128) else "channel")
+    assert (result.quantized_tensors, result.decoded_tensors) == (14, 1)
+    expected = weights_of(source, group)[f"{module}.weight"].bfloat16()
+    assert same(tiny.read(tmp_path / "out")[f"{module}.weight"], expected)
+    assert verify(tmp_path / "out").problems == ()
+
+
 def test_draft_layers_of_a_quantized_source(tmp_path: Path) -> None:
     """DeepSeek ships them in FP8. In that scheme they stay, in another they are kept as bfloat16, as ever."""
     plain = tiny.write(tmp_path / "plain", "DeepseekV3ForCausalLM")
