@@ -322,6 +322,7 @@ def test_draft_layers_of_a_quantized_source(tmp_path: Path) -> None:
     source = tiny.write(tmp_path / "source", "DeepseekV3ForCausalLM", weights=stored)
     change_config(source, lambda found: found.update(quantization_config=BLOCKS))
     compress(source, tmp_path / "blocks", "block")
+    assert verify(tmp_path / "blocks").problems == ()
     found = tiny.read(tmp_path / "blocks")
     assert set(found) == set(stored)
     assert all(same(found[name], stored[name]) for name in found)
