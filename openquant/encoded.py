@@ -14,6 +14,7 @@ Layouts:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -26,6 +27,10 @@ from .schemes import CODE_DTYPE, Group, Scheme, grid_of
 # What modelopt wrote beside config.json before config.json held the same.
 MODELOPT_FILE = "hf_quant_config.json"
 DECODED_DTYPE = "BF16"
+# Scales of the KV cache and of attention (vLLM 0.32.0 layers/quantization/base_config.py:217-247, fp8.py:211-222).
+_CACHE_SCALE = re.compile(
+    r".+\.([qkv]_scale|[qkv]_zero_point|kv_scale|[qkv]_proj\.output_scale|prob_output_scale|[kv]_cache\.scale|q\.scale)"
+)
 _DAMAGED = "the checkpoint is damaged or incomplete: download or save it again"
 
 
@@ -152,6 +157,16 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Encoded]
     left_out = (*checkpoint.left_out, *(name for name in checkpoint.files if name not in files))
     seen = replace(checkpoint, config=config, tensors=tensors, where=where, files=files, left_out=left_out)
     return seen, encoded
+
+
+def without_cache_scales(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint without scales of the KV cache, which engines load into quantized models only."""
+    tensors = {
+        name: info
+        for name, info in checkpoint.tensors.items()
+        if len(info.shape) > 1 or not _CACHE_SCALE.fullmatch(name)
+    }
+    return replace(checkpoint, tensors=tensors)
 
 
 def _tells_quantization(key: str) -> bool:

@@ -185,6 +185,18 @@ def test_dequantize_gives_the_products_in_bfloat16(tmp_path: Path, kind: str) ->
     assert result.output_bytes == sum(tensor.nbytes for tensor in found.values())
 
 
+@pytest.mark.parametrize("last", ["k_scale", "kv_scale", "k_proj.k_scale", "k_proj.output_scale", "prob_output_scale"])
+def test_scales_of_the_cache_stay_with_quantized_weights(tmp_path: Path, last: str) -> None:
+    """vLLM 0.32.0 has no parameter for them in an unquantized model, and refuses it."""
+    source = store(tmp_path / "source", *SOURCES["fp8 blocks"][:2])
+    name = f"model.layers.0.self_attn.{last}"
+    change_weights(source, lambda weights: weights.update({name: torch.tensor(0.5)}))
+    compress(source, tmp_path / "out", "block")
+    assert torch.equal(tiny.read(tmp_path / "out")[name], torch.tensor(0.5))
+    dequantize(source, tmp_path / "plain")
+    assert set(tiny.read(tmp_path / "plain")) == set(tiny.tensors("Qwen3ForCausalLM"))
+
+
 @sources
 @pytest.mark.parametrize("scheme", [TENSOR, CHANNEL, BLOCK], ids=lambda scheme: scheme.name)
 def test_another_scheme_is_made_of_the_decoded_weights(tmp_path: Path, kind: str, scheme: Scheme) -> None:
