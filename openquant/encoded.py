@@ -179,6 +179,8 @@ def _read(checkpoint: Checkpoint) -> Quantization | None:
     config: dict[str, Any] = checkpoint.config
     if not places and MODELOPT_FILE in checkpoint.files:
         found = read_json(checkpoint.root / MODELOPT_FILE, MODELOPT_FILE)
+        if not isinstance(found, dict):
+            raise SourceError(f"{MODELOPT_FILE} is not a JSON object", "download or copy it again")
         config = {"quantization_config": {"quant_method": "modelopt", **found}}
     elif not places:
         return None

@@ -783,6 +783,34 @@ def test_unknown_formats(tmp_path: Path, config: dict[str, Any], message: str, h
         assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
+@pytest.mark.parametrize("side", [0, -1, 128.0, "128", True])
+def test_blocks_of_impossible_sizes(tmp_path: Path, side: Any) -> None:
+    for config in (BLOCKS | {"weight_block_size": [side, 128]}, group("block", block_structure=[side, 128])):
+        source = store(tmp_path / str(config["quant_method"]), by_blocks(name="weight_scale"), config)
+        for work in (dequantize, compress):
+            with pytest.raises(PlanError, match="the source is already quantized: config.json") as caught:
+                work(source, tmp_path / "out")
+            assert "two numbers" in caught.value.message + caught.value.hint
+
+
+def test_targets_that_are_no_names(tmp_path: Path) -> None:
+    config = group("channel")
+    config["config_groups"]["group_0"]["targets"] = [5]
+    source = store(tmp_path / "source", by_rows(), config)
+    with pytest.raises(PlanError) as caught:
+        dequantize(source, tmp_path / "out")
+    assert caught.value.message == "the source is already quantized: config.json: targets is not a list of names"
+
+
+def test_modelopts_own_file_must_be_an_object(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", by_tensor(**STATIC), {})
+    change_config(source, lambda found: found.pop("quantization_config"))
+    (source / "hf_quant_config.json").write_text("[]")
+    with pytest.raises(SourceError) as caught:
+        dequantize(source, tmp_path / "out")
+    assert caught.value.message == "hf_quant_config.json is not a JSON object"
+
+
 def test_verify_wants_a_plain_source(tmp_path: Path) -> None:
     source = store(tmp_path / "source", by_blocks(), BLOCKS)
     compress(source, tmp_path / "out", "channel")
