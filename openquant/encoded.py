@@ -140,6 +140,8 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Encoded]
     for info in checkpoint.tensors.values():
         entry = found.get(info.name)
         if entry is not None:
+            if entry.name != info.name and entry.name in checkpoint.tensors:
+                raise SourceError(f"{entry.name} is there twice, as {info.name} too", _DAMAGED)
             shape = entry.encoded.shape
             if entry.encoded.turned:
                 shape = (shape[0], shape[2], shape[1])

@@ -707,6 +707,15 @@ def test_scales_that_do_not_belong_to_codes(tmp_path: Path, change: Callable[[We
     assert not (tmp_path / "out").exists()
 
 
+def test_a_weight_both_quantized_and_not(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", int4, INT4)
+    change_weights(source, lambda weights: weights.update({f"{Q}.weight": torch.ones(256, 256).bfloat16()}))
+    for work in (dequantize, compress):
+        with pytest.raises(SourceError) as caught:
+            work(source, tmp_path / "out")
+        assert caught.value.message == f"{Q}.weight is there twice, as {Q}.weight_packed too"
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
 @pytest.mark.parametrize("work", [dequantize, compress, lambda *paths: compress(*paths, "block")])
 def test_scales_that_are_none(tmp_path: Path, value: float, work: Callable[..., Any]) -> None:
