@@ -363,7 +363,7 @@ class _Worker:
         """Codes as they are, their scales as the scheme stores them."""
         matrix, coding = piece.matrix, piece.matrix.coding
         assert coding is not None
-        height = coding.group[0] or matrix.shape[0]
+        height = coding.group[0] or 1
         step = max(1, BUFFER // (coding.pitch * height)) * height
         with self.reader.open(matrix.shard) as source:
             for low in range(0, matrix.shape[0], step):
@@ -373,9 +373,10 @@ class _Worker:
                 codes = slot.take(place, count * coding.pitch)
                 self.reader.codes(source, matrix, low, codes)
                 slot.send(file, codes, place)
-                scale = scheme.stored(self.reader.scales(coding, low, count, least=SMALLEST_SCALE))
-                file.write(scale, scale_place)
-                scale_place += scale.nbytes
+                scale = scheme.stored(self.reader.scales(coding, low, count, SMALLEST_SCALE, scheme.power_of_two))
+                if low == 0 or coding.group[0] is not None:
+                    file.write(scale, scale_place)
+                    scale_place += scale.nbytes
                 self.conversion.advance(codes.nbytes)
 
     def _scale_stays(self, job: Job) -> bool:

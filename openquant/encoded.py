@@ -14,6 +14,7 @@ Layouts:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -26,6 +27,10 @@ from .schemes import CODE_DTYPE, INPUT_SCALE, Group, Scheme, grid_of
 # What modelopt wrote beside config.json before config.json held the same.
 MODELOPT_FILE = "hf_quant_config.json"
 DECODED_DTYPE = "BF16"
+# Scales of the KV cache and of attention (vLLM 0.32.0 layers/quantization/base_config.py:217-247, fp8.py:211-222).
+_CACHE_SCALE = re.compile(
+    r".+\.([qkv]_scale|[qkv]_zero_point|kv_scale|[qkv]_proj\.output_scale|prob_output_scale|[kv]_cache\.scale|q\.scale)"
+)
 _DAMAGED = "the checkpoint is damaged or incomplete: download or save it again"
 
 
@@ -137,6 +142,8 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Encoded]
     for info in checkpoint.tensors.values():
         entry = found.get(info.name)
         if entry is not None:
+            if entry.name != info.name and entry.name in checkpoint.tensors:
+                raise SourceError(f"{entry.name} is there twice, as {info.name} too", _DAMAGED)
             shape = entry.encoded.shape
             if entry.encoded.turned:
                 shape = (shape[0], shape[2], shape[1])
@@ -156,6 +163,16 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Encoded]
     return seen, encoded
 
 
+def without_cache_scales(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint without scales of the KV cache, which engines load into quantized models only."""
+    tensors = {
+        name: info
+        for name, info in checkpoint.tensors.items()
+        if len(info.shape) > 1 or not _CACHE_SCALE.fullmatch(name)
+    }
+    return replace(checkpoint, tensors=tensors)
+
+
 def _tells_quantization(key: str) -> bool:
     return key in ("quantization_config", "compression_config")
 
@@ -166,6 +183,8 @@ def _read(checkpoint: Checkpoint) -> Quantization | None:
     config: dict[str, Any] = checkpoint.config
     if not places and MODELOPT_FILE in checkpoint.files:
         found = read_json(checkpoint.root / MODELOPT_FILE, MODELOPT_FILE)
+        if not isinstance(found, dict):
+            raise SourceError(f"{MODELOPT_FILE} is not a JSON object", "download or copy it again")
         config = {"quantization_config": {"quant_method": "modelopt", **found}}
     elif not places:
         return None
@@ -199,6 +218,8 @@ def _fp8(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo) -
             "start from the unquantized model",
         )
     form = _form(quantization, info)
+    if form.number != CODE_DTYPE:
+        raise SourceError(f"{info.name} is {info.dtype}, but config.json has its layer as {form.number}", _DAMAGED)
     # Mistral calls the scale of a whole tensor so, Qwen's and MiniMax's MXFP8 that of its groups.
     names = [info.name + suffix for suffix in (form.suffix, "_scale", "_scale_inv")]
     scale = _scale(checkpoint, info, names, form, (info.shape[0], info.shape[1]))

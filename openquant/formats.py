@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, TypeGuard
 
 from .errors import UsageError
 from .schemes import CODE_DTYPE, Group
@@ -201,7 +201,7 @@ def _read_fp8(method: str, found: dict[str, Any]) -> Quantization:
     size = found.get("weight_block_size")
     block = None
     if size is not None:
-        if not isinstance(size, list) or len(size) != 2 or not all(type(side) is int and side > 0 for side in size):
+        if not _is_block(size):
             raise UsageError(f"config.json has the weight_block_size {json.dumps(size)}", "it must be two numbers")
         block = size[0], size[1]
     form = Format(
@@ -233,7 +233,7 @@ def _read_compressed_tensors(method: str, found: dict[str, Any]) -> Quantization
             raise UsageError(f"config.json: {name} is not a config group", _MEND)
         weights, activations = parts
         static = bool(activations) and not activations.get("dynamic")
-        groups.append((tuple(group.get("targets") or ()), _read_group(name, weights, static)))
+        groups.append((tuple(_names(group, "targets")), _read_group(name, weights, static)))
     if not groups:
         raise UsageError("config.json has no config_groups", _KNOWN_GROUPS)
     ignored = Ignored("ignore", _names(found, "ignore"), by_experts=False)
@@ -251,7 +251,7 @@ def _read_group(name: str, weights: dict[str, Any], static: bool) -> Format:
         return Format(strategy, None, "_scale", static)
     if kind == ("float", 8) and strategy == "block":
         block = weights.get("block_structure")
-        if not isinstance(block, list) or len(block) != 2:
+        if not _is_block(block):
             raise UsageError(f"config.json: {name} has no block_structure of two numbers", _MEND)
         return Format("block", (block[0], block[1]), "_scale", static)
     if strategy == "group" and size == MX_GROUP and in_bytes and kind in (("float", 8), ("float", 4)):
@@ -301,6 +301,10 @@ _READERS: dict[str, Callable[[str, dict[str, Any]], Quantization]] = {
     "modelopt_mxfp8": _read_modelopt,
     "mxfp4": _read_mxfp4,
 }
+
+
+def _is_block(size: object) -> TypeGuard[list[int]]:
+    return isinstance(size, list) and len(size) == 2 and all(type(side) is int and side > 0 for side in size)
 
 
 def _names(found: dict[str, Any], key: str) -> list[str]:

@@ -224,6 +224,8 @@ def model(name: str, *parts: Part, layers: str = "model.layers.*", keep: tuple[K
 
 EMBEDDING = Keep("{model,language_model.model,model.language_model}.embed_tokens", "embedding")
 HEAD = Keep("{lm_head,language_model.lm_head}", "output head")
+# What engines never build as a quantized Linear, listed or not.
+NOT_LINEAR = (EMBEDDING.why, HEAD.why)
 # Where a wrapper has its language model: as the Hub's older files say it, and transformers 4.52 and later.
 WRAPPED = "{language_model.model,model.language_model}.layers.*"
 

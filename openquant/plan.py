@@ -14,7 +14,7 @@ from typing import Any
 
 from . import __version__
 from .checkpoint import DTYPE_BITS, Checkpoint, Location, TensorInfo
-from .encoded import DECODED_DTYPE, Encoded, decoded_view
+from .encoded import DECODED_DTYPE, Encoded, decoded_view, without_cache_scales
 from .errors import PlanError, UsageError
 from .fates import Fates, Kept, Layer, Matrix, Options, decide, encoded_matrices, experts_finder, is_head
 from .models import GENERIC, MODELS, Model
@@ -364,6 +364,7 @@ def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
     seen, encoded = decoded_view(checkpoint)
     if not encoded:
         raise PlanError(f"nothing in {checkpoint.root} is quantized", "there is nothing to dequantize")
+    seen = without_cache_scales(seen)
     matrices = [info for info in seen.tensors.values() if len(info.shape) > 1]
     kept = [Kept(info, template(info.module), "" if info.name in encoded else "not quantized") for info in matrices]
     copied = [info for info in seen.tensors.values() if len(info.shape) < 2]

@@ -12,7 +12,7 @@ from .encoded import Coding
 from .errors import SourceError
 from .fates import Matrix
 from .kernels import BITS_TYPE, Bits
-from .schemes import CODE_DTYPE, Floats
+from .schemes import CODE_DTYPE, CODE_MAX, Floats
 from .shardfile import Bytes, SourceFile
 
 BUFFER = 4 << 20
@@ -20,6 +20,8 @@ BUFFER = 4 << 20
 TRANSPOSED_BUFFER = 32 << 20
 # The least that a byte can be the exponent of. In an output no scale is zero.
 SMALLEST_SCALE = 2.0**-127
+# The largest bfloat16.
+LARGEST = np.float32((2 - 2.0**-7) * 2.0**127)
 
 
 def rows_at_once(matrix: Matrix, multiple: int) -> int:
@@ -87,7 +89,15 @@ class Reader:
         codes = np.empty((len(out), coding.pitch), np.uint8)
         self.codes(source, matrix, low, codes.reshape(-1))
         scale = self.scales(coding, low, len(out))
-        kernels.decode_rows(codes, coding.number, scale, coding.group, low, out)
+        with np.errstate(over="ignore"):
+            kernels.decode_rows(codes, coding.number, scale, coding.group, low, out)
+        # Looked for only where a code could be too large.
+        if scale.max() > LARGEST / CODE_MAX and (np.abs(out) > LARGEST).any():
+            raise SourceError(
+                f"{matrix.label} in {matrix.shard} stands for weights beyond what bfloat16 holds: "
+                f"{coding.scale} reaches {scale.max():g}",
+                "the scales are damaged: download or save them again",
+            )
 
     def codes(self, source: SourceFile, matrix: Matrix, low: int, into: Bytes) -> None:
         """Codes of whole rows from `low` on.
@@ -102,11 +112,11 @@ class Reader:
                 "the weights are damaged: download or save them again",
             )
 
-    def scales(self, coding: Coding, low: int, count: int, least: float = 0.0) -> Floats:
+    def scales(self, coding: Coding, low: int, count: int, least: float = 0.0, power_of_two: bool = False) -> Floats:
         """The scales of so many rows from `low` on: those rows of the grid, float32.
 
         Raises:
-            SourceError: one is not finite, or below `least`.
+            SourceError: one is not finite, below `least`, or no power of two though it must be.
         """
         height = coding.group[0] or low + count
         first, last = low // height, (low + count - 1) // height
@@ -116,6 +126,12 @@ class Reader:
             source.read(raw, coding.offset + first * pitch, coding.scale)
         scale = kernels.scale_values(raw, coding.dtype).reshape(-1, coding.grid[1])
         check_scales(scale, coding.scale, coding.shard, least)
+        odd = np.frexp(scale)[0] != 0.5
+        if power_of_two and odd.any():
+            raise SourceError(
+                f"{coding.scale} in {coding.shard} holds {scale[odd][0]:g}, no power of two as config.json has it",
+                "the scales are damaged: download or save them again, or choose a scheme with float scales",
+            )
         return scale
 
 

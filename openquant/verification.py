@@ -23,14 +23,11 @@ from .errors import PlanError, SourceError, UsageError
 from .fates import Layer, Matrix, Options, experts_finder, is_head, joined_sets
 from .formats import FLOATS, Quantization, read_quantization
 from .kernels import BITS_TYPE
-from .models import EMBEDDING, HEAD, MODELS, Model, absolute
+from .models import MODELS, NOT_LINEAR, Model, absolute
 from .output import read_journal
 from .patterns import collapse, compile_any, compile_pattern, template
 from .plan import Plan, make_plan
 from .schemes import CODE_DTYPE, MIXED, TENSOR, Group, Scheme, recognise
-
-# What engines never build as a quantized Linear, listed or not.
-NOT_LINEAR = (EMBEDDING.why, HEAD.why)
 
 
 @dataclass(frozen=True)
@@ -400,14 +397,14 @@ class _Verification:
                 self.problems.append(f"{self._place(name)} is {CODE_DTYPE}, but {ignored.key} lists {entry}")
 
     def _check_unlisted(self, registry: _Registry) -> None:
-        """Every unquantized module that an engine would build as FP8 must be listed; and what may be FP8 at all."""
+        """Every unquantized module that an engine would build as FP8 must be listed; and what may not be FP8."""
         ignored, unlisted = self.quantization.ignored, []
         for info in self.checkpoint.tensors.values():
             kind = registry.kind(info.module)
             if info.name in self.codes:
-                why = kind.keep or "no layer that is quantized"
-                if not (kind.layer or kind.stack) and (self.scheme is not None or kind.keep in NOT_LINEAR):
-                    self.problems.append(f"{self._place(info.name)} is {CODE_DTYPE}, but it is kept: {why}")
+                # Other layers than the registry's are FP8 where the source had them so.
+                if kind.keep in NOT_LINEAR:
+                    self.problems.append(f"{self._place(info.name)} is {CODE_DTYPE}, but it is kept: {kind.keep}")
                 continue
             matrix = len(info.shape) == 2 and info.name.endswith(".weight")
             linear = kind.layer or (kind.keep is not None and kind.keep not in NOT_LINEAR)

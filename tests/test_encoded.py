@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -185,6 +186,18 @@ def test_dequantize_gives_the_products_in_bfloat16(tmp_path: Path, kind: str) ->
     assert result.output_bytes == sum(tensor.nbytes for tensor in found.values())
 
 
+@pytest.mark.parametrize("last", ["k_scale", "kv_scale", "k_proj.k_scale", "k_proj.output_scale", "prob_output_scale"])
+def test_scales_of_the_cache_stay_with_quantized_weights(tmp_path: Path, last: str) -> None:
+    """vLLM 0.32.0 has no parameter for them in an unquantized model, and refuses it."""
+    source = store(tmp_path / "source", *SOURCES["fp8 blocks"][:2])
+    name = f"model.layers.0.self_attn.{last}"
+    change_weights(source, lambda weights: weights.update({name: torch.tensor(0.5)}))
+    compress(source, tmp_path / "out", "block")
+    assert torch.equal(tiny.read(tmp_path / "out")[name], torch.tensor(0.5))
+    dequantize(source, tmp_path / "plain")
+    assert set(tiny.read(tmp_path / "plain")) == set(tiny.tensors("Qwen3ForCausalLM"))
+
+
 @sources
 @pytest.mark.parametrize("scheme", [TENSOR, CHANNEL, BLOCK], ids=lambda scheme: scheme.name)
 def test_another_scheme_is_made_of_the_decoded_weights(tmp_path: Path, kind: str, scheme: Scheme) -> None:
@@ -291,6 +304,21 @@ def test_ignored_layers_of_a_quantized_source_are_decoded(tmp_path: Path) -> Non
     assert same(tiny.read(tmp_path / "out")[f"{DOWN}.weight"], expected)
 
 
+@pytest.mark.parametrize("module", ["lm_head", "model.embed_tokens"])
+@pytest.mark.parametrize("kind", ["fp8 blocks", "compressed-tensors per row"])
+def test_a_quantized_head_or_embedding_is_decoded(tmp_path: Path, kind: str, module: str) -> None:
+    """Engines load neither where it is listed as unquantized, as it always is."""
+    make, config, group = SOURCES[kind]
+    source = store(tmp_path / "source", make, config)
+    plain = tiny.tensors("Qwen3ForCausalLM")[f"{module}.weight"]
+    change_weights(source, lambda weights: weights.update({f"{module}.{k}": v for k, v in make(plain).items()}))
+    result = compress(source, tmp_path / "out", "block" if group == (128, 128) else "channel")
+    assert (result.quantized_tensors, result.decoded_tensors) == (14, 1)
+    expected = weights_of(source, group)[f"{module}.weight"].bfloat16()
+    assert same(tiny.read(tmp_path / "out")[f"{module}.weight"], expected)
+    assert verify(tmp_path / "out").problems == ()
+
+
 def test_draft_layers_of_a_quantized_source(tmp_path: Path) -> None:
     """DeepSeek ships them in FP8. In that scheme they stay, in another they are kept as bfloat16, as ever."""
     plain = tiny.write(tmp_path / "plain", "DeepseekV3ForCausalLM")
@@ -307,6 +335,7 @@ def test_draft_layers_of_a_quantized_source(tmp_path: Path) -> None:
     source = tiny.write(tmp_path / "source", "DeepseekV3ForCausalLM", weights=stored)
     change_config(source, lambda found: found.update(quantization_config=BLOCKS))
     compress(source, tmp_path / "blocks", "block")
+    assert verify(tmp_path / "blocks").problems == ()
     found = tiny.read(tmp_path / "blocks")
     assert set(found) == set(stored)
     assert all(same(found[name], stored[name]) for name in found)
@@ -509,6 +538,41 @@ def test_float_scales_are_no_ue8m0_scales(tmp_path: Path) -> None:
     assert not same(found[f"{Q}.weight"], tiny.read(source)[f"{Q}.weight"])
 
 
+def float_groups(weight: torch.Tensor) -> Weights:
+    """MXFP8, but for scales that are no powers of two."""
+    grouped = weight.float().view(weight.shape[0], -1, 32)
+    scale = grouped.abs().amax(2) / 448
+    codes = (grouped / scale[:, :, None]).clamp(-448, 448).to(FP8).view(weight.shape)
+    return {"weight": codes, "weight_scale": scale}
+
+
+MX = group("group", group_size=32, scale_dtype="torch.uint8") | {"format": "mxfp8-quantized"}
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "options"),
+    [
+        (float_groups, MX, {"scheme": "mxfp8"}),
+        (by_blocks(), BLOCKS | {"scale_fmt": "ue8m0"}, {"scheme": "block", "scale_format": "ue8m0"}),
+    ],
+    ids=["mxfp8", "ue8m0"],
+)
+def test_scales_that_are_no_powers_of_two(
+    tmp_path: Path, make: Make, config: dict[str, Any], options: dict[str, str]
+) -> None:
+    """They are decoded as they are, and pass for no exponents."""
+    source = store(tmp_path / "source", make, config)
+    with pytest.raises(SourceError) as caught:
+        compress(source, tmp_path / "out", **options, workers=1)  # type: ignore[arg-type]
+    name = next(name for name in make(torch.ones(128, 128)) if "scale" in name)
+    assert re.fullmatch(
+        rf"model\.layers\..*\.{name} in model\.safetensors holds \S+, no power of two as config\.json has it",
+        caught.value.message,
+    )
+    compress(source, tmp_path / "rows", "channel")
+    assert verify(tmp_path / "rows").problems == ()
+
+
 def test_modelopts_own_file_says_it_too(tmp_path: Path) -> None:
     source = store(tmp_path / "source", by_tensor(**STATIC), {})
     change_config(source, lambda found: found.pop("quantization_config"))
@@ -594,6 +658,21 @@ def test_matrices_larger_than_a_buffer(tmp_path: Path, monkeypatch: pytest.Monke
         stored = tiny.read(source)
         found = tiny.read(tmp_path / f"{kind} same")
         assert all(same(found[name], stored[name]) for name in weights_of(source, group))
+
+
+def test_codes_of_one_scale_pass_a_piece_at_a_time(tmp_path: Path) -> None:
+    weights = {f"model.layers.{n}.mlp.down_proj.weight": torch.ones(4096, 16384).bfloat16() for n in (0, 1)}
+    source = store(tmp_path / "source", by_tensor(), PER_TENSOR, weights)
+    code = (
+        "import sys, openquant; r = openquant.compress(*sys.argv[1:], workers=1, device='cpu'); print(r.peak_rss_bytes)"
+    )
+    command = [sys.executable, "-c", code, str(source), str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == ""
+    # Each is 64 MiB.
+    assert int(done.stdout) < 96 << 20
+    stored, found = tiny.read(source), tiny.read(tmp_path / "out")
+    assert all(same(found[name], stored[name]) for name in found)
 
 
 # Published checkpoints, by their headers: layers in the same scheme, in another, and of the latter decoded ones.
@@ -683,6 +762,15 @@ def test_scales_that_do_not_belong_to_codes(tmp_path: Path, change: Callable[[We
     assert not (tmp_path / "out").exists()
 
 
+def test_a_weight_both_quantized_and_not(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", int4, INT4)
+    change_weights(source, lambda weights: weights.update({f"{Q}.weight": torch.ones(256, 256).bfloat16()}))
+    for work in (dequantize, compress):
+        with pytest.raises(SourceError) as caught:
+            work(source, tmp_path / "out")
+        assert caught.value.message == f"{Q}.weight is there twice, as {Q}.weight_packed too"
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
 @pytest.mark.parametrize("work", [dequantize, compress, lambda *paths: compress(*paths, "block")])
 def test_scales_that_are_none(tmp_path: Path, value: float, work: Callable[..., Any]) -> None:
@@ -702,6 +790,28 @@ def test_a_scale_of_zero_decodes_to_zero_and_is_no_output(tmp_path: Path) -> Non
     compress(source, tmp_path / "rows", "channel")
     with pytest.raises(SourceError, match="holds 0, which no scale can be"):
         compress(source, tmp_path / "out", "block")
+
+
+@pytest.mark.parametrize("work", [dequantize, lambda *paths: compress(*paths, "channel")])
+def test_scales_too_large_for_bfloat16(tmp_path: Path, work: Callable[..., Any]) -> None:
+    source = store(tmp_path / "source", by_blocks(), BLOCKS)
+    change_weights(source, spoiled(Q, "weight_scale_inv", 2.0**127))
+    with pytest.raises(SourceError) as caught:
+        work(source, tmp_path / "out")
+    assert caught.value.message == (
+        f"{Q}.weight in model.safetensors stands for weights beyond what bfloat16 holds: "
+        f"{Q}.weight_scale_inv reaches {2.0**127:g}"
+    )
+
+
+@pytest.mark.parametrize(("config", "number"), [({"quant_method": "mxfp4"}, "FP4"), (INT4, "INT4")])
+def test_fp8_where_config_json_says_another_number(tmp_path: Path, config: dict[str, Any], number: str) -> None:
+    weights = {f"{Q}.weight": torch.ones(64, 64).bfloat16()}
+    source = store(tmp_path / "source", float_groups, config, weights)
+    for work in (dequantize, compress):
+        with pytest.raises(SourceError) as caught:
+            work(source, tmp_path / "out")
+        assert caught.value.message == f"{Q}.weight is F8_E4M3, but config.json has its layer as {number}"
 
 
 @pytest.mark.parametrize("work", [dequantize, compress, lambda *paths: compress(*paths, "block")])
@@ -735,6 +845,34 @@ def test_unknown_formats(tmp_path: Path, config: dict[str, Any], message: str, h
         with pytest.raises(PlanError) as caught:
             work(source, tmp_path / "out")
         assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+@pytest.mark.parametrize("side", [0, -1, 128.0, "128", True])
+def test_blocks_of_impossible_sizes(tmp_path: Path, side: Any) -> None:
+    for config in (BLOCKS | {"weight_block_size": [side, 128]}, group("block", block_structure=[side, 128])):
+        source = store(tmp_path / str(config["quant_method"]), by_blocks(name="weight_scale"), config)
+        for work in (dequantize, compress):
+            with pytest.raises(PlanError, match="the source is already quantized: config.json") as caught:
+                work(source, tmp_path / "out")
+            assert "two numbers" in caught.value.message + caught.value.hint
+
+
+def test_targets_that_are_no_names(tmp_path: Path) -> None:
+    config = group("channel")
+    config["config_groups"]["group_0"]["targets"] = [5]
+    source = store(tmp_path / "source", by_rows(), config)
+    with pytest.raises(PlanError) as caught:
+        dequantize(source, tmp_path / "out")
+    assert caught.value.message == "the source is already quantized: config.json: targets is not a list of names"
+
+
+def test_modelopts_own_file_must_be_an_object(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", by_tensor(**STATIC), {})
+    change_config(source, lambda found: found.pop("quantization_config"))
+    (source / "hf_quant_config.json").write_text("[]")
+    with pytest.raises(SourceError) as caught:
+        dequantize(source, tmp_path / "out")
+    assert caught.value.message == "hf_quant_config.json is not a JSON object"
 
 
 def test_verify_wants_a_plain_source(tmp_path: Path) -> None:
