@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -19,6 +18,7 @@ from .errors import SourceError, UsageError
 from .fates import Options
 from .fetch import MEMORY as FETCH_MEMORY
 from .hub import Source, find_source, silent
+from .machine import available_cpus, peak_rss
 from .output import finished_files, refuse_overlap
 from .plan import Plan, make_plain_plan, make_plan
 from .publish import Publisher, Push
@@ -379,23 +379,3 @@ def _default_output(source: Source, scheme: Scheme) -> Path:
     root = source.root.resolve()
     # From inside the source (`-m .`) the output goes beside it, since it must not lie in it.
     return root.parent / name if here == root or root in here.parents else Path(name)
-
-
-def available_cpus() -> int:
-    """CPUs this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def peak_rss() -> int:
-    """Largest resident memory of this process so far, in bytes."""
-    try:
-        # ru_maxrss begins at the parent's size; this does not.
-        with open("/proc/self/status") as status:
-            for line in status:
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-    except FileNotFoundError:
-        pass
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -448,10 +448,9 @@ def _settle(
     What engines join moves together: joined sets, and all experts of a layer.
     """
     wanted = {f"--scheme-for {text}={other.name}": (text, other) for text, other in options.scheme_for}
-    ignored = dict.fromkeys(left, "the source has it unquantized")
-    ignored |= _matches({f"--ignore {text}": text for text in options.ignore}, layers, known)
+    ignored = _matches({f"--ignore {text}": text for text in options.ignore}, layers, known)
     mixed = _matches({option: text for option, (text, _) in wanted.items()}, layers, None)
-    if not ignored and not mixed and not any(find_problem(layer, scheme) for layer in layers.values()):
+    if not ignored and not mixed and not left and not any(find_problem(layer, scheme) for layer in layers.values()):
         return {}, {}, [] if layers else ["nothing is quantized"]
     find_experts = experts_finder(model)
     together: dict[str, list[str]] = {}
@@ -466,6 +465,10 @@ def _settle(
         own = {module: ignored[module] for module in modules if module in ignored}
         if own:
             reasons |= _spread(modules, own, widened)
+            continue
+        own = {module: "the source has it unquantized" for module in modules if module in left}
+        if own:
+            reasons |= _spread(modules, own)
             continue
         chosen = scheme
         own = {module: mixed[module] for module in modules if module in mixed}

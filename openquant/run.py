@@ -20,6 +20,7 @@ from .output import SOURCE, WORK, OutputDirectory
 from .plan import Plan
 from .publish import AT_ONCE, Publisher, Push
 from .ranks import Ranks
+from .verification import check_finished
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,8 @@ def carry_out(
                 return None
             if todo is not None:
                 _write_others(prepared, directory, made)
+                if all((prepared.target / name).exists() for name in shards):
+                    check_finished(prepared.target, plan)
                 directory.finish()
             if publisher is None:
                 return None

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .api import available_cpus
 from .checkpoint import INDEX_FILE, Checkpoint, TensorInfo, open_checkpoint, read_config, readable
 from .contents import LayerError, Progress, Task, Weight, read_contents
 from .encoded import decoded_view
@@ -23,6 +22,7 @@ from .errors import PlanError, SourceError, UsageError
 from .fates import Layer, Matrix, Options, experts_finder, is_head, joined_sets
 from .formats import FLOATS, Quantization, read_quantization
 from .kernels import BITS_TYPE
+from .machine import available_cpus
 from .models import MODELS, NOT_LINEAR, Model, absolute
 from .output import read_journal
 from .patterns import collapse, compile_any, compile_pattern, template
@@ -135,7 +135,9 @@ def verify(
     except SourceError as error:
         notes = ("nothing else was checked",)
         return Report(os.fspath(directory), told, None, form, (error.message,), notes, seconds=_since(begin))
-    work = _Verification(checkpoint, quantization, origin, full, set(journal["files"]) if journal else set())
+    written = set(journal["files"]) if journal else set()
+    model = MODELS.get(checkpoint.architecture)
+    work = _Verification(checkpoint, quantization, model, origin, full, written)
     work.run(workers or available_cpus(), progress)
     return Report(
         directory=os.fspath(directory),
@@ -153,6 +155,32 @@ def verify(
         errors=tuple(work.errors),
         seconds=_since(begin),
     )
+
+
+def check_finished(root: Path, plan: Plan) -> None:
+    """Reopen what a plan has written, as the last step of writing it: headers, index and config.
+
+    Scales were read, and codes checked, as each shard was finished (written.py).
+
+    Raises:
+        RuntimeError: it is not what was planned, or engines would refuse it, which is a fault of this program.
+    """
+    checkpoint = open_checkpoint(root)
+    planned = {info.name: (info, shard.name) for shard in plan.shards for info in plan.outputs(shard.name)}
+    found = {name: (info, checkpoint.where[name].shard) for name, info in checkpoint.tensors.items()}
+    problems = [f"{name} is not what was planned" for name in planned if planned[name] != found.get(name)]
+    problems += [f"{name} was not planned" for name in found.keys() - planned.keys()]
+    config = {**plan.config, **({"quantization_config": plan.quantization_config} if plan.quantization_config else {})}
+    problems += [f"config.json: {message}" for message in _differences(checkpoint.config, config, "")]
+    if plan.quantization_config and not problems:
+        # What goes by names and shapes alone knows nothing of engines.
+        model = None if plan.model.rest else plan.model
+        work = _Verification(checkpoint, read_quantization(checkpoint.config), model, None, False, set(plan.files))
+        work.check_headers()
+        problems = work.problems
+    if problems:
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise RuntimeError(f"{root} was written wrongly: {'; '.join(problems[:3])}{more}")
 
 
 def _refuse_quantized(source: Checkpoint) -> None:
@@ -228,6 +256,7 @@ class _Verification:
         self,
         checkpoint: Checkpoint,
         quantization: Quantization,
+        model: Model | None,
         source: Checkpoint | None,
         full: bool,
         written: set[str],
@@ -239,7 +268,6 @@ class _Verification:
         self.written = written
         # Other tools write one list of unquantized modules, or other settings.
         self.scheme = recognise(quantization.settings)
-        model = MODELS.get(checkpoint.architecture)
         # A head that is quantized is one more layer.
         self.head = quantization.method != "fp8" and any(
             info.dtype == CODE_DTYPE and is_head(info.module) for info in checkpoint.tensors.values()
@@ -259,8 +287,8 @@ class _Verification:
         self.equal_files = 0
         self.errors: list[LayerError] = []
 
-    def run(self, workers: int, progress: Progress | None) -> None:
-        """All checks, those of headers first."""
+    def check_headers(self) -> None:
+        """What needs no tensor to be read."""
         self._sort_tensors()
         self._check_strays()
         if self.registry is None:
@@ -275,6 +303,10 @@ class _Verification:
         self._check_head()
         self._check_index()
         self._check_written()
+
+    def run(self, workers: int, progress: Progress | None) -> None:
+        """All checks, those of headers first."""
+        self.check_headers()
         pairs: list[tuple[TensorInfo, Matrix | None]] = []
         if self.source is not None:
             self._compare_config(self.source)
