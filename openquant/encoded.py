@@ -32,6 +32,8 @@ _CACHE_SCALE = re.compile(
     r".+\.([qkv]_scale|[qkv]_zero_point|kv_scale|[qkv]_proj\.output_scale|prob_output_scale|[kv]_cache\.scale|q\.scale)"
 )
 _DAMAGED = "the checkpoint is damaged or incomplete: download or save it again"
+# DeepSeek V4 has its scales by other names, MiMo V2 more of them than blocks.
+_STRANGE = "download it again if it is damaged; if its maker lays it out so, start from the unquantized model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,13 +286,13 @@ def _scale(
     """The scale of a weight [out, in], which must have as many values as its grid."""
     scale = next((checkpoint.tensors[name] for name in names if name in checkpoint.tensors), None)
     if scale is None:
-        raise SourceError(f"{info.name} has no scale: {names[0]} is missing", _DAMAGED)
+        raise SourceError(f"{info.name} has no scale: {names[0]} is missing", _STRANGE)
     wanted = grid_of(form.group, shape)
     # Those of rows may have one axis; of modelopt's blocks, four (vLLM 0.32.0 layers/quantization/modelopt.py:2246).
     if tuple(size for size in scale.shape if size != 1) != tuple(size for size in wanted if size != 1):
         raise SourceError(
             f"{scale.name} is {list(scale.shape)}, for {list(shape)} with {form.title} it must be {list(wanted)}",
-            _DAMAGED,
+            _STRANGE,
         )
     if scale.dtype not in form.scale_dtypes and scale.dtype not in ("F32", "F8_E8M0"):
         raise SourceError(f"{scale.name} is {scale.dtype}, not {' or '.join(form.scale_dtypes)}", _DAMAGED)

@@ -771,6 +771,25 @@ def test_a_weight_both_quantized_and_not(tmp_path: Path) -> None:
         assert caught.value.message == f"{Q}.weight is there twice, as {Q}.weight_packed too"
 
 
+@pytest.mark.parametrize("layout", ["DeepSeek V4", "MiMo V2"])
+def test_makers_layouts_that_are_not_read(tmp_path: Path, layout: str) -> None:
+    source = store(tmp_path / "source", by_blocks(), BLOCKS)
+
+    def change(weights: Weights) -> None:
+        scale = weights.pop(f"{Q}.weight_scale_inv")
+        if layout == "DeepSeek V4":
+            weights[f"{Q}.scale"] = scale.to(torch.float8_e8m0fnu)
+        else:
+            weights[f"{Q}.weight_scale_inv"] = torch.cat([scale, scale])
+
+    change_weights(source, change)
+    with pytest.raises(SourceError) as caught:
+        dequantize(source, tmp_path / "out")
+    assert caught.value.hint == (
+        "download it again if it is damaged; if its maker lays it out so, start from the unquantized model"
+    )
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
 @pytest.mark.parametrize("work", [dequantize, compress, lambda *paths: compress(*paths, "block")])
 def test_scales_that_are_none(tmp_path: Path, value: float, work: Callable[..., Any]) -> None:
