@@ -196,7 +196,7 @@ def decide(
         model,
         scheme,
         layers,
-        _problem_finder(model, config, options.tp),
+        _problem_finder(model, layers, sets, config, options.tp),
         sets,
         options,
         {module for module, layer in layers.items() if settled and layer.encoded is None},
@@ -394,11 +394,19 @@ def _refuse_size(model: Model, layers: dict[str, Layer], config: dict[str, Any],
             )
 
 
-def _problem_finder(model: Model, config: dict[str, Any], size: int | None) -> Callable[[Layer, Scheme], str | None]:
+def _problem_finder(
+    model: Model,
+    layers: dict[str, Layer],
+    sets: dict[str, tuple[str, ...]],
+    config: dict[str, Any],
+    size: int | None,
+) -> Callable[[Layer, Scheme], str | None]:
     """A function from a layer and a scheme to why engines cannot load it so; None if they can.
 
     Args:
         model: the entry.
+        layers: all layers, by module.
+        sets: for each that is joined with others, all of its set.
         config: the part of config.json with the language model's sizes.
         size: also on that many ranks.
     """
@@ -428,7 +436,16 @@ def _problem_finder(model: Model, config: dict[str, Any], size: int | None) -> C
         key = layer.alike, layer.shape, scheme.name, layer.passes(scheme)
         if key not in problems:
             problems[key] = look(layer, scheme)
-        return problems[key]
+        return problems[key] or straddles(layer, scheme)
+
+    def straddles(layer: Layer, scheme: Scheme) -> str | None:
+        # Of a joined set only the last may end within a block (vLLM 0.32.0, layers/quantization/utils/fp8_utils.py:
+        # 1329-1344), as kv_a_proj_with_mqa does.
+        height = scheme.group[0] or 1
+        if layer.shape[0] % height == 0:
+            return None
+        ragged = [module for module in sets.get(layer.module, ()) if layers[module].shape[0] % height]
+        return "engines join it with others, and its rows end within a block" if len(ragged) > 1 else None
 
     return find
 

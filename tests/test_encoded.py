@@ -279,6 +279,23 @@ def test_ragged_blocks_pass_through_and_dequantize(tmp_path: Path) -> None:
     assert tiny.read(tmp_path / "rows")[f"{DOWN}.weight"].dtype == FP8
 
 
+def test_ragged_blocks_that_engines_join_are_decoded(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    small = {name: weights[name][:64] for name in weights if name.split(".")[-2] in ("k_proj", "v_proj")}
+    source = store(tmp_path / "source", by_blocks(), BLOCKS, weights | small)
+    change_config(source, lambda found: found.update(num_key_value_heads=1))
+    result = compress(source, tmp_path / "out", "block")
+    # q, k and v of both layers.
+    assert (result.quantized_tensors, result.decoded_tensors) == (8, 6)
+    assert {Q, Q.replace("q_proj", "k_proj")} < set(result.ignored_layers)
+    expected = weights_of(source, (128, 128))[f"{Q}.weight"].bfloat16()
+    assert same(tiny.read(tmp_path / "out")[f"{Q}.weight"], expected)
+    assert verify(tmp_path / "out").problems == ()
+    # In the other format they have one scale for each row.
+    result = compress(source, tmp_path / "rows", "block", format="compressed-tensors")
+    assert (result.schemes, result.decoded_tensors) == ({"block": 8, "channel": 6}, 0)
+
+
 def test_the_same_scheme_keeps_the_choice_of_layers(tmp_path: Path) -> None:
     source = store(tmp_path / "source", by_blocks(), BLOCKS)
     plain = tiny.tensors("Qwen3ForCausalLM")
