@@ -163,6 +163,8 @@ def read_quantization(config: dict[str, Any]) -> Quantization:
         UsageError: there is none, or it is of a kind that is not known here.
     """
     found = find_quantization(config)
+    if found is None and quantization_places(config):
+        raise UsageError("config.json has a quantization_config that is no JSON object", _MEND)
     if found is None:
         raise UsageError("config.json has no quantization_config", "give a directory of quantized weights")
     method = str(found.get("quant_method"))

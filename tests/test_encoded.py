@@ -869,6 +869,11 @@ def test_codes_that_are_nan(tmp_path: Path, work: Callable[..., Any]) -> None:
             "or start from the unquantized model",
         ),
         (
+            "fp8",
+            "the source is already quantized: config.json has a quantization_config that is no JSON object",
+            "mend quantization_config, or save the model again; or start from the unquantized model",
+        ),
+        (
             {"quant_method": "awq"},
             'the source is already quantized: config.json has the quant_method "awq"',
             "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8 and mxfp4; or start from the unquantized model",

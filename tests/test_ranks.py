@@ -46,6 +46,16 @@ def torchrun(
     )
 
 
+def test_ranks_read_a_quantized_source(tmp_path: Path, source: Path) -> None:
+    compress(source, tmp_path / "fp8", "block")
+    quantized = tiny.write(tmp_path / "quantized", shards=7, weights=tiny.read(tmp_path / "fp8"))
+    (quantized / "config.json").write_bytes((tmp_path / "fp8" / "config.json").read_bytes())
+    compress(quantized, tmp_path / "one")
+    done = torchrun(2, "-m", quantized, "-o", tmp_path / "many")
+    assert done.returncode == 0, done.stderr
+    assert tree(tmp_path / "many") == tree(tmp_path / "one")
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_write_the_bytes_of_one_process(tmp_path: Path, source: Path, ranks: int) -> None:
     compress(source, tmp_path / "one")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -89,6 +90,23 @@ def test_the_bytes_are_those_of_a_local_run(
     assert without_origin(tree(tmp_path / "out")) == without_origin(tree(tmp_path / "local"))
     cached = list((tmp_path / "hf").rglob("snapshots/*/*.safetensors"))
     assert len(cached) == (0 if mode else SHARDS)
+
+
+@MODES
+@pytest.mark.parametrize("options", [("--scheme", "channel"), ("-w", "128", "--format", "compressed-tensors")])
+def test_a_quantized_repository(
+    hub: LoopbackHub, source: Path, tmp_path: Path, mode: tuple[str, ...], options: tuple[str, ...]
+) -> None:
+    """Its scales lie in other shards than their codes."""
+    compress(source, tmp_path / "fp8", "block")
+    root = tiny.write(tmp_path / "quantized", shards=SHARDS + 1, weights=tiny.read(tmp_path / "fp8"))
+    shutil.copy(tmp_path / "fp8" / "config.json", root)
+    hub.repositories["org/name"] = root
+    done = ask(hub, tmp_path, *options, *mode)
+    assert done.returncode == 0, done.stderr
+    scheme = "channel" if "channel" in options else "block"
+    compress(root, tmp_path / "local", scheme, format="compressed-tensors")
+    assert without_origin(tree(tmp_path / "out")) == without_origin(tree(tmp_path / "local"))
 
 
 def test_what_the_cache_holds_is_not_fetched_again(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
