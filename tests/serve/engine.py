@@ -4,7 +4,8 @@
     engine.py layers OUTPUT DIRECTORY...
 
 Importing vLLM takes longer than a tiny model does, so it is imported once and each directory gets a fork of that
-process: no state is left from one model to the next, and one that fails takes no other down.
+process: no state is left from one model to the next, and one that fails takes no other down. As many run at a time as
+there are CPUs.
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ import random
 import sys
 import tempfile
 import traceback
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 # Before the imports. The fork itself runs the model, and nothing is compiled: that costs seconds for each.
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1"}
+# One fork for each CPU, so one thread for each fork. The imports bind this thread to one of the CPUs.
+os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+os.environ |= {"ENGINE_CPUS": " ".join(map(str, os.sched_getaffinity(0)))}
 
 import numpy as np
 import torch  # Before vLLM, whose CPU build finds OpenMP through it.
@@ -44,6 +50,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 TRACKED = {"enable_weights_track": True}
 QUANTIZED = (Fp8LinearMethod, Fp8MoEMethod, CompressedTensorsLinearMethod, CompressedTensorsMoEMethod)
 PROMPTS, LENGTH = 4, 64
+CPUS = {int(number) for number in os.environ["ENGINE_CPUS"].split()}
 
 
 def logprobs(directory: Path) -> np.ndarray:
@@ -104,6 +111,7 @@ def layers(directory: Path) -> dict[str, Any]:
 
 def answer(mode: str, directory: Path, output: Path) -> None:
     """Ask about one directory; write `output`.npy or `output`.json, or `output`.error with the traceback."""
+    os.sched_setaffinity(0, CPUS)
     try:
         # Else vLLM starts an interpreter to look at the class.
         for name in json.loads((directory / "config.json").read_text())["architectures"]:
@@ -121,9 +129,14 @@ def main() -> None:
     # Else each fork goes through all that was imported, again and again.
     gc.freeze()
     fork = multiprocessing.get_context("fork")
+    running: list[BaseProcess] = []
     for number, directory in enumerate(directories):
-        process = fork.Process(target=answer, args=(mode, Path(directory), Path(output, str(number))))
-        process.start()
+        if len(running) >= len(CPUS):
+            wait([process.sentinel for process in running])
+            running = [process for process in running if process.is_alive()]
+        running.append(fork.Process(target=answer, args=(mode, Path(directory), Path(output, str(number)))))
+        running[-1].start()
+    for process in running:
         process.join()
 
 
