@@ -17,6 +17,7 @@ from .checkpoint import DTYPE_BITS, Checkpoint, Location, TensorInfo
 from .encoded import DECODED_DTYPE, Encoded, decoded_view, without_cache_scales
 from .errors import PlanError, UsageError
 from .fates import Fates, Kept, Layer, Matrix, Options, decide, encoded_matrices, experts_finder, is_head
+from .formats import find_quantization
 from .models import GENERIC, MODELS, Model
 from .parallel import ParallelSize, parallel_sizes, text_config
 from .patterns import compile_pattern, template
@@ -344,6 +345,8 @@ def make_plan(
             "leave --activation-scheme out: engines scale activations as they run",
         )
     fates, quantization_config, notes = decide(seen, encoded, model, scheme, options)
+    if encoded and (find_quantization(checkpoint.config) or {}).get("kv_cache_scheme"):
+        notes.append("kv_cache_scheme is left out; its scales stay, and engines use them with --kv-cache-dtype fp8")
     if model.rest:
         notes.insert(0, "decided from names and shapes alone: look at the plan, and at what the engine makes of it")
     parallel = parallel_sizes(seen, model, fates.quantized, options.tp)

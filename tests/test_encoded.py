@@ -590,6 +590,20 @@ def test_scales_that_are_no_powers_of_two(
     assert verify(tmp_path / "rows").problems == ()
 
 
+def test_the_scales_of_a_cache_stay(tmp_path: Path) -> None:
+    config = group("channel") | {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}}
+    source = store(tmp_path / "source", by_rows(), config)
+    scale = Q.replace("q_proj", "k_scale")
+    change_weights(source, lambda weights: weights.update({scale: torch.tensor(0.5)}))
+    assert make_plan(open_checkpoint(source), BLOCK).notes == (
+        "kv_cache_scheme is left out; its scales stay, and engines use them with --kv-cache-dtype fp8",
+    )
+    compress(source, tmp_path / "out", "block")
+    assert tiny.read(tmp_path / "out")[scale] == 0.5
+    dequantize(source, tmp_path / "plain")
+    assert scale not in tiny.read(tmp_path / "plain")
+
+
 def test_modelopts_own_file_says_it_too(tmp_path: Path) -> None:
     source = store(tmp_path / "source", by_tensor(**STATIC), {})
     change_config(source, lambda found: found.pop("quantization_config"))

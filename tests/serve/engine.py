@@ -55,7 +55,8 @@ CPUS = {int(number) for number in os.environ["ENGINE_CPUS"].split()}
 
 def logprobs(directory: Path) -> np.ndarray:
     """Log-probability of every token at every position of the prompts, [PROMPTS * (LENGTH - 1), vocabulary]."""
-    vocabulary = json.loads((directory / "config.json").read_text())["vocab_size"]
+    config = json.loads((directory / "config.json").read_text())
+    vocabulary = config.get("text_config", config)["vocab_size"]
     chosen = random.Random(1234)
     prompts = [[chosen.randrange(4, vocabulary) for _ in range(LENGTH)] for _ in range(PROMPTS)]
     engine = LLM(
