@@ -15,9 +15,9 @@ import numpy as np
 
 from .checkpoint import Checkpoint, TensorInfo
 from .errors import SourceError
-from .fates import Matrix
 from .formats import Format
 from .kernels import BITS_TYPE, CHUNK, Bits, Codes, decode, scale_values, to_float32
+from .layers import Matrix
 from .schemes import Floats
 from .shardfile import Bytes, SourceFile
 

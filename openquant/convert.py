@@ -18,8 +18,8 @@ import numpy as np
 
 from . import kernels
 from .errors import PlanError, SourceError
-from .fates import Matrix
 from .kernels import Bits, Codes, scale_values
+from .layers import Matrix
 from .output import OutputDirectory
 from .plan import Copy, Job, Piece, Plan, Shard
 from .reading import BUFFER, SMALLEST_SCALE, Reader, check_scales, consumed, memory_of

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .checkpoint import Checkpoint
+from .layers import Layer
 from .models import Model, Split, absolute
 from .patterns import compile_pattern
 from .schemes import Group, Scheme
-
-if TYPE_CHECKING:
-    from .fates import Layer
 
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8, 16)
 

@@ -16,8 +16,9 @@ from . import __version__
 from .checkpoint import DTYPE_BITS, Checkpoint, Location, TensorInfo
 from .encoded import DECODED_DTYPE, Encoded, decoded_view, without_cache_scales
 from .errors import PlanError, UsageError
-from .fates import Fates, Kept, Layer, Matrix, Options, decide, encoded_matrices, experts_finder, is_head
+from .fates import Fates, Kept, Options, decide, experts_finder, is_head
 from .formats import find_quantization
+from .layers import Layer, Matrix, encoded_matrices
 from .models import GENERIC, MODELS, Model
 from .parallel import ParallelSize, parallel_sizes, text_config
 from .patterns import compile_pattern, template

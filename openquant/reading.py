@@ -10,8 +10,8 @@ import numpy as np
 from . import kernels
 from .encoded import Coding
 from .errors import SourceError
-from .fates import Matrix
 from .kernels import BITS_TYPE, Bits
+from .layers import Matrix
 from .schemes import CODE_DTYPE, CODE_MAX, Floats
 from .shardfile import Bytes, SourceFile
 

@@ -19,9 +19,10 @@ from .checkpoint import INDEX_FILE, Checkpoint, TensorInfo, open_checkpoint, rea
 from .contents import LayerError, Progress, Task, Weight, read_contents
 from .encoded import decoded_view
 from .errors import PlanError, SourceError, UsageError
-from .fates import Layer, Matrix, Options, experts_finder, is_head, joined_sets
+from .fates import Options, experts_finder, is_head, joined_sets
 from .formats import FLOATS, Quantization, read_quantization
 from .kernels import BITS_TYPE
+from .layers import Layer, Matrix
 from .machine import available_cpus
 from .models import MODELS, NOT_LINEAR, Model, absolute
 from .output import read_journal
