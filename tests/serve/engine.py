@@ -70,6 +70,7 @@ def logprobs(directory: Path) -> np.ndarray:
         max_model_len=LENGTH + 16,
         max_num_batched_tokens=512,
         max_num_seqs=PROMPTS,
+        language_model_only=True,
         model_loader_extra_config=TRACKED,
         seed=0,
         skip_tokenizer_init=True,
