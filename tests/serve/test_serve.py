@@ -19,7 +19,7 @@ import torch
 from engine_client import Engine, EngineError, LogProbs, complete, dequantize, divergence, find_engine, rewrite
 
 import tiny
-from conftest import EXAMPLE
+from conftest import EXAMPLE, ROOT
 from openquant import compress
 from openquant.models import MODELS
 from openquant.packed import encode, group_absmax, group_scale
@@ -151,6 +151,15 @@ def mixtures(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
         result = compress(sources[mixture.source], root / name, mixture.scheme, format=COMPRESSED, **mixture.options)
         assert result.schemes == mixture.schemes
     return {name: root / name for name in MIXTURES}
+
+
+def test_the_readme_says_which_are_served() -> None:
+    text = (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| `(\w+)`[^|]*\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE)
+    said = {
+        (name, scheme) for name, *cells in rows for scheme, cell in zip(SCHEMES, cells, strict=True) if "served" in cell
+    }
+    assert said == {(name, scheme) for name, scheme in RUN if name != TRAINED} | {("Qwen3ForCausalLM", "channel")}
 
 
 # Answers over HTTP.
