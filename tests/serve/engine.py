@@ -17,8 +17,8 @@ import os
 import random
 import sys
 import tempfile
+import time
 import traceback
-from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -133,8 +133,9 @@ def main() -> None:
     fork = multiprocessing.get_context("fork")
     running: list[BaseProcess] = []
     for number, directory in enumerate(directories):
-        if len(running) >= len(CPUS):
-            wait([process.sentinel for process in running])
+        # Its sentinel tells nothing of a process here: vLLM closes it.
+        while len(running) >= len(CPUS):
+            time.sleep(0.02)
             running = [process for process in running if process.is_alive()]
         running.append(fork.Process(target=answer, args=(mode, Path(directory), Path(output, str(number)))))
         running[-1].start()
