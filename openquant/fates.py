@@ -15,7 +15,7 @@ from .checkpoint import Checkpoint, TensorInfo
 from .encoded import Encoded
 from .errors import PlanError, UsageError
 from .layers import Layer
-from .models import HEAD, NOT_LINEAR, Experts, Model, Stacked, absolute
+from .models import HEAD, NEVER_QUANTIZED, Experts, Model, Stacked, absolute
 from .parallel import indivisible, parts_of, split_finder, text_config
 from .patterns import collapse, compile_any, compile_pattern, template
 from .schemes import Scheme
@@ -96,7 +96,7 @@ def decide(
     """What becomes of each tensor, the `quantization_config` that says so, and notes for the user.
 
     A source that is quantized in the scheme already keeps its choice of layers, whatever the registry says, but for
-    embeddings and output heads.
+    embeddings, output heads and routers.
 
     Raises:
         PlanError: tensors no pattern covers, experts that engines do not load in their scheme, or layers that do not
@@ -164,7 +164,7 @@ def _sort_tensors(
         alike, is_layer, stacks_found, reasons = fates[key]
         matches = is_layer + len(stacks_found) + len(reasons)
         stored = encoded.get(info.name)
-        if settled and stored is not None and not any(why in NOT_LINEAR for why in reasons):
+        if settled and stored is not None and not any(why in NEVER_QUANTIZED for why in reasons):
             layers[module] = Layer(module, alike, info, (info.shape[0], info.shape[1]), encoded=stored)
         elif axes < 2 and not (is_layer and info.name != module) and not stacks_found:
             copied.append(info)

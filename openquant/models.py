@@ -204,7 +204,7 @@ def routed(
 ) -> Part:
     """The experts below `path`, one module each, and the router in its usual place beside them."""
     each = gated(f"{path}.*", gate, up, down)
-    router = Keep(f"{path.rsplit('.', 1)[0]}.gate", "router")
+    router = Keep(f"{path.rsplit('.', 1)[0]}.gate", ROUTER)
     return replace(each, experts=(experts or Experts(path),), keep=(router,))
 
 
@@ -224,8 +224,11 @@ def model(name: str, *parts: Part, layers: str = "model.layers.*", keep: tuple[K
 
 EMBEDDING = Keep("{model,language_model.model,model.language_model}.embed_tokens", "embedding")
 HEAD = Keep("{lm_head,language_model.lm_head}", "output head")
+ROUTER = "router"
 # What engines never build as a quantized Linear, listed or not.
 NOT_LINEAR = (EMBEDDING.why, HEAD.why)
+# What stays unquantized in whatever way a source has it: of routers, engines build most without quantization.
+NEVER_QUANTIZED = (*NOT_LINEAR, ROUTER)
 # Where a wrapper has its language model: as the Hub's older files say it, and transformers 4.52 and later.
 WRAPPED = "{language_model.model,model.language_model}.layers.*"
 
@@ -283,7 +286,7 @@ STABLELM = model(
 
 MIXTRAL = model("MixtralForCausalLM", ATTENTION, routed(".block_sparse_moe.experts", "w1", "w3", "w2"))
 
-SHARED_EXPERT = replace(gated(".mlp.shared_expert"), keep=(Keep(".mlp.shared_expert_gate", "router"),))
+SHARED_EXPERT = replace(gated(".mlp.shared_expert"), keep=(Keep(".mlp.shared_expert_gate", ROUTER),))
 SHARED_EXPERTS = gated(".mlp.shared_experts")
 ROUTED = routed(".mlp.experts")
 
@@ -310,7 +313,7 @@ GRANITE_EXPERTS = replace(
             beside=True,
         ),
     ),
-    keep=(Keep(".block_sparse_moe.router.layer", "router"),),
+    keep=(Keep(".block_sparse_moe.router.layer", ROUTER),),
 )
 # transformers 5.23 wants its stacks.
 GRANITE_MOE = model("GraniteMoeForCausalLM", ATTENTION, GRANITE_EXPERTS, transformers_reads_blocks=False)
@@ -321,7 +324,7 @@ HUNYUAN_MOE = model(
     ATTENTION,
     MLP,
     gated(".mlp.shared_mlp"),
-    replace(ROUTED, keep=(Keep(".mlp.gate.wg", "router"),)),
+    replace(ROUTED, keep=(Keep(".mlp.gate.wg", ROUTER),)),
     # Not as close as the others.
     transformers_reads_blocks=False,
 )
@@ -333,7 +336,7 @@ ERNIE_MOE = model(
     SHARED_EXPERTS,
     ROUTED,
     keep=(
-        Keep(".mlp.moe_statics.**", "router"),
+        Keep(".mlp.moe_statics.**", ROUTER),
         Keep("model.mtp_{block,emb_norm,hidden_norm,linear_proj}.**", "draft layer"),
     ),
 )
@@ -369,7 +372,7 @@ AFMOE = model(
     Part((".self_attn.gate_proj",), splits=(Split(".self_attn.gate_proj", "out", HEADS),)),
     MLP,
     SHARED_EXPERTS,
-    replace(ROUTED, keep=(Keep(".mlp.router.gate", "router"),)),
+    replace(ROUTED, keep=(Keep(".mlp.router.gate", ROUTER),)),
     # models/afmoe.py:513
     head_refused=NAMELESS_HEAD,
 )
@@ -390,7 +393,7 @@ NO_EXPERTS = "vLLM 0.32.0 reads its experts as MXFP4 and its attention is a thir
 GPT_OSS = model(
     "GptOssForCausalLM",
     attention(),
-    keep=(Keep(".mlp.router", "router"), Keep(".mlp.experts.**", "served as MXFP4")),
+    keep=(Keep(".mlp.router", ROUTER), Keep(".mlp.experts.**", "served as MXFP4")),
     # vLLM 0.32.0 models/gpt_oss.py:825-1060.
     refused=(Refusal(None, None, NO_EXPERTS, "serve the MXFP4 original"),),
 )
@@ -515,7 +518,7 @@ NEMOTRON_H = model(
         plain(".mixer.experts.*"),
         experts=(Experts(".mixer.experts"),),
         keep=(
-            Keep(".mixer.gate", "router"),
+            Keep(".mixer.gate", ROUTER),
             Keep(".mixer.fc{1,2}_latent_proj", "to and from the experts' narrower space"),
         ),
     ),
@@ -628,7 +631,7 @@ LLAMA4 = model(
                 ),
             ),
         ),
-        keep=(Keep(".feed_forward.router", "router"),),
+        keep=(Keep(".feed_forward.router", ROUTER),),
     ),
     # transformers 5.19 finds no split experts and initialises new ones.
     transformers_reads_blocks=False,

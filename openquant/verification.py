@@ -24,7 +24,7 @@ from .formats import FLOATS, Quantization, read_quantization
 from .kernels import BITS_TYPE
 from .layers import Layer, Matrix
 from .machine import available_cpus
-from .models import MODELS, NOT_LINEAR, Model, absolute
+from .models import MODELS, NOT_LINEAR, ROUTER, Model, absolute
 from .output import read_journal
 from .patterns import collapse, compile_any, compile_pattern, template
 from .plan import Plan, make_plan
@@ -436,8 +436,12 @@ class _Verification:
             kind = registry.kind(info.module)
             if info.name in self.codes:
                 # Other layers than the registry's are FP8 where the source had them so.
+                message = f"{self._place(info.name)} is {CODE_DTYPE}, but it is kept: {kind.keep}"
                 if kind.keep in NOT_LINEAR:
-                    self.problems.append(f"{self._place(info.name)} is {CODE_DTYPE}, but it is kept: {kind.keep}")
+                    self.problems.append(message)
+                elif kind.keep == ROUTER:
+                    # Some engines build some routers with quantization.
+                    self._differs(message)
                 continue
             matrix = len(info.shape) == 2 and info.name.endswith(".weight")
             linear = kind.layer or (kind.keep is not None and kind.keep not in NOT_LINEAR)

@@ -336,6 +336,32 @@ def test_a_quantized_head_or_embedding_is_decoded(tmp_path: Path, kind: str, mod
     assert verify(tmp_path / "out").problems == ()
 
 
+@pytest.mark.parametrize("scheme", [TENSOR, BLOCK], ids=["tensor", "block"])
+def test_a_quantized_router_is_decoded(tmp_path: Path, scheme: Scheme) -> None:
+    """vLLM builds most routers without quantization and refuses their scales."""
+    source = tmp_path / "source"
+    compress(tiny.write(tmp_path / "plain", "Qwen3MoeForCausalLM"), source, scheme.name)
+    router, before = "model.layers.1.mlp.gate", tiny.read(source)
+    weight = before[f"{router}.weight"]
+    scale = torch.full(scheme.scale_shape((weight.shape[0], weight.shape[1])), 0.25)
+
+    def quantize(weights: Weights) -> None:
+        weights[f"{router}.weight"] = weight.to(FP8)
+        weights[f"{router}.{scheme.scale_name}"] = scale
+
+    change_weights(source, quantize)
+    change_config(source, lambda found: found["quantization_config"].update(ignored_layers=[]))
+    assert any(problem.endswith("is F8_E4M3, but it is kept: router") for problem in verify(source).problems)
+    result = compress(source, tmp_path / "out", scheme.name)
+    assert result.decoded_tensors == 1
+    assert router in result.ignored_layers
+    found = tiny.read(tmp_path / "out")
+    assert same(found[f"{router}.weight"], (weight.to(FP8).float() * 0.25).bfloat16())
+    assert set(found) == set(before)
+    assert all(same(found[name], before[name]) for name in found if name != f"{router}.weight")
+    assert verify(tmp_path / "out").problems == ()
+
+
 def test_draft_layers_of_a_quantized_source(tmp_path: Path) -> None:
     """DeepSeek ships them in FP8. In that scheme they stay, in another they are kept as bfloat16, as ever."""
     plain = tiny.write(tmp_path / "plain", "DeepseekV3ForCausalLM")

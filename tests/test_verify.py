@@ -395,7 +395,7 @@ def test_joined_layers_and_experts_of_mixed_status(tmp_path: Path) -> None:
     assert all(problem.endswith(f"is F8_E4M3, but ignored_layers lists {expert}") for problem in others)
 
 
-def test_a_quantized_head_or_router(ours: tuple[Path, Path]) -> None:
+def test_a_quantized_head(ours: tuple[Path, Path]) -> None:
     _, out = ours
 
     def quantize(weights: Weights) -> None:
@@ -647,6 +647,15 @@ def test_blocks_as_qwen_and_deepseek_write_them(tmp_path: Path) -> None:
     assert verify(out).problems == (
         f"{ONE}: {Q}.weight_scale_inv holds nan at [1, 1]: scales are finite and above zero",
     )
+
+
+def test_a_quantized_router(tmp_path: Path) -> None:
+    """It loads where the engine builds its router so, as vLLM does Qwen3-MoE's."""
+    source = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM")
+    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    config = {**blocks, "modules_to_not_convert": ["lm_head"]}
+    out = write_other(source, tmp_path / "out", by_blocks, "_scale_inv", config, ("lm_head", "embed", "norm"))
+    assert_clean(verify(out), f"{ONE}: model.layers.1.mlp.gate.weight is F8_E4M3, but it is kept: router")
 
 
 def test_compressed_tensors_by_channel(tmp_path: Path) -> None:
