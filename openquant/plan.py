@@ -117,8 +117,8 @@ class Plan:
     """What a run will do; see the module's text. A shard is laid out when its turn comes.
 
     `architecture` is the registry's entry it was made by, `scheme` that of all layers which have no other, `schemes`
-    how many layers each has, `parallel` what each tensor-parallel size meets, `config` the source's config.json without
-    its own quantization, `source_shards` the source's files; the output has all of the same name that hold a weight.
+    how many layers each has, `parallel` what each tensor-parallel size meets, `config` the output's config.json,
+    `source_shards` the source's files; the output has all of the same name that hold a weight.
     """
 
     architecture: str
@@ -413,7 +413,7 @@ def _assemble(
         shards=shards,
         source_shards=tuple(checkpoint.shards),
         indexed=checkpoint.indexed,
-        config=checkpoint.config,
+        config={**checkpoint.config, **({"quantization_config": quantization_config} if quantization_config else {})},
         quantization_config=quantization_config,
         groups=_groups(fates, encoded),
         notes=tuple(notes),

@@ -147,6 +147,7 @@ def carry_out(
                 return None
             if todo is not None:
                 _write_others(prepared, directory, made)
+                # A run that only pushes has deleted those that are on the Hub.
                 if all((prepared.target / name).exists() for name in shards):
                     check_finished(prepared.target, plan)
                 directory.finish()
@@ -200,14 +201,11 @@ def _index(plan: Plan) -> bytes:
 
 
 def _config(plan: Plan) -> bytes:
-    config = dict(plan.config)
-    if plan.quantization_config:
-        config["quantization_config"] = plan.quantization_config
     try:
-        return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+        return (json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:
         # Half of a surrogate pair, which JSON can only hold escaped.
-        return (json.dumps(config, indent=2) + "\n").encode()
+        return (json.dumps(plan.config, indent=2) + "\n").encode()
 
 
 def _device(name: str, ranks: Ranks) -> str:

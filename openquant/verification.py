@@ -171,8 +171,7 @@ def check_finished(root: Path, plan: Plan) -> None:
     found = {name: (info, checkpoint.where[name].shard) for name, info in checkpoint.tensors.items()}
     problems = [f"{name} is not what was planned" for name in planned if planned[name] != found.get(name)]
     problems += [f"{name} was not planned" for name in found.keys() - planned.keys()]
-    config = {**plan.config, **({"quantization_config": plan.quantization_config} if plan.quantization_config else {})}
-    problems += [f"config.json: {message}" for message in _differences(checkpoint.config, config, "")]
+    problems += [f"config.json: {message}" for message in _differences(checkpoint.config, plan.config, "")]
     if plan.quantization_config and not problems:
         # What goes by names and shapes alone knows nothing of engines.
         model = None if plan.model.rest else plan.model
