@@ -11,6 +11,7 @@ there are CPUs.
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -50,6 +51,8 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 TRACKED = {"enable_weights_track": True}
 QUANTIZED = (Fp8LinearMethod, Fp8MoEMethod, CompressedTensorsLinearMethod, CompressedTensorsMoEMethod)
 PROMPTS, LENGTH = 4, 64
+# Engines are never put away, which takes as long as setting one up: their processes just end.
+HELD: list[LLM] = []
 CPUS = {int(number) for number in os.environ["ENGINE_CPUS"].split()}
 
 
@@ -75,6 +78,7 @@ def logprobs(directory: Path) -> np.ndarray:
         seed=0,
         skip_tokenizer_init=True,
     )
+    HELD.append(engine)
     sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=-1, flat_logprobs=True, detokenize=False)
     answers = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling)
     tables = [np.full((LENGTH, vocabulary), np.nan, np.float32) for _ in answers]
@@ -124,10 +128,13 @@ def answer(mode: str, directory: Path, output: Path) -> None:
             output.with_suffix(".json").write_text(json.dumps(layers(directory)))
     except Exception:
         output.with_suffix(".error").write_text(traceback.format_exc())
+    os._exit(0)
 
 
 def main() -> None:
     mode, output, *directories = sys.argv[1:]
+    # What each fork would import.
+    importlib.import_module("vllm.v1.worker.cpu_worker")
     # Else each fork goes through all that was imported, again and again.
     gc.freeze()
     fork = multiprocessing.get_context("fork")

@@ -89,6 +89,7 @@ class Engine:
             port = str(free.getsockname()[1])
         command = [str(self.python.parent / "vllm"), "serve", str(model), "--model-loader-extra-config", TRACKED]
         command += ["--enforce-eager", "--max-model-len", "512", "--dtype", "bfloat16"]
+        command += ["--kv-cache-memory-bytes", str(1 << 26)]
         command += ["--host", "127.0.0.1", "--port", port]
         if ranks > 1:
             cpus = sorted(os.sched_getaffinity(0))[:ranks]
@@ -131,7 +132,6 @@ def _process_group(command: Sequence[str], log: Path, *paths: str, **more: str) 
         **os.environ,
         "PYTHONPATH": os.pathsep.join(str(HERE / path) for path in paths),
         "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         **more,
     }
