@@ -30,7 +30,6 @@ pytestmark = pytest.mark.serve
 SCHEMES = ("tensor", "channel", "block")
 TRAINED = "tiny-qwen3"
 QWEN3_MOE = "Qwen3MoeForCausalLM"
-BY_ROW = ("LlamaForCausalLM", "MistralForCausalLM", "Gemma3ForCausalLM", "Llama4ForCausalLM")
 # What vLLM's CPU build cannot run, some of it in bfloat16 either. All else is.
 NOT_RUN = {
     "DeepseekV32ForCausalLM": "sparse attention",
@@ -42,13 +41,18 @@ RANDOM = tuple(
     name for name in tiny.ARCHITECTURES if name not in NOT_RUN and MODELS[name].refusal(find_scheme("tensor")) is None
 )
 EXPERTS_IGNORED = "**.experts.**"
-# vLLM's CPU build has no kernel for experts with one scale per row; for dense layers it has one.
+# Its experts are left in bfloat16: vLLM's CPU build has no FP8 kernel with apply_router_weight_on_input.
+PLAIN_EXPERTS = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
+# Nor has it one for experts with one scale per row; for dense layers it has.
 RUN = tuple(
     (name, scheme)
     for name in (TRAINED, *RANDOM)
     for scheme in SCHEMES
-    if (scheme != "channel" or name in (TRAINED, *BY_ROW))
-    and (name == TRAINED or MODELS[name].refusal(find_scheme(scheme)) is None)
+    if name == TRAINED
+    or (
+        MODELS[name].refusal(find_scheme(scheme)) is None
+        and (scheme != "channel" or name in PLAIN_EXPERTS or not MODELS[name].experts)
+    )
 )
 
 COMPRESSED = "compressed-tensors"
@@ -110,7 +114,7 @@ FURTHER = {
 }
 # Trained: 0.00004, 0.00005. Random: up to 0.00001, but with experts 0.0005: some tokens are routed otherwise.
 # Joined layers with separate scales: 0.0007.
-# The kernel for one scale per row rounds activations to FP8 too, one scale for each token: 0.0020, 0.0019.
+# The kernel for one scale per row rounds activations to FP8 too, one scale for each token: 0.0020, random 0.0028.
 TO_DEQUANTIZED = {"tensor": 0.0002, "channel": 0.003, "block": 0.0002}
 ROUTED_OTHERWISE = 0.001
 
@@ -136,8 +140,7 @@ def compressed(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
     root = tmp_path_factory.mktemp("compressed")
     found = {}
     for name, scheme in RUN:
-        # vLLM's CPU build has no FP8 expert kernel with apply_router_weight_on_input. bfloat16 ones are split.
-        ignore = [EXPERTS_IGNORED] if name.startswith("Llama4") else []
+        ignore = [EXPERTS_IGNORED] if name in PLAIN_EXPERTS else []
         found[f"{name}-{scheme}"] = root / f"{name}-{scheme}"
         compress(sources[name], root / f"{name}-{scheme}", scheme, ignore=ignore)
     return found
@@ -159,7 +162,7 @@ def test_the_readme_says_which_are_served() -> None:
     said = {
         (name, scheme) for name, *cells in rows for scheme, cell in zip(SCHEMES, cells, strict=True) if "served" in cell
     }
-    assert said == {(name, scheme) for name, scheme in RUN if name != TRAINED} | {("Qwen3ForCausalLM", "channel")}
+    assert said == {(name, scheme) for name, scheme in RUN if name != TRAINED}
 
 
 # Answers over HTTP.
@@ -221,13 +224,16 @@ def logprobs(
 
 @pytest.mark.parametrize(("name", "scheme"), RUN)
 def test_stays_close_to_the_source(name: str, scheme: str, logprobs: Answers) -> None:
-    assert divergence(logprobs.of(name), logprobs.of(f"{name}-{scheme}")) <= FURTHER.get(name, TO_SOURCE)
+    bound = TO_SOURCE + (TO_DEQUANTIZED[scheme] if scheme == "channel" else 0)
+    assert divergence(logprobs.of(name), logprobs.of(f"{name}-{scheme}")) <= FURTHER.get(name, bound)
 
 
 @pytest.mark.parametrize(("name", "scheme"), RUN)
 def test_computes_what_codes_and_scales_stand_for(name: str, scheme: str, logprobs: Answers) -> None:
     reference = logprobs.of(f"{name}-{scheme}-dequantized")
     bound = TO_DEQUANTIZED[scheme]
+    if scheme == "channel":
+        bound = FURTHER.get(name, bound)
     if name != TRAINED and MODELS[name].experts:
         bound = max(bound, ROUTED_OTHERWISE)
     assert divergence(reference, logprobs.of(f"{name}-{scheme}")) <= bound
