@@ -20,6 +20,7 @@ from .kernels import BITS_TYPE, CHUNK, Bits, Codes, decode, scale_values, to_flo
 from .layers import Matrix
 from .schemes import Floats
 from .shardfile import Bytes, SourceFile
+from .threads import in_threads
 
 PIECE = 4 << 20
 # A transposed matrix is read in columns: longer pieces of each stored row make fewer system calls.
@@ -131,19 +132,7 @@ class _Reading:
 
     def run(self, workers: int) -> Contents:
         """Until all is read, or something fails."""
-        threads = [threading.Thread(target=self._work, daemon=True) for _ in range(workers)]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                while thread.is_alive():
-                    # With a timeout, so that the main thread gets to see signals.
-                    thread.join(0.2)
-        finally:
-            self.stopped.set()
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
+        in_threads(self._work, workers, self.stopped)
         if self.failure is not None:
             raise self.failure
         self.contents.problems = [message for _, message in sorted(self.found)]

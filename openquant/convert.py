@@ -25,6 +25,7 @@ from .plan import Copy, Job, Piece, Plan, Shard
 from .reading import BUFFER, SMALLEST_SCALE, Reader, check_scales, consumed, memory_of
 from .schemes import CODE_MAX, Floats, Group, Scheme
 from .shardfile import AlignedBuffer, Bytes, ShardFile
+from .threads import in_threads
 
 # What the kernels need for CHUNK weights, their tables, and what they leave behind in the allocator.
 KERNEL_MEMORY = 16 << 20
@@ -196,22 +197,7 @@ class _Conversion:
 
     def run(self, workers: int) -> None:
         with ThreadPoolExecutor(workers, "openquant-write") as writers:
-            threads = [
-                threading.Thread(target=self._work, args=(writers,), name=f"openquant-{number}", daemon=True)
-                for number in range(workers)
-            ]
-            try:
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    while thread.is_alive():
-                        # With a timeout, so that the main thread gets to see signals.
-                        thread.join(0.2)
-            finally:
-                self.stopped.set()
-                for thread in threads:
-                    if thread.ident is not None:
-                        thread.join()
+            in_threads(lambda: self._work(writers), workers, self.stopped)
         for file in self.files:
             file.close()
         if self.failure is not None:
