@@ -1,8 +1,7 @@
 """`openquant verify`: hold an FP8 directory against itself, and against its source.
 
-Names, shapes, dtypes and the config are checked first, from headers alone; then the tensors are read (contents.py).
-What engines would load wrongly is a problem; what another tool may do otherwise than
-this one, and engines accept, is a note.
+Names, shapes, dtypes and the config are checked first (headers.py), then held against the source's; then the tensors
+are read (contents.py).
 """
 
 from __future__ import annotations
@@ -10,25 +9,26 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import INDEX_FILE, Checkpoint, TensorInfo, open_checkpoint, read_config, readable
-from .contents import LayerError, Progress, Task, Weight, read_contents
+from .checkpoint import Checkpoint, TensorInfo, open_checkpoint, read_config, readable
+from .contents import LayerError, Progress, Task, read_contents
 from .encoded import decoded_view
 from .errors import PlanError, SourceError, UsageError
-from .fates import Options, experts_finder, is_head, joined_sets
-from .formats import FLOATS, Quantization, read_quantization
+from .fates import Options, joined_sets
+from .formats import read_quantization
+from .headers import Headers, Registry, described
 from .kernels import BITS_TYPE
-from .layers import Layer, Matrix
+from .layers import Matrix
 from .machine import available_cpus
-from .models import MODELS, NOT_LINEAR, ROUTER, Model, absolute
+from .models import MODELS
 from .output import read_journal
-from .patterns import collapse, compile_any, compile_pattern, template
+from .patterns import collapse, template
 from .plan import Plan, make_plan
-from .schemes import CODE_DTYPE, MIXED, TENSOR, Group, Scheme, recognise
+from .schemes import MIXED, TENSOR, Group, Scheme
 
 
 @dataclass(frozen=True)
@@ -138,19 +138,21 @@ def verify(
         return Report(os.fspath(directory), told, None, form, (error.message,), notes, seconds=_since(begin))
     written = set(journal["files"]) if journal else set()
     model = MODELS.get(checkpoint.architecture)
-    work = _Verification(checkpoint, quantization, model, origin, full, written)
+    headers = Headers(checkpoint, quantization, model, written)
+    headers.check()
+    work = _Verification(headers, origin, full)
     work.run(workers or available_cpus(), progress)
     return Report(
         directory=os.fspath(directory),
         source=told,
         architecture=checkpoint.architecture,
         format=form,
-        problems=tuple(work.problems),
-        notes=tuple(work.notes),
+        problems=tuple(headers.problems),
+        notes=tuple(headers.notes),
         shards=len(checkpoint.shards),
         tensors=len(checkpoint.tensors),
         nbytes=sum(info.nbytes for info in checkpoint.tensors.values()),
-        quantized=len(work.codes),
+        quantized=len(headers.codes),
         equal_tensors=work.equal_tensors,
         equal_files=work.equal_files,
         errors=tuple(work.errors),
@@ -175,9 +177,9 @@ def check_finished(root: Path, plan: Plan) -> None:
     if plan.quantization_config and not problems:
         # What goes by names and shapes alone knows nothing of engines.
         model = None if plan.model.rest else plan.model
-        work = _Verification(checkpoint, read_quantization(checkpoint.config), model, None, False, set(plan.files))
-        work.check_headers()
-        problems = work.problems
+        headers = Headers(checkpoint, read_quantization(checkpoint.config), model, set(plan.files))
+        headers.check()
+        problems = headers.problems
     if problems:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise RuntimeError(f"{root} was written wrongly: {'; '.join(problems[:3])}{more}")
@@ -196,90 +198,19 @@ def _since(begin: float) -> float:
     return round(time.monotonic() - begin, 3)
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """What the registry says of all modules named alike."""
-
-    layer: bool
-    stack: bool
-    keep: str | None
-    fused: str | None
-
-
-class _Registry:
-    """The registry's entry for an architecture, asked about modules of a checkpoint."""
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
-        self.find_experts = experts_finder(model)
-        self._compress = compile_any(absolute(model, model.compress))
-        stacks = (f"{experts.path}.{stacked.name}" for experts in model.experts for stacked in experts.stacked)
-        self._stacks = compile_any(absolute(model, stacks))
-        self._keeps = [(compile_any(absolute(model, [keep.pattern])), keep.why) for keep in model.keep]
-        patterns = absolute(model, [joined.pattern for joined in model.joined])
-        self._fused = [
-            (compile_pattern(pattern), joined.listed_as)
-            for joined, pattern in zip(model.joined, patterns, strict=True)
-            if joined.listed_as
-        ]
-        self._kinds: dict[str, _Kind] = {}
-
-    def kind(self, module: str) -> _Kind:
-        alike = template(module)
-        if alike not in self._kinds:
-            self._kinds[alike] = _Kind(
-                bool(self._compress.fullmatch(module)),
-                bool(self._stacks.fullmatch(module)),
-                next((why for pattern, why in self._keeps if pattern.fullmatch(module)), None),
-                next((fused for pattern, fused in self._fused if pattern.fullmatch(module)), None),
-            )
-        return self._kinds[alike]
-
-    def spellings(self, name: str) -> Iterator[str]:
-        """A name, and the others that engines know it by."""
-        yield name
-        for group in self.model.spellings:
-            prefix = next((prefix for prefix in group if name.startswith(prefix)), None)
-            if prefix is not None:
-                yield from (other + name.removeprefix(prefix) for other in group if other != prefix)
-
-    def fused(self, module: str) -> str | None:
-        """The merged layer that engines look up instead of a module; None where they look up the module itself."""
-        fused = self.kind(module).fused
-        return None if fused is None else f"{module.rsplit('.', 1)[0]}.{fused}"
-
-
 class _Verification:
-    """One check. Methods append to problems and notes; `run` says in which order."""
+    """One check against a source and of the contents, once the headers are checked; `run` says in which order.
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        quantization: Quantization,
-        model: Model | None,
-        source: Checkpoint | None,
-        full: bool,
-        written: set[str],
-    ) -> None:
-        self.checkpoint = checkpoint
-        self.quantization = quantization
+    What it finds goes where the headers' problems and notes are.
+    """
+
+    def __init__(self, headers: Headers, source: Checkpoint | None, full: bool) -> None:
+        self.headers = headers
+        self.checkpoint = headers.checkpoint
         self.source = source
         self.full = full
-        self.written = written
-        # Other tools write one list of unquantized modules, or other settings.
-        self.scheme = recognise(quantization.settings)
-        # A head that is quantized is one more layer.
-        self.head = quantization.method != "fp8" and any(
-            info.dtype == CODE_DTYPE and is_head(info.module) for info in checkpoint.tensors.values()
-        )
-        if model and self.head and model.head_refused is None:
-            model = model.with_head()
-        self.registry = _Registry(model) if model else None
-        self.problems: list[str] = list(quantization.problems)
-        self.notes: list[str] = []
-        self.codes: dict[str, Weight] = {}
-        self.scales: set[str] = set()
-        self.unlisted: set[str] = set()
+        self.problems, self.notes = headers.problems, headers.notes
+        self.codes, self.scheme, self._place = headers.codes, headers.scheme, headers.place
         self.values: dict[str, float] = {}
         self.plan: Plan | None = None
         self.matrices: dict[str, Matrix] = {}
@@ -287,26 +218,8 @@ class _Verification:
         self.equal_files = 0
         self.errors: list[LayerError] = []
 
-    def check_headers(self) -> None:
-        """What needs no tensor to be read."""
-        self._sort_tensors()
-        self._check_strays()
-        if self.registry is None:
-            self.notes.append(
-                f"{self.checkpoint.architecture} is not a known architecture: not checked are which unquantized layers "
-                "must be listed, and which must share their status or scale"
-            )
-        self._check_listed()
-        if self.registry is not None:
-            self._check_unlisted(self.registry)
-            self._check_together(self.registry)
-        self._check_head()
-        self._check_index()
-        self._check_written()
-
     def run(self, workers: int, progress: Progress | None) -> None:
-        """All checks, those of headers first."""
-        self.check_headers()
+        """All checks."""
         pairs: list[tuple[TensorInfo, Matrix | None]] = []
         if self.source is not None:
             self._compare_config(self.source)
@@ -315,219 +228,8 @@ class _Verification:
             pairs = self._pair(self.source)
             self._compare_plan()
         self._read(pairs, workers, progress)
-        if self.registry is not None:
-            self._check_shared_scales(self.registry)
-
-    def _place(self, name: str) -> str:
-        """A tensor for a message: its file and its name."""
-        return f"{self.checkpoint.where[name].shard}: {name}"
-
-    def _differs(self, message: str) -> None:
-        """Something that this tool never does, and another may."""
-        (self.notes if self.scheme is None else self.problems).append(message)
-
-    # What the headers say.
-
-    def _sort_tensors(self) -> None:
-        """Find the quantized weights and their scales."""
-        respelled = 0
-        tensors = self.checkpoint.tensors
-        for info in tensors.values():
-            if not info.dtype.startswith("F8_E") or info.dtype == "F8_E8M0":
-                continue
-            if info.dtype != CODE_DTYPE or len(info.shape) < 2:
-                self.problems.append(f"{self._place(info.name)} is {_kind(info)}, not a matrix of {CODE_DTYPE}")
-                continue
-            form = self.quantization.format_of(info.module)
-            if form is None:
-                self.problems.append(f"{self._place(info.name)} is {CODE_DTYPE}, but no config group targets it")
-                self.codes[info.name] = Weight(info, None, None, None)
-                continue
-            scale = tensors.get(info.name + form.suffix)
-            shapes = form.scale_shapes(info.shape)
-            if scale is None and form.strategy == "tensor":
-                scale = tensors.get(f"{info.name}_scale_inv")
-                respelled += scale is not None
-            if scale is None:
-                self.problems.append(f"{self._place(info.name)} has no scale: {info.name + form.suffix} is missing")
-            else:
-                self.scales.add(scale.name)
-                scale = self._sound(scale, form.scale_dtypes, shapes, info)
-            self.codes[info.name] = Weight(info, form, scale, self._input_scale(info) if form.static else None)
-        if respelled:
-            self.notes.append(
-                f"{respelled} scales are called weight_scale_inv although they are one per tensor; "
-                "vLLM 0.32.0 reads that for Mistral 3 models only"
-            )
-        if not self.codes:
-            self.notes.append("nothing is quantized")
-
-    def _input_scale(self, info: TensorInfo) -> TensorInfo | None:
-        """The scale of a layer's activations, if it is there and has the right shape and dtype."""
-        name = f"{info.module}.input_scale"
-        found = self.checkpoint.tensors.get(name)
-        if found is None:
-            self.problems.append(f"{self._place(info.name)} has no {name}, but its activations are static")
-            return None
-        self.scales.add(name)
-        return self._sound(found, FLOATS, ((), (1,)), info)
-
-    def _sound(
-        self, scale: TensorInfo, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], info: TensorInfo
-    ) -> TensorInfo | None:
-        """The scale, if its dtype and shape are right."""
-        if self.scheme is not None:
-            dtypes = dtypes[:1]
-        if scale.dtype in dtypes and scale.shape in shapes:
-            return scale
-        wanted = f"{_either(dtypes)} {_either([str(list(shape)) for shape in shapes])}"
-        self.problems.append(f"{self._place(scale.name)} is {_kind(scale)}, for {_kind(info)} it must be {wanted}")
-        return None
-
-    def _check_strays(self) -> None:
-        """Scales that belong to no quantized weight."""
-        unread = 0
-        for info in self.checkpoint.tensors.values():
-            owner = self._owner(info.name)
-            if owner is None or info.name in self.scales:
-                continue
-            weight = self.checkpoint.tensors.get(owner)
-            if weight is None:
-                self.problems.append(f"{self._place(info.name)} has no weight: {owner} is missing")
-            elif owner not in self.codes:
-                self.problems.append(f"{self._place(info.name)} is the scale of {owner}, which is {weight.dtype}")
-            elif info.name.endswith(".input_scale"):
-                unread += 1
-            elif (form := self.codes[owner].form) is not None:
-                self.problems.append(
-                    f"{self._place(info.name)} is not the scale of {owner}: the config asks for {owner}{form.suffix}"
-                )
-        if unread:
-            self.notes.append(f"{unread} input_scale tensors are there, but the config says activations are dynamic")
-
-    def _owner(self, name: str) -> str | None:
-        """The weight that a tensor is the scale of; None if it is no scale."""
-        if name.endswith(".input_scale"):
-            return f"{name.removesuffix('.input_scale')}.weight"
-        for suffix in ("_scale_inv", "_scale"):
-            owner = name.removesuffix(suffix)
-            if owner != name and (owner.endswith(".weight") or owner in self.checkpoint.tensors):
-                return owner
-        return None
-
-    def _check_listed(self) -> None:
-        """No quantized module may be listed."""
-        ignored = self.quantization.ignored
-        for name, weight in self.codes.items():
-            module = weight.info.module
-            names: list[str] = [module]
-            if self.registry is not None:
-                fused = self.registry.fused(module)
-                names = [n for known in (module, fused) if known for n in self.registry.spellings(known)]
-            entry = ignored.find(names)
-            if entry is not None:
-                self.problems.append(f"{self._place(name)} is {CODE_DTYPE}, but {ignored.key} lists {entry}")
-
-    def _check_unlisted(self, registry: _Registry) -> None:
-        """Every unquantized module that an engine would build as FP8 must be listed; and what may not be FP8."""
-        ignored, unlisted = self.quantization.ignored, []
-        for info in self.checkpoint.tensors.values():
-            kind = registry.kind(info.module)
-            if info.name in self.codes:
-                # Other layers than the registry's are FP8 where the source had them so.
-                message = f"{self._place(info.name)} is {CODE_DTYPE}, but it is kept: {kind.keep}"
-                if kind.keep in NOT_LINEAR:
-                    self.problems.append(message)
-                elif kind.keep == ROUTER:
-                    # Some engines build some routers with quantization.
-                    self._differs(message)
-                continue
-            matrix = len(info.shape) == 2 and info.name.endswith(".weight")
-            linear = kind.layer or (kind.keep is not None and kind.keep not in NOT_LINEAR)
-            if not (kind.stack or (matrix and linear)) or self.quantization.format_of(info.module) is None:
-                continue
-            wanted = registry.fused(info.module) or info.module
-            if ignored.find(registry.spellings(wanted)) is not None:
-                continue
-            if kind.keep is None or self.scheme is not None:
-                self.unlisted.add(wanted)
-                self.problems.append(
-                    f"{self._place(info.name)} is {info.dtype}, but {ignored.key} does not list {wanted}"
-                )
-            else:
-                unlisted.append(info.module)
-        if unlisted:
-            more = f" and {len(unlisted) - 1} more modules that are" if len(unlisted) > 1 else ", which is"
-            them = "them" if len(unlisted) > 1 else "it"
-            self.notes.append(
-                f"{ignored.key} does not list {unlisted[0]}{more} unquantized: right only if the engine never builds "
-                f"{them} as FP8"
-            )
-
-    def _layers(self, registry: _Registry) -> dict[str, Layer]:
-        """The stored matrices that the registry lets quantize."""
-        return {
-            info.module: Layer(info.module, template(info.module), info, (info.shape[0], info.shape[1]))
-            for info in self.checkpoint.tensors.values()
-            if len(info.shape) == 2 and info.name.endswith(".weight") and registry.kind(info.module).layer
-        }
-
-    def _check_head(self) -> None:
-        """An output head is no Linear to vLLM."""
-        for name, weight in self.codes.items():
-            if self.head and is_head(weight.info.module) and not self.quantization.names(weight.info.module):
-                self.problems.append(
-                    f"{self._place(name)} is {CODE_DTYPE}, but no config group names it: engines find it by name only"
-                )
-
-    def _check_together(self, registry: _Registry) -> None:
-        """What an engine merges must be quantized together, and so must all experts of a layer."""
-        layers = self._layers(registry)
-        groups: dict[str, list[str]] = {}
-        for module in layers:
-            experts = registry.find_experts(module)
-            if experts is not None:
-                groups.setdefault(experts, []).append(module)
-        for members in set(joined_sets(registry.model, layers).values()):
-            # Experts are held together already.
-            if registry.find_experts(members[0]) is None:
-                groups[members[0]] = list(members)
-        for name in sorted(groups):
-            one = {f"{module}.weight" in self.codes: module for module in reversed(groups[name])}
-            forms = {
-                weight.form: weight.info.name
-                for module in reversed(groups[name])
-                if (weight := self.codes.get(f"{module}.weight")) and weight.form
-            }
-            if len(one) == 2:
-                other = f"{one[False]}.weight"
-                self.problems.append(
-                    f"{self._place(f'{one[True]}.weight')} is {CODE_DTYPE} and {other} is "
-                    f"{self.checkpoint.tensors[other].dtype}, but engines take both in one format"
-                )
-            elif len(forms) > 1:
-                (form, first), (another, second), *_ = list(forms.items())[::-1]
-                self.problems.append(
-                    f"{self._place(first)} has {form.title} and {second} {another.title}, "
-                    "but engines take both in one format"
-                )
-
-    def _check_index(self) -> None:
-        """The size that the index tells."""
-        if not self.checkpoint.indexed:
-            return
-        index = json.loads((self.checkpoint.root / INDEX_FILE).read_bytes())
-        metadata = index.get("metadata")
-        told = metadata.get("total_size") if isinstance(metadata, dict) else None
-        total = sum(info.nbytes for info in self.checkpoint.tensors.values())
-        if told is not None and told != total:
-            self._differs(f"{INDEX_FILE}: total_size is {told}, the tensors take {total} bytes")
-
-    def _check_written(self) -> None:
-        """The files that the run which made the directory wrote down."""
-        for name in sorted(self.written):
-            if not (self.checkpoint.root / name).is_file():
-                self.problems.append(f"{name} is missing: the run that made this directory wrote it")
+        if self.headers.registry is not None:
+            self._check_shared_scales(self.headers.registry)
 
     # The source.
 
@@ -537,25 +239,25 @@ class _Verification:
             config.pop("quantization_config", None)
             config.pop("compression_config", None)
         for message in _differences(ours, theirs, ""):
-            self._differs(f"config.json: {message}")
+            self.headers.differs(f"config.json: {message}")
 
     def _compare_files(self, source: Checkpoint) -> None:
         # The card is written anew; the config was compared by its contents.
         for name in sorted(source.files.keys() - {"config.json", "README.md"}):
             if name not in self.checkpoint.files:
-                if name not in self.written:
-                    self._differs(f"{name} is missing: the source has it")
+                if name not in self.headers.written:
+                    self.headers.differs(f"{name} is missing: the source has it")
             elif _same(self.checkpoint.root / name, source.root / name):
                 self.equal_files += 1
             else:
-                self._differs(f"{name} differs from the source's")
+                self.headers.differs(f"{name} differs from the source's")
 
     def _make_plan(self, source: Checkpoint) -> None:
         """The plan that would leave unquantized what is; without one, tensors are compared by name alone."""
         if source.architecture not in MODELS:
             return
         try:
-            options = Options(tuple(self._ignore_patterns(source)), tuple(self._schemes_for()), head=self.head)
+            options = Options(tuple(self._ignore_patterns(source)), tuple(self._schemes_for()), head=self.headers.head)
             self.plan = make_plan(source, self.scheme or TENSOR, options)
         except (PlanError, UsageError) as error:
             self.notes.append(f"no plan can be made of the source, tensors were compared by name: {error.message}")
@@ -568,9 +270,9 @@ class _Verification:
         quantized = {template(weight.info.module) for weight in self.codes.values()}
         patterns: dict[str, None] = {}
         for info in self.checkpoint.tensors.values():
-            if len(info.shape) < 2 or info.name in self.codes or self._owner(info.name) is not None:
+            if len(info.shape) < 2 or info.name in self.codes or self.headers.owner(info.name) is not None:
                 continue
-            experts = self.registry.find_experts(info.module) if self.registry else None
+            experts = self.headers.registry.find_experts(info.module) if self.headers.registry else None
             alike = template(info.module)
             if alike not in quantized:
                 patterns[alike] = None
@@ -582,7 +284,7 @@ class _Verification:
 
     def _schemes_for(self) -> Iterator[tuple[str, Scheme]]:
         """--scheme-for options for what is stored in another scheme than most."""
-        if self.scheme is None or self.registry is None:
+        if self.scheme is None or self.headers.registry is None:
             return
         alike: dict[str, set[Group]] = {}
         for weight in self.codes.values():
@@ -594,7 +296,7 @@ class _Verification:
                 name = template(weight.info.module)
                 if len(alike[name]) > 1:
                     # Each pattern is held against every layer, and experts are many.
-                    experts = self.registry.find_experts(weight.info.module)
+                    experts = self.headers.registry.find_experts(weight.info.module)
                     name = f"{experts}.**" if experts else weight.info.module
                 others[name] = next(other for other in MIXED if other.group == weight.form.group)
         yield from others.items()
@@ -609,7 +311,7 @@ class _Verification:
             if original is None and matrix is not None and info.name != f"{info.module}.weight":
                 matrix = None
             if original is None and matrix is None:
-                if self._owner(info.name) is None:
+                if self.headers.owner(info.name) is None:
                     foreign.append(info.name)
                 continue
             dtype, shape = (original.dtype, original.shape) if original else (matrix.dtype, matrix.shape)  # type: ignore[union-attr]
@@ -637,7 +339,7 @@ class _Verification:
         return pairs
 
     def _mismatch(self, info: TensorInfo, dtype: str, shape: tuple[int, ...]) -> None:
-        self.problems.append(f"{self._place(info.name)} is {_kind(info)}, the source has {dtype} {list(shape)}")
+        self.problems.append(f"{self._place(info.name)} is {described(info)}, the source has {dtype} {list(shape)}")
 
     def _check_accounted(self, source: Checkpoint) -> None:
         """Every tensor of the source is there, itself or split into experts."""
@@ -656,19 +358,20 @@ class _Verification:
         """What this tool made is where its plan puts it, and lists what its plan lists."""
         if self.plan is None or self.scheme is None:
             return
-        key = self.quantization.ignored.key
-        listed = set(self.quantization.ignored.entries)
+        key = self.headers.quantization.ignored.key
+        listed = set(self.headers.quantization.ignored.entries)
         for name in self.plan.ignored_layers:
-            if name not in listed and name not in self.unlisted:
+            if name not in listed and name not in self.headers.unlisted:
                 self.problems.append(f"config.json: {key} does not list {name}")
         if self.problems:
             return
         for shard in self.plan.shards:
             for planned in self.plan.outputs(shard.name):
                 found, where = self.checkpoint.tensors[planned.name], self.checkpoint.where[planned.name]
-                if (found != planned and found.name not in self.scales) or where.shard != shard.name:
+                if (found != planned and found.name not in self.headers.scales) or where.shard != shard.name:
                     self.problems.append(
-                        f"{self._place(found.name)} is {_kind(found)}, the plan has {_kind(planned)} in {shard.name}"
+                        f"{self._place(found.name)} is {described(found)}, "
+                        f"the plan has {described(planned)} in {shard.name}"
                     )
 
     # The tensors' contents.
@@ -690,9 +393,9 @@ class _Verification:
             if skipped:
                 self.notes.append(f"{skipped} quantized tensors were not decoded: the source has no matrix for them")
 
-    def _check_shared_scales(self, registry: _Registry) -> None:
+    def _check_shared_scales(self, registry: Registry) -> None:
         """Layers that engines merge have one scale, or vLLM rounds them a second time at load."""
-        layers, several, ragged = self._layers(registry), 0, 0
+        layers, several, ragged = self.headers.layers(registry), 0, 0
         for members in sorted(set(joined_sets(registry.model, layers).values())):
             weights = [self.codes[f"{module}.weight"] for module in members if f"{module}.weight" in self.codes]
             forms = {weight.form for weight in weights}
@@ -723,14 +426,6 @@ class _Verification:
                 f"{ragged} sets of layers that engines merge do not divide into blocks: "
                 "vLLM 0.32.0 misplaces their scales"
             )
-
-
-def _kind(info: TensorInfo) -> str:
-    return f"{info.dtype} {list(info.shape)}"
-
-
-def _either(words: Sequence[str]) -> str:
-    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def _differences(ours: Any, theirs: Any, path: str) -> Iterator[str]:
