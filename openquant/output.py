@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
@@ -92,6 +93,8 @@ class OutputDirectory:
         self.scratch = scratch
         self.resumed = False
         self.complete = False
+        # Ranks of a run whose first one died may still be writing when the next run does.
+        self._process = secrets.token_hex(4)
         self._lock = -1
         self._made = False
 
@@ -140,13 +143,21 @@ class OutputDirectory:
         return self.complete
 
     def partial(self, name: str) -> Path:
-        """Where a file is written before it gets its final name."""
-        # Not by its own name, which with an ending may be too long for the file system.
-        return self.path / WORK / (hashlib.sha256(os.fsencode(name)).hexdigest()[:24] + ".partial")
+        """Where a file is written before it gets its final name; no two processes write to the same place."""
+        return self.path / WORK / f"{_short(name)}.{self._process}.partial"
 
     def publish(self, name: str) -> None:
-        """Give a written file its final name, once its bytes are on disk."""
+        """Give a written file its final name, once its bytes are on disk.
+
+        Raises:
+            OutputError: another run has claimed the directory since, or the file cannot be renamed.
+        """
         target = self.path / name
+        journal = None if name == JOURNAL else self._read_journal()
+        if journal is not None and journal["digest"] != self.digest:
+            raise OutputError(
+                f"{target} was not finished: another run has claimed {self.path}", "let one run at a time write there"
+            )
         with explained(target):
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(self.partial(name), target)
@@ -356,6 +367,16 @@ def _is_plain(name: object) -> bool:
     return isinstance(name, str) and "\0" not in name and not {"", ".", "..", WORK} & set(name.split("/"))
 
 
+def _short(name: str) -> str:
+    """A file's name as it begins below WORK: with an ending, its own may be too long for the file system."""
+    return hashlib.sha256(os.fsencode(name)).hexdigest()[:24]
+
+
+def _is_early(name: str) -> bool:
+    """Whether a file below WORK may be there before the journal is."""
+    return name == "lock" or (name.startswith(f"{_short(JOURNAL)}.") and name.endswith(".partial"))
+
+
 def _files_below(root: Path, ours: bool) -> Iterator[str]:
     """Every file below root but the journal and our work, relative to it; empty directories count for nothing.
 
@@ -363,12 +384,11 @@ def _files_below(root: Path, ours: bool) -> Iterator[str]:
         root: the directory.
         ours: whether it has a journal. Without one, only what a run leaves that died before writing it is our work.
     """
-    early = {"lock", OutputDirectory(root, "", {}, {}, False).partial(JOURNAL).name}
     for folder, directories, names in os.walk(root):
         base = Path(folder)
         if base == root and WORK in directories:
             work = base / WORK
-            if not work.is_symlink() and (ours or {path.name for path in work.iterdir()} <= early):
+            if not work.is_symlink() and (ours or all(_is_early(path.name) for path in work.iterdir())):
                 directories.remove(WORK)
         linked = [name for name in directories if (base / name).is_symlink()]
         for name in (*names, *linked):

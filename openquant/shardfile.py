@@ -180,7 +180,11 @@ class ShardFile:
         with explained(self.path):
             os.fsync(self._handle)
         self.close()
-        verify_shard(self.output.partial(self.layout.name), self.layout)
+        partial = self.output.partial(self.layout.name)
+        with explained(self.path):
+            # A run that took this one for dead has removed it.
+            partial.stat()
+        verify_shard(partial, self.layout)
         self.output.publish(self.layout.name)
         self.published(self.layout.name)
 

@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +21,12 @@ import tiny
 from conftest import ROOT, heed_ctrl_c, tree
 from openquant import compress
 from openquant import run as running
+from openquant.checkpoint import open_checkpoint
 from openquant.errors import OutputError, SourceError
+from openquant.output import OutputDirectory
+from openquant.plan import make_plan
+from openquant.schemes import TENSOR
+from openquant.shardfile import ShardFile
 
 SHARDS = 5
 
@@ -123,6 +129,44 @@ def test_a_killed_run_continues_to_the_same_bytes(
     else:
         compress(source, out)
     assert tree(out) == whole
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_rank_that_outlives_its_run_leaves_nothing_half_written(
+    tmp_path: Path, source: Path, overwrite: bool
+) -> None:
+    """Where its first rank died, the next run takes the directory although another rank still writes there."""
+    plan = make_plan(open_checkpoint(source), TENSOR)
+    layout = plan.lay_out(plan.shards[0].name)
+    shards = {shard.name: shard.nbytes for shard in plan.shards}
+    out, body = tmp_path / "out", np.ones(layout.size - len(layout.header), np.uint8)
+
+    def begin(digest: str, overwrite: bool = False) -> tuple[OutputDirectory, ShardFile]:
+        output = OutputDirectory(out, digest, shards, {}, overwrite)
+        return output, ShardFile(layout, output, lambda _: None)
+
+    first, _ = begin(plan.digest)
+    first.__enter__()
+    _, early = begin(plan.digest)
+    early.open()
+    fcntl.flock(first._lock, fcntl.LOCK_UN)
+    again, file = begin("of other options" if overwrite else plan.digest, overwrite)
+    with again:
+        file.open()
+        _, late = begin(plan.digest)
+        late.open()
+        with pytest.raises(OutputError, match="No such file or directory"):
+            early.write(body, len(layout.header))
+        assert not (out / layout.name).exists()
+        if overwrite:
+            with pytest.raises(OutputError, match=f"was not finished: another run has claimed {out}"):
+                late.write(body, len(layout.header))
+            assert not (out / layout.name).exists()
+        else:
+            # Whole, and what the next run would write.
+            late.write(body, len(layout.header))
+        file.write(body, len(layout.header))
+        assert (out / layout.name).read_bytes() == layout.header + body.tobytes()
 
 
 @pytest.mark.parametrize("how", ["INT", "TERM"])
