@@ -227,6 +227,11 @@ def _read_fp8(method: str, found: dict[str, Any]) -> Quantization:
 
 
 def _read_compressed_tensors(method: str, found: dict[str, Any]) -> Quantization:
+    rotated, sparse = found.get("transform_config"), found.get("sparsity_config")
+    if rotated and (not isinstance(rotated, dict) or rotated.get("config_groups")):
+        raise UsageError("config.json has a transform_config: the weights are stored rotated", _KNOWN_GROUPS)
+    if sparse and (not isinstance(sparse, dict) or sparse.get("format") not in (None, "dense")):
+        raise UsageError("config.json has a sparsity_config: zeros are not stored", _KNOWN_GROUPS)
     groups = []
     config_groups = found.get("config_groups")
     for name, group in (config_groups if isinstance(config_groups, dict) else {}).items():

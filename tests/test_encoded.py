@@ -909,6 +909,18 @@ def test_codes_that_are_nan(tmp_path: Path, work: Callable[..., Any]) -> None:
             "or start from the unquantized model",
         ),
         (
+            group("channel") | {"transform_config": {"config_groups": {"R4": {"type": "hadamard"}}}},
+            "the source is already quantized: config.json has a transform_config: the weights are stored rotated",
+            "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, and symmetric int4 weights by group; "
+            "or start from the unquantized model",
+        ),
+        (
+            group("channel") | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "the source is already quantized: config.json has a sparsity_config: zeros are not stored",
+            "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, and symmetric int4 weights by group; "
+            "or start from the unquantized model",
+        ),
+        (
             "fp8",
             "the source is already quantized: config.json has a quantization_config that is no JSON object",
             "mend quantization_config, or save the model again; or start from the unquantized model",
