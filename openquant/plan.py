@@ -425,7 +425,7 @@ def _assemble(
         source_weight_bytes_quantized=sum(layer.stored for layer, _ in quantized),
         quantized_tensors=len(quantized),
         decoded_tensors=len(encoded) - sum(layer.encoded is not None for layer, _ in quantized),
-        digest=_digest(original, fates, quantization_config, f"{model.name} {identity}"),
+        digest=_digest(original, model, fates, quantization_config, identity),
         _where=checkpoint.where,
         _by_shard=by_shard,
         _encoded=encoded,
@@ -486,10 +486,13 @@ def _header(tensors: list[TensorInfo]) -> tuple[bytes, int]:
     return len(text).to_bytes(8, "little") + text, 8 + len(text)
 
 
-def _digest(checkpoint: Checkpoint, fates: Fates, quantization_config: dict[str, Any], identity: str) -> str:
-    """What guards a resumed run: equal for the same source and options under the same version, and only then."""
+def _digest(
+    checkpoint: Checkpoint, model: Model, fates: Fates, quantization_config: dict[str, Any], identity: str
+) -> str:
+    """What guards a resumed run: equal for the same source, options, version and registry's entry, and only then."""
     facts = [
         __version__,
+        repr(model),
         [asdict(scheme) for scheme in _used(fates)],
         # The model card says them.
         sorted({*fates.reasons.values(), *(other.why for other in fates.others.values())}),

@@ -49,6 +49,14 @@ def test_digest_depends_on_options_and_source(tmp_path: Path, architecture: str)
     assert make_plan(checkpoint, TENSOR).digest in digests
 
 
+def test_digest_depends_on_the_registry_s_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that begins under one version of an entry is not continued under another."""
+    checkpoint = open_checkpoint(tiny.write(tmp_path / "a"))
+    before = make_plan(checkpoint, TENSOR).digest
+    monkeypatch.setitem(MODELS, "Qwen3ForCausalLM", replace(MODELS["Qwen3ForCausalLM"], joined=()))
+    assert make_plan(checkpoint, TENSOR).digest != before
+
+
 def test_unknown_architecture_lists_the_known_ones(source: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "architectures": ["FooForCausalLM"]}))
