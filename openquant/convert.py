@@ -180,7 +180,8 @@ class _Conversion:
         self.task_lock = threading.Lock()
         self.stopped = threading.Event()
         self.failure: BaseException | None = None
-        self.files: list[ShardFile] = []
+        # Those begun and not finished: each holds its shard's layout.
+        self.files: dict[str, ShardFile] = {}
         self.tasks = self._tasks(shards)
 
     def _tasks(self, shards: Sequence[Shard]) -> Iterator[tuple[ShardFile, Copy | Job]]:
@@ -189,17 +190,22 @@ class _Conversion:
             if self.stopped.is_set():
                 return
             layout = self.plan.lay_out(shard.name)
-            file = ShardFile(layout, self.output, self.traffic.finished)
-            self.files.append(file)
+            file = self.files[shard.name] = ShardFile(layout, self.output, self._finished)
             file.open()
             for job in layout.jobs:
                 yield file, job
 
+    def _finished(self, shard: str) -> None:
+        del self.files[shard]
+        self.traffic.finished(shard)
+
     def run(self, workers: int) -> None:
-        with ThreadPoolExecutor(workers, "openquant-write") as writers:
-            in_threads(lambda: self._work(writers), workers, self.stopped)
-        for file in self.files:
-            file.close()
+        try:
+            with ThreadPoolExecutor(workers, "openquant-write") as writers:
+                in_threads(lambda: self._work(writers), workers, self.stopped)
+        finally:
+            for file in self.files.values():
+                file.close()
         if self.failure is not None:
             raise self.failure
 

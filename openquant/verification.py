@@ -169,10 +169,14 @@ def check_finished(root: Path, plan: Plan) -> None:
         RuntimeError: it is not what was planned, or engines would refuse it, which is a fault of this program.
     """
     checkpoint = open_checkpoint(root)
-    planned = {info.name: (info, shard.name) for shard in plan.shards for info in plan.outputs(shard.name)}
-    found = {name: (info, checkpoint.where[name].shard) for name, info in checkpoint.tensors.items()}
-    problems = [f"{name} is not what was planned" for name in planned if planned[name] != found.get(name)]
-    problems += [f"{name} was not planned" for name in found.keys() - planned.keys()]
+    problems, planned = [], 0
+    for shard in plan.shards:
+        for info in plan.outputs(shard.name):
+            planned += 1
+            if checkpoint.tensors.get(info.name) != info or checkpoint.where[info.name].shard != shard.name:
+                problems.append(f"{info.name} is not what was planned")
+    if len(checkpoint.tensors) != planned:
+        problems.append(f"it holds {len(checkpoint.tensors)} tensors, {planned} were planned")
     problems += [f"config.json: {message}" for message in _differences(checkpoint.config, plan.config, "")]
     if plan.quantization_config and not problems:
         # What goes by names and shapes alone knows nothing of engines.
