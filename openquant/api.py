@@ -18,13 +18,16 @@ from .errors import SourceError, UsageError
 from .fates import Options
 from .fetch import MEMORY as FETCH_MEMORY
 from .hub import Source, find_source, silent
-from .machine import available_cpus, peak_rss
+from .machine import available_cpus, find_device, peak_rss
 from .output import finished_files, refuse_overlap
 from .plan import Plan, make_plain_plan, make_plan
 from .publish import Publisher, Push
 from .ranks import Ranks
 from .run import Listener, Prepared, attempt, carry_out
 from .schemes import Scheme, find_others, find_scheme
+
+# More do not make a disk faster, and each takes memory.
+MOST_WORKERS, MOST_GPU_WORKERS = 16, 4
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ def compress(
     quantize_lm_head: bool = False,
     architecture: str | None = None,
     dry_run: bool = False,
-    device: str = "auto",
+    device: str = "cpu",
     workers: int | None = None,
     max_memory: int | None = None,
     revision: str | None = None,
@@ -149,8 +152,9 @@ def compress(
         architecture: plan by this entry of the registry although config.json names another class; "generic" goes by
             names and shapes alone.
         dry_run: plan only.
-        device: "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
-        workers: number of threads; the CPUs this process may use if None, divided by the ranks on this machine.
+        device: where codes are computed: "cpu", "cuda", "cuda:N" or "auto" (a GPU if there is one).
+        workers: number of threads; if None the CPUs this process may use, divided by the ranks on this machine, and
+            at most 16, with a GPU 4.
         max_memory: bytes that this process may hold in memory; fewer workers are used if need be.
         revision: branch, tag or commit on the Hub.
         overwrite: replace what an earlier run left in `output`.
@@ -252,11 +256,17 @@ def _work(
     if workers is not None and workers < 1:
         raise UsageError(f"{workers} workers cannot work", "give --workers 1 or more")
     ranks = ranks or Ranks()
-    workers = workers or max(1, available_cpus() // ranks.local_size)
     with closing(ranks):
-        prepared, error = attempt(
-            lambda: _prepare(os.fspath(model), output, make, revision, stream, workers, max_memory)
-        )
+        # Connects them, which takes memory that must not come on top of what workers may use.
+        ranks.agree(None)
+
+        def prepare() -> Prepared:
+            where = "cpu" if dry_run else find_device(device, ranks.local_rank)
+            most = MOST_WORKERS if where == "cpu" else MOST_GPU_WORKERS
+            count = workers or min(most, max(1, available_cpus() // ranks.local_size))
+            return _prepare(os.fspath(model), output, make, revision, stream, count, max_memory, where)
+
+        prepared, error = attempt(prepare)
         digests = ranks.agree(error, prepared and prepared.plan.digest)
         if len(set(digests)) > 1:
             raise SourceError("ranks see different sources", "let all of them read the same files")
@@ -290,7 +300,7 @@ def _work(
         reporter.planned(plan, prepared.source, prepared.target)
         if dry_run:
             return result(resumed=False, published=None)
-        resumed, already_complete, published = carry_out(prepared, ranks, overwrite, device, push, reporter)
+        resumed, already_complete, published = carry_out(prepared, ranks, overwrite, push, reporter)
         done = result(resumed, published)
         reporter.finished(done, already_complete)
         return done
@@ -304,6 +314,7 @@ def _prepare(
     stream: bool,
     workers: int,
     max_memory: int | None,
+    device: str,
 ) -> Prepared:
     source = find_source(model, revision)
     if stream and source.repo is None:
@@ -317,11 +328,11 @@ def _prepare(
     target = Path(output) if output is not None else _default_output(source, plan.scheme)
     refuse_overlap(source.root, target)
     fetching = FETCH_MEMORY if stream and source.remote else 0
-    workers = _affordable(workers, plan, max_memory, fetching)
-    return Prepared(source, checkpoint, identity, plan, target, workers, stream)
+    workers = _affordable(workers, plan, max_memory, fetching, device)
+    return Prepared(source, checkpoint, identity, plan, target, workers, device, stream)
 
 
-def _affordable(workers: int, plan: Plan, max_memory: int | None, fetching: int) -> int:
+def _affordable(workers: int, plan: Plan, max_memory: int | None, fetching: int, device: str) -> int:
     """As many of the workers as the memory allows.
 
     Raises:
@@ -329,7 +340,7 @@ def _affordable(workers: int, plan: Plan, max_memory: int | None, fetching: int)
     """
     if max_memory is None:
         return workers
-    held, each = peak_rss() + fetching, worker_memory(plan)
+    held, each = peak_rss() + fetching, worker_memory(plan, device)
     if max_memory < held + each:
         raise UsageError(
             f"a memory of {max_memory:,} bytes is too little: this model takes {held + each:,} with a single worker",

@@ -127,7 +127,10 @@ def _add_compress_arguments(parser: argparse.ArgumentParser) -> None:
         help="plan as for this class, whatever config.json names; generic: by names and shapes alone",
     )
     parser.add_argument(
-        "--device", default="auto", metavar="auto|cpu|cuda[:N]", help="where to compute (default: auto)"
+        "--device",
+        default="cpu",
+        metavar="auto|cpu|cuda[:N]",
+        help="where to compute codes; auto: on a GPU if there is one (default: cpu)",
     )
     _add_run_arguments(parser)
 
@@ -135,7 +138,7 @@ def _add_compress_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """What has to do with the run rather than with its result."""
     parser.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
-    parser.add_argument("--workers", type=int, metavar="N", help="threads (default: the CPUs it may use)")
+    parser.add_argument("--workers", type=int, metavar="N", help="threads (default: the CPUs it may use, at most 16)")
     parser.add_argument(
         "--max-memory", type=_size, metavar="SIZE", help="use fewer threads if more memory were needed: 500MB, 2GB"
     )
@@ -196,7 +199,7 @@ def _verb_parser() -> _Parser:
     verify.add_argument("directory", metavar="DIR", help="the directory to check")
     verify.add_argument("--source", metavar="DIR", help="the checkpoint it was made from, to compare with")
     verify.add_argument("--full", action="store_true", help="also decode every quantized layer and measure its error")
-    verify.add_argument("--workers", type=int, metavar="N", help="threads (default: the CPUs it may use)")
+    verify.add_argument("--workers", type=int, metavar="N", help="threads (default: the CPUs it may use, at most 16)")
     verify.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else")
     verify.set_defaults(work=_verify)
     return parser
@@ -308,7 +311,11 @@ def _say(text: str, stream: TextIO) -> None:
 
 def _speaks() -> bool:
     """Whether this process talks to the user: of several ranks the first, which hears of the others' errors."""
-    return os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ
+    if os.environ.get("RANK", "0") == "0":
+        return True
+    from .ranks import are_described
+
+    return not are_described(os.environ)
 
 
 def _fail(message: str, hint: str, as_json: bool) -> None:

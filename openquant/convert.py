@@ -11,20 +11,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from . import kernels
-from .errors import PlanError, SourceError
+from .errors import PlanError, SourceError, UsageError
 from .kernels import Bits, Codes, scale_values
 from .layers import Matrix
+from .machine import first_line
 from .output import OutputDirectory
 from .plan import Copy, Job, Piece, Plan, Shard
 from .reading import BUFFER, SMALLEST_SCALE, Reader, check_scales, consumed, memory_of
 from .schemes import CODE_MAX, Floats, Group, Scheme
-from .shardfile import AlignedBuffer, Bytes, ShardFile
+from .shardfile import ALIGNMENT, AlignedBuffer, Bytes, ShardFile
 from .threads import in_threads
 
 # What the kernels need for CHUNK weights, their tables, and what they leave behind in the allocator.
@@ -69,14 +71,27 @@ class TorchKernels:
         if self.device.type == "cuda":
             self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """On this worker's stream; what the device refuses, such as memory that another program has, is explained."""
+        try:
+            with self.torch.cuda.stream(self.stream):
+                yield
+        except RuntimeError as error:
+            raise UsageError(
+                f"{self.device} failed: {first_line(error)}", "use fewer --workers, or --device cpu"
+            ) from error
+
     def memory(self, nbytes: int) -> Bytes:
         """As CpuKernels.memory."""
-        return np.asarray(self.torch.empty(nbytes, dtype=self.torch.uint8, pin_memory=self.stream is not None).numpy())
+        with self._working():
+            pinned = self.stream is not None
+            return np.asarray(self.torch.empty(nbytes, dtype=self.torch.uint8, pin_memory=pinned).numpy())
 
     def load(self, bits: Bits, dtype: str) -> Any:
         """As CpuKernels.load: once on the device, for both."""
         signed = self.torch.from_numpy(np.ascontiguousarray(bits).view(f"i{bits.dtype.itemsize}"))
-        with self.torch.cuda.stream(self.stream):
+        with self._working():
             return signed.to(self.device, non_blocking=True).view(self.dtypes[dtype])
 
     def absmax(self, weight: Any, dtype: str, group: Group) -> Floats:
@@ -84,7 +99,7 @@ class TorchKernels:
         from .packed import group_absmax
 
         del dtype  # the weight has it
-        with self.torch.cuda.stream(self.stream):
+        with self._working():
             return np.asarray(group_absmax(weight, group).cpu().numpy())
 
     def encode(self, weight: Any, dtype: str, scale: Floats, group: Group, out: Codes) -> None:
@@ -92,7 +107,7 @@ class TorchKernels:
         from .packed import encode
 
         del dtype  # the weight has it
-        with self.torch.cuda.stream(self.stream):
+        with self._working():
             codes = encode(weight, self.torch.from_numpy(scale).to(self.device), group)
             self.torch.from_numpy(out).copy_(codes.view(self.torch.uint8), non_blocking=True)
             if self.stream is not None:
@@ -100,7 +115,7 @@ class TorchKernels:
                 self.stream.synchronize()
 
 
-def worker_memory(plan: Plan) -> int:
+def worker_memory(plan: Plan, device: str) -> int:
     """Bytes that one worker needs at most, beyond what the process already holds."""
     multiples = {scheme.group[0] or 1 for scheme in plan.schemes}
     largest = BUFFER
@@ -111,8 +126,10 @@ def worker_memory(plan: Plan) -> int:
         # What is decoded and turned around is held whole.
         turned = matrix.shape[0] * matrix.shape[1] * 2 if matrix.coding and matrix.transposed else 0
         beside = max(beside, held + turned)
+    # torch takes pinned memory in powers of two.
+    buffer = largest if device == "cpu" else 1 << (largest + ALIGNMENT - 1).bit_length()
     # Read into one buffer, written from two.
-    return 3 * largest + beside + KERNEL_MEMORY
+    return 3 * buffer + beside + KERNEL_MEMORY
 
 
 class Traffic(Protocol):

@@ -206,9 +206,12 @@ def _raise_misfits(checkpoint: Checkpoint, misfits: dict[str, str]) -> None:
         names = collapse(name for name, found in misfits.items() if found == problem)
         problems.append(f"{', '.join(names)} {problem} of {checkpoint.architecture}" if problem.startswith("matches")
                         else f"{', '.join(names)} {problem}")  # fmt: skip
+    named = any(problem.startswith("matches") for problem in misfits.values())
     raise PlanError(
         "; ".join(problems),
-        "list it under compress or keep in openquant/models.py, or leave it as it is with --ignore",
+        "list it under compress or keep in openquant/models.py, or leave it as it is with --ignore"
+        if named
+        else "save the model again with these weights as other checkpoints of this architecture have them",
     )
 
 

@@ -8,7 +8,7 @@ are done. They tell each other of failures through torch.distributed (gloo), whi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,11 @@ from .plan import Shard
 
 # Ranks wait for the slowest one; a rank that dies is noticed at once, since its connections close.
 PATIENCE = timedelta(days=14)
+
+
+def are_described(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun or accelerate describes a job there."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys()
 
 
 @dataclass(frozen=True)
@@ -34,11 +39,13 @@ class Ranks:
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+    # Whether the connections were made here: a caller's own stay.
+    _connected: list[bool] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Ranks:
         """As torchrun and accelerate describe it; a process on its own where they do not."""
-        if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+        if not are_described(environment):
             return cls()
         try:
             rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
@@ -83,6 +90,7 @@ class Ranks:
         try:
             if not distributed.is_initialized():
                 distributed.init_process_group("gloo", timeout=PATIENCE)
+                self._connected.append(True)
             shown = (error.message, error.hint) if isinstance(error, OpenQuantError) else error and (repr(error), "")
             distributed.all_gather_object(told, (shown, fact))
         except RuntimeError as lost:
@@ -101,8 +109,8 @@ class Ranks:
 
     def close(self) -> None:
         """Close the connections to the other ranks; a process that ends with open ones is aborted."""
-        if self.size > 1:
+        if self._connected:
             import torch.distributed as distributed
 
-            if distributed.is_initialized():
-                distributed.destroy_process_group()
+            self._connected.clear()
+            distributed.destroy_process_group()

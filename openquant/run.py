@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Protocol, TypeVar
 from .card import model_card
 from .checkpoint import INDEX_FILE, Checkpoint, readable
 from .convert import convert
-from .errors import SourceError, UsageError
+from .errors import SourceError
 from .fetch import Supply, scratch_bytes, source_needs
 from .hub import Source, silent
 from .output import SOURCE, WORK, OutputDirectory
@@ -33,6 +32,7 @@ class Prepared:
     plan: Plan
     target: Path
     workers: int
+    device: str
     stream: bool
 
 
@@ -80,7 +80,7 @@ class _Traffic:
 
 
 def carry_out(
-    prepared: Prepared, ranks: Ranks, overwrite: bool, device: str, push: Push | None, reporter: Listener
+    prepared: Prepared, ranks: Ranks, overwrite: bool, push: Push | None, reporter: Listener
 ) -> tuple[bool, bool, tuple[str, str] | None]:
     """Write the output; whether an earlier run was continued, or had left nothing to do, and where it was pushed."""
     plan, source = prepared.plan, prepared.source
@@ -99,14 +99,12 @@ def carry_out(
         at_once=AT_ONCE if push and push.only else None,
         scratch=scratch_bytes(source, source_needs(source, plan)) * ranks.size if prepared.stream else 0,
     )
-    chosen: list[str] = []
     with ExitStack() as stack:
         if source.remote or publisher:
             stack.enter_context(silent())
 
         def claim() -> tuple[list[str] | None, str]:
             """The unfinished shards, None if nothing at all is left to do, and where to push; for the first to say."""
-            chosen.append(_device(device, ranks))
             if not ranks.first:
                 return None, ""
             stack.enter_context(directory)
@@ -135,7 +133,7 @@ def carry_out(
                     source.require_cache_space({name for names in needs.values() for name in names})
                 with Supply(source, needs, scratch) as supply:
                     traffic = _Traffic(supply, publisher)
-                    convert(plan, mine, traffic, directory, prepared.workers, chosen[0], reporter.advanced)
+                    convert(plan, mine, traffic, directory, prepared.workers, prepared.device, reporter.advanced)
                 if publisher:
                     publisher.drain()
 
@@ -206,20 +204,3 @@ def _config(plan: Plan) -> bytes:
     except UnicodeEncodeError:
         # Half of a surrogate pair, which JSON can only hold escaped.
         return (json.dumps(plan.config, indent=2) + "\n").encode()
-
-
-def _device(name: str, ranks: Ranks) -> str:
-    if name == "cpu":
-        return "cpu"
-    # Importing torch to learn that there is no GPU would cost more than a small conversion.
-    if name == "auto" and not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))):
-        return "cpu"
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    number = int(name[5:]) if name.startswith("cuda:") else ranks.local_rank % max(1, count)
-    if number < count:
-        return f"cuda:{number}"
-    if name == "auto":
-        return "cpu"
-    raise UsageError(f"there is no {name}: torch {torch.__version__} sees {count} GPUs", "use --device cpu")

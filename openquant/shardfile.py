@@ -24,8 +24,9 @@ from .written import verify_shard
 
 Bytes = npt.NDArray[np.uint8]
 
-# Direct writes need offset, length and address to be multiples of the disk's block; no disk here has larger ones.
-ALIGNMENT = 4096
+# Direct writes need offset, length and address to be multiples of the disk's block, and keep out of the pages that
+# other writes go through.
+ALIGNMENT = max(4096, os.sysconf("SC_PAGE_SIZE"))
 DIRECT_FROM = 1 << 18
 # Small writes to a shard are held back until they are so many bytes.
 HELD = 1 << 20

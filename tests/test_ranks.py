@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import tiny
-from conftest import ROOT, tree
+from conftest import ROOT, Run, tree
 from loopback_hub import LoopbackHub
 from openquant import compress
 from openquant.plan import Shard
@@ -139,6 +139,31 @@ def test_shards_are_shared_out_by_size() -> None:
     shares = [[shard.nbytes for shard in Ranks(rank, 3).share(shards)] for rank in range(3)]
     assert shares == [[9], [5, 1, 2], [1, 3, 3]]
     assert Ranks().share(shards) == shards
+
+
+def test_max_memory_counts_what_ranks_need_to_talk(tmp_path: Path, source: Path) -> None:
+    done = torchrun(2, "-m", source, "-o", tmp_path / "out", "--max-memory", "100MB")
+    assert done.returncode != 0
+    assert done.stderr.count("error: a memory of 100,000,000 bytes is too little") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_half_of_torchrun_s_environment_makes_no_rank(run: Run, tmp_path: Path) -> None:
+    done = run("-m", tmp_path / "nowhere" / "at" / "all", RANK="1", WORLD_SIZE="2")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+
+
+def test_a_caller_s_process_group_stays(tmp_path: Path, source: Path) -> None:
+    code = (
+        "import sys, torch.distributed as d; from openquant import compress; from openquant.ranks import Ranks;"
+        "d.init_process_group('gloo'); r = d.get_rank();"
+        "compress(*sys.argv[1:], ranks=Ranks(r, 2, r, 2)); d.barrier(); d.destroy_process_group()"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    done = torchrun(2, source, tmp_path / "out", script=script, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_environment_of_torchrun_is_understood() -> None:
