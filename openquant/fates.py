@@ -135,7 +135,7 @@ def _sort_tensors(
     compress = compile_any(absolute(model, model.compress))
     keeps = [(compile_any(absolute(model, [keep.pattern])), keep.why) for keep in model.keep]
     stacks = [
-        (compile_any(absolute(model, [f"{_place(experts)}.{stacked.name}"])), (experts, stacked))
+        (compile_any(absolute(model, [f"{experts.place}.{stacked.name}"])), (experts, stacked))
         for experts in model.experts
         for stacked in experts.stacked
     ]
@@ -227,11 +227,6 @@ def _draft_finder(model: Model, config: dict[str, Any]) -> Callable[[str], bool]
         return found is not None and found[1].isdecimal() and int(found[1]) >= first
 
     return drafted
-
-
-def _place(experts: Experts) -> str:
-    """The module that holds the stacked tensors."""
-    return experts.path.rsplit(".", 1)[0] if experts.beside else experts.path
 
 
 def _wrongly_stacked(unstacked: dict[str, list[Layer]]) -> dict[str, str]:
@@ -583,12 +578,4 @@ def _engine_names(model: Model, names: Iterable[str]) -> list[str]:
         for pattern, fused in listed_as:
             if pattern.fullmatch(name):
                 found[f"{name.rsplit('.', 1)[0]}.{fused}"] = None
-    for name in list(found):
-        for group in model.spellings:
-            prefix = next((prefix for prefix in group if name.startswith(prefix)), None)
-            if prefix is not None:
-                for other in group:
-                    found[other + name.removeprefix(prefix)] = None
-        for part, other in model.renames:
-            found[name.replace(part, other)] = None
-    return list(found)
+    return list(dict.fromkeys(itertools.chain(found, *map(model.names_of, found))))

@@ -7,7 +7,7 @@ engines accept, is a note.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .checkpoint import INDEX_FILE, Checkpoint, TensorInfo
@@ -37,7 +37,7 @@ class Registry:
         self.model = model
         self.find_experts = experts_finder(model)
         self._compress = compile_any(absolute(model, model.compress))
-        stacks = (f"{experts.path}.{stacked.name}" for experts in model.experts for stacked in experts.stacked)
+        stacks = (f"{experts.place}.{stacked.name}" for experts in model.experts for stacked in experts.stacked)
         self._stacks = compile_any(absolute(model, stacks))
         self._keeps = [(compile_any(absolute(model, [keep.pattern])), keep.why) for keep in model.keep]
         patterns = absolute(model, [joined.pattern for joined in model.joined])
@@ -45,6 +45,13 @@ class Registry:
             (compile_pattern(pattern), joined.listed_as)
             for joined, pattern in zip(model.joined, patterns, strict=True)
             if joined.listed_as
+        ]
+        # Stacks beside the module of the experts are looked up as that.
+        self._fused += [
+            (compile_pattern(pattern), experts.path.rsplit(".", 1)[1])
+            for experts in model.experts
+            if experts.beside
+            for pattern in absolute(model, [f"{experts.place}.{stacked.name}" for stacked in experts.stacked])
         ]
         self._kinds: dict[str, _Kind] = {}
 
@@ -59,14 +66,6 @@ class Registry:
                 next((fused for pattern, fused in self._fused if pattern.fullmatch(module)), None),
             )
         return self._kinds[alike]
-
-    def spellings(self, name: str) -> Iterator[str]:
-        """A name, and the others that engines know it by."""
-        yield name
-        for group in self.model.spellings:
-            prefix = next((prefix for prefix in group if name.startswith(prefix)), None)
-            if prefix is not None:
-                yield from (other + name.removeprefix(prefix) for other in group if other != prefix)
 
     def fused(self, module: str) -> str | None:
         """The merged layer that engines look up instead of a module; None where they look up the module itself."""
@@ -237,7 +236,7 @@ class Headers:
             names: list[str] = [module]
             if self.registry is not None:
                 fused = self.registry.fused(module)
-                names = [n for known in (module, fused) if known for n in self.registry.spellings(known)]
+                names = [n for known in (module, fused) if known for n in self.registry.model.names_of(known)]
             entry = ignored.find(names)
             if entry is not None:
                 self.problems.append(f"{self.place(name)} is {CODE_DTYPE}, but {ignored.key} lists {entry}")
@@ -261,7 +260,7 @@ class Headers:
             if not (kind.stack or (matrix and linear)) or self.quantization.format_of(info.module) is None:
                 continue
             wanted = registry.fused(info.module) or info.module
-            if ignored.find(registry.spellings(wanted)) is not None:
+            if ignored.find(registry.model.names_of(wanted)) is not None:
                 continue
             if kind.keep is None or self.scheme is not None:
                 self.unlisted.add(wanted)

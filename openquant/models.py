@@ -71,6 +71,11 @@ class Experts:
     stacked: tuple[Stacked, ...] = ()
     beside: bool = False
 
+    @property
+    def place(self) -> str:
+        """The module that holds the stacked tensors."""
+        return self.path.rsplit(".", 1)[0] if self.beside else self.path
+
 
 @dataclass(frozen=True)
 class Split:
@@ -155,6 +160,17 @@ class Model:
         """The same with the output head among what is quantized."""
         keep = tuple(keep for keep in self.keep if keep != HEAD)
         return replace(self, compress=(*self.compress, HEAD.pattern), keep=keep)
+
+    def names_of(self, module: str) -> list[str]:
+        """A module's name, and the others that engines know it by."""
+        found = {module: None}
+        for group in self.spellings:
+            prefix = next((prefix for prefix in group if module.startswith(prefix)), None)
+            if prefix is not None:
+                found |= {other + module.removeprefix(prefix): None for other in group}
+        for part, other in self.renames:
+            found[module.replace(part, other)] = None
+        return list(found)
 
     def refusal(self, scheme: Scheme) -> Refusal | None:
         """What forbids a scheme; None if nothing does."""

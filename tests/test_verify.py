@@ -765,6 +765,34 @@ def test_an_unknown_architecture(tmp_path: Path) -> None:
     assert problem.startswith(f"{ONE}: {Q}.weight is off by ")
 
 
+@pytest.mark.parametrize("listed", [True, False])
+def test_stacks_beside_the_experts_are_listed_as_these(tmp_path: Path, listed: bool) -> None:
+    source = tiny.write(tmp_path / "source", "GraniteMoeForCausalLM")
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    config["modules_to_not_convert"] = [
+        "lm_head",
+        *(f"model.layers.{layer}.block_sparse_moe.router.layer" for layer in (0, 1)),
+        *(f"model.layers.{layer}.block_sparse_moe.experts" for layer in (0, 1) if listed),
+    ]
+    out = write_other(source, tmp_path / "out", by_blocks, "_scale_inv", config, ("lm_head", "embed", "router"))
+    stack = "model.layers.0.block_sparse_moe.input_linear.weight"
+    problem = (
+        f"{ONE}: {stack} is BF16, but modules_to_not_convert does not list model.layers.0.block_sparse_moe.experts"
+    )
+    problems = verify(out).problems
+    assert problems == () if listed else problem in problems
+
+
+def test_lists_under_the_engine_s_own_names(tmp_path: Path) -> None:
+    """vLLM calls MiniMax's block_sparse_moe mlp."""
+    source = tiny.write(tmp_path / "source", "MiniMaxM2ForCausalLM")
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    config["modules_to_not_convert"] = ["lm_head", *(f"model.layers.{layer}.mlp.experts" for layer in (0, 1))]
+    kept = ("lm_head", "embed", "gate", "experts")
+    out = write_other(source, tmp_path / "out", by_blocks, "_scale_inv", config, kept)
+    assert verify(out).problems == ()
+
+
 def test_stacked_experts(tmp_path: Path) -> None:
     source = tiny.write(tmp_path / "source", "Llama4ForCausalLM")
     config = {
