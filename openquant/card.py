@@ -26,7 +26,9 @@ _SECTION = re.compile(
 _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError, TypeError, AttributeError)
 
 
-def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revision: str | None) -> str:
+def model_card(
+    base: str | None, plan: Plan, name: str, repo: str | None, revision: str | None, published: str | None
+) -> str:
     """The output's README.md.
 
     Args:
@@ -35,6 +37,7 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
         name: the source's name.
         repo: the source's Hub repository, None if unknown.
         revision: the source's commit, None if unknown.
+        published: the Hub repository that the output goes to, None if it stays here or that is unknown.
     """
     metadata, text = _split(base or "")
     text = _SECTION.sub("", text)
@@ -58,7 +61,7 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
     added = ["fp8", "vllm", "quantized", *package, *schemes] if plan.quantization_config else []
     ours["tags"] = list(dict.fromkeys([*known, *added]))
     front = _without(metadata, _REPLACED) + yaml.safe_dump(ours, sort_keys=False, allow_unicode=True)
-    section = _section(plan, name, repo, revision)
+    section = _section(plan, name, repo, revision, published)
     body = f"{text.strip()}\n\n{section}" if text.strip() else section
     return f"---\n{front}---\n\n{body}"
 
@@ -146,8 +149,8 @@ def serve_commands(plan: Plan, output: str) -> list[str]:
     return [f"{commands[engine]} {shell_word(output)}" for engine in plan.scheme.engines]
 
 
-def _section(plan: Plan, name: str, repo: str | None, revision: str | None) -> str:
-    commands = serve_commands(plan, name + plan.scheme.suffix)
+def _section(plan: Plan, name: str, repo: str | None, revision: str | None, published: str | None) -> str:
+    commands = serve_commands(plan, published or name + plan.scheme.suffix)
     settings = plan.quantization_config
     activations = "" if plan.scheme.static else ", dynamic activations"
     serialized = f"{activations} (`quant_method: {settings['quant_method']}`)" if settings else ""

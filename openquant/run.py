@@ -86,7 +86,7 @@ def carry_out(
     plan, source = prepared.plan, prepared.source
     shards = {shard.name: shard.nbytes for shard in plan.shards}
     # Made before anything is converted, so that nothing about them can fail after hours.
-    made = _made_files(prepared)
+    made = _made_files(prepared, push)
     others = {**plan.files, **{name: len(data) for name, data in made.items()}}
     publisher = Publisher(push, prepared.target, plan.digest, shards) if push else None
     directory = OutputDirectory(
@@ -161,9 +161,11 @@ def carry_out(
     return directory.resumed, todo is None, published
 
 
-def _made_files(prepared: Prepared) -> dict[str, bytes]:
+def _made_files(prepared: Prepared, push: Push | None) -> dict[str, bytes]:
     """The files that are written rather than copied, config.json last: without it no engine takes this for a model."""
-    made = {"README.md": _card(prepared.plan, prepared.source)}
+    # A name without an owner gets one when the Hub is asked, too late for the card.
+    published = push.name if push and "/" in push.name else None
+    made = {"README.md": _card(prepared.plan, prepared.source, published)}
     if prepared.plan.indexed:
         made[INDEX_FILE] = _index(prepared.plan)
     made["config.json"] = _config(prepared.plan)
@@ -184,12 +186,12 @@ def _write_others(prepared: Prepared, directory: OutputDirectory, made: dict[str
             directory.write(name, data)
 
 
-def _card(plan: Plan, source: Source) -> bytes:
+def _card(plan: Plan, source: Source, published: str | None) -> bytes:
     base = None
     if "README.md" in plan.files:
         with readable():
             base = (source.root / "README.md").read_text(encoding="utf-8-sig", errors="replace")
-    return model_card(base, plan, source.name, source.repo, source.revision).encode()
+    return model_card(base, plan, source.name, source.repo, source.revision, published).encode()
 
 
 def _index(plan: Plan) -> bytes:

@@ -39,10 +39,18 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def expected(source: Path, tmp_path: Path) -> dict[str, bytes]:
-    """What a local run writes and a repository should hold."""
+def unpublished(source: Path, tmp_path: Path) -> dict[str, bytes]:
+    """What a local run writes."""
     compress(source, tmp_path / "expected")
     return published(tree(tmp_path / "expected"))
+
+
+@pytest.fixture
+def expected(source: Path, unpublished: dict[str, bytes]) -> dict[str, bytes]:
+    """What a run writes that publishes it, and a repository should hold: the card tells how to serve that."""
+    card = unpublished["README.md"]
+    assert card.count(b" source-FP8\n") == 2
+    return unpublished | {"README.md": card.replace(b" source-FP8\n", b" user/name\n")}
 
 
 def published(files: dict[str, bytes]) -> dict[str, bytes]:
@@ -135,14 +143,14 @@ def test_a_pull_request(hub: LoopbackHub, source: Path, expected: dict[str, byte
 
 
 def test_push_of_a_directory_made_earlier(
-    hub: LoopbackHub, source: Path, expected: dict[str, bytes], tmp_path: Path
+    hub: LoopbackHub, source: Path, unpublished: dict[str, bytes], tmp_path: Path
 ) -> None:
     compress(source, tmp_path / "out")
     done = ask(hub, tmp_path, "push", tmp_path / "out", "name")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"pushed to {hub.endpoint}/user/name/commit/")
-    assert held(hub) == expected
-    assert published(tree(tmp_path / "out")) == expected
+    assert held(hub) == unpublished
+    assert published(tree(tmp_path / "out")) == unpublished
 
 
 @pytest.mark.parametrize("state", ["foreign", "unfinished", "incomplete"])
