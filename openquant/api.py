@@ -169,6 +169,8 @@ def compress(
     Raises:
         OpenQuantError: something the caller can fix; see errors.py for the kinds.
     """
+    if isinstance(ignore, str):
+        raise UsageError(f"ignore is {ignore!r}, not a list of patterns", f"give [{ignore!r}]")
     chosen = find_scheme(scheme, format, scale_format, activation_scheme)
     options = Options(tuple(ignore), find_others(chosen, scheme_for or {}), tp, quantize_lm_head)
     return _work(

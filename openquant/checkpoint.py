@@ -279,11 +279,9 @@ def _parse_entry(
         known = kinds[kind] = _check_entry(file, tensor, entry)
     if type(begin) is not int or type(end) is not int or begin < 0 or end < 0:
         raise SourceError(f"{file}: {tensor} has impossible data_offsets {entry['data_offsets']!r}", _DAMAGED)
-    if not tensor.isascii():
-        try:
-            tensor.encode()
-        except UnicodeEncodeError:
-            raise SourceError(f"{file}: {tensor!r} is not a possible name", _DAMAGED) from None
+    # What a terminal obeys instead of showing it; and halves of surrogate pairs.
+    if not tensor.isprintable():
+        raise SourceError(f"{file}: {tensor!r} is not a possible name", _DAMAGED)
     return begin, end, known[2], TensorInfo(tensor, known[0], known[1])
 
 
@@ -399,10 +397,23 @@ def _explain_missing_weights(root: Path) -> None:
             f"{root} holds only an adapter, not a model",
             "merge it into its base model first (peft: merge_and_unload, then save_pretrained)",
         )
+    refuse_other_weights(root, [path.name for path in root.glob("*")])
+
+
+def refuse_other_weights(place: Path | str, names: Iterable[str]) -> None:
+    """Say so if weights are there in a format that is not read.
+
+    Args:
+        place: the directory or repository.
+        names: its files.
+
+    Raises:
+        SourceError: they are.
+    """
     for pattern, what in (("*.bin", "pickled"), ("*.pt", "pickled"), ("*.pth", "pickled"), ("*.gguf", "GGUF")):
-        for path in sorted(root.glob(pattern)):
+        for name in sorted(fnmatch.filter(names, pattern)):
             raise SourceError(
-                f"{root} holds {what} weights ({path.name}); only safetensors are read",
+                f"{place} holds {what} weights ({name}); only safetensors are read",
                 "convert them first: load with transformers and save_pretrained",
             )
 

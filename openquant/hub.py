@@ -19,7 +19,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from .checkpoint import INDEX_FILE, LEFT_OUT_DIRECTORIES, LEFT_OUT_FILES, SINGLE_FILE, Checkpoint, RemoteFile, readable
+from .checkpoint import (
+    INDEX_FILE,
+    LEFT_OUT_DIRECTORIES,
+    LEFT_OUT_FILES,
+    SINGLE_FILE,
+    Checkpoint,
+    RemoteFile,
+    readable,
+    refuse_other_weights,
+)
 from .errors import OpenQuantError, SourceError, UsageError
 
 # A snapshot in the Hub's cache: models--ORG--NAME/snapshots/COMMIT.
@@ -150,10 +159,14 @@ def _remote_shards(repo: str, root: Path) -> dict[str, RemoteFile]:
 
         return read
 
+    entries = [entry for entry in HfApi().list_repo_tree(repo, revision=root.name) if isinstance(entry, RepoFile)]
+    shards = [entry for entry in entries if entry.path.endswith(".safetensors")]
+    if not shards:
+        refuse_other_weights(repo, [entry.path for entry in entries])
     return {
         entry.path: RemoteFile(entry.size, reader(entry.path), entry.lfs.sha256 if entry.lfs else entry.blob_id)
-        for entry in HfApi().list_repo_tree(repo, revision=root.name)
-        if isinstance(entry, RepoFile) and entry.path.endswith(".safetensors") and not (root / entry.path).exists()
+        for entry in shards
+        if not (root / entry.path).exists()
     }
 
 

@@ -259,6 +259,11 @@ class OutputDirectory:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 held = True
+            except OSError as error:
+                raise OutputError(
+                    f"{self.path} cannot be locked: {error.strerror}: its file system does not let programs lock files",
+                    "mount it with locks (Lustre: -o flock), or choose another disk with -o",
+                ) from None
             else:
                 # A run that finished in between removed the file we locked.
                 held = not (self.path / LOCK).exists() or not os.path.samestat(

@@ -248,6 +248,7 @@ HEADERS = {
     "huge shape": (raw({"a": entry("F32", [2**62, 2**62], 0, 8)}, b"0" * 8), f"x: a spans 8 bytes, F32 [{2**62}, {2**62}] needs {2**126}"),
     "beyond the file": (raw({"a": F32}, b"0" * 7), "x is truncated: its tensors end at byte 77 of 76"),
     "bytes nobody owns": (raw({"a": F32}, b"0" * 9), "x is followed by bytes that no tensor owns: its tensors end at byte 77 of 78"),
+    "a name that a terminal obeys": (raw({"a\x1b[2J": F32}, b"0" * 8), "x: 'a\\x1b[2J' is not a possible name"),
     "no tensors": (raw({}), None),
 }  # fmt: skip
 

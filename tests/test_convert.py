@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 import tiny
 from conftest import tree
 from openquant import compress
-from openquant.errors import PlanError, SourceError
+from openquant.errors import PlanError, SourceError, UsageError
 from openquant.packed import encode, group_absmax, group_scale, stored_scale
 from openquant.patterns import compile_any
 from openquant.schemes import (
@@ -468,3 +468,10 @@ def test_torch_devices_write_the_same_bytes(
     monkeypatch.setattr("openquant.api.find_device", lambda *_: device)
     compress(source, tmp_path / "torch", scheme.name)
     assert tree(tmp_path / "torch") == tree(tmp_path / "numpy")
+
+
+def test_a_pattern_alone_is_no_list_of_them(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        compress(tiny.write(tmp_path / "source"), tmp_path / "out", ignore="**.layers.0.**")
+    assert caught.value.message == "ignore is '**.layers.0.**', not a list of patterns"
+    assert caught.value.hint == "give ['**.layers.0.**']"

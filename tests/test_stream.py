@@ -109,6 +109,18 @@ def test_a_quantized_repository(
     assert without_origin(tree(tmp_path / "out")) == without_origin(tree(tmp_path / "local"))
 
 
+def test_a_repository_of_pickled_weights(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    for path in source.glob("*.safetensors*"):
+        path.unlink()
+    (source / "pytorch_model.bin").write_bytes(b"never fetched")
+    done = ask(hub, tmp_path, "--dry-run")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: org/name holds pickled weights (pytorch_model.bin); only safetensors are read\n"
+        "hint: convert them first: load with transformers and save_pretrained\n",
+    )
+
+
 def test_what_the_cache_holds_is_not_fetched_again(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
     assert ask(hub, tmp_path).returncode == 0
     hub.requests.clear()
