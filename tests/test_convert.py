@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import os
 import re
@@ -17,9 +18,11 @@ from safetensors.torch import save_file
 import tiny
 from conftest import tree
 from openquant import compress
+from openquant import run as running
 from openquant.errors import PlanError, SourceError, UsageError
 from openquant.packed import encode, group_absmax, group_scale, stored_scale
 from openquant.patterns import compile_any
+from openquant.plan import Layout, Plan
 from openquant.schemes import (
     BLOCK_COMPRESSED,
     CHANNEL,
@@ -350,6 +353,21 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, scheme: Scheme) -> 
     command = [sys.executable, "-c", code, str(source), str(tmp_path / "out"), scheme.name]
     peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert peak < 120e6
+
+
+def test_finished_shards_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a thousand shards with thousands of experts each, what is known of one takes megabytes."""
+    source = tiny.write(tmp_path / "source", shards=8)
+    left = []
+    check = running.check_finished
+
+    def look(root: Path, plan: Plan) -> None:
+        left.append(sum(type(found) is Layout for found in gc.get_objects()))
+        check(root, plan)
+
+    monkeypatch.setattr(running, "check_finished", look)
+    assert compress(source, tmp_path / "out").shards == 8
+    assert left[0] <= 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
