@@ -18,7 +18,7 @@ from .layers import Layer
 from .models import HEAD, NEVER_QUANTIZED, Experts, Model, Stacked, absolute
 from .parallel import indivisible, parts_of, split_finder, text_config
 from .patterns import collapse, compile_any, compile_pattern, template
-from .schemes import Scheme
+from .schemes import Group, Scheme
 
 SOURCE_DTYPES = ("BF16", "F16", "F32")
 
@@ -85,6 +85,14 @@ class Fates:
         return self.scheme if other is None else other.scheme
 
     @property
+    def groups(self) -> list[tuple[Layer, Group]]:
+        """All layers with what shares a scale in them; 1 x 1 where they stay unquantized."""
+        return [
+            (layer, (1, 1) if name in self.reasons else self.scheme_of(name).group)
+            for name, layer in self.layers.items()
+        ]
+
+    @property
     def quantized(self) -> list[tuple[Layer, Scheme]]:
         """The layers that do not stay unquantized, with their schemes."""
         return [(layer, self.scheme_of(name)) for name, layer in self.layers.items() if name not in self.reasons]
@@ -118,6 +126,7 @@ def decide(
         {module for module, layer in layers.items() if settled and layer.encoded is None},
         [*(keep.tensor.module for keep in kept), *(info.module for info in copied)] if options.ignore else [],
     )
+    notes += _lacking(model, layers, copied, sets, config)
     fates = Fates(scheme, layers, unstacked, kept, copied, sets, reasons, others)
     _refuse_experts(model, fates)
     return fates, scheme.config(_ignored_names(model, fates), _targets(model, fates)), notes
@@ -196,15 +205,15 @@ def _sort_tensors(
         layers[layer.module] = layer
     misfits |= _wrongly_stacked(unstacked)
     if misfits:
-        _raise_misfits(checkpoint, misfits)
+        _raise_misfits(model, misfits)
     return layers, unstacked, kept, copied
 
 
-def _raise_misfits(checkpoint: Checkpoint, misfits: dict[str, str]) -> None:
+def _raise_misfits(model: Model, misfits: dict[str, str]) -> None:
     problems = []
     for problem in dict.fromkeys(misfits.values()):
         names = collapse(name for name, found in misfits.items() if found == problem)
-        problems.append(f"{', '.join(names)} {problem} of {checkpoint.architecture}" if problem.startswith("matches")
+        problems.append(f"{', '.join(names)} {problem} of {model.name}" if problem.startswith("matches")
                         else f"{', '.join(names)} {problem}")  # fmt: skip
     named = any(problem.startswith("matches") for problem in misfits.values())
     raise PlanError(
@@ -227,6 +236,43 @@ def _draft_finder(model: Model, config: dict[str, Any]) -> Callable[[str], bool]
         return found is not None and found[1].isdecimal() and int(found[1]) >= first
 
     return drafted
+
+
+def _lacking(
+    model: Model,
+    layers: dict[str, Layer],
+    copied: Sequence[TensorInfo],
+    sets: dict[str, tuple[str, ...]],
+    config: dict[str, Any],
+) -> list[str]:
+    """Notes of what the source seems to lack: vLLM takes a quantized model without it, and computes noise."""
+    notes = []
+    count, pattern = config.get("num_hidden_layers"), compile_pattern(f"{model.layers}.**")
+    # Norms, of which every decoder layer has some, or none has.
+    numbers = {found[1] for info in copied if (found := pattern.fullmatch(info.module))}
+    if numbers and isinstance(count, int) and (absent := [n for n in range(count) if str(n) not in numbers]):
+        names = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
+        notes.append(f"the source lacks decoder layers that config.json counts (num_hidden_layers {count}): {names}")
+    # Pairs, such as gate and up; in longer sets engines do without some members in some layers.
+    pairs: dict[str, list[tuple[str, ...]]] = {}
+    for module, members in sets.items():
+        if members[0] == module:
+            pairs.setdefault(layers[module].alike.rpartition(".")[0], []).append(members)
+    alone = [
+        members[0] for found in pairs.values() if max(map(len, found)) == 2 for members in found if len(members) == 1
+    ]
+    if alone:
+        notes.append(f"the source lacks what belongs to {', '.join(collapse(alone))} in other layers")
+    experts: dict[str, int] = {}
+    for layer in layers.values() if model.experts else ():
+        if ".*." in layer.alike and layer.alike.rsplit(".", 2)[1] == "*":
+            path = layer.module.rsplit(".", 2)[0]
+            experts[path] = experts.get(path, 0) + 1
+    most = max(experts.values(), default=0)
+    fewer = [path for path, found in experts.items() if found < most]
+    if fewer:
+        notes.append(f"the source lacks experts in {', '.join(collapse(fewer))}, beside other layers")
+    return notes
 
 
 def _wrongly_stacked(unstacked: dict[str, list[Layer]]) -> dict[str, str]:
@@ -455,7 +501,7 @@ def _matches(patterns: dict[str, str], layers: dict[str, Layer], known: Iterable
         if not matched and not any(pattern.fullmatch(module) for module in known or ()):
             raise UsageError(
                 f"{option} matches no module{'' if known is not None else ' that can be quantized'}",
-                "module names are tensor names without .weight; --dry-run lists them",
+                "module names are tensor names without .weight, ** stands for any part; --dry-run -v lists them",
             )
         for module in matched:
             found.setdefault(module, option)

@@ -10,7 +10,7 @@ from .checkpoint import Checkpoint
 from .layers import Layer
 from .models import Model, Split, absolute
 from .patterns import compile_pattern
-from .schemes import Group, Scheme
+from .schemes import Group
 
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8, 16)
 
@@ -52,21 +52,21 @@ def parts_of(shape: tuple[int, int], split: Split | None, config: dict[str, Any]
 
 
 def parallel_sizes(
-    checkpoint: Checkpoint, model: Model, quantized: Iterable[tuple[Layer, Scheme]], asked: int | None
+    checkpoint: Checkpoint, model: Model, layers: Iterable[tuple[Layer, Group]], asked: int | None
 ) -> tuple[ParallelSize, ...]:
-    """For each tensor-parallel size whether the quantized layers divide, and the first one that does not.
+    """For each tensor-parallel size whether the layers divide, and the first one that does not.
 
     Args:
         checkpoint: the opened source.
         model: its entry.
-        quantized: the quantized layers with their schemes.
+        layers: what could be quantized, with what shares a scale in it; 1 x 1 where it stays unquantized.
         asked: one more size to tell of.
     """
     config = text_config(checkpoint, model)
     find_split = split_finder(model)
     kinds: dict[tuple[str, tuple[int, int], Group], Split | None] = {}
-    for layer, scheme in quantized:
-        key = (layer.alike, layer.shape, scheme.group)
+    for layer, group in layers:
+        key = (layer.alike, layer.shape, group)
         if key not in kinds:
             kinds[key] = find_split(layer.module)
     result = []

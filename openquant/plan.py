@@ -350,7 +350,7 @@ def make_plan(
         notes.append("kv_cache_scheme is left out; its scales stay, and engines use them with --kv-cache-dtype fp8")
     if model.rest:
         notes.insert(0, "decided from names and shapes alone: look at the plan, and at what the engine makes of it")
-    parallel = parallel_sizes(seen, model, fates.quantized, options.tp)
+    parallel = parallel_sizes(seen, model, fates.groups, options.tp)
     return _assemble(checkpoint, seen, encoded, model, fates, quantization_config, notes, parallel, identity)
 
 

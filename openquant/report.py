@@ -63,7 +63,7 @@ def _facts(plan: Plan, download: int, streamed: int) -> list[str]:
         f"weights:  {gigabytes(plan.source_bytes)} -> {gigabytes(plan.output_bytes)}, {_share(plan)} "
         f"({plan.quantized_tensors or plan.decoded_tensors} layers)",
         f"disk:     {gigabytes(plan.output_bytes + sum(plan.files.values()))} in "
-        f"{len(plan.shards)} {'shard' if len(plan.shards) == 1 else 'shards'} and {len(plan.files)} other files",
+        f"{_count(len(plan.shards), 'shard')} and {_count(len(plan.files), 'other file')}",
     ]
     if download:
         lines.append(

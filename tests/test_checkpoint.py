@@ -227,6 +227,7 @@ F32 = entry("F32", [2], 0, 8)
 HEADERS = {
     "no header at all": (raw(b"", length=0), "x claims a header of 0 bytes (2 to 100000000 are allowed)"),
     "absurd length": (raw(b"{}", length=2**63), f"x claims a header of {2**63} bytes (2 to 100000000 are allowed)"),
+    "a pointer of git-lfs": (b"version https://git-lfs.github.com/spec/v1", "x is a pointer of git-lfs, not the file itself"),
     "not JSON": (raw(b"{nope}"), "x has a broken header: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
     "not UTF-8": (raw(b'{"\xff":1}'), "x has a broken header: 'utf-8' codec can't decode byte 0xff in position 2: invalid start byte"),
     "not an object": (raw([1, 2]), "x has a header that is not a JSON object"),

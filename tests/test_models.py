@@ -160,6 +160,7 @@ def test_published_names_plan_without_a_misfit(name: str) -> None:
     assert [plan.quantized_tensors for plan in plans] == [of_tensor, of_tensor, of_block][: len(plans)]
     plan = plans[-1]
     assert plan.parallel_sizes == parallel
+    assert not [note for note in plan.notes if "lacks" in note]
     if ignored is not None:
         assert plan.ignored_layers == ignored
     # Every source tensor is in the output: under its own name, or split into experts.

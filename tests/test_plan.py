@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,6 +88,32 @@ def test_all_misfits_are_listed_at_once(tmp_path: Path) -> None:
     assert "--ignore" in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("gone", "note"),
+    [
+        (r"layers\.1\.", "decoder layers that config.json counts (num_hidden_layers 2): 1"),
+        (r"layers\.0\.mlp\.up_proj", "what belongs to model.layers.0.mlp.gate_proj in other layers"),
+        (r"layers\.1\.mlp\.experts\.3\.up_proj", "experts in model.layers.1.mlp.experts, beside other layers"),
+        (r"layers\.1\.mlp\.experts\.3\.", "experts in model.layers.1.mlp.experts, beside other layers"),
+        (r"no such name", None),
+    ],
+)
+def test_what_the_source_lacks_is_noted(tmp_path: Path, gone: str, note: str | None) -> None:
+    """vLLM loads a quantized model that is not whole without a word."""
+    architecture = "Qwen3MoeForCausalLM" if "experts" in gone else "Qwen3ForCausalLM"
+    weights = tiny.tensors(architecture)
+    config = tiny.config(architecture)
+    if "experts" in gone:
+        # A second layer of experts.
+        config |= {"mlp_only_layers": [], "num_hidden_layers": 3}
+        weights |= {n.replace("layers.1.", "layers.2."): w.clone() for n, w in weights.items() if "layers.1." in n}
+    weights = {name: weight for name, weight in weights.items() if not re.search(gone, name)}
+    root = tiny.write(tmp_path / "source", architecture, weights=weights)
+    (root / "config.json").write_text(json.dumps(config))
+    notes = [found for found in plan_of(root).notes if "lacks" in found]
+    assert any(found == f"the source lacks {note}" for found in notes) if note else notes == []
+
+
 def test_ignore_settles_a_tensor_no_pattern_matches(tmp_path: Path) -> None:
     weights = tiny.tensors("Qwen3ForCausalLM") | {"model.layers.0.mlp.router.weight": torch.zeros(4, 256)}
     root = tiny.write(tmp_path / "a", weights=weights)
@@ -112,6 +139,10 @@ def test_ignore_widens_to_the_joined_set_and_says_so(source: Path) -> None:
         "--ignore model.layers.1.mlp.up_proj widened to what engines join with it",
     ]
     assert notes[1].endswith(": model.layers.1.mlp.gate_proj")
+
+
+def test_unquantized_layers_must_divide_among_ranks_too(source: Path) -> None:
+    assert plan_of(source, TENSOR, "**.self_attn.*").parallel_sizes == plan_of(source).parallel_sizes == [1, 2, 4]
 
 
 def test_ignore_that_matches_nothing_is_an_error(source: Path) -> None:
