@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -253,9 +254,14 @@ def _lacking(
     if numbers and isinstance(count, int) and (absent := [n for n in range(count) if str(n) not in numbers]):
         names = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
         notes.append(f"the source lacks decoder layers that config.json counts (num_hidden_layers {count}): {names}")
+    counts = Counter(layer.alike for layer in layers.values())
+    families: dict[str, list[str]] = {}
+    for alike in counts:
+        families.setdefault(alike.rpartition(".")[0], []).append(alike)
+    uneven = {parent for parent, alikes in families.items() if len({counts[alike] for alike in alikes}) > 1}
     # Pairs, such as gate and up; in longer sets engines do without some members in some layers.
     pairs: dict[str, list[tuple[str, ...]]] = {}
-    for module, members in sets.items():
+    for module, members in sets.items() if uneven else ():
         if members[0] == module:
             pairs.setdefault(layers[module].alike.rpartition(".")[0], []).append(members)
     alone = [
@@ -264,8 +270,15 @@ def _lacking(
     if alone:
         notes.append(f"the source lacks what belongs to {', '.join(collapse(alone))} in other layers")
     experts: dict[str, int] = {}
-    for layer in layers.values() if model.experts else ():
-        if ".*." in layer.alike and layer.alike.rsplit(".", 2)[1] == "*":
+    # Experts are many: where all have the same parts, one of these tells.
+    watched = {
+        alike
+        for parent, alikes in families.items()
+        if parent.endswith(".*")
+        for alike in (alikes if parent in uneven else alikes[:1])
+    }
+    for layer in layers.values() if watched else ():
+        if layer.alike in watched:
             path = layer.module.rsplit(".", 2)[0]
             experts[path] = experts.get(path, 0) + 1
     most = max(experts.values(), default=0)
