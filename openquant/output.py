@@ -357,6 +357,8 @@ def finished_files(directory: Path) -> tuple[str, set[str]]:
     Raises:
         OutputError: it was not made by us, not finished, or has lost a file.
     """
+    if not directory.is_dir():
+        raise OutputError(f"{directory} is not a directory", "check the path")
     journal = read_journal(directory)
     if journal is None:
         raise OutputError(f"{directory} was not made by openquant", "give a directory that compress wrote")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -153,7 +154,7 @@ def test_push_of_a_directory_made_earlier(
     assert published(tree(tmp_path / "out")) == unpublished
 
 
-@pytest.mark.parametrize("state", ["foreign", "unfinished", "incomplete"])
+@pytest.mark.parametrize("state", ["foreign", "missing", "unfinished", "incomplete"])
 def test_push_of_what_is_no_finished_output(hub: LoopbackHub, source: Path, tmp_path: Path, state: str) -> None:
     out = tmp_path / "out"
     compress(source, out)
@@ -162,12 +163,15 @@ def test_push_of_what_is_no_finished_output(hub: LoopbackHub, source: Path, tmp_
         (out / ".openquant.json").unlink()
     elif state == "unfinished":
         (out / ".openquant.json").write_text(json.dumps(journal | {"done": False}))
+    elif state == "missing":
+        shutil.rmtree(out)
     else:
         (out / "model-00002-of-00005.safetensors").unlink()
     done = ask(hub, tmp_path, "push", out, "user/name")
     assert done.returncode == 2
     says = {
         "foreign": "was not made by openquant",
+        "missing": "is not a directory",
         "unfinished": "is not finished",
         "incomplete": "lacks model-00002-of-00005.safetensors",
     }
