@@ -210,8 +210,9 @@ def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> tupl
     """
     if size < 8:
         raise SourceError(f"{name} is {size} bytes long, too short for a safetensors file", _DAMAGED)
-    length = int.from_bytes(read(0, 8), "little")
-    if read(0, 8) == b"version ":
+    size_of_header = read(0, 8)
+    length = int.from_bytes(size_of_header, "little")
+    if size_of_header == b"version ":
         raise SourceError(f"{name} is a pointer of git-lfs, not the file itself", "fetch the files: git lfs pull")
     if length > MAX_HEADER or length < 2:
         raise SourceError(f"{name} claims a header of {length} bytes (2 to {MAX_HEADER} are allowed)", _DAMAGED)
