@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 from .card import model_card
 from .checkpoint import INDEX_FILE, Checkpoint, readable
 from .convert import convert
-from .errors import SourceError
+from .errors import OutputError, SourceError
 from .fetch import Supply, scratch_bytes, source_needs
 from .hub import Source, silent
 from .output import SOURCE, WORK, OutputDirectory
@@ -146,7 +146,8 @@ def carry_out(
             if todo is not None:
                 _write_others(prepared, directory, made)
                 # A run that only pushes has deleted those that are on the Hub.
-                if all((prepared.target / name).exists() for name in shards):
+                if not (push and push.only):
+                    _require_all(prepared.target, shards)
                     check_finished(prepared.target, plan)
                 directory.finish()
             if publisher is None:
@@ -159,6 +160,16 @@ def carry_out(
         published, error = attempt(finish)
         ranks.agree(error)
     return directory.resumed, todo is None, published
+
+
+def _require_all(target: Path, shards: Iterable[str]) -> None:
+    """Refuse to finish what has lost a shard since, or has it elsewhere: ranks may see different directories."""
+    for name in shards:
+        if not (target / name).is_file():
+            raise OutputError(
+                f"{target / name} was written, and is not there",
+                "let all ranks write to one directory, and nothing else touch it; then run the same command again",
+            )
 
 
 def _made_files(prepared: Prepared, push: Push | None) -> dict[str, bytes]:

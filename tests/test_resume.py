@@ -169,6 +169,27 @@ def test_a_rank_that_outlives_its_run_leaves_nothing_half_written(
         assert (out / layout.name).read_bytes() == layout.header + body.tobytes()
 
 
+def test_a_shard_that_is_gone_at_the_end(
+    tmp_path: Path, source: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, shard = tmp_path / "out", "model-00002-of-00005.safetensors"
+    publish = OutputDirectory.publish
+
+    def lose(output: OutputDirectory, name: str) -> None:
+        publish(output, name)
+        if name == "config.json":
+            (out / shard).unlink()
+
+    monkeypatch.setattr(OutputDirectory, "publish", lose)
+    with pytest.raises(OutputError) as caught:
+        compress(source, out)
+    assert caught.value.message == f"{out / shard} was written, and is not there"
+    assert not json.loads((out / ".openquant.json").read_text())["done"]
+    monkeypatch.undo()
+    compress(source, out)
+    assert tree(out) == whole
+
+
 @pytest.mark.parametrize("how", ["INT", "TERM"])
 @pytest.mark.parametrize(("moment", "count"), [("before-rename", 3), ("before-write", 30)])
 def test_an_interrupted_run_exits_130_and_continues(
