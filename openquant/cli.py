@@ -199,7 +199,7 @@ def _verb_parser() -> _Parser:
     verify.add_argument("directory", metavar="DIR", help="the directory to check")
     verify.add_argument("--source", metavar="DIR", help="the checkpoint it was made from, to compare with")
     verify.add_argument("--full", action="store_true", help="also decode every quantized layer and measure its error")
-    verify.add_argument("--workers", type=int, metavar="N", help="threads (default: the CPUs it may use, at most 16)")
+    verify.add_argument("--workers", type=int, metavar="N", help="threads (default: the CPUs it may use)")
     verify.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else")
     verify.set_defaults(work=_verify)
     return parser

@@ -251,8 +251,11 @@ def _lacking(
     count, pattern = config.get("num_hidden_layers"), compile_pattern(f"{model.layers}.**")
     # Norms, of which every decoder layer has some, or none has.
     numbers = {found[1] for info in copied if (found := pattern.fullmatch(info.module))}
-    if numbers and isinstance(count, int) and (absent := [n for n in range(count) if str(n) not in numbers]):
-        names = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
+    # Nothing bounds what config.json counts.
+    wanted = (str(number) for number in range(count if numbers and isinstance(count, int) else 0))
+    absent = list(itertools.islice((number for number in wanted if number not in numbers), 9))
+    if absent:
+        names = ", ".join(absent[:8]) + (", ..." if len(absent) > 8 else "")
         notes.append(f"the source lacks decoder layers that config.json counts (num_hidden_layers {count}): {names}")
     counts = Counter(layer.alike for layer in layers.values())
     families: dict[str, list[str]] = {}

@@ -114,6 +114,15 @@ def test_what_the_source_lacks_is_noted(tmp_path: Path, gone: str, note: str | N
     assert any(found == f"the source lacks {note}" for found in notes) if note else notes == []
 
 
+def test_a_count_of_layers_that_no_model_has(source: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**30}))
+    assert (
+        f"the source lacks decoder layers that config.json counts (num_hidden_layers {10**30}): "
+        "2, 3, 4, 5, 6, 7, 8, 9, ..."
+    ) in plan_of(source).notes
+
+
 def test_ignore_settles_a_tensor_no_pattern_matches(tmp_path: Path) -> None:
     weights = tiny.tensors("Qwen3ForCausalLM") | {"model.layers.0.mlp.router.weight": torch.zeros(4, 256)}
     root = tiny.write(tmp_path / "a", weights=weights)
