@@ -314,11 +314,12 @@ class _Verification:
             original, matrix = source.tensors.get(info.name), self.matrices.get(info.module)
             if original is None and matrix is not None and info.name != f"{info.module}.weight":
                 matrix = None
-            if original is None and matrix is None:
+            stored = original or matrix
+            if stored is None:
                 if self.headers.owner(info.name) is None:
                     foreign.append(info.name)
                 continue
-            dtype, shape = (original.dtype, original.shape) if original else (matrix.dtype, matrix.shape)  # type: ignore[union-attr]
+            dtype, shape = stored.dtype, stored.shape
             if info.name in self.codes:
                 if info.shape != shape:
                     self._mismatch(info, dtype, shape)
