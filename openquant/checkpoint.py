@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .errors import SourceError
+from .inputs import MAX_INDEX, MAX_SMALL, parse_json, read_small
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -325,14 +326,13 @@ def read_json(path: Path, what: str) -> Any:
     """A JSON file of a checkpoint.
 
     Raises:
-        SourceError: there is none, or it is no JSON.
+        SourceError: there is none, or it is not a regular file with JSON in UTF-8 of a bounded size and depth.
     """
     try:
-        return json.loads(path.read_bytes())
+        data = read_small(path, what, MAX_INDEX if what == INDEX_FILE else MAX_SMALL)
     except FileNotFoundError:
         raise SourceError(f"{what} is missing from {path.parent}", "download or copy it again") from None
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"{what} is not valid JSON: {error}", "download or copy it again") from None
+    return parse_json(data, what)
 
 
 def read_config(root: Path) -> dict[str, Any]:
