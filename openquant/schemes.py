@@ -158,6 +158,11 @@ def _fp8(block: list[int] | None) -> dict[str, Any]:
     return {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": block}
 
 
+# As `scale_fmt`: transformers 5.10.1 and later check that key and show it in their error, where without it they compute
+# with scales that nothing filled. vLLM 0.32.0 and SGLang 0.5.23 look for "ue8m0" there only.
+TRANSFORMERS_REFUSAL = "one scale per tensor: transformers misreads this; use vLLM or SGLang"
+
+
 # vLLM reads the first, transformers the second, SGLang either.
 _FP8_IGNORED = ("ignored_layers", "modules_to_not_convert")
 
@@ -195,10 +200,10 @@ TENSOR = Scheme(
     largest=65504.0,
     suffix="-FP8",
     title="one scale per tensor",
-    settings=_fp8(None),
+    settings={**_fp8(None), "scale_fmt": TRANSFORMERS_REFUSAL},
     ignored_keys=_FP8_IGNORED,
     engines=("vLLM", "SGLang"),
-    transformers="misreads per-tensor `fp8` checkpoints without an error",
+    transformers="refuses per-tensor `fp8` checkpoints, and before 5.10.1 misreads them without an error",
 )
 CHANNEL = Scheme(
     "channel",
@@ -406,7 +411,9 @@ def recognise(settings: Mapping[str, Any]) -> Scheme | None:
     for scheme in (*VARIANTS, *STATIC):
         told, groups = _told_apart({**scheme.settings, **dict.fromkeys(scheme.ignored_keys)})
         known = [*groups, *(group for other in MIXED for group in _told_apart(other.settings)[1])]
-        if found[0] == told and found[1][:1] == groups and all(group in known for group in found[1]):
+        # Older outputs of ours have no sentence for transformers.
+        older = {key: value for key, value in told.items() if value != TRANSFORMERS_REFUSAL}
+        if found[0] in (told, older) and found[1][:1] == groups and all(group in known for group in found[1]):
             return scheme
     return None
 

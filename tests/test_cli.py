@@ -47,8 +47,8 @@ def test_a_run_prints_plan_and_summary(run: Run, tmp_path: Path) -> None:
     summary = done.stdout.removeprefix(PLAN.replace("examples/tiny-qwen3", str(EXAMPLE)))
     assert re.fullmatch(
         r"\ntiny-qwen3-FP8: 8\.39 MB -> 5\.25 MB, 74\.9 % of the bytes quantized, in \d+\.\d s, peak memory \S+ MB\n"
-        r"This output is for vLLM and SGLang\. Do not load it with transformers, which misreads per-tensor `fp8` "
-        r"checkpoints without an error\.\n"
+        r"This output is for vLLM and SGLang\. Do not load it with transformers, which refuses per-tensor `fp8` "
+        r"checkpoints, and before 5\.10\.1 misreads them without an error\.\n"
         r"\n  vllm serve tiny-qwen3-FP8\n  python -m sglang\.launch_server --model-path tiny-qwen3-FP8\n",
         summary,
     )

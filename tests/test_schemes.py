@@ -21,9 +21,11 @@ from openquant.schemes import (
     SCHEMES,
     TENSOR,
     TENSOR_COMPRESSED,
+    TENSOR_STATIC,
     VARIANTS,
     Scheme,
     find_scheme,
+    recognise,
 )
 
 schemes = pytest.mark.parametrize("scheme", VARIANTS, ids=lambda scheme: scheme.suffix)
@@ -101,8 +103,13 @@ def test_golden_bytes_of_blocks() -> None:
     assert int((codes != 0).sum()) == 6
 
 
-@pytest.mark.parametrize(("scheme", "block"), [(TENSOR, None), (BLOCK, [128, 128])], ids=["tensor", "block"])
-def test_fp8_config_is_what_engines_read(scheme: Scheme, block: list[int] | None) -> None:
+SENTENCE = {"scale_fmt": "one scale per tensor: transformers misreads this; use vLLM or SGLang"}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "block", "more"), [(TENSOR, None, SENTENCE), (BLOCK, [128, 128], {})], ids=["tensor", "block"]
+)
+def test_fp8_config_is_what_engines_read(scheme: Scheme, block: list[int] | None, more: dict[str, str]) -> None:
     assert scheme.config(["lm_head"]) == {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -110,7 +117,22 @@ def test_fp8_config_is_what_engines_read(scheme: Scheme, block: list[int] | None
         "weight_block_size": block,
         "ignored_layers": ["lm_head"],
         "modules_to_not_convert": ["lm_head"],
+        **more,
     }
+
+
+@schemes
+def test_a_scheme_is_known_by_its_config(scheme: Scheme) -> None:
+    assert recognise(scheme.settings | dict.fromkeys(scheme.ignored_keys)) is scheme
+
+
+@pytest.mark.parametrize("scheme", [TENSOR, TENSOR_STATIC], ids=["dynamic", "static"])
+def test_an_older_output_without_a_sentence_is_known_too(scheme: Scheme) -> None:
+    settings = scheme.settings | dict.fromkeys(scheme.ignored_keys)
+    del settings["scale_fmt"]
+    assert recognise(settings) is scheme
+    assert recognise(settings | {"scale_fmt": "one scale"}) is None
+    assert recognise(BLOCK.settings | dict.fromkeys(BLOCK.ignored_keys) | SENTENCE) is None
 
 
 MX = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}

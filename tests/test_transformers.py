@@ -84,6 +84,16 @@ def test_block_output_computes_what_its_dequantized_weights_do(
     assert (found - bfloat16).norm() / bfloat16.norm() > 0.015
 
 
+@pytest.mark.parametrize("load", ["AutoModelForCausalLM", "LlamaForCausalLM"])
+def test_per_tensor_output_is_refused(tmp_path: Path, load: str) -> None:
+    import transformers
+
+    compress(tiny.write(tmp_path / "source", "LlamaForCausalLM"), tmp_path / "out")
+    says = "scale_fmt must be .*'one scale per tensor: transformers misreads this; use vLLM or SGLang'"
+    with pytest.raises(ValueError, match=says):
+        getattr(transformers, load).from_pretrained(tmp_path / "out")
+
+
 COMPRESSED = [
     (scheme, architecture)
     for scheme in VARIANTS
