@@ -221,15 +221,18 @@ def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> tupl
         raise SourceError(f"{name} is truncated: its header ends at byte {8 + length} of {size}", _DAMAGED)
     text = read(8, length)
     try:
-        header = json.loads(text)
+        # Given bytes, json would take UTF-16 and a byte-order mark as well, which no other reader does.
+        header = json.loads(text.decode())
         # Looking at every object for repeated names takes longer than all the rest; if none is, these are equal.
         if isinstance(header, dict) and text.count(b'"data_offsets"') != len(header.keys() - {"__metadata__"}):
-            json.loads(text, object_pairs_hook=_unique_keys)
+            json.loads(text.decode(), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{name} has a broken header: {error}", _DAMAGED) from None
     if not isinstance(header, dict):
         raise SourceError(f"{name} has a header that is not a JSON object", _DAMAGED)
-    header.pop("__metadata__", None)
+    told = header.pop("__metadata__", None)
+    if told is not None and not (isinstance(told, dict) and all(isinstance(value, str) for value in told.values())):
+        raise SourceError(f"{name} has a __metadata__ that does not map names to strings", _DAMAGED)
     kinds: dict[tuple[Any, ...], tuple[str, tuple[int, ...], int]] = {}
     found = [_parse_entry(name, tensor, entry, kinds) for tensor, entry in header.items()]
     found.sort()
