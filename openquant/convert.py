@@ -167,7 +167,7 @@ def convert(
 
     Raises:
         SourceError: NaN or infinity in a weight, or a source that cannot be read.
-        PlanError: a joined set too large for the scheme.
+        PlanError: a weight too large for the scheme.
         OutputError: the output cannot be written.
     """
     _Conversion(plan, shards, traffic, output, device, progress).run(workers)
@@ -381,11 +381,13 @@ class _Worker:
                 slot = self._slot()
                 codes = slot.take(place, count * coding.pitch)
                 self.reader.codes(source, matrix, low, codes)
+                scale = self.reader.scales(coding, low, count, SMALLEST_SCALE, scheme.power_of_two)
+                self.reader.check_codes(matrix, low, codes, scale)
                 slot.send(file, codes, place)
-                scale = scheme.stored(self.reader.scales(coding, low, count, SMALLEST_SCALE, scheme.power_of_two))
+                stored = scheme.stored(scale)
                 if low == 0 or coding.group[0] is not None:
-                    file.write(scale, scale_place)
-                    scale_place += scale.nbytes
+                    file.write(stored, scale_place)
+                    scale_place += stored.nbytes
                 self.conversion.advance(codes.nbytes)
 
     def _scale_stays(self, job: Job) -> bool:
@@ -397,8 +399,7 @@ class _Worker:
             return False
         scales = {self.reader.scales(coding, 0, 1).item() for coding in codings if coding is not None}
         scale = scales.pop()
-        limit = job.scheme.largest
-        return not scales and scale >= job.scheme.scale_floor and (limit is None or scale * float(CODE_MAX) <= limit)
+        return not scales and scale >= job.scheme.scale_floor and scale * float(CODE_MAX) <= job.scheme.largest
 
     def _shared_absmax(self, job: Job) -> Floats:
         largest = np.zeros((1, 1), np.float32)
@@ -406,10 +407,11 @@ class _Worker:
             for bits in self.reader.rows(matrix, 1):
                 weight = self.kernels.load(bits, matrix.dtype)
                 amax = self.kernels.absmax(weight, matrix.dtype, job.scheme.group)
-                largest = np.maximum(largest, self._finite(matrix, amax))
+                self._require_finite(matrix, amax)
+                largest = np.maximum(largest, amax)
                 self.conversion.advance(0)
         limit = job.scheme.largest
-        if limit is not None and largest.item() > limit:
+        if largest.item() > limit:
             names = ", ".join(matrix.label for matrix in job.joined)
             raise PlanError(
                 f"{names}: a weight reaches {largest.item():g}, engines load at most {limit:g} under one scale",
@@ -424,7 +426,9 @@ class _Worker:
         for bits in self.reader.rows(matrix, group[0] or 1):
             weight = self.kernels.load(bits, matrix.dtype)
             if shared is None:
-                scale = scheme.scale(self._finite(matrix, self.kernels.absmax(weight, matrix.dtype, group)))
+                amax = self.kernels.absmax(weight, matrix.dtype, group)
+                self._require_small(matrix, amax, scheme)
+                scale = scheme.scale(amax)
                 stored = scheme.stored(scale)
                 file.write(stored, scale_place)
                 scale_place += stored.nbytes
@@ -437,10 +441,20 @@ class _Worker:
             place += codes.nbytes
             self.conversion.advance(consumed(matrix, len(bits)))
 
-    def _finite(self, matrix: Matrix, amax: Floats) -> Floats:
+    def _require_small(self, matrix: Matrix, amax: Floats, scheme: Scheme) -> None:
+        # False for NaN too.
+        if (amax <= scheme.largest).all():
+            return
+        self._require_finite(matrix, amax)
+        raise PlanError(
+            f"{matrix.label} in {matrix.shard}: a weight reaches {amax.max():g}, engines load at most "
+            f"{scheme.largest:g} with {scheme.title}",
+            "the weights are damaged: download or save them again, or leave this layer as it is with --ignore",
+        )
+
+    def _require_finite(self, matrix: Matrix, amax: Floats) -> None:
         if not np.isfinite(amax).all():
             raise SourceError(
                 f"{matrix.label} in {matrix.shard} holds NaN or infinity",
                 "the weights are damaged: download or save them again, or leave this layer as it is with --ignore",
             )
-        return amax

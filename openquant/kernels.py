@@ -124,7 +124,8 @@ def _chunks(group: Group, shape: tuple[int, ...]) -> Iterator[tuple[int, int, sl
 
 
 def decode(codes: Codes, scale: Floats, out: Floats, number: str = CODE_DTYPE) -> None:
-    """Write the weights [rows, cols] that codes stand for to `out`; NaN for the FP8 codes 0x7f and 0xff.
+    """Write the weights [rows, cols] that codes stand for to `out`; NaN for the FP8 codes 0x7f and 0xff, and
+    infinity where float32 does not hold them.
 
     Args:
         codes: one byte for each weight, or for two of FP4 and INT4.
@@ -134,7 +135,8 @@ def decode(codes: Codes, scale: Floats, out: Floats, number: str = CODE_DTYPE) -
     """
     values = _code_values() if number == CODE_DTYPE else _pair_values(number)
     np.take(values, codes, out=out.view(values.dtype), mode="clip")
-    out *= scale
+    with np.errstate(over="ignore"):
+        out *= scale
 
 
 def decode_rows(codes: Codes, number: str, scale: Floats, group: Group, low: int, out: Floats) -> None:

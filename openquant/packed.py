@@ -108,8 +108,8 @@ class PackedLinear(nn.Module):
         absmax = group_absmax(weight, chosen.group)
         if not torch.isfinite(absmax).all():
             raise ValueError("the weight holds NaN or infinity")
-        if chosen.largest is not None and absmax.item() > chosen.largest:
-            raise ValueError(f"the weight reaches {absmax.item():g}, engines load at most {chosen.largest:g}")
+        if absmax.max() > chosen.largest:
+            raise ValueError(f"the weight reaches {absmax.max():g}, engines load at most {chosen.largest:g}")
         scale = group_scale(absmax, chosen)
         bias = None if linear.bias is None else linear.bias.detach()
         return cls(encode(weight, scale, chosen.group), stored_scale(scale, chosen, shape), bias, chosen.format)

@@ -20,8 +20,8 @@ BUFFER = 4 << 20
 TRANSPOSED_BUFFER = 32 << 20
 # The least that a byte can be the exponent of. In an output no scale is zero.
 SMALLEST_SCALE = 2.0**-127
-# The largest bfloat16.
-LARGEST = np.float32((2 - 2.0**-7) * 2.0**127)
+# The first float32 that rounds to infinity in bfloat16.
+OVERFLOW = np.float32((2 - 2.0**-8) * 2.0**127)
 
 
 def rows_at_once(matrix: Matrix, multiple: int) -> int:
@@ -89,10 +89,25 @@ class Reader:
         codes = np.empty((len(out), coding.pitch), np.uint8)
         self.codes(source, matrix, low, codes.reshape(-1))
         scale = self.scales(coding, low, len(out))
-        with np.errstate(over="ignore"):
-            kernels.decode_rows(codes, coding.number, scale, coding.group, low, out)
+        self._decode_codes(matrix, coding, codes, scale, low, out)
+
+    def check_codes(self, matrix: Matrix, low: int, codes: Bytes, scale: Floats) -> None:
+        """Refuse codes of whole rows from `low` on that stand for weights beyond bfloat16.
+
+        Raises:
+            SourceError: one does.
+        """
+        assert matrix.coding is not None
+        if scale.max() >= OVERFLOW / CODE_MAX:
+            rows = codes.reshape(-1, matrix.coding.pitch)
+            self._decode_codes(
+                matrix, matrix.coding, rows, scale, low, np.empty((len(rows), matrix.shape[1]), np.float32)
+            )
+
+    def _decode_codes(self, matrix: Matrix, coding: Coding, codes: Bytes, scale: Floats, low: int, out: Floats) -> None:
+        kernels.decode_rows(codes, coding.number, scale, coding.group, low, out)
         # Looked for only where a code could be too large.
-        if scale.max() > LARGEST / CODE_MAX and (np.abs(out) > LARGEST).any():
+        if scale.max() >= OVERFLOW / CODE_MAX and (np.abs(out) >= OVERFLOW).any():
             raise SourceError(
                 f"{matrix.label} in {matrix.shard} stands for weights beyond what bfloat16 holds: "
                 f"{coding.scale} reaches {scale.max():g}",

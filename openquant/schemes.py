@@ -23,6 +23,8 @@ CODE_DTYPE = "F8_E4M3"
 # vLLM 0.32.0, layers/quantization/fp8.py:331-346.
 INPUT_SCALE = "input_scale"
 CODE_MAX = np.float32(448)
+# What 448 stands for under the largest power of two by which no code is beyond bfloat16.
+LARGEST_WEIGHT = 448 * 2.0**119
 
 Floats = npt.NDArray[np.float32]
 # Rows and columns that share a scale; None is the whole axis.
@@ -40,7 +42,6 @@ class Scheme:
         scale_axes: axes of the stored scale: 2 for the grid, 1 or 0 for a single one.
         scale_dtype: what it is stored as: "F32", or "U8" for the exponent field of a power of two (E8M0).
         scale_floor: the smallest scale of anything that is not all zero.
-        largest: the largest weight the engine can load; None without a limit.
         suffix: ending of the default output directory.
         title: how the plan and the model card call it.
         settings: the `quantization_config` of config.json, but for the layers that stay as they are.
@@ -55,6 +56,7 @@ class Scheme:
         follows_rows: whether an engine that reorders a layer's rows gets its scales right.
         power_of_two: whether scales are rounded up to a power of two.
         static: whether each layer also has an input_scale, by which engines quantize its activations.
+        largest: the largest weight that engines can load.
     """
 
     name: str
@@ -62,7 +64,6 @@ class Scheme:
     scale_name: str
     scale_axes: int
     scale_floor: float
-    largest: float | None
     suffix: str
     title: str
     settings: dict[str, Any] = field(hash=False)
@@ -78,6 +79,7 @@ class Scheme:
     power_of_two: bool = False
     scale_dtype: str = "F32"
     static: bool = False
+    largest: float = LARGEST_WEIGHT
 
     @property
     def format(self) -> str:
@@ -115,7 +117,10 @@ class Scheme:
         return f"{shape[0]} x {shape[1]} does not divide into {height} x {width} blocks"
 
     def scale(self, absmax: Floats) -> Floats:
-        """float32 scale of each group, given its largest absolute weight; always finite and above zero."""
+        """float32 scale of each group, given its largest absolute weight; always finite and above zero.
+
+        Up to `largest`, it makes no code overflow bfloat16.
+        """
         scale = np.maximum(absmax / CODE_MAX, np.float32(self.scale_floor))
         if self.power_of_two:
             # Carries into the exponent unless the mantissa is zero. The division before is exact enough: the quotient
@@ -213,7 +218,6 @@ CHANNEL = Scheme(
     scale_axes=2,
     # Loaded as it is, neither rounded again nor through float16 (fp8_utils.py:1482-1497).
     scale_floor=_SMALLEST,
-    largest=None,
     suffix="-FP8-dynamic",
     title="one scale per output row",
     settings=_compressed_tensors({"strategy": "channel"}, {"strategy": "token"}),
@@ -228,7 +232,6 @@ BLOCK = Scheme(
     "weight_scale_inv",
     scale_axes=2,
     scale_floor=_SMALLEST,
-    largest=None,
     suffix="-FP8-W128",
     title="one scale per 128x128 block",
     settings=_fp8([128, 128]),
@@ -287,7 +290,6 @@ MXFP8 = Scheme(
     scale_dtype="U8",
     # The smallest exponent field but one; the smallest of all is a subnormal float32.
     scale_floor=_SMALLEST,
-    largest=None,
     suffix="-MXFP8",
     title="one power-of-two scale per 32 inputs of a row",
     settings=_compressed_tensors(_MX, _MX, "mxfp8-quantized"),
@@ -323,7 +325,6 @@ PLAIN = Scheme(
     "",
     scale_axes=0,
     scale_floor=0.0,
-    largest=None,
     suffix="-BF16",
     title="bfloat16 weights",
     settings={},

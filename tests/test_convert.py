@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import tiny
 from conftest import tree
-from openquant import compress
+from openquant import compress, dequantize, verify
 from openquant import run as running
 from openquant.errors import PlanError, SourceError, UsageError
 from openquant.packed import encode, group_absmax, group_scale, stored_scale
@@ -275,6 +275,31 @@ def test_a_joined_set_above_float16_is_an_error_that_names_it(tmp_path: Path) ->
     compress(source, tmp_path / "block", "block")
     weights["model.layers.0.self_attn.k_proj.weight"][0, 0] = 65504.0
     compress(tiny.write(tmp_path / "source", weights=weights), tmp_path / "out2")
+
+
+@pytest.mark.parametrize("scheme", [s for s in VARIANTS if s.name != "tensor"], ids=lambda scheme: scheme.suffix)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_weight_whose_code_would_overflow_bfloat16_is_an_error_that_names_it(
+    tmp_path: Path, dtype: str, scheme: Scheme
+) -> None:
+    options = {"scheme": scheme.name, "format": scheme.format, "scale_format": scheme.scale_format}
+    name, limit = "model.layers.1.mlp.up_proj.weight", 1.75 * 2.0**127
+    weights = tiny.tensors("Qwen3ForCausalLM", dtype=dtype)
+    weights[name][1, 2] = -(1.75 + 2.0**-7) * 2.0**127
+    with pytest.raises(PlanError) as caught:
+        compress(tiny.write(tmp_path / "source", weights=weights), tmp_path / "no", **options)
+    assert (caught.value.message, caught.value.hint) == (
+        f"{name} in model.safetensors: a weight reaches 2.99076e+38, engines load at most 2.97747e+38 with "
+        f"{scheme.title}",
+        "the weights are damaged: download or save them again, or leave this layer as it is with --ignore",
+    )
+    assert not (tmp_path / "no" / "model.safetensors").exists()
+    weights[name][1, 2] = limit
+    compress(tiny.write(tmp_path / "source", weights=weights), tmp_path / "out", **options)
+    report = verify(tmp_path / "out", tmp_path / "source", full=True)
+    assert report.problems == ()
+    dequantize(tmp_path / "out", tmp_path / "plain")
+    assert tiny.read(tmp_path / "plain")[name][1, 2] == limit
 
 
 def test_config_gains_quantization_config_and_nothing_else(tmp_path: Path, source: Path) -> None:

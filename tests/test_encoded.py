@@ -868,12 +868,13 @@ def test_a_scale_of_zero_decodes_to_zero_and_is_no_output(tmp_path: Path) -> Non
         compress(source, tmp_path / "out", "block")
 
 
-@pytest.mark.parametrize("work", [dequantize, lambda *paths: compress(*paths, "channel")])
-def test_scales_too_large_for_bfloat16(tmp_path: Path, work: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("scheme", ["channel", "block"])
+@pytest.mark.parametrize("work", [dequantize, compress])
+def test_scales_too_large_for_bfloat16(tmp_path: Path, work: Callable[..., Any], scheme: str) -> None:
     source = store(tmp_path / "source", by_blocks(), BLOCKS)
     change_weights(source, spoiled(Q, "weight_scale_inv", 2.0**127))
     with pytest.raises(SourceError) as caught:
-        work(source, tmp_path / "out")
+        work(source, tmp_path / "out", **({"scheme": scheme} if work is compress else {}))
     assert caught.value.message == (
         f"{Q}.weight in model.safetensors stands for weights beyond what bfloat16 holds: "
         f"{Q}.weight_scale_inv reaches {2.0**127:g}"

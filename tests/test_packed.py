@@ -74,3 +74,8 @@ def test_bad_parts_are_refused() -> None:
         linear.weight[3, 4] = 70000
     with pytest.raises(ValueError, match="reaches 70000, engines load at most 65504"):
         PackedLinear.from_linear(linear)
+    with torch.no_grad():
+        linear.weight[3, 4] = -3.3e38
+    for scheme in ("channel", "block", "mxfp8"):
+        with pytest.raises(ValueError, match=r"reaches 3.3e\+38, engines load at most 2.97747e\+38"):
+            PackedLinear.from_linear(linear, scheme)

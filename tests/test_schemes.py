@@ -19,6 +19,7 @@ from openquant.schemes import (
     CHANNEL,
     MXFP8,
     SCHEMES,
+    STATIC,
     TENSOR,
     TENSOR_COMPRESSED,
     TENSOR_STATIC,
@@ -56,6 +57,15 @@ def test_zeros_stay_zeros_under_scale_one(scheme: Scheme) -> None:
     scale = group_scale(group_absmax(weight, scheme.group), scheme)
     assert (scale == 1).all()
     assert (encode(weight, scale, scheme.group).view(torch.uint8) == 0).all()
+
+
+@pytest.mark.parametrize("scheme", (*VARIANTS, *STATIC), ids=lambda scheme: scheme.suffix)
+@given(share=st.floats(0, 1, width=32) | st.sampled_from([0.5, 1.0]))
+def test_no_code_overflows_bfloat16(scheme: Scheme, share: float) -> None:
+    absmax = np.array([[share * scheme.largest]], np.float32)
+    largest = torch.from_numpy(scheme.scale(absmax)) * 448
+    assert torch.isfinite(largest.bfloat16()).all()
+    assert (largest * (1 + 2.0**-23) >= torch.from_numpy(absmax)).all()
 
 
 def test_tensor_scale_does_not_go_below_what_float16_keeps() -> None:
