@@ -16,9 +16,10 @@ from typing import Any, BinaryIO
 
 from .checkpoint import RemoteFile
 from .errors import SourceError
-from .hub import Source, Unreachable, explained_source, patiently
+from .hub import Source, patiently
 from .output import explained
 from .plan import Plan
+from .refusals import Unreachable, explained_source
 
 # Shards fetched before the conversion asks for them.
 AHEAD = 2

@@ -29,7 +29,8 @@ from .checkpoint import (
     readable,
     refuse_other_weights,
 )
-from .errors import OpenQuantError, SourceError, UsageError
+from .errors import SourceError, UsageError
+from .refusals import explained_source, is_transient, without_queries
 
 # A snapshot in the Hub's cache: models--ORG--NAME/snapshots/COMMIT.
 _SNAPSHOT = re.compile(r"^models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})$")
@@ -38,8 +39,6 @@ _SNAPSHOT = re.compile(r"^models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{
 # Seconds between tries, beyond those of huggingface_hub itself; fewer before anything is known to be there.
 WAITS = (1, 2, 4, 8, 16)
 FIRST_WAITS = (1, 2)
-# An address and its query, which may be a signature.
-_QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*")
 
 
 @dataclass(frozen=True)
@@ -178,22 +177,21 @@ def _indexed(root: Path) -> set[str]:
         return {SINGLE_FILE}
 
 
-class Unreachable(SourceError):
-    """The Hub could not be reached or was too busy: worth another try."""
-
-
 Made = TypeVar("Made")
 
 
 def patiently(
-    do: Callable[[], Made], waits: Sequence[float] = WAITS, sleep: Callable[[float], None] = time.sleep
+    do: Callable[[], Made],
+    waits: Sequence[float] = WAITS,
+    sleep: Callable[[float], None] = time.sleep,
+    passes: Callable[[BaseException], bool] = is_transient,
 ) -> Made:
     """Do something again while it fails for a reason that may pass, after ever longer waits."""
     for wait in waits:
         try:
             return do()
         except Exception as error:
-            if not is_transient(error):
+            if not passes(error):
                 raise
             sleep(wait)
     return do()
@@ -239,95 +237,5 @@ def silent() -> Iterator[None]:
 
 def _without_queries(record: logging.LogRecord) -> bool:
     """Takes the queries out of the addresses that the client logs when it tries again."""
-    record.msg, record.args = _QUERY.sub(r"\1", record.getMessage()), ()
+    record.msg, record.args = without_queries(record.getMessage()), ()
     return True
-
-
-def reason(error: BaseException) -> BaseException:
-    """What lies behind an error of huggingface_hub's that only says that something failed."""
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    # Trouble with the first question about a file comes as "not in the cache", that with an upload as a RuntimeError.
-    if isinstance(error, (LocalEntryNotFoundError, RuntimeError)) and error.__cause__ is not None:
-        return reason(error.__cause__)
-    return error
-
-
-def is_transient(error: BaseException) -> bool:
-    """Whether an error may be gone a moment later: no connection, a timeout, 408, 429, 5xx."""
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-
-    error = reason(error)
-    if isinstance(error, Unreachable):
-        return True
-    if isinstance(error, OfflineModeIsEnabled) or type(error).__name__ in ("UnsupportedProtocol", "InvalidURL"):
-        return False
-    if isinstance(error, HfHubHTTPError):
-        return error.response.status_code in (408, 429) or error.response.status_code >= 500
-    # The client's HTTP library (httpx in huggingface_hub 1.x, httpx2 since) lets its own errors through.
-    return type(error).__module__.startswith("httpx") or "Consistency check failed" in str(error)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, addresses in it without their queries, which may hold signatures."""
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return _QUERY.sub(r"\1", text)
-
-
-@contextmanager
-def explained_source(repo: str, revision: str | None) -> Iterator[None]:
-    """Turn what huggingface_hub raises about a source into a SourceError that says what to do."""
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    at = f"{repo}@{revision}" if revision else repo
-    try:
-        yield
-    except HFValidationError:
-        raise SourceError(f"{repo} does not exist, and is no Hub repository id either", "check the path") from None
-    except GatedRepoError:
-        raise SourceError(
-            f"{repo} is gated", f"accept its licence at https://huggingface.co/{repo}, then run: hf auth login"
-        ) from None
-    except RevisionNotFoundError:
-        raise SourceError(f"{repo} has no revision {revision}", "check the branch, tag or commit") from None
-    except RepositoryNotFoundError:
-        raise SourceError(
-            f"{repo} is neither a local directory nor a repository on the Hub",
-            "check the name; for a private repository run: hf auth login",
-        ) from None
-    except Exception as error:
-        cause = reason(error)
-        status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
-        if isinstance(cause, GatedRepoError) or status in (401, 403):
-            raise SourceError(
-                f"the Hub refuses access to {at}: {first_line(cause)}",
-                "log in with a token that may read it: hf auth login",
-            ) from None
-        if isinstance(error, OfflineModeIsEnabled) or (isinstance(error, LocalEntryNotFoundError) and status is None):
-            kind = Unreachable if is_transient(error) else SourceError
-            raise kind(
-                f"{at} is not a local directory, and the Hub cannot be reached for it",
-                "check the path and the network; HF_HUB_OFFLINE=1 uses only what is in the cache",
-            ) from None
-        if is_transient(cause):
-            raise Unreachable(
-                f"{at} could not be downloaded: {first_line(cause)}", "run the same command again: it continues"
-            ) from None
-        if isinstance(cause, OpenQuantError):
-            raise
-        if isinstance(cause, OSError):
-            raise SourceError(
-                f"{at} could not be downloaded: {first_line(cause)}", "run the same command again: it continues"
-            ) from None
-        raise SourceError(
-            f"{at} could not be downloaded: {type(cause).__name__}: {first_line(cause)}",
-            "check HF_ENDPOINT, if it is set, and whether the repository is sound",
-        ) from None

@@ -11,20 +11,23 @@ import hashlib
 import json
 import os
 import queue
+import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import OpenQuantError, OutputError, UsageError
-from .hub import first_line, interruptible, is_transient, patiently, reason
+from .hub import interruptible, patiently
 from .output import PUSHED, WORK, explained
+from .refusals import PushError, explained_push, is_transient, status_of, told
 
 # Output shards that are on disk at a time, being made or uploaded, when they are deleted after it.
 AT_ONCE = 3
+# "Your push was rejected because an LFS pointer pointed to a file that does not exist. Offending file: - NAME"
+_LOST = re.compile(r"\b(LFS|object)\b.*\b(not exist|missing|not found)\b", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,6 @@ class Push:
     create_pr: bool = False
     message: str | None = None
     only: bool = False
-
-
-class PushError(OutputError):
-    """The model could not be published; what is converted and uploaded so far is kept."""
 
 
 class Publisher:
@@ -86,7 +85,7 @@ class Publisher:
         from huggingface_hub import HfApi
 
         api = HfApi()
-        with self._explained():
+        with explained_push(self.repo):
             self.repo = patiently(
                 lambda: api.create_repo(self.push.name, private=self.push.private or None, exist_ok=True).repo_id
             )
@@ -169,9 +168,11 @@ class Publisher:
             self.finished(name)
         self.drain()
         title = self.push.message or title
-        with self._explained():
+        with explained_push(self.repo):
             revision = self._pull_request(title) if self.push.create_pr else None
-            address = interruptible(lambda: patiently(lambda: self._commit(list(others), title, revision)))
+            address = interruptible(
+                lambda: patiently(lambda: self._commit(list(others), title, revision), passes=_passes)
+            )
         if not self.push.only:
             self.forget()
         return address
@@ -195,14 +196,29 @@ class Publisher:
             # A second try leaves out what the first one committed, should only its answer have been lost.
             made = api.create_commit(self.repo, operations, commit_message=title, revision=revision)
         except BadRequestError as error:
-            self.forget()
+            lost = self._lost(error.server_message or "")
+            if not lost:
+                raise
+            for name in lost:
+                self._record_path(name).unlink(missing_ok=True)
             raise PushError(
-                f"{self.repo} refuses the commit: {first_line(error)}",
-                "run the same command again: shards that the Hub no longer has are made and uploaded again",
+                f"{self.repo} no longer has what was uploaded of {lost[0]}: {told(error)}",
+                "run the same command again: what the Hub lost is made and uploaded again",
             ) from None
         if revision is None:
             return str(made.commit_url)
         return f"{api.endpoint}/{self.repo}/discussions/{revision.rsplit('/', 1)[1]}"
+
+    def _lost(self, why: str) -> list[str]:
+        """The uploaded shards that the Hub has not, going by the reason it gives for refusing a commit.
+
+        It drops uploads that no commit names after a while. No other reason is one to upload anything again.
+        """
+        if not _LOST.search(why):
+            return []
+        records = {name: record for name in self.shards if (record := self._record(name))}
+        named = [name for name, record in records.items() if name in why or record["sha256"] in why]
+        return named or list(records)
 
     def _pull_request(self, title: str) -> str:
         """The pull request's revision; opened once however often a push is taken up again, unless it was closed."""
@@ -241,7 +257,7 @@ class Publisher:
 
         path = self.directory / name
         if self._record(name) is None:
-            with self._explained():
+            with explained_push(self.repo):
                 operation = CommitOperationAdd(name, str(path))
                 patiently(lambda: HfApi().preupload_lfs_files(self.repo, [operation], create_pr=self.push.create_pr))
                 if not operation._is_uploaded:
@@ -280,39 +296,10 @@ class Publisher:
                 # Unless a run still works there.
                 self.records.parent.rmdir()
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turn what huggingface_hub raises into an error that says what to do."""
-        from huggingface_hub.errors import (
-            HfHubHTTPError,
-            HFValidationError,
-            LocalTokenNotFoundError,
-            OfflineModeIsEnabled,
-            RepositoryNotFoundError,
-        )
 
-        try:
-            yield
-        except OpenQuantError:
-            raise
-        except HFValidationError as error:
-            raise UsageError(f"{self.push.name} is no repository id: {first_line(error)}", "write org/name") from None
-        except OfflineModeIsEnabled:
-            raise PushError(f"{self.repo} cannot be reached: HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE") from None
-        except Exception as raised:
-            cause = reason(raised)
-            status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
-            if isinstance(cause, (RepositoryNotFoundError, LocalTokenNotFoundError)) or status in (401, 403):
-                raise PushError(
-                    f"the Hub does not let you write to {self.repo}: {first_line(cause)}",
-                    "log in with a token that may: hf auth login",
-                ) from None
-            if is_transient(cause) or isinstance(cause, (OSError, ValueError, KeyError, TypeError, RuntimeError)):
-                raise PushError(
-                    f"{self.repo} could not be pushed to: {first_line(cause)}",
-                    "run the same command again: what is converted and uploaded is kept",
-                ) from None
-            raise
+def _passes(error: BaseException) -> bool:
+    """Whether a commit that is refused may be taken a moment later: another one was under way, or came before it."""
+    return status_of(error) in (409, 412) or is_transient(error)
 
 
 def _uploaded(name: str, record: dict[str, Any]) -> Any:

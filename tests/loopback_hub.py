@@ -46,6 +46,8 @@ class Fault:
         times: how many requests it meets, or None for all.
         after: how many matching requests pass unharmed first.
         status: answer this instead, with `headers`, and X-Error-Code `code`.
+        message: with `status`, the reason that the answer gives.
+        body: with `status`, the answer's JSON; one with the reason if None.
         delay: seconds to wait first.
         call: run before the request is carried out; with `cut` or `cut_upload`, when those bytes have gone.
         cut: hang up after so many bytes of the answer's body. The request was carried out, so cut=0 loses an answer.
@@ -64,6 +66,8 @@ class Fault:
     status: int | None = None
     headers: dict[str, str] = field(default_factory=dict)
     code: str = ""
+    message: str = ""
+    body: object = None
     delay: float = 0
     call: Callable[[], object] | None = None
     cut: int | None = None
@@ -323,7 +327,7 @@ class Handler(BaseHTTPRequestHandler):
             if self.fault.call and self.fault.cut is None and self.fault.cut_upload is None:
                 self.fault.call()
             if self.fault.status:
-                raise Refused(self.fault.status, self.fault.code, **self.fault.headers)
+                raise Refused(self.fault.status, self.fault.code, self.fault.message, **self.fault.headers)
             if self.fault.cut_upload is not None and not self.length:
                 self.hang_up()
             for methods, pattern, writes, action in ROUTES:
@@ -382,7 +386,8 @@ class Handler(BaseHTTPRequestHandler):
         # A client that is still sending its body would not read the answer.
         for _ in self.received():
             pass
-        self.say({"error": refused.headers["X-Error-Message"]}, refused.status, refused.headers)
+        body = {"error": refused.headers["X-Error-Message"]} if self.fault.body is None else self.fault.body
+        self.say(body, refused.status, refused.headers)
 
     def say(self, answer: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
         """Answer with JSON."""

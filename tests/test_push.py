@@ -257,11 +257,26 @@ def test_a_killed_push_continues_without_repeating_anything(
         Fault(r"/objects/batch", "POST", after=1, status=503),
         Fault(r"/preupload/", "POST", after=1, status=502),
         Fault(r"/commit/", "POST", status=503),
+        Fault(r"/commit/", "POST", times=2, status=409),
+        Fault(r"/commit/", "POST", status=412, message="A commit has happened since. Please refresh and try again."),
         Fault(r"/commit/", "POST", cut_upload=0),
         Fault(r"/commit/", "POST", cut=0),
         Fault(r"/repos/create", "POST", status=500),
     ],
-    ids=["500", "429", "cut", "reset", "batch", "preupload", "commit", "commit lost", "answer lost", "create"],
+    ids=[
+        "500",
+        "429",
+        "cut",
+        "reset",
+        "batch",
+        "preupload",
+        "commit",
+        "409",
+        "412",
+        "commit lost",
+        "answer lost",
+        "create",
+    ],
 )
 def test_what_goes_wrong_once_does_not_show(
     hub: LoopbackHub, source: Path, expected: dict[str, bytes], tmp_path: Path, fault: Fault
@@ -291,7 +306,7 @@ def test_a_restarted_server_does_not_show(source: Path, expected: dict[str, byte
     [
         (r"/repos/create", 403, "the Hub does not let you write to user/name: "),
         (r"/preupload/", 403, "the Hub does not let you write to user/name: "),
-        (r"/commit/", 400, "user/name refuses the commit: "),
+        (r"/commit/", 400, "user/name refuses what is sent: "),
     ],
 )
 def test_refusals_are_explained_and_nothing_is_lost(
@@ -314,6 +329,59 @@ def test_refusals_are_explained_and_nothing_is_lost(
     hub.faults.clear()
     assert ask(hub, tmp_path, *push_of(source, tmp_path)).returncode == 0
     assert held(hub) == expected
+
+
+@pytest.mark.parametrize("only", [(), ("--push-only",)], ids=["kept", "deleted"])
+def test_a_refused_commit_forgets_no_upload(
+    hub: LoopbackHub, source: Path, expected: dict[str, bytes], tmp_path: Path, only: tuple[str, ...]
+) -> None:
+    reason = "You have exceeded your storage limit; README.md is not found wanting."
+    hub.faults.append(Fault(r"/commit/", "POST", times=None, status=400, message=reason))
+    for _ in range(2):
+        done = ask(hub, tmp_path, *push_of(source, tmp_path, *only))
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-2:] == [
+            f"error: user/name refuses what is sent: 400 for /api/models/user/name/commit/main: {reason}",
+            "hint: make room in that account or get it more storage (https://huggingface.co/settings/billing), then run "
+            "the same command again: what is converted and uploaded is kept",
+        ]
+    asked = {path: count for path, count in hub.requests.items() if "preupload" in path or "batch" in path}
+    hub.faults.clear()
+    done = ask(hub, tmp_path, *push_of(source, tmp_path, *only))
+    assert done.returncode == 0, done.stderr
+    assert held(hub) == expected
+    assert set(hub.uploads.values()) == {1}
+    # The other files are asked about before each commit, the shards no more.
+    assert {path: count for path, count in hub.requests.items() if path in asked} == {
+        path: count + ("preupload" in path) for path, count in asked.items()
+    }
+
+
+@pytest.mark.parametrize("only", [(), ("--push-only",)], ids=["kept", "deleted"])
+@pytest.mark.parametrize("names", [True, False])
+def test_what_the_hub_lost_is_uploaded_again(
+    hub: LoopbackHub, source: Path, expected: dict[str, bytes], tmp_path: Path, only: tuple[str, ...], names: bool
+) -> None:
+    """It drops uploads that no commit names after a while."""
+    hub.faults.append(Fault(r"/commit/", "POST", times=None, status=403))
+    assert ask(hub, tmp_path, *push_of(source, tmp_path, *only)).returncode == 2
+    hub.faults.clear()
+    name = "model-00003-of-00005.safetensors"
+    digest = hashlib.sha256(expected[name]).hexdigest()
+    (hub.blobs / digest).unlink()
+    if not names:
+        message = "Your push was rejected because an LFS pointer pointed to a file that does not exist."
+        hub.faults.append(Fault(r"/commit/", "POST", status=400, message=message))
+    done = ask(hub, tmp_path, *push_of(source, tmp_path, *only))
+    assert done.returncode == 2
+    error, hint = done.stderr.splitlines()[-2:]
+    lost = name if names else "model-00001-of-00005.safetensors"
+    assert error.startswith(f"error: user/name no longer has what was uploaded of {lost}: 400 for ")
+    assert hint == "hint: run the same command again: what the Hub lost is made and uploaded again"
+    done = ask(hub, tmp_path, *push_of(source, tmp_path, *only))
+    assert done.returncode == 0, done.stderr
+    assert held(hub) == expected
+    assert {oid: count for oid, count in hub.uploads.items() if count > 1} == {digest: 2}
 
 
 def test_without_a_token(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
