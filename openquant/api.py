@@ -171,6 +171,8 @@ def compress(
     """
     if isinstance(ignore, str):
         raise UsageError(f"ignore is {ignore!r}, not a list of patterns", f"give [{ignore!r}]")
+    if architecture == "":
+        raise UsageError("--architecture is empty", "name an architecture, or leave --architecture out")
     chosen = find_scheme(scheme, format, scale_format, activation_scheme)
     options = Options(tuple(ignore), find_others(chosen, scheme_for or {}), tp, quantize_lm_head)
     return _work(

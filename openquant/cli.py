@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import json
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from . import __version__
-from .errors import OpenQuantError, UsageError
+from .errors import OpenQuantError, OutputError, UsageError
 
 if TYPE_CHECKING:
     from .api import Result
@@ -43,6 +44,13 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text} is not a size such as 500MB or 2GB")
     unit = 1024 if found[3] else 1000
     return int(float(found[1]) * unit ** (" KMGT".index(found[2].upper()) if found[2] else 0))
+
+
+def _text(text: str) -> str:
+    """Any text but the empty one, which a script's unset variable leaves behind."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty")
+    return text
 
 
 def _scheme_for(text: str) -> tuple[str, str]:
@@ -123,6 +131,7 @@ def _add_compress_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--architecture",
+        type=_text,
         metavar="NAME",
         help="plan as for this class, whatever config.json names; generic: by names and shapes alone",
     )
@@ -142,7 +151,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-memory", type=_size, metavar="SIZE", help="use fewer threads if more memory were needed: 500MB, 2GB"
     )
-    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub repository")
+    parser.add_argument("--revision", type=_text, metavar="REV", help="branch, tag or commit of a Hub repository")
     parser.add_argument("--overwrite", action="store_true", help="replace what an earlier run left in the output")
     parser.add_argument(
         "--stream", action="store_true", help="keep only a few of a repository's shards on disk at a time"
@@ -158,10 +167,12 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_push_arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    parser.add_argument(name, metavar="NAME", help="publish the output on the Hub as org/name, made if need be")
+    parser.add_argument(
+        name, type=_text, metavar="NAME", help="publish the output on the Hub as org/name, made if need be"
+    )
     parser.add_argument("--private", action="store_true", help="make that repository private if it is made now")
     parser.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing to main")
-    parser.add_argument("--commit-message", metavar="TEXT", help="message of the commit or pull request")
+    parser.add_argument("--commit-message", type=_text, metavar="TEXT", help="message of the commit or pull request")
 
 
 _ABOUT = "Turn a Hugging Face checkpoint into an FP8 directory that vLLM and SGLang load."
@@ -190,14 +201,14 @@ def _verb_parser() -> _Parser:
     dequantize.set_defaults(work=_dequantize)
     about = "Publish a directory that openquant made on the Hub."
     push = verbs.add_parser("push", help=about, description=about, allow_abbrev=False)
-    push.add_argument("directory", metavar="DIR", help="what compress wrote")
+    push.add_argument("directory", type=_text, metavar="DIR", help="what compress wrote")
     _add_push_arguments(push, "name")
     push.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else")
     push.set_defaults(work=_push)
     about = "Check an FP8 directory, whichever tool made it."
     verify = verbs.add_parser("verify", help=about, description=about, allow_abbrev=False)
-    verify.add_argument("directory", metavar="DIR", help="the directory to check")
-    verify.add_argument("--source", metavar="DIR", help="the checkpoint it was made from, to compare with")
+    verify.add_argument("directory", type=_text, metavar="DIR", help="the directory to check")
+    verify.add_argument("--source", type=_text, metavar="DIR", help="the checkpoint it was made from, to compare with")
     verify.add_argument("--full", action="store_true", help="also decode every quantized layer and measure its error")
     verify.add_argument("--workers", type=int, metavar="N", help="threads (default: the CPUs it may use)")
     verify.add_argument("--json", action="store_true", help="print one JSON object on stdout and nothing else")
@@ -273,7 +284,7 @@ def _run(parser: _Parser, arguments: Sequence[str] | None) -> int:
     _mend_streams()
     with _Interrupts() as interrupts:
         try:
-            options = parser.parse_args(words)
+            options = _parsed(parser, words)
             code: int = options.work(options, interrupts)
             interrupts.check()
             return code
@@ -288,25 +299,54 @@ def _run(parser: _Parser, arguments: Sequence[str] | None) -> int:
             os._exit(EXIT_INTERRUPTED)
 
 
+def _parsed(parser: _Parser, words: Sequence[str]) -> argparse.Namespace:
+    try:
+        return parser.parse_args(words)
+    except SystemExit:
+        # --help or --version, which argparse prints itself; it is still in the stream's buffer.
+        _require_told(_say("", sys.stdout, end=""))
+        raise
+
+
 def _mend_streams() -> None:
-    """Streams that take anything: a closed one leads nowhere, and no character is too much for one's encoding."""
-    for name in ("stdin", "stdout", "stderr"):
+    """Streams where there were none, which take nothing; and no character is too much for one's encoding."""
+    for name, way, mode in (("stdin", os.O_RDONLY, "r"), ("stdout", os.O_RDONLY, "w"), ("stderr", os.O_WRONLY, "w")):
         # Python has None where the process was started with the stream closed; its number must not go to a file.
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w"))
+            # What is printed on such a stdout fails as it does in other programs: it reaches nobody.
+            setattr(sys, name, os.fdopen(os.open(os.devnull, way), mode))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
-def _say(text: str, stream: TextIO) -> None:
-    """Print, unless nobody listens any more (`| head`, a full disk): that must not stop the work."""
+def _say(text: str, stream: TextIO, end: str = "\n") -> OSError | None:
+    """Print; what prevented it, which must not stop the work (`| head`, a full disk)."""
     try:
-        print(text, file=stream, flush=True)
-    except OSError:
+        print(text, end=end, file=stream, flush=True)
+    except OSError as error:
         # What the stream still holds would fail again at exit.
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return error
+    return None
+
+
+def _require_told(failure: OSError | None) -> None:
+    """Refuse to call a run done of which text on stdout was lost; not where nobody wants it (`| head`, `>&-`).
+
+    Raises:
+        OutputError: it was lost.
+    """
+    if failure is not None and failure.errno not in (errno.EPIPE, errno.EBADF):
+        raise _untold(failure)
+
+
+def _untold(failure: OSError) -> OutputError:
+    return OutputError(
+        f"stdout cannot be written: {failure.strerror}",
+        "run the same command again where it can: what is done is not done twice",
+    )
 
 
 def _speaks() -> bool:
@@ -320,7 +360,7 @@ def _speaks() -> bool:
 
 def _fail(message: str, hint: str, as_json: bool) -> None:
     if as_json:
-        _print_json({"error": message, "hint": hint})
+        _say(json.dumps({"error": message, "hint": hint}), sys.stdout)
     _say(f"error: {_one_line(message)}\nhint: {_one_line(hint)}", sys.stderr)
 
 
@@ -329,7 +369,14 @@ def _one_line(text: str) -> str:
 
 
 def _print_json(value: dict[str, Any]) -> None:
-    _say(json.dumps(value), sys.stdout)
+    """Print a result for a program, which must not take silence for one.
+
+    Raises:
+        OutputError: it reached nobody.
+    """
+    failure = _say(json.dumps(value), sys.stdout)
+    if failure is not None:
+        raise _untold(failure)
 
 
 def _scheme_of(options: argparse.Namespace) -> str:
@@ -375,7 +422,7 @@ def _push(options: argparse.Namespace, interrupts: _Interrupts) -> int:
     if options.json:
         _print_json({"output": options.directory, "pushed_to": address})
     else:
-        _say(f"pushed to {address}", sys.stdout)
+        _require_told(_say(f"pushed to {address}", sys.stdout))
     return 0
 
 
@@ -432,6 +479,7 @@ def _run_and_report(work: Callable[..., Result], options: argparse.Namespace, in
         )
     finally:
         reporter.close()
+    _require_told(reporter.untold)
     if options.json and ranks.first:
         _print_json(result.to_json())
     return 0
@@ -459,7 +507,7 @@ def _verify(options: argparse.Namespace, interrupts: _Interrupts) -> int:
     else:
         from .report import verification_text
 
-        _say(verification_text(report), sys.stdout)
+        _require_told(_say(verification_text(report), sys.stdout))
     return EXIT_PROBLEMS if report.problems else 0
 
 
@@ -471,6 +519,9 @@ class _Terminal:
         quiet: no plan and no summary.
         silent: no progress either.
         verbose: more of the plan.
+
+    Attributes:
+        untold: what first prevented something from being printed on stdout, None if nothing did.
     """
 
     def __init__(self, interrupts: _Interrupts, quiet: bool, silent: bool, verbose: bool) -> None:
@@ -480,12 +531,16 @@ class _Terminal:
         self.verbose = verbose
         self.progress: _Progress | None = None
         self.plan: Plan | None = None
+        self.untold: OSError | None = None
+
+    def _print(self, text: str) -> None:
+        failure = _say(text, sys.stdout)
+        self.untold = self.untold or failure
 
     def planned(self, plan: Plan, source: Source, output: Path) -> None:
         self.plan = plan
         if self.quiet:
-            # What was decided without an entry is never decided silently.
-            for note in () if self.silent and not plan.model.rest else plan.notes:
+            for note in () if self.silent else plan.notes:
                 _say(f"note: {note}", sys.stderr)
             return
         from .fetch import scratch_bytes, source_needs
@@ -494,9 +549,9 @@ class _Terminal:
         name = f"{source.repo}@{source.revision}" if source.repo else str(source.root)
         download = source.remote_bytes(plan.source_shards)
         streamed = scratch_bytes(source, source_needs(source, plan))
-        _say(plan_text(plan, name, output, download, streamed), sys.stdout)
+        self._print(plan_text(plan, name, output, download, streamed))
         if self.verbose:
-            _say(details_text(plan), sys.stdout)
+            self._print(details_text(plan))
 
     def started(self, total: int, done: int) -> None:
         if not self.silent:
@@ -517,7 +572,7 @@ class _Terminal:
         if not self.quiet and self.plan is not None:
             from .report import summary_text
 
-            _say("\n" + summary_text(self.plan, result, already_complete), sys.stdout)
+            self._print("\n" + summary_text(self.plan, result, already_complete))
 
     def close(self) -> None:
         if self.progress is not None:

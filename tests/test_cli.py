@@ -22,6 +22,7 @@ import torch
 import tiny
 from conftest import EXAMPLE, ROOT, Run, heed_ctrl_c, tree
 from openquant import __version__, compress
+from openquant.errors import UsageError
 
 KEYS = [
     "model", "revision", "output", "scheme", "schemes", "architecture", "dry_run", "source_bytes", "output_bytes",
@@ -134,6 +135,9 @@ ERRORS = [
     (["-m", EXAMPLE, "--scheme", "channel", "--scheme-for", "lm_head=tensor"],
      "--scheme-for lm_head=tensor matches no module that can be quantized",
      "module names are tensor names without .weight, ** stands for any part; --dry-run -v lists them"),
+    (["-m", EXAMPLE, "--architecture", ""], "argument --architecture: it is empty", "see compress_fp8.py --help"),
+    (["-m", "org/name", "--revision", ""], "argument --revision: it is empty", "see compress_fp8.py --help"),
+    (["-m", EXAMPLE, "--push-to-hub", ""], "argument --push-to-hub: it is empty", "see compress_fp8.py --help"),
     (["-m", EXAMPLE, "--tp", "0"], "--tp 0 is no number of ranks", "give --tp 1 or more"),
     (["-m", EXAMPLE, "--tp", "two"], "argument --tp: invalid int value: 'two'", "see compress_fp8.py --help"),
     (["-m", EXAMPLE, "--tp", "8"], "--tp 8 cannot serve this model: model.layers.*.self_attn.o_proj: 4 heads do not divide by 8",
@@ -281,14 +285,35 @@ def test_progress_is_a_bar_on_a_terminal(tmp_path: Path, source: Path) -> None:
     assert "compressing" not in done.stdout
 
 
+def untold(why: str) -> tuple[int, str]:
+    """How a command ends whose result reached nobody."""
+    hint = "hint: run the same command again where it can: what is done is not done twice\n"
+    return 2, f"error: stdout cannot be written: {why}\n{hint}"
+
+
 @pytest.mark.parametrize(
-    "streams",
-    ["| head -1", "| true", "--json | true", ">&-", "--json >&-", "2>&-", "<&-", "> /dev/full", "2> /dev/full"],
+    ("streams", "ends"),
+    [
+        ("| head -1", (0, "")),
+        ("| true", (0, "")),
+        (">&-", (0, "")),
+        ("2>&-", (0, "")),
+        ("<&-", (0, "")),
+        ("2> /dev/full", (0, "")),
+        ("> /dev/full", untold("No space left on device")),
+        ("-q > /dev/full", (0, "")),
+        ("--json > /dev/full", untold("No space left on device")),
+        # A program that asked for a result has none.
+        ("--json | true", untold("Broken pipe")),
+        ("--json >&-", untold("Bad file descriptor")),
+    ],
 )
-def test_streams_that_fail_do_not_stop_the_work(source: Path, tmp_path: Path, streams: str) -> None:
+def test_streams_that_fail_do_not_stop_the_work(
+    source: Path, tmp_path: Path, streams: str, ends: tuple[int, str]
+) -> None:
     command = f"{sys.executable} {ROOT / 'compress_fp8.py'} -m {source} -o {tmp_path / 'out'} {streams}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == ends
     compress(source, tmp_path / "same")
     assert tree(tmp_path / "out") == tree(tmp_path / "same")
     failed = subprocess.run(
@@ -296,6 +321,21 @@ def test_streams_that_fail_do_not_stop_the_work(source: Path, tmp_path: Path, st
     )
     assert failed.returncode == 2
     assert "Traceback" not in failed.stderr
+
+
+@pytest.mark.parametrize("command", ["verify OUT", "verify OUT --json", "--help", "--version"])
+def test_answers_that_cannot_be_written_are_no_success(source: Path, tmp_path: Path, command: str) -> None:
+    compress(source, tmp_path / "out")
+    words = [sys.executable, "-m", "openquant", *command.replace("OUT", str(tmp_path / "out")).split()]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == untold("No space left on device")
+
+
+def test_an_empty_architecture_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="^--architecture is empty$"):
+        compress(source, tmp_path / "out", architecture="")
+    assert not (tmp_path / "out").exists()
 
 
 def test_names_beyond_the_terminal_s_encoding(tmp_path: Path, run: Run) -> None:

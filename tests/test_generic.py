@@ -50,12 +50,14 @@ def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
 NOTE = "decided from names and shapes alone: look at the plan, and at what the engine makes of it"
 
 
-@pytest.mark.parametrize("quiet", [False, True])
-def test_generic_never_runs_silently(run: Run, tmp_path: Path, quiet: bool) -> None:
+@pytest.mark.parametrize("how", ["", "--json", "-q"])
+def test_generic_says_so_unless_told_to_be_quiet(run: Run, tmp_path: Path, how: str) -> None:
     source = renamed(tmp_path / "mine", "Qwen3MoeForCausalLM", "MyForCausalLM")
-    done = run("-m", source, "-o", "out", "--architecture", "generic", *(["-q"] if quiet else []))
+    done = run("-m", source, "-o", "out", "--architecture", "generic", *how.split())
     assert done.returncode == 0, done.stderr
-    assert f"note: {NOTE}\n" in (done.stderr if quiet else done.stdout)
+    said = {"": done.stdout, "--json": done.stderr, "-q": done.stderr}[how]
+    assert (f"note: {NOTE}\n" in said) == (how != "-q")
+    assert bool(said) == (how != "-q")
     compress(tiny.write(tmp_path / "plain", "Qwen3MoeForCausalLM"), tmp_path / "expected")
     expected = (tmp_path / "expected" / "model.safetensors").read_bytes()
     assert (tmp_path / "here" / "out" / "model.safetensors").read_bytes() == expected
