@@ -422,7 +422,7 @@ def test_a_bug_of_ours_keeps_its_traceback(run: Run, source: Path, tmp_path: Pat
     (tmp_path / "sitecustomize.py").write_text(
         "import openquant.plan\ndef broken(*_): raise ZeroDivisionError('ours')\nopenquant.plan.make_plan = broken\n"
     )
-    done = run("-m", source, PYTHONPATH=str(tmp_path))
+    done = run("-m", source, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert done.stderr.endswith("ZeroDivisionError: ours\n")
