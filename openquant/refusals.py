@@ -16,7 +16,10 @@ from .errors import OpenQuantError, OutputError, SourceError, UsageError
 # An address and its query, which may be a signature.
 _QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*")
 # Of an error in XML, as object stores answer; the rest of it may hold what was signed.
-_XML = re.compile(r"(<\?xml[^>]*>\s*)?<Error>.*?<Code>(?P<code>[^<]*)</Code>(?:.*?<Message>(?P<message>[^<]*)</Message>)?.*", re.DOTALL)
+_XML = re.compile(
+    r"(<\?xml[^>]*>\s*)?<Error>.*?<Code>(?P<code>[^<]*)</Code>(?:.*?<Message>(?P<message>[^<]*)</Message>)?.*",
+    re.DOTALL,
+)
 # Enough for every field that a card can have wrong.
 _LONGEST = 1000
 _LOG_IN = "log in with a token that may: hf auth login"
