@@ -365,7 +365,7 @@ class _Decoding:
         if self.form.block is not None:
             height, width = self.form.block
             rows = slice(top, top + count) if height == 1 else slice(top // height, top // height + 1)
-            return np.repeat(self.scale[rows], width, axis=1)[:, : self.shape[1]]
+            return np.repeat(self.scale[rows], min(width, self.shape[1]), axis=1)[:, : self.shape[1]]
         if self.form.strategy == "channel":
             return self.scale[top : top + count]
         return self.scale.reshape(())

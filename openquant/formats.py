@@ -9,19 +9,30 @@ from __future__ import annotations
 
 import json
 import re
+import time
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
+from math import prod
 from typing import Any, TypeGuard
 
 from .errors import UsageError
 from .schemes import CODE_DTYPE, Group
+
+# Whether a name matches, within so many seconds or a TimeoutError.
+_Matcher = Callable[[str, float], bool]
 
 FP4, INT4 = "FP4", "INT4"
 # What shares a scale in the MX formats (OCP Microscaling Formats 1.0, 5.2).
 MX_GROUP = 32
 # What scales that are no bare exponents may be stored as.
 FLOATS = ("F32", "BF16", "F16")
+# The largest block that is read: a common layer has no more rows or columns.
+MAX_SIDE = 1 << 16
+# Of regular expressions in a list: how many, letters of each, and seconds for all names together. Counted repeats may
+# be unrolled as they are compiled, so what they come to is bounded too.
+MAX_EXPRESSIONS, MAX_LETTERS, MAX_SECONDS, MAX_REPEATS = 1000, 1000, 5.0, 1000
 _MEND = "mend quantization_config, or save the model again"
 IGNORE_KEYS = ("ignored_layers", "modules_to_not_convert", "ignore")
 
@@ -78,6 +89,87 @@ class Format:
         return ((*stack, 1, 1), (*stack, 2, 1)) if stack else ((), (1,))
 
 
+class Expressions:
+    """The regular expressions among some entries (`re:` and an expression), which match a name from its start.
+
+    Whoever wrote a config may have chosen one that backtracks for ever: compiling and matching have a budget of time.
+
+    Args:
+        entries: names and expressions.
+
+    Raises:
+        UsageError: one is no regular expression, or there is too much of them.
+    """
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        self._left = MAX_SECONDS
+        self._matchers: dict[str, _Matcher] = {}
+        for entry in entries:
+            if entry.startswith("re:") and entry not in self._matchers:
+                begin = time.thread_time()
+                self._matchers[entry] = _compile(entry)
+                self._spend(begin)
+        if len(self._matchers) > MAX_EXPRESSIONS:
+            raise UsageError(f"config.json has {len(self._matchers)} regular expressions in one list", _TOO_MUCH)
+
+    def find(self, name: str) -> str | None:
+        """The first entry that matches a name; None if none does.
+
+        Raises:
+            UsageError: that takes too long.
+        """
+        found, begin = None, time.thread_time()
+        for entry, matches in self._matchers.items():
+            try:
+                if matches(name, self._left):
+                    found = entry
+                    break
+            except TimeoutError:
+                raise UsageError(f"config.json: {_shown(entry)} takes too long to match", _TOO_MUCH) from None
+        self._spend(begin)
+        return found
+
+    def _spend(self, begin: float) -> None:
+        self._left -= time.thread_time() - begin
+        if self._left <= 0:
+            raise UsageError("config.json: its regular expressions take too long to match", _TOO_MUCH)
+
+
+def _compile(entry: str) -> _Matcher:
+    """What matches an expression; the package `regex`, which can be told to give up, where that may backtrack long."""
+    text = entry[3:]
+    counts = [max(1, *(int(number or 1) for number in found)) for found in re.findall(r"{(\d*),?(\d*)}", text)]
+    if len(text) > MAX_LETTERS or prod(counts) > MAX_REPEATS:
+        raise UsageError(f"config.json: {_shown(entry)} is too large a regular expression", _TOO_MUCH)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # What engines match with; `regex` takes what it does not.
+            compiled = re.compile(text)
+            # Two repeated characters and one group that is not repeated: as slow as the square of a name's length.
+            hard = re.search(r"[{}]|\)[*+]|\(\?|\\\d", text)
+            if not hard and len(re.findall(r"[*+]", text)) < 3 and text.count("?") < 3 and text.count("(") < 2:
+                return lambda name, _: compiled.match(name) is not None
+            # Only a few configs need it.
+            import regex
+
+            try:
+                patient = regex.compile(text)
+            except regex.error as error:
+                raise re.error(str(error)) from None
+            return lambda name, left: patient.match(name, timeout=left) is not None
+    except (re.error, OverflowError, RecursionError) as error:
+        raise UsageError(f"config.json: {_shown(entry)} is no regular expression: {error}", _MEND) from None
+
+
+_TOO_MUCH = "list names, or fewer and simpler expressions"
+
+
+def _shown(entry: str) -> str:
+    """An entry of a list for a message."""
+    return repr(entry if len(entry) <= 80 else f"{entry[:80]}...")
+
+
 class Ignored:
     """The list of unquantized modules, matched as the engine matches it.
 
@@ -92,7 +184,7 @@ class Ignored:
         self.key = key
         self.entries = tuple(entries)
         self._exact = {entry: entry for entry in self.entries}
-        self._patterns = [] if by_experts else _patterns(self.entries)
+        self._expressions = Expressions(() if by_experts else self.entries)
         self._experts = (
             {_experts_of(entry): entry for entry in self.entries if _experts_of(entry)} if by_experts else {}
         )
@@ -100,9 +192,7 @@ class Ignored:
     def find(self, names: Iterable[str]) -> str | None:
         """The entry that covers a module, given the names it goes by; None if none does."""
         for name in names:
-            found = self._exact.get(name) or self._experts.get(_experts_of(name))
-            if found is None:
-                found = next((entry for entry, pattern in self._patterns if pattern.match(name)), None)
+            found = self._exact.get(name) or self._experts.get(_experts_of(name)) or self._expressions.find(name)
             if found is not None:
                 return found
         return None
@@ -115,6 +205,7 @@ class Quantization:
     Attributes:
         method: its quant_method.
         groups: what layers are stored as, each with the targets it applies to.
+        expressions: those among the targets.
         ignored: what stays unquantized.
         settings: all of it, None in place of each list of unquantized modules.
         problems: what is wrong with it already.
@@ -122,6 +213,7 @@ class Quantization:
 
     method: str
     groups: tuple[tuple[tuple[str, ...], Format], ...]
+    expressions: Expressions
     ignored: Ignored
     settings: dict[str, Any]
     problems: tuple[str, ...]
@@ -143,17 +235,12 @@ class Quantization:
 
     def names(self, module: str) -> Format | None:
         """What a module is stored as that a group's targets name; None if they only mean its class, if anything."""
-        found = self._by_name.get(module)
-        return found or next((form for pattern, form in self._by_pattern if pattern.match(module)), None)
+        return self._by_name.get(module) or self._by_name.get(self.expressions.find(module) or "")
 
     @cached_property
     def _by_name(self) -> dict[str, Format]:
         # The first group of several that have a target counts.
         return {target: form for targets, form in reversed(self.groups) for target in targets}
-
-    @cached_property
-    def _by_pattern(self) -> list[tuple[re.Pattern[str], Format]]:
-        return [(pattern, form) for targets, form in self.groups for _, pattern in _patterns(targets)]
 
 
 def read_quantization(config: dict[str, Any]) -> Quantization:
@@ -204,7 +291,10 @@ def _read_fp8(method: str, found: dict[str, Any]) -> Quantization:
     block = None
     if size is not None:
         if not _is_block(size):
-            raise UsageError(f"config.json has the weight_block_size {json.dumps(size)}", "it must be two numbers")
+            raise UsageError(
+                f"config.json has the weight_block_size {json.dumps(size)}",
+                f"it must be two numbers from 1 to {MAX_SIDE}",
+            )
         block = size[0], size[1]
     form = Format(
         "block" if block else "tensor",
@@ -223,7 +313,7 @@ def _read_fp8(method: str, found: dict[str, Any]) -> Quantization:
                 f"config.json: {one} lists {name}, {other} does not" for name in lists[one] if name not in names
             ]
     ignored = Ignored(key, lists[key], by_experts=True)
-    return Quantization(method, ((("Linear",), form),), ignored, _settings(found), tuple(problems))
+    return Quantization(method, _all_of(form), Expressions(()), ignored, _settings(found), tuple(problems))
 
 
 def _read_compressed_tensors(method: str, found: dict[str, Any]) -> Quantization:
@@ -244,7 +334,8 @@ def _read_compressed_tensors(method: str, found: dict[str, Any]) -> Quantization
     if not groups:
         raise UsageError("config.json has no config_groups", _KNOWN_GROUPS)
     ignored = Ignored("ignore", _names(found, "ignore"), by_experts=False)
-    return Quantization(method, tuple(groups), ignored, _settings(found), ())
+    expressions = Expressions(target for targets, _ in groups for target in targets)
+    return Quantization(method, tuple(groups), expressions, ignored, _settings(found), ())
 
 
 _KNOWN_GROUPS = "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, and symmetric int4 weights by group"
@@ -259,14 +350,14 @@ def _read_group(name: str, weights: dict[str, Any], static: bool) -> Format:
     if kind == ("float", 8) and strategy == "block":
         block = weights.get("block_structure")
         if not _is_block(block):
-            raise UsageError(f"config.json: {name} has no block_structure of two numbers", _MEND)
+            raise UsageError(f"config.json: {name} has no block_structure of two numbers from 1 to {MAX_SIDE}", _MEND)
         return Format("block", (block[0], block[1]), "_scale", static)
     if strategy == "group" and size == MX_GROUP and in_bytes and kind in (("float", 8), ("float", 4)):
         number = CODE_DTYPE if kind[1] == 8 else FP4
         return Format("block", (1, MX_GROUP), "_scale", static, number, power_of_two=True)
     # Rows of whole words, whose length the packed tensor tells.
     known = kind == ("int", 4) and strategy == "group" and weights.get("symmetric", True)
-    if known and isinstance(size, int) and size > 0 and size % 8 == 0:
+    if known and isinstance(size, int) and 0 < size <= MAX_SIDE and size % 8 == 0:
         return Format("block", (1, size), "_scale", static, INT4)
     symmetric = "" if weights.get("symmetric", True) else "asymmetric "
     raise UsageError(f"config.json: {name} stores {symmetric}{kind[0]}{kind[1]} weights by {strategy}", _KNOWN_GROUPS)
@@ -298,7 +389,13 @@ def _read_mxfp4(method: str, found: dict[str, Any]) -> Quantization:
 
 def _alone(method: str, found: dict[str, Any], form: Format) -> Quantization:
     """What stores all that it stores in one way; which modules it leaves out is not read, they show it themselves."""
-    return Quantization(method, ((("Linear",), form),), Ignored("ignore", (), False), _settings(found), ())
+    ignored = Ignored("ignore", (), by_experts=False)
+    return Quantization(method, _all_of(form), Expressions(()), ignored, _settings(found), ())
+
+
+def _all_of(form: Format) -> tuple[tuple[tuple[str, ...], Format], ...]:
+    """The only group of a config: all layers are alike."""
+    return ((("Linear",), form),)
 
 
 _READERS: dict[str, Callable[[str, dict[str, Any]], Quantization]] = {
@@ -311,7 +408,9 @@ _READERS: dict[str, Callable[[str, dict[str, Any]], Quantization]] = {
 
 
 def _is_block(size: object) -> TypeGuard[list[int]]:
-    return isinstance(size, list) and len(size) == 2 and all(type(side) is int and side > 0 for side in size)
+    return (
+        isinstance(size, list) and len(size) == 2 and all(type(side) is int and 0 < side <= MAX_SIDE for side in size)
+    )
 
 
 def _names(found: dict[str, Any], key: str) -> list[str]:
@@ -323,15 +422,6 @@ def _names(found: dict[str, Any], key: str) -> list[str]:
 
 def _settings(found: dict[str, Any]) -> dict[str, Any]:
     return {key: None if key in IGNORE_KEYS else value for key, value in found.items()}
-
-
-@cache
-def _patterns(entries: tuple[str, ...]) -> list[tuple[str, re.Pattern[str]]]:
-    """The regular expressions among entries; they match from the start."""
-    try:
-        return [(entry, re.compile(entry[3:])) for entry in entries if entry.startswith("re:")]
-    except re.error as error:
-        raise UsageError(f"config.json: {error.pattern!r} is no regular expression: {error}", _MEND) from None
 
 
 def _experts_of(name: str) -> str:

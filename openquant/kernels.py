@@ -160,7 +160,7 @@ def decode_rows(codes: Codes, number: str, scale: Floats, group: Group, low: int
             end = min(end, (low + start) // height * height + height - low)
         end = min(end, rows)
         part = scale[(low + start) // height - first : (low + end - 1) // height + 1 - first]
-        decode(codes[start:end], _widen(part, width)[:, :cols], out[start:end], number)
+        decode(codes[start:end], _widen(part, width and min(width, cols))[:, :cols], out[start:end], number)
         start = end
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -59,3 +61,10 @@ def heed_ctrl_c() -> None:
 def tree(root: Path) -> dict[str, bytes]:
     """Every file below a directory with its bytes."""
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def change_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change a JSON file in place."""
+    found = json.loads(path.read_text())
+    change(found)
+    path.write_text(json.dumps(found))

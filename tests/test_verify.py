@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import openquant
 import tiny
-from conftest import EXAMPLE, ROOT, tree
+from conftest import EXAMPLE, ROOT, change_json, tree
 from openquant import Report, compress, verify
 from openquant.errors import OpenQuantError
 from openquant.kernels import decode
@@ -52,12 +52,6 @@ def change_weights(root: Path, change: Callable[[Weights], Any], name: str = ONE
     weights = load_file(root / name)
     change(weights)
     save_file(weights, root / name, {"format": "pt"})
-
-
-def change_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    found = json.loads(path.read_text())
-    change(found)
-    path.write_text(json.dumps(found))
 
 
 def assert_clean(report: Report, *notes: str) -> None:
@@ -834,7 +828,7 @@ USAGE = [
     ({"quantization_config": {"quant_method": "awq"}}, [], 'config.json has the quant_method "awq"',
      "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8 and mxfp4"),
     ({"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}}, [],
-     "config.json has the weight_block_size 128", "it must be two numbers"),
+     "config.json has the weight_block_size 128", "it must be two numbers from 1 to 65536"),
     ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"group_0": {
         "weights": {"num_bits": 4, "type": "int", "strategy": "group"}}}}}, [],
      "config.json: group_0 stores int4 weights by group",
