@@ -570,6 +570,26 @@ def test_sizes_that_no_scheme_serves_are_refused(source: Path) -> None:
     assert usage.value.message == "--tp 0 is no number of ranks"
 
 
+def test_heads_are_copied_to_ranks_evenly_or_not_at_all(tmp_path: Path) -> None:
+    """Engines give each rank whole key and value heads, copies of them if there are fewer heads than ranks."""
+    config = tiny.config("LlamaForCausalLM") | {
+        "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 768,
+        "num_hidden_layers": 1,
+    }  # fmt: skip
+    sizes = {"q": (768, 256), "k": (128, 256), "v": (128, 256), "o": (256, 768)}
+    weights = {f"model.layers.0.self_attn.{part}_proj.weight": torch.ones(shape) for part, shape in sizes.items()}
+    root = tiny.write(tmp_path / "a", "LlamaForCausalLM", weights=weights)
+    (root / "config.json").write_text(json.dumps(config))
+    for scheme in (TENSOR, CHANNEL):
+        with pytest.raises(PlanError) as caught:
+            sized(root, scheme, 6)
+        assert caught.value.message == (
+            "--tp 6 cannot serve this model: model.layers.*.self_attn.k_proj: 4 heads cannot be copied evenly to 6 ranks"
+        )
+        for size in (2, 4, 8, 12, 24):
+            assert size in sized(root, scheme, size).parallel_sizes
+
+
 def test_any_size_is_told_of(tmp_path: Path) -> None:
     config = tiny.config("Qwen3ForCausalLM") | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 128}
     sizes = {"q": (768, 256), "k": (384, 256), "v": (384, 256), "o": (256, 768)}

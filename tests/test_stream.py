@@ -17,11 +17,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import tiny
 from conftest import ROOT, heed_ctrl_c, tree
 from loopback_hub import COMMIT, Fault, LoopbackHub
 from openquant import compress
+from test_encoded import PER_TENSOR, STATIC, by_tensor, store
 
 SHARDS = 6
 
@@ -106,6 +108,33 @@ def test_a_quantized_repository(
     assert done.returncode == 0, done.stderr
     scheme = "channel" if "channel" in options else "block"
     compress(root, tmp_path / "local", scheme, format="compressed-tensors")
+    assert without_origin(tree(tmp_path / "out")) == without_origin(tree(tmp_path / "local"))
+
+
+@MODES
+def test_the_scales_of_activations_in_a_shard_of_their_own(
+    hub: LoopbackHub, tmp_path: Path, mode: tuple[str, ...]
+) -> None:
+    """Nothing else of that shard is used, so nothing else fetches it."""
+    root = store(tmp_path / "static", by_tensor(**STATIC), PER_TENSOR)
+    weights = tiny.read(root)
+    (root / "model.safetensors").unlink()
+    parts = {
+        "model-00001-of-00002.safetensors": {n: t for n, t in weights.items() if not n.endswith("input_scale")},
+        "model-00002-of-00002.safetensors": {n: t for n, t in weights.items() if n.endswith("input_scale")},
+    }
+    for name, part in parts.items():
+        save_file(part, root / name, {"format": "pt"})
+    placed = {tensor: name for name, part in parts.items() for tensor in part}
+    (root / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    hub.repositories["org/name"] = root
+    done = ask(hub, tmp_path, "--activation-scheme", "static", *mode)
+    assert done.returncode == 0, done.stderr
+    found = tiny.read(tmp_path / "out")
+    scales = {name: scale for name, scale in found.items() if name.endswith("input_scale")}
+    assert len(scales) == 14
+    assert all(torch.equal(scale, weights[name]) for name, scale in scales.items())
+    compress(root, tmp_path / "local", activation_scheme="static")
     assert without_origin(tree(tmp_path / "out")) == without_origin(tree(tmp_path / "local"))
 
 
