@@ -25,6 +25,7 @@ from .publish import Publisher, Push
 from .ranks import Ranks
 from .run import Listener, Prepared, attempt, carry_out
 from .schemes import Scheme, find_others, find_scheme
+from .verification import require_sound
 
 # More do not make a disk faster, and each takes memory.
 MOST_WORKERS, MOST_GPU_WORKERS = 16, 4
@@ -376,10 +377,11 @@ def push(directory: str | os.PathLike[str], target: Push) -> str:
         The address of the commit or pull request.
 
     Raises:
-        OpenQuantError: it is not finished, or cannot be published.
+        OpenQuantError: it is not finished or damaged, or cannot be published.
     """
     path = Path(directory)
     digest, files = finished_files(path)
+    require_sound(path, files)
     shards = [name for name in files if name.endswith(".safetensors")]
     publisher = Publisher(target, path, digest, shards)
     with silent():

@@ -19,7 +19,7 @@ from .output import SOURCE, WORK, OutputDirectory
 from .plan import Plan
 from .publish import AT_ONCE, Publisher, Push
 from .ranks import Ranks
-from .verification import check_finished
+from .verification import check_finished, require_sound
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,11 @@ def carry_out(
                     _require_all(prepared.target, shards)
                     check_finished(prepared.target, plan)
                 directory.finish()
-            if publisher is None:
+            if publisher is None or push is None:
                 return None
+            if todo is None and not push.only:
+                # Nobody looked at it since an earlier run was done with it.
+                require_sound(prepared.target, directory.files.keys())
             reporter.publishing(publisher.repo)
             number = "FP8" if plan.quantization_config else "BF16"
             title = f"{source.name} in {number} ({plan.title})"

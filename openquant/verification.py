@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import Checkpoint, TensorInfo, open_checkpoint, read_config, readable
+from .checkpoint import INDEX_FILE, Checkpoint, TensorInfo, open_checkpoint, read_config, readable
 from .contents import LayerError, Progress, Task, read_contents
 from .encoded import decoded_view
-from .errors import PlanError, SourceError, UsageError
+from .errors import OutputError, PlanError, SourceError, UsageError
 from .fates import Options, joined_sets
-from .formats import read_quantization
+from .formats import quantization_places, read_quantization
 from .headers import Headers, Registry, described
 from .kernels import BITS_TYPE
 from .layers import Matrix
@@ -187,6 +187,49 @@ def check_finished(root: Path, plan: Plan) -> None:
     if problems:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise RuntimeError(f"{root} was written wrongly: {'; '.join(problems[:3])}{more}")
+
+
+def require_sound(root: Path, files: Set[str]) -> None:
+    """Hold a finished directory against itself, as a run does at its end: headers, sizes, index and config.
+
+    Args:
+        root: the directory, quantized or not.
+        files: the names of its files, all of which are there.
+
+    Raises:
+        OutputError: something is wrong with it.
+    """
+    try:
+        with readable():
+            problems = _damage(open_checkpoint(root), files)
+    except (SourceError, UsageError) as error:
+        problems = [error.message]
+    if problems:
+        more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise OutputError(
+            f"{root} is damaged: {problems[0]}{more}",
+            "run the command that made it again with --overwrite, or copy it again from where it is whole",
+        )
+
+
+def _damage(checkpoint: Checkpoint, files: Set[str]) -> list[str]:
+    """What is wrong with a directory as far as that shows without reading tensors, one line each."""
+    if quantization_places(checkpoint.config):
+        model = MODELS.get(checkpoint.architecture)
+        headers = Headers(checkpoint, read_quantization(checkpoint.config), model, set(files))
+        headers.check()
+        problems = headers.problems
+    else:
+        problems = [
+            f"{checkpoint.where[info.name].shard}: {info.name} is {info.dtype}, but config.json has no "
+            "quantization_config"
+            for info in checkpoint.tensors.values()
+            if info.dtype.startswith("F8_")
+        ]
+    shards = {name for name in files if name.endswith(".safetensors")}
+    problems += [f"{name} holds tensors, and no run wrote it" for name in sorted(checkpoint.shards.keys() - shards)]
+    problems += [f"{INDEX_FILE} does not name {name}" for name in sorted(shards - checkpoint.shards.keys())]
+    return problems
 
 
 def _refuse_quantized(source: Checkpoint) -> None:

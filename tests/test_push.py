@@ -10,17 +10,22 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import tiny
 from conftest import ROOT, heed_ctrl_c, tree
 from loopback_hub import Fault, LoopbackHub
-from openquant import compress
+from openquant import OpenQuantError, compress, dequantize
+from openquant.api import push
+from openquant.publish import Push
 
 SHARDS = 5
+INDEX = "model.safetensors.index.json"
 TOKEN = "hf_secretsecret"
 
 
@@ -177,6 +182,115 @@ def test_push_of_what_is_no_finished_output(hub: LoopbackHub, source: Path, tmp_
     }
     assert done.stderr.splitlines()[0] == f"error: {out} {says[state]}"
     assert not hub.stored
+
+
+FIRST = "model-00001-of-00005.safetensors"
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 7)
+
+
+def without_quantization(path: Path) -> None:
+    config = json.loads(path.read_bytes())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+
+
+def without_a_tensor(path: Path) -> None:
+    index = json.loads(path.read_bytes())
+    del index["weight_map"]["lm_head.weight"]
+    path.write_text(json.dumps(index))
+
+
+def listing_a_quantized_layer(path: Path) -> None:
+    config = json.loads(path.read_bytes())
+    config["quantization_config"]["ignored_layers"].append("model.layers.1.self_attn.o_proj")
+    path.write_text(json.dumps(config))
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "truncated": (FIRST, cut, f"{FIRST} is truncated: its tensors end at byte "),
+    "empty shard": (FIRST, lambda path: path.write_bytes(b""), f"{FIRST} is 0 bytes long"),
+    "no shard": (FIRST, lambda path: path.write_bytes(b"x" * 5000), f"{FIRST} claims a header of "),
+    "config": ("config.json", lambda path: path.write_text("{"), "config.json is not valid JSON: "),
+    "empty config": ("config.json", lambda path: path.write_text("{}"), "config.json names no architecture "),
+    "index": (INDEX, lambda path: path.write_text("[]"), f"{INDEX} has no weight_map "),
+    "short index": (INDEX, without_a_tensor, "lm_head.weight, which"),
+}
+QUANTIZED_DAMAGE = DAMAGE | {
+    "no quantization": ("config.json", without_quantization, " is F8_E4M3, but config.json has no quantization_config"),
+    "listed": ("config.json", listing_a_quantized_layer, "config.json: ignored_layers lists model.layers.1."),
+}
+
+
+@pytest.mark.parametrize(
+    ("verb", "damage"), [*(("compress", d) for d in QUANTIZED_DAMAGE), *(("dequantize", d) for d in DAMAGE)]
+)
+def test_push_of_a_damaged_directory(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path, verb: str, damage: str
+) -> None:
+    # Nothing may be asked of a Hub.
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    out = tmp_path / verb
+    compress(source, tmp_path / "compress")
+    if verb == "dequantize":
+        dequantize(tmp_path / "compress", out)
+    name, harm, message = QUANTIZED_DAMAGE[damage]
+    harm(out / name)
+    with pytest.raises(OpenQuantError) as raised:
+        push(out, Push("user/name"))
+    assert raised.value.message.startswith(f"{out} is damaged: ")
+    assert message in raised.value.message
+    assert raised.value.hint == (
+        "run the command that made it again with --overwrite, or copy it again from where it is whole"
+    )
+
+
+@pytest.mark.parametrize("verb", ["compress", "dequantize"])
+def test_a_shard_that_no_run_wrote_is_not_pushed(source: Path, tmp_path: Path, verb: str) -> None:
+    out = tmp_path / verb
+    compress(source, tmp_path / "compress")
+    if verb == "dequantize":
+        dequantize(tmp_path / "compress", out)
+    other = "model-00006-of-00005.safetensors"
+    save_file({"another.weight": np.zeros(3, np.float32)}, out / other)
+    index = json.loads((out / INDEX).read_bytes())
+    index["weight_map"]["another.weight"] = other
+    del index["metadata"]
+    (out / INDEX).write_text(json.dumps(index))
+    with pytest.raises(OpenQuantError, match=f"{other} holds tensors, and no run wrote it"):
+        push(out, Push("user/name"))
+
+
+def test_an_index_that_leaves_a_shard_out_is_not_pushed(source: Path, tmp_path: Path) -> None:
+    compress(source, tmp_path / "fp8")
+    out = tmp_path / "out"
+    dequantize(tmp_path / "fp8", out)
+    index = json.loads((out / INDEX).read_bytes())
+    index["weight_map"] = {name: shard for name, shard in index["weight_map"].items() if shard != FIRST}
+    (out / INDEX).write_text(json.dumps(index))
+    with pytest.raises(OpenQuantError, match=f"{INDEX} does not name {FIRST}"):
+        push(out, Push("user/name"))
+
+
+def test_what_was_damaged_since_is_not_pushed_by_a_run_that_finds_it_complete(
+    hub: LoopbackHub, source: Path, tmp_path: Path
+) -> None:
+    compress(source, tmp_path / "out")
+    (tmp_path / "out" / "config.json").write_text("{")
+    done = ask(hub, tmp_path, *push_of(source, tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-2].startswith(f"error: {tmp_path / 'out'} is damaged: config.json is not valid ")
+    assert held(hub) == {}
+
+
+def test_push_of_a_dequantized_directory(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    compress(source, tmp_path / "fp8")
+    dequantize(tmp_path / "fp8", tmp_path / "out")
+    done = ask(hub, tmp_path, "push", tmp_path / "out", "user/name")
+    assert done.returncode == 0, done.stderr
+    assert held(hub).keys() == published(tree(tmp_path / "out")).keys()
 
 
 def test_push_only_keeps_few_shards_on_disk(hub: LoopbackHub, tmp_path: Path) -> None:
