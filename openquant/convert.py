@@ -327,17 +327,27 @@ class _Worker:
         return self.slots[0]
 
     def _copy(self, job: Copy, file: ShardFile) -> None:
+        if job.scale is not None:
+            self._copy_scale(job, job.scale, file)
+            return
         done = 0
         with self.reader.open(job.shard) as source:
             while done < job.nbytes:
                 slot = self._slot()
                 part = slot.take(job.target + done, min(BUFFER, job.nbytes - done))
                 source.read(part, job.offset + done, job.label)
-                if job.scale:
-                    check_scales(scale_values(part, "F32"), job.label, job.shard, SMALLEST_SCALE)
                 slot.send(file, part, job.target + done)
                 done += part.nbytes
                 self.conversion.advance(part.nbytes)
+
+    def _copy_scale(self, job: Copy, dtype: str, file: ShardFile) -> None:
+        raw = np.empty(job.nbytes, np.uint8)
+        with self.reader.open(job.shard) as source:
+            source.read(raw, job.offset, job.label)
+        scale = scale_values(raw, dtype)
+        check_scales(scale, job.label, job.shard, SMALLEST_SCALE)
+        file.write(scale, job.target)
+        self.conversion.advance(job.nbytes)
 
     def _copy_matrix(self, piece: Piece, file: ShardFile) -> None:
         matrix, place = piece.matrix, piece.target

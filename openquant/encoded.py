@@ -15,8 +15,9 @@ Layouts:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from .checkpoint import DTYPE_BITS, Checkpoint, Location, TensorInfo, read_json
@@ -31,6 +32,9 @@ DECODED_DTYPE = "BF16"
 _CACHE_SCALE = re.compile(
     r".+\.([qkv]_scale|[qkv]_zero_point|kv_scale|[qkv]_proj\.output_scale|prob_output_scale|[kv]_cache\.scale|q\.scale)"
 )
+# What tools left beside codes in some versions, and no engine has a place for: AutoFP8's first name of input_scale,
+# scales of a layer's output, and the zero points of symmetric numbers.
+_LEFTOVERS = (".act_scale", ".output_scale", ".weight_zero_point", ".input_zero_point", ".output_zero_point")
 _DAMAGED = "the checkpoint is damaged or incomplete: download or save it again"
 # DeepSeek V4 has its scales by other names, MiMo V2 more of them than blocks.
 _STRANGE = "download it again if it is damaged; if its maker lays it out so, start from the unquantized model"
@@ -125,6 +129,32 @@ class Found(NamedTuple):
     hidden: tuple[str, ...]
 
 
+def leftovers(tensors: Mapping[str, TensorInfo], weights: Iterable[str]) -> list[str]:
+    """The tensors beside quantized weights that engines refuse to load.
+
+    Args:
+        tensors: of a checkpoint, by name.
+        weights: names of the quantized ones.
+    """
+    beside = [name for name in tensors if name.endswith(_LEFTOVERS) and not _CACHE_SCALE.fullmatch(name)]
+    modules = {weight.rpartition(".")[0] for weight in weights} if beside else ()
+    return [name for name in beside if name.rpartition(".")[0] in modules]
+
+
+def with_own_file(config: dict[str, Any], root: Path) -> dict[str, Any]:
+    """A config.json that says how weights are quantized, be it that modelopt's own file beside it says so.
+
+    Raises:
+        SourceError: that file is there, needed and cannot be read.
+    """
+    if quantization_places(config) or not (root / MODELOPT_FILE).exists():
+        return config
+    found = read_json(root / MODELOPT_FILE, MODELOPT_FILE)
+    if not isinstance(found, dict):
+        raise SourceError(f"{MODELOPT_FILE} is not a JSON object", "download or copy it again")
+    return {**config, "quantization_config": {"quant_method": "modelopt", **found}}
+
+
 def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Encoded]]:
     """The checkpoint with quantized weights as the tensors they stand for, and what these are stored as, by name.
 
@@ -138,6 +168,7 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Encoded]
         return checkpoint, {}
     found = {entry.encoded.codes.name: entry for entry in _find(checkpoint, quantization)}
     hidden = {name for entry in found.values() for name in entry.hidden}
+    hidden.update(leftovers(checkpoint.tensors, found))
     tensors: dict[str, TensorInfo] = {}
     where = dict(checkpoint.where)
     encoded: dict[str, Encoded] = {}
@@ -181,14 +212,8 @@ def _tells_quantization(key: str) -> bool:
 
 def _read(checkpoint: Checkpoint) -> Quantization | None:
     """What config.json says, or modelopt's own file where it says nothing."""
-    places = quantization_places(checkpoint.config)
-    config: dict[str, Any] = checkpoint.config
-    if not places and MODELOPT_FILE in checkpoint.files:
-        found = read_json(checkpoint.root / MODELOPT_FILE, MODELOPT_FILE)
-        if not isinstance(found, dict):
-            raise SourceError(f"{MODELOPT_FILE} is not a JSON object", "download or copy it again")
-        config = {"quantization_config": {"quant_method": "modelopt", **found}}
-    elif not places:
+    config = with_own_file(checkpoint.config, checkpoint.root)
+    if not quantization_places(config):
         return None
     try:
         return read_quantization(config)

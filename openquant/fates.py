@@ -6,6 +6,7 @@ Here the registry's patterns meet the names of a checkpoint; the user's options 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 from .checkpoint import Checkpoint, TensorInfo
 from .encoded import Encoded
 from .errors import PlanError, UsageError
+from .formats import FLOATS
 from .layers import Layer
 from .models import HEAD, NEVER_QUANTIZED, Experts, Model, Stacked, absolute
 from .parallel import indivisible, parts_of, split_finder, text_config
@@ -22,6 +24,7 @@ from .patterns import collapse, compile_any, compile_pattern, template
 from .schemes import Group, Scheme
 
 SOURCE_DTYPES = ("BF16", "F16", "F32")
+_SHARES = "shares its status with "
 
 
 class Kept(NamedTuple):
@@ -109,7 +112,7 @@ def decide(
 
     Raises:
         PlanError: tensors no pattern covers, experts that engines do not load in their scheme, or layers that do not
-            divide by the tensor-parallel size asked for, whatever they are stored as.
+            divide by the tensor-parallel size asked for, whatever they are stored as; or nothing would be quantized.
         UsageError: a pattern that matches nothing.
     """
     settled = bool(encoded) and all(stored.passes(scheme) for stored in encoded.values())
@@ -407,8 +410,8 @@ def _problem_finder(
         return problem
 
     def find(layer: Layer, scheme: Scheme) -> str | None:
-        if scheme.static and layer.input_scale is None:
-            return "the source has no input_scale for it"
+        if scheme.static and (problem := _no_input_scale(layer)):
+            return problem
         key = layer.alike, layer.shape, scheme.name, layer.passes(scheme)
         if key not in problems:
             problems[key] = look(layer, scheme)
@@ -424,6 +427,16 @@ def _problem_finder(
         return "engines join it with others, and its rows end within a block" if len(ragged) > 1 else None
 
     return find
+
+
+def _no_input_scale(layer: Layer) -> str | None:
+    """Why a layer's activations cannot be static; None if they can."""
+    found = layer.input_scale
+    if found is None:
+        return "the source has no input_scale for it"
+    if found.dtype not in (*FLOATS, "F64") or math.prod(found.shape) != 1:
+        return f"its input_scale is {found.dtype} {list(found.shape)}, not a single float"
+    return None
 
 
 def _settle(
@@ -443,8 +456,9 @@ def _settle(
     wanted = {f"--scheme-for {text}={other.name}": (text, other) for text, other in options.scheme_for}
     ignored = _matches({f"--ignore {text}": text for text in options.ignore}, layers, known)
     mixed = _matches({option: text for option, (text, _) in wanted.items()}, layers, None)
-    if not ignored and not mixed and not left and not any(find_problem(layer, scheme) for layer in layers.values()):
-        return {}, {}, [] if layers else ["nothing is quantized"]
+    chosen_by_hand = bool(ignored or mixed or left)
+    if layers and not chosen_by_hand and not any(find_problem(layer, scheme) for layer in layers.values()):
+        return {}, {}, []
     find_experts = experts_finder(model)
     together: dict[str, list[str]] = {}
     for module in layers:
@@ -486,9 +500,10 @@ def _settle(
     for title, modules in fallen.items():
         notes.append(f"{title} instead for {_share(modules, layers)}: {', '.join(collapse(modules))}")
     if len(reasons) == len(layers):
+        _refuse_nothing(model, reasons, options)
         notes.append("nothing is quantized")
     if unfit and scheme.static:
-        notes.append(f"the source has no input_scale for {_share(unfit, layers)}, which stay unquantized")
+        notes.append(f"the source has no usable input_scale for {_share(unfit, layers)}, which stay unquantized")
     elif unfit:
         ranks = f" on {options.tp} ranks" if options.tp is not None else ""
         notes.append(
@@ -496,6 +511,18 @@ def _settle(
             "--scheme tensor or channel quantizes them too"
         )
     return reasons, others, notes
+
+
+def _refuse_nothing(model: Model, reasons: dict[str, str], options: Options) -> None:
+    """A plan that quantizes nothing is an error, unless --ignore says so."""
+    causes = Counter(reason for reason in reasons.values() if not reason.startswith(_SHARES))
+    if options.ignore and all(reason.startswith("--ignore ") for reason in causes):
+        return
+    found = [f"{cause} ({count} layers)" for cause, count in causes.most_common(3)]
+    raise PlanError(
+        f"nothing would be quantized: {'; '.join(found) or f'{model.name} has no layer here that could be'}",
+        "choose other options, or say --ignore '**' if a copy is what you want",
+    )
 
 
 def _matches(patterns: dict[str, str], layers: dict[str, Layer], known: Iterable[str] | None) -> dict[str, str]:
@@ -527,7 +554,7 @@ def _matches(patterns: dict[str, str], layers: dict[str, Layer], known: Iterable
 def _spread(modules: list[str], own: dict[str, str], widened: dict[str, list[str]] | None = None) -> dict[str, str]:
     """The reason of each of the modules that share their status: its own, or another's."""
     first = next(module for module in modules if module in own)
-    shared = f"shares its status with {first.rsplit('.', 1)[-1]} ({own[first]})"
+    shared = f"{_SHARES}{first.rsplit('.', 1)[-1]} ({own[first]})"
     if widened is not None and len(own) < len(modules):
         widened.setdefault(own[first], []).extend(module for module in modules if module not in own)
     return {module: own.get(module, shared) for module in modules}

@@ -345,9 +345,10 @@ def _read_group(name: str, weights: dict[str, Any], static: bool) -> Format:
     """The weights of one config group."""
     strategy, kind = weights.get("strategy"), (weights.get("type"), weights.get("num_bits"))
     size, in_bytes = weights.get("group_size"), str(weights.get("scale_dtype")).endswith("uint8")
-    if kind == ("float", 8) and strategy in ("tensor", "channel"):
+    shifted = not weights.get("symmetric", True)
+    if kind == ("float", 8) and strategy in ("tensor", "channel") and not shifted:
         return Format(strategy, None, "_scale", static)
-    if kind == ("float", 8) and strategy == "block":
+    if kind == ("float", 8) and strategy == "block" and not shifted:
         block = weights.get("block_structure")
         if not _is_block(block):
             raise UsageError(f"config.json: {name} has no block_structure of two numbers from 1 to {MAX_SIDE}", _MEND)
@@ -356,11 +357,13 @@ def _read_group(name: str, weights: dict[str, Any], static: bool) -> Format:
         number = CODE_DTYPE if kind[1] == 8 else FP4
         return Format("block", (1, MX_GROUP), "_scale", static, number, power_of_two=True)
     # Rows of whole words, whose length the packed tensor tells.
-    known = kind == ("int", 4) and strategy == "group" and weights.get("symmetric", True)
+    known = kind == ("int", 4) and strategy == "group" and not shifted
     if known and isinstance(size, int) and 0 < size <= MAX_SIDE and size % 8 == 0:
         return Format("block", (1, size), "_scale", static, INT4)
-    symmetric = "" if weights.get("symmetric", True) else "asymmetric "
-    raise UsageError(f"config.json: {name} stores {symmetric}{kind[0]}{kind[1]} weights by {strategy}", _KNOWN_GROUPS)
+    raise UsageError(
+        f"config.json: {name} stores {'asymmetric ' if shifted else ''}{kind[0]}{kind[1]} weights by {strategy}",
+        _KNOWN_GROUPS,
+    )
 
 
 _MODELOPT = {

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from .checkpoint import INDEX_FILE, Checkpoint, TensorInfo
 from .contents import Weight
+from .encoded import leftovers
 from .fates import experts_finder, is_head, joined_sets
 from .formats import FLOATS, Quantization
 from .layers import Layer
@@ -215,6 +216,8 @@ class Headers:
                 self.problems.append(
                     f"{self.place(info.name)} is not the scale of {owner}: the config asks for {owner}{form.suffix}"
                 )
+        for name in leftovers(self.checkpoint.tensors, self.codes):
+            self.problems.append(f"{self.place(name)} is nothing that engines load")
         if unread:
             self.notes.append(f"{unread} input_scale tensors are there, but the config says activations are dynamic")
 

@@ -55,10 +55,13 @@ def scale_values(stored: Codes, dtype: str) -> Floats:
 
     Args:
         stored: their bytes.
-        dtype: "F32", "BF16", "F16", "F8_E8M0" or "U8".
+        dtype: "F64", "F32", "BF16", "F16", "F8_E8M0" or "U8".
     """
     if dtype in BITS_TYPE:
         return to_float32(stored.view(BITS_TYPE[dtype]), dtype)
+    if dtype == "F64":
+        with np.errstate(over="ignore"):
+            return stored.view(np.float64).astype(np.float32)
     return np.take(_exponent_values(), stored, mode="clip")
 
 

@@ -65,9 +65,8 @@ class Layer(NamedTuple):
 
     @property
     def input_scale(self) -> TensorInfo | None:
-        """The scale of its activations, if the source has one that engines read."""
-        found = self.encoded.input_scale if self.encoded else None
-        return found if found is not None and found.dtype == "F32" and found.nbytes == 4 else None
+        """The scale of its activations, if the source has one."""
+        return self.encoded.input_scale if self.encoded else None
 
     def matrix(self, where: dict[str, Location]) -> Matrix:
         """Where its elements lie."""

@@ -14,14 +14,14 @@ from typing import Any
 
 from . import __version__
 from .checkpoint import DTYPE_BITS, Checkpoint, Location, TensorInfo
-from .encoded import DECODED_DTYPE, Encoded, decoded_view, without_cache_scales
+from .encoded import DECODED_DTYPE, Encoded, decoded_view, leftovers, without_cache_scales
 from .errors import PlanError, UsageError
 from .fates import Fates, Kept, Options, decide, experts_finder, is_head
 from .formats import find_quantization
 from .layers import Layer, Matrix, encoded_matrices
 from .models import GENERIC, MODELS, Model
 from .parallel import ParallelSize, parallel_sizes, text_config
-from .patterns import compile_pattern, template
+from .patterns import collapse, compile_pattern, template
 from .schemes import INPUT_SCALE, PLAIN, Scheme
 
 
@@ -29,7 +29,7 @@ from .schemes import INPUT_SCALE, PLAIN, Scheme
 class Copy:
     """Bytes of the source that go to the output as they are: file range -> offset in the output shard.
 
-    `scale` says that they are one float32, which must be finite and above zero.
+    `scale` is the dtype of a scale of activations, one number that is written as float32; None for all else.
     """
 
     label: str
@@ -37,7 +37,7 @@ class Copy:
     offset: int
     nbytes: int
     target: int
-    scale: bool = False
+    scale: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +273,7 @@ class Plan:
         for module, scale in self._input_scales(shard):
             place = self._where[scale.name]
             target = places[f"{module}.{INPUT_SCALE}"]
-            jobs.append(Copy(scale.name, place.shard, place.offset, scale.nbytes, target, scale=True))
+            jobs.append(Copy(scale.name, place.shard, place.offset, scale.nbytes, target, scale.dtype))
         return Layout(shard, header, start, tuple(jobs), tuple(outputs))
 
     def _job(self, layer: Layer, shard: str, places: dict[str, int]) -> Job:
@@ -348,6 +348,7 @@ def make_plan(
     fates, quantization_config, notes = decide(seen, encoded, model, scheme, options)
     if encoded and (find_quantization(checkpoint.config) or {}).get("kv_cache_scheme"):
         notes.append("kv_cache_scheme is left out; its scales stay, and engines use them with --kv-cache-dtype fp8")
+    notes += _left_behind(checkpoint, encoded)
     if model.rest:
         notes.insert(0, "decided from names and shapes alone: look at the plan, and at what the engine makes of it")
     parallel = parallel_sizes(seen, model, fates.groups, options.tp)
@@ -374,7 +375,7 @@ def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
     copied = [info for info in seen.tensors.values() if len(info.shape) < 2]
     fates = Fates(PLAIN, {}, {}, kept, copied, {}, {}, {})
     model = MODELS.get(checkpoint.architecture, replace(GENERIC, name=checkpoint.architecture))
-    return _assemble(checkpoint, seen, encoded, model, fates, {}, [], (), identity)
+    return _assemble(checkpoint, seen, encoded, model, fates, {}, _left_behind(checkpoint, encoded), (), identity)
 
 
 def _assemble(
@@ -431,6 +432,12 @@ def _assemble(
         _encoded=encoded,
         _fates=fates,
     )
+
+
+def _left_behind(checkpoint: Checkpoint, encoded: dict[str, Encoded]) -> list[str]:
+    """A note of the tensors that no output gets."""
+    found = leftovers(checkpoint.tensors, (stored.codes.name for stored in encoded.values()))
+    return [f"left out, as engines refuse them: {', '.join(collapse(found))}"] if found else []
 
 
 def _find_model(architecture: str) -> Model:

@@ -16,7 +16,7 @@ from typing import Any
 
 from .checkpoint import INDEX_FILE, Checkpoint, TensorInfo, open_checkpoint, read_config, readable
 from .contents import LayerError, Progress, Task, read_contents
-from .encoded import decoded_view
+from .encoded import MODELOPT_FILE, decoded_view, with_own_file
 from .errors import OutputError, PlanError, SourceError, UsageError
 from .fates import Options, joined_sets
 from .formats import quantization_places, read_quantization
@@ -28,7 +28,7 @@ from .models import MODELS
 from .output import read_journal
 from .patterns import collapse, template
 from .plan import Plan, make_plan
-from .schemes import MIXED, TENSOR, Group, Scheme
+from .schemes import CHANNEL, MIXED, TENSOR, Group, Scheme
 
 
 @dataclass(frozen=True)
@@ -117,10 +117,12 @@ def verify(
     with readable():
         if not root.is_dir():
             raise UsageError(f"{root} is not a directory", "check the path")
-        quantization = read_quantization(read_config(root))
+        config = read_config(root)
+        quantization = read_quantization(with_own_file(config, root))
     if not quantization.checkable:
         raise UsageError(
-            f"config.json has {quantization.method} with {quantization.title}",
+            f"{'config.json' if quantization_places(config) else MODELOPT_FILE} has {quantization.method} with "
+            f"{quantization.title}",
             "only fp8 and compressed-tensors with FP8 weights are checked",
         )
     journal = read_journal(root)
@@ -305,7 +307,9 @@ class _Verification:
             return
         try:
             options = Options(tuple(self._ignore_patterns(source)), tuple(self._schemes_for()), head=self.headers.head)
-            self.plan = make_plan(source, self.scheme or TENSOR, options)
+            # Of another tool's layers only the names count, which any scheme of the format has.
+            fp8 = self.headers.quantization.method == "fp8"
+            self.plan = make_plan(source, self.scheme or (TENSOR if fp8 else CHANNEL), options)
         except (PlanError, UsageError) as error:
             self.notes.append(f"no plan can be made of the source, tensors were compared by name: {error.message}")
             return

@@ -20,6 +20,7 @@ from conftest import EXAMPLE, ROOT, tree
 from openquant import compress, dequantize, verify
 from openquant.checkpoint import open_checkpoint
 from openquant.errors import OpenQuantError, PlanError, SourceError
+from openquant.fates import Options
 from openquant.models import MODELS
 from openquant.packed import decode, encode, group_absmax, group_scale
 from openquant.plan import make_plain_plan, make_plan
@@ -435,6 +436,43 @@ def test_input_scales_are_kept_if_asked_for(tmp_path: Path, kind: str, format: s
     assert "dynamic" not in (tmp_path / "out" / "README.md").read_text()
 
 
+FLOAT_DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_input_scales_of_any_float_dtype_are_read(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """As llm-compressor writes them: BF16 [1]."""
+    scale = torch.full(shape, 0.1, dtype=dtype)
+    config = group("tensor")
+    config["config_groups"]["group_0"]["input_activations"] = {
+        "num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False
+    }  # fmt: skip
+    source = store(tmp_path / "source", by_tensor(shape=(1,), input_scale=scale), config, shards=3)
+    result = compress(source, tmp_path / "out", activation_scheme="static")
+    assert result.quantized_tensors == 14
+    found = tiny.read(tmp_path / "out")
+    scales = [tensor for name, tensor in found.items() if name.endswith(".input_scale")]
+    assert len(scales) == 14
+    assert all(same(tensor, scale.reshape(()).float()) for tensor in scales)
+    assert verify(tmp_path / "out").problems == ()
+
+
+def test_a_float64_input_scale_beyond_float32_is_none(tmp_path: Path) -> None:
+    scale = torch.tensor(1e300, dtype=torch.float64)
+    source = store(tmp_path / "source", by_tensor(input_scale=scale), PER_TENSOR)
+    with pytest.raises(SourceError, match=r"input_scale in model.safetensors holds inf, which no scale can be"):
+        compress(source, tmp_path / "out", activation_scheme="static")
+
+
+def test_an_input_scale_of_many_numbers_is_not_used(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", by_tensor(**STATIC), PER_TENSOR)
+    change_weights(source, lambda weights: weights.update({f"{DOWN}.input_scale": torch.full((3,), 0.5)}))
+    plan = make_plan(open_checkpoint(source), TENSOR_STATIC)
+    why = [found.why for found in plan.groups if found.names == (DOWN,)]
+    assert why == ["its input_scale is F32 [3], not a single float"]
+
+
 def test_layers_without_an_input_scale_cannot_be_static(tmp_path: Path) -> None:
     source = store(tmp_path / "source", by_tensor(**STATIC), PER_TENSOR)
     change_weights(source, lambda weights: weights.pop(f"{DOWN}.input_scale"))
@@ -443,7 +481,7 @@ def test_layers_without_an_input_scale_cannot_be_static(tmp_path: Path) -> None:
     assert DOWN in result.ignored_layers
     plan = make_plan(open_checkpoint(source), TENSOR_STATIC)
     assert plan.notes == (
-        "the source has no input_scale for 1 of 14 layers (11.1 % of their bytes), which stay unquantized",
+        "the source has no usable input_scale for 1 of 14 layers (11.1 % of their bytes), which stay unquantized",
     )
     with pytest.raises(PlanError) as caught:
         compress(tiny.write(tmp_path / "plain"), tmp_path / "no", activation_scheme="static")
@@ -460,6 +498,59 @@ def test_an_input_scale_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(SourceError) as caught:
         compress(source, tmp_path / "out", activation_scheme="static")
     assert caught.value.message == f"{Q}.input_scale in model.safetensors holds nan, which no scale can be"
+
+
+def test_a_plan_that_quantizes_nothing_is_an_error_unless_asked_for(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", by_tensor(input_scale=torch.full((2,), 0.5)), PER_TENSOR)
+    with pytest.raises(PlanError) as caught:
+        compress(source, tmp_path / "out", activation_scheme="static")
+    assert (caught.value.message, caught.value.hint) == (
+        "nothing would be quantized: its input_scale is F32 [2], not a single float (14 layers)",
+        "choose other options, or say --ignore '**' if a copy is what you want",
+    )
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(PlanError, match=r"^nothing would be quantized: --ignore model.layers.0.\*\* \(7 lay"):
+        compress(source, tmp_path / "out", activation_scheme="static", ignore=["model.layers.0.**"])
+    result = compress(source, tmp_path / "out", activation_scheme="static", ignore=["**"])
+    assert result.quantized_tensors == 0
+    asked = tiny.write(tmp_path / "plain")
+    assert compress(asked, tmp_path / "copy", ignore=["model.layers.**"]).quantized_tensors == 0
+    assert "nothing is quantized" in make_plan(open_checkpoint(asked), TENSOR, Options(("**",))).notes
+
+
+# What engines have no place for.
+
+LEFTOVERS = ("act_scale", "output_scale", "input_zero_point", "weight_zero_point")
+
+
+@pytest.mark.parametrize("work", [compress, dequantize, lambda *paths: compress(*paths, "channel")])
+def test_leftovers_are_left_out_with_a_note(tmp_path: Path, work: Callable[..., Any]) -> None:
+    left = {last: torch.tensor(1.0) for last in LEFTOVERS}
+    source = store(tmp_path / "source", by_tensor(**STATIC, **left), PER_TENSOR, shards=2)
+    work(source, tmp_path / "out")
+    cache = {f"model.layers.{layer}.self_attn.{part}_proj.output_scale" for layer in (0, 1) for part in "qkv"}
+    found = {name for name in tiny.read(tmp_path / "out") if name.endswith(LEFTOVERS)}
+    assert found == (set() if work is dequantize else cache)
+    checkpoint = open_checkpoint(source)
+    notes = (make_plain_plan(checkpoint) if work is dequantize else make_plan(checkpoint, TENSOR)).notes
+    assert len(notes) == 1
+    assert notes[0].startswith("left out, as engines refuse them: model.layers.{0..1}.mlp.down_proj.act_scale, ")
+    assert "o_proj.output_scale" in notes[0]
+    assert "k_proj.output_scale" not in notes[0]
+
+
+def test_leftovers_are_a_problem_to_verify(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    compress(tiny.write(tmp_path / "plain"), out)
+    change_weights(out, lambda weights: weights.update({f"{Q}.act_scale": torch.tensor(1.0)}))
+    assert verify(out).problems == (f"model.safetensors: {Q}.act_scale is nothing that engines load",)
+
+
+def test_zero_points_that_count_are_refused(tmp_path: Path) -> None:
+    config = group("tensor", symmetric=False)
+    source = store(tmp_path / "source", by_tensor(weight_zero_point=torch.tensor(1.0)), config)
+    with pytest.raises(PlanError, match="group_0 stores asymmetric float8 weights by tensor"):
+        compress(source, tmp_path / "out")
 
 
 # Other numbers than FP8.

@@ -812,6 +812,19 @@ def test_stacked_experts(tmp_path: Path) -> None:
     assert "2 quantized tensors were not decoded: the source has no matrix for them" in report.notes
 
 
+def test_another_tools_quantized_head_is_planned_in_its_own_format(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source")
+    compress(source, tmp_path / "out", "channel", quantize_lm_head=True, workers=1)
+    (tmp_path / "out" / ".openquant.json").unlink()
+    change_json(
+        tmp_path / "out" / "config.json",
+        lambda config: config["quantization_config"].update(global_compression_ratio=1.0),
+    )
+    report = verify(tmp_path / "out", source, full=True)
+    assert not [note for note in report.notes if "plan" in note]
+    assert len(report.errors) == 15
+
+
 # The command.
 
 
@@ -853,6 +866,10 @@ def test_directories_that_cannot_be_checked(ours: tuple[Path, Path], tmp_path: P
     source, out = ours
     with pytest.raises(OpenQuantError, match="is not a directory"):
         verify(tmp_path / "nowhere")
+    modelopt = tiny.write(tmp_path / "modelopt")
+    (modelopt / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    with pytest.raises(OpenQuantError, match=r"^hf_quant_config.json has modelopt with one scale per tensor$"):
+        verify(modelopt)
     with pytest.raises(OpenQuantError, match="is not a checkpoint: it has no config.json"):
         verify(tmp_path)
     with pytest.raises(OpenQuantError, match="config.json has no quantization_config"):
