@@ -19,7 +19,7 @@ from .fates import Options
 from .fetch import MEMORY as FETCH_MEMORY
 from .hub import Source, find_source, silent
 from .machine import available_cpus, find_device, peak_rss
-from .output import finished_files, refuse_overlap
+from .output import finished_files, refuse_overlap, refuse_root
 from .plan import Plan, make_plain_plan, make_plan
 from .publish import Publisher, Push
 from .ranks import Ranks
@@ -321,6 +321,10 @@ def _prepare(
     max_memory: int | None,
     device: str,
 ) -> Prepared:
+    if output is not None:
+        if not os.fspath(output):
+            raise UsageError("-o is empty", "give a directory, or leave -o out")
+        refuse_root(Path(output))
     source = find_source(model, revision)
     if stream and source.repo is None:
         raise UsageError(f"{model} is a local directory, nothing of it can be streamed", "leave --stream out")
@@ -328,8 +332,6 @@ def _prepare(
         checkpoint = open_checkpoint(source.root, source.remote)
         identity = source.identity(checkpoint)
         plan = make(checkpoint, identity)
-    if output is not None and not os.fspath(output):
-        raise UsageError("-o is empty", "give a directory, or leave -o out")
     target = Path(output) if output is not None else _default_output(source, plan.scheme)
     refuse_overlap(source.root, target)
     fetching = FETCH_MEMORY if stream and source.remote else 0

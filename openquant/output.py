@@ -4,6 +4,9 @@
 `.openquant/` and renamed when they are whole and on disk, so a final name means a finished file, whenever the
 process or the machine died. Running again with the same digest continues; anything else is refused. A finished
 directory keeps the journal and loses `.openquant/`.
+
+What an output holds may be somebody else's, the journal included: names in it that no run of ours would write are
+refused, and so are links where our files lie (folder.py).
 """
 
 from __future__ import annotations
@@ -15,19 +18,26 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Set
+import stat
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .checkpoint import JOURNAL_FILE as JOURNAL
-from .errors import OutputError
+from .errors import OutputError, SourceError
+from .folder import Folder, is_plain
+from .inputs import parse_json
 
 WORK = ".openquant"
 LOCK = f"{WORK}/lock"
 # Records of uploads, and shards that are streamed (with a rank's number behind it).
 PUSHED, SOURCE = "pushed", "source-"
 FORMAT = 1
+# Bytes of a journal: hundreds of thousands of files.
+MAX_JOURNAL = 64 << 20
+_ELSEWHERE = "choose another directory with -o"
 
 
 @contextmanager
@@ -45,15 +55,6 @@ def explained(path: Path | str, doing: str = "written") -> Iterator[None]:
         raise OutputError(f"{path} cannot be {doing}: {error.strerror or error}", hint) from error
 
 
-def sync_directory(path: Path) -> None:
-    """Make renames in a directory durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 class OutputDirectory:
     """A directory claimed for one run; use as a context manager, which holds the lock.
 
@@ -63,7 +64,7 @@ class OutputDirectory:
         shards: bytes of tensors in every shard the run will leave there, by name; the files are larger by a header.
         others: size in bytes of every other file it will leave there, by name relative to path.
         overwrite: discard what an earlier run of ours left there.
-        elsewhere: shards that are finished although they are not there.
+        elsewhere: gives the shards that are finished although they are not there.
         at_once: how many shards will be there at a time, if not all of them.
         scratch: bytes of other files that will be there for a while.
 
@@ -79,7 +80,7 @@ class OutputDirectory:
         shards: dict[str, int],
         others: dict[str, int],
         overwrite: bool,
-        elsewhere: Set[str] = frozenset(),
+        elsewhere: Callable[[], Set[str]] = frozenset,
         at_once: int | None = None,
         scratch: int = 0,
     ) -> None:
@@ -88,24 +89,33 @@ class OutputDirectory:
         self.shards = shards
         self.files = {**others, **shards}
         self.overwrite = overwrite
-        self.elsewhere = elsewhere
+        self._elsewhere = elsewhere
+        self.elsewhere: Set[str] = frozenset()
         self.at_once = at_once
         self.scratch = scratch
         self.resumed = False
         self.complete = False
         # Ranks of a run whose first one died may still be writing when the next run does.
         self._process = secrets.token_hex(4)
+        self._folder: Folder | None = None
         self._lock = -1
         self._made = False
 
     def __enter__(self) -> OutputDirectory:
-        with explained(self.path, "read"):
-            if self._is_complete(self._inspect()):
-                return self
-            self._made = not self.path.exists()
         try:
+            with explained(self.path, "read"):
+                self._made = not self.path.exists() and not self.path.is_symlink()
+                if not self._made:
+                    if not self.path.is_dir():
+                        raise OutputError(f"{self.path} exists and is not a directory", _ELSEWHERE)
+                    self._folder = Folder(self.path)
+                    if self._is_complete(self._inspect()):
+                        return self
             with explained(self.path):
-                (self.path / WORK).mkdir(parents=True, exist_ok=True)
+                if self._made:
+                    self.path.mkdir(parents=True, exist_ok=True)
+                    self._folder = Folder(self.path)
+                self.folder.make(WORK)
             self._take_lock()
             # Another run may have finished or begun between the first look and the lock.
             journal = self._inspect()
@@ -127,24 +137,51 @@ class OutputDirectory:
     def __exit__(self, *exception: object) -> None:
         self._release()
 
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """For other ranks, once the first one has claimed it: they may write there too."""
+        try:
+            with explained(self.path):
+                self._folder = Folder(self.path)
+            yield
+        finally:
+            self._close()
+
+    @property
+    def folder(self) -> Folder:
+        """The directory, open once it is claimed."""
+        assert self._folder is not None, "not claimed"
+        return self._folder
+
     def is_finished(self, name: str) -> bool:
         """Whether a file of this run stands under its final name; a shard not without its tensors."""
-        path = self.path / name
-        return name in self.elsewhere or (path.is_file() and path.stat().st_size > self.shards.get(name, -1))
+        if name in self.elsewhere:
+            return True
+        found = self.folder.stat(name)
+        return found is not None and stat.S_ISREG(found.st_mode) and found.st_size > self.shards.get(name, -1)
 
     def _is_complete(self, journal: dict[str, Any] | None) -> bool:
         if journal and journal["done"] and not self.overwrite and all(self.is_finished(name) for name in self.files):
             self.resumed = self.complete = True
             # What a run left that was killed at its very end; a read-only directory may keep it.
-            if self._lock < 0 and (self.path / WORK).exists():
+            if self._lock < 0 and self.folder.stat(WORK) is not None:
                 with suppress(OutputError):
                     self._take_lock()
-                    self._release()
+                    self._let_go()
         return self.complete
 
-    def partial(self, name: str) -> Path:
-        """Where a file is written before it gets its final name; no two processes write to the same place."""
-        return self.path / WORK / f"{_short(name)}.{self._process}.partial"
+    def partial(self, name: str) -> str:
+        """Where a file is written before it gets its final name, relative to the directory; no two processes write to
+        the same place.
+        """
+        return f"{WORK}/{_short(name)}.{self._process}.partial"
+
+    def make_scratch(self, rank: int) -> Path:
+        """A directory for source shards that are only here for a while."""
+        name = f"{WORK}/{SOURCE}{rank}"
+        with explained(self.path / name):
+            self.folder.make(name)
+        return self.path / name
 
     def publish(self, name: str) -> None:
         """Give a written file its final name, once its bytes are on disk.
@@ -159,17 +196,23 @@ class OutputDirectory:
                 f"{target} was not finished: another run has claimed {self.path}", "let one run at a time write there"
             )
         with explained(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(self.partial(name), target)
-            sync_directory(target.parent)
+            self.folder.rename(self.partial(name), name)
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[BinaryIO]:
+        """A file to be filled; it gets its name once it is on disk."""
+        with explained(self.path / name):
+            handle = self.folder.open(self.partial(name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            with os.fdopen(handle, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+        self.publish(name)
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file, whole or not at all."""
-        with explained(self.path / name), self.partial(name).open("wb") as file:
+        with self._writing(name) as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        self.publish(name)
 
     def copy(self, source: Path, name: str) -> None:
         """Copy a file's contents (of a link, what it points to)."""
@@ -179,17 +222,15 @@ class OutputDirectory:
             raise OutputError(
                 f"{source} cannot be read: {error.strerror}", "check the file and its permissions"
             ) from None
-        with reader, explained(self.path / name), self.partial(name).open("wb") as writer:
+        with reader, self._writing(name) as writer:
             shutil.copyfileobj(reader, writer, 1 << 20)
-            writer.flush()
-            os.fsync(writer.fileno())
-        self.publish(name)
 
     def finish(self) -> None:
         """Record that everything is there, and drop what it was made from."""
-        for scratch in (self.path / WORK).glob(f"{SOURCE}*"):
-            with explained(scratch, "removed"):
-                shutil.rmtree(scratch)
+        with explained(self.path / WORK, "removed"):
+            for name in self.folder.names(WORK):
+                if name.startswith(SOURCE):
+                    self.folder.remove_folder(f"{WORK}/{name}")
         self.write(JOURNAL, self._journal(done=True))
 
     def _journal(self, done: bool) -> bytes:
@@ -197,7 +238,7 @@ class OutputDirectory:
         return (json.dumps(record, indent=1) + "\n").encode()
 
     def _read_journal(self) -> dict[str, Any] | None:
-        return read_journal(self.path)
+        return _journal_in(self.folder)
 
     def _inspect(self) -> dict[str, Any] | None:
         """The journal of an earlier run that may be continued or overwritten; None for a fresh directory.
@@ -205,39 +246,48 @@ class OutputDirectory:
         Raises:
             OutputError: the directory holds something else.
         """
-        if not self.path.exists() and not self.path.is_symlink():
-            return None
-        if not self.path.is_dir():
-            raise OutputError(f"{self.path} exists and is not a directory", "choose another directory with -o")
         journal = self._read_journal()
-        with explained(self.path, "read"):
-            present = set(_files_below(self.path, journal is not None))
         if journal is None:
-            if present:
+            with explained(self.path, "read"):
+                strange = next(_strangers(self.folder), None)
+            if strange is not None:
                 raise OutputError(
-                    f"{self.path} is not empty and was not made by openquant: it holds {min(present)}",
+                    f"{self.path} is not empty and was not made by openquant: it holds {strange}",
                     "choose another directory with -o, or empty this one yourself",
                 )
             return None
-        if not present:
-            return None
+        with explained(self.path, "read"):
+            found = [(name, what.st_mode) for name, what in self.folder.walk() if name != JOURNAL]
         ours = set(journal["files"])
-        foreign = sorted(present - ours)
-        written = {*self.files, *ours}
-        # A linked directory in the way would lead our files to somebody else's.
-        clash = [
-            name
-            for name in foreign
-            if name in written
-            or name == WORK
-            or any(other.startswith(f"{name}/") for other in written)
-            or (self.overwrite and name.endswith((".safetensors", ".index.json")))
-        ]
+        written = ours | self.files.keys()
+        below = sorted(written)
+
+        def is_in_the_way(name: str, mode: int) -> bool:
+            if _is_work(name):
+                return not _is_sound_work(name, mode)
+            if stat.S_ISDIR(mode):
+                return name in written
+            if stat.S_ISREG(mode) and name in ours:
+                return False
+            # A linked directory would lead our files to somebody else's.
+            first = bisect_left(below, f"{name}/")
+            return (
+                name in written
+                or any(other.startswith(f"{name}/") for other in below[first : first + 1])
+                or (self.overwrite and name.endswith((".safetensors", ".index.json")))
+            )
+
+        clash = [name for name, mode in found if is_in_the_way(name, mode)]
         if clash:
             raise OutputError(
-                f"{self.path / clash[0]} was not made by openquant and will not be overwritten",
+                f"{self.path / min(clash)} was not made by openquant and will not be overwritten",
                 "move it away, or choose another directory with -o",
             )
+        # Not before now: its records lie here.
+        self.elsewhere = self._elsewhere()
+        present = {name for name, mode in found if not stat.S_ISDIR(mode) and not _is_work(name)}
+        if not present and not self.elsewhere:
+            return None
         if self.overwrite:
             return journal
         if journal["digest"] != self.digest:
@@ -245,16 +295,17 @@ class OutputDirectory:
                 f"{self.path} holds the output of another run: other options, another source or another version",
                 "choose another directory with -o, or replace that output with --overwrite",
             )
+        foreign = present - ours
         if foreign and not journal["done"]:
             raise OutputError(
-                f"{self.path} holds {foreign[0]}, which this run did not write",
+                f"{self.path} holds {min(foreign)}, which this run did not write",
                 "move it away, or choose another directory with -o",
             )
         return journal
 
     def _take_lock(self) -> None:
         with explained(self.path / LOCK):
-            self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            self._lock = self.folder.open(LOCK, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -266,9 +317,8 @@ class OutputDirectory:
                 ) from None
             else:
                 # A run that finished in between removed the file we locked.
-                held = not (self.path / LOCK).exists() or not os.path.samestat(
-                    os.fstat(self._lock), (self.path / LOCK).stat()
-                )
+                there = self.folder.stat(LOCK)
+                held = there is None or not os.path.samestat(os.fstat(self._lock), there)
         if held:
             os.close(self._lock)
             self._lock = -1
@@ -276,30 +326,38 @@ class OutputDirectory:
                 f"another run is writing to {self.path}", "wait for it, or choose another directory with -o"
             )
 
-    def _release(self) -> None:
+    def _let_go(self) -> None:
         """Remove what is half-written, and all trace of a run that wrote nothing; let go of the lock."""
         if self._lock < 0:
             return
         with suppress(OSError):
             self._sweep()
-            (self.path / LOCK).unlink()
+            self.folder.remove(LOCK)
             # Not empty where another run just put its own lock there.
             (self.path / WORK).rmdir()
-            if self._made and {path.name for path in self.path.iterdir()} <= {JOURNAL}:
-                (self.path / JOURNAL).unlink(missing_ok=True)
+            if self._made and set(self.folder.names()) <= {JOURNAL}:
+                self.folder.remove(JOURNAL)
                 self.path.rmdir()
         os.close(self._lock)
         self._lock = -1
 
+    def _close(self) -> None:
+        if self._folder is not None:
+            self._folder.close()
+
+    def _release(self) -> None:
+        self._let_go()
+        self._close()
+
     def _require_space(self, discarded: Iterable[str]) -> None:
         """Refuse to start what the disk cannot hold, counting what will be discarded first as free."""
         with explained(self.path, "examined"):
-            gone = {name for name in discarded if (self.path / name).is_file()}
-            free = shutil.disk_usage(self.path).free + sum((self.path / name).stat().st_size for name in gone)
+            gone = {name: found.st_size for name in discarded if (found := self.folder.stat(name)) is not None}
+            free = shutil.disk_usage(self.path).free + sum(gone.values())
             missing = [name for name in self.files if name in gone or not self.is_finished(name)]
             shards = sorted((self.files[name] for name in missing if name in self.shards), reverse=True)
             needed = sum(self.files[name] for name in missing if name not in self.shards)
-            fetched = sum(path.stat().st_size for path in (self.path / WORK).glob(f"{SOURCE}*/*"))
+            fetched = sum(what.st_size for name, what in self.folder.walk() if name.startswith(f"{WORK}/{SOURCE}"))
             needed += sum(shards[: self.at_once]) + (max(0, self.scratch - fetched) if shards else 0)
         if needed > free:
             raise OutputError(
@@ -309,18 +367,20 @@ class OutputDirectory:
 
     def _discard(self, journal: dict[str, Any]) -> None:
         """Remove what an earlier run wrote: first what makes the directory look like a model, the journal last."""
-        shutil.rmtree(self.path / WORK / PUSHED, ignore_errors=True)
+        with explained(self.path / WORK / PUSHED, "removed"):
+            self.folder.remove_folder(f"{WORK}/{PUSHED}")
         self.elsewhere = frozenset()
         names = sorted(journal["files"], key=lambda name: (name != "config.json", not name.endswith(".json"), name))
         for name in [*names, JOURNAL]:
             with explained(self.path / name, "removed"):
-                (self.path / name).unlink(missing_ok=True)
+                self.folder.remove(name)
 
     def _sweep(self) -> None:
         """Remove what an interrupted run left half-written."""
-        for path in (self.path / WORK).glob("*.partial"):
-            with explained(path, "removed"):
-                path.unlink()
+        for name in self.folder.names(WORK):
+            if name.endswith(".partial"):
+                with explained(self.path / WORK / name, "removed"):
+                    self.folder.remove(f"{WORK}/{name}")
 
 
 def read_journal(directory: Path) -> dict[str, Any] | None:
@@ -329,25 +389,31 @@ def read_journal(directory: Path) -> dict[str, Any] | None:
     Raises:
         OutputError: something else is there.
     """
-    path = directory / JOURNAL
-    if not path.exists():
-        return None
+    with explained(directory, "read"):
+        folder = Folder(directory)
+    with folder:
+        return _journal_in(folder)
+
+
+def _journal_in(folder: Folder) -> dict[str, Any] | None:
+    path = folder.path / JOURNAL
     with explained(path, "read"):
-        data = path.read_bytes()
+        if folder.stat(JOURNAL) is None:
+            return None
+        data = folder.read(JOURNAL, MAX_JOURNAL) if folder.is_file(JOURNAL) else None
     try:
-        journal = json.loads(data)
+        journal = parse_json(data or b"", JOURNAL)
         sound = (
             journal["format"] == FORMAT
             and isinstance(journal["digest"], str)
             and isinstance(journal["done"], bool)
-            and all(_is_plain(name) for name in journal["files"])
+            and isinstance(journal["files"], list)
+            and all(_is_ours(name) for name in journal["files"])
         )
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (SourceError, TypeError, KeyError):
         sound = False
     if not sound:
-        raise OutputError(
-            f"{path} is not a journal that this version of openquant wrote", "choose another directory with -o"
-        )
+        raise OutputError(f"{path} is not a journal that this version of openquant wrote", _ELSEWHERE)
     return dict(journal)
 
 
@@ -355,23 +421,42 @@ def finished_files(directory: Path) -> tuple[str, set[str]]:
     """The digest of the plan a directory was made by, and the names of its files.
 
     Raises:
-        OutputError: it was not made by us, not finished, or has lost a file.
+        OutputError: it was not made by us, not finished, has lost a file, or has a link instead of one.
     """
     if not directory.is_dir():
         raise OutputError(f"{directory} is not a directory", "check the path")
-    journal = read_journal(directory)
-    if journal is None:
-        raise OutputError(f"{directory} was not made by openquant", "give a directory that compress wrote")
-    missing = sorted(name for name in journal["files"] if not (directory / name).is_file())
+    with explained(directory, "read"):
+        folder = Folder(directory)
+    with folder:
+        journal = _journal_in(folder)
+        if journal is None:
+            raise OutputError(f"{directory} was not made by openquant", "give a directory that compress wrote")
+        with explained(directory, "read"):
+            there = {name: what.st_mode for name, what in folder.walk()}
+    for name, mode in there.items():
+        if _is_work(name) and not _is_sound_work(name, mode):
+            raise OutputError(f"{directory / name} was not made by openquant", "move it away")
+    missing = sorted(name for name in journal["files"] if not stat.S_ISREG(there.get(name, 0)))
     if not journal["done"] or missing:
+        linked = [name for name in missing if stat.S_ISLNK(there.get(name, 0))]
+        if linked:
+            raise OutputError(f"{directory / linked[0]} is a link", "put the file itself there")
         what = f"lacks {missing[0]}" if missing else "is not finished"
         raise OutputError(f"{directory} {what}", "run the command that made it again, without --push-only")
     return journal["digest"], set(journal["files"])
 
 
-def _is_plain(name: object) -> bool:
-    """Whether a journal's entry can only mean a file in its own directory."""
-    return isinstance(name, str) and "\0" not in name and not {"", ".", "..", WORK} & set(name.split("/"))
+def _is_ours(name: object) -> bool:
+    """Whether a journal's entry can be a file that a run wrote; of those in subdirectories only what was copied."""
+    if not is_plain(name):
+        return False
+    *folders, last = str(name).split("/")
+    # checkpoint.py leaves out hidden directories, and weights and indexes that are not at the top.
+    hidden = any(folder.startswith(".") for folder in folders)
+    return not hidden and name != JOURNAL and last != WORK and not (folders and last.endswith(_AT_THE_TOP))
+
+
+_AT_THE_TOP = (".safetensors", ".index.json")
 
 
 def _short(name: str) -> str:
@@ -379,39 +464,62 @@ def _short(name: str) -> str:
     return hashlib.sha256(os.fsencode(name)).hexdigest()[:24]
 
 
-def _is_early(name: str) -> bool:
-    """Whether a file below WORK may be there before the journal is."""
-    return name == "lock" or (name.startswith(f"{_short(JOURNAL)}.") and name.endswith(".partial"))
+def _is_work(name: str) -> bool:
+    return name == WORK or name.startswith(f"{WORK}/")
 
 
-def _files_below(root: Path, ours: bool) -> Iterator[str]:
-    """Every file below root but the journal and our work, relative to it; empty directories count for nothing.
+def _is_sound_work(name: str, mode: int) -> bool:
+    """Whether something in WORK is what runs put there: files, and two kinds of directories with files in them."""
+    _, *inner = name.split("/")
+    if not inner:
+        return stat.S_ISDIR(mode)
+    if len(inner) == 1 and stat.S_ISDIR(mode):
+        return inner[0] == PUSHED or inner[0].startswith(SOURCE)
+    return len(inner) <= 2 and stat.S_ISREG(mode)
 
-    Args:
-        root: the directory.
-        ours: whether it has a journal. Without one, only what a run leaves that died before writing it is our work.
+
+def _is_early(name: str, mode: int) -> bool:
+    """Whether something below WORK may be there before the journal is."""
+    if name == WORK:
+        return stat.S_ISDIR(mode)
+    partial = name.startswith(f"{WORK}/{_short(JOURNAL)}.") and name.endswith(".partial")
+    return stat.S_ISREG(mode) and (name == LOCK or partial)
+
+
+def _strangers(folder: Folder) -> Iterator[str]:
+    """What a directory without a journal holds, but for what a run leaves that died before writing it; empty
+    directories count for nothing.
     """
-    for folder, directories, names in os.walk(root):
-        base = Path(folder)
-        if base == root and WORK in directories:
-            work = base / WORK
-            if not work.is_symlink() and (ours or all(_is_early(path.name) for path in work.iterdir())):
-                directories.remove(WORK)
-        linked = [name for name in directories if (base / name).is_symlink()]
-        for name in (*names, *linked):
-            relative = (base / name).relative_to(root).as_posix()
-            if relative != JOURNAL:
-                yield relative
+    for name, what in folder.walk():
+        if not stat.S_ISDIR(what.st_mode) and not _is_early(name, what.st_mode):
+            yield name
+
+
+def refuse_root(output: Path) -> None:
+    """Refuse the root of the file system as output.
+
+    Raises:
+        OutputError: it is.
+    """
+    # realpath, since Path.resolve() fails on links that lead in a circle.
+    real = Path(os.path.realpath(output))
+    if real == real.parent:
+        raise OutputError(f"the output {output} is the root of the file system", _ELSEWHERE)
 
 
 def refuse_overlap(source: Path, output: Path) -> None:
-    """Refuse an output that is the source, or lies inside it.
+    """Refuse an output that is the source, lies inside it, or holds it.
 
     Raises:
         OutputError: it does.
     """
-    # realpath, since Path.resolve() fails on links that lead in a circle.
-    inside, outside = Path(os.path.realpath(output)), Path(os.path.realpath(source))
-    if inside == outside or outside in inside.parents:
-        where = "is the source itself" if inside == outside else f"lies inside the source {source}"
-        raise OutputError(f"the output {output} {where}", "choose another directory with -o")
+    made, given = Path(os.path.realpath(output)), Path(os.path.realpath(source))
+    if made == given:
+        where = "is the source itself"
+    elif given in made.parents:
+        where = f"lies inside the source {source}"
+    elif made in given.parents:
+        where = f"holds the source {source}"
+    else:
+        return
+    raise OutputError(f"the output {output} {where}", _ELSEWHERE)

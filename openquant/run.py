@@ -15,7 +15,7 @@ from .convert import convert
 from .errors import OutputError, SourceError
 from .fetch import Supply, scratch_bytes, source_needs
 from .hub import Source, silent
-from .output import SOURCE, WORK, OutputDirectory
+from .output import OutputDirectory
 from .plan import Plan
 from .publish import AT_ONCE, Publisher, Push
 from .ranks import Ranks
@@ -95,7 +95,7 @@ def carry_out(
         shards,
         others,
         overwrite,
-        elsewhere=publisher.elsewhere() if publisher else frozenset(),
+        elsewhere=publisher.elsewhere if publisher else frozenset,
         at_once=AT_ONCE if push and push.only else None,
         scratch=scratch_bytes(source, source_needs(source, plan)) * ranks.size if prepared.stream else 0,
     )
@@ -121,6 +121,8 @@ def carry_out(
             publisher.repo = repo
             stack.enter_context(publisher)
         if todo is not None:
+            if not ranks.first:
+                stack.enter_context(directory.joined())
             names = set(todo)
             mine = ranks.share([shard for shard in plan.shards if shard.name in names])
             sizes = {shard: plan.consumed(shard) for shard in shards}
@@ -128,7 +130,7 @@ def carry_out(
 
             def work() -> None:
                 needs = source_needs(source, plan, [shard.name for shard in mine])
-                scratch = prepared.target / WORK / f"{SOURCE}{ranks.rank}" if prepared.stream else None
+                scratch = directory.make_scratch(ranks.rank) if prepared.stream else None
                 if source.remote and scratch is None:
                     source.require_cache_space({name for names in needs.values() for name in names})
                 with Supply(source, needs, scratch) as supply:

@@ -8,6 +8,7 @@ writes to the same file. The two never touch the same block.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -120,11 +121,11 @@ class ShardFile:
         """Create it, with its final size and its header."""
         partial = self.output.partial(self.layout.name)
         with explained(self.path):
-            self._handle = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            self._handle = self.output.folder.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             os.ftruncate(self._handle, self.layout.size)
             _write_all(self._handle, memoryview(self.layout.header), 0)
         try:
-            self._direct = os.open(partial, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+            self._direct = self.output.folder.open(partial, os.O_WRONLY | os.O_DIRECT)
         except (AttributeError, OSError):
             self._direct = -1  # this system or file system has no such mode
 
@@ -184,8 +185,9 @@ class ShardFile:
         partial = self.output.partial(self.layout.name)
         with explained(self.path):
             # A run that took this one for dead has removed it.
-            partial.stat()
-        verify_shard(partial, self.layout)
+            if not self.output.folder.is_file(partial):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        verify_shard(self.output.path / partial, self.layout)
         self.output.publish(self.layout.name)
         self.published(self.layout.name)
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -47,16 +48,16 @@ def strike():
 
 def before(owner, name):
     real = getattr(owner, name)
-    def wrapped(*arguments):
+    def wrapped(*arguments, **options):
         if next(calls) == count:
             strike()
-        return real(*arguments)
+        return real(*arguments, **options)
     setattr(owner, name, wrapped)
 
 def after(owner, name):
     real = getattr(owner, name)
-    def wrapped(*arguments):
-        result = real(*arguments)
+    def wrapped(*arguments, **options):
+        result = real(*arguments, **options)
         if next(calls) == count:
             strike()
         return result
@@ -145,15 +146,18 @@ def test_a_rank_that_outlives_its_run_leaves_nothing_half_written(
         output = OutputDirectory(out, digest, shards, {}, overwrite)
         return output, ShardFile(layout, output, lambda _: None)
 
-    first, _ = begin(plan.digest)
-    first.__enter__()
-    _, early = begin(plan.digest)
-    early.open()
-    fcntl.flock(first._lock, fcntl.LOCK_UN)
-    again, file = begin("of other options" if overwrite else plan.digest, overwrite)
-    with again:
+    with ExitStack() as stack:
+        first, _ = begin(plan.digest)
+        stack.enter_context(first)
+        other, early = begin(plan.digest)
+        stack.enter_context(other.joined())
+        early.open()
+        fcntl.flock(first._lock, fcntl.LOCK_UN)
+        again, file = begin("of other options" if overwrite else plan.digest, overwrite)
+        stack.enter_context(again)
         file.open()
-        _, late = begin(plan.digest)
+        another, late = begin(plan.digest)
+        stack.enter_context(another.joined())
         late.open()
         with pytest.raises(OutputError, match="No such file or directory"):
             early.write(body, len(layout.header))
