@@ -15,10 +15,15 @@ def translate(pattern: str) -> str:
     """The regular expression of a pattern; each `*` and `**` is a capturing group, alternatives are not.
 
     Raises:
-        UsageError: an empty pattern, or a brace without its partner.
+        UsageError: an empty pattern, a brace without its partner, or more than two stars in a row.
     """
     if not pattern:
         raise UsageError("an empty pattern matches nothing", "use a module name such as model.layers.0.**")
+    if "***" in pattern:
+        # To try every way of sharing a name among many stars takes for ever.
+        raise UsageError(
+            f"the pattern {pattern} has more than two stars in a row", "* is one part of a name, ** a subtree"
+        )
     parts: list[str] = []
     for token in _TOKEN.finditer(pattern):
         text = token.group()

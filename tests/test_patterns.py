@@ -45,6 +45,12 @@ def test_unmatched_braces_are_refused(pattern: str) -> None:
         compile_pattern(pattern)
 
 
+@pytest.mark.parametrize("pattern", ["***", "a.***.b", "*" * 50 + "x"])
+def test_stars_that_would_share_a_name_are_refused(pattern: str) -> None:
+    with pytest.raises(UsageError, match="more than two stars in a row"):
+        compile_pattern(pattern)
+
+
 def test_collapse_writes_ranges() -> None:
     names = [f"model.layers.{n}.mlp" for n in (0, 1, 2, 5)] + ["lm_head", "a.3.b", "x.1.y.0", "x.1.y.1"]
     assert collapse(names) == ["model.layers.{0..2,5}.mlp", "lm_head", "a.3.b", "x.1.y.{0..1}"]
