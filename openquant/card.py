@@ -22,8 +22,17 @@ _FRONT_MATTER = re.compile(r"\A---[ \t]*\r?\n(.*?)(?:^|\n)---[ \t]*(?:\r?\n|\Z)"
 _SECTION = re.compile(
     r"^# [^\n]*: (FP8|BF16) weights\n\n\| \| \|\n\|---\|---\|\n\| source \|.*\Z", re.DOTALL | re.MULTILINE
 )
-# What PyYAML raises for text that is no YAML, or YAML that no card holds; the last three from its constructors.
-_NOT_YAML = (yaml.YAMLError, ValueError, RecursionError, TypeError, AttributeError)
+# Of metadata; that of models with results of many benchmarks has a few hundred kilobytes.
+_MOST_METADATA = 1 << 20
+# Collections within each other, and letters of a number or a date; all else is no card but an attack on its readers.
+_DEEPEST = 64
+_LONGEST_NUMBER = 64
+# libyaml's parser is ten times as fast, and not everywhere.
+_LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_TAG = "tag:yaml.org,2002:"
+_TYPED = tuple(f"{_TAG}{kind}" for kind in ("null", "bool", "int", "float", "timestamp"))
+# What PyYAML raises for text that is no YAML.
+_NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
 
 
 def model_card(
@@ -39,9 +48,8 @@ def model_card(
         revision: the source's commit, None if unknown.
         published: the Hub repository that the output goes to, None if it stays here or that is unknown.
     """
-    metadata, text = _split(base or "")
+    kept, entries, text = _split(base or "")
     text = _SECTION.sub("", text)
-    entries = _entries(metadata)
     tags = entries.get("tags", [])
     ours: dict[str, Any] = {}
     if repo is not None:
@@ -51,8 +59,9 @@ def model_card(
     # What loads it; to transformers a per-tensor output is garbage.
     ours["library_name"] = "vllm" if plan.quantization_config else "transformers"
     task = "image-text-to-text" if plan.model.text_config else "text-generation"
-    ours["pipeline_tag"] = entries.get("pipeline_tag") or task
-    known = [tags] if isinstance(tags, str) else [tag for tag in tags if isinstance(tag, str)]
+    told = entries.get("pipeline_tag")
+    ours["pipeline_tag"] = told if told and isinstance(told, str) else task
+    known = [tag for tag in ([tags] if isinstance(tags, str) else tags) if tag and isinstance(tag, str)]
     # Compressed-tensors directories are searched for by that tag.
     package = [plan.scheme.package] if plan.scheme.package else []
     # What was true of a quantized source.
@@ -60,52 +69,102 @@ def model_card(
     schemes = [f"fp8-{scheme.name}" for scheme in plan.schemes]
     added = ["fp8", "vllm", "quantized", *package, *schemes] if plan.quantization_config else []
     ours["tags"] = list(dict.fromkeys([*known, *added]))
-    front = _without(metadata, _REPLACED) + yaml.safe_dump(ours, sort_keys=False, allow_unicode=True)
+    front = kept + yaml.safe_dump(ours, sort_keys=False, allow_unicode=True)
     section = _section(plan, name, repo, revision, published)
     body = f"{text.strip()}\n\n{section}" if text.strip() else section
     return f"---\n{front}---\n\n{body}"
 
 
-def _split(card: str) -> tuple[str, str]:
-    """Metadata and text; metadata that is not a YAML mapping counts as text."""
+def _split(card: str) -> tuple[str, dict[str, Any], str]:
+    """Metadata without the entries that are replaced, all of its entries, and the text.
+
+    Metadata that is no YAML mapping, or not one that every reader makes the same of in no time, counts as text.
+    """
     found = _FRONT_MATTER.match(card)
-    if not found or not _entries(found.group(1)):
-        return "", card[found.end() :] if found and not found.group(1).strip() else card
-    return found.group(1).replace("\r\n", "\n").strip("\n") + "\n", card[found.end() :]
+    if not found:
+        return "", {}, card
+    if not found.group(1).strip():
+        return "", {}, card[found.end() :]
+    metadata = found.group(1).replace("\r\n", "\n").strip("\n") + "\n"
+    mapping = _compose(metadata)
+    kept = None if mapping is None else _without(metadata, mapping)
+    if mapping is None or kept is None:
+        return "", {}, card
+    return kept, _text_of(mapping), card[found.end() :]
 
 
-def _entries(metadata: str) -> dict[str, Any]:
-    """Top-level entries, every value as text: to YAML's own rules the language code "no" is a boolean."""
+def _compose(metadata: str) -> yaml.MappingNode | None:
+    """The mapping that a YAML text is; None if it is another thing or not to be read.
+
+    References to collections elsewhere in it are not: a few lines of them stand for gigabytes.
+    """
+    if len(metadata) > _MOST_METADATA:
+        return None
     try:
-        found = yaml.load(metadata, Loader=yaml.BaseLoader)
-        # What the Hub will read must be sound too.
-        yaml.safe_load(metadata)
+        depth, scalars = 0, set()
+        for event in yaml.parse(metadata, Loader=_LOADER):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.ScalarEvent):
+                scalars.add(event.anchor)
+            elif isinstance(event, yaml.CollectionStartEvent):
+                scalars.discard(event.anchor)
+            if depth > _DEEPEST or (isinstance(event, yaml.AliasEvent) and event.anchor not in scalars):
+                return None
+        found = yaml.compose(metadata, Loader=_LOADER)
     except _NOT_YAML:
-        return {}
-    return found if isinstance(found, dict) else {}
+        return None
+    return found if isinstance(found, yaml.MappingNode) and found.value and _is_readable(found) else None
 
 
-def _without(metadata: str, keys: tuple[str, ...]) -> str:
-    """The metadata without some of its top-level entries, the rest in its own words where that is possible."""
-    left = {key: value for key, value in _entries(metadata).items() if key not in keys}
-    if not left:
+def _is_readable(node: yaml.Node) -> bool:
+    """Whether what reads the card next, such as the Hub, makes a value of it, without a number as long as a book."""
+    if isinstance(node, yaml.MappingNode):
+        pairs = node.value
+        return node.tag == f"{_TAG}map" and all(
+            isinstance(key, yaml.ScalarNode) and _is_readable(key) and _is_readable(value) for key, value in pairs
+        )
+    if isinstance(node, yaml.SequenceNode):
+        return node.tag == f"{_TAG}seq" and all(map(_is_readable, node.value))
+    if node.tag == f"{_TAG}str":
+        return True
+    if node.tag not in _TYPED or len(node.value) > _LONGEST_NUMBER:
+        return False
+    try:
+        yaml.SafeLoader.yaml_constructors[node.tag](yaml.constructor.SafeConstructor(), node)
+    except (LookupError, ValueError, ArithmeticError, AttributeError, TypeError):
+        # What its constructors raise for a tag that the text does not fit.
+        return False
+    return True
+
+
+def _text_of(node: yaml.Node) -> Any:
+    """A node's value with every scalar as text: to YAML's own rules the language code "no" is a boolean."""
+    if isinstance(node, yaml.MappingNode):
+        return {key.value: _text_of(value) for key, value in node.value}
+    return [_text_of(value) for value in node.value] if isinstance(node, yaml.SequenceNode) else node.value
+
+
+def _without(metadata: str, mapping: yaml.MappingNode) -> str | None:
+    """The metadata without the entries that are replaced, in its own words where that is possible.
+
+    None if it is not possible in others either.
+    """
+    pairs = [(key, value) for key, value in mapping.value if key.value not in _REPLACED]
+    if not pairs:
         return ""
-    mapping = yaml.compose(metadata, Loader=yaml.BaseLoader)
-    assert mapping is not None
     starts = [(key.start_mark.index, key.value) for key, _ in mapping.value]
     kept = metadata[: starts[0][0]]
     for (start, key), (end, _) in zip(starts, [*starts[1:], (len(metadata), "")], strict=True):
-        if key not in keys:
+        if key not in _REPLACED:
             kept += metadata[start:end]
     kept = kept if kept.endswith("\n") else kept + "\n"
-    # An anchor, braces around it all, a marker of the document's end: then the entries are written anew.
-    with_another = _entries(kept + "openquant: x\n")
-    if with_another == {**left, "openquant": "x"}:
-        return kept
-    loaded = yaml.safe_load(metadata)
-    return yaml.safe_dump(
-        {key: value for key, value in loaded.items() if key not in keys}, sort_keys=False, allow_unicode=True
-    )
+    # Braces around it all, or a marker of the document's end: then the entries are written anew.
+    expected = {**_text_of(yaml.MappingNode(mapping.tag, pairs)), "openquant": "x"}
+    for front in (kept, yaml.serialize(yaml.MappingNode(mapping.tag, pairs, flow_style=False), allow_unicode=True)):
+        with_another = _compose(f"{front}openquant: x\n")
+        if with_another is not None and _text_of(with_another) == expected:
+            return front
+    return None
 
 
 def shell_word(path: str) -> str:

@@ -23,6 +23,7 @@ from .inputs import MAX_INDEX, MAX_SMALL, parse_json, read_small
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+CARD_FILE = "README.md"
 # Our own record beside an output (output.py); it says nothing of a model.
 JOURNAL_FILE = ".openquant.json"
 
@@ -449,10 +450,15 @@ def _list_files(root: Path, shards: set[str]) -> tuple[dict[str, int], tuple[str
     for folder, directories, names in os.walk(root, onerror=fail):
         base = Path(folder)
         for directory in sorted(directories):
-            # A linked directory could lead anywhere, back to the root included.
-            if _matches(directory, LEFT_OUT_DIRECTORIES) or (base / directory).is_symlink():
+            relative = (base / directory).relative_to(root).as_posix()
+            # A linked directory could lead anywhere, back to the root included. An output has a card of that name.
+            if (
+                _matches(directory, LEFT_OUT_DIRECTORIES)
+                or (base / directory).is_symlink()
+                or relative in (CARD_FILE, JOURNAL_FILE)
+            ):
                 directories.remove(directory)
-                left_out.append((base / directory).relative_to(root).as_posix() + "/")
+                left_out.append(f"{relative}/")
         for name in names:
             path = base / name
             relative = path.relative_to(root).as_posix()
@@ -463,7 +469,12 @@ def _list_files(root: Path, shards: set[str]) -> tuple[dict[str, int], tuple[str
             elif path.is_file():
                 if not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-                files[relative] = path.stat().st_size
+                size = path.stat().st_size
+                # A card is read whole and written anew.
+                if relative == CARD_FILE and size > MAX_SMALL:
+                    left_out.append(relative)
+                else:
+                    files[relative] = size
             elif path.is_symlink():
                 raise SourceError(f"{relative} is a broken link", "download or copy the checkpoint again")
             else:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from .card import model_card
-from .checkpoint import INDEX_FILE, Checkpoint, readable
+from .checkpoint import CARD_FILE, INDEX_FILE, Checkpoint, readable
 from .convert import convert
 from .errors import OutputError, SourceError
 from .fetch import Supply, scratch_bytes, source_needs
 from .hub import Source, silent
+from .inputs import read_small
 from .output import OutputDirectory
 from .plan import Plan
 from .publish import AT_ONCE, Publisher, Push
@@ -181,7 +182,7 @@ def _made_files(prepared: Prepared, push: Push | None) -> dict[str, bytes]:
     """The files that are written rather than copied, config.json last: without it no engine takes this for a model."""
     # A name without an owner gets one when the Hub is asked, too late for the card.
     published = push.name if push and "/" in push.name else None
-    made = {"README.md": _card(prepared.plan, prepared.source, published)}
+    made = {CARD_FILE: _card(prepared.plan, prepared.source, published)}
     if prepared.plan.indexed:
         made[INDEX_FILE] = _index(prepared.plan)
     made["config.json"] = _config(prepared.plan)
@@ -204,9 +205,9 @@ def _write_others(prepared: Prepared, directory: OutputDirectory, made: dict[str
 
 def _card(plan: Plan, source: Source, published: str | None) -> bytes:
     base = None
-    if "README.md" in plan.files:
+    if CARD_FILE in plan.files:
         with readable():
-            base = (source.root / "README.md").read_text(encoding="utf-8-sig", errors="replace")
+            base = read_small(source.root / CARD_FILE, CARD_FILE).decode("utf-8-sig", errors="replace")
     return model_card(base, plan, source.name, source.repo, source.revision, published).encode()
 
 

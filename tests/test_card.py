@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
 import tiny
-from openquant import __version__, compress
+from conftest import Run
+from openquant import __version__, compress, verify
+from openquant import card as cards
+from openquant import run as running
+from openquant.card import model_card
+from openquant.checkpoint import open_checkpoint
+from openquant.errors import SourceError
+from openquant.inputs import read_small
+from openquant.plan import make_plan
+from openquant.schemes import TENSOR
 
 BASE = """---
 license: llama3.1
@@ -173,6 +184,92 @@ def test_metadata_that_no_loader_takes_stays_text(tmp_path: Path, front: str) ->
         "pipeline_tag": "text-generation",
         "tags": ["fp8", "vllm", "quantized", "fp8-block"],
     }
+
+
+BOMB = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12))
+MERGES = "b0: &b0 {x: 1}\n" + "".join(f"b{n}: &b{n}\n  <<: [{', '.join([f'*b{n - 1}'] * 10)}]\n" for n in range(1, 12))
+HOSTILE = {
+    "a boolean that is none": "a: !!bool foo",
+    "an empty integer": 'a: !!int ""',
+    "an empty float": 'a: !!float ""',
+    "an integer of no digits": "a: 0x_",
+    "a float beyond all": "a: " + "1:" * 200 + "1.5",
+    "an integer of many sixties": "a: " + "1:" * 240 + "1",
+    "an integer of many digits": "a: " + "1" * 5000,
+    "a date as a key": "2023-99-99: a",
+    "a list as a key": "? [a, b]\n: c",
+    "a tag of Python": "a: !!python/name:os.system",
+    "bytes": "a: !!binary aGVsbG8=",
+    "a set": "a: !!set {b, c}",
+    "references to lists": BOMB,
+    "references to itself": "a: &a [*a]",
+    "merged mappings": MERGES,
+    "an anchor defined again": "a: &x b\nc: &x [d]\ne: *x",
+    "nesting": "a: " + "[" * 100_000,
+    "deep mappings": "".join(" " * n + "a:\n" for n in range(200)),
+    "a control character": "a: \x07",
+    "two documents": "a: b\n--- {c: d}",
+    "more than anybody writes": "".join(f"k{n}: v\n" for n in range(200_000)),
+}
+
+
+@pytest.mark.parametrize("loader", ["libyaml", "pure"])
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_metadata_is_text(monkeypatch: pytest.MonkeyPatch, example: Path, what: str, loader: str) -> None:
+    if loader == "pure":
+        monkeypatch.setattr(cards, "_LOADER", yaml.SafeLoader)
+    base = f"---\nlicense: mit\n{HOSTILE[what]}\n---\ntext\n"
+    plan = make_plan(open_checkpoint(example), TENSOR)
+    found = model_card(base, plan, "m", None, None, None)
+    assert metadata(found) == {
+        "library_name": "vllm",
+        "pipeline_tag": "text-generation",
+        "tags": ["fp8", "vllm", "quantized", "fp8-tensor"],
+    }
+    assert base.strip() in found
+
+
+@pytest.mark.parametrize("loader", ["libyaml", "pure"])
+def test_metadata_as_long_as_published_is_kept(monkeypatch: pytest.MonkeyPatch, example: Path, loader: str) -> None:
+    if loader == "pure":
+        monkeypatch.setattr(cards, "_LOADER", yaml.SafeLoader)
+    results = "".join(f"- name: ä{n}\n  metrics:\n  - {{type: map, value: {n}.5}}\n" for n in range(500))
+    base = f"---\nlicense: mit\nmodel-index:\n{results}since: 2024-01-31\ntime: 12:30\nempty:\n---\ntext\n"
+    found = model_card(base, make_plan(open_checkpoint(example), TENSOR), "m", None, None, None)
+    assert found.startswith("---\nlicense: mit\nsince: 2024-01-31\ntime: 12:30\nempty:\nlibrary_name: vllm\n")
+
+
+def test_entries_that_are_empty_say_nothing(tmp_path: Path) -> None:
+    found = metadata(card(tmp_path, "---\nlicense: mit\ntags:\npipeline_tag: [a]\n---\n"))
+    assert found["tags"] == ["fp8", "vllm", "quantized", "fp8-block"]
+    assert found["pipeline_tag"] == "text-generation"
+
+
+@pytest.mark.parametrize("what", ["directory", "gigabyte", "pipe"])
+def test_a_card_that_is_none_is_left_out_and_the_plan_says_so(tmp_path: Path, run: Run, what: str) -> None:
+    source = tiny.write(tmp_path / "m")
+    if what == "directory":
+        (source / "README.md").mkdir()
+        (source / "README.md" / "x").write_text("y")
+    elif what == "pipe":
+        os.mkfifo(source / "README.md")
+    else:
+        with (source / "README.md").open("wb") as file:
+            file.truncate(1 << 30)
+    done = run("-m", source, "-o", tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"left out: README.md{'/' if what == 'directory' else ''}\n" in done.stdout
+    assert (tmp_path / "out" / "README.md").read_text().startswith("---\nlibrary_name: vllm\n")
+    assert verify(tmp_path / "out", source).problems == ()
+
+
+def test_a_card_is_made_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tiny.write(tmp_path / "m")
+    (source / "README.md").write_text("x" * 100)
+    monkeypatch.setattr(running, "read_small", partial(read_small, limit=10))
+    with pytest.raises(SourceError, match=r"^README.md is larger than 10 bytes$"):
+        compress(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_name_that_a_shell_would_take_apart_is_quoted(tmp_path: Path) -> None:
