@@ -332,10 +332,11 @@ def read_json(path: Path, what: str) -> Any:
     Raises:
         SourceError: there is none, or it is not a regular file with JSON in UTF-8 of a bounded size and depth.
     """
-    try:
-        data = read_small(path, what, MAX_INDEX if what == INDEX_FILE else MAX_SMALL)
-    except FileNotFoundError:
-        raise SourceError(f"{what} is missing from {path.parent}", "download or copy it again") from None
+    with readable():
+        try:
+            data = read_small(path, what, MAX_INDEX if what == INDEX_FILE else MAX_SMALL)
+        except FileNotFoundError:
+            raise SourceError(f"{what} is missing from {path.parent}", "download or copy it again") from None
     return parse_json(data, what)
 
 

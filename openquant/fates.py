@@ -20,7 +20,7 @@ from .formats import FLOATS
 from .layers import Layer
 from .models import HEAD, NEVER_QUANTIZED, Experts, Model, Stacked, absolute
 from .parallel import indivisible, parts_of, split_finder, text_config
-from .patterns import collapse, compile_any, compile_pattern, template
+from .patterns import MAX_DIGITS, collapse, compile_any, compile_pattern, template
 from .schemes import Group, Scheme
 
 SOURCE_DTYPES = ("BF16", "F16", "F32")
@@ -237,7 +237,8 @@ def _draft_finder(model: Model, config: dict[str, Any]) -> Callable[[str], bool]
 
     def drafted(module: str) -> bool:
         found = pattern.fullmatch(module)
-        return found is not None and found[1].isdecimal() and int(found[1]) >= first
+        # Python converts no number of thousands of digits.
+        return found is not None and found[1].isdecimal() and (len(found[1]) > MAX_DIGITS or int(found[1]) >= first)
 
     return drafted
 

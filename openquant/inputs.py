@@ -6,6 +6,7 @@ the parser's limit. What these return is bounded in size and depth, and comes fr
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -35,8 +36,14 @@ def read_small(path: Path, what: str, limit: int = MAX_SMALL) -> bytes:
         SourceError: it is no regular file, or larger than that.
         OSError: it is missing or cannot be read; `readable()` and `explained()` tell the user.
     """
-    # Opening a pipe would wait for its other end.
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        # Opening a pipe would wait for its other end.
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        # What a socket says to being opened, and a device that nothing drives.
+        if error.errno in (errno.ENXIO, errno.ENODEV):
+            raise SourceError(f"{what} is not a regular file", _DAMAGED) from None
+        raise
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise SourceError(f"{what} is not a regular file", _DAMAGED)

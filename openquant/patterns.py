@@ -57,7 +57,9 @@ def compile_any(patterns: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(f"(?:{translate(pattern)})" for pattern in patterns) or r"(?!)")
 
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+# Longer numbers are names: nobody counts so far, and Python converts none of thousands of digits.
+MAX_DIGITS = 18
+_NUMBER = re.compile(rf"(?<=\.)\d{{1,{MAX_DIGITS}}}(?=\.|$)")
 
 
 def template(name: str) -> str:
@@ -70,13 +72,12 @@ def collapse(names: Iterable[str]) -> list[str]:
 
     A template's names that differ in several numbers show the range of each.
     """
-    groups: dict[str, list[list[int]]] = {}
+    groups: dict[tuple[str, ...], list[list[int]]] = {}
     for name in names:
         numbers = [int(number) for number in _NUMBER.findall(name)]
-        groups.setdefault(template(name), []).append(numbers)
+        groups.setdefault(tuple(_NUMBER.split(name)), []).append(numbers)
     result = []
-    for group, found in groups.items():
-        parts = re.split(r"(?<=\.)\*(?=\.|$)", group)
+    for parts, found in groups.items():
         ranges = [_ranges(sorted(set(column))) for column in zip(*found, strict=True)]
         result.append(parts[0] + "".join(text + part for text, part in zip(ranges, parts[1:], strict=True)))
     return result

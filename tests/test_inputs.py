@@ -1,4 +1,5 @@
 import os
+import stat
 import sys
 
 import pytest
@@ -13,7 +14,7 @@ def test_a_link_to_a_regular_file_is_read(tmp_path):
     assert read_small(tmp_path / "config.json", "config.json", 3) == b"abc"
 
 
-@pytest.mark.parametrize("kind", ["pipe", "device", "directory", "too large"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory", "socket", "too large"])
 def test_what_is_no_small_regular_file_is_refused_at_once(tmp_path, kind):
     path = tmp_path / "config.json"
     if kind == "pipe":
@@ -22,6 +23,8 @@ def test_what_is_no_small_regular_file_is_refused_at_once(tmp_path, kind):
         path.symlink_to("/dev/zero")
     elif kind == "directory":
         path.mkdir()
+    elif kind == "socket":
+        os.mknod(path, stat.S_IFSOCK | 0o600)
     else:
         path.write_bytes(b"abcd")
     expected = "config.json is larger than 3 bytes" if kind == "too large" else "config.json is not a regular file"

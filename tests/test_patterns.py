@@ -54,3 +54,12 @@ def test_stars_that_would_share_a_name_are_refused(pattern: str) -> None:
 def test_collapse_writes_ranges() -> None:
     names = [f"model.layers.{n}.mlp" for n in (0, 1, 2, 5)] + ["lm_head", "a.3.b", "x.1.y.0", "x.1.y.1"]
     assert collapse(names) == ["model.layers.{0..2,5}.mlp", "lm_head", "a.3.b", "x.1.y.{0..1}"]
+
+
+def test_collapse_takes_names_that_hold_stars() -> None:
+    assert collapse(["re:.*", "a.*.1", "a.*.2", "a.1.b"]) == ["re:.*", "a.*.{1..2}", "a.1.b"]
+
+
+def test_collapse_takes_numbers_that_python_does_not_convert() -> None:
+    name = f"model.layers.{'9' * 5000}.mlp"
+    assert collapse([name, "a.1", "a.2"]) == [name, "a.{1..2}"]

@@ -570,6 +570,14 @@ def test_sizes_that_no_scheme_serves_are_refused(source: Path) -> None:
     assert usage.value.message == "--tp 0 is no number of ranks"
 
 
+def test_the_number_of_a_draft_layer_may_be_any(tmp_path: Path) -> None:
+    weights = tiny.tensors("DeepseekV3ForCausalLM")
+    module = f"model.layers.{'9' * 5000}.eh_proj"
+    weights[f"{module}.weight"] = torch.ones(64, 64)
+    plan = plan_of(tiny.write(tmp_path / "a", "DeepseekV3ForCausalLM", weights=weights), TENSOR)
+    assert reason(plan, module) == "draft layer"
+
+
 def test_heads_are_copied_to_ranks_evenly_or_not_at_all(tmp_path: Path) -> None:
     """Engines give each rank whole key and value heads, copies of them if there are fewer heads than ranks."""
     config = tiny.config("LlamaForCausalLM") | {
