@@ -1,0 +1,50 @@
+"""Sound directories to begin with: small models of several kinds, quantized ones, and our outputs of some of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import tiny
+from cases import Base
+from openquant import compress
+from test_encoded import SOURCES, store
+
+CARD = "---\nlicense: apache-2.0\ntags: [a, b]\nlanguage:\n- en\n---\n# A model\n"
+PLAIN = [
+    ("Qwen3ForCausalLM", 3, "bfloat16"),
+    ("LlamaForCausalLM", 1, "float16"),
+    ("Qwen3MoeForCausalLM", 2, "bfloat16"),
+    ("Gemma3ForConditionalGeneration", 2, "float32"),
+    ("Llama4ForCausalLM", 2, "bfloat16"),
+]
+OUTPUTS = [
+    ("Qwen3ForCausalLM", {"scheme": "tensor"}),
+    ("Qwen3ForCausalLM", {"scheme": "block"}),
+    ("Qwen3MoeForCausalLM", {"scheme": "block", "format": "compressed-tensors"}),
+    ("Llama4ForCausalLM", {"scheme": "channel"}),
+    ("LlamaForCausalLM", {"scheme": "mxfp8"}),
+]
+
+
+def make(root: Path) -> list[Base]:
+    """All of them, below a directory."""
+    sources = {}
+    for architecture, shards, dtype in PLAIN:
+        source = tiny.write(root / architecture, architecture, shards=shards, dtype=dtype, vocab=128)
+        (source / "README.md").write_text(CARD)
+        (source / "tokenizer.json").write_text("{}")
+        sources[architecture] = source
+    quantized = [store(root / f"stored-{n}", make, config) for n, (make, config, _) in enumerate(SOURCES.values())]
+    outputs = []
+    for number, (architecture, options) in enumerate(OUTPUTS):
+        output = root / f"output-{number}"
+        compress(sources[architecture], output, **options)
+        outputs.append(Base(output, sources[architecture]))
+    return [*map(Base, sources.values()), *outputs, *outputs, *map(Base, quantized)]
+
+
+def main(root: Path) -> None:
+    """Make them, and list them in a file that needs no torch to read."""
+    found = [[str(base.root), base.source and str(base.source)] for base in make(root)]
+    (root / "bases.json").write_text(json.dumps(found))
