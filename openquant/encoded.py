@@ -36,6 +36,10 @@ _CACHE_SCALE = re.compile(
 # scales of a layer's output, and the zero points of symmetric numbers.
 _LEFTOVERS = (".act_scale", ".output_scale", ".weight_zero_point", ".input_zero_point", ".output_zero_point")
 _DAMAGED = "the checkpoint is damaged or incomplete: download or save it again"
+# What no tensor of an unquantized model is called.
+_QUANTIZED = (
+    ".weight_scale", ".weight_scale_inv", f".{INPUT_SCALE}", ".qweight", ".weight_packed", ".weight.absmax",
+)  # fmt: skip
 # DeepSeek V4 has its scales by other names, MiMo V2 more of them than blocks.
 _STRANGE = "download it again if it is damaged; if its maker lays it out so, start from the unquantized model"
 
@@ -327,14 +331,14 @@ def _scale(
 def _refuse_strays(tensors: dict[str, TensorInfo], encoded: dict[str, Encoded]) -> None:
     """Scales without a quantized weight, which would be copied and mean nothing."""
     for name in tensors:
-        if name.endswith((".weight_scale", ".weight_scale_inv", "_scales")) and name not in encoded:
+        if name.endswith((".weight_scale", ".weight_scale_inv", "_scales", f".{INPUT_SCALE}")) and name not in encoded:
             raise SourceError(f"{name} is the scale of no quantized weight", _DAMAGED)
 
 
 def _refuse_unexplained(checkpoint: Checkpoint) -> None:
     """Quantized tensors of which config.json says nothing."""
     for info in checkpoint.tensors.values():
-        if info.name.endswith((".weight_scale", ".weight_scale_inv", ".qweight", ".weight_packed", ".weight.absmax")):
+        if info.name.endswith(_QUANTIZED):
             what = f"it holds {info.name}"
         elif info.dtype.startswith(("F8_", "F4", "F6_")):
             what = f"{info.name} is {info.dtype}"

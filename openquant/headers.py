@@ -227,7 +227,9 @@ class Headers:
             return f"{name.removesuffix('.input_scale')}.weight"
         for suffix in ("_scale_inv", "_scale"):
             owner = name.removesuffix(suffix)
-            if owner != name and (owner.endswith(".weight") or owner in self.checkpoint.tensors):
+            info = self.checkpoint.tensors.get(owner)
+            # A stack of experts has no more to its name than a parameter that a model may have beside a scale of it.
+            if owner != name and (owner.endswith(".weight") or (info is not None and len(info.shape) > 1)):
                 return owner
         return None
 

@@ -898,6 +898,10 @@ def spoiled(module: str, last: str, value: float, dtype: torch.dtype = torch.flo
             lambda weights: weights.update({"model.norm.weight_scale_inv": torch.ones(1)}),
             "model.norm.weight_scale_inv is the scale of no quantized weight",
         ),
+        (
+            lambda weights: weights.update({"model.norm.input_scale": torch.ones(())}),
+            "model.norm.input_scale is the scale of no quantized weight",
+        ),
     ],
 )
 def test_scales_that_do_not_belong_to_codes(tmp_path: Path, change: Callable[[Weights], Any], message: str) -> None:
@@ -908,6 +912,27 @@ def test_scales_that_do_not_belong_to_codes(tmp_path: Path, change: Callable[[We
             work(source, tmp_path / "out")
         assert caught.value.message == message
     assert not (tmp_path / "out").exists()
+
+
+def test_scales_of_activations_in_a_source_that_is_not_quantized(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source")
+    change_weights(source, lambda weights: weights.update({f"{Q}.input_scale": torch.ones(())}))
+    with pytest.raises(PlanError) as caught:
+        compress(source, tmp_path / "out")
+    assert caught.value.message == (
+        f"the source is already quantized: it holds {Q}.input_scale, and config.json has no quantization_config"
+    )
+
+
+def test_a_parameter_beside_its_scale_is_no_quantized_weight(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source")
+    change_weights(
+        source, lambda weights: weights.update({"model.gain": torch.ones(4), "model.gain_scale": torch.ones(1)})
+    )
+    compress(source, tmp_path / "out")
+    found = tiny.read(tmp_path / "out")
+    assert torch.equal(found["model.gain_scale"], torch.ones(1))
+    assert verify(tmp_path / "out").problems == ()
 
 
 def test_a_weight_both_quantized_and_not(tmp_path: Path) -> None:
