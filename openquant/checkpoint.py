@@ -12,6 +12,7 @@ import fnmatch
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .errors import SourceError
-from .inputs import MAX_INDEX, MAX_SMALL, parse_json, read_small
+from .inputs import MAX_INDEX, MAX_SMALL, parse_json, read_small, shown
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -36,6 +37,13 @@ DTYPE_BITS = {
 
 # The safetensors library refuses longer headers (safetensors 0.8, src/tensor.rs).
 MAX_HEADER = 100_000_000
+
+# The largest published models have a quarter of a million. So many take a minute and a gigabyte.
+MAX_TENSORS = 1_000_000
+# What torch and numpy take.
+MAX_AXES = 64
+# Stars and braces are our patterns' own, and compressed-tensors takes what begins with re: for an expression.
+_NAME = re.compile(r"(?!re:)[^*{}]{1,1000}")
 
 # Weights in other formats, and what a training run leaves behind: never part of the output.
 LEFT_OUT_FILES = (
@@ -179,6 +187,8 @@ def _open(root: Path, remote: Mapping[str, RemoteFile]) -> Checkpoint:
             headers[shard], found = read_header(remote[shard].read, remote[shard].size, shard)
         else:
             shards[shard], headers[shard], found = _open_shard(root / shard, shard)
+        if len(tensors) + len(found) > MAX_TENSORS:
+            raise SourceError(f"{root} holds more than {MAX_TENSORS:,} tensors", _DAMAGED)
         for info, offset in found:
             if info.name in where:
                 raise SourceError(
@@ -221,6 +231,9 @@ def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> tupl
     if 8 + length > size:
         raise SourceError(f"{name} is truncated: its header ends at byte {8 + length} of {size}", _DAMAGED)
     text = read(8, length)
+    # An entry has four colons, and with three axes six commas. Whatever else has more takes as long to read.
+    if text.count(b":") > 4 * MAX_TENSORS or text.count(b",") > 8 * MAX_TENSORS:
+        raise SourceError(f"{name} has a header for more than {MAX_TENSORS:,} tensors", _DAMAGED)
     try:
         # Given bytes, json would take UTF-16 and a byte-order mark as well, which no other reader does.
         header = json.loads(text.decode())
@@ -246,7 +259,7 @@ def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> tupl
             raise SourceError(f"{name}: {info.name} {problem} (starts at {begin}, not {expected})", _DAMAGED)
         if end - begin != nbytes:
             raise SourceError(
-                f"{name}: {info.name} spans {end - begin} bytes, {info.dtype} {list(info.shape)} needs {nbytes}",
+                f"{name}: {info.name} spans {end - begin} bytes, {info.dtype} {list(info.shape)} needs {shown(nbytes)}",
                 _DAMAGED,
             )
         tensors.append((info, start + begin))
@@ -263,13 +276,13 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise ValueError(f"{key} appears twice")
+                raise ValueError(f"{key[:100]} appears twice")
             seen.add(key)
     return result
 
 
 def _is_size(value: object) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _parse_entry(
@@ -279,17 +292,19 @@ def _parse_entry(
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         # repr tells 1 from True and 1.0, which are no sizes.
-        kind = (dtype, repr(shape))
+        kind = (dtype, repr(shape) if len(shape) <= MAX_AXES else "")
         known = kinds.get(kind)
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, RecursionError):
         known = None
+    # Not printable is what a terminal obeys instead of showing it; and halves of surrogate pairs.
+    if not tensor.isprintable() or not _NAME.fullmatch(tensor):
+        raise SourceError(
+            f"{file}: {shown(tensor)} is not a possible name", "save the model again with names that torch could give"
+        )
     if known is None or len(entry) != 3:
         known = kinds[kind] = _check_entry(file, tensor, entry)
-    if type(begin) is not int or type(end) is not int or begin < 0 or end < 0:
-        raise SourceError(f"{file}: {tensor} has impossible data_offsets {entry['data_offsets']!r}", _DAMAGED)
-    # What a terminal obeys instead of showing it; and halves of surrogate pairs.
-    if not tensor.isprintable():
-        raise SourceError(f"{file}: {tensor!r} is not a possible name", _DAMAGED)
+    if not _is_size(begin) or not _is_size(end):
+        raise SourceError(f"{file}: {tensor} has impossible data_offsets {shown(entry['data_offsets'])}", _DAMAGED)
     return begin, end, known[2], TensorInfo(tensor, known[0], known[1])
 
 
@@ -299,11 +314,11 @@ def _check_entry(file: str, tensor: str, entry: Any) -> tuple[str, tuple[int, ..
         raise SourceError(f"{file}: {tensor} is not described by exactly dtype, shape and data_offsets", _DAMAGED)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise SourceError(f"{file}: {tensor} has the unknown dtype {dtype!r}", "convert it with a known dtype")
-    if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
-        raise SourceError(f"{file}: {tensor} has the impossible shape {shape!r}", _DAMAGED)
+        raise SourceError(f"{file}: {tensor} has the unknown dtype {shown(dtype)}", "convert it with a known dtype")
+    if not isinstance(shape, list) or len(shape) > MAX_AXES or not all(_is_size(size) for size in shape):
+        raise SourceError(f"{file}: {tensor} has the impossible shape {shown(shape)}", _DAMAGED)
     if not isinstance(offsets, list) or len(offsets) != 2:
-        raise SourceError(f"{file}: {tensor} has impossible data_offsets {offsets!r}", _DAMAGED)
+        raise SourceError(f"{file}: {tensor} has impossible data_offsets {shown(offsets)}", _DAMAGED)
     if 0 in shape:
         raise SourceError(
             f"{file}: {tensor} has no elements (shape {shape})", "the model was saved wrongly: save it again"
@@ -346,7 +361,7 @@ def read_config(root: Path) -> dict[str, Any]:
     Raises:
         SourceError: there is none, or it is not a JSON object.
     """
-    if not (root / "config.json").is_file():
+    if not (root / "config.json").exists():
         _explain_missing_weights(root)
         raise SourceError(f"{root} is not a checkpoint: it has no config.json", "give the directory that holds it")
     config = read_json(root / "config.json", "config.json")
@@ -357,12 +372,16 @@ def read_config(root: Path) -> dict[str, Any]:
 
 def _architecture(config: dict[str, Any]) -> str:
     found = config.get("architectures")
-    if not isinstance(found, list) or not found or not all(isinstance(name, str) for name in found):
+    if not isinstance(found, list) or not found or not all(_is_class(name) for name in found):
         raise SourceError(
-            f"config.json names no architecture (architectures: {json.dumps(found)})",
+            f"config.json names no architecture (architectures: {json.dumps(found)[:200]})",
             'add the model class, such as "architectures": ["Qwen3ForCausalLM"]',
         )
     return str(found[0])
+
+
+def _is_class(name: object) -> bool:
+    return isinstance(name, str) and len(name) <= 200 and name.isprintable()
 
 
 def _find_shards(root: Path, remote: Mapping[str, RemoteFile]) -> tuple[list[str], dict[str, str] | None]:
@@ -373,14 +392,14 @@ def _find_shards(root: Path, remote: Mapping[str, RemoteFile]) -> tuple[list[str
         if not isinstance(placed, dict) or not placed or not all(isinstance(shard, str) for shard in placed.values()):
             raise SourceError(f"{INDEX_FILE} has no weight_map of tensor to file names", "download or copy it again")
         for shard, tensor in {shard: tensor for tensor, shard in reversed(placed.items())}.items():
-            if shard in ("", ".", "..") or "/" in shard or "\\" in shard or not shard.isprintable():
+            if not _is_plain(shard):
                 raise SourceError(
-                    f"{INDEX_FILE} places {tensor} in {shard!r}, which is not a plain file name",
+                    f"{INDEX_FILE} places {_named(tensor)} in {shown(shard)}, which is not a plain file name",
                     "shards must lie in the checkpoint's own directory",
                 )
             if not shard.endswith(".safetensors"):
                 raise SourceError(
-                    f"{INDEX_FILE} places {tensor} in {shard}, which is not a safetensors file",
+                    f"{INDEX_FILE} places {_named(tensor)} in {shard}, which is not a safetensors file",
                     "save the model with safe_serialization=True",
                 )
         return sorted(set(placed.values())), placed
@@ -394,6 +413,16 @@ def _find_shards(root: Path, remote: Mapping[str, RemoteFile]) -> tuple[list[str
             "copy the index too, or rename a single file to " + SINGLE_FILE,
         )
     raise SourceError(f"{root} is not a checkpoint: it holds no safetensors weights", "check the path")
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name is that of a file in the same directory, on any system."""
+    return name not in ("", ".", "..") and not set(name) & {"/", "\\"} and name.isprintable() and len(name) <= 255
+
+
+def _named(tensor: str) -> str:
+    """A name from the index for a message."""
+    return tensor if tensor.isprintable() and _NAME.fullmatch(tensor) else shown(tensor)
 
 
 def _explain_missing_weights(root: Path) -> None:
@@ -431,7 +460,7 @@ def _hold_against_index(placed: dict[str, str], where: dict[str, Location]) -> N
         return
     for tensor, shard in placed.items():
         if tensor not in where or where[tensor].shard != shard:
-            raise SourceError(f"{INDEX_FILE} places {tensor} in {shard}, which does not hold it", _DAMAGED)
+            raise SourceError(f"{INDEX_FILE} places {_named(tensor)} in {shard}, which does not hold it", _DAMAGED)
     for tensor, location in where.items():
         if tensor not in placed:
             raise SourceError(f"{location.shard} holds {tensor}, which {INDEX_FILE} does not list", _DAMAGED)
@@ -476,7 +505,7 @@ def _list_files(root: Path, shards: set[str]) -> tuple[dict[str, int], tuple[str
                     left_out.append(relative)
                 else:
                     files[relative] = size
-            elif path.is_symlink():
+            elif path.is_symlink() and not path.exists():
                 raise SourceError(f"{relative} is a broken link", "download or copy the checkpoint again")
             else:
                 left_out.append(relative)

@@ -17,6 +17,7 @@ from .checkpoint import Checkpoint, TensorInfo
 from .encoded import Encoded
 from .errors import PlanError, UsageError
 from .formats import FLOATS
+from .inputs import shown
 from .layers import Layer
 from .models import HEAD, NEVER_QUANTIZED, Experts, Model, Stacked, absolute
 from .parallel import indivisible, parts_of, split_finder, text_config
@@ -24,6 +25,8 @@ from .patterns import MAX_DIGITS, collapse, compile_any, compile_pattern, templa
 from .schemes import Group, Scheme
 
 SOURCE_DTYPES = ("BF16", "F16", "F32")
+# Misfits of each kind in a message: few if all are real.
+_MOST_NAMED = 100
 _SHARES = "shares its status with "
 
 
@@ -217,6 +220,7 @@ def _raise_misfits(model: Model, misfits: dict[str, str]) -> None:
     problems = []
     for problem in dict.fromkeys(misfits.values()):
         names = collapse(name for name, found in misfits.items() if found == problem)
+        names[_MOST_NAMED:] = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
         problems.append(f"{', '.join(names)} {problem} of {model.name}" if problem.startswith("matches")
                         else f"{', '.join(names)} {problem}")  # fmt: skip
     named = any(problem.startswith("matches") for problem in misfits.values())
@@ -260,7 +264,9 @@ def _lacking(
     absent = list(itertools.islice((number for number in wanted if number not in numbers), 9))
     if absent:
         names = ", ".join(absent[:8]) + (", ..." if len(absent) > 8 else "")
-        notes.append(f"the source lacks decoder layers that config.json counts (num_hidden_layers {count}): {names}")
+        notes.append(
+            f"the source lacks decoder layers that config.json counts (num_hidden_layers {shown(count)}): {names}"
+        )
     counts = Counter(layer.alike for layer in layers.values())
     families: dict[str, list[str]] = {}
     for alike in counts:

@@ -6,11 +6,10 @@ engines accept, is a note.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .checkpoint import INDEX_FILE, Checkpoint, TensorInfo
+from .checkpoint import INDEX_FILE, Checkpoint, TensorInfo, read_json
 from .contents import Weight
 from .encoded import leftovers
 from .fates import experts_finder, is_head, joined_sets
@@ -334,7 +333,7 @@ class Headers:
         """The size that the index tells."""
         if not self.checkpoint.indexed:
             return
-        index = json.loads((self.checkpoint.root / INDEX_FILE).read_bytes())
+        index = read_json(self.checkpoint.root / INDEX_FILE, INDEX_FILE)
         metadata = index.get("metadata")
         told = metadata.get("total_size") if isinstance(metadata, dict) else None
         total = sum(info.nbytes for info in self.checkpoint.tensors.values())

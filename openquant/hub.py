@@ -26,6 +26,7 @@ from .checkpoint import (
     SINGLE_FILE,
     Checkpoint,
     RemoteFile,
+    read_json,
     readable,
     refuse_other_weights,
 )
@@ -172,8 +173,8 @@ def _remote_shards(repo: str, root: Path) -> dict[str, RemoteFile]:
 def _indexed(root: Path) -> set[str]:
     """The shards that a snapshot's index names; model.safetensors without an index that can be read."""
     try:
-        return set(json.loads((root / INDEX_FILE).read_bytes())["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set(read_json(root / INDEX_FILE, INDEX_FILE)["weight_map"].values())
+    except (OSError, SourceError, KeyError, TypeError, AttributeError):
         return {SINGLE_FILE}
 
 

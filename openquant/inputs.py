@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import reprlib
 import stat
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,13 @@ from .errors import SourceError
 
 # Of a config, a card or a journal; an index lists every tensor, and may be this long.
 MAX_SMALL = 16 << 20
-MAX_INDEX = 512 << 20
+MAX_INDEX = 100_000_000
 # Brackets within brackets. Published configs have five; what parses at a thousand fails wherever it is walked later.
 MAX_DEPTH = 64
+# Of lists and objects together: four for each tensor that an index may list. More take seconds and gigabytes.
+MAX_VALUES = 4_000_000
+# Letters of what others wrote in a message of ours.
+_SHOWN = 100
 
 _DAMAGED = "download or copy it again"
 
@@ -56,11 +61,14 @@ def read_small(path: Path, what: str, limit: int = MAX_SMALL) -> bytes:
 
 
 def parse_json(data: bytes, what: str) -> Any:
-    """The value of a JSON text in UTF-8, as engines read it: without a byte-order mark, nested at most MAX_DEPTH deep.
+    """The value of a JSON text in UTF-8, as engines read it: without a byte-order mark, nested at most MAX_DEPTH deep
+    and of about MAX_VALUES values at most.
 
     Raises:
         SourceError: it is no such text.
     """
+    if data.count(b",") > MAX_VALUES:
+        raise SourceError(f"{what} holds more than {MAX_VALUES:,} values", _DAMAGED)
     try:
         value = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
@@ -75,3 +83,10 @@ def parse_json(data: bytes, what: str) -> Any:
 
 def _contents(value: Any) -> Any:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def shown(value: object) -> str:
+    """A value as Python writes it, cut to what a message can hold."""
+    if not isinstance(value, str):
+        return reprlib.repr(value)
+    return repr(value if len(value) <= _SHOWN else f"{value[:_SHOWN]}...")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .checkpoint import Checkpoint
+from .inputs import shown
 from .layers import Layer
 from .models import Model, Split, absolute
 from .patterns import compile_pattern
@@ -102,9 +103,9 @@ def _indivisible_length(
         if split.replicated and size > heads:
             parts = heads
             if size % heads:
-                return f"{heads} heads cannot be copied evenly to {size} ranks"
+                return f"{shown(heads)} heads cannot be copied evenly to {size} ranks"
         elif heads % size:
-            return f"{heads} heads do not divide by {size}"
+            return f"{shown(heads)} heads do not divide by {size}"
     if length % parts:
         return f"{length} does not divide by {parts}"
     # A whole layer was either quantized here, then it divides, or it is served as its maker stored it.

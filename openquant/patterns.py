@@ -74,8 +74,11 @@ def collapse(names: Iterable[str]) -> list[str]:
     """
     groups: dict[tuple[str, ...], list[list[int]]] = {}
     for name in names:
-        numbers = [int(number) for number in _NUMBER.findall(name)]
-        groups.setdefault(tuple(_NUMBER.split(name)), []).append(numbers)
+        texts = _NUMBER.findall(name)
+        numbers = [int(text) for text in texts]
+        # "00" and "0" are different names, of which a range would say the same.
+        parts = tuple(_NUMBER.split(name)) if texts == list(map(str, numbers)) else (name,)
+        groups.setdefault(parts, []).append(numbers if len(parts) > 1 else [])
     result = []
     for parts, found in groups.items():
         ranges = [_ranges(sorted(set(column))) for column in zip(*found, strict=True)]

@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .errors import SourceError
 from .hub import interruptible, patiently
+from .inputs import parse_json, read_small
 from .output import PUSHED, WORK, explained
 from .refusals import PushError, explained_push, is_transient, status_of, told
 
@@ -274,10 +276,10 @@ class Publisher:
     def _record(self, name: str) -> dict[str, Any] | None:
         """What is known of a shard that is uploaded; None if it is not."""
         try:
-            record: dict[str, Any] = json.loads(self._record_path(name).read_bytes())
-        except (FileNotFoundError, ValueError):
+            record = parse_json(read_small(self._record_path(name), name), name)
+        except (FileNotFoundError, SourceError):
             return None
-        return record
+        return record if isinstance(record, dict) else None
 
     def _remember(self, name: str, record: dict[str, Any]) -> None:
         path = self._record_path(name)

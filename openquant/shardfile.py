@@ -64,7 +64,8 @@ class SourceFile:
 
     def __enter__(self) -> SourceFile:
         try:
-            self.handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            # Opening a pipe, should it have become one, would wait for its other end.
+            self.handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise SourceError(
                 f"{self.layout} cannot be read: {error.strerror}", "the source changed while it was being read"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,9 +17,11 @@ import torch
 from safetensors.torch import save_file
 
 import tiny
+from openquant import checkpoint as checkpoints
 from openquant import compress
 from openquant.checkpoint import TensorInfo, open_checkpoint
 from openquant.errors import OutputError, SourceError
+from openquant.inputs import shown
 
 INDEX = "model.safetensors.index.json"
 
@@ -257,6 +261,19 @@ HEADERS = {
     "beyond the file": (raw({"a": F32}, b"0" * 7), "x is truncated: its tensors end at byte 77 of 76"),
     "bytes nobody owns": (raw({"a": F32}, b"0" * 9), "x is followed by bytes that no tensor owns: its tensors end at byte 77 of 78"),
     "a name that a terminal obeys": (raw({"a\x1b[2J": F32}, b"0" * 8), "x: 'a\\x1b[2J' is not a possible name"),
+    "a name for no terminal at all": (raw({"a" * 2000: F32}, b"0" * 8), f"x: '{'a' * 100}...' is not a possible name"),
+    "an empty name": (raw({"": F32}, b"0" * 8), "x: '' is not a possible name"),
+    "braces in a name": (raw({"model.layers.{0..3}.mlp.up_proj.weight": F32}, b"0" * 8), "x: 'model.layers.{0..3}.mlp.up_proj.weight' is not a possible name"),
+    "half a brace in a name": (raw({"a}": F32}, b"0" * 8), "x: 'a}' is not a possible name"),
+    "a star in a name": (raw({"model.layers.*.weight": F32}, b"0" * 8), "x: 'model.layers.*.weight' is not a possible name"),
+    "an expression as a name": (raw({"re:.*": F32}, b"0" * 8), "x: 're:.*' is not a possible name"),
+    "a shape of many axes": (raw({"a": entry("F32", [1] * 65, 0, 4)}, b"0" * 4), "x: a has the impossible shape [1, 1, 1, 1, 1, 1, ...]"),
+    "a shape whose product takes hours": (raw(b'{"a":{"dtype":"F32","shape":[' + b",".join([b"9" * 4000] * 60) + b'],"data_offsets":[0,4]}}', b"0" * 4), "x: a has the impossible shape [" + f"{'9' * 18}...{'9' * 19}, " * 6 + "...]"),
+    "a shape of the largest sizes": (raw({"a": entry("F32", [2**63 - 1] * 3, 0, 4)}, b"0" * 4), f"x: a spans 4 bytes, F32 [{2**63 - 1}, {2**63 - 1}, {2**63 - 1}] needs {shown(4 * (2**63 - 1) ** 3)}"),
+    "a size of 64 bits": (raw({"a": entry("F32", [2**63], 0, 4)}, b"0" * 4), "x: a has the impossible shape [9223372036854775808]"),
+    "a shape of shapes": (raw(b'{"a":{"dtype":"F32","shape":' + b"[" * 900 + b"]" * 900 + b',"data_offsets":[0,4]}}', b"0" * 4), "x: a has the impossible shape [[[[[[[...]]]]]]]"),
+    "an offset of 64 bits": (raw({"a": entry("F32", [1], 0, 2**63)}, b"0" * 4), f"x: a has impossible data_offsets [0, {2**63}]"),
+    "an offset beyond numbers": (raw(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,1e400]}}', b"0" * 4), "x: a has impossible data_offsets [0, inf]"),
     "no tensors": (raw({}), None),
 }  # fmt: skip
 
@@ -270,6 +287,63 @@ def test_header_that_lies(tmp_path: Path, case: str) -> None:
     (source / "model.safetensors").write_bytes(data)
     expected = f"{source} holds no tensors" if message is None else message.replace("x", "model.safetensors", 1)
     assert_refused(source, expected)
+
+
+HOSTS = {
+    "entries": b'{"a":' + b'{},"a":' * 7_700_000 + b"{}}",
+    "sizes": b'{"a":{"shape":[1' + b",1" * 8_100_000 + b"]}}",
+    "metadata": b'{"__metadata__":{"a":""' + b',"a":""' * 4_100_000 + b"}}",
+}
+
+
+@pytest.mark.parametrize("what", HOSTS)
+def test_a_header_for_more_tensors_than_any_model_has(tmp_path: Path, what: str) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    (source / "model.safetensors").write_bytes(raw(HOSTS[what]))
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_DATA, (400 << 20, 400 << 20))"
+    command = f"{limit}; from openquant.cli import main; raise SystemExit(main(['compress', '-m', {str(source)!r}]))"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.splitlines()[0]) == (
+        2,
+        "error: model.safetensors has a header for more than 1,000,000 tensors",
+    )
+
+
+def test_shards_of_more_tensors_than_any_model_has(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "MAX_TENSORS", 20)
+    assert_refused(source, f"{source} holds more than 20 tensors")
+
+
+def test_an_index_of_more_values_than_any_model_has(source: Path) -> None:
+    (source / INDEX).write_bytes(b'{"weight_map":{"a":1' + b',"a":1' * 4_100_000 + b"}}")
+    assert_refused(source, f"{INDEX} holds more than 4,000,000 values")
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX, "hf_quant_config.json"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_is_read_whole_is_a_regular_file(source: Path, name: str, kind: str) -> None:
+    (source / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(source / name)
+    else:
+        (source / name).symlink_to("/dev/zero")
+    assert_refused(source, f"{name} is not a regular file")
+
+
+def test_a_name_that_is_too_long_for_a_message(source: Path) -> None:
+    edit_index(source, lambda index: index["weight_map"].update({"b" * 3000: "gone" * 100 + ".safetensors"}))
+    assert_refused(source, f"{INDEX} places '{'b' * 100}...' in '{'gone' * 25}...', which is not a plain file name")
+    edit_index(source, lambda index: index["weight_map"].update({"b" * 3000: "model-00001-of-00003.safetensors"}))
+    assert_refused(
+        source, f"{INDEX} places '{'b' * 100}...' in model-00001-of-00003.safetensors, which does not hold it"
+    )
+
+
+def test_an_architecture_that_no_message_holds(source: Path) -> None:
+    (source / "config.json").write_text(json.dumps({"architectures": ["x" * 10**6]}))
+    assert_refused(source, f'config.json names no architecture (architectures: ["{"x" * 198})')
 
 
 def test_dangling_link(source: Path) -> None:

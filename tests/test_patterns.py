@@ -51,6 +51,10 @@ def test_stars_that_would_share_a_name_are_refused(pattern: str) -> None:
         compile_pattern(pattern)
 
 
+def test_collapse_says_no_number_otherwise() -> None:
+    assert collapse(["a.00.b", "a.0.b", "a.1.b", "a.٣.b"]) == ["a.00.b", "a.{0..1}.b", "a.٣.b"]
+
+
 def test_collapse_writes_ranges() -> None:
     names = [f"model.layers.{n}.mlp" for n in (0, 1, 2, 5)] + ["lm_head", "a.3.b", "x.1.y.0", "x.1.y.1"]
     assert collapse(names) == ["model.layers.{0..2,5}.mlp", "lm_head", "a.3.b", "x.1.y.{0..1}"]

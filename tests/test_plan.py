@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tiny
+from openquant import compress
 from openquant.checkpoint import open_checkpoint
 from openquant.errors import PlanError, UsageError
 from openquant.fates import Options
@@ -112,6 +113,30 @@ def test_what_the_source_lacks_is_noted(tmp_path: Path, gone: str, note: str | N
     (root / "config.json").write_text(json.dumps(config))
     notes = [found for found in plan_of(root).notes if "lacks" in found]
     assert any(found == f"the source lacks {note}" for found in notes) if note else notes == []
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "NaN", "-1", "0", "1" + "0" * 4200, "true", "[]", '"4"', "4.0"])
+def test_sizes_in_config_json_that_are_none(source: Path, tmp_path: Path, number: str) -> None:
+    config = json.loads((source / "config.json").read_text())
+    sizes = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "vocab_size")
+    text = json.dumps(config | dict.fromkeys(sizes, "SIZE")).replace('"SIZE"', number)
+    (source / "config.json").write_text(text)
+    result = compress(source, tmp_path / "out", "block")
+    assert result.quantized_tensors == 14
+    written = (tmp_path / "out" / "config.json").read_text()
+    assert repr({**json.loads(text), "quantization_config": None}) == repr(
+        {**json.loads(written), "quantization_config": None}
+    )
+    assert all(len(note) < 300 for note in plan_of(source).notes)
+    assert all(len(entry.problem or "") < 300 for entry in plan_of(source).parallel)
+
+
+def test_misfits_without_number_make_a_short_message(tmp_path: Path) -> None:
+    weights = {f"what.{chr(97 + n // 26)}{chr(97 + n % 26)}.weight": torch.ones(2, 2) for n in range(600)}
+    with pytest.raises(PlanError) as caught:
+        plan_of(tiny.write(tmp_path / "source", weights=weights))
+    assert caught.value.message.startswith("what.aa.weight, what.ab.weight, ")
+    assert caught.value.message.endswith(", what.dv.weight, 500 more matches no pattern of Qwen3ForCausalLM")
 
 
 def test_a_count_of_layers_that_no_model_has(source: Path) -> None:
@@ -572,7 +597,7 @@ def test_sizes_that_no_scheme_serves_are_refused(source: Path) -> None:
 
 def test_the_number_of_a_draft_layer_may_be_any(tmp_path: Path) -> None:
     weights = tiny.tensors("DeepseekV3ForCausalLM")
-    module = f"model.layers.{'9' * 5000}.eh_proj"
+    module = f"model.layers.{'9' * 900}.eh_proj"
     weights[f"{module}.weight"] = torch.ones(64, 64)
     plan = plan_of(tiny.write(tmp_path / "a", "DeepseekV3ForCausalLM", weights=weights), TENSOR)
     assert reason(plan, module) == "draft layer"
