@@ -43,7 +43,6 @@ SKIPPED = ("tests/serve", "tests/fuzz", "tests/mutation")
 CONTEXT = "OPENQUANT_TEST"
 # What a test may take beyond this process, and a mutant that never ends before it counts as found.
 MEMORY, PATIENCE = 16 << 30, 60.0
-QUICKEST = 400
 
 
 @dataclass(frozen=True)
@@ -255,18 +254,30 @@ def _cover_one(tree: Path, where: Path, name: str) -> dict[str, Any]:
     return {"seconds": found["seconds"], "lines": lines}
 
 
-def tests_of(mutant: Mutant, lines: dict[str, dict[int, list[str]]], seconds: dict[str, float]) -> list[str]:
-    """The tests that run a mutant's lines, the quickest first.
+def tests_of(
+    mutant: Mutant, lines: dict[str, dict[int, list[str]]], seconds: dict[str, float], budget: float
+) -> list[str]:
+    """The tests that run a mutant's lines, or what runs when imported, its module; as many as the budget of seconds allows.
 
-    Of what runs when it is imported: the QUICKEST that run anything else of its module.
+    One set of parameters of each test goes before another set of any, and the quicker before the slower.
     """
     covered = lines.get(mutant.module, {})
     found = {test for line in range(mutant.first, mutant.last + 1) for test in covered.get(line, ())}
-    imported = found == {""}
-    if imported:
+    if found == {""}:
         found = {test for tests in covered.values() for test in tests}
-    ordered = sorted((test for test in found if test in seconds), key=seconds.__getitem__)
-    return ordered[:QUICKEST] if imported else ordered
+    turns: Counter[str] = Counter()
+    ranked = []
+    for test in sorted((test for test in found if test in seconds), key=seconds.__getitem__):
+        function = test.partition("[")[0]
+        ranked.append((turns[function], seconds[test], test))
+        turns[function] += 1
+    chosen: list[str] = []
+    for _, needed, test in sorted(ranked):
+        budget -= needed
+        if budget < 0 and chosen:
+            break
+        chosen.append(test)
+    return chosen
 
 
 def main() -> int:
@@ -276,6 +287,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--where", type=Path, default=Path("/tmp/openquant-mutation"), help="what to work in")
     parser.add_argument("--tests", nargs="*", metavar="FILE", help="test files; all but those that serve and fuzz")
+    parser.add_argument("--seconds", type=float, default=60, help="of tests for each mutant, at most")
     parser.add_argument("--again", action="store_true", help="try what was killed before, too")
     options = parser.parse_args()
     where = options.where.resolve()
@@ -308,7 +320,7 @@ def main() -> int:
         for mutant in sample:
             how = "killed" if mutant.key in killed else ""
             if not how:
-                tests = tests_of(mutant, lines, seconds)
+                tests = tests_of(mutant, lines, seconds, options.seconds)
                 path.write_text(mutant.code)
                 how = _try(tree, where, tests, seconds)
                 path.write_text(code)
