@@ -22,6 +22,8 @@ _FRONT_MATTER = re.compile(r"\A---[ \t]*\r?\n(.*?)(?:^|\n)---[ \t]*(?:\r?\n|\Z)"
 _SECTION = re.compile(
     r"^# [^\n]*: (FP8|BF16) weights\n\n\| \| \|\n\|---\|---\|\n\| source \|.*\Z", re.DOTALL | re.MULTILINE
 )
+# What a card adds to the name of a source that is quantized itself.
+QUANTIZED = ", which is quantized already"
 # Of metadata; that of models with results of many benchmarks has a few hundred kilobytes.
 _MOST_METADATA = 1 << 20
 # Collections within each other, and letters of a number or a date; all else is no card but an attack on its readers.
@@ -73,6 +75,14 @@ def model_card(
     section = _section(plan, name, repo, revision, published)
     body = f"{text.strip()}\n\n{section}" if text.strip() else section
     return f"---\n{front}---\n\n{body}"
+
+
+def source_of(card: str) -> str | None:
+    """What a card that this program wrote for an FP8 output says of the source; None if it wrote none there."""
+    found = _SECTION.search(card)
+    if found is None or found.group(1) != "FP8":
+        return None
+    return next(line for line in found.group().splitlines() if line.startswith("| source |"))
 
 
 def _split(card: str) -> tuple[str, dict[str, Any], str]:
@@ -218,10 +228,13 @@ def _section(plan: Plan, name: str, repo: str | None, revision: str | None, publ
     left = left if settings else []
     # Neither may break the heading or the table it stands in.
     name = " ".join(name.split()).replace("|", "\\|")
+    origin = f"[{repo}](https://huggingface.co/{repo})" if repo else name
+    # Where codes pass through, or were made of decoded ones, the unquantized model does not make the same.
+    origin += QUANTIZED if settings and plan.decodes else ""
     lines = [
         f"# {name}: {number} weights",
         "",
-        f"| | |\n|---|---|\n| source | {f'[{repo}](https://huggingface.co/{repo})' if repo else name} |",
+        f"| | |\n|---|---|\n| source | {origin} |",
         *([f"| revision | `{revision}` |"] if revision else []),
         f"| format | {plan.description}{serialized} |",
         f"| size | {gigabytes(plan.source_bytes)} -> {gigabytes(plan.output_bytes)} |",

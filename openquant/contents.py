@@ -16,9 +16,9 @@ import numpy as np
 from .checkpoint import Checkpoint, TensorInfo
 from .errors import SourceError
 from .formats import Format
-from .kernels import BITS_TYPE, CHUNK, Bits, Codes, decode, scale_values, to_float32
+from .kernels import BITS_TYPE, CHUNK, Bits, Codes, absmax, decode, encode, scale_values, to_float32
 from .layers import Matrix
-from .schemes import Floats
+from .schemes import CODE_MAX, Floats, Scheme, grid_of
 from .shardfile import Bytes, SourceFile
 from .threads import in_threads
 
@@ -55,11 +55,13 @@ class Task:
         weight: what it is if it holds codes; None for one that must equal the source's.
         matrix: where the source has it. A weight without one is not decoded, any other tensor is held against the
             source's tensor of the same name.
+        scheme: what it was quantized in, if quantizing the source again must give the same; None if others made it.
     """
 
     info: TensorInfo
     weight: Weight | None = None
     matrix: Matrix | None = None
+    scheme: Scheme | None = None
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,19 @@ class Contents:
         errors: of each layer that was decoded, in the same order.
         scales: the scales that are a single value, by name.
         equal: number of tensors that equal the source's.
+        absmax: the largest absolute weight in the source of each layer whose scheme has one scale for several, by
+            module.
+        compared: number of codes that were made again from the source, under the scales that are there.
+        same: how many of them are those that are there.
     """
 
     problems: list[str] = field(default_factory=list)
     errors: list[LayerError] = field(default_factory=list)
     scales: dict[str, float] = field(default_factory=dict)
     equal: int = 0
+    absmax: dict[str, float] = field(default_factory=dict)
+    compared: int = 0
+    same: int = 0
 
 
 def read_contents(
@@ -135,7 +144,7 @@ class _Reading:
         in_threads(self._work, workers, self.stopped)
         if self.failure is not None:
             raise self.failure
-        self.contents.problems = [message for _, message in sorted(self.found)]
+        self.contents.problems = [message for _, message in sorted(self.found, key=lambda entry: entry[0])]
         self.contents.errors = [error for _, error in sorted(self.errors, key=lambda entry: entry[0])]
         return self.contents
 
@@ -150,7 +159,7 @@ class _Reading:
                 number, task = following
                 try:
                     if task.weight is not None:
-                        worker.check(number, task.weight, task.matrix)
+                        worker.check(number, task.weight, task.matrix, task.scheme)
                     else:
                         worker.compare(number, task.info, task.matrix)
                 except SourceError as error:
@@ -239,8 +248,8 @@ class _Worker:
         with self.reading.lock:
             self.reading.contents.equal += 1
 
-    def check(self, number: int, weight: Weight, matrix: Matrix | None) -> None:
-        """Look at a quantized weight's codes and scale, and decode it if that is asked for."""
+    def check(self, number: int, weight: Weight, matrix: Matrix | None, scheme: Scheme | None) -> None:
+        """Look at a quantized weight's codes and scale; decode it, and quantize it again, if that is asked for."""
         info = weight.info
         if weight.input_scale is not None:
             self._scale(number, weight.input_scale)
@@ -271,8 +280,14 @@ class _Worker:
         if broken:
             index = [int(axis) for axis in np.unravel_index(broken[0], info.shape)]
             self.reading.say(number, f"{self.reading.place(info.name)} holds NaN, first at {index}")
+        elif decoding is not None and not decoding.finite:
+            assert matrix is not None
+            self.reading.say(number, f"{matrix.label} in the source's {matrix.shard} holds NaN or infinity")
         elif decoding is not None:
-            self._report(number, info, decoding)
+            assert weight.scale is not None
+            if scheme is not None:
+                self._report_remade(number, info, weight.scale, decoding, scheme)
+            self._report(number, info, decoding, bounded=scheme is None)
 
     def _scale(self, number: int, info: TensorInfo) -> Floats | None:
         """The values of a scale, if all are finite and above zero."""
@@ -295,8 +310,35 @@ class _Worker:
                 self.reading.contents.scales[info.name] = float(values.reshape(-1)[0])
         return values
 
-    def _report(self, number: int, info: TensorInfo, decoding: _Decoding) -> None:
-        if decoding.wrong is not None:
+    def _report_remade(
+        self, number: int, info: TensorInfo, scale: TensorInfo, decoding: _Decoding, scheme: Scheme
+    ) -> None:
+        """What is not as quantizing the source again has it."""
+        if scheme.shared:
+            # Its scale is that of all layers it is joined with.
+            with self.reading.lock:
+                self.reading.contents.absmax[info.module] = float(decoding.absmax.max())
+        else:
+            made = scheme.scale(decoding.absmax)
+            wrong = made != decoding.grid
+            if wrong.any():
+                place = np.unravel_index(int(wrong.argmax()), wrong.shape)
+                self.reading.say(
+                    number,
+                    f"{self.reading.place(scale.name)} holds {float(decoding.grid[place]):.9g} at "
+                    f"{[int(axis) for axis in place]}, the source makes it {float(made[place]):.9g} "
+                    f"({int(wrong.sum())} of {wrong.size} scales differ)",
+                )
+        if decoding.first is not None:
+            (row, col), found, made_code = decoding.first
+            self.reading.say(
+                number,
+                f"{self.reading.place(info.name)} has the code 0x{found:02x} at [{row}, {col}], the source makes it "
+                f"0x{made_code:02x} ({decoding.differing} of {info.nbytes} codes differ)",
+            )
+
+    def _report(self, number: int, info: TensorInfo, decoding: _Decoding, bounded: bool) -> None:
+        if bounded and decoding.wrong is not None:
             (row, col), error, bound, count = decoding.wrong
             self.reading.say(
                 number,
@@ -308,48 +350,93 @@ class _Worker:
         found = LayerError(info.module, decoding.shape, relative, sqnr, decoding.largest)
         with self.reading.lock:
             self.reading.errors.append((number, found))
+            self.reading.contents.compared += info.nbytes
+            self.reading.contents.same += info.nbytes - decoding.differing
 
 
 class _Decoding:
     """The difference between a quantized layer and its source, summed up piece by piece.
 
     A weight w under scale s becomes the code nearest to w / s. Codes from 2^-6 on are an eighth of their binade apart,
-    those below 2^-9, so the difference is at most max(|w| / 16, s / 1024).
+    those below 2^-9, so the difference is at most max(|w| / 16, s / 1024). Where making the code again from the source
+    gives the same one, that needs no looking at, unless the scale is too small for the weight.
+
+    Attributes:
+        grid: the scales, a row of them for each row of groups.
+        absmax: the largest absolute weight of each group.
+        finite: whether all weights of the source are.
+        differing: number of codes that are not what the source makes under these scales.
+        first: the first of them: where it is, the code and the other.
+        wrong: the first weight that is farther off than rounding explains, how far, how far it could be, and how many
+            there are; None if none is.
     """
 
     def __init__(self, shape: tuple[int, int], form: Format, scale: Floats, scale_dtype: str) -> None:
         self.shape = shape
-        self.form = form
-        self.scale = scale
+        height, width = form.group
+        self.group = height, width if width is not None and width < shape[1] else None
+        self.grid = scale.reshape(grid_of(self.group, shape))
+        self.absmax = np.zeros(self.grid.shape, np.float32)
         # The scale may have been rounded once the codes were made; what float32 loses is nothing beside it.
         self.slack = 2.0**-8 if scale_dtype in ("BF16", "F16") else 2.0**-20
         self.signal = 0.0
         self.noise = 0.0
         self.largest = 0.0
+        self.finite = True
+        self.differing = 0
+        self.first: tuple[tuple[int, int], int, int] | None = None
         self.wrong: tuple[tuple[int, int], float, float, int] | None = None
 
     def add(self, low: int, codes: Codes, bits: Bits, dtype: str) -> None:
         """Rows from `low` on: codes and the source's weights."""
         step = max(1, CHUNK // self.shape[1])
-        height = self.form.block[0] if self.form.block else 1
-        # Where each row has scales of its own, any number of rows go together.
-        height = height if height > 1 else self.shape[0]
+        # Where each row has scales of its own, any number of rows go together; else those of one row of groups.
+        height = self.shape[0] if self.group[0] == 1 else self.group[0] or self.shape[0]
         top = low
-        while top < low + len(codes):
+        while top < low + len(codes) and self.finite:
             end = min(top + step, low + len(codes), (top // height + 1) * height)
-            self._add(top, codes[top - low : end - low].reshape(end - top, -1), bits[top - low : end - low], dtype)
+            with np.errstate(over="ignore"):
+                self._add(top, codes[top - low : end - low], np.ascontiguousarray(bits[top - low : end - low]), dtype)
             top = end
 
     def _add(self, top: int, codes: Codes, bits: Bits, dtype: str) -> None:
-        scale = self._scale(top, len(codes))
+        cols, width = self.shape[1], self.group[1]
+        group = (1 if self.group[0] == 1 else None, width)
+        first = top // (self.group[0] or self.shape[0])
+        rows = slice(first, first + (len(codes) if group[0] else 1))
+        if width is not None and cols % width:
+            # What fills the last group up changes nothing.
+            bits = np.pad(bits, ((0, 0), (0, -cols % width)))
+        largest, scale = absmax(bits, dtype, group), self.grid[rows]
+        if not np.isfinite(largest).all():
+            self.finite = False
+            return
+        np.maximum(self.absmax[rows], largest, out=self.absmax[rows])
+        made = np.empty(bits.shape, np.uint8)
+        encode(bits, dtype, scale, group, made)
+        bits, made = bits[:, :cols], made[:, :cols]
+        clean = np.array_equal(made, codes)
+        if not clean:
+            differs = made != codes
+            self.differing += int(differs.sum())
+            if self.first is None:
+                row, col = (int(axis) for axis in np.unravel_index(int(differs.argmax()), differs.shape))
+                self.first = (top + row, col), int(codes[row, col]), int(made[row, col])
+        clean = clean and bool((largest <= scale * (CODE_MAX * np.float32(1 + 2.0**-20))).all())
         weight = to_float32(np.ascontiguousarray(bits), dtype)
         error = np.empty(codes.shape, np.float32)
-        decode(codes, scale, error)
+        spread = scale if width is None else np.repeat(scale, width, axis=1)[:, :cols]
+        decode(codes, spread, error)
         error -= weight
         np.abs(error, out=error)
         self.signal += _energy(weight)
         self.noise += _energy(error)
         self.largest = max(self.largest, float(error.max()))
+        if not clean:
+            self._bound(top, weight, error, spread)
+
+    def _bound(self, top: int, weight: Floats, error: Floats, scale: Floats) -> None:
+        """Look for weights that are farther off than rounding explains."""
         bound = np.abs(weight)
         bound *= np.float32(1 / 16 + self.slack)
         np.maximum(bound, scale * np.float32(1 / 1024 + self.slack / 64), out=bound)
@@ -359,16 +446,6 @@ class _Decoding:
             first = ((top + row, col), float(error[row, col]), float(bound[row, col]), 0)
             place, by, bounded, count = self.wrong or first
             self.wrong = (place, by, bounded, count + int(off.sum()))
-
-    def _scale(self, top: int, count: int) -> Floats:
-        """The scale of rows from `top` on, in a shape that repeats over them."""
-        if self.form.block is not None:
-            height, width = self.form.block
-            rows = slice(top, top + count) if height == 1 else slice(top // height, top // height + 1)
-            return np.repeat(self.scale[rows], min(width, self.shape[1]), axis=1)[:, : self.shape[1]]
-        if self.form.strategy == "channel":
-            return self.scale[top : top + count]
-        return self.scale.reshape(())
 
 
 def _energy(values: Floats) -> float:

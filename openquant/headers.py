@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .checkpoint import INDEX_FILE, Checkpoint, TensorInfo, read_json
+from .configs import differences
 from .contents import Weight
 from .encoded import leftovers
 from .fates import experts_finder, is_head, joined_sets
@@ -17,7 +19,8 @@ from .formats import FLOATS, Quantization
 from .layers import Layer
 from .models import NOT_LINEAR, ROUTER, Model, absolute
 from .patterns import compile_any, compile_pattern, template
-from .schemes import CODE_DTYPE, recognise
+from .schemes import CODE_DTYPE, MIXED, STATIC, VARIANTS, recognise
+from .settings import unread
 
 
 @dataclass(frozen=True)
@@ -81,11 +84,12 @@ class Headers:
         quantization: what its config says.
         model: the registry's entry for it; None if it has none.
         written: the files that the run which made it wrote, if that is known.
+        ours: whether this program made it: then all is as it writes it.
 
     Attributes:
         problems: what is off, one line each.
         notes: what is worth knowing, and what was not checked.
-        scheme: which of ours it is stored in; None if another tool made it.
+        scheme: which of ours it is stored in, the nearest where it is not quite; None for other ways to store it.
         head: whether the output head is quantized.
         registry: the entry, with the output head among what is quantized if it is; None without one.
         codes: the quantized weights, by name.
@@ -94,11 +98,12 @@ class Headers:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, quantization: Quantization, model: Model | None, written: set[str]
+        self, checkpoint: Checkpoint, quantization: Quantization, model: Model | None, written: set[str], ours: bool
     ) -> None:
         self.checkpoint = checkpoint
         self.quantization = quantization
         self.written = written
+        self.ours = ours
         # Other tools write one list of unquantized modules, or other settings.
         self.scheme = recognise(quantization.settings)
         # A head that is quantized is one more layer.
@@ -110,9 +115,37 @@ class Headers:
         self.registry = Registry(model) if model else None
         self.problems: list[str] = list(quantization.problems)
         self.notes: list[str] = []
+        self._check_settings()
         self.codes: dict[str, Weight] = {}
         self.scales: set[str] = set()
         self.unlisted: set[str] = set()
+
+    def _check_settings(self) -> None:
+        """The quantization_config: in our directories what this program writes, in others' what engines read."""
+        if self.scheme is not None:
+            return
+        settings = self.quantization.settings
+        if not self.ours:
+            problems, unknown = unread(settings)
+            self.problems += [f"config.json: quantization_config.{problem}" for problem in problems]
+            if unknown:
+                self.notes.append(f"config.json: nothing is known to read quantization_config.{', '.join(unknown)}")
+            return
+        form = self.quantization.groups[0][1]
+        kind = self.quantization.method, form.group, form.static, form.power_of_two
+        for scheme in (*VARIANTS, *STATIC):
+            if (scheme.format, scheme.group, scheme.static, scheme.power_of_two) == kind:
+                self.scheme = scheme
+                found = _without_targets(settings)
+                written = {**_without_targets(scheme.settings), **dict.fromkeys(scheme.ignored_keys)}
+                for name, group in found.get("config_groups", {}).items():
+                    # Of the groups that it may have, the one that is most like it.
+                    known = [_without_targets(other.settings)["config_groups"]["group_0"] for other in (scheme, *MIXED)]
+                    written["config_groups"][name] = min(known, key=lambda one: len(list(differences(group, one))))
+                for difference in differences(found, written, ("quantization_config",)):
+                    self.problems.append(f"config.json: {difference.text('this program writes')}")
+                return
+        self.problems.append("config.json: its quantization_config is none that this program writes")
 
     def check(self) -> None:
         """Fill problems and notes."""
@@ -137,7 +170,7 @@ class Headers:
 
     def differs(self, message: str) -> None:
         """Something that this tool never does, and another may."""
-        (self.notes if self.scheme is None else self.problems).append(message)
+        (self.problems if self.ours else self.notes).append(message)
 
     def _sort_tensors(self) -> None:
         """Find the quantized weights and their scales."""
@@ -187,7 +220,7 @@ class Headers:
         self, scale: TensorInfo, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], info: TensorInfo
     ) -> TensorInfo | None:
         """The scale, if its dtype and shape are right."""
-        if self.scheme is not None:
+        if self.ours:
             dtypes = dtypes[:1]
         if scale.dtype in dtypes and scale.shape in shapes:
             return scale
@@ -266,7 +299,7 @@ class Headers:
             wanted = registry.fused(info.module) or info.module
             if ignored.find(registry.model.names_of(wanted)) is not None:
                 continue
-            if kind.keep is None or self.scheme is not None:
+            if kind.keep is None or self.ours:
                 self.unlisted.add(wanted)
                 self.problems.append(
                     f"{self.place(info.name)} is {info.dtype}, but {ignored.key} does not list {wanted}"
@@ -345,6 +378,15 @@ class Headers:
         for name in sorted(self.written):
             if not (self.checkpoint.root / name).is_file():
                 self.problems.append(f"{name} is missing: the run that made this directory wrote it")
+
+
+def _without_targets(settings: dict[str, Any]) -> dict[str, Any]:
+    """A quantization_config without the names of layers in its groups."""
+    groups = settings.get("config_groups")
+    if not isinstance(groups, dict):
+        return dict(settings)
+    bare = {name: {key: value for key, value in group.items() if key != "targets"} for name, group in groups.items()}
+    return {**settings, "config_groups": bare}
 
 
 def described(info: TensorInfo) -> str:

@@ -204,6 +204,11 @@ class Plan:
         ]
 
     @property
+    def decodes(self) -> bool:
+        """Whether any weight is quantized in the source."""
+        return bool(self._encoded)
+
+    @property
     def matrix_kinds(self) -> list[Matrix]:
         """One of each dtype, shape and way of storing, of all that is handled as a matrix."""
         kinds: dict[tuple[Any, ...], Matrix] = {}

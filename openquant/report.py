@@ -154,7 +154,17 @@ def _errors_table(report: Report) -> list[str]:
         table.append("  ".join([row[0].ljust(widths[0]), *cells]))
     mean = sum(error.relative for error in report.errors) / len(report.errors)
     table.append(f"{_count(len(report.errors), 'layer')} decoded: relative error {100 * mean:.3f} % on average")
+    share = report.equal_share or 0.0
+    if report.recomputed:
+        table.append(f"quantizing the source again gives {_percent(share)} of the codes")
+    else:
+        table.append(f"{_percent(share)} of the codes are the nearest to the source under their scales")
     return table
+
+
+def _percent(share: float) -> str:
+    """A share for people: "97.1 %"; never "100 %" of what is not all."""
+    return "100 %" if share == 1 else f"{min(100 * share, 99.99):.4g} %"
 
 
 def _count(number: int, what: str) -> str:

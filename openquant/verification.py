@@ -6,7 +6,6 @@ are read (contents.py).
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator, Set
@@ -14,13 +13,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from .card import QUANTIZED, source_of
 from .checkpoint import INDEX_FILE, Checkpoint, TensorInfo, open_checkpoint, read_config, readable
-from .contents import LayerError, Progress, Task, read_contents
+from .configs import differences, judged
+from .contents import LayerError, Progress, Task, Weight, read_contents
 from .encoded import MODELOPT_FILE, decoded_view, with_own_file
 from .errors import OutputError, PlanError, SourceError, UsageError
+from .extras import extra_files, extra_weights
 from .fates import Options, joined_sets
 from .formats import quantization_places, read_quantization
 from .headers import Headers, Registry, described
+from .inputs import MAX_SMALL, read_small
 from .kernels import BITS_TYPE
 from .layers import Matrix
 from .machine import available_cpus
@@ -49,6 +55,9 @@ class Report:
         equal_tensors: number of tensors found equal to the source's, byte for byte.
         equal_files: number of other files found equal to the source's.
         errors: of each layer that was decoded, in the order of the checkpoint.
+        compared_codes: number of codes in them, each of which was made again from the source.
+        equal_codes: how many of these are the same.
+        recomputed: whether quantizing the source again must give the same codes and scales.
         seconds: wall time.
     """
 
@@ -65,6 +74,9 @@ class Report:
     equal_tensors: int = 0
     equal_files: int = 0
     errors: tuple[LayerError, ...] = ()
+    compared_codes: int = 0
+    equal_codes: int = 0
+    recomputed: bool = False
     seconds: float = 0.0
 
     @property
@@ -72,14 +84,21 @@ class Report:
         """The ten layers that are relatively farthest from the source, the worst first."""
         return sorted(self.errors, key=lambda error: -error.relative)[:10]
 
+    @property
+    def equal_share(self) -> float | None:
+        """The share of codes that making them again gives; None if none was made."""
+        return self.equal_codes / self.compared_codes if self.compared_codes else None
+
     def to_json(self) -> dict[str, Any]:
         """The same as a dictionary, with the worst layers only."""
         found = asdict(self)
-        del found["errors"]
+        for name in ("errors", "compared_codes", "equal_codes", "recomputed"):
+            del found[name]
         relative = [error.relative for error in self.errors]
         found["decoded"] = {
             "layers": len(relative),
             "relative_mean": sum(relative) / len(relative) if relative else None,
+            "equal_codes": self.equal_share,
             "worst": [asdict(error) for error in self.worst],
         }
         return found
@@ -98,7 +117,7 @@ def verify(
     Args:
         directory: what to check.
         source: the checkpoint it was made from.
-        full: also decode every quantized layer and compare it with the source.
+        full: also decode every quantized layer and compare it with the source, and quantize the source again.
         workers: number of threads; the CPUs this process may use if None.
         progress: told the bytes read so far and in all, never from two threads at once.
 
@@ -140,9 +159,10 @@ def verify(
         return Report(os.fspath(directory), told, None, form, (error.message,), notes, seconds=_since(begin))
     written = set(journal["files"]) if journal else set()
     model = MODELS.get(checkpoint.architecture)
-    headers = Headers(checkpoint, quantization, model, written)
+    card = source_of(_card(checkpoint))
+    headers = Headers(checkpoint, quantization, model, written, ours=journal is not None or card is not None)
     headers.check()
-    work = _Verification(headers, origin, full)
+    work = _Verification(headers, origin, full, remakes=headers.ours and QUANTIZED not in (card or ""))
     work.run(workers or available_cpus(), progress)
     return Report(
         directory=os.fspath(directory),
@@ -158,6 +178,9 @@ def verify(
         equal_tensors=work.equal_tensors,
         equal_files=work.equal_files,
         errors=tuple(work.errors),
+        compared_codes=work.compared,
+        equal_codes=work.same,
+        recomputed=work.remakes,
         seconds=_since(begin),
     )
 
@@ -179,11 +202,12 @@ def check_finished(root: Path, plan: Plan) -> None:
                 problems.append(f"{info.name} is not what was planned")
     if len(checkpoint.tensors) != planned:
         problems.append(f"it holds {len(checkpoint.tensors)} tensors, {planned} were planned")
-    problems += [f"config.json: {message}" for message in _differences(checkpoint.config, plan.config, "")]
+    for difference in differences(checkpoint.config, plan.config):
+        problems.append(f"config.json: {difference.text('the plan has')}")
     if plan.quantization_config and not problems:
         # What goes by names and shapes alone knows nothing of engines.
         model = None if plan.model.rest else plan.model
-        headers = Headers(checkpoint, read_quantization(checkpoint.config), model, set(plan.files))
+        headers = Headers(checkpoint, read_quantization(checkpoint.config), model, set(plan.files), ours=True)
         headers.check()
         problems = headers.problems
     if problems:
@@ -218,7 +242,7 @@ def _damage(checkpoint: Checkpoint, files: Set[str]) -> list[str]:
     """What is wrong with a directory as far as that shows without reading tensors, one line each."""
     if quantization_places(checkpoint.config):
         model = MODELS.get(checkpoint.architecture)
-        headers = Headers(checkpoint, read_quantization(checkpoint.config), model, set(files))
+        headers = Headers(checkpoint, read_quantization(checkpoint.config), model, set(files), ours=True)
         headers.check()
         problems = headers.problems
     else:
@@ -232,6 +256,14 @@ def _damage(checkpoint: Checkpoint, files: Set[str]) -> list[str]:
     problems += [f"{name} holds tensors, and no run wrote it" for name in sorted(checkpoint.shards.keys() - shards)]
     problems += [f"{INDEX_FILE} does not name {name}" for name in sorted(shards - checkpoint.shards.keys())]
     return problems
+
+
+def _card(checkpoint: Checkpoint) -> str:
+    """The directory's README.md; empty if there is none of a usual size."""
+    if not 0 < checkpoint.files.get("README.md", 0) <= MAX_SMALL:
+        return ""
+    with readable():
+        return read_small(checkpoint.root / "README.md", "README.md").decode(errors="replace")
 
 
 def _refuse_quantized(source: Checkpoint) -> None:
@@ -253,11 +285,14 @@ class _Verification:
     What it finds goes where the headers' problems and notes are.
     """
 
-    def __init__(self, headers: Headers, source: Checkpoint | None, full: bool) -> None:
+    def __init__(self, headers: Headers, source: Checkpoint | None, full: bool, remakes: bool) -> None:
         self.headers = headers
         self.checkpoint = headers.checkpoint
         self.source = source
         self.full = full
+        self.ours = headers.ours
+        # Static activations come from a source that was quantized already.
+        self.remakes = full and remakes and headers.scheme is not None and not headers.scheme.static
         self.problems, self.notes = headers.problems, headers.notes
         self.codes, self.scheme, self._place = headers.codes, headers.scheme, headers.place
         self.values: dict[str, float] = {}
@@ -266,10 +301,15 @@ class _Verification:
         self.equal_tensors = 0
         self.equal_files = 0
         self.errors: list[LayerError] = []
+        self.absmax: dict[str, float] = {}
+        self.compared = 0
+        self.same = 0
 
     def run(self, workers: int, progress: Progress | None) -> None:
         """All checks."""
         pairs: list[tuple[TensorInfo, Matrix | None]] = []
+        self._open_with_library()
+        self._check_extra_files()
         if self.source is not None:
             self._compare_config(self.source)
             self._compare_files(self.source)
@@ -279,16 +319,42 @@ class _Verification:
         self._read(pairs, workers, progress)
         if self.headers.registry is not None:
             self._check_shared_scales(self.headers.registry)
+        self._check_remade_scales(self.headers.registry)
+
+    def _open_with_library(self) -> None:
+        """Every file opens with the safetensors library, which engines use, and holds the same to it."""
+        names: dict[str, set[str]] = {shard: set() for shard in self.checkpoint.shards}
+        for name, place in self.checkpoint.where.items():
+            names[place.shard].add(name)
+        for shard, wanted in names.items():
+            try:
+                with safe_open(self.checkpoint.root / shard, framework="np") as file:
+                    if set(file.keys()) != wanted:
+                        self.problems.append(f"{shard} holds other tensors to the safetensors library")
+            except (SafetensorError, OSError) as error:
+                self.problems.append(f"{shard} cannot be opened with the safetensors library: {error}")
+
+    def _check_extra_files(self) -> None:
+        """Files that nobody expects there."""
+        written = self.headers.written
+        expected, where = written or None, "not of the run that made it" if written else "beside the model"
+        if self.source is not None:
+            expected, where = {*self.source.files, "README.md", "config.json"}, "not in the source"
+        problems, notes = extra_files(self.checkpoint, expected, where, self.ours)
+        self.problems += [*extra_weights(self.checkpoint), *problems]
+        self.notes += notes
 
     # The source.
 
     def _compare_config(self, source: Checkpoint) -> None:
-        ours, theirs = dict(self.checkpoint.config), dict(source.config)
-        for config in (ours, theirs):
-            config.pop("quantization_config", None)
-            config.pop("compression_config", None)
-        for message in _differences(ours, theirs, ""):
-            self.headers.differs(f"config.json: {message}")
+        ours, theirs = (_unquantized(config) for config in (self.checkpoint.config, source.config))
+        if self.ours:
+            for difference in differences(ours, theirs):
+                self.problems.append(f"config.json: {difference.text('the source has')}")
+            return
+        for difference, computed in judged(ours, theirs):
+            message = f"config.json: {difference.text('the source has')}"
+            (self.problems if computed else self.notes).append(message)
 
     def _compare_files(self, source: Checkpoint) -> None:
         # The card is written anew; the config was compared by its contents.
@@ -377,11 +443,11 @@ class _Verification:
                     )
             elif (info.dtype, info.shape) == (dtype, shape):
                 pairs.append((info, None if original else matrix))
-            elif info.shape == shape and self.scheme is None:
+            elif info.shape == shape and not self.ours:
                 recast.append(info.name)
             else:
                 self._mismatch(info, dtype, shape)
-        if self.scheme is not None:
+        if self.ours:
             self.problems += [f"{self._place(name)} is not in the source" for name in foreign]
         elif foreign:
             self.notes.append(f"not in the source: {', '.join(collapse(foreign))}")
@@ -408,7 +474,7 @@ class _Verification:
 
     def _compare_plan(self) -> None:
         """What this tool made is where its plan puts it, and lists what its plan lists."""
-        if self.plan is None or self.scheme is None:
+        if self.plan is None or not self.ours:
             return
         key = self.headers.quantization.ignored.key
         listed = set(self.headers.quantization.ignored.entries)
@@ -432,7 +498,8 @@ class _Verification:
         tasks = [Task(info, matrix=matrix) for info, matrix in pairs]
         for weight in self.codes.values():
             matrix = self.matrices.get(weight.info.module) if self.full else None
-            tasks.append(Task(weight.info, weight, matrix if matrix and matrix.shape == weight.info.shape else None))
+            matrix = matrix if matrix and matrix.shape == weight.info.shape else None
+            tasks.append(Task(weight.info, weight, matrix, self._scheme_of(weight) if self.remakes else None))
         # In the order of the files, which is how disks like it.
         tasks.sort(key=lambda task: self.checkpoint.where[task.info.name])
         contents = read_contents(self.checkpoint, self.source, tasks, workers, progress)
@@ -440,6 +507,13 @@ class _Verification:
         self.errors = contents.errors
         self.values = contents.scales
         self.equal_tensors = contents.equal
+        self.absmax = contents.absmax
+        self.compared, self.same = contents.compared, contents.same
+        if self.ours and self.full and not self.remakes:
+            self.notes.append(
+                "codes and scales were not made again, since the source was quantized already: errors were held "
+                "against what rounding explains"
+            )
         if self.full:
             skipped = sum(weight.info.module not in self.matrices for weight in self.codes.values())
             if skipped:
@@ -461,7 +535,7 @@ class _Verification:
             values = [self.values[name] for name in scales]
             if form.strategy != "tensor" or len(set(values)) < 2:
                 continue
-            if self.scheme is None:
+            if not self.ours:
                 several += 1
                 continue
             number = next(number for number, value in enumerate(values) if value != values[0])
@@ -479,21 +553,43 @@ class _Verification:
                 "vLLM 0.32.0 misplaces their scales"
             )
 
+    def _scheme_of(self, weight: Weight) -> Scheme | None:
+        """What a weight of ours is stored in."""
+        assert self.scheme is not None
+        if weight.form is None or weight.form.group == self.scheme.group:
+            return self.scheme
+        return next((other for other in MIXED if other.group == weight.form.group), None)
 
-def _differences(ours: Any, theirs: Any, path: str) -> Iterator[str]:
-    """Where two values from JSON differ, by key."""
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        for key in dict.fromkeys([*theirs, *ours]):
-            below = f"{path}.{key}" if path else key
-            if key not in ours:
-                yield f"{below} is missing, the source has {json.dumps(theirs[key])}"
-            elif key not in theirs:
-                yield f"{below} is {json.dumps(ours[key])}, the source has none"
-            else:
-                yield from _differences(ours[key], theirs[key], below)
-    # As text, since NaN is not equal to itself.
-    elif json.dumps(ours, sort_keys=True) != json.dumps(theirs, sort_keys=True):
-        yield f"{path} is {json.dumps(ours)}, the source has {json.dumps(theirs)}"
+    def _check_remade_scales(self, registry: Registry | None) -> None:
+        """One scale for several layers is that of the largest weight in any of them."""
+        sets = joined_sets(registry.model, self.headers.layers(registry)) if registry else {}
+        together: dict[object, list[str]] = {}
+        for module in self.absmax:
+            scale = self.codes[f"{module}.weight"].scale
+            if scale is not None and scale.name in self.values:
+                # Which are joined is not known of every model; those of one scale may be.
+                key = sets.get(module, (module,)) if registry else self.values[scale.name]
+                together.setdefault(key, []).append(module)
+        for modules in together.values():
+            scheme = self._scheme_of(self.codes[f"{modules[0]}.weight"])
+            assert scheme is not None
+            largest = np.float32(max(self.absmax[module] for module in modules))
+            made = float(scheme.scale(np.asarray(largest)))
+            for module in modules:
+                scale = self.codes[f"{module}.weight"].scale
+                if scale is not None and self.values[scale.name] != made:
+                    self.problems.append(
+                        f"{self._place(scale.name)} is {self.values[scale.name]:.9g}, the source makes it {made:.9g}"
+                    )
+
+
+def _unquantized(config: dict[str, Any]) -> dict[str, Any]:
+    """A config without its quantization_config, which is looked at by itself."""
+    hidden = ("quantization_config", "compression_config")
+    found = {key: value for key, value in config.items() if key not in hidden}
+    if isinstance(found.get("text_config"), dict):
+        found["text_config"] = {key: value for key, value in found["text_config"].items() if key not in hidden}
+    return found
 
 
 def _same(one: Path, other: Path) -> bool:
