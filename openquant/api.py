@@ -7,12 +7,12 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint import Checkpoint, open_checkpoint, readable
 from .convert import worker_memory
 from .errors import SourceError, UsageError
 from .fates import Options
@@ -272,8 +272,8 @@ def _work(
             return _prepare(os.fspath(model), output, make, revision, stream, count, max_memory, where)
 
         prepared, error = attempt(prepare)
-        digests = ranks.agree(error, prepared and prepared.plan.digest)
-        if len(set(digests)) > 1:
+        seen = ranks.agree(error, prepared and prepared.seen)
+        if any(other != seen[0] for other in seen):
             raise SourceError("ranks see different sources", "let all of them read the same files")
         assert prepared is not None
         plan = prepared.plan
@@ -329,14 +329,30 @@ def _prepare(
     if stream and source.repo is None:
         raise UsageError(f"{model} is a local directory, nothing of it can be streamed", "leave --stream out")
     with _without_collector():
-        checkpoint = open_checkpoint(source.root, source.remote)
-        identity = source.identity(checkpoint)
-        plan = make(checkpoint, identity)
+        checkpoint = _without_own_log(open_checkpoint(source.root, source.remote))
+        stamps = source.stamps(checkpoint)
+        plan = make(checkpoint, source.identity)
     target = Path(output) if output is not None else _default_output(source, plan.scheme)
     refuse_overlap(source.root, target)
     fetching = FETCH_MEMORY if stream and source.remote else 0
     workers = _affordable(workers, plan, max_memory, fetching, device)
-    return Prepared(source, checkpoint, identity, plan, target, workers, device, stream)
+    return Prepared(source, checkpoint, stamps, plan, target, workers, device, stream)
+
+
+def _without_own_log(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint but for a file that this process writes its messages to, as with `> convert.log` inside it."""
+    streams = []
+    for handle in (1, 2):
+        with suppress(OSError):
+            streams.append(os.fstat(handle))
+    with readable():
+        logs = {
+            name
+            for name in checkpoint.files
+            if any(os.path.samestat((checkpoint.root / name).stat(), stream) for stream in streams)
+        }
+    files = {name: size for name, size in checkpoint.files.items() if name not in logs}
+    return replace(checkpoint, files=files, left_out=tuple(sorted({*checkpoint.left_out, *logs})))
 
 
 def _affordable(workers: int, plan: Plan, max_memory: int | None, fetching: int, device: str) -> int:

@@ -9,7 +9,7 @@ the output.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,16 +23,18 @@ from .kernels import Bits, Codes, scale_values
 from .layers import Matrix
 from .machine import first_line
 from .output import OutputDirectory
-from .plan import Copy, Job, Piece, Plan, Shard
+from .plan import Copy, Job, Layout, Piece, Plan, Shard
 from .reading import BUFFER, SMALLEST_SCALE, Reader, check_scales, consumed, memory_of
 from .schemes import CODE_MAX, Floats, Group, Scheme
-from .shardfile import ALIGNMENT, AlignedBuffer, Bytes, ShardFile
+from .shardfile import ALIGNMENT, AlignedBuffer, Bytes, FinishedShard, ShardFile
 from .threads import in_threads
 
 # What the kernels need for CHUNK weights, their tables, and what they leave behind in the allocator.
 KERNEL_MEMORY = 16 << 20
 
 Progress = Callable[[int], None]
+# What is made of a shard goes there.
+Target = ShardFile | FinishedShard
 
 
 class CpuKernels:
@@ -153,8 +155,9 @@ def convert(
     workers: int,
     device: str = "cpu",
     progress: Progress | None = None,
+    against: Mapping[str, str] | None = None,
 ) -> None:
-    """Write shards of a plan.
+    """Write shards of a plan, or hold finished ones against what would be written now.
 
     Args:
         plan: the plan.
@@ -164,13 +167,14 @@ def convert(
         workers: number of threads that compute; as many write.
         device: "cpu" or a torch device that computes the codes.
         progress: called, from any thread but never from two at once, with bytes of the source done.
+        against: nothing is written, but each shard held against the source, of which these files changed.
 
     Raises:
-        SourceError: NaN or infinity in a weight, or a source that cannot be read.
+        SourceError: NaN or infinity in a weight, a source that cannot be read, or that a shard was not made from.
         PlanError: a weight too large for the scheme.
         OutputError: the output cannot be written.
     """
-    _Conversion(plan, shards, traffic, output, device, progress).run(workers)
+    _Conversion(plan, shards, traffic, output, device, progress, against).run(workers)
 
 
 class _Stopped(Exception):
@@ -186,31 +190,38 @@ class _Conversion:
         output: OutputDirectory,
         device: str,
         progress: Progress | None,
+        against: Mapping[str, str] | None,
     ) -> None:
         self.plan = plan
         self.traffic = traffic
         self.output = output
         self.device = device
         self.progress = progress
+        self.against = against
         self.lock = threading.Lock()
         # Another one, since a worker may wait long for its next task.
         self.task_lock = threading.Lock()
         self.stopped = threading.Event()
         self.failure: BaseException | None = None
         # Those begun and not finished: each holds its shard's layout.
-        self.files: dict[str, ShardFile] = {}
+        self.files: dict[str, Target] = {}
         self.tasks = self._tasks(shards)
 
-    def _tasks(self, shards: Sequence[Shard]) -> Iterator[tuple[ShardFile, Copy | Job]]:
+    def _tasks(self, shards: Sequence[Shard]) -> Iterator[tuple[Target, Copy | Job]]:
         for shard in shards:
             self.traffic.wait_for(shard.name, self.stopped.is_set)
             if self.stopped.is_set():
                 return
             layout = self.plan.lay_out(shard.name)
-            file = self.files[shard.name] = ShardFile(layout, self.output, self._finished)
+            file = self.files[shard.name] = self._target(layout)
             file.open()
             for job in layout.jobs:
                 yield file, job
+
+    def _target(self, layout: Layout) -> Target:
+        if self.against is None:
+            return ShardFile(layout, self.output, self._finished)
+        return FinishedShard(layout, self.output, self._finished, self.against[layout.name])
 
     def _finished(self, shard: str) -> None:
         del self.files[shard]
@@ -274,7 +285,7 @@ class _Slot:
             self.buffer = AlignedBuffer(self.memory, nbytes)
         return self.buffer.view(offset, nbytes)
 
-    def send(self, file: ShardFile, data: Bytes, offset: int) -> None:
+    def send(self, file: Target, data: Bytes, offset: int) -> None:
         """Have the memory written while the worker goes on."""
 
         def write() -> None:
@@ -300,7 +311,7 @@ class _Worker:
         self.reader = Reader(conversion.traffic.path, self.kernels.memory)
         self.slots = [_Slot(conversion, writers, self.kernels.memory) for _ in range(2)]
 
-    def do(self, job: Copy | Job, file: ShardFile) -> None:
+    def do(self, job: Copy | Job, file: Target) -> None:
         """Carry out one job; its last pieces may still be on their way to the disk."""
         if isinstance(job, Copy):
             self._copy(job, file)
@@ -326,7 +337,7 @@ class _Worker:
         self.slots.reverse()
         return self.slots[0]
 
-    def _copy(self, job: Copy, file: ShardFile) -> None:
+    def _copy(self, job: Copy, file: Target) -> None:
         if job.scale is not None:
             self._copy_scale(job, job.scale, file)
             return
@@ -340,7 +351,7 @@ class _Worker:
                 done += part.nbytes
                 self.conversion.advance(part.nbytes)
 
-    def _copy_scale(self, job: Copy, dtype: str, file: ShardFile) -> None:
+    def _copy_scale(self, job: Copy, dtype: str, file: Target) -> None:
         raw = np.empty(job.nbytes, np.uint8)
         with self.reader.open(job.shard) as source:
             source.read(raw, job.offset, job.label)
@@ -349,7 +360,7 @@ class _Worker:
         file.write(scale, job.target)
         self.conversion.advance(job.nbytes)
 
-    def _copy_matrix(self, piece: Piece, file: ShardFile) -> None:
+    def _copy_matrix(self, piece: Piece, file: Target) -> None:
         matrix, place = piece.matrix, piece.target
         if matrix.coding is not None and matrix.transposed:
             self._turn(piece, file)
@@ -366,7 +377,7 @@ class _Worker:
             place += part.nbytes
             self.conversion.advance(consumed(matrix, len(bits)))
 
-    def _turn(self, piece: Piece, file: ShardFile) -> None:
+    def _turn(self, piece: Piece, file: Target) -> None:
         """Decode a matrix and write it with its rows as columns."""
         turned = np.empty(piece.matrix.shape[::-1], np.uint16)
         low = 0
@@ -378,7 +389,7 @@ class _Worker:
             self.conversion.advance(consumed(piece.matrix, len(bits)))
         file.write(turned, piece.target)
 
-    def _pass(self, piece: Piece, scale_place: int, scheme: Scheme, file: ShardFile) -> None:
+    def _pass(self, piece: Piece, scale_place: int, scheme: Scheme, file: Target) -> None:
         """Codes as they are, their scales as the scheme stores them."""
         matrix, coding = piece.matrix, piece.matrix.coding
         assert coding is not None
@@ -429,7 +440,7 @@ class _Worker:
             )
         return largest
 
-    def _quantize(self, piece: Piece, scale_place: int, scheme: Scheme, shared: Floats | None, file: ShardFile) -> None:
+    def _quantize(self, piece: Piece, scale_place: int, scheme: Scheme, shared: Floats | None, file: Target) -> None:
         matrix, group, place = piece.matrix, scheme.group, piece.target
         if shared is not None:
             file.write(scheme.stored(scheme.scale(shared)), scale_place)

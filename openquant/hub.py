@@ -6,6 +6,7 @@ Of a repository everything but the shards goes to the Hub's cache at once; shard
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -40,6 +41,9 @@ _SNAPSHOT = re.compile(r"^models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{
 # Seconds between tries, beyond those of huggingface_hub itself; fewer before anything is known to be there.
 WAITS = (1, 2, 4, 8, 16)
 FIRST_WAITS = (1, 2)
+
+# Of a file: size, times of its last modification and change (ns), inode. Where they are the same, so are the bytes.
+Stamp = list[int]
 
 
 @dataclass(frozen=True)
@@ -80,13 +84,29 @@ class Source:
                 "use --stream, which keeps only a few shards on disk, or set HF_HOME to a larger one",
             )
 
-    def identity(self, checkpoint: Checkpoint) -> str:
-        """What tells this source from another one with the same headers: the commit, or its files' times."""
+    @property
+    def identity(self) -> str:
+        """What tells this source from any other: the commit; nothing of a local one."""
+        return "" if self.revision is None else f"{self.repo}@{self.revision}"
+
+    def stamps(self, checkpoint: Checkpoint) -> dict[str, Stamp]:
+        """What the shards of a local source look like now; those of a repository are what its commit says."""
         if self.revision is not None:
-            return f"{self.repo}@{self.revision}"
-        names = [*checkpoint.shards, *checkpoint.files]
+            return {}
         with readable():
-            return json.dumps({name: (self.root / name).stat().st_mtime_ns for name in names}, sort_keys=True)
+            found = {name: (self.root / name).stat() for name in checkpoint.shards}
+        return {name: [at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino] for name, at in found.items()}
+
+    def digests(self, checkpoint: Checkpoint) -> dict[str, str]:
+        """The SHA-256 of each other file of a local source; of a repository nothing, likewise."""
+        return {} if self.revision is not None else {name: self._digest(name) for name in checkpoint.files}
+
+    def _digest(self, name: str) -> str:
+        digest = hashlib.sha256()
+        with readable(), (self.root / name).open("rb") as file:
+            while data := file.read(1 << 20):
+                digest.update(data)
+        return digest.hexdigest()
 
 
 def find_source(model: str, revision: str | None = None) -> Source:

@@ -20,7 +20,7 @@ import secrets
 import shutil
 import stat
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -38,6 +38,7 @@ FORMAT = 1
 # Bytes of a journal: hundreds of thousands of files.
 MAX_JOURNAL = 64 << 20
 _ELSEWHERE = "choose another directory with -o"
+REPLACE = "choose another directory with -o, or replace that output with --overwrite"
 
 
 @contextmanager
@@ -67,10 +68,14 @@ class OutputDirectory:
         elsewhere: gives the shards that are finished although they are not there.
         at_once: how many shards will be there at a time, if not all of them.
         scratch: bytes of other files that will be there for a while.
+        sources: gives what every file of the source looks like: its digest, or a list of sizes and times. These may
+            change though the bytes do not.
 
     Attributes:
         resumed: whether an earlier run's work is continued, or already complete.
-        complete: whether an earlier run finished and all it wrote is still there; then nothing is locked or written.
+        complete: whether an earlier run finished and all it wrote is still there; then nothing is locked or written,
+            unless the source moved.
+        moved: files of the source that look unlike what an earlier run was made from.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class OutputDirectory:
         elsewhere: Callable[[], Set[str]] = frozenset,
         at_once: int | None = None,
         scratch: int = 0,
+        sources: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
         self.path = path
         self.digest = digest
@@ -93,8 +99,11 @@ class OutputDirectory:
         self.elsewhere: Set[str] = frozenset()
         self.at_once = at_once
         self.scratch = scratch
+        self._look = sources
+        self.sources: Mapping[str, object] = {}
         self.resumed = False
         self.complete = False
+        self.moved: Set[str] = frozenset()
         # Ranks of a run whose first one died may still be writing when the next run does.
         self._process = secrets.token_hex(4)
         self._folder: Folder | None = None
@@ -102,6 +111,7 @@ class OutputDirectory:
         self._made = False
 
     def __enter__(self) -> OutputDirectory:
+        self.sources = self._look()
         try:
             with explained(self.path, "read"):
                 self._made = not self.path.exists() and not self.path.is_symlink()
@@ -109,7 +119,7 @@ class OutputDirectory:
                     if not self.path.is_dir():
                         raise OutputError(f"{self.path} exists and is not a directory", _ELSEWHERE)
                     self._folder = Folder(self.path)
-                    if self._is_complete(self._inspect()):
+                    if self._is_complete(self._inspect()) and not self.moved:
                         return self
             with explained(self.path):
                 if self._made:
@@ -119,7 +129,7 @@ class OutputDirectory:
             self._take_lock()
             # Another run may have finished or begun between the first look and the lock.
             journal = self._inspect()
-            if self._is_complete(journal):
+            if self._is_complete(journal) and not self.moved:
                 return self
             self._sweep()
             self._require_space(journal["files"] if journal and self.overwrite else ())
@@ -233,8 +243,15 @@ class OutputDirectory:
                     self.folder.remove_folder(f"{WORK}/{name}")
         self.write(JOURNAL, self._journal(done=True))
 
+    def renew(self) -> None:
+        """Record what the source looks like now: what is finished is what it makes."""
+        journal = self._read_journal()
+        self.write(JOURNAL, self._journal(done=journal is not None and journal["done"]))
+        self.moved = frozenset()
+
     def _journal(self, done: bool) -> bytes:
-        record = {"format": FORMAT, "digest": self.digest, "done": done, "files": sorted(self.files)}
+        files, sources = sorted(self.files), dict(sorted(self.sources.items()))
+        record = {"format": FORMAT, "digest": self.digest, "done": done, "files": files, "sources": sources}
         return (json.dumps(record, indent=1) + "\n").encode()
 
     def _read_journal(self) -> dict[str, Any] | None:
@@ -283,8 +300,10 @@ class OutputDirectory:
                 f"{self.path / min(clash)} was not made by openquant and will not be overwritten",
                 "move it away, or choose another directory with -o",
             )
-        # Not before now: its records lie here.
-        self.elsewhere = self._elsewhere()
+        made_from = journal.get("sources", {}) if not self.overwrite else self.sources
+        self.moved = {name for name, look in self.sources.items() if made_from.get(name) != look}
+        # Not before now: its records lie here. What is elsewhere cannot be held against a source that moved.
+        self.elsewhere = frozenset() if self.moved else self._elsewhere()
         present = {name for name, mode in found if not stat.S_ISDIR(mode) and not _is_work(name)}
         if not present and not self.elsewhere:
             return None
@@ -293,7 +312,7 @@ class OutputDirectory:
         if journal["digest"] != self.digest:
             raise OutputError(
                 f"{self.path} holds the output of another run: other options, another source or another version",
-                "choose another directory with -o, or replace that output with --overwrite",
+                REPLACE,
             )
         foreign = present - ours
         if foreign and not journal["done"]:
@@ -408,6 +427,7 @@ def _journal_in(folder: Folder) -> dict[str, Any] | None:
             and isinstance(journal["digest"], str)
             and isinstance(journal["done"], bool)
             and isinstance(journal["files"], list)
+            and isinstance(journal.get("sources", {}), dict)
             and all(_is_ours(name) for name in journal["files"])
         )
     except (SourceError, TypeError, KeyError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +11,13 @@ from typing import Protocol, TypeVar
 
 from .card import model_card
 from .checkpoint import CARD_FILE, INDEX_FILE, Checkpoint, readable
-from .convert import convert
+from .convert import Progress, convert
 from .errors import OutputError, SourceError
 from .fetch import Supply, scratch_bytes, source_needs
-from .hub import Source, silent
+from .hub import Source, Stamp, silent
 from .inputs import read_small
-from .output import OutputDirectory
-from .plan import Plan
+from .output import REPLACE, OutputDirectory
+from .plan import Plan, Shard
 from .publish import AT_ONCE, Publisher, Push
 from .ranks import Ranks
 from .verification import check_finished, require_sound
@@ -29,12 +29,17 @@ class Prepared:
 
     source: Source
     checkpoint: Checkpoint
-    identity: str
+    stamps: Mapping[str, Stamp]
     plan: Plan
     target: Path
     workers: int
     device: str
     stream: bool
+
+    @property
+    def seen(self) -> list[object]:
+        """What all ranks must see alike; they may mount the source differently."""
+        return [self.plan.digest, {name: (size, modified) for name, (size, modified, *_) in self.stamps.items()}]
 
 
 class Listener(Protocol):
@@ -99,35 +104,52 @@ def carry_out(
         elsewhere=publisher.elsewhere if publisher else frozenset,
         at_once=AT_ONCE if push and push.only else None,
         scratch=scratch_bytes(source, source_needs(source, plan)) * ranks.size if prepared.stream else 0,
+        sources=lambda: {**prepared.stamps, **source.digests(prepared.checkpoint)},
     )
     with ExitStack() as stack:
         if source.remote or publisher:
             stack.enter_context(silent())
 
-        def claim() -> tuple[list[str] | None, str]:
-            """The unfinished shards, None if nothing at all is left to do, and where to push; for the first to say."""
+        def claim() -> tuple[list[str] | None, Set[str], str]:
+            """The unfinished shards, None if nothing at all is left to do, files of the source that moved, and where to
+            push; for the first to say.
+            """
             if not ranks.first:
-                return None, ""
+                return None, frozenset(), ""
             stack.enter_context(directory)
+            changed = sorted(directory.moved - prepared.stamps.keys())
+            if changed:
+                raise SourceError(f"{source.root / changed[0]} changed since {prepared.target} was made", REPLACE)
             if publisher:
+                if directory.moved:
+                    publisher.forget()
                 publisher.prepare(source.repo)
             unfinished = [name for name in shards if not directory.is_finished(name)]
-            return None if directory.complete else unfinished, publisher.repo if publisher else ""
+            return None if directory.complete else unfinished, directory.moved, publisher.repo if publisher else ""
 
         claimed, error = attempt(claim)
         told = ranks.agree(error, claimed)[0]
         assert told is not None
-        todo, repo = told
+        todo, moved, repo = told
         if publisher:
             publisher.repo = repo
             stack.enter_context(publisher)
-        if todo is not None:
+        if todo is not None or moved:
             if not ranks.first:
                 stack.enter_context(directory.joined())
-            names = set(todo)
-            mine = ranks.share([shard for shard in plan.shards if shard.name in names])
+            names = set(todo or ())
+            held = [shard for shard in plan.shards if shard.name not in names and plan.sources(shard.name) & moved]
+            left = names.union(shard.name for shard in held)
             sizes = {shard: plan.consumed(shard) for shard in shards}
-            reporter.started(sum(sizes.values()), sum(size for shard, size in sizes.items() if shard not in names))
+            reporter.started(sum(sizes.values()), sum(size for shard, size in sizes.items() if shard not in left))
+            if moved:
+                mine = ranks.share(held)
+                _, error = attempt(lambda: _hold(prepared, directory, mine, moved, reporter.advanced))
+                ranks.agree(error)
+                _, error = attempt(lambda: directory.renew() if ranks.first else None)
+                ranks.agree(error)
+        if todo is not None:
+            mine = ranks.share([shard for shard in plan.shards if shard.name in names])
 
             def work() -> None:
                 needs = source_needs(source, plan, [shard.name for shard in mine])
@@ -147,7 +169,7 @@ def carry_out(
             if not ranks.first:
                 return None
             if todo is not None:
-                _write_others(prepared, directory, made)
+                _write_others(prepared, directory, made, reporter)
                 # A run that only pushes has deleted those that are on the Hub.
                 if not (push and push.only):
                     _require_all(prepared.target, shards)
@@ -189,15 +211,51 @@ def _made_files(prepared: Prepared, push: Push | None) -> dict[str, bytes]:
     return made
 
 
-def _write_others(prepared: Prepared, directory: OutputDirectory, made: dict[str, bytes]) -> None:
-    if prepared.source.identity(prepared.checkpoint) != prepared.identity:
+def _hold(
+    prepared: Prepared, directory: OutputDirectory, shards: Sequence[Shard], moved: Set[str], progress: Progress
+) -> None:
+    """Hold finished shards against what a local source makes now.
+
+    Raises:
+        SourceError: it makes something else.
+    """
+    plan, root = prepared.plan, prepared.source.root
+    against = {shard.name: _named(root, sorted(plan.sources(shard.name) & moved)) for shard in shards}
+    with Supply(prepared.source, {}, None) as supply:
+        traffic = _Traffic(supply, None)
+        convert(plan, shards, traffic, directory, prepared.workers, prepared.device, progress, against)
+
+
+def _named(root: Path, names: Sequence[str]) -> str:
+    """Files of a directory, of which one is meant, for a message."""
+    if len(names) == 1:
+        return str(root / names[0])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"one of {', '.join(names[:3])}{more} in {root}"
+
+
+def _write_others(prepared: Prepared, directory: OutputDirectory, made: dict[str, bytes], reporter: Listener) -> None:
+    """Write what is no shard; what the source is now must be what all was made from."""
+    source, plan = prepared.source, prepared.plan
+    stamps, digests = source.stamps(prepared.checkpoint), source.digests(prepared.checkpoint)
+    copied = plan.files.keys() - made.keys()
+    changed = {name for name, digest in digests.items() if directory.sources[name] != digest}
+    if changed - copied:
+        raise SourceError(f"{source.root / min(changed - copied)} changed while it was being converted", REPLACE)
+    moved = {name for name, stamp in stamps.items() if prepared.stamps[name] != stamp}
+    shards = [shard for shard in plan.shards if plan.sources(shard.name) & moved]
+    gone = [shard.name for shard in shards if not directory.folder.is_file(shard.name)]
+    if gone:
         raise SourceError(
-            f"{prepared.source.root} changed while it was being converted",
-            "wait until nothing writes to it, then run again with --overwrite",
+            f"{source.root / min(moved)} changed while it was being converted, and {gone[0]} is on the Hub already",
+            "run the same command again: all shards are made and uploaded again",
         )
-    for name in prepared.plan.files:
-        if name not in made and not directory.is_finished(name):
-            directory.copy(prepared.source.root / name, name)
+    if moved:
+        _hold(prepared, directory, shards, moved, lambda _: reporter.advanced(0))
+        directory.sources = {**directory.sources, **stamps}
+    for name in copied:
+        if name in changed or not directory.is_finished(name):
+            directory.copy(source.root / name, name)
     for name, data in made.items():
         if not directory.is_finished(name):
             directory.write(name, data)

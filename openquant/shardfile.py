@@ -13,13 +13,13 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from .errors import SourceError
-from .output import OutputDirectory, explained
+from .output import REPLACE, OutputDirectory, explained
 from .plan import Layout
 from .written import verify_shard
 
@@ -198,6 +198,72 @@ class ShardFile:
             if handle >= 0:
                 os.close(handle)
         self._handle = self._direct = -1
+
+
+class FinishedShard:
+    """An output shard that is finished, held against what would be written there now, from any thread, in any order.
+
+    Args:
+        layout: what it is made of.
+        output: the directory it belongs to.
+        confirmed: is told when all of it is the same.
+        made_from: files of the source that look different since it was made, for messages.
+    """
+
+    def __init__(
+        self, layout: Layout, output: OutputDirectory, confirmed: Callable[[str], None], made_from: str
+    ) -> None:
+        self.layout = layout
+        self.output = output
+        self.confirmed = confirmed
+        self.made_from = made_from
+        self.path = output.path / layout.name
+        self._left = layout.size - len(layout.header)
+        self._lock = threading.Lock()
+        self._handle = -1
+
+    def open(self) -> None:
+        """Open it, and compare size and header."""
+        with explained(self.path, "read"):
+            self._handle = self.output.folder.open(self.layout.name, os.O_RDONLY)
+            size = os.fstat(self._handle).st_size
+        if size != self.layout.size:
+            self._refuse()
+        self._compare(np.frombuffer(self.layout.header, np.uint8), 0)
+
+    def write(self, data: npt.NDArray[Any], offset: int) -> None:
+        """Compare an array with what is at an offset.
+
+        Raises:
+            SourceError: it is something else.
+        """
+        view = data.reshape(-1).view(np.uint8)
+        self._compare(view, offset)
+        with self._lock:
+            self._left -= view.nbytes
+            complete = self._left == 0
+        if complete:
+            self.close()
+            self.confirmed(self.layout.name)
+
+    def _compare(self, view: Bytes, offset: int) -> None:
+        found = np.empty(min(HELD, view.nbytes), np.uint8)
+        done = 0
+        while done < view.nbytes:
+            with explained(self.path, "read"):
+                count = os.preadv(self._handle, [found[: view.nbytes - done].data], offset + done)
+            if count == 0 or not np.array_equal(found[:count], view[done : done + count]):
+                self._refuse()
+            done += count
+
+    def _refuse(self) -> NoReturn:
+        raise SourceError(f"{self.made_from} changed since {self.path} was made", REPLACE)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._handle >= 0:
+            os.close(self._handle)
+        self._handle = -1
 
 
 def _write_all(handle: int, view: memoryview, offset: int) -> None:

@@ -472,6 +472,31 @@ def test_a_refused_commit_forgets_no_upload(
 
 
 @pytest.mark.parametrize("only", [(), ("--push-only",)], ids=["kept", "deleted"])
+def test_uploads_of_a_source_that_moved_are_made_again(
+    hub: LoopbackHub, source: Path, tmp_path: Path, only: tuple[str, ...]
+) -> None:
+    """What was deleted cannot be held against it."""
+    hub.faults.append(Fault(r"/commit/", "POST", times=None, status=403))
+    assert ask(hub, tmp_path, *push_of(source, tmp_path, *only)).returncode == 2
+    hub.faults.clear()
+    shard = source / "model-00003-of-00005.safetensors"
+    data, times = shard.read_bytes(), shard.stat()
+    shard.write_bytes(data[:-1000] + bytes(1000))
+    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
+    done = ask(hub, tmp_path, *push_of(source, tmp_path, *only))
+    if not only:
+        assert done.returncode == 2
+        assert " changed since " in done.stderr
+        assert held(hub) == {}
+        shard.write_bytes(data)
+        done = ask(hub, tmp_path, *push_of(source, tmp_path))
+    assert done.returncode == 0, done.stderr
+    compress(source, tmp_path / "fresh")
+    fresh = published(tree(tmp_path / "fresh"))
+    assert {name for name, data in held(hub).items() if data != fresh[name]} == {"README.md"}
+
+
+@pytest.mark.parametrize("only", [(), ("--push-only",)], ids=["kept", "deleted"])
 @pytest.mark.parametrize("names", [True, False])
 def test_what_the_hub_lost_is_uploaded_again(
     hub: LoopbackHub, source: Path, expected: dict[str, bytes], tmp_path: Path, only: tuple[str, ...], names: bool

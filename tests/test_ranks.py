@@ -128,6 +128,25 @@ def test_the_first_rank_tells_of_another_s_error(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "config.json").exists()
 
 
+def test_ranks_share_what_is_held_against_a_source_that_moved(tmp_path: Path, source: Path) -> None:
+    compress(source, tmp_path / "out")
+    whole = tree(tmp_path / "out")
+    (tmp_path / "out" / "model-00004-of-00006.safetensors").unlink()
+    for path in source.glob("*.safetensors"):
+        os.utime(path, (1, 1))
+    done = torchrun(2, "-m", source, "-o", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert {name for name, data in tree(tmp_path / "out").items() if data != whole.get(name)} == {".openquant.json"}
+    shard = source / "model-00005-of-00006.safetensors"
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-10000] + bytes(10000))
+    done = torchrun(2, "-m", source, "-o", tmp_path / "out")
+    assert done.returncode != 0
+    assert done.stderr.count("error: ") == 1
+    assert "model-00005-of-00006.safetensors" in done.stderr
+    assert " changed since " in done.stderr
+
+
 def test_an_error_all_ranks_see_is_told_once(tmp_path: Path) -> None:
     done = torchrun(3, "-m", tmp_path / "nowhere" / "at" / "all")
     assert done.returncode != 0

@@ -11,8 +11,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +22,11 @@ import torch
 
 import tiny
 from conftest import ROOT, heed_ctrl_c, tree
-from openquant import compress
+from openquant import Result, compress, dequantize
 from openquant import run as running
 from openquant.checkpoint import open_checkpoint
 from openquant.errors import OutputError, SourceError
+from openquant.hub import find_source
 from openquant.output import OutputDirectory
 from openquant.plan import make_plan
 from openquant.schemes import TENSOR
@@ -235,11 +238,13 @@ def test_a_shard_lost_from_a_finished_directory_is_made_again(
 def test_other_options_or_another_source_are_refused(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
     other = tiny.write(tmp_path / "other", "Qwen3MoeForCausalLM", shards=SHARDS, seed=1)
     message = "holds the output of another run: other options, another source or another version"
-    for arguments in ({"scheme": "block"}, {"ignore": ["lm_head", "**.layers.0.**"]}, {"model": other}):
+    for arguments in ({"scheme": "block"}, {"ignore": ["lm_head", "**.layers.0.**"]}):
         with pytest.raises(OutputError) as caught:
             compress(**({"model": source, "output": tmp_path / "whole"} | arguments))  # type: ignore[arg-type]
         assert caught.value.message == f"{tmp_path / 'whole'} {message}"
         assert "--overwrite" in caught.value.hint
+    with pytest.raises(SourceError, match=f"in {other} changed since {tmp_path / 'whole'}/model-0000"):
+        compress(other, tmp_path / "whole")
     assert tree(tmp_path / "whole") == whole
     # The number of workers changes no byte, so it is no other option.
     assert compress(source, tmp_path / "whole", workers=3).resumed
@@ -337,23 +342,219 @@ def test_leftovers_in_the_source_are_no_other_source(tmp_path: Path, source: Pat
     assert tree(tmp_path / "whole") == whole
 
 
+def change(source: Path, shard: str) -> None:
+    """Turn the sign of a shard's last quantized weight; size and time of modification stay."""
+    checkpoint = open_checkpoint(source)
+    name = [name for name, place in checkpoint.where.items() if place.shard == shard and name.endswith("_proj.weight")][
+        -1
+    ]
+    path, at = source / shard, checkpoint.where[name].offset + checkpoint.tensors[name].nbytes - 1
+    times = path.stat()
+    with path.open("r+b") as file:
+        file.seek(at)
+        sign = file.read(1)[0] ^ 0x80
+        file.seek(at)
+        file.write(bytes([sign]))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def replaced(source: Path) -> None:
+    """A copy in its place, as from a backup: the same bytes and times under other inodes."""
+    source.rename(source.parent / "before")
+    shutil.copytree(source.parent / "before", source)
+
+
+def settled(out: Path) -> dict[str, bytes]:
+    """What has its final name."""
+    return {name: data for name, data in tree(out).items() if not name.startswith(".openquant/")}
+
+
+def finished(out: Path) -> list[str]:
+    return sorted(path.name for path in out.glob("*.safetensors"))
+
+
+def test_a_source_that_is_only_touched_continues(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
+    out = tmp_path / "out"
+    struck(source, out, "KILL", "after-rename", 3)
+    before = {name: (out / name).stat().st_mtime_ns for name in finished(out)}
+    assert 0 < len(before) < SHARDS
+    replaced(source)
+    for path in source.iterdir():
+        os.utime(path, (1, 1))
+    assert compress(source, out).resumed
+    assert {name: (out / name).stat().st_mtime_ns for name in before} == before
+    found = tree(out)
+    journals = [json.loads(files.pop(".openquant.json")) for files in (found, whole)]
+    assert found == whole
+    # What was held against the source once is not held against it again.
+    assert journals[0]["sources"] == sources(source)
+    assert journals[1]["sources"] != sources(source)
+
+
+def sources(source: Path) -> dict[str, object]:
+    """As the journal has them."""
+    named = find_source(str(source))
+    checkpoint = open_checkpoint(source)
+    return {**named.stamps(checkpoint), **named.digests(checkpoint)}
+
+
+@pytest.mark.parametrize("moved", ["in place", "replaced"])
+def test_what_a_finished_shard_was_made_from_may_not_change(tmp_path: Path, source: Path, moved: str) -> None:
+    out = tmp_path / "out"
+    struck(source, out, "KILL", "after-rename", 3)
+    shard = finished(out)[0]
+    if moved == "replaced":
+        replaced(source)
+    change(source, shard)
+    before = settled(out)
+    for _ in range(2):
+        with pytest.raises(SourceError) as caught:
+            compress(source, out)
+        made, _, of = caught.value.message.partition(" changed since ")
+        assert shard in made
+        assert str(source) in made
+        assert of == f"{out / finished(out)[0]} was made"
+        assert "--overwrite" in caught.value.hint
+    assert settled(out) == before
+    compress(source, out, overwrite=True)
+    compress(source, tmp_path / "fresh")
+    assert tree(out) == tree(tmp_path / "fresh")
+
+
+def test_what_nothing_was_made_from_yet_may_change(tmp_path: Path) -> None:
+    """Weights that were damaged, say, and are downloaded again."""
+    weights = {f"model.layers.{layer}.mlp.down_proj.weight": torch.randn(256, 256) for layer in range(3)}
+    source, out = tiny.write(tmp_path / "source", weights=weights, shards=3), tmp_path / "out"
+    damaged = source / "model-00003-of-00003.safetensors"
+    sound = damaged.read_bytes()
+    damaged.write_bytes(sound[:-4] + b"\xff\xff\xff\x7f")
+    with pytest.raises(SourceError, match="holds NaN or infinity"):
+        compress(source, out, workers=1)
+    before = {name: (out / name).stat().st_mtime_ns for name in finished(out)}
+    assert len(before) == 2
+    damaged.write_bytes(sound)
+    assert compress(source, out).resumed
+    assert {name: (out / name).stat().st_mtime_ns for name in before} == before
+    compress(source, tmp_path / "fresh")
+    assert tree(out) == tree(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "README.md"])
+@pytest.mark.parametrize("count", [3, 10])
+def test_other_files_may_not_change_either(tmp_path: Path, source: Path, name: str, count: int) -> None:
+    (source / "README.md").write_text("# A model")
+    out = tmp_path / "out"
+    struck(source, out, "KILL", "after-rename", count)
+    path = source / name
+    times, data = path.stat(), path.read_bytes()
+    path.write_bytes(data[:-1] + b"x")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    before = settled(out)
+    with pytest.raises(SourceError) as caught:
+        compress(source, out)
+    assert caught.value.message == f"{path} changed since {out} was made"
+    assert settled(out) == before
+    path.write_bytes(data)
+    compress(source, out)
+    compress(source, tmp_path / "fresh")
+    assert tree(out) == tree(tmp_path / "fresh")
+
+
+def test_a_finished_output_is_held_against_a_source_that_moved(
+    tmp_path: Path, source: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "whole"
+    (out / "README.md").write_text("edited")
+    replaced(source)
+    assert compress(source, out).resumed
+    assert (out / "README.md").read_text() == "edited"
+    # It is known again without reading any of it.
+    monkeypatch.setattr(running, "convert", None)
+    assert compress(source, out).resumed
+    monkeypatch.undo()
+    change(source, "model-00004-of-00005.safetensors")
+    with pytest.raises(SourceError, match=r"model-00004-of-00005.safetensors.* changed since "):
+        compress(source, out)
+
+
+def test_what_was_decoded_or_passed_on_is_held_against_its_source_too(tmp_path: Path, source: Path) -> None:
+    compress(source, tmp_path / "fp8", "block")
+    quantized = tmp_path / "fp8"
+    runs: list[Callable[[], Result]] = [
+        lambda: dequantize(quantized, tmp_path / "plain"),
+        lambda: compress(quantized, tmp_path / "again", "block"),
+    ]
+    for run in runs:
+        assert not run().resumed
+    replaced(quantized)
+    for run in runs:
+        assert run().resumed
+    change(quantized, "model-00005-of-00005.safetensors")
+    for run in runs:
+        with pytest.raises(SourceError, match=" changed since "):
+            run()
+
+
+def during(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> None:
+    """Have something happen once all shards are converted."""
+    convert = running.convert
+
+    def then(*arguments: Any) -> None:
+        convert(*arguments)
+        monkeypatch.setattr(running, "convert", convert)
+        happens()
+
+    monkeypatch.setattr(running, "convert", then)
+
+
+def test_a_source_that_is_touched_under_way_is_looked_at_again(
+    tmp_path: Path, source: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    during(monkeypatch, lambda: os.utime(source / "model-00002-of-00005.safetensors", (1, 1)))
+    compress(source, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / ".openquant.json").read_text())["sources"] == sources(source)
+    assert tree(tmp_path / "out").keys() == whole.keys()
+    monkeypatch.setattr(running, "convert", None)
+    assert compress(source, tmp_path / "out").resumed
+
+
 def test_a_source_that_changes_under_way_is_not_called_finished(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    convert = running.convert
+    shard, out = "model-00002-of-00005.safetensors", tmp_path / "out"
+    during(monkeypatch, lambda: change(source, shard))
+    for _ in range(2):
+        with pytest.raises(SourceError) as caught:
+            compress(source, out)
+        assert caught.value.message == f"{source / shard} changed since {out / shard} was made"
+        assert not (out / "config.json").exists()
+        assert not json.loads((out / ".openquant.json").read_text())["done"]
 
-    def touch_first(*arguments: object) -> None:
-        os.utime(source / "model-00002-of-00005.safetensors", (1, 1))
-        convert(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(running, "convert", touch_first)
+def test_a_config_that_changes_under_way_is_not_called_finished(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = source / "config.json"
+    during(monkeypatch, lambda: config.write_text(config.read_text().replace("rms_norm_eps", "rms_norm_esp")))
     with pytest.raises(SourceError) as caught:
         compress(source, tmp_path / "out")
-    assert caught.value.message == f"{source} changed while it was being converted"
+    assert caught.value.message == f"{config} changed while it was being converted"
     assert not (tmp_path / "out" / "config.json").exists()
-    monkeypatch.undo()
-    with pytest.raises(OutputError, match="another source"):
-        compress(source, tmp_path / "out")
+
+
+def test_a_log_in_the_source_may_grow(
+    tmp_path: Path, source: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own is no part of the model; one that somebody else writes, as tee does, is copied as it is at the end."""
+    command = f"exec {sys.executable} {ROOT / 'compress_fp8.py'} -m . -o ../out > convert.txt 2> errors.txt"
+    done = subprocess.run(["sh", "-c", command], cwd=source)
+    assert (done.returncode, (source / "errors.txt").read_text()) == (0, "")
+    assert "vllm serve" in (source / "convert.txt").read_text()
+    assert tree(tmp_path / "out") == whole
+    (source / "convert.txt").write_text("")
+    during(monkeypatch, lambda: (source / "convert.txt").write_text("a line\n"))
+    compress(source, tmp_path / "again")
+    assert (tmp_path / "again" / "convert.txt").read_text() == "a line\n"
 
 
 @pytest.mark.parametrize("name", ["n" * 255, "two\nlines", "caf\udce9", "-q", "naïve 模型"])
