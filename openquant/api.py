@@ -18,10 +18,11 @@ from .errors import SourceError, UsageError
 from .fates import Options
 from .fetch import MEMORY as FETCH_MEMORY
 from .hub import Source, find_source, silent
+from .inputs import read_small
 from .machine import available_cpus, find_device, peak_rss
-from .output import finished_files, refuse_overlap, refuse_root
+from .output import explained, finished_files, refuse_overlap, refuse_root
 from .plan import Plan, make_plain_plan, make_plan
-from .publish import Publisher, Push
+from .publish import Published, Publisher, Push
 from .ranks import Ranks
 from .run import Listener, Prepared, attempt, carry_out
 from .schemes import Scheme, find_others, find_scheme
@@ -48,6 +49,7 @@ class Result:
         download_bytes: size of the shards that are fetched from the Hub.
         repository: the Hub repository that the output was published in; None if it was not.
         pushed_to: address of the commit or pull request that published the output; None if it was not.
+        pushed_revision: the revision that holds it while a pull request is open, such as "refs/pr/1"; None for main.
         quantized_tensors: number of weights stored as float8_e4m3fn.
         decoded_tensors: number of weights that are quantized in the source and stored unquantized.
         ignored_layers: what quantization_config lists as left out.
@@ -70,6 +72,7 @@ class Result:
     download_bytes: int
     repository: str | None
     pushed_to: str | None
+    pushed_revision: str | None
     quantized_tensors: int
     decoded_tensors: int
     ignored_layers: list[str]
@@ -278,7 +281,7 @@ def _work(
         assert prepared is not None
         plan = prepared.plan
 
-        def result(resumed: bool, published: tuple[str, str] | None) -> Result:
+        def result(resumed: bool, published: Published | None) -> Result:
             return Result(
                 model=os.fspath(model),
                 revision=prepared.source.revision,
@@ -290,8 +293,9 @@ def _work(
                 source_bytes=plan.source_bytes,
                 output_bytes=plan.output_bytes,
                 download_bytes=prepared.source.remote_bytes(plan.source_shards),
-                repository=published and published[0],
-                pushed_to=published and published[1],
+                repository=published.repository if published else None,
+                pushed_to=published.address if published else None,
+                pushed_revision=published.revision if published else None,
                 quantized_tensors=plan.quantized_tensors,
                 decoded_tensors=plan.decoded_tensors,
                 ignored_layers=plan.ignored_layers,
@@ -403,9 +407,10 @@ def push(directory: str | os.PathLike[str], target: Push) -> str:
     shards = [name for name in files if name.endswith(".safetensors")]
     publisher = Publisher(target, path, digest, shards)
     with silent():
-        publisher.prepare(None)
+        with explained(path, "read"):
+            publisher.prepare(read_small(path / "README.md", f"{path}/README.md"))
         with publisher:
-            return publisher.finish(sorted(files - set(shards)), path.resolve().name)
+            return publisher.finish(sorted(files - set(shards)), path.resolve().name).address
 
 
 def _default_output(source: Source, scheme: Scheme) -> Path:

@@ -22,6 +22,9 @@ _FRONT_MATTER = re.compile(r"\A---[ \t]*\r?\n(.*?)(?:^|\n)---[ \t]*(?:\r?\n|\Z)"
 _SECTION = re.compile(
     r"^# [^\n]*: (FP8|BF16) weights\n\n\| \| \|\n\|---\|---\|\n\| source \|.*\Z", re.DOTALL | re.MULTILINE
 )
+# The commands in it, and how each engine is started.
+_BLOCK = re.compile(r"^```\n.*?^```$", re.DOTALL | re.MULTILINE)
+_COMMANDS = {"vLLM": "vllm serve", "SGLang": "python -m sglang.launch_server --model-path"}
 # What a card adds to the name of a source that is quantized itself.
 QUANTIZED = ", which is quantized already"
 # Of metadata; that of models with results of many benchmarks has a few hundred kilobytes.
@@ -37,9 +40,7 @@ _TYPED = tuple(f"{_TAG}{kind}" for kind in ("null", "bool", "int", "float", "tim
 _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
 
 
-def model_card(
-    base: str | None, plan: Plan, name: str, repo: str | None, revision: str | None, published: str | None
-) -> str:
+def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revision: str | None, directory: str) -> str:
     """The output's README.md.
 
     Args:
@@ -48,7 +49,7 @@ def model_card(
         name: the source's name.
         repo: the source's Hub repository, None if unknown.
         revision: the source's commit, None if unknown.
-        published: the Hub repository that the output goes to, None if it stays here or that is unknown.
+        directory: the name of the output directory.
     """
     kept, entries, text = _split(base or "")
     text = _SECTION.sub("", text)
@@ -63,6 +64,7 @@ def model_card(
     task = "image-text-to-text" if plan.model.text_config else "text-generation"
     told = entries.get("pipeline_tag")
     ours["pipeline_tag"] = told if told and isinstance(told, str) else task
+    # An entry without a value is no tag.
     known = [tag for tag in ([tags] if isinstance(tags, str) else tags) if tag and isinstance(tag, str)]
     # Compressed-tensors directories are searched for by that tag.
     package = [plan.scheme.package] if plan.scheme.package else []
@@ -72,7 +74,7 @@ def model_card(
     added = ["fp8", "vllm", "quantized", *package, *schemes] if plan.quantization_config else []
     ours["tags"] = list(dict.fromkeys([*known, *added]))
     front = kept + yaml.safe_dump(ours, sort_keys=False, allow_unicode=True)
-    section = _section(plan, name, repo, revision, published)
+    section = _section(plan, name, repo, revision, directory)
     body = f"{text.strip()}\n\n{section}" if text.strip() else section
     return f"---\n{front}---\n\n{body}"
 
@@ -212,14 +214,40 @@ def readers(plan: Plan) -> str:
     return f"{engines}; transformers loads it too{f', with {scheme.package} installed' if scheme.package else ''}."
 
 
-def serve_commands(plan: Plan, output: str) -> list[str]:
-    """What starts each engine on an output directory."""
-    commands = {"vLLM": "vllm serve", "SGLang": "python -m sglang.launch_server --model-path"}
-    return [f"{commands[engine]} {shell_word(output)}" for engine in plan.scheme.engines]
+def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list[str]:
+    """What starts each engine on an output directory, or on a revision of a repository (main if None)."""
+    return [f"{_COMMANDS[engine]} {_served(output, revision)}" for engine in plan.scheme.engines]
 
 
-def _section(plan: Plan, name: str, repo: str | None, revision: str | None, published: str | None) -> str:
-    commands = serve_commands(plan, published or name + plan.scheme.suffix)
+def published_card(card: str, repo: str, revision: str | None) -> str:
+    """The README.md of an output directory as it is published: its commands serve that revision of the repository.
+
+    Args:
+        card: the directory's.
+        repo: the repository.
+        revision: a pull request's, such as "refs/pr/1"; None for main.
+    """
+    section = _SECTION.search(card)
+    block = section and _BLOCK.search(card, section.start())
+    if not block:
+        return card
+    written = f"(?m)^({'|'.join(map(re.escape, _COMMANDS.values()))}) .*$"
+    commands = re.sub(written, lambda found: f"{found[1]} {_served(repo, revision)}", block[0])
+    return card[: block.start()] + commands + card[block.end() :]
+
+
+def _served(output: str, revision: str | None) -> str:
+    return shell_word(output) + (f" --revision {shell_word(revision)}" if revision else "")
+
+
+def base_models(card: str) -> list[str]:
+    """The repositories that a card names as those its model is made from."""
+    named = _split(card)[1].get("base_model", [])
+    return [named] if isinstance(named, str) else [name for name in named if isinstance(name, str)]
+
+
+def _section(plan: Plan, name: str, repo: str | None, revision: str | None, directory: str) -> str:
+    commands = serve_commands(plan, directory)
     settings = plan.quantization_config
     activations = "" if plan.scheme.static else ", dynamic activations"
     serialized = f"{activations} (`quant_method: {settings['quant_method']}`)" if settings else ""

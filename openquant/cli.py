@@ -172,6 +172,11 @@ def _add_push_arguments(parser: argparse.ArgumentParser, name: str) -> None:
     )
     parser.add_argument("--private", action="store_true", help="make that repository private if it is made now")
     parser.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing to main")
+    parser.add_argument(
+        "--replace-weights",
+        action="store_true",
+        help="commit to main although the model is made from what lies there, or its weights are not quantized",
+    )
     parser.add_argument("--commit-message", type=_text, metavar="TEXT", help="message of the commit or pull request")
 
 
@@ -402,22 +407,26 @@ def _mapping(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
 
 
 def _push_of(options: argparse.Namespace) -> Push | None:
-    from .publish import Push
-
     if options.push_to_hub is None:
-        for option in ("private", "create_pr", "commit_message", "push_only"):
+        for option in ("private", "create_pr", "replace_weights", "commit_message", "push_only"):
             if getattr(options, option):
                 raise UsageError(f"--{option.replace('_', '-')} goes with --push-to-hub", "say where to push")
         return None
-    return Push(options.push_to_hub, options.private, options.create_pr, options.commit_message, only=options.push_only)
+    return _push_to(options.push_to_hub, options, only=options.push_only)
+
+
+def _push_to(name: str, options: argparse.Namespace, only: bool = False) -> Push:
+    from .publish import Push
+
+    if options.create_pr and options.replace_weights:
+        raise UsageError("--create-pr replaces nothing, --replace-weights does", "give one of them")
+    return Push(name, options.private, options.create_pr, options.commit_message, only, options.replace_weights)
 
 
 def _push(options: argparse.Namespace, interrupts: _Interrupts) -> int:
     from .api import push
-    from .publish import Push
 
-    target = Push(options.name, options.private, options.create_pr, options.commit_message)
-    address = push(options.directory, target)
+    address = push(options.directory, _push_to(options.name, options))
     interrupts.check()
     if options.json:
         _print_json({"output": options.directory, "pushed_to": address})

@@ -7,7 +7,6 @@ Of a repository everything but the shards goes to the Hub's cache at once; shard
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import re
@@ -32,11 +31,14 @@ from .checkpoint import (
     refuse_other_weights,
 )
 from .errors import SourceError, UsageError
+from .inputs import read_small
 from .refusals import explained_source, is_transient, without_queries
 
 # A snapshot in the Hub's cache: models--ORG--NAME/snapshots/COMMIT.
 _SNAPSHOT = re.compile(r"^models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})$")
 
+
+_COMMIT = re.compile("[0-9a-f]{40}")
 
 # Seconds between tries, beyond those of huggingface_hub itself; fewer before anything is known to be there.
 WAITS = (1, 2, 4, 8, 16)
@@ -107,6 +109,18 @@ class Source:
             while data := file.read(1 << 20):
                 digest.update(data)
         return digest.hexdigest()
+
+    def downloaded_commit(self) -> str | None:
+        """The commit that a folder came from which `hf download --local-dir` filled; None if none is recorded.
+
+        The record names no repository.
+        """
+        record = self.root / ".cache" / "huggingface" / "download" / "config.json.metadata"
+        try:
+            commit = read_small(record, record.name).split(b"\n", 1)[0].decode()
+        except (OSError, SourceError, ValueError):
+            return None
+        return commit if _COMMIT.fullmatch(commit) else None
 
 
 def find_source(model: str, revision: str | None = None) -> Source:

@@ -18,18 +18,35 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from . import __version__
+from .admission import (
+    find_repository,
+    make_repository,
+    refuse_mixture,
+    refuse_source,
+    refuse_unquantized,
+    require_permission,
+    require_valid,
+    user_name,
+)
+from .card import base_models, published_card
 from .errors import SourceError
 from .hub import interruptible, patiently
 from .inputs import parse_json, read_small
 from .output import PUSHED, WORK, explained
 from .refusals import PushError, explained_push, is_transient, status_of, told
 
+if TYPE_CHECKING:
+    from huggingface_hub import Discussion
+
 # Output shards that are on disk at a time, being made or uploaded, when they are deleted after it.
 AT_ONCE = 3
 # "Your push was rejected because an LFS pointer pointed to a file that does not exist. Offending file: - NAME"
 _LOST = re.compile(r"\b(LFS|object)\b.*\b(not exist|missing|not found)\b", re.IGNORECASE | re.DOTALL)
+# Of a pull request, in characters.
+LONGEST_TITLE = 200
 
 
 @dataclass(frozen=True)
@@ -42,6 +59,7 @@ class Push:
         create_pr: open a pull request instead of committing to main.
         message: of the commit; one that names the model if None.
         only: delete each shard of the output once it is uploaded.
+        replace_weights: commit to main although it holds what the model is made from, or unquantized weights.
     """
 
     name: str
@@ -49,6 +67,22 @@ class Push:
     create_pr: bool = False
     message: str | None = None
     only: bool = False
+    replace_weights: bool = False
+
+
+@dataclass(frozen=True)
+class Published:
+    """Where a model was published.
+
+    Attributes:
+        repository: the repository, under the name the Hub has for it.
+        address: of the commit or pull request.
+        revision: what holds it while a pull request is open, such as "refs/pr/1"; None for main.
+    """
+
+    repository: str
+    address: str
+    revision: str | None
 
 
 class Publisher:
@@ -67,6 +101,7 @@ class Publisher:
         self.digest = digest
         self.shards = list(shards)
         self.repo = push.name
+        self._user = ""
         self.records = directory / WORK / PUSHED
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._begun: set[str] = set()
@@ -75,38 +110,47 @@ class Publisher:
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._upload_all, name="openquant-upload", daemon=True)
 
-    def prepare(self, source: str | None) -> None:
-        """Make the repository if there is none, and make sure that we may write to it.
+    def prepare(self, card: bytes, downloaded: str | None = None) -> None:
+        """Make the repository if there is none, and find out beforehand what could keep the model from it.
 
         Args:
-            source: the repository that the model comes from, if it is known.
+            card: the output's README.md.
+            downloaded: the commit that the model was downloaded as, from a repository that is not known.
 
         Raises:
-            PushError: we may not, or it holds weights that this model would not replace, or that it is made from.
+            PushError: we may not write there, the card is refused, or the repository holds weights that this model
+                would not replace, or ought not to.
         """
-        from huggingface_hub import HfApi
-
-        api = HfApi()
+        text = card.decode("utf-8", "replace")
         with explained_push(self.repo):
-            self.repo = patiently(
-                lambda: api.create_repo(self.push.name, private=self.push.private or None, exist_ok=True).repo_id
-            )
-            patiently(lambda: api.auth_check(self.repo, write=not self.push.create_pr))
-            present = patiently(lambda: api.list_repo_files(self.repo))
-        if source is not None and self.repo.lower() == source.lower() and not self.push.create_pr:
-            raise PushError(
-                f"{self.repo} is what the model is made from, and would be replaced by it",
-                "push to another repository, or open a pull request with --create-pr",
-            )
-        weights = (name for name in present if "/" not in name and name.endswith((".safetensors", ".index.json")))
-        foreign = [name for name in weights if name not in {*self.shards, "model.safetensors.index.json"}]
-        if self.shards == ["model.safetensors"] and "model.safetensors.index.json" in present:
-            foreign.append("model.safetensors.index.json")
-        if foreign:
-            raise PushError(
-                f"{self.repo} already holds {foreign[0]}, which this model would not replace",
-                "push to another repository, or delete that file from this one first",
-            )
+            self._user = user_name(self.repo)
+            name = self.repo if "/" in self.repo else f"{self._user}/{self.repo}"
+            found = find_repository(name)
+            # Of one that was renamed or is spelled in other letters, the name it has now.
+            self.repo = name if found is None else found.id
+        with explained_push(self.repo):
+            require_valid(self.repo, published_card(text, self.repo, None))
+            if found is None:
+                self.repo = make_repository(self.repo, self.push.private)
+            require_permission(self.repo, write=not self.push.create_pr)
+            if self.push.create_pr:
+                # Where discussions are disabled there are no pull requests either.
+                patiently(self._request)
+            if found is not None:
+                refuse_mixture(found, self.shards)
+                if not (self.push.create_pr or self.push.replace_weights):
+                    refuse_source(found, base_models(text), downloaded)
+                    refuse_unquantized(found, self.shards, self._is_ours)
+
+    def _is_ours(self, name: str, sha256: str | None) -> bool:
+        """Whether what the Hub holds is the very shard that would be pushed."""
+        record, path = self._record(name), self.directory / name
+        if record is not None:
+            return bool(record["sha256"] == sha256)
+        if sha256 is None or not path.is_file():
+            return False
+        with explained(path, "read"), path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == sha256
 
     def __enter__(self) -> Publisher:
         self._thread.start()
@@ -156,8 +200,8 @@ class Publisher:
             if self._failure is not None:
                 raise self._failure
 
-    def finish(self, others: Iterable[str], title: str) -> str:
-        """Upload what is left and commit everything; the address of the commit or pull request.
+    def finish(self, others: Iterable[str], title: str) -> Published:
+        """Upload what is left and commit everything; where it is then.
 
         Args:
             others: every file of the directory that is not a shard.
@@ -166,37 +210,43 @@ class Publisher:
         Raises:
             PushError: it could not be done.
         """
+        from huggingface_hub import constants
+
         for name in self.shards:
             self.finished(name)
         self.drain()
         title = self.push.message or title
         with explained_push(self.repo):
-            revision = self._pull_request(title) if self.push.create_pr else None
-            address = interruptible(
-                lambda: patiently(lambda: self._commit(list(others), title, revision), passes=_passes)
-            )
+            if self.push.create_pr:
+                request = patiently(lambda: self._open_request(title))
+                # What was merged is served from main.
+                revision = None if request.status == "merged" else f"refs/pr/{request.num}"
+                address = f"{constants.ENDPOINT}/{self.repo}/discussions/{request.num}"
+                if revision is not None:
+                    self._commit(list(others), title, revision)
+                published = Published(self.repo, address, revision)
+            else:
+                published = Published(self.repo, self._commit(list(others), title, None), None)
         if not self.push.only:
             self.forget()
-        return address
+        return published
 
     def _commit(self, others: list[str], title: str, revision: str | None) -> str:
+        """Commit everything that the revision has not; the commit's address."""
         from huggingface_hub import CommitOperationAdd, HfApi
         from huggingface_hub.errors import BadRequestError
-        from huggingface_hub.hf_api import RepoFile
 
-        api = HfApi()
-        found = api.get_paths_info(self.repo, self.shards, revision=revision)
-        present = {entry.path: entry.lfs.sha256 for entry in found if isinstance(entry, RepoFile) and entry.lfs}
-        operations = [CommitOperationAdd(name, str(self.directory / name)) for name in others]
-        for name in self.shards:
-            record = self._record(name)
-            if record is None:
-                operations.append(CommitOperationAdd(name, str(self.directory / name)))
-            elif present.get(name) != record["sha256"]:
-                operations.append(_uploaded(name, record))
-        try:
+        def commit() -> str:
             # A second try leaves out what the first one committed, should only its answer have been lost.
-            made = api.create_commit(self.repo, operations, commit_message=title, revision=revision)
+            operations = [CommitOperationAdd(name, self._content(name, revision)) for name in others]
+            for name in self._absent(revision):
+                record = self._record(name)
+                path = str(self.directory / name)
+                operations.append(CommitOperationAdd(name, path) if record is None else _uploaded(name, record))
+            return str(HfApi().create_commit(self.repo, operations, commit_message=title, revision=revision).commit_url)
+
+        try:
+            return interruptible(lambda: patiently(commit, passes=_passes))
         except BadRequestError as error:
             lost = self._lost(error.server_message or "")
             if not lost:
@@ -207,9 +257,28 @@ class Publisher:
                 f"{self.repo} no longer has what was uploaded of {lost[0]}: {told(error)}",
                 "run the same command again: what the Hub lost is made and uploaded again",
             ) from None
-        if revision is None:
-            return str(made.commit_url)
-        return f"{api.endpoint}/{self.repo}/discussions/{revision.rsplit('/', 1)[1]}"
+
+    def _content(self, name: str, revision: str | None) -> str | bytes:
+        """A file to be committed: its path, or what it is to hold."""
+        path = self.directory / name
+        if name != "README.md":
+            return str(path)
+        with explained(path, "read"):
+            card = path.read_bytes()
+        try:
+            return published_card(card.decode(), self.repo, revision).encode()
+        except UnicodeDecodeError:
+            return card
+
+    def _absent(self, revision: str | None) -> list[str]:
+        """The shards that a revision has not, or not as they are here."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.hf_api import RepoFile
+
+        found = HfApi().get_paths_info(self.repo, self.shards, revision=revision)
+        present = {entry.path: entry.lfs.sha256 for entry in found if isinstance(entry, RepoFile) and entry.lfs}
+        records = {name: self._record(name) for name in self.shards}
+        return [name for name, record in records.items() if record is None or present.get(name) != record["sha256"]]
 
     def _lost(self, why: str) -> list[str]:
         """The uploaded shards that the Hub has not, going by the reason it gives for refusing a commit.
@@ -222,24 +291,46 @@ class Publisher:
         named = [name for name, record in records.items() if name in why or record["sha256"] in why]
         return named or list(records)
 
-    def _pull_request(self, title: str) -> str:
-        """The pull request's revision; opened once however often a push is taken up again, unless it was closed."""
+    def _open_request(self, title: str) -> Discussion:
+        """The pull request for this model, opened if there is none."""
         from huggingface_hub import HfApi
+
+        found = self._request()
+        if found is None or (found.status == "merged" and self._absent(None)):
+            about = f"Made with openquant {__version__}. {self._mark}"
+            found = HfApi().create_pull_request(self.repo, title.strip()[:LONGEST_TITLE], description=about)
+        return found
+
+    def _request(self) -> Discussion | None:
+        """The pull request that an earlier try opened for this model, an open one before a merged one.
+
+        It is known by what it says, so none is opened twice, be the answer lost or the directory moved.
+        """
+        from huggingface_hub import HfApi
+        from huggingface_hub.community import DiscussionComment
         from huggingface_hub.errors import HfHubHTTPError
 
-        api, record = HfApi(), self._record("")
-        if record is not None:
+        api, merged = HfApi(), None
+        for listed in api.get_repo_discussions(self.repo, author=self._user, discussion_type="pull_request"):
+            if listed.status == "closed":
+                continue
             try:
-                if api.get_discussion_details(self.repo, record["number"]).status not in ("open", "draft"):
-                    record = None
+                details = api.get_discussion_details(self.repo, listed.num)
             except HfHubHTTPError as error:
-                if error.response.status_code != 404:
+                if status_of(error) != 404:
                     raise
-                record = None
-        if record is None:
-            record = {"number": api.create_pull_request(self.repo, title).num}
-            self._remember("", record)
-        return f"refs/pr/{record['number']}"
+                continue
+            first = next((event for event in details.events if isinstance(event, DiscussionComment)), None)
+            if first is not None and self._mark in first.content:
+                if details.status != "merged":
+                    return details
+                merged = details
+        return merged
+
+    @property
+    def _mark(self) -> str:
+        """What tells a pull request of this plan from others of the same user."""
+        return f"Plan: {self.digest}"
 
     def _upload_all(self) -> None:
         try:

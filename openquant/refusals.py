@@ -23,6 +23,8 @@ _XML = re.compile(
 # Enough for every field that a card can have wrong.
 _LONGEST = 1000
 _LOG_IN = "log in with a token that may: hf auth login"
+USE_A_TOKEN = "use a token with write permission (https://huggingface.co/settings/tokens): hf auth login"
+MEND_THE_CARD = "correct these entries at the top of README.md, of the source if the model is still to be converted"
 
 # What the server's own words call for, whatever the status; the first that matches counts.
 _ADVICE = tuple(
@@ -40,11 +42,11 @@ _ADVICE = tuple(
         (
             r"read[- ]?only token|token.{0,40}read[- ]?only|write token|token.{0,80}(permission|scope)|"
             r"(required|necessary|sufficient) permissions",
-            "use a token with write permission (https://huggingface.co/settings/tokens): hf auth login",
+            USE_A_TOKEN,
         ),
         (
             r"metadata.{0,40}README|README.{0,40}metadata",
-            "correct these entries at the top of README.md, of the source if the model is still to be converted",
+            MEND_THE_CARD,
         ),
     )
 )

@@ -101,6 +101,7 @@ def summary_text(plan: Plan, result: Result, already_complete: bool) -> str:
         f"{_share(plan)}, in {result.seconds:.1f} s, "
         f"peak memory {gigabytes(result.peak_rss_bytes)}"
     )
+    commands = serve_commands(plan, result.repository or result.output, result.pushed_revision)
     published = [] if result.pushed_to is None else [f"pushed to {result.pushed_to}"]
     return "\n".join(
         [
@@ -108,7 +109,7 @@ def summary_text(plan: Plan, result: Result, already_complete: bool) -> str:
             *published,
             readers(plan),
             "",
-            *[f"  {command}" for command in serve_commands(plan, result.repository or result.output)],
+            *[f"  {command}" for command in commands],
         ]
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from .hub import Source, Stamp, silent
 from .inputs import read_small
 from .output import REPLACE, OutputDirectory
 from .plan import Plan, Shard
-from .publish import AT_ONCE, Publisher, Push
+from .publish import AT_ONCE, Published, Publisher, Push
 from .ranks import Ranks
 from .verification import check_finished, require_sound
 
@@ -87,12 +88,12 @@ class _Traffic:
 
 def carry_out(
     prepared: Prepared, ranks: Ranks, overwrite: bool, push: Push | None, reporter: Listener
-) -> tuple[bool, bool, tuple[str, str] | None]:
+) -> tuple[bool, bool, Published | None]:
     """Write the output; whether an earlier run was continued, or had left nothing to do, and where it was pushed."""
     plan, source = prepared.plan, prepared.source
     shards = {shard.name: shard.nbytes for shard in plan.shards}
     # Made before anything is converted, so that nothing about them can fail after hours.
-    made = _made_files(prepared, push)
+    made = _made_files(prepared)
     others = {**plan.files, **{name: len(data) for name, data in made.items()}}
     publisher = Publisher(push, prepared.target, plan.digest, shards) if push else None
     directory = OutputDirectory(
@@ -123,7 +124,7 @@ def carry_out(
             if publisher:
                 if directory.moved:
                     publisher.forget()
-                publisher.prepare(source.repo)
+                publisher.prepare(made[CARD_FILE], source.downloaded_commit())
             unfinished = [name for name in shards if not directory.is_finished(name)]
             return None if directory.complete else unfinished, directory.moved, publisher.repo if publisher else ""
 
@@ -165,7 +166,7 @@ def carry_out(
             _, error = attempt(work)
             ranks.agree(error)
 
-        def finish() -> tuple[str, str] | None:
+        def finish() -> Published | None:
             if not ranks.first:
                 return None
             if todo is not None:
@@ -183,7 +184,7 @@ def carry_out(
             reporter.publishing(publisher.repo)
             number = "FP8" if plan.quantization_config else "BF16"
             title = f"{source.name} in {number} ({plan.title})"
-            return publisher.repo, publisher.finish(sorted(others), title)
+            return publisher.finish(sorted(others), title)
 
         published, error = attempt(finish)
         ranks.agree(error)
@@ -200,11 +201,9 @@ def _require_all(target: Path, shards: Iterable[str]) -> None:
             )
 
 
-def _made_files(prepared: Prepared, push: Push | None) -> dict[str, bytes]:
+def _made_files(prepared: Prepared) -> dict[str, bytes]:
     """The files that are written rather than copied, config.json last: without it no engine takes this for a model."""
-    # A name without an owner gets one when the Hub is asked, too late for the card.
-    published = push.name if push and "/" in push.name else None
-    made = {CARD_FILE: _card(prepared.plan, prepared.source, published)}
+    made = {CARD_FILE: _card(prepared.plan, prepared.source, prepared.target)}
     if prepared.plan.indexed:
         made[INDEX_FILE] = _index(prepared.plan)
     made["config.json"] = _config(prepared.plan)
@@ -261,12 +260,14 @@ def _write_others(prepared: Prepared, directory: OutputDirectory, made: dict[str
             directory.write(name, data)
 
 
-def _card(plan: Plan, source: Source, published: str | None) -> bytes:
+def _card(plan: Plan, source: Source, target: Path) -> bytes:
     base = None
     if CARD_FILE in plan.files:
         with readable():
             base = read_small(source.root / CARD_FILE, CARD_FILE).decode("utf-8-sig", errors="replace")
-    return model_card(base, plan, source.name, source.repo, source.revision, published).encode()
+    # A name that is no UTF-8 could not be written.
+    directory = os.fsencode(Path(os.path.realpath(target)).name).decode("utf-8", "replace")
+    return model_card(base, plan, source.name, source.repo, source.revision, directory).encode()
 
 
 def _index(plan: Plan) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -59,8 +60,13 @@ def heed_ctrl_c() -> None:
 
 
 def tree(root: Path) -> dict[str, bytes]:
-    """Every file below a directory with its bytes."""
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+    """Every file below a directory with its bytes; where its card's commands name the directory, they say DIR here."""
+    found = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*")) if path.is_file()}
+    files = {name: path.read_bytes() for name, path in found.items()}
+    if "README.md" in files:
+        command = rb"(?m)^(vllm serve|python -m sglang\.launch_server --model-path) "
+        files["README.md"] = re.sub(command + re.escape(root.name.encode()) + b"$", rb"\1 DIR", files["README.md"])
+    return files
 
 
 def change_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:

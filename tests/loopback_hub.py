@@ -31,6 +31,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
 DATE = "2026-01-01T00:00:00.000Z"
 PIECE = 1 << 16
+# Pull requests in a page of their list.
+PAGE = 2
 USER = "user"
 
 
@@ -105,6 +107,8 @@ class LoopbackHub:
         revisions: names that resolve to COMMIT in a read-only repository.
         refuse: repository id -> (status, X-Error-Code) to answer instead.
         faults: what goes wrong; see Fault.
+        renamed: old id -> new id; requests for the old one are redirected, as far as the Hub does that.
+        role: of the token, as whoami tells it; nothing but "write" may write.
         token: when set, private repositories and all writes need it.
         requests: how often each path was asked for with each method, faults included.
         sent: bytes of all answers.
@@ -116,6 +120,8 @@ class LoopbackHub:
         self.revisions = {"main", "v1", COMMIT}
         self.refuse: dict[str, tuple[int, str]] = {}
         self.faults: list[Fault] = []
+        self.renamed: dict[str, str] = {}
+        self.role = "write"
         self.token = token
         self.requests: Counter[str] = Counter()
         self.sent = 0
@@ -224,15 +230,25 @@ class LoopbackHub:
             (self.blobs / digest).write_bytes(content)
         return digest
 
-    def open_pull_request(self, repo: str, base: str) -> str:
+    def open_pull_request(self, repo: str, base: str, title: str = "", about: str = "", author: str = USER) -> str:
         """The ref of a new pull request that starts at a revision."""
         with self.lock:
             sha = self.snapshot(repo, base)[0]
             refs = self.stored[repo]["refs"]
-            ref = f"refs/pr/{1 + sum(name.startswith('refs/pr/') for name in refs)}"
-            refs[ref] = sha
+            number = 1 + sum(name.startswith("refs/pr/") for name in refs)
+            refs[f"refs/pr/{number}"] = sha
+            known = {"num": number, "title": title, "about": about, "author": author, "status": "draft"}
+            self.stored[repo].setdefault("requests", []).append(known)
             self.save()
-            return ref
+            return f"refs/pr/{number}"
+
+    def end_pull_request(self, repo: str, number: int, status: str) -> None:
+        """Close a pull request, or merge it."""
+        with self.lock:
+            self.stored[repo]["requests"][number - 1]["status"] = status
+            if status == "merged":
+                self.stored[repo]["refs"]["main"] = self.stored[repo]["refs"][f"refs/pr/{number}"]
+            self.save()
 
     def describe(self, path: str, content: Path) -> dict[str, Any]:
         """A file as the tree lists it."""
@@ -333,6 +349,9 @@ class Handler(BaseHTTPRequestHandler):
             for methods, pattern, writes, action in ROUTES:
                 if self.command in methods and (found := re.fullmatch(pattern, url.path)):
                     given = {name: unquote(value or "") for name, value in found.groupdict().items()}
+                    if given.get("repo") in hub.renamed:
+                        there = url.path.replace(given["repo"], hub.renamed[given["repo"]], 1)
+                        raise Refused(307, Location=f"{there}?{url.query}")
                     self.admit(given.get("repo", ""), writes)
                     return action(self, **given)
             raise Refused(404, message="Not Found")
@@ -355,6 +374,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.hub.token and not given and (writes or self.hub.stored.get(repo, {}).get("private")):
             # By the code the client sees here what it sees by the address of huggingface.co: RepositoryNotFoundError.
             raise Refused(401, "RepoNotFound" if repo else "", "Invalid username or password.")
+        if writes and self.hub.role != "write":
+            raise Refused(403, message="Forbidden: you must use a write token to upload to a repository.")
         if writes and repo in self.hub.repositories:
             raise Refused(403, message=f"{repo} is read-only")
 
@@ -423,7 +444,7 @@ class Handler(BaseHTTPRequestHandler):
     def whoami(self) -> None:
         if self.hub.token and not self.headers.get("Authorization"):
             raise Refused(401, message="Invalid username or password.")
-        self.say({"type": "user", "name": USER, "orgs": []})
+        self.say({"type": "user", "name": USER, "orgs": [], "auth": {"accessToken": {"role": self.hub.role}}})
 
     def allow(self, repo: str) -> None:
         """Say that the client may do what it asks about; who may not does not get here."""
@@ -616,17 +637,45 @@ class Handler(BaseHTTPRequestHandler):
         asked = json.loads(self.body())
         if not asked["pullRequest"]:
             raise Refused(400, message="only pull requests can be opened here")
-        self.say({"num": int(self.hub.open_pull_request(repo, "main").rpartition("/")[2])})
+        ref = self.hub.open_pull_request(repo, "main", asked["title"], asked["description"])
+        self.say({"num": int(ref.rpartition("/")[2])})
+
+    def discussions(self, repo: str) -> None:
+        """A page of the pull requests."""
+        self.hub.snapshot(repo, "main")
+        author, start = self.query.get("author"), PAGE * int(self.query["p"][0])
+        found = self.hub.stored[repo].get("requests", []) if repo in self.hub.stored else []
+        found = [known for known in reversed(found) if author in (None, [known["author"]])]
+        page = [self.described(repo, known) for known in found[start : start + PAGE]]
+        self.say({"discussions": page, "count": len(found), "start": start})
 
     def discussion(self, repo: str, number: str) -> None:
         self.hub.snapshot(repo, f"refs/pr/{number}")
-        known = {"title": "", "status": "draft", "createdAt": DATE, "events": [], "filesWithConflicts": []}
-        request = {
+        known = self.hub.stored[repo]["requests"][int(number) - 1]
+        author = {"name": known["author"]}
+        said = {"raw": known["about"], "html": "", "updatedAt": DATE, "author": author}
+        comment = {"id": "0", "type": "comment", "createdAt": DATE, "author": author}
+        events = [{**comment, "data": {"latest": said, "edited": False, "hidden": False, "history": [said]}}]
+        self.say(
+            {
+                **self.described(repo, known),
+                "events": events,
+                "filesWithConflicts": [],
+                "changes": {"base": "refs/heads/main"},
+            }
+        )
+
+    def described(self, repo: str, known: dict[str, Any]) -> dict[str, Any]:
+        """A pull request as a list has it."""
+        return {
+            "num": known["num"],
+            "title": known["title"],
+            "author": {"name": known["author"]},
+            "status": known["status"],
+            "createdAt": DATE,
             "isPullRequest": True,
-            "changes": {"base": "refs/heads/main"},
             "repo": {"name": repo, "type": "model"},
         }
-        self.say({**known, **request, "num": int(number)})
 
 
 REPO = r"(?P<repo>[^/]+/[^/]+)"
@@ -652,6 +701,7 @@ ROUTES: list[tuple[tuple[str, ...], str, bool, Callable[..., None]]] = [
     (("POST",), rf"/{REPO}\.git/info/lfs/objects/verify", True, Handler.verify),
     (("POST",), f"/api/models/{REPO}/commit/{REVISION}", True, Handler.commit),
     (("POST",), f"/api/models/{REPO}/branch/(?P<branch>[^/]+)", True, Handler.branch),
+    (("GET",), f"/api/models/{REPO}/discussions", False, Handler.discussions),
     (("POST",), f"/api/models/{REPO}/discussions", True, Handler.discuss),
     (("GET",), f"/api/models/{REPO}/discussions/(?P<number>\\d+)", False, Handler.discussion),
 ]

@@ -14,7 +14,7 @@ from conftest import Run
 from openquant import __version__, compress, verify
 from openquant import card as cards
 from openquant import run as running
-from openquant.card import model_card
+from openquant.card import base_models, model_card, published_card
 from openquant.checkpoint import open_checkpoint
 from openquant.errors import SourceError
 from openquant.inputs import read_small
@@ -88,7 +88,7 @@ def test_section_says_what_was_done_and_nothing_of_this_machine(tmp_path: Path) 
     assert "one scale per 128x128 block" in text
     assert "- model.layers.1.mlp.gate (router)" in text
     assert "transformers loads it too" in text
-    assert "vllm serve mymodel-FP8-W128" in text
+    assert "\nvllm serve out\n" in text
 
 
 def test_per_tensor_card_warns_of_transformers(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_channel_card_names_the_package_and_the_engine_it_is_for(tmp_path: Path)
     assert metadata(text)["tags"] == ["fp8", "vllm", "quantized", "compressed-tensors", "fp8-channel"]
     assert "one scale per output row, dynamic activations (`quant_method: compressed-tensors`)" in text
     assert "This output is for vLLM; transformers loads it too, with compressed-tensors installed." in text
-    assert "\nvllm serve m-FP8-dynamic\n" in text
+    assert "\nvllm serve out\n" in text
     assert "sglang" not in text
 
 
@@ -111,7 +111,7 @@ def test_compressed_blocks_of_experts_are_nothing_for_transformers(tmp_path: Pat
     compress(source, tmp_path / "out", "block", format="compressed-tensors")
     text = (tmp_path / "out" / "README.md").read_text()
     assert "transformers, which does not multiply experts by the scales of blocks." in text
-    assert "\nvllm serve m-FP8-W128-CT\n" in text
+    assert "\nvllm serve out\n" in text
 
 
 def test_stacked_experts_are_nothing_for_transformers(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_known_repository_becomes_the_base_model(tmp_path: Path) -> None:
     assert found["base_model_relation"] == "quantized"
     assert text.count("base_model:") == 1
     assert f"| revision | `{commit}` |" in text
-    assert "vllm serve my--model-FP8" in text
+    assert "\nvllm serve out\n" in text
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_hostile_metadata_is_text(monkeypatch: pytest.MonkeyPatch, example: Path
         monkeypatch.setattr(cards, "_LOADER", yaml.SafeLoader)
     base = f"---\nlicense: mit\n{HOSTILE[what]}\n---\ntext\n"
     plan = make_plan(open_checkpoint(example), TENSOR)
-    found = model_card(base, plan, "m", None, None, None)
+    found = model_card(base, plan, "m", None, None, "out")
     assert metadata(found) == {
         "library_name": "vllm",
         "pipeline_tag": "text-generation",
@@ -235,7 +235,7 @@ def test_metadata_as_long_as_published_is_kept(monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.setattr(cards, "_LOADER", yaml.SafeLoader)
     results = "".join(f"- name: ä{n}\n  metrics:\n  - {{type: map, value: {n}.5}}\n" for n in range(500))
     base = f"---\nlicense: mit\nmodel-index:\n{results}since: 2024-01-31\ntime: 12:30\nempty:\n---\ntext\n"
-    found = model_card(base, make_plan(open_checkpoint(example), TENSOR), "m", None, None, None)
+    found = model_card(base, make_plan(open_checkpoint(example), TENSOR), "m", None, None, "out")
     assert found.startswith("---\nlicense: mit\nsince: 2024-01-31\ntime: 12:30\nempty:\nlibrary_name: vllm\n")
 
 
@@ -274,7 +274,45 @@ def test_a_card_is_made_before_anything_is_written(tmp_path: Path, monkeypatch: 
 
 def test_a_name_that_a_shell_would_take_apart_is_quoted(tmp_path: Path) -> None:
     source = tiny.write(tmp_path / "-my `model` | x")
-    compress(source, tmp_path / "out")
-    text = (tmp_path / "out" / "README.md").read_text()
+    out = tmp_path / "-my `model` | x-FP8"
+    compress(source, out)
+    text = (out / "README.md").read_text()
     assert "\nvllm serve './-my `model` | x-FP8'\n" in text
     assert "| source | -my `model` \\| x |" in text
+
+
+def test_the_card_of_a_directory_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tiny.write(tmp_path / "m")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to("here")
+    compress(source)
+    compress(source, tmp_path / "deep" / "er")
+    compress(source, "link")
+    for name, directory in (("m-FP8", "m-FP8"), ("er", "deep/er"), ("here", "link")):
+        text = (tmp_path / directory / "README.md").read_text()
+        assert f"\nvllm serve {name}\npython -m sglang.launch_server --model-path {name}\n" in text
+
+
+MINE = "Notes.\n\n```\nvllm serve mine\n```\n"
+
+
+def test_a_published_card_s_own_commands_name_the_repository(tmp_path: Path) -> None:
+    text = MINE + card(tmp_path, MINE) + MINE
+    served = "\nvllm serve out\npython -m sglang.launch_server --model-path out\n"
+    assert text.count(served) == 1
+    on_main = served.replace(" out\n", " org/name\n")
+    assert published_card(text, "org/name", None) == text.replace(served, on_main)
+    in_request = served.replace(" out\n", " org/name --revision refs/pr/1\n")
+    assert published_card(text, "org/name", "refs/pr/1") == text.replace(served, in_request)
+    # What the user made of it is left as it is.
+    for edited in ("", MINE, text.replace("| source |", "| from |")):
+        assert published_card(edited, "org/name", None) == edited
+
+
+@pytest.mark.parametrize(
+    ("front", "names"),
+    [("base_model: a/b", ["a/b"]), ("base_model: [a/b, c/d]", ["a/b", "c/d"]), ("license: mit", []), ("[", [])],
+)
+def test_base_models_of_a_card(front: str, names: list[str]) -> None:
+    assert base_models(f"---\n{front}\n---\ntext\n") == names

@@ -26,7 +26,7 @@ from openquant.errors import UsageError
 
 KEYS = [
     "model", "revision", "output", "scheme", "schemes", "architecture", "dry_run", "source_bytes", "output_bytes",
-    "download_bytes", "repository", "pushed_to", "quantized_tensors", "decoded_tensors", "ignored_layers", "shards", "tensor_parallel", "seconds", "peak_rss_bytes", "resumed",
+    "download_bytes", "repository", "pushed_to", "pushed_revision", "quantized_tensors", "decoded_tensors", "ignored_layers", "shards", "tensor_parallel", "seconds", "peak_rss_bytes", "resumed",
 ]  # fmt: skip
 
 SHOWN = "$ python compress_fp8.py -m examples/tiny-qwen3 --dry-run\n"
@@ -81,6 +81,7 @@ def test_json_is_one_object_for_runs_and_dry_runs(run: Run, tmp_path: Path) -> N
         "download_bytes": 0,
         "repository": None,
         "pushed_to": None,
+        "pushed_revision": None,
         "quantized_tensors": 28,
         "decoded_tensors": 0,
         "ignored_layers": ["lm_head", "model.embed_tokens"],

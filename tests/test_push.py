@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from conftest import ROOT, heed_ctrl_c, tree
 from loopback_hub import Fault, LoopbackHub
 from openquant import OpenQuantError, compress, dequantize
 from openquant.api import push
-from openquant.publish import Push
+from openquant.publish import Publisher, Push
 
 SHARDS = 5
 INDEX = "model.safetensors.index.json"
@@ -52,11 +53,15 @@ def unpublished(source: Path, tmp_path: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def expected(source: Path, unpublished: dict[str, bytes]) -> dict[str, bytes]:
-    """What a run writes that publishes it, and a repository should hold: the card tells how to serve that."""
-    card = unpublished["README.md"]
-    assert card.count(b" source-FP8\n") == 2
-    return unpublished | {"README.md": card.replace(b" source-FP8\n", b" user/name\n")}
+def expected(unpublished: dict[str, bytes]) -> dict[str, bytes]:
+    """What a repository should hold of that: its card tells how to serve the repository."""
+    return served_as(unpublished, "user/name")
+
+
+def served_as(files: dict[str, bytes], name: str) -> dict[str, bytes]:
+    card = files["README.md"]
+    assert card.count(b" DIR\n") == 2
+    return files | {"README.md": card.replace(b" DIR\n", f" {name}\n".encode())}
 
 
 def published(files: dict[str, bytes]) -> dict[str, bytes]:
@@ -97,12 +102,12 @@ def push_of(source: Path, tmp_path: Path, *more: object) -> list[object]:
 
 
 def test_a_run_is_published_with_one_commit(
-    hub: LoopbackHub, source: Path, expected: dict[str, bytes], tmp_path: Path
+    hub: LoopbackHub, source: Path, unpublished: dict[str, bytes], expected: dict[str, bytes], tmp_path: Path
 ) -> None:
     done = ask(hub, tmp_path, *push_of(source, tmp_path, "--json"))
     assert done.returncode == 0, done.stderr
     assert held(hub) == expected
-    assert published(tree(tmp_path / "out")) == expected
+    assert published(tree(tmp_path / "out")) == unpublished
     (_, first), (title, added) = hub.commits("user/name")
     assert first == [".gitattributes"]
     assert title == "source in FP8 (one scale per tensor)"
@@ -140,22 +145,30 @@ def test_options_of_the_commit(hub: LoopbackHub, source: Path, expected: dict[st
     assert hub.commits("user/name")[-1][0] == "Mine"
 
 
-def test_a_pull_request(hub: LoopbackHub, source: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
+@pytest.fixture
+def in_request(unpublished: dict[str, bytes]) -> dict[str, bytes]:
+    """What the first pull request should hold."""
+    return served_as(unpublished, "user/name --revision refs/pr/1")
+
+
+def test_a_pull_request(hub: LoopbackHub, source: Path, in_request: dict[str, bytes], tmp_path: Path) -> None:
     done = ask(hub, tmp_path, *push_of(source, tmp_path, "--create-pr", "--json"))
     assert done.returncode == 0, done.stderr
     assert held(hub) == {}
-    assert held(hub, revision="refs/pr/1") == expected
-    assert json.loads(done.stdout)["pushed_to"] == f"{hub.endpoint}/user/name/discussions/1"
+    assert held(hub, revision="refs/pr/1") == in_request
+    found = json.loads(done.stdout)
+    assert found["pushed_to"] == f"{hub.endpoint}/user/name/discussions/1"
+    assert (found["repository"], found["pushed_revision"]) == ("user/name", "refs/pr/1")
 
 
 def test_push_of_a_directory_made_earlier(
-    hub: LoopbackHub, source: Path, unpublished: dict[str, bytes], tmp_path: Path
+    hub: LoopbackHub, source: Path, unpublished: dict[str, bytes], expected: dict[str, bytes], tmp_path: Path
 ) -> None:
     compress(source, tmp_path / "out")
     done = ask(hub, tmp_path, "push", tmp_path / "out", "name")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"pushed to {hub.endpoint}/user/name/commit/")
-    assert held(hub) == unpublished
+    assert held(hub) == expected
     assert published(tree(tmp_path / "out")) == unpublished
 
 
@@ -526,9 +539,10 @@ def test_what_the_hub_lost_is_uploaded_again(
 def test_without_a_token(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
     done = ask(hub, tmp_path, *push_of(source, tmp_path), HF_TOKEN="")
     assert done.returncode == 2
-    error, hint = done.stderr.splitlines()[-2:]
-    assert error.startswith("error: the Hub does not let you write to user/name: ")
-    assert hint == "hint: log in with a token that may: hf auth login"
+    assert done.stderr.splitlines()[-2:] == [
+        "error: the Hub does not let you write to user/name: no token was found",
+        "hint: log in with a token that may: hf auth login",
+    ]
     # Before anything was converted.
     assert not (tmp_path / "out").exists()
 
@@ -549,7 +563,13 @@ def test_foreign_weights_in_the_repository_are_refused(hub: LoopbackHub, source:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--private", ()), ("--create-pr", ()), ("--commit-message", ("x",)), ("--push-only", ())],
+    [
+        ("--private", ()),
+        ("--create-pr", ()),
+        ("--replace-weights", ()),
+        ("--commit-message", ("x",)),
+        ("--push-only", ()),
+    ],
 )
 def test_options_of_a_push_need_one(
     hub: LoopbackHub, source: Path, tmp_path: Path, option: str, value: tuple[str, ...]
@@ -581,7 +601,7 @@ def test_what_was_pushed_downloads_as_it_was_made(
         api.snapshot_download("user/name", local_dir=tmp_path / "again")
         close_session()
     found = {name: data for name, data in tree(tmp_path / "again").items() if not name.startswith((".cache", ".git"))}
-    assert found == published(tree(tmp_path / "out"))
+    assert found == served_as(published(tree(tmp_path / "out")), "user/name")
     assert found.keys() == expected.keys()
     assert {name for name in found if found[name] != expected[name]} == {"README.md"}
 
@@ -616,23 +636,133 @@ def test_overwrite_uploads_and_converts_again(
         assert held(hub) == expected
 
 
-def test_the_source_s_own_repository_is_not_replaced(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
-    hub.create("user/name", private=False)
-    added = {}
-    for name, data in tree(source).items():
-        digest = hashlib.sha256(data).hexdigest()
-        (hub.blobs / digest).write_bytes(data)
-        added[name] = digest
-    hub.commit("user/name", "main", "bf16", added, deleted=[])
-    done = ask(hub, tmp_path, *push_of(Path("user/name"), tmp_path))
-    assert done.returncode == 2
-    assert (
-        done.stderr.splitlines()[-2] == "error: user/name is what the model is made from, and would be replaced by it"
-    )
-    assert not (tmp_path / "out").exists()
-    done = ask(hub, tmp_path, *push_of(Path("user/name"), tmp_path, "--create-pr"))
+def publish(hub: LoopbackHub, root: Path, repo: str = "user/name") -> str:
+    """Put a directory's files into a new repository; the commit."""
+    if repo not in hub.stored:
+        hub.create(repo, private=False)
+    added = {name: hub.store(data) for name, data in tree(root).items() if not name.startswith(".")}
+    return hub.commit(repo, "main", "weights", added, deleted=[])
+
+
+IS_SOURCE = "error: user/name is what the model is made from, and would be replaced by it"
+IS_PLAIN = (
+    "error: user/name holds unquantized weights (model-00001-of-00005.safetensors), which this model would replace"
+)
+INSIST = "hint: push to another repository, open a pull request with --create-pr, or insist with --replace-weights"
+
+
+@pytest.mark.parametrize("named", ["user/name", "User/Name", "user/before"])
+def test_the_source_s_own_repository_is_not_replaced(
+    hub: LoopbackHub, source: Path, tmp_path: Path, named: str
+) -> None:
+    publish(hub, source)
+    hub.renamed |= {"user/before": "user/name", "User/Name": "user/name"}
+    for model, target in ((named, "user/name"), ("user/name", named), (named, named)):
+        command = ["compress", "-m", model, "-o", tmp_path / "out", "--push-to-hub", target]
+        done = ask(hub, tmp_path, *command)
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-2:] == [IS_SOURCE, INSIST]
+        assert not (tmp_path / "out").exists()
+    assert len(hub.commits("user/name")) == 2
+    done = ask(hub, tmp_path, *command, "--create-pr")
     assert done.returncode == 0, done.stderr
     assert len(hub.commits("user/name")) == 2
+    assert len(hub.commits("user/name", "refs/pr/1")) == 3
+
+
+def test_its_own_repository_is_replaced_if_that_is_insisted_on(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    publish(hub, source)
+    done = ask(hub, tmp_path, *push_of(Path("user/name"), tmp_path, "--replace-weights"))
+    assert done.returncode == 0, done.stderr
+    assert [title for title, _ in hub.commits("user/name")][-1] == "name in FP8 (one scale per tensor)"
+    done = ask(hub, tmp_path, *push_of(Path("user/name"), tmp_path, "--replace-weights", "--create-pr"))
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "error: --create-pr replaces nothing, --replace-weights does",
+        "hint: give one of them",
+    ]
+
+
+def test_push_of_a_directory_does_not_replace_what_its_card_names(
+    hub: LoopbackHub, source: Path, tmp_path: Path
+) -> None:
+    """Quantized or not: here the model that a quantized one is dequantized from."""
+    compress(source, tmp_path / "fp8")
+    publish(hub, tmp_path / "fp8")
+    done = ask(hub, tmp_path, "dequantize", "user/name", "-o", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    hub.renamed["user/after"] = "user/name"
+    for name in ("user/name", "name", "user/after"):
+        done = ask(hub, tmp_path, "push", tmp_path / "out", name)
+        assert done.returncode == 2
+        assert done.stderr.splitlines() == [IS_SOURCE, INSIST]
+
+
+@pytest.mark.parametrize("answer", [(403, "GatedRepo"), (404, "RepoNotFound"), (403, ""), (401, "")])
+def test_a_base_model_that_the_user_cannot_see_is_another_repository(
+    hub: LoopbackHub, source: Path, tmp_path: Path, answer: tuple[int, str]
+) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = shutil.copytree(source, tmp_path / "models--org--base" / "snapshots" / commit)
+    hub.create("user/name", private=False)
+    hub.refuse["org/base"] = answer
+    done = ask(hub, tmp_path, *push_of(snapshot, tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert b"base_model: org/base\n" in held(hub)["README.md"]
+
+
+def test_the_repository_that_a_folder_was_downloaded_from_is_not_replaced(
+    hub: LoopbackHub, source: Path, tmp_path: Path
+) -> None:
+    """Of which `hf download --local-dir` records the commit."""
+    from huggingface_hub import HfApi, close_session, constants
+
+    compress(source, tmp_path / "fp8")
+    publish(hub, tmp_path / "fp8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        HfApi(endpoint=hub.endpoint, token=TOKEN).snapshot_download("user/name", local_dir=tmp_path / "copy")
+        close_session()
+    # The repository has moved on since.
+    hub.commit("user/name", "main", "later", {}, deleted=[])
+    command = ["dequantize", tmp_path / "copy", "-o", tmp_path / "out", "--push-to-hub"]
+    done = ask(hub, tmp_path, *command, "user/name")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-2:] == [IS_SOURCE, INSIST]
+    # Another repository does not know that commit.
+    done = ask(hub, tmp_path, *command, "user/other")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("verb", ["compress", "dequantize"])
+def test_unquantized_weights_are_not_replaced(hub: LoopbackHub, source: Path, tmp_path: Path, verb: str) -> None:
+    """Of whatever model they are: nothing here says that it is the source."""
+    publish(hub, source)
+    if verb == "compress":
+        command = push_of(source, tmp_path)
+    else:
+        (tmp_path / "other").mkdir()
+        other = tiny.write(tmp_path / "other" / "source", "Qwen3MoeForCausalLM", shards=SHARDS, seed=1)
+        compress(other, tmp_path / "fp8")
+        command = ["dequantize", tmp_path / "fp8", "-o", tmp_path / "out", "--push-to-hub", "user/name"]
+    done = ask(hub, tmp_path, *command)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-2:] == [IS_PLAIN, INSIST]
+    assert not (tmp_path / "out").exists()
+    done = ask(hub, tmp_path, *command, "--replace-weights")
+    assert done.returncode == 0, done.stderr
+    # What has replaced them is quantized, or is what is there already.
+    done = ask(hub, tmp_path, *command)
+    assert done.returncode == 0, done.stderr
+    assert len(hub.commits("user/name")) == 3
+
+
+def test_quantized_weights_are_replaced(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    compress(source, tmp_path / "block", "block")
+    publish(hub, tmp_path / "block")
+    done = ask(hub, tmp_path, *push_of(source, tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert len(hub.commits("user/name")) == 3
 
 
 @pytest.mark.parametrize("status", [403, 413])
@@ -655,17 +785,80 @@ def test_an_outage_longer_than_the_client_s_patience(
     assert held(hub) == expected
 
 
-def test_a_pull_request_that_was_removed_is_opened_again(
-    hub: LoopbackHub, source: Path, expected: dict[str, bytes], tmp_path: Path
+@pytest.mark.parametrize("gone", ["removed", "closed"])
+def test_a_pull_request_that_is_gone_is_opened_again(
+    hub: LoopbackHub, source: Path, unpublished: dict[str, bytes], tmp_path: Path, gone: str
 ) -> None:
     hub.faults.append(Fault(r"/commit/", "POST", times=None, status=403))
     assert ask(hub, tmp_path, *push_of(source, tmp_path, "--create-pr")).returncode == 2
     hub.faults.clear()
-    hub.faults.append(Fault(r"/discussions/1", "GET", times=None, status=404))
+    if gone == "removed":
+        hub.faults.append(Fault(r"/discussions/1", "GET", times=None, status=404))
+    else:
+        hub.end_pull_request("user/name", 1, "closed")
     done = ask(hub, tmp_path, *push_of(source, tmp_path, "--create-pr", "--json"))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["pushed_to"].endswith("/discussions/2")
-    assert held(hub, revision="refs/pr/2") == expected
+    assert held(hub, revision="refs/pr/2") == served_as(unpublished, "user/name --revision refs/pr/2")
+
+
+def test_no_second_pull_request_is_opened(
+    hub: LoopbackHub, source: Path, in_request: dict[str, bytes], tmp_path: Path
+) -> None:
+    """After success, from another directory, with `push`, and once it was merged."""
+    done = ask(hub, tmp_path, *push_of(source, tmp_path, "--create-pr"))
+    assert done.returncode == 0, done.stderr
+    serve = "\n  vllm serve user/name --revision refs/pr/1\n  python -m sglang.launch_server --model-path user/name "
+    assert f"{serve}--revision refs/pr/1\n" in done.stdout
+    # Others of the user's, more than a page of them, and one that somebody else opened for the same.
+    hub.open_pull_request("user/name", "main", about=hub.stored["user/name"]["requests"][0]["about"], author="else")
+    for _ in range(3):
+        hub.open_pull_request("user/name", "main", "Another", "of mine")
+    count = len(hub.stored["user/name"]["requests"])
+    elsewhere = ["compress", "-m", source, "-o", tmp_path / "elsewhere", "--push-to-hub", "user/name", "--create-pr"]
+    for command in (
+        push_of(source, tmp_path, "--create-pr", "--commit-message", "Mine"),
+        elsewhere,
+        ["push", tmp_path / "out", "name", "--create-pr"],
+    ):
+        done = ask(hub, tmp_path, *command)
+        assert done.returncode == 0, done.stderr
+        assert f"pushed to {hub.endpoint}/user/name/discussions/1\n" in done.stdout
+        assert len(hub.stored["user/name"]["requests"]) == count
+    assert held(hub, revision="refs/pr/1") == in_request
+    assert len(hub.commits("user/name", "refs/pr/1")) == 2
+    hub.end_pull_request("user/name", 1, "merged")
+    done = ask(hub, tmp_path, *push_of(source, tmp_path, "--create-pr"))
+    assert done.returncode == 0, done.stderr
+    assert f"pushed to {hub.endpoint}/user/name/discussions/1\n" in done.stdout
+    assert "\n  vllm serve user/name\n" in done.stdout
+    assert len(hub.stored["user/name"]["requests"]) == count
+    assert len(hub.commits("user/name")) == 2
+    # Another plan is another matter.
+    done = ask(hub, tmp_path, *push_of(source, tmp_path, "--create-pr", "--overwrite", "-w", "128"))
+    assert done.returncode == 0, done.stderr
+    assert len(hub.stored["user/name"]["requests"]) == count + 1
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(r"/discussions$", "POST", status=500),
+        Fault(r"/discussions$", "POST", cut=0),
+        Fault(r"/discussions/1$", "GET", status=500),
+        Fault(r"/discussions$", "GET", status=500),
+    ],
+    ids=["refused", "answer lost", "opened", "looked for"],
+)
+def test_a_pull_request_is_opened_once_whatever_goes_wrong(
+    hub: LoopbackHub, source: Path, in_request: dict[str, bytes], tmp_path: Path, fault: Fault
+) -> None:
+    hub.faults.append(Fault(**{**vars(fault), "seen": 0}))
+    done = ask(hub, tmp_path, *push_of(source, tmp_path, "--create-pr"))
+    assert done.returncode == 0, done.stderr
+    assert hub.faults[0].seen
+    assert len(hub.stored["user/name"]["requests"]) == 1
+    assert held(hub, revision="refs/pr/1") == in_request
 
 
 def test_a_git_file_is_left_out(hub: LoopbackHub, source: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
@@ -674,6 +867,83 @@ def test_a_git_file_is_left_out(hub: LoopbackHub, source: Path, expected: dict[s
     done = ask(hub, tmp_path, *push_of(source, tmp_path))
     assert done.returncode == 0, done.stderr
     assert held(hub) == expected
+
+
+CARD = {"errors": [{"message": '"license" must be one of [mit]'}, {"message": '"tags[0]" must be a string'}]}
+PERMISSION = "use a token with write permission (https://huggingface.co/settings/tokens): hf auth login"
+
+
+@pytest.mark.parametrize(
+    ("fault", "more", "error", "hint"),
+    [
+        (Fault(r"/validate-yaml", "POST", times=None, status=400, body=CARD), (),
+         'user/name refuses the model card: 400 for /api/validate-yaml: "license" must be one of [mit] "tags[0]" must be '
+         "a string",
+         "correct these entries at the top of README.md, of the source if the model is still to be converted"),
+        (Fault(r"/auth-check/write", "GET", times=None, status=403, message="Not yours"), (),
+         "the Hub does not let you write to user/name: 403 for /api/models/user/name/auth-check/write: Not yours",
+         "log in with a token that may: hf auth login"),
+        (Fault(r"/discussions", "GET", times=None, status=403, message="Discussions are disabled for this repo"),
+         ("--create-pr",),
+         "the Hub does not let you write to user/name: 403 for /api/models/user/name/discussions: Discussions are "
+         "disabled for this repo", "turn discussions on in the repository's settings, or push without --create-pr"),
+    ],
+    ids=["card", "permission", "discussions"],
+)  # fmt: skip
+def test_what_will_be_refused_is_known_before_anything_is_converted(
+    hub: LoopbackHub, source: Path, tmp_path: Path, fault: Fault, more: tuple[str, ...], error: str, hint: str
+) -> None:
+    hub.create("user/name", private=False)
+    hub.faults.append(fault)
+    done = ask(hub, tmp_path, *push_of(source, tmp_path, *more))
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-2:] == [f"error: {error}", f"hint: {hint}"]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("more", [(), ("--create-pr",)])
+def test_a_token_that_may_only_read(hub: LoopbackHub, source: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
+    hub.role = "read"
+    done = ask(hub, tmp_path, *push_of(source, tmp_path, *more))
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-2:] == [
+        "error: user/name cannot be written to: the token of user is read-only",
+        f"hint: {PERMISSION}",
+    ]
+    assert not (tmp_path / "out").exists()
+    assert not hub.stored
+
+
+def test_a_card_that_is_refused_makes_no_repository(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    hub.faults.append(Fault(r"/validate-yaml", "POST", times=None, status=400, body=CARD))
+    assert ask(hub, tmp_path, *push_of(source, tmp_path)).returncode == 2
+    assert not hub.stored
+
+
+def test_what_another_plan_uploaded_counts_for_nothing(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    """Nor what was uploaded to another repository."""
+    hub.faults.append(Fault(r"/commit/", "POST", times=None, status=403))
+    assert ask(hub, tmp_path, *push_of(source, tmp_path, "--push-only")).returncode == 2
+    digest = json.loads((tmp_path / "out" / ".openquant.json").read_text())["digest"]
+    shards = [f"model-0000{number}-of-00005.safetensors" for number in range(1, 6)]
+    only = Push("user/name", only=True)
+    assert Publisher(only, tmp_path / "out", digest, shards).elsewhere() == set(shards)
+    assert Publisher(only, tmp_path / "out", digest[::-1], shards).elsewhere() == set()
+    assert Publisher(replace(only, name="user/other"), tmp_path / "out", digest, shards).elsewhere() == set()
+    # A run of another plan that finds those records (of a directory copied together, say) uploads its own shards.
+    hub.faults.clear()
+    block = tmp_path / "block"
+    hub.faults.append(Fault(r"", "PUT", status=403))
+    command = ["compress", "-m", source, "-w", "128", "-o", block, "--push-to-hub", "user/name", "--push-only"]
+    assert ask(hub, tmp_path, *command).returncode == 2
+    shutil.copytree(tmp_path / "out" / ".openquant" / "pushed", block / ".openquant" / "pushed", dirs_exist_ok=True)
+    done = ask(hub, tmp_path, *command)
+    assert done.returncode == 0, done.stderr
+    compress(source, tmp_path / "again", "block")
+    made = published(tree(tmp_path / "again"))
+    assert {name: data for name, data in held(hub).items() if name != "README.md"} == {
+        name: data for name, data in made.items() if name != "README.md"
+    }
 
 
 def test_push_of_what_push_only_left(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
