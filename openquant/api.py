@@ -6,7 +6,7 @@ import gc
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from .checkpoint import Checkpoint, open_checkpoint, readable
 from .convert import worker_memory
 from .errors import SourceError, UsageError
 from .fates import Options
-from .fetch import MEMORY as FETCH_MEMORY
+from .fetch import memory_needed
 from .hub import Source, find_source, silent
 from .inputs import read_small
 from .machine import available_cpus, find_device, peak_rss
@@ -46,7 +46,7 @@ class Result:
         dry_run: whether nothing was written.
         source_bytes: size of the source's tensors.
         output_bytes: size of the output's tensors.
-        download_bytes: size of the shards that are fetched from the Hub.
+        download_bytes: size of the shards and other files that are fetched from the Hub.
         repository: the Hub repository that the output was published in; None if it was not.
         pushed_to: address of the commit or pull request that published the output; None if it was not.
         pushed_revision: the revision that holds it while a pull request is open, such as "refs/pr/1"; None for main.
@@ -292,7 +292,7 @@ def _work(
                 dry_run=dry_run,
                 source_bytes=plan.source_bytes,
                 output_bytes=plan.output_bytes,
-                download_bytes=prepared.source.remote_bytes(plan.source_shards),
+                download_bytes=prepared.source.remote_bytes([*plan.source_shards, *plan.files]),
                 repository=published.repository if published else None,
                 pushed_to=published.address if published else None,
                 pushed_revision=published.revision if published else None,
@@ -309,6 +309,8 @@ def _work(
         reporter.planned(plan, prepared.source, prepared.target)
         if dry_run:
             return result(resumed=False, published=None)
+        _, error = attempt(lambda: prepared.source.fetch_files(plan.files))
+        ranks.agree(error)
         resumed, already_complete, published = carry_out(prepared, ranks, overwrite, push, reporter)
         done = result(resumed, published)
         reporter.finished(done, already_complete)
@@ -333,17 +335,16 @@ def _prepare(
     if stream and source.repo is None:
         raise UsageError(f"{model} is a local directory, nothing of it can be streamed", "leave --stream out")
     with _without_collector():
-        checkpoint = _without_own_log(open_checkpoint(source.root, source.remote))
+        checkpoint = _without_own_log(open_checkpoint(source.root, source.remote, source.absent), source.absent)
         stamps = source.stamps(checkpoint)
         plan = make(checkpoint, source.identity)
     target = Path(output) if output is not None else _default_output(source, plan.scheme)
     refuse_overlap(source.root, target)
-    fetching = FETCH_MEMORY if stream and source.remote else 0
-    workers = _affordable(workers, plan, max_memory, fetching, device)
+    workers = _affordable(workers, plan, max_memory, memory_needed(source, stream), device)
     return Prepared(source, checkpoint, stamps, plan, target, workers, device, stream)
 
 
-def _without_own_log(checkpoint: Checkpoint) -> Checkpoint:
+def _without_own_log(checkpoint: Checkpoint, absent: Container[str]) -> Checkpoint:
     """The checkpoint but for a file that this process writes its messages to, as with `> convert.log` inside it."""
     streams = []
     for handle in (1, 2):
@@ -353,7 +354,8 @@ def _without_own_log(checkpoint: Checkpoint) -> Checkpoint:
         logs = {
             name
             for name in checkpoint.files
-            if any(os.path.samestat((checkpoint.root / name).stat(), stream) for stream in streams)
+            if name not in absent
+            and any(os.path.samestat((checkpoint.root / name).stat(), stream) for stream in streams)
         }
     files = {name: size for name, size in checkpoint.files.items() if name not in logs}
     return replace(checkpoint, files=files, left_out=tuple(sorted({*checkpoint.left_out, *logs})))

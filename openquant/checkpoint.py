@@ -13,14 +13,15 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from .errors import SourceError
 from .inputs import MAX_INDEX, MAX_SMALL, parse_json, read_small, shown
+from .threads import in_parallel
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -45,12 +46,20 @@ MAX_AXES = 64
 # Stars and braces are our patterns' own, and compressed-tensors takes what begins with re: for an expression.
 _NAME = re.compile(r"(?!re:)[^*{}]{1,1000}")
 
-# Weights in other formats, and what a training run leaves behind: never part of the output.
+# Never part of the output: weights in other formats, what a training run leaves behind, archives and films. Pictures
+# stay, which the card shows, and so does a lone .gz, since some tokenizers' code reads its vocabulary from one.
 LEFT_OUT_FILES = (
     "*.safetensors", "*.index.json", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.h5", "*.onnx*", "*.gguf", "*.msgpack",
     "*.ot", "*.tflite", "*.pkl", "*.pickle", "consolidated*", ".git",
+    "*.nemo", "openvino_*", "*.mlmodel", "*imatrix*", "events.out.tfevents.*",
+    "*.zip", "*.tar", "*.tar.*", "*.tgz", "*.7z", "*.rar",
+    "*.mp4", "*.mov", "*.avi", "*.mkv", "*.webm",
 )  # fmt: skip
-LEFT_OUT_DIRECTORIES = (".*", "original", "consolidated*", "checkpoint-*", "__pycache__")
+LEFT_OUT_DIRECTORIES = (".*", "original", "consolidated*", "checkpoint-*", "__pycache__", "*.mlpackage")
+
+# Headers that are read from the Hub at a time, and what is asked for first: most are no longer than that.
+HEADERS_AT_ONCE = 8
+FIRST_PART = 1 << 17
 
 _DAMAGED = "the file is damaged or incomplete: download or copy it again"
 
@@ -118,37 +127,34 @@ class Checkpoint:
     left_out: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class RemoteFile:
-    """A file that is not on disk.
+class RemoteFile(Protocol):
+    """A shard that is not on disk.
 
     Attributes:
         size: in bytes.
-        read: `read(offset, length)` of it.
-        digest: of its contents, in hexadecimal digits: the SHA-256 of an LFS file, else its git object id.
     """
 
     size: int
-    read: Callable[[int, int], bytes]
-    digest: str
 
-    def hasher(self) -> hashlib._Hash:
-        """What gives that digest once it is fed with the contents."""
-        return hashlib.sha256() if len(self.digest) == 64 else hashlib.sha1(b"blob %d\0" % self.size)
+    def read(self, offset: int, length: int) -> bytes:
+        """So many bytes of it from an offset."""
 
 
-def open_checkpoint(root: Path, remote: Mapping[str, RemoteFile] | None = None) -> Checkpoint:
+def open_checkpoint(
+    root: Path, remote: Mapping[str, RemoteFile] | None = None, absent: Mapping[str, int] | None = None
+) -> Checkpoint:
     """Read a checkpoint directory's metadata and check all of it.
 
     Args:
         root: the directory.
         remote: shards that belong to it but lie elsewhere, by name.
+        absent: other files that do, with sizes in bytes, by name relative to root.
 
     Raises:
         SourceError: anything missing, damaged, contradictory, or not a safetensors checkpoint.
     """
     with readable():
-        return _open(root, remote or {})
+        return _open(root, remote or {}, absent or {})
 
 
 @contextmanager
@@ -162,7 +168,7 @@ def readable() -> Iterator[None]:
         ) from None
 
 
-def _open(root: Path, remote: Mapping[str, RemoteFile]) -> Checkpoint:
+def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int]) -> Checkpoint:
     if not root.is_dir():
         if root.exists():
             raise SourceError(f"{root} is a file, not a checkpoint directory", "give the directory that holds it")
@@ -174,6 +180,8 @@ def _open(root: Path, remote: Mapping[str, RemoteFile]) -> Checkpoint:
     headers: dict[str, str] = {}
     tensors: dict[str, TensorInfo] = {}
     where: dict[str, Location] = {}
+    far = [shard for shard in names if shard in remote]
+    coming = in_parallel(lambda shard: _read_remote(remote[shard], shard), far, HEADERS_AT_ONCE)
     for shard in names:
         if remote and shard not in remote and not (root / shard).exists():
             raise SourceError(
@@ -184,7 +192,7 @@ def _open(root: Path, remote: Mapping[str, RemoteFile]) -> Checkpoint:
             raise SourceError(f"{shard} is not a regular file", "download or copy the checkpoint again")
         if shard in remote:
             shards[shard] = remote[shard].size
-            headers[shard], found = read_header(remote[shard].read, remote[shard].size, shard)
+            headers[shard], found = next(coming)
         else:
             shards[shard], headers[shard], found = _open_shard(root / shard, shard)
         if len(tensors) + len(found) > MAX_TENSORS:
@@ -201,8 +209,20 @@ def _open(root: Path, remote: Mapping[str, RemoteFile]) -> Checkpoint:
         _hold_against_index(placed, where)
     if not tensors:
         raise SourceError(f"{root} holds no tensors", "check that the model was saved completely")
-    files, left_out = _list_files(root, set(names))
+    elsewhere = {**absent, **{name: file.size for name, file in remote.items()}}
+    files, left_out = _list_files(root, set(names), elsewhere)
     return Checkpoint(root, config, architecture, shards, headers, tensors, where, placed is not None, files, left_out)
+
+
+def _read_remote(file: RemoteFile, name: str) -> tuple[str, list[tuple[TensorInfo, int]]]:
+    """As read_header, with one request where the header is no longer than most."""
+    first = file.read(0, min(FIRST_PART, file.size))
+
+    def read(offset: int, length: int) -> bytes:
+        here = first[offset : offset + length]
+        return here if len(here) == length else here + file.read(offset + len(here), length - len(here))
+
+    return read_header(read, file.size, name)
 
 
 def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> tuple[str, list[tuple[TensorInfo, int]]]:
@@ -362,7 +382,7 @@ def read_config(root: Path) -> dict[str, Any]:
         SourceError: there is none, or it is not a JSON object.
     """
     if not (root / "config.json").exists():
-        _explain_missing_weights(root)
+        refuse_other_weights(root, _names(root))
         raise SourceError(f"{root} is not a checkpoint: it has no config.json", "give the directory that holds it")
     config = read_json(root / "config.json", "config.json")
     if not isinstance(config, dict):
@@ -405,14 +425,7 @@ def _find_shards(root: Path, remote: Mapping[str, RemoteFile]) -> tuple[list[str
         return sorted(set(placed.values())), placed
     if (root / SINGLE_FILE).exists() or SINGLE_FILE in remote:
         return [SINGLE_FILE], None
-    _explain_missing_weights(root)
-    loose = sorted(path.name for path in root.glob("*.safetensors"))
-    if loose:
-        raise SourceError(
-            f"{root} holds {loose[0]} but neither {SINGLE_FILE} nor {INDEX_FILE}",
-            "copy the index too, or rename a single file to " + SINGLE_FILE,
-        )
-    raise SourceError(f"{root} is not a checkpoint: it holds no safetensors weights", "check the path")
+    refuse_without_weights(root, _names(root))
 
 
 def _is_plain(name: str) -> bool:
@@ -425,20 +438,12 @@ def _named(tensor: str) -> str:
     return tensor if tensor.isprintable() and _NAME.fullmatch(tensor) else shown(tensor)
 
 
-def _explain_missing_weights(root: Path) -> None:
-    """Raise the error that fits a directory without a usable model; return if none does."""
-    if (root / INDEX_FILE).exists() or (root / SINGLE_FILE).exists():
-        return
-    if (root / "adapter_config.json").exists():
-        raise SourceError(
-            f"{root} holds only an adapter, not a model",
-            "merge it into its base model first (peft: merge_and_unload, then save_pretrained)",
-        )
-    refuse_other_weights(root, [path.name for path in root.glob("*")])
+def _names(root: Path) -> list[str]:
+    return [path.name for path in root.glob("*")]
 
 
-def refuse_other_weights(place: Path | str, names: Iterable[str]) -> None:
-    """Say so if weights are there in a format that is not read.
+def refuse_other_weights(place: Path | str, names: Collection[str]) -> None:
+    """Say so if weights are there only in a form that is not read.
 
     Args:
         place: the directory or repository.
@@ -447,12 +452,34 @@ def refuse_other_weights(place: Path | str, names: Iterable[str]) -> None:
     Raises:
         SourceError: they are.
     """
+    if INDEX_FILE in names or SINGLE_FILE in names:
+        return
+    if "adapter_config.json" in names:
+        raise SourceError(
+            f"{place} holds only an adapter, not a model",
+            "merge it into its base model first (peft: merge_and_unload, then save_pretrained)",
+        )
     for pattern, what in (("*.bin", "pickled"), ("*.pt", "pickled"), ("*.pth", "pickled"), ("*.gguf", "GGUF")):
         for name in sorted(fnmatch.filter(names, pattern)):
             raise SourceError(
                 f"{place} holds {what} weights ({name}); only safetensors are read",
                 "convert them first: load with transformers and save_pretrained",
             )
+
+
+def refuse_without_weights(place: Path | str, names: Collection[str]) -> NoReturn:
+    """Say why a directory or repository with neither an index nor a single file of weights is refused.
+
+    Raises:
+        SourceError: always.
+    """
+    refuse_other_weights(place, names)
+    for name in sorted(fnmatch.filter(names, "*.safetensors")):
+        raise SourceError(
+            f"{place} holds {name} but neither {SINGLE_FILE} nor {INDEX_FILE}",
+            "copy the index too, or rename a single file to " + SINGLE_FILE,
+        )
+    raise SourceError(f"{place} is not a checkpoint: it holds no safetensors weights", "check the path")
 
 
 def _hold_against_index(placed: dict[str, str], where: dict[str, Location]) -> None:
@@ -470,9 +497,22 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _list_files(root: Path, shards: set[str]) -> tuple[dict[str, int], tuple[str, ...]]:
+def left_out_part(name: str) -> str | None:
+    """What of a file's name says that it is no part of the model: the file, or a directory it lies in; else None.
+
+    For example "original/" for "original/params.json".
+    """
+    parts = name.split("/")
+    for depth, directory in enumerate(parts[:-1], 1):
+        # An output has files of these names.
+        if _matches(directory, LEFT_OUT_DIRECTORIES) or (depth == 1 and directory in (CARD_FILE, JOURNAL_FILE)):
+            return "/".join(parts[:depth]) + "/"
+    return name if _matches(parts[-1], LEFT_OUT_FILES) or name == JOURNAL_FILE else None
+
+
+def _list_files(root: Path, shards: set[str], elsewhere: Mapping[str, int]) -> tuple[dict[str, int], tuple[str, ...]]:
     files: dict[str, int] = {}
-    left_out: list[str] = []
+    left_out: set[str] = set()
 
     def fail(error: OSError) -> None:
         raise error
@@ -481,32 +521,40 @@ def _list_files(root: Path, shards: set[str]) -> tuple[dict[str, int], tuple[str
         base = Path(folder)
         for directory in sorted(directories):
             relative = (base / directory).relative_to(root).as_posix()
-            # A linked directory could lead anywhere, back to the root included. An output has a card of that name.
-            if (
-                _matches(directory, LEFT_OUT_DIRECTORIES)
-                or (base / directory).is_symlink()
-                or relative in (CARD_FILE, JOURNAL_FILE)
-            ):
+            # A linked directory could lead anywhere, back to the root included.
+            if left_out_part(f"{relative}/") is not None or (base / directory).is_symlink():
                 directories.remove(directory)
-                left_out.append(f"{relative}/")
+                left_out.add(f"{relative}/")
         for name in names:
             path = base / name
             relative = path.relative_to(root).as_posix()
             if relative in shards or relative == INDEX_FILE:
                 continue
-            if _matches(name, LEFT_OUT_FILES) or relative == JOURNAL_FILE:
-                left_out.append(relative)
+            if left_out_part(relative) is not None:
+                left_out.add(relative)
             elif path.is_file():
                 if not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
                 size = path.stat().st_size
                 # A card is read whole and written anew.
                 if relative == CARD_FILE and size > MAX_SMALL:
-                    left_out.append(relative)
+                    left_out.add(relative)
                 else:
                     files[relative] = size
             elif path.is_symlink() and not path.exists():
                 raise SourceError(f"{relative} is a broken link", "download or copy the checkpoint again")
             else:
-                left_out.append(relative)
+                left_out.add(relative)
+    for relative, size in elsewhere.items():
+        if relative in shards:
+            continue
+        if set(relative.split("/")) & {"", ".", ".."} or "\\" in relative or not relative.isprintable():
+            raise SourceError(f"{relative!r} is no possible file of a repository", "choose another one")
+        part = left_out_part(relative)
+        if part is not None:
+            left_out.add(part)
+        elif relative == CARD_FILE and size > MAX_SMALL:
+            left_out.add(relative)
+        else:
+            files[relative] = size
     return dict(sorted(files.items())), tuple(sorted(left_out))

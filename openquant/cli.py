@@ -549,16 +549,14 @@ class _Terminal:
     def planned(self, plan: Plan, source: Source, output: Path) -> None:
         self.plan = plan
         if self.quiet:
-            for note in () if self.silent else plan.notes:
+            for note in () if self.silent else (*plan.notes, *source.notes):
                 _say(f"note: {note}", sys.stderr)
             return
-        from .fetch import scratch_bytes, source_needs
+        from .fetch import expected_download
         from .report import details_text, plan_text
 
         name = f"{source.repo}@{source.revision}" if source.repo else str(source.root)
-        download = source.remote_bytes(plan.source_shards)
-        streamed = scratch_bytes(source, source_needs(source, plan))
-        self._print(plan_text(plan, name, output, download, streamed))
+        self._print(plan_text(plan, name, output, expected_download(source, plan), source.notes))
         if self.verbose:
             self._print(details_text(plan))
 

@@ -1,11 +1,13 @@
-"""From what the user typed to a source: a local directory, or a Hub repository whose shards may still be there.
+"""From what the user typed to a source: a local directory, or a Hub repository of which most may still be there.
 
-Of a repository everything but the shards goes to the Hub's cache at once; shards are fetched as they are needed
-(fetch.py). The commit found at the start is used for everything after.
+Of a repository, what a plan is made from goes to the Hub's cache at once, its other files before anything is converted
+(`Source.fetch_files`), and shards as they are needed (fetch.py). The commit found at the start is used for everything
+after.
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import logging
 import os
@@ -13,26 +15,22 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit
 
-from .checkpoint import (
-    INDEX_FILE,
-    LEFT_OUT_DIRECTORIES,
-    LEFT_OUT_FILES,
-    SINGLE_FILE,
-    Checkpoint,
-    RemoteFile,
-    read_json,
-    readable,
-    refuse_other_weights,
-)
+from .checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, left_out_part, read_json, readable, refuse_without_weights
+from .encoded import MODELOPT_FILE
 from .errors import SourceError, UsageError
 from .inputs import read_small
-from .refusals import explained_source, is_transient, without_queries
+from .refusals import Unreachable, explained_source, is_offline, is_transient, without_queries
+
+if TYPE_CHECKING:
+    from httpx2 import Response
+    from huggingface_hub.errors import HfHubHTTPError
 
 # A snapshot in the Hub's cache: models--ORG--NAME/snapshots/COMMIT.
 _SNAPSHOT = re.compile(r"^models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})$")
@@ -43,6 +41,8 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 # Seconds between tries, beyond those of huggingface_hub itself; fewer before anything is known to be there.
 WAITS = (1, 2, 4, 8, 16)
 FIRST_WAITS = (1, 2)
+# Answers that an address gives once its signature has expired.
+_EXPIRED = (400, 401, 403, 410)
 
 # Of a file: size, times of its last modification and change (ns), inode. Where they are the same, so are the bytes.
 Stamp = list[int]
@@ -58,17 +58,49 @@ class Source:
         repo: its Hub repository, None for a local folder whose origin is unknown.
         revision: the commit on the Hub, None likewise.
         remote: shards that are on the Hub and not in its cache here, by name.
+        absent: other files of which the same is true, with sizes in bytes.
     """
 
     root: Path
     name: str
     repo: str | None
     revision: str | None
-    remote: Mapping[str, RemoteFile] = field(default_factory=dict)
+    remote: Mapping[str, HubFile] = field(default_factory=dict)
+    absent: Mapping[str, int] = field(default_factory=dict)
 
-    def remote_bytes(self, shards: Iterable[str]) -> int:
-        """Size of those of these shards that are on the Hub."""
-        return sum(self.remote[name].size for name in shards if name in self.remote)
+    def remote_bytes(self, names: Iterable[str]) -> int:
+        """Size of those of these shards and other files that are on the Hub."""
+        sizes = {**self.absent, **{name: file.size for name, file in self.remote.items()}}
+        return sum(sizes.get(name, 0) for name in names)
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of how it comes."""
+        if any(file.only_whole for file in self.remote.values()):
+            return [
+                "the Hub, or a proxy before it, sends files from their beginning when a part is asked for (it ignores "
+                "Range): each shard comes over one connection, and one that breaks off is sent again from its beginning"
+            ]
+        return []
+
+    def fetch_files(self, names: Iterable[str]) -> None:
+        """Put those of these files that are on the Hub into its cache.
+
+        Raises:
+            SourceError: they cannot be had.
+        """
+        from huggingface_hub import snapshot_download
+
+        repo, wanted = self.repo, [glob.escape(name) for name in names if name in self.absent]
+        if repo is None or not wanted:
+            return
+
+        def fetch() -> None:
+            with explained_source(repo, self.revision):
+                snapshot_download(repo, revision=self.revision, allow_patterns=wanted)
+
+        with silent():
+            interruptible(lambda: patiently(fetch))
 
     def require_cache_space(self, shards: Iterable[str]) -> None:
         """Refuse to start downloading what the cache's disk cannot hold.
@@ -124,7 +156,7 @@ class Source:
 
 
 def find_source(model: str, revision: str | None = None) -> Source:
-    """The local directory of that name, or else that Hub repository; all of it but shards is then in the Hub's cache.
+    """The local directory of that name, or else that Hub repository, of which the cache then holds what a plan needs.
 
     Args:
         model: a directory, `org/name` or `org/name@revision`.
@@ -164,44 +196,50 @@ def _local(path: Path) -> Source:
 def _download(repo: str, revision: str | None) -> Source:
     from huggingface_hub import snapshot_download
 
-    unwanted = [*(name for name in LEFT_OUT_FILES if name != "*.index.json"), *(f"{d}/*" for d in LEFT_OUT_DIRECTORIES)]
-
     def find() -> Source:
         with explained_source(repo, revision):
-            root = Path(snapshot_download(repo, revision=revision, ignore_patterns=unwanted))
-            return Source(root, repo.rsplit("/", 1)[-1], repo, root.name, _remote_shards(repo, root))
+            needed = ["config.json", INDEX_FILE, MODELOPT_FILE]
+            root = Path(snapshot_download(repo, revision=revision, allow_patterns=needed))
+            return Source(root, repo.rsplit("/", 1)[-1], repo, root.name, *_missing(repo, root))
 
     with silent():
         return interruptible(lambda: patiently(find, FIRST_WAITS))
 
 
-def _remote_shards(repo: str, root: Path) -> dict[str, RemoteFile]:
-    """The repository's safetensors files that its snapshot (a directory named by the commit) does not hold."""
-    from huggingface_hub import HfApi, HfFileSystem
+def _missing(repo: str, root: Path) -> tuple[dict[str, HubFile], dict[str, int]]:
+    """What of a repository its snapshot (a directory named by the commit) lacks: shards, and sizes of other files."""
+    from huggingface_hub import HfApi, get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
     from huggingface_hub.hf_api import RepoFile
 
-    if all((root / name).exists() for name in _indexed(root)):
-        return {}
-    files = HfFileSystem()
+    def is_here(name: str) -> bool:
+        return (root / name).exists()
 
-    def reader(name: str) -> Callable[[int, int], bytes]:
-        def read(offset: int, length: int) -> bytes:
-            # Without the read-ahead that is meant for whole files.
-            with explained_source(repo, root.name), files.open(f"{repo}@{root.name}/{name}", cache_type="none") as file:
-                file.seek(offset)
-                return bytes(file.read(length))
-
-        return read
-
-    entries = [entry for entry in HfApi().list_repo_tree(repo, revision=root.name) if isinstance(entry, RepoFile)]
-    shards = [entry for entry in entries if entry.path.endswith(".safetensors")]
-    if not shards:
-        refuse_other_weights(repo, [entry.path for entry in entries])
-    return {
-        entry.path: RemoteFile(entry.size, reader(entry.path), entry.lfs.sha256 if entry.lfs else entry.blob_id)
-        for entry in shards
-        if not (root / entry.path).exists()
-    }
+    all_shards = all(map(is_here, _indexed(root)))
+    try:
+        listed = {entry.path: entry.size for entry in get_cached_repo_tree(repo, revision=root.name)}
+    except CachedRepoTreeNotFoundError:
+        listed = {}
+    lacking = {name: size for name, size in listed.items() if not is_here(name)}
+    if all_shards and listed and all(map(left_out_part, lacking)):
+        return {}, lacking
+    # The cached list lacks digests.
+    try:
+        tree = HfApi().list_repo_tree(repo, recursive=True, revision=root.name)
+        entries = [entry for entry in tree if isinstance(entry, RepoFile)]
+    except Exception as error:
+        if all_shards and not listed and is_offline(error):
+            # A cache that another program filled, and nothing that says that it lacks anything.
+            return {}, {}
+        raise
+    names = {entry.path for entry in entries}
+    if not {INDEX_FILE, SINGLE_FILE} & names and "config.json" in names:
+        refuse_without_weights(repo, [name for name in names if "/" not in name])
+    lacking_entries = [entry for entry in entries if not is_here(entry.path)]
+    shards = [entry for entry in lacking_entries if re.fullmatch(r"[^/]+\.safetensors", entry.path)]
+    digests = {entry.path: entry.lfs.sha256 if entry.lfs else entry.blob_id for entry in shards}
+    remote = {entry.path: HubFile(repo, root.name, entry.path, entry.size, digests[entry.path]) for entry in shards}
+    return remote, {entry.path: entry.size for entry in lacking_entries if entry.path not in remote}
 
 
 def _indexed(root: Path) -> set[str]:
@@ -210,6 +248,117 @@ def _indexed(root: Path) -> set[str]:
         return set(read_json(root / INDEX_FILE, INDEX_FILE)["weight_map"].values())
     except (OSError, SourceError, KeyError, TypeError, AttributeError):
         return {SINGLE_FILE}
+
+
+class HubFile:
+    """A file of a repository, read over HTTP by the client's own session.
+
+    The Hub is asked once where it lies; that address serves until it is refused. Calls may come from any thread.
+
+    Attributes:
+        size: in bytes.
+        digest: of its contents, in hexadecimal digits: the SHA-256 of an LFS file, else its git object id.
+        only_whole: whether all of it was sent where a part was asked for.
+    """
+
+    def __init__(self, repo: str, revision: str, name: str, size: int, digest: str) -> None:
+        self.repo = repo
+        self.revision = revision
+        self.name = name
+        self.size = size
+        self.digest = digest
+        self.only_whole = False
+        self._address: str | None = None
+        self._resolving = threading.Lock()
+
+    def hasher(self) -> hashlib._Hash:
+        """What gives the digest once it is fed with the contents."""
+        return hashlib.sha256() if len(self.digest) == 64 else hashlib.sha1(b"blob %d\0" % self.size)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """So many bytes from an offset.
+
+        Raises:
+            SourceError: they cannot be had.
+        """
+        return patiently(lambda: b"".join(self.stream(offset, offset + length)))
+
+    def stream(self, start: int, end: int) -> Generator[bytes, None, None]:
+        """The bytes from `start` to `end` as they come, and nothing is read beyond; close it if not all are wanted.
+
+        Raises:
+            SourceError: they cannot be had; an Unreachable if that may pass.
+        """
+        with explained_source(self.repo, self.revision), self._ask(start, end) as response:
+            self.only_whole |= response.status_code == 200 and end - start < self.size
+            at = 0 if response.status_code == 200 else start
+            for data in response.iter_bytes():
+                wanted = data[max(0, start - at) : max(0, end - at)]
+                at += len(data)
+                if wanted:
+                    yield wanted
+                # Read to its end, an answer leaves a connection for the next one; but not the rest of a shard.
+                if at > end or (at == end and response.status_code == 200 and end < self.size):
+                    return
+            if at < end:
+                raise Unreachable(f"{self.name} ended at byte {at:,} of {self.size:,}", "run the same command again")
+
+    @contextmanager
+    def _ask(self, start: int, end: int) -> Iterator[Response]:
+        """The answer to a request for these bytes."""
+        from huggingface_hub import constants
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+
+        for attempt in range(3):
+            address, trusted = self._resolve()
+            # The token is for the Hub; an address elsewhere is signed instead.
+            headers = build_hf_headers() if trusted else {}
+            headers |= {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+            with http_stream_backoff(
+                "GET", address, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+                retry_on_exceptions=(), retry_on_status_codes=(408, 429),
+            ) as response:  # fmt: skip
+                if response.status_code in _EXPIRED and not trusted and attempt < 2:
+                    self._forget(address)
+                    continue
+                hf_raise_for_status(response)
+                given = response.headers.get("Content-Range", "")
+                if response.status_code != 200 and not given.startswith(f"bytes {start}-"):
+                    raise SourceError(
+                        f"{self.name}: bytes from {start:,} on were asked for, and {given or 'no range'} came",
+                        "what answers for the Hub is broken: check HF_ENDPOINT and proxies",
+                    )
+                yield response
+                return
+
+    def _resolve(self) -> tuple[str, bool]:
+        """The address where it lies, and whether that is the Hub's own."""
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+        url = hf_hub_url(self.repo, self.name, revision=self.revision)
+        with self._resolving:
+            if self._address is None:
+                self._address = get_hf_file_metadata(url).location
+            return self._address, _origin(self._address) == _origin(url)
+
+    def _forget(self, address: str) -> None:
+        with self._resolving:
+            if self._address == address:
+                self._address = None
+
+
+def is_refused_elsewhere(error: HfHubHTTPError) -> bool:
+    """Whether it was not the Hub that refused, but the place it had pointed to: then the signature has expired."""
+    from huggingface_hub import constants
+
+    response = error.response
+    elsewhere = _origin(str(response.request.url)) != _origin(constants.ENDPOINT)
+    return elsewhere and response.status_code in _EXPIRED and not response.headers.get("X-Error-Code")
+
+
+def _origin(url: str) -> tuple[str, str | None, int | None]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port
 
 
 Made = TypeVar("Made")

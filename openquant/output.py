@@ -376,7 +376,9 @@ class OutputDirectory:
             missing = [name for name in self.files if name in gone or not self.is_finished(name)]
             shards = sorted((self.files[name] for name in missing if name in self.shards), reverse=True)
             needed = sum(self.files[name] for name in missing if name not in self.shards)
-            fetched = sum(what.st_size for name, what in self.folder.walk() if name.startswith(f"{WORK}/{SOURCE}"))
+            fetched = sum(
+                what.st_blocks * 512 for name, what in self.folder.walk() if name.startswith(f"{WORK}/{SOURCE}")
+            )
             needed += sum(shards[: self.at_once]) + (max(0, self.scratch - fetched) if shards else 0)
         if needed > free:
             raise OutputError(

@@ -94,6 +94,13 @@ def is_transient(error: BaseException) -> bool:
     return type(error).__module__.startswith("httpx") or "Consistency check failed" in str(error)
 
 
+def is_offline(error: BaseException) -> bool:
+    """Whether an error says that the Hub cannot be reached, or must not."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    return isinstance(error, OfflineModeIsEnabled) or type(error).__module__.startswith("httpx")
+
+
 def without_queries(text: str) -> str:
     """A text whose addresses have lost their queries, which may hold signatures."""
     return _QUERY.sub(r"\1", text)

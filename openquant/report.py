@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from .api import Result
 from .card import gigabytes, readers, serve_commands
+from .fetch import Download
 from .patterns import collapse
 from .plan import Group, Plan
 from .verification import Report
 
 
-def plan_text(plan: Plan, model: str, output: Path, download: int, streamed: int) -> str:
+def plan_text(plan: Plan, model: str, output: Path, download: Download, notes: Sequence[str]) -> str:
     """What a run will do, a line per group of layers.
 
     Args:
         plan: the plan.
         model: the source's name.
         output: the output directory.
-        download: bytes of source shards that are on the Hub.
-        streamed: those that are on disk at a time if they are streamed.
+        download: what comes from the Hub.
+        notes: about how it comes.
     """
     rows = [("", "layers", "shape", "before", "after", "")]
     rows += [_row(group) for group in plan.groups if group.quantized]
@@ -43,7 +45,7 @@ def plan_text(plan: Plan, model: str, output: Path, download: int, streamed: int
             why,
         )
         lines.append("  ".join(cells).rstrip())
-    lines += ["", *_facts(plan, download, streamed)]
+    lines += ["", *_facts(plan, download, notes)]
     return "\n".join(lines)
 
 
@@ -58,24 +60,26 @@ def _row(group: Group) -> tuple[str, str, str, str, str, str]:
     )
 
 
-def _facts(plan: Plan, download: int, streamed: int) -> list[str]:
+def _facts(plan: Plan, download: Download, notes: Sequence[str]) -> list[str]:
     lines = [
         f"weights:  {gigabytes(plan.source_bytes)} -> {gigabytes(plan.output_bytes)}, {_share(plan)} "
         f"({plan.quantized_tensors or plan.decoded_tensors} layers)",
         f"disk:     {gigabytes(plan.output_bytes + sum(plan.files.values()))} in "
         f"{_count(len(plan.shards), 'shard')} and {_count(len(plan.files), 'other file')}",
     ]
-    if download:
-        lines.append(
-            f"download: {gigabytes(download)} to the Hub's cache, or with --stream {gigabytes(streamed)} at a time"
+    if download.nbytes:
+        others = (
+            f" ({gigabytes(download.file_bytes)} in {_count(download.files, 'other file')})" if download.files else ""
         )
+        streamed = f", or with --stream {gigabytes(download.streamed)} at a time" if download.streamed else ""
+        lines.append(f"download: {gigabytes(download.nbytes)}{others} to the Hub's cache{streamed}")
     if plan.quantization_config:
         sizes = ", ".join(map(str, plan.parallel_sizes)) or "none"
         lines.append(f"tensor parallel sizes that can serve it: {sizes}")
     lines += [f"  not {entry.size}: {entry.problem}" for entry in plan.parallel if entry.problem]
     if plan.left_out:
         lines.append(f"left out: {', '.join(plan.left_out)}")
-    lines += [f"note: {note}" for note in plan.notes]
+    lines += [f"note: {note}" for note in (*plan.notes, *notes)]
     return lines
 
 

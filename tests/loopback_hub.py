@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
 DATE = "2026-01-01T00:00:00.000Z"
@@ -113,6 +113,12 @@ class LoopbackHub:
         requests: how often each path was asked for with each method, faults included.
         sent: bytes of all answers.
         uploads: how often each sha256 was stored by an LFS upload.
+        storage: when set, where LFS files lie (another origin that leads here): their addresses are redirected there.
+        signature: what makes such an address good; setting another one lets all given out before expire.
+        leaked: requests to the storage that brought a token along.
+        ignores_range: sends all of a file whatever part is asked for.
+        latency: seconds before each answer.
+        rate: bytes of files a second on each connection, None for as fast as it goes.
     """
 
     def __init__(self, directory: Path, port: int = 0, token: str | None = None) -> None:
@@ -126,6 +132,12 @@ class LoopbackHub:
         self.requests: Counter[str] = Counter()
         self.sent = 0
         self.uploads: Counter[str] = Counter()
+        self.storage: str | None = None
+        self.signature = "first"
+        self.leaked: list[str] = []
+        self.ignores_range = False
+        self.latency = 0.0
+        self.rate: float | None = None
         self.errors: list[Exception] = []
         self.lock = threading.RLock()
         self.blobs = directory / "blobs"
@@ -339,7 +351,7 @@ class Handler(BaseHTTPRequestHandler):
             hub.requests[f"{self.command} {path}"] += 1
             self.fault = next((fault for fault in hub.faults if fault.meets(self.command, path)), Fault(""))
         try:
-            time.sleep(self.fault.delay)
+            time.sleep(self.fault.delay + hub.latency)
             if self.fault.call and self.fault.cut is None and self.fault.cut_upload is None:
                 self.fault.call()
             if self.fault.status:
@@ -427,6 +439,16 @@ class Handler(BaseHTTPRequestHandler):
             return
         if self.fault.cut is not None:
             end = min(end, start + self.fault.cut)
+        begun, first = time.monotonic(), start
+        if isinstance(body, io.BufferedReader) and self.fault.flip is None:
+            while start < end:
+                # Within the kernel, so that this server is not what a client waits for.
+                count = os.sendfile(self.connection.fileno(), body.fileno(), start, min(1 << 20, end - start))
+                start += count
+                with self.hub.lock:
+                    self.hub.sent += count
+                if self.hub.rate:
+                    time.sleep(max(0, begun + (start - first) / self.hub.rate - time.monotonic()))
         body.seek(start)
         while start < end:
             piece = bytearray(body.read(min(PIECE, end - start)))
@@ -519,13 +541,31 @@ class Handler(BaseHTTPRequestHandler):
         headers = {"ETag": f'"{etag}"', "X-Repo-Commit": sha, "Accept-Ranges": "bytes"}
         if is_lfs(path):
             headers |= {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(size)}
+        if is_lfs(path) and self.hub.storage:
+            address = f"{self.hub.storage}/storage/{repo}/{sha}/{quote(path)}?Signature={self.hub.signature}"
+            return self.send(io.BytesIO(), 0, 0, 302, {**headers, "Location": address})
+        self.contents(files[path], size, headers)
+
+    def stored(self, repo: str, revision: str, path: str) -> None:
+        """An LFS file by its signed address."""
+        if self.headers.get("Authorization"):
+            self.hub.leaked.append(self.path)
+        if self.query.get("Signature") != [self.hub.signature]:
+            raise Refused(403, message="Request has expired")
+        content = self.hub.snapshot(repo, revision)[1][path]
+        size = content.stat().st_size if self.fault.content is None else len(self.fault.content)
+        self.contents(content, size, {"Accept-Ranges": "bytes"})
+
+    def contents(self, content: Path, size: int, headers: dict[str, str]) -> None:
+        """What is asked for of a file."""
         start, end, status = 0, size, 200
-        if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""):
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+        if asked and not self.hub.ignores_range:
             start, end, status = int(asked[1]), min(int(asked[2] or size) + 1, size), 206
             if start >= size:
                 raise Refused(416, message="Range Not Satisfiable", Content_Range=f"bytes */{size}")
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
-        with files[path].open("rb") if self.fault.content is None else io.BytesIO(self.fault.content) as body:
+        with content.open("rb") if self.fault.content is None else io.BytesIO(self.fault.content) as body:
             self.send(body, start, end, status, headers)
 
     # Uploads.
@@ -692,6 +732,7 @@ ROUTES: list[tuple[tuple[str, ...], str, bool, Callable[..., None]]] = [
     (("GET",), f"/api/models/{REPO}/commits/{REVISION}", False, Handler.log),
     (("GET",), f"/api/models/{REPO}/tree/{REVISION}(?:/(?P<path>.+))?", False, Handler.tree),
     (("POST",), f"/api/models/{REPO}/paths-info/{REVISION}", False, Handler.paths_info),
+    (("GET",), f"/storage/{REPO}/{REVISION}/(?P<path>.+)", False, Handler.stored),
     (("GET", "HEAD"), f"/{REPO}/resolve/{REVISION}/(?P<path>.+)", False, Handler.resolve),
     (("POST",), "/api/repos/create", True, Handler.create),
     (("POST",), "/api/validate-yaml", False, Handler.validate),

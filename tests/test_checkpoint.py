@@ -90,6 +90,12 @@ def test_files_are_sorted_into_what_belongs_and_what_does_not(source: Path) -> N
     assert set(checkpoint.left_out) == {name for name in leftovers if "/" not in name} | folders
 
 
+@pytest.mark.parametrize("name", ["../evil.json", "/etc/evil", "a//b", "a\\b", "a\nb"])
+def test_a_repository_lists_only_possible_files(source: Path, name: str) -> None:
+    with pytest.raises(SourceError, match="is no possible file of a repository"):
+        open_checkpoint(source, absent={name: 1})
+
+
 def test_missing_path(tmp_path: Path) -> None:
     assert_refused(
         tmp_path / "a" / "b", f"{tmp_path}/a/b does not exist, and is no Hub repository id either", "check the path"

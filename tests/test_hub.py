@@ -128,3 +128,51 @@ def test_a_dry_run_of_a_single_file(ask: Hub, hub: LoopbackHub, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"org/single@{COMMIT} -> single-FP8-W128\n")
     assert "in 1 shard and" in done.stdout
+
+
+NEEDLESS = ["demo.mp4", "model.nemo", "events.out.tfevents.1.host", "openvino_model.xml", "imatrix.dat", "all.tar.gz"]
+
+
+def test_a_dry_run_fetches_what_the_plan_is_made_from(
+    ask: Hub, hub: LoopbackHub, repository: Path, tmp_path: Path
+) -> None:
+    for name in NEEDLESS:
+        (repository / name).write_bytes(b"x" * 1000)
+    (repository / "vocab.txt.gz").write_bytes(b"read by some tokenizers")
+    (repository / "figures").mkdir()
+    (repository / "figures" / "shown.png").write_bytes(b"by the card")
+    done = ask("-m", "org/name", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    asked = {path.rpartition("/")[2] for path in hub.requests if "/resolve/" in path}
+    shards = {path.name for path in repository.glob("*.safetensors")}
+    assert asked == {"config.json", "model.safetensors.index.json", *shards}
+    left = ", ".join(sorted([*NEEDLESS, "original/", "pytorch_model.bin"]))
+    assert f"\nleft out: {left}\n" in done.stdout
+    others = ["README.md", "generation_config.json", "tokenizer.json", "vocab.txt.gz", "figures/shown.png"]
+    size = sum((repository / name).stat().st_size for name in others)
+    assert f" ({size} B in 5 other files) to the Hub's cache, " in done.stdout
+    # The run itself fetches those, and says the same of the rest.
+    done = ask("-m", "org/name")
+    assert done.returncode == 0, done.stderr
+    assert f"\nleft out: {left}\n" in done.stdout
+    assert not [path for path in hub.requests for name in NEEDLESS if path.endswith(f"/{name}")]
+    out = tmp_path / "here" / "name-FP8"
+    for name in set(others) - {"README.md"}:
+        assert (out / name).read_bytes() == (repository / name).read_bytes()
+    assert not [name for name in NEEDLESS if (out / name).exists()]
+    # From the cache too.
+    again = ask("-m", "org/name", "--dry-run", HF_HUB_OFFLINE="1")
+    assert again.returncode == 0, again.stderr
+    assert f"\nleft out: {left}\n" in again.stdout
+    assert "download:" not in again.stdout
+
+
+def test_what_the_cache_lacks_is_not_left_out_without_a_network(
+    ask: Hub, hub: LoopbackHub, repository: Path, tmp_path: Path
+) -> None:
+    assert ask("-m", "org/name").returncode == 0
+    (tokenizer,) = (tmp_path / "hf").rglob("snapshots/*/tokenizer.json")
+    tokenizer.unlink()
+    done = ask("-m", "org/name", "-o", "again", HF_HUB_OFFLINE="1")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: org/name is not a local directory, and the Hub cannot be reached for it\n")
