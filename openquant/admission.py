@@ -31,7 +31,8 @@ def user_name(repo: str) -> str:
     from huggingface_hub import HfApi
 
     user = patiently(HfApi().whoami)
-    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
+    token = (user.get("auth") or {}).get("accessToken") or {}
+    if token.get("role") == "read":
         raise PushError(f"{repo} cannot be written to: the token of {user['name']} is read-only", USE_A_TOKEN)
     return str(user["name"])
 
