@@ -116,10 +116,9 @@ def _compose(metadata: str) -> yaml.MappingNode | None:
         depth, scalars = 0, set()
         for event in yaml.parse(metadata, Loader=_LOADER):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            # No anchor can be given twice.
             if isinstance(event, yaml.ScalarEvent):
                 scalars.add(event.anchor)
-            elif isinstance(event, yaml.CollectionStartEvent):
-                scalars.discard(event.anchor)
             if depth > _DEEPEST or (isinstance(event, yaml.AliasEvent) and event.anchor not in scalars):
                 return None
         found = yaml.compose(metadata, Loader=_LOADER)

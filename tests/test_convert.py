@@ -8,6 +8,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -260,6 +262,16 @@ def test_nan_in_one_stacked_expert_names_its_number(tmp_path: Path) -> None:
     source = tiny.write(tmp_path / "source", "Llama4ForCausalLM", weights=weights)
     with pytest.raises(SourceError, match=r"experts.gate_up_proj\[2\] in model.safetensors holds NaN"):
         compress(source, tmp_path / "out")
+
+
+def test_a_shard_that_became_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x")
+    code = (
+        "import sys; from pathlib import Path; import numpy as np; from openquant.shardfile import SourceFile\n"
+        "with SourceFile(Path(sys.argv[1]), 'x') as file: file.read(np.empty(4, np.uint8), 0, 'a.weight')"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "x"], capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines()[-1].endswith("SourceError: a.weight in x cannot be read: Illegal seek")
 
 
 def test_a_joined_set_above_float16_is_an_error_that_names_it(tmp_path: Path) -> None:
