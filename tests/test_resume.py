@@ -72,6 +72,7 @@ def after(owner, name):
         "write": (shardfile.ShardFile, "write"),
         "held": (shardfile.ShardFile, "_write_held"),
         "fsync": (os, "fsync"),
+        "unlink": (os, "unlink"),
     }[moment.split("-")[1]]
 )
 sys.exit(compress_main(sys.argv[4:]))
@@ -89,7 +90,9 @@ def whole(tmp_path: Path, source: Path) -> dict[str, bytes]:
     return tree(tmp_path / "whole")
 
 
-def struck(source: Path, output: Path, how: str, moment: str, count: int) -> subprocess.CompletedProcess[str]:
+def struck(
+    source: Path, output: Path, how: str, moment: str, count: int, *more: str
+) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable,
         "-c",
@@ -103,6 +106,7 @@ def struck(source: Path, output: Path, how: str, moment: str, count: int) -> sub
         str(output),
         "--workers",
         "2",
+        *more,
     ]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, preexec_fn=heed_ctrl_c)
 
@@ -259,6 +263,68 @@ def test_overwrite_replaces_what_the_journal_names_and_nothing_else(
     compress(single, out, "block", overwrite=True)
     compress(single, tmp_path / "fresh", "block")
     assert tree(out) == tree(tmp_path / "fresh") | {"notes.txt": b"mine"}
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 8, 9])
+def test_what_is_overwritten_first_is_no_model_and_stays_ours(
+    tmp_path: Path, source: Path, whole: dict[str, bytes], count: int
+) -> None:
+    """Whenever it is killed: config.json goes first, so nothing takes the rest for a model, and the journal last."""
+    out = tmp_path / "whole"
+    order = ["config.json", "generation_config.json", "model.safetensors.index.json", "README.md"]
+    order += [*finished(out), ".openquant.json"]
+    assert set(order) == whole.keys()
+    done = struck(source, out, "KILL", "before-unlink", count, "--overwrite", "--scheme", "block")
+    assert done.returncode == -signal.SIGKILL
+    assert settled(out) == {name: whole[name] for name in order[count:]}
+    compress(source, out, "block", overwrite=True)
+    compress(source, tmp_path / "fresh", "block")
+    assert tree(out) == tree(tmp_path / "fresh")
+
+
+# Runs the command, and writes down what reached the disk and what got its name, in order.
+RECORDED = """
+import json, os, sys
+from openquant.cli import compress_main
+
+events, fsync, replace = [], os.fsync, os.replace
+
+def noted_fsync(handle):
+    fsync(handle)
+    found = os.fstat(handle)
+    events.append(["fsync", found.st_ino, found.st_mtime_ns])
+
+def noted_replace(old, new, *, src_dir_fd, dst_dir_fd):
+    replace(old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+    found, folder = os.stat(new, dir_fd=dst_dir_fd), os.fstat(dst_dir_fd)
+    events.append(["rename", found.st_ino, found.st_mtime_ns, new, folder.st_ino])
+
+os.fsync, os.replace = noted_fsync, noted_replace
+code = compress_main(sys.argv[2:])
+with open(sys.argv[1], "w") as file:
+    json.dump(events, file)
+sys.exit(code)
+"""
+
+
+def test_a_file_gets_its_name_when_it_is_on_disk_and_keeps_it(tmp_path: Path, source: Path) -> None:
+    (source / "assets").mkdir()
+    (source / "assets" / "a.txt").write_text("the model's")
+    log, out = tmp_path / "events", tmp_path / "out"
+    command = [sys.executable, "-c", RECORDED, log, "-m", source, "-o", out, "--workers", "1"]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    events = json.loads(log.read_text())
+    names = []
+    for number, (what, *found) in enumerate(events):
+        if what == "rename":
+            inode, modified, name, folder = found
+            names.append(name)
+            # Nothing was written to it after that.
+            assert ["fsync", inode, modified] in events[:number], name
+            assert events[number + 1][:2] == ["fsync", folder], name
+    written = [path.name for path in out.rglob("*") if path.is_file()]
+    assert sorted(names) == sorted([*written, ".openquant.json"])
+    assert names[-2:] == ["config.json", ".openquant.json"]
 
 
 def test_overwrite_refuses_files_that_are_not_ours(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
