@@ -25,6 +25,7 @@ from openquant.schemes import (
     TENSOR_STATIC,
     VARIANTS,
     Scheme,
+    find_others,
     find_scheme,
     recognise,
 )
@@ -212,6 +213,56 @@ def test_every_name_has_a_default_and_every_format_is_found() -> None:
     assert (caught.value.message, caught.value.hint) == (
         "the format fp8 has no scheme channel",
         "use --format compressed-tensors",
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "message", "hint"),
+    [
+        (("rows",), "rows is not a scheme", "choose one of tensor, channel, block, mxfp8"),
+        (("tensor", "gguf"), "the format gguf has no scheme tensor", "use --format fp8 or compressed-tensors"),
+        (
+            ("block", "compressed-tensors", "ue8m0"),
+            "--scheme block has no ue8m0 scales in the compressed-tensors format",
+            "leave --scale-format out: block in the fp8 format has float and ue8m0 scales, mxfp8 ue8m0, all else float",
+        ),
+        (
+            ("mxfp8", None, "float"),
+            "--scheme mxfp8 has no float scales in the compressed-tensors format",
+            "leave --scale-format out: block in the fp8 format has float and ue8m0 scales, mxfp8 ue8m0, all else float",
+        ),
+        (
+            ("channel", None, None, "static"),
+            "--scheme channel has no static activations",
+            "use --scheme tensor for static ones, or leave --activation-scheme out",
+        ),
+        (
+            ("tensor", None, None, "frozen"),
+            "--scheme tensor has no frozen activations",
+            "use --scheme tensor for static ones, or leave --activation-scheme out",
+        ),
+    ],
+)
+def test_what_is_no_scheme_says_what_is(asked: tuple[str, ...], message: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        find_scheme(*asked)
+    assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+def test_schemes_that_no_config_holds_together() -> None:
+    assert find_others(TENSOR, {}) == ()
+    assert find_others(CHANNEL, {"a": "block", "b": "tensor"}) == (("a", BLOCK_COMPRESSED), ("b", TENSOR_COMPRESSED))
+    with pytest.raises(UsageError) as caught:
+        find_others(MXFP8, {"**": "channel"})
+    assert (caught.value.message, caught.value.hint) == (
+        "--scheme-for does not go with --scheme mxfp8 in the compressed-tensors format: all layers are alike",
+        "use --scheme channel, or --scheme tensor or block with --format compressed-tensors",
+    )
+    with pytest.raises(UsageError) as caught:
+        find_others(CHANNEL, {"**": "mxfp8"})
+    assert (caught.value.message, caught.value.hint) == (
+        "--scheme-for **=mxfp8: mxfp8 is not a scheme to mix",
+        "choose one of tensor, channel, block",
     )
 
 

@@ -14,6 +14,7 @@ import argparse
 import ast
 import difflib
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -94,13 +95,13 @@ class _Finder(cst.CSTVisitor):
         return True
 
 
-def mutants_of(module: str, code: str) -> Iterator[Mutant]:
-    """Every mutant of a module, each text once."""
+def mutants_of(module: str, code: str, chance: random.Random) -> Iterator[Mutant]:
+    """Every mutant of a module in an order of chance, each text once."""
     wrapper = MetadataWrapper(cst.parse_module(code))
     finder = _Finder()
     wrapper.visit(finder)
     seen = {code}
-    for first, last, node, new in finder.found:
+    for first, last, node, new in chance.sample(finder.found, len(finder.found)):
         changed = wrapper.module.deep_replace(node, new)
         assert isinstance(changed, cst.Module)
         text = changed.code
@@ -314,10 +315,9 @@ def main() -> int:
     for module in options.modules:
         path = tree / "openquant" / f"{module}.py"
         code = path.read_text()
-        every = sorted(mutants_of(module, code), key=lambda mutant: mutant.key)
-        sample = random.Random(f"{options.seed} {module}").sample(every, min(options.sample, len(every)))
+        mutants = mutants_of(module, code, random.Random(f"{options.seed} {module}"))
         counts = score.setdefault(module, Counter())
-        for mutant in sample:
+        for mutant in itertools.islice(mutants, options.sample):
             how = "killed" if mutant.key in killed else ""
             if not how:
                 tests = tests_of(mutant, lines, seconds, options.seconds)
@@ -334,7 +334,7 @@ def main() -> int:
                         flush=True,
                     )
             counts[how] += 1
-        print(f"\n{module}: {len(every)} mutants, of {len(sample)}: {dict(counts)}", flush=True)
+        print(f"\n{module}: {dict(counts)}", flush=True)
     print(f"\n{'module':<12}{'mutants':>8}{'killed':>8}{'score':>8}")
     for module, counts in score.items():
         good = counts["killed"] + counts["never ends"]
