@@ -15,7 +15,7 @@ from .configs import differences
 from .contents import Weight
 from .encoded import leftovers
 from .fates import experts_finder, is_head, joined_sets
-from .formats import FLOATS, Quantization
+from .formats import FLOATS, Quantization, quantization_places
 from .layers import Layer
 from .models import NOT_LINEAR, ROUTER, Model, absolute
 from .patterns import compile_any, compile_pattern, template
@@ -122,6 +122,9 @@ class Headers:
 
     def _check_settings(self) -> None:
         """The quantization_config: in our directories what this program writes, in others' what engines read."""
+        places = quantization_places(self.checkpoint.config)
+        if any(place[key] != places[0][0][places[0][1]] for place, key in places[1:]):
+            self.problems.append("config.json holds several quantization configs, which are not the same")
         if self.scheme is not None:
             return
         settings = self.quantization.settings

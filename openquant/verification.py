@@ -481,6 +481,9 @@ class _Verification:
         for name in self.plan.ignored_layers:
             if name not in listed and name not in self.headers.unlisted:
                 self.problems.append(f"config.json: {key} does not list {name}")
+        # Engines may take a name for the beginning, or a part, of others.
+        more = sorted(listed.difference(self.plan.ignored_layers))
+        self.problems += [f"config.json: {key} lists {name}, the plan does not" for name in more]
         if self.problems:
             return
         for shard in self.plan.shards:

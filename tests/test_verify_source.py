@@ -301,6 +301,30 @@ def test_keys_that_nothing_reads_are_a_note(source: Path, tmp_path: Path) -> Non
     assert found(verify(out)) == ((), (f"config.json: nothing is known to read {place}",))
 
 
+def test_a_listed_name_that_no_plan_lists(ours: Path, source: Path) -> None:
+    """vLLM finds no layer of that name, SGLang takes it for the beginning of all."""
+
+    def add(settings: dict[str, Any]) -> None:
+        for key in ("ignored_layers", "modules_to_not_convert"):
+            settings[key].append("model")
+
+    change_settings(ours, add)
+    assert verify(ours).problems == ()
+    assert verify(ours, source).problems == ("config.json: ignored_layers lists model, the plan does not",)
+
+
+@pytest.mark.parametrize("whose", ["ours", "others"])
+def test_two_quantization_configs(whose: str, source: Path, request: pytest.FixtureRequest) -> None:
+    out = request.getfixturevalue(whose)
+    change_json(out / CONFIG, lambda config: config.update(compression_config=config["quantization_config"]))
+    assert verify(out, source).problems == ()
+    change_json(
+        out / CONFIG, lambda config: config.update(text_config={"quantization_config": {"quant_method": "awq"}})
+    )
+    (problem, *_) = verify(out, source).problems
+    assert problem == "config.json holds several quantization configs, which are not the same"
+
+
 # Files.
 
 
@@ -508,6 +532,21 @@ def test_codes_of_other_tools_are_counted(source: Path, tmp_path: Path) -> None:
     assert report.equal_share is not None
     assert 0.95 < report.equal_share < 0.999
     assert report.to_json()["decoded"]["equal_codes"] == report.equal_share
+
+
+def test_a_scale_too_small_for_its_weights(others: Path, source: Path) -> None:
+    """Its codes are the nearest there are, and still far off."""
+    original = tiny.read(source)[f"{DOWN}.weight"].float()
+
+    def change(weights: Weights) -> None:
+        scale = weights[f"{DOWN}.weight_scale"].mul_(0.5)
+        weights[f"{DOWN}.weight"] = (original / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+    change_weights(others, change)
+    report = verify(others, source, full=True)
+    assert report.compared_codes == report.equal_codes
+    (problem,) = report.problems
+    assert problem.startswith(f"{ONE}: {DOWN}.weight is off by ")
 
 
 def test_a_source_that_was_quantized_already_cannot_be_made_again(tmp_path: Path) -> None:
