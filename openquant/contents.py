@@ -16,7 +16,7 @@ import numpy as np
 from .checkpoint import Checkpoint, TensorInfo
 from .errors import SourceError
 from .formats import Format
-from .kernels import BITS_TYPE, CHUNK, Bits, Codes, absmax, decode, encode, scale_values, to_float32
+from .kernels import BITS_TYPE, CHUNK, Bits, Codes, absmax, decode, encode, encode_float32, scale_values, to_float32
 from .layers import Matrix
 from .schemes import CODE_MAX, Floats, Scheme, grid_of
 from .shardfile import Bytes, SourceFile
@@ -412,27 +412,31 @@ class _Decoding:
             self.finite = False
             return
         np.maximum(self.absmax[rows], largest, out=self.absmax[rows])
-        made = np.empty(bits.shape, np.uint8)
-        encode(bits, dtype, scale, group, made)
-        bits, made = bits[:, :cols], made[:, :cols]
-        clean = np.array_equal(made, codes)
-        if not clean:
+        fits = bool((largest <= scale * (CODE_MAX * np.float32(1 + 2.0**-20))).all())
+        weight = to_float32(np.ascontiguousarray(bits[:, :cols]), dtype)
+        spread = scale if width is None else np.repeat(scale, width, axis=1)[:, :cols]
+        if fits:
+            made = np.empty(bits.shape, np.uint8)
+            encode(bits, dtype, scale, group, made)
+            made = made[:, :cols]
+        else:
+            # The kernel counts on scales that are large enough.
+            made = encode_float32(weight, spread)
+        same = np.array_equal(made, codes)
+        if not same:
             differs = made != codes
             self.differing += int(differs.sum())
             if self.first is None:
                 row, col = (int(axis) for axis in np.unravel_index(int(differs.argmax()), differs.shape))
                 self.first = (top + row, col), int(codes[row, col]), int(made[row, col])
-        clean = clean and bool((largest <= scale * (CODE_MAX * np.float32(1 + 2.0**-20))).all())
-        weight = to_float32(np.ascontiguousarray(bits), dtype)
         error = np.empty(codes.shape, np.float32)
-        spread = scale if width is None else np.repeat(scale, width, axis=1)[:, :cols]
         decode(codes, spread, error)
         error -= weight
         np.abs(error, out=error)
         self.signal += _energy(weight)
         self.noise += _energy(error)
         self.largest = max(self.largest, float(error.max()))
-        if not clean:
+        if not (same and fits):
             self._bound(top, weight, error, spread)
 
     def _bound(self, top: int, weight: Floats, error: Floats, scale: Floats) -> None:
