@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from . import __version__
+from .models import SGLANG
 from .patterns import collapse
 from .plan import Plan
 
@@ -203,7 +204,10 @@ def unquantized(plan: Plan) -> list[str]:
 def readers(plan: Plan) -> str:
     """Which programs read this output right."""
     scheme = plan.scheme
-    engines = f"This output is for {' and '.join(scheme.engines)}"
+    engines = f"This output is for {' and '.join(plan.engines)}"
+    unread = plan.unread_by_sglang
+    if unread is not None:
+        engines += f" ({SGLANG} does not load it: {unread.why})"
     of_experts = (found.transformers_experts for found in plan.expert_schemes.values())
     problem = scheme.transformers or next(filter(None, of_experts), None)
     if problem is None and plan.quantization_config and not plan.model.transformers_reads_blocks:
@@ -215,7 +219,7 @@ def readers(plan: Plan) -> str:
 
 def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list[str]:
     """What starts each engine on an output directory, or on a revision of a repository (main if None)."""
-    return [f"{_COMMANDS[engine]} {_served(output, revision)}" for engine in plan.scheme.engines]
+    return [f"{_COMMANDS[engine]} {_served(output, revision)}" for engine in plan.engines]
 
 
 def published_card(card: str, repo: str, revision: str | None) -> str:

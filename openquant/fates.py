@@ -19,7 +19,7 @@ from .errors import PlanError, UsageError
 from .formats import FLOATS
 from .inputs import shown
 from .layers import Layer
-from .models import HEAD, NEVER_QUANTIZED, Experts, Model, Stacked, absolute
+from .models import HEAD, NEVER_QUANTIZED, Experts, Model, Refusal, Stacked, absolute
 from .parallel import indivisible, parts_of, split_finder, text_config
 from .patterns import MAX_DIGITS, collapse, compile_any, compile_pattern, template
 from .schemes import Group, Scheme
@@ -137,6 +137,34 @@ def decide(
     fates = Fates(scheme, layers, unstacked, kept, copied, sets, reasons, others)
     _refuse_experts(model, fates)
     return fates, scheme.config(_ignored_names(model, fates), _targets(model, fates)), notes
+
+
+def unread_by_sglang(model: Model, fates: Fates) -> Refusal | None:
+    """Why SGLang does not load what is decided, and what it loads instead; None if it does or nothing is quantized."""
+    # Layers alike are many.
+    kinds = {(layer.alike, scheme.name): (layer.module, scheme) for layer, scheme in fates.quantized}.values()
+    quantized = [(module, scheme) for module, scheme in kinds if not is_head(module)]
+    for _, scheme in quantized:
+        if "SGLang" not in scheme.engines:
+            return Refusal(None, None, f"it knows no {scheme.name}", "try another scheme")
+        refusal = model.sglang.refusal(scheme)
+        if refusal is not None:
+            return refusal
+    plain = compile_any(absolute(model, model.sglang.plain))
+    if any(plain.fullmatch(module) for module, _ in quantized):
+        modules = ", ".join(f"**{pattern}" for pattern in model.sglang.plain)
+        return Refusal(None, None, f"it builds {modules} in bfloat16", "with --ignore for that it loads")
+    if model.sglang.head is not None and len(quantized) < len(kinds):
+        return Refusal(None, None, model.sglang.head, "without --quantize-lm-head it loads")
+    uneven = bool(fates.reasons) or any(not is_head(module) for module in fates.others)
+    if quantized and uneven and fates.scheme.format in model.sglang.alike:
+        return Refusal(None, None, "it finds none of these layers by name", "with all layers alike it loads")
+    # It asks the group of all Linear layers for the size of blocks (compressed_tensors.py:272-279).
+    find_experts = experts_finder(model)
+    blocks = (module for module, scheme in quantized if scheme.name == "block" and not find_experts(module))
+    if fates.scheme.name != "block" and any(blocks):
+        return Refusal(None, None, "it loads blocks only where most layers have them", "-w 128 with --scheme-for loads")
+    return None
 
 
 def is_head(module: str) -> bool:
@@ -602,6 +630,9 @@ def _refuse_experts(model: Model, fates: Fates) -> None:
 def _ignored_names(model: Model, fates: Fates) -> list[str]:
     """What must be listed as ignored: checkpoint names without .weight, and the engines' other names for them.
 
+    SGLang 0.5.23 has towers' modules under names that no rule tells, and takes whole subtrees: those it lists by a name
+    in the fp8 format (layers/quantization/utils.py:51-64) and by an expression in the other.
+
     vLLM 0.32.0 compares for equality (layers/quantization/utils/quant_utils.py:617-691, for compressed-tensors
     utils/config_utils.py:226-293); experts match by the path that holds them all, for compressed-tensors by the names
     of the first. lm_head is listed unless it is quantized: transformers would quantize one tied to the embedding.
@@ -618,8 +649,18 @@ def _ignored_names(model: Model, fates: Fates) -> list[str]:
         experts = find_experts(module)
         if experts:
             names[experts] = None
+            # SGLang 0.5.23 asks by these, whatever the projections are called (compressed_tensors.py:883).
+            names |= {f"{experts}.0.{part}_proj": None for part in ("gate", "up", "down")}
         names[module] = None
-    return _engine_names(model, names)
+    towers = [
+        tower
+        for tower in model.towers
+        if any(tower in module.split(".") for module in names)
+        and not any(tower in layer.module.split(".") for layer, _ in fates.quantized)
+    ]
+    if fates.scheme.format == "compressed-tensors":
+        towers = [f"re:(.*[.])?{tower}[.].*" for tower in towers]
+    return [*_engine_names(model, names), *towers]
 
 
 def _targets(model: Model, fates: Fates) -> dict[Scheme, list[str]]:
@@ -664,14 +705,14 @@ def _expression(path: str) -> str:
 def _engine_names(model: Model, names: Iterable[str]) -> list[str]:
     """Names of modules, and the engines' other names for them."""
     listed_as = [
-        (compile_pattern(pattern), joined.listed_as)
+        (compile_pattern(pattern), joined.names)
         for joined, pattern in zip(model.joined, absolute(model, [j.pattern for j in model.joined]), strict=True)
-        if joined.listed_as
+        if joined.names
     ]
     found: dict[str, None] = {}
     for name in names:
         found[name] = None
-        for pattern, fused in listed_as:
+        for pattern, merged in listed_as:
             if pattern.fullmatch(name):
-                found[f"{name.rsplit('.', 1)[0]}.{fused}"] = None
+                found |= {f"{name.rsplit('.', 1)[0]}.{last}": None for last in merged}
     return list(dict.fromkeys(itertools.chain(found, *map(model.names_of, found))))

@@ -34,12 +34,19 @@ class Joined:
 
     Attributes:
         pattern: the members; modules whose `*` parts are equal belong together.
-        listed_as: last segment of the engine's own name for the merged layer, listed beside its members where
-            the engine does not derive it from them; None where it does.
+        listed_as: last segment of vLLM's own name for the merged layer, listed beside its members where vLLM does
+            not derive it from them; None where it does.
+        sglang: the same of SGLang, which derives it for few architectures.
     """
 
     pattern: str
     listed_as: str | None = None
+    sglang: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The engines' names for the merged layer."""
+        return tuple(dict.fromkeys(filter(None, (self.listed_as, self.sglang))))
 
 
 @dataclass(frozen=True)
@@ -114,6 +121,30 @@ class Refusal:
     hint: str
 
 
+SGLANG = "SGLang 0.5.23"
+
+
+@dataclass(frozen=True)
+class SGLang:
+    """What SGLang does not load of an architecture, though vLLM does.
+
+    Attributes:
+        refused: schemes and formats.
+        plain: modules that it builds in bfloat16, whatever is stored.
+        head: why it loads no quantized output head; None if it does.
+        alike: the formats in which it finds no layer by its name, so that all must be stored alike.
+    """
+
+    refused: tuple[Refusal, ...] = ()
+    plain: tuple[str, ...] = ()
+    head: str | None = None
+    alike: tuple[str, ...] = ()
+
+    def refusal(self, scheme: Scheme) -> Refusal | None:
+        """What forbids a scheme; None if nothing does."""
+        return _first(self.refused, scheme)
+
+
 @dataclass(frozen=True)
 class Model:
     """One architecture.
@@ -133,10 +164,13 @@ class Model:
             is listed under the others too, because engines build the module under another of these names.
         renames: parts of names, and how an engine's names have it; a listed module is listed under both.
         refused: schemes and formats that engines cannot load it in.
+        towers: modules of which nothing is quantized and inside of which engines have names of their own; listed as
+            they are and, in the compressed-tensors format, as an expression.
         rest: why modules that no pattern covers are kept; None where there may not be any.
         transformers_reads_blocks: whether transformers loads a 128x128 block output of this architecture.
         reordered: modules whose rows an engine puts in another order as it loads them.
         head_refused: why engines load no quantized output head; None if they do.
+        sglang: what SGLang does not load.
     """
 
     name: str
@@ -151,10 +185,12 @@ class Model:
     spellings: tuple[tuple[str, ...], ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
     refused: tuple[Refusal, ...] = ()
+    towers: tuple[str, ...] = ()
     rest: str | None = None
     transformers_reads_blocks: bool = True
     reordered: tuple[str, ...] = ()
     head_refused: str | None = None
+    sglang: SGLang = SGLang()
 
     def with_head(self) -> Model:
         """The same with the output head among what is quantized."""
@@ -174,10 +210,12 @@ class Model:
 
     def refusal(self, scheme: Scheme) -> Refusal | None:
         """What forbids a scheme; None if nothing does."""
-        for refusal in self.refused:
-            if refusal.scheme in (None, scheme.name) and refusal.format in (None, scheme.format):
-                return refusal
-        return None
+        return _first(self.refused, scheme)
+
+
+def _first(refused: tuple[Refusal, ...], scheme: Scheme) -> Refusal | None:
+    found = (one for one in refused if one.scheme in (None, scheme.name) and one.format in (None, scheme.format))
+    return next(found, None)
 
 
 def absolute(model: Model, patterns: Iterable[str]) -> list[str]:
@@ -200,12 +238,17 @@ class Part:
 
 
 def gated(
-    path: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", listed_as: str | None = None
+    path: str,
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+    listed_as: str | None = None,
+    sglang: str | None = "gate_up_proj",
 ) -> Part:
     """Gate, up and down below `path`, the first two of which engines join."""
     return Part(
         compress=(f"{path}.{{{gate},{up},{down}}}",),
-        joined=(Joined(f"{path}.{{{gate},{up}}}", listed_as),),
+        joined=(Joined(f"{path}.{{{gate},{up}}}", listed_as, sglang),),
         splits=(Split(f"{path}.{{{gate},{up}}}", "out"), Split(f"{path}.{down}", "in")),
     )
 
@@ -219,7 +262,7 @@ def routed(
     path: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", experts: Experts | None = None
 ) -> Part:
     """The experts below `path`, one module each, and the router in its usual place beside them."""
-    each = gated(f"{path}.*", gate, up, down)
+    each = gated(f"{path}.*", gate, up, down, sglang=None)
     router = Keep(f"{path.rsplit('.', 1)[0]}.gate", ROUTER)
     return replace(each, experts=(experts or Experts(path),), keep=(router,))
 
@@ -255,7 +298,7 @@ def attention(out: str = "o_proj", listed_as: str | None = None) -> Part:
     """q, k and v, which engines join, and the projection after them."""
     return Part(
         compress=(f".self_attn.{{q_proj,k_proj,v_proj,{out}}}",),
-        joined=(Joined(".self_attn.{q,k,v}_proj", listed_as),),
+        joined=(Joined(".self_attn.{q,k,v}_proj", listed_as, "qkv_proj"),),
         splits=(
             Split(".self_attn.q_proj", "out", HEADS),
             Split(".self_attn.{k,v}_proj", "out", KV_HEADS, replicated=True),
@@ -265,15 +308,47 @@ def attention(out: str = "o_proj", listed_as: str | None = None) -> Part:
 
 
 ATTENTION, MLP = attention(), gated(".mlp")
+
+# Facts of SGLang, each from running its loader (tests/serve/test_sglang.py).
+# models/llama.py:723 and llama4's renames every weight_scale_inv to weight_scale, which no block has.
+SCALES_LOST = SGLang(
+    (Refusal("block", "fp8", "it drops the scales of blocks without a word", "--format compressed-tensors loads"),)
+)
+HEAD_IN_BFLOAT16 = "it builds the output head in bfloat16 whatever is stored"
+# models/olmo.py and stablelm.py give no quantization to their attention.
+PLAIN_ATTENTION = SGLang(plain=(".self_attn.*",), head=HEAD_IN_BFLOAT16)
+# Run on its Transformers backend, whose names it prefixes, "Linear" among them.
+NO_GROUPS = SGLang(
+    (
+        Refusal(
+            None,
+            "compressed-tensors",
+            "it finds no group of the compressed-tensors format for these layers",
+            "--scheme tensor and -w 128 load",
+        ),
+    )
+)
+# Layers are built without their names.
+FORMATS = ("fp8", "compressed-tensors")
+NAMELESS = SGLang(alike=FORMATS)
+# models/qwen2_vl.py:446 and its like rename what config.json lists, to what they then do not look for.
+RENAMED = SGLang(alike=FORMATS[1:])
 # Gate and up as one tensor: an engine that cuts it apart for its ranks does so in the middle.
 GATE_UP_TENSOR = Part(
     (".mlp.{gate_up_proj,down_proj}",),
     splits=(Split(".mlp.gate_up_proj", "out", parts=(None, None)), Split(".mlp.down_proj", "in")),
 )
 
+# SGLang 0.5.23 layers/quantization/utils.py:57-61 asks for the members of what these files hold as one.
+FUSED_NAMES = (
+    *((".qkv_proj", f".{member}_proj") for member in "qkv"),
+    *((".gate_up_proj", f".{member}_proj") for member in ("gate", "up")),
+)
+
 # Dense decoders.
 
-LLAMA = model("LlamaForCausalLM", ATTENTION, MLP)
+LLAMA = model("LlamaForCausalLM", ATTENTION, MLP, sglang=SCALES_LOST)
+DENSE = replace(LLAMA, sglang=SGLang())
 
 # On disk as vLLM has them (0.32.0 models/phi3.py); each of what they hold must divide.
 PHI3 = model(
@@ -286,6 +361,8 @@ PHI3 = model(
         ),
     ),
     GATE_UP_TENSOR,
+    renames=FUSED_NAMES,
+    sglang=SCALES_LOST,
 )
 
 # No gate in the MLP.
@@ -296,11 +373,19 @@ STABLELM = model(
     "StableLmForCausalLM",
     attention(listed_as="qkv_proj"),
     gated(".mlp", listed_as="gate_up_proj"),
+    sglang=PLAIN_ATTENTION,
 )
 
 # Mixtures of experts.
 
-MIXTRAL = model("MixtralForCausalLM", ATTENTION, routed(".block_sparse_moe.experts", "w1", "w3", "w2"))
+MIXTRAL = model(
+    "MixtralForCausalLM",
+    ATTENTION,
+    routed(".block_sparse_moe.experts", "w1", "w3", "w2"),
+    # SGLang 0.5.23 models/mixtral.py:303.
+    spellings=(("model.layers.", "layers."),),
+    sglang=SGLang(head=HEAD_IN_BFLOAT16),
+)
 
 SHARED_EXPERT = replace(gated(".mlp.shared_expert"), keep=(Keep(".mlp.shared_expert_gate", ROUTER),))
 SHARED_EXPERTS = gated(".mlp.shared_experts")
@@ -343,6 +428,7 @@ HUNYUAN_MOE = model(
     replace(ROUTED, keep=(Keep(".mlp.gate.wg", ROUTER),)),
     # Not as close as the others.
     transformers_reads_blocks=False,
+    sglang=SGLang(head=HEAD_IN_BFLOAT16, alike=FORMATS),
 )
 
 ERNIE_MOE = model(
@@ -368,8 +454,10 @@ GLM4_MOE = model(
 # in FP8 it would cost accuracy and save nothing.
 LATENT = Part(
     (".self_attn.{q_proj,q_a_proj,q_b_proj,kv_a_proj_with_mqa,o_proj}",),
-    # models/deepseek_v2.py:1051
-    joined=(Joined(".self_attn.{q_a_proj,kv_a_proj_with_mqa}", listed_as="fused_qkv_a_proj"),),
+    # models/deepseek_v2.py:1051; SGLang 0.5.23 models/deepseek_v2.py
+    joined=(
+        Joined(".self_attn.{q_a_proj,kv_a_proj_with_mqa}", "fused_qkv_a_proj", sglang="fused_qkv_a_proj_with_mqa"),
+    ),
     splits=(Split(".self_attn.{q_proj,q_b_proj}", "out", HEADS), Split(".self_attn.o_proj", "in", HEADS)),
     keep=(Keep(".self_attn.kv_b_proj", "engines decode it when they load it"),),
 )
@@ -437,12 +525,15 @@ QWEN3_NEXT = model(
     keep=(MTP,),
     # models/qwen3_next.py:851
     head_refused="vLLM 0.32.0 builds it without a quantization",
+    sglang=SGLang(
+        (Refusal("tensor", "fp8", "it asks in_proj_qkvz for four scales", "--scheme channel and -w 128 load"),)
+    ),
 )
 
 # The same in pieces: qkv and z are joined, and qkv holds three of the four that the engine makes of them (:664).
 GATED_DELTA_PIECES = Part(
     (".linear_attn.{in_proj_qkv,in_proj_z,out_proj}",),
-    joined=(Joined(".linear_attn.{in_proj_qkv,in_proj_z}"),),
+    joined=(Joined(".linear_attn.{in_proj_qkv,in_proj_z}", sglang="in_proj_qkvz"),),
     splits=(
         Split(".linear_attn.in_proj_qkv", "out", parts=(KEY_HEADS, KEY_HEADS, VALUE_HEADS)),
         Split(".linear_attn.in_proj_z", "out", VALUE_HEADS),
@@ -452,7 +543,10 @@ GATED_DELTA_PIECES = Part(
 )
 # Saved without its tower it keeps the wrapper's names.
 EITHER = "{model,model.language_model}.layers.*"
-QWEN3_5 = model("Qwen3_5ForCausalLM", ATTENTION, GATED_DELTA_PIECES, MLP, layers=EITHER, keep=(MTP,))
+HEAD_SCALE_LOST = SGLang(head="it drops the scale of the output head without a word")
+QWEN3_5 = model(
+    "Qwen3_5ForCausalLM", ATTENTION, GATED_DELTA_PIECES, MLP, layers=EITHER, keep=(MTP,), sglang=HEAD_SCALE_LOST
+)
 # The Hub's files hold stacks [E, 2I, H] and [E, H, I], transformers 5.23 saves one module for each expert.
 STACKED_EXPERTS = replace(
     ROUTED,
@@ -472,6 +566,7 @@ QWEN3_5_MOE = model(
     STACKED_EXPERTS,
     layers=EITHER,
     keep=(MTP,),
+    sglang=HEAD_SCALE_LOST,
 )
 
 # in_proj holds five pieces that vLLM divides by rules of their own (layers/mamba/mamba_mixer2.py).
@@ -495,6 +590,9 @@ GRANITE_HYBRID = model(
     # vLLM 0.32.0 models/granitemoehybrid.py asks for its linears under this name.
     renames=((".mamba.", ".mixer."),),
     transformers_reads_blocks=False,
+    sglang=SGLang(
+        (Refusal(None, "fp8", "its loader of this architecture fails on the fp8 format", "--scheme channel loads"),)
+    ),
 )
 
 LFM2_MIXERS = (
@@ -512,6 +610,11 @@ LFM2_MOE = model(
     gated(".feed_forward", "w1", "w3", "w2"),
     # vLLM 0.32.0 models/lfm2_moe.py builds the router with quant_config.
     routed(".feed_forward.experts", "w1", "w3", "w2"),
+    # SGLang 0.5.23 models/lfm2_moe.py.
+    renames=tuple(
+        (f".feed_forward.{one}", f".feed_forward.{other}_proj")
+        for one, other in (("w1", "gate"), ("w3", "up"), ("w2", "down"))
+    ),
 )
 
 # One mixer for each layer: attention, state space, MLP or experts without a gate.
@@ -519,7 +622,7 @@ NEMOTRON_H = model(
     "NemotronHForCausalLM",
     Part(
         (".mixer.{q,k,v,o}_proj", ".mixer.out_proj"),
-        joined=(Joined(".mixer.{q,k,v}_proj"),),
+        joined=(Joined(".mixer.{q,k,v}_proj", sglang="qkv_proj"),),
         splits=(
             Split(".mixer.q_proj", "out", HEADS),
             Split(".mixer.{k,v}_proj", "out", KV_HEADS, replicated=True),
@@ -561,10 +664,10 @@ GEMMA4 = model(
 
 def wrapped(text: Model, name: str, *towers: str, layers: str = WRAPPED, **more: Any) -> Model:
     """An entry of a language model inside a wrapper, all of whose other modules stay as they are."""
-    towers_kept = tuple(Keep(tower, "vision or audio") for tower in towers)
-    return replace(
-        text, name=name, layers=layers, keep=(*text.keep, *towers_kept), **{"text_config": "text_config", **more}
-    )
+    kept = tuple(Keep(f"{{{tower},model.{tower}}}.**", "vision or audio") for tower in towers)
+    more = {"text_config": "text_config", "towers": towers, **more}
+    more = {"sglang": SGLang(), **more}
+    return replace(text, name=name, layers=layers, keep=(*text.keep, *kept), **more)
 
 
 # vLLM 0.32.0 models/gemma3_mm.py builds the tower with quant_config as vision_tower.vision_model.encoder,
@@ -572,8 +675,8 @@ def wrapped(text: Model, name: str, *towers: str, layers: str = WRAPPED, **more:
 GEMMA3_WRAPPED = wrapped(
     LLAMA,
     "Gemma3ForConditionalGeneration",
-    "{vision_tower,model.vision_tower}.**",
-    "{multi_modal_projector,model.multi_modal_projector}.**",
+    "vision_tower",
+    "multi_modal_projector",
     spellings=(
         ("language_model.model.", "model.language_model."),
         (
@@ -588,8 +691,10 @@ GEMMA3_WRAPPED = wrapped(
 MISTRAL3_WRAPPED = wrapped(
     LLAMA,
     "Mistral3ForConditionalGeneration",
-    "{vision_tower,model.vision_tower}.**",
-    "{multi_modal_projector,model.multi_modal_projector}.**",
+    "vision_tower",
+    "multi_modal_projector",
+    # SGLang 0.5.23 as if nothing were around it.
+    spellings=(("language_model.model.layers.", "model.language_model.layers.", "model.layers."),),
     refused=(
         Refusal(
             "block",
@@ -600,7 +705,7 @@ MISTRAL3_WRAPPED = wrapped(
     ),
 )
 # Files say model. and visual., newer ones model.language_model. and model.visual.; vLLM's mapper takes both.
-QWEN_VISION = "{visual,model.visual}.**"
+QWEN_VISION = "visual"
 QWEN2_VL = wrapped(
     LLAMA,
     "Qwen2VLForConditionalGeneration",
@@ -608,8 +713,9 @@ QWEN2_VL = wrapped(
     layers=EITHER,
     # transformers 5 looks the tower up under its newer name only.
     spellings=(("visual.", "model.visual."),),
+    sglang=RENAMED,
 )
-QWEN3_VL = wrapped(LLAMA, "Qwen3VLForConditionalGeneration", QWEN_VISION)
+QWEN3_VL = wrapped(LLAMA, "Qwen3VLForConditionalGeneration", QWEN_VISION, sglang=RENAMED)
 # Experts [E, H, 2I] and [E, I, H] (vLLM 0.32.0 models/qwen3_vl_moe.py:76).
 QWEN3_VL_MOE = wrapped(
     replace(
@@ -626,6 +732,7 @@ QWEN3_VL_MOE = wrapped(
     ),
     "Qwen3VLMoeForConditionalGeneration",
     QWEN_VISION,
+    sglang=RENAMED,
     transformers_reads_blocks=False,
 )
 
@@ -653,55 +760,60 @@ LLAMA4 = model(
     transformers_reads_blocks=False,
     # vLLM 0.32.0 models/llama4.py:805-844, for its rotary embedding.
     reordered=(".self_attn.{q,k}_proj",),
+    sglang=SCALES_LOST,
 )
 # vLLM 0.32.0 models/mllama4.py has no name mapper: it loads these names only, and looks them up as they are.
 LLAMA4_WRAPPED = wrapped(
     LLAMA4,
     "Llama4ForConditionalGeneration",
-    "vision_model.**",
-    "multi_modal_projector.**",
+    "vision_model",
+    "multi_modal_projector",
     layers="language_model.model.layers.*",
+    # SGLang 0.5.23 models/mllama4.py:607.
+    sglang=SGLang(
+        (
+            Refusal(
+                "channel",
+                None,
+                "it reorders the rows of queries and keys, but not their scales",
+                "--scheme tensor, and -w 128 in the fp8 format, load",
+            ),
+        )
+    ),
 )
 
+DENSE_NAMES = {
+    SCALES_LOST: ("Llama", "Mistral", "Ministral3"),
+    SGLang(): (*("Qwen2", "Qwen3", "Gemma", "Gemma3", "Olmo2", "Olmo3", "Granite", "Exaone4", "Cohere", "Cohere2"),),
+    PLAIN_ATTENTION: ("Olmo",),
+    NO_GROUPS: ("SmolLM3", "SeedOss", "Cwm", "Ernie4_5"),
+    NAMELESS: ("Gemma2",),
+    SGLang(head=HEAD_IN_BFLOAT16, alike=FORMATS): ("HunYuanDenseV1",),
+}
 MODELS: dict[str, Model] = {
     entry.name: entry
     for entry in (
         *(
-            replace(LLAMA, name=f"{name}ForCausalLM")
-            for name in (
-                "Llama",
-                "Mistral",
-                "Ministral3",
-                "Qwen2",
-                "Qwen3",
-                "Gemma",
-                "Gemma2",
-                "Gemma3",
-                "Olmo",
-                "Olmo2",
-                "Olmo3",
-                "Granite",
-                "SmolLM3",
-                "Exaone4",
-                "Cohere",
-                "Cohere2",
-                "SeedOss",
-                "Cwm",
-                "Ernie4_5",
-                "HunYuanDenseV1",
-            )
+            replace(DENSE, name=f"{name}ForCausalLM", sglang=sglang)
+            for sglang, names in DENSE_NAMES.items()
+            for name in names
         ),
         PHI3,
-        model("Glm4ForCausalLM", ATTENTION, GATE_UP_TENSOR),
+        model("Glm4ForCausalLM", ATTENTION, GATE_UP_TENSOR, renames=FUSED_NAMES[3:]),
         model("GlmForCausalLM", ATTENTION, GATE_UP_TENSOR),
         ARCEE,
         replace(ARCEE, name="ApertusForCausalLM"),
         model("Starcoder2ForCausalLM", ATTENTION, plain(".mlp", "c_fc", "c_proj")),
-        model("PhiForCausalLM", attention("dense"), plain(".mlp", "fc1", "fc2")),
+        model(
+            "PhiForCausalLM",
+            attention("dense"),
+            plain(".mlp", "fc1", "fc2"),
+            sglang=SGLang(head=HEAD_IN_BFLOAT16, alike=FORMATS),
+        ),
         STABLELM,
         MIXTRAL,
         # vLLM 0.32.0 models/minimax_m2.py calls the module mlp.
-        replace(MIXTRAL, name="MiniMaxM2ForCausalLM", renames=((".block_sparse_moe.", ".mlp."),)),
+        replace(MIXTRAL, name="MiniMaxM2ForCausalLM", spellings=(), renames=((".block_sparse_moe.", ".mlp."),)),
         QWEN2_MOE,
         QWEN3_MOE,
         model("OlmoeForCausalLM", ATTENTION, ROUTED),
@@ -713,7 +825,13 @@ MODELS: dict[str, Model] = {
         GLM4_MOE,
         replace(DEEPSEEK_V3, name="DeepseekV2ForCausalLM"),
         DEEPSEEK_V3,
-        replace(DEEPSEEK_V3, name="Glm4MoeLiteForCausalLM"),
+        replace(
+            DEEPSEEK_V3,
+            name="Glm4MoeLiteForCausalLM",
+            sglang=SGLang(
+                (Refusal("tensor", "fp8", "it joins scales as if they had rows", "--scheme channel and -w 128 load"),)
+            ),
+        ),
         DEEPSEEK_V32,
         replace(DEEPSEEK_V32, name="GlmMoeDsaForCausalLM"),
         GPT_OSS,
@@ -735,7 +853,10 @@ MODELS: dict[str, Model] = {
         wrapped(
             GEMMA4,
             "Gemma4ForConditionalGeneration",
-            "model.{vision_tower,embed_vision,audio_tower,embed_audio}.**",
+            "vision_tower",
+            "embed_vision",
+            "audio_tower",
+            "embed_audio",
         ),
         wrapped(QWEN3_5, "Qwen3_5ForConditionalGeneration", QWEN_VISION),
         wrapped(QWEN3_5_MOE, "Qwen3_5MoeForConditionalGeneration", QWEN_VISION),

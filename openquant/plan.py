@@ -16,10 +16,10 @@ from . import __version__
 from .checkpoint import DTYPE_BITS, Checkpoint, Location, TensorInfo
 from .encoded import DECODED_DTYPE, Encoded, decoded_view, leftovers, without_cache_scales
 from .errors import PlanError, UsageError
-from .fates import Fates, Kept, Options, decide, experts_finder, is_head
+from .fates import Fates, Kept, Options, decide, experts_finder, is_head, unread_by_sglang
 from .formats import find_quantization
 from .layers import Layer, Matrix, encoded_matrices
-from .models import GENERIC, MODELS, Model
+from .models import GENERIC, MODELS, SGLANG, Model, Refusal
 from .parallel import ParallelSize, parallel_sizes, text_config
 from .patterns import collapse, compile_pattern, template
 from .schemes import INPUT_SCALE, PLAIN, Scheme
@@ -157,6 +157,16 @@ class Plan:
     def description(self) -> str:
         """What the weights are, in words."""
         return f"float8_e4m3fn, {self.title}" if self.quantization_config else self.title
+
+    @property
+    def unread_by_sglang(self) -> Refusal | None:
+        """Why SGLang does not load the output, and what it loads instead; None if it does."""
+        return unread_by_sglang(self.model, self._fates)
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Who serves the output."""
+        return ("vLLM", "SGLang") if self.unread_by_sglang is None else ("vLLM",)
 
     @property
     def expert_schemes(self) -> dict[str, Scheme]:
@@ -351,6 +361,9 @@ def make_plan(
             "leave --activation-scheme out: engines scale activations as they run",
         )
     fates, quantization_config, notes = decide(seen, encoded, model, scheme, options)
+    unread = unread_by_sglang(model, fates)
+    if unread is not None:
+        notes.append(f"{SGLANG} does not load this output: {unread.why}; {unread.hint}")
     if encoded and (find_quantization(checkpoint.config) or {}).get("kv_cache_scheme"):
         notes.append("kv_cache_scheme is left out; its scales stay, and engines use them with --kv-cache-dtype fp8")
     notes += _left_behind(checkpoint, encoded)

@@ -222,7 +222,7 @@ CHANNEL = Scheme(
     title="one scale per output row",
     settings=_compressed_tensors({"strategy": "channel"}, {"strategy": "token"}),
     ignored_keys=("ignore",),
-    engines=("vLLM",),
+    engines=("vLLM", "SGLang"),
     package="compressed-tensors",
     head=True,
 )
@@ -246,7 +246,7 @@ TENSOR_COMPRESSED = replace(
     suffix="-FP8-CT",
     settings=_compressed_tensors({"strategy": "tensor"}, {"strategy": "token"}),
     ignored_keys=("ignore",),
-    engines=("vLLM",),
+    engines=("vLLM", "SGLang"),
     transformers=None,
     package="compressed-tensors",
     # vLLM 0.32.0 wants a static scale for the activations of such experts
@@ -262,7 +262,7 @@ BLOCK_COMPRESSED = replace(
         {"strategy": "block", "block_structure": [128, 128]}, {"strategy": "group", "group_size": 128}
     ),
     ignored_keys=("ignore",),
-    engines=("vLLM",),
+    engines=("vLLM", "SGLang"),
     package="compressed-tensors",
     # transformers 5.23 integrations/compressed_tensors.py: an expert's codes times its scales, which only rows fit.
     transformers_experts="does not multiply experts by the scales of blocks",

@@ -96,14 +96,24 @@ def test_per_tensor_card_warns_of_transformers(tmp_path: Path) -> None:
     assert "Do not load it with transformers" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_channel_card_names_the_package_and_the_engine_it_is_for(tmp_path: Path) -> None:
+def test_channel_card_names_the_package_and_the_engines_it_is_for(tmp_path: Path) -> None:
     compress(tiny.write(tmp_path / "m"), tmp_path / "out", "channel")
     text = (tmp_path / "out" / "README.md").read_text()
     assert metadata(text)["tags"] == ["fp8", "vllm", "quantized", "compressed-tensors", "fp8-channel"]
     assert "one scale per output row, dynamic activations (`quant_method: compressed-tensors`)" in text
-    assert "This output is for vLLM; transformers loads it too, with compressed-tensors installed." in text
+    assert "This output is for vLLM and SGLang; transformers loads it too, with compressed-tensors installed." in text
+    assert "\nvllm serve out\npython -m sglang.launch_server --model-path out\n" in text
+
+
+def test_the_card_says_what_sglang_does_not_load(tmp_path: Path) -> None:
+    compress(tiny.write(tmp_path / "m", "LlamaForCausalLM"), tmp_path / "out", "block")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert (
+        "This output is for vLLM (SGLang 0.5.23 does not load it: it drops the scales of blocks without a word); "
+        "transformers loads it too." in text
+    )
     assert "\nvllm serve out\n" in text
-    assert "sglang" not in text
+    assert "sglang.launch_server" not in text
 
 
 def test_compressed_blocks_of_experts_are_nothing_for_transformers(tmp_path: Path) -> None:

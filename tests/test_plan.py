@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import tiny
 from openquant import compress
@@ -16,7 +17,7 @@ from openquant.checkpoint import open_checkpoint
 from openquant.errors import PlanError, UsageError
 from openquant.fates import Options
 from openquant.models import MODELS, Refusal
-from openquant.plan import Plan, make_plan
+from openquant.plan import Plan, make_plain_plan, make_plan
 from openquant.schemes import BLOCK, BLOCK_COMPRESSED, CHANNEL, MXFP8, TENSOR, TENSOR_COMPRESSED, Scheme
 
 
@@ -372,7 +373,8 @@ def test_reordered_rows_have_scales_of_their_own_where_those_of_blocks_would_not
     for scheme in (BLOCK, CHANNEL):
         plan = plan_of(root, scheme)
         assert f"{attention}.q_proj" in quantized(plan)
-        assert (plan.schemes, plan.notes) == ({scheme: 26}, ())
+        assert plan.schemes == {scheme: 26}
+        assert not any(note.startswith("one scale per output row instead") for note in plan.notes)
 
 
 def test_mxfp8_needs_32_inputs_and_no_number_of_outputs(tmp_path: Path) -> None:
@@ -431,7 +433,8 @@ def test_another_scheme_widens_to_the_joined_set_and_says_so(source: Path) -> No
     assert plan.title == "one scale per 128x128 block, 3 of 14 layers one scale per output row"
     assert plan.quantized_tensors == 14
     groups = plan.quantization_config["config_groups"]
-    assert sorted(groups["group_1"]["targets"]) == sorted(attention)
+    # With SGLang's name for what it merges them to.
+    assert sorted(groups["group_1"]["targets"]) == sorted([*attention, "model.layers.0.self_attn.qkv_proj"])
     assert groups["group_0"]["targets"] == ["Linear"]
     for number, scheme in enumerate((BLOCK_COMPRESSED, CHANNEL)):
         alone = scheme.settings["config_groups"]["group_0"]
@@ -524,6 +527,82 @@ def test_layers_are_named_as_engines_name_them(
 ) -> None:
     plan = mixed(tiny.write(tmp_path / "a", architecture), CHANNEL, (pattern, BLOCK_COMPRESSED))
     assert sorted(targets(plan)[1]) == expected
+
+
+LOST = "it drops the scales of blocks without a word; --format compressed-tensors loads"
+MXFP8_UNKNOWN = "it knows no mxfp8; try another scheme"
+PLAIN = "it builds **.self_attn.* in bfloat16; with --ignore for that it loads"
+NO_NAMES = "it finds none of these layers by name; with all layers alike it loads"
+HEAD = "it builds the output head in bfloat16 whatever is stored; without --quantize-lm-head it loads"
+BLOCKS = "it loads blocks only where most layers have them; -w 128 with --scheme-for loads"
+FIRST = ("**.layers.0.**",)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scheme", "options", "says"),
+    [
+        ("LlamaForCausalLM", BLOCK, Options(), LOST),
+        ("LlamaForCausalLM", BLOCK_COMPRESSED, Options(), None),
+        ("LlamaForCausalLM", TENSOR, Options(FIRST), None),
+        ("Qwen3ForCausalLM", BLOCK, Options(), None),
+        ("Qwen3ForCausalLM", MXFP8, Options(), MXFP8_UNKNOWN),
+        ("OlmoForCausalLM", TENSOR, Options(), PLAIN),
+        ("OlmoForCausalLM", TENSOR, Options(("**.self_attn.*",)), None),
+        ("Gemma2ForCausalLM", TENSOR, Options(), None),
+        ("Gemma2ForCausalLM", TENSOR, Options(FIRST), NO_NAMES),
+        ("Gemma2ForCausalLM", BLOCK_COMPRESSED, Options(scheme_for=(("**.o_proj", CHANNEL),)), NO_NAMES),
+        ("Qwen3VLForConditionalGeneration", TENSOR, Options(FIRST), None),
+        ("Qwen3VLForConditionalGeneration", CHANNEL, Options(FIRST), NO_NAMES),
+        ("Qwen3VLForConditionalGeneration", BLOCK_COMPRESSED, Options(head=True), None),
+        ("Qwen3ForCausalLM", CHANNEL, Options(head=True), None),
+        ("PhiForCausalLM", CHANNEL, Options(head=True), HEAD),
+        ("PhiForCausalLM", CHANNEL, Options(), None),
+        ("Qwen3ForCausalLM", CHANNEL, Options(scheme_for=(("**.o_proj", BLOCK_COMPRESSED),)), BLOCKS),
+        ("Qwen3MoeForCausalLM", CHANNEL, Options(scheme_for=(("**.experts.**", BLOCK_COMPRESSED),)), None),
+    ],
+)
+def test_the_plan_says_what_sglang_does_not_load(
+    tmp_path: Path, architecture: str, scheme: Scheme, options: Options, says: str | None
+) -> None:
+    plan = make_plan(open_checkpoint(tiny.write(tmp_path / "a", architecture)), scheme, options)
+    notes = [note for note in plan.notes if "SGLang" in note]
+    assert notes == ([] if says is None else [f"SGLang 0.5.23 does not load this output: {says}"])
+    assert plan.engines == (("vLLM",) if says else ("vLLM", "SGLang"))
+
+
+def test_of_weights_that_are_plain_again_sglang_loads_all(tmp_path: Path) -> None:
+    compress(tiny.write(tmp_path / "a", "OlmoForCausalLM"), tmp_path / "out")
+    plan = make_plain_plan(open_checkpoint(tmp_path / "out"))
+    assert plan.engines == ("vLLM", "SGLang")
+
+
+def test_sglang_s_names_are_listed(tmp_path: Path) -> None:
+    """Of merged layers, of experts it asks for by usual names, of members of what files hold as one, of towers."""
+    listed = plan_of(tiny.write(tmp_path / "a"), CHANNEL, *FIRST).ignored_layers
+    assert {"model.layers.0.self_attn.qkv_proj", "model.layers.0.mlp.gate_up_proj"} <= set(listed)
+    assert not any("layers.1" in name for name in listed)
+    listed = plan_of(tiny.write(tmp_path / "b", "DeepseekV3ForCausalLM"), TENSOR).ignored_layers
+    assert "model.layers.2.self_attn.fused_qkv_a_proj_with_mqa" in listed
+    assert "model.layers.1.self_attn.fused_qkv_a_proj_with_mqa" not in listed
+    listed = plan_of(tiny.write(tmp_path / "c", "MixtralForCausalLM"), CHANNEL, *FIRST).ignored_layers
+    assert {f"layers.0.block_sparse_moe.experts.0.{part}_proj" for part in ("gate", "up", "down")} <= set(listed)
+    listed = plan_of(tiny.write(tmp_path / "d", "Phi3ForCausalLM"), TENSOR, *FIRST).ignored_layers
+    assert {f"model.layers.0.self_attn.{part}_proj" for part in "qkv"} <= set(listed)
+    root = tiny.write(tmp_path / "e", "Gemma3ForConditionalGeneration")
+    assert plan_of(root, TENSOR).ignored_layers[-1] == "vision_tower"
+    assert plan_of(root, CHANNEL).ignored_layers[-1] == "re:(.*[.])?vision_tower[.].*"
+
+
+def test_a_tower_that_a_source_has_in_fp8_is_not_listed(tmp_path: Path) -> None:
+    compress(tiny.write(tmp_path / "a", "Gemma3ForConditionalGeneration"), tmp_path / "out", "channel")
+    module = "vision_tower.vision_model.encoder.layers.0.mlp.fc1"
+    weights = tiny.read(tmp_path / "out")
+    weights[f"{module}.weight"] = torch.ones(192, 128).to(torch.float8_e4m3fn)
+    weights[f"{module}.weight_scale"] = torch.ones(192, 1)
+    save_file(weights, tmp_path / "out" / "model.safetensors", {"format": "pt"})
+    plan = plan_of(tmp_path / "out", CHANNEL)
+    assert module in quantized(plan)
+    assert not any(name.startswith("re:") for name in plan.ignored_layers)
 
 
 def test_a_pattern_that_matches_nothing_to_quantize_is_an_error(source: Path) -> None:

@@ -148,7 +148,11 @@ PIXTRAL = {
     "image_size": 56,
     "patch_size": 14,
 }
-GEMMA = {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
+GEMMA = {
+    "tie_word_embeddings": True,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+}
 GEMMA4 = {
     **GEMMA,
     **SLIDING,
@@ -205,7 +209,7 @@ ZOO = {
     "SeedOssForCausalLM": Small("seed_oss"),
     "CwmForCausalLM": Small("cwm"),
     "Ernie4_5ForCausalLM": Small("ernie4_5", {"use_bias": False}),
-    "HunYuanDenseV1ForCausalLM": Small("hunyuan_v1_dense"),
+    "HunYuanDenseV1ForCausalLM": Small("hunyuan_v1_dense", {"use_qk_norm": True}),
     "Phi3ForCausalLM": Small("phi3"),
     "Glm4ForCausalLM": Small("glm4"),
     "GlmForCausalLM": Small("glm"),
@@ -215,7 +219,17 @@ ZOO = {
         "starcoder2",
         {"use_bias": True, "norm_epsilon": 1e-05, "hidden_act": "gelu_pytorch_tanh", "sliding_window": None},
     ),
-    "PhiForCausalLM": Small("phi", {"layer_norm_eps": 1e-05, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5}),
+    "PhiForCausalLM": Small(
+        "phi",
+        {
+            # SGLang 0.5.23 knows no others.
+            "num_key_value_heads": 4,
+            "intermediate_size": 1024,
+            "layer_norm_eps": 1e-05,
+            "hidden_act": "gelu_new",
+            "partial_rotary_factor": 0.5,
+        },
+    ),
     "StableLmForCausalLM": Small("stablelm", {"layer_norm_eps": 1e-05, "use_qkv_bias": False}),
     "MixtralForCausalLM": Small("mixtral", LOCAL_MOE),
     "MiniMaxM2ForCausalLM": Small(
@@ -232,7 +246,17 @@ ZOO = {
     "Qwen2MoeForCausalLM": Small("qwen2_moe", QWEN_MOE),
     "OlmoeForCausalLM": Small("olmoe", {**MOE, "intermediate_size": 128, "num_key_value_heads": 4}),
     "GraniteMoeForCausalLM": Small("granitemoe", LOCAL_MOE),
-    "HunYuanMoEV1ForCausalLM": Small("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2}),
+    "HunYuanMoEV1ForCausalLM": Small(
+        "hunyuan_v1_moe",
+        {
+            "num_experts": 4,
+            "moe_topk": 2,
+            "moe_intermediate_size": 512,
+            "use_qk_norm": True,
+            "num_shared_expert": 1,
+            "use_mixed_mlp_moe": True,
+        },
+    ),
     "Ernie4_5_MoeForCausalLM": Small(
         "ernie4_5_moe",
         {
@@ -253,6 +277,7 @@ ZOO = {
             **SLIDING,
             "num_shared_experts": 1,
             "mlp_layer_types": ["dense", "sparse"],
+            "is_moe_layer": [False, True],
             "n_group": 1,
             "topk_group": 1,
         },
@@ -360,7 +385,15 @@ ZOO = {
     "Qwen2VLForConditionalGeneration": Small(
         "qwen2_vl",
         {"model_type": "qwen2_vl_text", **MROPE},
-        vision={"depth": 1, "embed_dim": 128, "hidden_size": 256, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14},
+        vision={
+            "depth": 1,
+            "embed_dim": 128,
+            "hidden_size": 256,
+            "num_heads": 2,
+            "mlp_ratio": 2,
+            "patch_size": 14,
+            "in_chans": 3,
+        },
     ),
     "Qwen2_5_VLForConditionalGeneration": Small(
         "qwen2_5_vl", {"model_type": "qwen2_5_vl_text", **MROPE}, vision=QWEN_VISION
