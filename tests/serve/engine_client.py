@@ -1,9 +1,12 @@
-"""What the tests here need around vLLM: whether it can run, questions to engine.py, and `vllm serve`."""
+"""What the tests here need around engines: whether they can run, questions to engine.py and sglang_engine.py, and
+`vllm serve`.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -23,11 +26,13 @@ import torch
 from safetensors.torch import save_file
 
 import tiny
+from conftest import ROOT
 from openquant.formats import read_quantization
+from openquant.models import MODELS
 from openquant.packed import decode
 
 HERE = Path(__file__).parent
-MISSING = "OPENQUANT_VLLM does not name an interpreter with vLLM (tests/serve/install_vllm.sh installs one)"
+MISSING = "{} does not name an interpreter with {} (tests/serve/install_{}.sh installs one)"
 # A quantized model's missing parameters are no error to vLLM without this.
 TRACKED = json.dumps({"enable_weights_track": True})
 START_SECONDS, ANSWER_SECONDS, STOP_SECONDS = 300, 900, 20
@@ -63,20 +68,8 @@ class Engine:
 
     def _ask(self, mode: str, directories: Sequence[Path], output: Path) -> list[Path | EngineError]:
         output.mkdir()
-        log = output / "log"
         command = [str(self.python), str(HERE / "engine.py"), mode, str(output), *map(str, directories)]
-        with _process_group(command, log, "shim", "stub") as process:
-            status = process.wait(ANSWER_SECONDS)
-        if status:
-            raise EngineError(f"engine.py exited with {status}\n{_end(log)}")
-        answers: list[Path | EngineError] = []
-        for number in range(len(directories)):
-            found = next(output.glob(f"{number}.*"), None)
-            if found is None:
-                answers.append(EngineError(f"the engine died\n{_end(log)}"))
-            else:
-                answers.append(EngineError(found.read_text()) if found.suffix == ".error" else found)
-        return answers
+        return _answers(command, output, len(directories), "shim", "stub")
 
     @contextmanager
     def serve(self, model: Path | str, log: Path, shim: bool, ranks: int = 1, **environment: str) -> Iterator[str]:
@@ -105,6 +98,23 @@ class Engine:
             yield address
 
 
+@dataclass(frozen=True)
+class Loader:
+    """SGLang in an interpreter of its own."""
+
+    python: Path
+
+    def load(self, pairs: Sequence[tuple[Path, Path]], output: Path) -> list[dict[str, Any] | EngineError]:
+        """What sglang_engine.py says of each directory, given beside the same model in bfloat16."""
+        output.mkdir()
+        named = [f"{directory}:{plain}" for directory, plain in pairs]
+        command = [str(self.python), str(HERE / "sglang_engine.py"), str(output), *named]
+        return [
+            found if isinstance(found, EngineError) else json.loads(found.read_text())
+            for found in _answers(command, output, len(pairs))
+        ]
+
+
 def has_amx() -> bool:
     """Whether vLLM's FP8 kernels for CPUs can run here."""
     return "amx_tile" in Path("/proc/cpuinfo").read_text().split()
@@ -112,17 +122,51 @@ def has_amx() -> bool:
 
 def find_engine() -> Engine:
     """The engine that OPENQUANT_VLLM names; skips the test where there is none, or fails it if that is asked."""
-    named = os.environ.get("OPENQUANT_VLLM")
+    return Engine(_find_interpreter("OPENQUANT_VLLM", "vLLM"))
+
+
+def find_loader() -> Loader:
+    """The same of OPENQUANT_SGLANG."""
+    return Loader(_find_interpreter("OPENQUANT_SGLANG", "SGLang"))
+
+
+def _find_interpreter(variable: str, engine: str) -> Path:
+    package = engine.lower()
+    missing = MISSING.format(variable, engine, package)
+    named = os.environ.get(variable)
     if not named:
         if os.environ.get("OPENQUANT_REQUIRE_SERVE") == "1":
-            pytest.fail(MISSING)
-        pytest.skip(MISSING)
+            pytest.fail(missing)
+        pytest.skip(missing)
     # Not resolved: a virtual environment's interpreter is a link out of it.
     python = Path(named).absolute()
-    find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{package}') is None)"
     if shutil.which(python) is None or subprocess.run([python, "-c", find]).returncode:
-        pytest.fail(MISSING)
-    return Engine(python)
+        pytest.fail(missing)
+    return python
+
+
+def readme_cells() -> dict[str, list[str]]:
+    """The README's table of architectures: the cells of each row, three of vLLM and three of SGLang."""
+    rows = re.findall(r"^\| `(\w+)`[^|]*\|(.*)\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    return {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows if name in MODELS}
+
+
+def _answers(command: Sequence[str], output: Path, count: int, *paths: str) -> list[Path | EngineError]:
+    """The file with each answer, or what went wrong, of a program that writes `output`/`number`.*."""
+    log = output / "log"
+    with _process_group(command, log, *paths) as process:
+        status = process.wait(ANSWER_SECONDS)
+    if status:
+        raise EngineError(f"{Path(command[1]).name} exited with {status}\n{_end(log)}")
+    answers: list[Path | EngineError] = []
+    for number in range(count):
+        found = next(output.glob(f"{number}.*"), None)
+        if found is None:
+            answers.append(EngineError(f"the engine died\n{_end(log)}"))
+        else:
+            answers.append(EngineError(found.read_text()) if found.suffix == ".error" else found)
+    return answers
 
 
 @contextmanager

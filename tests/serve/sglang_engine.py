@@ -1,0 +1,177 @@
+"""Asks SGLang's own loader about model directories. The engine's own interpreter runs this; openquant is not there.
+
+    sglang_engine.py OUTPUT DIRECTORY:PLAIN...
+
+PLAIN holds the same model in bfloat16, with the weights that DIRECTORY's codes and scales stand for. SGLang builds both
+and loads both, and every parameter of one is held against the same parameter of the other: merged layers, experts and
+renamed modules are the same on both sides, so nothing here knows of names. Nothing is computed: SGLang's kernels are
+stand-ins, and it believes to have a GPU, whose kind decides what it builds.
+As in engine.py one process imports it and each pair gets a fork, as many at a time as there are CPUs.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+# Before the imports.
+os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "SGLANG_LOGGING_LEVEL": "error"}
+
+import sglang_standins  # noqa: F401  (before SGLang)
+import torch
+from sglang.srt.configs import update_config
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed import bootstrap
+from sglang.srt.layers.rotary_embedding import factory
+from sglang.srt.managers.scheduler import spawn_world_rank
+from sglang.srt.model_loader.loader import DefaultModelLoader, _get_quantization_config, _initialize_model
+from sglang.srt.model_loader.utils import set_default_torch_dtype
+from sglang.srt.runtime_context import SpawnRanks, publish
+from sglang.srt.server_args import ServerArgs
+
+FP8 = torch.float8_e4m3fn
+# What has no attention in its first layer is refused with most.
+BACKENDS = {"lfm2": "torch_native", "lfm2_moe": "torch_native"}
+CPUS = os.sched_getaffinity(0)
+
+
+def rotary(*arguments: object, **options: object) -> torch.nn.Module:
+    """Stands in for a rotary embedding, which has no weights and asks for kernels."""
+    del arguments, options
+    return torch.nn.Identity()
+
+
+factory.get_rope_cpu = rotary
+torch.set_num_threads(1)
+# On a CPU it would pad what does not divide into blocks.
+update_config.may_get_weight_block_size = lambda *_: None
+
+
+def model_config(directory: Path) -> ModelConfig:
+    """SGLang's reading of config.json, made the process's own."""
+    args = ServerArgs(
+        model_path=str(directory),
+        device="cpu",
+        attention_backend=BACKENDS.get(json.loads((directory / "config.json").read_text())["model_type"], "triton"),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        disable_radix_cache=True,
+    )
+    ranks = SpawnRanks(world_rank=spawn_world_rank(args, tp_rank=0, pp_rank=0), dp_rank=None, gpu_id=0)
+    publish(args, role="scheduler", ranks=ranks)
+    if not torch.distributed.is_initialized():
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        bootstrap.init_parallel_runtime(server_args=args, device="cpu", dist_port=port)
+    # As model_executor/model_runner.py does on a CPU.
+    config = update_config.adjust_config_with_unaligned_cpu_tp(ModelConfig.from_server_args(args), LoadConfig(), 1)
+    bootstrap.init_layer_runtime(model_config=config)
+    return config
+
+
+def load(directory: Path) -> torch.nn.Module:
+    """A model as SGLang builds and fills it; what it does not fill is NaN."""
+    config = model_config(directory)
+    how = LoadConfig()
+    with set_default_torch_dtype(torch.bfloat16), torch.device("cpu"):
+        model = _initialize_model(config, how, _get_quantization_config(config, how))
+    for parameter in model.parameters():
+        if parameter.dtype.is_floating_point:
+            parameter.data.fill_(float("nan"))
+    loader = DefaultModelLoader(how)
+    loader.load_weights_only(model, loader._get_all_weights(config, model), torch.device("cpu"))
+    return model
+
+
+def values(model: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """What a parameter stands for: codes are multiplied by their scales."""
+    if parameter.dtype != FP8:
+        return parameter.data.float()
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    scale = next(getattr(module, found) for end in ("_scale", "_scale_inv") if hasattr(module, found := last + end))
+    return parameter.data.float() * spread(scale.data.float(), parameter.shape, getattr(module, "logical_widths", []))
+
+
+def spread(scale: torch.Tensor, shape: torch.Size, widths: list[int]) -> torch.Tensor:
+    """A scale for each code of [..., out, in], of one for each matrix, of each merged one, each row or each block."""
+    *stack, rows, cols = shape
+    if scale.dim() <= 1 + len(stack) and scale.shape[-1:] != (rows,):
+        # One for each of the merged matrices.
+        parts = scale.shape[-1] if scale.dim() > len(stack) else 1
+        heights = widths if len(widths) == parts else [rows // parts] * parts
+        return scale.reshape(*stack, parts, 1).repeat_interleave(torch.tensor(heights), -2)
+    high, wide = (-(-size // count) for size, count in zip((rows, cols), scale.shape[-2:], strict=True))
+    grid = scale.repeat_interleave(high, -2)[..., :rows, :]
+    return grid.repeat_interleave(wide, -1)[..., :cols]
+
+
+def compare(directory: Path, plain: Path) -> dict[str, Any]:
+    """What SGLang made of a directory, beside what it made of the same model in bfloat16.
+
+    Returns: `not_run`, why there is nothing to compare with, since it does not load the model in bfloat16 either, or
+    None; `codes`, how many FP8 codes it has room for; `unfilled` and `differing`, the parameters that the quantized
+    files left alone, or that do not stand for what the other has.
+    """
+    try:
+        reference = {name: parameter.data for name, parameter in load(plain).named_parameters()}
+    except Exception as error:
+        return {"not_run": f"{type(error).__name__}: {error}"}
+    missing = [name for name, value in reference.items() if value.isnan().any()]
+    if missing:
+        return {"not_run": f"in bfloat16 it leaves {missing} unfilled"}
+    model = load(directory)
+    parameters = dict(model.named_parameters())
+    unfilled, differing = [], []
+    for name, expected in reference.items():
+        value = values(model, name, parameters[name]).bfloat16() if name in parameters else None
+        if value is not None and value.isnan().any():
+            unfilled.append(name)
+        elif value is None or not torch.equal(value, expected.bfloat16()):
+            differing.append(name)
+    codes = sum(parameter.numel() for parameter in parameters.values() if parameter.dtype == FP8)
+    return {"not_run": None, "codes": codes, "unfilled": unfilled, "differing": differing}
+
+
+def answer(directory: Path, plain: Path, output: Path) -> None:
+    """Ask about one directory; write `output`.json, or `output`.error with the traceback."""
+    try:
+        output.with_suffix(".json").write_text(json.dumps(compare(directory, plain)))
+    except Exception:
+        output.with_suffix(".error").write_text(traceback.format_exc())
+    os._exit(0)
+
+
+def main() -> None:
+    output, *pairs = sys.argv[1:]
+    # What each fork would import.
+    importlib.import_module("sglang.srt.models.registry")
+    gc.freeze()
+    fork = multiprocessing.get_context("fork")
+    running: dict[int, BaseProcess] = {}
+    for number, pair in enumerate(pairs):
+        while len(running) >= len(CPUS):
+            for sentinel in wait(list(running)):
+                running.pop(sentinel).join()
+        directory, _, plain = pair.partition(":")
+        process = fork.Process(target=answer, args=(Path(directory), Path(plain), Path(output, str(number))))
+        process.start()
+        running[process.sentinel] = process
+    for process in running.values():
+        process.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""SGLang's own loader builds what openquant writes as it is stored, and fills it with what codes and scales stand for.
+
+Nothing is computed: no kernel of SGLang's runs on a CPU. OPENQUANT_ALL=1 asks for each scheme of each architecture.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_client import EngineError, find_loader, readme_cells, rewrite
+
+import openquant
+import tiny
+from openquant import compress
+from openquant.checkpoint import open_checkpoint
+from openquant.fates import Options
+from openquant.models import MODELS
+from openquant.plan import make_plan
+from openquant.schemes import find_others, find_scheme
+
+pytestmark = pytest.mark.serve
+
+COMPRESSED = "compressed-tensors"
+# As compress() takes them. The first three have a column in the README.
+SCHEMES: dict[str, dict[str, Any]] = {
+    "tensor": {"scheme": "tensor"},
+    "channel": {"scheme": "channel"},
+    "block": {"scheme": "block"},
+    "block-ue8m0": {"scheme": "block", "scale_format": "ue8m0"},
+    "tensor-compressed": {"scheme": "tensor", "format": COMPRESSED},
+    "block-compressed": {"scheme": "block", "format": COMPRESSED},
+    "mxfp8": {"scheme": "mxfp8"},
+}
+COLUMNS = tuple(SCHEMES)[:3]
+EACH_SCHEME = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForConditionalGeneration")
+EVERYTHING = os.environ.get("OPENQUANT_ALL") == "1"
+# What SGLang 0.5.23 does not load in bfloat16 either, or not from these small models' config.json.
+NOT_RUN = {
+    "Gemma4ForCausalLM": "'head_dim' is a per-layer attribute and may vary across layers",
+    "GlmForCausalLM": "Unsupported TP style 'colwise_gather_output' for Transformers backend",
+    "Llama4ForCausalLM": "in bfloat16 it leaves .*experts.* unfilled",
+}
+QWEN3, QWEN3_MOE, GEMMA3 = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForConditionalGeneration"
+DEEPSEEK = "DeepseekV3ForCausalLM"
+IGNORED = {"ignore": ["**.layers.0.**"]}
+ATTENTION, EXPERTS, LATENT = "**.self_attn.*", "**.experts.**", "**.kv_a_proj_with_mqa"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A directory that SGLang is asked to load.
+
+    Attributes:
+        architecture: one of tiny.ARCHITECTURES.
+        scheme: one of SCHEMES.
+        options: more of what compress() takes.
+        name: what pytest calls it.
+    """
+
+    architecture: str
+    scheme: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.architecture}-{self.name or self.scheme}"
+
+
+def fits(architecture: str, scheme: str) -> bool:
+    """Whether there is such an output: vLLM loads all there are, and no experts with one scale in this format."""
+    model = MODELS[architecture]
+    options = SCHEMES[scheme]
+    refused = model.refusal(find_scheme(options["scheme"], options.get("format")))
+    # The hybrid's small model has no experts.
+    experts = scheme == "tensor-compressed" and model.experts and architecture != "GraniteMoeHybridForCausalLM"
+    return refused is None and not (experts and architecture != "NemotronHForCausalLM")
+
+
+CELLS = (
+    *(
+        Cell(architecture, scheme)
+        for architecture in tiny.ARCHITECTURES
+        for scheme in SCHEMES
+        if fits(architecture, scheme) and (EVERYTHING or scheme in COLUMNS or architecture in EACH_SCHEME)
+    ),
+    # What is advised instead.
+    *(
+        Cell(f"{name}ForCausalLM", "block-compressed", name="advised")
+        for name in ("Mistral", "Ministral3", "Phi3")
+        if not EVERYTHING
+    ),
+    Cell("Mistral3ForConditionalGeneration", "block-compressed", name="advised"),
+    Cell("OlmoForCausalLM", "tensor", {"ignore": [ATTENTION]}, "advised"),
+    # Names of what is left, or stored otherwise: merged layers, the experts' module, a wrapper's parts.
+    *(
+        Cell(name, scheme, IGNORED, f"{scheme}-ignored")
+        for scheme in ("tensor", "channel")
+        for name in (
+            *(QWEN3, QWEN3_MOE, GEMMA3, DEEPSEEK, "Phi3ForCausalLM", "Glm4ForCausalLM", "MixtralForCausalLM"),
+            *("MiniMaxM2ForCausalLM", "Lfm2MoeForCausalLM", "Mistral3ForConditionalGeneration"),
+            *("Qwen3_5MoeForConditionalGeneration", "NemotronHForCausalLM", "Gemma2ForCausalLM"),
+            *("Qwen2_5_VLForConditionalGeneration", "PhiForCausalLM"),
+        )
+    ),
+    *(
+        Cell(name, "block-compressed", {"scheme_for": {pattern: "channel"}}, "mixed")
+        for name, pattern in (
+            (QWEN3, "model.layers.0.self_attn.k_proj"),
+            (QWEN3_MOE, EXPERTS),
+            (GEMMA3, ATTENTION),
+            (DEEPSEEK, LATENT),
+            ("Glm4MoeLiteForCausalLM", LATENT),
+            ("MixtralForCausalLM", ATTENTION),
+            ("NemotronHForCausalLM", "**.mixer.{q,k,v}_proj"),
+            ("Qwen3_5ForConditionalGeneration", "**.linear_attn.*"),
+        )
+    ),
+    Cell(QWEN3_MOE, "channel", {"scheme_for": {EXPERTS: "block"}}, "experts-in-blocks"),
+    Cell(QWEN3, "channel", {"scheme_for": {ATTENTION: "block"}}, "some-in-blocks"),
+    Cell(QWEN3, "block-compressed", {"tp": 2}, "two-ranks"),
+    *(
+        Cell(name, "channel", {"quantize_lm_head": True}, "head")
+        for name in (
+            *(QWEN3, "LlamaForCausalLM", DEEPSEEK, "MixtralForCausalLM", "MiniMaxM2ForCausalLM", "PhiForCausalLM"),
+            *("HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "StableLmForCausalLM", "Qwen3_5ForCausalLM"),
+            *("Qwen3_5MoeForCausalLM", "Qwen3VLForConditionalGeneration"),
+        )
+    ),
+)
+# Names that no other engine asks for, of a cell and of the entry that is taken out of its lists and targets.
+CONTROLS = {
+    "merged": (Cell(QWEN3, "channel", IGNORED), ".qkv_proj"),
+    "latent": (Cell(DEEPSEEK, "block-compressed"), ".fused_qkv_a_proj_with_mqa"),
+    "tower": (Cell(GEMMA3, "tensor"), "vision_tower"),
+    "tower-expression": (Cell(GEMMA3, "channel"), "re:(.*[.])?vision_tower[.].*"),
+}
+DROPPED = "model.layers.1.mlp.down_proj.weight_scale"
+
+Loaded = dict[str, "dict[str, Any] | EngineError"]
+
+
+def write_source(root: Path, architecture: str) -> Path:
+    """A small model; that of Qwen3's experts without its dense layer, which SGLang does not know of."""
+    if architecture != QWEN3_MOE:
+        return tiny.write(root, architecture)
+    weights = {name: weight for name, weight in tiny.tensors(architecture).items() if ".layers.0.mlp." not in name}
+    weights |= {name.replace(".1.", ".0.", 1): weight.clone() for name, weight in weights.items() if ".1.mlp." in name}
+    tiny.write(root, architecture, weights=weights)
+    config = json.loads((root / "config.json").read_text())
+    (root / "config.json").write_text(json.dumps({**config, "mlp_only_layers": []}))
+    return root
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("sglang-sources")
+    return {name: write_source(root / name, name) for name in dict.fromkeys(cell.architecture for cell in CELLS)}
+
+
+@pytest.fixture(scope="session")
+def outputs(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The directory of each cell, of each control and without a scale; beside each, in `-plain`, in bfloat16."""
+    find_loader()
+    root = tmp_path_factory.mktemp("sglang-outputs")
+    found = {}
+    for cell in CELLS:
+        found[str(cell)] = root / str(cell)
+        compress(sources[cell.architecture], root / str(cell), **SCHEMES[cell.scheme], **cell.options)
+        openquant.dequantize(root / str(cell), root / f"{cell}-plain")
+    for name, (cell, entry) in CONTROLS.items():
+        compress(sources[cell.architecture], root / f"{name}-whole", **SCHEMES[cell.scheme], **cell.options)
+        openquant.dequantize(root / f"{name}-whole", root / f"{name}-plain")
+        config = json.loads((root / f"{name}-whole" / "config.json").read_text())
+        places = [config["quantization_config"], *config["quantization_config"].get("config_groups", {}).values()]
+        for place in places:
+            for key in ("ignored_layers", "modules_to_not_convert", "ignore", "targets"):
+                place |= {key: [one for one in place[key] if not one.endswith(entry)]} if key in place else {}
+        found[name] = rewrite(root / f"{name}-whole", root / name, tiny.read(root / f"{name}-whole"), config)
+    whole = root / f"{QWEN3}-tensor"
+    tensors = {name: tensor for name, tensor in tiny.read(whole).items() if name != DROPPED}
+    found["dropped"] = rewrite(whole, root / "dropped", tensors)
+    (root / "dropped-plain").symlink_to(root / f"{QWEN3}-tensor-plain")
+    return found
+
+
+@pytest.fixture(scope="session")
+def loaded(outputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """What SGLang says of each."""
+    pairs = [(output, output.with_name(f"{output.name}-plain")) for output in outputs.values()]
+    answers = find_loader().load(pairs, tmp_path_factory.mktemp("sglang") / "answers")
+    return dict(zip(outputs, answers, strict=True))
+
+
+def status(answer: dict[str, Any] | EngineError, output: Path) -> str:
+    """`loaded`, `refused` or `not run`, with what is wrong."""
+    if isinstance(answer, EngineError):
+        return f"refused: {answer}"
+    if answer["not_run"] is not None:
+        return f"not run: {answer['not_run']}"
+    stored = sum(tensor.numel() for tensor in tiny.read(output).values() if tensor.dtype == torch.float8_e4m3fn)
+    whole = answer["codes"] == stored and not answer["unfilled"] and not answer["differing"]
+    return "loaded" if whole else f"refused: {answer}, {stored} codes are stored"
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_sglang_loads_what_the_plan_says(
+    cell: Cell, sources: dict[str, Path], outputs: dict[str, Path], loaded: Loaded
+) -> None:
+    found = status(loaded[str(cell)], outputs[str(cell)])
+    if cell.architecture in NOT_RUN:
+        assert found.startswith("not run: ")
+        return
+    arguments = SCHEMES[cell.scheme]
+    scheme = find_scheme(arguments["scheme"], arguments.get("format"), arguments.get("scale_format"))
+    options = Options(
+        ignore=tuple(cell.options.get("ignore", ())),
+        scheme_for=find_others(scheme, cell.options.get("scheme_for", {})),
+        tp=cell.options.get("tp"),
+        head=cell.options.get("quantize_lm_head", False),
+    )
+    plan = make_plan(open_checkpoint(sources[cell.architecture]), scheme, options)
+    assert found.partition(":")[0] == ("refused" if plan.unread_by_sglang else "loaded"), found
+    assert openquant.verify(outputs[str(cell)]).problems == ()
+
+
+@pytest.mark.parametrize("name", NOT_RUN)
+def test_what_is_not_run_says_why(name: str, loaded: Loaded) -> None:
+    answer = loaded[f"{name}-channel"]
+    assert not isinstance(answer, EngineError)
+    assert NOT_RUN[name].split(".*")[0] in answer["not_run"]
+
+
+def test_the_readme_says_which_sglang_loads(outputs: dict[str, Path], loaded: Loaded) -> None:
+    said = {name: cells[3:] for name, cells in readme_cells().items()}
+    found = {name: ["refused"] * len(COLUMNS) for name in said}
+    for cell in CELLS:
+        if cell.scheme in COLUMNS and not cell.options:
+            answer = status(loaded[str(cell)], outputs[str(cell)]).partition(":")[0]
+            found[cell.architecture][COLUMNS.index(cell.scheme)] = answer
+    advised = {cell.architecture for cell in CELLS if cell.name == "advised" and cell.scheme == "block-compressed"}
+    for name in (*advised, "LlamaForCausalLM"):
+        cell = Cell(name, "block-compressed", name="advised" if name in advised else "")
+        assert status(loaded[str(cell)], outputs[str(cell)]) == "loaded"
+        found[name][2] = "`--format compressed-tensors` loaded, else refused"
+    assert said == found
+
+
+@pytest.mark.parametrize("name", [*CONTROLS, "dropped"])
+def test_control_what_lacks_a_name_or_a_scale_shows(name: str, outputs: dict[str, Path], loaded: Loaded) -> None:
+    assert status(loaded[name], outputs[name]).startswith("refused: ")
