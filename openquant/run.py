@@ -241,7 +241,9 @@ def _write_others(prepared: Prepared, directory: OutputDirectory, made: dict[str
     changed = {name for name, digest in digests.items() if directory.sources[name] != digest}
     if changed - copied:
         raise SourceError(f"{source.root / min(changed - copied)} changed while it was being converted", REPLACE)
-    moved = {name for name, stamp in stamps.items() if prepared.stamps[name] != stamp}
+    # Not the inode: some network file systems give a file another one every now and then, and a replaced file has
+    # another time of change.
+    moved = {name for name, (*times, _) in stamps.items() if prepared.stamps[name][:-1] != times}
     shards = [shard for shard in plan.shards if plan.sources(shard.name) & moved]
     gone = [shard.name for shard in shards if not directory.folder.is_file(shard.name)]
     if gone:
