@@ -89,11 +89,11 @@ class Source:
         Raises:
             SourceError: they cannot be had.
         """
-        from huggingface_hub import snapshot_download
-
         repo, wanted = self.repo, [glob.escape(name) for name in names if name in self.absent]
         if repo is None or not wanted:
             return
+        # Importing it takes as long as converting a small model.
+        from huggingface_hub import snapshot_download
 
         def fetch() -> None:
             with explained_source(repo, self.revision):

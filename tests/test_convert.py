@@ -392,6 +392,19 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, scheme: Scheme) -> 
     assert peak < 120e6
 
 
+def test_a_local_model_needs_no_client_of_the_hub(tmp_path: Path, source: Path) -> None:
+    """Importing it, or torch, takes longer than converting a small model."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, openquant; openquant.compress(*sys.argv[1:]);"
+        "print({'torch', 'transformers', 'huggingface_hub'} & sys.modules.keys())"
+    )
+    command = [sys.executable, "-c", code, str(source), str(tmp_path / "out")]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "set()\n"
+
+
 def test_finished_shards_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a thousand shards with thousands of experts each, what is known of one takes megabytes."""
     source = tiny.write(tmp_path / "source", shards=8)
