@@ -39,7 +39,7 @@ MOST_UNITS, FEWEST_UNITS = 64, 4
 # What streaming takes in memory: a unit of each shard whose digest is taken, and what the client holds of each answer.
 STREAM_MEMORY = (AHEAD + AT_ONCE) * UNIT + CONNECTIONS * UNIT
 # The client collects pieces of 10 MiB and joins them (huggingface_hub 2.4, file_download.py: http_get).
-CACHE_MEMORY = CONNECTIONS * 3 * (10 << 20)
+CACHE_MEMORY = CONNECTIONS * 4 * (10 << 20)
 
 
 _AGAIN = "run the same command again"
@@ -459,15 +459,15 @@ class _Arrival:
     def is_sound(self, ended: Callable[[], bool]) -> bool:
         """Wait for all of it; whether it then is what the Hub says it is."""
         digest = self.file.hasher()
+        buffer = memoryview(bytearray(UNIT))
         for unit in range(len(self._here)):
             with self._changed:
                 while not self._here[unit]:
                     if ended():
                         raise _Closed
                     self._changed.wait(0.2)
-            size = min(UNIT, self.file.size - unit * UNIT)
             with explained(self.path, "read"):
-                digest.update(os.pread(self._handle, size, unit * UNIT))
+                _feed(digest, self._handle, unit * UNIT, min((unit + 1) * UNIT, self.file.size), buffer)
         return digest.hexdigest() == self.file.digest
 
     def finish(self, target: Path) -> None:
@@ -481,9 +481,16 @@ def _is_sound(path: Path, file: HubFile) -> bool:
     """Whether a file is what the Hub says it is."""
     digest = file.hasher()
     with explained(path, "read"), path.open("rb") as here:
-        while data := here.read(UNIT):
-            digest.update(data)
-        return here.tell() == file.size and digest.hexdigest() == file.digest
+        # Each read and each update waits for the interpreter lock, which downloads keep busy.
+        _feed(digest, here.fileno(), 0, file.size, memoryview(bytearray(4 * UNIT)))
+        return os.fstat(here.fileno()).st_size == file.size and digest.hexdigest() == file.digest
+
+
+def _feed(digest: hashlib._Hash, handle: int, start: int, end: int, buffer: memoryview) -> None:
+    """Let a digest take a part of a file, or as much of it as there is."""
+    while start < end and (count := os.preadv(handle, [buffer[: end - start]], start)):
+        digest.update(buffer[:count])
+        start += count
 
 
 class _Closed(Exception):

@@ -322,8 +322,9 @@ def test_a_streamed_file_continues_where_it_stopped(hub: LoopbackHub, tmp_path: 
 
 
 @MODES
+@pytest.mark.parametrize("after", [0, 1], ids=["header", "shard"])
 def test_ctrl_c_does_not_wait_for_a_download(
-    hub: LoopbackHub, source: Path, local: dict[str, bytes], tmp_path: Path, mode: tuple[str, ...]
+    hub: LoopbackHub, source: Path, local: dict[str, bytes], tmp_path: Path, mode: tuple[str, ...], after: int
 ) -> None:
     reached, release = threading.Event(), threading.Event()
 
@@ -331,7 +332,7 @@ def test_ctrl_c_does_not_wait_for_a_download(
         reached.set()
         release.wait(60)
 
-    hub.faults.append(Fault(SHARD, "GET", after=1, call=hang))
+    hub.faults.append(Fault(SHARD, "GET", after=after, call=hang))
     process = begin(hub, tmp_path, *mode)
     assert reached.wait(60)
     process.send_signal(signal.SIGINT)
