@@ -264,7 +264,7 @@ class Publisher:
         if name != "README.md":
             return str(path)
         with explained(path, "read"):
-            card = path.read_bytes()
+            card = read_small(path, name)
         try:
             return published_card(card.decode(), self.repo, revision).encode()
         except UnicodeDecodeError:

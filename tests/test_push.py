@@ -298,6 +298,19 @@ def test_what_was_damaged_since_is_not_pushed_by_a_run_that_finds_it_complete(
     assert held(hub) == {}
 
 
+def test_a_card_of_any_size_is_not_pushed(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    compress(source, tmp_path / "out")
+    card = tmp_path / "out" / "README.md"
+    with card.open("r+b") as file:
+        file.truncate(1 << 30)
+    done = ask(hub, tmp_path, "push", tmp_path / "out", "user/name")
+    assert (done.returncode, done.stderr.splitlines()[-2:]) == (
+        2,
+        [f"error: {card} is larger than 16,777,216 bytes", "hint: download or copy it again"],
+    )
+    assert "user/name" not in hub.stored
+
+
 def test_push_of_a_dequantized_directory(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
     compress(source, tmp_path / "fp8")
     dequantize(tmp_path / "fp8", tmp_path / "out")
