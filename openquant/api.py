@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -264,7 +264,7 @@ def _work(
     if workers is not None and workers < 1:
         raise UsageError(f"{workers} workers cannot work", "give --workers 1 or more")
     ranks = ranks or Ranks()
-    with closing(ranks):
+    with ranks:
         # Connects them, which takes memory that must not come on top of what workers may use.
         ranks.agree(None)
 

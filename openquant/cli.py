@@ -13,11 +13,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from . import __version__
 from .errors import OpenQuantError, OutputError, UsageError
+from .ranks import PATIENCE, Ranks
 
 if TYPE_CHECKING:
     from .api import Result
@@ -44,6 +46,13 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text} is not a size such as 500MB or 2GB")
     unit = 1024 if found[3] else 1000
     return int(float(found[1]) * unit ** (" KMGT".index(found[2].upper()) if found[2] else 0))
+
+
+def _seconds(text: str) -> float:
+    """A time above zero."""
+    if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text) or not float(text):
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
+    return float(text)
 
 
 def _text(text: str) -> str:
@@ -155,6 +164,13 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace what an earlier run left in the output")
     parser.add_argument(
         "--stream", action="store_true", help="keep only a few of a repository's shards on disk at a time"
+    )
+    parser.add_argument(
+        "--rendezvous-timeout",
+        type=_seconds,
+        default=PATIENCE,
+        metavar="SECONDS",
+        help=f"how long ranks that torchrun starts wait for each other at the start (default: {PATIENCE:g})",
     )
     _add_push_arguments(parser, "--push-to-hub")
     parser.add_argument("--push-only", action="store_true", help="delete each shard of the output once it is uploaded")
@@ -287,18 +303,24 @@ def _run(parser: _Parser, arguments: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in words
     _mend_streams()
+    ranks, mistake = _find_ranks()
     with _Interrupts() as interrupts:
         try:
             options = _parsed(parser, words)
+            if "rendezvous_timeout" not in options:
+                ranks = Ranks()  # the other verbs are no job to share
+            elif mistake is not None:
+                raise mistake
+            options.ranks = ranks
             code: int = options.work(options, interrupts)
             interrupts.check()
             return code
         except OpenQuantError as error:
-            if _speaks():
+            if ranks.speaks:
                 _fail(error.message, error.hint, as_json)
             return EXIT_USER
         except KeyboardInterrupt:
-            if _speaks():
+            if ranks.speaks:
                 _fail("interrupted", "run the same command again to continue", as_json)
             # All is let go of. Python would wait for what huggingface_hub's pools still do, and die of another signal.
             os._exit(EXIT_INTERRUPTED)
@@ -354,13 +376,12 @@ def _untold(failure: OSError) -> OutputError:
     )
 
 
-def _speaks() -> bool:
-    """Whether this process talks to the user: of several ranks the first, which hears of the others' errors."""
-    if os.environ.get("RANK", "0") == "0":
-        return True
-    from .ranks import are_described
-
-    return not are_described(os.environ)
+def _find_ranks() -> tuple[Ranks, UsageError | None]:
+    """This process among several, of which only the first talks to the user; and what keeps that from being known."""
+    try:
+        return Ranks.from_environment(os.environ), None
+    except UsageError as error:
+        return Ranks(), error
 
 
 def _fail(message: str, hint: str, as_json: bool) -> None:
@@ -467,11 +488,15 @@ def _dequantize(options: argparse.Namespace, interrupts: _Interrupts) -> int:
 
 def _run_and_report(work: Callable[..., Result], options: argparse.Namespace, interrupts: _Interrupts) -> int:
     """Call `work` with the options of _add_run_arguments, and show what it does."""
-    from .ranks import Ranks
-
     if options.quiet:
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    ranks = Ranks.from_environment(os.environ)
+    ranks: Ranks = options.ranks
+    ranks.patience = options.rendezvous_timeout
+    if ranks.size > 1:
+        # What torch's store has to say of a lost connection is pages long, and ours in one line.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+        if not options.quiet:
+            ranks.say = partial(_say, stream=sys.stderr)
     silent = options.quiet or not ranks.first
     reporter = _Terminal(interrupts, silent or options.json, silent, options.verbose and not options.json)
     try:

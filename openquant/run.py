@@ -68,17 +68,22 @@ def attempt(do: Callable[[], Made]) -> tuple[Made | None, Exception | None]:
 
 
 class _Traffic:
-    """Shards from the supply to the publisher, if there is one."""
+    """Shards from the supply to the publisher, if there is one, for as long as no other rank has failed."""
 
-    def __init__(self, supply: Supply, publisher: Publisher | None) -> None:
+    def __init__(self, supply: Supply, publisher: Publisher | None, ranks: Ranks) -> None:
         self.supply = supply
+        self.ranks = ranks
         self.publisher = publisher
         self.path = supply.path
 
     def wait_for(self, output: str, stopped: Callable[[], bool]) -> None:
+        def ended() -> bool:
+            self.ranks.check()
+            return stopped()
+
         if self.publisher is not None:
-            self.publisher.wait_for_room(output, stopped)
-        self.supply.wait_for(output, stopped)
+            self.publisher.wait_for_room(output, ended)
+        self.supply.wait_for(output, ended)
 
     def finished(self, output: str) -> None:
         self.supply.finished(output)
@@ -111,12 +116,16 @@ def carry_out(
         if source.remote or publisher:
             stack.enter_context(silent())
 
-        def claim() -> tuple[list[str] | None, Set[str], str]:
+        def advanced(nbytes: int) -> None:
+            ranks.check()
+            reporter.advanced(nbytes)
+
+        def claim() -> tuple[list[str] | None, list[str], str]:
             """The unfinished shards, None if nothing at all is left to do, files of the source that moved, and where to
             push; for the first to say.
             """
             if not ranks.first:
-                return None, frozenset(), ""
+                return None, [], ""
             stack.enter_context(directory)
             changed = sorted(directory.moved - prepared.stamps.keys())
             if changed:
@@ -126,12 +135,13 @@ def carry_out(
                     publisher.forget()
                 publisher.prepare(made[CARD_FILE], source.downloaded_commit())
             unfinished = [name for name in shards if not directory.is_finished(name)]
-            return None if directory.complete else unfinished, directory.moved, publisher.repo if publisher else ""
+            repo = publisher.repo if publisher else ""
+            return None if directory.complete else unfinished, sorted(directory.moved), repo
 
         claimed, error = attempt(claim)
         told = ranks.agree(error, claimed)[0]
         assert told is not None
-        todo, moved, repo = told
+        todo, moved, repo = told[0], frozenset(told[1]), told[2]
         if publisher:
             publisher.repo = repo
             stack.enter_context(publisher)
@@ -145,7 +155,7 @@ def carry_out(
             reporter.started(sum(sizes.values()), sum(size for shard, size in sizes.items() if shard not in left))
             if moved:
                 mine = ranks.share(held)
-                _, error = attempt(lambda: _hold(prepared, directory, mine, moved, reporter.advanced))
+                _, error = attempt(lambda: _hold(prepared, directory, mine, moved, ranks, advanced))
                 ranks.agree(error)
                 _, error = attempt(lambda: directory.renew() if ranks.first else None)
                 ranks.agree(error)
@@ -158,8 +168,8 @@ def carry_out(
                 if source.remote and scratch is None:
                     source.require_cache_space({name for names in needs.values() for name in names})
                 with Supply(source, needs, scratch) as supply:
-                    traffic = _Traffic(supply, publisher)
-                    convert(plan, mine, traffic, directory, prepared.workers, prepared.device, reporter.advanced)
+                    traffic = _Traffic(supply, publisher, ranks)
+                    convert(plan, mine, traffic, directory, prepared.workers, prepared.device, advanced)
                 if publisher:
                     publisher.drain()
 
@@ -170,7 +180,7 @@ def carry_out(
             if not ranks.first:
                 return None
             if todo is not None:
-                _write_others(prepared, directory, made, reporter)
+                _write_others(prepared, directory, made, ranks, reporter)
                 # A run that only pushes has deleted those that are on the Hub.
                 if not (push and push.only):
                     _require_all(prepared.target, shards)
@@ -211,7 +221,12 @@ def _made_files(prepared: Prepared) -> dict[str, bytes]:
 
 
 def _hold(
-    prepared: Prepared, directory: OutputDirectory, shards: Sequence[Shard], moved: Set[str], progress: Progress
+    prepared: Prepared,
+    directory: OutputDirectory,
+    shards: Sequence[Shard],
+    moved: Set[str],
+    ranks: Ranks,
+    progress: Progress,
 ) -> None:
     """Hold finished shards against what a local source makes now.
 
@@ -221,7 +236,7 @@ def _hold(
     plan, root = prepared.plan, prepared.source.root
     against = {shard.name: _named(root, sorted(plan.sources(shard.name) & moved)) for shard in shards}
     with Supply(prepared.source, {}, None) as supply:
-        traffic = _Traffic(supply, None)
+        traffic = _Traffic(supply, None, ranks)
         convert(plan, shards, traffic, directory, prepared.workers, prepared.device, progress, against)
 
 
@@ -233,7 +248,9 @@ def _named(root: Path, names: Sequence[str]) -> str:
     return f"one of {', '.join(names[:3])}{more} in {root}"
 
 
-def _write_others(prepared: Prepared, directory: OutputDirectory, made: dict[str, bytes], reporter: Listener) -> None:
+def _write_others(
+    prepared: Prepared, directory: OutputDirectory, made: dict[str, bytes], ranks: Ranks, reporter: Listener
+) -> None:
     """Write what is no shard; what the source is now must be what all was made from."""
     source, plan = prepared.source, prepared.plan
     stamps, digests = source.stamps(prepared.checkpoint), source.digests(prepared.checkpoint)
@@ -252,7 +269,7 @@ def _write_others(prepared: Prepared, directory: OutputDirectory, made: dict[str
             "run the same command again: all shards are made and uploaded again",
         )
     if moved:
-        _hold(prepared, directory, shards, moved, lambda _: reporter.advanced(0))
+        _hold(prepared, directory, shards, moved, ranks, lambda _: reporter.advanced(0))
         directory.sources = {**directory.sources, **stamps}
     for name in copied:
         if name in changed or not directory.is_finished(name):
