@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
 __version__ = "0.1.0"
 
+# Of typing's own name for it a type checker needs only the letters; a command starts here, and imports cost time.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .api import Result, compress, dequantize, push
     from .errors import OpenQuantError
@@ -41,7 +40,10 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _HOMES:
-        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        from importlib import import_module
+
+        found: object = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        return found
     raise AttributeError(f"module 'openquant' has no attribute {name!r}")

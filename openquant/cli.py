@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from . import __version__
 from .errors import OpenQuantError, OutputError, UsageError
+from .machine import reached_limit, require_room
 from .ranks import PATIENCE, Ranks
+from .start import HINT, INTERRUPTED, MESSAGE, leave
 
 if TYPE_CHECKING:
     from .api import Result
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 
 EXIT_PROBLEMS = 1
 EXIT_USER = 2
-EXIT_INTERRUPTED = 130
 
 
 class _Parser(argparse.ArgumentParser):
@@ -249,14 +250,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Interrupts:
-    """SIGINT and SIGTERM as KeyboardInterrupt, once.
+    """SIGINT and SIGTERM as KeyboardInterrupt, once, from when `catching` is set; before that they end the process.
 
     Python drops an exception that a handler raises at certain moments (in the import lock's own callbacks, for one),
     so the request is also remembered, for whoever asks.
+
+    Attributes:
+        requested: whether one came.
+        catching: whether KeyboardInterrupt is caught by now.
+        told: whether a result was printed, after which nothing else is on stdout.
     """
 
     def __init__(self) -> None:
         self.requested = False
+        self.catching = False
+        self.told = False
         self.previous: dict[int, Any] = {}
 
     def __enter__(self) -> _Interrupts:
@@ -269,13 +277,14 @@ class _Interrupts:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        # After an interrupt the process ends; a second one must not turn that into death by signal.
-        if not self.requested:
-            for number, handler in self.previous.items():
-                signal.signal(number, handler)
+        for number, handler in self.previous.items():
+            # Where the process ends now, its exit code is settled.
+            signal.signal(number, signal.SIG_IGN if handler is leave else handler)
         sys.unraisablehook = sys.__unraisablehook__
 
     def _handle(self, *_: object) -> None:
+        if not self.catching:
+            leave()
         self.requested = True
         self.ignore()
         raise KeyboardInterrupt
@@ -304,26 +313,44 @@ def _run(parser: _Parser, arguments: Sequence[str] | None) -> int:
     as_json = "--json" in words
     _mend_streams()
     ranks, mistake = _find_ranks()
+
+    def do() -> int:
+        nonlocal ranks
+        options = _parsed(parser, words)
+        if "rendezvous_timeout" not in options:
+            ranks = Ranks()  # the other verbs are no job to share
+        elif mistake is not None:
+            raise mistake
+        options.ranks = ranks
+        require_room()
+        code: int = options.work(options, interrupts)
+        return code
+
+    def do_or_explain() -> int:
+        try:
+            return do()
+        except Exception as error:
+            # What an interrupt broke is no news.
+            interrupts.check()
+            told = reached_limit(error) or error
+            if not isinstance(told, OpenQuantError):
+                raise
+            if ranks.speaks:
+                _fail(told.message, told.hint, as_json and not interrupts.told)
+            return EXIT_USER
+
     with _Interrupts() as interrupts:
         try:
-            options = _parsed(parser, words)
-            if "rendezvous_timeout" not in options:
-                ranks = Ranks()  # the other verbs are no job to share
-            elif mistake is not None:
-                raise mistake
-            options.ranks = ranks
-            code: int = options.work(options, interrupts)
+            interrupts.catching = True
+            code = do_or_explain()
             interrupts.check()
+            interrupts.ignore()
             return code
-        except OpenQuantError as error:
-            if ranks.speaks:
-                _fail(error.message, error.hint, as_json)
-            return EXIT_USER
         except KeyboardInterrupt:
             if ranks.speaks:
-                _fail("interrupted", "run the same command again to continue", as_json)
+                _fail(MESSAGE, HINT, as_json and not interrupts.told)
             # All is let go of. Python would wait for what huggingface_hub's pools still do, and die of another signal.
-            os._exit(EXIT_INTERRUPTED)
+            os._exit(INTERRUPTED)
 
 
 def _parsed(parser: _Parser, words: Sequence[str]) -> argparse.Namespace:
@@ -394,12 +421,13 @@ def _one_line(text: str) -> str:
     return " ".join(text.split("\n"))
 
 
-def _print_json(value: dict[str, Any]) -> None:
-    """Print a result for a program, which must not take silence for one.
+def _print_json(value: dict[str, Any], interrupts: _Interrupts) -> None:
+    """Print a result for a program, which must not take silence for one, nor read two.
 
     Raises:
         OutputError: it reached nobody.
     """
+    interrupts.told = True
     failure = _say(json.dumps(value), sys.stdout)
     if failure is not None:
         raise _untold(failure)
@@ -450,7 +478,7 @@ def _push(options: argparse.Namespace, interrupts: _Interrupts) -> int:
     address = push(options.directory, _push_to(options.name, options))
     interrupts.check()
     if options.json:
-        _print_json({"output": options.directory, "pushed_to": address})
+        _print_json({"output": options.directory, "pushed_to": address}, interrupts)
     else:
         _require_told(_say(f"pushed to {address}", sys.stdout))
     return 0
@@ -515,7 +543,7 @@ def _run_and_report(work: Callable[..., Result], options: argparse.Namespace, in
         reporter.close()
     _require_told(reporter.untold)
     if options.json and ranks.first:
-        _print_json(result.to_json())
+        _print_json(result.to_json(), interrupts)
     return 0
 
 
@@ -537,7 +565,7 @@ def _verify(options: argparse.Namespace, interrupts: _Interrupts) -> int:
         if bar is not None:
             bar.close()
     if options.json:
-        _print_json(report.to_json())
+        _print_json(report.to_json(), interrupts)
     else:
         from .report import verification_text
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ from .plan import Copy, Job, Layout, Piece, Plan, Shard
 from .reading import BUFFER, SMALLEST_SCALE, Reader, check_scales, consumed, memory_of
 from .schemes import CODE_MAX, Floats, Group, Scheme
 from .shardfile import ALIGNMENT, AlignedBuffer, Bytes, FinishedShard, ShardFile
-from .threads import in_threads
+from .threads import Helpers, in_threads
 
 # What the kernels need for CHUNK weights, their tables, and what they leave behind in the allocator.
 KERNEL_MEMORY = 16 << 20
@@ -229,7 +229,7 @@ class _Conversion:
 
     def run(self, workers: int) -> None:
         try:
-            with ThreadPoolExecutor(workers, "openquant-write") as writers:
+            with Helpers(workers, "openquant-write") as writers:
                 in_threads(lambda: self._work(writers), workers, self.stopped)
         finally:
             for file in self.files.values():
@@ -237,7 +237,7 @@ class _Conversion:
         if self.failure is not None:
             raise self.failure
 
-    def _work(self, writers: ThreadPoolExecutor) -> None:
+    def _work(self, writers: Helpers) -> None:
         worker = None
         try:
             worker = _Worker(self, writers)
@@ -271,7 +271,7 @@ class _Conversion:
 class _Slot:
     """An output buffer, and the write that still needs it."""
 
-    def __init__(self, conversion: _Conversion, writers: ThreadPoolExecutor, memory: Callable[[int], Bytes]) -> None:
+    def __init__(self, conversion: _Conversion, writers: Helpers, memory: Callable[[int], Bytes]) -> None:
         self.conversion = conversion
         self.writers = writers
         self.memory = memory
@@ -305,7 +305,7 @@ class _Slot:
 class _Worker:
     """One thread's buffers and kernels."""
 
-    def __init__(self, conversion: _Conversion, writers: ThreadPoolExecutor) -> None:
+    def __init__(self, conversion: _Conversion, writers: Helpers) -> None:
         self.conversion = conversion
         self.kernels = CpuKernels() if conversion.device == "cpu" else TorchKernels(conversion.device)
         self.reader = Reader(conversion.traffic.path, self.kernels.memory)

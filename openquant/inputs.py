@@ -53,8 +53,13 @@ def read_small(path: Path, what: str, limit: int = MAX_SMALL) -> bytes:
         os.close(handle)
         raise SourceError(f"{what} is not a regular file", _DAMAGED)
     with os.fdopen(handle, "rb") as file:
-        # A file can grow while it is read, and some claim no size at all.
-        data = file.read(limit + 1)
+        # A file can grow while it is read, and some claim no size at all; asked for all at once, Python takes that much
+        # memory first.
+        parts, left = [], limit + 1
+        while left and (part := file.read(min(left, 1 << 20))):
+            parts.append(part)
+            left -= len(part)
+        data = b"".join(parts)
     if len(data) > limit:
         raise SourceError(f"{what} is larger than {limit:,} bytes", _DAMAGED)
     return data

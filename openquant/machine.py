@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import mmap
 import os
+import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import UsageError
+from .errors import OpenQuantError, UsageError
 
 # How many CPUs' worth of time a container may use (Linux, Documentation/admin-guide/cgroup-v2.rst).
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+# Address space that numpy takes as it is loaded.
+NUMPY_MEMORY = 96 << 20
+
+
+def require_room() -> None:
+    """Refuse to load numpy without the memory for it: its library would end the process in words of its own.
+
+    Raises:
+        OSError: there is none.
+    """
+    mmap.mmap(-1, NUMPY_MEMORY).close()
 
 
 def available_cpus(quota: Path = _QUOTA) -> int:
@@ -69,6 +85,62 @@ def peak_rss() -> int:
                     return int(line.split()[1]) * 1024
     except FileNotFoundError:
         pass
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def reached_limit(error: BaseException) -> OpenQuantError | None:
+    """What an error comes from, if that is a limit of this process; its own message, if it has one, stays."""
+    for cause in _causes(error):
+        found = _limit_behind(cause)
+        if found is not None:
+            what, hint = found
+            if isinstance(error, OpenQuantError):
+                what = f"{error.message} ({what})"
+            return OpenQuantError(what, hint)
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it was raised from, or while handling which."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _limit_behind(error: BaseException) -> tuple[str, str] | None:
+    number = error.errno if isinstance(error, OSError) else None
+    text = str(error).lower()
+    if number in (errno.EMFILE, errno.ENFILE):
+        return (
+            f"no more files can be opened: {_limits(files=True)}",
+            "raise that limit, then run the same command again",
+        )
+    if isinstance(error, RuntimeError) and "can't start new thread" in text:
+        return (
+            f"no thread can be started: {_limits(processes=True, memory=True)}",
+            "raise that limit (in a container also its limit on processes), then run the same command again",
+        )
+    # What the system's loader says of a library that does not fit has no number.
+    unloaded = isinstance(error, (ImportError, OSError)) and ("failed to map" in text or "cannot allocate" in text)
+    if isinstance(error, MemoryError) or number == errno.ENOMEM or unloaded:
+        return f"memory ran out: {_limits(memory=True)}", "raise that limit, or use fewer --workers"
+    return None
+
+
+def _limits(files: bool = False, processes: bool = False, memory: bool = False) -> str:
+    """The limits that are set, as a shell names them: 'ulimit -v is 500000'."""
+    kinds = [
+        (files, "RLIMIT_NOFILE", "-n", 1),
+        (processes, "RLIMIT_NPROC", "-u", 1),
+        (memory, "RLIMIT_AS", "-v", 1024),
+        (memory, "RLIMIT_DATA", "-d", 1024),
+    ]
+    found = []
+    for asked, name, option, unit in kinds:
+        # Not every system has all of them.
+        value = resource.getrlimit(getattr(resource, name))[0] if asked and hasattr(resource, name) else -1
+        if value not in (-1, resource.RLIM_INFINITY):
+            found.append(f"ulimit {option} is {value // unit}")
+    return ", ".join(found) or "no limit is set with ulimit, so it is the machine's or the container's"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -11,17 +13,34 @@ Made = TypeVar("Made")
 
 
 def in_threads(work: Callable[[], None], count: int, stopped: threading.Event) -> None:
-    """Call `work` on so many threads at once and wait until all have returned.
+    """Call `work` on so many threads at once and wait until all have returned; on fewer where no more can be started.
 
     Args:
-        work: it handles its own errors, and returns soon once `stopped` is set.
+        work: it returns soon once `stopped` is set.
         count: number of threads.
-        stopped: set when the wait is over, also when an interrupt ends it.
+        stopped: set when the wait is over, also when an interrupt or an error ends it.
+
+    Raises:
+        BaseException: the first that `work` raised.
     """
-    threads = [threading.Thread(target=work, name=f"openquant-{number}", daemon=True) for number in range(count)]
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+            stopped.set()
+
+    threads: list[threading.Thread] = []
     try:
-        for thread in threads:
-            thread.start()
+        while len(threads) < count:
+            thread = threading.Thread(target=run, name=f"openquant-{len(threads)}", daemon=True)
+            if not _started(thread):
+                break
+            threads.append(thread)
+        if not threads:
+            run()
         for thread in threads:
             while thread.is_alive():
                 # With a timeout, so that the main thread gets to see signals.
@@ -29,8 +48,9 @@ def in_threads(work: Callable[[], None], count: int, stopped: threading.Event) -
     finally:
         stopped.set()
         for thread in threads:
-            if thread.ident is not None:
-                thread.join()
+            thread.join()
+    if failures:
+        raise failures[0]
 
 
 def in_parallel(make: Callable[[Item], Made], items: Sequence[Item], count: int) -> Generator[Made, None, None]:
@@ -64,7 +84,11 @@ def in_parallel(make: Callable[[Item], Made], items: Sequence[Item], count: int)
                 changed.notify_all()
 
     for number in range(min(count, len(items))):
-        threading.Thread(target=work, name=f"openquant-{number}", daemon=True).start()
+        if not _started(threading.Thread(target=work, name=f"openquant-{number}", daemon=True)):
+            if number == 0:
+                yield from map(make, items)
+                return
+            break
     try:
         for number in range(len(items)):
             with changed:
@@ -79,3 +103,65 @@ def in_parallel(make: Callable[[Item], Made], items: Sequence[Item], count: int)
         with changed:
             closed = True
             changed.notify_all()
+
+
+def _started(thread: threading.Thread) -> bool:
+    """Whether a thread could be started: the system may have no more of them, or no memory for its stack."""
+    try:
+        thread.start()
+    except (RuntimeError, MemoryError):
+        return False
+    return True
+
+
+class Helpers:
+    """Threads that do what they are given, each started when all others are busy; a context manager.
+
+    Leaving it waits for all that was given. Where no thread can be started, the caller does the work.
+
+    Args:
+        count: how many threads at most.
+        name: what they are called.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._count = count
+        self._name = name
+        self._lock = threading.Lock()
+        self._idle = threading.Semaphore(0)
+        self._threads: list[threading.Thread] = []
+        self._given: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
+
+    def __enter__(self) -> Helpers:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for _ in self._threads:
+            self._given.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def submit(self, do: Callable[[], None]) -> Future[None]:
+        """Have something done that handles its own errors; what comes back is done when it is."""
+        done: Future[None] = Future()
+        with self._lock:
+            if not self._idle.acquire(blocking=False) and len(self._threads) < self._count:
+                thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
+                if _started(thread):
+                    self._threads.append(thread)
+                else:
+                    self._count = len(self._threads)
+            helped = bool(self._threads)
+            if helped:
+                self._given.put((do, done))
+        if not helped:
+            do()
+            done.set_result(None)
+        return done
+
+    def _run(self) -> None:
+        while (task := self._given.get()) is not None:
+            do, done = task
+            do()
+            done.set_result(None)
+            self._idle.release()

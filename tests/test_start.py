@@ -1,0 +1,245 @@
+"""A command from its first line to its last: signals at any moment, and what it does where the system gives it little."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import tiny
+from conftest import ROOT, heed_ctrl_c, tree
+from openquant import compress
+from openquant.errors import OutputError
+from openquant.machine import reached_limit
+from openquant.threads import Helpers, in_threads
+
+INTERRUPTED = {"error": "interrupted", "hint": "run the same command again to continue"}
+
+# Runs the command once for each line of ours that it goes through, and once more for its end, and sends itself a signal
+# there. Forked, since what takes long is to start Python and load numpy.
+AT_EACH_LINE = """
+import atexit, json, os, runpy, signal, sys
+import numpy, argparse
+
+OURS = ("compress_fp8.py", "openquant/start.py", "openquant/cli.py")
+script, folder, source = sys.argv[1:]
+
+def command(moment):
+    # Of the many lines that only set things up fewer than of the others.
+    count, lines = 0, 0
+    number = signal.SIGTERM if moment % 2 else signal.SIGINT
+    def at_line(frame, event, argument):
+        nonlocal count, lines
+        handler = getattr(signal.getsignal(signal.SIGTERM), "__name__", None)
+        if event == "line" and handler is not None:
+            lines += 1
+            if lines % (40 if handler == "leave" else 3) == 1:
+                count += 1
+                if count == moment:
+                    os.kill(os.getpid(), number)
+        return at_line
+    def at_call(frame, event, argument):
+        return at_line if frame.f_code.co_filename.endswith(OURS) else None
+    def at_end():
+        sys.settrace(None)
+        if count < moment:
+            with open(f"{folder}/last", "w"):
+                os.kill(os.getpid(), number)
+    atexit.register(at_end)
+    sys.argv = [script, "-m", source, "-o", f"{folder}/out{moment}", "--json", "--workers", "1"]
+    for stream, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(f"{folder}/{name}{moment}", os.O_CREAT | os.O_WRONLY), stream)
+    sys.settrace(at_call)
+    runpy.run_path(script, run_name="__main__")
+
+moment = 0
+while not os.path.exists(f"{folder}/last"):
+    moment += 1
+    child = os.fork()
+    if child == 0:
+        command(moment)
+        os._exit(99)
+    status = os.waitpid(child, 0)[1]
+    ends = os.waitstatus_to_exitcode(status)
+    said = [open(f"{folder}/{name}{moment}").read() for name in ("stdout", "stderr")]
+    print(json.dumps([ends, *said]))
+"""
+
+
+def test_a_signal_at_any_line_of_the_command_ends_it_in_two_lines(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source", shards=2)
+    words = [sys.executable, "-c", AT_EACH_LINE, str(ROOT / "compress_fp8.py"), str(tmp_path), str(source)]
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        words, env=environment, capture_output=True, text=True, timeout=300, preexec_fn=heed_ctrl_c, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    ends = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(ends) > 30
+    for code, stdout, stderr in ends:
+        # One object, or at the moment when it was about to be written none; never two.
+        assert stdout.count("\n") == 1 or (stdout == "" and code == 130), stderr
+        told = json.loads(stdout or json.dumps(INTERRUPTED))
+        if code == 130:
+            assert told == INTERRUPTED or told["shards"] == 2
+            assert stderr == "error: interrupted\nhint: run the same command again to continue\n"
+        else:
+            assert (code, stderr, told["shards"]) == (0, "", 2)
+    # At the end, when Python takes itself down, nothing changes any more.
+    assert ends[-1][0] == 0
+    assert ends[0][0] == 130
+
+
+@pytest.mark.parametrize("name", ["openquant", "compress-fp8"])
+def test_the_installed_commands_listen_first(tmp_path: Path, name: str) -> None:
+    """What pip writes for an entry point, interrupted while it imports the command line."""
+    found = re.search(rf'^{name} = "(.*):(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert found
+    module, function = found.groups()
+    script = tmp_path / name
+    script.write_text(
+        f"import sys\nfrom {module} import {function}\nif __name__ == '__main__':\n    sys.exit({function}())\n"
+    )
+    (tmp_path / "argparse.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    done = subprocess.run(
+        [sys.executable, str(script), "--version"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=heed_ctrl_c,
+    )
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "error: interrupted\nhint: run the same command again to continue\n"
+
+
+def limited(kind: int, value: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "compress_fp8.py"), *map(str, arguments)],
+        preexec_fn=lambda: resource.setrlimit(kind, (value, value)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("kilobytes", [60_000, 80_000, 100_000, 130_000, 160_000])
+def test_too_little_memory_is_an_error_that_names_the_limit(tmp_path: Path, source: Path, kilobytes: int) -> None:
+    done = limited(resource.RLIMIT_AS, kilobytes << 10, "-m", source, "-o", tmp_path / "out", "-q")
+    if done.returncode != 0:
+        assert done.returncode == 2
+        error, hint = done.stderr.splitlines()
+        assert error.endswith(f"memory ran out: ulimit -v is {kilobytes}")
+        assert hint == "hint: raise that limit, or use fewer --workers"
+    assert kilobytes > 100_000 or done.returncode == 2
+    assert (tmp_path / "out" / "config.json").exists() == (done.returncode == 0)
+
+
+@pytest.mark.parametrize("files", [6, 7, 8])
+def test_too_few_files_are_an_error_that_names_the_limit(tmp_path: Path, source: Path, files: int) -> None:
+    done = limited(resource.RLIMIT_NOFILE, files, "-m", source, "-o", tmp_path / "out", "-q")
+    assert done.returncode == 2
+    error, hint = done.stderr.splitlines()
+    assert error.endswith(f"Too many open files (no more files can be opened: ulimit -n is {files})")
+    assert hint == "hint: raise that limit, then run the same command again"
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize(("stack", "threads"), [(1 << 29, {"openquant-0"}), (1 << 30, {"MainThread"})])
+def test_fewer_threads_do_the_work_where_no_more_can_be_started(
+    tmp_path: Path, source: Path, stack: int, threads: set[str]
+) -> None:
+    code = (
+        "import resource, sys, threading\n"
+        "from openquant import api, compress\n"
+        "taken = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (taken + (900 << 20),) * 2)\n"
+        f"threading.stack_size({stack})\n"
+        "class Reporter(api._Silent):\n"
+        "    seen = set()\n"
+        "    def advanced(self, nbytes):\n"
+        "        self.seen.add(threading.current_thread().name)\n"
+        "compress(sys.argv[1], sys.argv[2], workers=4, reporter=Reporter())\n"
+        "print(sorted(Reporter.seen))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(source), str(tmp_path / "out")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{sorted(threads)}\n", "")
+    compress(source, tmp_path / "same")
+    assert tree(tmp_path / "out") == tree(tmp_path / "same")
+
+
+def test_what_a_thread_raises_is_raised() -> None:
+    stopped = threading.Event()
+
+    def work() -> None:
+        if threading.current_thread().name == "openquant-1":
+            raise MemoryError
+        stopped.wait(60)
+
+    with pytest.raises(MemoryError):
+        in_threads(work, 3, stopped)
+
+
+def test_helpers_do_all_they_were_given() -> None:
+    done: list[str] = []
+    with Helpers(3, "helper") as helpers:
+        given = [helpers.submit(lambda: done.append(threading.current_thread().name)) for _ in range(100)]
+        given[50].result(60)
+    assert all(each.done() for each in given)
+    assert len(done) == 100
+    assert set(done) <= {"helper-0", "helper-1", "helper-2"}
+
+
+def test_limits_behind_errors() -> None:
+    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    found = reached_limit(RuntimeError("can't start new thread"))
+    assert found is not None
+    if processes != resource.RLIM_INFINITY:
+        assert found.message.startswith(f"no thread can be started: ulimit -u is {processes}")
+    assert reached_limit(RuntimeError("another")) is None
+    assert reached_limit(OutputError("the disk is full", "free some space")) is None
+    try:
+        try:
+            raise MemoryError
+        except MemoryError:
+            raise OutputError("a file cannot be written", "try again") from None
+    except OutputError as error:
+        told = reached_limit(error)
+    assert told is not None
+    assert told.message.startswith("a file cannot be written (memory ran out: ")
+    # As the system's loader says it of a library.
+    loading = ImportError("libblas.so: failed to map segment from shared object")
+    assert reached_limit(loading) is not None
+
+
+def test_a_job_in_the_background_keeps_ignoring_ctrl_c(tmp_path: Path) -> None:
+    code = (
+        "import os, signal\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from openquant.start import listen\n"
+        "listen()\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "print('still here', flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (130, "still here\n")
+    assert done.stderr == "error: interrupted\nhint: run the same command again to continue\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
