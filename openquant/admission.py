@@ -6,12 +6,12 @@ All of it may end a push, so it is asked before anything is converted. Nothing h
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from .checkpoint import INDEX_FILE, SINGLE_FILE
-from .hub import patiently
+from .checkpoint import INDEX_FILE, MAX_HEADER, SINGLE_FILE, TensorInfo, read_header
+from .errors import SourceError
+from .hub import HubFile, patiently
 from .refusals import MEND_THE_CARD, USE_A_TOKEN, PushError, status_of, told
 
 if TYPE_CHECKING:
@@ -146,9 +146,7 @@ def _present_name(name: str) -> str:
     return (found.id if found else name).lower()
 
 
-def refuse_unquantized(
-    repository: ModelInfo, shards: Iterable[str], is_ours: Callable[[str, str | None], bool]
-) -> None:
+def refuse_unquantized(repository: ModelInfo, shards: Iterable[str], is_ours: Callable[[str, str], bool]) -> None:
     """A model that is not quantized may not be replaced, wherever this one comes from.
 
     Args:
@@ -158,29 +156,45 @@ def refuse_unquantized(
 
     Raises:
         PushError: it would be.
+        SourceError: what is there cannot be read.
     """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import SafetensorsParsingError
-
     present = _files(repository)
-    plain: list[str] = []
-    for name in shards:
-        if name not in present:
-            continue
-        try:
-            header = patiently(functools.partial(HfApi().parse_safetensors_file_metadata, repository.id, name))
-        except SafetensorsParsingError:
-            continue
-        if any(info.dtype not in UNQUANTIZED for info in header.tensors.values() if len(info.shape) > 1):
+    plain: list[HubFile] = []
+    for file in (present[name] for name in shards if name in present):
+        tensors = _tensors(file)
+        if any(info.dtype not in UNQUANTIZED for info in tensors if len(info.shape) > 1):
             return
-        plain.append(name)
-    for name in plain:
-        if not is_ours(name, present[name]):
+        if tensors:
+            plain.append(file)
+    for file in plain:
+        if not is_ours(file.name, file.digest):
             raise PushError(
-                f"{repository.id} holds unquantized weights ({name}), which this model would replace", ANOTHER_PLACE
+                f"{repository.id} holds unquantized weights ({file.name}), which this model would replace",
+                ANOTHER_PLACE,
             )
 
 
-def _files(repository: ModelInfo) -> dict[str, str | None]:
-    """The files on main, each with its sha256 if it is an LFS file."""
-    return {file.rfilename: file.lfs.sha256 if file.lfs else None for file in repository.siblings or ()}
+def _tensors(file: HubFile) -> list[TensorInfo]:
+    """What a safetensors file says it holds; nothing if it is none, since nobody can load it then."""
+    if file.size < 8:
+        return []
+    length = int.from_bytes(file.read(0, 8), "little")
+    start = file.read(0, min(file.size, 8 + min(length, MAX_HEADER)))
+    try:
+        return [info for info, _ in read_header(lambda at, count: start[at : at + count], file.size, file.name)[1]]
+    except SourceError:
+        return []
+
+
+def _files(repository: ModelInfo) -> dict[str, HubFile]:
+    """The files on main."""
+    return {
+        file.rfilename: HubFile(
+            repository.id,
+            repository.sha or "main",
+            file.rfilename,
+            file.size or 0,
+            file.lfs.sha256 if file.lfs else file.blob_id or "",
+        )
+        for file in repository.siblings or ()
+    }

@@ -142,12 +142,12 @@ class Publisher:
                     refuse_source(found, base_models(text), downloaded)
                     refuse_unquantized(found, self.shards, self._is_ours)
 
-    def _is_ours(self, name: str, sha256: str | None) -> bool:
+    def _is_ours(self, name: str, sha256: str) -> bool:
         """Whether what the Hub holds is the very shard that would be pushed."""
         record, path = self._record(name), self.directory / name
         if record is not None:
             return bool(record["sha256"] == sha256)
-        if sha256 is None or not path.is_file():
+        if not path.is_file():
             return False
         with explained(path, "read"), path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest() == sha256

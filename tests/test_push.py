@@ -770,6 +770,24 @@ def test_unquantized_weights_are_not_replaced(hub: LoopbackHub, source: Path, tm
     assert len(hub.commits("user/name")) == 3
 
 
+def test_unquantized_weights_are_known_to_be_so_by_whatever_server(
+    hub: LoopbackHub, source: Path, tmp_path: Path
+) -> None:
+    publish(hub, source)
+    hub.ignores_range = True
+    done = ask(hub, tmp_path, *push_of(source, tmp_path))
+    assert done.stderr.splitlines()[-2:] == [IS_PLAIN, INSIST]
+
+
+def test_what_nobody_can_load_is_replaced(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(source, tmp_path / "broken")
+    for number, shard in enumerate(sorted(broken.glob("*.safetensors"))):
+        shard.write_bytes((b"", b"short", b"\xff" * 50, b"\x02" + bytes(7) + b"{}", b"\x00" * 5000)[number])
+    publish(hub, broken)
+    done = ask(hub, tmp_path, *push_of(source, tmp_path))
+    assert done.returncode == 0, done.stderr
+
+
 def test_quantized_weights_are_replaced(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
     compress(source, tmp_path / "block", "block")
     publish(hub, tmp_path / "block")
