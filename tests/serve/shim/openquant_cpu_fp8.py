@@ -3,8 +3,8 @@
 vLLM 0.32.0's CPU build has kernels for such layers, but not `scaled_fp8_quant`, which loading them calls
 (its CPU extension registers the operators without a body), and its expert kernel takes 128x128 blocks only.
 With this directory on PYTHONPATH, vLLM finds the plugin by its entry point and calls `register` in every engine
-process. The 128x128 block scheme needs none of it on a CPU with AMX; on others its kernels do not exist, and plain
-torch takes their place here, with activations in bfloat16 as there: names, shapes, scales and what vLLM does with them
+process. The 128x128 block scheme needs none of it on a CPU with AMX, but for layers with a bias; on others its kernels
+do not exist, and plain torch takes their place here, with activations in bfloat16 as there: names, shapes, scales and what vLLM does with them
 are then tested, and its kernels are not. Types of vLLM are left out where they say nothing.
 """
 
@@ -28,7 +28,9 @@ def register() -> None:
     if current_platform.is_cpu() and vllm._custom_ops.scaled_fp8_quant is not scaled_fp8_quant:
         vllm._custom_ops.scaled_fp8_quant = scaled_fp8_quant
         _spread_expert_scales()
-        if not torch.cpu._is_amx_tile_supported():
+        if torch.cpu._is_amx_tile_supported():
+            _widen_biases()
+        else:
             _do_without_amx()
 
 
@@ -78,6 +80,18 @@ def _spread_expert_scales() -> None:
 def _grid(scale: Tensor, weight: Tensor) -> Tensor:
     rows, cols = (-(-size // 128) for size in weight.shape[1:])
     return scale.reshape(-1, 1, 1).expand(-1, rows, cols).float().contiguous()
+
+
+def _widen_biases() -> None:
+    """AMX's kernel takes a bias in float32 only, and vLLM gives it the model's."""
+    multiply = torch.ops._C.fp8_scaled_mm_cpu
+
+    def scaled_mm(
+        input: Tensor, weight: Tensor, scale: Tensor, block: list[int], bias: Tensor | None, *more: Any
+    ) -> Any:
+        return multiply(input, weight, scale, block, None if bias is None else bias.float(), *more)
+
+    torch.ops._C.fp8_scaled_mm_cpu = scaled_mm
 
 
 def _do_without_amx() -> None:
