@@ -99,14 +99,14 @@ def _split(card: str) -> tuple[str, dict[str, Any], str]:
     if not found.group(1).strip():
         return "", {}, card[found.end() :]
     metadata = found.group(1).replace("\r\n", "\n").strip("\n") + "\n"
-    mapping = _compose(metadata)
+    mapping = _compose(metadata, _LOADER)
     kept = None if mapping is None else _without(metadata, mapping)
     if mapping is None or kept is None:
         return "", {}, card
     return kept, _text_of(mapping), card[found.end() :]
 
 
-def _compose(metadata: str) -> yaml.MappingNode | None:
+def _compose(metadata: str, loader: type[Any]) -> yaml.MappingNode | None:
     """The mapping that a YAML text is; None if it is another thing or not to be read.
 
     References to collections elsewhere in it are not: a few lines of them stand for gigabytes.
@@ -115,14 +115,14 @@ def _compose(metadata: str) -> yaml.MappingNode | None:
         return None
     try:
         depth, scalars = 0, set()
-        for event in yaml.parse(metadata, Loader=_LOADER):
+        for event in yaml.parse(metadata, Loader=loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             # No anchor can be given twice.
             if isinstance(event, yaml.ScalarEvent):
                 scalars.add(event.anchor)
             if depth > _DEEPEST or (isinstance(event, yaml.AliasEvent) and event.anchor not in scalars):
                 return None
-        found = yaml.compose(metadata, Loader=_LOADER)
+        found = yaml.compose(metadata, Loader=loader)
     except _NOT_YAML:
         return None
     return found if isinstance(found, yaml.MappingNode) and found.value and _is_readable(found) else None
@@ -173,7 +173,8 @@ def _without(metadata: str, mapping: yaml.MappingNode) -> str | None:
     # Braces around it all, or a marker of the document's end: then the entries are written anew.
     expected = {**_text_of(yaml.MappingNode(mapping.tag, pairs)), "openquant": "x"}
     for front in (kept, yaml.serialize(yaml.MappingNode(mapping.tag, pairs, flow_style=False), allow_unicode=True)):
-        with_another = _compose(f"{front}openquant: x\n")
+        # libyaml takes some tabs and the like that other readers refuse.
+        with_another = _compose(f"{front}openquant: x\n", yaml.SafeLoader)
         if with_another is not None and _text_of(with_another) == expected:
             return front
     return None

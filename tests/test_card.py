@@ -164,6 +164,9 @@ def test_unusual_cards(tmp_path: Path, base: str) -> None:
 
 
 AWKWARD = [
+    # libyaml takes these tabs, PyYAML's own reader does not.
+    "license: \tmit\ntags: [a, b]",
+    'license: mit\ntags: [a, b]\nsince: !!int "1"\t',
     "tags: [\n  a,\n  b\n]\nlicense: mit",
     "{license: mit, tags: [a, b]}",
     "base_model: &b x/y\nlicense: mit\nother: *b\ntags: [a, b]",
@@ -178,6 +181,9 @@ AWKWARD = [
 @pytest.mark.parametrize("start", ["", "\ufeff"])
 def test_awkward_metadata_keeps_its_entries(tmp_path: Path, front: str, start: str) -> None:
     text = card(tmp_path, f"{start}---\n{front}\n---\ntext\n")
+    if "\t" in front and not yaml.__with_libyaml__:
+        assert front in text.split("---\n", 2)[2]
+        return
     found = metadata(text)
     assert found["license"] == "mit"
     assert found["tags"] == ["a", "b", "fp8", "vllm", "quantized", "fp8-block"]
