@@ -107,6 +107,8 @@ class OutputDirectory:
         # Ranks of a run whose first one died may still be writing when the next run does.
         self._process = secrets.token_hex(4)
         self._folder: Folder | None = None
+        # Inode and time of the journal that was last seen to be this run's.
+        self._own: tuple[int, int] | None = None
         self._lock = -1
         self._made = False
 
@@ -171,8 +173,10 @@ class OutputDirectory:
         return found is not None and stat.S_ISREG(found.st_mode) and found.st_size > self.shards.get(name, -1)
 
     def _is_complete(self, journal: dict[str, Any] | None) -> bool:
-        if journal and journal["done"] and not self.overwrite and all(self.is_finished(name) for name in self.files):
-            self.resumed = self.complete = True
+        done = journal is not None and journal["done"] and not self.overwrite
+        self.complete = done and all(self.is_finished(name) for name in self.files)
+        if self.complete:
+            self.resumed = True
             # What a run left that was killed at its very end; a read-only directory may keep it.
             if self._lock < 0 and self.folder.stat(WORK) is not None:
                 with suppress(OutputError):
@@ -200,11 +204,18 @@ class OutputDirectory:
             OutputError: another run has claimed the directory since, or the file cannot be renamed.
         """
         target = self.path / name
-        journal = None if name == JOURNAL else self._read_journal()
-        if journal is not None and journal["digest"] != self.digest:
-            raise OutputError(
-                f"{target} was not finished: another run has claimed {self.path}", "let one run at a time write there"
-            )
+        with explained(target):
+            found = None if name == JOURNAL else self.folder.stat(JOURNAL)
+        # It is never changed, only replaced; reading it for each of thousands of files takes minutes.
+        seen = found and (found.st_ino, found.st_ctime_ns)
+        if seen is not None and seen != self._own:
+            journal = self._read_journal()
+            if journal is not None and journal["digest"] != self.digest:
+                raise OutputError(
+                    f"{target} was not finished: another run has claimed {self.path}",
+                    "let one run at a time write there",
+                )
+            self._own = seen
         with explained(target):
             self.folder.rename(self.partial(name), name)
 
@@ -495,9 +506,10 @@ def _is_sound_work(name: str, mode: int) -> bool:
     _, *inner = name.split("/")
     if not inner:
         return stat.S_ISDIR(mode)
-    if len(inner) == 1 and stat.S_ISDIR(mode):
-        return inner[0] == PUSHED or inner[0].startswith(SOURCE)
-    return len(inner) <= 2 and stat.S_ISREG(mode)
+    is_folder = inner[0] == PUSHED or inner[0].startswith(SOURCE)
+    if len(inner) == 1 and is_folder:
+        return stat.S_ISDIR(mode)
+    return len(inner) <= 1 + is_folder and stat.S_ISREG(mode)
 
 
 def _is_early(name: str, mode: int) -> bool:

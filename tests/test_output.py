@@ -14,7 +14,7 @@ import tiny
 from conftest import Run, tree
 from openquant import compress
 from openquant.errors import OutputError
-from openquant.output import finished_files
+from openquant.output import OutputDirectory, finished_files
 
 JOURNAL = ".openquant.json"
 
@@ -130,6 +130,17 @@ def linked_scratch(out: Path, home: Path) -> str:
     return ".openquant/source-0"
 
 
+def file_for_a_directory(out: Path, home: Path) -> str:
+    (out / ".openquant").mkdir()
+    (out / ".openquant" / "source-0").write_text("")
+    return ".openquant/source-0"
+
+
+def directory_for_a_file(out: Path, home: Path) -> str:
+    (out / ".openquant" / "0.partial").mkdir(parents=True)
+    return ".openquant/0.partial"
+
+
 def linked_shard_in_scratch(out: Path, home: Path) -> str:
     (out / ".openquant" / "source-0").mkdir(parents=True)
     (out / ".openquant" / "source-0" / "model.safetensors.partial").symlink_to(home / "model.safetensors.partial")
@@ -143,6 +154,7 @@ AMONG_FILES: list[Plant] = [
 ]  # fmt: skip
 AT_WORK: list[Plant] = [
     linked_lock, piped_lock, linked_work, linked_records, linked_record, linked_scratch, linked_shard_in_scratch,
+    file_for_a_directory, directory_for_a_file,
 ]  # fmt: skip
 
 
@@ -239,3 +251,17 @@ def test_an_output_may_not_hold_the_source(tmp_path: Path, source: Path) -> None
     with pytest.raises(OutputError) as caught:
         compress(source, tmp_path, overwrite=True)
     assert caught.value.message == f"the output {tmp_path} holds the source {source}"
+
+
+def test_a_run_that_lost_its_directory_to_another_finishes_nothing_more(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with OutputDirectory(out, "mine", {}, {"a": 1, "b": 1, "c": 1}, overwrite=False) as directory:
+        directory.write("a", b"1")
+        directory.write("b", b"1")
+        # As a run does that takes this one for dead.
+        (out / "new").write_text(json.dumps(json.loads((out / JOURNAL).read_text()) | {"digest": "another's"}))
+        (out / "new").replace(out / JOURNAL)
+        with pytest.raises(OutputError) as caught:
+            directory.write("c", b"1")
+    assert caught.value.message == f"{out / 'c'} was not finished: another run has claimed {out}"
+    assert sorted(path.name for path in out.iterdir()) == [JOURNAL, "a", "b"]
