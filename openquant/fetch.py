@@ -39,7 +39,7 @@ MOST_UNITS, FEWEST_UNITS = 64, 4
 # What streaming takes in memory: a unit of each shard whose digest is taken, and what the client holds of each answer.
 STREAM_MEMORY = (AHEAD + AT_ONCE) * UNIT + CONNECTIONS * UNIT
 # The client collects pieces of 10 MiB and joins them (huggingface_hub 2.4, file_download.py: http_get).
-CACHE_MEMORY = CONNECTIONS * 4 * (10 << 20)
+CACHED_PIECE, COPIES = 10 << 20, 4
 
 
 _AGAIN = "run the same command again"
@@ -75,7 +75,10 @@ def expected_download(source: Source, plan: Plan) -> Download:
 
 def memory_needed(source: Source, stream: bool) -> int:
     """Bytes that fetching holds in memory at most."""
-    return 0 if not source.remote else STREAM_MEMORY if stream else CACHE_MEMORY
+    if stream and source.remote:
+        return STREAM_MEMORY
+    largest = sorted((file.size for file in source.remote.values()), reverse=True)[:CONNECTIONS]
+    return sum(COPIES * min(CACHED_PIECE, size) for size in largest)
 
 
 def source_needs(source: Source, plan: Plan, outputs: Sequence[str] | None = None) -> dict[str, list[str]]:

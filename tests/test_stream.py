@@ -23,6 +23,8 @@ import tiny
 from conftest import ROOT, heed_ctrl_c, tree
 from loopback_hub import COMMIT, Fault, LoopbackHub
 from openquant import compress
+from openquant.fetch import memory_needed
+from openquant.hub import HubFile, Source
 from test_encoded import PER_TENSOR, STATIC, by_tensor, store
 
 SHARDS = 6
@@ -633,3 +635,15 @@ def test_a_repository_without_an_index_is_told_as_a_directory_is(
             2,
             f"error: {place} {what}\nhint: copy the index too, or rename a single file to model.safetensors\n",
         )
+
+
+def test_what_downloads_hold_counts_for_the_memory(tmp_path: Path) -> None:
+    def source(*sizes: int) -> Source:
+        files = {str(size): HubFile("org/name", COMMIT, str(size), size, "0" * 64) for size in sizes}
+        return Source(tmp_path, "name", "org/name", COMMIT, files)
+
+    assert [memory_needed(source(), stream) for stream in (False, True)] == [0, 0]
+    assert memory_needed(source(1000, 2000), stream=False) == 12_000
+    large = source(*(5_000_000_000 + number for number in range(20)))
+    assert memory_needed(large, stream=False) == 8 * 40 << 20
+    assert memory_needed(large, stream=True) == 13 << 20
