@@ -17,6 +17,7 @@ from .convert import worker_memory
 from .errors import SourceError, UsageError
 from .fates import Options
 from .fetch import memory_needed
+from .finished import require_sound
 from .hub import Source, find_source, silent
 from .inputs import read_small
 from .machine import available_cpus, find_device, peak_rss
@@ -26,7 +27,6 @@ from .publish import Published, Publisher, Push
 from .ranks import Ranks
 from .run import Listener, Prepared, attempt, carry_out
 from .schemes import Scheme, find_others, find_scheme
-from .verification import require_sound
 
 # More do not make a disk faster, and each takes memory.
 MOST_WORKERS, MOST_GPU_WORKERS = 16, 4

@@ -15,13 +15,13 @@ from .checkpoint import CARD_FILE, INDEX_FILE, Checkpoint, readable
 from .convert import Progress, convert
 from .errors import OutputError, SourceError
 from .fetch import Supply, scratch_bytes, source_needs
+from .finished import check_finished, require_sound
 from .hub import Source, Stamp, silent
 from .inputs import read_small
 from .output import REPLACE, OutputDirectory
 from .plan import Plan, Shard
 from .publish import AT_ONCE, Published, Publisher, Push
 from .ranks import Ranks
-from .verification import check_finished, require_sound
 
 
 @dataclass(frozen=True)

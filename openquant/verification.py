@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from .card import QUANTIZED, source_of
-from .checkpoint import INDEX_FILE, Checkpoint, TensorInfo, open_checkpoint, read_config, readable
+from .checkpoint import Checkpoint, TensorInfo, open_checkpoint, read_config, readable
 from .configs import differences, judged
 from .contents import LayerError, Progress, Task, Weight, read_contents
 from .encoded import MODELOPT_FILE, decoded_view, with_own_file
-from .errors import OutputError, PlanError, SourceError, UsageError
+from .errors import PlanError, SourceError, UsageError
 from .extras import extra_files, extra_weights
 from .fates import Options, joined_sets
 from .formats import quantization_places, read_quantization
@@ -183,79 +183,6 @@ def verify(
         recomputed=work.remakes,
         seconds=_since(begin),
     )
-
-
-def check_finished(root: Path, plan: Plan) -> None:
-    """Reopen what a plan has written, as the last step of writing it: headers, index and config.
-
-    Scales were read, and codes checked, as each shard was finished (written.py).
-
-    Raises:
-        RuntimeError: it is not what was planned, or engines would refuse it, which is a fault of this program.
-    """
-    checkpoint = open_checkpoint(root)
-    problems, planned = [], 0
-    for shard in plan.shards:
-        for info in plan.outputs(shard.name):
-            planned += 1
-            if checkpoint.tensors.get(info.name) != info or checkpoint.where[info.name].shard != shard.name:
-                problems.append(f"{info.name} is not what was planned")
-    if len(checkpoint.tensors) != planned:
-        problems.append(f"it holds {len(checkpoint.tensors)} tensors, {planned} were planned")
-    for difference in differences(checkpoint.config, plan.config):
-        problems.append(f"config.json: {difference.text('the plan has')}")
-    if plan.quantization_config and not problems:
-        # What goes by names and shapes alone knows nothing of engines.
-        model = None if plan.model.rest else plan.model
-        headers = Headers(checkpoint, read_quantization(checkpoint.config), model, set(plan.files), ours=True)
-        headers.check()
-        problems = headers.problems
-    if problems:
-        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise RuntimeError(f"{root} was written wrongly: {'; '.join(problems[:3])}{more}")
-
-
-def require_sound(root: Path, files: Set[str]) -> None:
-    """Hold a finished directory against itself, as a run does at its end: headers, sizes, index and config.
-
-    Args:
-        root: the directory, quantized or not.
-        files: the names of its files, all of which are there.
-
-    Raises:
-        OutputError: something is wrong with it.
-    """
-    try:
-        with readable():
-            problems = _damage(open_checkpoint(root), files)
-    except (SourceError, UsageError) as error:
-        problems = [error.message]
-    if problems:
-        more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise OutputError(
-            f"{root} is damaged: {problems[0]}{more}",
-            "run the command that made it again with --overwrite, or copy it again from where it is whole",
-        )
-
-
-def _damage(checkpoint: Checkpoint, files: Set[str]) -> list[str]:
-    """What is wrong with a directory as far as that shows without reading tensors, one line each."""
-    if quantization_places(checkpoint.config):
-        model = MODELS.get(checkpoint.architecture)
-        headers = Headers(checkpoint, read_quantization(checkpoint.config), model, set(files), ours=True)
-        headers.check()
-        problems = headers.problems
-    else:
-        problems = [
-            f"{checkpoint.where[info.name].shard}: {info.name} is {info.dtype}, but config.json has no "
-            "quantization_config"
-            for info in checkpoint.tensors.values()
-            if info.dtype.startswith("F8_")
-        ]
-    shards = {name for name in files if name.endswith(".safetensors")}
-    problems += [f"{name} holds tensors, and no run wrote it" for name in sorted(checkpoint.shards.keys() - shards)]
-    problems += [f"{INDEX_FILE} does not name {name}" for name in sorted(shards - checkpoint.shards.keys())]
-    return problems
 
 
 def _card(checkpoint: Checkpoint) -> str:

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 import tiny
 from openquant import compress
 from openquant.checkpoint import open_checkpoint
+from openquant.finished import check_finished
 from openquant.output import OutputDirectory
 from openquant.plan import Layout, make_plan
 from openquant.schemes import CHANNEL, TENSOR
 from openquant.shardfile import ShardFile
-from openquant.verification import check_finished
 from openquant.written import verify_shard
 
 NAME = "model.safetensors"
