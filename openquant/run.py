@@ -184,7 +184,7 @@ def carry_out(
                 # A run that only pushes has deleted those that are on the Hub.
                 if not (push and push.only):
                     _require_all(prepared.target, shards)
-                    check_finished(prepared.target, plan)
+                    _check_finished(prepared.target, plan, directory.resumed)
                 directory.finish()
             if publisher is None or push is None:
                 return None
@@ -199,6 +199,18 @@ def carry_out(
         published, error = attempt(finish)
         ranks.agree(error)
     return directory.resumed, todo is None, published
+
+
+def _check_finished(target: Path, plan: Plan, resumed: bool) -> None:
+    """Hold what lies there against the plan; what an earlier run had finished may have been changed since."""
+    try:
+        check_finished(target, plan)
+    except RuntimeError as error:
+        if not resumed:
+            raise
+        raise OutputError(
+            f"{error}; an earlier run wrote part of it", "if something changed it since, replace it with --overwrite"
+        ) from None
 
 
 def _require_all(target: Path, shards: Iterable[str]) -> None:

@@ -239,6 +239,25 @@ def test_a_shard_lost_from_a_finished_directory_is_made_again(
     assert tree(tmp_path / "whole") == whole
 
 
+def test_what_was_changed_since_it_was_written_is_no_fault_of_ours(
+    tmp_path: Path, source: Path, whole: dict[str, bytes]
+) -> None:
+    out = tmp_path / "out"
+    compress(source, out)
+    next(out.glob("*.safetensors")).unlink()
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"model_type": "other"}))
+    with pytest.raises(OutputError) as caught:
+        compress(source, out)
+    assert caught.value.message == (
+        f'{out} was written wrongly: config.json: model_type is "other", the plan has "qwen3_moe"; an earlier run wrote part '
+        "of it"
+    )
+    assert caught.value.hint == "if something changed it since, replace it with --overwrite"
+    compress(source, out, overwrite=True)
+    assert tree(out) == whole
+
+
 def test_other_options_or_another_source_are_refused(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
     other = tiny.write(tmp_path / "other", "Qwen3MoeForCausalLM", shards=SHARDS, seed=1)
     message = "holds the output of another run: other options, another source or another version"

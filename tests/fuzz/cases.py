@@ -149,6 +149,8 @@ def looks_finished(output: Path) -> bool:
 def unreadable(root: Path) -> str | None:
     """The first weight file that the safetensors library refuses."""
     for path in sorted(root.glob("*.safetensors")):
+        if not path.is_file():
+            return f"{path.name} is no file"
         try:
             with safe_open(path, "np") as file:
                 file.keys()

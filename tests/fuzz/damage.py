@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 INDEX, JOURNAL = "model.safetensors.index.json", ".openquant.json"
+READ_WHOLE = ("README.md", "config.json", INDEX, JOURNAL, "hf_quant_config.json")
 # Files of a case stay small; what claims to be large claims it in its header.
 MOST = 8 << 20
 
@@ -414,7 +415,8 @@ def _become(rng: random.Random, path: Path) -> str:
         path.chmod(0)
     elif way == "huge":
         with path.open("wb") as file:
-            file.truncate(rng.choice([1 << 30, 1 << 40]))
+            # What is read whole must be bounded; what is copied needs its disk, and takes its time.
+            file.truncate(1 << (30 if path.name in READ_WHOLE else 40))
     return f"{path.name} is {way}"
 
 
