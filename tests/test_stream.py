@@ -301,26 +301,29 @@ def test_a_streamed_file_continues_where_it_stopped(hub: LoopbackHub, tmp_path: 
     hub.repositories["org/name"] = root
     size = (root / "model.safetensors").stat().st_size
     release = threading.Event()
-    # After the header it comes in four parts, of which the second hangs.
+    # After the header it comes in parts of four mebibytes at most, of which one hangs.
     hub.faults.append(Fault(r"model\.safetensors$", "GET", after=2, cut=0, call=lambda: release.wait(60)))
-    process = begin(hub, tmp_path, "--stream")
+    process = begin(hub, tmp_path, "--stream", HF_HUB_DOWNLOAD_TIMEOUT="120")
     scratch = tmp_path / "out" / ".openquant" / "source-0"
     while process.poll() is None:
         here = next(iter(scratch.glob("*.partial")), None)
         # What is behind its contents says which units of a mebibyte are there.
-        if here is not None and here.read_bytes()[size:].count(1) == 13:
+        if here is not None and here.read_bytes()[size:].count(1) >= 13:
             break
         time.sleep(0.05)
     process.kill()
     finish(process)
     release.set()
+    (left,) = scratch.glob("*.partial")
+    lacking = left.read_bytes()[size:].count(0)
+    assert 0 < lacking <= 4
     hub.faults.clear()
     hub.sent = 0
     done = ask(hub, tmp_path, "--stream")
     assert done.returncode == 0, done.stderr
     compress(root, tmp_path / "local")
     assert without_origin(tree(tmp_path / "out")) == without_origin(tree(tmp_path / "local"))
-    assert 4 << 20 < hub.sent < 5 << 20
+    assert hub.sent < (lacking << 20) + 150_000
 
 
 @MODES
