@@ -172,8 +172,9 @@ def test_channel_is_written_beside_the_others_and_said_in_plan_and_summary(run: 
     assert done.returncode == 0, done.stderr
     assert "tiny-qwen3-FP8-dynamic\nQwen3ForCausalLM, float8_e4m3fn, one scale per output row\n" in done.stdout
     assert done.stdout.endswith(
-        "\nThis output is for vLLM; transformers loads it too, with compressed-tensors installed.\n"
+        "\nThis output is for vLLM and SGLang; transformers loads it too, with compressed-tensors installed.\n"
         "\n  vllm serve tiny-qwen3-FP8-dynamic\n"
+        "  python -m sglang.launch_server --model-path tiny-qwen3-FP8-dynamic\n"
     )
     again = run("-m", EXAMPLE, "--scheme", "channel", "--json")
     found = json.loads(again.stdout)
