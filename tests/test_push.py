@@ -132,7 +132,7 @@ def test_shards_are_uploaded_while_others_are_fetched_and_converted(
     hub.faults.append(Fault(r"", "PUT", call=uploaded.set))
     waited: list[bool] = []
     last = r"resolve/.*model-00005-of-00005\.safetensors$"
-    hub.faults.append(Fault(last, "GET", after=2, call=lambda: waited.append(uploaded.wait(8))))
+    hub.faults.append(Fault(last, "GET", after=1, call=lambda: waited.append(uploaded.wait(8))))
     done = ask(hub, tmp_path, *push_of(Path("org/name"), tmp_path, "-w", "128"))
     assert done.returncode == 0, done.stderr
     assert waited == [True]
