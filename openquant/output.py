@@ -22,6 +22,7 @@ import stat
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -100,7 +101,6 @@ class OutputDirectory:
         self.at_once = at_once
         self.scratch = scratch
         self._look = sources
-        self.sources: Mapping[str, object] = {}
         self.resumed = False
         self.complete = False
         self.moved: Set[str] = frozenset()
@@ -112,8 +112,12 @@ class OutputDirectory:
         self._lock = -1
         self._made = False
 
+    @cached_property
+    def sources(self) -> Mapping[str, object]:
+        """What the files of the source look like; read when first asked for, which may take long."""
+        return self._look()
+
     def __enter__(self) -> OutputDirectory:
-        self.sources = self._look()
         try:
             with explained(self.path, "read"):
                 self._made = not self.path.exists() and not self.path.is_symlink()
@@ -311,8 +315,9 @@ class OutputDirectory:
                 f"{self.path / min(clash)} was not made by openquant and will not be overwritten",
                 "move it away, or choose another directory with -o",
             )
-        made_from = journal.get("sources", {}) if not self.overwrite else self.sources
-        self.moved = {name for name, look in self.sources.items() if made_from.get(name) != look}
+        if not self.overwrite:
+            made_from = journal.get("sources", {})
+            self.moved = {name for name, look in self.sources.items() if made_from.get(name) != look}
         # Not before now: its records lie here. What is elsewhere cannot be held against a source that moved.
         self.elsewhere = frozenset() if self.moved else self._elsewhere()
         present = {name for name, mode in found if not stat.S_ISDIR(mode) and not _is_work(name)}

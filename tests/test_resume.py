@@ -26,7 +26,7 @@ from openquant import Result, compress, dequantize
 from openquant import run as running
 from openquant.checkpoint import open_checkpoint
 from openquant.errors import OutputError, SourceError
-from openquant.hub import find_source
+from openquant.hub import Source, find_source
 from openquant.output import OutputDirectory
 from openquant.plan import make_plan
 from openquant.schemes import TENSOR
@@ -746,6 +746,7 @@ def test_too_small_a_disk_is_found_before_the_first_byte(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    monkeypatch.setattr(Source, "digests", lambda *_: pytest.fail("the files that do not fit are read"))
     with pytest.raises(OutputError, match=r"out needs [0-9,]+ bytes, its disk has 1,000 free"):
         compress(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
