@@ -51,7 +51,7 @@ _NAME = re.compile(r"(?!re:)[^*{}]{1,1000}")
 LEFT_OUT_FILES = (
     "*.safetensors", "*.index.json", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.h5", "*.onnx*", "*.gguf", "*.msgpack",
     "*.ot", "*.tflite", "*.pkl", "*.pickle", "consolidated*", ".git",
-    "*.nemo", "openvino_*", "*.mlmodel", "*imatrix*", "events.out.tfevents.*",
+    "*.nemo", "openvino_*", "*.mlmodel", "*imatrix*", "events.out.tfevents.*", "*.log",
     "*.zip", "*.tar", "*.tar.*", "*.tgz", "*.7z", "*.rar",
     "*.mp4", "*.mov", "*.avi", "*.mkv", "*.webm",
 )  # fmt: skip
