@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 import tiny
@@ -95,8 +96,24 @@ def test_a_shard_that_is_not_the_plan_s(
 def test_a_shard_that_is_cut_off(written: tuple[Path, Layout]) -> None:
     path, layout = written
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(RuntimeError, match=f"^{NAME} was written wrongly: "):
+    with pytest.raises(SafetensorError) as reason:
+        safe_open(path, "np")
+    with pytest.raises(RuntimeError) as caught:
         verify_shard(path, layout)
+    assert str(caught.value) == f"{NAME} was written wrongly: {reason.value}"
+
+
+def test_every_fault_of_a_shard_is_named(written: tuple[Path, Layout]) -> None:
+    path, layout = written
+    tensors = load_file(path)
+    other_dtype(tensors)
+    scale_of(0.0)(tensors)
+    save_file(tensors, path)
+    with pytest.raises(RuntimeError) as caught:
+        verify_shard(path, layout)
+    start, problems = str(caught.value).split(": ")
+    assert start == f"{NAME} was written wrongly"
+    assert sorted(problems.split("; ")) == [SCALE, "model.norm.weight is F16 [256]"]
 
 
 def test_a_disk_that_loses_small_writes_finishes_no_shard(

@@ -14,6 +14,7 @@ import argparse
 import ast
 import difflib
 import hashlib
+import importlib
 import itertools
 import json
 import os
@@ -44,6 +45,9 @@ SKIPPED = ("tests/serve", "tests/fuzz", "tests/mutation")
 CONTEXT = "OPENQUANT_TEST"
 # What a test may take beyond this process, and a mutant that never ends before it counts as found.
 MEMORY, PATIENCE = 16 << 30, 60.0
+# What is slow to import and not ours; pytest would rather import a plugin itself.
+IMPORTED = ("huggingface_hub", "hypothesis.extra.numpy", "safetensors.torch", "torch", "yaml")
+OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "--tb=short", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 
 
 @dataclass(frozen=True)
@@ -124,11 +128,13 @@ def _compiles(text: str) -> bool:
 # Tests.
 
 
-def fork(tree: Path, log: Path, seconds: float, arguments: list[str], plugins: list[Any]) -> int | None:
-    """pytest's exit code in a child; None if it did not end in time."""
+def fork(
+    tree: Path, log: Path, seconds: float, arguments: list[str], plugins: list[Any], caches: bool = False
+) -> int | None:
+    """pytest's exit code in a child; None if it did not end in time. Compiled modules are kept only if it `caches`."""
     child = os.fork()
     if child == 0:
-        _pytest(tree, log, arguments, plugins)
+        _pytest(tree, log, arguments, plugins, caches)
     ended = os.pidfd_open(child)
     in_time = bool(select.select([ended], [], [], seconds)[0])
     os.close(ended)
@@ -139,7 +145,7 @@ def fork(tree: Path, log: Path, seconds: float, arguments: list[str], plugins: l
     return os.waitstatus_to_exitcode(status) if in_time else None
 
 
-def _pytest(tree: Path, log: Path, arguments: list[str], plugins: list[Any]) -> NoReturn:
+def _pytest(tree: Path, log: Path, arguments: list[str], plugins: list[Any], caches: bool) -> NoReturn:
     code = 99
     try:
         os.setpgid(0, 0)
@@ -150,9 +156,11 @@ def _pytest(tree: Path, log: Path, arguments: list[str], plugins: list[Any]) -> 
         os.chdir(tree)
         sys.path[:0] = [str(tree)]
         os.environ["PYTHONPATH"] = str(tree)
-        sys.dont_write_bytecode = True
-        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-        code = pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--tb=short", *arguments], plugins)
+        # A mutant may have the size of the module, and be written within the same second.
+        sys.dont_write_bytecode = not caches
+        if not caches:
+            os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+        code = pytest.main([*OPTIONS, *arguments], plugins)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -302,9 +310,9 @@ def main() -> int:
     files = options.tests or sorted(
         name for name in tracked.split("\0") if Path(name).match("test_*.py") and not name.startswith(SKIPPED)
     )
-    # What most tests import and is neither ours nor a plugin of pytest.
-    for module in ("huggingface_hub", "safetensors.torch", "torch", "yaml"):
-        __import__(module)
+    for module in IMPORTED:
+        importlib.import_module(module)
+    fork(tree, where / "collect.log", 600, ["--collect-only", *files], [], caches=True)
     lines, seconds = cover(tree, where, files)
     results = where / "results.jsonl"
     killed = set()
