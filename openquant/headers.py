@@ -141,7 +141,8 @@ class Headers:
                 self.scheme = scheme
                 found = _without_targets(settings)
                 written = {**_without_targets(scheme.settings), **dict.fromkeys(scheme.ignored_keys)}
-                for name, group in found.get("config_groups", {}).items():
+                groups = found.get("config_groups") if "config_groups" in written else None
+                for name, group in groups.items() if isinstance(groups, dict) else ():
                     # Of the groups that it may have, the one that is most like it.
                     known = [_without_targets(other.settings)["config_groups"]["group_0"] for other in (scheme, *MIXED)]
                     written["config_groups"][name] = min(known, key=lambda one: len(list(differences(group, one))))
@@ -388,7 +389,10 @@ def _without_targets(settings: dict[str, Any]) -> dict[str, Any]:
     groups = settings.get("config_groups")
     if not isinstance(groups, dict):
         return dict(settings)
-    bare = {name: {key: value for key, value in group.items() if key != "targets"} for name, group in groups.items()}
+    bare = {
+        name: {key: value for key, value in group.items() if key != "targets"} if isinstance(group, dict) else group
+        for name, group in groups.items()
+    }
     return {**settings, "config_groups": bare}
 
 

@@ -107,6 +107,17 @@ def test_groups_that_we_do_not_write(tmp_path: Path, source: Path) -> None:
     assert verify(out).problems == (f"config.json: {place} is false, this program writes true",)
 
 
+@pytest.mark.parametrize("groups", ["x", None, [], {"a": 1}, {"a": {"weights": {}}}])
+def test_groups_where_we_write_none(tmp_path: Path, source: Path, groups: Any) -> None:
+    out = tmp_path / "out"
+    compress(source, out)
+    change_settings(out, lambda settings: settings.update(config_groups=groups, more=1))
+    assert verify(out).problems == (
+        f"config.json: quantization_config.config_groups is {json.dumps(groups)}, this program writes none",
+        "config.json: quantization_config.more is 1, this program writes none",
+    )
+
+
 # config.json.
 
 
