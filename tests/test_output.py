@@ -14,7 +14,7 @@ import tiny
 from conftest import Run, tree
 from openquant import compress
 from openquant.errors import OutputError
-from openquant.output import OutputDirectory, finished_files
+from openquant.output import OutputDirectory, finished_files, read_journal
 
 JOURNAL = ".openquant.json"
 
@@ -168,6 +168,7 @@ def test_nothing_planted_is_followed(source: Path, out: Path, home: Path, plant:
     with pytest.raises(OutputError) as caught:
         compress(source, out, overwrite=overwrite)
     assert caught.value.message == f"{out / name} was not made by openquant and will not be overwritten"
+    assert caught.value.hint == "move it away, or choose another directory with -o"
     assert (tree(home), sorted(os.listdir(home))) == (before, listed)
     assert {path: path.stat().st_mtime_ns for path in out.glob("*.safetensors")} == weights
 
@@ -265,3 +266,72 @@ def test_a_run_that_lost_its_directory_to_another_finishes_nothing_more(tmp_path
             directory.write("c", b"1")
     assert caught.value.message == f"{out / 'c'} was not finished: another run has claimed {out}"
     assert sorted(path.name for path in out.iterdir()) == [JOURNAL, "a", "b"]
+
+
+# A directory that an earlier run left half-written.
+
+
+def claim(root: Path, sources: dict[str, str] | None = None, overwrite: bool = False) -> OutputDirectory:
+    """For a run that makes one shard and a card, and of which the shard is uploaded already."""
+    shards, others = {"model.safetensors": 8}, {"README.md": 4}
+    look = dict(sources or {})
+    return OutputDirectory(
+        root, "digest", shards, others, overwrite, elsewhere=lambda: frozenset(shards), sources=lambda: look
+    )
+
+
+def begin(root: Path) -> None:
+    """Begin a run, and leave what one leaves that is killed."""
+    directory = claim(root, {"a": "1"})
+    directory.__enter__()
+    shutil.copytree(root, root.with_name("kept"))
+    directory.__exit__()
+    shutil.rmtree(root, ignore_errors=True)
+    root.with_name("kept").rename(root)
+
+
+def test_records_of_uploads_and_streamed_shards_are_kept(tmp_path: Path) -> None:
+    root = tmp_path / "out"
+    begin(root)
+    for name in ("pushed/record", "source-0/model.safetensors"):
+        (root / ".openquant" / name).parent.mkdir()
+        (root / ".openquant" / name).write_text("kept")
+    with claim(root, {"a": "1"}) as directory:
+        assert directory.resumed
+        assert (root / ".openquant" / "pushed" / "record").read_text() == "kept"
+        assert (root / ".openquant" / "source-0" / "model.safetensors").read_text() == "kept"
+
+
+def test_what_was_uploaded_of_another_source_is_not_finished(tmp_path: Path) -> None:
+    root = tmp_path / "out"
+    begin(root)
+    with claim(root, {"a": "1"}) as directory:
+        assert directory.is_finished("model.safetensors")
+    begin(root)
+    with claim(root, {"a": "2"}) as directory:
+        assert directory.moved == {"a"}
+        assert not directory.is_finished("model.safetensors")
+
+
+def test_what_is_overwritten_counts_as_free(
+    tmp_path: Path, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = tree(out)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    compress(source, out, overwrite=True)
+    assert tree(out) == before
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    root = tmp_path / "out"
+    with claim(root) as directory, pytest.raises(OutputError) as caught:
+        directory.copy(tmp_path / "missing", "README.md")
+    assert (caught.value.message, caught.value.hint) == (
+        f"{tmp_path / 'missing'} cannot be read: No such file or directory",
+        "check the file and its permissions",
+    )
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError) as caught:
+        read_journal(tmp_path / "file")
+    assert caught.value.message == f"{tmp_path / 'file'} cannot be read: Not a directory"
