@@ -262,6 +262,13 @@ def test_dequantized_outputs_are_what_codes_and_scales_stand_for(tmp_path: Path,
     assert ours == theirs
 
 
+def test_a_plan_to_dequantize_says_what_was_not_quantized(tmp_path: Path) -> None:
+    plan = make_plain_plan(open_checkpoint(store(tmp_path / "source", by_blocks(), BLOCKS)))
+    found = {name: (group.decoded, group.why) for group in plan.groups for name in group.names}
+    assert (found[Q], found[DOWN]) == ((True, ""), (True, ""))
+    assert (found["lm_head"], found["model.embed_tokens"]) == ((False, "not quantized"),) * 2
+
+
 def test_ragged_blocks_pass_through_and_dequantize(tmp_path: Path) -> None:
     weights = tiny.tensors("Qwen3ForCausalLM")
     odd = {f"model.layers.{n}.mlp.down_proj.weight": torch.randn(200, 500).bfloat16() for n in (0, 1)}
@@ -806,6 +813,20 @@ def test_matrices_larger_than_a_buffer(tmp_path: Path, monkeypatch: pytest.Monke
         stored = tiny.read(source)
         found = tiny.read(tmp_path / f"{kind} same")
         assert all(same(found[name], stored[name]) for name in weights_of(source, group))
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "compressed-tensors per row"])
+def test_what_is_decoded_counts_as_memory(tmp_path: Path, kind: str) -> None:
+    make, config, _ = SOURCES[kind]
+    source = store(tmp_path / "source", make, config)
+    kinds = make_plain_plan(open_checkpoint(source)).matrix_kinds
+    assert {matrix.shape for matrix in kinds} == {(256, 256), (128, 256), (512, 256), (256, 512)}
+    assert all(matrix.coding is not None for matrix in kinds)
+    with pytest.raises(OpenQuantError, match="memory"):
+        dequantize(source, tmp_path / "none", max_memory=1)
+    dequantize(source, tmp_path / "little", max_memory=1 << 30, workers=3)
+    dequantize(source, tmp_path / "much")
+    assert tree(tmp_path / "little") == tree(tmp_path / "much")
 
 
 def test_codes_of_one_scale_pass_a_piece_at_a_time(tmp_path: Path) -> None:

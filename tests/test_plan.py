@@ -391,6 +391,24 @@ def test_mxfp8_needs_32_inputs_and_no_number_of_outputs(tmp_path: Path) -> None:
     ]
 
 
+def test_what_is_left_behind_is_told(source: Path) -> None:
+    (source / "pytorch_model.bin").write_bytes(b"pickled")
+    (source / ".cache").mkdir()
+    (source / ".cache" / "kept").write_text("")
+    plan = plan_of(source, TENSOR)
+    assert set(plan.left_out) == {"pytorch_model.bin", ".cache/"}
+    assert set(plan.files) == {"config.json", "generation_config.json"}
+
+
+def test_a_shard_says_that_its_tensors_are_pytorch_s(source: Path) -> None:
+    """transformers loads no file that does not."""
+    plan = plan_of(source, TENSOR)
+    for shard in plan.shards:
+        header = plan.lay_out(shard.name).header
+        assert json.loads(header[8:])["__metadata__"] == {"format": "pt"}
+        assert (len(header) - 8, len(header) % 8) == (int.from_bytes(header[:8], "little"), 0)
+
+
 def test_every_output_tensor_is_aligned_to_its_element(tmp_path: Path) -> None:
     root = tiny.write(tmp_path / "a", dtype="float32")
     plan = plan_of(root, BLOCK)
