@@ -265,7 +265,7 @@ class Headers:
             owner = name.removesuffix(suffix)
             info = self.checkpoint.tensors.get(owner)
             # A stack of experts has no more to its name than a parameter that a model may have beside a scale of it.
-            if owner != name and (owner.endswith(".weight") or (info is not None and len(info.shape) > 1)):
+            if owner != name and (owner.endswith(".weight") or (info is not None and info.dtype == CODE_DTYPE)):
                 return owner
         return None
 

@@ -947,10 +947,9 @@ def test_scales_of_activations_in_a_source_that_is_not_quantized(tmp_path: Path)
 
 def test_a_parameter_beside_its_scale_is_no_quantized_weight(tmp_path: Path) -> None:
     source = tiny.write(tmp_path / "source")
-    change_weights(
-        source, lambda weights: weights.update({"model.gain": torch.ones(4), "model.gain_scale": torch.ones(1)})
-    )
-    compress(source, tmp_path / "out")
+    more = {"model.gain": torch.ones(4), "model.gain_scale": torch.ones(1), f"{Q}.weight_scale_scale": torch.ones(1)}
+    change_weights(source, lambda weights: weights.update(more))
+    compress(source, tmp_path / "out", "block")
     found = tiny.read(tmp_path / "out")
     assert torch.equal(found["model.gain_scale"], torch.ones(1))
     assert verify(tmp_path / "out").problems == ()

@@ -133,7 +133,7 @@ def change_tree(rng: random.Random, value: Any) -> Any:
     elif isinstance(outer[key], bool) or not isinstance(outer[key], (int, float)):
         outer[key] = str(outer[key])[: rng.randint(0, 40)] + rng.choice(["", "x", ".", "*", "\n", "}"])
     else:
-        outer[key] = outer[key] + rng.choice([1, -1, 0.5, 1 << 31, -2 * outer[key]])
+        outer[key] = outer[key] + rng.choice([1, -1, 1 << 31, -2 * outer[key]])
     return value
 
 
