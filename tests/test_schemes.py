@@ -249,6 +249,13 @@ def test_what_is_no_scheme_says_what_is(asked: tuple[str, ...], message: str, hi
     assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
+def test_kinds_of_scales_by_name() -> None:
+    assert find_scheme("block", None, "float") is find_scheme("block") is BLOCK
+    assert find_scheme("block", None, "ue8m0") is BLOCK_UE8M0
+    assert find_scheme("mxfp8", None, "ue8m0") is MXFP8
+    assert find_scheme("tensor", "compressed-tensors", "float") is TENSOR_COMPRESSED
+
+
 def test_schemes_that_no_config_holds_together() -> None:
     assert find_others(TENSOR, {}) == ()
     assert find_others(CHANNEL, {"a": "block", "b": "tensor"}) == (("a", BLOCK_COMPRESSED), ("b", TENSOR_COMPRESSED))
