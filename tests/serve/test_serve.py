@@ -119,6 +119,8 @@ FURTHER = {
     "HunYuanMoEV1ForCausalLM": 0.02,
     "MixtralForCausalLM": 0.02,
     "Qwen3NextForCausalLM": 0.01,
+    # 0.0051 in blocks where AMX computes; bfloat16 of the dequantized weights is as far.
+    "Qwen3VLMoeForConditionalGeneration": 0.01,
     "Qwen3_5MoeForCausalLM": 0.02,
     "Qwen3_5MoeForConditionalGeneration": 0.02,
 }
