@@ -25,6 +25,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -295,7 +296,9 @@ def main() -> int:
     parser.add_argument("modules", nargs="+", metavar="MODULE", help="such as kernels")
     parser.add_argument("--sample", type=int, default=60, help="mutants of each module, chosen at random")
     parser.add_argument("--seed", type=int, default=11)
-    parser.add_argument("--where", type=Path, default=Path("/tmp/openquant-mutation"), help="what to work in")
+    parser.add_argument(
+        "--where", type=Path, default=Path(tempfile.gettempdir(), "openquant-mutation"), help="what to work in"
+    )
     parser.add_argument("--tests", nargs="*", metavar="FILE", help="test files; all but those that serve and fuzz")
     parser.add_argument("--seconds", type=float, default=60, help="of tests for each mutant, at most")
     parser.add_argument("--again", action="store_true", help="try what was killed before, too")
