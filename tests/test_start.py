@@ -6,7 +6,6 @@ import json
 import os
 import re
 import resource
-import signal
 import subprocess
 import sys
 import threading
@@ -242,4 +241,3 @@ def test_a_job_in_the_background_keeps_ignoring_ctrl_c(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (130, "still here\n")
     assert done.stderr == "error: interrupted\nhint: run the same command again to continue\n"
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
