@@ -13,9 +13,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from openquant import kernels
+from openquant.formats import kernels
+from openquant.formats.schemes import SCHEMES, Scheme
 from openquant.packed import encode, group_absmax, group_scale
-from openquant.schemes import SCHEMES, Scheme
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 

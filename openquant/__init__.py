@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-__version__ = "0.1.0"
+from .version import __version__
 
 # Of typing's own name for it a type checker needs only the letters; a command starts here, and imports cost time.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from .api import Result, compress, dequantize, push
+    from .api import compress, dequantize, push
     from .errors import OpenQuantError
+    from .hub.publish import Push
     from .packed import PackedLinear
-    from .publish import Push
-    from .verification import Report, verify
+    from .report.result import Result
+    from .verification.verify import Report, verify
 
 __all__ = [
     "OpenQuantError",
@@ -30,13 +31,13 @@ __all__ = [
 _HOMES = {
     "OpenQuantError": "errors",
     "PackedLinear": "packed",
-    "Push": "publish",
-    "Report": "verification",
-    "Result": "api",
+    "Push": "hub.publish",
+    "Report": "verification.verify",
+    "Result": "report.result",
     "compress": "api",
     "dequantize": "api",
     "push": "api",
-    "verify": "verification",
+    "verify": "verification.verify",
 }
 
 

@@ -8,83 +8,30 @@ import re
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from .checkpoint import Checkpoint, open_checkpoint, readable
-from .convert import worker_memory
+from .convert.conversion import worker_memory
+from .convert.ranks import Ranks
 from .errors import SourceError, UsageError
-from .fates import Options
-from .fetch import memory_needed
-from .finished import require_sound
-from .hub import Source, find_source, silent
-from .inputs import read_small
+from .files.checkpoint import Checkpoint, open_checkpoint, readable
+from .files.inputs import read_small
+from .files.journal import explained, finished_files
+from .files.output import refuse_overlap, refuse_root
+from .formats.schemes import Scheme, find_others, find_scheme
+from .hub.fetch import memory_needed
+from .hub.publish import Published, Publisher, Push
+from .hub.source import Source, find_source, silent
 from .machine import available_cpus, find_device, peak_rss
-from .output import explained, finished_files, refuse_overlap, refuse_root
-from .plan import Plan, make_plain_plan, make_plan
-from .publish import Published, Publisher, Push
-from .ranks import Ranks
+from .plan.fates import Options
+from .plan.plan import Plan, make_plain_plan, make_plan
+from .report.result import Result
 from .run import Listener, Prepared, attempt, carry_out
-from .schemes import Scheme, find_others, find_scheme
+from .verification.finished import require_sound
 
 # More do not make a disk faster, and each takes memory.
 MOST_WORKERS, MOST_GPU_WORKERS = 16, 4
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run did, or a dry run would do.
-
-    Attributes:
-        model: as it was asked for.
-        revision: the source's commit on the Hub, or None.
-        output: the output directory.
-        scheme: "tensor", "channel", "block" or "mxfp8"; "bf16" for a run that dequantizes.
-        schemes: number of weights stored in each scheme: that one, and others that some layers have instead.
-        architecture: the registry's entry that the plan was made by.
-        dry_run: whether nothing was written.
-        source_bytes: size of the source's tensors.
-        output_bytes: size of the output's tensors.
-        download_bytes: size of the shards and other files that are fetched from the Hub.
-        repository: the Hub repository that the output was published in; None if it was not.
-        pushed_to: address of the commit or pull request that published the output; None if it was not.
-        pushed_revision: the revision that holds it while a pull request is open, such as "refs/pr/1"; None for main.
-        quantized_tensors: number of weights stored as float8_e4m3fn.
-        decoded_tensors: number of weights that are quantized in the source and stored unquantized.
-        ignored_layers: what quantization_config lists as left out.
-        shards: number of output shards.
-        tensor_parallel: the tensor-parallel sizes, of 1 to 16 and the one asked for, that can serve the result.
-        seconds: wall time.
-        peak_rss_bytes: largest resident memory of the process so far.
-        resumed: whether an earlier run's work was continued, or already complete.
-    """
-
-    model: str
-    revision: str | None
-    output: str
-    scheme: str
-    schemes: dict[str, int]
-    architecture: str
-    dry_run: bool
-    source_bytes: int
-    output_bytes: int
-    download_bytes: int
-    repository: str | None
-    pushed_to: str | None
-    pushed_revision: str | None
-    quantized_tensors: int
-    decoded_tensors: int
-    ignored_layers: list[str]
-    shards: int
-    tensor_parallel: list[int]
-    seconds: float
-    peak_rss_bytes: int
-    resumed: bool
-
-    def to_json(self) -> dict[str, Any]:
-        """The same as a dictionary."""
-        return asdict(self)
 
 
 class Reporter(Listener, Protocol):

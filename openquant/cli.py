@@ -17,17 +17,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from . import __version__
+from .convert.ranks import PATIENCE, Ranks
 from .errors import OpenQuantError, OutputError, UsageError
+from .interrupts import HINT, INTERRUPTED, MESSAGE, leave
 from .machine import reached_limit, require_room
-from .ranks import PATIENCE, Ranks
-from .start import HINT, INTERRUPTED, MESSAGE, leave
+from .version import __version__
 
 if TYPE_CHECKING:
-    from .api import Result
-    from .hub import Source
-    from .plan import Plan
-    from .publish import Push
+    from .hub.publish import Push
+    from .hub.source import Source
+    from .plan.plan import Plan
+    from .report.result import Result
 
 EXIT_PROBLEMS = 1
 EXIT_USER = 2
@@ -465,7 +465,7 @@ def _push_of(options: argparse.Namespace) -> Push | None:
 
 
 def _push_to(name: str, options: argparse.Namespace, only: bool = False) -> Push:
-    from .publish import Push
+    from .hub.publish import Push
 
     if options.create_pr and options.replace_weights:
         raise UsageError("--create-pr replaces nothing, --replace-weights does", "give one of them")
@@ -548,7 +548,7 @@ def _run_and_report(work: Callable[..., Result], options: argparse.Namespace, in
 
 
 def _verify(options: argparse.Namespace, interrupts: _Interrupts) -> int:
-    from .verification import verify
+    from .verification.verify import verify
 
     bar: _Progress | None = None
 
@@ -567,7 +567,7 @@ def _verify(options: argparse.Namespace, interrupts: _Interrupts) -> int:
     if options.json:
         _print_json(report.to_json(), interrupts)
     else:
-        from .report import verification_text
+        from .report.text import verification_text
 
         _require_told(_say(verification_text(report), sys.stdout))
     return EXIT_PROBLEMS if report.problems else 0
@@ -605,8 +605,8 @@ class _Terminal:
             for note in () if self.silent else (*plan.notes, *source.notes):
                 _say(f"note: {note}", sys.stderr)
             return
-        from .fetch import expected_download
-        from .report import details_text, plan_text
+        from .report.text import details_text, plan_text
+        from .run import expected_download
 
         name = f"{source.repo}@{source.revision}" if source.repo else str(source.root)
         self._print(plan_text(plan, name, output, expected_download(source, plan), source.notes))
@@ -630,7 +630,7 @@ class _Terminal:
     def finished(self, result: Result, already_complete: bool) -> None:
         self.close()
         if not self.quiet and self.plan is not None:
-            from .report import summary_text
+            from .report.text import summary_text
 
             self._print("\n" + summary_text(self.plan, result, already_complete))
 

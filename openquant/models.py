@@ -12,8 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .schemes import Scheme
-
 
 @dataclass(frozen=True)
 class Keep:
@@ -140,9 +138,9 @@ class SGLang:
     head: str | None = None
     alike: tuple[str, ...] = ()
 
-    def refusal(self, scheme: Scheme) -> Refusal | None:
-        """What forbids a scheme; None if nothing does."""
-        return _first(self.refused, scheme)
+    def refusal(self, scheme: str, format: str) -> Refusal | None:
+        """What forbids a scheme in a format; None if nothing does."""
+        return _first(self.refused, scheme, format)
 
 
 @dataclass(frozen=True)
@@ -208,13 +206,13 @@ class Model:
             found[module.replace(part, other)] = None
         return list(found)
 
-    def refusal(self, scheme: Scheme) -> Refusal | None:
-        """What forbids a scheme; None if nothing does."""
-        return _first(self.refused, scheme)
+    def refusal(self, scheme: str, format: str) -> Refusal | None:
+        """What forbids a scheme in a format; None if nothing does."""
+        return _first(self.refused, scheme, format)
 
 
-def _first(refused: tuple[Refusal, ...], scheme: Scheme) -> Refusal | None:
-    found = (one for one in refused if one.scheme in (None, scheme.name) and one.format in (None, scheme.format))
+def _first(refused: tuple[Refusal, ...], scheme: str, format: str) -> Refusal | None:
+    found = (one for one in refused if one.scheme in (None, scheme) and one.format in (None, format))
     return next(found, None)
 
 

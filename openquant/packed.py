@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .schemes import CODE_MAX, VARIANTS, Group, Scheme, find_scheme, grid_of
+from .formats.schemes import CODE_MAX, VARIANTS, Group, Scheme, find_scheme, grid_of
 
 _SCALE_DTYPES = {"F32": torch.float32, "U8": torch.uint8}
 

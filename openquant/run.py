@@ -10,18 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from .card import model_card
-from .checkpoint import CARD_FILE, INDEX_FILE, Checkpoint, readable
-from .convert import Progress, convert
+from .convert.conversion import Progress, convert
+from .convert.ranks import Ranks
 from .errors import OutputError, SourceError
-from .fetch import Supply, scratch_bytes, source_needs
-from .finished import check_finished, require_sound
-from .hub import Source, Stamp, silent
-from .inputs import read_small
-from .output import REPLACE, OutputDirectory
-from .plan import Plan, Shard
-from .publish import AT_ONCE, Published, Publisher, Push
-from .ranks import Ranks
+from .files.checkpoint import Checkpoint, readable
+from .files.inputs import read_small
+from .files.names import CARD_FILE, INDEX_FILE
+from .files.output import REPLACE, OutputDirectory
+from .hub.fetch import Download, Supply, scratch_bytes
+from .hub.publish import AT_ONCE, Published, Publisher, Push
+from .hub.source import Source, Stamp, silent
+from .plan.plan import Plan, Shard
+from .report.card import model_card
+from .verification.finished import check_finished, require_sound
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,26 @@ class Prepared:
     def seen(self) -> list[object]:
         """What all ranks must see alike; they may mount the source differently."""
         return [self.plan.digest, {name: (size, modified) for name, (size, modified, *_) in self.stamps.items()}]
+
+
+def expected_download(source: Source, plan: Plan) -> Download:
+    """What a run of this plan fetches."""
+    others = [name for name in plan.files if name in source.absent]
+    return Download(
+        source.remote_bytes([*plan.source_shards, *others]),
+        scratch_bytes(source, source_needs(source, plan)),
+        len(others),
+        source.remote_bytes(others),
+    )
+
+
+def source_needs(source: Source, plan: Plan, outputs: Sequence[str] | None = None) -> dict[str, list[str]]:
+    """For each of these output shards (all if None) the source shards it is made from; of a local source, nothing."""
+    if not source.remote:
+        return {}
+    if outputs is None:
+        outputs = [shard.name for shard in plan.shards]
+    return {output: sorted(plan.sources(output)) for output in outputs}
 
 
 class Listener(Protocol):

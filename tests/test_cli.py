@@ -422,7 +422,7 @@ def test_the_installed_commands_are_the_same(tmp_path: Path, source: Path) -> No
 
 def test_a_bug_of_ours_keeps_its_traceback(run: Run, source: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
-        "import openquant.plan\ndef broken(*_): raise ZeroDivisionError('ours')\nopenquant.plan.make_plan = broken\n"
+        "import openquant.plan.plan\ndef broken(*_): raise ZeroDivisionError('ours')\nopenquant.plan.plan.make_plan = broken\n"
     )
     done = run("-m", source, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert done.returncode == 1

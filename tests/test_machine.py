@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from openquant.convert import TorchKernels
+from openquant.convert.devices import TorchKernels
 from openquant.errors import UsageError
 from openquant.machine import available_cpus
 

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 import tiny
-from openquant.checkpoint import Checkpoint, Location, TensorInfo
 from openquant.errors import PlanError
-from openquant.fates import Options
+from openquant.files.checkpoint import Checkpoint
+from openquant.files.tensors import Location, TensorInfo
+from openquant.formats.schemes import BLOCK, BLOCK_COMPRESSED, BLOCK_UE8M0, CHANNEL, TENSOR, TENSOR_COMPRESSED, VARIANTS
 from openquant.models import MODELS, Model
 from openquant.patterns import translate
-from openquant.plan import make_plan
-from openquant.schemes import BLOCK, BLOCK_COMPRESSED, BLOCK_UE8M0, CHANNEL, TENSOR, TENSOR_COMPRESSED, VARIANTS
+from openquant.plan.fates import Options
+from openquant.plan.plan import make_plan
 
 NAMES = Path(__file__).parent / "names"
 _RANGES = re.compile(r"\{([\d.,]+)\}")
@@ -156,7 +157,11 @@ def test_published_names_plan_without_a_misfit(name: str) -> None:
     of_tensor, of_block = count if isinstance(count, tuple) else (count, count)
     checkpoint = published(name)
     model = MODELS[checkpoint.architecture]
-    plans = [make_plan(checkpoint, scheme) for scheme in (TENSOR, CHANNEL, BLOCK) if not model.refusal(scheme)]
+    plans = [
+        make_plan(checkpoint, scheme)
+        for scheme in (TENSOR, CHANNEL, BLOCK)
+        if not model.refusal(scheme.name, scheme.format)
+    ]
     assert [plan.quantized_tensors for plan in plans] == [of_tensor, of_tensor, of_block][: len(plans)]
     plan = plans[-1]
     assert plan.parallel_sizes == parallel

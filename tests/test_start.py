@@ -28,7 +28,7 @@ AT_EACH_LINE = """
 import atexit, json, os, runpy, signal, sys
 import numpy, argparse
 
-OURS = ("compress_fp8.py", "openquant/start.py", "openquant/cli.py")
+OURS = ("compress_fp8.py", "openquant/start.py", "openquant/interrupts.py", "openquant/cli.py")
 script, folder, source = sys.argv[1:]
 
 def command(moment):

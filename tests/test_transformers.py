@@ -13,16 +13,14 @@ from safetensors.torch import save_file
 
 import tiny
 from openquant import compress
-from openquant.formats import read_quantization
+from openquant.formats.quantization import read_quantization
+from openquant.formats.schemes import BLOCK, CHANNEL, VARIANTS, Scheme
 from openquant.models import MODELS
 from openquant.packed import decode
-from openquant.schemes import BLOCK, CHANNEL, VARIANTS, Scheme
 
 # The exceptions are in the registry (split experts that it wants stacked); the wrapped models are read as a whole.
 ARCHITECTURES = [
-    name
-    for name in tiny.ARCHITECTURES
-    if MODELS[name].transformers_reads_blocks and MODELS[name].refusal(BLOCK) is None
+    name for name in tiny.ARCHITECTURES if MODELS[name].transformers_reads_blocks and tiny.refused(name, BLOCK) is None
 ]
 # It leaves draft layers out: those of a model of two layers.
 DRAFT = "model.layers.2."

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 import zoo
+from openquant.formats.schemes import Scheme
+from openquant.models import MODELS, Refusal
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS, EXPERTS = 256, 4, 2, 64, 512, 2, 4
 VISION = 128
@@ -309,3 +311,8 @@ def read_names(path: Path) -> set[str]:
 
     with safe_open(path, "pt") as file:
         return set(file.keys())
+
+
+def refused(name: str, scheme: Scheme) -> Refusal | None:
+    """Why an architecture cannot be served in a scheme; None if it can."""
+    return MODELS[name].refusal(scheme.name, scheme.format)

@@ -25,8 +25,9 @@ from typing import NoReturn
 from safetensors import SafetensorError, safe_open
 
 from damage import JOURNAL, damage
-from openquant import kernels, verify
+from openquant import verify
 from openquant.cli import main
+from openquant.formats import kernels
 
 SECONDS = 20
 MEMORY = 1 << 30
@@ -257,7 +258,7 @@ def _output(rng: random.Random, base: Base, root: Path, here: Path) -> Told:
 
 def warm(base: Base) -> None:
     """Import and compute now what every child would."""
-    for module in ("openquant.api", "openquant.publish", "openquant.report", "openquant.run"):
+    for module in ("openquant.api", "openquant.hub.publish", "openquant.report.text", "openquant.run"):
         importlib.import_module(module)
     kernels._tables()
     kernels._nearest()

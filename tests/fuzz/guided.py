@@ -18,9 +18,9 @@ import atheris
 
 with atheris.instrument_imports(include=["openquant"]):
     import openquant.api
-    import openquant.publish
-    import openquant.report
-    import openquant.verification  # noqa: F401  (imported by the command when it needs it)
+    import openquant.hub.publish
+    import openquant.report.text
+    import openquant.verification.verify  # noqa: F401  (imported by the command when it needs it)
     from cases import OPTIONS, SCHEMES, SHM, Base, Outcome, problems, unreadable
     from damage import damage
     from openquant.cli import main

@@ -216,7 +216,7 @@ def cover(tree: Path, where: Path, files: list[str]) -> tuple[dict[str, dict[int
 
     What is known of a test file from earlier is used again while it and the package stay the same.
     """
-    package = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(tree.glob("openquant/*.py")))).hexdigest()
+    package = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(tree.glob("openquant/**/*.py")))).hexdigest()
     lines: dict[str, dict[int, list[str]]] = {}
     seconds: dict[str, float] = {}
     for name in files:
@@ -256,9 +256,9 @@ def _cover_one(tree: Path, where: Path, name: str) -> dict[str, Any]:
         combined.update(piece)
     lines = {}
     for path in combined.measured_files():
-        if Path(path).parent == tree / "openquant":
+        if Path(path).is_relative_to(tree / "openquant"):
             by_line = combined.contexts_by_lineno(path)
-            lines[Path(path).stem] = {
+            lines[Path(path).relative_to(tree / "openquant").with_suffix("").as_posix()] = {
                 line: [test for test in tests if test not in found["failed"]] for line, tests in by_line.items()
             }
     return {"seconds": found["seconds"], "lines": lines}
@@ -293,7 +293,7 @@ def tests_of(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modules", nargs="+", metavar="MODULE", help="such as kernels")
+    parser.add_argument("modules", nargs="+", metavar="MODULE", help="such as formats/kernels")
     parser.add_argument("--sample", type=int, default=60, help="mutants of each module, chosen at random")
     parser.add_argument("--seed", type=int, default=11)
     parser.add_argument(

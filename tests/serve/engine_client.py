@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 import tiny
 from conftest import ROOT
-from openquant.formats import read_quantization
+from openquant.formats.quantization import read_quantization
 from openquant.models import MODELS
 from openquant.packed import decode
 

@@ -31,9 +31,9 @@ from engine_client import (
 import tiny
 from conftest import EXAMPLE
 from openquant import compress
+from openquant.formats.schemes import TENSOR, find_scheme
 from openquant.models import MODELS
 from openquant.packed import encode, group_absmax, group_scale
-from openquant.schemes import TENSOR, find_scheme
 
 pytestmark = pytest.mark.serve
 
@@ -48,7 +48,7 @@ NOT_RUN = {
     "MiniMaxM2ForCausalLM": "a router with sigmoids",
 }
 RANDOM = tuple(
-    name for name in tiny.ARCHITECTURES if name not in NOT_RUN and MODELS[name].refusal(find_scheme("tensor")) is None
+    name for name in tiny.ARCHITECTURES if name not in NOT_RUN and tiny.refused(name, find_scheme("tensor")) is None
 )
 EXPERTS_IGNORED = "**.experts.**"
 # Its experts are left in bfloat16: vLLM's CPU build has no FP8 kernel with apply_router_weight_on_input.
@@ -60,7 +60,7 @@ RUN = tuple(
     for scheme in SCHEMES
     if name == TRAINED
     or (
-        MODELS[name].refusal(find_scheme(scheme)) is None
+        tiny.refused(name, find_scheme(scheme)) is None
         and (scheme != "channel" or name in PLAIN_EXPERTS or not MODELS[name].experts)
     )
 )
@@ -355,7 +355,7 @@ CASES = (
         Case(f"{name}-{scheme}", name, scheme)
         for name in tiny.ARCHITECTURES
         for scheme in SCHEMES
-        if name not in UNBUILT and MODELS[name].refusal(find_scheme(scheme)) is None
+        if name not in UNBUILT and tiny.refused(name, find_scheme(scheme)) is None
     ),
     Case("compressed-tensor", "LlamaForCausalLM", "tensor", format=COMPRESSED),
     Case("compressed-block", "LlamaForCausalLM", "block", format=COMPRESSED),
@@ -379,7 +379,7 @@ CASES = (
     *(
         Case(f"{name}-head", name, "channel", options={"quantize_lm_head": True})
         for name in tiny.ARCHITECTURES
-        if name not in UNBUILT and has_head(name) and MODELS[name].refusal(find_scheme("channel")) is None
+        if name not in UNBUILT and has_head(name) and tiny.refused(name, find_scheme("channel")) is None
     ),
     Case("powers-of-two", QWEN3_MOE, "block", scale_format="ue8m0"),
     Case("some-attention", "Qwen3ForCausalLM", "block", ("model.layers.0.self_attn.k_proj",)),

@@ -19,11 +19,11 @@ from engine_client import EngineError, find_loader, readme_cells, rewrite
 import openquant
 import tiny
 from openquant import compress
-from openquant.checkpoint import open_checkpoint
-from openquant.fates import Options
+from openquant.files.checkpoint import open_checkpoint
+from openquant.formats.schemes import find_others, find_scheme
 from openquant.models import MODELS
-from openquant.plan import make_plan
-from openquant.schemes import find_others, find_scheme
+from openquant.plan.fates import Options
+from openquant.plan.plan import make_plan
 
 pytestmark = pytest.mark.serve
 
@@ -77,7 +77,7 @@ def fits(architecture: str, scheme: str) -> bool:
     """Whether there is such an output: vLLM loads all there are, and no experts with one scale in this format."""
     model = MODELS[architecture]
     options = SCHEMES[scheme]
-    refused = model.refusal(find_scheme(options["scheme"], options.get("format")))
+    refused = tiny.refused(model.name, find_scheme(options["scheme"], options.get("format")))
     # The hybrid's small model has no experts.
     experts = scheme == "tensor-compressed" and model.experts and architecture != "GraniteMoeHybridForCausalLM"
     return refused is None and not (experts and architecture != "NemotronHForCausalLM")

@@ -1,0 +1,9 @@
+"""Carry out a plan: a bounded piece read, encoded and written at a time, on threads and by several ranks.
+
+convert  writes shards of a plan into a claimed output directory
+Traffic  how source shards come and output shards go: from a disk, from a cache, through a scratch directory
+Ranks    this process among several that torchrun or accelerate started
+
+with OutputDirectory(path, plan.digest, sizes, others, overwrite=False) as output:
+    convert(plan, plan.shards, traffic, output, workers=2)
+"""

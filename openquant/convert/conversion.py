@@ -1,0 +1,404 @@
+"""Carry out a plan: read, quantize and write, a bounded piece at a time, on several threads.
+
+A worker holds one buffer of the source and two of the output, never a whole tensor; while it computes, its last
+piece is being written. numpy, torch and the system calls let go of the interpreter lock, so threads suffice. Every
+byte's place is known from the plan: the number of workers and the order in which they finish change nothing in
+the output.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from ..errors import PlanError, SourceError
+from ..files.output import OutputDirectory
+from ..files.shardfile import ALIGNMENT, AlignedBuffer, Bytes, FinishedShard, ShardFile
+from ..formats import kernels
+from ..formats.kernels import scale_values
+from ..formats.schemes import CODE_MAX, Floats, Scheme
+from ..plan.plan import Copy, Job, Layout, Piece, Plan, Shard
+from ..threads import Helpers, in_threads
+from ..weights.layers import Matrix
+from ..weights.reading import BUFFER, SMALLEST_SCALE, Reader, check_scales, consumed, memory_of
+from .devices import CpuKernels, TorchKernels
+from .written import verify_shard
+
+# What the kernels need for CHUNK weights, their tables, and what they leave behind in the allocator.
+KERNEL_MEMORY = 16 << 20
+
+Progress = Callable[[int], None]
+# What is made of a shard goes there.
+Target = ShardFile | FinishedShard
+
+
+def worker_memory(plan: Plan, device: str) -> int:
+    """Bytes that one worker needs at most, beyond what the process already holds."""
+    multiples = {scheme.group[0] or 1 for scheme in plan.schemes}
+    largest = BUFFER
+    beside = 0
+    for matrix in plan.matrix_kinds:
+        piece, held = max(memory_of(matrix, multiple) for multiple in multiples)
+        largest = max(largest, piece)
+        # What is decoded and turned around is held whole.
+        turned = matrix.shape[0] * matrix.shape[1] * 2 if matrix.coding and matrix.transposed else 0
+        beside = max(beside, held + turned)
+    # torch takes pinned memory in powers of two.
+    buffer = largest if device == "cpu" else 1 << (largest + ALIGNMENT - 1).bit_length()
+    # Read into one buffer, written from two.
+    return 3 * buffer + beside + KERNEL_MEMORY
+
+
+class Traffic(Protocol):
+    """How source shards come and output shards go. Calls may come from any thread."""
+
+    def wait_for(self, output: str, stopped: Callable[[], bool]) -> None:
+        """Until an output shard may be begun: what it is made from is here, or the work has stopped."""
+
+    def path(self, name: str) -> Path:
+        """Where a source shard lies."""
+
+    def finished(self, output: str) -> None:
+        """An output shard has its final name."""
+
+
+def convert(
+    plan: Plan,
+    shards: Sequence[Shard],
+    traffic: Traffic,
+    output: OutputDirectory,
+    workers: int,
+    device: str = "cpu",
+    progress: Progress | None = None,
+    against: Mapping[str, str] | None = None,
+) -> None:
+    """Write shards of a plan, or hold finished ones against what would be written now.
+
+    Args:
+        plan: the plan.
+        shards: those to write.
+        traffic: where their sources are.
+        output: the claimed output directory.
+        workers: number of threads that compute; as many write.
+        device: "cpu" or a torch device that computes the codes.
+        progress: called, from any thread but never from two at once, with bytes of the source done.
+        against: nothing is written, but each shard held against the source, of which these files changed.
+
+    Raises:
+        SourceError: NaN or infinity in a weight, a source that cannot be read, or that a shard was not made from.
+        PlanError: a weight too large for the scheme.
+        OutputError: the output cannot be written.
+    """
+    _Conversion(plan, shards, traffic, output, device, progress, against).run(workers)
+
+
+class _Stopped(Exception):
+    """Another worker failed, or the user interrupted: leave quietly."""
+
+
+class _Conversion:
+    def __init__(
+        self,
+        plan: Plan,
+        shards: Sequence[Shard],
+        traffic: Traffic,
+        output: OutputDirectory,
+        device: str,
+        progress: Progress | None,
+        against: Mapping[str, str] | None,
+    ) -> None:
+        self.plan = plan
+        self.traffic = traffic
+        self.output = output
+        self.device = device
+        self.progress = progress
+        self.against = against
+        self.lock = threading.Lock()
+        # Another one, since a worker may wait long for its next task.
+        self.task_lock = threading.Lock()
+        self.stopped = threading.Event()
+        self.failure: BaseException | None = None
+        # Those begun and not finished: each holds its shard's layout.
+        self.files: dict[str, Target] = {}
+        self.tasks = self._tasks(shards)
+
+    def _tasks(self, shards: Sequence[Shard]) -> Iterator[tuple[Target, Copy | Job]]:
+        for shard in shards:
+            self.traffic.wait_for(shard.name, self.stopped.is_set)
+            if self.stopped.is_set():
+                return
+            layout = self.plan.lay_out(shard.name)
+            file = self.files[shard.name] = self._target(layout)
+            file.open()
+            for job in layout.jobs:
+                yield file, job
+
+    def _target(self, layout: Layout) -> Target:
+        if self.against is None:
+            check = partial(verify_shard, layout=layout)
+            return ShardFile(layout.name, layout.header, layout.size, self.output, check, self._finished)
+        made_from = self.against[layout.name]
+        return FinishedShard(layout.name, layout.header, layout.size, self.output, self._finished, made_from)
+
+    def _finished(self, shard: str) -> None:
+        del self.files[shard]
+        self.traffic.finished(shard)
+
+    def run(self, workers: int) -> None:
+        try:
+            with Helpers(workers, "openquant-write") as writers:
+                in_threads(lambda: self._work(writers), workers, self.stopped)
+        finally:
+            for file in self.files.values():
+                file.close()
+        if self.failure is not None:
+            raise self.failure
+
+    def _work(self, writers: Helpers) -> None:
+        worker = None
+        try:
+            worker = _Worker(self, writers)
+            while not self.stopped.is_set():
+                with self.task_lock:
+                    task = next(self.tasks, None)
+                if task is None:
+                    break
+                file, job = task
+                worker.do(job, file)
+        except BaseException as error:
+            self.fail(error)
+        finally:
+            if worker is not None:
+                worker.settle()
+
+    def fail(self, error: BaseException) -> None:
+        with self.lock:
+            if self.failure is None and not isinstance(error, _Stopped):
+                self.failure = error
+        self.stopped.set()
+
+    def advance(self, nbytes: int) -> None:
+        if self.stopped.is_set():
+            raise _Stopped
+        if self.progress is not None and nbytes:
+            with self.lock:
+                self.progress(nbytes)
+
+
+class _Slot:
+    """An output buffer, and the write that still needs it."""
+
+    def __init__(self, conversion: _Conversion, writers: Helpers, memory: Callable[[int], Bytes]) -> None:
+        self.conversion = conversion
+        self.writers = writers
+        self.memory = memory
+        self.buffer = AlignedBuffer(memory, 0)
+        self.pending: Future[None] | None = None
+
+    def take(self, offset: int, nbytes: int) -> Bytes:
+        """Memory for `nbytes` bytes that will go to `offset`, once its last contents are written."""
+        self.settle()
+        if self.buffer.size < nbytes:
+            self.buffer = AlignedBuffer(self.memory, nbytes)
+        return self.buffer.view(offset, nbytes)
+
+    def send(self, file: Target, data: Bytes, offset: int) -> None:
+        """Have the memory written while the worker goes on."""
+
+        def write() -> None:
+            try:
+                file.write(data, offset)
+            except BaseException as error:
+                self.conversion.fail(error)
+
+        self.pending = self.writers.submit(write)
+
+    def settle(self) -> None:
+        """Wait until nothing is being written from here."""
+        if self.pending is not None:
+            wait([self.pending])
+
+
+class _Worker:
+    """One thread's buffers and kernels."""
+
+    def __init__(self, conversion: _Conversion, writers: Helpers) -> None:
+        self.conversion = conversion
+        self.kernels = CpuKernels() if conversion.device == "cpu" else TorchKernels(conversion.device)
+        self.reader = Reader(conversion.traffic.path, self.kernels.memory)
+        self.slots = [_Slot(conversion, writers, self.kernels.memory) for _ in range(2)]
+
+    def do(self, job: Copy | Job, file: Target) -> None:
+        """Carry out one job; its last pieces may still be on their way to the disk."""
+        if isinstance(job, Copy):
+            self._copy(job, file)
+            return
+        stays = self._scale_stays(job)
+        shared = self._shared_absmax(job) if job.joined and not stays else None
+        for piece in job.pieces:
+            if piece.scale_target is None:
+                self._copy_matrix(piece, file)
+            elif piece.passes and stays:
+                self._pass(piece, piece.scale_target, job.scheme, file)
+            else:
+                self._quantize(piece, piece.scale_target, job.scheme, shared, file)
+            if piece.matrix.coding is not None:
+                self.conversion.advance(piece.matrix.coding.nbytes)
+
+    def settle(self) -> None:
+        """Wait for the last writes."""
+        for slot in self.slots:
+            slot.settle()
+
+    def _slot(self) -> _Slot:
+        self.slots.reverse()
+        return self.slots[0]
+
+    def _copy(self, job: Copy, file: Target) -> None:
+        if job.scale is not None:
+            self._copy_scale(job, job.scale, file)
+            return
+        done = 0
+        with self.reader.open(job.shard) as source:
+            while done < job.nbytes:
+                slot = self._slot()
+                part = slot.take(job.target + done, min(BUFFER, job.nbytes - done))
+                source.read(part, job.offset + done, job.label)
+                slot.send(file, part, job.target + done)
+                done += part.nbytes
+                self.conversion.advance(part.nbytes)
+
+    def _copy_scale(self, job: Copy, dtype: str, file: Target) -> None:
+        raw = np.empty(job.nbytes, np.uint8)
+        with self.reader.open(job.shard) as source:
+            source.read(raw, job.offset, job.label)
+        scale = scale_values(raw, dtype)
+        check_scales(scale, job.label, job.shard, SMALLEST_SCALE)
+        file.write(scale, job.target)
+        self.conversion.advance(job.nbytes)
+
+    def _copy_matrix(self, piece: Piece, file: Target) -> None:
+        matrix, place = piece.matrix, piece.target
+        if matrix.coding is not None and matrix.transposed:
+            self._turn(piece, file)
+            return
+        for bits in self.reader.rows(matrix, 1):
+            slot = self._slot()
+            if matrix.coding is None:
+                part = slot.take(place, bits.nbytes)
+                part[:] = bits.reshape(-1).view(np.uint8)
+            else:
+                part = slot.take(place, bits.nbytes // 2)
+                kernels.to_bfloat16(bits.view(np.float32), part.view(np.uint16).reshape(bits.shape))
+            slot.send(file, part, place)
+            place += part.nbytes
+            self.conversion.advance(consumed(matrix, len(bits)))
+
+    def _turn(self, piece: Piece, file: Target) -> None:
+        """Decode a matrix and write it with its rows as columns."""
+        turned = np.empty(piece.matrix.shape[::-1], np.uint16)
+        low = 0
+        for bits in self.reader.rows(piece.matrix, 1):
+            part = np.empty(bits.shape, np.uint16)
+            kernels.to_bfloat16(bits.view(np.float32), part)
+            turned[:, low : low + len(bits)] = part.T
+            low += len(bits)
+            self.conversion.advance(consumed(piece.matrix, len(bits)))
+        file.write(turned, piece.target)
+
+    def _pass(self, piece: Piece, scale_place: int, scheme: Scheme, file: Target) -> None:
+        """Codes as they are, their scales as the scheme stores them."""
+        matrix, coding = piece.matrix, piece.matrix.coding
+        assert coding is not None
+        height = coding.group[0] or 1
+        step = max(1, BUFFER // (coding.pitch * height)) * height
+        with self.reader.open(matrix.shard) as source:
+            for low in range(0, matrix.shape[0], step):
+                count = min(step, matrix.shape[0] - low)
+                place = piece.target + low * coding.pitch
+                slot = self._slot()
+                codes = slot.take(place, count * coding.pitch)
+                self.reader.codes(source, matrix, low, codes)
+                scale = self.reader.scales(coding, low, count, SMALLEST_SCALE, scheme.power_of_two)
+                self.reader.check_codes(matrix, low, codes, scale)
+                slot.send(file, codes, place)
+                stored = scheme.stored(scale)
+                if low == 0 or coding.group[0] is not None:
+                    file.write(stored, scale_place)
+                    scale_place += stored.nbytes
+                self.conversion.advance(codes.nbytes)
+
+    def _scale_stays(self, job: Job) -> bool:
+        """Whether nothing is shared, or all that shares a scale has it in the source, and it is one engines load."""
+        if not job.joined:
+            return True
+        codings = [matrix.coding for matrix in job.joined]
+        if not all(coding is not None and coding.group == job.scheme.group for coding in codings):
+            return False
+        scales = {self.reader.scales(coding, 0, 1).item() for coding in codings if coding is not None}
+        scale = scales.pop()
+        return not scales and scale >= job.scheme.scale_floor and scale * float(CODE_MAX) <= job.scheme.largest
+
+    def _shared_absmax(self, job: Job) -> Floats:
+        largest = np.zeros((1, 1), np.float32)
+        for matrix in job.joined:
+            for bits in self.reader.rows(matrix, 1):
+                weight = self.kernels.load(bits, matrix.dtype)
+                amax = self.kernels.absmax(weight, matrix.dtype, job.scheme.group)
+                self._require_finite(matrix, amax)
+                largest = np.maximum(largest, amax)
+                self.conversion.advance(0)
+        limit = job.scheme.largest
+        if largest.item() > limit:
+            names = ", ".join(matrix.label for matrix in job.joined)
+            raise PlanError(
+                f"{names}: a weight reaches {largest.item():g}, engines load at most {limit:g} under one scale",
+                "use --scheme block, or leave these layers as they are with --ignore",
+            )
+        return largest
+
+    def _quantize(self, piece: Piece, scale_place: int, scheme: Scheme, shared: Floats | None, file: Target) -> None:
+        matrix, group, place = piece.matrix, scheme.group, piece.target
+        if shared is not None:
+            file.write(scheme.stored(scheme.scale(shared)), scale_place)
+        for bits in self.reader.rows(matrix, group[0] or 1):
+            weight = self.kernels.load(bits, matrix.dtype)
+            if shared is None:
+                amax = self.kernels.absmax(weight, matrix.dtype, group)
+                self._require_small(matrix, amax, scheme)
+                scale = scheme.scale(amax)
+                stored = scheme.stored(scale)
+                file.write(stored, scale_place)
+                scale_place += stored.nbytes
+            else:
+                scale = scheme.scale(shared)
+            slot = self._slot()
+            codes = slot.take(place, bits.size)
+            self.kernels.encode(weight, matrix.dtype, scale, group, codes.reshape(bits.shape))
+            slot.send(file, codes, place)
+            place += codes.nbytes
+            self.conversion.advance(consumed(matrix, len(bits)))
+
+    def _require_small(self, matrix: Matrix, amax: Floats, scheme: Scheme) -> None:
+        # False for NaN too.
+        if (amax <= scheme.largest).all():
+            return
+        self._require_finite(matrix, amax)
+        raise PlanError(
+            f"{matrix.label} in {matrix.shard}: a weight reaches {amax.max():g}, engines load at most "
+            f"{scheme.largest:g} with {scheme.title}",
+            "the weights are damaged: download or save them again, or leave this layer as it is with --ignore",
+        )
+
+    def _require_finite(self, matrix: Matrix, amax: Floats) -> None:
+        if not np.isfinite(amax).all():
+            raise SourceError(
+                f"{matrix.label} in {matrix.shard} holds NaN or infinity",
+                "the weights are damaged: download or save them again, or leave this layer as it is with --ignore",
+            )

@@ -1,0 +1,96 @@
+"""Where codes are computed: with numpy on the CPU, or with torch on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from ..errors import UsageError
+from ..files.shardfile import Bytes
+from ..formats import kernels
+from ..formats.kernels import Bits, Codes
+from ..formats.schemes import Floats, Group
+from ..machine import first_line
+
+
+class CpuKernels:
+    """absmax and encode as in kernels.py."""
+
+    absmax = staticmethod(kernels.absmax)
+    encode = staticmethod(kernels.encode)
+
+    def load(self, bits: Bits, dtype: str) -> Bits:
+        """Weights as absmax and encode take them."""
+        del dtype
+        return bits
+
+    def memory(self, nbytes: int) -> Bytes:
+        """A buffer for weights or codes."""
+        return np.empty(nbytes, np.uint8)
+
+
+class TorchKernels:
+    """The same on a torch device; the arithmetic of packed.py, so the codes are the same too.
+
+    Each worker has one of its own. On a GPU its buffers are pinned, so that copies go by DMA, and it works on its own
+    stream, so that one worker's copies overlap another's arithmetic and the reads and writes of all.
+
+    Args:
+        device: a torch device name such as "cuda:0".
+    """
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self.torch = torch
+        self.device = torch.device(device)
+        self.dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+        self.stream: Any = None
+        if self.device.type == "cuda":
+            self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """On this worker's stream; what the device refuses, such as memory that another program has, is explained."""
+        try:
+            with self.torch.cuda.stream(self.stream):
+                yield
+        except RuntimeError as error:
+            raise UsageError(
+                f"{self.device} failed: {first_line(error)}", "use fewer --workers, or --device cpu"
+            ) from error
+
+    def memory(self, nbytes: int) -> Bytes:
+        """As CpuKernels.memory."""
+        with self._working():
+            pinned = self.stream is not None
+            return np.asarray(self.torch.empty(nbytes, dtype=self.torch.uint8, pin_memory=pinned).numpy())
+
+    def load(self, bits: Bits, dtype: str) -> Any:
+        """As CpuKernels.load: once on the device, for both."""
+        signed = self.torch.from_numpy(np.ascontiguousarray(bits).view(f"i{bits.dtype.itemsize}"))
+        with self._working():
+            return signed.to(self.device, non_blocking=True).view(self.dtypes[dtype])
+
+    def absmax(self, weight: Any, dtype: str, group: Group) -> Floats:
+        """As kernels.absmax."""
+        from ..packed import group_absmax
+
+        del dtype  # the weight has it
+        with self._working():
+            return np.asarray(group_absmax(weight, group).cpu().numpy())
+
+    def encode(self, weight: Any, dtype: str, scale: Floats, group: Group, out: Codes) -> None:
+        """As kernels.encode."""
+        from ..packed import encode
+
+        del dtype  # the weight has it
+        with self._working():
+            codes = encode(weight, self.torch.from_numpy(scale).to(self.device), group)
+            self.torch.from_numpy(out).copy_(codes.view(self.torch.uint8), non_blocking=True)
+            if self.stream is not None:
+                # Before the codes are written, and before the next weights are read into the same memory.
+                self.stream.synchronize()

@@ -1,0 +1,207 @@
+"""One safetensors file's header: names, dtypes, shapes and offsets of its tensors, all of it checked.
+
+A safetensors file is 8 bytes (little-endian header length), a JSON header, and the tensors without holes
+(https://huggingface.co/docs/safetensors). Every promise of that format is checked here, so nothing later has to wonder
+whether an offset can be trusted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..errors import SourceError
+from .inputs import shown
+
+# Bits per element of every dtype that safetensors 0.8 can name.
+DTYPE_BITS = {
+    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32,
+    "F32": 32, "C64": 64, "F64": 64, "I64": 64, "U64": 64,
+}  # fmt: skip
+# The safetensors library refuses longer headers (safetensors 0.8, src/tensor.rs).
+MAX_HEADER = 100_000_000
+# The largest published models have a quarter of a million. So many take a minute and a gigabyte.
+MAX_TENSORS = 1_000_000
+# What torch and numpy take.
+MAX_AXES = 64
+# Stars and braces are our patterns' own, and compressed-tensors takes what begins with re: for an expression.
+TENSOR_NAME = re.compile(r"(?!re:)[^*{}]{1,1000}")
+
+
+DAMAGED = "the file is damaged or incomplete: download or copy it again"
+
+
+class TensorInfo(NamedTuple):
+    """One tensor as a safetensors header describes it.
+
+    Attributes:
+        name: full tensor name, `.weight` included.
+        dtype: safetensors dtype, such as "BF16" or "F8_E4M3".
+        shape: sizes of the axes, () for a scalar.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        bits = DTYPE_BITS[self.dtype]
+        for size in self.shape:
+            bits *= size
+        return bits // 8
+
+    @property
+    def module(self) -> str:
+        """The module that owns the tensor: its name without `.weight`."""
+        return self.name.removesuffix(".weight")
+
+
+class Location(NamedTuple):
+    """Where a tensor's bytes are: the shard's file name, and the offset from the start of that file."""
+
+    shard: str
+    offset: int
+
+
+def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> tuple[str, list[tuple[TensorInfo, int]]]:
+    """Parse and check one safetensors header.
+
+    Args:
+        read: `read(offset, length)` returns that range of the file, shorter only at its end.
+        size: size of the whole file in bytes.
+        name: the file's name, for messages.
+
+    Returns:
+        The header's SHA-256, and every tensor with the offset of its first byte from the start of the file, in file
+        order.
+
+    Raises:
+        SourceError: the file is not a whole, consistent safetensors file.
+    """
+    if size < 8:
+        raise SourceError(f"{name} is {size} bytes long, too short for a safetensors file", DAMAGED)
+    size_of_header = read(0, 8)
+    length = int.from_bytes(size_of_header, "little")
+    if size_of_header == b"version ":
+        raise SourceError(f"{name} is a pointer of git-lfs, not the file itself", "fetch the files: git lfs pull")
+    if length > MAX_HEADER or length < 2:
+        raise SourceError(f"{name} claims a header of {length} bytes (2 to {MAX_HEADER} are allowed)", DAMAGED)
+    if 8 + length > size:
+        raise SourceError(f"{name} is truncated: its header ends at byte {8 + length} of {size}", DAMAGED)
+    text = read(8, length)
+    # An entry has four colons, and with three axes six commas. Whatever else has more takes as long to read.
+    if text.count(b":") > 4 * MAX_TENSORS or text.count(b",") > 8 * MAX_TENSORS:
+        raise SourceError(f"{name} has a header for more than {MAX_TENSORS:,} tensors", DAMAGED)
+    try:
+        # Given bytes, json would take UTF-16 and a byte-order mark as well, which no other reader does.
+        header = json.loads(text.decode())
+        # Looking at every object for repeated names takes longer than all the rest; if none is, these are equal.
+        if isinstance(header, dict) and text.count(b'"data_offsets"') != len(header.keys() - {"__metadata__"}):
+            json.loads(text.decode(), object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{name} has a broken header: {error}", DAMAGED) from None
+    if not isinstance(header, dict):
+        raise SourceError(f"{name} has a header that is not a JSON object", DAMAGED)
+    told = header.pop("__metadata__", None)
+    if told is not None and not (isinstance(told, dict) and all(isinstance(value, str) for value in told.values())):
+        raise SourceError(f"{name} has a __metadata__ that does not map names to strings", DAMAGED)
+    kinds: dict[tuple[Any, ...], tuple[str, tuple[int, ...], int]] = {}
+    found = [_parse_entry(name, tensor, entry, kinds) for tensor, entry in header.items()]
+    found.sort()
+    start = 8 + length
+    expected = 0
+    tensors = []
+    for begin, end, nbytes, info in found:
+        if begin != expected:
+            problem = "overlaps the tensor before it" if begin < expected else "leaves a hole before it"
+            raise SourceError(f"{name}: {info.name} {problem} (starts at {begin}, not {expected})", DAMAGED)
+        if end - begin != nbytes:
+            raise SourceError(
+                f"{name}: {info.name} spans {end - begin} bytes, {info.dtype} {list(info.shape)} needs {shown(nbytes)}",
+                DAMAGED,
+            )
+        tensors.append((info, start + begin))
+        expected = end
+    if start + expected != size:
+        problem = "truncated" if start + expected > size else "followed by bytes that no tensor owns"
+        raise SourceError(f"{name} is {problem}: its tensors end at byte {start + expected} of {size}", DAMAGED)
+    return hashlib.sha256(text).hexdigest(), tensors
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"{key[:100]} appears twice")
+            seen.add(key)
+    return result
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _parse_entry(
+    file: str, tensor: str, entry: Any, kinds: dict[tuple[Any, ...], tuple[str, tuple[int, ...], int]]
+) -> tuple[int, int, int, TensorInfo]:
+    """Begin, end, the size that dtype and shape need, and the tensor; `kinds` remembers checked dtypes and shapes."""
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        # repr tells 1 from True and 1.0, which are no sizes.
+        kind = (dtype, repr(shape) if len(shape) <= MAX_AXES else "")
+        known = kinds.get(kind)
+    except (TypeError, KeyError, ValueError, RecursionError):
+        known = None
+    # Not printable is what a terminal obeys instead of showing it; and halves of surrogate pairs.
+    if not tensor.isprintable() or not TENSOR_NAME.fullmatch(tensor):
+        raise SourceError(
+            f"{file}: {shown(tensor)} is not a possible name", "save the model again with names that torch could give"
+        )
+    if known is None or len(entry) != 3:
+        known = kinds[kind] = _check_entry(file, tensor, entry)
+    if not _is_size(begin) or not _is_size(end):
+        raise SourceError(f"{file}: {tensor} has impossible data_offsets {shown(entry['data_offsets'])}", DAMAGED)
+    return begin, end, known[2], TensorInfo(tensor, known[0], known[1])
+
+
+def _check_entry(file: str, tensor: str, entry: Any) -> tuple[str, tuple[int, ...], int]:
+    """Dtype, shape and the bytes these need."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise SourceError(f"{file}: {tensor} is not described by exactly dtype, shape and data_offsets", DAMAGED)
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise SourceError(f"{file}: {tensor} has the unknown dtype {shown(dtype)}", "convert it with a known dtype")
+    if not isinstance(shape, list) or len(shape) > MAX_AXES or not all(_is_size(size) for size in shape):
+        raise SourceError(f"{file}: {tensor} has the impossible shape {shown(shape)}", DAMAGED)
+    if not isinstance(offsets, list) or len(offsets) != 2:
+        raise SourceError(f"{file}: {tensor} has impossible data_offsets {shown(offsets)}", DAMAGED)
+    if 0 in shape:
+        raise SourceError(
+            f"{file}: {tensor} has no elements (shape {shape})", "the model was saved wrongly: save it again"
+        )
+    info = TensorInfo(tensor, dtype, tuple(shape))
+    return info.dtype, info.shape, info.nbytes
+
+
+def make_header(tensors: list[TensorInfo]) -> tuple[bytes, int]:
+    """The bytes before the first tensor, and how many they are; padded to 8 as the format asks."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for info in tensors:
+        entries[info.name] = {
+            "dtype": info.dtype,
+            "shape": list(info.shape),
+            "data_offsets": [offset, offset + info.nbytes],
+        }
+        offset += info.nbytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, 8 + len(text)

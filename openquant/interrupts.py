@@ -1,0 +1,39 @@
+"""SIGINT and SIGTERM before anything has begun: the process ends, and says so.
+
+What is imported here is loaded already when Python starts, but for `signal`.
+"""
+
+import os
+import sys
+
+INTERRUPTED = 130
+MESSAGE, HINT = "interrupted", "run the same command again to continue"
+
+
+def leave(*_: object) -> None:
+    """Say that the user interrupted us, and end at once."""
+    try:
+        # Of several ranks the first speaks.
+        if os.environ.get("RANK", "0") == "0" or not os.environ.get("WORLD_SIZE"):
+            if "--json" in sys.argv:
+                os.write(1, f'{{"error": "{MESSAGE}", "hint": "{HINT}"}}\n'.encode())
+            os.write(2, f"error: {MESSAGE}\nhint: {HINT}\n".encode())
+    finally:
+        os._exit(INTERRUPTED)
+
+
+try:
+    import signal
+except KeyboardInterrupt:
+    leave()
+
+
+def listen() -> None:
+    """End at SIGINT and SIGTERM until something else hears them."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # A shell has its background jobs ignore SIGINT, and so it stays.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, leave)
+    # Nothing here multiplies matrices, and numpy's library for that starts a thread for each CPU as it is loaded; where
+    # none can be started it raises SIGINT.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -1,0 +1,114 @@
+"""Tensor parallelism: which sizes can serve a plan, and which layer forbids the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..files.checkpoint import Checkpoint
+from ..files.inputs import shown
+from ..formats.schemes import Group
+from ..models import Model, Split, absolute
+from ..patterns import compile_pattern
+from ..weights.layers import Layer
+
+TENSOR_PARALLEL_SIZES = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class ParallelSize:
+    """Whether a tensor-parallel size can serve the result, and if not, what forbids it."""
+
+    size: int
+    problem: str | None
+
+
+def text_config(checkpoint: Checkpoint, model: Model) -> dict[str, Any]:
+    """The part of config.json with the language model's sizes; older files have them all at the top."""
+    inner = checkpoint.config.get(model.text_config) if model.text_config else None
+    return inner if isinstance(inner, dict) else checkpoint.config
+
+
+def split_finder(model: Model) -> Callable[[str], Split | None]:
+    """A function from a module to how tensor parallelism divides it, or None."""
+    patterns = [compile_pattern(pattern) for pattern in absolute(model, [split.pattern for split in model.splits])]
+    splits = list(zip(patterns, model.splits, strict=True))
+    return lambda module: next((split for pattern, split in splits if pattern.fullmatch(module)), None)
+
+
+def parts_of(shape: tuple[int, int], split: Split | None, config: dict[str, Any]) -> list[tuple[int, str | None]]:
+    """Rows of each layer that a tensor holds one below the other, and the config key that counts its heads.
+
+    A row count is 0 where config.json does not tell.
+    """
+    if split is None or not split.parts:
+        return [(shape[0], split.heads if split else None)]
+    shares = [1 if key is None else config.get(key) for key in split.parts]
+    counts = [share if isinstance(share, int) and share > 0 else 0 for share in shares]
+    whole = all(counts) and shape[0] % sum(counts) == 0
+    return [
+        (shape[0] // sum(counts) * count if whole else 0, key) for count, key in zip(counts, split.parts, strict=True)
+    ]
+
+
+def parallel_sizes(
+    checkpoint: Checkpoint, model: Model, layers: Iterable[tuple[Layer, Group]], asked: int | None
+) -> tuple[ParallelSize, ...]:
+    """For each tensor-parallel size whether the layers divide, and the first one that does not.
+
+    Args:
+        checkpoint: the opened source.
+        model: its entry.
+        layers: what could be quantized, with what shares a scale in it; 1 x 1 where it stays unquantized.
+        asked: one more size to tell of.
+    """
+    config = text_config(checkpoint, model)
+    find_split = split_finder(model)
+    kinds: dict[tuple[str, tuple[int, int], Group], Split | None] = {}
+    for layer, group in layers:
+        key = (layer.alike, layer.shape, group)
+        if key not in kinds:
+            kinds[key] = find_split(layer.module)
+    result = []
+    for size in sorted({*TENSOR_PARALLEL_SIZES, *([asked] if asked else [])}):
+        problem = None
+        for (name, shape, group), split in kinds.items():
+            problem = indivisible(shape, split, config, group, size)
+            if problem:
+                problem = f"{name}: {problem}"
+                break
+        result.append(ParallelSize(size, problem))
+    return tuple(result)
+
+
+def indivisible(
+    shape: tuple[int, int], split: Split | None, config: dict[str, Any], group: Group, size: int
+) -> str | None:
+    """Why a weight [out, in] with scales for groups of that size does not divide by so many ranks; None if it does."""
+    if split is None:
+        return None
+    parts = parts_of(shape, split, config) if split.axis == "out" else [(shape[1], split.heads)]
+    multiple = group[0 if split.axis == "out" else 1] or 1
+    problems = (_indivisible_length(length, heads, split, config, multiple, size) for length, heads in parts)
+    return next((problem for problem in problems if problem), None)
+
+
+def _indivisible_length(
+    length: int, key: str | None, split: Split, config: dict[str, Any], multiple: int, size: int
+) -> str | None:
+    parts = size
+    heads = config.get(key) if key else None
+    if isinstance(heads, int) and heads > 0:
+        if split.replicated and size > heads:
+            parts = heads
+            if size % heads:
+                return f"{shown(heads)} heads cannot be copied evenly to {size} ranks"
+        elif heads % size:
+            return f"{shown(heads)} heads do not divide by {size}"
+    if length % parts:
+        return f"{length} does not divide by {parts}"
+    # A whole layer was either quantized here, then it divides, or it is served as its maker stored it.
+    if parts > 1 and length // parts % multiple:
+        return f"{length} / {parts} = {length // parts} is not a multiple of {multiple}"
+    return None

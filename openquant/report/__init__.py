@@ -1,0 +1,8 @@
+"""What people and programs read of a run: plan and summary for a terminal, the model card, the Result.
+
+Result     what a run did, as callers and `--json` get it
+plan_text  what a run will do, a line for each group of layers
+model_card README.md of an output
+
+print(plan_text(plan, "Qwen/Qwen3-8B", Path("Qwen3-8B-FP8"), download, notes=()))
+"""

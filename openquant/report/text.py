@@ -1,0 +1,176 @@
+"""The plan, the summary and what verify found, as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..hub.fetch import Download
+from ..patterns import collapse
+from ..plan.plan import Group, Plan
+from ..verification.verify import Report
+from .card import gigabytes, readers, serve_commands
+from .result import Result
+
+
+def plan_text(plan: Plan, model: str, output: Path, download: Download, notes: Sequence[str]) -> str:
+    """What a run will do, a line per group of layers.
+
+    Args:
+        plan: the plan.
+        model: the source's name.
+        output: the output directory.
+        download: what comes from the Hub.
+        notes: about how it comes.
+    """
+    rows = [("", "layers", "shape", "before", "after", "")]
+    rows += [_row(group) for group in plan.groups if group.quantized]
+    rows += [_row(group) for group in plan.groups if group.decoded]
+    others = [group for group in plan.groups if not group.quantized and not group.decoded]
+    rows += [_row(group) for group in others if len(group.shape) >= 2]
+    small = [group for group in others if len(group.shape) < 2]
+    if small:
+        count = sum(len(group.names) for group in small)
+        size = gigabytes(sum(group.bytes_before for group in small))
+        rows.append(("keep", f"{count} tensors of fewer than two axes", "", size, size, "norm, bias or the like"))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    lines = [f"{model} -> {output}", f"{plan.architecture}, {plan.description}", ""]
+    for kind, layers, shape, before, after, why in rows:
+        cells = (
+            kind.ljust(widths[0]),
+            layers.ljust(widths[1]),
+            shape.rjust(widths[2]),
+            before.rjust(widths[3]),
+            after.rjust(widths[4]),
+            why,
+        )
+        lines.append("  ".join(cells).rstrip())
+    lines += ["", *_facts(plan, download, notes)]
+    return "\n".join(lines)
+
+
+def _row(group: Group) -> tuple[str, str, str, str, str, str]:
+    return (
+        "FP8" if group.quantized else "BF16" if group.decoded else "keep",
+        ", ".join(collapse(group.names)),
+        " x ".join(map(str, group.shape)),
+        gigabytes(group.bytes_before),
+        gigabytes(group.bytes_after),
+        group.why,
+    )
+
+
+def _facts(plan: Plan, download: Download, notes: Sequence[str]) -> list[str]:
+    lines = [
+        f"weights:  {gigabytes(plan.source_bytes)} -> {gigabytes(plan.output_bytes)}, {_share(plan)} "
+        f"({plan.quantized_tensors or plan.decoded_tensors} layers)",
+        f"disk:     {gigabytes(plan.output_bytes + sum(plan.files.values()))} in "
+        f"{_count(len(plan.shards), 'shard')} and {_count(len(plan.files), 'other file')}",
+    ]
+    if download.nbytes:
+        others = (
+            f" ({gigabytes(download.file_bytes)} in {_count(download.files, 'other file')})" if download.files else ""
+        )
+        streamed = f", or with --stream {gigabytes(download.streamed)} at a time" if download.streamed else ""
+        lines.append(f"download: {gigabytes(download.nbytes)}{others} to the Hub's cache{streamed}")
+    if plan.quantization_config:
+        sizes = ", ".join(map(str, plan.parallel_sizes)) or "none"
+        lines.append(f"tensor parallel sizes that can serve it: {sizes}")
+    lines += [f"  not {entry.size}: {entry.problem}" for entry in plan.parallel if entry.problem]
+    if plan.left_out:
+        lines.append(f"left out: {', '.join(plan.left_out)}")
+    lines += [f"note: {note}" for note in (*plan.notes, *notes)]
+    return lines
+
+
+def _share(plan: Plan) -> str:
+    """How much of the source a run quantizes, or decodes."""
+    if not plan.quantization_config:
+        return "all weights in bfloat16"
+    return f"{100 * plan.source_weight_bytes_quantized / plan.source_bytes:.1f} % of the bytes quantized"
+
+
+def details_text(plan: Plan) -> str:
+    """For -v: every layer that stays unquantized, and every other file."""
+    lines = [f"not quantized: {name}" for name in plan.ignored_layers]
+    return "\n".join(lines + [f"copied: {name}" for name in plan.files])
+
+
+def summary_text(plan: Plan, result: Result, already_complete: bool) -> str:
+    """What a run did, and the commands to type next."""
+    done = (
+        f"{result.output} is already complete; nothing was written"
+        if already_complete
+        else f"{result.output}: {gigabytes(result.source_bytes)} -> {gigabytes(result.output_bytes)}, "
+        f"{_share(plan)}, in {result.seconds:.1f} s, "
+        f"peak memory {gigabytes(result.peak_rss_bytes)}"
+    )
+    commands = serve_commands(plan, result.repository or result.output, result.pushed_revision)
+    published = [] if result.pushed_to is None else [f"pushed to {result.pushed_to}"]
+    return "\n".join(
+        [
+            done,
+            *published,
+            readers(plan),
+            "",
+            *[f"  {command}" for command in commands],
+        ]
+    )
+
+
+def verification_text(report: Report) -> str:
+    """What verify found."""
+    lines = [f"{report.directory}: {report.architecture or 'a model'}, {report.format}"]
+    if report.architecture is not None:
+        lines.append(
+            f"{gigabytes(report.nbytes)} in {_count(report.shards, 'shard')}: {_count(report.tensors, 'tensor')}, "
+            f"{_count(report.quantized, 'quantized layer')}"
+        )
+        if report.source is not None:
+            lines.append(
+                f"equal to {report.source}: {_count(report.equal_tensors, 'tensor')}, "
+                f"{_count(report.equal_files, 'other file')}"
+            )
+    if report.errors:
+        lines += ["", *_errors_table(report), ""]
+    lines += [f"note: {note}" for note in report.notes]
+    lines += [f"problem: {problem}" for problem in report.problems]
+    found = _count(len(report.problems), "problem") if report.problems else "no problems"
+    lines.append(f"{found}, {report.seconds:.1f} s")
+    return "\n".join(lines)
+
+
+def _errors_table(report: Report) -> list[str]:
+    rows = [("worst layers", "shape", "relative error", "SQNR", "largest error")]
+    rows += [
+        (
+            error.module,
+            " x ".join(map(str, error.shape)),
+            f"{100 * error.relative:.3f} %",
+            "exact" if error.sqnr_db is None else f"{error.sqnr_db:.1f} dB",
+            f"{error.largest:.3g}",
+        )
+        for error in report.worst
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    table = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        table.append("  ".join([row[0].ljust(widths[0]), *cells]))
+    mean = sum(error.relative for error in report.errors) / len(report.errors)
+    table.append(f"{_count(len(report.errors), 'layer')} decoded: relative error {100 * mean:.3f} % on average")
+    share = report.equal_share or 0.0
+    if report.recomputed:
+        table.append(f"quantizing the source again gives {_percent(share)} of the codes")
+    else:
+        table.append(f"{_percent(share)} of the codes are the nearest to the source under their scales")
+    return table
+
+
+def _percent(share: float) -> str:
+    """A share for people: "97.1 %"; never "100 %" of what is not all."""
+    return "100 %" if share == 1 else f"{min(100 * share, 99.99):.4g} %"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,12 @@
+"""A directory held against itself, its source, and what engines would make of it.
+
+Called so, and not `verify`, since `openquant.verify` is the function.
+
+    verify    all checks in order, and their Report
+    Headers   names, shapes, dtypes and config held against each other and the registry; no tensor is read
+    contents  tensors read: codes and scales made again, equality, the error of each layer
+    finished  what a run checks of all it has written, and a push of what it publishes
+
+    report = verify("Qwen3-8B-FP8", "Qwen3-8B", full=True)
+    report.problems                              # () if nothing is off
+"""

@@ -1,0 +1,88 @@
+"""What a run checks of all it has written, and a push of what it is to publish: no tensor is read."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from pathlib import Path
+
+from ..errors import OutputError, SourceError, UsageError
+from ..files.checkpoint import Checkpoint, open_checkpoint, readable
+from ..files.names import INDEX_FILE
+from ..formats.quantization import quantization_places, read_quantization
+from ..models import MODELS
+from ..plan.plan import Plan
+from .configs import differences
+from .headers import Headers
+
+
+def check_finished(root: Path, plan: Plan) -> None:
+    """Reopen what a plan has written, as the last step of writing it: headers, index and config.
+
+    Scales were read, and codes checked, as each shard was finished (written.py).
+
+    Raises:
+        RuntimeError: it is not what was planned, or engines would refuse it, which is a fault of this program.
+    """
+    checkpoint = open_checkpoint(root)
+    problems, planned = [], 0
+    for shard in plan.shards:
+        for info in plan.outputs(shard.name):
+            planned += 1
+            if checkpoint.tensors.get(info.name) != info or checkpoint.where[info.name].shard != shard.name:
+                problems.append(f"{info.name} is not what was planned")
+    if len(checkpoint.tensors) != planned:
+        problems.append(f"it holds {len(checkpoint.tensors)} tensors, {planned} were planned")
+    for difference in differences(checkpoint.config, plan.config):
+        problems.append(f"config.json: {difference.text('the plan has')}")
+    if plan.quantization_config and not problems:
+        # What goes by names and shapes alone knows nothing of engines.
+        model = None if plan.model.rest else plan.model
+        headers = Headers(checkpoint, read_quantization(checkpoint.config), model, set(plan.files), ours=True)
+        headers.check()
+        problems = headers.problems
+    if problems:
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise RuntimeError(f"{root} was written wrongly: {'; '.join(problems[:3])}{more}")
+
+
+def require_sound(root: Path, files: Set[str]) -> None:
+    """Hold a finished directory against itself, as a run does at its end: headers, sizes, index and config.
+
+    Args:
+        root: the directory, quantized or not.
+        files: the names of its files, all of which are there.
+
+    Raises:
+        OutputError: something is wrong with it.
+    """
+    try:
+        with readable():
+            problems = _damage(open_checkpoint(root), files)
+    except (SourceError, UsageError) as error:
+        problems = [error.message]
+    if problems:
+        more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise OutputError(
+            f"{root} is damaged: {problems[0]}{more}",
+            "run the command that made it again with --overwrite, or copy it again from where it is whole",
+        )
+
+
+def _damage(checkpoint: Checkpoint, files: Set[str]) -> list[str]:
+    """What is wrong with a directory as far as that shows without reading tensors, one line each."""
+    if quantization_places(checkpoint.config):
+        model = MODELS.get(checkpoint.architecture)
+        headers = Headers(checkpoint, read_quantization(checkpoint.config), model, set(files), ours=True)
+        headers.check()
+        problems = headers.problems
+    else:
+        problems = [
+            f"{checkpoint.where[info.name].shard}: {info.name} is {info.dtype}, but config.json has no "
+            "quantization_config"
+            for info in checkpoint.tensors.values()
+            if info.dtype.startswith("F8_")
+        ]
+    shards = {name for name in files if name.endswith(".safetensors")}
+    problems += [f"{name} holds tensors, and no run wrote it" for name in sorted(checkpoint.shards.keys() - shards)]
+    problems += [f"{INDEX_FILE} does not name {name}" for name in sorted(shards - checkpoint.shards.keys())]
+    return problems

@@ -1,0 +1,407 @@
+"""What the config and the headers of an FP8 directory say, held against each other and against the registry.
+
+No tensor is read. What engines would load wrongly is a problem; what another tool may do otherwise than this one, and
+engines accept, is a note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..files.checkpoint import Checkpoint, read_json
+from ..files.names import INDEX_FILE
+from ..files.tensors import TensorInfo
+from ..formats.quantization import FLOATS, Quantization, quantization_places
+from ..formats.schemes import CODE_DTYPE, MIXED, STATIC, VARIANTS, recognise
+from ..models import NOT_LINEAR, ROUTER, Model, absolute
+from ..patterns import compile_any, compile_pattern, template
+from ..plan.fates import experts_finder, is_head, joined_sets
+from ..weights.encoded import leftovers
+from ..weights.layers import Layer
+from .configs import differences
+from .contents import Weight
+from .settings import unread
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What the registry says of all modules named alike."""
+
+    layer: bool
+    stack: bool
+    keep: str | None
+    fused: str | None
+
+
+class Registry:
+    """The registry's entry for an architecture, asked about modules of a checkpoint."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.find_experts = experts_finder(model)
+        self._compress = compile_any(absolute(model, model.compress))
+        stacks = (f"{experts.place}.{stacked.name}" for experts in model.experts for stacked in experts.stacked)
+        self._stacks = compile_any(absolute(model, stacks))
+        self._keeps = [(compile_any(absolute(model, [keep.pattern])), keep.why) for keep in model.keep]
+        patterns = absolute(model, [joined.pattern for joined in model.joined])
+        self._fused = [
+            (compile_pattern(pattern), joined.listed_as)
+            for joined, pattern in zip(model.joined, patterns, strict=True)
+            if joined.listed_as
+        ]
+        # Stacks beside the module of the experts are looked up as that.
+        self._fused += [
+            (compile_pattern(pattern), experts.path.rsplit(".", 1)[1])
+            for experts in model.experts
+            if experts.beside
+            for pattern in absolute(model, [f"{experts.place}.{stacked.name}" for stacked in experts.stacked])
+        ]
+        self._kinds: dict[str, _Kind] = {}
+
+    def kind(self, module: str) -> _Kind:
+        """What it says of a module."""
+        alike = template(module)
+        if alike not in self._kinds:
+            self._kinds[alike] = _Kind(
+                bool(self._compress.fullmatch(module)),
+                bool(self._stacks.fullmatch(module)),
+                next((why for pattern, why in self._keeps if pattern.fullmatch(module)), None),
+                next((fused for pattern, fused in self._fused if pattern.fullmatch(module)), None),
+            )
+        return self._kinds[alike]
+
+    def fused(self, module: str) -> str | None:
+        """The merged layer that engines look up instead of a module; None where they look up the module itself."""
+        fused = self.kind(module).fused
+        return None if fused is None else f"{module.rsplit('.', 1)[0]}.{fused}"
+
+
+class Headers:
+    """The headers of a directory, to be checked.
+
+    Args:
+        checkpoint: the opened directory.
+        quantization: what its config says.
+        model: the registry's entry for it; None if it has none.
+        written: the files that the run which made it wrote, if that is known.
+        ours: whether this program made it: then all is as it writes it.
+
+    Attributes:
+        problems: what is off, one line each.
+        notes: what is worth knowing, and what was not checked.
+        scheme: which of ours it is stored in, the nearest where it is not quite; None for other ways to store it.
+        head: whether the output head is quantized.
+        registry: the entry, with the output head among what is quantized if it is; None without one.
+        codes: the quantized weights, by name.
+        scales: the names of their scales.
+        unlisted: the names that had to be listed as unquantized and are not.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, quantization: Quantization, model: Model | None, written: set[str], ours: bool
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.quantization = quantization
+        self.written = written
+        self.ours = ours
+        # Other tools write one list of unquantized modules, or other settings.
+        self.scheme = recognise(quantization.settings)
+        # A head that is quantized is one more layer.
+        self.head = quantization.method != "fp8" and any(
+            info.dtype == CODE_DTYPE and is_head(info.module) for info in checkpoint.tensors.values()
+        )
+        if model and self.head and model.head_refused is None:
+            model = model.with_head()
+        self.registry = Registry(model) if model else None
+        self.problems: list[str] = list(quantization.problems)
+        self.notes: list[str] = []
+        self._check_settings()
+        self.codes: dict[str, Weight] = {}
+        self.scales: set[str] = set()
+        self.unlisted: set[str] = set()
+
+    def _check_settings(self) -> None:
+        """The quantization_config: in our directories what this program writes, in others' what engines read."""
+        places = quantization_places(self.checkpoint.config)
+        if any(place[key] != places[0][0][places[0][1]] for place, key in places[1:]):
+            self.problems.append("config.json holds several quantization configs, which are not the same")
+        if self.scheme is not None:
+            return
+        settings = self.quantization.settings
+        if not self.ours:
+            problems, unknown = unread(settings)
+            self.problems += [f"config.json: quantization_config.{problem}" for problem in problems]
+            if unknown:
+                self.notes.append(f"config.json: nothing is known to read quantization_config.{', '.join(unknown)}")
+            return
+        form = self.quantization.groups[0][1]
+        kind = self.quantization.method, form.group, form.static, form.power_of_two
+        for scheme in (*VARIANTS, *STATIC):
+            if (scheme.format, scheme.group, scheme.static, scheme.power_of_two) == kind:
+                self.scheme = scheme
+                found = _without_targets(settings)
+                written = {**_without_targets(scheme.settings), **dict.fromkeys(scheme.ignored_keys)}
+                groups = found.get("config_groups") if "config_groups" in written else None
+                for name, group in groups.items() if isinstance(groups, dict) else ():
+                    # Of the groups that it may have, the one that is most like it.
+                    known = [_without_targets(other.settings)["config_groups"]["group_0"] for other in (scheme, *MIXED)]
+                    written["config_groups"][name] = min(known, key=lambda one: len(list(differences(group, one))))
+                for difference in differences(found, written, ("quantization_config",)):
+                    self.problems.append(f"config.json: {difference.text('this program writes')}")
+                return
+        self.problems.append("config.json: its quantization_config is none that this program writes")
+
+    def check(self) -> None:
+        """Fill problems and notes."""
+        self._sort_tensors()
+        self._check_strays()
+        if self.registry is None:
+            self.notes.append(
+                f"{self.checkpoint.architecture} is not a known architecture: not checked are which unquantized layers "
+                "must be listed, and which must share their status or scale"
+            )
+        self._check_listed()
+        if self.registry is not None:
+            self._check_unlisted(self.registry)
+            self._check_together(self.registry)
+        self._check_head()
+        self._check_index()
+        self._check_written()
+
+    def place(self, name: str) -> str:
+        """A tensor for a message: its file and its name."""
+        return f"{self.checkpoint.where[name].shard}: {name}"
+
+    def differs(self, message: str) -> None:
+        """Something that this tool never does, and another may."""
+        (self.problems if self.ours else self.notes).append(message)
+
+    def _sort_tensors(self) -> None:
+        """Find the quantized weights and their scales."""
+        respelled = 0
+        tensors = self.checkpoint.tensors
+        for info in tensors.values():
+            if not info.dtype.startswith("F8_E") or info.dtype == "F8_E8M0":
+                continue
+            if info.dtype != CODE_DTYPE or len(info.shape) < 2:
+                self.problems.append(f"{self.place(info.name)} is {described(info)}, not a matrix of {CODE_DTYPE}")
+                continue
+            form = self.quantization.format_of(info.module)
+            if form is None:
+                self.problems.append(f"{self.place(info.name)} is {CODE_DTYPE}, but no config group targets it")
+                self.codes[info.name] = Weight(info, None, None, None)
+                continue
+            scale = tensors.get(info.name + form.suffix)
+            shapes = form.scale_shapes(info.shape)
+            if scale is None and form.strategy == "tensor":
+                scale = tensors.get(f"{info.name}_scale_inv")
+                respelled += scale is not None
+            if scale is None:
+                self.problems.append(f"{self.place(info.name)} has no scale: {info.name + form.suffix} is missing")
+            else:
+                self.scales.add(scale.name)
+                scale = self._sound(scale, form.scale_dtypes, shapes, info)
+            self.codes[info.name] = Weight(info, form, scale, self._input_scale(info) if form.static else None)
+        if respelled:
+            self.notes.append(
+                f"{respelled} scales are called weight_scale_inv although they are one per tensor; "
+                "vLLM 0.32.0 reads that for Mistral 3 models only"
+            )
+        if not self.codes:
+            self.notes.append("nothing is quantized")
+
+    def _input_scale(self, info: TensorInfo) -> TensorInfo | None:
+        """The scale of a layer's activations, if it is there and has the right shape and dtype."""
+        name = f"{info.module}.input_scale"
+        found = self.checkpoint.tensors.get(name)
+        if found is None:
+            self.problems.append(f"{self.place(info.name)} has no {name}, but its activations are static")
+            return None
+        self.scales.add(name)
+        return self._sound(found, FLOATS, ((), (1,)), info)
+
+    def _sound(
+        self, scale: TensorInfo, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], info: TensorInfo
+    ) -> TensorInfo | None:
+        """The scale, if its dtype and shape are right."""
+        if self.ours:
+            dtypes = dtypes[:1]
+        if scale.dtype in dtypes and scale.shape in shapes:
+            return scale
+        wanted = f"{_either(dtypes)} {_either([str(list(shape)) for shape in shapes])}"
+        self.problems.append(
+            f"{self.place(scale.name)} is {described(scale)}, for {described(info)} it must be {wanted}"
+        )
+        return None
+
+    def _check_strays(self) -> None:
+        """Scales that belong to no quantized weight."""
+        unread = 0
+        for info in self.checkpoint.tensors.values():
+            owner = self.owner(info.name)
+            if owner is None or info.name in self.scales:
+                continue
+            weight = self.checkpoint.tensors.get(owner)
+            if weight is None:
+                self.problems.append(f"{self.place(info.name)} has no weight: {owner} is missing")
+            elif owner not in self.codes:
+                self.problems.append(f"{self.place(info.name)} is the scale of {owner}, which is {weight.dtype}")
+            elif info.name.endswith(".input_scale"):
+                unread += 1
+            elif (form := self.codes[owner].form) is not None:
+                self.problems.append(
+                    f"{self.place(info.name)} is not the scale of {owner}: the config asks for {owner}{form.suffix}"
+                )
+        for name in leftovers(self.checkpoint.tensors, self.codes):
+            self.problems.append(f"{self.place(name)} is nothing that engines load")
+        if unread:
+            self.notes.append(f"{unread} input_scale tensors are there, but the config says activations are dynamic")
+
+    def owner(self, name: str) -> str | None:
+        """The weight that a tensor is the scale of; None if it is no scale."""
+        if name.endswith(".input_scale"):
+            return f"{name.removesuffix('.input_scale')}.weight"
+        for suffix in ("_scale_inv", "_scale"):
+            owner = name.removesuffix(suffix)
+            info = self.checkpoint.tensors.get(owner)
+            # A stack of experts has no more to its name than a parameter that a model may have beside a scale of it.
+            if owner != name and (owner.endswith(".weight") or (info is not None and info.dtype == CODE_DTYPE)):
+                return owner
+        return None
+
+    def _check_listed(self) -> None:
+        """No quantized module may be listed."""
+        ignored = self.quantization.ignored
+        for name, weight in self.codes.items():
+            module = weight.info.module
+            names: list[str] = [module]
+            if self.registry is not None:
+                fused = self.registry.fused(module)
+                names = [n for known in (module, fused) if known for n in self.registry.model.names_of(known)]
+            entry = ignored.find(names)
+            if entry is not None:
+                self.problems.append(f"{self.place(name)} is {CODE_DTYPE}, but {ignored.key} lists {entry}")
+
+    def _check_unlisted(self, registry: Registry) -> None:
+        """Every unquantized module that an engine would build as FP8 must be listed; and what may not be FP8."""
+        ignored, unlisted = self.quantization.ignored, []
+        for info in self.checkpoint.tensors.values():
+            kind = registry.kind(info.module)
+            if info.name in self.codes:
+                # Other layers than the registry's are FP8 where the source had them so.
+                message = f"{self.place(info.name)} is {CODE_DTYPE}, but it is kept: {kind.keep}"
+                if kind.keep in NOT_LINEAR:
+                    self.problems.append(message)
+                elif kind.keep == ROUTER:
+                    # Some engines build some routers with quantization.
+                    self.differs(message)
+                continue
+            matrix = len(info.shape) == 2 and info.name.endswith(".weight")
+            linear = kind.layer or (kind.keep is not None and kind.keep not in NOT_LINEAR)
+            if not (kind.stack or (matrix and linear)) or self.quantization.format_of(info.module) is None:
+                continue
+            wanted = registry.fused(info.module) or info.module
+            if ignored.find(registry.model.names_of(wanted)) is not None:
+                continue
+            if kind.keep is None or self.ours:
+                self.unlisted.add(wanted)
+                self.problems.append(
+                    f"{self.place(info.name)} is {info.dtype}, but {ignored.key} does not list {wanted}"
+                )
+            else:
+                unlisted.append(info.module)
+        if unlisted:
+            more = f" and {len(unlisted) - 1} more modules that are" if len(unlisted) > 1 else ", which is"
+            them = "them" if len(unlisted) > 1 else "it"
+            self.notes.append(
+                f"{ignored.key} does not list {unlisted[0]}{more} unquantized: right only if the engine never builds "
+                f"{them} as FP8"
+            )
+
+    def layers(self, registry: Registry) -> dict[str, Layer]:
+        """The stored matrices that the registry lets quantize."""
+        return {
+            info.module: Layer(info.module, template(info.module), info, (info.shape[0], info.shape[1]))
+            for info in self.checkpoint.tensors.values()
+            if len(info.shape) == 2 and info.name.endswith(".weight") and registry.kind(info.module).layer
+        }
+
+    def _check_head(self) -> None:
+        """An output head is no Linear to vLLM."""
+        for name, weight in self.codes.items():
+            if self.head and is_head(weight.info.module) and not self.quantization.names(weight.info.module):
+                self.problems.append(
+                    f"{self.place(name)} is {CODE_DTYPE}, but no config group names it: engines find it by name only"
+                )
+
+    def _check_together(self, registry: Registry) -> None:
+        """What an engine merges must be quantized together, and so must all experts of a layer."""
+        layers = self.layers(registry)
+        groups: dict[str, list[str]] = {}
+        for module in layers:
+            experts = registry.find_experts(module)
+            if experts is not None:
+                groups.setdefault(experts, []).append(module)
+        for members in set(joined_sets(registry.model, layers).values()):
+            # Experts are held together already.
+            if registry.find_experts(members[0]) is None:
+                groups[members[0]] = list(members)
+        for name in sorted(groups):
+            one = {f"{module}.weight" in self.codes: module for module in reversed(groups[name])}
+            forms = {
+                weight.form: weight.info.name
+                for module in reversed(groups[name])
+                if (weight := self.codes.get(f"{module}.weight")) and weight.form
+            }
+            if len(one) == 2:
+                other = f"{one[False]}.weight"
+                self.problems.append(
+                    f"{self.place(f'{one[True]}.weight')} is {CODE_DTYPE} and {other} is "
+                    f"{self.checkpoint.tensors[other].dtype}, but engines take both in one format"
+                )
+            elif len(forms) > 1:
+                (form, first), (another, second), *_ = list(forms.items())[::-1]
+                self.problems.append(
+                    f"{self.place(first)} has {form.title} and {second} {another.title}, "
+                    "but engines take both in one format"
+                )
+
+    def _check_index(self) -> None:
+        """The size that the index tells."""
+        if not self.checkpoint.indexed:
+            return
+        index = read_json(self.checkpoint.root / INDEX_FILE, INDEX_FILE)
+        metadata = index.get("metadata")
+        told = metadata.get("total_size") if isinstance(metadata, dict) else None
+        total = sum(info.nbytes for info in self.checkpoint.tensors.values())
+        if told is not None and told != total:
+            self.differs(f"{INDEX_FILE}: total_size is {told}, the tensors take {total} bytes")
+
+    def _check_written(self) -> None:
+        """The files that the run which made the directory wrote down."""
+        for name in sorted(self.written):
+            if not (self.checkpoint.root / name).is_file():
+                self.problems.append(f"{name} is missing: the run that made this directory wrote it")
+
+
+def _without_targets(settings: dict[str, Any]) -> dict[str, Any]:
+    """A quantization_config without the names of layers in its groups."""
+    groups = settings.get("config_groups")
+    if not isinstance(groups, dict):
+        return dict(settings)
+    bare = {
+        name: {key: value for key, value in group.items() if key != "targets"} if isinstance(group, dict) else group
+        for name, group in groups.items()
+    }
+    return {**settings, "config_groups": bare}
+
+
+def described(info: TensorInfo) -> str:
+    """A tensor's dtype and shape for a message."""
+    return f"{info.dtype} {list(info.shape)}"
+
+
+def _either(words: Sequence[str]) -> str:
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

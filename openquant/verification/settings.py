@@ -1,0 +1,146 @@
+"""Values in a quantization_config that nothing reads, or that engines read as something else than is stored.
+
+`fp8`: vLLM 0.32.0 layers/quantization/fp8.py:157-176, SGLang 0.5.23 layers/quantization/fp8.py:340-380, transformers
+5.23 FineGrainedFP8Config. `compressed-tensors`: the package's 0.20 quantization/quant_args.py and quant_config.py, and
+what vLLM makes a scheme of (compressed_tensors/compressed_tensors.py:582-616 and 783-950).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..formats.quantization import IGNORE_KEYS
+from ..formats.schemes import TRANSFORMERS_REFUSAL
+from .configs import shown
+
+# The values that each key may have; None for keys that are looked at elsewhere, or may have any.
+_Known = Mapping[str, tuple[Any, ...] | None]
+
+_LISTS: _Known = dict.fromkeys(IGNORE_KEYS)
+_FP8: _Known = {
+    **_LISTS,
+    "quant_method": None,
+    "activation_scheme": None,
+    "weight_block_size": None,
+    "fmt": (None, "e4m3", "float8_e4m3fn"),
+    "scale_fmt": (None, "float", "ue8m0"),
+    "store_dtype": (None,),
+    "expert_dtype": (None, "fp8"),
+    "dequantize": (None, False, True),
+    "modules_to_convert": (None, []),
+    "packed_modules_mapping": None,
+    "kv_cache_quant_algo": (None, "FP8"),
+    "kv_cache_scheme": None,
+}
+_NUMBER: _Known = {"type": ("float",), "num_bits": (8,), "symmetric": (True,)}
+_DTYPES = (None, *(f"torch.{name}" for name in ("float32", "bfloat16", "float16", "uint8", "int8", "float8_e4m3fn")))
+_ARGUMENTS: _Known = {
+    **_NUMBER,
+    "strategy": None,
+    "group_size": None,
+    "block_structure": None,
+    "actorder": (None, False),
+    "observer": None,
+    "observer_kwargs": None,
+    "scale_dtype": _DTYPES,
+    "zp_dtype": _DTYPES,
+}
+_WEIGHTS: _Known = {**_ARGUMENTS, "dynamic": (False,)}
+_ACTIVATIONS: _Known = {**_ARGUMENTS, "dynamic": (False, True)}
+_DYNAMIC = ("token", "tensor", "group")
+_STORED = ("float-quantized", "naive-quantized")
+_GROUP: _Known = {
+    "targets": None,
+    "weights": None,
+    "input_activations": None,
+    "output_activations": (None,),
+    "format": None,
+}
+_COMPRESSED: _Known = {
+    **_LISTS,
+    "quant_method": None,
+    "config_groups": None,
+    "quantization_status": ("compressed", "frozen", "calibration", "initialized"),
+    "format": None,
+    "kv_cache_scheme": None,
+    "sparsity_config": None,
+    "transform_config": None,
+    "moe_sparsity_config": (None,),
+    "global_compression_ratio": None,
+    "packed_modules_mapping": None,
+    "version": None,
+}
+
+
+def unread(settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """What is wrong with the values of a quantization_config of FP8 weights, and the keys that nothing reads.
+
+    Example: (['fmt is "e5m2", engines read null or "e4m3" or "float8_e4m3fn"'], ["config_groups.group_0.more"])
+    """
+    problems, unknown = [], []
+    for path, value, known in _walk(settings):
+        for key, held in value.items():
+            where = ".".join((*path, key))
+            allowed = known.get(key)
+            if key not in known:
+                unknown.append(where)
+            elif allowed is not None and not _is_one(held, allowed):
+                problems.append(f"{where} is {shown(held)}, engines read {_either(allowed)}")
+    problems += list(_contradictions(settings))
+    return problems, unknown
+
+
+def _walk(settings: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any], _Known]]:
+    """Every dictionary whose keys are known, where it is."""
+    if settings.get("quant_method") == "fp8":
+        # One scale per tensor is what transformers has to refuse.
+        more = () if settings.get("weight_block_size") else (TRANSFORMERS_REFUSAL,)
+        yield (), settings, {**_FP8, "scale_fmt": (None, "float", "ue8m0", *more)}
+        return
+    yield (), settings, _COMPRESSED
+    for name, group in settings["config_groups"].items():
+        path = "config_groups", name
+        yield path, group, _GROUP
+        for key, known in (("weights", _WEIGHTS), ("input_activations", _ACTIVATIONS)):
+            if isinstance(group.get(key), dict):
+                yield (*path, key), group[key], known
+    cache = settings.get("kv_cache_scheme")
+    if isinstance(cache, dict):
+        yield ("kv_cache_scheme",), cache, _ACTIVATIONS
+
+
+def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Formats of groups, and how activations are quantized, that no engine has a scheme for."""
+    cache = settings.get("kv_cache_scheme")
+    if cache is not None and not isinstance(cache, dict):
+        yield f"kv_cache_scheme is {shown(cache)}, engines read null or an object"
+    groups = settings.get("config_groups")
+    for name, group in groups.items() if isinstance(groups, dict) else ():
+        path, format = f"config_groups.{name}", group.get("format")
+        if format is None:
+            format = settings.get("format")
+        micro = group["weights"].get("strategy") == "group"
+        stored = ("mxfp8-quantized", *_STORED) if micro else _STORED
+        if not _is_one(format, stored):
+            yield f"{path} has the format {shown(format)}, engines read {_either(stored)} for its weights"
+        activations = group.get("input_activations")
+        if not isinstance(activations, dict):
+            continue
+        dynamic = activations.get("dynamic") is True
+        strategies = _DYNAMIC if dynamic else ("tensor",)
+        if not _is_one(activations.get("strategy"), strategies):
+            yield (
+                f"{path}.input_activations.strategy is {shown(activations.get('strategy'))}, engines read "
+                f"{_either(strategies)} for {'dynamic' if dynamic else 'static'} activations"
+            )
+
+
+def _is_one(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Whether a value is one of some; 1 is not True."""
+    return any(type(value) is type(one) and value == one for one in allowed)
+
+
+def _either(values: tuple[Any, ...]) -> str:
+    return " or ".join(json.dumps(value) for value in values)

@@ -1,0 +1,534 @@
+"""`openquant verify`: hold an FP8 directory against itself, and against its source.
+
+Names, shapes, dtypes and the config are checked first (headers.py), then held against the source's; then the tensors
+are read (contents.py).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from ..errors import PlanError, SourceError, UsageError
+from ..files.cards import QUANTIZED, source_of
+from ..files.checkpoint import Checkpoint, open_checkpoint, read_config, readable
+from ..files.inputs import MAX_SMALL, read_small
+from ..files.journal import read_journal
+from ..files.tensors import TensorInfo
+from ..formats.kernels import BITS_TYPE
+from ..formats.quantization import quantization_places, read_quantization
+from ..formats.schemes import CHANNEL, MIXED, TENSOR, Group, Scheme
+from ..machine import available_cpus
+from ..models import MODELS
+from ..patterns import collapse, template
+from ..plan.fates import Options, joined_sets
+from ..plan.plan import Plan, make_plan
+from ..weights.encoded import MODELOPT_FILE, decoded_view, with_own_file
+from ..weights.layers import Matrix
+from .configs import differences, judged
+from .contents import LayerError, Progress, Task, Weight, read_contents
+from .extras import extra_files, extra_weights
+from .headers import Headers, Registry, described
+
+
+@dataclass(frozen=True)
+class Report:
+    """What verify() found.
+
+    Attributes:
+        directory: as it was asked for.
+        source: likewise; None without one.
+        architecture: the model's class; None if the directory could not be opened.
+        format: quant_method and what shares a scale.
+        problems: what is off, one line each; empty if nothing is.
+        notes: what is worth knowing, and what was not checked.
+        shards: number of weight files.
+        tensors: number of tensors in them.
+        nbytes: their size.
+        quantized: number of weights stored as float8_e4m3fn.
+        equal_tensors: number of tensors found equal to the source's, byte for byte.
+        equal_files: number of other files found equal to the source's.
+        errors: of each layer that was decoded, in the order of the checkpoint.
+        compared_codes: number of codes in them, each of which was made again from the source.
+        equal_codes: how many of these are the same.
+        recomputed: whether quantizing the source again must give the same codes and scales.
+        seconds: wall time.
+    """
+
+    directory: str
+    source: str | None
+    architecture: str | None
+    format: str
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+    shards: int = 0
+    tensors: int = 0
+    nbytes: int = 0
+    quantized: int = 0
+    equal_tensors: int = 0
+    equal_files: int = 0
+    errors: tuple[LayerError, ...] = ()
+    compared_codes: int = 0
+    equal_codes: int = 0
+    recomputed: bool = False
+    seconds: float = 0.0
+
+    @property
+    def worst(self) -> list[LayerError]:
+        """The ten layers that are relatively farthest from the source, the worst first."""
+        return sorted(self.errors, key=lambda error: -error.relative)[:10]
+
+    @property
+    def equal_share(self) -> float | None:
+        """The share of codes that making them again gives; None if none was made."""
+        return self.equal_codes / self.compared_codes if self.compared_codes else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as a dictionary, with the worst layers only."""
+        found = asdict(self)
+        for name in ("errors", "compared_codes", "equal_codes", "recomputed"):
+            del found[name]
+        relative = [error.relative for error in self.errors]
+        found["decoded"] = {
+            "layers": len(relative),
+            "relative_mean": sum(relative) / len(relative) if relative else None,
+            "equal_codes": self.equal_share,
+            "worst": [asdict(error) for error in self.worst],
+        }
+        return found
+
+
+def verify(
+    directory: str | os.PathLike[str],
+    source: str | os.PathLike[str] | None = None,
+    full: bool = False,
+    *,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Check an FP8 directory, made by this tool or another.
+
+    Args:
+        directory: what to check.
+        source: the checkpoint it was made from.
+        full: also decode every quantized layer and compare it with the source, and quantize the source again.
+        workers: number of threads; the CPUs this process may use if None.
+        progress: told the bytes read so far and in all, never from two threads at once.
+
+    Returns:
+        What was found; `problems` is empty if nothing is off.
+
+    Raises:
+        OpenQuantError: there is nothing to check: no such directory, or no quantized checkpoint of a known kind.
+    """
+    begin = time.monotonic()
+    if full and source is None:
+        raise UsageError("--full compares with the source, and none is given", "give --source DIR")
+    if workers is not None and workers < 1:
+        raise UsageError(f"{workers} workers cannot work", "give --workers 1 or more")
+    root = Path(directory)
+    with readable():
+        if not root.is_dir():
+            raise UsageError(f"{root} is not a directory", "check the path")
+        config = read_config(root)
+        quantization = read_quantization(with_own_file(config, root))
+    if not quantization.checkable:
+        raise UsageError(
+            f"{'config.json' if quantization_places(config) else MODELOPT_FILE} has {quantization.method} with "
+            f"{quantization.title}",
+            "only fp8 and compressed-tensors with FP8 weights are checked",
+        )
+    journal = read_journal(root)
+    if journal is not None and not journal["done"]:
+        raise UsageError(f"{root} is not finished", "run the command that makes it again")
+    origin = None if source is None else open_checkpoint(Path(source))
+    if origin is not None:
+        _refuse_quantized(origin)
+    told = None if source is None else os.fspath(source)
+    form = f"{quantization.method}, {quantization.title}"
+    try:
+        checkpoint = open_checkpoint(root)
+    except SourceError as error:
+        notes = ("nothing else was checked",)
+        return Report(os.fspath(directory), told, None, form, (error.message,), notes, seconds=_since(begin))
+    written = set(journal["files"]) if journal else set()
+    model = MODELS.get(checkpoint.architecture)
+    card = source_of(_card(checkpoint))
+    headers = Headers(checkpoint, quantization, model, written, ours=journal is not None or card is not None)
+    headers.check()
+    work = _Verification(headers, origin, full, remakes=headers.ours and QUANTIZED not in (card or ""))
+    work.run(workers or available_cpus(), progress)
+    return Report(
+        directory=os.fspath(directory),
+        source=told,
+        architecture=checkpoint.architecture,
+        format=form,
+        problems=tuple(headers.problems),
+        notes=tuple(headers.notes),
+        shards=len(checkpoint.shards),
+        tensors=len(checkpoint.tensors),
+        nbytes=sum(info.nbytes for info in checkpoint.tensors.values()),
+        quantized=len(headers.codes),
+        equal_tensors=work.equal_tensors,
+        equal_files=work.equal_files,
+        errors=tuple(work.errors),
+        compared_codes=work.compared,
+        equal_codes=work.same,
+        recomputed=work.remakes,
+        seconds=_since(begin),
+    )
+
+
+def _card(checkpoint: Checkpoint) -> str:
+    """The directory's README.md; empty if there is none of a usual size."""
+    if not 0 < checkpoint.files.get("README.md", 0) <= MAX_SMALL:
+        return ""
+    with readable():
+        return read_small(checkpoint.root / "README.md", "README.md").decode(errors="replace")
+
+
+def _refuse_quantized(source: Checkpoint) -> None:
+    _, encoded = decoded_view(source)
+    if encoded:
+        raise UsageError(
+            f"{source.root}: the source is already quantized, and codes are held against plain weights only",
+            "give the unquantized model, or leave --source out",
+        )
+
+
+def _since(begin: float) -> float:
+    return round(time.monotonic() - begin, 3)
+
+
+class _Verification:
+    """One check against a source and of the contents, once the headers are checked; `run` says in which order.
+
+    What it finds goes where the headers' problems and notes are.
+    """
+
+    def __init__(self, headers: Headers, source: Checkpoint | None, full: bool, remakes: bool) -> None:
+        self.headers = headers
+        self.checkpoint = headers.checkpoint
+        self.source = source
+        self.full = full
+        self.ours = headers.ours
+        # Static activations come from a source that was quantized already.
+        self.remakes = full and remakes and headers.scheme is not None and not headers.scheme.static
+        self.problems, self.notes = headers.problems, headers.notes
+        self.codes, self.scheme, self._place = headers.codes, headers.scheme, headers.place
+        self.values: dict[str, float] = {}
+        self.plan: Plan | None = None
+        self.matrices: dict[str, Matrix] = {}
+        self.equal_tensors = 0
+        self.equal_files = 0
+        self.errors: list[LayerError] = []
+        self.absmax: dict[str, float] = {}
+        self.compared = 0
+        self.same = 0
+
+    def run(self, workers: int, progress: Progress | None) -> None:
+        """All checks."""
+        pairs: list[tuple[TensorInfo, Matrix | None]] = []
+        self._open_with_library()
+        self._check_extra_files()
+        if self.source is not None:
+            self._compare_config(self.source)
+            self._compare_files(self.source)
+            self._make_plan(self.source)
+            pairs = self._pair(self.source)
+            self._compare_plan()
+        self._read(pairs, workers, progress)
+        if self.headers.registry is not None:
+            self._check_shared_scales(self.headers.registry)
+        self._check_remade_scales(self.headers.registry)
+
+    def _open_with_library(self) -> None:
+        """Every file opens with the safetensors library, which engines use, and holds the same to it."""
+        names: dict[str, set[str]] = {shard: set() for shard in self.checkpoint.shards}
+        for name, place in self.checkpoint.where.items():
+            names[place.shard].add(name)
+        for shard, wanted in names.items():
+            try:
+                with safe_open(self.checkpoint.root / shard, framework="np") as file:
+                    if set(file.keys()) != wanted:
+                        self.problems.append(f"{shard} holds other tensors to the safetensors library")
+            except (SafetensorError, OSError) as error:
+                self.problems.append(f"{shard} cannot be opened with the safetensors library: {error}")
+
+    def _check_extra_files(self) -> None:
+        """Files that nobody expects there."""
+        written = self.headers.written
+        expected, where = written or None, "not of the run that made it" if written else "beside the model"
+        if self.source is not None:
+            expected, where = {*self.source.files, "README.md", "config.json"}, "not in the source"
+        problems, notes = extra_files(self.checkpoint, expected, where, self.ours)
+        self.problems += [*extra_weights(self.checkpoint), *problems]
+        self.notes += notes
+
+    # The source.
+
+    def _compare_config(self, source: Checkpoint) -> None:
+        ours, theirs = (_unquantized(config) for config in (self.checkpoint.config, source.config))
+        if self.ours:
+            for difference in differences(ours, theirs):
+                self.problems.append(f"config.json: {difference.text('the source has')}")
+            return
+        for difference, computed in judged(ours, theirs):
+            message = f"config.json: {difference.text('the source has')}"
+            (self.problems if computed else self.notes).append(message)
+
+    def _compare_files(self, source: Checkpoint) -> None:
+        # The card is written anew; the config was compared by its contents.
+        for name in sorted(source.files.keys() - {"config.json", "README.md"}):
+            if name not in self.checkpoint.files:
+                if name not in self.headers.written:
+                    self.headers.differs(f"{name} is missing: the source has it")
+            elif _same(self.checkpoint.root / name, source.root / name):
+                self.equal_files += 1
+            else:
+                self.headers.differs(f"{name} differs from the source's")
+
+    def _make_plan(self, source: Checkpoint) -> None:
+        """The plan that would leave unquantized what is; without one, tensors are compared by name alone."""
+        if source.architecture not in MODELS:
+            return
+        try:
+            options = Options(tuple(self._ignore_patterns(source)), tuple(self._schemes_for()), head=self.headers.head)
+            # Of another tool's layers only the names count, which any scheme of the format has.
+            fp8 = self.headers.quantization.method == "fp8"
+            self.plan = make_plan(source, self.scheme or (TENSOR if fp8 else CHANNEL), options)
+        except (PlanError, UsageError) as error:
+            self.notes.append(f"no plan can be made of the source, tensors were compared by name: {error.message}")
+            return
+        for module, layer in self.plan.layers.items():
+            self.matrices[module] = layer.matrix(source.where)
+
+    def _ignore_patterns(self, source: Checkpoint) -> list[str]:
+        """--ignore options for what is unquantized, as few as say it: each is held against every layer."""
+        quantized = {template(weight.info.module) for weight in self.codes.values()}
+        patterns: dict[str, None] = {}
+        for info in self.checkpoint.tensors.values():
+            if len(info.shape) < 2 or info.name in self.codes or self.headers.owner(info.name) is not None:
+                continue
+            experts = self.headers.registry.find_experts(info.module) if self.headers.registry else None
+            alike = template(info.module)
+            if alike not in quantized:
+                patterns[alike] = None
+            elif experts is not None:
+                patterns[f"{experts}.**"] = None
+            elif info.name in source.tensors:
+                patterns[info.module] = None
+        return list(patterns)
+
+    def _schemes_for(self) -> Iterator[tuple[str, Scheme]]:
+        """--scheme-for options for what is stored in another scheme than most."""
+        if self.scheme is None or self.headers.registry is None:
+            return
+        alike: dict[str, set[Group]] = {}
+        for weight in self.codes.values():
+            if weight.form is not None:
+                alike.setdefault(template(weight.info.module), set()).add(weight.form.group)
+        others: dict[str, Scheme] = {}
+        for weight in self.codes.values():
+            if weight.form is not None and weight.form.group != self.scheme.group:
+                name = template(weight.info.module)
+                if len(alike[name]) > 1:
+                    # Each pattern is held against every layer, and experts are many.
+                    experts = self.headers.registry.find_experts(weight.info.module)
+                    name = f"{experts}.**" if experts else weight.info.module
+                others[name] = next(other for other in MIXED if other.group == weight.form.group)
+        yield from others.items()
+
+    def _pair(self, source: Checkpoint) -> list[tuple[TensorInfo, Matrix | None]]:
+        """Unquantized tensors, with the matrix each must equal, None for the source's tensor of that name."""
+        pairs: list[tuple[TensorInfo, Matrix | None]] = []
+        foreign: list[str] = []
+        recast: list[str] = []
+        for info in self.checkpoint.tensors.values():
+            original, matrix = source.tensors.get(info.name), self.matrices.get(info.module)
+            if original is None and matrix is not None and info.name != f"{info.module}.weight":
+                matrix = None
+            stored = original or matrix
+            if stored is None:
+                if self.headers.owner(info.name) is None:
+                    foreign.append(info.name)
+                continue
+            dtype, shape = stored.dtype, stored.shape
+            if info.name in self.codes:
+                if info.shape != shape:
+                    self._mismatch(info, dtype, shape)
+                elif matrix is None and original is not None and len(shape) == 2 and dtype in BITS_TYPE:
+                    place, pitch = source.where[info.name], original.nbytes // shape[0]
+                    self.matrices[info.module] = Matrix(
+                        info.name, place.shard, place.offset, dtype, (shape[0], shape[1]), pitch, transposed=False
+                    )
+            elif (info.dtype, info.shape) == (dtype, shape):
+                pairs.append((info, None if original else matrix))
+            elif info.shape == shape and not self.ours:
+                recast.append(info.name)
+            else:
+                self._mismatch(info, dtype, shape)
+        if self.ours:
+            self.problems += [f"{self._place(name)} is not in the source" for name in foreign]
+        elif foreign:
+            self.notes.append(f"not in the source: {', '.join(collapse(foreign))}")
+        if recast:
+            self.notes.append(f"not compared, since the source has another dtype: {', '.join(collapse(recast))}")
+        self._check_accounted(source)
+        return pairs
+
+    def _mismatch(self, info: TensorInfo, dtype: str, shape: tuple[int, ...]) -> None:
+        self.problems.append(f"{self._place(info.name)} is {described(info)}, the source has {dtype} {list(shape)}")
+
+    def _check_accounted(self, source: Checkpoint) -> None:
+        """Every tensor of the source is there, itself or split into experts."""
+        tensors = self.checkpoint.tensors
+        parts: dict[str, list[str]] = {}
+        for layer in self.plan.layers.values() if self.plan else ():
+            if layer.stacked is not None:
+                parts.setdefault(layer.source.name, []).append(f"{layer.module}.weight")
+        for name in source.tensors:
+            if name in tensors:
+                continue
+            for missing in [part for part in parts.get(name, [name]) if part not in tensors]:
+                self.problems.append(f"{missing} is missing: the source has {name} in {source.where[name].shard}")
+
+    def _compare_plan(self) -> None:
+        """What this tool made is where its plan puts it, and lists what its plan lists."""
+        if self.plan is None or not self.ours:
+            return
+        key = self.headers.quantization.ignored.key
+        listed = set(self.headers.quantization.ignored.entries)
+        for name in self.plan.ignored_layers:
+            if name not in listed and name not in self.headers.unlisted:
+                self.problems.append(f"config.json: {key} does not list {name}")
+        # Engines may take a name for the beginning, or a part, of others.
+        more = sorted(listed.difference(self.plan.ignored_layers))
+        self.problems += [f"config.json: {key} lists {name}, the plan does not" for name in more]
+        if self.problems:
+            return
+        for shard in self.plan.shards:
+            for planned in self.plan.outputs(shard.name):
+                found, where = self.checkpoint.tensors[planned.name], self.checkpoint.where[planned.name]
+                if (found != planned and found.name not in self.headers.scales) or where.shard != shard.name:
+                    self.problems.append(
+                        f"{self._place(found.name)} is {described(found)}, "
+                        f"the plan has {described(planned)} in {shard.name}"
+                    )
+
+    # The tensors' contents.
+
+    def _read(self, pairs: list[tuple[TensorInfo, Matrix | None]], workers: int, progress: Progress | None) -> None:
+        tasks = [Task(info, matrix=matrix) for info, matrix in pairs]
+        for weight in self.codes.values():
+            matrix = self.matrices.get(weight.info.module) if self.full else None
+            matrix = matrix if matrix and matrix.shape == weight.info.shape else None
+            tasks.append(Task(weight.info, weight, matrix, self._scheme_of(weight) if self.remakes else None))
+        # In the order of the files, which is how disks like it.
+        tasks.sort(key=lambda task: self.checkpoint.where[task.info.name])
+        contents = read_contents(self.checkpoint, self.source, tasks, workers, progress)
+        self.problems += contents.problems
+        self.errors = contents.errors
+        self.values = contents.scales
+        self.equal_tensors = contents.equal
+        self.absmax = contents.absmax
+        self.compared, self.same = contents.compared, contents.same
+        if self.ours and self.full and not self.remakes:
+            self.notes.append(
+                "codes and scales were not made again, since the source was quantized already: errors were held "
+                "against what rounding explains"
+            )
+        if self.full:
+            skipped = sum(weight.info.module not in self.matrices for weight in self.codes.values())
+            if skipped:
+                self.notes.append(f"{skipped} quantized tensors were not decoded: the source has no matrix for them")
+
+    def _check_shared_scales(self, registry: Registry) -> None:
+        """Layers that engines merge have one scale, or vLLM rounds them a second time at load."""
+        layers, several, ragged = self.headers.layers(registry), 0, 0
+        for members in sorted(set(joined_sets(registry.model, layers).values())):
+            weights = [self.codes[f"{module}.weight"] for module in members if f"{module}.weight" in self.codes]
+            forms = {weight.form for weight in weights}
+            form = forms.pop() if len(forms) == 1 else None
+            if form is None:
+                continue
+            if form.block is not None:
+                ragged += any(weight.info.shape[0] % form.block[0] for weight in weights[:-1])
+                continue
+            scales = [weight.scale.name for weight in weights if weight.scale and weight.scale.name in self.values]
+            values = [self.values[name] for name in scales]
+            if form.strategy != "tensor" or len(set(values)) < 2:
+                continue
+            if not self.ours:
+                several += 1
+                continue
+            number = next(number for number, value in enumerate(values) if value != values[0])
+            self.problems.append(
+                f"{self._place(scales[0])} is {values[0]:g} and {scales[number]} is {values[number]:g}, "
+                "but engines merge their layers under one scale"
+            )
+        if several:
+            self.notes.append(
+                f"{several} sets of layers that engines merge have different scales: vLLM rounds them again at load"
+            )
+        if ragged:
+            self.notes.append(
+                f"{ragged} sets of layers that engines merge do not divide into blocks: "
+                "vLLM 0.32.0 misplaces their scales"
+            )
+
+    def _scheme_of(self, weight: Weight) -> Scheme | None:
+        """What a weight of ours is stored in."""
+        assert self.scheme is not None
+        if weight.form is None or weight.form.group == self.scheme.group:
+            return self.scheme
+        return next((other for other in MIXED if other.group == weight.form.group), None)
+
+    def _check_remade_scales(self, registry: Registry | None) -> None:
+        """One scale for several layers is that of the largest weight in any of them."""
+        sets = joined_sets(registry.model, self.headers.layers(registry)) if registry else {}
+        together: dict[object, list[str]] = {}
+        for module in self.absmax:
+            scale = self.codes[f"{module}.weight"].scale
+            if scale is not None and scale.name in self.values:
+                # Which are joined is not known of every model; those of one scale may be.
+                key = sets.get(module, (module,)) if registry else self.values[scale.name]
+                together.setdefault(key, []).append(module)
+        for modules in together.values():
+            scheme = self._scheme_of(self.codes[f"{modules[0]}.weight"])
+            assert scheme is not None
+            largest = np.float32(max(self.absmax[module] for module in modules))
+            made = float(scheme.scale(np.asarray(largest)))
+            for module in modules:
+                scale = self.codes[f"{module}.weight"].scale
+                if scale is not None and self.values[scale.name] != made:
+                    self.problems.append(
+                        f"{self._place(scale.name)} is {self.values[scale.name]:.9g}, the source makes it {made:.9g}"
+                    )
+
+
+def _unquantized(config: dict[str, Any]) -> dict[str, Any]:
+    """A config without its quantization_config, which is looked at by itself."""
+    hidden = ("quantization_config", "compression_config")
+    found = {key: value for key, value in config.items() if key not in hidden}
+    if isinstance(found.get("text_config"), dict):
+        found["text_config"] = {key: value for key, value in found["text_config"].items() if key not in hidden}
+    return found
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether two files have the same contents."""
+    with readable(), one.open("rb") as left, other.open("rb") as right:
+        while True:
+            piece = left.read(1 << 20)
+            if piece != right.read(1 << 20):
+                return False
+            if not piece:
+                return True

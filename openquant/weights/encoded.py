@@ -1,0 +1,351 @@
+"""A source that is quantized already, seen as the weights it stands for.
+
+`decoded_view` gives a checkpoint in which every quantized weight is one tensor of bfloat16 under the name it would
+have unquantized, with its scales out of sight. The plan is made of that, and `convert.py` decodes as it reads.
+
+Layouts:
+    FP8    X.weight [out, in], X.weight_scale or X.weight_scale_inv (formats.py says which scheme has what shape)
+    int4   X.weight_packed int32 [out, in / 8], X.weight_scale, X.weight_shape: eight in a word, the first lowest, each
+           8 above its value (compressed-tensors 0.20, compressors/pack_quantized/helpers.py)
+    MXFP4  X.weight_packed uint8 [out, in / 2], X.weight_scale (compressed-tensors), or X_blocks uint8
+           [experts, out, in / 32, 16] and X_scales: two in a byte, the first lowest; unquantized these stacks are
+           [experts, in, out] (transformers 5.23, integrations/mxfp4.py)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import PlanError, SourceError, UsageError
+from ..files.checkpoint import Checkpoint, read_json
+from ..files.tensors import DTYPE_BITS, Location, TensorInfo
+from ..formats.quantization import FP4, INT4, Format, Quantization, quantization_places, read_quantization
+from ..formats.schemes import CODE_DTYPE, INPUT_SCALE, Group, Scheme, grid_of
+
+# What modelopt wrote beside config.json before config.json held the same.
+MODELOPT_FILE = "hf_quant_config.json"
+DECODED_DTYPE = "BF16"
+# Scales of the KV cache and of attention (vLLM 0.32.0 layers/quantization/base_config.py:217-247, fp8.py:211-222).
+_CACHE_SCALE = re.compile(
+    r".+\.([qkv]_scale|[qkv]_zero_point|kv_scale|[qkv]_proj\.output_scale|prob_output_scale|[kv]_cache\.scale|q\.scale)"
+)
+# What tools left beside codes in some versions, and no engine has a place for: AutoFP8's first name of input_scale,
+# scales of a layer's output, and the zero points of symmetric numbers.
+_LEFTOVERS = (".act_scale", ".output_scale", ".weight_zero_point", ".input_zero_point", ".output_zero_point")
+_DAMAGED = "the checkpoint is damaged or incomplete: download or save it again"
+# What no tensor of an unquantized model is called.
+_QUANTIZED = (
+    ".weight_scale", ".weight_scale_inv", f".{INPUT_SCALE}", ".qweight", ".weight_packed", ".weight.absmax",
+)  # fmt: skip
+# DeepSeek V4 has its scales by other names, MiMo V2 more of them than blocks.
+_STRANGE = "download it again if it is damaged; if its maker lays it out so, start from the unquantized model"
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A weight that the source stores quantized.
+
+    Attributes:
+        codes: the stored tensor.
+        form: how it is stored.
+        scale: its scales.
+        input_scale: the scale of its activations, if it has one.
+        shape: of the weights, [out, in], or [experts, out, in] whatever the order of the axes unquantized.
+        turned: unquantized, each matrix of a stack is [in, out].
+    """
+
+    codes: TensorInfo
+    form: Format
+    scale: TensorInfo
+    shape: tuple[int, ...]
+    turned: bool = False
+    input_scale: TensorInfo | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of codes and scales in bytes."""
+        return self.codes.nbytes + self.scale.nbytes
+
+    def passes(self, scheme: Scheme) -> bool:
+        """Whether it is stored as a scheme stores it, but for names, and dtype and shape of the scale."""
+        return (
+            self.form.number == CODE_DTYPE
+            and self.form.group == scheme.group
+            and (self.form.power_of_two or not scheme.power_of_two)
+        )
+
+    def coding(self, where: dict[str, Location], number: int = 0) -> Coding:
+        """How to read one of its matrices: the only one, or that of an expert."""
+        rows, cols = self.shape[-2:]
+        per_byte = 1 if self.form.number == CODE_DTYPE else 2
+        grid = grid_of(self.form.group, (rows, cols))
+        place = where[self.scale.name]
+        itemsize = DTYPE_BITS[self.scale.dtype] // 8
+        return Coding(
+            self.form.number,
+            self.form.group,
+            cols // per_byte,
+            self.scale.name,
+            place.shard,
+            place.offset + number * grid[0] * grid[1] * itemsize,
+            self.scale.dtype,
+            grid,
+        )
+
+
+class Coding(NamedTuple):
+    """How the codes of one matrix [out, in] are read.
+
+    Attributes:
+        number: what they are, as in Format.
+        group: rows and columns that share a scale.
+        pitch: bytes of codes in a row.
+        scale: name of the scale tensor, for messages.
+        shard: source file that the scales are in.
+        offset: bytes from its start to the first of them.
+        dtype: their dtype.
+        grid: how many there are along each axis.
+    """
+
+    number: str
+    group: Group
+    pitch: int
+    scale: str
+    shard: str
+    offset: int
+    dtype: str
+    grid: tuple[int, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the scales in bytes."""
+        return self.grid[0] * self.grid[1] * DTYPE_BITS[self.dtype] // 8
+
+
+class Found(NamedTuple):
+    """An encoded weight: its name unquantized, and the names of all tensors that it takes the place of."""
+
+    name: str
+    encoded: Encoded
+    hidden: tuple[str, ...]
+
+
+def leftovers(tensors: Mapping[str, TensorInfo], weights: Iterable[str]) -> list[str]:
+    """The tensors beside quantized weights that engines refuse to load.
+
+    Args:
+        tensors: of a checkpoint, by name.
+        weights: names of the quantized ones.
+    """
+    beside = [name for name in tensors if name.endswith(_LEFTOVERS) and not _CACHE_SCALE.fullmatch(name)]
+    modules = {weight.rpartition(".")[0] for weight in weights} if beside else ()
+    return [name for name in beside if name.rpartition(".")[0] in modules]
+
+
+def with_own_file(config: dict[str, Any], root: Path) -> dict[str, Any]:
+    """A config.json that says how weights are quantized, be it that modelopt's own file beside it says so.
+
+    Raises:
+        SourceError: that file is there, needed and cannot be read.
+    """
+    if quantization_places(config) or not (root / MODELOPT_FILE).exists():
+        return config
+    found = read_json(root / MODELOPT_FILE, MODELOPT_FILE)
+    if not isinstance(found, dict):
+        raise SourceError(f"{MODELOPT_FILE} is not a JSON object", "download or copy it again")
+    return {**config, "quantization_config": {"quant_method": "modelopt", **found}}
+
+
+def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Encoded]]:
+    """The checkpoint with quantized weights as the tensors they stand for, and what these are stored as, by name.
+
+    Raises:
+        PlanError: it is quantized in a way that is not known here, or quantized without saying how.
+        SourceError: a scale is missing, or has another shape or dtype than config.json promises.
+    """
+    quantization = _read(checkpoint)
+    if quantization is None:
+        _refuse_unexplained(checkpoint)
+        return checkpoint, {}
+    found = {entry.encoded.codes.name: entry for entry in _find(checkpoint, quantization)}
+    hidden = {name for entry in found.values() for name in entry.hidden}
+    hidden.update(leftovers(checkpoint.tensors, found))
+    tensors: dict[str, TensorInfo] = {}
+    where = dict(checkpoint.where)
+    encoded: dict[str, Encoded] = {}
+    for info in checkpoint.tensors.values():
+        entry = found.get(info.name)
+        if entry is not None:
+            if entry.name != info.name and entry.name in checkpoint.tensors:
+                raise SourceError(f"{entry.name} is there twice, as {info.name} too", _DAMAGED)
+            shape = entry.encoded.shape
+            if entry.encoded.turned:
+                shape = (shape[0], shape[2], shape[1])
+            tensors[entry.name] = TensorInfo(entry.name, DECODED_DTYPE, shape)
+            where[entry.name] = checkpoint.where[info.name]
+            encoded[entry.name] = entry.encoded
+        elif info.name not in hidden:
+            tensors[info.name] = info
+    _refuse_strays(tensors, encoded)
+    config = {key: value for key, value in checkpoint.config.items() if not _tells_quantization(key)}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            config[key] = {inner: held for inner, held in value.items() if not _tells_quantization(inner)}
+    files = {name: size for name, size in checkpoint.files.items() if name != MODELOPT_FILE}
+    left_out = (*checkpoint.left_out, *(name for name in checkpoint.files if name not in files))
+    seen = replace(checkpoint, config=config, tensors=tensors, where=where, files=files, left_out=left_out)
+    return seen, encoded
+
+
+def without_cache_scales(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint without scales of the KV cache, which engines load into quantized models only."""
+    tensors = {
+        name: info
+        for name, info in checkpoint.tensors.items()
+        if len(info.shape) > 1 or not _CACHE_SCALE.fullmatch(name)
+    }
+    return replace(checkpoint, tensors=tensors)
+
+
+def _tells_quantization(key: str) -> bool:
+    return key in ("quantization_config", "compression_config")
+
+
+def _read(checkpoint: Checkpoint) -> Quantization | None:
+    """What config.json says, or modelopt's own file where it says nothing."""
+    config = with_own_file(checkpoint.config, checkpoint.root)
+    if not quantization_places(config):
+        return None
+    try:
+        return read_quantization(config)
+    except UsageError as error:
+        raise PlanError(
+            f"the source is already quantized: {error.message}", f"{error.hint}; or start from the unquantized model"
+        ) from None
+
+
+def _find(checkpoint: Checkpoint, quantization: Quantization) -> Iterator[Found]:
+    for info in checkpoint.tensors.values():
+        if info.name.endswith(".weight") and info.dtype == CODE_DTYPE:
+            yield _fp8(checkpoint, quantization, info)
+        elif info.name.endswith(".weight_packed"):
+            yield _packed(checkpoint, quantization, info)
+        elif info.name.endswith("_blocks") and info.dtype == "U8":
+            yield _blocks(checkpoint, quantization, info)
+        elif info.dtype.startswith(("F8_E4M3", "F8_E5M2", "F4", "F6_")):
+            raise PlanError(
+                f"{info.name} is {info.dtype} {list(info.shape)}, which is not read here",
+                "start from the unquantized model",
+            )
+
+
+def _fp8(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo) -> Found:
+    if len(info.shape) != 2:
+        raise PlanError(
+            f"{info.name} is {info.dtype} {list(info.shape)}: quantized stacks of experts are not read here",
+            "start from the unquantized model",
+        )
+    form = _form(quantization, info)
+    if form.number != CODE_DTYPE:
+        raise SourceError(f"{info.name} is {info.dtype}, but config.json has its layer as {form.number}", _DAMAGED)
+    # Mistral calls the scale of a whole tensor so, Qwen's and MiniMax's MXFP8 that of its groups.
+    names = [info.name + suffix for suffix in (form.suffix, "_scale", "_scale_inv")]
+    scale = _scale(checkpoint, info, names, form, (info.shape[0], info.shape[1]))
+    # Mistral's name for it is the second.
+    beside = [f"{info.module}.{last}" for last in (INPUT_SCALE, "activation_scale")]
+    beside = [name for name in beside if name in checkpoint.tensors]
+    input_scale = checkpoint.tensors[beside[0]] if beside else None
+    encoded = Encoded(info, form, scale, info.shape, input_scale=input_scale)
+    return Found(info.name, encoded, (info.name, scale.name, *beside))
+
+
+def _packed(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo) -> Found:
+    module = info.name.removesuffix(".weight_packed")
+    form = _form(quantization, info._replace(name=f"{module}.weight"))
+    words = {INT4: ("I32", 8), FP4: ("U8", 2)}.get(form.number)
+    if words is None or info.dtype != words[0] or len(info.shape) != 2:
+        raise PlanError(
+            f"{info.name} is {info.dtype} {list(info.shape)}, which is not how {form.title} of {form.number} is packed",
+            "start from the unquantized model",
+        )
+    for other in ("weight_zero_point", "weight_g_idx", "weight_global_scale"):
+        if f"{module}.{other}" in checkpoint.tensors:
+            raise PlanError(
+                f"the source is already quantized: {module}.{other} is not read here",
+                "start from the unquantized model",
+            )
+    shape = info.shape[0], info.shape[1] * words[1]
+    scale = _scale(checkpoint, info, [f"{module}.weight_scale"], form, shape)
+    hidden = [f"{module}.{last}" for last in ("weight_shape", INPUT_SCALE)]
+    hidden = [info.name, scale.name, *(name for name in hidden if name in checkpoint.tensors)]
+    return Found(f"{module}.weight", Encoded(info, form, scale, shape), tuple(hidden))
+
+
+def _blocks(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo) -> Found:
+    name = info.name.removesuffix("_blocks")
+    form = _form(quantization, info)
+    if form.number != FP4 or len(info.shape) != 4 or info.shape[3] != 16:
+        raise SourceError(f"{info.name} is {info.dtype} {list(info.shape)}, not MXFP4 blocks of 16 bytes", _DAMAGED)
+    experts, rows, groups, _ = info.shape
+    scale = checkpoint.tensors.get(f"{name}_scales")
+    if scale is None:
+        raise SourceError(f"{info.name} has no scale: {name}_scales is missing", _DAMAGED)
+    if (scale.dtype, scale.shape) != ("U8", info.shape[:3]):
+        raise SourceError(
+            f"{scale.name} is {scale.dtype} {list(scale.shape)}, for {info.name} it must be U8 {list(info.shape[:3])}",
+            _DAMAGED,
+        )
+    encoded = Encoded(info, form, scale, (experts, rows, groups * 32), turned=True)
+    return Found(name, encoded, (info.name, scale.name))
+
+
+def _form(quantization: Quantization, info: TensorInfo) -> Format:
+    form = quantization.format_of(info.module)
+    if form is None:
+        raise SourceError(f"{info.name} is {info.dtype}, but no config group of config.json targets it", _DAMAGED)
+    return form
+
+
+def _scale(
+    checkpoint: Checkpoint, info: TensorInfo, names: list[str], form: Format, shape: tuple[int, int]
+) -> TensorInfo:
+    """The scale of a weight [out, in], which must have as many values as its grid."""
+    scale = next((checkpoint.tensors[name] for name in names if name in checkpoint.tensors), None)
+    if scale is None:
+        raise SourceError(f"{info.name} has no scale: {names[0]} is missing", _STRANGE)
+    wanted = grid_of(form.group, shape)
+    # Those of rows may have one axis; of modelopt's blocks, four (vLLM 0.32.0 layers/quantization/modelopt.py:2246).
+    if tuple(size for size in scale.shape if size != 1) != tuple(size for size in wanted if size != 1):
+        raise SourceError(
+            f"{scale.name} is {list(scale.shape)}, for {list(shape)} with {form.title} it must be {list(wanted)}",
+            _STRANGE,
+        )
+    if scale.dtype not in form.scale_dtypes and scale.dtype not in ("F32", "F8_E8M0"):
+        raise SourceError(f"{scale.name} is {scale.dtype}, not {' or '.join(form.scale_dtypes)}", _DAMAGED)
+    return scale
+
+
+def _refuse_strays(tensors: dict[str, TensorInfo], encoded: dict[str, Encoded]) -> None:
+    """Scales without a quantized weight, which would be copied and mean nothing."""
+    for name in tensors:
+        if name.endswith((".weight_scale", ".weight_scale_inv", "_scales", f".{INPUT_SCALE}")) and name not in encoded:
+            raise SourceError(f"{name} is the scale of no quantized weight", _DAMAGED)
+
+
+def _refuse_unexplained(checkpoint: Checkpoint) -> None:
+    """Quantized tensors of which config.json says nothing."""
+    for info in checkpoint.tensors.values():
+        if info.name.endswith(_QUANTIZED):
+            what = f"it holds {info.name}"
+        elif info.dtype.startswith(("F8_", "F4", "F6_")):
+            what = f"{info.name} is {info.dtype}"
+        else:
+            continue
+        raise PlanError(
+            f"the source is already quantized: {what}, and config.json has no quantization_config",
+            "start from the unquantized model, or put back the config.json that belongs to these weights",
+        )

@@ -1,0 +1,550 @@
+"""Whole conversions, reopened with the safetensors library and compared tensor by tensor with torch."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import tiny
+from conftest import tree
+from openquant import compress, dequantize, verify
+from openquant import run as running
+from openquant.errors import PlanError, SourceError, UsageError
+from openquant.formats.schemes import (
+    BLOCK_COMPRESSED,
+    CHANNEL,
+    MXFP8,
+    SCHEMES,
+    TENSOR_COMPRESSED,
+    VARIANTS,
+    Scheme,
+    find_scheme,
+)
+from openquant.packed import encode, group_absmax, group_scale, stored_scale
+from openquant.patterns import compile_any
+from openquant.plan.plan import Layout, Plan
+
+schemes = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+
+
+def split_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Llama 4's stacked experts as one [out, in] matrix each."""
+    found = {}
+    for name, weight in weights.items():
+        if name.endswith("experts.gate_up_proj"):
+            for expert, both in enumerate(weight):
+                gate, up = both.chunk(2, dim=1)
+                found[name.replace("gate_up_proj", f"{expert}.gate_proj.weight")] = gate.T.contiguous()
+                found[name.replace("gate_up_proj", f"{expert}.up_proj.weight")] = up.T.contiguous()
+        elif name.endswith("experts.down_proj"):
+            for expert, down in enumerate(weight):
+                found[name.replace("down_proj", f"{expert}.down_proj.weight")] = down.T.contiguous()
+        else:
+            found[name] = weight
+    return found
+
+
+def joined_with(module: str, weights: dict[str, torch.Tensor]) -> list[str]:
+    owner, _, last = module.rpartition(".")
+    for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+        if last in group:
+            return [f"{owner}.{part}" for part in group if f"{owner}.{part}.weight" in weights]
+    return [module]
+
+
+def expected_output(
+    weights: dict[str, torch.Tensor], quantized: set[str], default: Scheme, others: Mapping[str, Scheme] = {}
+) -> dict[str, torch.Tensor]:
+    weights = split_experts(weights)
+    found = {}
+    for name, weight in weights.items():
+        module = name.removesuffix(".weight")
+        if module not in quantized:
+            found[name] = weight
+            continue
+        scheme = others.get(module, default)
+        absmax = group_absmax(weight, scheme.group)
+        if scheme.shared:
+            members = joined_with(module, weights)
+            absmax = torch.stack([group_absmax(weights[f"{m}.weight"], scheme.group) for m in members]).amax(0)
+        scale = group_scale(absmax, scheme)
+        found[name] = encode(weight, scale, scheme.group)
+        found[f"{module}.{scheme.scale_name}"] = stored_scale(scale, scheme, tuple(weight.shape))
+    return found
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert found[name].shape == tensor.shape, name
+        assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+
+
+def quantized_by(weights: dict[str, torch.Tensor]) -> set[str]:
+    """What the first release quantizes: attention, MLP and experts of the language model."""
+    parts = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    return {
+        name.removesuffix(".weight")
+        for name in split_experts(weights)
+        if name.removesuffix(".weight").endswith(parts) and not name.startswith("vision")
+    }
+
+
+@pytest.mark.parametrize("scheme", VARIANTS, ids=lambda scheme: scheme.suffix)
+@pytest.mark.parametrize("architecture", tiny.HAND_MADE)
+def test_every_architecture_converts_to_what_torch_computes(tmp_path: Path, architecture: str, scheme: Scheme) -> None:
+    source = tiny.write(tmp_path / "source", architecture, shards=3)
+    weights = tiny.read(source)
+    ignore = ["**.experts.**"] if not scheme.experts and architecture.startswith(("Llama4", "Qwen3Moe")) else []
+    ignored = compile_any(ignore)
+    quantized = {module for module in quantized_by(weights) if not ignored.fullmatch(module)}
+    # What a scheme cannot store for an engine's sake falls back by itself; experts have to be asked for.
+    reordered = () if scheme.follows_rows or not architecture.startswith("Llama4") else ("q_proj", "k_proj", "v_proj")
+    others = {module: CHANNEL for module in quantized if module.endswith(reordered)} if reordered else {}
+    result = compress(
+        source, tmp_path / "out", scheme.name, format=scheme.format, scale_format=scheme.scale_format, ignore=ignore
+    )
+    found = tiny.read(tmp_path / "out")
+    assert_same(found, expected_output(weights, quantized, scheme, others))
+    assert result.quantized_tensors == len(quantized)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    total = sum(tensor.numel() * tensor.element_size() for tensor in found.values())
+    assert index["metadata"] == {"total_size": total}
+    assert result.output_bytes == total
+    assert set(index["weight_map"]) == set(found)
+    for name, shard in index["weight_map"].items():
+        assert name in tiny.read_names(tmp_path / "out" / shard)
+
+
+ATTENTION, EXPERTS = "**.self_attn.*", "**.experts.**"
+MIXTURES = [
+    ("Qwen3ForCausalLM", BLOCK_COMPRESSED, {ATTENTION: "channel"}),
+    ("Qwen3ForCausalLM", CHANNEL, {"**.{q,k,v}_proj": "tensor", "**.layers.0.mlp.*": "block"}),
+    ("Qwen3MoeForCausalLM", TENSOR_COMPRESSED, {EXPERTS: "channel", ATTENTION: "block"}),
+    ("Qwen3MoeForCausalLM", BLOCK_COMPRESSED, {EXPERTS: "channel"}),
+    ("Llama4ForCausalLM", CHANNEL, {"**.experts.0.down_proj": "block", "**.o_proj": "tensor"}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "scheme", "scheme_for"), MIXTURES)
+def test_each_layer_of_a_mixture_has_the_bytes_its_scheme_gives_it(
+    tmp_path: Path, architecture: str, scheme: Scheme, scheme_for: dict[str, str]
+) -> None:
+    source = tiny.write(tmp_path / "source", architecture, shards=3)
+    weights = tiny.read(source)
+    quantized = quantized_by(weights)
+    others: dict[str, Scheme] = {}
+    for pattern, name in scheme_for.items():
+        # Of experts all are named by one.
+        pattern = pattern.replace(".experts.0.down_proj", ".experts.**")
+        found = compile_any([pattern])
+        others |= {module: find_scheme(name, scheme.format) for module in quantized if found.fullmatch(module)}
+    result = compress(source, tmp_path / "out", scheme.name, format=scheme.format, scheme_for=scheme_for)
+    assert_same(tiny.read(tmp_path / "out"), expected_output(weights, quantized, scheme, others))
+    assert len(set(others.values())) == len(scheme_for)
+    counts = {scheme.name: len(quantized) - len(others)}
+    for other in others.values():
+        counts[other.name] = counts.get(other.name, 0) + 1
+    assert result.schemes == counts
+    again = compress(source, tmp_path / "again", scheme.name, format=scheme.format, scheme_for=scheme_for, workers=1)
+    assert again.schemes == result.schemes
+    assert tree(tmp_path / "again") == tree(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "stored"), [("tensor", TENSOR_COMPRESSED), ("channel", CHANNEL), ("block", CHANNEL), ("mxfp8", MXFP8)]
+)
+def test_output_head_is_quantized_like_any_layer(tmp_path: Path, scheme: str, stored: Scheme) -> None:
+    source = tiny.write(tmp_path / "source", "Qwen3ForCausalLM", shards=3)
+    weights = tiny.read(source)
+    compress(source, tmp_path / "out", scheme, format="compressed-tensors", quantize_lm_head=True)
+    chosen = find_scheme(scheme, "compressed-tensors")
+    quantized = quantized_by(weights) | {"lm_head"}
+    assert_same(tiny.read(tmp_path / "out"), expected_output(weights, quantized, chosen, {"lm_head": stored}))
+
+
+@schemes
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_other_source_dtypes(tmp_path: Path, dtype: str, scheme: Scheme) -> None:
+    source = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM", dtype=dtype)
+    weights = tiny.read(source)
+    compress(source, tmp_path / "out", scheme.name)
+    assert_same(tiny.read(tmp_path / "out"), expected_output(weights, quantized_by(weights), scheme))
+    assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
+
+
+def test_llama4_experts_are_split_also_when_they_stay_bfloat16(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source", "Llama4ForCausalLM")
+    weights = tiny.read(source)
+    quantized = {module for module in quantized_by(weights) if ".experts." not in module}
+    result = compress(source, tmp_path / "out", ignore=["**.experts.**"])
+    assert_same(tiny.read(tmp_path / "out"), expected_output(weights, quantized, SCHEMES["tensor"]))
+    assert "model.layers.1.feed_forward.experts" in result.ignored_layers
+
+
+@schemes
+def test_matrices_larger_than_a_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: Scheme) -> None:
+    source = tiny.write(tmp_path / "source", "Llama4ForCausalLM", shards=2)
+    compress(source, tmp_path / "whole", scheme.name)
+    monkeypatch.setattr("openquant.weights.reading.BUFFER", 1 << 14)
+    monkeypatch.setattr("openquant.weights.reading.TRANSPOSED_BUFFER", 1 << 14)
+    compress(source, tmp_path / "pieces", scheme.name)
+    assert tree(tmp_path / "pieces") == tree(tmp_path / "whole")
+
+
+@schemes
+def test_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path, scheme: Scheme) -> None:
+    source = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM", shards=4)
+    compress(source, tmp_path / "one", scheme.name, workers=1)
+    for workers in (2, 7):
+        compress(source, tmp_path / str(workers), scheme.name, workers=workers)
+        assert tree(tmp_path / str(workers)) == tree(tmp_path / "one")
+
+
+def test_zero_tensors_rows_and_blocks_get_scale_one_and_zero_codes(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    zero = "model.layers.0.mlp.down_proj"
+    weights[f"{zero}.weight"].zero_()
+    part = "model.layers.1.mlp.down_proj"
+    weights[f"{part}.weight"][128:, :128] = 0
+    weights[f"{part}.weight"][7] = 0
+    source = tiny.write(tmp_path / "source", weights=weights)
+    compress(source, tmp_path / "tensor")
+    compress(source, tmp_path / "block", "block")
+    compress(source, tmp_path / "channel", "channel")
+    channel = tiny.read(tmp_path / "channel")
+    assert (channel[f"{zero}.weight_scale"] == 1).all()
+    assert (channel[f"{part}.weight_scale"] == 1).nonzero().tolist() == [[7, 0]]
+    assert (channel[f"{part}.weight"].view(torch.uint8)[7] == 0).all()
+    tensor, block = tiny.read(tmp_path / "tensor"), tiny.read(tmp_path / "block")
+    assert tensor[f"{zero}.weight_scale"] == 1
+    assert (tensor[f"{zero}.weight"].view(torch.uint8) == 0).all()
+    assert (block[f"{zero}.weight_scale_inv"] == 1).all()
+    assert block[f"{part}.weight_scale_inv"][1, 0] == 1
+    assert (block[f"{part}.weight"].view(torch.uint8)[128:, :128] == 0).all()
+    assert block[f"{part}.weight_scale_inv"][0, 0] != 1
+
+
+@schemes
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_nan_and_infinity_stop_the_run_and_name_the_tensor(tmp_path: Path, scheme: Scheme, value: float) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights["model.layers.1.mlp.up_proj.weight"][500, 255] = value
+    source = tiny.write(tmp_path / "source", weights=weights)
+    with pytest.raises(SourceError) as caught:
+        compress(source, tmp_path / "out", scheme.name)
+    expected = "model.layers.1.mlp.up_proj.weight in model.safetensors holds NaN or infinity"
+    assert caught.value.message == expected
+    assert not (tmp_path / "out" / "config.json").exists()
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    # What stays unquantized is copied byte for byte, whatever it holds.
+    compress(source, tmp_path / "kept", scheme.name, ignore=["model.layers.1.mlp.*"])
+    kept = tiny.read(tmp_path / "kept")["model.layers.1.mlp.up_proj.weight"]
+    assert torch.equal(kept.view(torch.int16), weights["model.layers.1.mlp.up_proj.weight"].view(torch.int16))
+
+
+def test_nan_in_one_stacked_expert_names_its_number(tmp_path: Path) -> None:
+    weights = tiny.tensors("Llama4ForCausalLM")
+    weights["model.layers.1.feed_forward.experts.gate_up_proj"][2, 3, 4] = float("nan")
+    source = tiny.write(tmp_path / "source", "Llama4ForCausalLM", weights=weights)
+    with pytest.raises(SourceError, match=r"experts.gate_up_proj\[2\] in model.safetensors holds NaN"):
+        compress(source, tmp_path / "out")
+
+
+def test_a_shard_that_became_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x")
+    code = (
+        "import sys; from pathlib import Path; import numpy as np; from openquant.shardfile import SourceFile\n"
+        "with SourceFile(Path(sys.argv[1]), 'x') as file: file.read(np.empty(4, np.uint8), 0, 'a.weight')"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "x"], capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines()[-1].endswith("SourceError: a.weight in x cannot be read: Illegal seek")
+
+
+def test_a_joined_set_above_float16_is_an_error_that_names_it(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM", dtype="float32")
+    weights["model.layers.0.self_attn.k_proj.weight"][0, 0] = -65505.0
+    source = tiny.write(tmp_path / "source", weights=weights)
+    with pytest.raises(PlanError) as caught:
+        compress(source, tmp_path / "out")
+    assert caught.value.message == (
+        "model.layers.0.self_attn.k_proj.weight, model.layers.0.self_attn.q_proj.weight, "
+        "model.layers.0.self_attn.v_proj.weight: a weight reaches 65505, engines load at most 65504 under one scale"
+    )
+    compress(source, tmp_path / "block", "block")
+    weights["model.layers.0.self_attn.k_proj.weight"][0, 0] = 65504.0
+    compress(tiny.write(tmp_path / "source", weights=weights), tmp_path / "out2")
+
+
+@pytest.mark.parametrize("scheme", [s for s in VARIANTS if s.name != "tensor"], ids=lambda scheme: scheme.suffix)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_weight_whose_code_would_overflow_bfloat16_is_an_error_that_names_it(
+    tmp_path: Path, dtype: str, scheme: Scheme
+) -> None:
+    options = {"scheme": scheme.name, "format": scheme.format, "scale_format": scheme.scale_format}
+    name, limit = "model.layers.1.mlp.up_proj.weight", 1.75 * 2.0**127
+    weights = tiny.tensors("Qwen3ForCausalLM", dtype=dtype)
+    weights[name][1, 2] = -(1.75 + 2.0**-7) * 2.0**127
+    with pytest.raises(PlanError) as caught:
+        compress(tiny.write(tmp_path / "source", weights=weights), tmp_path / "no", **options)
+    assert (caught.value.message, caught.value.hint) == (
+        f"{name} in model.safetensors: a weight reaches 2.99076e+38, engines load at most 2.97747e+38 with "
+        f"{scheme.title}",
+        "the weights are damaged: download or save them again, or leave this layer as it is with --ignore",
+    )
+    assert not (tmp_path / "no" / "model.safetensors").exists()
+    weights[name][1, 2] = limit
+    compress(tiny.write(tmp_path / "source", weights=weights), tmp_path / "out", **options)
+    report = verify(tmp_path / "out", tmp_path / "source", full=True)
+    assert report.problems == ()
+    dequantize(tmp_path / "out", tmp_path / "plain")
+    assert tiny.read(tmp_path / "plain")[name][1, 2] == limit
+
+
+def test_config_gains_quantization_config_and_nothing_else(tmp_path: Path, source: Path) -> None:
+    text = '{"architectures": ["Qwen3ForCausalLM"], "zeta": 1, "eps": 1e-06, "name": "Überläufer", "alpha": {"b": [1, 2.50]},' \
+        ' "num_attention_heads": 4, "num_key_value_heads": 2, "big": 12345678901234567890}'  # fmt: skip
+    (source / "config.json").write_text(text, encoding="utf-8")
+    compress(source, tmp_path / "out", "block")
+    written = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    assert list(written) == [*json.loads(text), "quantization_config"]
+    added = written.pop("quantization_config")
+    assert written == json.loads(text)
+    assert added["weight_block_size"] == [128, 128]
+
+
+def test_other_files_are_copied_and_links_followed(tmp_path: Path) -> None:
+    """A snapshot in the Hub's cache: every file a link to ../../blobs/HASH."""
+    plain = tiny.write(tmp_path / "plain", shards=2)
+    (plain / "tokenizer.json").write_text("{}")
+    (plain / "LICENSE").write_text("terms")
+    (plain / "processor").mkdir()
+    (plain / "processor" / "config.json").write_text("{}")
+    (plain / "training_args.bin").write_bytes(b"pickle")
+    cache = tmp_path / "models--org--name"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = cache / "snapshots" / commit
+    (cache / "blobs").mkdir(parents=True)
+    for number, path in enumerate(sorted(path for path in plain.rglob("*") if path.is_file())):
+        link = snapshot / path.relative_to(plain)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, cache / "blobs" / str(number))
+        link.symlink_to(os.path.relpath(cache / "blobs" / str(number), link.parent))
+    result = compress(snapshot, tmp_path / "out")
+    assert result.revision == commit
+    compress(plain, tmp_path / "out-plain")
+    found, expected = tree(tmp_path / "out"), tree(tmp_path / "out-plain")
+    assert set(found) == set(expected)
+    assert set(expected) == {
+        ".openquant.json", "LICENSE", "README.md", "config.json", "generation_config.json",
+        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json",
+        "processor/config.json", "tokenizer.json",
+    }  # fmt: skip
+    assert {name for name in found if found[name] != expected[name]} == {".openquant.json", "README.md"}
+    assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
+    assert b"base_model: org/name\n" in found["README.md"]
+
+
+def test_source_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tiny.write(tmp_path / "source")
+    from openquant import run
+
+    convert = run.convert
+
+    def shrink_first(*arguments: object) -> None:
+        os.truncate(source / "model.safetensors", 5000)
+        convert(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run, "convert", shrink_first)
+    with pytest.raises(SourceError, match=r"model.safetensors ends inside (lm_head|model\.\S+)"):
+        compress(source, tmp_path / "out")
+
+
+@schemes
+def test_memory_does_not_grow_with_the_model(tmp_path: Path, scheme: Scheme) -> None:
+    """One matrix of 256 MB, in a process of its own."""
+    import subprocess
+    import sys
+
+    source = tiny.write(
+        tmp_path / "source",
+        weights={"model.layers.0.mlp.down_proj.weight": torch.zeros(8192, 16384, dtype=torch.bfloat16)},
+    )
+    code = (
+        "import sys, openquant; r = openquant.compress(sys.argv[1], sys.argv[2], sys.argv[3], workers=2);"
+        "assert 'torch' not in sys.modules; print(r.peak_rss_bytes)"
+    )
+    command = [sys.executable, "-c", code, str(source), str(tmp_path / "out"), scheme.name]
+    peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert peak < 120e6
+
+
+def test_a_local_model_needs_no_client_of_the_hub(tmp_path: Path, source: Path) -> None:
+    """Importing it, or torch, takes longer than converting a small model."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, openquant; openquant.compress(*sys.argv[1:]);"
+        "print({'torch', 'transformers', 'huggingface_hub'} & sys.modules.keys())"
+    )
+    command = [sys.executable, "-c", code, str(source), str(tmp_path / "out")]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "set()\n"
+
+
+def test_finished_shards_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a thousand shards with thousands of experts each, what is known of one takes megabytes."""
+    source = tiny.write(tmp_path / "source", shards=8)
+
+    def layouts() -> int:
+        gc.collect()
+        return sum(type(found) is Layout for found in gc.get_objects())
+
+    left = [layouts()]
+    check = running.check_finished
+
+    def look(root: Path, plan: Plan) -> None:
+        left.append(layouts())
+        check(root, plan)
+
+    monkeypatch.setattr(running, "check_finished", look)
+    assert compress(source, tmp_path / "out").shards == 8
+    assert left[1] - left[0] <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("stored", ["wide", "transposed"])
+@schemes
+def test_max_memory_is_kept(tmp_path: Path, scheme: Scheme, stored: str, dtype: torch.dtype) -> None:
+    """By using fewer of the workers; with room for one only the least that is possible is named."""
+    import subprocess
+    import sys
+
+    if stored == "wide":
+        weights = {f"model.layers.{n}.mlp.down_proj.weight": torch.ones(256, 65536, dtype=dtype) for n in range(4)}
+        source = tiny.write(tmp_path / "source", weights=weights)
+    else:
+        weights = {"model.layers.0.feed_forward.experts.down_proj": torch.ones(8, 4096, 2048, dtype=dtype)}
+        source = tiny.write(tmp_path / "source", "Llama4ForCausalLM", weights=weights)
+    code = (
+        "import sys, openquant; r = openquant.compress(sys.argv[1], sys.argv[2], sys.argv[3], workers=9,"
+        "max_memory=int(sys.argv[4])); print(r.peak_rss_bytes)"
+    )
+
+    def run(limit: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code, str(source), str(tmp_path / str(limit)), scheme.name, str(limit)]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    refused = run(50_000_000).stderr.splitlines()[-1]
+    found = re.search(r"a memory of 50,000,000 bytes is too little: this model takes ([\d,]+) with a single", refused)
+    assert found, refused
+    for limit in (int(found[1].replace(",", "")) + 500_000, 300_000_000):
+        done = run(limit)
+        assert int(done.stdout) <= limit, done.stderr
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Llama4ForCausalLM"])
+@schemes
+def test_writes_around_the_page_cache_leave_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, scheme: Scheme
+) -> None:
+    """Neighbours share disk blocks, so their edges go through the cache; pieces of odd sizes, from many threads."""
+    weights = tiny.tensors(architecture)
+    weights["model.norm.weight"] = torch.ones(257, dtype=torch.bfloat16)
+    weights["model.embed_tokens.weight"] = torch.randn(1001, 255).to(torch.bfloat16)
+    source = tiny.write(tmp_path / "source", architecture, shards=2, weights=weights)
+    for module in ("convert.conversion", "weights.reading"):
+        monkeypatch.setattr(f"openquant.{module}.BUFFER", 40_000)
+    monkeypatch.setattr("openquant.files.shardfile.DIRECT_FROM", 1)
+    direct: list[int] = []
+    pwrite, flag = os.pwrite, os.O_DIRECT
+
+    def count(handle: int, data: memoryview, offset: int) -> int:
+        if fcntl.fcntl(handle, fcntl.F_GETFL) & flag:
+            direct.append(len(data))
+        return pwrite(handle, data, offset)
+
+    monkeypatch.setattr("openquant.files.shardfile.os.pwrite", count)
+    compress(source, tmp_path / "direct", scheme.name, workers=4)
+    assert sum(direct) > 500_000, "this file system has no O_DIRECT, or nothing used it"
+    monkeypatch.delattr("openquant.files.shardfile.os.O_DIRECT")
+    direct.clear()
+    compress(source, tmp_path / "cached", scheme.name)
+    assert not direct
+    assert tree(tmp_path / "direct") == tree(tmp_path / "cached")
+    expected = expected_output(tiny.read(source), quantized_by(tiny.read(source)), scheme)
+    assert_same(tiny.read(tmp_path / "direct"), expected)
+
+
+def test_a_joined_set_of_mixed_dtypes(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    for layer, dtype in ((0, torch.float32), (1, torch.float16)):
+        name = f"model.layers.{layer}.self_attn.k_proj.weight"
+        weights[name] = torch.randn(128, 256, generator=torch.Generator().manual_seed(3)).to(dtype)
+    source = tiny.write(tmp_path / "source", weights=weights)
+    compress(source, tmp_path / "out")
+    assert_same(tiny.read(tmp_path / "out"), expected_output(weights, quantized_by(weights), SCHEMES["tensor"]))
+
+
+@pytest.mark.parametrize("stack_first", [True, False])
+def test_experts_both_stacked_and_on_their_own_are_refused(tmp_path: Path, stack_first: bool) -> None:
+    stacked = tiny.tensors("Llama4ForCausalLM")
+    single = {"model.layers.1.feed_forward.experts.0.gate_proj.weight": torch.ones(128, 256, dtype=torch.bfloat16)}
+    names = ("a.safetensors", "b.safetensors")
+    source = tiny.write(tmp_path / "source", "Llama4ForCausalLM")
+    (source / "model.safetensors").unlink()
+    parts = dict(zip(names, (stacked, single) if stack_first else (single, stacked), strict=True))
+    for name, part in parts.items():
+        save_file(part, source / name)
+    placed = {tensor: name for name, part in parts.items() for tensor in part}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    with pytest.raises(PlanError) as caught:
+        compress(source, tmp_path / "out")
+    assert caught.value.message == (
+        "model.layers.1.feed_forward.experts.0.gate_proj.weight is in the stack of experts too"
+    )
+
+
+def test_output_names_that_collide_are_refused(tmp_path: Path) -> None:
+    weights = tiny.tensors("Llama4ForCausalLM")
+    weights["model.layers.1.feed_forward.experts.0.extra_proj.weight"] = torch.ones(4)
+    compress(tiny.write(tmp_path / "fine", "Llama4ForCausalLM", weights=weights), tmp_path / "fine-out")
+    weights["model.layers.0.self_attn.q_proj.weight"] = torch.ones(4)
+    with pytest.raises(PlanError, match=r"q_proj.weight is not a 2-D weight but \[4\]"):
+        compress(tiny.write(tmp_path / "flat", "Llama4ForCausalLM", weights=weights), tmp_path / "out")
+
+
+@pytest.mark.parametrize("device", ["cpu:0", "cuda:0"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@schemes
+def test_torch_devices_write_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: Scheme, dtype: str, device: str
+) -> None:
+    """The path a GPU takes, on torch's own CPU too."""
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        pytest.skip("this machine has no GPU")
+    source = tiny.write(tmp_path / "source", "Llama4ForCausalLM", dtype=dtype)
+    compress(source, tmp_path / "numpy", scheme.name)
+    monkeypatch.setattr("openquant.api.find_device", lambda *_: device)
+    compress(source, tmp_path / "torch", scheme.name)
+    assert tree(tmp_path / "torch") == tree(tmp_path / "numpy")
+
+
+def test_a_pattern_alone_is_no_list_of_them(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        compress(tiny.write(tmp_path / "source"), tmp_path / "out", ignore="**.layers.0.**")
+    assert caught.value.message == "ignore is '**.layers.0.**', not a list of patterns"
+    assert caught.value.hint == "give ['**.layers.0.**']"

@@ -1,0 +1,447 @@
+"""Several processes at one job, started by torchrun: the bytes of one process, also when a rank is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import tiny
+from conftest import ROOT, Run, heed_ctrl_c, tree
+from loopback_hub import LoopbackHub
+from openquant import compress
+from openquant.convert.ranks import Meeting, Ranks
+from openquant.errors import OpenQuantError, UsageError
+from openquant.plan.plan import Shard
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM", shards=6)
+
+
+def torchrun(
+    ranks: int, *arguments: object, script: Path = ROOT / "compress_fp8.py", **more: str
+) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        str(script),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **more}
+    return subprocess.run(
+        [*command, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        cwd=script.parent,
+    )
+
+
+def test_ranks_read_a_quantized_source(tmp_path: Path, source: Path) -> None:
+    compress(source, tmp_path / "fp8", "block")
+    quantized = tiny.write(tmp_path / "quantized", shards=7, weights=tiny.read(tmp_path / "fp8"))
+    (quantized / "config.json").write_bytes((tmp_path / "fp8" / "config.json").read_bytes())
+    compress(quantized, tmp_path / "one")
+    done = torchrun(2, "-m", quantized, "-o", tmp_path / "many")
+    assert done.returncode == 0, done.stderr
+    assert tree(tmp_path / "many") == tree(tmp_path / "one")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_write_the_bytes_of_one_process(tmp_path: Path, source: Path, ranks: int) -> None:
+    compress(source, tmp_path / "one")
+    done = torchrun(ranks, "-m", source, "-o", tmp_path / "many", "--json")
+    assert done.returncode == 0, done.stderr
+    assert tree(tmp_path / "many") == tree(tmp_path / "one")
+    # One of them speaks.
+    assert json.loads(done.stdout)["shards"] == 6
+    again = torchrun(ranks, "-m", source, "-o", tmp_path / "many")
+    assert again.returncode == 0
+    assert again.stdout.count("is already complete; nothing was written") == 1
+
+
+def test_accelerate_launch_starts_ranks_too(tmp_path: Path, source: Path) -> None:
+    compress(source, tmp_path / "one")
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+    ]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", str(ROOT / "compress_fp8.py")]
+    command += ["-m", str(source), "-o", str(tmp_path / "many"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert tree(tmp_path / "many") == tree(tmp_path / "one")
+    assert json.loads(done.stdout)["shards"] == 6
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_fails_the_job_and_running_again_continues(tmp_path: Path, source: Path, victim: int) -> None:
+    compress(source, tmp_path / "one")
+    script = tmp_path / "dies.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "from openquant.files import output\n"
+        "from openquant.cli import compress_main\n"
+        "publish = output.OutputDirectory.publish\n"
+        "def dies(self, name):\n"
+        "    if name.endswith('.safetensors'):\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    publish(self, name)\n"
+        f"if os.environ['RANK'] == '{victim}':\n"
+        "    output.OutputDirectory.publish = dies\n"
+        "sys.exit(compress_main())\n"
+    )
+    broken = torchrun(2, "-m", source, "-o", tmp_path / "many", script=script)
+    assert broken.returncode != 0
+    assert f"rank      : {victim} (local_rank: {victim})" in broken.stderr
+    assert not (tmp_path / "many" / "config.json").exists()
+    done = torchrun(2, "-m", source, "-o", tmp_path / "many", "--json")
+    assert done.returncode == 0, done.stderr
+    assert tree(tmp_path / "many") == tree(tmp_path / "one")
+
+
+def test_the_first_rank_tells_of_another_s_error(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights["model.layers.1.mlp.down_proj.weight"][3, 3] = float("nan")
+    source = tiny.write(tmp_path / "source", shards=2, weights=weights)
+    done = torchrun(2, "-m", source, "-o", tmp_path / "out")
+    assert done.returncode != 0
+    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(told) == 1
+    assert "model.layers.1.mlp.down_proj.weight in model-0000" in told[0]
+    assert "holds NaN or infinity" in told[0]
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_ranks_share_what_is_held_against_a_source_that_moved(tmp_path: Path, source: Path) -> None:
+    compress(source, tmp_path / "out")
+    whole = tree(tmp_path / "out")
+    (tmp_path / "out" / "model-00004-of-00006.safetensors").unlink()
+    for path in source.glob("*.safetensors"):
+        os.utime(path, (1, 1))
+    done = torchrun(2, "-m", source, "-o", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert {name for name, data in tree(tmp_path / "out").items() if data != whole.get(name)} == {".openquant.json"}
+    shard = source / "model-00005-of-00006.safetensors"
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-10000] + bytes(10000))
+    done = torchrun(2, "-m", source, "-o", tmp_path / "out")
+    assert done.returncode != 0
+    assert done.stderr.count("error: ") == 1
+    assert "model-00005-of-00006.safetensors" in done.stderr
+    assert " changed since " in done.stderr
+
+
+def test_an_error_all_ranks_see_is_told_once(tmp_path: Path) -> None:
+    done = torchrun(3, "-m", tmp_path / "nowhere" / "at" / "all")
+    assert done.returncode != 0
+    assert done.stderr.count("error: ") == 1
+
+
+def test_shards_are_shared_out_by_size() -> None:
+    shards = [Shard(str(number), size) for number, size in enumerate((5, 9, 1, 1, 3, 3, 2))]
+    shares = [[shard.nbytes for shard in Ranks(rank, 3).share(shards)] for rank in range(3)]
+    assert shares == [[9], [5, 1, 2], [1, 3, 3]]
+    assert Ranks().share(shards) == shards
+
+
+def test_max_memory_counts_what_ranks_need_to_talk(tmp_path: Path, source: Path) -> None:
+    done = torchrun(2, "-m", source, "-o", tmp_path / "out", "--max-memory", "100MB")
+    assert done.returncode != 0
+    assert done.stderr.count("error: a memory of 100,000,000 bytes is too little") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_caller_s_process_group_stays(tmp_path: Path, source: Path) -> None:
+    code = (
+        "import os, sys, torch.distributed as d; from openquant import compress; from openquant.convert.ranks import Ranks;"
+        "d.init_process_group('gloo'); ranks = [Ranks.from_environment(os.environ) for _ in range(2)];"
+        # Twice, since a job may have several models.
+        "compress(sys.argv[1], sys.argv[2], ranks=ranks[0]); compress(sys.argv[1], sys.argv[3], ranks=ranks[1]);"
+        "d.barrier(); d.destroy_process_group()"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    done = torchrun(2, source, tmp_path / "a", tmp_path / "b", script=script, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+
+
+TOLD = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "1",
+}
+
+
+def test_the_environment_of_torchrun_is_understood() -> None:
+    assert Ranks.from_environment(TOLD) == Ranks(5, 8, 1, 4, Meeting("a", 1))
+    agent = {**TOLD, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert Ranks.from_environment(agent) == Ranks(5, 8, 1, 4, Meeting("a", 1, True, "2"))
+    bare = {name: TOLD[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    assert Ranks.from_environment(bare) == Ranks(5, 8, 5, 8, Meeting("a", 1))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"WORLD_SIZE": ""}, {"RANK": ""}, {"RANK": "", "WORLD_SIZE": "0"}, {"WORLD_SIZE": "1", "RANK": "0"}],
+)
+def test_a_process_on_its_own(changes: dict[str, str]) -> None:
+    assert Ranks.from_environment({**TOLD, **changes, "MASTER_PORT": "abc"}) == Ranks()
+
+
+WRONG = [
+    ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK=1 is no number from 0 to 0: WORLD_SIZE is 1"),
+    ({"RANK": "8"}, "RANK=8 is no number from 0 to 7: WORLD_SIZE is 8"),
+    ({"RANK": "-1"}, "RANK=-1 is no number from 0 to 7: WORLD_SIZE is 8"),
+    ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 is no number from 1 to 65536"),
+    ({"WORLD_SIZE": "9" * 20}, f"WORLD_SIZE={'9' * 20} is no number from 1 to 65536"),
+    ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two is no number from 1 to 65536"),
+    ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 is no number from 1 to 8"),
+    ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 is no number from 1 to 8"),
+    ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4 is no number from 0 to 3: LOCAL_WORLD_SIZE is 4"),
+    ({"MASTER_PORT": "abc"}, "MASTER_PORT=abc is no number from 1 to 65535"),
+    ({"MASTER_PORT": ""}, "MASTER_PORT= is no number from 1 to 65535"),
+    ({"MASTER_PORT": "0"}, "MASTER_PORT=0 is no number from 1 to 65535"),
+    ({"MASTER_ADDR": ""}, "RANK=5 and WORLD_SIZE=8 are set, MASTER_ADDR is not"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_an_environment_that_makes_no_sense_is_refused(changes: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Ranks.from_environment({**TOLD, **changes})
+    assert caught.value.message == message
+    assert caught.value.hint == "start ranks with torchrun; to run as one process, unset RANK and WORLD_SIZE"
+
+
+def test_ranks_need_a_place_to_meet(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="^2 ranks have no place to meet$"):
+        compress(source, tmp_path / "out", ranks=Ranks(1, 2))
+
+
+def test_no_rank_that_is_none_ends_silently(run: Run, source: Path, tmp_path: Path) -> None:
+    """What starts no job (one variable left in a shell) is a process on its own, which speaks."""
+    done = run("-m", source, "-o", tmp_path / "out", RANK="1", WORLD_SIZE="1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: RANK=1 is no number from 0 to 0: WORLD_SIZE is 1\nhint: ")
+    assert not (tmp_path / "out").exists()
+    alone = run("-m", source, "-o", tmp_path / "out", RANK="1")
+    assert (alone.returncode, alone.stderr) == (0, "")
+    command = [sys.executable, "-m", "openquant", "verify", str(tmp_path / "nowhere")]
+    environment = {**os.environ, **TOLD, "PYTHONPATH": str(ROOT)}
+    checked = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert checked.returncode == 2
+    assert checked.stderr.startswith("error: ")
+
+
+Started = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Started]:
+    """Start a rank by hand, without torchrun; `first` is run before the command."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    begun: list[subprocess.Popen[str]] = []
+
+    def start_rank(rank: int, *arguments: object, size: int = 2, first: str = "", **more: str) -> subprocess.Popen[str]:
+        script = tmp_path / f"rank{len(begun)}.py"
+        script.write_text(f"import sys\n{first}\nfrom openquant.cli import compress_main\nsys.exit(compress_main())\n")
+        environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "localhost"}
+        environment |= {"MASTER_PORT": str(port), "PYTHONPATH": str(ROOT), **more}
+        begun.append(
+            subprocess.Popen(
+                [sys.executable, str(script), *map(str, arguments)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                preexec_fn=heed_ctrl_c,
+            )
+        )
+        return begun[-1]
+
+    yield start_rank
+    for process in begun:
+        process.kill()
+        process.communicate()
+
+
+def port_of(process: subprocess.Popen[str]) -> str:
+    environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+    return next(entry.partition(b"=")[2].decode() for entry in environment if entry.startswith(b"MASTER_PORT="))
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_rank_that_waits_says_so_and_hears_signals(start: Started, source: Path, tmp_path: Path, name: str) -> None:
+    waiting = start(1, "-m", source, "-o", tmp_path / "out")
+    assert waiting.stderr is not None
+    said = waiting.stderr.readline()
+    assert said == f"rank 1 waits for localhost:{port_of(waiting)} (Connection refused)\n"
+    waiting.send_signal(getattr(signal, name))
+    _, stderr = waiting.communicate(timeout=60)
+    assert waiting.returncode == 130
+    assert stderr == "error: interrupted\nhint: run the same command again to continue\n"
+
+
+GIVEN_UP = "hint: start all ranks, with one MASTER_ADDR and MASTER_PORT; --rendezvous-timeout gives them longer\n"
+
+
+def test_a_rank_waits_for_minutes_not_for_ever(start: Started, source: Path, tmp_path: Path) -> None:
+    arguments = ["-m", source, "-o", tmp_path / "out", "--rendezvous-timeout", "3"]
+    waiting = start(1, *arguments, MASTER_ADDR="nowhere.invalid")
+    port = port_of(waiting)
+    _, stderr = waiting.communicate(timeout=60)
+    assert waiting.returncode == 2
+    why = r"\((Name or service not known|Temporary failure in name resolution)\)"
+    what = rf"rank 1 waits for nowhere\.invalid:{port} {why}"
+    assert re.fullmatch(f"{what}\nerror: {what}, for 3 seconds now\n{GIVEN_UP}", stderr)
+    assert not (tmp_path / "out").exists()
+
+
+def test_of_the_ranks_that_came_the_first_tells_who_did_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        meeting = Meeting("127.0.0.1", free.getsockname()[1])
+    caught: dict[int, OpenQuantError] = {}
+    spoke: dict[int, bool] = {}
+
+    def wait(rank: int, patience: float) -> None:
+        ranks = Ranks(rank, 3, meeting=meeting, patience=patience)
+        try:
+            with ranks:
+                ranks.agree(None)
+        except OpenQuantError as error:
+            caught[rank], spoke[rank] = error, ranks.speaks
+
+    threads = [threading.Thread(target=wait, args=each) for each in ((0, 2.0), (1, 60.0))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    told = f"rank 0 waits for rank 2 at {meeting}, for 2 seconds now"
+    assert {rank: error.message for rank, error in caught.items()} == {0: told, 1: f"rank 0 failed: {told}"}
+    assert spoke == {0: True, 1: False}
+
+
+# A rank that has much to do, and stops only when it hears of others.
+BUSY = """
+import time
+from openquant import run
+def convert(plan, shards, traffic, output, workers, device, progress):
+    print("busy", flush=True)
+    while True:
+        progress(1)
+        time.sleep(0.01)
+run.convert = convert
+"""
+FAILS = """
+from openquant import run
+from openquant.errors import SourceError
+def convert(*_):
+    raise SourceError("a weight is damaged", "download it again")
+run.convert = convert
+"""
+AGAIN = "hint: run the same command again: finished shards are kept\n"
+
+
+def are_busy(*ranks: subprocess.Popen[str]) -> None:
+    for rank in ranks:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "busy\n"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_ends_the_others_soon(start: Started, source: Path, tmp_path: Path, failing: int) -> None:
+    arguments = ["-m", source, "-o", tmp_path / "out", "-q"]
+    ranks = [start(rank, *arguments, first=FAILS if rank == failing else BUSY) for rank in range(2)]
+    told = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    named = "rank 1 failed: " if failing == 1 else ""
+    assert told == [f"error: {named}a weight is damaged\nhint: download it again\n", ""]
+
+
+def test_an_interrupted_rank_ends_the_others(start: Started, source: Path, tmp_path: Path) -> None:
+    ranks = [start(rank, "-m", source, "-o", tmp_path / "out", "-q", first=BUSY) for rank in range(2)]
+    are_busy(*ranks)
+    ranks[1].send_signal(signal.SIGINT)
+    _, stderr = ranks[0].communicate(timeout=60)
+    assert (ranks[0].returncode, stderr) == (2, f"error: rank 1 was interrupted\n{AGAIN}")
+    assert ranks[1].wait(60) == 130
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_missed_without_a_launcher(start: Started, source: Path, tmp_path: Path, victim: int) -> None:
+    brisk = "from openquant.convert import ranks\nranks.BEAT, ranks.SILENCE = 0.2, 10\n" + BUSY
+    ranks = [start(rank, "-m", source, "-o", tmp_path / "out", "-q", first=brisk) for rank in range(2)]
+    are_busy(*ranks)
+    port = port_of(ranks[0])
+    ranks[victim].kill()
+    left = ranks[1 - victim]
+    _, stderr = left.communicate(timeout=60)
+    assert left.returncode == 2
+    # The first one keeps the store.
+    lost = [rf"rank 1 lost localhost:{port}: .*", "rank 1 died: nothing was heard of it for 2 seconds"][victim]
+    assert re.fullmatch(f"error: {lost}\n{AGAIN}", stderr)
+
+
+def test_ranks_do_not_outlive_torchrun(source: Path, tmp_path: Path) -> None:
+    script = tmp_path / "busy.py"
+    script.write_text(BUSY + "import sys\nfrom openquant.cli import compress_main\nsys.exit(compress_main())\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    launcher = subprocess.Popen(
+        [*command, "-m", str(source), "-o", str(tmp_path / "out"), "-q"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    are_busy(launcher, launcher)
+    launcher.kill()
+    # Both ranks hold the other ends of the pipes.
+    _, stderr = launcher.communicate(timeout=60)
+    told = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert sorted(line.split(" lost ")[0] for line in told) == ["error: rank 0", "error: rank 1"]
+    assert "Traceback" not in stderr
+
+
+def test_ranks_stream_and_publish(tmp_path: Path, source: Path) -> None:
+    """Each fetches and uploads for its own shards; the first one commits."""
+    with LoopbackHub(tmp_path / "hub") as hub:
+        hub.repositories["org/name"] = source
+        settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+        arguments = ["-m", "org/name", "-o", tmp_path / "out", "--stream", "--push-to-hub", "user/name", "--push-only"]
+        done = torchrun(2, *arguments, "--json", **settings, HF_TOKEN="hf_x")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["repository"] == "user/name"
+        found = {name: path.read_bytes() for name, path in hub.files("user/name").items()}
+        assert set(hub.uploads.values()) == {1}
+        assert len(hub.commits("user/name")) == 2
+    compress(source, tmp_path / "one")
+    expected = tree(tmp_path / "one")
+    assert {name for name in expected if found.get(name) != expected[name]} == {"README.md", ".openquant.json"}
+    assert not list((tmp_path / "out").rglob("*.safetensors"))

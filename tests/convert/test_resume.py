@@ -1,0 +1,779 @@
+"""Killed, interrupted and repeated runs; what may be in an output directory; full disks."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from conftest import ROOT, heed_ctrl_c, tree
+from openquant import Result, compress, dequantize
+from openquant import run as running
+from openquant.errors import OutputError, SourceError
+from openquant.files.checkpoint import open_checkpoint
+from openquant.files.output import OutputDirectory
+from openquant.files.shardfile import ShardFile
+from openquant.formats.schemes import TENSOR
+from openquant.hub.source import Source, find_source
+from openquant.plan.plan import make_plan
+
+SHARDS = 5
+
+# Runs the command, and dies or stops at the nth time a file gets its final name (0-based), or in mid-shard.
+KILLED = """
+import os, signal, sys, threading
+from openquant import shardfile
+from openquant.cli import compress_main
+
+how, moment, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+calls = iter(range(10**6))
+
+def strike():
+    if how == "KILL":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), getattr(signal, "SIG" + how))
+    threading.Event().wait(0.3)
+
+def before(owner, name):
+    real = getattr(owner, name)
+    def wrapped(*arguments, **options):
+        if next(calls) == count:
+            strike()
+        return real(*arguments, **options)
+    setattr(owner, name, wrapped)
+
+def after(owner, name):
+    real = getattr(owner, name)
+    def wrapped(*arguments, **options):
+        result = real(*arguments, **options)
+        if next(calls) == count:
+            strike()
+        return result
+    setattr(owner, name, wrapped)
+
+{"before": before, "after": after}[moment.split("-")[0]](
+    *{
+        "rename": (os, "replace"),
+        "write": (shardfile.ShardFile, "write"),
+        "held": (shardfile.ShardFile, "_write_held"),
+        "fsync": (os, "fsync"),
+        "unlink": (os, "unlink"),
+    }[moment.split("-")[1]]
+)
+sys.exit(compress_main(sys.argv[4:]))
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM", shards=SHARDS)
+
+
+@pytest.fixture
+def whole(tmp_path: Path, source: Path) -> dict[str, bytes]:
+    compress(source, tmp_path / "whole")
+    return tree(tmp_path / "whole")
+
+
+def struck(
+    source: Path, output: Path, how: str, moment: str, count: int, *more: str
+) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-c",
+        KILLED,
+        how,
+        moment,
+        str(count),
+        "-m",
+        str(source),
+        "-o",
+        str(output),
+        "--workers",
+        "2",
+        *more,
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, preexec_fn=heed_ctrl_c)
+
+
+# Renames: the journal, five shards, generation_config.json, README.md, the index, config.json, the journal.
+MOMENTS = [("before-rename", n) for n in range(10)] + [("after-rename", n) for n in range(11)]
+MOMENTS += [("before-write", n) for n in (0, 1, 30, 40)] + [("before-held", n) for n in (0, 4)]
+MOMENTS += [("before-fsync", n) for n in (0, 3, 7)]
+
+
+@pytest.mark.parametrize(("moment", "count"), MOMENTS)
+def test_a_killed_run_continues_to_the_same_bytes(
+    tmp_path: Path, source: Path, whole: dict[str, bytes], moment: str, count: int
+) -> None:
+    out = tmp_path / "out"
+    assert struck(source, out, "KILL", moment, count).returncode == -signal.SIGKILL
+    left = tree(out)
+    # What has its final name is whole; without the last file nothing takes the directory for a model.
+    for name, data in left.items():
+        if not name.startswith(".openquant"):
+            assert data == whole[name], name
+    if "config.json" not in left:
+        finished = {name: (out / name).stat().st_mtime_ns for name in left if name.endswith(".safetensors")}
+        result = compress(source, out)
+        assert result.resumed == (".openquant.json" in left and len(left) > 1 and any(
+            not name.startswith(".openquant") for name in left))  # fmt: skip
+        assert {name: (out / name).stat().st_mtime_ns for name in finished} == finished
+    else:
+        compress(source, out)
+    assert tree(out) == whole
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_rank_that_outlives_its_run_leaves_nothing_half_written(
+    tmp_path: Path, source: Path, overwrite: bool
+) -> None:
+    """Where its first rank died, the next run takes the directory although another rank still writes there."""
+    plan = make_plan(open_checkpoint(source), TENSOR)
+    layout = plan.lay_out(plan.shards[0].name)
+    shards = {shard.name: shard.nbytes for shard in plan.shards}
+    out, body = tmp_path / "out", np.ones(layout.size - len(layout.header), np.uint8)
+
+    def begin(digest: str, overwrite: bool = False) -> tuple[OutputDirectory, ShardFile]:
+        output = OutputDirectory(out, digest, shards, {}, overwrite)
+        return output, ShardFile(layout.name, layout.header, layout.size, output, lambda _: None, lambda _: None)
+
+    with ExitStack() as stack:
+        first, _ = begin(plan.digest)
+        stack.enter_context(first)
+        other, early = begin(plan.digest)
+        stack.enter_context(other.joined())
+        early.open()
+        fcntl.flock(first._lock, fcntl.LOCK_UN)
+        again, file = begin("of other options" if overwrite else plan.digest, overwrite)
+        stack.enter_context(again)
+        file.open()
+        another, late = begin(plan.digest)
+        stack.enter_context(another.joined())
+        late.open()
+        with pytest.raises(OutputError, match="No such file or directory"):
+            early.write(body, len(layout.header))
+        assert not (out / layout.name).exists()
+        if overwrite:
+            with pytest.raises(OutputError, match=f"was not finished: another run has claimed {out}"):
+                late.write(body, len(layout.header))
+            assert not (out / layout.name).exists()
+        else:
+            # Whole, and what the next run would write.
+            late.write(body, len(layout.header))
+        file.write(body, len(layout.header))
+        assert (out / layout.name).read_bytes() == layout.header + body.tobytes()
+
+
+def test_a_shard_that_is_gone_at_the_end(
+    tmp_path: Path, source: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, shard = tmp_path / "out", "model-00002-of-00005.safetensors"
+    publish = OutputDirectory.publish
+
+    def lose(output: OutputDirectory, name: str) -> None:
+        publish(output, name)
+        if name == "config.json":
+            (out / shard).unlink()
+
+    monkeypatch.setattr(OutputDirectory, "publish", lose)
+    with pytest.raises(OutputError) as caught:
+        compress(source, out)
+    assert caught.value.message == f"{out / shard} was written, and is not there"
+    assert not json.loads((out / ".openquant.json").read_text())["done"]
+    monkeypatch.undo()
+    compress(source, out)
+    assert tree(out) == whole
+
+
+@pytest.mark.parametrize("how", ["INT", "TERM"])
+@pytest.mark.parametrize(("moment", "count"), [("before-rename", 3), ("before-write", 30)])
+def test_an_interrupted_run_exits_130_and_continues(
+    tmp_path: Path, source: Path, whole: dict[str, bytes], how: str, moment: str, count: int
+) -> None:
+    out = tmp_path / "out"
+    stopped = struck(source, out, how, moment, count)
+    assert stopped.returncode == 130, stopped.stderr
+    assert stopped.stderr.splitlines()[-2:] == ["error: interrupted", "hint: run the same command again to continue"]
+    assert "Traceback" not in stopped.stderr
+    assert not (out / "config.json").exists()
+    again = subprocess.run(
+        [sys.executable, ROOT / "compress_fp8.py", "-m", source, "-o", out], capture_output=True, text=True
+    )
+    assert again.returncode == 0, again.stderr
+    assert tree(out) == whole
+
+
+def test_a_finished_run_says_so_and_writes_nothing(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
+    out = tmp_path / "whole"
+    (out / "notes.txt").write_text("mine")
+    times = {path: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
+    command = [sys.executable, ROOT / "compress_fp8.py", "-m", source, "-o", out]
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 0
+    assert f"{out} is already complete; nothing was written" in again.stdout
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    assert tree(out) == whole | {"notes.txt": b"mine"}
+
+
+def test_a_shard_lost_from_a_finished_directory_is_made_again(
+    tmp_path: Path, source: Path, whole: dict[str, bytes]
+) -> None:
+    (tmp_path / "whole" / "model-00003-of-00005.safetensors").unlink()
+    assert compress(source, tmp_path / "whole").resumed
+    assert tree(tmp_path / "whole") == whole
+
+
+def test_what_was_changed_since_it_was_written_is_no_fault_of_ours(
+    tmp_path: Path, source: Path, whole: dict[str, bytes]
+) -> None:
+    out = tmp_path / "out"
+    compress(source, out)
+    next(out.glob("*.safetensors")).unlink()
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"model_type": "other"}))
+    with pytest.raises(OutputError) as caught:
+        compress(source, out)
+    assert caught.value.message == (
+        f'{out} was written wrongly: config.json: model_type is "other", the plan has "qwen3_moe"; an earlier run wrote part '
+        "of it"
+    )
+    assert caught.value.hint == "if something changed it since, replace it with --overwrite"
+    compress(source, out, overwrite=True)
+    assert tree(out) == whole
+
+
+def test_other_options_or_another_source_are_refused(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
+    other = tiny.write(tmp_path / "other", "Qwen3MoeForCausalLM", shards=SHARDS, seed=1)
+    message = "holds the output of another run: other options, another source or another version"
+    for arguments in ({"scheme": "block"}, {"ignore": ["lm_head", "**.layers.0.**"]}):
+        with pytest.raises(OutputError) as caught:
+            compress(**({"model": source, "output": tmp_path / "whole"} | arguments))  # type: ignore[arg-type]
+        assert caught.value.message == f"{tmp_path / 'whole'} {message}"
+        assert "--overwrite" in caught.value.hint
+    with pytest.raises(SourceError, match=f"in {other} changed since {tmp_path / 'whole'}/model-0000"):
+        compress(other, tmp_path / "whole")
+    assert tree(tmp_path / "whole") == whole
+    # The number of workers changes no byte, so it is no other option.
+    assert compress(source, tmp_path / "whole", workers=3).resumed
+
+
+def test_overwrite_replaces_what_the_journal_names_and_nothing_else(
+    tmp_path: Path, source: Path, whole: dict[str, bytes]
+) -> None:
+    out = tmp_path / "whole"
+    (out / "notes.txt").write_text("mine")
+    single = tiny.write(tmp_path / "single", "Qwen3ForCausalLM")
+    compress(single, out, "block", overwrite=True)
+    compress(single, tmp_path / "fresh", "block")
+    assert tree(out) == tree(tmp_path / "fresh") | {"notes.txt": b"mine"}
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 8, 9])
+def test_what_is_overwritten_first_is_no_model_and_stays_ours(
+    tmp_path: Path, source: Path, whole: dict[str, bytes], count: int
+) -> None:
+    """Whenever it is killed: config.json goes first, so nothing takes the rest for a model, and the journal last."""
+    out = tmp_path / "whole"
+    order = ["config.json", "generation_config.json", "model.safetensors.index.json", "README.md"]
+    order += [*finished(out), ".openquant.json"]
+    assert set(order) == whole.keys()
+    done = struck(source, out, "KILL", "before-unlink", count, "--overwrite", "--scheme", "block")
+    assert done.returncode == -signal.SIGKILL
+    assert settled(out) == {name: whole[name] for name in order[count:]}
+    compress(source, out, "block", overwrite=True)
+    compress(source, tmp_path / "fresh", "block")
+    assert tree(out) == tree(tmp_path / "fresh")
+
+
+# Runs the command, and writes down what reached the disk and what got its name, in order.
+RECORDED = """
+import json, os, sys
+from openquant.cli import compress_main
+
+events, fsync, replace = [], os.fsync, os.replace
+
+def noted_fsync(handle):
+    fsync(handle)
+    found = os.fstat(handle)
+    events.append(["fsync", found.st_ino, found.st_mtime_ns])
+
+def noted_replace(old, new, *, src_dir_fd, dst_dir_fd):
+    replace(old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+    found, folder = os.stat(new, dir_fd=dst_dir_fd), os.fstat(dst_dir_fd)
+    events.append(["rename", found.st_ino, found.st_mtime_ns, new, folder.st_ino])
+
+os.fsync, os.replace = noted_fsync, noted_replace
+code = compress_main(sys.argv[2:])
+with open(sys.argv[1], "w") as file:
+    json.dump(events, file)
+sys.exit(code)
+"""
+
+
+def test_a_file_gets_its_name_when_it_is_on_disk_and_keeps_it(tmp_path: Path, source: Path) -> None:
+    (source / "assets").mkdir()
+    (source / "assets" / "a.txt").write_text("the model's")
+    log, out = tmp_path / "events", tmp_path / "out"
+    command = [sys.executable, "-c", RECORDED, log, "-m", source, "-o", out, "--workers", "1"]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    events = json.loads(log.read_text())
+    names = []
+    for number, (what, *found) in enumerate(events):
+        if what == "rename":
+            inode, modified, name, folder = found
+            names.append(name)
+            # Nothing was written to it after that.
+            assert ["fsync", inode, modified] in events[:number], name
+            assert events[number + 1][:2] == ["fsync", folder], name
+    written = [path.name for path in out.rglob("*") if path.is_file()]
+    assert sorted(names) == sorted([*written, ".openquant.json"])
+    assert names[-2:] == ["config.json", ".openquant.json"]
+
+
+def test_overwrite_refuses_files_that_are_not_ours(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
+    out = tmp_path / "whole"
+    single = tiny.write(tmp_path / "single", "Qwen3ForCausalLM")
+    for name in ("model.safetensors", "other.safetensors"):
+        (out / name).write_text("mine")
+        before = tree(out)
+        with pytest.raises(OutputError) as caught:
+            compress(single, out, overwrite=True)
+        assert caught.value.message == f"{out / name} was not made by openquant and will not be overwritten"
+        assert tree(out) == before
+        (out / name).unlink()
+
+
+def test_overwrite_does_not_follow_a_journal_out_of_its_directory(tmp_path: Path, source: Path) -> None:
+    compress(source, tmp_path / "out")
+    (tmp_path / "precious").write_text("mine")
+    journal = json.loads((tmp_path / "out" / ".openquant.json").read_text())
+    journal["files"] += ["../precious", str(tmp_path / "precious")]
+    (tmp_path / "out" / ".openquant.json").write_text(json.dumps(journal))
+    with pytest.raises(OutputError, match="is not a journal that this version of openquant wrote"):
+        compress(source, tmp_path / "out", "block", overwrite=True)
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_overwrite_does_not_follow_a_link_out_of_its_directory(tmp_path: Path, source: Path) -> None:
+    (source / "assets").mkdir()
+    (source / "assets" / "a.txt").write_text("the model's")
+    out = tmp_path / "out"
+    compress(source, out)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "a.txt").write_text("mine")
+    shutil.rmtree(out / "assets")
+    (out / "assets").symlink_to(elsewhere)
+    for overwrite in (False, True):
+        with pytest.raises(OutputError, match="out/assets was not made by openquant and will not be overwritten"):
+            compress(source, out, overwrite=overwrite)
+    assert (elsewhere / "a.txt").read_text() == "mine"
+
+
+def test_a_working_directory_that_is_not_ours_is_refused(tmp_path: Path, source: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "big.partial").write_text("mine")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / ".openquant").symlink_to(elsewhere)
+    shutil.copytree(elsewhere, tmp_path / "held" / ".openquant")
+    for out, held in (("linked", ".openquant"), ("held", ".openquant/big.partial")):
+        with pytest.raises(OutputError) as caught:
+            compress(source, tmp_path / out)
+        message = f"{tmp_path / out} is not empty and was not made by openquant: it holds {held}"
+        assert caught.value.message == message
+    assert tree(elsewhere) == {"big.partial": b"mine"}
+
+
+def test_a_finished_directory_keeps_the_user_s_edits(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
+    out = tmp_path / "whole"
+    (out / "README.md").write_text("mine")
+    (out / "config.json").unlink()
+    compress(source, out)
+    assert tree(out) == whole | {"README.md": b"mine"}
+
+
+def test_a_finished_directory_needs_neither_space_nor_permission(
+    tmp_path: Path, source: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
+    (tmp_path / "whole").chmod(0o555)
+    before = (tmp_path / "whole").stat().st_mtime_ns
+    assert compress(source, tmp_path / "whole").resumed
+    assert (tmp_path / "whole").stat().st_mtime_ns == before
+    assert tree(tmp_path / "whole") == whole
+
+
+def test_leftovers_in_the_source_are_no_other_source(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
+    (source / "optimizer.pt").write_text("new")
+    assert compress(source, tmp_path / "whole").resumed
+    assert tree(tmp_path / "whole") == whole
+
+
+def change(source: Path, shard: str) -> None:
+    """Turn the sign of a shard's last quantized weight; size and time of modification stay."""
+    checkpoint = open_checkpoint(source)
+    name = [name for name, place in checkpoint.where.items() if place.shard == shard and name.endswith("_proj.weight")][
+        -1
+    ]
+    path, at = source / shard, checkpoint.where[name].offset + checkpoint.tensors[name].nbytes - 1
+    times = path.stat()
+    with path.open("r+b") as file:
+        file.seek(at)
+        sign = file.read(1)[0] ^ 0x80
+        file.seek(at)
+        file.write(bytes([sign]))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def replaced(source: Path) -> None:
+    """A copy in its place, as from a backup: the same bytes and times under other inodes."""
+    source.rename(source.parent / "before")
+    shutil.copytree(source.parent / "before", source)
+
+
+def settled(out: Path) -> dict[str, bytes]:
+    """What has its final name."""
+    return {name: data for name, data in tree(out).items() if not name.startswith(".openquant/")}
+
+
+def finished(out: Path) -> list[str]:
+    return sorted(path.name for path in out.glob("*.safetensors"))
+
+
+def test_a_source_that_is_only_touched_continues(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
+    out = tmp_path / "out"
+    struck(source, out, "KILL", "after-rename", 3)
+    before = {name: (out / name).stat().st_mtime_ns for name in finished(out)}
+    assert 0 < len(before) < SHARDS
+    replaced(source)
+    for path in source.iterdir():
+        os.utime(path, (1, 1))
+    assert compress(source, out).resumed
+    assert {name: (out / name).stat().st_mtime_ns for name in before} == before
+    found = tree(out)
+    journals = [json.loads(files.pop(".openquant.json")) for files in (found, whole)]
+    assert found == whole
+    # What was held against the source once is not held against it again.
+    assert journals[0]["sources"] == sources(source)
+    assert journals[1]["sources"] != sources(source)
+
+
+def sources(source: Path) -> dict[str, object]:
+    """As the journal has them."""
+    named = find_source(str(source))
+    checkpoint = open_checkpoint(source)
+    return {**named.stamps(checkpoint), **named.digests(checkpoint)}
+
+
+@pytest.mark.parametrize("moved", ["in place", "replaced"])
+def test_what_a_finished_shard_was_made_from_may_not_change(tmp_path: Path, source: Path, moved: str) -> None:
+    out = tmp_path / "out"
+    struck(source, out, "KILL", "after-rename", 3)
+    shard = finished(out)[0]
+    if moved == "replaced":
+        replaced(source)
+    change(source, shard)
+    before = settled(out)
+    for _ in range(2):
+        with pytest.raises(SourceError) as caught:
+            compress(source, out)
+        made, _, of = caught.value.message.partition(" changed since ")
+        assert shard in made
+        assert str(source) in made
+        assert of == f"{out / finished(out)[0]} was made"
+        assert "--overwrite" in caught.value.hint
+    assert settled(out) == before
+    compress(source, out, overwrite=True)
+    compress(source, tmp_path / "fresh")
+    assert tree(out) == tree(tmp_path / "fresh")
+
+
+def test_what_nothing_was_made_from_yet_may_change(tmp_path: Path) -> None:
+    """Weights that were damaged, say, and are downloaded again."""
+    weights = {f"model.layers.{layer}.mlp.down_proj.weight": torch.randn(256, 256) for layer in range(3)}
+    source, out = tiny.write(tmp_path / "source", weights=weights, shards=3), tmp_path / "out"
+    damaged = source / "model-00003-of-00003.safetensors"
+    sound = damaged.read_bytes()
+    damaged.write_bytes(sound[:-4] + b"\xff\xff\xff\x7f")
+    with pytest.raises(SourceError, match="holds NaN or infinity"):
+        compress(source, out, workers=1)
+    before = {name: (out / name).stat().st_mtime_ns for name in finished(out)}
+    assert len(before) == 2
+    damaged.write_bytes(sound)
+    assert compress(source, out).resumed
+    assert {name: (out / name).stat().st_mtime_ns for name in before} == before
+    compress(source, tmp_path / "fresh")
+    assert tree(out) == tree(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "README.md"])
+@pytest.mark.parametrize("count", [3, 10])
+def test_other_files_may_not_change_either(tmp_path: Path, source: Path, name: str, count: int) -> None:
+    (source / "README.md").write_text("# A model")
+    out = tmp_path / "out"
+    struck(source, out, "KILL", "after-rename", count)
+    path = source / name
+    times, data = path.stat(), path.read_bytes()
+    path.write_bytes(data[:-1] + b"x")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    before = settled(out)
+    with pytest.raises(SourceError) as caught:
+        compress(source, out)
+    assert caught.value.message == f"{path} changed since {out} was made"
+    assert settled(out) == before
+    path.write_bytes(data)
+    compress(source, out)
+    compress(source, tmp_path / "fresh")
+    assert tree(out) == tree(tmp_path / "fresh")
+
+
+def test_a_finished_output_is_held_against_a_source_that_moved(
+    tmp_path: Path, source: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "whole"
+    (out / "README.md").write_text("edited")
+    replaced(source)
+    assert compress(source, out).resumed
+    assert (out / "README.md").read_text() == "edited"
+    # It is known again without reading any of it.
+    monkeypatch.setattr(running, "convert", None)
+    assert compress(source, out).resumed
+    monkeypatch.undo()
+    change(source, "model-00004-of-00005.safetensors")
+    with pytest.raises(SourceError, match=r"model-00004-of-00005.safetensors.* changed since "):
+        compress(source, out)
+
+
+def test_what_was_decoded_or_passed_on_is_held_against_its_source_too(tmp_path: Path, source: Path) -> None:
+    compress(source, tmp_path / "fp8", "block")
+    quantized = tmp_path / "fp8"
+    runs: list[Callable[[], Result]] = [
+        lambda: dequantize(quantized, tmp_path / "plain"),
+        lambda: compress(quantized, tmp_path / "again", "block"),
+    ]
+    for run in runs:
+        assert not run().resumed
+    replaced(quantized)
+    for run in runs:
+        assert run().resumed
+    change(quantized, "model-00005-of-00005.safetensors")
+    for run in runs:
+        with pytest.raises(SourceError, match=" changed since "):
+            run()
+
+
+def during(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> None:
+    """Have something happen once all shards are converted."""
+    convert = running.convert
+
+    def then(*arguments: Any) -> None:
+        convert(*arguments)
+        monkeypatch.setattr(running, "convert", convert)
+        happens()
+
+    monkeypatch.setattr(running, "convert", then)
+
+
+def test_a_source_that_is_touched_under_way_is_looked_at_again(
+    tmp_path: Path, source: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    during(monkeypatch, lambda: os.utime(source / "model-00002-of-00005.safetensors", (1, 1)))
+    compress(source, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / ".openquant.json").read_text())["sources"] == sources(source)
+    assert tree(tmp_path / "out").keys() == whole.keys()
+    monkeypatch.setattr(running, "convert", None)
+    assert compress(source, tmp_path / "out").resumed
+
+
+def test_a_source_that_changes_under_way_is_not_called_finished(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard, out = "model-00002-of-00005.safetensors", tmp_path / "out"
+    during(monkeypatch, lambda: change(source, shard))
+    for _ in range(2):
+        with pytest.raises(SourceError) as caught:
+            compress(source, out)
+        assert caught.value.message == f"{source / shard} changed since {out / shard} was made"
+        assert not (out / "config.json").exists()
+        assert not json.loads((out / ".openquant.json").read_text())["done"]
+
+
+def test_a_config_that_changes_under_way_is_not_called_finished(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = source / "config.json"
+    during(monkeypatch, lambda: config.write_text(config.read_text().replace("rms_norm_eps", "rms_norm_esp")))
+    with pytest.raises(SourceError) as caught:
+        compress(source, tmp_path / "out")
+    assert caught.value.message == f"{config} changed while it was being converted"
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_log_in_the_source_may_grow(
+    tmp_path: Path, source: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own is no part of the model; one that somebody else writes, as tee does, is copied as it is at the end."""
+    command = f"exec {sys.executable} {ROOT / 'compress_fp8.py'} -m . -o ../out > convert.txt 2> errors.txt"
+    done = subprocess.run(["sh", "-c", command], cwd=source)
+    assert (done.returncode, (source / "errors.txt").read_text()) == (0, "")
+    assert "vllm serve" in (source / "convert.txt").read_text()
+    assert tree(tmp_path / "out") == whole
+    (source / "convert.txt").write_text("")
+    during(monkeypatch, lambda: (source / "convert.txt").write_text("a line\n"))
+    compress(source, tmp_path / "again")
+    assert (tmp_path / "again" / "convert.txt").read_text() == "a line\n"
+
+
+@pytest.mark.parametrize("name", ["n" * 255, "two\nlines", "caf\udce9", "-q", "naïve 模型"])
+def test_file_names_that_the_file_system_allows(tmp_path: Path, source: Path, name: str) -> None:
+    (source / name).write_text("odd")
+    compress(source, tmp_path / "out")
+    assert (tmp_path / "out" / name).read_text() == "odd"
+    assert compress(source, tmp_path / "out").resumed
+
+
+@pytest.mark.parametrize("output", ["n" * 300, "loop/x"])
+def test_impossible_output_names_are_explained(tmp_path: Path, source: Path, output: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OutputError, match="cannot be (read|written): (File name too long|Too many levels|File exists)"):
+        compress(source, tmp_path / output)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_directory_with_the_user_s_files_is_refused(tmp_path: Path, source: Path, overwrite: bool) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(OutputError) as caught:
+        compress(source, out, overwrite=overwrite)
+    assert caught.value.message == f"{out} is not empty and was not made by openquant: it holds notes.txt"
+    assert tree(out) == {"notes.txt": b"mine"}
+    assert not (out / ".openquant").exists()
+
+
+def test_an_unfinished_directory_with_a_foreign_file_is_refused(tmp_path: Path, source: Path) -> None:
+    struck(source, tmp_path / "out", "KILL", "after-rename", 3)
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(OutputError, match="out holds notes.txt, which this run did not write"):
+        compress(source, tmp_path / "out")
+
+
+def test_an_empty_directory_is_fine_and_a_file_is_not(tmp_path: Path, source: Path) -> None:
+    (tmp_path / "out").mkdir()
+    compress(source, tmp_path / "out")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OutputError, match="file exists and is not a directory"):
+        compress(source, tmp_path / "file")
+
+
+JOURNALS = ["", "[]", '{"format": 99}', '{"format": 1}', "[" * 10**5,
+            '{"format": 1, "digest": "", "done": true, "files": [{}]}',
+            '{"format": 1, "digest": "", "done": true, "files": ["a\\u0000"]}']  # fmt: skip
+
+
+@pytest.mark.parametrize("journal", JOURNALS)
+def test_a_journal_we_cannot_read_is_refused(tmp_path: Path, source: Path, journal: str) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".openquant.json").write_text(journal)
+    (tmp_path / "out" / "a").write_text("mine")
+    with pytest.raises(OutputError, match="is not a journal that this version of openquant wrote"):
+        compress(source, tmp_path / "out")
+
+
+def test_the_output_may_not_be_or_lie_in_the_source(tmp_path: Path, source: Path) -> None:
+    before = tree(source)
+    (tmp_path / "link").symlink_to(source)
+    for out, where in ((source, "is the source itself"), (source / "a" / "b", f"lies inside the source {source}"),
+                       (tmp_path / "link", "is the source itself"), (tmp_path / "link" / "x", f"lies inside the source {source}")):  # fmt: skip
+        with pytest.raises(OutputError) as caught:
+            compress(source, out, overwrite=True)
+        assert caught.value.message == f"the output {out} {where}"
+    assert tree(source) == before
+
+
+def test_two_runs_into_one_directory(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
+    out = tmp_path / "out"
+    (out / ".openquant").mkdir(parents=True)
+    with (out / ".openquant" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(OutputError) as caught:
+            compress(source, out)
+        assert caught.value.message == f"another run is writing to {out}"
+        assert set(tree(out)) == {".openquant/lock"}
+    compress(source, out)
+    assert tree(out) == whole
+
+
+def test_two_runs_at_the_same_time(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM") | {"model.layers.0.mlp.down_proj.weight": torch.ones(16384, 4096)}
+    source = tiny.write(tmp_path / "source", weights=weights)
+    command = [sys.executable, str(ROOT / "compress_fp8.py"), "-m", str(source), "-o", str(tmp_path / "out")]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "out" / ".openquant.json").exists():
+        assert first.poll() is None
+        time.sleep(0.005)
+    first.send_signal(signal.SIGSTOP)
+    try:
+        second = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    finally:
+        first.send_signal(signal.SIGCONT)
+    _, errors = first.communicate(timeout=60)
+    assert first.returncode == 0, errors
+    assert second.returncode == 2
+    assert second.stderr.startswith(f"error: another run is writing to {tmp_path / 'out'}\n")
+
+
+def test_too_small_a_disk_is_found_before_the_first_byte(
+    tmp_path: Path, source: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    monkeypatch.setattr(Source, "digests", lambda *_: pytest.fail("the files that do not fit are read"))
+    with pytest.raises(OutputError, match=r"out needs [0-9,]+ bytes, its disk has 1,000 free"):
+        compress(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    # Nor is an earlier output thrown away for a run that cannot succeed.
+    with pytest.raises(OutputError, match="bytes, its disk has"):
+        compress(tiny.write(tmp_path / "larger", dtype="float32"), tmp_path / "whole", overwrite=True)
+    assert tree(tmp_path / "whole") == whole
+
+
+def test_a_disk_that_fills_up_is_named_and_the_run_continues_later(
+    tmp_path: Path, source: Path, whole: dict[str, bytes]
+) -> None:
+    out = tmp_path / "out"
+    largest = max(len(data) for name, data in whole.items() if name.endswith(".safetensors"))
+
+    def limit() -> None:
+        # Writing beyond this size fails as a full disk does, in the middle of the largest shard.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 1000, largest - 1000))
+
+    command = [sys.executable, str(ROOT / "compress_fp8.py"), "-m", str(source), "-o", str(out), "--workers", "1"]
+    full = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit)
+    assert full.returncode == 2, full.stderr
+    error, hint = full.stderr.splitlines()[-2:]
+    assert error.startswith(f"error: {out}/model-0000")
+    assert error.endswith("cannot be written: File too large")
+    assert hint.startswith("hint: free some space")
+    assert not (out / "config.json").exists()
+    assert os.listdir(out)
+    compress(source, out)
+    assert tree(out) == whole

@@ -1,0 +1,210 @@
+"""A shard that was written wrongly gets no final name, and a directory that was is not called finished."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+import tiny
+from openquant import compress
+from openquant.convert.written import verify_shard
+from openquant.files.checkpoint import open_checkpoint
+from openquant.files.output import OutputDirectory
+from openquant.files.shardfile import ShardFile
+from openquant.formats.schemes import CHANNEL, TENSOR
+from openquant.plan.plan import Layout, make_plan
+from openquant.verification.finished import check_finished
+
+NAME = "model.safetensors"
+QUERY = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return tiny.write(tmp_path / "source", "Qwen3ForCausalLM")
+
+
+@pytest.fixture
+def written(tmp_path: Path, source: Path) -> tuple[Path, Layout]:
+    compress(source, tmp_path / "out")
+    return tmp_path / "out" / NAME, make_plan(open_checkpoint(source), TENSOR).lay_out(NAME)
+
+
+def wrong_name(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.0.self_attn.query.weight"] = tensors.pop(f"{QUERY}.weight")
+
+
+def missing(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.norm.weight"]
+
+
+def added(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["more"] = torch.ones(1)
+
+
+def other_shape(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = torch.ones(1, dtype=torch.bfloat16)
+
+
+def other_dtype(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float16)
+
+
+def scale_of(value: float) -> Callable[[dict[str, torch.Tensor]], None]:
+    def put(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{QUERY}.weight_scale"] = torch.full_like(tensors[f"{QUERY}.weight_scale"], value)
+
+    return put
+
+
+SCALE = f"{QUERY}.weight_scale is not finite and positive"
+FAULTS: list[tuple[Callable[[dict[str, torch.Tensor]], None], str]] = [
+    (wrong_name, "its tensors are not those of the plan"),
+    (missing, "its tensors are not those of the plan"),
+    (added, "its tensors are not those of the plan"),
+    (other_shape, "model.norm.weight is BF16 [1]"),
+    (other_dtype, "model.norm.weight is F16 [256]"),
+    (scale_of(0.0), SCALE),
+    (scale_of(-1.0), SCALE),
+    (scale_of(float("inf")), SCALE),
+    (scale_of(float("nan")), SCALE),
+]
+
+
+@pytest.mark.parametrize(("fault", "problem"), FAULTS)
+def test_a_shard_that_is_not_the_plan_s(
+    written: tuple[Path, Layout], fault: Callable[[dict[str, torch.Tensor]], None], problem: str
+) -> None:
+    path, layout = written
+    verify_shard(path, layout)
+    tensors = load_file(path)
+    fault(tensors)
+    save_file(tensors, path)
+    with pytest.raises(RuntimeError) as caught:
+        verify_shard(path, layout)
+    assert str(caught.value).startswith(f"{NAME} was written wrongly: {problem}")
+
+
+def test_a_shard_that_is_cut_off(written: tuple[Path, Layout]) -> None:
+    path, layout = written
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(SafetensorError) as reason:
+        safe_open(path, "np")
+    with pytest.raises(RuntimeError) as caught:
+        verify_shard(path, layout)
+    assert str(caught.value) == f"{NAME} was written wrongly: {reason.value}"
+
+
+def test_every_fault_of_a_shard_is_named(written: tuple[Path, Layout]) -> None:
+    path, layout = written
+    tensors = load_file(path)
+    other_dtype(tensors)
+    scale_of(0.0)(tensors)
+    save_file(tensors, path)
+    with pytest.raises(RuntimeError) as caught:
+        verify_shard(path, layout)
+    start, problems = str(caught.value).split(": ")
+    assert start == f"{NAME} was written wrongly"
+    assert sorted(problems.split("; ")) == [SCALE, "model.norm.weight is F16 [256]"]
+
+
+def test_a_disk_that_loses_small_writes_finishes_no_shard(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scales are among them, and read back as zero."""
+
+    def lose(file: ShardFile) -> None:
+        file._held.clear()
+        file._held_bytes = 0
+
+    monkeypatch.setattr(ShardFile, "_write_held", lose)
+    with pytest.raises(RuntimeError, match=rf"^{NAME} was written wrongly: .*weight_scale is not finite and positive"):
+        compress(source, tmp_path / "out")
+    assert not (tmp_path / "out" / NAME).exists()
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def damaged(name: str, damage: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a file damaged once it has its final name."""
+    publish = OutputDirectory.publish
+
+    def publish_damaged(output: OutputDirectory, published: str) -> None:
+        publish(output, published)
+        if published == name:
+            damage(output.path / name)
+
+    monkeypatch.setattr(OutputDirectory, "publish", publish_damaged)
+
+
+def changed(path: Path, change: Callable[[dict[str, object]], object]) -> None:
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def renamed(path: Path) -> None:
+    tensors = load_file(path)
+    tensors["more"] = tensors.pop("model.norm.weight")
+    save_file(tensors, path)
+
+
+CONFIGS: list[tuple[Callable[[Path], object], str]] = [
+    (lambda path: changed(path, lambda config: config.update(hidden_size=1)), "config.json: "),
+    (lambda path: changed(path, lambda config: config.pop("quantization_config")), "config.json: "),
+    (lambda path: changed(path, lambda config: config.update(more=1)), "config.json: "),
+]
+
+
+@pytest.mark.parametrize(("damage", "problem"), CONFIGS)
+def test_a_config_that_is_not_the_plan_s_is_not_called_finished(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], object], problem: str
+) -> None:
+    out = tmp_path / "out"
+    damaged("config.json", damage, monkeypatch)
+    with pytest.raises(RuntimeError) as caught:
+        compress(source, out)
+    assert str(caught.value).startswith(f"{out} was written wrongly: {problem}")
+    assert not json.loads((out / ".openquant.json").read_text())["done"]
+
+
+def test_tensors_that_are_not_the_plan_s_are_not_called_finished(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    damaged(NAME, renamed, monkeypatch)
+    with pytest.raises(RuntimeError, match="was written wrongly: model.norm.weight is not what was planned"):
+        compress(source, out)
+    assert not json.loads((out / ".openquant.json").read_text())["done"]
+
+
+def test_what_engines_would_refuse_is_not_called_finished(tmp_path: Path, source: Path) -> None:
+    """Config and tensors are as the plan has them, and it has left out a layer that is quantized."""
+    out = tmp_path / "out"
+    compress(source, out)
+    plan = make_plan(open_checkpoint(source), TENSOR)
+    check_finished(out, plan)
+    quantization = {**plan.quantization_config, "ignored_layers": [QUERY]}
+    config = {**plan.config, "quantization_config": quantization}
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RuntimeError, match=rf"^{out} was written wrongly: .*{QUERY}"):
+        check_finished(out, replace(plan, quantization_config=quantization, config=config))
+
+
+def test_scales_are_read_whole(written: tuple[Path, Layout], tmp_path: Path, source: Path) -> None:
+    """One wrong scale among many."""
+    compress(source, tmp_path / "channel", "channel")
+    path = tmp_path / "channel" / NAME
+    tensors = load_file(path)
+    tensors[f"{QUERY}.weight_scale"][-1] = float(np.nan)
+    save_file(tensors, path)
+    layout = make_plan(open_checkpoint(source), CHANNEL).lay_out(NAME)
+    with pytest.raises(RuntimeError, match=SCALE):
+        verify_shard(path, layout)

@@ -1,0 +1,340 @@
+"""What somebody else may have put into an output directory: nothing outside of it is touched, and nothing hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import tiny
+from conftest import Run, tree
+from openquant import compress
+from openquant.errors import OutputError
+from openquant.files.journal import finished_files, read_journal
+from openquant.files.output import OutputDirectory
+
+JOURNAL = ".openquant.json"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    root = tiny.write(tmp_path / "source", shards=2)
+    (root / "assets").mkdir()
+    (root / "assets" / "a.txt").write_text("the model's")
+    return root
+
+
+@pytest.fixture
+def out(tmp_path: Path, source: Path) -> Path:
+    compress(source, tmp_path / "out")
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """Somebody's directory, which nothing here may change."""
+    root = tmp_path / "home"
+    (root / "d").mkdir(parents=True)
+    (root / "d" / "credentials.json").write_text("mine")
+    (root / "model.safetensors.partial").write_text("mine")
+    return root
+
+
+def rewrite(out: Path, **changed: object) -> None:
+    journal = json.loads((out / JOURNAL).read_text())
+    (out / JOURNAL).write_text(json.dumps(journal | changed))
+
+
+def planned(out: Path, *names: str) -> None:
+    """Have the journal name further files."""
+    rewrite(out, files=[*json.loads((out / JOURNAL).read_text())["files"], *names])
+
+
+def linked_directory(out: Path, home: Path) -> str:
+    (out / "d").symlink_to(home / "d")
+    planned(out, "d", "d/credentials.json")
+    return "d"
+
+
+def linked_directory_in_a_directory(out: Path, home: Path) -> str:
+    (out / "assets" / "d").symlink_to(home / "d")
+    planned(out, "assets/d/credentials.json")
+    return "assets/d"
+
+
+def linked_directory_of_ours(out: Path, home: Path) -> str:
+    shutil.rmtree(out / "assets")
+    (out / "assets").symlink_to(home / "d")
+    return "assets"
+
+
+def linked_file(out: Path, home: Path) -> str:
+    (out / "config.json").unlink()
+    (out / "config.json").symlink_to(home / "d" / "credentials.json")
+    return "config.json"
+
+
+def broken_link(out: Path, home: Path) -> str:
+    (out / "config.json").unlink()
+    (out / "config.json").symlink_to(home / "new")
+    return "config.json"
+
+
+def pipe(out: Path, home: Path) -> str:
+    (out / "config.json").unlink()
+    os.mkfifo(out / "config.json")
+    return "config.json"
+
+
+def directory_under_a_file_s_name(out: Path, home: Path) -> str:
+    (out / "mine").mkdir()
+    planned(out, "mine")
+    return "mine"
+
+
+def linked_lock(out: Path, home: Path) -> str:
+    (out / ".openquant").mkdir()
+    (out / ".openquant" / "lock").symlink_to(home / "lock")
+    return ".openquant/lock"
+
+
+def piped_lock(out: Path, home: Path) -> str:
+    (out / ".openquant").mkdir()
+    os.mkfifo(out / ".openquant" / "lock")
+    return ".openquant/lock"
+
+
+def linked_work(out: Path, home: Path) -> str:
+    (out / ".openquant").symlink_to(home)
+    return ".openquant"
+
+
+def linked_records(out: Path, home: Path) -> str:
+    (out / ".openquant").mkdir()
+    (out / ".openquant" / "pushed").symlink_to(home / "d")
+    return ".openquant/pushed"
+
+
+def linked_record(out: Path, home: Path) -> str:
+    (out / ".openquant" / "pushed").mkdir(parents=True)
+    (out / ".openquant" / "pushed" / "0").symlink_to(home / "d" / "credentials.json")
+    return ".openquant/pushed/0"
+
+
+def linked_scratch(out: Path, home: Path) -> str:
+    (out / ".openquant").mkdir()
+    (out / ".openquant" / "source-0").symlink_to(home)
+    return ".openquant/source-0"
+
+
+def file_for_a_directory(out: Path, home: Path) -> str:
+    (out / ".openquant").mkdir()
+    (out / ".openquant" / "source-0").write_text("")
+    return ".openquant/source-0"
+
+
+def directory_for_a_file(out: Path, home: Path) -> str:
+    (out / ".openquant" / "0.partial").mkdir(parents=True)
+    return ".openquant/0.partial"
+
+
+def linked_shard_in_scratch(out: Path, home: Path) -> str:
+    (out / ".openquant" / "source-0").mkdir(parents=True)
+    (out / ".openquant" / "source-0" / "model.safetensors.partial").symlink_to(home / "model.safetensors.partial")
+    return ".openquant/source-0/model.safetensors.partial"
+
+
+Plant = Callable[[Path, Path], str]
+AMONG_FILES: list[Plant] = [
+    linked_directory, linked_directory_in_a_directory, linked_directory_of_ours, linked_file, broken_link, pipe,
+    directory_under_a_file_s_name,
+]  # fmt: skip
+AT_WORK: list[Plant] = [
+    linked_lock, piped_lock, linked_work, linked_records, linked_record, linked_scratch, linked_shard_in_scratch,
+    file_for_a_directory, directory_for_a_file,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("plant", [*AMONG_FILES, *AT_WORK], ids=lambda plant: plant.__name__)
+def test_nothing_planted_is_followed(source: Path, out: Path, home: Path, plant: Plant, overwrite: bool) -> None:
+    name = plant(out, home)
+    rewrite(out, done=False)
+    before, listed = tree(home), sorted(os.listdir(home))
+    weights = {path: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
+    with pytest.raises(OutputError) as caught:
+        compress(source, out, overwrite=overwrite)
+    assert caught.value.message == f"{out / name} was not made by openquant and will not be overwritten"
+    assert caught.value.hint == "move it away, or choose another directory with -o"
+    assert (tree(home), sorted(os.listdir(home))) == (before, listed)
+    assert {path: path.stat().st_mtime_ns for path in out.glob("*.safetensors")} == weights
+
+
+@pytest.mark.parametrize(
+    "plant", [linked_file, broken_link, linked_directory_of_ours, *AT_WORK], ids=lambda plant: plant.__name__
+)
+def test_a_push_sends_and_writes_nothing_through_a_link(out: Path, home: Path, plant: Plant) -> None:
+    name = plant(out, home)
+    with pytest.raises(OutputError) as caught:
+        finished_files(out)
+    lacks = f"{out} lacks assets/a.txt"
+    assert caught.value.message in (f"{out / name} is a link", f"{out / name} was not made by openquant", lacks)
+    assert (caught.value.message == lacks) == (plant is linked_directory_of_ours)
+
+
+def test_the_output_itself_may_be_a_link(tmp_path: Path, source: Path, out: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    compress(source, tmp_path / "link")
+    assert tree(tmp_path / "disk") == tree(out)
+    compress(source, tmp_path / "link", "block", overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    assert finished_files(tmp_path / "link")[1] == {name for name in tree(out) if name != JOURNAL}
+
+
+def test_a_user_s_own_links_beside_a_finished_output_stay(source: Path, out: Path, home: Path) -> None:
+    (out / "notes").symlink_to(home)
+    assert compress(source, out).resumed
+    compress(source, out, "block", overwrite=True)
+    assert (out / "notes" / "d" / "credentials.json").read_text() == "mine"
+
+
+NAMES = ["n" * 300, "../mine", "/etc/passwd", "a/../b", "", ".", "a//b", "a/", "a\0", "\ud800", 7, ["a"], ".ssh/id",
+         "a/.git/config", ".openquant", ".openquant/lock", ".openquant.json", "a/model.safetensors", "/".join(["ab"] * 2000)]  # fmt: skip
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: str(name)[:20].encode("ascii", "replace").decode())
+def test_a_journal_that_names_what_no_run_writes(source: Path, out: Path, name: object, overwrite: bool) -> None:
+    planned(out, name)  # type: ignore[arg-type]
+    before = tree(out)
+    for use in (lambda: compress(source, out, overwrite=overwrite), lambda: finished_files(out)):
+        with pytest.raises(OutputError) as caught:
+            use()
+        assert caught.value.message == f"{out / JOURNAL} is not a journal that this version of openquant wrote"
+    assert tree(out) == before
+
+
+def test_a_journal_that_is_a_link_or_a_pipe_or_endless(tmp_path: Path, source: Path, out: Path) -> None:
+    (out / JOURNAL).rename(tmp_path / "journal")
+    for plant in (lambda: (out / JOURNAL).symlink_to(tmp_path / "journal"), lambda: os.mkfifo(out / JOURNAL),
+                  lambda: (out / JOURNAL).mkdir(), lambda: (out / JOURNAL).touch() or os.truncate(out / JOURNAL, 1 << 40)):  # fmt: skip
+        plant()
+        with pytest.raises(OutputError, match="is not a journal that this version of openquant wrote"):
+            compress(source, out, overwrite=True)
+        shutil.rmtree(out / JOURNAL) if (out / JOURNAL).is_dir() else (out / JOURNAL).unlink()
+
+
+def test_a_journal_of_many_names_is_held_against_many_files_at_once(source: Path, out: Path) -> None:
+    """Each against each would take minutes."""
+    planned(out, *(f"a{number}/b" for number in range(20_000)))
+    (out / "mine").mkdir()
+    for number in range(2000):
+        (out / "mine" / str(number)).touch()
+    compress(source, out, "block", overwrite=True)
+    assert len(os.listdir(out / "mine")) == 2000
+
+
+def test_the_root_of_the_file_system_is_refused_before_anything_is_asked_for(run: Run) -> None:
+    for model in ("org/name", "."):
+        done = run("-m", model, "-o", "/", HF_ENDPOINT="http://127.0.0.1:9")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert (
+            done.stderr
+            == "error: the output / is the root of the file system\nhint: choose another directory with -o\n"
+        )
+
+
+def test_an_output_may_not_hold_the_source(tmp_path: Path, source: Path) -> None:
+    with pytest.raises(OutputError) as caught:
+        compress(source, tmp_path, overwrite=True)
+    assert caught.value.message == f"the output {tmp_path} holds the source {source}"
+
+
+def test_a_run_that_lost_its_directory_to_another_finishes_nothing_more(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with OutputDirectory(out, "mine", {}, {"a": 1, "b": 1, "c": 1}, overwrite=False) as directory:
+        directory.write("a", b"1")
+        directory.write("b", b"1")
+        # As a run does that takes this one for dead.
+        (out / "new").write_text(json.dumps(json.loads((out / JOURNAL).read_text()) | {"digest": "another's"}))
+        (out / "new").replace(out / JOURNAL)
+        with pytest.raises(OutputError) as caught:
+            directory.write("c", b"1")
+    assert caught.value.message == f"{out / 'c'} was not finished: another run has claimed {out}"
+    assert sorted(path.name for path in out.iterdir()) == [JOURNAL, "a", "b"]
+
+
+# A directory that an earlier run left half-written.
+
+
+def claim(root: Path, sources: dict[str, str] | None = None, overwrite: bool = False) -> OutputDirectory:
+    """For a run that makes one shard and a card, and of which the shard is uploaded already."""
+    shards, others = {"model.safetensors": 8}, {"README.md": 4}
+    look = dict(sources or {})
+    return OutputDirectory(
+        root, "digest", shards, others, overwrite, elsewhere=lambda: frozenset(shards), sources=lambda: look
+    )
+
+
+def begin(root: Path) -> None:
+    """Begin a run, and leave what one leaves that is killed."""
+    directory = claim(root, {"a": "1"})
+    directory.__enter__()
+    shutil.copytree(root, root.with_name("kept"))
+    directory.__exit__()
+    shutil.rmtree(root, ignore_errors=True)
+    root.with_name("kept").rename(root)
+
+
+def test_records_of_uploads_and_streamed_shards_are_kept(tmp_path: Path) -> None:
+    root = tmp_path / "out"
+    begin(root)
+    for name in ("pushed/record", "source-0/model.safetensors"):
+        (root / ".openquant" / name).parent.mkdir()
+        (root / ".openquant" / name).write_text("kept")
+    with claim(root, {"a": "1"}) as directory:
+        assert directory.resumed
+        assert (root / ".openquant" / "pushed" / "record").read_text() == "kept"
+        assert (root / ".openquant" / "source-0" / "model.safetensors").read_text() == "kept"
+
+
+def test_what_was_uploaded_of_another_source_is_not_finished(tmp_path: Path) -> None:
+    root = tmp_path / "out"
+    begin(root)
+    with claim(root, {"a": "1"}) as directory:
+        assert directory.is_finished("model.safetensors")
+    begin(root)
+    with claim(root, {"a": "2"}) as directory:
+        assert directory.moved == {"a"}
+        assert not directory.is_finished("model.safetensors")
+
+
+def test_what_is_overwritten_counts_as_free(
+    tmp_path: Path, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = tree(out)
+    # What is not there any more gives nothing back.
+    (out / "README.md").unlink()
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100_000))
+    compress(source, out, overwrite=True)
+    assert tree(out) == before
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    root = tmp_path / "out"
+    with claim(root) as directory, pytest.raises(OutputError) as caught:
+        directory.copy(tmp_path / "missing", "README.md")
+    assert (caught.value.message, caught.value.hint) == (
+        f"{tmp_path / 'missing'} cannot be read: No such file or directory",
+        "check the file and its permissions",
+    )
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError) as caught:
+        read_journal(tmp_path / "file")
+    assert caught.value.message == f"{tmp_path / 'file'} cannot be read: Not a directory"

@@ -1,0 +1,117 @@
+"""The numpy kernels against the torch reference, bit by bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from openquant.formats import kernels
+from openquant.formats.schemes import BLOCK, BLOCK_UE8M0, SCHEMES, Scheme
+from openquant.packed import encode, group_absmax, group_scale
+
+KINDS = (*SCHEMES.values(), BLOCK_UE8M0)
+TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+LARGEST = {"BF16": 0x7F7F, "F16": 0x7BFF, "F32": 0x7F7FFFFF}
+SIGN = {"BF16": 0x8000, "F16": 0x8000, "F32": 0x80000000}
+
+
+def as_torch(bits: np.ndarray, dtype: str) -> torch.Tensor:
+    return torch.from_numpy(bits.view(f"i{bits.dtype.itemsize}").copy()).view(TORCH[dtype])
+
+
+def assert_equal_to_torch(bits: np.ndarray, dtype: str, scheme: Scheme) -> None:
+    weight = as_torch(bits, dtype)
+    absmax = group_absmax(weight, scheme.group)
+    found = kernels.absmax(bits, dtype, scheme.group)
+    np.testing.assert_array_equal(found, absmax.numpy())
+    scale = group_scale(absmax, scheme)
+    np.testing.assert_array_equal(scheme.scale(found), scale.numpy())
+    codes = np.empty(bits.shape, np.uint8)
+    kernels.encode(bits, dtype, scale.numpy(), scheme.group, codes)
+    expected = encode(weight, scale, scheme.group).view(torch.uint8).numpy()
+    np.testing.assert_array_equal(codes, expected)
+
+
+@st.composite
+def weights(draw: st.DrawFn, dtype: str) -> np.ndarray:
+    """[128 or 256, 128 or 384] bits: a few drawn values, signs included, repeated at random over the matrix."""
+    kind = kernels.BITS_TYPE[dtype]
+    finite = st.integers(0, LARGEST[dtype]) | st.integers(SIGN[dtype], SIGN[dtype] + LARGEST[dtype])
+    values = draw(hnp.arrays(kind, st.integers(1, 40), elements=finite))
+    shape = draw(st.sampled_from([(128, 128), (256, 128), (128, 384)]))
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    return generator.choice(values, shape)
+
+
+@pytest.mark.parametrize("scheme", KINDS, ids=lambda scheme: scheme.suffix)
+@pytest.mark.parametrize("dtype", TORCH)
+def test_codes_and_scales_equal_torch_for_any_finite_weight(dtype: str, scheme: Scheme) -> None:
+    @given(weights(dtype))
+    def check(bits: np.ndarray) -> None:
+        assert_equal_to_torch(bits, dtype, scheme)
+
+    check()
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e-6, 1e-4, 0.02, 3.0, 1000.0])
+@pytest.mark.parametrize("scheme", KINDS, ids=lambda scheme: scheme.suffix)
+@pytest.mark.parametrize("dtype", TORCH)
+def test_codes_and_scales_equal_torch_for_gaussian_weights(dtype: str, scheme: Scheme, scale: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(384, 1280, generator=generator) * scale
+    weight[:128, :128] = 0
+    weight[0, :128] = -0.0
+    weight[128:256] *= 1e-3
+    bits = weight.to(TORCH[dtype]).view(torch.int16 if dtype != "F32" else torch.int32).numpy()
+    assert_equal_to_torch(bits.view(kernels.BITS_TYPE[dtype]), dtype, scheme)
+
+
+@pytest.mark.parametrize("exponent", [63, 64, 65, 100, 127, 200, 254])
+def test_every_bfloat16_gets_torch_s_code_whatever_the_largest_weight(exponent: int) -> None:
+    everything = np.arange(65536, dtype=np.uint16)
+    for mantissa in range(0, 128, 9):
+        top = exponent << 7 | mantissa
+        smaller = everything[(everything & 0x7FFF) <= top]
+        bits = np.resize(smaller, (-(-smaller.size // 16384) * 128, 128))
+        absmax = kernels.to_float32(np.full((bits.shape[0] // 128, 1), top, np.uint16), "BF16")
+        scale = BLOCK.scale(absmax)
+        expected = encode(as_torch(bits, "BF16"), torch.from_numpy(scale), BLOCK.group).view(torch.uint8).numpy()
+        codes = np.empty(bits.shape, np.uint8)
+        kernels.encode(bits, "BF16", scale, BLOCK.group, codes)
+        np.testing.assert_array_equal(codes, expected)
+
+
+@pytest.mark.parametrize(("dtype", "infinity"), [("BF16", 0x7F80), ("F16", 0x7C00), ("F32", 0x7F800000)])
+@pytest.mark.parametrize("scheme", KINDS, ids=lambda scheme: scheme.suffix)
+def test_absmax_shows_infinity_and_nan(dtype: str, infinity: int, scheme: Scheme) -> None:
+    for bad in (infinity, SIGN[dtype] | infinity, infinity + 1, SIGN[dtype] | infinity | 1):
+        bits = np.zeros((128, 256), kernels.BITS_TYPE[dtype])
+        bits[5, 200] = bad
+        assert not np.isfinite(kernels.absmax(bits, dtype, scheme.group)).all()
+
+
+@pytest.mark.parametrize("chunk", [1, 96, 128, 1000, 40_000])
+@pytest.mark.parametrize("scheme", KINDS, ids=lambda scheme: scheme.suffix)
+@pytest.mark.parametrize("dtype", TORCH)
+def test_where_chunks_end_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, scheme: Scheme, chunk: int
+) -> None:
+    monkeypatch.setattr(kernels, "CHUNK", chunk)
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(256, 384, generator=generator) * torch.logspace(-3, 3, 256)[:, None]
+    bits = weight.to(TORCH[dtype]).view(torch.int16 if dtype != "F32" else torch.int32).numpy()
+    assert_equal_to_torch(bits.view(kernels.BITS_TYPE[dtype]), dtype, scheme)
+
+
+def test_a_scale_that_no_bfloat16_made_is_divided_by() -> None:
+    """Joined layers of different dtypes share the scale of the largest."""
+    bits = np.arange(128 * 128, dtype=np.uint16).reshape(128, 128)
+    scale = np.array([[0.1]], np.float32)
+    codes = np.empty(bits.shape, np.uint8)
+    kernels.encode(bits, "BF16", scale, (None, None), codes)
+    expected = encode(as_torch(bits, "BF16"), torch.from_numpy(scale), (None, None)).view(torch.uint8).numpy()
+    np.testing.assert_array_equal(codes, expected)

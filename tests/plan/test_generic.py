@@ -1,0 +1,96 @@
+"""--architecture: a known layout under another name, and what has no entry."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tiny
+from conftest import Run, tree
+from openquant import OpenQuantError, compress
+from openquant.errors import PlanError
+from openquant.formats.schemes import TENSOR
+from openquant.plan.plan import Plan, make_plan
+from test_models import NAMES, published
+
+FILES = sorted(path.stem for path in NAMES.glob("*.txt"))
+
+
+def renamed(root: Path, architecture: str, name: str) -> Path:
+    source = tiny.write(root, architecture)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "architectures": [name]}))
+    return source
+
+
+def test_a_renamed_class_converts_as_the_one_it_is(run: Run, tmp_path: Path) -> None:
+    source = renamed(tmp_path / "mine", "Qwen3ForCausalLM", "MyForCausalLM")
+    refused = run("-m", source)
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[0].startswith("error: MyForCausalLM is not a known architecture; known are ")
+    assert "--architecture" in refused.stderr.splitlines()[1]
+    done = run("-m", source, "-o", "out", "--architecture", "Qwen3ForCausalLM")
+    assert (done.returncode, done.stderr) == (0, "")
+    compress(tiny.write(tmp_path / "plain", "Qwen3ForCausalLM"), tmp_path / "expected")
+    found, expected = tree(tmp_path / "here" / "out"), tree(tmp_path / "expected")
+    assert found["model.safetensors"] == expected["model.safetensors"]
+    config = json.loads(found["config.json"])
+    assert config["architectures"] == ["MyForCausalLM"]
+    assert config["quantization_config"] == json.loads(expected["config.json"])["quantization_config"]
+
+
+def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
+    source = renamed(tmp_path / "mine", "Qwen3ForCausalLM", "MyForCausalLM")
+    with pytest.raises(OpenQuantError, match="^Nothing is not a known architecture"):
+        compress(source, tmp_path / "out", architecture="Nothing")
+
+
+NOTE = "decided from names and shapes alone: look at the plan, and at what the engine makes of it"
+
+
+@pytest.mark.parametrize("how", ["", "--json", "-q"])
+def test_generic_says_so_unless_told_to_be_quiet(run: Run, tmp_path: Path, how: str) -> None:
+    source = renamed(tmp_path / "mine", "Qwen3MoeForCausalLM", "MyForCausalLM")
+    done = run("-m", source, "-o", "out", "--architecture", "generic", *how.split())
+    assert done.returncode == 0, done.stderr
+    said = {"": done.stdout, "--json": done.stderr, "-q": done.stderr}[how]
+    assert (f"note: {NOTE}\n" in said) == (how != "-q")
+    assert bool(said) == (how != "-q")
+    compress(tiny.write(tmp_path / "plain", "Qwen3MoeForCausalLM"), tmp_path / "expected")
+    expected = (tmp_path / "expected" / "model.safetensors").read_bytes()
+    assert (tmp_path / "here" / "out" / "model.safetensors").read_bytes() == expected
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_generic_quantizes_nothing_that_an_entry_keeps(name: str) -> None:
+    """Routers, embeddings, heads, towers, norms, convolutions, draft layers: of every published model here."""
+    checkpoint = published(name)
+    if tiny.refused(checkpoint.architecture, TENSOR) is not None:
+        return
+    try:
+        chosen = quantized(make_plan(checkpoint, TENSOR, architecture="generic"))
+    except PlanError as error:
+        assert error.message == "nothing would be quantized: generic has no layer here that could be"
+        chosen = set()
+    assert bool(chosen) == (name != "NemotronHForCausalLM")
+    assert chosen <= quantized(make_plan(checkpoint, TENSOR))
+
+
+def quantized(plan: Plan) -> set[str]:
+    return {name for group in plan.groups if group.quantized for name in group.names}
+
+
+def test_generic_finds_all_of_the_usual_models() -> None:
+    for name in (
+        "LlamaForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "MixtralForCausalLM",
+        "Phi3ForCausalLM",
+        "OlmoeForCausalLM",
+    ):
+        checkpoint = published(name)
+        assert quantized(make_plan(checkpoint, TENSOR, architecture="generic")) == quantized(
+            make_plan(checkpoint, TENSOR)
+        )

@@ -1,0 +1,833 @@
+"""What the plan decides: joined sets, experts, blocks, --ignore, tensor parallelism, refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import tiny
+from openquant import compress
+from openquant.errors import PlanError, UsageError
+from openquant.files.checkpoint import open_checkpoint
+from openquant.formats.schemes import BLOCK, BLOCK_COMPRESSED, CHANNEL, MXFP8, TENSOR, TENSOR_COMPRESSED, Scheme
+from openquant.models import MODELS, Refusal
+from openquant.plan.fates import Options
+from openquant.plan.plan import Plan, make_plain_plan, make_plan
+
+
+def plan_of(root: Path, scheme: Scheme = TENSOR, *ignore: str) -> Plan:
+    return make_plan(open_checkpoint(root), scheme, Options(ignore))
+
+
+def quantized(plan: Plan) -> set[str]:
+    return {name for group in plan.groups if group.quantized for name in group.names}
+
+
+def reason(plan: Plan, module: str) -> str:
+    return next(group.why for group in plan.groups if module in group.names)
+
+
+@pytest.mark.parametrize("architecture", tiny.HAND_MADE)
+def test_digest_depends_on_options_and_source(tmp_path: Path, architecture: str) -> None:
+    checkpoint = open_checkpoint(tiny.write(tmp_path / "a", architecture))
+    digests = {
+        make_plan(checkpoint, TENSOR).digest,
+        make_plan(checkpoint, BLOCK).digest,
+        make_plan(checkpoint, CHANNEL).digest,
+        make_plan(checkpoint, TENSOR, Options(("**.layers.0.**",))).digest,
+        make_plan(checkpoint, TENSOR, None, "another source").digest,
+        make_plan(checkpoint, BLOCK, Options(tp=2)).digest,
+        make_plan(checkpoint, BLOCK_COMPRESSED).digest,
+        make_plan(checkpoint, BLOCK_COMPRESSED, Options(tp=2)).digest,
+        make_plan(checkpoint, BLOCK_COMPRESSED, Options(scheme_for=(("**.o_proj", CHANNEL),))).digest,
+        make_plan(checkpoint, BLOCK_COMPRESSED, Options(scheme_for=(("**.o_proj", TENSOR_COMPRESSED),))).digest,
+    }
+    assert len(digests) == 10
+    assert make_plan(checkpoint, TENSOR).digest in digests
+
+
+def test_digest_depends_on_the_registry_s_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that begins under one version of an entry is not continued under another."""
+    checkpoint = open_checkpoint(tiny.write(tmp_path / "a"))
+    before = make_plan(checkpoint, TENSOR).digest
+    monkeypatch.setitem(MODELS, "Qwen3ForCausalLM", replace(MODELS["Qwen3ForCausalLM"], joined=()))
+    assert make_plan(checkpoint, TENSOR).digest != before
+
+
+def test_unknown_architecture_lists_the_known_ones(source: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "architectures": ["FooForCausalLM"]}))
+    with pytest.raises(PlanError) as caught:
+        plan_of(source)
+    assert caught.value.message == (
+        f"FooForCausalLM is not a known architecture; known are {', '.join(sorted(MODELS))}"
+    )
+    assert caught.value.hint == (
+        "if it is one of them by another name, say which with --architecture; --architecture generic goes by names and "
+        "shapes alone; or add an entry to openquant/models.py (README: Adding an architecture)"
+    )
+
+
+def test_all_misfits_are_listed_at_once(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    for layer in (0, 1):
+        weights[f"model.layers.{layer}.mlp.router.weight"] = torch.zeros(4, 256)
+    weights["model.extra"] = torch.zeros(2, 2)
+    weights["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(256, 256, dtype=torch.float64)
+    root = tiny.write(tmp_path / "a", weights=weights)
+    with pytest.raises(PlanError) as caught:
+        plan_of(root)
+    assert caught.value.message == (
+        "model.layers.0.self_attn.q_proj.weight is F64, not one of BF16, F16, F32; "
+        "model.extra, model.layers.{0..1}.mlp.router.weight matches no pattern of Qwen3ForCausalLM"
+    )
+    assert caught.value.hint == (
+        "list it under compress or keep in openquant/models.py, or leave it as it is with --ignore"
+    )
+
+
+@pytest.mark.parametrize(
+    ("gone", "note"),
+    [
+        (r"layers\.1\.", "decoder layers that config.json counts (num_hidden_layers 2): 1"),
+        (r"layers\.0\.mlp\.up_proj", "what belongs to model.layers.0.mlp.gate_proj in other layers"),
+        (r"layers\.1\.mlp\.experts\.3\.up_proj", "experts in model.layers.1.mlp.experts, beside other layers"),
+        (r"layers\.1\.mlp\.experts\.3\.", "experts in model.layers.1.mlp.experts, beside other layers"),
+        (r"no such name", None),
+    ],
+)
+def test_what_the_source_lacks_is_noted(tmp_path: Path, gone: str, note: str | None) -> None:
+    """vLLM loads a quantized model that is not whole without a word."""
+    architecture = "Qwen3MoeForCausalLM" if "experts" in gone else "Qwen3ForCausalLM"
+    weights = tiny.tensors(architecture)
+    config = tiny.config(architecture)
+    if "experts" in gone:
+        # A second layer of experts.
+        config |= {"mlp_only_layers": [], "num_hidden_layers": 3}
+        weights |= {n.replace("layers.1.", "layers.2."): w.clone() for n, w in weights.items() if "layers.1." in n}
+    weights = {name: weight for name, weight in weights.items() if not re.search(gone, name)}
+    root = tiny.write(tmp_path / "source", architecture, weights=weights)
+    (root / "config.json").write_text(json.dumps(config))
+    notes = [found for found in plan_of(root).notes if "lacks" in found]
+    assert any(found == f"the source lacks {note}" for found in notes) if note else notes == []
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "NaN", "-1", "0", "1" + "0" * 4200, "true", "[]", '"4"', "4.0"])
+def test_sizes_in_config_json_that_are_none(source: Path, tmp_path: Path, number: str) -> None:
+    config = json.loads((source / "config.json").read_text())
+    sizes = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "vocab_size")
+    text = json.dumps(config | dict.fromkeys(sizes, "SIZE")).replace('"SIZE"', number)
+    (source / "config.json").write_text(text)
+    result = compress(source, tmp_path / "out", "block")
+    assert result.quantized_tensors == 14
+    written = (tmp_path / "out" / "config.json").read_text()
+    assert repr({**json.loads(text), "quantization_config": None}) == repr(
+        {**json.loads(written), "quantization_config": None}
+    )
+    assert all(len(note) < 300 for note in plan_of(source).notes)
+    assert all(len(entry.problem or "") < 300 for entry in plan_of(source).parallel)
+
+
+def test_misfits_without_number_make_a_short_message(tmp_path: Path) -> None:
+    weights = {f"what.{chr(97 + n // 26)}{chr(97 + n % 26)}.weight": torch.ones(2, 2) for n in range(600)}
+    with pytest.raises(PlanError) as caught:
+        plan_of(tiny.write(tmp_path / "source", weights=weights))
+    assert caught.value.message.startswith("what.aa.weight, what.ab.weight, ")
+    assert caught.value.message.endswith(", what.dv.weight, 500 more matches no pattern of Qwen3ForCausalLM")
+
+
+def test_a_count_of_layers_that_no_model_has(source: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**30}))
+    assert (
+        f"the source lacks decoder layers that config.json counts (num_hidden_layers {10**30}): "
+        "2, 3, 4, 5, 6, 7, 8, 9, ..."
+    ) in plan_of(source).notes
+
+
+def test_ignore_settles_a_tensor_no_pattern_matches(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM") | {"model.layers.0.mlp.router.weight": torch.zeros(4, 256)}
+    root = tiny.write(tmp_path / "a", weights=weights)
+    plan = plan_of(root, TENSOR, "**.mlp.router")
+    assert reason(plan, "model.layers.0.mlp.router") == "--ignore"
+    assert "model.layers.0.mlp.router" in plan.ignored_layers
+    assert plan.quantized_tensors == 14
+
+
+def test_ignore_widens_to_the_joined_set_and_says_so(source: Path) -> None:
+    plan = plan_of(source, TENSOR, "model.layers.0.self_attn.k_proj", "model.layers.1.mlp.up_proj")
+    assert {f"model.layers.0.self_attn.{part}_proj" for part in "qkv"} <= set(plan.ignored_layers)
+    assert {"model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"} <= set(plan.ignored_layers)
+    assert "model.layers.0.self_attn.o_proj" in quantized(plan)
+    assert "model.layers.1.mlp.down_proj" in quantized(plan)
+    assert reason(plan, "model.layers.0.self_attn.k_proj") == "--ignore model.layers.0.self_attn.k_proj"
+    assert reason(plan, "model.layers.0.self_attn.q_proj") == (
+        "shares its status with k_proj (--ignore model.layers.0.self_attn.k_proj)"
+    )
+    notes = sorted(plan.notes)
+    assert [note.split(":")[0] for note in notes] == [
+        "--ignore model.layers.0.self_attn.k_proj widened to what engines join with it",
+        "--ignore model.layers.1.mlp.up_proj widened to what engines join with it",
+    ]
+    assert notes[1].endswith(": model.layers.1.mlp.gate_proj")
+
+
+def test_unquantized_layers_must_divide_among_ranks_too(source: Path) -> None:
+    assert plan_of(source, TENSOR, "**.self_attn.*").parallel_sizes == plan_of(source).parallel_sizes == [1, 2, 4]
+
+
+def test_ignore_that_matches_nothing_is_an_error(source: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        plan_of(source, TENSOR, "model.layers.0.**", "model.layers.9.**")
+    assert caught.value.message == "--ignore model.layers.9.** matches no module"
+    assert plan_of(source, TENSOR, "lm_head").quantized_tensors == 14
+
+
+def test_experts_of_a_layer_share_status(tmp_path: Path) -> None:
+    root = tiny.write(tmp_path / "a", "Qwen3MoeForCausalLM", shards=2)
+    plan = plan_of(root, BLOCK, "model.layers.1.mlp.experts.2.down_proj")
+    experts = [f"model.layers.1.mlp.experts.{e}.{p}_proj" for e in range(4) for p in ("gate", "up", "down")]
+    assert {*experts, "model.layers.1.mlp.experts"} <= set(plan.ignored_layers)
+    assert not set(experts) & quantized(plan)
+    # The router, its neighbour, is kept for another reason.
+    assert reason(plan, "model.layers.1.mlp.gate") == "router"
+
+
+def test_qwen3_moe_lists_ignored_dense_layers_under_the_joined_name_too(tmp_path: Path) -> None:
+    root = tiny.write(tmp_path / "a", "Qwen3MoeForCausalLM")
+    plan = plan_of(root, BLOCK, "model.layers.0.mlp.gate_proj")
+    listed = {f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "gate_up")}
+    assert listed <= set(plan.ignored_layers)
+    assert "model.layers.0.mlp.gate_up_proj" not in plan_of(root, BLOCK).ignored_layers
+
+
+def test_blocks_leave_a_whole_joined_set_when_one_member_does_not_divide(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    for part in ("gate", "up"):
+        weights[f"model.layers.0.mlp.{part}_proj.weight"] = torch.ones(320, 256, dtype=torch.bfloat16)
+    weights["model.layers.0.mlp.down_proj.weight"] = torch.ones(256, 320, dtype=torch.bfloat16)
+    weights["model.layers.1.self_attn.k_proj.weight"] = torch.ones(64, 256, dtype=torch.bfloat16)
+    root = tiny.write(tmp_path / "a", weights=weights)
+    plan = plan_of(root, BLOCK)
+    kept = {f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")}
+    kept |= {f"model.layers.1.self_attn.{part}_proj" for part in "qkv"}
+    assert kept <= set(plan.ignored_layers)
+    assert plan.quantized_tensors == 14 - 6
+    assert reason(plan, "model.layers.0.mlp.down_proj") == "256 x 320 does not divide into 128 x 128 blocks"
+    assert reason(plan, "model.layers.1.self_attn.q_proj") == (
+        "shares its status with k_proj (64 x 256 does not divide into 128 x 128 blocks)"
+    )
+    assert plan.notes == (
+        "blocks do not divide, which leaves 6 of 14 layers (35.5 % of their bytes) unquantized; "
+        "--scheme tensor or channel quantizes them too",
+    )
+    assert plan_of(root, TENSOR).quantized_tensors == 14
+
+
+def test_blocks_leave_all_experts_when_they_do_not_divide(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3MoeForCausalLM")
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    weights[name] = weights[name][:, :96].contiguous()
+    plan = plan_of(tiny.write(tmp_path / "a", "Qwen3MoeForCausalLM", weights=weights), BLOCK)
+    assert not any("experts" in module for module in quantized(plan))
+    assert "model.layers.1.mlp.experts.0.gate_proj" in plan.ignored_layers
+
+
+def test_lm_head_is_listed_also_when_tied_and_absent(tmp_path: Path) -> None:
+    root = tiny.write(tmp_path / "a", "Gemma3ForCausalLM")
+    assert "lm_head.weight" not in open_checkpoint(root).tensors
+    config = plan_of(root).quantization_config
+    assert config["ignored_layers"] == config["modules_to_not_convert"] == ["lm_head", "model.embed_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            'the source is already quantized: config.json has the quant_method "gptq"',
+        ),
+        (
+            {"compression_config": {"format": "x"}},
+            "the source is already quantized: config.json has the quant_method null",
+        ),
+        (
+            {"text_config": {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}},
+            'the source is already quantized: config.json has the quant_algo "NVFP4"',
+        ),
+    ],
+)
+def test_sources_quantized_in_unknown_ways_are_refused_by_their_config(
+    source: Path, change: dict[str, object], message: str
+) -> None:
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(PlanError) as caught:
+        plan_of(source)
+    assert caught.value.message == message
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", torch.zeros(512, 256).to(torch.float8_e4m3fn), "{} is F8_E4M3"),
+        ("model.layers.0.mlp.up_proj.weight_scale_inv", torch.zeros(4, 2), "it holds {}"),
+        ("model.layers.0.mlp.up_proj.qweight", torch.zeros(4, 2, dtype=torch.int32), "it holds {}"),
+    ],
+)
+def test_quantized_sources_without_a_config_are_refused_by_their_tensors(
+    tmp_path: Path, name: str, tensor: torch.Tensor, message: str
+) -> None:
+    root = tiny.write(tmp_path / "a", weights=tiny.tensors("Qwen3ForCausalLM") | {name: tensor})
+    with pytest.raises(PlanError, match="already quantized: " + message.format(name)):
+        plan_of(root)
+
+
+def test_tensor_parallel_sizes_for_one_scale_per_tensor(source: Path) -> None:
+    plan = plan_of(source)
+    # 4 heads; 2 key and value heads, copied where there are more ranks.
+    assert plan.parallel_sizes == [1, 2, 4]
+    assert plan.parallel[3].problem is not None
+    assert plan.parallel[3].problem.endswith("4 heads do not divide by 8")
+
+
+def test_tensor_parallel_sizes_for_blocks(tmp_path: Path) -> None:
+    # 8 heads of 128, 2 key and value heads; the MLP's 1280 = 10 blocks forbids 4.
+    config = tiny.config("Qwen3ForCausalLM") | {"num_attention_heads": 8, "head_dim": 128, "num_hidden_layers": 1}
+    weights = {
+        "model.layers.0.self_attn.q_proj.weight": torch.ones(1024, 256),
+        "model.layers.0.self_attn.k_proj.weight": torch.ones(256, 256),
+        "model.layers.0.self_attn.v_proj.weight": torch.ones(256, 256),
+        "model.layers.0.self_attn.o_proj.weight": torch.ones(256, 1024),
+        "model.layers.0.mlp.gate_proj.weight": torch.ones(1280, 256),
+        "model.layers.0.mlp.up_proj.weight": torch.ones(1280, 256),
+        "model.layers.0.mlp.down_proj.weight": torch.ones(256, 1280),
+    }
+    root = tiny.write(tmp_path / "a", weights=weights)
+    (root / "config.json").write_text(json.dumps(config))
+    plan = plan_of(root, BLOCK)
+    assert [(entry.size, entry.problem) for entry in plan.parallel] == [
+        (1, None),
+        (2, None),
+        (4, "model.layers.*.mlp.down_proj: 1280 / 4 = 320 is not a multiple of 128"),
+        (8, "model.layers.*.mlp.down_proj: 1280 / 8 = 160 is not a multiple of 128"),
+        (16, "model.layers.*.mlp.down_proj: 1280 / 16 = 80 is not a multiple of 128"),
+    ]
+    # Without the MLP the key and value heads, copied to 4 and 8 ranks, are no obstacle.
+    assert plan_of(root, BLOCK, "**.mlp.*").parallel_sizes == [1, 2, 4, 8]
+
+
+def test_rows_divide_wherever_tensors_do(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights["model.layers.0.mlp.down_proj.weight"] = torch.ones(256, 320, dtype=torch.bfloat16)
+    root = tiny.write(tmp_path / "a", weights=weights)
+    plan = plan_of(root, CHANNEL)
+    assert plan.quantized_tensors == 14
+    assert plan.parallel_sizes == plan_of(root, TENSOR).parallel_sizes
+    assert plan.ignored_layers == plan.quantization_config["ignore"] == ["lm_head", "model.embed_tokens"]
+
+
+def test_rows_need_no_other_shard_but_joined_layers_share_their_status(tmp_path: Path) -> None:
+    root = tiny.write(tmp_path / "a", shards=3)
+    plan = plan_of(root, CHANNEL, "model.layers.0.self_attn.k_proj")
+    assert {f"model.layers.0.self_attn.{part}_proj" for part in "qkv"} <= set(plan.ignored_layers)
+    for shard in plan.shards:
+        assert plan.sources(shard.name) == {shard.name}
+    assert any(len(plan_of(root, TENSOR).sources(shard.name)) > 1 for shard in plan.shards)
+
+
+def test_experts_are_refused_where_engines_load_none(tmp_path: Path) -> None:
+    for name in ("Qwen3MoeForCausalLM", "Llama4ForCausalLM"):
+        root = tiny.write(tmp_path / name, name)
+        with pytest.raises(PlanError) as caught:
+            plan_of(root, TENSOR_COMPRESSED)
+        path = "mlp" if name.startswith("Qwen3") else "feed_forward"
+        assert caught.value.message == (
+            f"model.layers.1.{path}.experts: engines load no experts with one scale per tensor in the "
+            "compressed-tensors format"
+        )
+        assert caught.value.hint == (
+            "use --scheme channel or --format fp8, give them another scheme with --scheme-for, or leave them as they are "
+            "with --ignore"
+        )
+        assert plan_of(root, TENSOR_COMPRESSED, "**.experts.**").quantized_tensors > 0
+
+
+def test_reordered_rows_have_scales_of_their_own_where_those_of_blocks_would_not_follow(tmp_path: Path) -> None:
+    root = tiny.write(tmp_path / "a", "Llama4ForCausalLM")
+    plan = plan_of(root, BLOCK_COMPRESSED)
+    attention = "model.layers.0.self_attn"
+    assert reason(plan, f"{attention}.q_proj") == "channel: engines reorder its rows but not its scales"
+    assert reason(plan, f"{attention}.v_proj").startswith("channel: shares its status with ")
+    assert reason(plan, f"{attention}.o_proj") == ""
+    assert plan.notes == (
+        "one scale per output row instead for 6 of 26 layers (20.5 % of their bytes): "
+        + ", ".join(f"model.layers.{{0..1}}.self_attn.{part}_proj" for part in "kqv"),
+    )
+    for scheme in (BLOCK, CHANNEL):
+        plan = plan_of(root, scheme)
+        assert f"{attention}.q_proj" in quantized(plan)
+        assert plan.schemes == {scheme: 26}
+        assert not any(note.startswith("one scale per output row instead") for note in plan.notes)
+
+
+def test_mxfp8_needs_32_inputs_and_no_number_of_outputs(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights["model.layers.0.mlp.down_proj.weight"] = torch.ones(251, 528, dtype=torch.bfloat16)
+    weights["model.layers.1.mlp.down_proj.weight"] = torch.ones(251, 544, dtype=torch.bfloat16)
+    root = tiny.write(tmp_path / "a", weights=weights)
+    plan = plan_of(root, MXFP8)
+    assert reason(plan, "model.layers.0.mlp.down_proj") == "251 x 528 does not divide into 1 x 32 blocks"
+    assert plan.quantized_tensors == 13
+    assert [entry.problem for entry in plan.parallel][:2] == [
+        None,
+        "model.layers.*.mlp.down_proj: 544 / 2 = 272 is not a multiple of 32",
+    ]
+
+
+def test_what_is_left_behind_is_told(source: Path) -> None:
+    (source / "pytorch_model.bin").write_bytes(b"pickled")
+    (source / ".cache").mkdir()
+    (source / ".cache" / "kept").write_text("")
+    plan = plan_of(source, TENSOR)
+    assert set(plan.left_out) == {"pytorch_model.bin", ".cache/"}
+    assert set(plan.files) == {"config.json", "generation_config.json"}
+
+
+def test_a_shard_says_that_its_tensors_are_pytorch_s(source: Path) -> None:
+    """transformers loads no file that does not."""
+    plan = plan_of(source, TENSOR)
+    for shard in plan.shards:
+        header = plan.lay_out(shard.name).header
+        assert json.loads(header[8:])["__metadata__"] == {"format": "pt"}
+        assert (len(header) - 8, len(header) % 8) == (int.from_bytes(header[:8], "little"), 0)
+
+
+def test_every_output_tensor_is_aligned_to_its_element(tmp_path: Path) -> None:
+    root = tiny.write(tmp_path / "a", dtype="float32")
+    plan = plan_of(root, BLOCK)
+    for shard in plan.shards:
+        layout = plan.lay_out(shard.name)
+        end = len(layout.header)
+        for info in layout.tensors:
+            assert end % (4 if info.dtype == "F32" else 1) == 0
+            end += info.nbytes
+        assert end == layout.size == shard.nbytes + len(layout.header)
+
+
+# Several schemes.
+
+
+def mixed(root: Path, scheme: Scheme, *scheme_for: tuple[str, Scheme], ignore: tuple[str, ...] = ()) -> Plan:
+    return make_plan(open_checkpoint(root), scheme, Options(ignore, scheme_for))
+
+
+def targets(plan: Plan) -> list[list[str]]:
+    return [group["targets"] for group in plan.quantization_config["config_groups"].values()]
+
+
+def stored(plan: Plan, module: str) -> str:
+    """What the plan's row says of a module."""
+    group = next(group for group in plan.groups if module in group.names)
+    return (group.why.split(":")[0] if group.why else plan.scheme.name) if group.quantized else "kept"
+
+
+def test_another_scheme_widens_to_the_joined_set_and_says_so(source: Path) -> None:
+    plan = mixed(source, BLOCK_COMPRESSED, ("model.layers.0.self_attn.k_proj", CHANNEL))
+    attention = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
+    assert [stored(plan, module) for module in attention] == ["channel"] * 3
+    option = "--scheme-for model.layers.0.self_attn.k_proj=channel"
+    assert reason(plan, attention[1]) == f"channel: {option}"
+    assert reason(plan, attention[0]) == f"channel: shares its status with k_proj ({option})"
+    assert stored(plan, "model.layers.1.self_attn.k_proj") == "block"
+    assert plan.notes == (f"{option} widened to what engines join with it: {attention[0]}, {attention[2]}",)
+    assert plan.schemes == {BLOCK_COMPRESSED: 11, CHANNEL: 3}
+    assert plan.title == "one scale per 128x128 block, 3 of 14 layers one scale per output row"
+    assert plan.quantized_tensors == 14
+    groups = plan.quantization_config["config_groups"]
+    # With SGLang's name for what it merges them to.
+    assert sorted(groups["group_1"]["targets"]) == sorted([*attention, "model.layers.0.self_attn.qkv_proj"])
+    assert groups["group_0"]["targets"] == ["Linear"]
+    for number, scheme in enumerate((BLOCK_COMPRESSED, CHANNEL)):
+        alone = scheme.settings["config_groups"]["group_0"]
+        assert groups[f"group_{number}"] | {"targets": ["Linear"]} == alone
+
+
+def test_what_has_the_right_name_and_another_form_is_refused(tmp_path: Path) -> None:
+    weights = tiny.tensors("Llama4ForCausalLM")
+    weights["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(256, 256, 1)
+    weights["model.layers.1.feed_forward.experts.gate_up_proj"] = torch.zeros(4, 256, 255)
+    weights["model.layers.1.feed_forward.experts.down_proj"] = torch.zeros(4, 256)
+    with pytest.raises(PlanError) as caught:
+        plan_of(tiny.write(tmp_path / "a", "Llama4ForCausalLM", weights=weights))
+    assert caught.value.message == (
+        "model.layers.0.self_attn.q_proj.weight is not a 2-D weight but [256, 256, 1]; "
+        "model.layers.1.feed_forward.experts.down_proj is not a stack of experts but [4, 256]; "
+        "model.layers.1.feed_forward.experts.gate_up_proj is not a stack of experts but [4, 256, 255]"
+    )
+    assert caught.value.hint == (
+        "save the model again with these weights as other checkpoints of this architecture have them"
+    )
+
+
+def test_the_first_pattern_that_matches_counts(source: Path) -> None:
+    plan = mixed(
+        source,
+        CHANNEL,
+        ("**.layers.0.mlp.up_proj", TENSOR_COMPRESSED),
+        ("**.mlp.**", BLOCK_COMPRESSED),
+        ("**.layers.0.**", TENSOR_COMPRESSED),
+        ignore=("**.layers.1.mlp.down_proj",),
+    )
+    found = {module: stored(plan, module) for module in plan.layers}
+    assert found == {
+        **{f"model.layers.0.self_attn.{part}_proj": "tensor" for part in "qkvo"},
+        **{f"model.layers.1.self_attn.{part}_proj": "channel" for part in "qkvo"},
+        # The set goes by the first of its patterns.
+        **{f"model.layers.0.mlp.{part}_proj": "tensor" for part in ("gate", "up")},
+        "model.layers.0.mlp.down_proj": "block",
+        **{f"model.layers.1.mlp.{part}_proj": "block" for part in ("gate", "up")},
+        "model.layers.1.mlp.down_proj": "kept",
+    }
+    assert "model.layers.1.mlp.down_proj" in plan.ignored_layers
+    # What has one scale per tensor needs its set's other shards.
+    assert any(len(plan.sources(shard.name)) > 1 for shard in plan.shards)
+
+
+def test_experts_of_a_layer_share_their_scheme_and_have_one_target(tmp_path: Path) -> None:
+    root = tiny.write(tmp_path / "a", "Qwen3MoeForCausalLM", shards=2)
+    plan = mixed(root, BLOCK_COMPRESSED, ("model.layers.1.mlp.experts.2.down_proj", CHANNEL))
+    for expert in range(4):
+        for part in ("gate", "up", "down"):
+            assert stored(plan, f"model.layers.1.mlp.experts.{expert}.{part}_proj") == "channel"
+    assert targets(plan) == [["Linear"], [r"re:(.*[.])?layers[.]1[.]mlp[.]experts[.].*"]]
+    # In a scheme of their own they need not be left out.
+    plan = mixed(root, TENSOR_COMPRESSED, ("**.experts.**", CHANNEL))
+    assert plan.quantized_tensors == 23
+    with pytest.raises(PlanError, match="engines load no experts with one scale per tensor"):
+        mixed(root, CHANNEL, ("**.experts.**", TENSOR_COMPRESSED))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "pattern", "expected"),
+    [
+        # The engine's name of the merged layer where it does not derive it from its members.
+        (
+            "StableLmForCausalLM",
+            "model.layers.0.mlp.gate_proj",
+            [f"model.layers.0.mlp.{part}_proj" for part in ("gate", "gate_up", "up")],
+        ),
+        # Every spelling of a wrapper.
+        (
+            "Gemma3ForConditionalGeneration",
+            "language_model.model.layers.0.self_attn.o_proj",
+            ["language_model.model.layers.0.self_attn.o_proj", "model.language_model.layers.0.self_attn.o_proj"],
+        ),
+        # What the engine calls the module.
+        (
+            "MiniMaxM2ForCausalLM",
+            "model.layers.1.block_sparse_moe.experts.0.w1",
+            [
+                r"re:(.*[.])?layers[.]1[.]block_sparse_moe[.]experts[.].*",
+                r"re:(.*[.])?layers[.]1[.]mlp[.]experts[.].*",
+            ],
+        ),
+    ],
+)
+def test_layers_are_named_as_engines_name_them(
+    tmp_path: Path, architecture: str, pattern: str, expected: list[str]
+) -> None:
+    plan = mixed(tiny.write(tmp_path / "a", architecture), CHANNEL, (pattern, BLOCK_COMPRESSED))
+    assert sorted(targets(plan)[1]) == expected
+
+
+LOST = "it drops the scales of blocks without a word; --format compressed-tensors loads"
+MXFP8_UNKNOWN = "it knows no mxfp8; try another scheme"
+PLAIN = "it builds **.self_attn.* in bfloat16; with --ignore for that it loads"
+NO_NAMES = "it finds none of these layers by name; with all layers alike it loads"
+HEAD = "it builds the output head in bfloat16 whatever is stored; without --quantize-lm-head it loads"
+BLOCKS = "it loads blocks only where most layers have them; -w 128 with --scheme-for loads"
+FIRST = ("**.layers.0.**",)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scheme", "options", "says"),
+    [
+        ("LlamaForCausalLM", BLOCK, Options(), LOST),
+        ("LlamaForCausalLM", BLOCK_COMPRESSED, Options(), None),
+        ("LlamaForCausalLM", TENSOR, Options(FIRST), None),
+        ("Qwen3ForCausalLM", BLOCK, Options(), None),
+        ("Qwen3ForCausalLM", MXFP8, Options(), MXFP8_UNKNOWN),
+        ("OlmoForCausalLM", TENSOR, Options(), PLAIN),
+        ("OlmoForCausalLM", TENSOR, Options(("**.self_attn.*",)), None),
+        ("Gemma2ForCausalLM", TENSOR, Options(), None),
+        ("Gemma2ForCausalLM", TENSOR, Options(FIRST), NO_NAMES),
+        ("Gemma2ForCausalLM", BLOCK_COMPRESSED, Options(scheme_for=(("**.o_proj", CHANNEL),)), NO_NAMES),
+        ("Qwen3VLForConditionalGeneration", TENSOR, Options(FIRST), None),
+        ("Qwen3VLForConditionalGeneration", CHANNEL, Options(FIRST), NO_NAMES),
+        ("Qwen3VLForConditionalGeneration", BLOCK_COMPRESSED, Options(head=True), None),
+        ("Qwen3ForCausalLM", CHANNEL, Options(head=True), None),
+        ("PhiForCausalLM", CHANNEL, Options(head=True), HEAD),
+        ("PhiForCausalLM", CHANNEL, Options(), None),
+        ("Qwen3ForCausalLM", CHANNEL, Options(scheme_for=(("**.o_proj", BLOCK_COMPRESSED),)), BLOCKS),
+        ("Qwen3MoeForCausalLM", CHANNEL, Options(scheme_for=(("**.experts.**", BLOCK_COMPRESSED),)), None),
+    ],
+)
+def test_the_plan_says_what_sglang_does_not_load(
+    tmp_path: Path, architecture: str, scheme: Scheme, options: Options, says: str | None
+) -> None:
+    plan = make_plan(open_checkpoint(tiny.write(tmp_path / "a", architecture)), scheme, options)
+    notes = [note for note in plan.notes if "SGLang" in note]
+    assert notes == ([] if says is None else [f"SGLang 0.5.23 does not load this output: {says}"])
+    assert plan.engines == (("vLLM",) if says else ("vLLM", "SGLang"))
+
+
+def test_of_weights_that_are_plain_again_sglang_loads_all(tmp_path: Path) -> None:
+    compress(tiny.write(tmp_path / "a", "OlmoForCausalLM"), tmp_path / "out")
+    plan = make_plain_plan(open_checkpoint(tmp_path / "out"))
+    assert plan.engines == ("vLLM", "SGLang")
+
+
+def test_sglang_s_names_are_listed(tmp_path: Path) -> None:
+    """Of merged layers, of experts it asks for by usual names, of members of what files hold as one, of towers."""
+    listed = plan_of(tiny.write(tmp_path / "a"), CHANNEL, *FIRST).ignored_layers
+    assert {"model.layers.0.self_attn.qkv_proj", "model.layers.0.mlp.gate_up_proj"} <= set(listed)
+    assert not any("layers.1" in name for name in listed)
+    listed = plan_of(tiny.write(tmp_path / "b", "DeepseekV3ForCausalLM"), TENSOR).ignored_layers
+    assert "model.layers.2.self_attn.fused_qkv_a_proj_with_mqa" in listed
+    assert "model.layers.1.self_attn.fused_qkv_a_proj_with_mqa" not in listed
+    listed = plan_of(tiny.write(tmp_path / "c", "MixtralForCausalLM"), CHANNEL, *FIRST).ignored_layers
+    assert {f"layers.0.block_sparse_moe.experts.0.{part}_proj" for part in ("gate", "up", "down")} <= set(listed)
+    listed = plan_of(tiny.write(tmp_path / "d", "Phi3ForCausalLM"), TENSOR, *FIRST).ignored_layers
+    assert {f"model.layers.0.self_attn.{part}_proj" for part in "qkv"} <= set(listed)
+    root = tiny.write(tmp_path / "e", "Gemma3ForConditionalGeneration")
+    assert plan_of(root, TENSOR).ignored_layers[-1] == "vision_tower"
+    assert plan_of(root, CHANNEL).ignored_layers[-1] == "re:(.*[.])?vision_tower[.].*"
+
+
+def test_a_tower_that_a_source_has_in_fp8_is_not_listed(tmp_path: Path) -> None:
+    compress(tiny.write(tmp_path / "a", "Gemma3ForConditionalGeneration"), tmp_path / "out", "channel")
+    module = "vision_tower.vision_model.encoder.layers.0.mlp.fc1"
+    weights = tiny.read(tmp_path / "out")
+    weights[f"{module}.weight"] = torch.ones(192, 128).to(torch.float8_e4m3fn)
+    weights[f"{module}.weight_scale"] = torch.ones(192, 1)
+    save_file(weights, tmp_path / "out" / "model.safetensors", {"format": "pt"})
+    plan = plan_of(tmp_path / "out", CHANNEL)
+    assert module in quantized(plan)
+    assert not any(name.startswith("re:") for name in plan.ignored_layers)
+
+
+def test_a_pattern_that_matches_nothing_to_quantize_is_an_error(source: Path) -> None:
+    for pattern in ("model.layers.9.**", "lm_head", "model.norm"):
+        with pytest.raises(UsageError) as caught:
+            mixed(source, CHANNEL, ("model.layers.0.**", BLOCK_COMPRESSED), (pattern, BLOCK_COMPRESSED))
+        assert caught.value.message == f"--scheme-for {pattern}=block matches no module that can be quantized"
+        assert caught.value.hint == (
+            "module names are tensor names without .weight, ** stands for any part; --dry-run -v lists them"
+        )
+
+
+def test_a_refused_scheme_is_refused_for_some_layers_too(tmp_path: Path) -> None:
+    root = tiny.write(tmp_path / "a", "LlamaForCausalLM")
+    checkpoint = open_checkpoint(root)
+    model = replace(MODELS["LlamaForCausalLM"], refused=(Refusal("block", None, "a reason", "a hint"),))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS, "LlamaForCausalLM", model)
+        with pytest.raises(PlanError) as caught:
+            make_plan(checkpoint, CHANNEL, Options(scheme_for=(("**.o_proj", BLOCK_COMPRESSED),)))
+    assert caught.value.message == ("LlamaForCausalLM cannot be served with one scale per 128x128 block: a reason")
+    assert caught.value.hint == "a hint"
+
+
+def test_what_blocks_do_not_divide_has_rows_where_the_format_mixes(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3MoeForCausalLM")
+    for name in ("model.layers.1.mlp.experts.3.down_proj.weight", "model.layers.0.mlp.down_proj.weight"):
+        weights[name] = weights[name][:, :96].contiguous()
+    plan = plan_of(tiny.write(tmp_path / "a", "Qwen3MoeForCausalLM", weights=weights), BLOCK_COMPRESSED)
+    assert plan.quantized_tensors == 23
+    assert plan.schemes == {BLOCK_COMPRESSED: 10, CHANNEL: 13}
+    assert reason(plan, "model.layers.0.mlp.down_proj") == "channel: 256 x 96 does not divide into 128 x 128 blocks"
+    assert reason(plan, "model.layers.1.mlp.experts.0.gate_proj") == (
+        "channel: shares its status with down_proj (256 x 96 does not divide into 128 x 128 blocks)"
+    )
+    assert stored(plan, "model.layers.0.mlp.gate_proj") == "block"
+    assert len(plan.notes) == 1
+    assert plan.notes[0].startswith("one scale per output row instead for 13 of 23 layers (")
+    assert set(plan.ignored_layers) == {"lm_head", "model.embed_tokens", "model.layers.1.mlp.gate"}
+
+
+# Tensor parallelism.
+
+
+def sized(root: Path, scheme: Scheme, tp: int) -> Plan:
+    return make_plan(open_checkpoint(root), scheme, Options(tp=tp))
+
+
+def test_a_size_that_blocks_do_not_serve_makes_layers_fall_back(source: Path) -> None:
+    # 2 key and value heads of 64: half of k_proj and v_proj is no block.
+    attention = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
+    plan = sized(source, BLOCK_COMPRESSED, 2)
+    assert [stored(plan, module) for module in attention] == ["channel"] * 3
+    assert stored(plan, "model.layers.0.self_attn.o_proj") == "block"
+    assert reason(plan, attention[1]) == "channel: --tp 2: 128 / 2 = 64 is not a multiple of 128"
+    assert plan.parallel_sizes == [1, 2]
+    names = ", ".join(f"model.layers.{{0..1}}.self_attn.{part}_proj" for part in "qkv")
+    assert plan.notes == (f"one scale per output row instead for 6 of 14 layers (22.2 % of their bytes): {names}",)
+    assert sized(source, BLOCK_COMPRESSED, 1).schemes == {BLOCK_COMPRESSED: 14}
+    assert 4 in sized(source, BLOCK_COMPRESSED, 4).parallel_sizes
+    # The fp8 format has one scheme only.
+    plan = sized(source, BLOCK, 2)
+    assert [stored(plan, module) for module in attention] == ["kept"] * 3
+    assert reason(plan, attention[1]) == "--tp 2: 128 / 2 = 64 is not a multiple of 128"
+    assert plan.parallel_sizes == [1, 2]
+    assert plan.notes == (
+        "blocks do not divide on 2 ranks, which leaves 6 of 14 layers (22.2 % of their bytes) unquantized; "
+        "--scheme tensor or channel quantizes them too",
+    )
+    # What needs no blocks needs no way out.
+    for scheme in (TENSOR, CHANNEL, TENSOR_COMPRESSED):
+        assert sized(source, scheme, 4).digest == plan_of(source, scheme).digest
+
+
+def test_experts_fall_back_together(tmp_path: Path) -> None:
+    plan = sized(tiny.write(tmp_path / "a", "Qwen3MoeForCausalLM"), BLOCK_COMPRESSED, 2)
+    experts = [module for module in plan.layers if "experts" in module]
+    assert {stored(plan, module) for module in experts} == {"channel"}
+    assert r"re:(.*[.])?layers[.]1[.]mlp[.]experts[.].*" in targets(plan)[1]
+    assert stored(plan, "model.layers.0.mlp.down_proj") == "block"
+
+
+def test_sizes_that_no_scheme_serves_are_refused(source: Path) -> None:
+    for scheme in (TENSOR, BLOCK_COMPRESSED, CHANNEL):
+        with pytest.raises(PlanError) as caught:
+            sized(source, scheme, 8)
+        assert caught.value.message == (
+            "--tp 8 cannot serve this model: model.layers.*.self_attn.o_proj: 4 heads do not divide by 8"
+        )
+        assert caught.value.hint == (
+            "no scheme helps: give a size by which its heads and layers divide; --dry-run lists some"
+        )
+    with pytest.raises(UsageError) as usage:
+        sized(source, TENSOR, 0)
+    assert (usage.value.message, usage.value.hint) == ("--tp 0 is no number of ranks", "give --tp 1 or more")
+
+
+def test_the_number_of_a_draft_layer_may_be_any(tmp_path: Path) -> None:
+    weights = tiny.tensors("DeepseekV3ForCausalLM")
+    module = f"model.layers.{'9' * 900}.eh_proj"
+    weights[f"{module}.weight"] = torch.ones(64, 64)
+    plan = plan_of(tiny.write(tmp_path / "a", "DeepseekV3ForCausalLM", weights=weights), TENSOR)
+    assert reason(plan, module) == "draft layer"
+
+
+def test_heads_are_copied_to_ranks_evenly_or_not_at_all(tmp_path: Path) -> None:
+    """Engines give each rank whole key and value heads, copies of them if there are fewer heads than ranks."""
+    config = tiny.config("LlamaForCausalLM") | {
+        "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 768,
+        "num_hidden_layers": 1,
+    }  # fmt: skip
+    sizes = {"q": (768, 256), "k": (128, 256), "v": (128, 256), "o": (256, 768)}
+    weights = {f"model.layers.0.self_attn.{part}_proj.weight": torch.ones(shape) for part, shape in sizes.items()}
+    root = tiny.write(tmp_path / "a", "LlamaForCausalLM", weights=weights)
+    (root / "config.json").write_text(json.dumps(config))
+    for scheme in (TENSOR, CHANNEL):
+        with pytest.raises(PlanError) as caught:
+            sized(root, scheme, 6)
+        assert caught.value.message == (
+            "--tp 6 cannot serve this model: model.layers.*.self_attn.k_proj: 4 heads cannot be copied evenly to 6 ranks"
+        )
+        for size in (2, 4, 8, 12, 24):
+            assert size in sized(root, scheme, size).parallel_sizes
+
+
+def test_any_size_is_told_of(tmp_path: Path) -> None:
+    config = tiny.config("Qwen3ForCausalLM") | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 128}
+    sizes = {"q": (768, 256), "k": (384, 256), "v": (384, 256), "o": (256, 768)}
+    weights = {f"model.layers.0.self_attn.{part}_proj.weight": torch.ones(shape) for part, shape in sizes.items()}
+    root = tiny.write(tmp_path / "a", weights=weights)
+    (root / "config.json").write_text(json.dumps(config))
+    assert [(entry.size, entry.problem) for entry in sized(root, BLOCK, 3).parallel][:3] == [
+        (1, None),
+        (2, "model.layers.*.self_attn.k_proj: 3 heads do not divide by 2"),
+        (3, None),
+    ]
+    assert plan_of(root, BLOCK).digest == sized(root, BLOCK, 3).digest
+
+
+# The output head.
+
+
+def with_head(root: Path, scheme: Scheme, ignore: tuple[str, ...] = ()) -> Plan:
+    return make_plan(open_checkpoint(root), scheme, Options(ignore, head=True))
+
+
+@pytest.mark.parametrize("scheme", [TENSOR_COMPRESSED, CHANNEL, MXFP8], ids=lambda scheme: scheme.name)
+def test_output_head_is_named_among_what_is_quantized(source: Path, scheme: Scheme) -> None:
+    plan = with_head(source, scheme)
+    assert targets(plan) == [["Linear", "re:(.*[.])?lm_head"]]
+    assert plan.ignored_layers == ["model.embed_tokens"]
+    assert plan.quantized_tensors == 15
+    assert [note for note in plan.notes if "SGLang" not in note] == []
+    assert plan.digest != plan_of(source, scheme).digest
+    assert with_head(source, scheme, ("lm_head",)).ignored_layers == ["lm_head", "model.embed_tokens"]
+
+
+def test_output_head_has_no_blocks(source: Path) -> None:
+    plan = with_head(source, BLOCK_COMPRESSED)
+    assert targets(plan) == [["Linear"], ["re:(.*[.])?lm_head"]]
+    assert reason(plan, "lm_head") == "channel: engines load no output head that is stored so"
+    assert plan.notes == ("one scale per output row instead for 1 of 15 layers (10.0 % of their bytes): lm_head",)
+
+
+def test_output_head_of_a_wrapper(tmp_path: Path) -> None:
+    plan = with_head(tiny.write(tmp_path / "a", "Llama4ForConditionalGeneration"), CHANNEL)
+    assert "language_model.lm_head" in quantized(plan)
+    assert targets(plan) == [["Linear", "re:(.*[.])?lm_head"]]
+    assert "lm_head" not in plan.ignored_layers
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scheme", "message"),
+    [
+        ("Qwen3ForCausalLM", TENSOR, "engines load no quantized output head in the fp8 format"),
+        ("Qwen3ForCausalLM", BLOCK, "engines load no quantized output head in the fp8 format"),
+        (
+            "Gemma3ForCausalLM",
+            CHANNEL,
+            "the output head is the embedding (tie_word_embeddings), which stays as it is",
+        ),
+        (
+            "Gemma3ForConditionalGeneration",
+            CHANNEL,
+            "the output head is the embedding (tie_word_embeddings), which stays as it is",
+        ),
+        (
+            "AfmoeForCausalLM",
+            CHANNEL,
+            "AfmoeForCausalLM: its output head stays as it is: vLLM 0.32.0 builds it without a name to find its scheme by",
+        ),
+    ],
+)
+def test_output_heads_that_engines_cannot_load_are_refused(
+    tmp_path: Path, architecture: str, scheme: Scheme, message: str
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        with_head(tiny.write(tmp_path / "a", architecture), scheme)
+    assert caught.value.message == message
+    other_scheme = "use --scheme channel or --format compressed-tensors"
+    assert caught.value.hint == (other_scheme if "fp8 format" in message else "leave --quantize-lm-head out")
+
+
+def test_an_output_head_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    del weights["lm_head.weight"]
+    with pytest.raises(PlanError) as caught:
+        with_head(tiny.write(tmp_path / "a", weights=weights), CHANNEL)
+    assert caught.value.message == "the source has no lm_head.weight: its output head is the embedding"
+    assert caught.value.hint == "leave --quantize-lm-head out"

@@ -1,0 +1,335 @@
+"""The output's README.md."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+
+import tiny
+from conftest import Run
+from openquant import __version__, compress, verify
+from openquant import run as running
+from openquant.errors import SourceError
+from openquant.files.cards import base_models, published_card
+from openquant.files.checkpoint import open_checkpoint
+from openquant.files.inputs import read_small
+from openquant.formats.schemes import TENSOR
+from openquant.plan.plan import make_plan
+from openquant.report import card as cards
+from openquant.report.card import model_card
+
+BASE = """---
+license: llama3.1
+license_link: https://example.org/terms   # as is
+language:
+- en
+- no
+base_model: org/pretrained
+base_model_relation: finetune
+tags: [chat, "fp8"]
+datasets:
+    - a/b
+inference: false
+new_version: org/newer
+model-index:
+- name: x
+  results:
+  - task:
+      type: text
+---
+# A model
+
+Some *text* with --- in it.
+
+---
+
+More.
+"""
+
+
+def card(tmp_path: Path, base: str | None, **options: object) -> str:
+    source = tiny.write(tmp_path / "mymodel", **options)  # type: ignore[arg-type]
+    if base is not None:
+        (source / "README.md").write_text(base, encoding="utf-8")
+    compress(source, tmp_path / "out", "block")
+    return (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+
+
+def metadata(text: str) -> dict[str, object]:
+    return yaml.load(text.split("---\n")[1], Loader=yaml.BaseLoader)
+
+
+def test_base_text_and_metadata_are_kept(tmp_path: Path) -> None:
+    text = card(tmp_path, BASE)
+    assert text.startswith(
+        "---\nlicense: llama3.1\nlicense_link: https://example.org/terms   # as is\nlanguage:\n- en\n- no\n"
+        "datasets:\n    - a/b\ninference: false\nlibrary_name: vllm\npipeline_tag: text-generation\n"
+        "tags:\n- chat\n- fp8\n- vllm\n- quantized\n- fp8-block\n---\n\n# A model\n\n"
+        "Some *text* with --- in it.\n\n---\n\nMore.\n\n# mymodel: FP8 weights\n"
+    )
+    # The folder's own repository is unknown, so the base's base is not claimed for it.
+    assert "base_model" not in metadata(text)
+
+
+def test_section_says_what_was_done_and_nothing_of_this_machine(tmp_path: Path) -> None:
+    text = card(tmp_path, None, architecture="Qwen3MoeForCausalLM")
+    assert metadata(text) == {
+        "library_name": "vllm",
+        "pipeline_tag": "text-generation",
+        "tags": ["fp8", "vllm", "quantized", "fp8-block"],
+    }
+    assert "license" not in text
+    assert str(tmp_path) not in text
+    assert "| source | mymodel |" in text
+    assert f"| made with | openquant {__version__} |" in text
+    assert "one scale per 128x128 block" in text
+    assert "- model.layers.1.mlp.gate (router)" in text
+    assert "transformers loads it too" in text
+    assert "\nvllm serve out\n" in text
+
+
+def test_per_tensor_card_warns_of_transformers(tmp_path: Path) -> None:
+    compress(tiny.write(tmp_path / "m"), tmp_path / "out")
+    assert "Do not load it with transformers" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_channel_card_names_the_package_and_the_engines_it_is_for(tmp_path: Path) -> None:
+    compress(tiny.write(tmp_path / "m"), tmp_path / "out", "channel")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert metadata(text)["tags"] == ["fp8", "vllm", "quantized", "compressed-tensors", "fp8-channel"]
+    assert "one scale per output row, dynamic activations (`quant_method: compressed-tensors`)" in text
+    assert "This output is for vLLM and SGLang; transformers loads it too, with compressed-tensors installed." in text
+    assert "\nvllm serve out\npython -m sglang.launch_server --model-path out\n" in text
+
+
+def test_the_card_says_what_sglang_does_not_load(tmp_path: Path) -> None:
+    compress(tiny.write(tmp_path / "m", "LlamaForCausalLM"), tmp_path / "out", "block")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert (
+        "This output is for vLLM (SGLang 0.5.23 does not load it: it drops the scales of blocks without a word); "
+        "transformers loads it too." in text
+    )
+    assert "\nvllm serve out\n" in text
+    assert "sglang.launch_server" not in text
+
+
+def test_compressed_blocks_of_experts_are_nothing_for_transformers(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "m", "Qwen3MoeForCausalLM")
+    compress(source, tmp_path / "out", "block", format="compressed-tensors")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "transformers, which does not multiply experts by the scales of blocks." in text
+    assert "\nvllm serve out\n" in text
+
+
+def test_stacked_experts_are_nothing_for_transformers(tmp_path: Path) -> None:
+    text = card(tmp_path, None, architecture="Llama4ForCausalLM")
+    assert "Do not load it with transformers, which finds no weights for experts stored one by one." in text
+
+
+def test_known_repository_becomes_the_base_model(tmp_path: Path) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    source = tiny.write(tmp_path / "models--org--my--model" / "snapshots" / commit)
+    (source / "README.md").write_text(BASE)
+    compress(source, tmp_path / "out")
+    text = (tmp_path / "out" / "README.md").read_text()
+    found = metadata(text)
+    assert found["base_model"] == "org/my--model"
+    assert found["base_model_relation"] == "quantized"
+    assert text.count("base_model:") == 1
+    assert f"| revision | `{commit}` |" in text
+    assert "\nvllm serve out\n" in text
+
+
+@pytest.mark.parametrize(
+    "base", ["---\nlicense: [\n---\ntext\n", "---\njust text\n---\ntext\n", "---\nno end\n", "text"]
+)
+def test_metadata_that_is_none_stays_text(tmp_path: Path, base: str) -> None:
+    text = card(tmp_path, base)
+    assert metadata(text) == {
+        "library_name": "vllm",
+        "pipeline_tag": "text-generation",
+        "tags": ["fp8", "vllm", "quantized", "fp8-block"],
+    }
+    assert base.strip() in text
+
+
+@pytest.mark.parametrize("base", ["---\n---\ntext\n", "---\r\nlicense: mit\r\n---\r\ntext\r\n", "\ufeff# T\n"])
+def test_unusual_cards(tmp_path: Path, base: str) -> None:
+    text = card(tmp_path, base)
+    assert ("license" in metadata(text)) == ("license" in base)
+    assert "text" in text or "# T" in text
+
+
+AWKWARD = [
+    # libyaml takes these tabs, PyYAML's own reader does not.
+    "license: \tmit\ntags: [a, b]",
+    'license: mit\ntags: [a, b]\nsince: !!int "1"\t',
+    "tags: [\n  a,\n  b\n]\nlicense: mit",
+    "{license: mit, tags: [a, b]}",
+    "base_model: &b x/y\nlicense: mit\nother: *b\ntags: [a, b]",
+    "  license: mit\n  tags: [a, b]",
+    "license: mit\ntags: [a, b]\n...",
+    "tags:\n- a\n# a comment\n- b\nlicense: mit",
+    "\"license\": mit\n'tags': [a, b]",
+]
+
+
+@pytest.mark.parametrize("front", AWKWARD)
+@pytest.mark.parametrize("start", ["", "\ufeff"])
+def test_awkward_metadata_keeps_its_entries(tmp_path: Path, front: str, start: str) -> None:
+    text = card(tmp_path, f"{start}---\n{front}\n---\ntext\n")
+    if "\t" in front and not yaml.__with_libyaml__:
+        assert front in text.split("---\n", 2)[2]
+        return
+    found = metadata(text)
+    assert found["license"] == "mit"
+    assert found["tags"] == ["a", "b", "fp8", "vllm", "quantized", "fp8-block"]
+    assert ("other" in found) == ("other" in front)
+
+
+@pytest.mark.parametrize(
+    "front", ["date: 2023-13-45", "n: !!int abc", "a: " + "[" * 3000, "a: !!python/object:os.x {}"]
+)
+def test_metadata_that_no_loader_takes_stays_text(tmp_path: Path, front: str) -> None:
+    text = card(tmp_path, f"---\n{front}\n---\ntext\n")
+    assert metadata(text) == {
+        "library_name": "vllm",
+        "pipeline_tag": "text-generation",
+        "tags": ["fp8", "vllm", "quantized", "fp8-block"],
+    }
+
+
+BOMB = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12))
+MERGES = "b0: &b0 {x: 1}\n" + "".join(f"b{n}: &b{n}\n  <<: [{', '.join([f'*b{n - 1}'] * 10)}]\n" for n in range(1, 12))
+HOSTILE = {
+    "a boolean that is none": "a: !!bool foo",
+    "an empty integer": 'a: !!int ""',
+    "an empty float": 'a: !!float ""',
+    "an integer of no digits": "a: 0x_",
+    "a float beyond all": "a: " + "1:" * 200 + "1.5",
+    "an integer of many sixties": "a: " + "1:" * 240 + "1",
+    "an integer of many digits": "a: " + "1" * 5000,
+    "a date as a key": "2023-99-99: a",
+    "a list as a key": "? [a, b]\n: c",
+    "a tag of Python": "a: !!python/name:os.system",
+    "bytes": "a: !!binary aGVsbG8=",
+    "a set": "a: !!set {b, c}",
+    "references to lists": BOMB,
+    "references to itself": "a: &a [*a]",
+    "merged mappings": MERGES,
+    "an anchor defined again": "a: &x b\nc: &x [d]\ne: *x",
+    "nesting": "a: " + "[" * 100_000,
+    "deep mappings": "".join(" " * n + "a:\n" for n in range(200)),
+    "a control character": "a: \x07",
+    "two documents": "a: b\n--- {c: d}",
+    "more than anybody writes": "".join(f"k{n}: v\n" for n in range(200_000)),
+}
+
+
+@pytest.mark.parametrize("loader", ["libyaml", "pure"])
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_metadata_is_text(monkeypatch: pytest.MonkeyPatch, example: Path, what: str, loader: str) -> None:
+    if loader == "pure":
+        monkeypatch.setattr(cards, "_LOADER", yaml.SafeLoader)
+    base = f"---\nlicense: mit\n{HOSTILE[what]}\n---\ntext\n"
+    plan = make_plan(open_checkpoint(example), TENSOR)
+    found = model_card(base, plan, "m", None, None, "out")
+    assert metadata(found) == {
+        "library_name": "vllm",
+        "pipeline_tag": "text-generation",
+        "tags": ["fp8", "vllm", "quantized", "fp8-tensor"],
+    }
+    assert base.strip() in found
+
+
+@pytest.mark.parametrize("loader", ["libyaml", "pure"])
+def test_metadata_as_long_as_published_is_kept(monkeypatch: pytest.MonkeyPatch, example: Path, loader: str) -> None:
+    if loader == "pure":
+        monkeypatch.setattr(cards, "_LOADER", yaml.SafeLoader)
+    results = "".join(f"- name: ä{n}\n  metrics:\n  - {{type: map, value: {n}.5}}\n" for n in range(500))
+    base = f"---\nlicense: mit\nmodel-index:\n{results}since: 2024-01-31\ntime: 12:30\nempty:\n---\ntext\n"
+    found = model_card(base, make_plan(open_checkpoint(example), TENSOR), "m", None, None, "out")
+    assert found.startswith("---\nlicense: mit\nsince: 2024-01-31\ntime: 12:30\nempty:\nlibrary_name: vllm\n")
+
+
+def test_entries_that_are_empty_say_nothing(tmp_path: Path) -> None:
+    found = metadata(card(tmp_path, "---\nlicense: mit\ntags:\npipeline_tag: [a]\n---\n"))
+    assert found["tags"] == ["fp8", "vllm", "quantized", "fp8-block"]
+    assert found["pipeline_tag"] == "text-generation"
+
+
+@pytest.mark.parametrize("what", ["directory", "gigabyte", "pipe"])
+def test_a_card_that_is_none_is_left_out_and_the_plan_says_so(tmp_path: Path, run: Run, what: str) -> None:
+    source = tiny.write(tmp_path / "m")
+    if what == "directory":
+        (source / "README.md").mkdir()
+        (source / "README.md" / "x").write_text("y")
+    elif what == "pipe":
+        os.mkfifo(source / "README.md")
+    else:
+        with (source / "README.md").open("wb") as file:
+            file.truncate(1 << 30)
+    done = run("-m", source, "-o", tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"left out: README.md{'/' if what == 'directory' else ''}\n" in done.stdout
+    assert (tmp_path / "out" / "README.md").read_text().startswith("---\nlibrary_name: vllm\n")
+    assert verify(tmp_path / "out", source).problems == ()
+
+
+def test_a_card_is_made_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tiny.write(tmp_path / "m")
+    (source / "README.md").write_text("x" * 100)
+    monkeypatch.setattr(running, "read_small", partial(read_small, limit=10))
+    with pytest.raises(SourceError, match=r"^README.md is larger than 10 bytes$"):
+        compress(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_name_that_a_shell_would_take_apart_is_quoted(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "-my `model` | x")
+    out = tmp_path / "-my `model` | x-FP8"
+    compress(source, out)
+    text = (out / "README.md").read_text()
+    assert "\nvllm serve './-my `model` | x-FP8'\n" in text
+    assert "| source | -my `model` \\| x |" in text
+
+
+def test_the_card_of_a_directory_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tiny.write(tmp_path / "m")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to("here")
+    compress(source)
+    compress(source, tmp_path / "deep" / "er")
+    compress(source, "link")
+    for name, directory in (("m-FP8", "m-FP8"), ("er", "deep/er"), ("here", "link")):
+        text = (tmp_path / directory / "README.md").read_text()
+        assert f"\nvllm serve {name}\npython -m sglang.launch_server --model-path {name}\n" in text
+
+
+MINE = "Notes.\n\n```\nvllm serve mine\n```\n"
+
+
+def test_a_published_card_s_own_commands_name_the_repository(tmp_path: Path) -> None:
+    text = MINE + card(tmp_path, MINE) + MINE
+    served = "\nvllm serve out\npython -m sglang.launch_server --model-path out\n"
+    assert text.count(served) == 1
+    on_main = served.replace(" out\n", " org/name\n")
+    assert published_card(text, "org/name", None) == text.replace(served, on_main)
+    in_request = served.replace(" out\n", " org/name --revision refs/pr/1\n")
+    assert published_card(text, "org/name", "refs/pr/1") == text.replace(served, in_request)
+    # What the user made of it is left as it is.
+    for edited in ("", MINE, text.replace("| source |", "| from |")):
+        assert published_card(edited, "org/name", None) == edited
+
+
+@pytest.mark.parametrize(
+    ("front", "names"),
+    [("base_model: a/b", ["a/b"]), ("base_model: [a/b, c/d]", ["a/b", "c/d"]), ("license: mit", []), ("[", [])],
+)
+def test_base_models_of_a_card(front: str, names: list[str]) -> None:
+    assert base_models(f"---\n{front}\n---\ntext\n") == names

@@ -1,0 +1,51 @@
+"""The rooms of the package import one another in one direction only, as ARCHITECTURE.md draws it."""
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "openquant"
+# From the ground up: a module may import from its own room, and from every floor below.
+FLOORS = (
+    ("errors", "options", "version", "models", "interrupts"),
+    ("patterns", "machine", "threads"),
+    ("files",),
+    ("formats",),
+    ("weights", "packed"),
+    ("plan",),
+    ("convert", "hub", "measure"),
+    ("verification",),
+    ("report",),
+    ("run", "console"),
+    ("api",),
+    ("cli",),
+    ("start",),
+    ("__init__", "__main__"),
+)
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imported(path: Path) -> set[str]:
+    """The rooms that a module imports from, inside of functions and for type checkers too."""
+    depth, found = len(path.relative_to(PACKAGE).parts), set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == depth:
+            found |= {node.module.split(".")[0]} if node.module else {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("openquant"):
+            found.add(f"{node.module} by its full name")
+    return found
+
+
+def test_imports_go_one_way():
+    modules = sorted(PACKAGE.rglob("*.py"))
+    backward = [
+        f"{path.relative_to(PACKAGE)} imports {room}"
+        for path in modules
+        for room in sorted(imported(path))
+        if room not in FLOOR or (FLOOR[room] >= FLOOR[room_of(path)] and room != room_of(path))
+    ]
+    assert backward == []
+    assert {room_of(path) for path in modules} <= FLOOR.keys()

@@ -1,0 +1,973 @@
+"""openquant verify: clean directories of ours and of other tools, and every kind of damage by its message."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import openquant
+import tiny
+from conftest import EXAMPLE, ROOT, change_json, tree
+from openquant import Report, compress, verify
+from openquant.errors import OpenQuantError
+from openquant.formats.kernels import decode
+from openquant.formats.schemes import SCHEMES, VARIANTS, Scheme
+from openquant.models import MODELS
+from openquant.packed import encode
+
+FP8 = torch.float8_e4m3fn
+Weights = dict[str, torch.Tensor]
+Q, K, V = (f"model.layers.0.self_attn.{part}_proj" for part in "qkv")
+DOWN = "model.layers.0.mlp.down_proj"
+ONE = "model.safetensors"
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> tuple[Path, Path]:
+    """A small Qwen3 in one file, and its output with one scale per tensor."""
+    source = tiny.write(tmp_path / "source")
+    compress(source, tmp_path / "out", workers=1)
+    return source, tmp_path / "out"
+
+
+@pytest.fixture
+def blocks(tmp_path: Path) -> tuple[Path, Path]:
+    """A small Qwen3 with experts in one file, and its output by blocks."""
+    source = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM")
+    compress(source, tmp_path / "out", "block", workers=1)
+    return source, tmp_path / "out"
+
+
+def change_weights(root: Path, change: Callable[[Weights], Any], name: str = ONE) -> None:
+    weights = load_file(root / name)
+    change(weights)
+    save_file(weights, root / name, {"format": "pt"})
+
+
+def assert_clean(report: Report, *notes: str) -> None:
+    assert report.problems == ()
+    assert report.notes == notes
+
+
+# What compress() makes.
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scheme"),
+    [
+        (name, scheme)
+        for name in tiny.ARCHITECTURES
+        for scheme in (VARIANTS if name in tiny.HAND_MADE else SCHEMES.values())
+        if tiny.refused(name, scheme) is None
+    ],
+    ids=lambda value: getattr(value, "suffix", value),
+)
+def test_outputs_are_clean(tmp_path: Path, architecture: str, scheme: Scheme) -> None:
+    source = tiny.write(tmp_path / "source", architecture, shards=3)
+    ignore = ["**.experts.**"] if MODELS[architecture].experts and not scheme.experts else []
+    formats = {"format": scheme.format, "scale_format": scheme.scale_format}
+    result = compress(source, tmp_path / "out", scheme.name, **formats, ignore=ignore)
+    before = tree(tmp_path)
+    assert_clean(verify(tmp_path / "out"))
+    compared = verify(tmp_path / "out", source)
+    assert_clean(compared)
+    assert compared.errors == ()
+    full = verify(tmp_path / "out", source, full=True)
+    assert_clean(full)
+    assert tree(tmp_path) == before
+    assert full.quantized == result.quantized_tensors == len(full.errors)
+    assert full.nbytes == result.output_bytes
+    assert full.equal_tensors + full.quantized * 2 == full.tensors
+    assert full.equal_files == 1
+    assert all(0.02 < error.relative < 0.03 for error in full.errors)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Gemma3ForConditionalGeneration", "Llama4ForCausalLM"])
+def test_ignored_layers_are_clean(tmp_path: Path, architecture: str) -> None:
+    source = tiny.write(tmp_path / "source", architecture)
+    compress(source, tmp_path / "out", ignore=["**.layers.0.**", "**.layers.1.**.down_proj"])
+    assert_clean(verify(tmp_path / "out", source, full=True))
+
+
+MIXTURES = [
+    ("Qwen3ForCausalLM", "tensor", {"scheme_for": {"**.self_attn.*": "channel", "**.layers.0.mlp.*": "block"}}),
+    ("Qwen3MoeForCausalLM", "block", {"scheme_for": {"**.experts.**": "channel"}, "ignore": ["**.layers.0.mlp.*"]}),
+    ("Qwen3MoeForCausalLM", "block", {"tp": 2, "quantize_lm_head": True}),
+    ("Llama4ForConditionalGeneration", "channel", {"quantize_lm_head": True}),
+    ("Gemma3ForConditionalGeneration", "channel", {"scheme_for": {"**.layers.1.**": "block"}}),
+    ("StableLmForCausalLM", "block", {"scheme_for": {"**.layers.0.mlp.up_proj": "channel"}}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "scheme", "options"), MIXTURES)
+def test_mixtures_are_clean(tmp_path: Path, architecture: str, scheme: str, options: dict[str, Any]) -> None:
+    source = tiny.write(tmp_path / "source", architecture, shards=3)
+    result = compress(source, tmp_path / "out", scheme, format="compressed-tensors", **options)
+    assert_clean(verify(tmp_path / "out"))
+    full = verify(tmp_path / "out", source, full=True)
+    assert_clean(full)
+    assert full.quantized == result.quantized_tensors == len(full.errors)
+    assert all(0.02 < error.relative < 0.03 for error in full.errors)
+
+
+def test_a_layer_in_another_scheme_than_the_config_says(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source")
+    compress(source, tmp_path / "out", "block", format="compressed-tensors", scheme_for={Q: "channel"}, workers=1)
+
+    def move(config: dict[str, Any]) -> None:
+        config["quantization_config"]["config_groups"]["group_1"]["targets"].remove(K)
+
+    change_json(tmp_path / "out" / "config.json", move)
+    report = verify(tmp_path / "out")
+    assert report.problems == (
+        f"{ONE}: {K}.weight_scale is F32 [128, 1], for F8_E4M3 [128, 256] it must be F32 [1, 2]",
+        f"{ONE}: {K}.weight has one scale per 128x128 block and {Q}.weight one scale per channel, "
+        "but engines take both in one format",
+    )
+
+
+def test_output_heads_that_are_not_named(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source")
+    compress(source, tmp_path / "out", "channel", quantize_lm_head=True, workers=1)
+    change_json(
+        tmp_path / "out" / "config.json",
+        lambda config: config["quantization_config"]["config_groups"]["group_0"].update(targets=["Linear"]),
+    )
+    assert verify(tmp_path / "out").problems == (
+        f"{ONE}: lm_head.weight is F8_E4M3, but no config group names it: engines find it by name only",
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_other_source_dtypes(tmp_path: Path, dtype: str) -> None:
+    source = tiny.write(tmp_path / "source", "Llama4ForCausalLM", dtype=dtype)
+    for scheme in SCHEMES:
+        compress(source, tmp_path / scheme, scheme)
+        assert_clean(verify(tmp_path / scheme, source, full=True, workers=3))
+
+
+def test_extreme_weights_are_within_the_bound(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights[f"{DOWN}.weight"] = weights[f"{DOWN}.weight"] * 1e-30
+    weights["model.layers.1.mlp.down_proj.weight"].zero_()
+    weights["model.layers.1.mlp.gate_proj.weight"] *= 1e5
+    weights["model.layers.0.self_attn.o_proj.weight"][:128] *= 1e-4
+    source = tiny.write(tmp_path / "source", weights=weights)
+    for scheme in SCHEMES:
+        compress(source, tmp_path / scheme, scheme)
+        report = verify(tmp_path / scheme, source, full=True)
+        assert_clean(report)
+        zero = next(error for error in report.errors if error.module == "model.layers.1.mlp.down_proj")
+        assert (zero.relative, zero.sqnr_db, zero.largest) == (0, None, 0)
+
+
+def test_errors_are_what_torch_computes(blocks: tuple[Path, Path]) -> None:
+    source, out = blocks
+    report = verify(out, source, full=True)
+    weights, found = tiny.read(source), tiny.read(out)
+    for error in report.errors:
+        weight = weights[f"{error.module}.weight"].double()
+        scale = found[f"{error.module}.weight_scale_inv"].double()
+        decoded = found[f"{error.module}.weight"].double() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        relative = float((decoded - weight).norm() / weight.norm())
+        assert error.relative == pytest.approx(relative, rel=1e-4)
+        assert error.sqnr_db == pytest.approx(-20 * np.log10(relative), abs=1e-3)
+        assert error.largest == pytest.approx(float((decoded - weight).abs().max()), rel=1e-5)
+    assert [error.relative for error in report.worst] == sorted((e.relative for e in report.errors), reverse=True)[:10]
+
+
+def test_every_code_is_decoded_as_torch_does() -> None:
+    codes = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    found = np.empty(codes.shape, np.float32)
+    decode(codes, np.array(0.3, np.float32), found)
+    expected = torch.from_numpy(codes).view(FP8).float() * 0.3
+    np.testing.assert_array_equal(found, expected.numpy())
+
+
+def test_pieces_do_not_change_what_is_found(blocks: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = blocks
+    whole = verify(out, source, full=True, workers=1)
+    for name, size in (("PIECE", 3000), ("TRANSPOSED_PIECE", 3000), ("CHUNK", 1000)):
+        monkeypatch.setattr(f"openquant.verification.contents.{name}", size)
+    pieces = verify(out, source, full=True, workers=3)
+    assert_clean(pieces)
+    assert [e.relative for e in pieces.errors] == pytest.approx([e.relative for e in whole.errors], rel=1e-4)
+    assert [e.largest for e in pieces.errors] == [e.largest for e in whole.errors]
+
+
+# Damage.
+
+SCALE = f"{DOWN}.weight_scale"
+
+
+def spoil(name: str, value: float) -> Callable[[Weights], None]:
+    def change(weights: Weights) -> None:
+        weights[name].reshape(-1)[-1] = value
+
+    return change
+
+
+def nan_code(weights: Weights) -> None:
+    weights[f"{DOWN}.weight"].view(torch.uint8)[3, 7] = 0xFF
+    weights[f"{DOWN}.weight"].view(torch.uint8)[200, 0] = 0x7F
+
+
+def unquantize(module: str) -> Callable[[Weights], None]:
+    def change(weights: Weights) -> None:
+        del weights[f"{module}.weight_scale"]
+        weights[f"{module}.weight"] = weights[f"{module}.weight"].float().bfloat16()
+
+    return change
+
+
+DAMAGED = [
+    (nan_code, f"{ONE}: {DOWN}.weight holds NaN, first at [3, 7]"),
+    (spoil(SCALE, 0.0), f"{ONE}: {SCALE} holds 0: scales are finite and above zero"),
+    (spoil(SCALE, -1.5), f"{ONE}: {SCALE} holds -1.5: scales are finite and above zero"),
+    (spoil(SCALE, float("inf")), f"{ONE}: {SCALE} holds inf: scales are finite and above zero"),
+    (spoil(SCALE, float("nan")), f"{ONE}: {SCALE} holds nan: scales are finite and above zero"),
+    (lambda weights: weights.pop(SCALE), f"{ONE}: {DOWN}.weight has no scale: {SCALE} is missing"),
+    (lambda weights: weights.update({SCALE: torch.ones(2)}),
+     f"{ONE}: {SCALE} is F32 [2], for F8_E4M3 [256, 512] it must be F32 [] or [1]"),
+    (lambda weights: weights.update({SCALE: weights[SCALE].bfloat16()}),
+     f"{ONE}: {SCALE} is BF16 [], for F8_E4M3 [256, 512] it must be F32 [] or [1]"),
+    (lambda weights: weights.update({"lm_head.weight_scale": torch.ones(())}),
+     f"{ONE}: lm_head.weight_scale is the scale of lm_head.weight, which is BF16"),
+    (lambda weights: weights.update({"model.extra.weight_scale": torch.ones(())}),
+     f"{ONE}: model.extra.weight_scale has no weight: model.extra.weight is missing"),
+    (lambda weights: weights.update({f"{DOWN}.weight_scale_inv": torch.ones(())}),
+     f"{ONE}: {DOWN}.weight_scale_inv is not the scale of {DOWN}.weight: the config asks for {SCALE}"),
+    (lambda weights: weights.update({f"{DOWN}.bias": torch.ones(256).to(FP8)}),
+     f"{ONE}: {DOWN}.bias is F8_E4M3 [256], not a matrix of F8_E4M3"),
+    (lambda weights: weights[f"{K}.weight_scale"].mul_(2), None),
+    (unquantize(DOWN), f"{ONE}: {DOWN}.weight is BF16, but ignored_layers does not list {DOWN}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), DAMAGED)
+def test_damaged_tensors_are_named(
+    ours: tuple[Path, Path], change: Callable[[Weights], None], message: str | None
+) -> None:
+    _, out = ours
+    before = float(load_file(out / ONE)[f"{K}.weight_scale"])
+    change_weights(out, change)
+    report = verify(out)
+    if message is None:
+        message = (
+            f"{ONE}: {K}.weight_scale is {2 * before:g} and {Q}.weight_scale is {before:g}, "
+            "but engines merge their layers under one scale"
+        )
+    assert report.problems == (message,)
+    assert report.notes == ()
+
+
+def test_damaged_block_scales_are_named(blocks: tuple[Path, Path]) -> None:
+    _, out = blocks
+    scale = "model.layers.1.mlp.experts.2.down_proj.weight_scale_inv"
+    change_weights(out, spoil(scale, -2.0))
+    assert verify(out).problems == (f"{ONE}: {scale} holds -2 at [1, 0]: scales are finite and above zero",)
+    change_weights(out, lambda weights: weights.update({scale: torch.ones(1, 2)}))
+    assert verify(out).problems == (
+        f"{ONE}: {scale} is F32 [1, 2], for F8_E4M3 [256, 128] it must be F32 [2, 1]",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_missing_or_short_shard(tmp_path: Path, full: bool) -> None:
+    source = tiny.write(tmp_path / "source", shards=3)
+    compress(source, tmp_path / "out")
+    name = "model-00002-of-00003.safetensors"
+    path = tmp_path / "out" / name
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    report = verify(tmp_path / "out", source if full else None, full)
+    assert report.problems == (
+        f"{name} is truncated: its tensors end at byte {len(data)} of {len(data) - 1}",
+    )  # fmt: skip
+    assert report.notes == ("nothing else was checked",)
+    path.unlink()
+    assert verify(tmp_path / "out").problems == (f"{name} is missing from {tmp_path / 'out'}",)
+
+
+def test_a_listed_layer_that_is_quantized(ours: tuple[Path, Path]) -> None:
+    source, out = ours
+    lists = ("ignored_layers", "modules_to_not_convert")
+
+    def add(config: dict[str, Any]) -> None:
+        for key in lists:
+            config["quantization_config"][key].append(DOWN)
+
+    change_json(out / "config.json", add)
+    message = f"{ONE}: {DOWN}.weight is F8_E4M3, but ignored_layers lists {DOWN}"
+    assert verify(out).problems == (message,)
+    assert verify(out, source, full=True).problems == (
+        message, f"config.json: ignored_layers lists {DOWN}, the plan does not"
+    )  # fmt: skip
+    change_json(out / "config.json", lambda config: config["quantization_config"][lists[1]].remove(DOWN))
+    assert verify(out).problems == (
+        f"config.json: ignored_layers lists {DOWN}, modules_to_not_convert does not", message
+    )  # fmt: skip
+
+
+def test_one_listed_expert_leaves_all_unquantized(blocks: tuple[Path, Path]) -> None:
+    _, out = blocks
+    one = "model.layers.1.mlp.experts.3.up_proj"
+
+    def add(config: dict[str, Any]) -> None:
+        for key in ("ignored_layers", "modules_to_not_convert"):
+            config["quantization_config"][key].append(one)
+
+    change_json(out / "config.json", add)
+    assert verify(out).problems == tuple(
+        f"{ONE}: model.layers.1.mlp.experts.{expert}.{part}_proj.weight is F8_E4M3, but ignored_layers lists {one}"
+        for expert in range(4)
+        for part in ("down", "gate", "up")
+    )
+
+
+def remove(out: Path, *names: str) -> None:
+    def change(config: dict[str, Any]) -> None:
+        for key in ("ignored_layers", "modules_to_not_convert"):
+            for name in names:
+                config["quantization_config"][key].remove(name)
+
+    change_json(out / "config.json", change)
+
+
+def test_an_unquantized_layer_that_is_not_listed(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM")
+    out = tmp_path / "out"
+    compress(source, out, ignore=["model.layers.0.mlp.*"])
+    remove(out, "model.layers.1.mlp.gate", DOWN, "model.layers.0.mlp.gate_up_proj")
+    expected = (
+        f"{ONE}: {DOWN}.weight is BF16, but ignored_layers does not list {DOWN}",
+        f"{ONE}: model.layers.0.mlp.gate_proj.weight is BF16, but ignored_layers does not list model.layers.0.mlp.gate_up_proj",
+        f"{ONE}: model.layers.0.mlp.up_proj.weight is BF16, but ignored_layers does not list model.layers.0.mlp.gate_up_proj",
+        f"{ONE}: model.layers.1.mlp.gate.weight is BF16, but ignored_layers does not list model.layers.1.mlp.gate",
+    )
+    assert verify(out).problems == expected
+    assert verify(out, source, full=True).problems == expected
+
+
+def test_a_spelling_that_is_not_listed_shows_against_the_source(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source", "Gemma3ForConditionalGeneration")
+    out = tmp_path / "out"
+    compress(source, out)
+    name = "vision_tower.encoder.layers.0.mlp.fc1"
+    remove(out, name)
+    assert verify(out).problems == ()
+    assert verify(out, source).problems == (f"config.json: ignored_layers does not list {name}",)
+
+
+def test_joined_layers_and_experts_of_mixed_status(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM")
+    out = tmp_path / "out"
+    compress(source, out)
+    expert = "model.layers.1.mlp.experts.2.down_proj"
+    change_weights(out, unquantize(K))
+    change_weights(out, unquantize(expert))
+    for module in (K, expert):
+        for key in ("ignored_layers", "modules_to_not_convert"):
+            change_json(out / "config.json", lambda config, k=key, m=module: config["quantization_config"][k].append(m))
+    problems = verify(out).problems
+    assert [problem for problem in problems if "in one format" in problem] == [
+        f"{ONE}: {Q}.weight is F8_E4M3 and {K}.weight is BF16, but engines take both in one format",
+        f"{ONE}: model.layers.1.mlp.experts.0.down_proj.weight is F8_E4M3 and {expert}.weight is BF16, "
+        "but engines take both in one format",
+    ]
+    # The one listed expert covers the others.
+    others = [problem for problem in problems if "in one format" not in problem]
+    assert len(others) == 11
+    assert all(problem.endswith(f"is F8_E4M3, but ignored_layers lists {expert}") for problem in others)
+
+
+def test_a_quantized_head(ours: tuple[Path, Path]) -> None:
+    _, out = ours
+
+    def quantize(weights: Weights) -> None:
+        weights["lm_head.weight"] = weights["lm_head.weight"].to(FP8)
+        weights["lm_head.weight_scale"] = torch.ones(())
+
+    change_weights(out, quantize)
+    assert verify(out).problems == (
+        f"{ONE}: lm_head.weight is F8_E4M3, but ignored_layers lists lm_head",
+        f"{ONE}: lm_head.weight is F8_E4M3, but it is kept: output head",
+    )
+
+
+def test_the_config_differs_elsewhere(ours: tuple[Path, Path]) -> None:
+    source, out = ours
+
+    def change(config: dict[str, Any]) -> None:
+        config["hidden_size"] = 257
+        config["rope_parameters"]["rope_theta"] = 1e6
+        config["more"] = [1]
+        del config["hidden_act"]
+
+    change_json(out / "config.json", change)
+    assert verify(out).problems == ()
+    assert verify(out, source).problems == (
+        "config.json: hidden_size is 257, the source has 256",
+        'config.json: hidden_act is missing, the source has "silu"',
+        "config.json: rope_parameters.rope_theta is 1000000.0, the source has 10000.0",
+        "config.json: more is [1], the source has none",
+    )
+
+
+def test_other_files(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source")
+    for name in ("tokenizer.json", "merges.txt", "vocab.json"):
+        (source / name).write_text(name * 1000)
+    out = tmp_path / "out"
+    compress(source, out)
+    (out / "tokenizer.json").unlink()
+    (out / "merges.txt").write_text("merges.txt" * 999 + "merges.txT")
+    gone = "tokenizer.json is missing: the run that made this directory wrote it"
+    assert verify(out).problems == (gone,)
+    assert verify(out, source).problems == (gone, "merges.txt differs from the source's")
+    (out / ".openquant.json").unlink()
+    assert verify(out).problems == ()
+    assert verify(out, source).problems == (
+        "merges.txt differs from the source's",
+        "tokenizer.json is missing: the source has it",
+    )
+
+
+def test_a_copied_tensor_of_which_one_byte_changed(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source", "Llama4ForCausalLM")
+    out = tmp_path / "out"
+    compress(source, out, ignore=["**.experts.**"])
+    norm, up = "model.norm.weight", "model.layers.1.feed_forward.experts.1.up_proj.weight"
+
+    def change(weights: Weights) -> None:
+        weights[norm].view(torch.uint8)[9] ^= 1
+        weights[up].view(torch.uint8)[100, 5] ^= 64
+
+    change_weights(out, change)
+    assert verify(out).problems == ()
+    assert verify(out, source).problems == (
+        f"{ONE}: {up} differs from model.layers.1.feed_forward.experts.gate_up_proj[1], "
+        f"first in byte {100 * 512 + 5} of {128 * 512}",
+        f"{ONE}: {norm} differs from the source's, first in byte 9 of 512",
+    )
+
+
+def test_tensors_that_are_not_the_source_s(ours: tuple[Path, Path]) -> None:
+    source, out = ours
+
+    def change(weights: Weights) -> None:
+        del weights["model.norm.weight"]
+        weights["model.more"] = torch.ones(2)
+        weights["lm_head.weight"] = weights["lm_head.weight"][:500].contiguous()
+        weights[f"{DOWN}.weight"] = weights[f"{DOWN}.weight"][:, :500].contiguous()
+
+    change_weights(out, change)
+    assert verify(out, source, full=True).problems == (
+        f"{ONE}: lm_head.weight is BF16 [500, 256], the source has BF16 [512, 256]",
+        f"{ONE}: {DOWN}.weight is F8_E4M3 [256, 500], the source has BF16 [256, 512]",
+        f"{ONE}: model.more is not in the source",
+        "model.norm.weight is missing: the source has model.norm.weight in model.safetensors",
+    )
+
+
+def test_a_stack_of_which_a_part_is_missing(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source", "Llama4ForCausalLM")
+    out = tmp_path / "out"
+    compress(source, out)
+    gate = "model.layers.1.feed_forward.experts.3.gate_proj"
+
+    def change(weights: Weights) -> None:
+        del weights[f"{gate}.weight"], weights[f"{gate}.weight_scale"]
+
+    change_weights(out, change)
+    assert verify(out, source).problems == (
+        f"{gate}.weight is missing: the source has model.layers.1.feed_forward.experts.gate_up_proj in {ONE}",
+    )
+
+
+def disown(out: Path) -> None:
+    """Make it another tool's: neither journal nor card says that this program made it."""
+    (out / ".openquant.json").unlink()
+    (out / "README.md").unlink()
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5, 1.1])
+def test_a_wrong_scale_shows_when_decoded(tmp_path: Path, factor: float) -> None:
+    source = tiny.write(tmp_path / "source")
+    out = tmp_path / "out"
+    compress(source, out, "block")
+    disown(out)
+    scale = f"{DOWN}.weight_scale_inv"
+    change_weights(out, lambda weights: weights[scale][1, 2].mul_(factor))
+    assert verify(out, source).problems == ()
+    report = verify(out, source, full=True)
+    (problem,) = report.problems
+    weights, found = tiny.read(source), tiny.read(out)
+    weight = weights[f"{DOWN}.weight"].float()
+    grid = found[scale].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    error = (found[f"{DOWN}.weight"].float() * grid - weight).abs()
+    bound = (weight.abs() / 16).maximum(grid / 1024)
+    wrong = error > bound * (1 + 2**-15)
+    row, col = (int(axis) for axis in wrong.nonzero()[0])
+    assert row >= 128
+    assert 256 <= col < 384
+    assert problem == (
+        f"{ONE}: {DOWN}.weight is off by {error[row, col]:.3g} at [{row}, {col}], "
+        f"where rounding explains {bound[row, col]:.3g} ({int(wrong.sum())} of 131072 weights are off)"
+    )
+    assert report.worst[0].module == DOWN
+
+
+def test_a_single_wrong_code_shows_when_decoded(ours: tuple[Path, Path]) -> None:
+    source, out = ours
+    disown(out)
+
+    def change(weights: Weights) -> None:
+        weights[f"{DOWN}.weight"].view(torch.uint8)[77, 88] ^= 2
+
+    change_weights(out, change)
+    assert verify(out, source).problems == ()
+    (problem,) = verify(out, source, full=True).problems
+    assert problem.startswith(f"{ONE}: {DOWN}.weight is off by ")
+    assert " at [77, 88], " in problem
+    assert problem.endswith("(1 of 131072 weights are off)")
+
+
+def test_the_index_tells_another_size(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source", shards=2)
+    out = tmp_path / "out"
+    total = compress(source, out).output_bytes
+    change_json(out / "model.safetensors.index.json", lambda index: index["metadata"].update(total_size=7))
+    assert verify(out).problems == (f"model.safetensors.index.json: total_size is 7, the tensors take {total} bytes",)
+
+
+def test_static_activations_without_input_scales(ours: tuple[Path, Path]) -> None:
+    _, out = ours
+    change_json(out / "config.json", lambda config: config["quantization_config"].update(activation_scheme="static"))
+    problems = verify(out).problems
+    assert len(problems) == 14
+    assert f"{ONE}: {DOWN}.weight has no {DOWN}.input_scale, but its activations are static" in problems
+    change_weights(
+        out,
+        lambda weights: weights.update(
+            {
+                name.replace(".weight_scale", ".input_scale"): torch.ones(1)
+                for name in list(weights)
+                if "weight_scale" in name
+            }
+        ),
+    )
+    assert verify(out).problems == ()
+    change_weights(out, spoil(f"{DOWN}.input_scale", 0.0))
+    assert verify(out).problems == (f"{ONE}: {DOWN}.input_scale holds 0 at [0]: scales are finite and above zero",)
+    change_json(out / "config.json", lambda config: config["quantization_config"].update(activation_scheme="dynamic"))
+    assert_clean(
+        verify(out), "14 input_scale tensors are there, but the config says activations are dynamic"
+    )  # fmt: skip
+    change_json(out / "config.json", lambda config: config["quantization_config"].pop("activation_scheme"))
+    assert verify(out).problems == (
+        "config.json: activation_scheme is null, neither dynamic nor static",
+        'config.json: quantization_config.activation_scheme is missing, this program writes "dynamic"',
+    )
+
+
+# What other tools make.
+
+
+def by_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, and a BF16 scale for each 128x128 block, those at the edges smaller."""
+    rows, cols = weight.shape
+    scale = torch.empty(-(-rows // 128), -(-cols // 128))
+    for row in range(scale.shape[0]):
+        for col in range(scale.shape[1]):
+            scale[row, col] = weight[row * 128 : row * 128 + 128, col * 128 : col * 128 + 128].float().abs().max() / 448
+    grid = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :cols]
+    return encode(weight, grid, (1, 1)), scale.bfloat16()
+
+
+def by_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = weight.float().abs().amax(1, keepdim=True) / 448
+    return encode(weight, scale, (1, None)), scale
+
+
+def by_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = weight.float().abs().max().reshape(1) / 448
+    return encode(weight, scale, (None, None)), scale
+
+
+def write_other(
+    source: Path,
+    root: Path,
+    make: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    suffix: str,
+    config: dict[str, Any],
+    kept: tuple[str, ...] = ("lm_head", "embed", "mlp.gate.", "norm"),
+) -> Path:
+    weights: Weights = {}
+    for name, weight in tiny.read(source).items():
+        if weight.ndim == 2 and not any(part in name for part in kept):
+            weights[name], weights[name + suffix] = make(weight)
+        else:
+            weights[name] = weight
+    shutil.copytree(source, root)
+    save_file(weights, root / ONE, {"format": "pt"})
+    change_json(root / "config.json", lambda found: found.update(quantization_config=config, transformers_version="5"))
+    return root
+
+
+def test_blocks_as_qwen_and_deepseek_write_them(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3MoeForCausalLM")
+    # Sizes that are no multiples of a block, with the edges' blocks smaller.
+    weights["model.layers.0.mlp.down_proj.weight"] = torch.randn(200, 500).bfloat16()
+    source = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM", weights=weights)
+    config = {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "model.layers.1.mlp.gate", "model.norm"],
+    }
+    out = write_other(source, tmp_path / "out", by_blocks, "_scale_inv", config)
+    assert load_file(out / ONE)["model.layers.0.mlp.down_proj.weight_scale_inv"].shape == (2, 4)
+    assert_clean(verify(out))
+    report = verify(out, source, full=True)
+    assert_clean(report, 'config.json: transformers_version is "5", the source has none')
+    assert len(report.errors) == 23
+    # DeepSeek lists nothing; nor need it, where the engine builds the router without quantization.
+    change_json(out / "config.json", lambda found: found["quantization_config"].pop("modules_to_not_convert"))
+    assert_clean(
+        verify(out),
+        "ignored_layers does not list model.layers.1.mlp.gate, which is unquantized: right only if the engine never "
+        "builds it as FP8",
+    )
+    change_weights(out, spoil(f"{Q}.weight_scale_inv", float("nan")))
+    assert verify(out).problems == (
+        f"{ONE}: {Q}.weight_scale_inv holds nan at [1, 1]: scales are finite and above zero",
+    )
+
+
+def test_a_quantized_router(tmp_path: Path) -> None:
+    """It loads where the engine builds its router so, as vLLM does Qwen3-MoE's."""
+    source = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM")
+    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    config = {**blocks, "modules_to_not_convert": ["lm_head"]}
+    out = write_other(source, tmp_path / "out", by_blocks, "_scale_inv", config, ("lm_head", "embed", "norm"))
+    assert_clean(verify(out), f"{ONE}: model.layers.1.mlp.gate.weight is F8_E4M3, but it is kept: router")
+
+
+def test_compressed_tensors_by_channel(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source", "Gemma3ForConditionalGeneration")
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False, "symmetric": True},
+                "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+            }
+        },
+        "ignore": ["lm_head", "re:.*vision_tower.*", "re:.*projector.*", "language_model.model.layers.0.mlp.down_proj"],
+    }
+    kept = ("embed", "vision", "projector", "norm", "layers.0.mlp.down")
+    out = write_other(source, tmp_path / "out", by_rows, "_scale", config, kept)
+    assert_clean(verify(out))
+    report = verify(out, source, full=True)
+    assert_clean(report, 'config.json: transformers_version is "5", the source has none')
+    assert len(report.errors) == 13
+    q = "language_model.model.layers.1.self_attn.q_proj"
+    change_weights(out, lambda weights: weights.update({f"{q}.weight_scale": torch.ones(256)}))
+    change_json(
+        out / "config.json", lambda found: found["quantization_config"]["ignore"].append("re:.*layers.1.mlp.up")
+    )
+    change_json(out / "config.json", lambda found: found["quantization_config"]["ignore"].remove("re:.*vision_tower.*"))
+    report = verify(out)
+    up = "language_model.model.layers.1.mlp.up_proj"
+    assert report.problems == (
+        f"{ONE}: {q}.weight_scale is F32 [256], for F8_E4M3 [256, 256] it must be F32, BF16 or F16 [256, 1]",
+        f"{ONE}: {up}.weight is F8_E4M3, but ignore lists re:.*layers.1.mlp.up",
+    )
+    assert report.notes == (
+        "ignore does not list vision_tower.vision_model.embeddings.position_embedding and 6 more modules that are "
+        "unquantized: right only if the engine never builds them as FP8",
+    )
+
+
+def test_compressed_tensors_in_several_groups(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source")
+
+    def group(targets: list[str], **weights: Any) -> dict[str, Any]:
+        return {"targets": targets, "weights": {"num_bits": 8, "type": "float", **weights}, "input_activations": None}
+
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "naive-quantized",
+        "config_groups": {
+            "a": group(["re:.*self_attn.*"], strategy="block", block_structure=[128, 128]),
+            "b": group(["re:.*mlp.*"], strategy="tensor"),
+        },
+        "ignore": [],
+    }
+
+    def make(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return by_tensor(weight) if 512 in weight.shape else by_blocks(weight)
+
+    out = write_other(source, tmp_path / "out", make, "_scale", config)
+    again = "2 sets of layers that engines merge have different scales: vLLM rounds them again at load"
+    assert_clean(verify(out), again)
+    report = verify(out, source, full=True)
+    assert_clean(report, 'config.json: transformers_version is "5", the source has none', again)
+    assert report.format == "compressed-tensors, one scale per 128x128 block and one scale per tensor"
+    change_json(out / "config.json", lambda found: found["quantization_config"]["config_groups"].pop("b"))
+    problems = verify(out).problems
+    assert f"{ONE}: {DOWN}.weight is F8_E4M3, but no config group targets it" in problems
+    assert len(problems) == 6
+
+
+def test_tensors_that_other_tools_add_or_recast_are_notes(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source")
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    out = write_other(source, tmp_path / "out", by_tensor, "_scale", config)
+
+    def change(weights: Weights) -> None:
+        weights["model.norm.weight"] = weights["model.norm.weight"].float()
+        for layer in (0, 1):
+            weights[f"model.layers.{layer}.self_attn.k_scale"] = torch.ones(1)
+
+    change_weights(out, change)
+    again = "4 sets of layers that engines merge have different scales: vLLM rounds them again at load"
+    assert_clean(
+        verify(out, source, full=True),
+        'config.json: transformers_version is "5", the source has none',
+        "not in the source: model.layers.{0..1}.self_attn.k_scale",
+        "not compared, since the source has another dtype: model.norm.weight",
+        again,
+    )
+
+
+def test_an_unknown_architecture(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source")
+    change_json(source / "config.json", lambda config: config.update(architectures=["FooForCausalLM"]))
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    out = write_other(source, tmp_path / "out", by_blocks, "_scale_inv", config)
+    note = (
+        "FooForCausalLM is not a known architecture: not checked are which unquantized layers must be listed, "
+        "and which must share their status or scale"
+    )
+    assert_clean(verify(out), note)
+    report = verify(out, source, full=True)
+    assert_clean(report, note, 'config.json: transformers_version is "5", the source has none')
+    assert len(report.errors) == 14
+    change_weights(out, lambda weights: weights[f"{Q}.weight_scale_inv"].mul_(2))
+    (problem,) = verify(out, source, full=True).problems
+    assert problem.startswith(f"{ONE}: {Q}.weight is off by ")
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_stacks_beside_the_experts_are_listed_as_these(tmp_path: Path, listed: bool) -> None:
+    source = tiny.write(tmp_path / "source", "GraniteMoeForCausalLM")
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    config["modules_to_not_convert"] = [
+        "lm_head",
+        *(f"model.layers.{layer}.block_sparse_moe.router.layer" for layer in (0, 1)),
+        *(f"model.layers.{layer}.block_sparse_moe.experts" for layer in (0, 1) if listed),
+    ]
+    out = write_other(source, tmp_path / "out", by_blocks, "_scale_inv", config, ("lm_head", "embed", "router"))
+    stack = "model.layers.0.block_sparse_moe.input_linear.weight"
+    problem = (
+        f"{ONE}: {stack} is BF16, but modules_to_not_convert does not list model.layers.0.block_sparse_moe.experts"
+    )
+    problems = verify(out).problems
+    assert problems == () if listed else problem in problems
+
+
+def test_lists_under_the_engine_s_own_names(tmp_path: Path) -> None:
+    """vLLM calls MiniMax's block_sparse_moe mlp."""
+    source = tiny.write(tmp_path / "source", "MiniMaxM2ForCausalLM")
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    config["modules_to_not_convert"] = ["lm_head", *(f"model.layers.{layer}.mlp.experts" for layer in (0, 1))]
+    kept = ("lm_head", "embed", "gate", "experts")
+    out = write_other(source, tmp_path / "out", by_blocks, "_scale_inv", config, kept)
+    assert verify(out).problems == ()
+
+
+def test_stacked_experts(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source", "Llama4ForCausalLM")
+    config = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "ignored_layers": ["model.layers.1.feed_forward.router"],
+    }
+    out = write_other(source, tmp_path / "out", by_blocks, "_scale_inv", config, ("lm_head", "embed", "router"))
+    stack = "model.layers.1.feed_forward.experts.down_proj"
+    expected = f"{ONE}: {stack} is BF16, but ignored_layers does not list {stack}"
+    assert expected in verify(out).problems
+
+    def quantize(weights: Weights) -> None:
+        for name, grid in ((stack, (4, 1, 2)), (stack.replace("down", "gate_up"), (4, 2, 2))):
+            weights[name] = weights[name].to(FP8)
+            weights[f"{name}_scale_inv"] = torch.ones(grid)
+
+    change_weights(out, quantize)
+    assert_clean(verify(out))
+    report = verify(out, source, full=True)
+    assert report.problems == ()
+    assert "2 quantized tensors were not decoded: the source has no matrix for them" in report.notes
+
+
+def test_another_tools_quantized_head_is_planned_in_its_own_format(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source")
+    compress(source, tmp_path / "out", "channel", quantize_lm_head=True, workers=1)
+    (tmp_path / "out" / ".openquant.json").unlink()
+    change_json(
+        tmp_path / "out" / "config.json",
+        lambda config: config["quantization_config"].update(global_compression_ratio=1.0),
+    )
+    report = verify(tmp_path / "out", source, full=True)
+    assert not [note for note in report.notes if "plan" in note]
+    assert len(report.errors) == 15
+
+
+# The command.
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "openquant", "verify", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+
+
+USAGE = [
+    ({}, ["--full"], "--full compares with the source, and none is given", "give --source DIR"),
+    ({}, ["--workers", "0"], "0 workers cannot work", "give --workers 1 or more"),
+    ({}, ["--source", "nowhere/at/all"], "nowhere/at/all does not exist", "check the path"),
+    ({"quantization_config": None}, [], "config.json has no quantization_config", "give a directory of quantized weights"),
+    ({"quantization_config": {"quant_method": "awq"}}, [], 'config.json has the quant_method "awq"',
+     "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8 and mxfp4"),
+    ({"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}}, [],
+     "config.json has the weight_block_size 128", "it must be two numbers from 1 to 65536"),
+    ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"group_0": {
+        "weights": {"num_bits": 4, "type": "int", "strategy": "group"}}}}}, [],
+     "config.json: group_0 stores int4 weights by group",
+     "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, and symmetric int4 weights by group"),
+    ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, [],
+     "config.json has modelopt with one scale per tensor",
+     "only fp8 and compressed-tensors with FP8 weights are checked"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "arguments", "message", "hint"), USAGE)
+def test_usage_errors(
+    ours: tuple[Path, Path], config: dict[str, Any], arguments: list[str], message: str, hint: str
+) -> None:
+    _, out = ours
+    change_json(out / "config.json", lambda found: found.update(config))
+    done = run(out, *arguments)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {message}\nhint: {hint}\n")
+
+
+def test_directories_that_cannot_be_checked(ours: tuple[Path, Path], tmp_path: Path) -> None:
+    source, out = ours
+    with pytest.raises(OpenQuantError, match="is not a directory"):
+        verify(tmp_path / "nowhere")
+    modelopt = tiny.write(tmp_path / "modelopt")
+    (modelopt / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    with pytest.raises(OpenQuantError, match=r"^hf_quant_config.json has modelopt with one scale per tensor$"):
+        verify(modelopt)
+    with pytest.raises(OpenQuantError, match="is not a checkpoint: it has no config.json"):
+        verify(tmp_path)
+    with pytest.raises(OpenQuantError, match="config.json has no quantization_config"):
+        verify(source)
+    with pytest.raises(OpenQuantError, match="the source is already quantized"):
+        verify(out, out)
+    change_json(out / ".openquant.json", lambda journal: journal.update(done=False))
+    with pytest.raises(OpenQuantError, match="is not finished"):
+        verify(out)
+
+
+SHOWN = "$ openquant verify tiny-qwen3-FP8 --source examples/tiny-qwen3 --full\n"
+
+
+def test_the_readme_shows_what_is_printed(tmp_path: Path) -> None:
+    out = tmp_path / "tiny-qwen3-FP8"
+    compress(EXAMPLE, out)
+    done = run(out, "--source", "examples/tiny-qwen3", "--full")
+    assert (done.returncode, done.stderr) == (0, "")
+    shown = (ROOT / "README.md").read_text().split(SHOWN)[1].split("```")[0]
+    found = done.stdout.replace(str(out), "tiny-qwen3-FP8")
+    assert found.splitlines()[:-1] == shown.splitlines()[:-1]
+    assert found.splitlines()[-1].startswith("no problems, ")
+
+
+def test_problems_are_listed_and_the_exit_code_is_1(ours: tuple[Path, Path]) -> None:
+    _, out = ours
+    change_weights(out, lambda weights: (nan_code(weights), weights.pop(f"{Q}.weight_scale")))
+    done = run(out)
+    assert (done.returncode, done.stderr) == (1, "")
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"{out}: Qwen3ForCausalLM, fp8, one scale per tensor"
+    assert lines[1].endswith(" in 1 shard: 38 tensors, 14 quantized layers")
+    assert lines[2:4] == [
+        f"problem: {ONE}: {Q}.weight has no scale: {Q}.weight_scale is missing",
+        f"problem: {ONE}: {DOWN}.weight holds NaN, first at [3, 7]",
+    ]
+    assert lines[4].startswith("2 problems, ")
+
+
+def test_json_is_one_object(ours: tuple[Path, Path]) -> None:
+    source, out = ours
+    done = run(out, "--source", source, "--full", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("\n") == 1
+    found = json.loads(done.stdout)
+    report = verify(out, source, full=True)
+    assert found["seconds"] > 0
+    assert {**found, "seconds": 0} == {**json.loads(json.dumps(report.to_json())), "seconds": 0}
+    assert found["decoded"]["layers"] == 14
+    assert len(found["decoded"]["worst"]) == 10
+    change_weights(out, nan_code)
+    done = run(out, "--json")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert json.loads(done.stdout)["problems"] == [f"{ONE}: {DOWN}.weight holds NaN, first at [3, 7]"]
+    done = run(out, "--json", "--full")
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["hint"] == "give --source DIR"
+
+
+def test_an_interrupt_exits_130(ours: tuple[Path, Path]) -> None:
+    _, out = ours
+    code = (
+        "import os, signal, sys\n"
+        "from openquant import cli\nfrom openquant.verification import contents\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "found = contents._first_nan\n"
+        "def interrupted(codes):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return found(codes)\n"
+        "contents._first_nan = interrupted\n"
+        "sys.exit(cli.main(['verify', sys.argv[1]]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(out)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "error: interrupted\nhint: run the same command again to continue\n"
+
+
+def test_verify_does_not_load_torch(ours: tuple[Path, Path]) -> None:
+    source, out = ours
+    code = (
+        f"import sys, openquant; print(openquant.verify({str(out)!r}, {str(source)!r}, full=True).problems, "
+        "'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "() False\n"
+    assert openquant.verify is verify

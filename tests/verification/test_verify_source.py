@@ -1,0 +1,602 @@
+"""What verify says of directories that loaders refuse, or serve otherwise than their source: made by us and by others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_verify import run
+
+import tiny
+from conftest import change_json
+from openquant import Report, compress, verify
+from openquant.formats.schemes import SCHEMES, TRANSFORMERS_REFUSAL, VARIANTS, Scheme
+from openquant.verification.configs import judged
+from openquant.verification.settings import unread
+from test_encoded import BLOCKS, by_blocks, store
+
+Weights = dict[str, torch.Tensor]
+ONE = "model.safetensors"
+CONFIG = "config.json"
+Q, K, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj", "model.layers.0.mlp.down_proj"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return tiny.write(tmp_path / "source")
+
+
+@pytest.fixture
+def ours(source: Path, tmp_path: Path) -> Path:
+    compress(source, tmp_path / "out", workers=1)
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def others(ours: Path) -> Path:
+    """The same, with nothing that says who made it."""
+    (ours / ".openquant.json").unlink()
+    (ours / "README.md").unlink()
+    return ours
+
+
+def change_weights(root: Path, change: Callable[[Weights], Any]) -> None:
+    weights = load_file(root / ONE)
+    change(weights)
+    save_file(weights, root / ONE, {"format": "pt"})
+
+
+def change_settings(root: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    change_json(root / CONFIG, lambda config: change(config["quantization_config"]))
+
+
+def found(report: Report) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return report.problems, report.notes
+
+
+# Whose directory it is.
+
+
+def test_the_journal_or_the_card_says_that_it_is_ours(ours: Path, source: Path) -> None:
+    change_json(ours / CONFIG, lambda config: config.update(transformers_version="9"))
+    message = 'config.json: transformers_version is "9", the source has none'
+    assert found(verify(ours, source)) == ((message,), ())
+    (ours / ".openquant.json").rename(ours / "kept")
+    assert found(verify(ours, source)) == ((message,), ("not in the source: kept",))
+    card = (ours / "README.md").read_text()
+    (ours / "README.md").write_text(card.replace("FP8 weights", "BF16 weights"))
+    assert found(verify(ours, source)) == ((), ("not in the source: kept", message))
+    (ours / "README.md").unlink()
+    assert found(verify(ours, source)) == ((), ("not in the source: kept", message))
+    (ours / "kept").rename(ours / ".openquant.json")
+    problems = verify(ours, source).problems
+    assert problems == ("README.md is missing: the run that made this directory wrote it", message)
+
+
+@pytest.mark.parametrize("scheme", VARIANTS, ids=[scheme.suffix for scheme in VARIANTS])
+def test_a_deleted_key_does_not_make_it_another_tool_s(tmp_path: Path, source: Path, scheme: Scheme) -> None:
+    out = tmp_path / "out"
+    compress(source, out, scheme.name, format=scheme.format, scale_format=scheme.scale_format)
+    key = "fmt" if scheme.format == "fp8" else "quantization_status"
+    held = scheme.settings[key]
+    change_settings(out, lambda settings: settings.pop(key))
+    change_json(out / CONFIG, lambda config: config.update(num_key_value_heads=1))
+    assert found(verify(out, source, full=True)) == (
+        (
+            f'config.json: quantization_config.{key} is missing, this program writes "{held}"',
+            "config.json: num_key_value_heads is 1, the source has 2",
+        ),
+        (),
+    )
+
+
+def test_groups_that_we_do_not_write(tmp_path: Path, source: Path) -> None:
+    out = tmp_path / "out"
+    compress(source, out, "block", format="compressed-tensors", scheme_for={"**.self_attn.*": "channel"})
+
+    def change(settings: dict[str, Any]) -> None:
+        settings["config_groups"]["group_1"]["input_activations"]["symmetric"] = False
+
+    change_settings(out, change)
+    place = "quantization_config.config_groups.group_1.input_activations.symmetric"
+    assert verify(out).problems == (f"config.json: {place} is false, this program writes true",)
+
+
+@pytest.mark.parametrize("groups", ["x", None, [], {"a": 1}, {"a": {"weights": {}}}])
+def test_groups_where_we_write_none(tmp_path: Path, source: Path, groups: Any) -> None:
+    out = tmp_path / "out"
+    compress(source, out)
+    change_settings(out, lambda settings: settings.update(config_groups=groups, more=1))
+    assert verify(out).problems == (
+        f"config.json: quantization_config.config_groups is {json.dumps(groups)}, this program writes none",
+        "config.json: quantization_config.more is 1, this program writes none",
+    )
+
+
+# config.json.
+
+
+def test_differences_of_ours_are_problems_whatever_they_are(ours: Path, source: Path) -> None:
+    change_json(ours / CONFIG, lambda config: config.update(use_cache=False, dtype="float16", more={"a": 1}))
+    assert verify(ours, source).problems == (
+        'config.json: dtype is "float16", the source has "bfloat16"',
+        "config.json: use_cache is false, the source has none",
+        'config.json: more is {"a": 1}, the source has none',
+    )
+
+
+COMPUTED = [
+    ({"hidden_size": 512}, "hidden_size is 512, the source has 256"),
+    ({"num_attention_heads": 8}, "num_attention_heads is 8, the source has 4"),
+    ({"num_key_value_heads": 4}, "num_key_value_heads is 4, the source has 2"),
+    ({"num_hidden_layers": 1}, "num_hidden_layers is 1, the source has 2"),
+    ({"rms_norm_eps": 1e-3}, "rms_norm_eps is 0.001, the source has 1e-06"),
+    ({"hidden_act": "gelu"}, 'hidden_act is "gelu", the source has "silu"'),
+    ({"vocab_size": 511}, "vocab_size is 511, the source has 512"),
+    ({"dtype": "float16"}, 'dtype is "float16", the source has "bfloat16"'),
+    ({"tie_word_embeddings": True}, "tie_word_embeddings is true, the source has false"),
+    ({"attention_bias": True}, "attention_bias is true, the source has false"),
+    ({"max_position_embeddings": 64}, "max_position_embeddings is 64, the source has 2048"),
+    ({"architectures": ["Qwen2ForCausalLM"]}, 'architectures is ["Qwen2ForCausalLM"], the source has ["Qwen3ForCausalLM"]'),
+    ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
+     "rope_parameters.rope_theta is 1000000.0, the source has 10000.0"),
+    ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "factor": 4.0}},
+     "rope_parameters.factor is 4.0, the source has none"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_parameters.factor is 2.0, the source has none"),
+    ({"rms_norm_eps": None}, "rms_norm_eps is null, the source has 1e-06"),
+    ({"num_key_value_heads": ...}, "num_key_value_heads is missing, the source has 2"),
+]  # fmt: skip
+NOT_COMPUTED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"transformers_version": "5"}, ('transformers_version is "5", the source has none',)),
+    ({"use_cache": True}, ("use_cache is true, the source has none",)),
+    ({"initializer_range": 0.5}, ("initializer_range is 0.5, the source has 0.02",)),
+    ({"eos_token_id": 5}, ("eos_token_id is 5, the source has 0",)),
+    ({"attention_dropout": 0.0}, ("attention_dropout is 0.0, the source has none",)),
+    ({"initializer_range": ...}, ("initializer_range is missing, the source has 0.02",)),
+    ({"attention_multiplier": 1.0}, ("attention_multiplier is 1.0, the source has none",)),
+    # As transformers spelled them before 5.
+    ({"dtype": ..., "torch_dtype": "bfloat16"}, ()),
+    ({"rope_parameters": ..., "rope_theta": 10000.0, "rope_scaling": None}, ()),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), COMPUTED)
+def test_what_is_computed_otherwise_is_a_problem_in_others(
+    others: Path, source: Path, change: dict[str, Any], message: str
+) -> None:
+    def make(config: dict[str, Any]) -> None:
+        config |= change
+        for key in [key for key, value in config.items() if value is ...]:
+            del config[key]
+
+    change_json(others / CONFIG, make)
+    assert f"config.json: {message}" in verify(others, source).problems
+
+
+@pytest.mark.parametrize(("change", "messages"), NOT_COMPUTED)
+def test_the_rest_is_a_note_in_others(
+    others: Path, source: Path, change: dict[str, Any], messages: tuple[str, ...]
+) -> None:
+    def make(config: dict[str, Any]) -> None:
+        config |= change
+        for key in [key for key, value in config.items() if value is ...]:
+            del config[key]
+
+    change_json(others / CONFIG, make)
+    assert found(verify(others, source)) == ((), tuple(f"config.json: {message}" for message in messages))
+
+
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "Qwen2VLForConditionalGeneration"]
+)
+def test_a_config_that_transformers_saved_again_computes_the_same(tmp_path: Path, architecture: str) -> None:
+    from transformers import AutoConfig
+
+    config = tiny.config(architecture)
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    again = json.loads((tmp_path / CONFIG).read_text())
+    assert [difference for difference, computed in judged(again, config) if computed] == []
+
+
+def test_gemma_s_two_kinds_of_rope_by_their_older_names() -> None:
+    """As Gemma 3 was published: rope_theta of the full layers, with their scaling, and rope_local_base_freq."""
+    old = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    full = {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0}
+    sliding = {"rope_theta": 1e4, "rope_type": "default"}
+    new = {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
+    assert list(judged(new, old)) == []
+    sliding["rope_theta"] = 2e4
+    ((difference, computed),) = judged(new, old)
+    assert computed
+    assert difference.text("the source has") == (
+        "rope_parameters.sliding_attention.rope_theta is 20000.0, the source has 10000.0"
+    )
+
+
+@pytest.mark.parametrize("value", ["x", 3, [1], None, {}])
+def test_rope_that_is_no_object_is_compared_as_it_is(value: Any) -> None:
+    for key in ("rope_scaling", "rope_parameters"):
+        for config in ({key: value, "rope_theta": 1e4, "rope_local_base_freq": value}, {key: {"a": value}}):
+            assert list(judged(config, config)) == []
+            assert list(judged(config, {}))
+
+
+def test_a_long_value_is_cut(ours: Path, source: Path) -> None:
+    change_json(ours / CONFIG, lambda config: config.update(more="x" * 10**6))
+    (problem,) = verify(ours, source).problems
+    assert len(problem) < 300
+
+
+# quantization_config.
+
+
+def put(settings: dict[str, Any], place: str, value: Any) -> None:
+    """Set a value, or delete it if that is `...`."""
+    *path, key = place.split(".")
+    for part in path:
+        settings = settings[part]
+    settings[key] = value
+    if value is ...:
+        del settings[key]
+
+
+UNREAD = [
+    ("fmt", "e5m2", 'is "e5m2", engines read null or "e4m3" or "float8_e4m3fn"'),
+    ("scale_fmt", "ue7m1", f'is "ue7m1", engines read null or "float" or "ue8m0" or "{TRANSFORMERS_REFUSAL}"'),
+    ("expert_dtype", "fp4", 'is "fp4", engines read null or "fp8"'),
+]
+
+
+@pytest.mark.parametrize(("place", "value", "message"), UNREAD)
+def test_values_that_nothing_reads_in_the_fp8_format(others: Path, place: str, value: str, message: str) -> None:
+    assert found(verify(others)) == ((), ())
+    change_settings(others, lambda settings: put(settings, place, value))
+    assert found(verify(others)) == ((f"config.json: quantization_config.{place} {message}",), ())
+
+
+def test_the_sentence_for_transformers_is_for_one_scale_per_tensor_only(tmp_path: Path, source: Path) -> None:
+    assert unread({**BLOCKS, "scale_fmt": None}) == ([], [])
+    problems, _ = unread({**BLOCKS, "scale_fmt": TRANSFORMERS_REFUSAL})
+    assert problems == [f'scale_fmt is "{TRANSFORMERS_REFUSAL}", engines read null or "float" or "ue8m0"']
+
+
+GROUP = "config_groups.group_0"
+FORMATS = 'engines read "float-quantized" or "naive-quantized" for its weights'
+UNREAD_GROUPS = [
+    ("quantization_status", "squeezed",
+     'quantization_status is "squeezed", engines read "compressed" or "frozen" or "calibration" or "initialized"'),
+    ("format", "dense", f'{GROUP} has the format "dense", {FORMATS}'),
+    ("format", ..., f"{GROUP} has the format null, {FORMATS}"),
+    (f"{GROUP}.format", "pack-quantized", f'{GROUP} has the format "pack-quantized", {FORMATS}'),
+    ("kv_cache_scheme", "fp8", 'kv_cache_scheme is "fp8", engines read null or an object'),
+    ("kv_cache_scheme", {"type": "int"}, 'kv_cache_scheme.type is "int", engines read "float"'),
+    (f"{GROUP}.weights.symmetric", "yes", f'{GROUP}.weights.symmetric is "yes", engines read true'),
+    (f"{GROUP}.weights.dynamic", True, f"{GROUP}.weights.dynamic is true, engines read false"),
+    (f"{GROUP}.weights.actorder", "group", f'{GROUP}.weights.actorder is "group", engines read null or false'),
+    (f"{GROUP}.input_activations.type", "flaot", f'{GROUP}.input_activations.type is "flaot", engines read "float"'),
+    (f"{GROUP}.input_activations.num_bits", 4, f"{GROUP}.input_activations.num_bits is 4, engines read 8"),
+    (f"{GROUP}.input_activations.dynamic", "local",
+     f'{GROUP}.input_activations.dynamic is "local", engines read false or true'),
+    (f"{GROUP}.input_activations.strategy", "channel",
+     f'{GROUP}.input_activations.strategy is "channel", engines read "token" or "tensor" or "group" for dynamic activations'),
+    (f"{GROUP}.output_activations", {}, f"{GROUP}.output_activations is {{}}, engines read null"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("place", "value", "message"), UNREAD_GROUPS)
+def test_values_that_nothing_reads_in_compressed_tensors(
+    source: Path, tmp_path: Path, place: str, value: Any, message: str
+) -> None:
+    out = tmp_path / "out"
+    compress(source, out, "channel", workers=1)
+    (out / ".openquant.json").unlink()
+    (out / "README.md").unlink()
+    change_settings(out, lambda settings: put(settings, place, value))
+    assert f"config.json: quantization_config.{message}" in verify(out).problems
+
+
+def test_keys_that_nothing_reads_are_a_note(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    compress(source, out, "channel", workers=1)
+    change_settings(out, lambda settings: settings["config_groups"]["group_0"]["weights"].update(more=1))
+    place = "quantization_config.config_groups.group_0.weights.more"
+    assert found(verify(out)) == ((f"config.json: {place} is 1, this program writes none",), ())
+    (out / ".openquant.json").unlink()
+    (out / "README.md").unlink()
+    assert found(verify(out)) == ((), (f"config.json: nothing is known to read {place}",))
+
+
+def test_a_listed_name_that_no_plan_lists(ours: Path, source: Path) -> None:
+    """vLLM finds no layer of that name, SGLang takes it for the beginning of all."""
+
+    def add(settings: dict[str, Any]) -> None:
+        for key in ("ignored_layers", "modules_to_not_convert"):
+            settings[key].append("model")
+
+    change_settings(ours, add)
+    assert verify(ours).problems == ()
+    assert verify(ours, source).problems == ("config.json: ignored_layers lists model, the plan does not",)
+
+
+@pytest.mark.parametrize("whose", ["ours", "others"])
+def test_two_quantization_configs(whose: str, source: Path, request: pytest.FixtureRequest) -> None:
+    out = request.getfixturevalue(whose)
+    change_json(out / CONFIG, lambda config: config.update(compression_config=config["quantization_config"]))
+    assert verify(out, source).problems == ()
+    change_json(
+        out / CONFIG, lambda config: config.update(text_config={"quantization_config": {"quant_method": "awq"}})
+    )
+    (problem, *_) = verify(out, source).problems
+    assert problem == "config.json holds several quantization configs, which are not the same"
+
+
+# Files.
+
+
+@pytest.mark.parametrize("whose", ["ours", "others"])
+def test_weights_beside_a_single_file(whose: str, source: Path, request: pytest.FixtureRequest) -> None:
+    out = request.getfixturevalue(whose)
+    save_file({"x": torch.ones(1)}, out / "extra.safetensors")
+    save_file({"x": torch.ones(1)}, out / "consolidated.safetensors")
+    expected = (
+        f"consolidated.safetensors is there too: vLLM loads it instead of {ONE}",
+        f"extra.safetensors lies beside {ONE}, and there is no index: engines load both",
+    )
+    assert verify(out).problems == expected
+    assert verify(out, source).problems == expected
+
+
+def test_weights_that_no_index_names(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source", shards=2)
+    compress(source, tmp_path / "out")
+    save_file({"x": torch.ones(1)}, tmp_path / "out" / "extra.safetensors")
+    assert verify(tmp_path / "out").problems == (
+        "extra.safetensors holds weights that model.safetensors.index.json does not name",
+    )
+
+
+SERVED = ["chat_template.jinja", "additional_chat_templates/tools.jinja", "tokenizer.json", "preprocessor_config.json",
+          "hf_quant_config.json", "modeling_x.py"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_files_that_change_what_is_served(ours: Path, source: Path, name: str) -> None:
+    (ours / name).parent.mkdir(exist_ok=True)
+    (ours / name).write_text("{}")
+    assert found(verify(ours)) == ((f"{name} changes what is served, and is not of the run that made it",), ())
+    assert found(verify(ours, source)) == ((f"{name} changes what is served, and is not in the source",), ())
+    # What the journal says is no excuse where the source is there.
+    change_json(ours / ".openquant.json", lambda journal: journal["files"].append(name))
+    assert found(verify(ours, source)) == ((f"{name} changes what is served, and is not in the source",), ())
+    (ours / ".openquant.json").unlink()
+    (ours / "README.md").unlink()
+    told = f"{name} (engines read it only where config.json says nothing of quantization)"
+    note = f"not in the source: {told if name == 'hf_quant_config.json' else name}"
+    assert found(verify(ours, source)) == ((), (note,))
+
+
+def test_files_that_change_nothing_are_a_note(ours: Path, source: Path) -> None:
+    names = ["LICENSE", "a.png", "b.png", "c.png", "d.png", "e.png"]
+    for name in names:
+        (ours / name).write_text("")
+    assert found(verify(ours)) == ((), (f"not of the run that made it: {', '.join(names[:5])} and 1 more",))
+    assert found(verify(ours, source)) == ((), (f"not in the source: {', '.join(names[:5])} and 1 more",))
+
+
+@pytest.mark.parametrize("whose", ["ours", "others"])
+def test_an_adapter_is_a_problem(whose: str, source: Path, request: pytest.FixtureRequest) -> None:
+    out = request.getfixturevalue(whose)
+    (out / "adapter_config.json").write_text("{}")
+    problem = "adapter_config.json is there: transformers loads the adapter with the model"
+    assert found(verify(out)) == ((problem,), ())
+    assert found(verify(out, source)) == ((problem,), ())
+
+
+def test_another_description_of_the_quantization_is_a_note_in_others(others: Path) -> None:
+    (others / "hf_quant_config.json").write_text("{}")
+    (others / "chat_template.jinja").write_text("{}")
+    told = "hf_quant_config.json (engines read it only where config.json says nothing of quantization)"
+    assert found(verify(others)) == ((), (f"beside the model: {told}",))
+
+
+def rewritten(path: Path, change: Callable[[bytes], bytes]) -> None:
+    """A safetensors file with another header."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = change(data[8 : 8 + length])
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+
+
+METADATA = b'"__metadata__":{"format":"pt"}'
+HEADERS = [
+    (lambda text: text.replace(METADATA, b'"__metadata__":{"format":1}'),
+     f"{ONE} has a __metadata__ that does not map names to strings"),
+    (lambda text: text.decode().encode("utf-16"),
+     f"{ONE} has a broken header: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+    # Only the library minds.
+    (lambda text: text.replace(METADATA, METADATA + b"," + METADATA),
+     f"{ONE} cannot be opened with the safetensors library: "
+     "Error while deserializing header: invalid JSON in header: duplicate field `__metadata__`"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), HEADERS)
+def test_headers_that_the_safetensors_library_refuses(
+    ours: Path, source: Path, change: Callable[[bytes], bytes], message: str
+) -> None:
+    rewritten(ours / ONE, change)
+    for report in (verify(ours), verify(ours, source, full=True)):
+        (problem,) = report.problems
+        assert problem.startswith(message)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig", "utf-32"])
+def test_a_config_in_another_encoding(ours: Path, encoding: str) -> None:
+    (ours / CONFIG).write_bytes((ours / CONFIG).read_text().encode(encoding))
+    done = run(ours)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: config.json is not valid JSON: ")
+
+
+# Codes and scales made again.
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantizing_the_source_again_gives_all_of_it(tmp_path: Path, scheme: str, dtype: str) -> None:
+    source = tiny.write(tmp_path / "source", "Llama4ForCausalLM", dtype=dtype)
+    compress(source, tmp_path / "out", scheme)
+    report = verify(tmp_path / "out", source, full=True)
+    assert found(report) == ((), ())
+    assert report.recomputed
+    assert report.compared_codes == report.equal_codes > 10**6
+
+
+@pytest.mark.parametrize("whose", ["ours", "others"])
+def test_a_code_moved_by_one(whose: str, source: Path, request: pytest.FixtureRequest) -> None:
+    """Between two codes that are nearly as near."""
+    out = request.getfixturevalue(whose)
+    weight, stored = tiny.read(source)[f"{DOWN}.weight"].float(), tiny.read(out)
+    codes, scale = stored[f"{DOWN}.weight"], stored[f"{DOWN}.weight_scale"]
+    quotient, moved = weight / scale, (codes.view(torch.uint8) + 1).view(torch.float8_e4m3fn).float()
+    error = (quotient - moved).abs()
+    error[(quotient.abs() >= 400) | (moved * quotient <= 0)] = float("inf")
+    row, col = divmod(int((error / quotient.abs()).argmin()), 512)
+    assert error[row, col] <= quotient[row, col].abs() / 16
+    before = int(codes.view(torch.uint8)[row, col])
+    change_weights(out, lambda weights: weights[f"{DOWN}.weight"].view(torch.uint8)[row, col].add_(1))
+    report = verify(out, source, full=True)
+    assert report.compared_codes == report.equal_codes + 1
+    message = (
+        f"{ONE}: {DOWN}.weight has the code 0x{before + 1:02x} at [{row}, {col}], the source makes it 0x{before:02x} "
+        "(1 of 131072 codes differ)"
+    )
+    assert report.problems == ((message,) if whose == "ours" else ())
+
+
+def test_a_scale_a_little_off(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    compress(source, out, "block")
+    scale = f"{DOWN}.weight_scale_inv"
+    before = float(load_file(out / ONE)[scale][1, 2])
+    change_weights(out, lambda weights: weights[scale][1, 2].mul_(1.004))
+    after = float(load_file(out / ONE)[scale][1, 2])
+    problem, *codes = verify(out, source, full=True).problems
+    assert problem == (
+        f"{ONE}: {scale} holds {after:.9g} at [1, 2], the source makes it {before:.9g} (1 of 8 scales differ)"
+    )
+    assert all(" has the code " in message for message in codes)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+def test_one_scale_of_several_layers_a_little_off(source: Path, tmp_path: Path, known: bool) -> None:
+    """Of all joined layers alike, with their codes made for it."""
+    out = tmp_path / "out"
+    if not known:
+        change_json(source / CONFIG, lambda config: config.update(architectures=["MyForCausalLM"]))
+    compress(source, out, architecture="Qwen3ForCausalLM")
+    notes = verify(out, source).notes
+    assert found(verify(out, source, full=True)) == ((), notes)
+    joined = [f"{Q[:-6]}{part}_proj" for part in "kqv"]
+    before = float(load_file(out / ONE)[f"{Q}.weight_scale"])
+    originals = tiny.read(source)
+
+    def change(weights: Weights) -> None:
+        for module in joined:
+            scale = weights[f"{module}.weight_scale"].mul_(1.004)
+            quotient = (originals[f"{module}.weight"].float() / scale).clamp(-448, 448)
+            weights[f"{module}.weight"] = quotient.to(torch.float8_e4m3fn)
+
+    change_weights(out, change)
+    after = float(load_file(out / ONE)[f"{Q}.weight_scale"])
+    report = verify(out, source, full=True)
+    assert sorted(report.problems) == [
+        f"{ONE}: {module}.weight_scale is {after:.9g}, the source makes it {before:.9g}" for module in joined
+    ]
+
+
+def test_codes_of_other_tools_are_counted(source: Path, tmp_path: Path) -> None:
+    """llm-compressor rounds scales and quotients to bfloat16 first."""
+    out = tmp_path / "out"
+    compress(source, out, "channel")
+    (out / ".openquant.json").unlink()
+    (out / "README.md").unlink()
+    originals = tiny.read(source)
+
+    def change(weights: Weights) -> None:
+        for name in [name for name in weights if name.endswith("_scale")]:
+            weight = originals[name.removesuffix("_scale")]
+            scale = (weight.float().abs().amax(1, keepdim=True) / 448).bfloat16()
+            quotient = (weight / scale).float().clamp(-448, 448)
+            weights[name], weights[name.removesuffix("_scale")] = scale, quotient.to(torch.float8_e4m3fn)
+
+    change_weights(out, change)
+    report = verify(out, source, full=True)
+    assert report.problems == ()
+    assert not report.recomputed
+    assert report.equal_share is not None
+    assert 0.95 < report.equal_share < 0.999
+    assert report.to_json()["decoded"]["equal_codes"] == report.equal_share
+
+
+def test_a_scale_too_small_for_its_weights(others: Path, source: Path) -> None:
+    """Its codes are the nearest there are, and still far off."""
+    original = tiny.read(source)[f"{DOWN}.weight"].float()
+
+    def change(weights: Weights) -> None:
+        scale = weights[f"{DOWN}.weight_scale"].mul_(0.5)
+        weights[f"{DOWN}.weight"] = (original / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+    change_weights(others, change)
+    report = verify(others, source, full=True)
+    assert report.compared_codes == report.equal_codes
+    (problem,) = report.problems
+    assert problem.startswith(f"{ONE}: {DOWN}.weight is off by ")
+
+
+def test_a_source_that_was_quantized_already_cannot_be_made_again(tmp_path: Path) -> None:
+    """Its codes pass through, and are held against what rounding explains."""
+    source = tiny.write(tmp_path / "source")
+    quantized = store(tmp_path / "quantized", by_blocks(torch.bfloat16), BLOCKS)
+    out = tmp_path / "out"
+    compress(quantized, out, "block", format="compressed-tensors")
+    note = (
+        "codes and scales were not made again, since the source was quantized already: errors were held against what "
+        "rounding explains"
+    )
+    report = verify(out, source, full=True)
+    assert found(report) == ((), (note,))
+    assert len(report.errors) == 14
+    change_weights(out, lambda weights: weights[f"{DOWN}.weight"].view(torch.uint8)[0, 0].bitwise_xor_(0x82))
+    (problem,) = verify(out, source, full=True).problems
+    assert problem.startswith(f"{ONE}: {DOWN}.weight is off by ")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_source_that_holds_no_number(ours: Path, source: Path, value: float) -> None:
+    change_weights(source, lambda weights: weights[f"{DOWN}.weight"][3].fill_(value))
+    report = verify(ours, source, full=True)
+    assert report.problems == (f"{DOWN}.weight in the source's {ONE} holds NaN or infinity",)
+    assert len(report.errors) == 13
+
+
+def test_scales_beyond_all_measure_warn_of_nothing(others: Path, source: Path) -> None:
+    change_weights(others, lambda weights: weights[f"{DOWN}.weight_scale"].fill_(3e38))
+    change_weights(others, lambda weights: weights[f"{Q}.weight_scale"].fill_(1e-45))
+    problems = verify(others, source, full=True).problems
+    assert [problem.split(" is off by ")[0] for problem in problems] == [
+        f"{ONE}: {DOWN}.weight",
+        f"{ONE}: {Q}.weight",
+    ]
+
+
+def test_what_is_printed_of_codes(others: Path, source: Path) -> None:
+    change_weights(others, lambda weights: weights[f"{DOWN}.weight"].view(torch.uint8)[0, 0].bitwise_xor_(1))
+    done = run(others, "--source", source, "--full")
+    assert "99.99 % of the codes are the nearest to the source under their scales\n" in done.stdout

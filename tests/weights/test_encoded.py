@@ -1,0 +1,1154 @@
+"""Sources that are quantized already: decoded, encoded anew, or passed through."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tiny
+from conftest import EXAMPLE, ROOT, tree
+from openquant import compress, dequantize, verify
+from openquant.errors import OpenQuantError, PlanError, SourceError
+from openquant.files.checkpoint import open_checkpoint
+from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR, TENSOR_STATIC, VARIANTS, Group, Scheme
+from openquant.machine import peak_rss
+from openquant.models import MODELS
+from openquant.packed import decode, encode, group_absmax, group_scale
+from openquant.plan.fates import Options
+from openquant.plan.plan import make_plain_plan, make_plan
+from test_models import published
+
+FP8 = torch.float8_e4m3fn
+Weights = dict[str, torch.Tensor]
+Make = Callable[[torch.Tensor], dict[str, torch.Tensor]]
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
+variants = pytest.mark.parametrize("scheme", VARIANTS, ids=[scheme.suffix for scheme in VARIANTS])
+
+
+def is_layer(name: str) -> bool:
+    return name.endswith(".weight") and name.split(".")[-2] in LAYERS
+
+
+def store(root: Path, make: Make, config: dict[str, Any], weights: Weights | None = None, shards: int = 1) -> Path:
+    """A Qwen3 with its layers stored as `make` has it: what follows the module's name -> tensor."""
+    stored: Weights = {}
+    for name, weight in (weights or tiny.tensors("Qwen3ForCausalLM")).items():
+        if is_layer(name):
+            stored |= {name.removesuffix("weight") + last: tensor for last, tensor in make(weight).items()}
+        else:
+            stored[name] = weight
+    tiny.write(root, weights=stored, shards=shards)
+    change_config(root, lambda found: found.update(quantization_config=config))
+    return root
+
+
+def change_config(root: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    found = json.loads((root / "config.json").read_text())
+    change(found)
+    (root / "config.json").write_text(json.dumps(found))
+
+
+def change_weights(root: Path, change: Callable[[Weights], Any]) -> None:
+    weights = load_file(root / "model.safetensors")
+    change(weights)
+    save_file(weights, root / "model.safetensors", {"format": "pt"})
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    kinds = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return kinds and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+# How others store a weight [out, in].
+
+
+def widened(scale: torch.Tensor, shape: torch.Size, height: int = 128, width: int = 128) -> torch.Tensor:
+    return scale.float().repeat_interleave(height, 0)[: shape[0]].repeat_interleave(width, 1)[:, : shape[1]]
+
+
+def ragged_blocks(weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of 128 x 128 blocks, smaller at the edges."""
+    down, along = math.ceil(weight.shape[0] / 128), math.ceil(weight.shape[1] / 128)
+    padded = torch.zeros(down * 128, along * 128)
+    padded[: weight.shape[0], : weight.shape[1]] = weight.float()
+    scale = (padded.view(down, 128, along, 128).abs().amax((1, 3)) / 448).clamp(min=1e-12).to(dtype)
+    codes = (weight.float() / widened(scale, weight.shape)).clamp(-448, 448).to(FP8)
+    return codes, scale
+
+
+def by_blocks(dtype: torch.dtype = torch.float32, name: str = "weight_scale_inv") -> Make:
+    def make(weight: torch.Tensor) -> Weights:
+        codes, scale = ragged_blocks(weight, dtype)
+        return {"weight": codes, name: scale}
+
+    return make
+
+
+def by_tensor(name: str = "weight_scale", shape: tuple[int, ...] = (), **others: torch.Tensor) -> Make:
+    def make(weight: torch.Tensor) -> Weights:
+        scale = weight.float().abs().max() / 448
+        return {
+            "weight": (weight.float() / scale).to(FP8),
+            name: scale.reshape(shape),
+            **{last: tensor.clone() for last, tensor in others.items()},
+        }
+
+    return make
+
+
+def by_rows(shape: tuple[int, ...] = (-1, 1), dtype: torch.dtype = torch.float32) -> Make:
+    def make(weight: torch.Tensor) -> Weights:
+        scale = (weight.float().abs().amax(1, keepdim=True) / 448).to(dtype)
+        return {
+            "weight": (weight.float() / scale.float()).clamp(-448, 448).to(FP8),
+            "weight_scale": scale.reshape(shape).contiguous(),
+        }
+
+    return make
+
+
+def group(strategy: str, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, **more}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+        "ignore": ["lm_head"],
+    }
+
+
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+PER_TENSOR = {"quant_method": "fp8", "activation_scheme": "static"}
+STATIC = {"input_scale": torch.tensor(0.25)}
+INT4 = group("group", num_bits=4, type="int", group_size=32) | {"format": "pack-quantized"}
+# How it is stored, its quantization_config, what shares a scale.
+SOURCES: dict[str, tuple[Make, dict[str, Any], Group]] = {
+    "fp8 blocks": (by_blocks(), BLOCKS, (128, 128)),
+    "fp8 blocks, bfloat16 scales": (by_blocks(torch.bfloat16), BLOCKS, (128, 128)),
+    "fp8 per tensor": (by_tensor(**STATIC), PER_TENSOR, (None, None)),
+    "Mistral's names": (
+        by_tensor("weight_scale_inv", activation_scale=torch.tensor(0.25)), PER_TENSOR, (None, None)
+    ),
+    "compressed-tensors per tensor": (by_tensor(shape=(1,)), group("tensor"), (None, None)),
+    "compressed-tensors per row": (by_rows(), group("channel"), (1, None)),
+    "compressed-tensors per row, bfloat16 scales": (by_rows(dtype=torch.bfloat16), group("channel"), (1, None)),
+    "compressed-tensors blocks": (
+        by_blocks(name="weight_scale"), group("block", block_structure=[128, 128]), (128, 128)
+    ),
+    "modelopt per tensor": (by_tensor(**STATIC), {"quant_method": "modelopt", "quant_algo": "FP8"}, (None, None)),
+    "modelopt per row": (
+        by_rows((-1,)), {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, (1, None)
+    ),
+}  # fmt: skip
+sources = pytest.mark.parametrize("kind", SOURCES)
+
+
+def weights_of(root: Path, group: Group) -> Weights:
+    """What the layers of a stored source stand for, float32, by torch."""
+    stored = tiny.read(root)
+    found = {}
+    for name, codes in stored.items():
+        if codes.dtype == FP8:
+            last = next(last for last in ("_scale", "_scale_inv") if name + last in stored)
+            scale = stored[name + last].float()
+            if group == (128, 128):
+                found[name] = codes.float() * widened(scale, codes.shape)
+            else:
+                found[name] = codes.float() * (scale.reshape(-1, 1) if group[0] else scale.reshape(()))
+    return found
+
+
+@sources
+def test_dequantize_gives_the_products_in_bfloat16(tmp_path: Path, kind: str) -> None:
+    make, config, group = SOURCES[kind]
+    source = store(tmp_path / "source", make, config, shards=3)
+    plain, stored = tiny.tensors("Qwen3ForCausalLM"), weights_of(source, group)
+    before = tree(source)
+    result = dequantize(source, tmp_path / "out")
+    assert tree(source) == before
+    found = tiny.read(tmp_path / "out")
+    assert set(found) == set(plain)
+    for name, weight in plain.items():
+        assert same(found[name], stored[name].bfloat16() if is_layer(name) else weight), name
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == tiny.config("Qwen3ForCausalLM")
+    assert (result.scheme, result.quantized_tensors, result.decoded_tensors) == ("bf16", 0, 14)
+    assert result.source_bytes == sum(tensor.nbytes for tensor in tiny.read(source).values())
+    assert result.output_bytes == sum(tensor.nbytes for tensor in found.values())
+
+
+@pytest.mark.parametrize("last", ["k_scale", "kv_scale", "k_proj.k_scale", "k_proj.output_scale", "prob_output_scale"])
+def test_scales_of_the_cache_stay_with_quantized_weights(tmp_path: Path, last: str) -> None:
+    """vLLM 0.32.0 has no parameter for them in an unquantized model, and refuses it."""
+    source = store(tmp_path / "source", *SOURCES["fp8 blocks"][:2])
+    name = f"model.layers.0.self_attn.{last}"
+    change_weights(source, lambda weights: weights.update({name: torch.tensor(0.5)}))
+    compress(source, tmp_path / "out", "block")
+    assert torch.equal(tiny.read(tmp_path / "out")[name], torch.tensor(0.5))
+    dequantize(source, tmp_path / "plain")
+    assert set(tiny.read(tmp_path / "plain")) == set(tiny.tensors("Qwen3ForCausalLM"))
+
+
+@sources
+@pytest.mark.parametrize("scheme", [TENSOR, CHANNEL, BLOCK], ids=lambda scheme: scheme.name)
+def test_another_scheme_is_made_of_the_decoded_weights(tmp_path: Path, kind: str, scheme: Scheme) -> None:
+    make, config, group = SOURCES[kind]
+    source = store(tmp_path / "source", make, config, shards=3)
+    stored = weights_of(source, group)
+    result = compress(source, tmp_path / "out", scheme.name)
+    assert (result.quantized_tensors, result.decoded_tensors) == (14, 0)
+    assert verify(tmp_path / "out").problems == ()
+    found = tiny.read(tmp_path / "out")
+    assert not [name for name in found if name.endswith(("input_scale", "activation_scale"))]
+    codes = tiny.read(source)
+    for name, weight in stored.items():
+        scale = found[name.replace("weight", scheme.scale_name)]
+        if group == scheme.group != (None, None):
+            assert same(found[name], codes[name])
+            last = next(last for last in ("_scale", "_scale_inv") if name + last in codes)
+            assert torch.equal(scale.reshape(-1), codes[name + last].float().reshape(-1))
+            continue
+        joined = [name]
+        for parts in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+            if scheme.shared and name.split(".")[-2] in parts:
+                joined = [name.replace(name.split(".")[-2], part) for part in parts]
+        absmax = torch.stack([group_absmax(stored[member], scheme.group) for member in joined]).amax(0)
+        wanted = group_scale(absmax, scheme)
+        assert torch.equal(scale.reshape(-1), wanted.reshape(-1)), name
+        assert same(found[name], encode(weight, wanted, scheme.group)), name
+
+
+ITSELF = ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Llama4ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"]
+
+
+@variants
+@pytest.mark.parametrize("architecture", ITSELF)
+def test_an_output_in_its_own_scheme_is_the_same_bytes(tmp_path: Path, architecture: str, scheme: Scheme) -> None:
+    source = tiny.write(tmp_path / "source", architecture, shards=3)
+    ignore = ["**.experts.**"] if MODELS[architecture].experts and not scheme.experts else []
+    formats = {"format": scheme.format, "scale_format": scheme.scale_format}
+    once = compress(source, tmp_path / "once", scheme.name, **formats, ignore=ignore)
+    twice = compress(tmp_path / "once", tmp_path / "twice", scheme.name, **formats)
+    one, two = tree(tmp_path / "once"), tree(tmp_path / "twice")
+    for name in (".openquant.json", "README.md"):
+        del one[name], two[name]
+    assert two == one
+    assert (twice.quantized_tensors, twice.ignored_layers) == (once.quantized_tensors, once.ignored_layers)
+
+
+@variants
+def test_dequantized_outputs_are_what_codes_and_scales_stand_for(tmp_path: Path, scheme: Scheme) -> None:
+    compress(EXAMPLE, tmp_path / "fp8", scheme.name, format=scheme.format, scale_format=scheme.scale_format)
+    dequantize(tmp_path / "fp8", tmp_path / "plain")
+    stored, plain, source = (tiny.read(root) for root in (tmp_path / "fp8", tmp_path / "plain", EXAMPLE))
+    assert set(plain) == set(source)
+    for name, weight in plain.items():
+        if stored[name].dtype != FP8:
+            assert same(weight, source[name])
+            continue
+        scale = stored[name.replace("weight", scheme.scale_name)]
+        assert same(weight, decode(stored[name], scale, scheme.group).bfloat16())
+    ours, theirs = (json.loads((root / "config.json").read_text()) for root in (tmp_path / "plain", EXAMPLE))
+    assert ours == theirs
+
+
+def test_a_plan_to_dequantize_says_what_was_not_quantized(tmp_path: Path) -> None:
+    plan = make_plain_plan(open_checkpoint(store(tmp_path / "source", by_blocks(), BLOCKS)))
+    found = {name: (group.decoded, group.why) for group in plan.groups for name in group.names}
+    assert (found[Q], found[DOWN]) == ((True, ""), (True, ""))
+    assert (found["lm_head"], found["model.embed_tokens"]) == ((False, "not quantized"),) * 2
+
+
+def test_ragged_blocks_pass_through_and_dequantize(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    odd = {f"model.layers.{n}.mlp.down_proj.weight": torch.randn(200, 500).bfloat16() for n in (0, 1)}
+    source = store(tmp_path / "source", by_blocks(), BLOCKS, weights | odd)
+    stored = tiny.read(source)
+    assert stored[f"{DOWN}.weight_scale_inv"].shape == (2, 4)
+    compress(source, tmp_path / "out", "block")
+    found = tiny.read(tmp_path / "out")
+    assert set(found) == set(stored)
+    assert all(same(found[name], stored[name]) for name in found)
+    dequantize(source, tmp_path / "plain")
+    expected = weights_of(source, (128, 128))[f"{DOWN}.weight"].bfloat16()
+    assert same(tiny.read(tmp_path / "plain")[f"{DOWN}.weight"], expected)
+    # In another scheme they are quantized like any other.
+    compress(source, tmp_path / "rows", "channel")
+    assert tiny.read(tmp_path / "rows")[f"{DOWN}.weight"].dtype == FP8
+
+
+def test_ragged_blocks_that_engines_join_are_decoded(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    small = {name: weights[name][:64] for name in weights if name.split(".")[-2] in ("k_proj", "v_proj")}
+    source = store(tmp_path / "source", by_blocks(), BLOCKS, weights | small)
+    change_config(source, lambda found: found.update(num_key_value_heads=1))
+    result = compress(source, tmp_path / "out", "block")
+    # q, k and v of both layers.
+    assert (result.quantized_tensors, result.decoded_tensors) == (8, 6)
+    assert {Q, Q.replace("q_proj", "k_proj")} < set(result.ignored_layers)
+    expected = weights_of(source, (128, 128))[f"{Q}.weight"].bfloat16()
+    assert same(tiny.read(tmp_path / "out")[f"{Q}.weight"], expected)
+    assert verify(tmp_path / "out").problems == ()
+    # In the other format they have one scale for each row.
+    result = compress(source, tmp_path / "rows", "block", format="compressed-tensors")
+    assert (result.schemes, result.decoded_tensors) == ({"block": 8, "channel": 6}, 0)
+
+
+def test_the_same_scheme_keeps_the_choice_of_layers(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", by_blocks(), BLOCKS)
+    plain = tiny.tensors("Qwen3ForCausalLM")
+
+    def leave_out(weights: Weights) -> None:
+        weights[f"{DOWN}.weight"] = plain[f"{DOWN}.weight"]
+        del weights[f"{DOWN}.weight_scale_inv"]
+
+    change_weights(source, leave_out)
+    result = compress(source, tmp_path / "out", "block")
+    assert result.quantized_tensors == 13
+    assert DOWN in result.ignored_layers
+    assert all(same(tensor, tiny.read(source)[name]) for name, tensor in tiny.read(tmp_path / "out").items())
+    # Another scheme asks the registry.
+    assert compress(source, tmp_path / "rows", "channel").quantized_tensors == 14
+
+
+def test_ignored_layers_of_a_quantized_source_are_decoded(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", by_blocks(), BLOCKS)
+    result = compress(source, tmp_path / "out", "block", ignore=[DOWN])
+    assert (result.quantized_tensors, result.decoded_tensors) == (13, 1)
+    expected = weights_of(source, (128, 128))[f"{DOWN}.weight"].bfloat16()
+    assert same(tiny.read(tmp_path / "out")[f"{DOWN}.weight"], expected)
+
+
+@pytest.mark.parametrize("module", ["lm_head", "model.embed_tokens"])
+@pytest.mark.parametrize("kind", ["fp8 blocks", "compressed-tensors per row"])
+def test_a_quantized_head_or_embedding_is_decoded(tmp_path: Path, kind: str, module: str) -> None:
+    """Engines load neither where it is listed as unquantized, as it always is."""
+    make, config, group = SOURCES[kind]
+    source = store(tmp_path / "source", make, config)
+    plain = tiny.tensors("Qwen3ForCausalLM")[f"{module}.weight"]
+    change_weights(source, lambda weights: weights.update({f"{module}.{k}": v for k, v in make(plain).items()}))
+    result = compress(source, tmp_path / "out", "block" if group == (128, 128) else "channel")
+    assert (result.quantized_tensors, result.decoded_tensors) == (14, 1)
+    expected = weights_of(source, group)[f"{module}.weight"].bfloat16()
+    assert same(tiny.read(tmp_path / "out")[f"{module}.weight"], expected)
+    assert verify(tmp_path / "out").problems == ()
+
+
+@pytest.mark.parametrize("scheme", [TENSOR, BLOCK], ids=["tensor", "block"])
+def test_a_quantized_router_is_decoded(tmp_path: Path, scheme: Scheme) -> None:
+    """vLLM builds most routers without quantization and refuses their scales."""
+    source = tmp_path / "source"
+    compress(tiny.write(tmp_path / "plain", "Qwen3MoeForCausalLM"), source, scheme.name)
+    router, before = "model.layers.1.mlp.gate", tiny.read(source)
+    weight = before[f"{router}.weight"]
+    scale = torch.full(scheme.scale_shape((weight.shape[0], weight.shape[1])), 0.25)
+
+    def quantize(weights: Weights) -> None:
+        weights[f"{router}.weight"] = weight.to(FP8)
+        weights[f"{router}.{scheme.scale_name}"] = scale
+
+    change_weights(source, quantize)
+    change_config(source, lambda found: found["quantization_config"].update(ignored_layers=[]))
+    assert any(problem.endswith("is F8_E4M3, but it is kept: router") for problem in verify(source).problems)
+    result = compress(source, tmp_path / "out", scheme.name)
+    assert result.decoded_tensors == 1
+    assert router in result.ignored_layers
+    found = tiny.read(tmp_path / "out")
+    assert same(found[f"{router}.weight"], (weight.to(FP8).float() * 0.25).bfloat16())
+    assert set(found) == set(before)
+    assert all(same(found[name], before[name]) for name in found if name != f"{router}.weight")
+    assert verify(tmp_path / "out").problems == ()
+
+
+def test_draft_layers_of_a_quantized_source(tmp_path: Path) -> None:
+    """DeepSeek ships them in FP8. In that scheme they stay, in another they are kept as bfloat16, as ever."""
+    plain = tiny.write(tmp_path / "plain", "DeepseekV3ForCausalLM")
+    weights = tiny.read(plain)
+    stored: Weights = {}
+    draft = [name for name in weights if name.startswith("model.layers.2.") and is_layer(name)]
+    assert draft
+    for name, weight in weights.items():
+        kept = weight.ndim < 2 or "_proj" not in name or "eh_proj" in name
+        codes, scale = (weight, None) if kept else ragged_blocks(weight)
+        stored[name] = codes
+        if scale is not None:
+            stored[f"{name}_scale_inv"] = scale
+    source = tiny.write(tmp_path / "source", "DeepseekV3ForCausalLM", weights=stored)
+    change_config(source, lambda found: found.update(quantization_config=BLOCKS))
+    compress(source, tmp_path / "blocks", "block")
+    assert verify(tmp_path / "blocks").problems == ()
+    found = tiny.read(tmp_path / "blocks")
+    assert set(found) == set(stored)
+    assert all(same(found[name], stored[name]) for name in found)
+    result = compress(source, tmp_path / "rows", "channel")
+    found = tiny.read(tmp_path / "rows")
+    assert result.decoded_tensors >= len(draft)
+    for name in draft:
+        product = stored[name].float() * widened(stored[f"{name}_scale_inv"], stored[name].shape)
+        assert same(found[name], product.bfloat16())
+
+
+def test_one_scale_of_a_joined_set_stays_where_engines_load_it(tmp_path: Path) -> None:
+    def make(scale: float) -> Make:
+        return lambda weight: {
+            "weight": (weight.float() / scale).to(FP8),
+            "weight_scale": torch.tensor(scale),
+        }
+
+    source = store(tmp_path / "source", make(0.001), PER_TENSOR)
+    compress(source, tmp_path / "out")
+    stored, found = tiny.read(source), tiny.read(tmp_path / "out")
+    assert all(same(found[name], stored[name]) for name in found)
+    # Below 2^-15 codes lose bits where vLLM passes them through float16: they are made anew.
+    source = store(tmp_path / "small", make(2.0**-16), PER_TENSOR)
+    compress(source, tmp_path / "again")
+    scale = tiny.read(tmp_path / "again")[f"{Q}.weight_scale"]
+    assert scale >= 2.0**-15
+
+
+@pytest.mark.parametrize("kind", ["fp8 per tensor", "Mistral's names", "modelopt per tensor"])
+@pytest.mark.parametrize(("format", "shape"), [("fp8", ()), ("compressed-tensors", (1,))])
+def test_input_scales_are_kept_if_asked_for(tmp_path: Path, kind: str, format: str, shape: tuple[int, ...]) -> None:
+    make, config, _ = SOURCES[kind]
+    source = store(tmp_path / "source", make, config, shards=3)
+    static = {"format": format, "activation_scheme": "static"}
+    result = compress(source, tmp_path / "out", **static)
+    assert (result.scheme, result.quantized_tensors) == ("tensor", 14)
+    found = tiny.read(tmp_path / "out")
+    scales = [name for name in found if name.endswith(".input_scale")]
+    assert len(scales) == 14
+    assert all(same(found[name], torch.full(shape, 0.25)) for name in scales)
+    report = verify(tmp_path / "out")
+    assert (report.problems, report.notes) == ((), ())
+    compress(tmp_path / "out", tmp_path / "again", **static)
+    again = tiny.read(tmp_path / "again")
+    assert set(again) == set(found)
+    assert all(same(again[name], found[name]) for name in found)
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    if format == "fp8":
+        assert settings["activation_scheme"] == "static"
+    else:
+        activations = settings["config_groups"]["group_0"]["input_activations"]
+        assert (activations["strategy"], activations["dynamic"]) == ("tensor", False)
+    assert "dynamic" not in (tmp_path / "out" / "README.md").read_text()
+
+
+FLOAT_DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_input_scales_of_any_float_dtype_are_read(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """As llm-compressor writes them: BF16 [1]."""
+    scale = torch.full(shape, 0.1, dtype=dtype)
+    config = group("tensor")
+    config["config_groups"]["group_0"]["input_activations"] = {
+        "num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False
+    }  # fmt: skip
+    source = store(tmp_path / "source", by_tensor(shape=(1,), input_scale=scale), config, shards=3)
+    result = compress(source, tmp_path / "out", activation_scheme="static")
+    assert result.quantized_tensors == 14
+    found = tiny.read(tmp_path / "out")
+    scales = [tensor for name, tensor in found.items() if name.endswith(".input_scale")]
+    assert len(scales) == 14
+    assert all(same(tensor, scale.reshape(()).float()) for tensor in scales)
+    assert verify(tmp_path / "out").problems == ()
+
+
+def test_a_float64_input_scale_beyond_float32_is_none(tmp_path: Path) -> None:
+    scale = torch.tensor(1e300, dtype=torch.float64)
+    source = store(tmp_path / "source", by_tensor(input_scale=scale), PER_TENSOR)
+    with pytest.raises(SourceError, match=r"input_scale in model.safetensors holds inf, which no scale can be"):
+        compress(source, tmp_path / "out", activation_scheme="static")
+
+
+def test_an_input_scale_of_many_numbers_is_not_used(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", by_tensor(**STATIC), PER_TENSOR)
+    change_weights(source, lambda weights: weights.update({f"{DOWN}.input_scale": torch.full((3,), 0.5)}))
+    plan = make_plan(open_checkpoint(source), TENSOR_STATIC)
+    why = [found.why for found in plan.groups if found.names == (DOWN,)]
+    assert why == ["its input_scale is F32 [3], not a single float"]
+
+
+def test_layers_without_an_input_scale_cannot_be_static(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", by_tensor(**STATIC), PER_TENSOR)
+    change_weights(source, lambda weights: weights.pop(f"{DOWN}.input_scale"))
+    result = compress(source, tmp_path / "out", activation_scheme="static")
+    assert result.quantized_tensors == 13
+    assert DOWN in result.ignored_layers
+    plan = make_plan(open_checkpoint(source), TENSOR_STATIC)
+    assert plan.notes == (
+        "the source has no usable input_scale for 1 of 14 layers (11.1 % of their bytes), which stay unquantized",
+    )
+    with pytest.raises(PlanError) as caught:
+        compress(tiny.write(tmp_path / "plain"), tmp_path / "no", activation_scheme="static")
+    assert caught.value.message == (
+        "static activations are the input_scale tensors of a quantized source, and this one has none"
+    )
+    with pytest.raises(OpenQuantError, match="--scheme block has no static activations"):
+        compress(source, tmp_path / "no", "block", activation_scheme="static")
+
+
+def test_an_input_scale_that_is_none(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", by_tensor(**STATIC), PER_TENSOR)
+    change_weights(source, spoiled(Q, "input_scale", math.nan))
+    with pytest.raises(SourceError) as caught:
+        compress(source, tmp_path / "out", activation_scheme="static")
+    assert caught.value.message == f"{Q}.input_scale in model.safetensors holds nan, which no scale can be"
+
+
+def test_a_plan_that_quantizes_nothing_is_an_error_unless_asked_for(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", by_tensor(input_scale=torch.full((2,), 0.5)), PER_TENSOR)
+    with pytest.raises(PlanError) as caught:
+        compress(source, tmp_path / "out", activation_scheme="static")
+    assert (caught.value.message, caught.value.hint) == (
+        "nothing would be quantized: its input_scale is F32 [2], not a single float (14 layers)",
+        "choose other options, or say --ignore '**' if a copy is what you want",
+    )
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(PlanError, match=r"^nothing would be quantized: --ignore model.layers.0.\*\* \(7 lay"):
+        compress(source, tmp_path / "out", activation_scheme="static", ignore=["model.layers.0.**"])
+    result = compress(source, tmp_path / "out", activation_scheme="static", ignore=["**"])
+    assert result.quantized_tensors == 0
+    asked = tiny.write(tmp_path / "plain")
+    assert compress(asked, tmp_path / "copy", ignore=["model.layers.**"]).quantized_tensors == 0
+    assert "nothing is quantized" in make_plan(open_checkpoint(asked), TENSOR, Options(("**",))).notes
+
+
+# What engines have no place for.
+
+LEFTOVERS = ("act_scale", "output_scale", "input_zero_point", "weight_zero_point")
+
+
+@pytest.mark.parametrize("work", [compress, dequantize, lambda *paths: compress(*paths, "channel")])
+def test_leftovers_are_left_out_with_a_note(tmp_path: Path, work: Callable[..., Any]) -> None:
+    left = {last: torch.tensor(1.0) for last in LEFTOVERS}
+    source = store(tmp_path / "source", by_tensor(**STATIC, **left), PER_TENSOR, shards=2)
+    work(source, tmp_path / "out")
+    cache = {f"model.layers.{layer}.self_attn.{part}_proj.output_scale" for layer in (0, 1) for part in "qkv"}
+    found = {name for name in tiny.read(tmp_path / "out") if name.endswith(LEFTOVERS)}
+    assert found == (set() if work is dequantize else cache)
+    checkpoint = open_checkpoint(source)
+    notes = (make_plain_plan(checkpoint) if work is dequantize else make_plan(checkpoint, TENSOR)).notes
+    assert len(notes) == 1
+    assert notes[0].startswith("left out, as engines refuse them: model.layers.{0..1}.mlp.down_proj.act_scale, ")
+    assert "o_proj.output_scale" in notes[0]
+    assert "k_proj.output_scale" not in notes[0]
+
+
+def test_leftovers_are_a_problem_to_verify(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    compress(tiny.write(tmp_path / "plain"), out)
+    change_weights(out, lambda weights: weights.update({f"{Q}.act_scale": torch.tensor(1.0)}))
+    assert verify(out).problems == (f"model.safetensors: {Q}.act_scale is nothing that engines load",)
+
+
+def test_zero_points_that_count_are_refused(tmp_path: Path) -> None:
+    config = group("tensor", symmetric=False)
+    source = store(tmp_path / "source", by_tensor(weight_zero_point=torch.tensor(1.0)), config)
+    with pytest.raises(PlanError, match="group_0 stores asymmetric float8 weights by tensor"):
+        compress(source, tmp_path / "out")
+
+
+# Other numbers than FP8.
+
+
+def test_mxfp4_stacks_as_gpt_oss_has_them(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    source = tmp_path / "source"
+    path = "model.layers.0.mlp.experts"
+    plain = {
+        "model.embed_tokens.weight": torch.randn(64, 64).bfloat16(),
+        f"{path}.gate_up_proj": torch.zeros(3, 64, 192),
+        f"{path}.gate_up_proj_bias": torch.randn(3, 192).bfloat16(),
+        f"{path}.down_proj": torch.zeros(3, 96, 64),
+    }
+    generator = torch.Generator().manual_seed(1)
+    stored: Weights = {}
+    for name, weight in plain.items():
+        if weight.ndim == 3:
+            experts, inputs, outputs = weight.shape
+            blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator)
+            scales = torch.randint(110, 130, (experts, outputs, inputs // 32), generator=generator)
+            stored |= {f"{name}_blocks": blocks.to(torch.uint8), f"{name}_scales": scales.to(torch.uint8)}
+        else:
+            stored[name] = weight
+    tiny.write(source, weights=stored, shards=2)
+    named = {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
+    change_config(source, lambda found: found.update(named))
+    result = dequantize(source, tmp_path / "out")
+    found = tiny.read(tmp_path / "out")
+    assert {name: tensor.shape for name, tensor in found.items()} == {name: t.shape for name, t in plain.items()}
+    stacks = [name for name in plain if plain[name].ndim == 3]
+    assert result.decoded_tensors == len(stacks) > 0
+    for name in stacks:
+        expected = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"])
+        assert same(found[name], expected)
+    with pytest.raises(PlanError, match=r"GptOssForCausalLM cannot be served with one scale per 128x128 block: vLLM"):
+        compress(source, tmp_path / "fp8", "block")
+
+
+def int4(weight: torch.Tensor) -> Weights:
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    grouped = weight.float().view(weight.shape[0], -1, 32)
+    scale = (grouped.abs().amax(2) / 7.5).bfloat16()
+    codes = (grouped / scale.float()[:, :, None]).round().clamp(-8, 7).to(torch.int8).view(weight.shape)
+    return {
+        "weight_packed": pack_to_int32(codes, 4),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor(weight.shape, dtype=torch.int32),
+    }
+
+
+def decompressed(stored: Weights, module: str, config: dict[str, Any]) -> torch.Tensor:
+    """By compressed-tensors itself."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    parsed = QuantizationConfig.model_validate(config)
+    state = {name.removeprefix(f"{module}."): value for name, value in stored.items() if name.startswith(f"{module}.")}
+    compressor = BaseCompressor.get_value_from_registry(config["format"])
+    return torch.as_tensor(compressor.decompress(state, parsed.config_groups["group_0"])["weight"])
+
+
+def test_int4_as_kimi_has_it(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", int4, INT4, shards=3)
+    stored = tiny.read(source)
+    dequantize(source, tmp_path / "plain")
+    plain = tiny.read(tmp_path / "plain")
+    assert set(plain) == set(tiny.tensors("Qwen3ForCausalLM"))
+    for name in filter(is_layer, plain):
+        assert same(plain[name], decompressed(stored, name.removesuffix(".weight"), INT4).bfloat16())
+    assert compress(source, tmp_path / "out", "block").quantized_tensors == 14
+    assert verify(tmp_path / "out", tmp_path / "plain", full=True).problems == ()
+
+
+def test_mxfp4_as_compressed_tensors_has_it(tmp_path: Path) -> None:
+    config = group("group", num_bits=4, group_size=32, scale_dtype="torch.uint8") | {"format": "mxfp4-pack-quantized"}
+    generator = torch.Generator().manual_seed(2)
+
+    def make(weight: torch.Tensor) -> Weights:
+        rows, cols = weight.shape
+        return {
+            "weight_packed": torch.randint(0, 256, (rows, cols // 2), generator=generator).to(torch.uint8),
+            "weight_scale": torch.randint(110, 130, (rows, cols // 32), generator=generator).to(torch.uint8),
+        }
+
+    source = store(tmp_path / "source", make, config)
+    stored = tiny.read(source)
+    dequantize(source, tmp_path / "plain")
+    plain = tiny.read(tmp_path / "plain")
+    for name in filter(is_layer, plain):
+        assert torch.equal(plain[name], decompressed(stored, name.removesuffix(".weight"), config).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.uint8, torch.float32])
+def test_power_of_two_scales(tmp_path: Path, dtype: torch.dtype) -> None:
+    def make(weight: torch.Tensor) -> Weights:
+        scale = group_scale(group_absmax(weight, BLOCK.group), VARIANTS[-1])
+        bits = (scale.view(torch.int32) >> 23).to(torch.uint8)
+        stored = {torch.float32: scale, torch.uint8: bits}.get(dtype, bits.view(torch.float8_e8m0fnu))
+        return {"weight": encode(weight, scale, BLOCK.group), "weight_scale_inv": stored}
+
+    source = store(tmp_path / "source", make, BLOCKS | {"scale_fmt": "ue8m0"})
+    compress(source, tmp_path / "out", "block", scale_format="ue8m0")
+    compress(tiny.write(tmp_path / "plain"), tmp_path / "ours", "block", scale_format="ue8m0")
+    found, ours = tiny.read(tmp_path / "out"), tiny.read(tmp_path / "ours")
+    assert set(found) == set(ours)
+    assert all(same(found[name], ours[name]) for name in found)
+
+
+def test_float_scales_are_no_ue8m0_scales(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", by_blocks(), BLOCKS)
+    compress(source, tmp_path / "out", "block", scale_format="ue8m0")
+    found = tiny.read(tmp_path / "out")
+    scale = found[f"{Q}.weight_scale_inv"]
+    assert torch.equal(scale.log2().round(), scale.log2())
+    assert not same(found[f"{Q}.weight"], tiny.read(source)[f"{Q}.weight"])
+
+
+def float_groups(weight: torch.Tensor) -> Weights:
+    """MXFP8, but for scales that are no powers of two."""
+    grouped = weight.float().view(weight.shape[0], -1, 32)
+    scale = grouped.abs().amax(2) / 448
+    codes = (grouped / scale[:, :, None]).clamp(-448, 448).to(FP8).view(weight.shape)
+    return {"weight": codes, "weight_scale": scale}
+
+
+MX = group("group", group_size=32, scale_dtype="torch.uint8") | {"format": "mxfp8-quantized"}
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "options"),
+    [
+        (float_groups, MX, {"scheme": "mxfp8"}),
+        (by_blocks(), BLOCKS | {"scale_fmt": "ue8m0"}, {"scheme": "block", "scale_format": "ue8m0"}),
+    ],
+    ids=["mxfp8", "ue8m0"],
+)
+def test_scales_that_are_no_powers_of_two(
+    tmp_path: Path, make: Make, config: dict[str, Any], options: dict[str, str]
+) -> None:
+    """They are decoded as they are, and pass for no exponents."""
+    source = store(tmp_path / "source", make, config)
+    with pytest.raises(SourceError) as caught:
+        compress(source, tmp_path / "out", **options, workers=1)  # type: ignore[arg-type]
+    name = next(name for name in make(torch.ones(128, 128)) if "scale" in name)
+    assert re.fullmatch(
+        rf"model\.layers\..*\.{name} in model\.safetensors holds \S+, no power of two as config\.json has it",
+        caught.value.message,
+    )
+    compress(source, tmp_path / "rows", "channel")
+    assert verify(tmp_path / "rows").problems == ()
+
+
+def test_the_scales_of_a_cache_stay(tmp_path: Path) -> None:
+    config = group("channel") | {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}}
+    source = store(tmp_path / "source", by_rows(), config)
+    scale = Q.replace("q_proj", "k_scale")
+    change_weights(source, lambda weights: weights.update({scale: torch.tensor(0.5)}))
+    assert make_plan(open_checkpoint(source), BLOCK).notes == (
+        "kv_cache_scheme is left out; its scales stay, and engines use them with --kv-cache-dtype fp8",
+    )
+    compress(source, tmp_path / "out", "block")
+    assert tiny.read(tmp_path / "out")[scale] == 0.5
+    dequantize(source, tmp_path / "plain")
+    assert scale not in tiny.read(tmp_path / "plain")
+
+
+def test_modelopts_own_file_says_it_too(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", by_tensor(**STATIC), {})
+    change_config(source, lambda found: found.pop("quantization_config"))
+    (source / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8", "exclude_modules": []}}')
+    compress(source, tmp_path / "out", "channel")
+    assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+
+
+def test_modelopts_blocks_have_scales_of_four_axes(tmp_path: Path) -> None:
+    def make(weight: torch.Tensor) -> Weights:
+        codes, scale = ragged_blocks(weight)
+        return {"weight": codes, "weight_scale": scale[:, None, :, None].contiguous()}
+
+    source = store(tmp_path / "source", make, {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"})
+    compress(source, tmp_path / "out", "block")
+    stored, found = tiny.read(source), tiny.read(tmp_path / "out")
+    assert same(found[f"{Q}.weight"], stored[f"{Q}.weight"])
+    assert same(found[f"{Q}.weight_scale_inv"], stored[f"{Q}.weight_scale"][:, 0, :, 0].contiguous())
+
+
+def test_groups_of_different_formats(tmp_path: Path) -> None:
+    """llm-compressor can write attention by rows and the MLP by tensor."""
+    config = group("channel")
+    second = group("tensor")["config_groups"]["group_0"]
+    config["config_groups"] = {
+        "group_0": {**config["config_groups"]["group_0"], "targets": ["re:.*self_attn.*"]},
+        "group_1": {**second, "targets": ["re:.*mlp.*"]},
+    }
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    stored: Weights = {}
+    for name, weight in weights.items():
+        made = (by_rows() if "attn" in name else by_tensor())(weight) if is_layer(name) else {"weight": weight}
+        stored |= {name.removesuffix("weight") + last: tensor for last, tensor in made.items()}
+    stored = {name: tensor for name, tensor in stored.items() if not name.endswith("normweight")} | {
+        name: weight for name, weight in weights.items() if not is_layer(name)
+    }
+    source = tiny.write(tmp_path / "source", weights=stored)
+    change_config(source, lambda found: found.update(quantization_config=config))
+    compress(source, tmp_path / "out", "channel")
+    found = tiny.read(tmp_path / "out")
+    assert same(found[f"{Q}.weight"], stored[f"{Q}.weight"])
+    decoded = stored[f"{DOWN}.weight"].float() * stored[f"{DOWN}.weight_scale"]
+    scale = group_scale(group_absmax(decoded, CHANNEL.group), CHANNEL)
+    assert same(found[f"{DOWN}.weight"], encode(decoded, scale, CHANNEL.group))
+
+
+# Shards.
+
+
+def test_a_shard_of_scales_alone_leaves_none_behind(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", by_blocks(), BLOCKS)
+    weights = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    parts = {
+        "model-00001-of-00002.safetensors": {n: t for n, t in weights.items() if not n.endswith("_inv")},
+        "model-00002-of-00002.safetensors": {n: t for n, t in weights.items() if n.endswith("_inv")},
+    }
+    for name, part in parts.items():
+        save_file(part, source / name, {"format": "pt"})
+    placed = {tensor: name for name, part in parts.items() for tensor in part}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    compress(source, tmp_path / "out", "block")
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.safetensors")) == [
+        "model-00001-of-00002.safetensors"
+    ]
+    assert all(same(tensor, weights[name]) for name, tensor in tiny.read(tmp_path / "out").items())
+    assert verify(tmp_path / "out").problems == ()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_matrices_larger_than_a_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    for module in ("convert.conversion", "weights.reading"):
+        monkeypatch.setattr(f"openquant.{module}.BUFFER", 40_000)
+    for kind in ("fp8 blocks", "compressed-tensors per row"):
+        make, config, group = SOURCES[kind]
+        source = store(tmp_path / kind, make, config)
+        dequantize(source, tmp_path / f"{kind} plain", workers=workers)
+        plain = tiny.read(tmp_path / f"{kind} plain")
+        for name, weight in weights_of(source, group).items():
+            assert same(plain[name], weight.bfloat16())
+        compress(source, tmp_path / f"{kind} same", "block" if "blocks" in kind else "channel", workers=workers)
+        stored = tiny.read(source)
+        found = tiny.read(tmp_path / f"{kind} same")
+        assert all(same(found[name], stored[name]) for name in weights_of(source, group))
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "compressed-tensors per row"])
+def test_what_is_decoded_counts_as_memory(tmp_path: Path, kind: str) -> None:
+    make, config, _ = SOURCES[kind]
+    source = store(tmp_path / "source", make, config)
+    kinds = make_plain_plan(open_checkpoint(source)).matrix_kinds
+    assert {matrix.shape for matrix in kinds} == {(256, 256), (128, 256), (512, 256), (256, 512)}
+    assert all(matrix.coding is not None for matrix in kinds)
+    with pytest.raises(OpenQuantError, match="memory"):
+        dequantize(source, tmp_path / "none", max_memory=1)
+    # What this process has held at most counts, and other tests have left much.
+    dequantize(source, tmp_path / "little", max_memory=peak_rss() + (1 << 29), workers=3)
+    dequantize(source, tmp_path / "much")
+    assert tree(tmp_path / "little") == tree(tmp_path / "much")
+
+
+def test_codes_of_one_scale_pass_a_piece_at_a_time(tmp_path: Path) -> None:
+    weights = {f"model.layers.{n}.mlp.down_proj.weight": torch.ones(4096, 16384).bfloat16() for n in (0, 1)}
+    source = store(tmp_path / "source", by_tensor(), PER_TENSOR, weights)
+    code = (
+        "import sys, openquant; r = openquant.compress(*sys.argv[1:], workers=1, device='cpu'); print(r.peak_rss_bytes)"
+    )
+    command = [sys.executable, "-c", code, str(source), str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == ""
+    # Each is 64 MiB.
+    assert int(done.stdout) < 96 << 20
+    stored, found = tiny.read(source), tiny.read(tmp_path / "out")
+    assert all(same(found[name], stored[name]) for name in found)
+
+
+# Published checkpoints, by their headers: layers in the same scheme, in another, and of the latter decoded ones.
+PUBLISHED = {
+    "DeepseekV3ForCausalLM": (45808, 44971, 837),
+    "Qwen3MoeForCausalLM": (18624, 18624, 0),
+    "Qwen3NextForCausalLM": (75535, 73992, 1543),
+    "MiniMaxM2ForCausalLM": (47864, 47864, 0),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_fp8_checkpoints(name: str) -> None:
+    checkpoint = published(f"quantized/{name}")
+    quantized, other, decoded = PUBLISHED[name]
+    plan = make_plan(checkpoint, BLOCK)
+    assert (plan.quantized_tensors, plan.decoded_tensors) == (quantized, 0)
+    outputs = {info.name: info for shard in plan.shards for info in plan.outputs(shard.name)}
+    assert outputs.keys() == checkpoint.tensors.keys()
+    for info in checkpoint.tensors.values():
+        dtype = "F32" if info.name.endswith("_scale_inv") else info.dtype
+        assert outputs[info.name] == info._replace(dtype=dtype)
+    assert 1 in plan.parallel_sizes
+    plan = make_plan(checkpoint, CHANNEL)
+    assert (plan.quantized_tensors, plan.decoded_tensors) == (other, decoded)
+    plain = make_plain_plan(checkpoint)
+    assert plain.decoded_tensors == quantized
+    outputs = {info.name: info for shard in plain.shards for info in plain.outputs(shard.name)}
+    assert outputs.keys() == {key for key in checkpoint.tensors if not key.endswith("_scale_inv")}
+    assert {info.dtype for info in outputs.values() if len(info.shape) > 1} <= {"BF16", "F32"}
+
+
+def test_published_int4_experts() -> None:
+    checkpoint = published("quantized/DeepseekV3ForCausalLM-int4")
+    plan = make_plan(checkpoint, CHANNEL)
+    # The experts, and what was left in bfloat16.
+    assert (plan.quantized_tensors, plan.decoded_tensors) == (60 * 384 * 3 + 427, 0)
+    assert make_plain_plan(checkpoint).decoded_tensors == 60 * 384 * 3
+
+
+def test_published_mxfp4_experts() -> None:
+    plan = make_plain_plan(published("quantized/GptOssForCausalLM"))
+    outputs = {info.name: info for shard in plan.shards for info in plan.outputs(shard.name)}
+    assert outputs == published("GptOssForCausalLM").tensors
+
+
+# What is wrong with a source.
+
+
+def spoiled(module: str, last: str, value: float, dtype: torch.dtype = torch.float32) -> Callable[[Weights], None]:
+    def change(weights: Weights) -> None:
+        tensor = weights[f"{module}.{last}"].clone()
+        tensor.reshape(-1).view(dtype)[0] = value
+        weights[f"{module}.{last}"] = tensor
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda weights: weights.pop(f"{Q}.weight_scale_inv"),
+            f"{Q}.weight has no scale: {Q}.weight_scale_inv is missing",
+        ),
+        (
+            lambda weights: weights.update({f"{Q}.weight_scale_inv": torch.ones(2, 3)}),
+            f"{Q}.weight_scale_inv is [2, 3], for [256, 256] with one scale per 128x128 block it must be [2, 2]",
+        ),
+        (
+            lambda weights: weights.update({f"{Q}.weight_scale_inv": torch.ones(2, 2, dtype=torch.int32)}),
+            f"{Q}.weight_scale_inv is I32, not F32 or BF16 or F16",
+        ),
+        (
+            lambda weights: weights.update({"model.norm.weight_scale_inv": torch.ones(1)}),
+            "model.norm.weight_scale_inv is the scale of no quantized weight",
+        ),
+        (
+            lambda weights: weights.update({"model.norm.input_scale": torch.ones(())}),
+            "model.norm.input_scale is the scale of no quantized weight",
+        ),
+    ],
+)
+def test_scales_that_do_not_belong_to_codes(tmp_path: Path, change: Callable[[Weights], Any], message: str) -> None:
+    source = store(tmp_path / "source", by_blocks(), BLOCKS)
+    change_weights(source, change)
+    for work in (dequantize, compress):
+        with pytest.raises(SourceError) as caught:
+            work(source, tmp_path / "out")
+        assert caught.value.message == message
+    assert not (tmp_path / "out").exists()
+
+
+def test_scales_of_activations_in_a_source_that_is_not_quantized(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source")
+    change_weights(source, lambda weights: weights.update({f"{Q}.input_scale": torch.ones(())}))
+    with pytest.raises(PlanError) as caught:
+        compress(source, tmp_path / "out")
+    assert caught.value.message == (
+        f"the source is already quantized: it holds {Q}.input_scale, and config.json has no quantization_config"
+    )
+
+
+def test_a_parameter_beside_its_scale_is_no_quantized_weight(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source")
+    more = {"model.gain": torch.ones(4), "model.gain_scale": torch.ones(1), f"{Q}.weight_scale_scale": torch.ones(1)}
+    change_weights(source, lambda weights: weights.update(more))
+    compress(source, tmp_path / "out", "block")
+    found = tiny.read(tmp_path / "out")
+    assert torch.equal(found["model.gain_scale"], torch.ones(1))
+    assert verify(tmp_path / "out").problems == ()
+
+
+def test_a_weight_both_quantized_and_not(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", int4, INT4)
+    change_weights(source, lambda weights: weights.update({f"{Q}.weight": torch.ones(256, 256).bfloat16()}))
+    for work in (dequantize, compress):
+        with pytest.raises(SourceError) as caught:
+            work(source, tmp_path / "out")
+        assert caught.value.message == f"{Q}.weight is there twice, as {Q}.weight_packed too"
+
+
+@pytest.mark.parametrize("layout", ["DeepSeek V4", "MiMo V2"])
+def test_makers_layouts_that_are_not_read(tmp_path: Path, layout: str) -> None:
+    source = store(tmp_path / "source", by_blocks(), BLOCKS)
+
+    def change(weights: Weights) -> None:
+        scale = weights.pop(f"{Q}.weight_scale_inv")
+        if layout == "DeepSeek V4":
+            weights[f"{Q}.scale"] = scale.to(torch.float8_e8m0fnu)
+        else:
+            weights[f"{Q}.weight_scale_inv"] = torch.cat([scale, scale])
+
+    change_weights(source, change)
+    with pytest.raises(SourceError) as caught:
+        dequantize(source, tmp_path / "out")
+    assert caught.value.hint == (
+        "download it again if it is damaged; if its maker lays it out so, start from the unquantized model"
+    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+@pytest.mark.parametrize("work", [dequantize, compress, lambda *paths: compress(*paths, "block")])
+def test_scales_that_are_none(tmp_path: Path, value: float, work: Callable[..., Any]) -> None:
+    source = store(tmp_path / "source", by_blocks(), BLOCKS)
+    change_weights(source, spoiled(Q, "weight_scale_inv", value))
+    with pytest.raises(SourceError) as caught:
+        work(source, tmp_path / "out")
+    assert caught.value.message == (f"{Q}.weight_scale_inv in model.safetensors holds {value:g}, which no scale can be")
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_scale_of_zero_decodes_to_zero_and_is_no_output(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", by_blocks(), BLOCKS)
+    change_weights(source, spoiled(Q, "weight_scale_inv", 0.0))
+    dequantize(source, tmp_path / "plain")
+    assert not tiny.read(tmp_path / "plain")[f"{Q}.weight"][:128, :128].any()
+    compress(source, tmp_path / "rows", "channel")
+    with pytest.raises(SourceError, match="holds 0, which no scale can be"):
+        compress(source, tmp_path / "out", "block")
+
+
+@pytest.mark.parametrize("scheme", ["channel", "block"])
+@pytest.mark.parametrize("work", [dequantize, compress])
+def test_scales_too_large_for_bfloat16(tmp_path: Path, work: Callable[..., Any], scheme: str) -> None:
+    source = store(tmp_path / "source", by_blocks(), BLOCKS)
+    change_weights(source, spoiled(Q, "weight_scale_inv", 2.0**127))
+    with pytest.raises(SourceError) as caught:
+        work(source, tmp_path / "out", **({"scheme": scheme} if work is compress else {}))
+    assert caught.value.message == (
+        f"{Q}.weight in model.safetensors stands for weights beyond what bfloat16 holds: "
+        f"{Q}.weight_scale_inv reaches {2.0**127:g}"
+    )
+
+
+@pytest.mark.parametrize(("config", "number"), [({"quant_method": "mxfp4"}, "FP4"), (INT4, "INT4")])
+def test_fp8_where_config_json_says_another_number(tmp_path: Path, config: dict[str, Any], number: str) -> None:
+    weights = {f"{Q}.weight": torch.ones(64, 64).bfloat16()}
+    source = store(tmp_path / "source", float_groups, config, weights)
+    for work in (dequantize, compress):
+        with pytest.raises(SourceError) as caught:
+            work(source, tmp_path / "out")
+        assert caught.value.message == f"{Q}.weight is F8_E4M3, but config.json has its layer as {number}"
+
+
+@pytest.mark.parametrize("work", [dequantize, compress, lambda *paths: compress(*paths, "block")])
+def test_codes_that_are_nan(tmp_path: Path, work: Callable[..., Any]) -> None:
+    source = store(tmp_path / "source", by_blocks(), BLOCKS)
+    change_weights(source, spoiled(Q, "weight", 0xFF, torch.uint8))
+    with pytest.raises(SourceError) as caught:
+        work(source, tmp_path / "out")
+    assert caught.value.message == f"{Q}.weight in model.safetensors holds NaN"
+
+
+@pytest.mark.parametrize(
+    ("config", "message", "hint"),
+    [
+        (
+            group("group", num_bits=4, type="int", group_size=32, symmetric=False),
+            "the source is already quantized: config.json: group_0 stores asymmetric int4 weights by group",
+            "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, and symmetric int4 weights by group; "
+            "or start from the unquantized model",
+        ),
+        (
+            group("channel") | {"transform_config": {"config_groups": {"R4": {"type": "hadamard"}}}},
+            "the source is already quantized: config.json has a transform_config: the weights are stored rotated",
+            "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, and symmetric int4 weights by group; "
+            "or start from the unquantized model",
+        ),
+        (
+            group("channel") | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "the source is already quantized: config.json has a sparsity_config: zeros are not stored",
+            "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, and symmetric int4 weights by group; "
+            "or start from the unquantized model",
+        ),
+        (
+            "fp8",
+            "the source is already quantized: config.json has a quantization_config that is no JSON object",
+            "mend quantization_config, or save the model again; or start from the unquantized model",
+        ),
+        (
+            {"quant_method": "awq"},
+            'the source is already quantized: config.json has the quant_method "awq"',
+            "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8 and mxfp4; or start from the unquantized model",
+        ),
+    ],
+)
+def test_unknown_formats(tmp_path: Path, config: dict[str, Any], message: str, hint: str) -> None:
+    source = store(tmp_path / "source", int4, config)
+    for work in (dequantize, compress):
+        with pytest.raises(PlanError) as caught:
+            work(source, tmp_path / "out")
+        assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+@pytest.mark.parametrize("side", [0, -1, 128.0, "128", True])
+def test_blocks_of_impossible_sizes(tmp_path: Path, side: Any) -> None:
+    for config in (BLOCKS | {"weight_block_size": [side, 128]}, group("block", block_structure=[side, 128])):
+        source = store(tmp_path / str(config["quant_method"]), by_blocks(name="weight_scale"), config)
+        for work in (dequantize, compress):
+            with pytest.raises(PlanError, match="the source is already quantized: config.json") as caught:
+                work(source, tmp_path / "out")
+            assert "two numbers" in caught.value.message + caught.value.hint
+
+
+def test_targets_that_are_no_names(tmp_path: Path) -> None:
+    config = group("channel")
+    config["config_groups"]["group_0"]["targets"] = [5]
+    source = store(tmp_path / "source", by_rows(), config)
+    with pytest.raises(PlanError) as caught:
+        dequantize(source, tmp_path / "out")
+    assert caught.value.message == "the source is already quantized: config.json: targets is not a list of names"
+
+
+def test_modelopts_own_file_must_be_an_object(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", by_tensor(**STATIC), {})
+    change_config(source, lambda found: found.pop("quantization_config"))
+    (source / "hf_quant_config.json").write_text("[]")
+    with pytest.raises(SourceError) as caught:
+        dequantize(source, tmp_path / "out")
+    assert caught.value.message == "hf_quant_config.json is not a JSON object"
+
+
+def test_verify_wants_a_plain_source(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", by_blocks(), BLOCKS)
+    compress(source, tmp_path / "out", "channel")
+    with pytest.raises(
+        OpenQuantError, match="the source is already quantized, and codes are held against plain weights"
+    ):
+        verify(tmp_path / "out", source)
+
+
+# The command.
+
+
+def openquant(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "openquant", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    source = store(tmp_path / "Foo-FP8", by_blocks(), BLOCKS)
+    done = openquant("dequantize", source, "-o", tmp_path / "out", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["decoded_tensors"] == 14
+    done = openquant("dequantize", source, "-o", tmp_path / "out")
+    assert "is already complete; nothing was written" in done.stdout
+    done = openquant("dequantize", tmp_path / "out", "-o", tmp_path / "again")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: nothing in {tmp_path / 'out'} is quantized\nhint: there is nothing to dequantize\n"
+    dry = openquant("dequantize", source, "-o", tmp_path / "other", "--dry-run")
+    assert dry.returncode == 0
+    assert "BF16  model.layers.{0..1}.mlp.down_proj" in dry.stdout
+    assert "all weights in bfloat16 (14 layers)" in dry.stdout
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_card_forgets_what_was_true_of_the_quantized_source(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source")
+    (source / "README.md").write_text("---\ntags:\n- fish\n---\n\nA model.\n")
+    compress(source, tmp_path / "fp8")
+    dequantize(tmp_path / "fp8", tmp_path / "plain")
+    card = (tmp_path / "plain" / "README.md").read_text()
+    assert card.count("made with") == 1
+    assert "# fp8: BF16 weights" in card
+    assert "library_name: transformers\npipeline_tag: text-generation\ntags:\n- fish\n- vllm\n---" in card
+    assert "A model." in card
+    assert "quantized" not in card
