@@ -37,7 +37,7 @@ SHARDS = 5
 # Runs the command, and dies or stops at the nth time a file gets its final name (0-based), or in mid-shard.
 KILLED = """
 import os, signal, sys, threading
-from openquant import shardfile
+from openquant.files import shardfile
 from openquant.cli import compress_main
 
 how, moment, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
