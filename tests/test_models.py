@@ -290,8 +290,8 @@ def test_wrappers_with_their_sizes_at_the_top_are_understood() -> None:
     assert make_plan(flat, BLOCK).parallel == make_plan(checkpoint, BLOCK).parallel
 
 
-def test_readme_has_a_row_for_each_architecture() -> None:
-    table = (Path(__file__).parents[1] / "README.md").read_text()
+def test_the_table_has_a_row_for_each_architecture() -> None:
+    table = (Path(__file__).parents[1] / "docs" / "architectures.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)`[^|]*\| ([^|]+) \|", table, re.MULTILINE))
     assert {name for name in rows if name in MODELS} == set(MODELS)
     assert {name for name, cell in rows.items() if cell == "refused"} == {"GptOssForCausalLM"}

@@ -146,9 +146,9 @@ def _find_interpreter(variable: str, engine: str) -> Path:
     return python
 
 
-def readme_cells() -> dict[str, list[str]]:
-    """The README's table of architectures: the cells of each row, three of vLLM and three of SGLang."""
-    rows = re.findall(r"^\| `(\w+)`[^|]*\|(.*)\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+def table_cells() -> dict[str, list[str]]:
+    """The table of docs/architectures.md: the cells of each row, three of vLLM and three of SGLang."""
+    rows = re.findall(r"^\| `(\w+)`[^|]*\|(.*)\|$", (ROOT / "docs" / "architectures.md").read_text(), re.MULTILINE)
     return {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows if name in MODELS}
 
 

@@ -24,8 +24,8 @@ from engine_client import (
     dequantize,
     divergence,
     find_engine,
-    readme_cells,
     rewrite,
+    table_cells,
 )
 
 import tiny
@@ -168,10 +168,10 @@ def mixtures(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     return {name: root / name for name in MIXTURES}
 
 
-def test_the_readme_says_which_are_served() -> None:
+def test_the_table_says_which_are_served() -> None:
     said = {
         (name, scheme)
-        for name, cells in readme_cells().items()
+        for name, cells in table_cells().items()
         for scheme, cell in zip(SCHEMES, cells[:3], strict=True)
         if "served" in cell
     }

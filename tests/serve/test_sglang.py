@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_client import EngineError, find_loader, readme_cells, rewrite
+from engine_client import EngineError, find_loader, rewrite, table_cells
 
 import openquant
 import tiny
@@ -28,7 +28,7 @@ from openquant.plan.plan import make_plan
 pytestmark = pytest.mark.serve
 
 COMPRESSED = "compressed-tensors"
-# As compress() takes them. The first three have a column in the README.
+# As compress() takes them. The first three have a column in docs/architectures.md.
 SCHEMES: dict[str, dict[str, Any]] = {
     "tensor": {"scheme": "tensor"},
     "channel": {"scheme": "channel"},
@@ -237,8 +237,8 @@ def test_what_is_not_run_says_why(name: str, loaded: Loaded) -> None:
     assert NOT_RUN[name].split(".*")[0] in answer["not_run"]
 
 
-def test_the_readme_says_which_sglang_loads(outputs: dict[str, Path], loaded: Loaded) -> None:
-    said = {name: cells[3:] for name, cells in readme_cells().items()}
+def test_the_table_says_which_sglang_loads(outputs: dict[str, Path], loaded: Loaded) -> None:
+    said = {name: cells[3:] for name, cells in table_cells().items()}
     found = {name: ["refused"] * len(COLUMNS) for name in said}
     for cell in CELLS:
         if cell.scheme in COLUMNS and not cell.options:

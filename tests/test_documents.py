@@ -1,0 +1,38 @@
+"""The documents: short enough to be read, and every link of theirs leads somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT
+
+DOCUMENTS = sorted(path for place in (".", "docs", "benchmarks", "tests/*") for path in ROOT.glob(f"{place}/*.md"))
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def anchors(document: Path) -> set[str]:
+    """The headings as links name them: '## What stays, and why' is 'what-stays-and-why'."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path) -> None:
+    for link in LINK.findall(document.read_text()):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_readme_is_short_and_leads_to_all_other_documents() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 250
+    linked = {link.partition("#")[0] for link in LINK.findall(text)}
+    others = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    assert {str(path.relative_to(ROOT)) for path in others} - {"README.md"} <= linked
