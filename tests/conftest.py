@@ -54,6 +54,12 @@ def run(tmp_path: Path) -> Run:
     return start
 
 
+def run_openquant(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run `openquant WORDS` as a user does, in the repository."""
+    command = [sys.executable, "-m", "openquant", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
 def heed_ctrl_c() -> None:
     """For a child before it starts: a shell has its background jobs ignore SIGINT, and this run may be one."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

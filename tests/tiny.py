@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import zoo
 from openquant.formats.schemes import Scheme
@@ -303,6 +304,14 @@ def read(root: Path) -> dict[str, torch.Tensor]:
                 assert name not in found
                 found[name] = file.get_tensor(name)
     return found
+
+
+def change_weights(root: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Change the tensors of a directory of one file in place."""
+    path = root / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path, {"format": "pt"})
 
 
 def read_names(path: Path) -> set[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import tiny
 from cases import Base
 from openquant import compress
-from test_encoded import SOURCES, store
+from stored import SOURCES, store
 
 CARD = "---\nlicense: apache-2.0\ntags: [a, b]\nlanguage:\n- en\n---\n# A model\n"
 PLAIN = [

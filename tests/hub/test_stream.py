@@ -25,7 +25,7 @@ from loopback_hub import COMMIT, Fault, LoopbackHub
 from openquant import compress
 from openquant.hub.fetch import memory_needed
 from openquant.hub.source import HubFile, Source
-from test_encoded import PER_TENSOR, STATIC, by_tensor, store
+from stored import PER_TENSOR, STATIC, by_tensor, store
 
 SHARDS = 6
 

@@ -13,7 +13,7 @@ from openquant import OpenQuantError, compress
 from openquant.errors import PlanError
 from openquant.formats.schemes import TENSOR
 from openquant.plan.plan import Plan, make_plan
-from test_models import NAMES, published
+from published import NAMES, published
 
 FILES = sorted(path.stem for path in NAMES.glob("*.txt"))
 

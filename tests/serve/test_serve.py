@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 from engine_client import (
+    TO_DEQUANTIZED,
+    TO_SOURCE,
     Engine,
     EngineError,
     LogProbs,
@@ -105,10 +107,6 @@ MIXTURES = {
     "head-beside-blocks": Mixture(TRAINED, "block", {"quantize_lm_head": True}, {"block": 28, "channel": 1}),
 }
 
-# Bounds on the mean divergence over 252 positions, in nats.
-# Trained model: 0.0013 tensor, 0.0030 channel, 0.0012 block; all scales 1.25 times too large: 0.039, 0.042.
-# Random ones: 0.0009 to 0.0037; two of Llama 4's four experts in each other's place: 0.0075.
-TO_SOURCE = 0.005
 # Factors on the logits or on what experts add, and experts chosen otherwise, make more of the same errors.
 FURTHER = {
     "ExaoneMoeForCausalLM": 0.01,
@@ -124,10 +122,7 @@ FURTHER = {
     "Qwen3_5MoeForCausalLM": 0.02,
     "Qwen3_5MoeForConditionalGeneration": 0.02,
 }
-# Trained: 0.00004, 0.00005. Random: up to 0.00001, but with experts 0.0005: some tokens are routed otherwise.
-# Joined layers with separate scales: 0.0007.
-# The kernel for one scale per row rounds activations to FP8 too, one scale for each token: 0.0020, random 0.0028.
-TO_DEQUANTIZED = {"tensor": 0.0002, "channel": 0.003, "block": 0.0002}
+# Bound on the divergence of models with experts to their dequantized weights.
 ROUTED_OTHERWISE = 0.001
 
 

@@ -7,14 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_client import Engine, EngineError, LogProbs, dequantize, divergence, find_engine, rewrite
-from test_serve import TO_DEQUANTIZED, TO_SOURCE
+from engine_client import (
+    TO_DEQUANTIZED,
+    TO_SOURCE,
+    Engine,
+    EngineError,
+    LogProbs,
+    dequantize,
+    divergence,
+    find_engine,
+    rewrite,
+)
 
 import openquant
 import tiny
 from conftest import EXAMPLE
 from openquant import compress
-from test_encoded import INT4, int4, is_layer
+from stored import INT4, int4, is_layer
 
 pytestmark = pytest.mark.serve
 

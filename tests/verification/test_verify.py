@@ -17,13 +17,14 @@ from safetensors.torch import load_file, save_file
 
 import openquant
 import tiny
-from conftest import EXAMPLE, ROOT, change_json, tree
+from conftest import EXAMPLE, ROOT, change_json, run_openquant, tree
 from openquant import Report, compress, verify
 from openquant.errors import OpenQuantError
 from openquant.formats.kernels import decode
 from openquant.formats.schemes import SCHEMES, VARIANTS, Scheme
 from openquant.models import MODELS
 from openquant.packed import encode
+from tiny import change_weights
 
 FP8 = torch.float8_e4m3fn
 Weights = dict[str, torch.Tensor]
@@ -46,12 +47,6 @@ def blocks(tmp_path: Path) -> tuple[Path, Path]:
     source = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM")
     compress(source, tmp_path / "out", "block", workers=1)
     return source, tmp_path / "out"
-
-
-def change_weights(root: Path, change: Callable[[Weights], Any], name: str = ONE) -> None:
-    weights = load_file(root / name)
-    change(weights)
-    save_file(weights, root / name, {"format": "pt"})
 
 
 def assert_clean(report: Report, *notes: str) -> None:
@@ -842,11 +837,6 @@ def test_another_tools_quantized_head_is_planned_in_its_own_format(tmp_path: Pat
 # The command.
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "openquant", "verify", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
-
-
 USAGE = [
     ({}, ["--full"], "--full compares with the source, and none is given", "give --source DIR"),
     ({}, ["--workers", "0"], "0 workers cannot work", "give --workers 1 or more"),
@@ -872,7 +862,7 @@ def test_usage_errors(
 ) -> None:
     _, out = ours
     change_json(out / "config.json", lambda found: found.update(config))
-    done = run(out, *arguments)
+    done = run_openquant("verify", out, *arguments)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {message}\nhint: {hint}\n")
 
 
@@ -901,7 +891,7 @@ SHOWN = "$ openquant verify tiny-qwen3-FP8 --source examples/tiny-qwen3 --full\n
 def test_the_readme_shows_what_is_printed(tmp_path: Path) -> None:
     out = tmp_path / "tiny-qwen3-FP8"
     compress(EXAMPLE, out)
-    done = run(out, "--source", "examples/tiny-qwen3", "--full")
+    done = run_openquant("verify", out, "--source", "examples/tiny-qwen3", "--full")
     assert (done.returncode, done.stderr) == (0, "")
     shown = (ROOT / "README.md").read_text().split(SHOWN)[1].split("```")[0]
     found = done.stdout.replace(str(out), "tiny-qwen3-FP8")
@@ -912,7 +902,7 @@ def test_the_readme_shows_what_is_printed(tmp_path: Path) -> None:
 def test_problems_are_listed_and_the_exit_code_is_1(ours: tuple[Path, Path]) -> None:
     _, out = ours
     change_weights(out, lambda weights: (nan_code(weights), weights.pop(f"{Q}.weight_scale")))
-    done = run(out)
+    done = run_openquant("verify", out)
     assert (done.returncode, done.stderr) == (1, "")
     lines = done.stdout.splitlines()
     assert lines[0] == f"{out}: Qwen3ForCausalLM, fp8, one scale per tensor"
@@ -926,7 +916,7 @@ def test_problems_are_listed_and_the_exit_code_is_1(ours: tuple[Path, Path]) -> 
 
 def test_json_is_one_object(ours: tuple[Path, Path]) -> None:
     source, out = ours
-    done = run(out, "--source", source, "--full", "--json")
+    done = run_openquant("verify", out, "--source", source, "--full", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("\n") == 1
     found = json.loads(done.stdout)
@@ -936,10 +926,10 @@ def test_json_is_one_object(ours: tuple[Path, Path]) -> None:
     assert found["decoded"]["layers"] == 14
     assert len(found["decoded"]["worst"]) == 10
     change_weights(out, nan_code)
-    done = run(out, "--json")
+    done = run_openquant("verify", out, "--json")
     assert (done.returncode, done.stderr) == (1, "")
     assert json.loads(done.stdout)["problems"] == [f"{ONE}: {DOWN}.weight holds NaN, first at [3, 7]"]
-    done = run(out, "--json", "--full")
+    done = run_openquant("verify", out, "--json", "--full")
     assert done.returncode == 2
     assert json.loads(done.stdout)["hint"] == "give --source DIR"
 

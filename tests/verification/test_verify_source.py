@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_verify import run
 
 import tiny
-from conftest import change_json
+from conftest import change_json, run_openquant
 from openquant import Report, compress, verify
 from openquant.formats.schemes import SCHEMES, TRANSFORMERS_REFUSAL, VARIANTS, Scheme
 from openquant.verification.configs import judged
 from openquant.verification.settings import unread
-from test_encoded import BLOCKS, by_blocks, store
+from stored import BLOCKS, by_blocks, store
+from tiny import change_weights
 
 Weights = dict[str, torch.Tensor]
 ONE = "model.safetensors"
@@ -43,12 +43,6 @@ def others(ours: Path) -> Path:
     (ours / ".openquant.json").unlink()
     (ours / "README.md").unlink()
     return ours
-
-
-def change_weights(root: Path, change: Callable[[Weights], Any]) -> None:
-    weights = load_file(root / ONE)
-    change(weights)
-    save_file(weights, root / ONE, {"format": "pt"})
 
 
 def change_settings(root: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -439,7 +433,7 @@ def test_headers_that_the_safetensors_library_refuses(
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig", "utf-32"])
 def test_a_config_in_another_encoding(ours: Path, encoding: str) -> None:
     (ours / CONFIG).write_bytes((ours / CONFIG).read_text().encode(encoding))
-    done = run(ours)
+    done = run_openquant("verify", ours)
     assert done.returncode == 2
     assert done.stderr.startswith("error: config.json is not valid JSON: ")
 
@@ -598,5 +592,5 @@ def test_scales_beyond_all_measure_warn_of_nothing(others: Path, source: Path) -
 
 def test_what_is_printed_of_codes(others: Path, source: Path) -> None:
     change_weights(others, lambda weights: weights[f"{DOWN}.weight"].view(torch.uint8)[0, 0].bitwise_xor_(1))
-    done = run(others, "--source", source, "--full")
+    done = run_openquant("verify", others, "--source", source, "--full")
     assert "99.99 % of the codes are the nearest to the source under their scales\n" in done.stdout

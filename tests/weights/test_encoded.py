@@ -16,53 +16,42 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny
-from conftest import EXAMPLE, ROOT, tree
+from conftest import EXAMPLE, ROOT, change_json, run_openquant, tree
 from openquant import compress, dequantize, verify
 from openquant.errors import OpenQuantError, PlanError, SourceError
 from openquant.files.checkpoint import open_checkpoint
-from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR, TENSOR_STATIC, VARIANTS, Group, Scheme
+from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR, TENSOR_STATIC, VARIANTS, Scheme
 from openquant.machine import peak_rss
 from openquant.models import MODELS
 from openquant.packed import decode, encode, group_absmax, group_scale
 from openquant.plan.fates import Options
 from openquant.plan.plan import make_plain_plan, make_plan
-from test_models import published
+from published import published
+from stored import (
+    BLOCKS,
+    FP8,
+    INT4,
+    PER_TENSOR,
+    SOURCES,
+    STATIC,
+    Make,
+    Weights,
+    by_blocks,
+    by_rows,
+    by_tensor,
+    float_groups,
+    group,
+    int4,
+    is_layer,
+    ragged_blocks,
+    store,
+    weights_of,
+    widened,
+)
+from tiny import change_weights
 
-FP8 = torch.float8_e4m3fn
-Weights = dict[str, torch.Tensor]
-Make = Callable[[torch.Tensor], dict[str, torch.Tensor]]
-LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 variants = pytest.mark.parametrize("scheme", VARIANTS, ids=[scheme.suffix for scheme in VARIANTS])
-
-
-def is_layer(name: str) -> bool:
-    return name.endswith(".weight") and name.split(".")[-2] in LAYERS
-
-
-def store(root: Path, make: Make, config: dict[str, Any], weights: Weights | None = None, shards: int = 1) -> Path:
-    """A Qwen3 with its layers stored as `make` has it: what follows the module's name -> tensor."""
-    stored: Weights = {}
-    for name, weight in (weights or tiny.tensors("Qwen3ForCausalLM")).items():
-        if is_layer(name):
-            stored |= {name.removesuffix("weight") + last: tensor for last, tensor in make(weight).items()}
-        else:
-            stored[name] = weight
-    tiny.write(root, weights=stored, shards=shards)
-    change_config(root, lambda found: found.update(quantization_config=config))
-    return root
-
-
-def change_config(root: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    found = json.loads((root / "config.json").read_text())
-    change(found)
-    (root / "config.json").write_text(json.dumps(found))
-
-
-def change_weights(root: Path, change: Callable[[Weights], Any]) -> None:
-    weights = load_file(root / "model.safetensors")
-    change(weights)
-    save_file(weights, root / "model.safetensors", {"format": "pt"})
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -70,103 +59,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return kinds and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
-# How others store a weight [out, in].
-
-
-def widened(scale: torch.Tensor, shape: torch.Size, height: int = 128, width: int = 128) -> torch.Tensor:
-    return scale.float().repeat_interleave(height, 0)[: shape[0]].repeat_interleave(width, 1)[:, : shape[1]]
-
-
-def ragged_blocks(weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of 128 x 128 blocks, smaller at the edges."""
-    down, along = math.ceil(weight.shape[0] / 128), math.ceil(weight.shape[1] / 128)
-    padded = torch.zeros(down * 128, along * 128)
-    padded[: weight.shape[0], : weight.shape[1]] = weight.float()
-    scale = (padded.view(down, 128, along, 128).abs().amax((1, 3)) / 448).clamp(min=1e-12).to(dtype)
-    codes = (weight.float() / widened(scale, weight.shape)).clamp(-448, 448).to(FP8)
-    return codes, scale
-
-
-def by_blocks(dtype: torch.dtype = torch.float32, name: str = "weight_scale_inv") -> Make:
-    def make(weight: torch.Tensor) -> Weights:
-        codes, scale = ragged_blocks(weight, dtype)
-        return {"weight": codes, name: scale}
-
-    return make
-
-
-def by_tensor(name: str = "weight_scale", shape: tuple[int, ...] = (), **others: torch.Tensor) -> Make:
-    def make(weight: torch.Tensor) -> Weights:
-        scale = weight.float().abs().max() / 448
-        return {
-            "weight": (weight.float() / scale).to(FP8),
-            name: scale.reshape(shape),
-            **{last: tensor.clone() for last, tensor in others.items()},
-        }
-
-    return make
-
-
-def by_rows(shape: tuple[int, ...] = (-1, 1), dtype: torch.dtype = torch.float32) -> Make:
-    def make(weight: torch.Tensor) -> Weights:
-        scale = (weight.float().abs().amax(1, keepdim=True) / 448).to(dtype)
-        return {
-            "weight": (weight.float() / scale.float()).clamp(-448, 448).to(FP8),
-            "weight_scale": scale.reshape(shape).contiguous(),
-        }
-
-    return make
-
-
-def group(strategy: str, **more: Any) -> dict[str, Any]:
-    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, **more}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
-        "ignore": ["lm_head"],
-    }
-
-
-BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-PER_TENSOR = {"quant_method": "fp8", "activation_scheme": "static"}
-STATIC = {"input_scale": torch.tensor(0.25)}
-INT4 = group("group", num_bits=4, type="int", group_size=32) | {"format": "pack-quantized"}
-# How it is stored, its quantization_config, what shares a scale.
-SOURCES: dict[str, tuple[Make, dict[str, Any], Group]] = {
-    "fp8 blocks": (by_blocks(), BLOCKS, (128, 128)),
-    "fp8 blocks, bfloat16 scales": (by_blocks(torch.bfloat16), BLOCKS, (128, 128)),
-    "fp8 per tensor": (by_tensor(**STATIC), PER_TENSOR, (None, None)),
-    "Mistral's names": (
-        by_tensor("weight_scale_inv", activation_scale=torch.tensor(0.25)), PER_TENSOR, (None, None)
-    ),
-    "compressed-tensors per tensor": (by_tensor(shape=(1,)), group("tensor"), (None, None)),
-    "compressed-tensors per row": (by_rows(), group("channel"), (1, None)),
-    "compressed-tensors per row, bfloat16 scales": (by_rows(dtype=torch.bfloat16), group("channel"), (1, None)),
-    "compressed-tensors blocks": (
-        by_blocks(name="weight_scale"), group("block", block_structure=[128, 128]), (128, 128)
-    ),
-    "modelopt per tensor": (by_tensor(**STATIC), {"quant_method": "modelopt", "quant_algo": "FP8"}, (None, None)),
-    "modelopt per row": (
-        by_rows((-1,)), {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, (1, None)
-    ),
-}  # fmt: skip
 sources = pytest.mark.parametrize("kind", SOURCES)
-
-
-def weights_of(root: Path, group: Group) -> Weights:
-    """What the layers of a stored source stand for, float32, by torch."""
-    stored = tiny.read(root)
-    found = {}
-    for name, codes in stored.items():
-        if codes.dtype == FP8:
-            last = next(last for last in ("_scale", "_scale_inv") if name + last in stored)
-            scale = stored[name + last].float()
-            if group == (128, 128):
-                found[name] = codes.float() * widened(scale, codes.shape)
-            else:
-                found[name] = codes.float() * (scale.reshape(-1, 1) if group[0] else scale.reshape(()))
-    return found
 
 
 @sources
@@ -292,7 +185,7 @@ def test_ragged_blocks_that_engines_join_are_decoded(tmp_path: Path) -> None:
     weights = tiny.tensors("Qwen3ForCausalLM")
     small = {name: weights[name][:64] for name in weights if name.split(".")[-2] in ("k_proj", "v_proj")}
     source = store(tmp_path / "source", by_blocks(), BLOCKS, weights | small)
-    change_config(source, lambda found: found.update(num_key_value_heads=1))
+    change_json(source / "config.json", lambda found: found.update(num_key_value_heads=1))
     result = compress(source, tmp_path / "out", "block")
     # q, k and v of both layers.
     assert (result.quantized_tensors, result.decoded_tensors) == (8, 6)
@@ -359,7 +252,7 @@ def test_a_quantized_router_is_decoded(tmp_path: Path, scheme: Scheme) -> None:
         weights[f"{router}.{scheme.scale_name}"] = scale
 
     change_weights(source, quantize)
-    change_config(source, lambda found: found["quantization_config"].update(ignored_layers=[]))
+    change_json(source / "config.json", lambda found: found["quantization_config"].update(ignored_layers=[]))
     assert any(problem.endswith("is F8_E4M3, but it is kept: router") for problem in verify(source).problems)
     result = compress(source, tmp_path / "out", scheme.name)
     assert result.decoded_tensors == 1
@@ -385,7 +278,7 @@ def test_draft_layers_of_a_quantized_source(tmp_path: Path) -> None:
         if scale is not None:
             stored[f"{name}_scale_inv"] = scale
     source = tiny.write(tmp_path / "source", "DeepseekV3ForCausalLM", weights=stored)
-    change_config(source, lambda found: found.update(quantization_config=BLOCKS))
+    change_json(source / "config.json", lambda found: found.update(quantization_config=BLOCKS))
     compress(source, tmp_path / "blocks", "block")
     assert verify(tmp_path / "blocks").problems == ()
     found = tiny.read(tmp_path / "blocks")
@@ -587,7 +480,7 @@ def test_mxfp4_stacks_as_gpt_oss_has_them(tmp_path: Path) -> None:
             stored[name] = weight
     tiny.write(source, weights=stored, shards=2)
     named = {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
-    change_config(source, lambda found: found.update(named))
+    change_json(source / "config.json", lambda found: found.update(named))
     result = dequantize(source, tmp_path / "out")
     found = tiny.read(tmp_path / "out")
     assert {name: tensor.shape for name, tensor in found.items()} == {name: t.shape for name, t in plain.items()}
@@ -598,19 +491,6 @@ def test_mxfp4_stacks_as_gpt_oss_has_them(tmp_path: Path) -> None:
         assert same(found[name], expected)
     with pytest.raises(PlanError, match=r"GptOssForCausalLM cannot be served with one scale per 128x128 block: vLLM"):
         compress(source, tmp_path / "fp8", "block")
-
-
-def int4(weight: torch.Tensor) -> Weights:
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-
-    grouped = weight.float().view(weight.shape[0], -1, 32)
-    scale = (grouped.abs().amax(2) / 7.5).bfloat16()
-    codes = (grouped / scale.float()[:, :, None]).round().clamp(-8, 7).to(torch.int8).view(weight.shape)
-    return {
-        "weight_packed": pack_to_int32(codes, 4),
-        "weight_scale": scale,
-        "weight_shape": torch.tensor(weight.shape, dtype=torch.int32),
-    }
 
 
 def decompressed(stored: Weights, module: str, config: dict[str, Any]) -> torch.Tensor:
@@ -680,14 +560,6 @@ def test_float_scales_are_no_ue8m0_scales(tmp_path: Path) -> None:
     assert not same(found[f"{Q}.weight"], tiny.read(source)[f"{Q}.weight"])
 
 
-def float_groups(weight: torch.Tensor) -> Weights:
-    """MXFP8, but for scales that are no powers of two."""
-    grouped = weight.float().view(weight.shape[0], -1, 32)
-    scale = grouped.abs().amax(2) / 448
-    codes = (grouped / scale[:, :, None]).clamp(-448, 448).to(FP8).view(weight.shape)
-    return {"weight": codes, "weight_scale": scale}
-
-
 MX = group("group", group_size=32, scale_dtype="torch.uint8") | {"format": "mxfp8-quantized"}
 
 
@@ -731,7 +603,7 @@ def test_the_scales_of_a_cache_stay(tmp_path: Path) -> None:
 
 def test_modelopts_own_file_says_it_too(tmp_path: Path) -> None:
     source = store(tmp_path / "source", by_tensor(**STATIC), {})
-    change_config(source, lambda found: found.pop("quantization_config"))
+    change_json(source / "config.json", lambda found: found.pop("quantization_config"))
     (source / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8", "exclude_modules": []}}')
     compress(source, tmp_path / "out", "channel")
     assert not (tmp_path / "out" / "hf_quant_config.json").exists()
@@ -767,7 +639,7 @@ def test_groups_of_different_formats(tmp_path: Path) -> None:
         name: weight for name, weight in weights.items() if not is_layer(name)
     }
     source = tiny.write(tmp_path / "source", weights=stored)
-    change_config(source, lambda found: found.update(quantization_config=config))
+    change_json(source / "config.json", lambda found: found.update(quantization_config=config))
     compress(source, tmp_path / "out", "channel")
     found = tiny.read(tmp_path / "out")
     assert same(found[f"{Q}.weight"], stored[f"{Q}.weight"])
@@ -1100,7 +972,7 @@ def test_targets_that_are_no_names(tmp_path: Path) -> None:
 
 def test_modelopts_own_file_must_be_an_object(tmp_path: Path) -> None:
     source = store(tmp_path / "source", by_tensor(**STATIC), {})
-    change_config(source, lambda found: found.pop("quantization_config"))
+    change_json(source / "config.json", lambda found: found.pop("quantization_config"))
     (source / "hf_quant_config.json").write_text("[]")
     with pytest.raises(SourceError) as caught:
         dequantize(source, tmp_path / "out")
@@ -1119,22 +991,17 @@ def test_verify_wants_a_plain_source(tmp_path: Path) -> None:
 # The command.
 
 
-def openquant(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "openquant", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
 def test_the_command(tmp_path: Path) -> None:
     source = store(tmp_path / "Foo-FP8", by_blocks(), BLOCKS)
-    done = openquant("dequantize", source, "-o", tmp_path / "out", "--json")
+    done = run_openquant("dequantize", source, "-o", tmp_path / "out", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["decoded_tensors"] == 14
-    done = openquant("dequantize", source, "-o", tmp_path / "out")
+    done = run_openquant("dequantize", source, "-o", tmp_path / "out")
     assert "is already complete; nothing was written" in done.stdout
-    done = openquant("dequantize", tmp_path / "out", "-o", tmp_path / "again")
+    done = run_openquant("dequantize", tmp_path / "out", "-o", tmp_path / "again")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"error: nothing in {tmp_path / 'out'} is quantized\nhint: there is nothing to dequantize\n"
-    dry = openquant("dequantize", source, "-o", tmp_path / "other", "--dry-run")
+    dry = run_openquant("dequantize", source, "-o", tmp_path / "other", "--dry-run")
     assert dry.returncode == 0
     assert "BF16  model.layers.{0..1}.mlp.down_proj" in dry.stdout
     assert "all weights in bfloat16 (14 layers)" in dry.stdout

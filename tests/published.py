@@ -1,0 +1,54 @@
+"""Published checkpoints by their tensor names: what the files in names/ say of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from openquant.files.checkpoint import Checkpoint
+from openquant.files.tensors import Location, TensorInfo
+
+NAMES = Path(__file__).parent / "names"
+_RANGES = re.compile(r"\{([\d.,]+)\}")
+
+
+def expand(name: str) -> list[str]:
+    found = _RANGES.search(name)
+    if not found:
+        return [name]
+    bounds = [[int(bound) for bound in part.split("..")] for part in found[1].split(",")]
+    # One number, the first and the last, or these and a step.
+    numbers = [n for first, *rest in bounds for n in range(first, (rest or [first])[0] + 1, *rest[1:])]
+    return [full for n in numbers for full in expand(name[: found.start()] + str(n) + name[found.end() :])]
+
+
+def published(name: str) -> Checkpoint:
+    """A checkpoint as a names file describes it, all in one shard; nothing of it is on disk."""
+    tensors: dict[str, TensorInfo] = {}
+    config: dict[str, object] = {}
+    quantization = None
+    for line in (NAMES / f"{name}.txt").read_text().splitlines():
+        if line.startswith("# quantization_config "):
+            quantization = json.loads(line.removeprefix("# quantization_config "))
+        elif line.startswith("#"):
+            config |= {key: int(value) for key, value in re.findall(r"(\w*(?:num_|heads)\w*) (\d+)", line)}
+        if line.startswith("#"):
+            continue
+        pattern, count, shape, dtype = re.split(r"  +", line)
+        names = expand(pattern)
+        assert len(names) == int(count)
+        sizes = tuple(int(size) for size in re.findall(r"\d+", shape))
+        tensors |= {full: TensorInfo(full, dtype, sizes) for full in names}
+    architecture = Path(name).name.split("-")[0]
+    where, offset = {}, 0
+    for full, info in tensors.items():
+        where[full] = Location("model.safetensors", offset)
+        offset += info.nbytes
+    if architecture.endswith("ForConditionalGeneration"):
+        config = {"text_config": config}
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    return Checkpoint(
+        Path("nowhere"), config, architecture, {"model.safetensors": offset}, {}, tensors, where, False, {}, ()
+    )

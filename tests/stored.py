@@ -1,0 +1,153 @@
+"""A small Qwen3 quantized already, in each of the ways in which other tools store one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tiny
+from conftest import change_json
+from openquant.formats.schemes import Group
+
+FP8 = torch.float8_e4m3fn
+Weights = dict[str, torch.Tensor]
+# How a weight [out, in] is stored: what follows the module's name -> tensor.
+Make = Callable[[torch.Tensor], Weights]
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def is_layer(name: str) -> bool:
+    return name.endswith(".weight") and name.split(".")[-2] in LAYERS
+
+
+def store(root: Path, make: Make, config: dict[str, Any], weights: Weights | None = None, shards: int = 1) -> Path:
+    """A Qwen3 with its layers stored as `make` has it: what follows the module's name -> tensor."""
+    stored: Weights = {}
+    for name, weight in (weights or tiny.tensors("Qwen3ForCausalLM")).items():
+        if is_layer(name):
+            stored |= {name.removesuffix("weight") + last: tensor for last, tensor in make(weight).items()}
+        else:
+            stored[name] = weight
+    tiny.write(root, weights=stored, shards=shards)
+    change_json(root / "config.json", lambda found: found.update(quantization_config=config))
+    return root
+
+
+def widened(scale: torch.Tensor, shape: torch.Size, height: int = 128, width: int = 128) -> torch.Tensor:
+    return scale.float().repeat_interleave(height, 0)[: shape[0]].repeat_interleave(width, 1)[:, : shape[1]]
+
+
+def ragged_blocks(weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of 128 x 128 blocks, smaller at the edges."""
+    down, along = math.ceil(weight.shape[0] / 128), math.ceil(weight.shape[1] / 128)
+    padded = torch.zeros(down * 128, along * 128)
+    padded[: weight.shape[0], : weight.shape[1]] = weight.float()
+    scale = (padded.view(down, 128, along, 128).abs().amax((1, 3)) / 448).clamp(min=1e-12).to(dtype)
+    codes = (weight.float() / widened(scale, weight.shape)).clamp(-448, 448).to(FP8)
+    return codes, scale
+
+
+def by_blocks(dtype: torch.dtype = torch.float32, name: str = "weight_scale_inv") -> Make:
+    def make(weight: torch.Tensor) -> Weights:
+        codes, scale = ragged_blocks(weight, dtype)
+        return {"weight": codes, name: scale}
+
+    return make
+
+
+def by_tensor(name: str = "weight_scale", shape: tuple[int, ...] = (), **others: torch.Tensor) -> Make:
+    def make(weight: torch.Tensor) -> Weights:
+        scale = weight.float().abs().max() / 448
+        return {
+            "weight": (weight.float() / scale).to(FP8),
+            name: scale.reshape(shape),
+            **{last: tensor.clone() for last, tensor in others.items()},
+        }
+
+    return make
+
+
+def by_rows(shape: tuple[int, ...] = (-1, 1), dtype: torch.dtype = torch.float32) -> Make:
+    def make(weight: torch.Tensor) -> Weights:
+        scale = (weight.float().abs().amax(1, keepdim=True) / 448).to(dtype)
+        return {
+            "weight": (weight.float() / scale.float()).clamp(-448, 448).to(FP8),
+            "weight_scale": scale.reshape(shape).contiguous(),
+        }
+
+    return make
+
+
+def group(strategy: str, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, **more}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+        "ignore": ["lm_head"],
+    }
+
+
+def int4(weight: torch.Tensor) -> Weights:
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    grouped = weight.float().view(weight.shape[0], -1, 32)
+    scale = (grouped.abs().amax(2) / 7.5).bfloat16()
+    codes = (grouped / scale.float()[:, :, None]).round().clamp(-8, 7).to(torch.int8).view(weight.shape)
+    return {
+        "weight_packed": pack_to_int32(codes, 4),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor(weight.shape, dtype=torch.int32),
+    }
+
+
+def float_groups(weight: torch.Tensor) -> Weights:
+    """MXFP8, but for scales that are no powers of two."""
+    grouped = weight.float().view(weight.shape[0], -1, 32)
+    scale = grouped.abs().amax(2) / 448
+    codes = (grouped / scale[:, :, None]).clamp(-448, 448).to(FP8).view(weight.shape)
+    return {"weight": codes, "weight_scale": scale}
+
+
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+PER_TENSOR = {"quant_method": "fp8", "activation_scheme": "static"}
+STATIC = {"input_scale": torch.tensor(0.25)}
+INT4 = group("group", num_bits=4, type="int", group_size=32) | {"format": "pack-quantized"}
+# How it is stored, its quantization_config, what shares a scale.
+SOURCES: dict[str, tuple[Make, dict[str, Any], Group]] = {
+    "fp8 blocks": (by_blocks(), BLOCKS, (128, 128)),
+    "fp8 blocks, bfloat16 scales": (by_blocks(torch.bfloat16), BLOCKS, (128, 128)),
+    "fp8 per tensor": (by_tensor(**STATIC), PER_TENSOR, (None, None)),
+    "Mistral's names": (
+        by_tensor("weight_scale_inv", activation_scale=torch.tensor(0.25)), PER_TENSOR, (None, None)
+    ),
+    "compressed-tensors per tensor": (by_tensor(shape=(1,)), group("tensor"), (None, None)),
+    "compressed-tensors per row": (by_rows(), group("channel"), (1, None)),
+    "compressed-tensors per row, bfloat16 scales": (by_rows(dtype=torch.bfloat16), group("channel"), (1, None)),
+    "compressed-tensors blocks": (
+        by_blocks(name="weight_scale"), group("block", block_structure=[128, 128]), (128, 128)
+    ),
+    "modelopt per tensor": (by_tensor(**STATIC), {"quant_method": "modelopt", "quant_algo": "FP8"}, (None, None)),
+    "modelopt per row": (
+        by_rows((-1,)), {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, (1, None)
+    ),
+}  # fmt: skip
+
+
+def weights_of(root: Path, group: Group) -> Weights:
+    """What the layers of a stored source stand for, float32, by torch."""
+    stored = tiny.read(root)
+    found = {}
+    for name, codes in stored.items():
+        if codes.dtype == FP8:
+            last = next(last for last in ("_scale", "_scale_inv") if name + last in stored)
+            scale = stored[name + last].float()
+            if group == (128, 128):
+                found[name] = codes.float() * widened(scale, codes.shape)
+            else:
+                found[name] = codes.float() * (scale.reshape(-1, 1) if group[0] else scale.reshape(()))
+    return found
