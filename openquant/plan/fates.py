@@ -19,11 +19,12 @@ from ..files.inputs import shown
 from ..files.tensors import TensorInfo
 from ..formats.quantization import FLOATS
 from ..formats.schemes import Group, Scheme
-from ..models import HEAD, NEVER_QUANTIZED, Experts, Model, Refusal, Stacked, absolute
+from ..models import NEVER_QUANTIZED, Experts, Model, Refusal, Stacked
 from ..patterns import MAX_DIGITS, collapse, compile_any, compile_pattern, template
 from ..weights.encoded import Encoded
 from ..weights.layers import Layer
-from .parallel import indivisible, parts_of, split_finder, text_config
+from .parallel import indivisible, parts_of, text_config
+from .roles import Entry, is_head
 
 SOURCE_DTYPES = ("BF16", "F16", "F32")
 # Misfits of each kind in a message: few if all are real.
@@ -107,7 +108,7 @@ class Fates:
 
 
 def decide(
-    checkpoint: Checkpoint, encoded: dict[str, Encoded], model: Model, scheme: Scheme, options: Options
+    checkpoint: Checkpoint, encoded: dict[str, Encoded], entry: Entry, scheme: Scheme, options: Options
 ) -> tuple[Fates, dict[str, Any], list[str]]:
     """What becomes of each tensor, the `quantization_config` that says so, and notes for the user.
 
@@ -120,75 +121,61 @@ def decide(
         UsageError: a pattern that matches nothing.
     """
     settled = bool(encoded) and all(stored.passes(scheme) for stored in encoded.values())
-    layers, unstacked, kept, copied = _sort_tensors(checkpoint, model, options.ignore, encoded, settled)
-    sets, config = joined_sets(model, layers), text_config(checkpoint, model)
+    layers, unstacked, kept, copied = _sort_tensors(checkpoint, entry, options.ignore, encoded, settled)
+    sets, config = entry.joined_sets(layers), text_config(checkpoint, entry.model)
     if options.tp is not None:
-        _refuse_size(model, layers, config, options.tp)
+        _refuse_size(entry, layers, config, options.tp)
     reasons, others, notes = _settle(
-        model,
+        entry,
         scheme,
         layers,
-        _problem_finder(model, layers, sets, config, options.tp),
+        _problem_finder(entry, layers, sets, config, options.tp),
         sets,
         options,
         {module for module, layer in layers.items() if settled and layer.encoded is None},
         [*(keep.tensor.module for keep in kept), *(info.module for info in copied)] if options.ignore else [],
     )
-    notes += _lacking(model, layers, copied, sets, config)
+    notes += _lacking(entry.model, layers, copied, sets, config)
     fates = Fates(scheme, layers, unstacked, kept, copied, sets, reasons, others)
-    _refuse_experts(model, fates)
-    return fates, scheme.config(_ignored_names(model, fates), _targets(model, fates)), notes
+    _refuse_experts(entry, fates)
+    return fates, scheme.config(_ignored_names(entry, fates), _targets(entry, fates)), notes
 
 
-def unread_by_sglang(model: Model, fates: Fates) -> Refusal | None:
+def unread_by_sglang(entry: Entry, fates: Fates) -> Refusal | None:
     """Why SGLang does not load what is decided, and what it loads instead; None if it does or nothing is quantized."""
+    sglang = entry.model.sglang
     # Layers alike are many.
     kinds = {(layer.alike, scheme.name): (layer.module, scheme) for layer, scheme in fates.quantized}.values()
     quantized = [(module, scheme) for module, scheme in kinds if not is_head(module)]
     for _, scheme in quantized:
         if "SGLang" not in scheme.engines:
             return Refusal(None, None, f"it knows no {scheme.name}", "try another scheme")
-        refusal = model.sglang.refusal(scheme.name, scheme.format)
+        refusal = sglang.refusal(scheme.name, scheme.format)
         if refusal is not None:
             return refusal
-    plain = compile_any(absolute(model, model.sglang.plain))
-    if any(plain.fullmatch(module) for module, _ in quantized):
-        modules = ", ".join(f"**{pattern}" for pattern in model.sglang.plain)
+    if any(entry.role(module).plain for module, _ in quantized):
+        modules = ", ".join(f"**{pattern}" for pattern in sglang.plain)
         return Refusal(None, None, f"it builds {modules} in bfloat16", "with --ignore for that it loads")
-    if model.sglang.head is not None and len(quantized) < len(kinds):
-        return Refusal(None, None, model.sglang.head, "without --quantize-lm-head it loads")
+    if sglang.head is not None and len(quantized) < len(kinds):
+        return Refusal(None, None, sglang.head, "without --quantize-lm-head it loads")
     uneven = bool(fates.reasons) or any(not is_head(module) for module in fates.others)
-    if quantized and uneven and fates.scheme.format in model.sglang.alike:
+    if quantized and uneven and fates.scheme.format in sglang.alike:
         return Refusal(None, None, "it finds none of these layers by name", "with all layers alike it loads")
     # It asks the group of all Linear layers for the size of blocks (compressed_tensors.py:272-279).
-    find_experts = experts_finder(model)
-    blocks = (module for module, scheme in quantized if scheme.name == "block" and not find_experts(module))
+    blocks = (module for module, scheme in quantized if scheme.name == "block" and not entry.experts(module))
     if fates.scheme.name != "block" and any(blocks):
         return Refusal(None, None, "it loads blocks only where most layers have them", "-w 128 with --scheme-for loads")
     return None
 
 
-def is_head(module: str) -> bool:
-    """Whether a module is an output head."""
-    return compile_pattern(HEAD.pattern).fullmatch(module) is not None
-
-
 def _sort_tensors(
-    checkpoint: Checkpoint, model: Model, ignore: Sequence[str], encoded: dict[str, Encoded], settled: bool
+    checkpoint: Checkpoint, entry: Entry, ignore: Sequence[str], encoded: dict[str, Encoded], settled: bool
 ) -> tuple[dict[str, Layer], dict[str, list[Layer]], list[Kept], list[TensorInfo]]:
     """Every tensor into one of: layers (by module), unstacked layers, kept with a reason, copied (fewer axes)."""
-    compress = compile_any(absolute(model, model.compress))
-    keeps = [(compile_any(absolute(model, [keep.pattern])), keep.why) for keep in model.keep]
-    stacks = [
-        (compile_any(absolute(model, [f"{experts.place}.{stacked.name}"])), (experts, stacked))
-        for experts in model.experts
-        for stacked in experts.stacked
-    ]
-    drafted = _draft_finder(model, text_config(checkpoint, model))
+    model, drafted = entry.model, _draft_finder(entry.model, text_config(checkpoint, entry.model))
     ignored = compile_any(text.removesuffix(".weight") for text in ignore)
-    # Names alike but for numbers have the same fate. Neighbours have the same parent, which is looked at once.
-    fates: dict[tuple[str, str, bool], tuple[str, bool, list[tuple[Experts, Stacked]], list[str]]] = {}
-    parent, parents_alike, draft = None, "", False
+    # Neighbours have the same parent, which is looked at once.
+    parent, draft = None, False
     layers: dict[str, Layer] = {}
     unstacked: dict[str, list[Layer]] = {}
     kept: list[Kept] = []
@@ -196,45 +183,39 @@ def _sort_tensors(
     misfits: dict[str, str] = {}
     for info in checkpoint.tensors.values():
         module, axes = info.module, len(info.shape)
-        path, _, last = module.rpartition(".")
+        path = module.rpartition(".")[0]
         if path != parent:
-            parent, parents_alike, draft = path, template(path), drafted(module)
-        key = (parents_alike, "*" if last.isdecimal() else last, draft)
-        if key not in fates and draft:
-            fates[key] = (template(module), False, [], ["draft layer"])
-        elif key not in fates:
-            stacks_found = [stacked for pattern, stacked in stacks if pattern.fullmatch(module)]
-            reasons = [why for pattern, why in keeps if pattern.fullmatch(module)]
-            fates[key] = (template(module), bool(compress.fullmatch(module)), stacks_found, reasons)
-        alike, is_layer, stacks_found, reasons = fates[key]
-        matches = is_layer + len(stacks_found) + len(reasons)
+            parent, draft = path, drafted(module)
+        role = entry.role(module)
+        if draft:
+            role = role._replace(patterns=1, compress=False, stack=None, keep="draft layer")
         stored = encoded.get(info.name)
-        if settled and stored is not None and not any(why in NEVER_QUANTIZED for why in reasons):
-            layers[module] = Layer(module, alike, info, (info.shape[0], info.shape[1]), encoded=stored)
-        elif axes < 2 and not (is_layer and info.name != module) and not stacks_found:
+        if settled and stored is not None and role.keep not in NEVER_QUANTIZED:
+            layers[module] = Layer(module, role.alike, info, (info.shape[0], info.shape[1]), encoded=stored)
+        elif axes < 2 and not (role.compress and info.name != module) and role.stack is None:
             copied.append(info)
-        elif matches == 0 and ignored.fullmatch(module):
-            kept.append(Kept(info, alike, "--ignore"))
-        elif matches == 0 and model.rest:
-            kept.append(Kept(info, alike, model.rest))
-        elif matches == 0:
+        elif role.patterns == 0 and ignored.fullmatch(module):
+            kept.append(Kept(info, role.alike, "--ignore"))
+        elif role.patterns == 0 and model.rest:
+            kept.append(Kept(info, role.alike, model.rest))
+        elif role.patterns == 0:
             misfits[info.name] = "matches no pattern"
-        elif matches > 1:
+        elif role.patterns > 1:
             misfits[info.name] = "matches more than one pattern"
-        elif reasons:
-            kept.append(Kept(info, alike, reasons[0]))
+        elif role.keep is not None:
+            kept.append(Kept(info, role.alike, role.keep))
         elif info.dtype not in SOURCE_DTYPES:
             misfits[info.name] = f"is {info.dtype}, not one of {', '.join(SOURCE_DTYPES)}"
-        elif is_layer and (axes != 2 or info.name == module):
+        elif role.compress and (axes != 2 or info.name == module):
             misfits[info.name] = f"is not a 2-D weight but {list(info.shape)}"
-        elif is_layer:
-            layers[module] = Layer(module, alike, info, (info.shape[0], info.shape[1]), encoded=stored)
+        elif role.compress:
+            layers[module] = Layer(module, role.alike, info, (info.shape[0], info.shape[1]), encoded=stored)
         elif stored is not None:
             misfits[info.name] = f"is stored as {stored.codes.dtype} {list(stored.codes.shape)}, which is not read"
-        elif axes != 3 or info.shape[-1 if stacks_found[0][1].transposed else 1] % len(stacks_found[0][1].parts):
+        elif role.stack is None or not _is_stack(info, role.stack[1]):
             misfits[info.name] = f"is not a stack of experts but {list(info.shape)}"
         else:
-            unstacked[info.name] = _unstack(info, *stacks_found[0])
+            unstacked[info.name] = _unstack(info, *role.stack)
     for layer in itertools.chain.from_iterable(unstacked.values()):
         if f"{layer.module}.weight" in checkpoint.tensors:
             misfits[f"{layer.module}.weight"] = "is in the stack of experts too"
@@ -347,6 +328,10 @@ def _wrongly_stacked(unstacked: dict[str, list[Layer]]) -> dict[str, str]:
     return misfits
 
 
+def _is_stack(info: TensorInfo, stacked: Stacked) -> bool:
+    return len(info.shape) == 3 and info.shape[-1 if stacked.transposed else 1] % len(stacked.parts) == 0
+
+
 def _unstack(info: TensorInfo, experts_at: Experts, stacked: Stacked) -> list[Layer]:
     """One layer for each expert and part of a stacked tensor [E, in, parts*out] or [E, parts*out, in]."""
     experts, rows, cols = info.shape
@@ -362,46 +347,9 @@ def _unstack(info: TensorInfo, experts_at: Experts, stacked: Stacked) -> list[La
     ]
 
 
-def joined_sets(model: Model, layers: dict[str, Layer]) -> dict[str, tuple[str, ...]]:
-    """For every joined module its whole set, itself included, in the order of the checkpoint."""
-    patterns = [compile_pattern(pattern) for pattern in absolute(model, [joined.pattern for joined in model.joined])]
-    found: dict[str, int | None] = {}
-    members: dict[tuple[int, str], list[str]] = {}
-    for module, layer in layers.items():
-        alike = layer.alike
-        if alike not in found:
-            numbers = [number for number, pattern in enumerate(patterns) if pattern.fullmatch(module)]
-            found[alike] = numbers[0] if numbers else None
-        number = found[alike]
-        if number is not None:
-            members.setdefault((number, module.rsplit(".", 1)[0]), []).append(module)
-    sets: dict[str, tuple[str, ...]] = {}
-    for joined in members.values():
-        together = tuple(joined)
-        for module in joined:
-            sets[module] = together
-    return sets
-
-
-def experts_finder(model: Model) -> Callable[[str], str | None]:
-    """A function from a module to the path of the experts it belongs to, or None."""
-    patterns = [compile_pattern(pattern) for pattern in absolute(model, [experts.path for experts in model.experts])]
-
-    def find(module: str) -> str | None:
-        path = module if patterns else ""
-        while "." in path:
-            path = path.rsplit(".", 1)[0]
-            if any(pattern.fullmatch(path) for pattern in patterns):
-                return path
-        return None
-
-    return find
-
-
-def _refuse_size(model: Model, layers: dict[str, Layer], config: dict[str, Any], size: int) -> None:
-    find_split = split_finder(model)
+def _refuse_size(entry: Entry, layers: dict[str, Layer], config: dict[str, Any], size: int) -> None:
     for layer in {(layer.alike, layer.shape): layer for layer in layers.values()}.values():
-        problem = indivisible(layer.shape, find_split(layer.module), config, (1, 1), size)
+        problem = indivisible(layer.shape, entry.role(layer.module).split, config, (1, 1), size)
         if problem:
             raise PlanError(
                 f"--tp {size} cannot serve this model: {layer.alike}: {problem}",
@@ -410,7 +358,7 @@ def _refuse_size(model: Model, layers: dict[str, Layer], config: dict[str, Any],
 
 
 def _problem_finder(
-    model: Model,
+    entry: Entry,
     layers: dict[str, Layer],
     sets: dict[str, tuple[str, ...]],
     config: dict[str, Any],
@@ -419,22 +367,21 @@ def _problem_finder(
     """A function from a layer and a scheme to why engines cannot load it so; None if they can.
 
     Args:
-        model: the entry.
+        entry: the entry.
         layers: all layers, by module.
         sets: for each that is joined with others, all of its set.
         config: the part of config.json with the language model's sizes.
         size: also on that many ranks.
     """
     problems: dict[tuple[str, tuple[int, int], str, bool], str | None] = {}
-    find_split = split_finder(model)
-    reordered = compile_any(absolute(model, model.reordered))
 
     def look(layer: Layer, scheme: Scheme) -> str | None:
         if not scheme.head and is_head(layer.module):
             return "engines load no output head that is stored so"
-        if not scheme.follows_rows and reordered.fullmatch(layer.module):
+        role = entry.role(layer.module)
+        if not scheme.follows_rows and role.reordered:
             return "engines reorder its rows but not its scales"
-        split, problem = find_split(layer.module), None
+        split, problem = role.split, None
         # What the source has so, engines load so: also blocks that are smaller at the edges.
         for rows, _ in () if layer.passes(scheme) else ((layer.shape[0], None), *parts_of(layer.shape, split, config)):
             problem = problem or scheme.misfit((rows, layer.shape[1]))
@@ -476,7 +423,7 @@ def _no_input_scale(layer: Layer) -> str | None:
 
 
 def _settle(
-    model: Model,
+    entry: Entry,
     scheme: Scheme,
     layers: dict[str, Layer],
     find_problem: Callable[[Layer, Scheme], str | None],
@@ -495,10 +442,9 @@ def _settle(
     chosen_by_hand = bool(ignored or mixed or left)
     if layers and not chosen_by_hand and not any(find_problem(layer, scheme) for layer in layers.values()):
         return {}, {}, []
-    find_experts = experts_finder(model)
     together: dict[str, list[str]] = {}
     for module in layers:
-        together.setdefault(find_experts(module) or sets.get(module, (module,))[0], []).append(module)
+        together.setdefault(entry.experts(module) or sets.get(module, (module,))[0], []).append(module)
     reasons: dict[str, str] = {}
     others: dict[str, Other] = {}
     widened: dict[str, list[str]] = {}
@@ -536,7 +482,7 @@ def _settle(
     for title, modules in fallen.items():
         notes.append(f"{title} instead for {_share(modules, layers)}: {', '.join(collapse(modules))}")
     if len(reasons) == len(layers):
-        _refuse_nothing(model, reasons, options)
+        _refuse_nothing(entry.model, reasons, options)
         notes.append("nothing is quantized")
     if unfit and scheme.static:
         notes.append(f"the source has no usable input_scale for {_share(unfit, layers)}, which stay unquantized")
@@ -610,13 +556,12 @@ def _share(modules: list[str], layers: dict[str, Layer]) -> str:
     return f"{len(modules)} of {len(layers)} layers ({100 * share:.1f} % of their bytes)"
 
 
-def _refuse_experts(model: Model, fates: Fates) -> None:
-    find_experts = experts_finder(model)
+def _refuse_experts(entry: Entry, fates: Fates) -> None:
     if all(scheme.experts for scheme in (fates.scheme, *(other.scheme for other in fates.others.values()))):
         return
     refused: dict[str, Scheme] = {}
     for layer, scheme in fates.quantized:
-        if not scheme.experts and (path := find_experts(layer.module)):
+        if not scheme.experts and (path := entry.experts(layer.module)):
             refused[path] = scheme
     if refused:
         scheme = next(iter(refused.values()))
@@ -628,7 +573,7 @@ def _refuse_experts(model: Model, fates: Fates) -> None:
         )
 
 
-def _ignored_names(model: Model, fates: Fates) -> list[str]:
+def _ignored_names(entry: Entry, fates: Fates) -> list[str]:
     """What must be listed as ignored: checkpoint names without .weight, and the engines' other names for them.
 
     SGLang 0.5.23 has towers' modules under names that no rule tells, and takes whole subtrees: those it lists by a name
@@ -638,7 +583,6 @@ def _ignored_names(model: Model, fates: Fates) -> list[str]:
     utils/config_utils.py:226-293); experts match by the path that holds them all, for compressed-tensors by the names
     of the first. lm_head is listed unless it is quantized: transformers would quantize one tied to the embedding.
     """
-    find_experts = experts_finder(model)
     quantized = (module for module in fates.layers if module not in fates.reasons)
     names: dict[str, None] = {} if any(map(is_head, quantized)) else {"lm_head": None}
     modules = [
@@ -647,7 +591,7 @@ def _ignored_names(model: Model, fates: Fates) -> list[str]:
         if len(keep.tensor.shape) == 2 and keep.tensor.name.endswith(".weight")
     ]
     for module in (*modules, *(module for module in fates.layers if module in fates.reasons)):
-        experts = find_experts(module)
+        experts = entry.experts(module)
         if experts:
             names[experts] = None
             # SGLang 0.5.23 asks by these, whatever the projections are called (compressed_tensors.py:883).
@@ -655,16 +599,16 @@ def _ignored_names(model: Model, fates: Fates) -> list[str]:
         names[module] = None
     towers = [
         tower
-        for tower in model.towers
+        for tower in entry.model.towers
         if any(tower in module.split(".") for module in names)
         and not any(tower in layer.module.split(".") for layer, _ in fates.quantized)
     ]
     if fates.scheme.format == "compressed-tensors":
         towers = [f"re:(.*[.])?{tower}[.].*" for tower in towers]
-    return [*_engine_names(model, names), *towers]
+    return [*entry.engine_names(names), *towers]
 
 
-def _targets(model: Model, fates: Fates) -> dict[Scheme, list[str]]:
+def _targets(entry: Entry, fates: Fates) -> dict[Scheme, list[str]]:
     """The names under which engines find the layers that have another scheme, by scheme; and the output head's.
 
     vLLM 0.32.0 (quantization/compressed_tensors/utils.py:73-119) and compressed-tensors 0.20 (utils/match.py:116-151)
@@ -673,13 +617,12 @@ def _targets(model: Model, fates: Fates) -> dict[Scheme, list[str]]:
     transformers 5.23 takes an expression that says "experts" for theirs. vLLM renames no expression, so it begins at
     the number of the layer.
     """
-    find_experts = experts_finder(model)
     found: dict[Scheme, tuple[dict[str, None], dict[str, None], dict[str, None]]] = {}
     for module in fates.layers:
         head = is_head(module) and module not in fates.reasons
         if head or module in fates.others:
             modules, experts, heads = found.setdefault(fates.scheme_of(module), ({}, {}, {}))
-            path = find_experts(module)
+            path = entry.experts(module)
             if head:
                 heads[f"re:(.*[.])?{module.rsplit('.', 1)[-1]}"] = None
             elif path:
@@ -688,8 +631,8 @@ def _targets(model: Model, fates: Fates) -> dict[Scheme, list[str]]:
                 modules[module] = None
     return {
         scheme: [
-            *_engine_names(model, modules),
-            *dict.fromkeys(_expression(path) for path in _engine_names(model, experts)),
+            *entry.engine_names(modules),
+            *dict.fromkeys(_expression(path) for path in entry.engine_names(experts)),
             *heads,
         ]
         for scheme, (modules, experts, heads) in found.items()
@@ -701,19 +644,3 @@ def _expression(path: str) -> str:
     parts = path.split(".")
     number = next(number for number, part in enumerate(parts) if part.isdecimal())
     return "re:(.*[.])?" + "[.]".join([*map(re.escape, parts[number - 1 :]), ".*"])
-
-
-def _engine_names(model: Model, names: Iterable[str]) -> list[str]:
-    """Names of modules, and the engines' other names for them."""
-    listed_as = [
-        (compile_pattern(pattern), joined.names)
-        for joined, pattern in zip(model.joined, absolute(model, [j.pattern for j in model.joined]), strict=True)
-        if joined.names
-    ]
-    found: dict[str, None] = {}
-    for name in names:
-        found[name] = None
-        for pattern, merged in listed_as:
-            if pattern.fullmatch(name):
-                found |= {f"{name.rsplit('.', 1)[0]}.{last}": None for last in merged}
-    return list(dict.fromkeys(itertools.chain(found, *map(model.names_of, found))))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from ..files.checkpoint import Checkpoint
 from ..files.inputs import shown
 from ..formats.schemes import Group
-from ..models import Model, Split, absolute
-from ..patterns import compile_pattern
+from ..models import Model, Split
 from ..weights.layers import Layer
+from .roles import Entry
 
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8, 16)
 
@@ -30,13 +30,6 @@ def text_config(checkpoint: Checkpoint, model: Model) -> dict[str, Any]:
     return inner if isinstance(inner, dict) else checkpoint.config
 
 
-def split_finder(model: Model) -> Callable[[str], Split | None]:
-    """A function from a module to how tensor parallelism divides it, or None."""
-    patterns = [compile_pattern(pattern) for pattern in absolute(model, [split.pattern for split in model.splits])]
-    splits = list(zip(patterns, model.splits, strict=True))
-    return lambda module: next((split for pattern, split in splits if pattern.fullmatch(module)), None)
-
-
 def parts_of(shape: tuple[int, int], split: Split | None, config: dict[str, Any]) -> list[tuple[int, str | None]]:
     """Rows of each layer that a tensor holds one below the other, and the config key that counts its heads.
 
@@ -53,23 +46,22 @@ def parts_of(shape: tuple[int, int], split: Split | None, config: dict[str, Any]
 
 
 def parallel_sizes(
-    checkpoint: Checkpoint, model: Model, layers: Iterable[tuple[Layer, Group]], asked: int | None
+    checkpoint: Checkpoint, entry: Entry, layers: Iterable[tuple[Layer, Group]], asked: int | None
 ) -> tuple[ParallelSize, ...]:
     """For each tensor-parallel size whether the layers divide, and the first one that does not.
 
     Args:
         checkpoint: the opened source.
-        model: its entry.
+        entry: its entry.
         layers: what could be quantized, with what shares a scale in it; 1 x 1 where it stays unquantized.
         asked: one more size to tell of.
     """
-    config = text_config(checkpoint, model)
-    find_split = split_finder(model)
+    config = text_config(checkpoint, entry.model)
     kinds: dict[tuple[str, tuple[int, int], Group], Split | None] = {}
     for layer, group in layers:
         key = (layer.alike, layer.shape, group)
         if key not in kinds:
-            kinds[key] = find_split(layer.module)
+            kinds[key] = entry.role(layer.module).split
     result = []
     for size in sorted({*TENSOR_PARALLEL_SIZES, *([asked] if asked else [])}):
         problem = None

@@ -22,8 +22,9 @@ from ..patterns import collapse, compile_pattern, template
 from ..version import __version__
 from ..weights.encoded import DECODED_DTYPE, Encoded, decoded_view, leftovers, without_cache_scales
 from ..weights.layers import Layer, Matrix, encoded_matrices
-from .fates import Fates, Kept, Options, decide, experts_finder, is_head, unread_by_sglang
+from .fates import Fates, Kept, Options, decide, unread_by_sglang
 from .parallel import ParallelSize, parallel_sizes, text_config
+from .roles import Entry, is_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ class Plan:
     architecture: str
     scheme: Scheme
     schemes: dict[Scheme, int]
-    model: Model
+    entry: Entry
     shards: tuple[Shard, ...]
     source_shards: tuple[str, ...]
     indexed: bool
@@ -148,6 +149,11 @@ class Plan:
     _fates: Fates
 
     @property
+    def model(self) -> Model:
+        """What the registry holds of the architecture."""
+        return self.entry.model
+
+    @property
     def title(self) -> str:
         """What shares a scale, in words."""
         most, *others = self.schemes
@@ -162,7 +168,7 @@ class Plan:
     @property
     def unread_by_sglang(self) -> Refusal | None:
         """Why SGLang does not load the output, and what it loads instead; None if it does."""
-        return unread_by_sglang(self.model, self._fates)
+        return unread_by_sglang(self.entry, self._fates)
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -172,8 +178,7 @@ class Plan:
     @property
     def expert_schemes(self) -> dict[str, Scheme]:
         """The schemes that quantized experts are stored in, by name."""
-        find_experts = experts_finder(self.model)
-        return {scheme.name: scheme for layer, scheme in self._fates.quantized if find_experts(layer.module)}
+        return {scheme.name: scheme for layer, scheme in self._fates.quantized if self.entry.experts(layer.module)}
 
     @property
     def ignored_layers(self) -> list[str]:
@@ -361,8 +366,9 @@ def make_plan(
             "static activations are the input_scale tensors of a quantized source, and this one has none",
             "leave --activation-scheme out: engines scale activations as they run",
         )
-    fates, quantization_config, notes = decide(seen, encoded, model, scheme, options)
-    unread = unread_by_sglang(model, fates)
+    entry = Entry(model)
+    fates, quantization_config, notes = decide(seen, encoded, entry, scheme, options)
+    unread = unread_by_sglang(entry, fates)
     if unread is not None:
         notes.append(f"{SGLANG} does not load this output: {unread.why}; {unread.hint}")
     if encoded and (find_quantization(checkpoint.config) or {}).get("kv_cache_scheme"):
@@ -370,8 +376,8 @@ def make_plan(
     notes += _left_behind(checkpoint, encoded)
     if model.rest:
         notes.insert(0, "decided from names and shapes alone: look at the plan, and at what the engine makes of it")
-    parallel = parallel_sizes(seen, model, fates.groups, options.tp)
-    return _assemble(checkpoint, seen, encoded, model, fates, quantization_config, notes, parallel, identity)
+    parallel = parallel_sizes(seen, entry, fates.groups, options.tp)
+    return _assemble(checkpoint, seen, encoded, entry, fates, quantization_config, notes, parallel, identity)
 
 
 def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
@@ -393,15 +399,15 @@ def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
     kept = [Kept(info, template(info.module), "" if info.name in encoded else "not quantized") for info in matrices]
     copied = [info for info in seen.tensors.values() if len(info.shape) < 2]
     fates = Fates(PLAIN, {}, {}, kept, copied, {}, {}, {})
-    model = MODELS.get(checkpoint.architecture, replace(GENERIC, name=checkpoint.architecture))
-    return _assemble(checkpoint, seen, encoded, model, fates, {}, _left_behind(checkpoint, encoded), (), identity)
+    entry = Entry(MODELS.get(checkpoint.architecture, replace(GENERIC, name=checkpoint.architecture)))
+    return _assemble(checkpoint, seen, encoded, entry, fates, {}, _left_behind(checkpoint, encoded), (), identity)
 
 
 def _assemble(
     original: Checkpoint,
     checkpoint: Checkpoint,
     encoded: dict[str, Encoded],
-    model: Model,
+    entry: Entry,
     fates: Fates,
     quantization_config: dict[str, Any],
     notes: list[str],
@@ -426,10 +432,10 @@ def _assemble(
     # A shard that holds nothing but scales has no part in the output.
     shards = tuple(Shard(shard, size - saved[shard]) for shard, size in sizes.items() if by_shard[shard])
     return Plan(
-        architecture=model.name,
+        architecture=entry.model.name,
         scheme=fates.scheme,
         schemes={chosen: counts.get(chosen.name, 0) for chosen in _used(fates)},
-        model=model,
+        entry=entry,
         shards=shards,
         source_shards=tuple(checkpoint.shards),
         indexed=checkpoint.indexed,
@@ -445,7 +451,7 @@ def _assemble(
         source_weight_bytes_quantized=sum(layer.stored for layer, _ in quantized),
         quantized_tensors=len(quantized),
         decoded_tensors=len(encoded) - sum(layer.encoded is not None for layer, _ in quantized),
-        digest=_digest(original, model, fates, quantization_config, identity),
+        digest=_digest(original, entry.model, fates, quantization_config, identity),
         _where=checkpoint.where,
         _by_shard=by_shard,
         _encoded=encoded,

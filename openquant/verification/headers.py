@@ -7,7 +7,6 @@ engines accept, is a note.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..files.checkpoint import Checkpoint, read_json
@@ -15,67 +14,13 @@ from ..files.names import INDEX_FILE
 from ..files.tensors import TensorInfo
 from ..formats.quantization import FLOATS, Quantization, quantization_places
 from ..formats.schemes import CODE_DTYPE, MIXED, STATIC, VARIANTS, recognise
-from ..models import NOT_LINEAR, ROUTER, Model, absolute
-from ..patterns import compile_any, compile_pattern, template
-from ..plan.fates import experts_finder, is_head, joined_sets
+from ..models import NOT_LINEAR, ROUTER, Model
+from ..plan.roles import Entry, is_head
 from ..weights.encoded import leftovers
 from ..weights.layers import Layer
 from .configs import differences
 from .contents import Weight
 from .settings import unread
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """What the registry says of all modules named alike."""
-
-    layer: bool
-    stack: bool
-    keep: str | None
-    fused: str | None
-
-
-class Registry:
-    """The registry's entry for an architecture, asked about modules of a checkpoint."""
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
-        self.find_experts = experts_finder(model)
-        self._compress = compile_any(absolute(model, model.compress))
-        stacks = (f"{experts.place}.{stacked.name}" for experts in model.experts for stacked in experts.stacked)
-        self._stacks = compile_any(absolute(model, stacks))
-        self._keeps = [(compile_any(absolute(model, [keep.pattern])), keep.why) for keep in model.keep]
-        patterns = absolute(model, [joined.pattern for joined in model.joined])
-        self._fused = [
-            (compile_pattern(pattern), joined.listed_as)
-            for joined, pattern in zip(model.joined, patterns, strict=True)
-            if joined.listed_as
-        ]
-        # Stacks beside the module of the experts are looked up as that.
-        self._fused += [
-            (compile_pattern(pattern), experts.path.rsplit(".", 1)[1])
-            for experts in model.experts
-            if experts.beside
-            for pattern in absolute(model, [f"{experts.place}.{stacked.name}" for stacked in experts.stacked])
-        ]
-        self._kinds: dict[str, _Kind] = {}
-
-    def kind(self, module: str) -> _Kind:
-        """What it says of a module."""
-        alike = template(module)
-        if alike not in self._kinds:
-            self._kinds[alike] = _Kind(
-                bool(self._compress.fullmatch(module)),
-                bool(self._stacks.fullmatch(module)),
-                next((why for pattern, why in self._keeps if pattern.fullmatch(module)), None),
-                next((fused for pattern, fused in self._fused if pattern.fullmatch(module)), None),
-            )
-        return self._kinds[alike]
-
-    def fused(self, module: str) -> str | None:
-        """The merged layer that engines look up instead of a module; None where they look up the module itself."""
-        fused = self.kind(module).fused
-        return None if fused is None else f"{module.rsplit('.', 1)[0]}.{fused}"
 
 
 class Headers:
@@ -93,7 +38,7 @@ class Headers:
         notes: what is worth knowing, and what was not checked.
         scheme: which of ours it is stored in, the nearest where it is not quite; None for other ways to store it.
         head: whether the output head is quantized.
-        registry: the entry, with the output head among what is quantized if it is; None without one.
+        entry: the registry's, with the output head among what is quantized if it is; None without one.
         codes: the quantized weights, by name.
         scales: the names of their scales.
         unlisted: the names that had to be listed as unquantized and are not.
@@ -114,7 +59,7 @@ class Headers:
         )
         if model and self.head and model.head_refused is None:
             model = model.with_head()
-        self.registry = Registry(model) if model else None
+        self.entry = Entry(model) if model else None
         self.problems: list[str] = list(quantization.problems)
         self.notes: list[str] = []
         self._check_settings()
@@ -157,15 +102,15 @@ class Headers:
         """Fill problems and notes."""
         self._sort_tensors()
         self._check_strays()
-        if self.registry is None:
+        if self.entry is None:
             self.notes.append(
                 f"{self.checkpoint.architecture} is not a known architecture: not checked are which unquantized layers "
                 "must be listed, and which must share their status or scale"
             )
         self._check_listed()
-        if self.registry is not None:
-            self._check_unlisted(self.registry)
-            self._check_together(self.registry)
+        if self.entry is not None:
+            self._check_unlisted(self.entry)
+            self._check_together(self.entry)
         self._check_head()
         self._check_index()
         self._check_written()
@@ -277,35 +222,35 @@ class Headers:
         for name, weight in self.codes.items():
             module = weight.info.module
             names: list[str] = [module]
-            if self.registry is not None:
-                fused = self.registry.fused(module)
-                names = [n for known in (module, fused) if known for n in self.registry.model.names_of(known)]
-            entry = ignored.find(names)
-            if entry is not None:
-                self.problems.append(f"{self.place(name)} is {CODE_DTYPE}, but {ignored.key} lists {entry}")
+            if self.entry is not None:
+                known = dict.fromkeys([module, self.entry.looked_up(module)])
+                names = [name for one in known for name in self.entry.model.names_of(one)]
+            listed = ignored.find(names)
+            if listed is not None:
+                self.problems.append(f"{self.place(name)} is {CODE_DTYPE}, but {ignored.key} lists {listed}")
 
-    def _check_unlisted(self, registry: Registry) -> None:
+    def _check_unlisted(self, entry: Entry) -> None:
         """Every unquantized module that an engine would build as FP8 must be listed; and what may not be FP8."""
         ignored, unlisted = self.quantization.ignored, []
         for info in self.checkpoint.tensors.values():
-            kind = registry.kind(info.module)
+            role = entry.role(info.module)
             if info.name in self.codes:
                 # Other layers than the registry's are FP8 where the source had them so.
-                message = f"{self.place(info.name)} is {CODE_DTYPE}, but it is kept: {kind.keep}"
-                if kind.keep in NOT_LINEAR:
+                message = f"{self.place(info.name)} is {CODE_DTYPE}, but it is kept: {role.keep}"
+                if role.keep in NOT_LINEAR:
                     self.problems.append(message)
-                elif kind.keep == ROUTER:
+                elif role.keep == ROUTER:
                     # Some engines build some routers with quantization.
                     self.differs(message)
                 continue
             matrix = len(info.shape) == 2 and info.name.endswith(".weight")
-            linear = kind.layer or (kind.keep is not None and kind.keep not in NOT_LINEAR)
-            if not (kind.stack or (matrix and linear)) or self.quantization.format_of(info.module) is None:
+            linear = role.compress or (role.keep is not None and role.keep not in NOT_LINEAR)
+            if not (role.stack or (matrix and linear)) or self.quantization.format_of(info.module) is None:
                 continue
-            wanted = registry.fused(info.module) or info.module
-            if ignored.find(registry.model.names_of(wanted)) is not None:
+            wanted = entry.looked_up(info.module)
+            if ignored.find(entry.model.names_of(wanted)) is not None:
                 continue
-            if kind.keep is None or self.ours:
+            if role.keep is None or self.ours:
                 self.unlisted.add(wanted)
                 self.problems.append(
                     f"{self.place(info.name)} is {info.dtype}, but {ignored.key} does not list {wanted}"
@@ -320,12 +265,12 @@ class Headers:
                 f"{them} as FP8"
             )
 
-    def layers(self, registry: Registry) -> dict[str, Layer]:
+    def layers(self, entry: Entry) -> dict[str, Layer]:
         """The stored matrices that the registry lets quantize."""
         return {
-            info.module: Layer(info.module, template(info.module), info, (info.shape[0], info.shape[1]))
+            info.module: Layer(info.module, entry.role(info.module).alike, info, (info.shape[0], info.shape[1]))
             for info in self.checkpoint.tensors.values()
-            if len(info.shape) == 2 and info.name.endswith(".weight") and registry.kind(info.module).layer
+            if len(info.shape) == 2 and info.name.endswith(".weight") and entry.role(info.module).compress
         }
 
     def _check_head(self) -> None:
@@ -336,17 +281,17 @@ class Headers:
                     f"{self.place(name)} is {CODE_DTYPE}, but no config group names it: engines find it by name only"
                 )
 
-    def _check_together(self, registry: Registry) -> None:
+    def _check_together(self, entry: Entry) -> None:
         """What an engine merges must be quantized together, and so must all experts of a layer."""
-        layers = self.layers(registry)
+        layers = self.layers(entry)
         groups: dict[str, list[str]] = {}
         for module in layers:
-            experts = registry.find_experts(module)
+            experts = entry.experts(module)
             if experts is not None:
                 groups.setdefault(experts, []).append(module)
-        for members in set(joined_sets(registry.model, layers).values()):
+        for members in set(entry.joined_sets(layers).values()):
             # Experts are held together already.
-            if registry.find_experts(members[0]) is None:
+            if entry.experts(members[0]) is None:
                 groups[members[0]] = list(members)
         for name in sorted(groups):
             one = {f"{module}.weight" in self.codes: module for module in reversed(groups[name])}

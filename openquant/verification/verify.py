@@ -28,14 +28,15 @@ from ..formats.schemes import CHANNEL, MIXED, TENSOR, Group, Scheme
 from ..machine import available_cpus
 from ..models import MODELS
 from ..patterns import collapse, template
-from ..plan.fates import Options, joined_sets
+from ..plan.fates import Options
 from ..plan.plan import Plan, make_plan
+from ..plan.roles import Entry
 from ..weights.encoded import MODELOPT_FILE, decoded_view, with_own_file
 from ..weights.layers import Matrix
 from .configs import differences, judged
 from .contents import LayerError, Progress, Task, Weight, read_contents
 from .extras import extra_files, extra_weights
-from .headers import Headers, Registry, described
+from .headers import Headers, described
 
 
 @dataclass(frozen=True)
@@ -245,9 +246,9 @@ class _Verification:
             pairs = self._pair(self.source)
             self._compare_plan()
         self._read(pairs, workers, progress)
-        if self.headers.registry is not None:
-            self._check_shared_scales(self.headers.registry)
-        self._check_remade_scales(self.headers.registry)
+        if self.headers.entry is not None:
+            self._check_shared_scales(self.headers.entry)
+        self._check_remade_scales(self.headers.entry)
 
     def _open_with_library(self) -> None:
         """Every file opens with the safetensors library, which engines use, and holds the same to it."""
@@ -317,7 +318,7 @@ class _Verification:
         for info in self.checkpoint.tensors.values():
             if len(info.shape) < 2 or info.name in self.codes or self.headers.owner(info.name) is not None:
                 continue
-            experts = self.headers.registry.find_experts(info.module) if self.headers.registry else None
+            experts = self.headers.entry.experts(info.module) if self.headers.entry else None
             alike = template(info.module)
             if alike not in quantized:
                 patterns[alike] = None
@@ -329,7 +330,7 @@ class _Verification:
 
     def _schemes_for(self) -> Iterator[tuple[str, Scheme]]:
         """--scheme-for options for what is stored in another scheme than most."""
-        if self.scheme is None or self.headers.registry is None:
+        if self.scheme is None or self.headers.entry is None:
             return
         alike: dict[str, set[Group]] = {}
         for weight in self.codes.values():
@@ -341,7 +342,7 @@ class _Verification:
                 name = template(weight.info.module)
                 if len(alike[name]) > 1:
                     # Each pattern is held against every layer, and experts are many.
-                    experts = self.headers.registry.find_experts(weight.info.module)
+                    experts = self.headers.entry.experts(weight.info.module)
                     name = f"{experts}.**" if experts else weight.info.module
                 others[name] = next(other for other in MIXED if other.group == weight.form.group)
         yield from others.items()
@@ -450,10 +451,10 @@ class _Verification:
             if skipped:
                 self.notes.append(f"{skipped} quantized tensors were not decoded: the source has no matrix for them")
 
-    def _check_shared_scales(self, registry: Registry) -> None:
+    def _check_shared_scales(self, entry: Entry) -> None:
         """Layers that engines merge have one scale, or vLLM rounds them a second time at load."""
-        layers, several, ragged = self.headers.layers(registry), 0, 0
-        for members in sorted(set(joined_sets(registry.model, layers).values())):
+        layers, several, ragged = self.headers.layers(entry), 0, 0
+        for members in sorted(set(entry.joined_sets(layers).values())):
             weights = [self.codes[f"{module}.weight"] for module in members if f"{module}.weight" in self.codes]
             forms = {weight.form for weight in weights}
             form = forms.pop() if len(forms) == 1 else None
@@ -491,15 +492,15 @@ class _Verification:
             return self.scheme
         return next((other for other in MIXED if other.group == weight.form.group), None)
 
-    def _check_remade_scales(self, registry: Registry | None) -> None:
+    def _check_remade_scales(self, entry: Entry | None) -> None:
         """One scale for several layers is that of the largest weight in any of them."""
-        sets = joined_sets(registry.model, self.headers.layers(registry)) if registry else {}
+        sets = entry.joined_sets(self.headers.layers(entry)) if entry else {}
         together: dict[object, list[str]] = {}
         for module in self.absmax:
             scale = self.codes[f"{module}.weight"].scale
             if scale is not None and scale.name in self.values:
                 # Which are joined is not known of every model; those of one scale may be.
-                key = sets.get(module, (module,)) if registry else self.values[scale.name]
+                key = sets.get(module, (module,)) if entry else self.values[scale.name]
                 together.setdefault(key, []).append(module)
         for modules in together.values():
             scheme = self._scheme_of(self.codes[f"{modules[0]}.weight"])

@@ -11,8 +11,9 @@ import tiny
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import TENSOR, Group
 from openquant.models import HEADS, KV_HEADS, MODELS, Split
-from openquant.plan.parallel import ParallelSize, indivisible, parallel_sizes, parts_of, split_finder, text_config
+from openquant.plan.parallel import ParallelSize, indivisible, parallel_sizes, parts_of, text_config
 from openquant.plan.plan import make_plan
+from openquant.plan.roles import Entry
 
 OUT, IN = Split(".up", "out"), Split(".down", "in")
 QUERIES = Split(".q", "out", heads=HEADS)
@@ -92,20 +93,20 @@ def test_the_parts_of_a_merged_layer() -> None:
 
 def test_the_first_layer_that_does_not_divide_is_named(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tiny.write(tmp_path / "a"))
-    model = MODELS["Qwen3ForCausalLM"]
+    entry = Entry(MODELS["Qwen3ForCausalLM"])
     layers = make_plan(checkpoint, TENSOR).layers
     quantized = [(layer, (1, 1)) for layer in layers.values()]
-    sizes = parallel_sizes(checkpoint, model, quantized, None)
+    sizes = parallel_sizes(checkpoint, entry, quantized, None)
     heads = "model.layers.*.self_attn.o_proj: 4 heads do not divide by "
     assert sizes == (
         ParallelSize(1, None), ParallelSize(2, None), ParallelSize(4, None),
         ParallelSize(8, f"{heads}8"), ParallelSize(16, f"{heads}16"),
     )  # fmt: skip
-    asked = parallel_sizes(checkpoint, model, quantized, 3)
+    asked = parallel_sizes(checkpoint, entry, quantized, 3)
     assert asked[2] == ParallelSize(3, "model.layers.*.mlp.down_proj: 512 does not divide by 3")
     assert [entry.size for entry in asked] == [1, 2, 3, 4, 8, 16]
     # Only what is not divided is left.
-    assert {entry.problem for entry in parallel_sizes(checkpoint, model, [], 3)} == {None}
+    assert {size.problem for size in parallel_sizes(checkpoint, entry, [], 3)} == {None}
 
 
 def test_sizes_come_from_the_language_model_in_a_wrapper(tmp_path: Path) -> None:
@@ -118,9 +119,9 @@ def test_sizes_come_from_the_language_model_in_a_wrapper(tmp_path: Path) -> None
 
 
 def test_what_is_not_in_a_layer_is_not_divided() -> None:
-    find = split_finder(MODELS["Qwen3ForCausalLM"])
-    found = find("model.layers.0.self_attn.o_proj")
+    entry = Entry(MODELS["Qwen3ForCausalLM"])
+    found = entry.role("model.layers.0.self_attn.o_proj").split
     assert found is not None
     assert (found.axis, found.heads) == ("in", HEADS)
-    assert find("model.norm") is None
-    assert find("model.layers.0.self_attn") is None
+    assert entry.role("model.norm").split is None
+    assert entry.role("model.layers.0.self_attn").split is None

@@ -1,0 +1,149 @@
+"""The registry's entry of an architecture, asked about modules: once for all whose names differ in numbers only."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ..models import HEAD, Experts, Model, Split, Stacked, absolute
+from ..patterns import MAX_DIGITS, compile_any, compile_pattern, template
+
+
+class Role(NamedTuple):
+    """What an entry says of a module.
+
+    Attributes:
+        alike: the module's name with `*` for its numbers, "model.layers.*.mlp.up_proj".
+        patterns: how many of compress, experts and keep cover it; one is right.
+        compress: whether it may be quantized.
+        stack: the experts it is a stacked tensor of, and which of their stacks; None if it is none.
+        keep: why it stays as it is; None if it does not.
+        joined: the pattern of the set that engines merge it into; None if they do not.
+        below: how many parts of its name come after the path of its experts: 2 in "model.layers.0.mlp.experts.7.w1";
+            0 if it is no expert's.
+        split: how tensor parallelism divides it; None if it does not.
+        listed_as: last parts of the engines' names for what they merge it into, listed beside its own.
+        looked_up: last part of the name that vLLM looks up instead of its own; None where it looks up its own.
+        reordered: whether an engine puts its rows in another order.
+        plain: whether SGLang builds it in bfloat16.
+    """
+
+    alike: str
+    patterns: int
+    compress: bool
+    stack: tuple[Experts, Stacked] | None
+    keep: str | None
+    joined: str | None
+    below: int
+    split: Split | None
+    listed_as: tuple[str, ...]
+    looked_up: str | None
+    reordered: bool
+    plain: bool
+
+
+class Entry:
+    """An entry of the registry, with its patterns compiled and its answers kept.
+
+    Args:
+        model: the entry.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self._compress = compile_any(absolute(model, model.compress))
+        self._reordered = compile_any(absolute(model, model.reordered))
+        self._plain = compile_any(absolute(model, model.sglang.plain))
+        stacks = [(experts, stacked) for experts in model.experts for stacked in experts.stacked]
+        places = [f"{experts.place}.{stacked.name}" for experts, stacked in stacks]
+        self._stacks = list(zip(_compiled(model, places), stacks, strict=True))
+        self._keeps = list(zip(_compiled(model, (keep.pattern for keep in model.keep)), model.keep, strict=True))
+        self._joined = list(zip(_compiled(model, (one.pattern for one in model.joined)), model.joined, strict=True))
+        self._splits = list(zip(_compiled(model, (one.pattern for one in model.splits)), model.splits, strict=True))
+        self._experts = _compiled(model, (experts.path for experts in model.experts))
+        self._roles: dict[tuple[str, str], Role] = {}
+        # Neighbours have the same parent, whose template is made once.
+        self._parent, self._parents_alike = "", ""
+
+    def role(self, module: str) -> Role:
+        """What it says of a module."""
+        parent, _, last = module.rpartition(".")
+        if parent != self._parent:
+            self._parent, self._parents_alike = parent, template(parent)
+        key = (self._parents_alike, "*" if parent and last.isdecimal() and len(last) <= MAX_DIGITS else last)
+        role = self._roles.get(key)
+        if role is None:
+            role = self._roles[key] = self._ask(module)
+        return role
+
+    def _ask(self, module: str) -> Role:
+        compress = self._compress.fullmatch(module) is not None
+        stacks = [stack for pattern, stack in self._stacks if pattern.fullmatch(module)]
+        keeps = [keep for pattern, keep in self._keeps if pattern.fullmatch(module)]
+        joined = [joined for pattern, joined in self._joined if pattern.fullmatch(module)]
+        # Stacks beside the module of the experts are looked up as that.
+        looked_up = [one.listed_as for one in joined] + [e.path.rpartition(".")[2] for e, _ in stacks if e.beside]
+        return Role(
+            alike=template(module),
+            patterns=compress + len(stacks) + len(keeps),
+            compress=compress,
+            stack=stacks[0] if stacks else None,
+            keep=keeps[0].why if keeps else None,
+            joined=joined[0].pattern if joined else None,
+            below=self._below(module),
+            split=next((split for pattern, split in self._splits if pattern.fullmatch(module)), None),
+            listed_as=tuple(dict.fromkeys(name for one in joined for name in one.names)),
+            looked_up=next(filter(None, looked_up), None),
+            reordered=self._reordered.fullmatch(module) is not None,
+            plain=self._plain.fullmatch(module) is not None,
+        )
+
+    def _below(self, module: str) -> int:
+        parts = module.split(".")
+        for count in range(1, len(parts) if self._experts else 0):
+            path = ".".join(parts[:-count])
+            if any(pattern.fullmatch(path) for pattern in self._experts):
+                return count
+        return 0
+
+    def experts(self, module: str) -> str | None:
+        """The path of the experts that a module belongs to: "model.layers.0.mlp.experts"; None if to none."""
+        below = self.role(module).below
+        return module.rsplit(".", below)[0] if below else None
+
+    def looked_up(self, module: str) -> str:
+        """The name that vLLM looks a module up under: its own, or that of the layer it is merged into."""
+        last = self.role(module).looked_up
+        return module if last is None else f"{module.rpartition('.')[0]}.{last}"
+
+    def joined_sets(self, modules: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """For every module that engines merge with others, all there are of its set, itself included, in that order."""
+        members: dict[tuple[str, str], list[str]] = {}
+        for module in modules:
+            joined = self.role(module).joined
+            if joined is not None:
+                members.setdefault((joined, module.rpartition(".")[0]), []).append(module)
+        sets: dict[str, tuple[str, ...]] = {}
+        for found in members.values():
+            sets |= dict.fromkeys(found, tuple(found))
+        return sets
+
+    def engine_names(self, names: Iterable[str]) -> list[str]:
+        """Names of modules, the engines' other names for them, and those of what they are merged into."""
+        found: dict[str, None] = {}
+        for name in names:
+            found[name] = None
+            for last in self.role(name).listed_as:
+                found[f"{name.rpartition('.')[0]}.{last}"] = None
+        return list(dict.fromkeys(itertools.chain(found, *map(self.model.names_of, found))))
+
+
+def _compiled(model: Model, patterns: Iterable[str]) -> list[re.Pattern[str]]:
+    return [compile_pattern(pattern) for pattern in absolute(model, patterns)]
+
+
+def is_head(module: str) -> bool:
+    """Whether a module is an output head."""
+    return compile_pattern(HEAD.pattern).fullmatch(module) is not None
