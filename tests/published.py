@@ -24,11 +24,16 @@ def expand(name: str) -> list[str]:
 
 
 def published(name: str) -> Checkpoint:
+    """The checkpoint of a file in names/, such as `Qwen3ForCausalLM` or `quantized/DeepseekV3ForCausalLM`."""
+    return described((NAMES / f"{name}.txt").read_text(), Path(name).name.split("-")[0])
+
+
+def described(text: str, architecture: str) -> Checkpoint:
     """A checkpoint as a names file describes it, all in one shard; nothing of it is on disk."""
     tensors: dict[str, TensorInfo] = {}
     config: dict[str, object] = {}
     quantization = None
-    for line in (NAMES / f"{name}.txt").read_text().splitlines():
+    for line in text.splitlines():
         if line.startswith("# quantization_config "):
             quantization = json.loads(line.removeprefix("# quantization_config "))
         elif line.startswith("#"):
@@ -40,7 +45,6 @@ def published(name: str) -> Checkpoint:
         assert len(names) == int(count)
         sizes = tuple(int(size) for size in re.findall(r"\d+", shape))
         tensors |= {full: TensorInfo(full, dtype, sizes) for full in names}
-    architecture = Path(name).name.split("-")[0]
     where, offset = {}, 0
     for full, info in tensors.items():
         where[full] = Location("model.safetensors", offset)
