@@ -1,0 +1,118 @@
+"""What is published: the wheel and the source archive, built from what git tracks, and the wheel used elsewhere.
+
+An editable install has every file of the checkout, so it shows no package that is missing.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from conftest import EXAMPLE, ROOT
+from loopback_hub import LoopbackHub
+from openquant.version import __version__
+
+BUILD = "import sys; from setuptools import build_meta as b; d = sys.argv[1]; b.build_wheel(d); b.build_sdist(d)"
+TOKEN = "hf_secretsecret"
+NAME = f"openquant-{__version__}"
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build made: the checkout it was made from, the wheel and the source archive."""
+
+    checkout: Path
+    wheel: Path
+    archive: Path
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    root = tmp_path_factory.mktemp("packaging")
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("this is no git checkout: there is no telling what belongs to it")
+    done = subprocess.run(["git", "archive", "--format=tar", "HEAD"], cwd=ROOT, capture_output=True, check=True)
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as tar:
+        tar.extractall(root / "checkout", filter="data")
+    made = root / "made"
+    made.mkdir()
+    call([sys.executable, "-c", BUILD, made], cwd=root / "checkout")
+    return Built(root / "checkout", made / f"{NAME}-py3-none-any.whl", made / f"{NAME}.tar.gz")
+
+
+@pytest.fixture(scope="module")
+def scripts(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the commands of an environment are that holds the wheel, and sees what the tests' own has."""
+    root = tmp_path_factory.mktemp("elsewhere")
+    venv.create(root / "env", with_pip=False)
+    python = root / "env" / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index"]
+    call([*install, "--disable-pip-version-check", built.wheel], cwd=root)
+    # A directory named here has its own .pth files left alone, an editable install's among them.
+    others = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
+    [site] = (root / "env" / "lib").glob("python*/site-packages")
+    (site / "others.pth").write_text("\n".join(others))
+    found = call([python, "-c", "import openquant, compress_fp8; print(openquant.__file__)"], cwd=root)
+    assert Path(found.strip()).is_relative_to(site)
+    return python.parent
+
+
+def call(command: list[object], cwd: Path, **environment: str) -> str:
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [*map(str, command)], cwd=cwd, env={**kept, **environment}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_wheel_holds_every_package_and_no_tests(built: Built) -> None:
+    with zipfile.ZipFile(built.wheel) as wheel:
+        found = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        assert f"{NAME}.dist-info/licenses/LICENSE" in wheel.namelist()
+    package = [path for path in (built.checkout / "openquant").rglob("*") if path.suffix in (".py", ".typed")]
+    expected = {path.relative_to(built.checkout).as_posix() for path in package} | {"compress_fp8.py"}
+    assert "openquant/py.typed" in expected
+    assert found == expected
+
+
+def test_the_source_archive_holds_what_it_is_built_and_read_from(built: Built) -> None:
+    with tarfile.open(built.archive) as tar:
+        found = {name.removeprefix(f"{NAME}/") for name in tar.getnames()}
+    documents = {path.relative_to(built.checkout).as_posix() for path in built.checkout.glob("docs/*.md")}
+    assert len(documents) >= 3
+    assert {"README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml", "compress_fp8.py", *documents} <= found
+    assert {"openquant/py.typed", "tests/conftest.py", "tools/names_file.py"} <= found
+
+
+@pytest.mark.parametrize("command", ["openquant", "compress-fp8", "-m openquant", "-m compress_fp8"])
+def test_every_command_knows_its_version_and_helps(command: str, scripts: Path, tmp_path: Path) -> None:
+    words = command.split()
+    start = [scripts / "python", *words] if words[0] == "-m" else [scripts / words[0]]
+    assert call([*start, "--version"], cwd=tmp_path).split()[-1] == __version__
+    assert call([*start, "--help"], cwd=tmp_path).startswith("usage: ")
+
+
+def test_every_verb_works_from_the_wheel(scripts: Path, tmp_path: Path) -> None:
+    openquant = scripts / "openquant"
+    call([openquant, "compress", "-m", EXAMPLE, "-o", "made", "-w", "128", "-q"], cwd=tmp_path)
+    report = json.loads(call([openquant, "verify", "made", "--source", EXAMPLE, "--full", "--json"], cwd=tmp_path))
+    assert report["problems"] == []
+    call([openquant, "dequantize", "made", "-o", "plain", "-q"], cwd=tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    with LoopbackHub(tmp_path / "hub", token=TOKEN) as hub:
+        settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+        pushed = call([openquant, "push", "made", "you/made", "--json"], tmp_path, **settings, HF_TOKEN=TOKEN)
+    assert json.loads(pushed)["pushed_to"].startswith(f"{hub.endpoint}/you/made/commit/")
