@@ -1,4 +1,4 @@
-"""Mutation testing by hand: `python tests/mutation/run.py kernels schemes --sample 60`; CONTRIBUTING.md tells more.
+"""Mutation testing by hand: `python tests/mutation/run.py formats/kernels --sample 60`; CONTRIBUTING.md tells more.
 
 A mutant is a module with one fault: an operator of mutmut's (another comparison, number, string, argument, ...), a
 negated condition, or a statement left out. It is killed by the first test that fails, of those that run the lines with
