@@ -14,12 +14,12 @@ from conftest import Run
 from openquant import __version__, compress, verify
 from openquant import run as running
 from openquant.errors import SourceError
+from openquant.files import cards
 from openquant.files.cards import base_models, published_card
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.inputs import read_small
 from openquant.formats.schemes import TENSOR
 from openquant.plan.plan import make_plan
-from openquant.report import card as cards
 from openquant.report.card import model_card
 
 BASE = """---
