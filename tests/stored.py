@@ -11,7 +11,7 @@ import torch
 
 import tiny
 from conftest import change_json
-from openquant.formats.schemes import Group
+from openquant.formats.format import Group
 
 FP8 = torch.float8_e4m3fn
 Weights = dict[str, torch.Tensor]

@@ -113,7 +113,7 @@ def test_published_names_plan_without_a_misfit(name: str) -> None:
     plans = [
         make_plan(checkpoint, scheme)
         for scheme in (TENSOR, CHANNEL, BLOCK)
-        if not model.refusal(scheme.name, scheme.format)
+        if not model.refusal(scheme.name, scheme.method)
     ]
     assert [plan.quantized_tensors for plan in plans] == [of_tensor, of_tensor, of_block][: len(plans)]
     plan = plans[-1]

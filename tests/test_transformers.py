@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 import tiny
 from openquant import compress
 from openquant.formats.quantization import read_quantization
+from openquant.formats.reference import decode
 from openquant.formats.schemes import BLOCK, CHANNEL, VARIANTS, Scheme
 from openquant.models import MODELS
-from openquant.packed import decode
 
 # The exceptions are in the registry (split experts that it wants stacked); the wrapped models are read as a whole.
 ARCHITECTURES = [
@@ -33,10 +33,10 @@ def dequantized(output: Path, target: Path, scheme: Scheme | None) -> Path:
     config = json.loads((output / "config.json").read_text())
     quantization = read_quantization(config)
     for name in [name for name, weight in weights.items() if weight.dtype == torch.float8_e4m3fn]:
-        form = scheme or quantization.format_of(name.removesuffix(".weight"))
+        form = scheme.format if scheme else quantization.format_of(name.removesuffix(".weight"))
         assert form is not None
         scale = next(weights.pop(found) for found in (f"{name}_scale", f"{name}_scale_inv") if found in weights)
-        weights[name] = decode(weights[name], scale, form.group).to(torch.bfloat16)
+        weights[name] = decode(weights[name], scale, form).to(torch.bfloat16)
     save_file(weights, target / "model.safetensors", {"format": "pt"})
     del config["quantization_config"]
     (target / "config.json").write_text(json.dumps(config))
@@ -108,7 +108,7 @@ def test_compressed_tensors_output_is_decompressed_to_what_it_stands_for(
     from transformers import CompressedTensorsConfig
 
     source = tiny.write(tmp_path / "source", architecture)
-    compress(source, tmp_path / "out", scheme.name, format=scheme.format)
+    compress(source, tmp_path / "out", scheme.name, format=scheme.method)
     tokens = torch.randint(10, 500, (1, 32), generator=torch.Generator().manual_seed(0))
     expected = logits(dequantized(tmp_path / "out", tmp_path / "plain", scheme), tokens)
     options = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
@@ -160,7 +160,7 @@ def test_compressed_tensors_output_is_computed_with_rounded_activations(
 ) -> None:
     """As it is loaded by default: scales rounded to bfloat16 and activations to FP8."""
     source = tiny.write(tmp_path / "source", architecture)
-    compress(source, tmp_path / "out", scheme.name, format=scheme.format)
+    compress(source, tmp_path / "out", scheme.name, format=scheme.method)
     tokens = torch.randint(10, 500, (1, 32), generator=torch.Generator().manual_seed(0))
     expected = logits(dequantized(tmp_path / "out", tmp_path / "plain", scheme), tokens)
     found = logits(tmp_path / "out", tokens)

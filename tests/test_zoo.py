@@ -10,9 +10,9 @@ import torch
 import tiny
 import zoo
 from openquant import compress
+from openquant.formats.reference import decode
 from openquant.formats.schemes import SCHEMES, Scheme
 from openquant.models import MODELS, Model
-from openquant.packed import decode
 
 
 def split(weights: dict[str, torch.Tensor], model: Model) -> dict[str, torch.Tensor]:
@@ -37,20 +37,20 @@ def split(weights: dict[str, torch.Tensor], model: Model) -> dict[str, torch.Ten
 @pytest.mark.parametrize("architecture", zoo.ZOO)
 def test_converts(tmp_path: Path, architecture: str, scheme: Scheme) -> None:
     model = MODELS[architecture]
-    if model.refusal(scheme.name, scheme.format) is not None:
+    if model.refusal(scheme.name, scheme.method) is not None:
         return
     source = tiny.write(tmp_path / "source", architecture, shards=3)
     compress(source, tmp_path / "out", scheme.name)
     weights, found = split(tiny.read(source), model), tiny.read(tmp_path / "out")
     codes = {name for name, tensor in found.items() if tensor.dtype == torch.float8_e4m3fn}
-    scales = {f"{name.removesuffix('.weight')}.{scheme.scale_name}" for name in codes}
+    scales = {f"{name.removesuffix('.weight')}.{scheme.format.scale.name}" for name in codes}
     assert codes
     assert set(found) == {*weights, *scales}
     for name, weight in weights.items():
         if name not in codes:
             assert torch.equal(found[name], weight), name
             continue
-        scale = found[f"{name.removesuffix('.weight')}.{scheme.scale_name}"]
-        error = (decode(found[name], scale, scheme.group) - weight.float()).abs()
+        scale = found[f"{name.removesuffix('.weight')}.{scheme.format.scale.name}"]
+        error = (decode(found[name], scale, scheme.format) - weight.float()).abs()
         # Half a step of the three mantissa bits, or of the subnormals.
         assert (error <= weight.float().abs() / 16 + scale.max() * 2.0**-10).all(), name

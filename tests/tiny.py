@@ -324,4 +324,4 @@ def read_names(path: Path) -> set[str]:
 
 def refused(name: str, scheme: Scheme) -> Refusal | None:
     """Why an architecture cannot be served in a scheme; None if it can."""
-    return MODELS[name].refusal(scheme.name, scheme.format)
+    return MODELS[name].refusal(scheme.name, scheme.method)

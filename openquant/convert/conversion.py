@@ -22,7 +22,8 @@ from ..files.output import OutputDirectory
 from ..files.shardfile import ALIGNMENT, AlignedBuffer, Bytes, FinishedShard, ShardFile
 from ..formats import kernels
 from ..formats.kernels import scale_values
-from ..formats.schemes import CODE_MAX, Floats, Scheme
+from ..formats.numbers import Floats
+from ..formats.schemes import Scheme
 from ..plan.plan import Copy, Job, Layout, Piece, Plan, Shard
 from ..threads import Helpers, in_threads
 from ..weights.layers import Matrix
@@ -40,7 +41,7 @@ Target = ShardFile | FinishedShard
 
 def worker_memory(plan: Plan, device: str) -> int:
     """Bytes that one worker needs at most, beyond what the process already holds."""
-    multiples = {scheme.group[0] or 1 for scheme in plan.schemes}
+    multiples = {scheme.format.group[0] or 1 for scheme in plan.schemes}
     largest = BUFFER
     beside = 0
     for matrix in plan.matrix_kinds:
@@ -325,10 +326,10 @@ class _Worker:
                 slot = self._slot()
                 codes = slot.take(place, count * coding.pitch)
                 self.reader.codes(source, matrix, low, codes)
-                scale = self.reader.scales(coding, low, count, SMALLEST_SCALE, scheme.power_of_two)
+                scale = self.reader.scales(coding, low, count, SMALLEST_SCALE, scheme.format.scale.power_of_two)
                 self.reader.check_codes(matrix, low, codes, scale)
                 slot.send(file, codes, place)
-                stored = scheme.stored(scale)
+                stored = scheme.format.stored(scale)
                 if low == 0 or coding.group[0] is not None:
                     file.write(stored, scale_place)
                     scale_place += stored.nbytes
@@ -339,18 +340,19 @@ class _Worker:
         if not job.joined:
             return True
         codings = [matrix.coding for matrix in job.joined]
-        if not all(coding is not None and coding.group == job.scheme.group for coding in codings):
+        if not all(coding is not None and coding.group == job.scheme.format.group for coding in codings):
             return False
         scales = {self.reader.scales(coding, 0, 1).item() for coding in codings if coding is not None}
         scale = scales.pop()
-        return not scales and scale >= job.scheme.scale_floor and scale * float(CODE_MAX) <= job.scheme.largest
+        form = job.scheme.format
+        return not scales and scale >= form.scale.floor and scale * form.number.largest <= job.scheme.largest
 
     def _shared_absmax(self, job: Job) -> Floats:
         largest = np.zeros((1, 1), np.float32)
         for matrix in job.joined:
             for bits in self.reader.rows(matrix, 1):
                 weight = self.kernels.load(bits, matrix.dtype)
-                amax = self.kernels.absmax(weight, matrix.dtype, job.scheme.group)
+                amax = self.kernels.absmax(weight, matrix.dtype, job.scheme.format.group)
                 self._require_finite(matrix, amax)
                 largest = np.maximum(largest, amax)
                 self.conversion.advance(0)
@@ -364,23 +366,23 @@ class _Worker:
         return largest
 
     def _quantize(self, piece: Piece, scale_place: int, scheme: Scheme, shared: Floats | None, file: Target) -> None:
-        matrix, group, place = piece.matrix, scheme.group, piece.target
+        matrix, form, place = piece.matrix, scheme.format, piece.target
         if shared is not None:
-            file.write(scheme.stored(scheme.scale(shared)), scale_place)
-        for bits in self.reader.rows(matrix, group[0] or 1):
+            file.write(form.stored(form.scales(shared)), scale_place)
+        for bits in self.reader.rows(matrix, form.group[0] or 1):
             weight = self.kernels.load(bits, matrix.dtype)
             if shared is None:
-                amax = self.kernels.absmax(weight, matrix.dtype, group)
+                amax = self.kernels.absmax(weight, matrix.dtype, form.group)
                 self._require_small(matrix, amax, scheme)
-                scale = scheme.scale(amax)
-                stored = scheme.stored(scale)
+                scale = form.scales(amax)
+                stored = form.stored(scale)
                 file.write(stored, scale_place)
                 scale_place += stored.nbytes
             else:
-                scale = scheme.scale(shared)
+                scale = form.scales(shared)
             slot = self._slot()
             codes = slot.take(place, bits.size)
-            self.kernels.encode(weight, matrix.dtype, scale, group, codes.reshape(bits.shape))
+            self.kernels.encode(weight, matrix.dtype, scale, form, codes.reshape(bits.shape))
             slot.send(file, codes, place)
             place += codes.nbytes
             self.conversion.advance(consumed(matrix, len(bits)))

@@ -11,8 +11,9 @@ import numpy as np
 from ..errors import UsageError
 from ..files.shardfile import Bytes
 from ..formats import kernels
-from ..formats.kernels import Bits, Codes
-from ..formats.schemes import Floats, Group
+from ..formats.format import Format, Group
+from ..formats.kernels import Bits
+from ..formats.numbers import Codes, Floats
 from ..machine import first_line
 
 
@@ -20,7 +21,10 @@ class CpuKernels:
     """absmax and encode as in kernels.py."""
 
     absmax = staticmethod(kernels.absmax)
-    encode = staticmethod(kernels.encode)
+
+    def encode(self, bits: Bits, dtype: str, scale: Floats, format: Format, out: Codes) -> None:
+        """Codes of whole rows, as they are written."""
+        kernels.encode(bits, dtype, scale, format.group, out, format.number)
 
     def load(self, bits: Bits, dtype: str) -> Bits:
         """Weights as absmax and encode take them."""
@@ -77,19 +81,19 @@ class TorchKernels:
 
     def absmax(self, weight: Any, dtype: str, group: Group) -> Floats:
         """As kernels.absmax."""
-        from ..packed import group_absmax
+        from ..formats.reference import group_absmax
 
         del dtype  # the weight has it
         with self._working():
             return np.asarray(group_absmax(weight, group).cpu().numpy())
 
-    def encode(self, weight: Any, dtype: str, scale: Floats, group: Group, out: Codes) -> None:
-        """As kernels.encode."""
-        from ..packed import encode
+    def encode(self, weight: Any, dtype: str, scale: Floats, format: Format, out: Codes) -> None:
+        """As CpuKernels.encode."""
+        from ..formats.reference import encode
 
         del dtype  # the weight has it
         with self._working():
-            codes = encode(weight, self.torch.from_numpy(scale).to(self.device), group)
+            codes = encode(weight, self.torch.from_numpy(scale).to(self.device), format)
             self.torch.from_numpy(out).copy_(codes.view(self.torch.uint8), non_blocking=True)
             if self.stream is not None:
                 # Before the codes are written, and before the next weights are read into the same memory.

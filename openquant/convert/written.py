@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from ..formats.schemes import CODE_DTYPE, INPUT_SCALE
+from ..formats.format import INPUT_SCALE
+from ..formats.numbers import E4M3
 from ..plan.plan import Layout
 
 
@@ -18,7 +19,7 @@ def verify_shard(path: Path, layout: Layout) -> None:
         RuntimeError: what is on disk is not what was planned, which is a fault of this program or of the disk.
     """
     problems: list[str] = []
-    quantized = {info.module for info in layout.tensors if info.dtype == CODE_DTYPE}
+    quantized = {info.module for info in layout.tensors if info.dtype == E4M3.dtype}
     try:
         with safe_open(path, framework="np") as file:
             if set(file.keys()) != {info.name for info in layout.tensors}:

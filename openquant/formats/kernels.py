@@ -1,6 +1,6 @@
-"""CPU kernels: float bits in, float8_e4m3fn codes out, and back, with numpy alone.
+"""CPU kernels: float bits in, codes of any Number out, and back, with numpy alone.
 
-Importing torch costs more than converting a small model, so the CPU path does without it. `packed.encode`
+Importing torch costs more than converting a small model, so the CPU path does without it. `reference.encode`
 says the same in four lines of torch; the tests hold the two against each other bit by bit.
 
 Weights come as unsigned integers that hold the float's bits ("bits" below), since numpy has no bfloat16 and
@@ -19,11 +19,10 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from .quantization import INT4
-from .schemes import CODE_DTYPE, CODE_MAX, Floats, Group, grid_of
+from .format import Group, grid_of
+from .numbers import Codes, Floats, Number
 
 Bits = npt.NDArray[np.unsignedinteger[Any]]
-Codes = npt.NDArray[np.uint8]
 Entry = TypeVar("Entry", bound=np.generic)
 
 BITS_TYPE: dict[str, np.dtype[np.unsignedinteger[Any]]] = {
@@ -89,8 +88,8 @@ def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
     return to_float32(largest, dtype)
 
 
-def encode(bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes) -> None:
-    """Write the codes [rows, cols] of weights [rows, cols] to `out`.
+def encode(bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes, number: Number) -> None:
+    """Write the codes [rows, cols] of weights [rows, cols] to `out`, a byte each.
 
     Args:
         bits: the weights, finite.
@@ -98,19 +97,20 @@ def encode(bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes) -> N
         scale: the scales, [rows/height, cols/width].
         group: height and width of what shares a scale.
         out: uint8 [rows, cols], contiguous.
+        number: what the codes are.
     """
     if dtype == "BF16":
         # The largest weight that a scale was made from, or that it would have been made from if it was raised. It is
         # no bfloat16 where a joined set mixes dtypes.
         with np.errstate(over="ignore"):
-            largest = (scale * CODE_MAX).view(np.uint32)
+            largest = (scale * np.float32(number.largest)).view(np.uint32)
         top = (largest + np.uint32(0x8000)) >> 16
         exponent = top >> 7
-        exact = (top << 16).view(np.float32) / CODE_MAX == scale
+        exact = (top << 16).view(np.float32) / np.float32(number.largest) == scale
         if np.all(exact & (exponent >= _SAFE) & (exponent <= _TOP)):
-            _encode_by_table(bits, top, group, out)
+            _encode_by_table(bits, top, group, out, number)
             return
-    _encode_by_arithmetic(bits, dtype, scale, group, out)
+    _encode_by_arithmetic(bits, dtype, scale, group, out, number)
 
 
 def _chunks(group: Group, shape: tuple[int, ...]) -> Iterator[tuple[int, int, slice]]:
@@ -126,23 +126,23 @@ def _chunks(group: Group, shape: tuple[int, ...]) -> Iterator[tuple[int, int, sl
             yield low, high, slice(low // height, (high - 1) // height + 1)
 
 
-def decode(codes: Codes, scale: Floats, out: Floats, number: str = CODE_DTYPE) -> None:
-    """Write the weights [rows, cols] that codes stand for to `out`; NaN for the FP8 codes 0x7f and 0xff, and
-    infinity where float32 does not hold them.
+def decode(codes: Codes, scale: Floats, out: Floats, number: Number) -> None:
+    """Write the weights [rows, cols] that codes stand for to `out`; NaN for codes that hold no value, and infinity
+    where float32 does not hold them.
 
     Args:
-        codes: one byte for each weight, or for two of FP4 and INT4.
+        codes: bytes, each one code or two.
         scale: float32 of any shape that numpy repeats over [rows, cols].
         out: float32 [rows, cols], contiguous.
         number: what the codes are.
     """
-    values = _code_values() if number == CODE_DTYPE else _pair_values(number)
+    values = _bytes_of(number)
     np.take(values, codes, out=out.view(values.dtype), mode="clip")
     with np.errstate(over="ignore"):
         out *= scale
 
 
-def decode_rows(codes: Codes, number: str, scale: Floats, group: Group, low: int, out: Floats) -> None:
+def decode_rows(codes: Codes, number: Number, scale: Floats, group: Group, low: int, out: Floats) -> None:
     """Write the weights [rows, cols] of rows from `low` on of a matrix.
 
     Args:
@@ -179,35 +179,25 @@ def to_bfloat16(values: Floats, out: npt.NDArray[np.uint16]) -> None:
         out[low:high] = rounded
 
 
-def has_nan(codes: Codes) -> bool:
-    """Whether one of FP8 codes is NaN."""
+def first_unsound(codes: Codes, number: Number) -> int | None:
+    """Where the first of some codes is that holds no value, such as NaN; None if none is."""
     flat = codes.reshape(-1)
-    return any((flat[i : i + CHUNK] & 0x7F).max() == 0x7F for i in range(0, flat.size, CHUNK))
+    for low in range(0, flat.size, CHUNK):
+        wrong = number.unsound(flat[low : low + CHUNK])
+        if wrong is not None:
+            return low + int(wrong.argmax())
+    return None
 
 
 @cache
-def _code_values() -> Floats:
-    """[256] the value of every code."""
-    code = np.arange(127)
-    values = np.where(code < 8, code * 2.0**-9, (8 + code % 8) * 2.0 ** (code // 8 - 10.0))
-    magnitudes = np.append(values, np.nan)
-    return np.concatenate([magnitudes, -magnitudes]).astype(np.float32)
-
-
-@cache
-def _pair_values(number: str) -> npt.NDArray[np.complex64]:
-    """[256] the two values of every byte, that of the low half first."""
-    code = np.arange(16)
-    if number == INT4:
-        values = code - 8.0
-    else:
-        # e2m1 (OCP Microscaling Formats 1.0, 5.3.3).
-        magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-        values = np.concatenate([magnitudes, -magnitudes])
+def _bytes_of(number: Number) -> npt.NDArray[np.float32] | npt.NDArray[np.complex64]:
+    """[256] what every byte stands for: a value, or two, that of the low half first."""
+    values = number.values()
+    if number.per_byte == 1:
+        return values
     byte = np.arange(256)
-    pairs = np.stack([values[byte & 15], values[byte >> 4]], axis=1).astype(np.float32)
     # A complex number is two of them to numpy, which takes it in one piece.
-    return pairs.view(np.complex64).reshape(256)
+    return np.stack([values[byte & 15], values[byte >> 4]], axis=1).view(np.complex64).reshape(256)
 
 
 @cache
@@ -218,23 +208,23 @@ def _f16_values() -> Floats:
 
 
 @cache
-def _tables() -> Codes:
+def _tables(number: Number) -> Codes:
     """[128 * 65536] codes: entry [m, x] is bfloat16 x in a group whose largest weight is (1 + m/128) * 2^127."""
-    magnitudes = np.zeros((128, 2, 32768), np.uint8)
-    magnitudes[:, 1] = 0x80
+    tables = np.empty((128, 2, 32768), np.uint8)
+    tables[:] = number.encode(np.array([[0.0], [-0.0]], np.float32))
     # 2^-10 of the smallest normal code is already zero: 448 is 2^8.8, so 24 exponents hold every nonzero code.
     start = (_TOP - 24) << 7
     values = to_float32(np.arange(start, (_TOP + 1) << 7, dtype=np.uint16), "BF16")
     for mantissa in range(128):
         largest = to_float32(np.array([(_TOP << 7) | mantissa], np.uint16), "BF16")
-        codes = encode_float32(values, largest / CODE_MAX)
-        magnitudes[mantissa, 0, start : start + codes.size] = codes
-        magnitudes[mantissa, 1, start : start + codes.size] = codes | 0x80
-    return magnitudes.reshape(-1)
+        quotients = values / (largest / np.float32(number.largest))
+        tables[mantissa, 0, start : start + values.size] = number.encode(quotients)
+        tables[mantissa, 1, start : start + values.size] = number.encode(-quotients)
+    return tables.reshape(-1)
 
 
-def _encode_by_table(bits: Bits, top: npt.NDArray[np.integer[Any]], group: Group, out: Codes) -> None:
-    tables = _tables()
+def _encode_by_table(bits: Bits, top: npt.NDArray[np.integer[Any]], group: Group, out: Codes, number: Number) -> None:
+    tables = _tables(number)
     # Where a weight's code lies: its mantissa's table, and its own bits raised to the top exponent.
     offset = ((top & 127) << 16) + ((_TOP - (top >> 7)) << 7)
     if offset.size == 1:
@@ -254,9 +244,9 @@ def _encode_by_table(bits: Bits, top: npt.NDArray[np.integer[Any]], group: Group
         np.take(tables, index[: high - low], out=out[low:high], mode="clip")
 
 
-def _encode_by_arithmetic(bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes) -> None:
+def _encode_by_arithmetic(bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes, number: Number) -> None:
     for low, high, part in _chunks(group, bits.shape):
-        out[low:high] = encode_float32(to_float32(bits[low:high], dtype), _widen(scale[part], group[1]))
+        out[low:high] = encode_float32(to_float32(bits[low:high], dtype), _widen(scale[part], group[1]), number)
 
 
 def _widen(grid: npt.NDArray[Entry], width: int | None) -> npt.NDArray[Entry]:
@@ -264,26 +254,6 @@ def _widen(grid: npt.NDArray[Entry], width: int | None) -> npt.NDArray[Entry]:
     return grid if width is None else np.repeat(grid, width, axis=1)
 
 
-def encode_float32(values: Floats, scale: Floats) -> Codes:
-    """Codes of finite float32 values: divide, clamp to 448, round to nearest even."""
-    quotient = np.divide(values, scale).view(np.uint32)
-    # Rounded to odd, 16 of the 32 bits are enough to round once more to a code, as if there had been no first time:
-    # the last bit kept says whether anything lies beyond it.
-    odd = quotient & 0xFFFF
-    odd += np.uint32(0xFFFF)
-    odd |= quotient
-    odd >>= 16
-    return np.take(_nearest(), odd.astype(np.intp), mode="clip")
-
-
-@cache
-def _nearest() -> Codes:
-    """[65536] the code nearest to every finite bfloat16, the even one of two as near; 448 for all beyond it."""
-    values = _code_values()[:127].astype(np.float64)
-    middle = (values[1:] + values[:-1]) / 2
-    # The middle belongs to the smaller neighbour, unless that one is odd.
-    middle[1::2] = np.nextafter(middle[1::2], 0)
-    finite = to_float32(np.arange(0x7F80, dtype=np.uint16), "BF16")
-    magnitudes = np.full(32768, 126, np.uint8)
-    magnitudes[: finite.size] = np.searchsorted(middle, finite)
-    return np.concatenate([magnitudes, magnitudes | 0x80])
+def encode_float32(values: Floats, scale: Floats, number: Number) -> Codes:
+    """Codes of finite float32 values: divide, clamp to the largest, round to nearest even."""
+    return number.encode(np.divide(values, scale))

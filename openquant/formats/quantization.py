@@ -9,74 +9,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeGuard
 
 from ..errors import UsageError
+from .format import Format, Scale
 from .ignored import MEND, Expressions, Ignored
-from .schemes import CODE_DTYPE, Group
+from .numbers import E2M1, INT4
+from .schemes import (
+    BLOCK,
+    BLOCK_COMPRESSED,
+    CHANNEL,
+    MXFP8,
+    SCHEMES,
+    STATIC,
+    TENSOR,
+    TENSOR_COMPRESSED,
+    VARIANTS,
+    Scheme,
+)
 
-FP4, INT4 = "FP4", "INT4"
 # What shares a scale in the MX formats (OCP Microscaling Formats 1.0, 5.2).
 MX_GROUP = 32
-# What scales that are no bare exponents may be stored as.
-FLOATS = ("F32", "BF16", "F16")
+# Last part of the name of codes in words or pairs (compressed-tensors 0.20, compressors/pack_quantized).
+PACKED = "weight_packed"
 # The largest block that is read: a common layer has no more rows or columns.
 MAX_SIDE = 1 << 16
 IGNORE_KEYS = ("ignored_layers", "modules_to_not_convert", "ignore")
-
-
-@dataclass(frozen=True)
-class Format:
-    """How the layers of one group are stored.
-
-    Attributes:
-        strategy: what shares a scale: "tensor", "channel" or "block".
-        block: rows and columns of a block; None for the other strategies.
-        suffix: what the scale's name adds to the weight's.
-        static: whether each layer also has an input_scale.
-        number: what the codes are: CODE_DTYPE, FP4 (e2m1) or INT4 (from -8, two in a byte as FP4).
-        power_of_two: whether scales are exponents in a byte, or float32 powers of two.
-    """
-
-    strategy: str
-    block: tuple[int, int] | None
-    suffix: str
-    static: bool
-    number: str = CODE_DTYPE
-    power_of_two: bool = False
-
-    @property
-    def title(self) -> str:
-        """In words."""
-        if self.block is not None:
-            return f"one scale per {self.block[0]}x{self.block[1]} block"
-        return f"one scale per {self.strategy}"
-
-    @property
-    def group(self) -> Group:
-        """Rows and columns that share a scale."""
-        return self.block or ((1, None) if self.strategy == "channel" else (None, None))
-
-    @property
-    def scale_dtypes(self) -> tuple[str, ...]:
-        """The dtypes that scales may have."""
-        exponents = ("U8", "F8_E8M0")
-        if self.block == (1, MX_GROUP) and self.power_of_two:
-            return exponents
-        return (*FLOATS, *(exponents if self.power_of_two else ()))
-
-    def scale_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """The shapes that the scale of a weight [..., out, in] may have."""
-        *stack, rows, cols = shape
-        if self.block is not None:
-            # A block at the edge may be smaller.
-            return ((*stack, -(-rows // self.block[0]), -(-cols // self.block[1])),)
-        if self.strategy == "channel":
-            return ((*stack, rows, 1),)
-        # One for each expert of a stack, or for each half of gate and up side by side.
-        return ((*stack, 1, 1), (*stack, 2, 1)) if stack else ((), (1,))
 
 
 @dataclass(frozen=True)
@@ -101,14 +61,23 @@ class Quantization:
 
     @property
     def title(self) -> str:
-        """In words."""
-        return " and ".join(dict.fromkeys(form.title for _, form in self.groups))
+        """What shares a scale in its groups: "one scale per channel and one scale per 128x128 block"."""
+        return " and ".join(dict.fromkeys(form.label for _, form in self.groups))
 
     @property
     def checkable(self) -> bool:
         """Whether `verify` knows what engines make of it."""
-        numbers = {form.number for _, form in self.groups}
-        return self.method in ("fp8", "compressed-tensors") and numbers == {CODE_DTYPE}
+        written = {scheme.format.number for scheme in SCHEMES.values()}
+        known = self.method in ("fp8", "compressed-tensors")
+        return known and all(form.number in written for _, form in self.groups)
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """The scheme of ours in which all that no other group names is stored; None if none is."""
+        form = self.groups[0][1]
+        return next(
+            (scheme for scheme in (*VARIANTS, *STATIC) if (scheme.method, scheme.format) == (self.method, form)), None
+        )
 
     def format_of(self, module: str) -> Format | None:
         """What a quantized module is stored as; None if it is no group's target."""
@@ -177,13 +146,9 @@ def _read_fp8(method: str, found: dict[str, Any]) -> Quantization:
                 f"it must be two numbers from 1 to {MAX_SIDE}",
             )
         block = size[0], size[1]
-    form = Format(
-        "block" if block else "tensor",
-        block,
-        "_scale_inv" if block else "_scale",
-        activations == "static",
-        power_of_two=found.get("scale_fmt") == "ue8m0",
-    )
+    form = BLOCK.format if block else TENSOR.format
+    scale = replace(form.scale, power_of_two=found.get("scale_fmt") == "ue8m0")
+    form = replace(form, group=block or form.group, scale=scale, static=activations == "static")
     lists = {key: _names(found, key) for key in IGNORE_KEYS[:2]}
     # vLLM falls back to the second where the first is missing or empty.
     key = next((key for key in lists if lists[key]), IGNORE_KEYS[0])
@@ -228,19 +193,19 @@ def _read_group(name: str, weights: dict[str, Any], static: bool) -> Format:
     size, in_bytes = weights.get("group_size"), str(weights.get("scale_dtype")).endswith("uint8")
     shifted = not weights.get("symmetric", True)
     if kind == ("float", 8) and strategy in ("tensor", "channel") and not shifted:
-        return Format(strategy, None, "_scale", static)
+        return replace((TENSOR_COMPRESSED if strategy == "tensor" else CHANNEL).format, static=static)
     if kind == ("float", 8) and strategy == "block" and not shifted:
         block = weights.get("block_structure")
         if not _is_block(block):
             raise UsageError(f"config.json: {name} has no block_structure of two numbers from 1 to {MAX_SIDE}", MEND)
-        return Format("block", (block[0], block[1]), "_scale", static)
+        return replace(BLOCK_COMPRESSED.format, group=(block[0], block[1]), static=static)
     if strategy == "group" and size == MX_GROUP and in_bytes and kind in (("float", 8), ("float", 4)):
-        number = CODE_DTYPE if kind[1] == 8 else FP4
-        return Format("block", (1, MX_GROUP), "_scale", static, number, power_of_two=True)
+        form = MXFP8.format if kind[1] == 8 else replace(MXFP8.format, number=E2M1, codes=PACKED)
+        return replace(form, static=static)
     # Rows of whole words, whose length the packed tensor tells.
     known = kind == ("int", 4) and strategy == "group" and not shifted
     if known and isinstance(size, int) and 0 < size <= MAX_SIDE and size % 8 == 0:
-        return Format("block", (1, size), "_scale", static, INT4)
+        return Format(INT4, (1, size), Scale("weight_scale"), PACKED, static)
     raise UsageError(
         f"config.json: {name} stores {'asymmetric ' if shifted else ''}{kind[0]}{kind[1]} weights by {strategy}",
         _KNOWN_GROUPS,
@@ -248,10 +213,10 @@ def _read_group(name: str, weights: dict[str, Any], static: bool) -> Format:
 
 
 _MODELOPT = {
-    "FP8": Format("tensor", None, "_scale", static=True),
-    "FP8_PER_CHANNEL_PER_TOKEN": Format("channel", None, "_scale", static=False),
-    "FP8_PB_WO": Format("block", (128, 128), "_scale", static=False),
-    "MXFP8": Format("block", (1, MX_GROUP), "_scale", static=False, power_of_two=True),
+    "FP8": replace(TENSOR.format, static=True),
+    "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL.format,
+    "FP8_PB_WO": BLOCK_COMPRESSED.format,
+    "MXFP8": MXFP8.format,
 }
 
 
@@ -268,7 +233,8 @@ def _read_modelopt(method: str, found: dict[str, Any]) -> Quantization:
 
 
 def _read_mxfp4(method: str, found: dict[str, Any]) -> Quantization:
-    return _alone(method, found, Format("block", (1, MX_GROUP), "_scales", False, FP4, power_of_two=True))
+    scale = replace(MXFP8.format.scale, name="weight_scales")
+    return _alone(method, found, replace(MXFP8.format, number=E2M1, scale=scale))
 
 
 def _alone(method: str, found: dict[str, Any], form: Format) -> Quantization:

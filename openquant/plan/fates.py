@@ -17,8 +17,8 @@ from ..errors import PlanError, UsageError
 from ..files.checkpoint import Checkpoint
 from ..files.inputs import shown
 from ..files.tensors import TensorInfo
-from ..formats.quantization import FLOATS
-from ..formats.schemes import Group, Scheme
+from ..formats.format import FLOATS, Group
+from ..formats.schemes import Scheme
 from ..models import NEVER_QUANTIZED, Experts, Model, Refusal, Stacked
 from ..patterns import MAX_DIGITS, collapse, compile_any, compile_pattern, template
 from ..weights.encoded import Encoded
@@ -97,7 +97,7 @@ class Fates:
     def groups(self) -> list[tuple[Layer, Group]]:
         """All layers with what shares a scale in them; 1 x 1 where they stay unquantized."""
         return [
-            (layer, (1, 1) if name in self.reasons else self.scheme_of(name).group)
+            (layer, (1, 1) if name in self.reasons else self.scheme_of(name).format.group)
             for name, layer in self.layers.items()
         ]
 
@@ -150,7 +150,7 @@ def unread_by_sglang(entry: Entry, fates: Fates) -> Refusal | None:
     for _, scheme in quantized:
         if "SGLang" not in scheme.engines:
             return Refusal(None, None, f"it knows no {scheme.name}", "try another scheme")
-        refusal = sglang.refusal(scheme.name, scheme.format)
+        refusal = sglang.refusal(scheme.name, scheme.method)
         if refusal is not None:
             return refusal
     if any(entry.role(module).plain for module, _ in quantized):
@@ -159,7 +159,7 @@ def unread_by_sglang(entry: Entry, fates: Fates) -> Refusal | None:
     if sglang.head is not None and len(quantized) < len(kinds):
         return Refusal(None, None, sglang.head, "without --quantize-lm-head it loads")
     uneven = bool(fates.reasons) or any(not is_head(module) for module in fates.others)
-    if quantized and uneven and fates.scheme.format in sglang.alike:
+    if quantized and uneven and fates.scheme.method in sglang.alike:
         return Refusal(None, None, "it finds none of these layers by name", "with all layers alike it loads")
     # It asks the group of all Linear layers for the size of blocks (compressed_tensors.py:272-279).
     blocks = (module for module, scheme in quantized if scheme.name == "block" and not entry.experts(module))
@@ -384,16 +384,16 @@ def _problem_finder(
         split, problem = role.split, None
         # What the source has so, engines load so: also blocks that are smaller at the edges.
         for rows, _ in () if layer.passes(scheme) else ((layer.shape[0], None), *parts_of(layer.shape, split, config)):
-            problem = problem or scheme.misfit((rows, layer.shape[1]))
-            if not rows and scheme.group[0] not in (1, None):
+            problem = problem or scheme.format.misfit((rows, layer.shape[1]))
+            if not rows and scheme.format.group[0] not in (1, None):
                 problem = problem or "config.json does not tell the sizes of what it holds"
         if problem is None and size is not None:
-            problem = indivisible(layer.shape, split, config, scheme.group, size)
+            problem = indivisible(layer.shape, split, config, scheme.format.group, size)
             return problem and f"--tp {size}: {problem}"
         return problem
 
     def find(layer: Layer, scheme: Scheme) -> str | None:
-        if scheme.static and (problem := _no_input_scale(layer)):
+        if scheme.format.static and (problem := _no_input_scale(layer)):
             return problem
         key = layer.alike, layer.shape, scheme.name, layer.passes(scheme)
         if key not in problems:
@@ -403,7 +403,7 @@ def _problem_finder(
     def straddles(layer: Layer, scheme: Scheme) -> str | None:
         # Of a joined set only the last may end within a block (vLLM 0.32.0, layers/quantization/utils/fp8_utils.py:
         # 1329-1344), as kv_a_proj_with_mqa does.
-        height = scheme.group[0] or 1
+        height = scheme.format.group[0] or 1
         if layer.shape[0] % height == 0:
             return None
         ragged = [module for module in sets.get(layer.module, ()) if layers[module].shape[0] % height]
@@ -484,7 +484,7 @@ def _settle(
     if len(reasons) == len(layers):
         _refuse_nothing(entry.model, reasons, options)
         notes.append("nothing is quantized")
-    if unfit and scheme.static:
+    if unfit and scheme.format.static:
         notes.append(f"the source has no usable input_scale for {_share(unfit, layers)}, which stay unquantized")
     elif unfit:
         ranks = f" on {options.tp} ranks" if options.tp is not None else ""
@@ -566,7 +566,7 @@ def _refuse_experts(entry: Entry, fates: Fates) -> None:
     if refused:
         scheme = next(iter(refused.values()))
         raise PlanError(
-            f"{', '.join(collapse(refused))}: engines load no experts with {scheme.title} in the {scheme.format} "
+            f"{', '.join(collapse(refused))}: engines load no experts with {scheme.title} in the {scheme.method} "
             "format",
             "use --scheme channel or --format fp8, give them another scheme with --scheme-for, or leave them as they "
             "are with --ignore",
@@ -603,7 +603,7 @@ def _ignored_names(entry: Entry, fates: Fates) -> list[str]:
         if any(tower in module.split(".") for module in names)
         and not any(tower in layer.module.split(".") for layer, _ in fates.quantized)
     ]
-    if fates.scheme.format == "compressed-tensors":
+    if fates.scheme.method == "compressed-tensors":
         towers = [f"re:(.*[.])?{tower}[.].*" for tower in towers]
     return [*entry.engine_names(names), *towers]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..files.checkpoint import Checkpoint
 from ..files.inputs import shown
-from ..formats.schemes import Group
+from ..formats.format import Group
 from ..models import Model, Split
 from ..weights.layers import Layer
 from .roles import Entry

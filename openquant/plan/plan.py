@@ -15,8 +15,9 @@ from typing import Any
 from ..errors import PlanError, UsageError
 from ..files.checkpoint import Checkpoint
 from ..files.tensors import DTYPE_BITS, Location, TensorInfo, make_header
+from ..formats.format import INPUT_SCALE
 from ..formats.quantization import find_quantization
-from ..formats.schemes import INPUT_SCALE, PLAIN, Scheme
+from ..formats.schemes import PLAIN, Scheme
 from ..models import GENERIC, MODELS, SGLANG, Model, Refusal
 from ..patterns import collapse, compile_pattern, template
 from ..version import __version__
@@ -155,15 +156,17 @@ class Plan:
 
     @property
     def title(self) -> str:
-        """What shares a scale, in words."""
+        """What shares a scale: "one scale per tensor, 16 of 28 layers one scale per output row"."""
+        if not self.quantization_config:
+            return "bfloat16 weights"
         most, *others = self.schemes
         total = self.quantized_tensors
         return ", ".join([most.title, *(f"{self.schemes[other]} of {total} layers {other.title}" for other in others)])
 
     @property
     def description(self) -> str:
-        """What the weights are, in words."""
-        return f"float8_e4m3fn, {self.title}" if self.quantization_config else self.title
+        """What the weights are: "float8_e4m3fn, one scale per tensor"."""
+        return f"{self.scheme.format.number.name}, {self.title}" if self.quantization_config else self.title
 
     @property
     def unread_by_sglang(self) -> Refusal | None:
@@ -200,9 +203,9 @@ class Plan:
         members of its joined sets.
         """
         fates, names = self._fates, [info.name for info in self._by_shard[shard]]
-        if any(scheme.shared for scheme in self.schemes):
+        if any(scheme.format.shared for scheme in self.schemes):
             for info in self._by_shard[shard]:
-                if fates.scheme_of(info.module).shared:
+                if fates.scheme_of(info.module).format.shared:
                     names += [fates.layers[module].source.name for module in fates.sets.get(info.module, ())]
         names += [self._encoded[name].scale.name for name in names if name in self._encoded]
         names += [scale.name for _, scale in self._input_scales(shard)]
@@ -210,7 +213,7 @@ class Plan:
 
     def _input_scales(self, shard: str) -> list[tuple[str, TensorInfo]]:
         """The modules of an output file that keep the scale of their activations, each with that of the source."""
-        if not self.scheme.static:
+        if not self.scheme.format.static:
             return []
         layers = [self._fates.layers.get(info.module) for info in self._by_shard[shard]]
         return [
@@ -259,7 +262,7 @@ class Plan:
                 if layer.module in fates.reasons:
                     outputs.append(TensorInfo(f"{layer.module}.weight", info.dtype, layer.shape))
                 else:
-                    outputs.extend(fates.scheme_of(layer.module).outputs(layer.module, layer.shape))
+                    outputs.extend(fates.scheme_of(layer.module).format.parts(layer.module, layer.shape))
         # Wide dtypes first, as the safetensors library writes them: every tensor is aligned to its element.
         return sorted(outputs, key=lambda info: -DTYPE_BITS[info.dtype])
 
@@ -306,13 +309,13 @@ class Plan:
             Piece(
                 member.matrix(self._where),
                 places[f"{member.module}.weight"],
-                places[f"{member.module}.{scheme.scale_name}"] if quantized else None,
+                places[f"{member.module}.{scheme.format.scale.name}"] if quantized else None,
                 quantized and member.passes(scheme),
             )
             for member in joined
             if self._where[member.source.name].shard == shard
         )
-        shares = quantized and scheme.shared
+        shares = quantized and scheme.format.shared
         return Job(scheme, pieces, tuple(member.matrix(self._where) for member in joined) if shares else ())
 
     def _decoded(self, stored: Encoded, target: int) -> list[Job]:
@@ -350,7 +353,7 @@ def make_plan(
     options = options or Options()
     model = _find_model(architecture or checkpoint.architecture)
     for asked in (scheme, *(other for _, other in options.scheme_for)):
-        refusal = model.refusal(asked.name, asked.format)
+        refusal = model.refusal(asked.name, asked.method)
         if refusal is not None:
             raise PlanError(f"{model.name} cannot be served with {asked.title}: {refusal.why}", refusal.hint)
     seen, encoded = decoded_view(checkpoint)
@@ -361,7 +364,7 @@ def make_plan(
     if options.head:
         _refuse_head(seen, model, scheme)
         model = model.with_head()
-    if scheme.static and not any(stored.input_scale for stored in encoded.values()):
+    if scheme.format.static and not any(stored.input_scale for stored in encoded.values()):
         raise PlanError(
             "static activations are the input_scale tensors of a quantized source, and this one has none",
             "leave --activation-scheme out: engines scale activations as they run",
@@ -426,7 +429,7 @@ def _assemble(
         counts[chosen.name] = counts.get(chosen.name, 0) + 1
         key = (layer.source.dtype, layer.shape, chosen.name)
         if key not in costs:
-            costs[key] = layer.nbytes - sum(info.nbytes for info in chosen.outputs("", layer.shape))
+            costs[key] = layer.nbytes - sum(info.nbytes for info in chosen.format.parts("", layer.shape))
         saved[checkpoint.where[layer.source.name].shard] += costs[key]
     sizes = {shard: sum(info.nbytes for info in infos) for shard, infos in by_shard.items()}
     # A shard that holds nothing but scales has no part in the output.
@@ -478,7 +481,7 @@ def _find_model(architecture: str) -> Model:
 
 
 def _refuse_head(checkpoint: Checkpoint, model: Model, scheme: Scheme) -> None:
-    if scheme.format == "fp8":
+    if scheme.method == "fp8":
         raise PlanError(
             "engines load no quantized output head in the fp8 format",
             "use --scheme channel or --format compressed-tensors",
@@ -533,7 +536,7 @@ def _groups(fates: Fates, encoded: dict[str, Encoded]) -> tuple[Group, ...]:
         if key not in names:
             names[key] = []
             plain = TensorInfo("", info.dtype, shape).nbytes
-            after = sum(out.nbytes for out in scheme.outputs("", (shape[0], shape[1]))) if scheme else plain
+            after = sum(out.nbytes for out in scheme.format.parts("", (shape[0], shape[1]))) if scheme else plain
             sizes[key] = stored.nbytes if stored else plain, after
             decoded[key] = stored is not None and scheme is None
         names[key].append(name)

@@ -97,7 +97,7 @@ def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list
 def _section(plan: Plan, name: str, repo: str | None, revision: str | None, directory: str) -> str:
     commands = serve_commands(plan, directory)
     settings = plan.quantization_config
-    activations = "" if plan.scheme.static else ", dynamic activations"
+    activations = "" if plan.scheme.format.static else ", dynamic activations"
     serialized = f"{activations} (`quant_method: {settings['quant_method']}`)" if settings else ""
     number = "FP8" if settings else "BF16"
     left = ["Not quantized: norms and biases, and", "", *[f"- {line}" for line in unquantized(plan)], ""]

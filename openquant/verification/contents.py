@@ -17,20 +17,21 @@ from ..errors import SourceError
 from ..files.checkpoint import Checkpoint
 from ..files.shardfile import Bytes, SourceFile
 from ..files.tensors import TensorInfo
+from ..formats.format import Format, grid_of
 from ..formats.kernels import (
     BITS_TYPE,
     CHUNK,
     Bits,
-    Codes,
     absmax,
     decode,
     encode,
     encode_float32,
+    first_unsound,
     scale_values,
     to_float32,
 )
-from ..formats.quantization import Format
-from ..formats.schemes import CODE_MAX, Floats, Scheme, grid_of
+from ..formats.numbers import E4M3, Codes, Floats
+from ..formats.schemes import Scheme
 from ..threads import in_threads
 from ..weights.layers import Matrix
 
@@ -274,7 +275,8 @@ class _Worker:
         rows, cols = info.nbytes // info.shape[-1], info.shape[-1]
         wide = cols if decoding is None or matrix is None else cols * BITS_TYPE[matrix.dtype].itemsize
         step = max(1, (TRANSPOSED_PIECE if matrix is not None and matrix.transposed else PIECE) // wide)
-        broken: list[int] = []
+        broken: int | None = None
+        codes = weight.form.number if weight.form else E4M3
         with ExitStack() as stack:
             file = stack.enter_context(SourceFile(self.checkpoint.root / place.shard, place.shard))
             if decoding is not None and matrix is not None and self.source is not None:
@@ -285,12 +287,13 @@ class _Worker:
                 count = min(step, rows - low)
                 part = self._buffer("output", count * cols)
                 file.read(part, place.offset + low * cols, info.name)
-                broken += [low * cols + place for place in _first_nan(part)][: 1 - len(broken)]
+                if broken is None and (first := first_unsound(part, codes)) is not None:
+                    broken = low * cols + first
                 if decoding is not None and matrix is not None:
                     decoding.add(low, part.reshape(count, cols), self._rows(other, matrix, low, count), matrix.dtype)
                 self.reading.advance(part.size)
-        if broken:
-            index = [int(axis) for axis in np.unravel_index(broken[0], info.shape)]
+        if broken is not None:
+            index = [int(axis) for axis in np.unravel_index(broken, info.shape)]
             self.reading.say(number, f"{self.reading.place(info.name)} holds NaN, first at {index}")
         elif decoding is not None and not decoding.finite:
             assert matrix is not None
@@ -326,12 +329,12 @@ class _Worker:
         self, number: int, info: TensorInfo, scale: TensorInfo, decoding: _Decoding, scheme: Scheme
     ) -> None:
         """What is not as quantizing the source again has it."""
-        if scheme.shared:
+        if scheme.format.shared:
             # Its scale is that of all layers it is joined with.
             with self.reading.lock:
                 self.reading.contents.absmax[info.module] = float(decoding.absmax.max())
         else:
-            made = scheme.scale(decoding.absmax)
+            made = scheme.format.scales(decoding.absmax)
             wrong = made != decoding.grid
             if wrong.any():
                 place = np.unravel_index(int(wrong.argmax()), wrong.shape)
@@ -369,9 +372,9 @@ class _Worker:
 class _Decoding:
     """The difference between a quantized layer and its source, summed up piece by piece.
 
-    A weight w under scale s becomes the code nearest to w / s. Codes from 2^-6 on are an eighth of their binade apart,
-    those below 2^-9, so the difference is at most max(|w| / 16, s / 1024). Where making the code again from the source
-    gives the same one, that needs no looking at, unless the scale is too small for the weight.
+    A weight w under scale s becomes the code nearest to w / s, so that the difference is at most Number.bound. Where
+    making the code again from the source gives the same one, that needs no looking at, unless the scale is too small
+    for the weight.
 
     Attributes:
         grid: the scales, a row of them for each row of groups.
@@ -385,6 +388,7 @@ class _Decoding:
 
     def __init__(self, shape: tuple[int, int], form: Format, scale: Floats, scale_dtype: str) -> None:
         self.shape = shape
+        self.number = form.number
         height, width = form.group
         self.group = height, width if width is not None and width < shape[1] else None
         self.grid = scale.reshape(grid_of(self.group, shape))
@@ -424,16 +428,16 @@ class _Decoding:
             self.finite = False
             return
         np.maximum(self.absmax[rows], largest, out=self.absmax[rows])
-        fits = bool((largest <= scale * (CODE_MAX * np.float32(1 + 2.0**-20))).all())
+        fits = bool((largest <= scale * np.float32(self.number.largest * (1 + 2.0**-20))).all())
         weight = to_float32(np.ascontiguousarray(bits[:, :cols]), dtype)
         spread = scale if width is None else np.repeat(scale, width, axis=1)[:, :cols]
         if fits:
             made = np.empty(bits.shape, np.uint8)
-            encode(bits, dtype, scale, group, made)
+            encode(bits, dtype, scale, group, made, self.number)
             made = made[:, :cols]
         else:
             # The kernel counts on scales that are large enough.
-            made = encode_float32(weight, spread)
+            made = encode_float32(weight, spread, self.number)
         same = np.array_equal(made, codes)
         if not same:
             differs = made != codes
@@ -442,7 +446,7 @@ class _Decoding:
                 row, col = (int(axis) for axis in np.unravel_index(int(differs.argmax()), differs.shape))
                 self.first = (top + row, col), int(codes[row, col]), int(made[row, col])
         error = np.empty(codes.shape, np.float32)
-        decode(codes, spread, error)
+        decode(codes, spread, error, self.number)
         error -= weight
         np.abs(error, out=error)
         self.signal += _energy(weight)
@@ -453,9 +457,7 @@ class _Decoding:
 
     def _bound(self, top: int, weight: Floats, error: Floats, scale: Floats) -> None:
         """Look for weights that are farther off than rounding explains."""
-        bound = np.abs(weight)
-        bound *= np.float32(1 / 16 + self.slack)
-        np.maximum(bound, scale * np.float32(1 / 1024 + self.slack / 64), out=bound)
+        bound = self.number.bound(weight, scale, self.slack)
         off = ~(error <= bound)
         if off.any():
             row, col = (int(axis) for axis in np.unravel_index(int(off.argmax()), off.shape))
@@ -471,12 +473,3 @@ def _energy(values: Floats) -> float:
     if 1e-30 < found < math.inf:
         return found
     return float(np.square(values, dtype=np.float64).sum())
-
-
-def _first_nan(codes: Bytes) -> list[int]:
-    """Where the first NaN is, if there is one."""
-    for low in range(0, codes.size, CHUNK):
-        magnitude = codes[low : low + CHUNK] & 0x7F
-        if magnitude.max() == 0x7F:
-            return [low + int(magnitude.argmax())]
-    return []

@@ -12,8 +12,10 @@ from typing import Any
 from ..files.checkpoint import Checkpoint, read_json
 from ..files.names import INDEX_FILE
 from ..files.tensors import TensorInfo
-from ..formats.quantization import FLOATS, Quantization, quantization_places
-from ..formats.schemes import CODE_DTYPE, MIXED, STATIC, VARIANTS, recognise
+from ..formats.format import FLOATS
+from ..formats.numbers import E4M3
+from ..formats.quantization import Quantization, quantization_places
+from ..formats.schemes import MIXED, as_written
 from ..models import NOT_LINEAR, ROUTER, Model
 from ..plan.roles import Entry, is_head
 from ..weights.encoded import leftovers
@@ -51,11 +53,10 @@ class Headers:
         self.quantization = quantization
         self.written = written
         self.ours = ours
-        # Other tools write one list of unquantized modules, or other settings.
-        self.scheme = recognise(quantization.settings)
+        self.scheme = quantization.scheme
         # A head that is quantized is one more layer.
         self.head = quantization.method != "fp8" and any(
-            info.dtype == CODE_DTYPE and is_head(info.module) for info in checkpoint.tensors.values()
+            info.dtype == E4M3.dtype and is_head(info.module) for info in checkpoint.tensors.values()
         )
         if model and self.head and model.head_refused is None:
             model = model.with_head()
@@ -72,31 +73,29 @@ class Headers:
         places = quantization_places(self.checkpoint.config)
         if any(place[key] != places[0][0][places[0][1]] for place, key in places[1:]):
             self.problems.append("config.json holds several quantization configs, which are not the same")
-        if self.scheme is not None:
-            return
         settings = self.quantization.settings
+        if self.scheme is not None and as_written(self.scheme, settings):
+            return
         if not self.ours:
+            # Other tools write one list of unquantized modules, or other settings.
+            self.scheme = None
             problems, unknown = unread(settings)
             self.problems += [f"config.json: quantization_config.{problem}" for problem in problems]
             if unknown:
                 self.notes.append(f"config.json: nothing is known to read quantization_config.{', '.join(unknown)}")
-            return
-        form = self.quantization.groups[0][1]
-        kind = self.quantization.method, form.group, form.static, form.power_of_two
-        for scheme in (*VARIANTS, *STATIC):
-            if (scheme.format, scheme.group, scheme.static, scheme.power_of_two) == kind:
-                self.scheme = scheme
-                found = _without_targets(settings)
-                written = {**_without_targets(scheme.settings), **dict.fromkeys(scheme.ignored_keys)}
-                groups = found.get("config_groups") if "config_groups" in written else None
-                for name, group in groups.items() if isinstance(groups, dict) else ():
-                    # Of the groups that it may have, the one that is most like it.
-                    known = [_without_targets(other.settings)["config_groups"]["group_0"] for other in (scheme, *MIXED)]
-                    written["config_groups"][name] = min(known, key=lambda one: len(list(differences(group, one))))
-                for difference in differences(found, written, ("quantization_config",)):
-                    self.problems.append(f"config.json: {difference.text('this program writes')}")
-                return
-        self.problems.append("config.json: its quantization_config is none that this program writes")
+        elif self.scheme is None:
+            self.problems.append("config.json: its quantization_config is none that this program writes")
+        else:
+            found = _without_targets(settings)
+            written = {**_without_targets(self.scheme.settings), **dict.fromkeys(self.scheme.ignored_keys)}
+            groups = found.get("config_groups") if "config_groups" in written else None
+            for name, group in groups.items() if isinstance(groups, dict) else ():
+                # Of the groups that it may have, the one that is most like it.
+                kinds = (self.scheme, *MIXED)
+                known = [_without_targets(other.settings)["config_groups"]["group_0"] for other in kinds]
+                written["config_groups"][name] = min(known, key=lambda one: len(list(differences(group, one))))
+            for difference in differences(found, written, ("quantization_config",)):
+                self.problems.append(f"config.json: {difference.text('this program writes')}")
 
     def check(self) -> None:
         """Fill problems and notes."""
@@ -130,21 +129,21 @@ class Headers:
         for info in tensors.values():
             if not info.dtype.startswith("F8_E") or info.dtype == "F8_E8M0":
                 continue
-            if info.dtype != CODE_DTYPE or len(info.shape) < 2:
-                self.problems.append(f"{self.place(info.name)} is {described(info)}, not a matrix of {CODE_DTYPE}")
+            if info.dtype != E4M3.dtype or len(info.shape) < 2:
+                self.problems.append(f"{self.place(info.name)} is {described(info)}, not a matrix of {E4M3.dtype}")
                 continue
             form = self.quantization.format_of(info.module)
             if form is None:
-                self.problems.append(f"{self.place(info.name)} is {CODE_DTYPE}, but no config group targets it")
+                self.problems.append(f"{self.place(info.name)} is {E4M3.dtype}, but no config group targets it")
                 self.codes[info.name] = Weight(info, None, None, None)
                 continue
-            scale = tensors.get(info.name + form.suffix)
+            scale = tensors.get(form.scale_of(info.name))
             shapes = form.scale_shapes(info.shape)
-            if scale is None and form.strategy == "tensor":
+            if scale is None and form.shared:
                 scale = tensors.get(f"{info.name}_scale_inv")
                 respelled += scale is not None
             if scale is None:
-                self.problems.append(f"{self.place(info.name)} has no scale: {info.name + form.suffix} is missing")
+                self.problems.append(f"{self.place(info.name)} has no scale: {form.scale_of(info.name)} is missing")
             else:
                 self.scales.add(scale.name)
                 scale = self._sound(scale, form.scale_dtypes, shapes, info)
@@ -197,7 +196,7 @@ class Headers:
                 unread += 1
             elif (form := self.codes[owner].form) is not None:
                 self.problems.append(
-                    f"{self.place(info.name)} is not the scale of {owner}: the config asks for {owner}{form.suffix}"
+                    f"{self.place(info.name)} is not the scale of {owner}: the config asks for {form.scale_of(owner)}"
                 )
         for name in leftovers(self.checkpoint.tensors, self.codes):
             self.problems.append(f"{self.place(name)} is nothing that engines load")
@@ -212,7 +211,7 @@ class Headers:
             owner = name.removesuffix(suffix)
             info = self.checkpoint.tensors.get(owner)
             # A stack of experts has no more to its name than a parameter that a model may have beside a scale of it.
-            if owner != name and (owner.endswith(".weight") or (info is not None and info.dtype == CODE_DTYPE)):
+            if owner != name and (owner.endswith(".weight") or (info is not None and info.dtype == E4M3.dtype)):
                 return owner
         return None
 
@@ -227,7 +226,7 @@ class Headers:
                 names = [name for one in known for name in self.entry.model.names_of(one)]
             listed = ignored.find(names)
             if listed is not None:
-                self.problems.append(f"{self.place(name)} is {CODE_DTYPE}, but {ignored.key} lists {listed}")
+                self.problems.append(f"{self.place(name)} is {E4M3.dtype}, but {ignored.key} lists {listed}")
 
     def _check_unlisted(self, entry: Entry) -> None:
         """Every unquantized module that an engine would build as FP8 must be listed; and what may not be FP8."""
@@ -236,7 +235,7 @@ class Headers:
             role = entry.role(info.module)
             if info.name in self.codes:
                 # Other layers than the registry's are FP8 where the source had them so.
-                message = f"{self.place(info.name)} is {CODE_DTYPE}, but it is kept: {role.keep}"
+                message = f"{self.place(info.name)} is {E4M3.dtype}, but it is kept: {role.keep}"
                 if role.keep in NOT_LINEAR:
                     self.problems.append(message)
                 elif role.keep == ROUTER:
@@ -278,7 +277,7 @@ class Headers:
         for name, weight in self.codes.items():
             if self.head and is_head(weight.info.module) and not self.quantization.names(weight.info.module):
                 self.problems.append(
-                    f"{self.place(name)} is {CODE_DTYPE}, but no config group names it: engines find it by name only"
+                    f"{self.place(name)} is {E4M3.dtype}, but no config group names it: engines find it by name only"
                 )
 
     def _check_together(self, entry: Entry) -> None:
@@ -303,13 +302,13 @@ class Headers:
             if len(one) == 2:
                 other = f"{one[False]}.weight"
                 self.problems.append(
-                    f"{self.place(f'{one[True]}.weight')} is {CODE_DTYPE} and {other} is "
+                    f"{self.place(f'{one[True]}.weight')} is {E4M3.dtype} and {other} is "
                     f"{self.checkpoint.tensors[other].dtype}, but engines take both in one format"
                 )
             elif len(forms) > 1:
                 (form, first), (another, second), *_ = list(forms.items())[::-1]
                 self.problems.append(
-                    f"{self.place(first)} has {form.title} and {second} {another.title}, "
+                    f"{self.place(first)} has {form.label} and {second} {another.label}, "
                     "but engines take both in one format"
                 )
 

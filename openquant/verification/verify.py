@@ -22,9 +22,10 @@ from ..files.checkpoint import Checkpoint, open_checkpoint, read_config, readabl
 from ..files.inputs import MAX_SMALL, read_small
 from ..files.journal import read_journal
 from ..files.tensors import TensorInfo
+from ..formats.format import Group
 from ..formats.kernels import BITS_TYPE
 from ..formats.quantization import quantization_places, read_quantization
-from ..formats.schemes import CHANNEL, MIXED, TENSOR, Group, Scheme
+from ..formats.schemes import CHANNEL, MIXED, TENSOR, Scheme
 from ..machine import available_cpus
 from ..models import MODELS
 from ..patterns import collapse, template
@@ -221,7 +222,7 @@ class _Verification:
         self.full = full
         self.ours = headers.ours
         # Static activations come from a source that was quantized already.
-        self.remakes = full and remakes and headers.scheme is not None and not headers.scheme.static
+        self.remakes = full and remakes and headers.scheme is not None and not headers.scheme.format.static
         self.problems, self.notes = headers.problems, headers.notes
         self.codes, self.scheme, self._place = headers.codes, headers.scheme, headers.place
         self.values: dict[str, float] = {}
@@ -338,13 +339,13 @@ class _Verification:
                 alike.setdefault(template(weight.info.module), set()).add(weight.form.group)
         others: dict[str, Scheme] = {}
         for weight in self.codes.values():
-            if weight.form is not None and weight.form.group != self.scheme.group:
+            if weight.form is not None and weight.form.group != self.scheme.format.group:
                 name = template(weight.info.module)
                 if len(alike[name]) > 1:
                     # Each pattern is held against every layer, and experts are many.
                     experts = self.headers.entry.experts(weight.info.module)
                     name = f"{experts}.**" if experts else weight.info.module
-                others[name] = next(other for other in MIXED if other.group == weight.form.group)
+                others[name] = next(other for other in MIXED if other.format.group == weight.form.group)
         yield from others.items()
 
     def _pair(self, source: Checkpoint) -> list[tuple[TensorInfo, Matrix | None]]:
@@ -460,12 +461,12 @@ class _Verification:
             form = forms.pop() if len(forms) == 1 else None
             if form is None:
                 continue
-            if form.block is not None:
-                ragged += any(weight.info.shape[0] % form.block[0] for weight in weights[:-1])
+            if form.group[1] is not None:
+                ragged += any(weight.info.shape[0] % (form.group[0] or 1) for weight in weights[:-1])
                 continue
             scales = [weight.scale.name for weight in weights if weight.scale and weight.scale.name in self.values]
             values = [self.values[name] for name in scales]
-            if form.strategy != "tensor" or len(set(values)) < 2:
+            if not form.shared or len(set(values)) < 2:
                 continue
             if not self.ours:
                 several += 1
@@ -488,9 +489,9 @@ class _Verification:
     def _scheme_of(self, weight: Weight) -> Scheme | None:
         """What a weight of ours is stored in."""
         assert self.scheme is not None
-        if weight.form is None or weight.form.group == self.scheme.group:
+        if weight.form is None or weight.form.group == self.scheme.format.group:
             return self.scheme
-        return next((other for other in MIXED if other.group == weight.form.group), None)
+        return next((other for other in MIXED if other.format.group == weight.form.group), None)
 
     def _check_remade_scales(self, entry: Entry | None) -> None:
         """One scale for several layers is that of the largest weight in any of them."""
@@ -506,7 +507,7 @@ class _Verification:
             scheme = self._scheme_of(self.codes[f"{modules[0]}.weight"])
             assert scheme is not None
             largest = np.float32(max(self.absmax[module] for module in modules))
-            made = float(scheme.scale(np.asarray(largest)))
+            made = float(scheme.format.scales(np.asarray(largest)))
             for module in modules:
                 scale = self.codes[f"{module}.weight"].scale
                 if scale is not None and self.values[scale.name] != made:

@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 from ..errors import PlanError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint, read_json
 from ..files.tensors import DTYPE_BITS, Location, TensorInfo
-from ..formats.quantization import FP4, INT4, Format, Quantization, quantization_places, read_quantization
-from ..formats.schemes import CODE_DTYPE, INPUT_SCALE, Group, Scheme, grid_of
+from ..formats.format import INPUT_SCALE, Format, Group, grid_of
+from ..formats.numbers import E2M1, E4M3, Number
+from ..formats.quantization import Quantization, quantization_places, read_quantization
+from ..formats.schemes import Scheme
 
 # What modelopt wrote beside config.json before config.json held the same.
 MODELOPT_FILE = "hf_quant_config.json"
@@ -72,23 +74,18 @@ class Encoded:
 
     def passes(self, scheme: Scheme) -> bool:
         """Whether it is stored as a scheme stores it, but for names, and dtype and shape of the scale."""
-        return (
-            self.form.number == CODE_DTYPE
-            and self.form.group == scheme.group
-            and (self.form.power_of_two or not scheme.power_of_two)
-        )
+        return scheme.format.holds(self.form)
 
     def coding(self, where: dict[str, Location], number: int = 0) -> Coding:
         """How to read one of its matrices: the only one, or that of an expert."""
         rows, cols = self.shape[-2:]
-        per_byte = 1 if self.form.number == CODE_DTYPE else 2
         grid = grid_of(self.form.group, (rows, cols))
         place = where[self.scale.name]
         itemsize = DTYPE_BITS[self.scale.dtype] // 8
         return Coding(
             self.form.number,
             self.form.group,
-            cols // per_byte,
+            cols // self.form.number.per_byte,
             self.scale.name,
             place.shard,
             place.offset + number * grid[0] * grid[1] * itemsize,
@@ -101,7 +98,7 @@ class Coding(NamedTuple):
     """How the codes of one matrix [out, in] are read.
 
     Attributes:
-        number: what they are, as in Format.
+        number: what they are.
         group: rows and columns that share a scale.
         pitch: bytes of codes in a row.
         scale: name of the scale tensor, for messages.
@@ -111,7 +108,7 @@ class Coding(NamedTuple):
         grid: how many there are along each axis.
     """
 
-    number: str
+    number: Number
     group: Group
     pitch: int
     scale: str
@@ -230,7 +227,7 @@ def _read(checkpoint: Checkpoint) -> Quantization | None:
 
 def _find(checkpoint: Checkpoint, quantization: Quantization) -> Iterator[Found]:
     for info in checkpoint.tensors.values():
-        if info.name.endswith(".weight") and info.dtype == CODE_DTYPE:
+        if info.name.endswith(".weight") and info.dtype == E4M3.dtype:
             yield _fp8(checkpoint, quantization, info)
         elif info.name.endswith(".weight_packed"):
             yield _packed(checkpoint, quantization, info)
@@ -250,10 +247,12 @@ def _fp8(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo) -
             "start from the unquantized model",
         )
     form = _form(quantization, info)
-    if form.number != CODE_DTYPE:
-        raise SourceError(f"{info.name} is {info.dtype}, but config.json has its layer as {form.number}", _DAMAGED)
+    if form.number != E4M3:
+        raise SourceError(
+            f"{info.name} is {info.dtype}, but config.json has its layer as {form.number.title}", _DAMAGED
+        )
     # Mistral calls the scale of a whole tensor so, Qwen's and MiniMax's MXFP8 that of its groups.
-    names = [info.name + suffix for suffix in (form.suffix, "_scale", "_scale_inv")]
+    names = [form.scale_of(info.name), *(info.name + suffix for suffix in ("_scale", "_scale_inv"))]
     scale = _scale(checkpoint, info, names, form, (info.shape[0], info.shape[1]))
     # Mistral's name for it is the second.
     beside = [f"{info.module}.{last}" for last in (INPUT_SCALE, "activation_scale")]
@@ -266,10 +265,10 @@ def _fp8(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo) -
 def _packed(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo) -> Found:
     module = info.name.removesuffix(".weight_packed")
     form = _form(quantization, info._replace(name=f"{module}.weight"))
-    words = {INT4: ("I32", 8), FP4: ("U8", 2)}.get(form.number)
-    if words is None or info.dtype != words[0] or len(info.shape) != 2:
+    if form.number.per_item == 1 or info.dtype != form.number.dtype or len(info.shape) != 2:
         raise PlanError(
-            f"{info.name} is {info.dtype} {list(info.shape)}, which is not how {form.title} of {form.number} is packed",
+            f"{info.name} is {info.dtype} {list(info.shape)}, which is not how {form.label} of {form.number.title} "
+            "is packed",
             "start from the unquantized model",
         )
     for other in ("weight_zero_point", "weight_g_idx", "weight_global_scale"):
@@ -278,7 +277,7 @@ def _packed(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo
                 f"the source is already quantized: {module}.{other} is not read here",
                 "start from the unquantized model",
             )
-    shape = info.shape[0], info.shape[1] * words[1]
+    shape = info.shape[0], info.shape[1] * form.number.per_item
     scale = _scale(checkpoint, info, [f"{module}.weight_scale"], form, shape)
     hidden = [f"{module}.{last}" for last in ("weight_shape", INPUT_SCALE)]
     hidden = [info.name, scale.name, *(name for name in hidden if name in checkpoint.tensors)]
@@ -288,7 +287,7 @@ def _packed(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo
 def _blocks(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo) -> Found:
     name = info.name.removesuffix("_blocks")
     form = _form(quantization, info)
-    if form.number != FP4 or len(info.shape) != 4 or info.shape[3] != 16:
+    if form.number != E2M1 or len(info.shape) != 4 or info.shape[3] != 16:
         raise SourceError(f"{info.name} is {info.dtype} {list(info.shape)}, not MXFP4 blocks of 16 bytes", _DAMAGED)
     experts, rows, groups, _ = info.shape
     scale = checkpoint.tensors.get(f"{name}_scales")
@@ -321,7 +320,7 @@ def _scale(
     # Those of rows may have one axis; of modelopt's blocks, four (vLLM 0.32.0 layers/quantization/modelopt.py:2246).
     if tuple(size for size in scale.shape if size != 1) != tuple(size for size in wanted if size != 1):
         raise SourceError(
-            f"{scale.name} is {list(scale.shape)}, for {list(shape)} with {form.title} it must be {list(wanted)}",
+            f"{scale.name} is {list(scale.shape)}, for {list(shape)} with {form.label} it must be {list(wanted)}",
             _STRANGE,
         )
     if scale.dtype not in form.scale_dtypes and scale.dtype not in ("F32", "F8_E8M0"):

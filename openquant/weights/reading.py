@@ -11,7 +11,7 @@ from ..errors import SourceError
 from ..files.shardfile import Bytes, SourceFile
 from ..formats import kernels
 from ..formats.kernels import BITS_TYPE, Bits
-from ..formats.schemes import CODE_DTYPE, CODE_MAX, Floats
+from ..formats.numbers import Floats
 from .encoded import Coding
 from .layers import Matrix
 
@@ -98,7 +98,7 @@ class Reader:
             SourceError: one does.
         """
         assert matrix.coding is not None
-        if scale.max() >= OVERFLOW / CODE_MAX:
+        if scale.max() >= OVERFLOW / np.float32(matrix.coding.number.largest):
             rows = codes.reshape(-1, matrix.coding.pitch)
             self._decode_codes(
                 matrix, matrix.coding, rows, scale, low, np.empty((len(rows), matrix.shape[1]), np.float32)
@@ -107,7 +107,7 @@ class Reader:
     def _decode_codes(self, matrix: Matrix, coding: Coding, codes: Bytes, scale: Floats, low: int, out: Floats) -> None:
         kernels.decode_rows(codes, coding.number, scale, coding.group, low, out)
         # Looked for only where a code could be too large.
-        if scale.max() >= OVERFLOW / CODE_MAX and (np.abs(out) >= OVERFLOW).any():
+        if scale.max() >= OVERFLOW / np.float32(coding.number.largest) and (np.abs(out) >= OVERFLOW).any():
             raise SourceError(
                 f"{matrix.label} in {matrix.shard} stands for weights beyond what bfloat16 holds: "
                 f"{coding.scale} reaches {scale.max():g}",
@@ -121,7 +121,7 @@ class Reader:
             SourceError: one is NaN.
         """
         source.read(into, matrix.offset + low * matrix.pitch, matrix.label)
-        if matrix.coding is not None and matrix.coding.number == CODE_DTYPE and kernels.has_nan(into):
+        if matrix.coding is not None and kernels.first_unsound(into, matrix.coding.number) is not None:
             raise SourceError(
                 f"{matrix.label} in {matrix.shard} holds NaN",
                 "the weights are damaged: download or save them again",

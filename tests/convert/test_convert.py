@@ -22,6 +22,7 @@ from conftest import tree
 from openquant import compress, dequantize, verify
 from openquant import run as running
 from openquant.errors import PlanError, SourceError, UsageError
+from openquant.formats.reference import encode, group_absmax, group_scale, stored_scale
 from openquant.formats.schemes import (
     BLOCK_COMPRESSED,
     CHANNEL,
@@ -32,7 +33,6 @@ from openquant.formats.schemes import (
     Scheme,
     find_scheme,
 )
-from openquant.packed import encode, group_absmax, group_scale, stored_scale
 from openquant.patterns import compile_any
 from openquant.plan.plan import Layout, Plan
 
@@ -75,13 +75,13 @@ def expected_output(
             found[name] = weight
             continue
         scheme = others.get(module, default)
-        absmax = group_absmax(weight, scheme.group)
-        if scheme.shared:
+        absmax = group_absmax(weight, scheme.format.group)
+        if scheme.format.shared:
             members = joined_with(module, weights)
-            absmax = torch.stack([group_absmax(weights[f"{m}.weight"], scheme.group) for m in members]).amax(0)
-        scale = group_scale(absmax, scheme)
-        found[name] = encode(weight, scale, scheme.group)
-        found[f"{module}.{scheme.scale_name}"] = stored_scale(scale, scheme, tuple(weight.shape))
+            absmax = torch.stack([group_absmax(weights[f"{m}.weight"], scheme.format.group) for m in members]).amax(0)
+        scale = group_scale(absmax, scheme.format)
+        found[name] = encode(weight, scale, scheme.format)
+        found[f"{module}.{scheme.format.scale.name}"] = stored_scale(scale, scheme.format, tuple(weight.shape))
     return found
 
 
@@ -115,7 +115,7 @@ def test_every_architecture_converts_to_what_torch_computes(tmp_path: Path, arch
     reordered = () if scheme.follows_rows or not architecture.startswith("Llama4") else ("q_proj", "k_proj", "v_proj")
     others = {module: CHANNEL for module in quantized if module.endswith(reordered)} if reordered else {}
     result = compress(
-        source, tmp_path / "out", scheme.name, format=scheme.format, scale_format=scheme.scale_format, ignore=ignore
+        source, tmp_path / "out", scheme.name, format=scheme.method, scale_format=scheme.scale_format, ignore=ignore
     )
     found = tiny.read(tmp_path / "out")
     assert_same(found, expected_output(weights, quantized, scheme, others))
@@ -151,15 +151,15 @@ def test_each_layer_of_a_mixture_has_the_bytes_its_scheme_gives_it(
         # Of experts all are named by one.
         pattern = pattern.replace(".experts.0.down_proj", ".experts.**")
         found = compile_any([pattern])
-        others |= {module: find_scheme(name, scheme.format) for module in quantized if found.fullmatch(module)}
-    result = compress(source, tmp_path / "out", scheme.name, format=scheme.format, scheme_for=scheme_for)
+        others |= {module: find_scheme(name, scheme.method) for module in quantized if found.fullmatch(module)}
+    result = compress(source, tmp_path / "out", scheme.name, format=scheme.method, scheme_for=scheme_for)
     assert_same(tiny.read(tmp_path / "out"), expected_output(weights, quantized, scheme, others))
     assert len(set(others.values())) == len(scheme_for)
     counts = {scheme.name: len(quantized) - len(others)}
     for other in others.values():
         counts[other.name] = counts.get(other.name, 0) + 1
     assert result.schemes == counts
-    again = compress(source, tmp_path / "again", scheme.name, format=scheme.format, scheme_for=scheme_for, workers=1)
+    again = compress(source, tmp_path / "again", scheme.name, format=scheme.method, scheme_for=scheme_for, workers=1)
     assert again.schemes == result.schemes
     assert tree(tmp_path / "again") == tree(tmp_path / "out")
 
@@ -294,7 +294,7 @@ def test_a_joined_set_above_float16_is_an_error_that_names_it(tmp_path: Path) ->
 def test_a_weight_whose_code_would_overflow_bfloat16_is_an_error_that_names_it(
     tmp_path: Path, dtype: str, scheme: Scheme
 ) -> None:
-    options = {"scheme": scheme.name, "format": scheme.format, "scale_format": scheme.scale_format}
+    options = {"scheme": scheme.name, "format": scheme.method, "scale_format": scheme.scale_format}
     name, limit = "model.layers.1.mlp.up_proj.weight", 1.75 * 2.0**127
     weights = tiny.tensors("Qwen3ForCausalLM", dtype=dtype)
     weights[name][1, 2] = -(1.75 + 2.0**-7) * 2.0**127

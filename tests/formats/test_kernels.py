@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from openquant.formats import kernels
-from openquant.formats.schemes import BLOCK, BLOCK_UE8M0, SCHEMES, Scheme
-from openquant.packed import encode, group_absmax, group_scale
+from openquant.formats.numbers import E4M3
+from openquant.formats.reference import encode, group_absmax, group_scale
+from openquant.formats.schemes import BLOCK, BLOCK_UE8M0, SCHEMES, TENSOR, Scheme
 
 KINDS = (*SCHEMES.values(), BLOCK_UE8M0)
 TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -25,14 +26,14 @@ def as_torch(bits: np.ndarray, dtype: str) -> torch.Tensor:
 
 def assert_equal_to_torch(bits: np.ndarray, dtype: str, scheme: Scheme) -> None:
     weight = as_torch(bits, dtype)
-    absmax = group_absmax(weight, scheme.group)
-    found = kernels.absmax(bits, dtype, scheme.group)
+    absmax = group_absmax(weight, scheme.format.group)
+    found = kernels.absmax(bits, dtype, scheme.format.group)
     np.testing.assert_array_equal(found, absmax.numpy())
-    scale = group_scale(absmax, scheme)
-    np.testing.assert_array_equal(scheme.scale(found), scale.numpy())
+    scale = group_scale(absmax, scheme.format)
+    np.testing.assert_array_equal(scheme.format.scales(found), scale.numpy())
     codes = np.empty(bits.shape, np.uint8)
-    kernels.encode(bits, dtype, scale.numpy(), scheme.group, codes)
-    expected = encode(weight, scale, scheme.group).view(torch.uint8).numpy()
+    kernels.encode(bits, dtype, scale.numpy(), scheme.format.group, codes, scheme.format.number)
+    expected = encode(weight, scale, scheme.format).view(torch.uint8).numpy()
     np.testing.assert_array_equal(codes, expected)
 
 
@@ -78,10 +79,10 @@ def test_every_bfloat16_gets_torch_s_code_whatever_the_largest_weight(exponent: 
         smaller = everything[(everything & 0x7FFF) <= top]
         bits = np.resize(smaller, (-(-smaller.size // 16384) * 128, 128))
         absmax = kernels.to_float32(np.full((bits.shape[0] // 128, 1), top, np.uint16), "BF16")
-        scale = BLOCK.scale(absmax)
-        expected = encode(as_torch(bits, "BF16"), torch.from_numpy(scale), BLOCK.group).view(torch.uint8).numpy()
+        scale = BLOCK.format.scales(absmax)
+        expected = encode(as_torch(bits, "BF16"), torch.from_numpy(scale), BLOCK.format).view(torch.uint8).numpy()
         codes = np.empty(bits.shape, np.uint8)
-        kernels.encode(bits, "BF16", scale, BLOCK.group, codes)
+        kernels.encode(bits, "BF16", scale, BLOCK.format.group, codes, E4M3)
         np.testing.assert_array_equal(codes, expected)
 
 
@@ -91,7 +92,7 @@ def test_absmax_shows_infinity_and_nan(dtype: str, infinity: int, scheme: Scheme
     for bad in (infinity, SIGN[dtype] | infinity, infinity + 1, SIGN[dtype] | infinity | 1):
         bits = np.zeros((128, 256), kernels.BITS_TYPE[dtype])
         bits[5, 200] = bad
-        assert not np.isfinite(kernels.absmax(bits, dtype, scheme.group)).all()
+        assert not np.isfinite(kernels.absmax(bits, dtype, scheme.format.group)).all()
 
 
 @pytest.mark.parametrize("chunk", [1, 96, 128, 1000, 40_000])
@@ -112,6 +113,6 @@ def test_a_scale_that_no_bfloat16_made_is_divided_by() -> None:
     bits = np.arange(128 * 128, dtype=np.uint16).reshape(128, 128)
     scale = np.array([[0.1]], np.float32)
     codes = np.empty(bits.shape, np.uint8)
-    kernels.encode(bits, "BF16", scale, (None, None), codes)
-    expected = encode(as_torch(bits, "BF16"), torch.from_numpy(scale), (None, None)).view(torch.uint8).numpy()
+    kernels.encode(bits, "BF16", scale, (None, None), codes, E4M3)
+    expected = encode(as_torch(bits, "BF16"), torch.from_numpy(scale), TENSOR.format).view(torch.uint8).numpy()
     np.testing.assert_array_equal(codes, expected)

@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openquant.errors import UsageError
+from openquant.formats.quantization import read_quantization
+from openquant.formats.reference import decode, encode, group_absmax, group_scale, stored_scale
 from openquant.formats.schemes import (
     BLOCK,
     BLOCK_COMPRESSED,
@@ -24,11 +26,10 @@ from openquant.formats.schemes import (
     TENSOR_STATIC,
     VARIANTS,
     Scheme,
+    as_written,
     find_others,
     find_scheme,
-    recognise,
 )
-from openquant.packed import decode, encode, group_absmax, group_scale, stored_scale
 
 schemes = pytest.mark.parametrize("scheme", VARIANTS, ids=lambda scheme: scheme.suffix)
 
@@ -41,8 +42,8 @@ def test_decoding_gives_the_weight_back_within_half_a_code(
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(256, 128, generator=generator)
     weight = (weight * (weight.abs() ** spread) * 2.0**magnitude).float()
-    scale = group_scale(group_absmax(weight, scheme.group), scheme)
-    found = decode(encode(weight, scale, scheme.group), scale, scheme.group)
+    scale = group_scale(group_absmax(weight, scheme.format.group), scheme.format)
+    found = decode(encode(weight, scale, scheme.format), scale, scheme.format)
     down, along = 256 // scale.shape[0], 128 // scale.shape[1]
     step = scale.repeat_interleave(down, 0).repeat_interleave(along, 1)
     # Normal codes keep 3 mantissa bits, so half a unit is 1/16 of the weight; subnormal ones are 2^-9 apart.
@@ -55,28 +56,28 @@ def test_decoding_gives_the_weight_back_within_half_a_code(
 @schemes
 def test_zeros_stay_zeros_under_scale_one(scheme: Scheme) -> None:
     weight = torch.zeros(256, 128)
-    scale = group_scale(group_absmax(weight, scheme.group), scheme)
+    scale = group_scale(group_absmax(weight, scheme.format.group), scheme.format)
     assert (scale == 1).all()
-    assert (encode(weight, scale, scheme.group).view(torch.uint8) == 0).all()
+    assert (encode(weight, scale, scheme.format).view(torch.uint8) == 0).all()
 
 
 @pytest.mark.parametrize("scheme", (*VARIANTS, *STATIC), ids=lambda scheme: scheme.suffix)
 @given(share=st.floats(0, 1, width=32) | st.sampled_from([0.5, 1.0]))
 def test_no_code_overflows_bfloat16(scheme: Scheme, share: float) -> None:
     absmax = np.array([[share * scheme.largest]], np.float32)
-    largest = torch.from_numpy(scheme.scale(absmax)) * 448
+    largest = torch.from_numpy(scheme.format.scales(absmax)) * 448
     assert torch.isfinite(largest.bfloat16()).all()
     assert (largest * (1 + 2.0**-23) >= torch.from_numpy(absmax)).all()
 
 
 def test_tensor_scale_does_not_go_below_what_float16_keeps() -> None:
-    scale = TENSOR.scale(np.array([[0.0137, 0.0136, 0]], np.float32))
+    scale = TENSOR.format.scales(np.array([[0.0137, 0.0136, 0]], np.float32))
     np.testing.assert_array_equal(scale, np.array([[np.float32(0.0137) / np.float32(448), 2.0**-15, 1]], np.float32))
 
 
 @pytest.mark.parametrize("scheme", [CHANNEL, BLOCK], ids=["channel", "block"])
 def test_scale_of_the_smallest_weights_is_a_normal_number(scheme: Scheme) -> None:
-    scale = scheme.scale(np.array([[1e-45, 1e-38, 1.0, 0.0]], np.float32))
+    scale = scheme.format.scales(np.array([[1e-45, 1e-38, 1.0, 0.0]], np.float32))
     np.testing.assert_array_equal(scale, np.array([[2.0**-126, 2.0**-126, 1 / 448, 1.0]], np.float32))
 
 
@@ -84,18 +85,18 @@ def test_golden_bytes_of_one_tensor() -> None:
     weight = torch.tensor(
         [[448.0, -448.0, 1.0, -1.0], [0.0, 240.0, 2.0**-9, 17.0], [18.0, 19.0, 465.0 / 464, 2.0**-10]]
     )
-    scale = group_scale(group_absmax(weight, TENSOR.group), TENSOR)
+    scale = group_scale(group_absmax(weight, TENSOR.format.group), TENSOR.format)
     assert scale.item() == 1.0
-    codes = encode(weight, scale, TENSOR.group).view(torch.uint8)
+    codes = encode(weight, scale, TENSOR.format).view(torch.uint8)
     # 17 lies between 16 (0x58) and 18 (0x59) and goes to the even code, 19 between 18 and 20 (0x5a) likewise.
     assert codes.tolist() == [[0x7E, 0xFE, 0x38, 0xB8], [0x00, 0x77, 0x01, 0x58], [0x59, 0x5A, 0x38, 0x00]]
 
 
 def test_golden_bytes_of_rows() -> None:
     weight = torch.tensor([[0.5, -0.25, 0.1, 0.003], [0.0, -0.0, 0.0, 0.0], [-896.0, 2.0, 17.0, 1.0]])
-    scale = group_scale(group_absmax(weight, CHANNEL.group), CHANNEL)
+    scale = group_scale(group_absmax(weight, CHANNEL.format.group), CHANNEL.format)
     assert scale.tolist() == [[float(np.float32(0.5) / np.float32(448))], [1.0], [2.0]]
-    codes = encode(weight, scale, CHANNEL.group).view(torch.uint8)
+    codes = encode(weight, scale, CHANNEL.format).view(torch.uint8)
     # 17 / 2 lies between 8 (0x50) and 9 (0x51) and goes to the even code.
     assert codes.tolist() == [[0x7E, 0xF6, 0x6B, 0x43], [0x00, 0x80, 0x00, 0x00], [0xFE, 0x38, 0x50, 0x30]]
 
@@ -105,9 +106,9 @@ def test_golden_bytes_of_blocks() -> None:
     weight[0, :4] = torch.tensor([0.5, -0.25, 0.1, 0.003])
     weight[127, 255] = 896.0
     weight[0, 128] = -1.0
-    scale = group_scale(group_absmax(weight, BLOCK.group), BLOCK)
+    scale = group_scale(group_absmax(weight, BLOCK.format.group), BLOCK.format)
     assert scale.tolist() == [[float(np.float32(0.5) / np.float32(448)), 2.0]]
-    codes = encode(weight, scale, BLOCK.group).view(torch.uint8)
+    codes = encode(weight, scale, BLOCK.format).view(torch.uint8)
     assert codes[0, :4].tolist() == [0x7E, 0xF6, 0x6B, 0x43]
     assert codes[127, 255] == 0x7E
     assert codes[0, 128] == 0xB0
@@ -134,16 +135,19 @@ def test_fp8_config_is_what_engines_read(scheme: Scheme, block: list[int] | None
 
 @schemes
 def test_a_scheme_is_known_by_its_config(scheme: Scheme) -> None:
-    assert recognise(scheme.settings | dict.fromkeys(scheme.ignored_keys)) is scheme
+    settings = scheme.settings | dict.fromkeys(scheme.ignored_keys)
+    assert read_quantization({"quantization_config": settings}).scheme is scheme
+    assert as_written(scheme, settings)
 
 
 @pytest.mark.parametrize("scheme", [TENSOR, TENSOR_STATIC], ids=["dynamic", "static"])
 def test_an_older_output_without_a_sentence_is_known_too(scheme: Scheme) -> None:
     settings = scheme.settings | dict.fromkeys(scheme.ignored_keys)
     del settings["scale_fmt"]
-    assert recognise(settings) is scheme
-    assert recognise(settings | {"scale_fmt": "one scale"}) is None
-    assert recognise(BLOCK.settings | dict.fromkeys(BLOCK.ignored_keys) | SENTENCE) is None
+    assert read_quantization({"quantization_config": settings}).scheme is scheme
+    assert as_written(scheme, settings)
+    assert not as_written(scheme, settings | {"scale_fmt": "one scale"})
+    assert not as_written(BLOCK, BLOCK.settings | dict.fromkeys(BLOCK.ignored_keys) | SENTENCE)
 
 
 MX = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
@@ -192,20 +196,20 @@ def test_compressed_tensors_decompresses_it(scheme: Scheme) -> None:
     from compressed_tensors.quantization import QuantizationConfig
 
     weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(5))
-    scale = group_scale(group_absmax(weight, scheme.group), scheme)
-    codes = encode(weight, scale, scheme.group)
+    scale = group_scale(group_absmax(weight, scheme.format.group), scheme.format)
+    codes = encode(weight, scale, scheme.format)
     config = QuantizationConfig.model_validate(scheme.config([]))
-    stored = {"weight": codes, "weight_scale": stored_scale(scale, scheme, (256, 384))}
+    stored = {"weight": codes, "weight_scale": stored_scale(scale, scheme.format, (256, 384))}
     compressor = BaseCompressor.get_value_from_registry(config.format)
     found = compressor.decompress(stored, config.config_groups["group_0"])["weight"]
     # compressed-tensors multiplies in bfloat16 where its scales are powers of two.
-    assert torch.equal(found, decode(codes, scale, scheme.group).to(found.dtype))
-    assert torch.equal(decode(codes, stored["weight_scale"], scheme.group), decode(codes, scale, scheme.group))
+    assert torch.equal(found, decode(codes, scale, scheme.format).to(found.dtype))
+    assert torch.equal(decode(codes, stored["weight_scale"], scheme.format), decode(codes, scale, scheme.format))
 
 
 def test_every_name_has_a_default_and_every_format_is_found() -> None:
     for scheme in VARIANTS:
-        assert find_scheme(scheme.name, scheme.format, scheme.scale_format) == scheme
+        assert find_scheme(scheme.name, scheme.method, scheme.scale_format) == scheme
         assert find_scheme(scheme.name) == SCHEMES[scheme.name]
     assert len({scheme.suffix for scheme in VARIANTS}) == len(VARIANTS)
     with pytest.raises(UsageError) as caught:
@@ -289,14 +293,14 @@ def test_ue8m0_scales_are_the_least_powers_of_two_that_hold_the_largest_weight(e
     largest = np.float32(448) * power
     absmax = np.array([[np.nextafter(largest, np.float32(0)), largest, np.nextafter(largest, np.float32(np.inf))]])
     expected = np.array([[power, power, 2 * power]], np.float32)
-    np.testing.assert_array_equal(BLOCK_UE8M0.scale(absmax), expected)
-    torch_s = group_scale(torch.from_numpy(absmax), BLOCK_UE8M0)
+    np.testing.assert_array_equal(BLOCK_UE8M0.format.scales(absmax), expected)
+    torch_s = group_scale(torch.from_numpy(absmax), BLOCK_UE8M0.format)
     np.testing.assert_array_equal(torch_s.numpy(), expected)
 
 
 @given(absmax=st.floats(0, 2.0**127, width=32))
 def test_ue8m0_scales_are_powers_of_two(absmax: float) -> None:
-    scale = BLOCK_UE8M0.scale(np.array([[absmax]], np.float32)).item()
+    scale = BLOCK_UE8M0.format.scales(np.array([[absmax]], np.float32)).item()
     mantissa, exponent = math.frexp(scale)
     assert mantissa == 0.5
     assert absmax <= 448 * scale
@@ -307,9 +311,9 @@ def test_golden_bytes_of_blocks_under_ue8m0_scales() -> None:
     weight = torch.zeros(128, 384)
     weight[0, :4] = torch.tensor([0.5, -0.25, 0.1, 0.003])
     weight[5, 128] = 449.0
-    scale = group_scale(group_absmax(weight, BLOCK_UE8M0.group), BLOCK_UE8M0)
+    scale = group_scale(group_absmax(weight, BLOCK_UE8M0.format.group), BLOCK_UE8M0.format)
     assert scale.tolist() == [[2.0**-9, 2.0, 1.0]]
-    codes = encode(weight, scale, BLOCK_UE8M0.group).view(torch.uint8)
+    codes = encode(weight, scale, BLOCK_UE8M0.format).view(torch.uint8)
     # 256, -128, 51.2 -> 52, 1.536 -> 1.5 and 224.5 -> 224.
     assert codes[0, :4].tolist() == [0x78, 0xF0, 0x65, 0x3C]
     assert codes[5, 128] == 0x76
@@ -320,11 +324,11 @@ def test_golden_bytes_of_mxfp8() -> None:
     weight[0, :4] = torch.tensor([0.5, -0.25, 0.1, 0.003])
     weight[1, 32] = 449.0
     weight[1, 95] = 1e-45
-    scale = group_scale(group_absmax(weight, MXFP8.group), MXFP8)
-    stored = MXFP8.stored(scale.numpy())
+    scale = group_scale(group_absmax(weight, MXFP8.format.group), MXFP8.format)
+    stored = MXFP8.format.stored(scale.numpy())
     assert stored.tolist() == [[118, 127, 127], [127, 128, 1]]
-    assert torch.equal(stored_scale(scale, MXFP8, (2, 96)), torch.from_numpy(stored))
-    codes = encode(weight, scale, MXFP8.group).view(torch.uint8)
+    assert torch.equal(stored_scale(scale, MXFP8.format, (2, 96)), torch.from_numpy(stored))
+    codes = encode(weight, scale, MXFP8.format).view(torch.uint8)
     assert codes[0, :4].tolist() == [0x78, 0xF0, 0x65, 0x3C]
     assert codes[1, 32] == 0x76
     assert int((codes != 0).sum()) == 5
@@ -337,19 +341,19 @@ def test_ue8m0_config_says_so() -> None:
 
 
 def test_stored_shapes() -> None:
-    assert TENSOR.scale_shape((384, 256)) == ()
-    assert TENSOR_COMPRESSED.scale_shape((384, 256)) == (1,)
-    assert BLOCK_COMPRESSED.scale_shape((384, 256)) == (3, 2)
-    assert MXFP8.scale_shape((384, 256)) == (384, 8)
-    assert CHANNEL.scale_shape((384, 256)) == (384, 1)
-    assert BLOCK.scale_shape((384, 256)) == (3, 2)
+    assert TENSOR.format.scale_shape((384, 256)) == ()
+    assert TENSOR_COMPRESSED.format.scale_shape((384, 256)) == (1,)
+    assert BLOCK_COMPRESSED.format.scale_shape((384, 256)) == (3, 2)
+    assert MXFP8.format.scale_shape((384, 256)) == (384, 8)
+    assert CHANNEL.format.scale_shape((384, 256)) == (384, 1)
+    assert BLOCK.format.scale_shape((384, 256)) == (3, 2)
 
 
 def test_blocks_need_multiples_of_128_both_ways() -> None:
-    assert BLOCK.misfit((256, 128)) is None
-    assert BLOCK.misfit((192, 128)) == "192 x 128 does not divide into 128 x 128 blocks"
-    assert BLOCK.misfit((128, 960)) == "128 x 960 does not divide into 128 x 128 blocks"
-    assert TENSOR.misfit((3, 5)) is None
-    assert CHANNEL.misfit((3, 5)) is None
-    assert MXFP8.misfit((3, 64)) is None
-    assert MXFP8.misfit((64, 48)) == "64 x 48 does not divide into 1 x 32 blocks"
+    assert BLOCK.format.misfit((256, 128)) is None
+    assert BLOCK.format.misfit((192, 128)) == "192 x 128 does not divide into 128 x 128 blocks"
+    assert BLOCK.format.misfit((128, 960)) == "128 x 960 does not divide into 128 x 128 blocks"
+    assert TENSOR.format.misfit((3, 5)) is None
+    assert CHANNEL.format.misfit((3, 5)) is None
+    assert MXFP8.format.misfit((3, 64)) is None
+    assert MXFP8.format.misfit((64, 48)) == "64 x 48 does not divide into 1 x 32 blocks"

@@ -9,7 +9,8 @@ import pytest
 
 import tiny
 from openquant.files.checkpoint import open_checkpoint
-from openquant.formats.schemes import TENSOR, Group
+from openquant.formats.format import Group
+from openquant.formats.schemes import TENSOR
 from openquant.models import HEADS, KV_HEADS, MODELS, Split
 from openquant.plan.parallel import ParallelSize, indivisible, parallel_sizes, parts_of, text_config
 from openquant.plan.plan import make_plan

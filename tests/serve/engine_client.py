@@ -28,8 +28,8 @@ from safetensors.torch import save_file
 import tiny
 from conftest import ROOT
 from openquant.formats.quantization import read_quantization
+from openquant.formats.reference import decode
 from openquant.models import MODELS
-from openquant.packed import decode
 
 HERE = Path(__file__).parent
 MISSING = "{} does not name an interpreter with {} (tests/serve/install_{}.sh installs one)"
@@ -258,5 +258,5 @@ def dequantize(source: Path, target: Path) -> Path:
     for name in [name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn]:
         form = quantization.format_of(name.removesuffix(".weight"))
         assert form is not None
-        tensors[name] = decode(tensors[name], tensors.pop(name + form.suffix), form.group).to(torch.bfloat16)
+        tensors[name] = decode(tensors[name], tensors.pop(form.scale_of(name)), form).to(torch.bfloat16)
     return rewrite(source, target, tensors, config)

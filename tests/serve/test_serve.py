@@ -33,9 +33,9 @@ from engine_client import (
 import tiny
 from conftest import EXAMPLE
 from openquant import compress
+from openquant.formats.reference import encode, group_absmax, group_scale
 from openquant.formats.schemes import TENSOR, find_scheme
 from openquant.models import MODELS
-from openquant.packed import encode, group_absmax, group_scale
 
 pytestmark = pytest.mark.serve
 
@@ -278,9 +278,9 @@ def separate_scales(source: Path, target: Path) -> Path:
     for name in tensors:
         if re.search(r"\.(q|k|v|gate|up)_proj\.weight$", name):
             weight = original[name]
-            scale = group_scale(group_absmax(weight, TENSOR.group), TENSOR)
-            tensors[name] = encode(weight, scale, TENSOR.group)
-            tensors[f"{name.removesuffix('.weight')}.{TENSOR.scale_name}"] = scale.reshape(())
+            scale = group_scale(group_absmax(weight, TENSOR.format.group), TENSOR.format)
+            tensors[name] = encode(weight, scale, TENSOR.format)
+            tensors[f"{name.removesuffix('.weight')}.{TENSOR.format.scale.name}"] = scale.reshape(())
     return rewrite(source, target, tensors)
 
 
@@ -527,7 +527,7 @@ def test_control_unlisted_layers_show(architecture: str, scheme: str, layers: La
 def test_control_a_missing_scale_shows(scheme: str, layers: Layers) -> None:
     answer = layers[f"dropped-{scheme}"]
     assert isinstance(answer, EngineError)
-    name = f"{DROPPED}.{find_scheme(scheme).scale_name}"
+    name = f"{DROPPED}.{find_scheme(scheme).format.scale.name}"
     assert f"Following weights were not initialized from checkpoint: {{'{name}'}}" in str(answer)
 
 

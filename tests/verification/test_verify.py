@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from conftest import EXAMPLE, ROOT, change_json, run_openquant, tree
 from openquant import Report, compress, verify
 from openquant.errors import OpenQuantError
 from openquant.formats.kernels import decode
-from openquant.formats.schemes import SCHEMES, VARIANTS, Scheme
+from openquant.formats.numbers import E4M3
+from openquant.formats.reference import encode
+from openquant.formats.schemes import CHANNEL, SCHEMES, TENSOR, VARIANTS, Scheme
 from openquant.models import MODELS
-from openquant.packed import encode
 from tiny import change_weights
 
 FP8 = torch.float8_e4m3fn
@@ -70,7 +72,7 @@ def assert_clean(report: Report, *notes: str) -> None:
 def test_outputs_are_clean(tmp_path: Path, architecture: str, scheme: Scheme) -> None:
     source = tiny.write(tmp_path / "source", architecture, shards=3)
     ignore = ["**.experts.**"] if MODELS[architecture].experts and not scheme.experts else []
-    formats = {"format": scheme.format, "scale_format": scheme.scale_format}
+    formats = {"format": scheme.method, "scale_format": scheme.scale_format}
     result = compress(source, tmp_path / "out", scheme.name, **formats, ignore=ignore)
     before = tree(tmp_path)
     assert_clean(verify(tmp_path / "out"))
@@ -184,7 +186,7 @@ def test_errors_are_what_torch_computes(blocks: tuple[Path, Path]) -> None:
 def test_every_code_is_decoded_as_torch_does() -> None:
     codes = np.arange(256, dtype=np.uint8).reshape(16, 16)
     found = np.empty(codes.shape, np.float32)
-    decode(codes, np.array(0.3, np.float32), found)
+    decode(codes, np.array(0.3, np.float32), found, E4M3)
     expected = torch.from_numpy(codes).view(FP8).float() * 0.3
     np.testing.assert_array_equal(found, expected.numpy())
 
@@ -587,17 +589,17 @@ def by_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         for col in range(scale.shape[1]):
             scale[row, col] = weight[row * 128 : row * 128 + 128, col * 128 : col * 128 + 128].float().abs().max() / 448
     grid = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :cols]
-    return encode(weight, grid, (1, 1)), scale.bfloat16()
+    return encode(weight, grid, replace(CHANNEL.format, group=(1, 1))), scale.bfloat16()
 
 
 def by_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = weight.float().abs().amax(1, keepdim=True) / 448
-    return encode(weight, scale, (1, None)), scale
+    return encode(weight, scale, CHANNEL.format), scale
 
 
 def by_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = weight.float().abs().max().reshape(1) / 448
-    return encode(weight, scale, (None, None)), scale
+    return encode(weight, scale, TENSOR.format), scale
 
 
 def write_other(
@@ -940,11 +942,11 @@ def test_an_interrupt_exits_130(ours: tuple[Path, Path]) -> None:
         "import os, signal, sys\n"
         "from openquant import cli\nfrom openquant.verification import contents\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "found = contents._first_nan\n"
-        "def interrupted(codes):\n"
+        "found = contents.first_unsound\n"
+        "def interrupted(*codes):\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    return found(codes)\n"
-        "contents._first_nan = interrupted\n"
+        "    return found(*codes)\n"
+        "contents.first_unsound = interrupted\n"
         "sys.exit(cli.main(['verify', sys.argv[1]]))"
     )
     done = subprocess.run([sys.executable, "-c", code, str(out)], capture_output=True, text=True, timeout=60)

@@ -75,8 +75,8 @@ def test_the_journal_or_the_card_says_that_it_is_ours(ours: Path, source: Path) 
 @pytest.mark.parametrize("scheme", VARIANTS, ids=[scheme.suffix for scheme in VARIANTS])
 def test_a_deleted_key_does_not_make_it_another_tool_s(tmp_path: Path, source: Path, scheme: Scheme) -> None:
     out = tmp_path / "out"
-    compress(source, out, scheme.name, format=scheme.format, scale_format=scheme.scale_format)
-    key = "fmt" if scheme.format == "fp8" else "quantization_status"
+    compress(source, out, scheme.name, format=scheme.method, scale_format=scheme.scale_format)
+    key = "fmt" if scheme.method == "fp8" else "quantization_status"
     held = scheme.settings[key]
     change_settings(out, lambda settings: settings.pop(key))
     change_json(out / CONFIG, lambda config: config.update(num_key_value_heads=1))

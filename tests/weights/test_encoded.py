@@ -20,10 +20,10 @@ from conftest import EXAMPLE, ROOT, change_json, run_openquant, tree
 from openquant import compress, dequantize, verify
 from openquant.errors import OpenQuantError, PlanError, SourceError
 from openquant.files.checkpoint import open_checkpoint
+from openquant.formats.reference import decode, encode, group_absmax, group_scale
 from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR, TENSOR_STATIC, VARIANTS, Scheme
 from openquant.machine import peak_rss
 from openquant.models import MODELS
-from openquant.packed import decode, encode, group_absmax, group_scale
 from openquant.plan.fates import Options
 from openquant.plan.plan import make_plain_plan, make_plan
 from published import published
@@ -106,20 +106,20 @@ def test_another_scheme_is_made_of_the_decoded_weights(tmp_path: Path, kind: str
     assert not [name for name in found if name.endswith(("input_scale", "activation_scale"))]
     codes = tiny.read(source)
     for name, weight in stored.items():
-        scale = found[name.replace("weight", scheme.scale_name)]
-        if group == scheme.group != (None, None):
+        scale = found[name.replace("weight", scheme.format.scale.name)]
+        if group == scheme.format.group != (None, None):
             assert same(found[name], codes[name])
             last = next(last for last in ("_scale", "_scale_inv") if name + last in codes)
             assert torch.equal(scale.reshape(-1), codes[name + last].float().reshape(-1))
             continue
         joined = [name]
         for parts in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
-            if scheme.shared and name.split(".")[-2] in parts:
+            if scheme.format.shared and name.split(".")[-2] in parts:
                 joined = [name.replace(name.split(".")[-2], part) for part in parts]
-        absmax = torch.stack([group_absmax(stored[member], scheme.group) for member in joined]).amax(0)
-        wanted = group_scale(absmax, scheme)
+        absmax = torch.stack([group_absmax(stored[member], scheme.format.group) for member in joined]).amax(0)
+        wanted = group_scale(absmax, scheme.format)
         assert torch.equal(scale.reshape(-1), wanted.reshape(-1)), name
-        assert same(found[name], encode(weight, wanted, scheme.group)), name
+        assert same(found[name], encode(weight, wanted, scheme.format)), name
 
 
 ITSELF = ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Llama4ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"]
@@ -130,7 +130,7 @@ ITSELF = ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Llama4ForCausalLM", "Deeps
 def test_an_output_in_its_own_scheme_is_the_same_bytes(tmp_path: Path, architecture: str, scheme: Scheme) -> None:
     source = tiny.write(tmp_path / "source", architecture, shards=3)
     ignore = ["**.experts.**"] if MODELS[architecture].experts and not scheme.experts else []
-    formats = {"format": scheme.format, "scale_format": scheme.scale_format}
+    formats = {"format": scheme.method, "scale_format": scheme.scale_format}
     once = compress(source, tmp_path / "once", scheme.name, **formats, ignore=ignore)
     twice = compress(tmp_path / "once", tmp_path / "twice", scheme.name, **formats)
     one, two = tree(tmp_path / "once"), tree(tmp_path / "twice")
@@ -142,7 +142,7 @@ def test_an_output_in_its_own_scheme_is_the_same_bytes(tmp_path: Path, architect
 
 @variants
 def test_dequantized_outputs_are_what_codes_and_scales_stand_for(tmp_path: Path, scheme: Scheme) -> None:
-    compress(EXAMPLE, tmp_path / "fp8", scheme.name, format=scheme.format, scale_format=scheme.scale_format)
+    compress(EXAMPLE, tmp_path / "fp8", scheme.name, format=scheme.method, scale_format=scheme.scale_format)
     dequantize(tmp_path / "fp8", tmp_path / "plain")
     stored, plain, source = (tiny.read(root) for root in (tmp_path / "fp8", tmp_path / "plain", EXAMPLE))
     assert set(plain) == set(source)
@@ -150,8 +150,8 @@ def test_dequantized_outputs_are_what_codes_and_scales_stand_for(tmp_path: Path,
         if stored[name].dtype != FP8:
             assert same(weight, source[name])
             continue
-        scale = stored[name.replace("weight", scheme.scale_name)]
-        assert same(weight, decode(stored[name], scale, scheme.group).bfloat16())
+        scale = stored[name.replace("weight", scheme.format.scale.name)]
+        assert same(weight, decode(stored[name], scale, scheme.format).bfloat16())
     ours, theirs = (json.loads((root / "config.json").read_text()) for root in (tmp_path / "plain", EXAMPLE))
     assert ours == theirs
 
@@ -245,11 +245,11 @@ def test_a_quantized_router_is_decoded(tmp_path: Path, scheme: Scheme) -> None:
     compress(tiny.write(tmp_path / "plain", "Qwen3MoeForCausalLM"), source, scheme.name)
     router, before = "model.layers.1.mlp.gate", tiny.read(source)
     weight = before[f"{router}.weight"]
-    scale = torch.full(scheme.scale_shape((weight.shape[0], weight.shape[1])), 0.25)
+    scale = torch.full(scheme.format.scale_shape((weight.shape[0], weight.shape[1])), 0.25)
 
     def quantize(weights: Weights) -> None:
         weights[f"{router}.weight"] = weight.to(FP8)
-        weights[f"{router}.{scheme.scale_name}"] = scale
+        weights[f"{router}.{scheme.format.scale.name}"] = scale
 
     change_weights(source, quantize)
     change_json(source / "config.json", lambda found: found["quantization_config"].update(ignored_layers=[]))
@@ -538,10 +538,10 @@ def test_mxfp4_as_compressed_tensors_has_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.uint8, torch.float32])
 def test_power_of_two_scales(tmp_path: Path, dtype: torch.dtype) -> None:
     def make(weight: torch.Tensor) -> Weights:
-        scale = group_scale(group_absmax(weight, BLOCK.group), VARIANTS[-1])
+        scale = group_scale(group_absmax(weight, BLOCK.format.group), VARIANTS[-1].format)
         bits = (scale.view(torch.int32) >> 23).to(torch.uint8)
         stored = {torch.float32: scale, torch.uint8: bits}.get(dtype, bits.view(torch.float8_e8m0fnu))
-        return {"weight": encode(weight, scale, BLOCK.group), "weight_scale_inv": stored}
+        return {"weight": encode(weight, scale, BLOCK.format), "weight_scale_inv": stored}
 
     source = store(tmp_path / "source", make, BLOCKS | {"scale_fmt": "ue8m0"})
     compress(source, tmp_path / "out", "block", scale_format="ue8m0")
@@ -644,8 +644,8 @@ def test_groups_of_different_formats(tmp_path: Path) -> None:
     found = tiny.read(tmp_path / "out")
     assert same(found[f"{Q}.weight"], stored[f"{Q}.weight"])
     decoded = stored[f"{DOWN}.weight"].float() * stored[f"{DOWN}.weight_scale"]
-    scale = group_scale(group_absmax(decoded, CHANNEL.group), CHANNEL)
-    assert same(found[f"{DOWN}.weight"], encode(decoded, scale, CHANNEL.group))
+    scale = group_scale(group_absmax(decoded, CHANNEL.format.group), CHANNEL.format)
+    assert same(found[f"{DOWN}.weight"], encode(decoded, scale, CHANNEL.format))
 
 
 # Shards.

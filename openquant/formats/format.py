@@ -1,0 +1,156 @@
+"""Format: how one weight is stored, whoever wrote it: its number, what shares a scale, its tensors.
+
+What shares a scale is a rectangle of the matrix, so the scales of a weight form a grid. All arithmetic has that grid;
+only what is stored may have fewer axes. Formats are values: two that are equal store alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..files.tensors import TensorInfo
+from .numbers import Floats, Number
+
+# Rows and columns that share a scale; None is the whole axis.
+Group = tuple[int | None, int | None]
+# vLLM 0.32.0, layers/quantization/fp8.py:331-346.
+INPUT_SCALE = "input_scale"
+# What scales that are no bare exponents may be stored as, and those that are.
+FLOATS = ("F32", "BF16", "F16")
+EXPONENTS = ("U8", "F8_E8M0")
+
+
+def grid_of(group: Group, shape: tuple[int, ...]) -> tuple[int, int]:
+    """How many groups a matrix [out, in] has along each axis; those at its edges may be smaller."""
+    (rows, cols), (height, width) = shape, group
+    return -(-rows // (height or rows)), -(-cols // (width or cols))
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The scales of a weight, as they are stored.
+
+    Attributes:
+        name: last part of the tensor's name.
+        axes: of the tensor: 2 for the grid, 1 or 0 for a single one.
+        dtype: "F32", or "U8" for the exponent field of a power of two (E8M0).
+        power_of_two: whether all are.
+        floor: the smallest of anything that is not all zero.
+    """
+
+    name: str
+    axes: int = 2
+    dtype: str = "F32"
+    power_of_two: bool = False
+    # A smaller float32 would be subnormal, and zero where those are flushed.
+    floor: float = 2.0**-126
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a weight is stored.
+
+    Attributes:
+        number: what the codes are.
+        group: rows and columns that share a scale; all of both is one scale per joined set.
+        scale: the scales.
+        codes: last part of the code tensor's name.
+        static: whether there is also an input_scale, by which engines quantize activations.
+    """
+
+    number: Number
+    group: Group
+    scale: Scale
+    codes: str = "weight"
+    static: bool = False
+
+    @property
+    def shared(self) -> bool:
+        """Whether joined layers have one scale."""
+        return self.group == (None, None)
+
+    @property
+    def title(self) -> str:
+        """What shares a scale, as plans and cards say it: "one power-of-two scale per 128x128 block"."""
+        kind = "power-of-two scale" if self.scale.power_of_two else "scale"
+        height, width = self.group
+        if height is None:
+            return f"one {kind} per tensor{', static activations' if self.static else ''}"
+        if width is None:
+            return f"one {kind} per output row"
+        return f"one {kind} per {width} inputs of a row" if height == 1 else f"one {kind} per {height}x{width} block"
+
+    @property
+    def label(self) -> str:
+        """The same in the words of configs, as checks say it: "one scale per channel", "one scale per 1x32 block"."""
+        height, width = self.group
+        if width is not None:
+            return f"one scale per {height}x{width} block"
+        return "one scale per tensor" if height is None else "one scale per channel"
+
+    def parts(self, module: str, shape: tuple[int, int]) -> tuple[TensorInfo, ...]:
+        """The tensors of a weight [out, in]: codes, scales, and the scale of its activations if it has one."""
+        codes = TensorInfo(f"{module}.{self.codes}", self.number.dtype, (shape[0], shape[1] // self.number.per_item))
+        scale = TensorInfo(f"{module}.{self.scale.name}", self.scale.dtype, self.scale_shape(shape))
+        static = (scale._replace(name=f"{module}.{INPUT_SCALE}"),) if self.static else ()
+        return codes, scale, *static
+
+    def scale_of(self, codes: str) -> str:
+        """The name of the scales of a code tensor: "X.weight_scale_inv", of a stack "X.up_proj_scale_inv"."""
+        owner, dot, last = codes.rpartition(".")
+        return (
+            f"{owner}{dot}{self.scale.name}" if last == self.codes else codes + self.scale.name.removeprefix("weight")
+        )
+
+    def scale_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
+        """Shape of the stored scales of a weight [out, in]."""
+        grid = grid_of(self.group, shape)
+        assert all(size == 1 for size in grid[self.scale.axes :])
+        return grid[: self.scale.axes]
+
+    def misfit(self, shape: tuple[int, int]) -> str | None:
+        """Why a weight of this shape cannot be stored; None if it can."""
+        height, width = (size or 1 for size in self.group)
+        if shape[0] % height == 0 and shape[1] % width == 0:
+            return None
+        return f"{shape[0]} x {shape[1]} does not divide into {height} x {width} blocks"
+
+    def holds(self, other: Format) -> bool:
+        """Whether codes and scales of another format are such as it has, by whatever names and dtypes."""
+        return (self.number, self.group) == (other.number, other.group) and (
+            other.scale.power_of_two or not self.scale.power_of_two
+        )
+
+    def scales(self, absmax: Floats) -> Floats:
+        """float32 scale of each group, given its largest absolute weight; always finite and above zero."""
+        scale = np.maximum(absmax / np.float32(self.number.largest), np.float32(self.scale.floor))
+        if self.scale.power_of_two:
+            # Carries into the exponent unless the mantissa is zero. The division before is exact enough: the quotient
+            # exceeds a power of two just where absmax exceeds the largest code times that.
+            scale = ((scale.view(np.uint32) + np.uint32(0x7FFFFF)) & np.uint32(0xFF800000)).view(np.float32)
+        return np.where(absmax == 0, np.float32(1), scale).astype(np.float32)
+
+    def stored(self, scale: Floats) -> npt.NDArray[np.float32] | npt.NDArray[np.uint8]:
+        """Scales as they are written."""
+        return (scale.view(np.uint32) >> 23).astype(np.uint8) if self.scale.dtype == "U8" else scale
+
+    # Of what others wrote.
+
+    @property
+    def scale_dtypes(self) -> tuple[str, ...]:
+        """The dtypes that scales may have, the written one first."""
+        if self.scale.dtype == "U8":
+            return EXPONENTS
+        return (*FLOATS, *(EXPONENTS if self.scale.power_of_two else ()))
+
+    def scale_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """The shapes that the scales of a weight [..., out, in] may have."""
+        *stack, rows, cols = shape
+        if not self.shared:
+            # A group at the edge may be smaller.
+            return ((*stack, *grid_of(self.group, (rows, cols))),)
+        # One for each expert of a stack, or for each half of gate and up side by side.
+        return ((*stack, 1, 1), (*stack, 2, 1)) if stack else ((), (1,))

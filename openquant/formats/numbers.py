@@ -1,0 +1,180 @@
+"""Numbers: what a code stands for, which code is nearest to a value, and how codes lie in a tensor.
+
+A number has at most 256 codes, each a byte while we compute; where it has 16, two of them share a byte, the first in
+the low half. Nothing here knows of scales: a code stands for its value times whatever scale its group has.
+
+    E4M3.decode(np.uint8([0x7E, 0x38]))   # [448.0, 1.0]
+    E4M3.encode(np.float32([500, 1.03]))  # [0x7e, 0x38]: clamped to 448, rounded to the nearest, to even of two as near
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+Codes = npt.NDArray[np.uint8]
+_LARGEST_BFLOAT16 = (2 - 2.0**-7) * 2.0**127
+
+
+@dataclass(frozen=True)
+class Number(ABC):
+    """A kind of code.
+
+    Attributes:
+        title: what plans and cards call weights of it: "FP8".
+        name: of its arithmetic, as cards say it: "float8_e4m3fn".
+        dtype: safetensors dtype of the tensor that holds the codes.
+        per_item: codes in one element of that dtype.
+        per_byte: codes in one byte.
+        largest: the largest value of a code; a scale is a group's largest weight divided by it.
+    """
+
+    title: str
+    name: str
+    dtype: str
+    per_item: int
+    per_byte: int
+    largest: float
+
+    @abstractmethod
+    def encode(self, quotients: Floats) -> Codes:
+        """The codes nearest to finite values, a byte each: clamped to what there is, of two as near the even one."""
+
+    @abstractmethod
+    def values(self) -> Floats:
+        """float32, [256] or [16]: the value of every code, NaN where one stands for none."""
+
+    @abstractmethod
+    def bound(self, weights: Floats, scale: Floats, slack: float) -> Floats:
+        """How far rounding may take weights from what their codes stand for.
+
+        Args:
+            weights: float32 of any shape.
+            scale: that of each, of a shape that numpy repeats over them.
+            slack: how far the scale itself may be off, relatively.
+        """
+
+    @property
+    def largest_weight(self) -> float:
+        """What `largest` stands for under the largest power of two by which no code is beyond bfloat16."""
+        exponent = int(np.floor(np.log2(_LARGEST_BFLOAT16 / self.largest)))
+        return self.largest * 2.0**exponent
+
+    def decode(self, codes: Codes) -> Floats:
+        """The values of codes that are a byte each."""
+        return np.take(self.values(), codes, mode="clip")
+
+    def unsound(self, codes: Codes) -> npt.NDArray[np.bool_] | None:
+        """Which of some bytes hold no value; None if all do, which is looked for first."""
+        del codes
+        return None
+
+
+@dataclass(frozen=True)
+class _E4M3(Number):
+    """Four bits of exponent, three of mantissa: from 2^-9 to 448, no infinity, and NaN is 0x7f or 0xff."""
+
+    def encode(self, quotients: Floats) -> Codes:
+        # Rounded to odd, 16 of the 32 bits are enough to round once more to a code, as if there had been no first time:
+        # the last bit kept says whether anything lies beyond it.
+        bits = quotients.view(np.uint32)
+        odd = bits & 0xFFFF
+        odd += np.uint32(0xFFFF)
+        odd |= bits
+        odd >>= 16
+        return np.take(_nearest_e4m3(), odd.astype(np.intp), mode="clip")
+
+    def values(self) -> Floats:
+        return _e4m3_values()
+
+    def bound(self, weights: Floats, scale: Floats, slack: float) -> Floats:
+        # Codes from 2^-6 on are an eighth of their binade apart, those below 2^-9.
+        bound = np.abs(weights)
+        bound *= np.float32(1 / 16 + slack)
+        np.maximum(bound, scale * np.float32(1 / 1024 + slack / 64), out=bound)
+        return bound
+
+    def unsound(self, codes: Codes) -> npt.NDArray[np.bool_] | None:
+        magnitudes = codes & 0x7F
+        return magnitudes == 0x7F if magnitudes.size and magnitudes.max() == 0x7F else None
+
+
+@dataclass(frozen=True)
+class _Integer(Number):
+    """Integers from -largest to largest, each stored `excess` above its value; modulo 256 where they are a byte."""
+
+    excess: int = 0
+
+    def encode(self, quotients: Floats) -> Codes:
+        limit = np.float32(self.largest)
+        whole = np.clip(np.rint(quotients), -limit, limit)
+        return (whole.astype(np.int16) + np.int16(self.excess)).astype(np.uint8)
+
+    def values(self) -> Floats:
+        count = 256 if self.per_byte == 1 else 16
+        whole = np.arange(count) - self.excess
+        return np.where(whole < count // 2, whole, whole - count).astype(np.float32)
+
+    def bound(self, weights: Floats, scale: Floats, slack: float) -> Floats:
+        bound = np.abs(weights)
+        bound *= np.float32(slack)
+        bound += scale * np.float32(0.5 * (1 + slack))
+        return bound
+
+
+@dataclass(frozen=True)
+class _E2M1(Number):
+    """0, 0.5, 1, 1.5, 2, 3, 4 and 6, with a sign (OCP Microscaling Formats 1.0, 5.3.3)."""
+
+    def encode(self, quotients: Floats) -> Codes:
+        magnitudes = np.searchsorted(_middles(self.values()[:8]), np.abs(quotients))
+        codes = magnitudes.astype(np.uint8)
+        codes[np.signbit(quotients)] |= 8
+        return codes
+
+    def values(self) -> Floats:
+        magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+        return np.concatenate([magnitudes, -magnitudes])
+
+    def bound(self, weights: Floats, scale: Floats, slack: float) -> Floats:
+        # Codes from 1 on are half of their binade apart, those below by a half.
+        bound = np.abs(weights)
+        bound *= np.float32(1 / 4 + slack)
+        np.maximum(bound, scale * np.float32(1 / 4 + slack), out=bound)
+        return bound
+
+
+def _middles(magnitudes: Floats) -> npt.NDArray[np.float64]:
+    """Between neighbours of some ascending values the last that belongs to the lower; a middle to the even code."""
+    exact = magnitudes.astype(np.float64)
+    middle = (exact[1:] + exact[:-1]) / 2
+    middle[1::2] = np.nextafter(middle[1::2], 0)
+    return middle
+
+
+@cache
+def _e4m3_values() -> Floats:
+    code = np.arange(127)
+    values = np.where(code < 8, code * 2.0**-9, (8 + code % 8) * 2.0 ** (code // 8 - 10.0))
+    magnitudes = np.append(values, np.nan)
+    return np.concatenate([magnitudes, -magnitudes]).astype(np.float32)
+
+
+@cache
+def _nearest_e4m3() -> Codes:
+    """[65536] the code nearest to every finite bfloat16; 448 for all beyond it."""
+    finite = (np.arange(0x7F80, dtype=np.uint32) << 16).view(np.float32)
+    magnitudes = np.full(32768, 126, np.uint8)
+    magnitudes[: finite.size] = np.searchsorted(_middles(_e4m3_values()[:127]), finite)
+    return np.concatenate([magnitudes, magnitudes | 0x80])
+
+
+E4M3 = _E4M3("FP8", "float8_e4m3fn", "F8_E4M3", per_item=1, per_byte=1, largest=448)
+E2M1 = _E2M1("FP4", "float4_e2m1", "U8", per_item=2, per_byte=2, largest=6)
+# In words of 32 bits, the first of eight lowest (compressed-tensors 0.20, compressors/pack_quantized/helpers.py).
+INT4 = _Integer("INT4", "int4", "I32", per_item=8, per_byte=2, largest=7, excess=8)

@@ -1,0 +1,66 @@
+"""The reference: the same arithmetic as kernels.py in a few lines of torch, and what a GPU runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .format import Format, Group, grid_of
+from .numbers import E4M3, Number
+
+
+def group_absmax(weight: Tensor, group: Group) -> Tensor:
+    """Largest absolute weight of each group that shares a scale, float32 [out/height, in/width]."""
+    return _grouped(weight.float().abs(), group).amax((1, 3))
+
+
+def group_scale(absmax: Tensor, format: Format) -> Tensor:
+    """float32 scale of each group, as Format.scales."""
+    # Divided by a tensor: by a number, torch multiplies with its reciprocal on a GPU, which rounds otherwise.
+    scale = (absmax / absmax.new_tensor(format.number.largest)).clamp(min=format.scale.floor)
+    if format.scale.power_of_two:
+        scale = ((scale.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
+    return torch.where(absmax == 0, torch.ones_like(scale), scale)
+
+
+def stored_scale(scale: Tensor, format: Format, shape: tuple[int, int]) -> Tensor:
+    """The scales of a weight [out, in] as they are written, as Format.stored."""
+    scale = scale.reshape(format.scale_shape(shape))
+    return (scale.view(torch.int32) >> 23).to(torch.uint8) if format.scale.dtype == "U8" else scale
+
+
+def encode(weight: Tensor, scale: Tensor, format: Format) -> Tensor:
+    """The codes of a weight [out, in] as written: divide by the scale in float32, clamp, round to nearest even.
+
+    For E4M3 that is float8_e4m3fn [out, in].
+    """
+    quotient = _grouped(weight.float(), format.group) / _beside(scale, weight, format.group)
+    largest = format.number.largest
+    return _WRITTEN[format.number](quotient.clamp(-largest, largest).reshape(weight.shape))
+
+
+def decode(codes: Tensor, scale: Tensor, format: Format) -> Tensor:
+    """The weights [out, in] that codes and scale stand for, float32; the scale as computed or as stored."""
+    values = _READ[format.number](codes)
+    return (_grouped(values, format.group) * _beside(scale, values, format.group)).reshape(values.shape)
+
+
+def _grouped(weight: Tensor, group: Group) -> Tensor:
+    """[out, in] -> [out/height, height, in/width, width]."""
+    down, along = grid_of(group, weight.shape)
+    return weight.reshape(down, weight.shape[0] // down, along, weight.shape[1] // along)
+
+
+def _beside(scale: Tensor, weight: Tensor, group: Group) -> Tensor:
+    """A scale, computed or stored, as float32 in the shape that broadcasts over the grouped weight."""
+    if scale.dtype == torch.uint8:
+        scale = (scale.to(torch.int32) << 23).view(torch.float32)
+    down, along = grid_of(group, weight.shape)
+    return scale.reshape(down, 1, along, 1)
+
+
+# Rounded quotients to codes as they are written, and written codes to their values, float32.
+_WRITTEN: dict[Number, Callable[[Tensor], Tensor]] = {E4M3: lambda quotient: quotient.to(torch.float8_e4m3fn)}
+_READ: dict[Number, Callable[[Tensor], Tensor]] = {E4M3: lambda codes: codes.float()}
