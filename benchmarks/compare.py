@@ -1,17 +1,21 @@
-"""Time whole processes in turns: this program's schemes, `cp -r` of the source, and peers given as command lines.
+"""Time whole processes in turns: this program's schemes, `cp -r` of the source, the floor, and peers given as command
+lines.
 
     python benchmarks/compare.py SOURCE --turns 5
     python benchmarks/compare.py SOURCE --peer 'model_free_ptq=VENV/bin/python peer.py {source} {output}'
 
 Each turn runs every command once, in order, so drift of the machine falls on all alike. Outputs are removed, the disk
 is synced and free memory is used once between runs, outside the measured time. openquant syncs what it writes before it
-ends; `cp -r` does not, and `cp -r, synced` is followed by an fsync of each file inside the measured time. Ratios are of
-each turn to that turn's `cp -r`. The medians of all turns are printed as a Markdown table.
+ends; `cp -r` does not, and `cp -r, synced` is followed by an fsync of each file inside the measured time. `floor` is
+floor.py: the source read, and as many bytes written as the output per tensor has, directly and synced, on as many
+threads. Ratios are of each turn to that turn's `cp -r` and `floor`; the latter depend less on the state of the memory.
+The medians of all turns are printed as a Markdown table.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import shutil
@@ -22,7 +26,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from openquant.machine import available_cpus
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,19 @@ def back_memory(nbytes: int) -> None:
     subprocess.run([sys.executable, "-c", code, str(nbytes)], check=True)
 
 
+def planned_bytes(source: Path) -> int:
+    """Size of the weights that one scale per tensor leaves of a source."""
+    command = [sys.executable, str(ROOT / "compress_fp8.py"), "-m", str(source), "--dry-run", "--json"]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    return int(found["output_bytes"])
+
+
+def ratios(found: list[Measured], reference: list[Measured]) -> str:
+    """Least, median and most of wall times over those of the same turns."""
+    each = sorted(mine.wall / theirs.wall for mine, theirs in zip(found, reference, strict=True))
+    return f"{each[0]:.2f}, {statistics.median(each):.2f}, {each[-1]:.2f}"
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -89,9 +108,14 @@ def main() -> None:
     places = {"source": str(options.source), "output": str(output)}
     ours = [sys.executable, str(ROOT / "compress_fp8.py"), "-m", str(options.source), "-o", str(output), "-q"]
     ours += ["--workers", str(options.workers)] if options.workers else []
+    # No more than openquant takes by itself.
+    workers = options.workers or min(16, available_cpus())
+    floor = [sys.executable, str(ROOT / "benchmarks" / "floor.py"), str(options.source), str(output)]
+    floor += ["--bytes", str(planned_bytes(options.source)), "--workers", str(workers)]
     commands = {
         "`cp -r`": ["cp", "-r", str(options.source), str(output)],
         "`cp -r`, synced": ["sh", "-c", 'cp -r "$0" "$1" && sync "$1"/*', str(options.source), str(output)],
+        "floor": floor,
         "openquant, tensor": ours,
         "openquant, block": [*ours, "-w", "128"],
     }
@@ -113,14 +137,13 @@ def main() -> None:
     print(
         f"\n{options.source.name}, {size / 1e9:.2f} GB, {options.turns} turns, {cache} cache, {os.cpu_count()} CPUs\n"
     )
-    print("| command | wall s | CPU s | peak RSS MB | wall / `cp -r` (min, median, max) |\n|---|---|---|---|---|")
-    reference = runs["`cp -r`"]
+    columns = ("command", "wall s", "CPU s", "peak RSS MB", "wall / `cp -r` (min, median, max)", "wall / floor")
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for name, found in runs.items():
-        ratios = sorted(mine.wall / theirs.wall for mine, theirs in zip(found, reference, strict=True))
         print(
             f"| {name} | {statistics.median(run.wall for run in found):.2f} "
             f"| {statistics.median(run.cpu for run in found):.2f} | {max(run.peak for run in found) / 1e6:.0f} "
-            f"| {ratios[0]:.2f}, {statistics.median(ratios):.2f}, {ratios[-1]:.2f} |"
+            f"| {ratios(found, runs['`cp -r`'])} | {ratios(found, runs['floor'])} |"
         )
 
 

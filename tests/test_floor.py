@@ -1,0 +1,27 @@
+"""benchmarks/floor.py, to which conversions are compared: it writes what it is told to, and all of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT
+
+
+@pytest.mark.parametrize("nbytes", [1_000_000, 30_000_001, 40_000_000])
+def test_it_writes_as_many_bytes_as_asked(nbytes: int, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "large").write_bytes(b"abcdefgh" * 5_000_000)
+    (source / "small").write_bytes(b"x" * 1000)
+    (source / "empty").touch()
+    command = [sys.executable, ROOT / "benchmarks" / "floor.py", source, tmp_path / "out", "--bytes", str(nbytes)]
+    subprocess.run([*command, "--workers", "3"], check=True, timeout=60)
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
+    shares = {"large": nbytes * 40_000_000 // 40_001_000, "small": nbytes * 1000 // 40_001_000}
+    assert sizes == shares
+    # What is written is what was read: no holes.
+    assert (tmp_path / "out" / "large").read_bytes().count(b"\0") == 0
