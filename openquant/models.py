@@ -348,6 +348,22 @@ FUSED_NAMES = (
 LLAMA = model("LlamaForCausalLM", ATTENTION, MLP, sglang=SCALES_LOST)
 DENSE = replace(LLAMA, sglang=SGLang())
 
+# Qwen2 with a draft layer of its own name, which vLLM 0.32.0 models/mimo_mtp.py:115 builds as the one after the last;
+# all that is published has 36. It has no packed_modules_mapping. SGLang 0.5.23 models/mimo_mtp.py:98 builds it without
+# a name, so its speculative decoding cannot be told to leave it as it is.
+MIMO_DRAFT = "model.mtp_layers.*"
+MIMO = replace(
+    DENSE,
+    name="MiMoForCausalLM",
+    keep=(*DENSE.keep, Keep(f"{MIMO_DRAFT}.**", "draft layer")),
+    joined=(
+        *DENSE.joined,
+        Joined(f"{MIMO_DRAFT}.self_attn.{{q,k,v}}_proj", "qkv_proj"),
+        Joined(f"{MIMO_DRAFT}.mlp.{{gate,up}}_proj", "gate_up_proj"),
+    ),
+    renames=(("model.mtp_layers.0.", "model.layers.36."),),
+)
+
 # On disk as vLLM has them (0.32.0 models/phi3.py); each of what they hold must divide.
 PHI3 = model(
     "Phi3ForCausalLM",
@@ -383,6 +399,16 @@ MIXTRAL = model(
     # SGLang 0.5.23 models/mixtral.py:303.
     spellings=(("model.layers.", "layers."),),
     sglang=SGLang(head=HEAD_IN_BFLOAT16),
+)
+
+# vLLM 0.32.0 models/phimoe.py; SGLang 0.5.23 models/phimoe.py.
+PHI_MOE = replace(
+    MIXTRAL,
+    name="PhiMoEForCausalLM",
+    spellings=(),
+    # models/phimoe.py:511
+    head_refused="vLLM 0.32.0 builds it without a quantization",
+    sglang=SGLang(),
 )
 
 SHARED_EXPERT = replace(gated(".mlp.shared_expert"), keep=(Keep(".mlp.shared_expert_gate", ROUTER),))
@@ -796,6 +822,7 @@ MODELS: dict[str, Model] = {
             for sglang, names in DENSE_NAMES.items()
             for name in names
         ),
+        MIMO,
         PHI3,
         model("Glm4ForCausalLM", ATTENTION, GATE_UP_TENSOR, renames=FUSED_NAMES[3:]),
         model("GlmForCausalLM", ATTENTION, GATE_UP_TENSOR),
@@ -812,6 +839,7 @@ MODELS: dict[str, Model] = {
         MIXTRAL,
         # vLLM 0.32.0 models/minimax_m2.py calls the module mlp.
         replace(MIXTRAL, name="MiniMaxM2ForCausalLM", spellings=(), renames=((".block_sparse_moe.", ".mlp."),)),
+        PHI_MOE,
         QWEN2_MOE,
         QWEN3_MOE,
         model("OlmoeForCausalLM", ATTENTION, ROUTED),

@@ -42,6 +42,7 @@ EXPECTED = {
 MORE: dict[str, tuple[int | tuple[int, int], list[int]]] = {
     "Ministral3ForCausalLM": (238, [1, 2, 4, 8, 16]),
     "Qwen2ForCausalLM": (336, [1, 2, 4]),
+    "MiMoForCausalLM": (252, [1, 2]),
     "GemmaForCausalLM": (126, [1, 2, 4, 8]),
     "Gemma2ForCausalLM": (182, [1, 2, 4, 8]),
     "OlmoForCausalLM": (224, [1, 2]),
@@ -66,6 +67,7 @@ MORE: dict[str, tuple[int | tuple[int, int], list[int]]] = {
     "StableLmForCausalLM": (168, [1, 2, 4]),
     "MixtralForCausalLM": (896, [1, 2, 4, 8, 16]),
     "MiniMaxM2ForCausalLM": (47864, [1, 2, 4]),
+    "PhiMoEForCausalLM": (1664, [1, 2]),
     "Qwen2MoeForCausalLM": (4488, [1]),
     "OlmoeForCausalLM": (3136, [1, 2, 4, 8]),
     "GraniteMoeForCausalLM": (2400, [1, 2, 4]),
@@ -173,6 +175,11 @@ def test_draft_layers_stay_and_are_listed(name: str) -> None:
 def test_names_an_engine_builds_otherwise_are_listed_under_both() -> None:
     ignored = set(make_plan(published("GraniteMoeHybridForCausalLM"), TENSOR).ignored_layers)
     assert {"model.layers.0.mamba.in_proj", "model.layers.0.mixer.in_proj"} <= ignored
+    # The draft layer, as one after the last of the decoder.
+    ignored = set(make_plan(published("MiMoForCausalLM"), TENSOR).ignored_layers)
+    for layer in ("model.mtp_layers.0", "model.layers.36"):
+        parts = ("self_attn.q_proj", "self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+        assert {f"{layer}.{part}" for part in parts} <= ignored
 
 
 def test_parts_of_a_joined_tensor_must_divide() -> None:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import tiny
+import zoo
 from openquant import compress
 from openquant.formats.quantization import read_quantization
 from openquant.formats.reference import decode
@@ -23,7 +24,7 @@ ARCHITECTURES = [
     name for name in tiny.ARCHITECTURES if MODELS[name].transformers_reads_blocks and tiny.refused(name, BLOCK) is None
 ]
 # It leaves draft layers out: those of a model of two layers.
-DRAFT = "model.layers.2."
+DRAFT = ("model.layers.2.", "model.mtp_layers.")
 
 
 def dequantized(output: Path, target: Path, scheme: Scheme | None) -> Path:
@@ -47,6 +48,8 @@ def logits(directory: Path, tokens: torch.Tensor, **options: object) -> torch.Te
     import transformers
 
     architecture = json.loads((directory / "config.json").read_text())["architectures"][0]
+    small = zoo.ZOO.get(architecture)
+    architecture, _ = (small and small.made_as) or (architecture, "")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, report = getattr(transformers, architecture).from_pretrained(

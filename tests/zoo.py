@@ -194,6 +194,19 @@ ZOO = {
         {"rope_parameters": {**ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 2048}},
     ),
     "Qwen2ForCausalLM": Small("qwen2"),
+    # Only its own code reads its model_type, mimo, which adds nothing to this one.
+    "MiMoForCausalLM": Small(
+        "qwen2",
+        {"num_nextn_predict_layers": 1},
+        made_as=("Qwen2ForCausalLM", "qwen2"),
+        copies={"model.layers.1.": "model.mtp_layers.0."},
+        extra={
+            "model.mtp_layers.0.input_proj.weight": (256, 512),
+            "model.mtp_layers.0.token_layernorm.weight": (256,),
+            "model.mtp_layers.0.hidden_layernorm.weight": (256,),
+            "model.mtp_layers.0.final_layernorm.weight": (256,),
+        },
+    ),
     "GemmaForCausalLM": Small("gemma", GEMMA, zero_norms=True),
     "Gemma2ForCausalLM": Small(
         "gemma2", {**GEMMA, "query_pre_attn_scalar": 64, "sliding_window": 512}, zero_norms=True
@@ -242,6 +255,11 @@ ZOO = {
             "use_routing_bias": True,
             "scoring_func": "sigmoid",
         },
+    ),
+    "PhiMoEForCausalLM": Small(
+        "phimoe",
+        {**LOCAL_MOE, "intermediate_size": 128, "attention_bias": True, "lm_head_bias": True},
+        made_as=("PhimoeForCausalLM", "phimoe"),
     ),
     "Qwen2MoeForCausalLM": Small("qwen2_moe", QWEN_MOE),
     "OlmoeForCausalLM": Small("olmoe", {**MOE, "intermediate_size": 128, "num_key_value_heads": 4}),
