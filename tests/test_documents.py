@@ -36,3 +36,15 @@ def test_the_readme_is_short_and_leads_to_all_other_documents() -> None:
     linked = {link.partition("#")[0] for link in LINK.findall(text)}
     others = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
     assert {str(path.relative_to(ROOT)) for path in others} - {"README.md"} <= linked
+
+
+def test_the_architecture_names_every_room() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    rooms = {
+        name
+        for row in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", text, re.MULTILINE)
+        for name in row[1:-1].split("`, `")
+    }
+    package = ROOT / "openquant"
+    found = {path.stem for path in package.glob("*.py")} | {path.parent.name for path in package.glob("*/__init__.py")}
+    assert found - {"__init__", "__main__"} <= rooms
