@@ -9,7 +9,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .api import compress, dequantize, push
     from .errors import OpenQuantError
-    from .hub.publish import Push
+    from .options import Push
     from .packed import PackedLinear
     from .report.result import Result
     from .verification.verify import Report, verify
@@ -31,7 +31,7 @@ __all__ = [
 _HOMES = {
     "OpenQuantError": "errors",
     "PackedLinear": "packed",
-    "Push": "hub.publish",
+    "Push": "options",
     "Report": "verification.verify",
     "Result": "report.result",
     "compress": "api",

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from .convert.conversion import worker_memory
 from .convert.ranks import Ranks
@@ -21,41 +19,22 @@ from .files.journal import explained, finished_files
 from .files.output import refuse_overlap, refuse_root
 from .formats.schemes import Scheme, find_others, find_scheme
 from .hub.fetch import memory_needed
-from .hub.publish import Published, Publisher, Push
+from .hub.publish import Published, Publisher
 from .hub.source import Source, find_source, silent
 from .machine import available_cpus, find_device, peak_rss
+from .options import Push, Recipe, Run, documented, values_for
 from .plan.fates import Options
 from .plan.plan import Plan, make_plain_plan, make_plan
+from .report.reporter import Reporter
 from .report.result import Result
-from .run import Listener, Prepared, attempt, carry_out
+from .run import Prepared, attempt, carry_out
 from .verification.finished import require_sound
 
 # More do not make a disk faster, and each takes memory.
 MOST_WORKERS, MOST_GPU_WORKERS = 16, 4
 
 
-class Reporter(Listener, Protocol):
-    """What compress() tells while it works. Calls may come from any thread, never from two at once."""
-
-    def planned(self, plan: Plan, source: Source, output: Path) -> None:
-        """The plan is made; nothing is written yet."""
-
-    def finished(self, result: Result, already_complete: bool) -> None:
-        """All is written."""
-
-
-class _Silent:
-    def planned(self, plan: Plan, source: Source, output: Path) -> None: ...
-
-    def started(self, total: int, done: int) -> None: ...
-
-    def advanced(self, nbytes: int) -> None: ...
-
-    def publishing(self, repo: str) -> None: ...
-
-    def finished(self, result: Result, already_complete: bool) -> None: ...
-
-
+@documented
 def compress(
     model: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
@@ -83,34 +62,6 @@ def compress(
     """Turn a checkpoint into an FP8 directory.
 
     Args:
-        model: a local directory, or a Hub repository `org/name` or `org/name@revision`.
-        output: directory to write; if None, in the working directory, named `<name>-FP8`, for channel
-            `<name>-FP8-dynamic`, for block `<name>-FP8-W128`, for mxfp8 `<name>-MXFP8`; tensor and block in the
-            compressed-tensors format have `-CT` added, block with ue8m0 scales `-UE8M0`, static activations `-static`.
-        scheme: "tensor" (one scale per joined set), "channel" (one per output row), "block" (one per 128x128 block)
-            or "mxfp8" (one per 32 inputs of a row).
-        format: "fp8" or "compressed-tensors", how that is serialized; "fp8" if None, but for channel and mxfp8, which
-            have only the other.
-        scale_format: "float", or "ue8m0" (scales rounded up to powers of two): for block in the fp8 format either,
-            "float" if None; mxfp8 has only the latter, all else only the former.
-        activation_scheme: "dynamic", or for tensor "static": with the input_scale tensors of a quantized source.
-        ignore: patterns over module names that stay unquantized.
-        scheme_for: patterns over module names, each with the scheme of what matches ("tensor", "channel" or "block",
-            in the compressed-tensors format); the first that matches counts.
-        tp: a tensor-parallel size that must be able to serve the result. Layers that 128x128 blocks do not divide
-            for it fall back to one scale per output row, in the fp8 format they stay unquantized.
-        quantize_lm_head: also quantize the output head, in the compressed-tensors format.
-        architecture: plan by this entry of the registry although config.json names another class; "generic" goes by
-            names and shapes alone.
-        dry_run: plan only.
-        device: where codes are computed: "cpu", "cuda", "cuda:N" or "auto" (a GPU if there is one).
-        workers: number of threads; if None the CPUs this process may use, divided by the ranks on this machine, and
-            at most 16, with a GPU 4.
-        max_memory: bytes that this process may hold in memory; fewer workers are used if need be.
-        revision: branch, tag or commit on the Hub.
-        overwrite: replace what an earlier run left in `output`.
-        stream: keep only a few shards of a Hub repository on disk, and none in the Hub's cache.
-        push: publish the output on the Hub.
         ranks: this process among several that do the job together; on its own if None.
         reporter: is told the plan and the progress.
 
@@ -120,29 +71,20 @@ def compress(
     Raises:
         OpenQuantError: something the caller can fix; see errors.py for the kinds.
     """
-    if isinstance(ignore, str):
-        raise UsageError(f"ignore is {ignore!r}, not a list of patterns", f"give [{ignore!r}]")
-    if architecture == "":
-        raise UsageError("--architecture is empty", "name an architecture, or leave --architecture out")
-    chosen = find_scheme(scheme, format, scale_format, activation_scheme)
-    options = Options(tuple(ignore), find_others(chosen, scheme_for or {}), tp, quantize_lm_head)
-    return _work(
-        model,
-        output,
-        lambda checkpoint, identity: make_plan(checkpoint, chosen, options, identity, architecture),
-        dry_run=dry_run,
-        device=device,
-        workers=workers,
-        max_memory=max_memory,
-        revision=revision,
-        overwrite=overwrite,
-        stream=stream,
-        push=push,
-        ranks=ranks,
-        reporter=reporter,
-    )
+    # The arguments by their names, which are those of fields (tests/test_options.py).
+    given = locals()
+    recipe, run = Recipe(**values_for(Recipe, given)), Run(**values_for(Run, given))
+    chosen = find_scheme(recipe.scheme, recipe.format, recipe.scale_format, recipe.activation_scheme)
+    others = find_others(chosen, recipe.scheme_for or {})
+    options = Options(tuple(recipe.ignore), others, recipe.tp, recipe.quantize_lm_head)
+
+    def make(checkpoint: Checkpoint, identity: str) -> Plan:
+        return make_plan(checkpoint, chosen, options, identity, recipe.architecture)
+
+    return _work(run, make, ranks, reporter)
 
 
+@documented
 def dequantize(
     model: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
@@ -160,9 +102,9 @@ def dequantize(
     """Turn a quantized checkpoint back into one of bfloat16 weights, whatever its architecture.
 
     Args:
-        model: as for compress(); encoded.py says which formats are read.
         output: directory to write; if None, in the working directory, named `<name>-BF16`.
-        dry_run, workers, max_memory, revision, overwrite, stream, push, ranks, reporter: as for compress().
+        ranks: this process among several that do the job together; on its own if None.
+        reporter: is told the plan and the progress.
 
     Returns:
         What was done, or with `dry_run` would be.
@@ -170,56 +112,31 @@ def dequantize(
     Raises:
         OpenQuantError: nothing in it is quantized, or something else the caller can fix.
     """
-    return _work(
-        model,
-        output,
-        make_plain_plan,
-        dry_run=dry_run,
-        device="cpu",
-        workers=workers,
-        max_memory=max_memory,
-        revision=revision,
-        overwrite=overwrite,
-        stream=stream,
-        push=push,
-        ranks=ranks,
-        reporter=reporter,
-    )
+    return _work(Run(**values_for(Run, locals())), make_plain_plan, ranks, reporter)
 
 
-def _work(
-    model: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None,
-    make: Callable[[Checkpoint, str], Plan],
-    *,
-    dry_run: bool,
-    device: str,
-    workers: int | None,
-    max_memory: int | None,
-    revision: str | None,
-    overwrite: bool,
-    stream: bool,
-    push: Push | None,
-    ranks: Ranks | None,
-    reporter: Reporter | None,
-) -> Result:
-    """The path that all plans take; `make` makes one of a checkpoint and what identifies it."""
+def _work(run: Run, make: Callable[[Checkpoint, str], Plan], ranks: Ranks | None, reporter: Reporter | None) -> Result:
+    """Open, plan, convert, finish.
+
+    Args:
+        run: what was asked for.
+        make: makes the plan of a checkpoint and of what the plan's digest has of its source: "org/name@commit", of a
+            local one "".
+        ranks: this process among several.
+        reporter: is told of it.
+    """
     begin = time.monotonic()
-    reporter = reporter or _Silent()
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
-        raise UsageError(f"{device} is not a device", "choose auto, cpu, cuda or cuda:N")
-    if workers is not None and workers < 1:
-        raise UsageError(f"{workers} workers cannot work", "give --workers 1 or more")
+    reporter = reporter or Reporter()
     ranks = ranks or Ranks()
     with ranks:
         # Connects them, which takes memory that must not come on top of what workers may use.
         ranks.agree(None)
 
         def prepare() -> Prepared:
-            where = "cpu" if dry_run else find_device(device, ranks.local_rank)
-            most = MOST_WORKERS if where == "cpu" else MOST_GPU_WORKERS
-            count = workers or min(most, max(1, available_cpus() // ranks.local_size))
-            return _prepare(os.fspath(model), output, make, revision, stream, count, max_memory, where)
+            device = "cpu" if run.dry_run else find_device(run.device, ranks.local_rank)
+            most = MOST_WORKERS if device == "cpu" else MOST_GPU_WORKERS
+            workers = run.workers or min(most, max(1, available_cpus() // ranks.local_size))
+            return _prepare(run, make, workers, device)
 
         prepared, error = attempt(prepare)
         seen = ranks.agree(error, prepared and prepared.seen)
@@ -230,13 +147,13 @@ def _work(
 
         def result(resumed: bool, published: Published | None) -> Result:
             return Result(
-                model=os.fspath(model),
+                model=os.fspath(run.model),
                 revision=prepared.source.revision,
                 output=str(prepared.target),
                 scheme=plan.scheme.name,
                 schemes={scheme.name: count for scheme, count in plan.schemes.items() if plan.quantization_config},
                 architecture=plan.architecture,
-                dry_run=dry_run,
+                dry_run=run.dry_run,
                 source_bytes=plan.source_bytes,
                 output_bytes=plan.output_bytes,
                 download_bytes=prepared.source.remote_bytes([*plan.source_shards, *plan.files]),
@@ -254,41 +171,34 @@ def _work(
             )
 
         reporter.planned(plan, prepared.source, prepared.target)
-        if dry_run:
+        if run.dry_run:
             return result(resumed=False, published=None)
         _, error = attempt(lambda: prepared.source.fetch_files(plan.files))
         ranks.agree(error)
-        resumed, already_complete, published = carry_out(prepared, ranks, overwrite, push, reporter)
-        done = result(resumed, published)
-        reporter.finished(done, already_complete)
+        outcome = carry_out(prepared, ranks, reporter)
+        done = result(outcome.resumed, outcome.published)
+        reporter.finished(done, outcome.already_complete)
         return done
 
 
-def _prepare(
-    model: str,
-    output: str | os.PathLike[str] | None,
-    make: Callable[[Checkpoint, str], Plan],
-    revision: str | None,
-    stream: bool,
-    workers: int,
-    max_memory: int | None,
-    device: str,
-) -> Prepared:
-    if output is not None:
-        if not os.fspath(output):
+def _prepare(run: Run, make: Callable[[Checkpoint, str], Plan], workers: int, device: str) -> Prepared:
+    """Open the source and plan; nothing is written, and of a repository only config, index and headers are fetched."""
+    if run.output is not None:
+        if not os.fspath(run.output):
             raise UsageError("-o is empty", "give a directory, or leave -o out")
-        refuse_root(Path(output))
-    source = find_source(model, revision)
-    if stream and source.repo is None:
+        refuse_root(Path(run.output))
+    model = os.fspath(run.model)
+    source = find_source(model, run.revision)
+    if run.stream and source.repo is None:
         raise UsageError(f"{model} is a local directory, nothing of it can be streamed", "leave --stream out")
     with _without_collector():
         checkpoint = _without_own_log(open_checkpoint(source.root, source.remote, source.absent), source.absent)
         stamps = source.stamps(checkpoint)
         plan = make(checkpoint, source.identity)
-    target = Path(output) if output is not None else _default_output(source, plan.scheme)
+    target = Path(run.output) if run.output is not None else _default_output(source, plan.scheme)
     refuse_overlap(source.root, target)
-    workers = _affordable(workers, plan, max_memory, memory_needed(source, stream), device)
-    return Prepared(source, checkpoint, stamps, plan, target, workers, device, stream)
+    workers = _affordable(workers, plan, run.max_memory, memory_needed(source, run.stream), device)
+    return Prepared(run, source, checkpoint, stamps, plan, target, workers, device)
 
 
 def _without_own_log(checkpoint: Checkpoint, absent: Container[str]) -> Checkpoint:
@@ -309,7 +219,7 @@ def _without_own_log(checkpoint: Checkpoint, absent: Container[str]) -> Checkpoi
 
 
 def _affordable(workers: int, plan: Plan, max_memory: int | None, fetching: int, device: str) -> int:
-    """As many of the workers as the memory allows.
+    """How many threads of these the memory allows, `fetching` bytes of which downloads need.
 
     Raises:
         UsageError: it does not allow one.
@@ -363,6 +273,7 @@ def push(directory: str | os.PathLike[str], target: Push) -> str:
 
 
 def _default_output(source: Source, scheme: Scheme) -> Path:
+    """Where the output goes if nobody says: "Qwen3-8B-FP8", in the working directory."""
     name = source.name + scheme.suffix
     here = Path.cwd().resolve()
     root = source.root.resolve()

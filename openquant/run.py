@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from .convert.conversion import Progress, convert
 from .convert.ranks import Ranks
@@ -18,17 +18,31 @@ from .files.inputs import read_small
 from .files.names import CARD_FILE, INDEX_FILE
 from .files.output import REPLACE, OutputDirectory
 from .hub.fetch import Download, Supply, scratch_bytes
-from .hub.publish import AT_ONCE, Published, Publisher, Push
+from .hub.publish import AT_ONCE, Published, Publisher
 from .hub.source import Source, Stamp, silent
+from .options import Run
 from .plan.plan import Plan, Shard
 from .report.card import model_card
+from .report.reporter import Reporter
 from .verification.finished import check_finished, require_sound
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run needs to begin writing."""
+    """What a run needs to begin writing.
 
+    Attributes:
+        run: what was asked for.
+        source: where the checkpoint comes from.
+        checkpoint: its config, files and headers.
+        stamps: size, times and inode of each shard, of a local one, as the plan was made.
+        plan: what is written.
+        target: the output directory.
+        workers: how many threads, as many as memory allows.
+        device: where codes are computed: "cpu" or such as "cuda:1".
+    """
+
+    run: Run
     source: Source
     checkpoint: Checkpoint
     stamps: Mapping[str, Stamp]
@@ -36,7 +50,6 @@ class Prepared:
     target: Path
     workers: int
     device: str
-    stream: bool
 
     @property
     def seen(self) -> list[object]:
@@ -45,7 +58,7 @@ class Prepared:
 
 
 def expected_download(source: Source, plan: Plan) -> Download:
-    """What a run of this plan fetches."""
+    """What a run of this plan has still to fetch, and the disk it takes meanwhile."""
     others = [name for name in plan.files if name in source.absent]
     return Download(
         source.remote_bytes([*plan.source_shards, *others]),
@@ -56,7 +69,10 @@ def expected_download(source: Source, plan: Plan) -> Download:
 
 
 def source_needs(source: Source, plan: Plan, outputs: Sequence[str] | None = None) -> dict[str, list[str]]:
-    """For each of these output shards (all if None) the source shards it is made from; of a local source, nothing."""
+    """For each of these output shards (all if None) the source shards it is made from; of a local source, nothing.
+
+    Such as {"b.safetensors": ["a.safetensors", "b.safetensors"]}, where b has layers that are joined with some of a.
+    """
     if not source.remote:
         return {}
     if outputs is None:
@@ -64,32 +80,33 @@ def source_needs(source: Source, plan: Plan, outputs: Sequence[str] | None = Non
     return {output: sorted(plan.sources(output)) for output in outputs}
 
 
-class Listener(Protocol):
-    """Who is told of the progress. Calls may come from any thread, never from two at once."""
-
-    def started(self, total: int, done: int) -> None:
-        """Conversion begins: bytes of source weights in all, and those an earlier run converted."""
-
-    def advanced(self, nbytes: int) -> None:
-        """So many more bytes of the source are converted."""
-
-    def publishing(self, repo: str) -> None:
-        """All is converted; what is not uploaded yet goes to that repository."""
-
-
 Made = TypeVar("Made")
 
 
 def attempt(do: Callable[[], Made]) -> tuple[Made | None, Exception | None]:
-    """What `do` returns or raises, so that the other ranks can be told before anything else happens."""
+    """What `do` returns, and None; or None, and what it raises: the other ranks hear of it before it is raised."""
     try:
         return do(), None
     except Exception as error:
         return None, error
 
 
+class Outcome(NamedTuple):
+    """What became of a run.
+
+    Attributes:
+        resumed: whether it continued an earlier one.
+        already_complete: whether that had left nothing to do.
+        published: where the model was pushed, if it was.
+    """
+
+    resumed: bool
+    already_complete: bool
+    published: Published | None
+
+
 class _Traffic:
-    """Shards from the supply to the publisher, if there is one, for as long as no other rank has failed."""
+    """Fetches shards before they are converted and uploads them afterwards, as convert() asks; ends if a rank fails."""
 
     def __init__(self, supply: Supply, publisher: Publisher | None, ranks: Ranks) -> None:
         self.supply = supply
@@ -112,11 +129,9 @@ class _Traffic:
             self.publisher.finished(output)
 
 
-def carry_out(
-    prepared: Prepared, ranks: Ranks, overwrite: bool, push: Push | None, reporter: Listener
-) -> tuple[bool, bool, Published | None]:
-    """Write the output; whether an earlier run was continued, or had left nothing to do, and where it was pushed."""
-    plan, source = prepared.plan, prepared.source
+def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter) -> Outcome:
+    """Write the output and publish it, together with the other ranks."""
+    plan, source, push = prepared.plan, prepared.source, prepared.run.push
     shards = {shard.name: shard.nbytes for shard in plan.shards}
     # Made before anything is converted, so that nothing about them can fail after hours.
     made = _made_files(prepared)
@@ -127,10 +142,10 @@ def carry_out(
         plan.digest,
         shards,
         others,
-        overwrite,
+        prepared.run.overwrite,
         elsewhere=publisher.elsewhere if publisher else frozenset,
         at_once=AT_ONCE if push and push.only else None,
-        scratch=scratch_bytes(source, source_needs(source, plan)) * ranks.size if prepared.stream else 0,
+        scratch=scratch_bytes(source, source_needs(source, plan)) * ranks.size if prepared.run.stream else 0,
         sources=lambda: {**prepared.stamps, **source.digests(prepared.checkpoint)},
     )
     with ExitStack() as stack:
@@ -142,8 +157,8 @@ def carry_out(
             reporter.advanced(nbytes)
 
         def claim() -> tuple[list[str] | None, list[str], str]:
-            """The unfinished shards, None if nothing at all is left to do, files of the source that moved, and where to
-            push; for the first to say.
+            """What the first rank tells all: the unfinished shards (None if nothing at all is left to do), the source's
+            shards that look different than when something was made of them, the repository to push to.
             """
             if not ranks.first:
                 return None, [], ""
@@ -185,7 +200,7 @@ def carry_out(
 
             def work() -> None:
                 needs = source_needs(source, plan, [shard.name for shard in mine])
-                scratch = directory.make_scratch(ranks.rank) if prepared.stream else None
+                scratch = directory.make_scratch(ranks.rank) if prepared.run.stream else None
                 if source.remote and scratch is None:
                     source.require_cache_space({name for names in needs.values() for name in names})
                 with Supply(source, needs, scratch) as supply:
@@ -219,7 +234,7 @@ def carry_out(
 
         published, error = attempt(finish)
         ranks.agree(error)
-    return directory.resumed, todo is None, published
+    return Outcome(directory.resumed, todo is None, published)
 
 
 def _check_finished(target: Path, plan: Plan, resumed: bool) -> None:
@@ -261,10 +276,18 @@ def _hold(
     ranks: Ranks,
     progress: Progress,
 ) -> None:
-    """Hold finished shards against what a local source makes now.
+    """Make finished shards once more, in memory, and compare them with what lies there byte for byte.
+
+    Args:
+        prepared: the run.
+        directory: where they lie.
+        shards: those made from source shards that look different now.
+        moved: those source shards.
+        ranks: the other ranks, whose failure ends this.
+        progress: is told of bytes.
 
     Raises:
-        SourceError: it makes something else.
+        SourceError: the source makes something else now.
     """
     plan, root = prepared.plan, prepared.source.root
     against = {shard.name: _named(root, sorted(plan.sources(shard.name) & moved)) for shard in shards}
@@ -274,7 +297,7 @@ def _hold(
 
 
 def _named(root: Path, names: Sequence[str]) -> str:
-    """Files of a directory, of which one is meant, for a message."""
+    """Files of which one is to blame, for a message: "one of a.safetensors, b.safetensors in /models/x"."""
     if len(names) == 1:
         return str(root / names[0])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -282,7 +305,7 @@ def _named(root: Path, names: Sequence[str]) -> str:
 
 
 def _write_others(
-    prepared: Prepared, directory: OutputDirectory, made: dict[str, bytes], ranks: Ranks, reporter: Listener
+    prepared: Prepared, directory: OutputDirectory, made: dict[str, bytes], ranks: Ranks, reporter: Reporter
 ) -> None:
     """Write what is no shard; what the source is now must be what all was made from."""
     source, plan = prepared.source, prepared.plan

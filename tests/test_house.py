@@ -6,7 +6,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "openquant"
 # From the ground up: a module may import from its own room, and from every floor below.
 FLOORS = (
-    ("errors", "options", "version", "models", "interrupts"),
+    ("errors", "version", "models", "interrupts"),
+    ("options",),
     ("patterns", "machine", "threads"),
     ("files",),
     ("formats",),
@@ -15,7 +16,8 @@ FLOORS = (
     ("convert", "hub", "measure"),
     ("verification",),
     ("report",),
-    ("run", "console"),
+    ("run", "arguments"),
+    ("console",),
     ("api",),
     ("cli",),
     ("start",),

@@ -28,7 +28,7 @@ AT_EACH_LINE = """
 import atexit, json, os, runpy, signal, sys
 import numpy, argparse
 
-OURS = ("compress_fp8.py", "openquant/start.py", "openquant/interrupts.py", "openquant/cli.py")
+OURS = ("compress_fp8.py", *(f"openquant/{name}.py" for name in ("start", "interrupts", "options", "arguments", "console", "cli")))
 script, folder, source = sys.argv[1:]
 
 def command(moment):
@@ -158,16 +158,17 @@ def test_fewer_threads_do_the_work_where_no_more_can_be_started(
 ) -> None:
     code = (
         "import resource, sys, threading\n"
-        "from openquant import api, compress\n"
+        "from openquant import compress\n"
+        "from openquant.report.reporter import Reporter\n"
         "taken = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (taken + (900 << 20),) * 2)\n"
         f"threading.stack_size({stack})\n"
-        "class Reporter(api._Silent):\n"
+        "class Seen(Reporter):\n"
         "    seen = set()\n"
         "    def advanced(self, nbytes):\n"
         "        self.seen.add(threading.current_thread().name)\n"
-        "compress(sys.argv[1], sys.argv[2], workers=4, reporter=Reporter())\n"
-        "print(sorted(Reporter.seen))\n"
+        "compress(sys.argv[1], sys.argv[2], workers=4, reporter=Seen())\n"
+        "print(sorted(Seen.seen))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -22,12 +22,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OpenQuantError, OutputError, UsageError
+from ..options import PATIENCE
 
 if TYPE_CHECKING:
     from ..plan.plan import Shard
 
-# Seconds until all ranks must have come, as torchrun waits for its nodes.
-PATIENCE = 600.0
 # Seconds between beats, and how many of its own a rank counts without one of another before it takes that for dead.
 # Counted rather than timed: ranks that were stopped together (Ctrl-Z, a laptop's lid) have missed nothing.
 BEAT, SILENCE = 1.0, 30

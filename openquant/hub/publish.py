@@ -24,6 +24,7 @@ from ..errors import SourceError
 from ..files.cards import base_models, published_card
 from ..files.inputs import parse_json, read_small
 from ..files.journal import PUSHED, WORK, explained
+from ..options import Push
 from ..version import __version__
 from .admission import (
     find_repository,
@@ -47,27 +48,6 @@ AT_ONCE = 3
 _LOST = re.compile(r"\b(LFS|object)\b.*\b(not exist|missing|not found)\b", re.IGNORECASE | re.DOTALL)
 # Of a pull request, in characters.
 LONGEST_TITLE = 200
-
-
-@dataclass(frozen=True)
-class Push:
-    """Where a model is to be published.
-
-    Attributes:
-        name: the repository, `org/name`, or `name` in the user's own namespace.
-        private: make the repository private if it is made now.
-        create_pr: open a pull request instead of committing to main.
-        message: of the commit; one that names the model if None.
-        only: delete each shard of the output once it is uploaded.
-        replace_weights: commit to main although it holds what the model is made from, or unquantized weights.
-    """
-
-    name: str
-    private: bool = False
-    create_pr: bool = False
-    message: str | None = None
-    only: bool = False
-    replace_weights: bool = False
 
 
 @dataclass(frozen=True)

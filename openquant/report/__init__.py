@@ -1,6 +1,7 @@
 """What people and programs read of a run: plan and summary for a terminal, the model card, the Result.
 
 Result     what a run did, as callers and `--json` get it
+Reporter   who is told of a run while it works
 plan_text  what a run will do, a line for each group of layers
 model_card README.md of an output
 

@@ -23,7 +23,8 @@ from conftest import ROOT, heed_ctrl_c, tree
 from loopback_hub import Fault, LoopbackHub
 from openquant import OpenQuantError, compress, dequantize
 from openquant.api import push
-from openquant.hub.publish import Publisher, Push
+from openquant.hub.publish import Publisher
+from openquant.options import Push
 
 SHARDS = 5
 INDEX = "model.safetensors.index.json"

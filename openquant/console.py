@@ -1,0 +1,267 @@
+"""The terminal: what is said on which stream, progress, interrupts. Nothing else prints."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from .errors import OutputError
+from .interrupts import leave
+from .report.reporter import Reporter
+
+if TYPE_CHECKING:
+    from .hub.source import Source
+    from .plan.plan import Plan
+    from .report.result import Result
+
+
+class Interrupts:
+    """SIGINT and SIGTERM as KeyboardInterrupt, once, from when `catching` is set; before that they end the process.
+
+    Python drops an exception that a handler raises at certain moments (in the import lock's own callbacks, for one),
+    so the request is also remembered, for whoever asks.
+
+    Attributes:
+        requested: whether one came.
+        catching: whether KeyboardInterrupt is caught by now.
+        told: whether a result was printed, after which nothing else is on stdout.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.catching = False
+        self.told = False
+        self.previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.previous[number] = signal.getsignal(number)
+            # A shell has its background jobs ignore SIGINT, and so it stays.
+            if self.previous[number] is not signal.SIG_IGN:
+                signal.signal(number, self._handle)
+        sys.unraisablehook = self._unraisable
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self.previous.items():
+            # Where the process ends now, its exit code is settled.
+            signal.signal(number, signal.SIG_IGN if handler is leave else handler)
+        sys.unraisablehook = sys.__unraisablehook__
+
+    def _handle(self, *_: object) -> None:
+        if not self.catching:
+            leave()
+        self.requested = True
+        self.ignore()
+        raise KeyboardInterrupt
+
+    @staticmethod
+    def _unraisable(what: sys.UnraisableHookArgs) -> None:
+        # That it was dropped is remembered, and no news to the user.
+        if what.exc_type is not KeyboardInterrupt:
+            sys.__unraisablehook__(what)
+
+    def ignore(self) -> None:
+        """A second signal changes nothing: leaving is under way, and quick."""
+        for number, handler in self.previous.items():
+            # Not SIG_IGN: Python complains of a signal that came just before that.
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, lambda *_: None)
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if one was asked for."""
+        if self.requested:
+            raise KeyboardInterrupt
+
+
+def mend_streams() -> None:
+    """Streams where there were none, which take nothing; and no character is too much for one's encoding."""
+    for name, way, mode in (("stdin", os.O_RDONLY, "r"), ("stdout", os.O_RDONLY, "w"), ("stderr", os.O_WRONLY, "w")):
+        # Python has None where the process was started with the stream closed; its number must not go to a file.
+        if getattr(sys, name) is None:
+            # What is printed on such a stdout fails as it does in other programs: it reaches nobody.
+            setattr(sys, name, os.fdopen(os.open(os.devnull, way), mode))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def say(text: str, stream: TextIO, end: str = "\n") -> OSError | None:
+    """Print; what prevented it, which must not stop the work (`| head`, a full disk)."""
+    try:
+        print(text, end=end, file=stream, flush=True)
+    except OSError as error:
+        # What the stream still holds would fail again at exit.
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return error
+    return None
+
+
+def require_told(failure: OSError | None) -> None:
+    """Refuse to call a run done of which text on stdout was lost; not where nobody wants it (`| head`, `>&-`).
+
+    Raises:
+        OutputError: it was lost.
+    """
+    if failure is not None and failure.errno not in (errno.EPIPE, errno.EBADF):
+        raise _untold(failure)
+
+
+def _untold(failure: OSError) -> OutputError:
+    return OutputError(
+        f"stdout cannot be written: {failure.strerror}",
+        "run the same command again where it can: what is done is not done twice",
+    )
+
+
+def fail(message: str, hint: str, as_json: bool) -> None:
+    """Print an error as its two lines on stderr, and as an object on stdout if a program asked for one."""
+    if as_json:
+        say(json.dumps({"error": message, "hint": hint}), sys.stdout)
+    say(f"error: {_one_line(message)}\nhint: {_one_line(hint)}", sys.stderr)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split("\n"))
+
+
+def print_json(value: dict[str, Any], interrupts: Interrupts) -> None:
+    """Print a result for a program, which must not take silence for one, nor read two.
+
+    Raises:
+        OutputError: it reached nobody.
+    """
+    interrupts.told = True
+    failure = say(json.dumps(value), sys.stdout)
+    if failure is not None:
+        raise _untold(failure)
+
+
+class Terminal(Reporter):
+    """Plan and summary on stdout, progress on stderr.
+
+    Args:
+        interrupts: asked between pieces of work.
+        quiet: no plan and no summary.
+        silent: no progress either.
+        verbose: more of the plan.
+
+    Attributes:
+        untold: what first prevented something from being printed on stdout, None if nothing did.
+    """
+
+    def __init__(self, interrupts: Interrupts, quiet: bool, silent: bool, verbose: bool) -> None:
+        self.interrupts = interrupts
+        self.quiet = quiet
+        self.silent = silent
+        self.verbose = verbose
+        self.progress: Progress | None = None
+        self.plan: Plan | None = None
+        self.untold: OSError | None = None
+
+    def _print(self, text: str) -> None:
+        failure = say(text, sys.stdout)
+        self.untold = self.untold or failure
+
+    def planned(self, plan: Plan, source: Source, output: Path) -> None:
+        """Print the plan, or beside a program's result its notes."""
+        self.plan = plan
+        if self.quiet:
+            for note in () if self.silent else (*plan.notes, *source.notes):
+                say(f"note: {note}", sys.stderr)
+            return
+        from .report.text import details_text, plan_text
+        from .run import expected_download
+
+        name = f"{source.repo}@{source.revision}" if source.repo else str(source.root)
+        self._print(plan_text(plan, name, output, expected_download(source, plan), source.notes))
+        if self.verbose:
+            self._print(details_text(plan))
+
+    def started(self, total: int, done: int) -> None:
+        """Begin to show progress."""
+        if not self.silent:
+            self.progress = Progress(total, done, sys.stderr)
+
+    def advanced(self, nbytes: int) -> None:
+        """Show progress; raise KeyboardInterrupt if one was asked for."""
+        self.interrupts.check()
+        if self.progress is not None:
+            self.progress.advance(nbytes)
+
+    def publishing(self, repo: str) -> None:
+        """Say where the rest goes now."""
+        self.close()
+        if not self.silent:
+            say(f"converted; uploading the rest to {repo}", sys.stderr)
+
+    def finished(self, result: Result, already_complete: bool) -> None:
+        """Print the summary."""
+        self.close()
+        if not self.quiet and self.plan is not None:
+            from .report.text import summary_text
+
+            self._print("\n" + summary_text(self.plan, result, already_complete))
+
+    def close(self) -> None:
+        """Take the bar off the terminal."""
+        if self.progress is not None:
+            self.progress.close()
+            self.progress = None
+
+
+class Progress:
+    """A bar over bytes on a terminal, a line now and then elsewhere: "42 % converted".
+
+    Args:
+        total: bytes to do in all.
+        done: those an earlier run did.
+        stream: where to draw.
+        doing: what stands before the bar.
+        did: what stands in a line.
+    """
+
+    SECONDS_BETWEEN_LINES = 10.0
+
+    def __init__(
+        self, total: int, done: int, stream: TextIO, doing: str = "compressing", did: str = "converted"
+    ) -> None:
+        self.total = total
+        self.did = did
+        self.done = done
+        self.stream = stream
+        self.bar: Any = None
+        self.next_line = time.monotonic() + self.SECONDS_BETWEEN_LINES
+        if stream.isatty():
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=total, initial=done, unit="B", unit_scale=True, desc=doing, file=stream, leave=False)
+        elif done:
+            say(f"continuing: {100 * done / total:.0f} % is already {did}", stream)
+
+    def advance(self, nbytes: int) -> None:
+        """So many more bytes are done."""
+        self.done += nbytes
+        if self.bar is not None:
+            try:
+                self.bar.update(nbytes)
+            except OSError:
+                self.bar = None  # nobody looks any more
+        elif time.monotonic() >= self.next_line:
+            self.next_line = time.monotonic() + self.SECONDS_BETWEEN_LINES
+            say(f"{100 * self.done / self.total:.0f} % {self.did}", self.stream)
+
+    def close(self) -> None:
+        """Take the bar off the terminal."""
+        if self.bar is not None:
+            with suppress(OSError):
+                self.bar.close()

@@ -1,0 +1,421 @@
+"""Options, each said once: what is made (`Recipe`), how (`Run`), where it is published (`Push`), and so on.
+
+They are plain values. The command line makes its arguments from their fields (arguments.py), and compress() the account
+of its own: a new option is a field here and a parameter of the function that takes it.
+
+    Recipe(scheme="block", ignore=["lm_head"])
+    Run("Qwen/Qwen3-8B", dry_run=True, max_memory=2_000_000_000)
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import re
+import textwrap
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, TypeVar
+
+from .errors import UsageError
+
+# Titles in --help.
+WEIGHTS = "what the weights become"
+PLACES = "where they come from and go"
+CHECKED = "what is checked"
+RUNNING = "how it runs"
+OUTPUT = "output"
+GROUPS = (WEIGHTS, PLACES, CHECKED, RUNNING, OUTPUT)
+
+# Seconds until all ranks must have come, as torchrun waits for its nodes.
+PATIENCE = 600.0
+
+Target = TypeVar("Target")
+
+
+class Option(NamedTuple):
+    """What is said of an option.
+
+    Attributes:
+        help: its line in --help, such as "print the plan and write nothing".
+        group: the title above that line; without one it is for Python only.
+        about: what a docstring says, if that is more.
+        flags: its names, such as ("-o", "--output"); if there are none, its field's.
+        value: what stands for its value there, such as "DIR"; one without is a switch.
+        choices: all values it may have.
+        read: makes its value of a word.
+        required: whether it must be given.
+        repeated: whether it may be given several times.
+        completes: what a shell completes it with: "directory", "file" or nothing.
+    """
+
+    help: str = ""
+    group: str = ""
+    about: str = ""
+    flags: tuple[str, ...] = ()
+    value: str | None = None
+    choices: tuple[str, ...] | None = None
+    read: Callable[[str], object] | None = None
+    required: bool = False
+    repeated: bool = False
+    completes: str = ""
+
+
+def size(text: str) -> int:
+    """Bytes: 1500000000, 500MB, 1.5GB, 2GiB."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])(i?)B?|B)?", text, re.IGNORECASE)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text} is not a size such as 500MB or 2GB")
+    unit = 1024 if found[3] else 1000
+    return int(float(found[1]) * unit ** (" KMGT".index(found[2].upper()) if found[2] else 0))
+
+
+def seconds(text: str) -> float:
+    """A time above zero."""
+    if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text) or not float(text):
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
+    return float(text)
+
+
+def filled(text: str) -> str:
+    """Any text but the empty one, which a script's unset variable leaves behind."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty")
+    return text
+
+
+def pattern_and_scheme(text: str) -> tuple[str, str]:
+    """A pattern and a scheme: ("**.self_attn.*", "channel")."""
+    pattern, equals, scheme = text.rpartition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text} is not PATTERN=SCHEME, such as **.self_attn.*=channel")
+    return pattern, scheme
+
+
+def said(help: str = "", group: str = "", about: str = "", **more: Any) -> dict[str, Option]:
+    """The metadata of a field that is an option."""
+    return {"option": Option(help, group, about, **more)}
+
+
+def options_of(kind: type) -> dict[str, Option]:
+    """The options that a class holds, by the names of its fields."""
+    return {each.name: each.metadata["option"] for each in fields(kind)}
+
+
+def flags_of(name: str, option: Option) -> tuple[str, ...]:
+    """How a command calls the option of a field, such as ("-o", "--output")."""
+    return option.flags or (f"--{name.replace('_', '-')}",)
+
+
+def values_for(kind: type, values: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
+    """Of these values those that a class has options for, as arguments for it or for a function that takes them."""
+    return {name: values[name] for name in options_of(kind) if name in values and name not in without}
+
+
+def documented(target: Target) -> Target:
+    """Complete a docstring: of a class with all its options, of a function with arguments that it does not name."""
+    if target.__doc__:
+        if isinstance(target, type):
+            target.__doc__ += f"\n\n    Attributes:\n{_account(options_of(target))}    "
+        else:
+            known = {name: option for kind in (Run, Recipe) for name, option in options_of(kind).items()}
+            names = inspect.signature(target).parameters if callable(target) else ()
+            told = set(re.findall(r"^ {8}(\w+): ", target.__doc__, re.MULTILINE))
+            account = _account({name: known[name] for name in names if name in known and name not in told})
+            target.__doc__ = target.__doc__.replace("    Args:\n", f"    Args:\n{account}", 1)
+    return target
+
+
+def _account(options: Mapping[str, Option]) -> str:
+    """Lines of a docstring, such as '        dry_run: print the plan and write nothing.'"""
+    paragraphs = [f"{name}: {(option.about or option.help).rstrip('.')}." for name, option in options.items()]
+    wrap = textwrap.TextWrapper(120, initial_indent=" " * 8, subsequent_indent=" " * 12, break_on_hyphens=False)
+    return "".join(wrap.fill(each) + "\n" for each in paragraphs)
+
+
+@documented
+@dataclass(frozen=True)
+class Push:
+    """Where a model is to be published."""
+
+    name: str = field(
+        metadata=said(
+            "publish it on the Hub as org/name, made if need be",
+            PLACES,
+            "the repository, `org/name`, or `name` in the user's own namespace",
+            flags=("--push-to-hub",),
+            value="NAME",
+            read=filled,
+        )
+    )
+    private: bool = field(default=False, metadata=said("make that repository private if it is made now", PLACES))
+    create_pr: bool = field(default=False, metadata=said("open a pull request instead of committing to main", PLACES))
+    message: str | None = field(
+        default=None,
+        metadata=said(
+            "message of the commit or pull request",
+            PLACES,
+            "of the commit or pull request; one that names the model if None",
+            flags=("--commit-message",),
+            value="TEXT",
+            read=filled,
+        ),
+    )
+    only: bool = field(
+        default=False,
+        metadata=said(
+            "delete each shard once it is uploaded",
+            PLACES,
+            "delete each shard of the output once it is uploaded",
+            flags=("--push-only",),
+        ),
+    )
+    replace_weights: bool = field(
+        default=False,
+        metadata=said(
+            "replace the source or unquantized weights on main",
+            PLACES,
+            "commit to main although it holds what the model is made from, or unquantized weights",
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is made of a checkpoint."""
+
+    scheme: str = field(
+        default="tensor",
+        metadata=said(
+            "what shares a scale: tensor (default), channel (output row), block (128x128), mxfp8 (32 inputs)",
+            WEIGHTS,
+            '"tensor" (one scale per joined set), "channel" (one per output row), "block" (one per 128x128 block) or '
+            '"mxfp8" (one per 32 inputs of a row)',
+            value="NAME",
+            choices=("tensor", "channel", "block", "mxfp8"),
+        ),
+    )
+    format: str | None = field(
+        default=None,
+        metadata=said(
+            "fp8 (default where it can) or compressed-tensors",
+            WEIGHTS,
+            '"fp8" or "compressed-tensors", how that is serialized; "fp8" if None, but for channel and mxfp8, which '
+            "have only the other",
+            value="NAME",
+            choices=("fp8", "compressed-tensors"),
+        ),
+    )
+    scale_format: str | None = field(
+        default=None,
+        metadata=said(
+            "float (default), or for block ue8m0: powers of two",
+            WEIGHTS,
+            '"float", or "ue8m0" (scales rounded up to powers of two): for block in the fp8 format either, "float" if '
+            "None; mxfp8 has only the latter, all else only the former",
+            value="NAME",
+            choices=("float", "ue8m0"),
+        ),
+    )
+    activation_scheme: str = field(
+        default="dynamic",
+        metadata=said(
+            "dynamic (default), or static: keep input_scale",
+            WEIGHTS,
+            '"dynamic", or for tensor "static": with the input_scale tensors of a quantized source',
+            value="NAME",
+            choices=("dynamic", "static"),
+        ),
+    )
+    ignore: Sequence[str] = field(
+        default=(),
+        metadata=said(
+            "leave modules that match as they are; repeatable",
+            WEIGHTS,
+            "patterns over module names that stay unquantized: * is one part of a name, ** a subtree, {a,b} either",
+            value="PATTERN",
+            repeated=True,
+        ),
+    )
+    scheme_for: Mapping[str, str] | None = field(
+        default=None,
+        metadata=said(
+            "another scheme for modules that match; repeatable",
+            WEIGHTS,
+            'patterns over module names, each with the scheme of what matches ("tensor", "channel" or "block", in the '
+            "compressed-tensors format); the first that matches counts",
+            value="PATTERN=SCHEME",
+            read=pattern_and_scheme,
+            repeated=True,
+        ),
+    )
+    tp: int | None = field(
+        default=None,
+        metadata=said(
+            "tensor-parallel size that must be able to serve it",
+            WEIGHTS,
+            "a tensor-parallel size that must be able to serve the result. Layers that 128x128 blocks do not divide "
+            "for it fall back to one scale per output row, in the fp8 format they stay unquantized",
+            value="N",
+            read=int,
+        ),
+    )
+    quantize_lm_head: bool = field(
+        default=False,
+        metadata=said(
+            "quantize the output head too (compressed-tensors)",
+            WEIGHTS,
+            "also quantize the output head, in the compressed-tensors format",
+        ),
+    )
+    architecture: str | None = field(
+        default=None,
+        metadata=said(
+            "plan as for this class; generic: by names, shapes",
+            WEIGHTS,
+            'plan by this entry of the registry although config.json names another class; "generic" goes by names and '
+            "shapes alone",
+            value="NAME",
+            read=filled,
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ignore, str):
+            raise UsageError(f"ignore is {self.ignore!r}, not a list of patterns", f"give [{self.ignore!r}]")
+        if self.architecture == "":
+            raise UsageError("--architecture is empty", "name an architecture, or leave --architecture out")
+
+
+@dataclass(frozen=True)
+class Run:
+    """From where to where, and how."""
+
+    model: str | os.PathLike[str] = field(
+        metadata=said(
+            "directory, or Hub repository: org/name[@revision]",
+            PLACES,
+            "a local directory, or a Hub repository `org/name` or `org/name@revision`",
+            flags=("-m", "--model"),
+            required=True,
+            value="MODEL",
+            completes="directory",
+        )
+    )
+    output: str | os.PathLike[str] | None = field(
+        default=None,
+        metadata=said(
+            "where to write (default: ./NAME-FP8 or the like)",
+            PLACES,
+            "directory to write; if None, in the working directory, named `<name>-FP8`, for channel "
+            "`<name>-FP8-dynamic`, for block `<name>-FP8-W128`, for mxfp8 `<name>-MXFP8`; tensor and block in the "
+            "compressed-tensors format have `-CT` added, block with ue8m0 scales `-UE8M0`, static activations "
+            "`-static`",
+            flags=("-o", "--output"),
+            value="DIR",
+            completes="directory",
+        ),
+    )
+    dry_run: bool = field(default=False, metadata=said("print the plan and write nothing", RUNNING, "plan only"))
+    device: str = field(
+        default="cpu",
+        metadata=said(
+            "cpu (default), cuda, cuda:N; auto: a GPU if any",
+            RUNNING,
+            'where codes are computed: "cpu", "cuda", "cuda:N" or "auto" (a GPU if there is one)',
+            value="NAME",
+        ),
+    )
+    workers: int | None = field(
+        default=None,
+        metadata=said(
+            "threads (default: the CPUs it may use, at most 16)",
+            RUNNING,
+            "number of threads; if None the CPUs this process may use, divided by the ranks on this machine, and at "
+            "most 16, with a GPU 4",
+            value="N",
+            read=int,
+        ),
+    )
+    max_memory: int | None = field(
+        default=None,
+        metadata=said(
+            "fewer threads rather than more memory: 500MB, 2GB",
+            RUNNING,
+            "bytes that this process may hold in memory; fewer workers are used if need be",
+            value="SIZE",
+            read=size,
+        ),
+    )
+    revision: str | None = field(
+        default=None,
+        metadata=said("branch, tag or commit of a Hub repository", PLACES, value="REV", read=filled),
+    )
+    overwrite: bool = field(
+        default=False,
+        metadata=said("replace what an earlier run left in the output", PLACES),
+    )
+    stream: bool = field(
+        default=False,
+        metadata=said(
+            "keep few of a repository's shards on disk",
+            PLACES,
+            "keep only a few shards of a Hub repository on disk, and none in the Hub's cache",
+        ),
+    )
+    push: Push | None = field(default=None, metadata=said(about="publish the output on the Hub"))
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise UsageError(f"{self.device} is not a device", "choose auto, cpu, cuda or cuda:N")
+        if self.workers is not None and self.workers < 1:
+            raise UsageError(f"{self.workers} workers cannot work", "give --workers 1 or more")
+
+
+@dataclass(frozen=True)
+class Check:
+    """What verify() looks at."""
+
+    directory: str | os.PathLike[str] = field(
+        metadata=said(
+            "the directory to check",
+            CHECKED,
+            flags=("directory",),
+            value="DIR",
+            read=filled,
+            completes="directory",
+        )
+    )
+    source: str | os.PathLike[str] | None = field(
+        default=None,
+        metadata=said(
+            "the checkpoint it was made from, to compare with", CHECKED, value="DIR", read=filled, completes="directory"
+        ),
+    )
+    full: bool = field(default=False, metadata=said("also decode every quantized layer, measure its error", CHECKED))
+    workers: int | None = field(
+        default=None, metadata=said("threads (default: the CPUs it may use)", RUNNING, value="N", read=int)
+    )
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a command takes beside: other words for the same, and how it talks."""
+
+    block_size: int | None = field(
+        default=None,
+        metadata=said("short for --scheme block", WEIGHTS, flags=("-w", "--block-size"), value="128", read=int),
+    )
+    rendezvous_timeout: float = field(
+        default=PATIENCE,
+        metadata=said(
+            f"time for torchrun's ranks to meet (default: {PATIENCE:g})", RUNNING, value="SECONDS", read=seconds
+        ),
+    )
+    json: bool = field(default=False, metadata=said("print one JSON object on stdout and nothing else", OUTPUT))
+    quiet: bool = field(default=False, metadata=said("print errors only", OUTPUT, flags=("-q", "--quiet")))
+    verbose: bool = field(
+        default=False,
+        metadata=said("also list unquantized layers and copied files", OUTPUT, flags=("-v", "--verbose")),
+    )

@@ -1,0 +1,33 @@
+"""Who is told of a run while it works: a terminal, a notebook, a service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..hub.source import Source
+    from ..plan.plan import Plan
+    from .result import Result
+
+
+class Reporter:
+    """Is told by compress() and dequantize() what they do, in this order; this one takes no notice.
+
+    Override what is of interest. Calls may come from any thread, never from two at once; what they raise ends the run.
+    """
+
+    def planned(self, plan: Plan, source: Source, output: Path) -> None:
+        """The plan is made; nothing is written yet."""
+
+    def started(self, total: int, done: int) -> None:
+        """Conversion begins: bytes of source weights in all, and those an earlier run converted."""
+
+    def advanced(self, nbytes: int) -> None:
+        """So many more bytes of the source are converted."""
+
+    def publishing(self, repo: str) -> None:
+        """All is converted; what is not uploaded yet goes to that repository."""
+
+    def finished(self, result: Result, already_complete: bool) -> None:
+        """All is written; `already_complete` if an earlier run had left nothing to do."""

@@ -1,0 +1,205 @@
+"""Options are said once: signatures, docstrings, --help and completion agree with openquant/options.py."""
+
+from __future__ import annotations
+
+import fcntl
+import inspect
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import openquant
+from conftest import ROOT
+from openquant.formats.schemes import SCHEMES
+from openquant.options import Check, Option, Push, Recipe, Run, options_of
+
+TITLES = ("what the weights become", "where they come from and go", "how it runs", "output")
+
+
+def said(kind: type, without: tuple[str, ...] = ()) -> list[tuple[str, str, Any]]:
+    """Names, types and defaults of a class's fields, as they would stand in a signature."""
+    return [
+        (each.name, str(each.type), inspect.Parameter.empty if each.default is MISSING else each.default)
+        for each in fields(kind)
+        if each.name not in without
+    ]
+
+
+def taken(function: Any) -> list[tuple[str, str, Any]]:
+    return [(each.name, each.annotation, each.default) for each in inspect.signature(function).parameters.values()]
+
+
+def test_signatures_are_the_fields() -> None:
+    beside = [("ranks", "Ranks | None", None), ("reporter", "Reporter | None", None)]
+    run = said(Run)
+    assert taken(openquant.compress) == [*run[:2], *said(Recipe), *run[2:], *beside]
+    assert taken(openquant.dequantize) == [*said(Run, without=("device",)), *beside]
+    assert taken(openquant.verify)[:-1] == said(Check)
+
+
+def test_positional_arguments_stay() -> None:
+    def positional(function: Any) -> list[str]:
+        parameters = inspect.signature(function).parameters.values()
+        return [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+
+    assert positional(openquant.compress) == ["model", "output", "scheme"]
+    assert positional(openquant.dequantize) == ["model", "output"]
+    assert positional(Push) == ["name", "private", "create_pr", "message", "only", "replace_weights"]
+    with pytest.raises(TypeError, match=re.escape("compress() got an unexpected keyword argument 'workrs'")):
+        openquant.compress("model", workrs=3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("function", [openquant.compress, openquant.dequantize])
+def test_docstrings_tell_of_every_argument(function: Any) -> None:
+    section = inspect.getdoc(function).split("Args:\n")[1].split("\n\n")[0]
+    told = re.findall(r"^    (\w+): \S", section, re.MULTILINE)
+    assert sorted(told) == sorted(inspect.signature(function).parameters)
+    assert (
+        "\n    max_memory: bytes that this process may hold in memory; fewer workers are used if need be.\n" in section
+    )
+    assert max(map(len, section.splitlines())) <= 120
+
+
+def test_the_docstring_of_push_tells_of_every_field() -> None:
+    assert re.findall(r"^        (\w+): \S", Push.__doc__ or "", re.MULTILINE) == [each.name for each in fields(Push)]
+
+
+def test_all_schemes_can_be_asked_for() -> None:
+    assert options_of(Recipe)["scheme"].choices == tuple(SCHEMES)
+
+
+def openquant_prints(*words: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "openquant", *words],
+        env={**os.environ, "COLUMNS": "80", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_openquant_alone_prints_its_help() -> None:
+    shown = openquant_prints()
+    assert shown == openquant_prints("--help")
+    assert shown.startswith("usage: openquant VERB [options]\n")
+    verbs = ["compress", "dequantize", "push", "verify", "completion"]
+    assert re.findall(r"^  (\w+)  +[A-Z]", shown, re.MULTILINE) == verbs
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "openquant"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: stdout cannot be written: No space left on device\n")
+
+
+@pytest.mark.parametrize("verb", ["compress", "dequantize"])
+def test_help_is_grouped_and_nearly_all_options_take_a_line(verb: str) -> None:
+    shown = openquant_prints(verb, "--help")
+    sections = dict(re.findall(r"^([a-z ]+):\n((?:  .*\n)+)", shown, re.MULTILINE))
+    titles = TITLES if verb == "compress" else TITLES[1:]
+    assert tuple(sections) == (*titles, "examples")
+    options = "".join(sections[title] for title in titles)
+    assert max(map(len, options.splitlines())) <= 80
+    begun = re.findall(r"^  (?:-\S, )?--([\w-]+)", options, re.MULTILINE)
+    for kind in (Recipe, Run) if verb == "compress" else (Run,):
+        for name, option in options_of(kind).items():
+            if option.group and (verb, name) not in (("dequantize", "model"), ("dequantize", "device")):
+                assert (option.flags or (name.replace("_", "-"),))[-1].removeprefix("--") in begun
+    assert len(options.splitlines()) <= len(begun) + 5
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("completion") / "openquant.bash"
+    path.write_text(openquant_prints("completion", "bash"))
+    return path
+
+
+# What is typed before TAB, and the words that the shell then has.
+TYPED = [
+    ("openquant comple\t", ["completion"]),
+    ("openquant compress --quantize\t", ["compress", "--quantize-lm-head"]),
+    ("openquant compress -m Qwen/Qwen3-8B --scheme ch\t", ["compress", "-m", "Qwen/Qwen3-8B", "--scheme", "channel"]),
+    ("openquant compress --dry-run -m mod\t", ["compress", "--dry-run", "-m", "models/"]),
+    ("openquant verify mod\t --source mod\t --ful\t", ["verify", "models/", "--source", "models/", "--full"]),
+    ("openquant push models --create\t", ["push", "models", "--create-pr"]),
+    ("compress-fp8 --format comp\t", ["--format", "compressed-tensors"]),
+]
+
+
+@pytest.fixture
+def terminal(script: Path, tmp_path: Path) -> Iterator[int]:
+    """An interactive bash that has read the script, in a directory with a directory and a file; what runs says its words."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "module.txt").write_text("")
+    (tmp_path / "rc").write_text(
+        f"source {script}\nopenquant() {{ printf '<%s>' \"$@\"; printf '.\\n'; }}\ncompress-fp8() {{ openquant \"$@\"; }}\nPS1='ready '\n"
+    )
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
+    environment = {**os.environ, "TERM": "dumb", "INPUTRC": "/dev/null", "HISTFILE": ""}
+    shell = subprocess.Popen(
+        ["bash", "--noprofile", "--rcfile", str(tmp_path / "rc"), "-i"],
+        stdin=follower, stdout=follower, stderr=follower, cwd=tmp_path, env=environment, start_new_session=True,
+    )  # fmt: skip
+    os.close(follower)
+    yield leader
+    shell.kill()
+    shell.wait(60)
+    os.close(leader)
+
+
+def read_until(leader: int, end: str) -> str:
+    shown = ""
+    until = time.monotonic() + 60
+    while not re.search(end, shown):
+        assert select.select([leader], [], [], max(0, until - time.monotonic()))[0], shown
+        shown += os.read(leader, 1 << 16).decode()
+    return shown
+
+
+@pytest.mark.parametrize(("typed", "words"), TYPED)
+def test_bash_completes_verbs_options_choices_and_directories(terminal: int, typed: str, words: list[str]) -> None:
+    read_until(terminal, "ready $")
+    os.write(terminal, typed.encode() + b"\n")
+    told = re.findall(r"(<.*>)\.\r\n", read_until(terminal, r">\.\r\n"))
+    assert [re.findall("<(.*?)>", line) for line in told] == [words]
+
+
+@pytest.mark.parametrize(("shell", "registered"), [("zsh", "compdef _shtab_{} -N {}"), ("fish", "complete -c {1} ")])
+def test_other_shells_have_a_script_for_both_commands(shell: str, registered: str) -> None:
+    shown = openquant_prints("completion", shell)
+    for name in ("openquant", "compress-fp8"):
+        assert registered.format(name.replace("-", "_"), name) in shown
+    assert "compressed-tensors" in shown
+
+
+def test_completion_says_what_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "shtab.py").write_text("raise ImportError")
+    done = subprocess.run(
+        [sys.executable, "-m", "openquant", "completion", "bash"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: completion needs shtab, which is not installed\nhint: pip install shtab\n"
+
+
+def test_every_option_is_shown_or_for_python() -> None:
+    for kind in (Push, Recipe, Run, Check):
+        for name, option in options_of(kind).items():
+            assert isinstance(option, Option)
+            assert bool(option.group) == bool(option.help) != (name == "push")
