@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,14 @@ import pytest
 from hypothesis import settings
 
 import tiny
+from converted import Shelf
 
 # How long an example takes says nothing about it.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+# A plan of tens of thousands of tensors took a third longer, looking for garbage among objects that stay.
+gc.set_threshold(50_000, 20, 20)
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "tiny-qwen3"
@@ -37,6 +42,20 @@ def example() -> Path:
 def source(tmp_path: Path) -> Path:
     """A small Qwen3 in three shards, joined layers spread over them."""
     return tiny.write(tmp_path / "source", shards=3)
+
+
+@pytest.fixture(scope="session")
+def all_converted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
+    shelf = Shelf(tmp_path_factory.mktemp("converted"))
+    yield shelf
+    shelf.clear()
+
+
+@pytest.fixture
+def shelf(all_converted: Shelf) -> Iterator[Shelf]:
+    """Small models and what is made of them, for tests that only read them."""
+    yield all_converted
+    all_converted.check()
 
 
 @pytest.fixture

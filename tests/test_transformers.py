@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 
 import tiny
 import zoo
+from converted import Shelf
 from openquant import compress
 from openquant.formats.quantization import read_quantization
 from openquant.formats.reference import decode
-from openquant.formats.schemes import BLOCK, CHANNEL, VARIANTS, Scheme
+from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR, VARIANTS, Scheme, find_scheme
 from openquant.models import MODELS
 
 # The exceptions are in the registry (split experts that it wants stacked); the wrapped models are read as a whole.
@@ -72,13 +73,12 @@ def logits(directory: Path, tokens: torch.Tensor, **options: object) -> torch.Te
     ],
 )
 def test_block_output_computes_what_its_dequantized_weights_do(
-    tmp_path: Path, architecture: str, scale_format: str
+    shelf: Shelf, tmp_path: Path, architecture: str, scale_format: str
 ) -> None:
-    source = tiny.write(tmp_path / "source", architecture)
-    compress(source, tmp_path / "out", "block", scale_format=scale_format)
+    source, output, _ = shelf.converted(architecture, find_scheme("block", scale_format=scale_format))
     tokens = torch.randint(10, 500, (1, 32), generator=torch.Generator().manual_seed(0))
-    found = logits(tmp_path / "out", tokens)
-    expected = logits(dequantized(tmp_path / "out", tmp_path / "plain", BLOCK), tokens)
+    found = logits(output, tokens)
+    expected = logits(dequantized(output, tmp_path / "plain", BLOCK), tokens)
     bfloat16 = logits(source, tokens)
     assert (found - expected).norm() / expected.norm() < 0.01
     # The bound means something: the source itself is further away.
@@ -86,13 +86,13 @@ def test_block_output_computes_what_its_dequantized_weights_do(
 
 
 @pytest.mark.parametrize("load", ["AutoModelForCausalLM", "LlamaForCausalLM"])
-def test_per_tensor_output_is_refused(tmp_path: Path, load: str) -> None:
+def test_per_tensor_output_is_refused(shelf: Shelf, load: str) -> None:
     import transformers
 
-    compress(tiny.write(tmp_path / "source", "LlamaForCausalLM"), tmp_path / "out")
+    output = shelf.converted("LlamaForCausalLM", TENSOR).output
     says = "scale_fmt must be .*'one scale per tensor: transformers misreads this; use vLLM or SGLang'"
     with pytest.raises(ValueError, match=says):
-        getattr(transformers, load).from_pretrained(tmp_path / "out")
+        getattr(transformers, load).from_pretrained(output)
 
 
 COMPRESSED = [
@@ -105,17 +105,16 @@ COMPRESSED = [
 
 @pytest.mark.parametrize(("scheme", "architecture"), COMPRESSED, ids=lambda value: getattr(value, "suffix", value))
 def test_compressed_tensors_output_is_decompressed_to_what_it_stands_for(
-    tmp_path: Path, scheme: Scheme, architecture: str
+    shelf: Shelf, tmp_path: Path, scheme: Scheme, architecture: str
 ) -> None:
     """By compressed-tensors, as the weights are loaded."""
     from transformers import CompressedTensorsConfig
 
-    source = tiny.write(tmp_path / "source", architecture)
-    compress(source, tmp_path / "out", scheme.name, format=scheme.method)
+    output = shelf.converted(architecture, scheme).output
     tokens = torch.randint(10, 500, (1, 32), generator=torch.Generator().manual_seed(0))
-    expected = logits(dequantized(tmp_path / "out", tmp_path / "plain", scheme), tokens)
+    expected = logits(dequantized(output, tmp_path / "plain", scheme), tokens)
     options = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
-    assert torch.equal(logits(tmp_path / "out", tokens, **options), expected)
+    assert torch.equal(logits(output, tokens, **options), expected)
 
 
 ATTENTION, EXPERTS = {"**.self_attn.*": "channel"}, {"**.experts.**": "channel"}
@@ -134,11 +133,11 @@ MIXTURES = [
 
 @pytest.mark.parametrize(("architecture", "scheme", "options", "decompressed"), MIXTURES)
 def test_mixtures_are_read(
-    tmp_path: Path, architecture: str, scheme: str, options: dict[str, Any], decompressed: bool
+    shelf: Shelf, tmp_path: Path, architecture: str, scheme: str, options: dict[str, Any], decompressed: bool
 ) -> None:
     from transformers import CompressedTensorsConfig
 
-    source = tiny.write(tmp_path / "source", architecture)
+    source = shelf.source(architecture)
     compress(source, tmp_path / "out", scheme, format="compressed-tensors", **options)
     tokens = torch.randint(10, 500, (1, 32), generator=torch.Generator().manual_seed(0))
     expected = logits(dequantized(tmp_path / "out", tmp_path / "plain", None), tokens)
@@ -159,12 +158,11 @@ def test_mixtures_are_read(
     ids=lambda value: getattr(value, "suffix", value),
 )
 def test_compressed_tensors_output_is_computed_with_rounded_activations(
-    tmp_path: Path, scheme: Scheme, architecture: str
+    shelf: Shelf, tmp_path: Path, scheme: Scheme, architecture: str
 ) -> None:
     """As it is loaded by default: scales rounded to bfloat16 and activations to FP8."""
-    source = tiny.write(tmp_path / "source", architecture)
-    compress(source, tmp_path / "out", scheme.name, format=scheme.method)
+    output = shelf.converted(architecture, scheme).output
     tokens = torch.randint(10, 500, (1, 32), generator=torch.Generator().manual_seed(0))
-    expected = logits(dequantized(tmp_path / "out", tmp_path / "plain", scheme), tokens)
-    found = logits(tmp_path / "out", tokens)
+    expected = logits(dequantized(output, tmp_path / "plain", scheme), tokens)
+    found = logits(output, tokens)
     assert 0 < (found - expected).norm() / expected.norm() < 0.15

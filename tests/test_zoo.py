@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 import tiny
 import zoo
-from openquant import compress
+from converted import Shelf
 from openquant.formats.reference import decode
 from openquant.formats.schemes import SCHEMES, Scheme
 from openquant.models import MODELS, Model
@@ -35,13 +33,12 @@ def split(weights: dict[str, torch.Tensor], model: Model) -> dict[str, torch.Ten
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 @pytest.mark.parametrize("architecture", zoo.ZOO)
-def test_converts(tmp_path: Path, architecture: str, scheme: Scheme) -> None:
+def test_converts(shelf: Shelf, architecture: str, scheme: Scheme) -> None:
     model = MODELS[architecture]
     if model.refusal(scheme.name, scheme.method) is not None:
         return
-    source = tiny.write(tmp_path / "source", architecture, shards=3)
-    compress(source, tmp_path / "out", scheme.name)
-    weights, found = split(tiny.read(source), model), tiny.read(tmp_path / "out")
+    made = shelf.converted(architecture, scheme)
+    weights, found = split(tiny.read(made.source), model), tiny.read(made.output)
     codes = {name for name, tensor in found.items() if tensor.dtype == torch.float8_e4m3fn}
     scales = {f"{name.removesuffix('.weight')}.{scheme.format.scale.name}" for name in codes}
     assert codes

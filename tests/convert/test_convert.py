@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 import tiny
 from conftest import tree
+from converted import Shelf
 from openquant import compress, dequantize, verify
 from openquant import run as running
 from openquant.errors import PlanError, SourceError, UsageError
@@ -105,8 +106,8 @@ def quantized_by(weights: dict[str, torch.Tensor]) -> set[str]:
 
 @pytest.mark.parametrize("scheme", VARIANTS, ids=lambda scheme: scheme.suffix)
 @pytest.mark.parametrize("architecture", tiny.HAND_MADE)
-def test_every_architecture_converts_to_what_torch_computes(tmp_path: Path, architecture: str, scheme: Scheme) -> None:
-    source = tiny.write(tmp_path / "source", architecture, shards=3)
+def test_every_architecture_converts_to_what_torch_computes(shelf: Shelf, architecture: str, scheme: Scheme) -> None:
+    source, output, result = shelf.converted(architecture, scheme)
     weights = tiny.read(source)
     ignore = ["**.experts.**"] if not scheme.experts and architecture.startswith(("Llama4", "Qwen3Moe")) else []
     ignored = compile_any(ignore)
@@ -114,19 +115,16 @@ def test_every_architecture_converts_to_what_torch_computes(tmp_path: Path, arch
     # What a scheme cannot store for an engine's sake falls back by itself; experts have to be asked for.
     reordered = () if scheme.follows_rows or not architecture.startswith("Llama4") else ("q_proj", "k_proj", "v_proj")
     others = {module: CHANNEL for module in quantized if module.endswith(reordered)} if reordered else {}
-    result = compress(
-        source, tmp_path / "out", scheme.name, format=scheme.method, scale_format=scheme.scale_format, ignore=ignore
-    )
-    found = tiny.read(tmp_path / "out")
+    found = tiny.read(output)
     assert_same(found, expected_output(weights, quantized, scheme, others))
     assert result.quantized_tensors == len(quantized)
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    index = json.loads((output / "model.safetensors.index.json").read_text())
     total = sum(tensor.numel() * tensor.element_size() for tensor in found.values())
     assert index["metadata"] == {"total_size": total}
     assert result.output_bytes == total
     assert set(index["weight_map"]) == set(found)
     for name, shard in index["weight_map"].items():
-        assert name in tiny.read_names(tmp_path / "out" / shard)
+        assert name in tiny.read_names(output / shard)
 
 
 ATTENTION, EXPERTS = "**.self_attn.*", "**.experts.**"

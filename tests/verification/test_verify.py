@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 import openquant
 import tiny
 from conftest import EXAMPLE, ROOT, change_json, run_openquant, tree
+from converted import Shelf
 from openquant import Report, compress, verify
 from openquant.errors import OpenQuantError
 from openquant.formats.kernels import decode
 from openquant.formats.numbers import E4M3
 from openquant.formats.reference import encode
-from openquant.formats.schemes import CHANNEL, SCHEMES, TENSOR, VARIANTS, Scheme
-from openquant.models import MODELS
+from openquant.formats.schemes import BLOCK, CHANNEL, SCHEMES, TENSOR, VARIANTS, Scheme
 from tiny import change_weights
 
 FP8 = torch.float8_e4m3fn
@@ -36,19 +36,15 @@ ONE = "model.safetensors"
 
 
 @pytest.fixture
-def ours(tmp_path: Path) -> tuple[Path, Path]:
+def ours(shelf: Shelf, tmp_path: Path) -> tuple[Path, Path]:
     """A small Qwen3 in one file, and its output with one scale per tensor."""
-    source = tiny.write(tmp_path / "source")
-    compress(source, tmp_path / "out", workers=1)
-    return source, tmp_path / "out"
+    return shelf.copied("Qwen3ForCausalLM", TENSOR, tmp_path)
 
 
 @pytest.fixture
-def blocks(tmp_path: Path) -> tuple[Path, Path]:
+def blocks(shelf: Shelf, tmp_path: Path) -> tuple[Path, Path]:
     """A small Qwen3 with experts in one file, and its output by blocks."""
-    source = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM")
-    compress(source, tmp_path / "out", "block", workers=1)
-    return source, tmp_path / "out"
+    return shelf.copied("Qwen3MoeForCausalLM", BLOCK, tmp_path)
 
 
 def assert_clean(report: Report, *notes: str) -> None:
@@ -69,19 +65,16 @@ def assert_clean(report: Report, *notes: str) -> None:
     ],
     ids=lambda value: getattr(value, "suffix", value),
 )
-def test_outputs_are_clean(tmp_path: Path, architecture: str, scheme: Scheme) -> None:
-    source = tiny.write(tmp_path / "source", architecture, shards=3)
-    ignore = ["**.experts.**"] if MODELS[architecture].experts and not scheme.experts else []
-    formats = {"format": scheme.method, "scale_format": scheme.scale_format}
-    result = compress(source, tmp_path / "out", scheme.name, **formats, ignore=ignore)
-    before = tree(tmp_path)
-    assert_clean(verify(tmp_path / "out"))
-    compared = verify(tmp_path / "out", source)
+def test_outputs_are_clean(shelf: Shelf, architecture: str, scheme: Scheme) -> None:
+    source, output, result = shelf.converted(architecture, scheme)
+    before = tree(source), tree(output)
+    assert_clean(verify(output))
+    compared = verify(output, source)
     assert_clean(compared)
     assert compared.errors == ()
-    full = verify(tmp_path / "out", source, full=True)
+    full = verify(output, source, full=True)
     assert_clean(full)
-    assert tree(tmp_path) == before
+    assert (tree(source), tree(output)) == before
     assert full.quantized == result.quantized_tensors == len(full.errors)
     assert full.nbytes == result.output_bytes
     assert full.equal_tensors + full.quantized * 2 == full.tensors

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from conftest import change_json, run_openquant
+from converted import Shelf
 from openquant import Report, compress, verify
-from openquant.formats.schemes import SCHEMES, TRANSFORMERS_REFUSAL, VARIANTS, Scheme
+from openquant.formats.schemes import SCHEMES, TENSOR, TRANSFORMERS_REFUSAL, VARIANTS, Scheme
 from openquant.verification.configs import judged
 from openquant.verification.settings import unread
 from stored import BLOCKS, by_blocks, store
@@ -27,14 +28,21 @@ Q, K, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return tiny.write(tmp_path / "source")
+def both(shelf: Shelf, tmp_path: Path) -> tuple[Path, Path]:
+    """A small Qwen3 in one file, and its output with one scale per tensor."""
+    source, out = shelf.copied("Qwen3ForCausalLM", TENSOR, tmp_path)
+    # Tests make outputs of their own under that name.
+    return source, out.rename(tmp_path / "ours")
 
 
 @pytest.fixture
-def ours(source: Path, tmp_path: Path) -> Path:
-    compress(source, tmp_path / "out", workers=1)
-    return tmp_path / "out"
+def source(both: tuple[Path, Path]) -> Path:
+    return both[0]
+
+
+@pytest.fixture
+def ours(both: tuple[Path, Path]) -> Path:
+    return both[1]
 
 
 @pytest.fixture
