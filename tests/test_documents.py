@@ -47,4 +47,4 @@ def test_the_architecture_names_every_room() -> None:
     }
     package = ROOT / "openquant"
     found = {path.stem for path in package.glob("*.py")} | {path.parent.name for path in package.glob("*/__init__.py")}
-    assert found - {"__init__", "__main__"} <= rooms
+    assert found - {"__init__", "__main__"} == rooms

@@ -51,3 +51,11 @@ def test_imports_go_one_way():
     ]
     assert backward == []
     assert {room_of(path) for path in modules} <= FLOOR.keys()
+
+
+def test_the_floors_are_those_that_are_drawn():
+    drawn = (PACKAGE.parent / "ARCHITECTURE.md").read_text().split("Imports go one way:")[1].split("```")[1]
+    floors = [tuple(floor.replace(",", " ").split()) for floor in drawn.split("<")]
+    rooms = {room_of(path) for path in PACKAGE.rglob("*.py")} - {"__init__", "__main__"}
+    held = [tuple(room for room in floor if room in rooms) for floor in FLOORS]
+    assert floors == [floor for floor in held if floor]

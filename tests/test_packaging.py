@@ -112,6 +112,7 @@ def test_every_verb_works_from_the_wheel(scripts: Path, tmp_path: Path) -> None:
     assert report["problems"] == []
     call([openquant, "dequantize", "made", "-o", "plain", "-q"], cwd=tmp_path)
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert "openquant" in call([openquant, "completion", "bash"], cwd=tmp_path)
     with LoopbackHub(tmp_path / "hub", token=TOKEN) as hub:
         settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
         pushed = call([openquant, "push", "made", "you/made", "--json"], tmp_path, **settings, HF_TOKEN=TOKEN)
