@@ -21,7 +21,8 @@ from .hub.fetch import Download, Supply, scratch_bytes
 from .hub.publish import AT_ONCE, Published, Publisher
 from .hub.source import Source, Stamp, silent
 from .options import Run
-from .plan.plan import Plan, Shard
+from .plan.layout import Shard
+from .plan.plan import Plan
 from .report.card import model_card
 from .report.reporter import Reporter
 from .verification.finished import check_finished, require_sound
@@ -61,7 +62,7 @@ def expected_download(source: Source, plan: Plan) -> Download:
     """What a run of this plan has still to fetch, and the disk it takes meanwhile."""
     others = [name for name in plan.files if name in source.absent]
     return Download(
-        source.remote_bytes([*plan.source_shards, *others]),
+        source.remote_bytes([*plan.source.shards, *others]),
         scratch_bytes(source, source_needs(source, plan)),
         len(others),
         source.remote_bytes(others),
@@ -262,7 +263,7 @@ def _require_all(target: Path, shards: Iterable[str]) -> None:
 def _made_files(prepared: Prepared) -> dict[str, bytes]:
     """The files that are written rather than copied, config.json last: without it no engine takes this for a model."""
     made = {CARD_FILE: _card(prepared.plan, prepared.source, prepared.target)}
-    if prepared.plan.indexed:
+    if prepared.plan.source.indexed:
         made[INDEX_FILE] = _index(prepared.plan)
     made["config.json"] = _config(prepared.plan)
     return made

@@ -137,8 +137,8 @@ def test_published_names_plan_without_a_misfit(name: str) -> None:
         for expert, part in itertools.product(range(number), stacked.parts):
             assert outputs[f"{path}.{expert}.{part}.weight"].shape == (rows // len(stacked.parts), cols)
     for each in plans:
-        assert sum(group.bytes_before for group in each.groups) == each.source_bytes
-        assert sum(group.bytes_after for group in each.groups) == each.output_bytes
+        assert sum(line.bytes_before for line in each.lines) == each.source_bytes
+        assert sum(line.bytes_after for line in each.lines) == each.output_bytes
 
 
 def test_refused_schemes_say_why_and_what_to_do() -> None:
@@ -163,7 +163,7 @@ def test_draft_layers_stay_and_are_listed(name: str) -> None:
     checkpoint = published(name)
     plan = make_plan(checkpoint, TENSOR)
     draft = f"model.layers.{checkpoint.config['num_hidden_layers']}."
-    kept = {module for group in plan.groups if group.why == "draft layer" for module in group.names}
+    kept = {module for line in plan.lines if line.why == "draft layer" for module in line.names}
     assert kept == {
         info.module for info in checkpoint.tensors.values() if info.name.startswith(draft) and len(info.shape) > 1
     }

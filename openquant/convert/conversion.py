@@ -24,7 +24,8 @@ from ..formats import kernels
 from ..formats.kernels import scale_values
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
-from ..plan.plan import Copy, Job, Layout, Piece, Plan, Shard
+from ..plan.layout import Copy, CopyScale, Decode, Encode, Job, Layout, Piece, Shard, Unstack
+from ..plan.plan import Plan
 from ..threads import Helpers, in_threads
 from ..weights.layers import Matrix
 from ..weights.reading import BUFFER, SMALLEST_SCALE, Reader, check_scales, consumed, memory_of
@@ -129,7 +130,7 @@ class _Conversion:
         self.files: dict[str, Target] = {}
         self.tasks = self._tasks(shards)
 
-    def _tasks(self, shards: Sequence[Shard]) -> Iterator[tuple[Target, Copy | Job]]:
+    def _tasks(self, shards: Sequence[Shard]) -> Iterator[tuple[Target, Job]]:
         for shard in shards:
             self.traffic.wait_for(shard.name, self.stopped.is_set)
             if self.stopped.is_set():
@@ -235,22 +236,21 @@ class _Worker:
         self.reader = Reader(conversion.traffic.path, self.kernels.memory)
         self.slots = [_Slot(conversion, writers, self.kernels.memory) for _ in range(2)]
 
-    def do(self, job: Copy | Job, file: Target) -> None:
+    def do(self, job: Job, file: Target) -> None:
         """Carry out one job; its last pieces may still be on their way to the disk."""
-        if isinstance(job, Copy):
-            self._copy(job, file)
-            return
-        stays = self._scale_stays(job)
-        shared = self._shared_absmax(job) if job.joined and not stays else None
-        for piece in job.pieces:
-            if piece.scale_target is None:
-                self._copy_matrix(piece, file)
-            elif piece.passes and stays:
-                self._pass(piece, piece.scale_target, job.scheme, file)
-            else:
-                self._quantize(piece, piece.scale_target, job.scheme, shared, file)
-            if piece.matrix.coding is not None:
-                self.conversion.advance(piece.matrix.coding.nbytes)
+        match job:
+            case Copy():
+                self._copy(job, file)
+            case CopyScale():
+                self._copy_scale(job, file)
+            case Unstack():
+                self._unstack(job, file)
+            case Decode() if job.matrix.transposed:
+                self._turn(job, file)
+            case Decode():
+                self._decode(job, file)
+            case Encode():
+                self._encode(job, file)
 
     def settle(self) -> None:
         """Wait for the last writes."""
@@ -262,9 +262,6 @@ class _Worker:
         return self.slots[0]
 
     def _copy(self, job: Copy, file: Target) -> None:
-        if job.scale is not None:
-            self._copy_scale(job, job.scale, file)
-            return
         done = 0
         with self.reader.open(job.shard) as source:
             while done < job.nbytes:
@@ -275,47 +272,66 @@ class _Worker:
                 done += part.nbytes
                 self.conversion.advance(part.nbytes)
 
-    def _copy_scale(self, job: Copy, dtype: str, file: Target) -> None:
+    def _copy_scale(self, job: CopyScale, file: Target) -> None:
         raw = np.empty(job.nbytes, np.uint8)
         with self.reader.open(job.shard) as source:
             source.read(raw, job.offset, job.label)
-        scale = scale_values(raw, dtype)
+        scale = scale_values(raw, job.dtype)
         check_scales(scale, job.label, job.shard, SMALLEST_SCALE)
         file.write(scale, job.target)
         self.conversion.advance(job.nbytes)
 
-    def _copy_matrix(self, piece: Piece, file: Target) -> None:
-        matrix, place = piece.matrix, piece.target
-        if matrix.coding is not None and matrix.transposed:
-            self._turn(piece, file)
-            return
-        for bits in self.reader.rows(matrix, 1):
+    def _unstack(self, job: Unstack, file: Target) -> None:
+        place = job.target
+        for bits in self.reader.rows(job.matrix, 1):
             slot = self._slot()
-            if matrix.coding is None:
-                part = slot.take(place, bits.nbytes)
-                part[:] = bits.reshape(-1).view(np.uint8)
-            else:
-                part = slot.take(place, bits.nbytes // 2)
-                kernels.to_bfloat16(bits.view(np.float32), part.view(np.uint16).reshape(bits.shape))
+            part = slot.take(place, bits.nbytes)
+            part[:] = bits.reshape(-1).view(np.uint8)
             slot.send(file, part, place)
             place += part.nbytes
-            self.conversion.advance(consumed(matrix, len(bits)))
+            self.conversion.advance(consumed(job.matrix, len(bits)))
 
-    def _turn(self, piece: Piece, file: Target) -> None:
+    def _decode(self, job: Decode, file: Target) -> None:
+        place = job.target
+        for bits in self.reader.rows(job.matrix, 1):
+            slot = self._slot()
+            part = slot.take(place, bits.nbytes // 2)
+            kernels.to_bfloat16(bits.view(np.float32), part.view(np.uint16).reshape(bits.shape))
+            slot.send(file, part, place)
+            place += part.nbytes
+            self.conversion.advance(consumed(job.matrix, len(bits)))
+        self._scales_done(job.matrix)
+
+    def _turn(self, job: Decode, file: Target) -> None:
         """Decode a matrix and write it with its rows as columns."""
-        turned = np.empty(piece.matrix.shape[::-1], np.uint16)
+        turned = np.empty(job.matrix.shape[::-1], np.uint16)
         low = 0
-        for bits in self.reader.rows(piece.matrix, 1):
+        for bits in self.reader.rows(job.matrix, 1):
             part = np.empty(bits.shape, np.uint16)
             kernels.to_bfloat16(bits.view(np.float32), part)
             turned[:, low : low + len(bits)] = part.T
             low += len(bits)
-            self.conversion.advance(consumed(piece.matrix, len(bits)))
-        file.write(turned, piece.target)
+            self.conversion.advance(consumed(job.matrix, len(bits)))
+        file.write(turned, job.target)
+        self._scales_done(job.matrix)
 
-    def _pass(self, piece: Piece, scale_place: int, scheme: Scheme, file: Target) -> None:
+    def _scales_done(self, matrix: Matrix) -> None:
+        if matrix.coding is not None:
+            self.conversion.advance(matrix.coding.nbytes)
+
+    def _encode(self, job: Encode, file: Target) -> None:
+        stays = self._scale_stays(job)
+        shared = self._shared_absmax(job) if job.joined and not stays else None
+        for piece in job.pieces:
+            if piece.passes and stays:
+                self._pass(piece, job.scheme, file)
+            else:
+                self._quantize(piece, job.scheme, shared, file)
+            self._scales_done(piece.matrix)
+
+    def _pass(self, piece: Piece, scheme: Scheme, file: Target) -> None:
         """Codes as they are, their scales as the scheme stores them."""
-        matrix, coding = piece.matrix, piece.matrix.coding
+        matrix, coding, scale_place = piece.matrix, piece.matrix.coding, piece.scale_target
         assert coding is not None
         height = coding.group[0] or 1
         step = max(1, BUFFER // (coding.pitch * height)) * height
@@ -335,7 +351,7 @@ class _Worker:
                     scale_place += stored.nbytes
                 self.conversion.advance(codes.nbytes)
 
-    def _scale_stays(self, job: Job) -> bool:
+    def _scale_stays(self, job: Encode) -> bool:
         """Whether nothing is shared, or all that shares a scale has it in the source, and it is one engines load."""
         if not job.joined:
             return True
@@ -347,7 +363,7 @@ class _Worker:
         form = job.scheme.format
         return not scales and scale >= form.scale.floor and scale * form.number.largest <= job.scheme.largest
 
-    def _shared_absmax(self, job: Job) -> Floats:
+    def _shared_absmax(self, job: Encode) -> Floats:
         largest = np.zeros((1, 1), np.float32)
         for matrix in job.joined:
             for bits in self.reader.rows(matrix, 1):
@@ -365,8 +381,8 @@ class _Worker:
             )
         return largest
 
-    def _quantize(self, piece: Piece, scale_place: int, scheme: Scheme, shared: Floats | None, file: Target) -> None:
-        matrix, form, place = piece.matrix, scheme.format, piece.target
+    def _quantize(self, piece: Piece, scheme: Scheme, shared: Floats | None, file: Target) -> None:
+        matrix, form, place, scale_place = piece.matrix, scheme.format, piece.target, piece.scale_target
         if shared is not None:
             file.write(form.stored(form.scales(shared)), scale_place)
         for bits in self.reader.rows(matrix, form.group[0] or 1):

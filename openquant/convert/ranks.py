@@ -25,7 +25,7 @@ from ..errors import OpenQuantError, OutputError, UsageError
 from ..options import PATIENCE
 
 if TYPE_CHECKING:
-    from ..plan.plan import Shard
+    from ..plan.layout import Shard
 
 # Seconds between beats, and how many of its own a rank counts without one of another before it takes that for dead.
 # Counted rather than timed: ranks that were stopped together (Ctrl-Z, a laptop's lid) have missed nothing.

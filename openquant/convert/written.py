@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..formats.format import INPUT_SCALE
 from ..formats.numbers import E4M3
-from ..plan.plan import Layout
+from ..plan.layout import Layout
 
 
 def verify_shard(path: Path, layout: Layout) -> None:

@@ -1,8 +1,6 @@
-"""Plan a conversion from names, shapes and dtypes alone: every output tensor, its shard and its offset.
+"""Plan a conversion from names, shapes and dtypes alone: what becomes of every tensor, and what config.json says.
 
-All decisions are made here. `--dry-run` prints the plan, the conversion carries it out, a resumed run continues
-it. Output shards correspond to source shards one to one and keep their names, so a finished shard never depends
-on another one's output.
+All decisions are made here. `--dry-run` prints the plan, the conversion carries it out, a resumed run continues it.
 """
 
 from __future__ import annotations
@@ -10,149 +8,130 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from ..errors import PlanError, UsageError
 from ..files.checkpoint import Checkpoint
-from ..files.tensors import DTYPE_BITS, Location, TensorInfo, make_header
-from ..formats.format import INPUT_SCALE
+from ..files.tensors import TensorInfo
 from ..formats.quantization import find_quantization
 from ..formats.schemes import PLAIN, Scheme
 from ..models import GENERIC, MODELS, SGLANG, Model, Refusal
 from ..patterns import collapse, compile_pattern, template
 from ..version import __version__
-from ..weights.encoded import DECODED_DTYPE, Encoded, decoded_view, leftovers, without_cache_scales
-from ..weights.layers import Layer, Matrix, encoded_matrices
-from .fates import Fates, Kept, Options, decide, unread_by_sglang
+from ..weights.encoded import Encoded, decoded_view, leftovers, without_cache_scales
+from ..weights.layers import Layer, Matrix
+from . import layout
+from .engines import refuse_experts, refuse_head, unread_by_sglang
+from .fates import FEW_AXES, Fates, Item, Kept, Options
+from .lacking import lacking
+from .layout import Layout, Shard
+from .lines import Line, lines_of
+from .names import ignored_names, targets
 from .parallel import ParallelSize, parallel_sizes, text_config
-from .roles import Entry, is_head
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Bytes of the source that go to the output as they are: file range -> offset in the output shard.
-
-    `scale` is the dtype of a scale of activations, one number that is written as float32; None for all else.
-    """
-
-    label: str
-    shard: str
-    offset: int
-    nbytes: int
-    target: int
-    scale: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One matrix to be written at `target`; quantized, with its scale at `scale_target`, unless that is None.
-
-    `passes` says that its codes are those of the scheme already, and go to the output as they are.
-    """
-
-    matrix: Matrix
-    target: int
-    scale_target: int | None
-    passes: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """The unit of work: matrices of one output shard, and everything that shares their scale.
-
-    Attributes:
-        scheme: what quantized pieces are stored as.
-        pieces: what this job writes.
-        joined: the whole joined set, members in other shards included; empty unless a scale is shared.
-    """
-
-    scheme: Scheme
-    pieces: tuple[Piece, ...]
-    joined: tuple[Matrix, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One output file: its name, the source shard's own, and the size of its tensors in bytes."""
-
-    name: str
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What an output file is made of.
-
-    Attributes:
-        name: file name.
-        header: everything before the first tensor.
-        size: size of the file in bytes.
-        jobs: what fills it.
-        tensors: every tensor, in file order.
-    """
-
-    name: str
-    header: bytes
-    size: int
-    jobs: tuple[Copy | Job, ...]
-    tensors: tuple[TensorInfo, ...]
-
-
-@dataclass(frozen=True)
-class Group:
-    """Tensors alike in name, shape and fate: a line of the printed plan.
-
-    `decoded` says that they are quantized in the source, but not in the output; `why` they are not quantized, or not
-    as most are.
-    """
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    quantized: bool
-    decoded: bool
-    why: str
-    bytes_before: int
-    bytes_after: int
+from .roles import Entry
+from .settle import problem_finder, refuse_size, settle
+from .sort import sort_tensors
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do; see the module's text. A shard is laid out when its turn comes.
+    """What a run will do; a shard is laid out when its turn comes.
 
-    `architecture` is the registry's entry it was made by, `scheme` that of all layers which have no other, `schemes`
-    how many layers each has, `parallel` what each tensor-parallel size meets, `config` the output's config.json,
-    `source_shards` the source's files; the output has all of the same name that hold a weight.
+    Attributes:
+        source: the opened source.
+        seen: the same with quantized weights as the tensors they stand for.
+        entry: the registry's entry it was made by.
+        fates: what becomes of each tensor.
+        quantization_config: what the output's config.json says of that; empty if nothing is quantized there.
+        parallel: what each tensor-parallel size meets.
+        notes: for the user.
+        identity: what tells the source from another with the same headers.
     """
 
-    architecture: str
-    scheme: Scheme
-    schemes: dict[Scheme, int]
+    source: Checkpoint
+    seen: Checkpoint
     entry: Entry
-    shards: tuple[Shard, ...]
-    source_shards: tuple[str, ...]
-    indexed: bool
-    config: dict[str, Any]
+    fates: Fates
     quantization_config: dict[str, Any]
-    groups: tuple[Group, ...]
-    notes: tuple[str, ...]
     parallel: tuple[ParallelSize, ...]
-    files: dict[str, int]
-    left_out: tuple[str, ...]
-    source_bytes: int
-    output_bytes: int
-    source_weight_bytes_quantized: int
-    quantized_tensors: int
-    decoded_tensors: int
-    digest: str
-    _where: dict[str, Location]
-    _by_shard: dict[str, list[TensorInfo]]
-    _encoded: dict[str, Encoded]
-    _fates: Fates
+    notes: tuple[str, ...]
+    identity: str
 
     @property
     def model(self) -> Model:
         """What the registry holds of the architecture."""
         return self.entry.model
+
+    @property
+    def scheme(self) -> Scheme:
+        """The number format of all layers that have no other."""
+        return self.fates.scheme
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The output's config.json."""
+        ours = {"quantization_config": self.quantization_config} if self.quantization_config else {}
+        return {**self.seen.config, **ours}
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Sizes of the other files that are copied, by name."""
+        return self.seen.files
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What of the source is not copied: "pytorch_model.bin", say."""
+        return self.seen.left_out
+
+    @cached_property
+    def lines(self) -> tuple[Line, ...]:
+        """What is printed: a line for all tensors that are alike in name, shape and fate."""
+        return lines_of(self.fates)
+
+    @cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        """The output's weight files, which have the names of the source's."""
+        return layout.shards(self.fates)
+
+    @property
+    def source_bytes(self) -> int:
+        """Size of the source's tensors."""
+        return sum(info.nbytes for info in self.source.tensors.values())
+
+    @property
+    def output_bytes(self) -> int:
+        """Size of the output's tensors."""
+        return sum(shard.nbytes for shard in self.shards)
+
+    @property
+    def source_weight_bytes_quantized(self) -> int:
+        """What the source takes for all that is quantized in the output."""
+        return sum(line.bytes_before for line in self.lines if line.quantized)
+
+    @property
+    def quantized_tensors(self) -> int:
+        """How many layers are quantized."""
+        return sum(self.schemes.values())
+
+    @property
+    def decoded_tensors(self) -> int:
+        """How many weights are quantized in the source, and not in the output."""
+        return sum(len(line.names) for line in self.lines if line.decoded)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether any weight is quantized in the source."""
+        return any(kept.stored for kept in self.fates.kept) or any(layer.encoded for layer in self.layers.values())
+
+    @cached_property
+    def schemes(self) -> dict[Scheme, int]:
+        """How many layers each scheme has, the plan's own first."""
+        counts = dict.fromkeys(self.fates.schemes, 0)
+        for line in self.lines:
+            if line.scheme is not None:
+                counts[line.scheme] += len(line.names)
+        return counts
 
     @property
     def title(self) -> str:
@@ -168,10 +147,10 @@ class Plan:
         """What the weights are: "float8_e4m3fn, one scale per tensor"."""
         return f"{self.scheme.format.number.name}, {self.title}" if self.quantization_config else self.title
 
-    @property
+    @cached_property
     def unread_by_sglang(self) -> Refusal | None:
         """Why SGLang does not load the output, and what it loads instead; None if it does."""
-        return unread_by_sglang(self.entry, self._fates)
+        return unread_by_sglang(self.entry, self.fates)
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -181,7 +160,7 @@ class Plan:
     @property
     def expert_schemes(self) -> dict[str, Scheme]:
         """The schemes that quantized experts are stored in, by name."""
-        return {scheme.name: scheme for layer, scheme in self._fates.quantized if self.entry.experts(layer.module)}
+        return {scheme.name: scheme for layer, scheme in self.fates.kinds if self.entry.experts(layer.module)}
 
     @property
     def ignored_layers(self) -> list[str]:
@@ -190,142 +169,52 @@ class Plan:
 
     @property
     def parallel_sizes(self) -> list[int]:
-        """The tensor-parallel sizes that can serve the result."""
+        """The tensor-parallel sizes that can serve the result: [1, 2, 4]."""
         return [entry.size for entry in self.parallel if entry.problem is None]
 
     @property
     def layers(self) -> dict[str, Layer]:
         """The weights that could be quantized, by module; each knows where it lies in the source."""
-        return self._fates.layers
-
-    def sources(self, shard: str) -> set[str]:
-        """The source shards that an output file is made from: its own, those with scales of its codes, and those with
-        members of its joined sets.
-        """
-        fates, names = self._fates, [info.name for info in self._by_shard[shard]]
-        if any(scheme.format.shared for scheme in self.schemes):
-            for info in self._by_shard[shard]:
-                if fates.scheme_of(info.module).format.shared:
-                    names += [fates.layers[module].source.name for module in fates.sets.get(info.module, ())]
-        names += [self._encoded[name].scale.name for name in names if name in self._encoded]
-        names += [scale.name for _, scale in self._input_scales(shard)]
-        return {shard, *(self._where[name].shard for name in names)}
-
-    def _input_scales(self, shard: str) -> list[tuple[str, TensorInfo]]:
-        """The modules of an output file that keep the scale of their activations, each with that of the source."""
-        if not self.scheme.format.static:
-            return []
-        layers = [self._fates.layers.get(info.module) for info in self._by_shard[shard]]
-        return [
-            (layer.module, layer.input_scale)
-            for layer in layers
-            if layer and layer.input_scale and layer.module not in self._fates.reasons
-        ]
-
-    @property
-    def decodes(self) -> bool:
-        """Whether any weight is quantized in the source."""
-        return bool(self._encoded)
+        return self.fates.layers
 
     @property
     def matrix_kinds(self) -> list[Matrix]:
         """One of each dtype, shape and way of storing, of all that is handled as a matrix."""
-        kinds: dict[tuple[Any, ...], Matrix] = {}
-        for layer in self._fates.layers.values():
-            turned = layer.stacked is not None and layer.stacked.transposed
-            key = layer.source.dtype, layer.shape, turned, layer.encoded and layer.encoded.form
-            if key not in kinds:
-                kinds[key] = layer.matrix(self._where)
-        for stored in self._encoded.values():
-            kind = stored.codes.dtype, stored.shape, stored.turned, stored.form
-            if kind not in kinds:
-                kinds[kind] = encoded_matrices(stored, self._where)[0]
-        return list(kinds.values())
+        return layout.matrix_kinds(self.fates, self.seen.where)
+
+    def sources(self, shard: str) -> set[str]:
+        """The source's files that an output file is made from."""
+        return layout.sources(shard, self.fates, self.seen.where)
 
     def consumed(self, shard: str) -> int:
-        """Bytes of the source that an output file is made from, whichever shard they lie in."""
-        stored = (self._encoded.get(info.name, info) for info in self._by_shard[shard])
-        return sum(entry.nbytes for entry in (*stored, *(scale for _, scale in self._input_scales(shard))))
+        """Bytes of the source that an output file is made from, whichever file they lie in."""
+        return layout.consumed(self.fates.items[shard], self.fates)
 
     def outputs(self, shard: str) -> list[TensorInfo]:
         """The tensors of an output file, in file order."""
-        fates, outputs = self._fates, []
-        for info in self._by_shard[shard]:
-            made = fates.unstacked.get(info.name)
-            if made is None:
-                layer = fates.layers.get(info.module)
-                made = [layer] if layer is not None and layer.source is info else None
-            if made is None:
-                outputs.append(info)
-                continue
-            for layer in made:
-                if layer.module in fates.reasons:
-                    outputs.append(TensorInfo(f"{layer.module}.weight", info.dtype, layer.shape))
-                else:
-                    outputs.extend(fates.scheme_of(layer.module).format.parts(layer.module, layer.shape))
-        # Wide dtypes first, as the safetensors library writes them: every tensor is aligned to its element.
-        return sorted(outputs, key=lambda info: -DTYPE_BITS[info.dtype])
+        return layout.outputs(self.fates.items[shard], self.fates)
 
     def lay_out(self, shard: str) -> Layout:
         """Offsets and jobs of an output file."""
-        fates = self._fates
-        outputs = self.outputs(shard)
-        header, start = make_header(outputs)
-        places: dict[str, int] = {}
-        for info in outputs:
-            places[info.name] = start
-            start += info.nbytes
-        jobs: list[Copy | Job] = []
-        done: set[str] = set()
-        for info in self._by_shard[shard]:
-            layer, stored = fates.layers.get(info.module), self._encoded.get(info.name)
-            if info.name in fates.unstacked:
-                made = fates.unstacked[info.name]
-            elif layer is not None and layer.source is info:
-                made = [layer]
-            elif stored is not None:
-                jobs += self._decoded(stored, places[info.name])
-                continue
-            else:
-                jobs.append(Copy(info.name, shard, self._where[info.name].offset, info.nbytes, places[info.name]))
-                continue
-            for layer in made:
-                if layer.module not in done:
-                    job = self._job(layer, shard, places)
-                    jobs.append(job)
-                    done.update(fates.sets.get(layer.module, ()))
-        for module, scale in self._input_scales(shard):
-            place = self._where[scale.name]
-            target = places[f"{module}.{INPUT_SCALE}"]
-            jobs.append(Copy(scale.name, place.shard, place.offset, scale.nbytes, target, scale.dtype))
-        return Layout(shard, header, start, tuple(jobs), tuple(outputs))
+        return layout.lay_out(shard, self.fates, self.seen.where)
 
-    def _job(self, layer: Layer, shard: str, places: dict[str, int]) -> Job:
-        """The part of a layer's joined set that lies in this shard."""
-        fates, scheme = self._fates, self._fates.scheme_of(layer.module)
-        quantized = layer.module not in fates.reasons
-        joined = [fates.layers[module] for module in fates.sets.get(layer.module, (layer.module,))]
-        pieces = tuple(
-            Piece(
-                member.matrix(self._where),
-                places[f"{member.module}.weight"],
-                places[f"{member.module}.{scheme.format.scale.name}"] if quantized else None,
-                quantized and member.passes(scheme),
-            )
-            for member in joined
-            if self._where[member.source.name].shard == shard
-        )
-        shares = quantized and scheme.format.shared
-        return Job(scheme, pieces, tuple(member.matrix(self._where) for member in joined) if shares else ())
-
-    def _decoded(self, stored: Encoded, target: int) -> list[Job]:
-        """What writes a weight unquantized that is not in the source, each matrix of a stack by itself."""
-        matrices = encoded_matrices(stored, self._where)
-        nbytes = TensorInfo("", DECODED_DTYPE, stored.shape[-2:]).nbytes
-        return [
-            Job(self.scheme, (Piece(matrix, target + number * nbytes, None),), ())
-            for number, matrix in enumerate(matrices)
+    @cached_property
+    def digest(self) -> str:
+        """Guards a resumed run: equal for the same source, options, version and registry's entry, and only then."""
+        facts = [
+            __version__,
+            repr(self.model),
+            [asdict(scheme) for scheme in self.fates.schemes],
+            # The model card says them.
+            sorted({fate.why for fate in self.fates.others.values()}),
+            self.source.config,
+            self.quantization_config,
+            self.source.files,
+            self.source.shards,
+            self.source.headers,
+            self.identity,
         ]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def make_plan(
@@ -362,7 +251,7 @@ def make_plan(
     if options.tp is not None and options.tp < 1:
         raise UsageError(f"--tp {options.tp} is no number of ranks", "give --tp 1 or more")
     if options.head:
-        _refuse_head(seen, model, scheme)
+        refuse_head(seen, model, scheme)
         model = model.with_head()
     if scheme.format.static and not any(stored.input_scale for stored in encoded.values()):
         raise PlanError(
@@ -370,7 +259,7 @@ def make_plan(
             "leave --activation-scheme out: engines scale activations as they run",
         )
     entry = Entry(model)
-    fates, quantization_config, notes = decide(seen, encoded, entry, scheme, options)
+    fates, notes = _decide(seen, encoded, entry, scheme, options)
     unread = unread_by_sglang(entry, fates)
     if unread is not None:
         notes.append(f"{SGLANG} does not load this output: {unread.why}; {unread.hint}")
@@ -379,8 +268,41 @@ def make_plan(
     notes += _left_behind(checkpoint, encoded)
     if model.rest:
         notes.insert(0, "decided from names and shapes alone: look at the plan, and at what the engine makes of it")
-    parallel = parallel_sizes(seen, entry, fates.groups, options.tp)
-    return _assemble(checkpoint, seen, encoded, entry, fates, quantization_config, notes, parallel, identity)
+    # Where a layer stays unquantized, any part of it can be split off.
+    groups = ((layer, fate.scheme.format.group if fate.scheme else (1, 1)) for layer, fate in fates.each())
+    parallel = parallel_sizes(seen, entry, groups, options.tp)
+    settings = scheme.config(ignored_names(entry, fates), targets(entry, fates))
+    return Plan(checkpoint, seen, entry, fates, settings, parallel, tuple(notes), identity)
+
+
+def _decide(
+    checkpoint: Checkpoint, encoded: dict[str, Encoded], entry: Entry, scheme: Scheme, options: Options
+) -> tuple[Fates, list[str]]:
+    """What becomes of each tensor, and notes for the user.
+
+    A source that is quantized in the scheme already keeps its choice of layers, whatever the registry says, but for
+    embeddings, output heads and routers.
+    """
+    settled = bool(encoded) and all(stored.passes(scheme) for stored in encoded.values())
+    items, layers = sort_tensors(checkpoint, encoded, entry, options.ignore, settled)
+    sets, config = entry.joined_sets(layers), text_config(checkpoint, entry.model)
+    if options.tp is not None:
+        refuse_size(entry, layers, config, options.tp)
+    fates = Fates(scheme, items, layers, sets, {})
+    others, notes = settle(
+        entry,
+        scheme,
+        layers,
+        problem_finder(entry, layers, sets, config, options.tp),
+        sets,
+        options,
+        {module for module, layer in layers.items() if settled and layer.encoded is None},
+        [kept.tensor.module for kept in fates.kept] if options.ignore else [],
+    )
+    fates = replace(fates, others=others)
+    notes += lacking(entry.model, layers, fates.kept, sets, config)
+    refuse_experts(entry, fates)
+    return fates, notes
 
 
 def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
@@ -398,68 +320,17 @@ def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
     if not encoded:
         raise PlanError(f"nothing in {checkpoint.root} is quantized", "there is nothing to dequantize")
     seen = without_cache_scales(seen)
-    matrices = [info for info in seen.tensors.values() if len(info.shape) > 1]
-    kept = [Kept(info, template(info.module), "" if info.name in encoded else "not quantized") for info in matrices]
-    copied = [info for info in seen.tensors.values() if len(info.shape) < 2]
-    fates = Fates(PLAIN, {}, {}, kept, copied, {}, {}, {})
+    items: dict[str, list[Item]] = {shard: [] for shard in seen.shards}
+    for info in seen.tensors.values():
+        stored = encoded.get(info.name)
+        if len(info.shape) < 2:
+            kept = Kept(info, info.name, FEW_AXES)
+        else:
+            kept = Kept(info, template(info.module), "" if stored else "not quantized", stored)
+        items[seen.where[info.name].shard].append(kept)
     entry = Entry(MODELS.get(checkpoint.architecture, replace(GENERIC, name=checkpoint.architecture)))
-    return _assemble(checkpoint, seen, encoded, entry, fates, {}, _left_behind(checkpoint, encoded), (), identity)
-
-
-def _assemble(
-    original: Checkpoint,
-    checkpoint: Checkpoint,
-    encoded: dict[str, Encoded],
-    entry: Entry,
-    fates: Fates,
-    quantization_config: dict[str, Any],
-    notes: list[str],
-    parallel: tuple[ParallelSize, ...],
-    identity: str,
-) -> Plan:
-    """The plan that follows from the fate of each tensor; `checkpoint` is the decoded view of the original."""
-    by_shard: dict[str, list[TensorInfo]] = {shard: [] for shard in checkpoint.shards}
-    saved = dict.fromkeys(checkpoint.shards, 0)
-    for info in checkpoint.tensors.values():
-        by_shard[checkpoint.where[info.name].shard].append(info)
-    costs: dict[tuple[str, tuple[int, int], str], int] = {}
-    counts: dict[str, int] = {}
-    quantized = fates.quantized
-    for layer, chosen in quantized:
-        counts[chosen.name] = counts.get(chosen.name, 0) + 1
-        key = (layer.source.dtype, layer.shape, chosen.name)
-        if key not in costs:
-            costs[key] = layer.nbytes - sum(info.nbytes for info in chosen.format.parts("", layer.shape))
-        saved[checkpoint.where[layer.source.name].shard] += costs[key]
-    sizes = {shard: sum(info.nbytes for info in infos) for shard, infos in by_shard.items()}
-    # A shard that holds nothing but scales has no part in the output.
-    shards = tuple(Shard(shard, size - saved[shard]) for shard, size in sizes.items() if by_shard[shard])
-    return Plan(
-        architecture=entry.model.name,
-        scheme=fates.scheme,
-        schemes={chosen: counts.get(chosen.name, 0) for chosen in _used(fates)},
-        entry=entry,
-        shards=shards,
-        source_shards=tuple(checkpoint.shards),
-        indexed=checkpoint.indexed,
-        config={**checkpoint.config, **({"quantization_config": quantization_config} if quantization_config else {})},
-        quantization_config=quantization_config,
-        groups=_groups(fates, encoded),
-        notes=tuple(notes),
-        parallel=parallel,
-        files=checkpoint.files,
-        left_out=checkpoint.left_out,
-        source_bytes=sum(info.nbytes for info in original.tensors.values()),
-        output_bytes=sum(shard.nbytes for shard in shards),
-        source_weight_bytes_quantized=sum(layer.stored for layer, _ in quantized),
-        quantized_tensors=len(quantized),
-        decoded_tensors=len(encoded) - sum(layer.encoded is not None for layer, _ in quantized),
-        digest=_digest(original, entry.model, fates, quantization_config, identity),
-        _where=checkpoint.where,
-        _by_shard=by_shard,
-        _encoded=encoded,
-        _fates=fates,
-    )
+    notes = tuple(_left_behind(checkpoint, encoded))
+    return Plan(checkpoint, seen, entry, Fates(PLAIN, items, {}, {}, {}), {}, (), notes, identity)
 
 
 def _left_behind(checkpoint: Checkpoint, encoded: dict[str, Encoded]) -> list[str]:
@@ -478,79 +349,3 @@ def _find_model(architecture: str) -> Model:
             "names and shapes alone; or add an entry to openquant/models.py (README: Adding an architecture)",
         )
     return MODELS[architecture]
-
-
-def _refuse_head(checkpoint: Checkpoint, model: Model, scheme: Scheme) -> None:
-    if scheme.method == "fp8":
-        raise PlanError(
-            "engines load no quantized output head in the fp8 format",
-            "use --scheme channel or --format compressed-tensors",
-        )
-    if model.head_refused is not None:
-        raise PlanError(f"{model.name}: its output head stays as it is: {model.head_refused}", _NO_HEAD)
-    tied = any(
-        place.get("tie_word_embeddings") is True for place in (checkpoint.config, text_config(checkpoint, model))
-    )
-    if tied:
-        raise PlanError("the output head is the embedding (tie_word_embeddings), which stays as it is", _NO_HEAD)
-    if not any(is_head(info.module) for info in checkpoint.tensors.values()):
-        raise PlanError("the source has no lm_head.weight: its output head is the embedding", _NO_HEAD)
-
-
-_NO_HEAD = "leave --quantize-lm-head out"
-
-
-def _used(fates: Fates) -> list[Scheme]:
-    """The schemes of a plan, its own first."""
-    return list(dict.fromkeys([fates.scheme, *(other.scheme for other in fates.others.values())]))
-
-
-def _digest(
-    checkpoint: Checkpoint, model: Model, fates: Fates, quantization_config: dict[str, Any], identity: str
-) -> str:
-    """What guards a resumed run: equal for the same source, options, version and registry's entry, and only then."""
-    facts = [
-        __version__,
-        repr(model),
-        [asdict(scheme) for scheme in _used(fates)],
-        # The model card says them.
-        sorted({*fates.reasons.values(), *(other.why for other in fates.others.values())}),
-        checkpoint.config,
-        quantization_config,
-        checkpoint.files,
-        checkpoint.shards,
-        checkpoint.headers,
-        identity,
-    ]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _groups(fates: Fates, encoded: dict[str, Encoded]) -> tuple[Group, ...]:
-    names: dict[tuple[str, tuple[int, ...], bool, str], list[str]] = {}
-    sizes: dict[tuple[str, tuple[int, ...], bool, str], tuple[int, int]] = {}
-    decoded: dict[tuple[str, tuple[int, ...], bool, str], bool] = {}
-
-    def add(name: str, alike: str, shape: tuple[int, ...], scheme: Scheme | None, why: str, info: TensorInfo) -> None:
-        stored = encoded.get(info.name)
-        key = (f"{alike} {stored.codes.dtype if stored else info.dtype}", shape, scheme is not None, why)
-        if key not in names:
-            names[key] = []
-            plain = TensorInfo("", info.dtype, shape).nbytes
-            after = sum(out.nbytes for out in scheme.format.parts("", (shape[0], shape[1]))) if scheme else plain
-            sizes[key] = stored.nbytes if stored else plain, after
-            decoded[key] = stored is not None and scheme is None
-        names[key].append(name)
-
-    for layer in fates.layers.values():
-        why, other = fates.reasons.get(layer.module), fates.others.get(layer.module)
-        scheme = fates.scheme_of(layer.module) if why is None else None
-        why = why or (f"{other.scheme.name}: {other.why}" if other else "")
-        add(layer.module, layer.alike, layer.shape, scheme, why, layer.source)
-    for keep in fates.kept:
-        add(keep.tensor.module, keep.alike, keep.tensor.shape, None, keep.why, keep.tensor)
-    for info in fates.copied:
-        add(info.name, info.name, info.shape, None, "fewer than two axes", info)
-    return tuple(
-        Group(tuple(found), key[1], key[2], decoded[key], key[3], *(len(found) * size for size in sizes[key]))
-        for key, found in names.items()
-    )

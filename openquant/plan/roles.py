@@ -63,19 +63,20 @@ class Entry:
         self._joined = list(zip(_compiled(model, (one.pattern for one in model.joined)), model.joined, strict=True))
         self._splits = list(zip(_compiled(model, (one.pattern for one in model.splits)), model.splits, strict=True))
         self._experts = _compiled(model, (experts.path for experts in model.experts))
-        self._roles: dict[tuple[str, str], Role] = {}
-        # Neighbours have the same parent, whose template is made once.
-        self._parent, self._parents_alike = "", ""
+        # By the template of the parent and the last part of the name. Neighbours have the same parent.
+        self._families: dict[str, dict[str, Role]] = {}
+        self._parent, self._siblings = "", self._families.setdefault("", {})
 
     def role(self, module: str) -> Role:
         """What it says of a module."""
         parent, _, last = module.rpartition(".")
         if parent != self._parent:
-            self._parent, self._parents_alike = parent, template(parent)
-        key = (self._parents_alike, "*" if parent and last.isdecimal() and len(last) <= MAX_DIGITS else last)
-        role = self._roles.get(key)
+            self._parent, self._siblings = parent, self._families.setdefault(template(parent), {})
+        role = self._siblings.get(last)
         if role is None:
-            role = self._roles[key] = self._ask(module)
+            number = parent and last.isdecimal() and len(last) <= MAX_DIGITS
+            role = (self._siblings.get("*") if number else None) or self._ask(module)
+            self._siblings["*" if number else last] = role
         return role
 
     def _ask(self, module: str) -> Role:

@@ -67,9 +67,9 @@ def gigabytes(nbytes: int) -> str:
 def unquantized(plan: Plan) -> list[str]:
     """What stayed unquantized and why, a line for each reason."""
     reasons: dict[str, list[str]] = {}
-    for group in plan.groups:
-        if not group.quantized and len(group.shape) >= 2:
-            reasons.setdefault(group.why, []).extend(group.names)
+    for line in plan.lines:
+        if not line.quantized and len(line.shape) >= 2:
+            reasons.setdefault(line.why, []).extend(line.names)
     return [f"{', '.join(collapse(names))} ({why})" for why, names in reasons.items()]
 
 

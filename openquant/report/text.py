@@ -7,14 +7,15 @@ from pathlib import Path
 
 from ..hub.fetch import Download
 from ..patterns import collapse
-from ..plan.plan import Group, Plan
+from ..plan.lines import Line
+from ..plan.plan import Plan
 from ..verification.verify import Report
 from .card import gigabytes, readers, serve_commands
 from .result import Result
 
 
 def plan_text(plan: Plan, model: str, output: Path, download: Download, notes: Sequence[str]) -> str:
-    """What a run will do, a line per group of layers.
+    """What a run will do, a line for all layers that are alike.
 
     Args:
         plan: the plan.
@@ -24,17 +25,17 @@ def plan_text(plan: Plan, model: str, output: Path, download: Download, notes: S
         notes: about how it comes.
     """
     rows = [("", "layers", "shape", "before", "after", "")]
-    rows += [_row(group) for group in plan.groups if group.quantized]
-    rows += [_row(group) for group in plan.groups if group.decoded]
-    others = [group for group in plan.groups if not group.quantized and not group.decoded]
-    rows += [_row(group) for group in others if len(group.shape) >= 2]
-    small = [group for group in others if len(group.shape) < 2]
+    rows += [_row(line) for line in plan.lines if line.quantized]
+    rows += [_row(line) for line in plan.lines if line.decoded]
+    others = [line for line in plan.lines if not line.quantized and not line.decoded]
+    rows += [_row(line) for line in others if len(line.shape) >= 2]
+    small = [line for line in others if len(line.shape) < 2]
     if small:
-        count = sum(len(group.names) for group in small)
-        size = gigabytes(sum(group.bytes_before for group in small))
+        count = sum(len(line.names) for line in small)
+        size = gigabytes(sum(line.bytes_before for line in small))
         rows.append(("keep", f"{count} tensors of fewer than two axes", "", size, size, "norm, bias or the like"))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    lines = [f"{model} -> {output}", f"{plan.architecture}, {plan.description}", ""]
+    lines = [f"{model} -> {output}", f"{plan.model.name}, {plan.description}", ""]
     for kind, layers, shape, before, after, why in rows:
         cells = (
             kind.ljust(widths[0]),
@@ -49,14 +50,14 @@ def plan_text(plan: Plan, model: str, output: Path, download: Download, notes: S
     return "\n".join(lines)
 
 
-def _row(group: Group) -> tuple[str, str, str, str, str, str]:
+def _row(line: Line) -> tuple[str, str, str, str, str, str]:
     return (
-        "FP8" if group.quantized else "BF16" if group.decoded else "keep",
-        ", ".join(collapse(group.names)),
-        " x ".join(map(str, group.shape)),
-        gigabytes(group.bytes_before),
-        gigabytes(group.bytes_after),
-        group.why,
+        "FP8" if line.quantized else "BF16" if line.decoded else "keep",
+        ", ".join(collapse(line.names)),
+        " x ".join(map(str, line.shape)),
+        gigabytes(line.bytes_before),
+        gigabytes(line.bytes_after),
+        line.why,
     )
 
 

@@ -35,7 +35,8 @@ from openquant.formats.schemes import (
     find_scheme,
 )
 from openquant.patterns import compile_any
-from openquant.plan.plan import Layout, Plan
+from openquant.plan.layout import Layout
+from openquant.plan.plan import Plan
 
 schemes = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 

@@ -21,7 +21,7 @@ from loopback_hub import LoopbackHub
 from openquant import compress
 from openquant.convert.ranks import Meeting, Ranks
 from openquant.errors import OpenQuantError, UsageError
-from openquant.plan.plan import Shard
+from openquant.plan.layout import Shard
 
 
 @pytest.fixture

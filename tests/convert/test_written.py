@@ -20,7 +20,8 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.files.output import OutputDirectory
 from openquant.files.shardfile import ShardFile
 from openquant.formats.schemes import CHANNEL, TENSOR
-from openquant.plan.plan import Layout, make_plan
+from openquant.plan.layout import Layout
+from openquant.plan.plan import make_plan
 from openquant.verification.finished import check_finished
 
 NAME = "model.safetensors"

@@ -79,7 +79,7 @@ def test_generic_quantizes_nothing_that_an_entry_keeps(name: str) -> None:
 
 
 def quantized(plan: Plan) -> set[str]:
-    return {name for group in plan.groups if group.quantized for name in group.names}
+    return {name for line in plan.lines if line.quantized for name in line.names}
 
 
 def test_generic_finds_all_of_the_usual_models() -> None:

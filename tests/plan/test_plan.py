@@ -26,11 +26,11 @@ def plan_of(root: Path, scheme: Scheme = TENSOR, *ignore: str) -> Plan:
 
 
 def quantized(plan: Plan) -> set[str]:
-    return {name for group in plan.groups if group.quantized for name in group.names}
+    return {name for line in plan.lines if line.quantized for name in line.names}
 
 
 def reason(plan: Plan, module: str) -> str:
-    return next(group.why for group in plan.groups if module in group.names)
+    return next(line.why for line in plan.lines if module in line.names)
 
 
 @pytest.mark.parametrize("architecture", tiny.HAND_MADE)
@@ -434,8 +434,8 @@ def targets(plan: Plan) -> list[list[str]]:
 
 def stored(plan: Plan, module: str) -> str:
     """What the plan's row says of a module."""
-    group = next(group for group in plan.groups if module in group.names)
-    return (group.why.split(":")[0] if group.why else plan.scheme.name) if group.quantized else "kept"
+    line = next(line for line in plan.lines if module in line.names)
+    return (line.why.split(":")[0] if line.why else plan.scheme.name) if line.quantized else "kept"
 
 
 def test_another_scheme_widens_to_the_joined_set_and_says_so(source: Path) -> None:

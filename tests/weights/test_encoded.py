@@ -158,7 +158,7 @@ def test_dequantized_outputs_are_what_codes_and_scales_stand_for(tmp_path: Path,
 
 def test_a_plan_to_dequantize_says_what_was_not_quantized(tmp_path: Path) -> None:
     plan = make_plain_plan(open_checkpoint(store(tmp_path / "source", by_blocks(), BLOCKS)))
-    found = {name: (group.decoded, group.why) for group in plan.groups for name in group.names}
+    found = {name: (line.decoded, line.why) for line in plan.lines for name in line.names}
     assert (found[Q], found[DOWN]) == ((True, ""), (True, ""))
     assert (found["lm_head"], found["model.embed_tokens"]) == ((False, "not quantized"),) * 2
 
@@ -370,7 +370,7 @@ def test_an_input_scale_of_many_numbers_is_not_used(tmp_path: Path) -> None:
     source = store(tmp_path / "source", by_tensor(**STATIC), PER_TENSOR)
     change_weights(source, lambda weights: weights.update({f"{DOWN}.input_scale": torch.full((3,), 0.5)}))
     plan = make_plan(open_checkpoint(source), TENSOR_STATIC)
-    why = [found.why for found in plan.groups if found.names == (DOWN,)]
+    why = [found.why for found in plan.lines if found.names == (DOWN,)]
     assert why == ["its input_scale is F32 [3], not a single float"]
 
 

@@ -1,0 +1,75 @@
+"""What engines do not load of a plan: that stops it, or is said in it."""
+
+from __future__ import annotations
+
+from ..errors import PlanError
+from ..files.checkpoint import Checkpoint
+from ..formats.schemes import Scheme
+from ..models import Model, Refusal
+from ..patterns import collapse
+from .fates import Fates
+from .parallel import text_config
+from .roles import Entry, is_head
+
+_NO_HEAD = "leave --quantize-lm-head out"
+
+
+def unread_by_sglang(entry: Entry, fates: Fates) -> Refusal | None:
+    """Why SGLang does not load what is decided, and what it loads instead; None if it does or nothing is quantized."""
+    sglang = entry.model.sglang
+    quantized = [(layer.module, scheme) for layer, scheme in fates.kinds if not is_head(layer.module)]
+    for _, scheme in quantized:
+        if "SGLang" not in scheme.engines:
+            return Refusal(None, None, f"it knows no {scheme.name}", "try another scheme")
+        refusal = sglang.refusal(scheme.name, scheme.method)
+        if refusal is not None:
+            return refusal
+    if any(entry.role(module).plain for module, _ in quantized):
+        modules = ", ".join(f"**{pattern}" for pattern in sglang.plain)
+        return Refusal(None, None, f"it builds {modules} in bfloat16", "with --ignore for that it loads")
+    if sglang.head is not None and len(quantized) < len(fates.kinds):
+        return Refusal(None, None, sglang.head, "without --quantize-lm-head it loads")
+    uneven = any(fate.scheme is None or not is_head(module) for module, fate in fates.others.items())
+    if quantized and uneven and fates.scheme.method in sglang.alike:
+        return Refusal(None, None, "it finds none of these layers by name", "with all layers alike it loads")
+    # It asks the group of all Linear layers for the size of blocks (compressed_tensors.py:272-279).
+    blocks = (module for module, scheme in quantized if scheme.name == "block" and not entry.experts(module))
+    if fates.scheme.name != "block" and any(blocks):
+        return Refusal(None, None, "it loads blocks only where most layers have them", "-w 128 with --scheme-for loads")
+    return None
+
+
+def refuse_experts(entry: Entry, fates: Fates) -> None:
+    """Stop where experts have a scheme in which engines load none."""
+    if all(scheme.experts for scheme in fates.schemes):
+        return
+    refused: dict[str, Scheme] = {}
+    for layer, scheme in fates.quantized:
+        if not scheme.experts and (path := entry.experts(layer.module)):
+            refused[path] = scheme
+    if refused:
+        scheme = next(iter(refused.values()))
+        raise PlanError(
+            f"{', '.join(collapse(refused))}: engines load no experts with {scheme.title} in the {scheme.method} "
+            "format",
+            "use --scheme channel or --format fp8, give them another scheme with --scheme-for, or leave them as they "
+            "are with --ignore",
+        )
+
+
+def refuse_head(checkpoint: Checkpoint, model: Model, scheme: Scheme) -> None:
+    """Stop where the output head is to be quantized, and engines load none that is, or the source has none."""
+    if scheme.method == "fp8":
+        raise PlanError(
+            "engines load no quantized output head in the fp8 format",
+            "use --scheme channel or --format compressed-tensors",
+        )
+    if model.head_refused is not None:
+        raise PlanError(f"{model.name}: its output head stays as it is: {model.head_refused}", _NO_HEAD)
+    tied = any(
+        place.get("tie_word_embeddings") is True for place in (checkpoint.config, text_config(checkpoint, model))
+    )
+    if tied:
+        raise PlanError("the output head is the embedding (tie_word_embeddings), which stays as it is", _NO_HEAD)
+    if not any(is_head(info.module) for info in checkpoint.tensors.values()):
+        raise PlanError("the source has no lm_head.weight: its output head is the embedding", _NO_HEAD)

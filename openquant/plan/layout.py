@@ -1,0 +1,274 @@
+"""Lay out an output file: its header, the offset of every tensor, and the jobs that fill it.
+
+Output files correspond to the source's shards one to one and keep their names, so a finished one never depends on
+another one's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..files.tensors import DTYPE_BITS, Location, TensorInfo, make_header
+from ..formats.format import INPUT_SCALE
+from ..formats.schemes import Scheme
+from ..weights.layers import Layer, Matrix, encoded_matrices
+from .fates import Fates, Item, Kept, Stack
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Bytes of the source that go to the output as they are: file range -> offset in the output shard."""
+
+    label: str
+    shard: str
+    offset: int
+    nbytes: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyScale:
+    """The scale of a layer's activations, one number of this dtype in the source, to be written as float32."""
+
+    label: str
+    shard: str
+    offset: int
+    nbytes: int
+    dtype: str
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unstack:
+    """One expert's part of a stack, to be written unquantized."""
+
+    matrix: Matrix
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """A matrix that the source has as codes, to be written unquantized."""
+
+    matrix: Matrix
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One matrix to be quantized, and where its codes and its scale go.
+
+    `passes` says that its codes are those of the scheme already, and go to the output as they are.
+    """
+
+    matrix: Matrix
+    target: int
+    scale_target: int
+    passes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """Matrices of one output file to be quantized, and everything that shares their scale.
+
+    Attributes:
+        scheme: what they are stored in.
+        pieces: what this job writes.
+        joined: the whole joined set, members in other shards included; empty unless a scale is shared.
+    """
+
+    scheme: Scheme
+    pieces: tuple[Piece, ...]
+    joined: tuple[Matrix, ...]
+
+
+# The unit of work.
+Job = Copy | CopyScale | Unstack | Decode | Encode
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One output file: its name, the source shard's own, and the size of its tensors in bytes."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What an output file is made of.
+
+    Attributes:
+        name: file name.
+        header: everything before the first tensor.
+        size: size of the file in bytes.
+        jobs: what fills it.
+        tensors: every tensor, in file order.
+    """
+
+    name: str
+    header: bytes
+    size: int
+    jobs: tuple[Job, ...]
+    tensors: tuple[TensorInfo, ...]
+
+
+def layers_of(item: Item) -> tuple[Layer, ...]:
+    """The weights made from a tensor that could be quantized; none for one that could not."""
+    if isinstance(item, Kept):
+        return ()
+    return item.layers if isinstance(item, Stack) else (item,)
+
+
+def written(layer: Layer, scheme: Scheme | None) -> tuple[TensorInfo, ...]:
+    """The tensors that a weight becomes; itself where it has no scheme."""
+    if scheme is None:
+        return (TensorInfo(f"{layer.module}.weight", layer.source.dtype, layer.shape),)
+    return scheme.format.parts(layer.module, layer.shape)
+
+
+def shards(fates: Fates) -> tuple[Shard, ...]:
+    """The output's files; a shard that holds nothing but scales has no part in it."""
+    # Weights of one size are many.
+    sizes: dict[tuple[str, tuple[int, int], str | None], int] = {}
+
+    def size(layer: Layer) -> int:
+        fate = fates.others.get(layer.module)
+        scheme = fates.scheme if fate is None else fate.scheme
+        key = layer.source.dtype, layer.shape, None if scheme is None else scheme.name
+        if key not in sizes:
+            sizes[key] = sum(info.nbytes for info in written(layer, scheme))
+        return sizes[key]
+
+    found = {name: 0 for name, items in fates.items.items() if items}
+    for name in found:
+        for item in fates.items[name]:
+            if isinstance(item, Layer):
+                found[name] += size(item)
+            elif isinstance(item, Stack):
+                found[name] += sum(map(size, item.layers))
+            else:
+                found[name] += item.tensor.nbytes
+    return tuple(Shard(name, nbytes) for name, nbytes in found.items())
+
+
+def outputs(items: Iterable[Item], fates: Fates) -> list[TensorInfo]:
+    """The tensors that are made from others, in file order."""
+    found: list[TensorInfo] = []
+    for item in items:
+        if isinstance(item, Kept):
+            found.append(item.tensor)
+        for layer in layers_of(item):
+            found += written(layer, fates.of(layer.module).scheme)
+    # Wide dtypes first, as the safetensors library writes them: every tensor is aligned to its element.
+    return sorted(found, key=lambda info: -DTYPE_BITS[info.dtype])
+
+
+def consumed(items: Iterable[Item], fates: Fates) -> int:
+    """Bytes of the source that tensors and what belongs to them take, whichever shards they lie in."""
+    total = 0
+    for item in items:
+        if isinstance(item, Kept):
+            total += item.stored.nbytes if item.stored else item.tensor.nbytes
+        for layer in layers_of(item):
+            scale = _input_scale(layer, fates)
+            total += layer.stored + (scale.nbytes if scale else 0)
+    return total
+
+
+def sources(shard: str, fates: Fates, where: dict[str, Location]) -> set[str]:
+    """The source's files that an output file is made from: its own, those with scales, and those with members of its
+    joined sets.
+    """
+    found = {shard}
+    for item in fates.items[shard]:
+        if isinstance(item, Kept) and item.stored:
+            found.add(where[item.stored.scale.name].shard)
+        for layer in layers_of(item):
+            scale, scheme = _input_scale(layer, fates), fates.of(layer.module).scheme
+            if scale is not None:
+                found.add(where[scale.name].shard)
+            shared = fates.sets.get(layer.module, ()) if scheme is not None and scheme.format.shared else ()
+            for member in (layer, *(fates.layers[module] for module in shared)):
+                found.add(where[member.source.name].shard)
+                if member.encoded is not None:
+                    found.add(where[member.encoded.scale.name].shard)
+    return found
+
+
+def lay_out(shard: str, fates: Fates, where: dict[str, Location]) -> Layout:
+    """Offsets and jobs of an output file."""
+    tensors = outputs(fates.items[shard], fates)
+    header, start = make_header(tensors)
+    places: dict[str, int] = {}
+    for info in tensors:
+        places[info.name] = start
+        start += info.nbytes
+    done: set[str] = set()
+    jobs = [job for item in fates.items[shard] for job in _jobs(item, fates, where, places, done)]
+    return Layout(shard, header, start, tuple(jobs), tuple(tensors))
+
+
+def _jobs(
+    item: Item, fates: Fates, where: dict[str, Location], places: dict[str, int], done: set[str]
+) -> Iterator[Job]:
+    """What makes a tensor's part of the output; `done` are the modules that earlier jobs wrote with others."""
+    if isinstance(item, Kept):
+        place, target = where[item.tensor.name], places[item.tensor.name]
+        if item.stored is None:
+            yield Copy(item.tensor.name, place.shard, place.offset, item.tensor.nbytes, target)
+            return
+        # Each matrix of a stack by itself.
+        for number, matrix in enumerate(encoded_matrices(item.stored, where)):
+            size = TensorInfo("", item.tensor.dtype, matrix.shape).nbytes
+            yield Decode(matrix, target + number * size)
+    for layer in layers_of(item):
+        scheme, weight = fates.of(layer.module).scheme, f"{layer.module}.weight"
+        if scheme is None and layer.encoded is None and layer.stacked is None:
+            place, name = where[layer.source.name], layer.source.name
+            yield Copy(name, place.shard, place.offset, layer.nbytes, places[weight])
+        elif scheme is None:
+            kind = Unstack if layer.encoded is None else Decode
+            yield kind(layer.matrix(where), places[weight])
+        elif layer.module not in done:
+            joined = [fates.layers[module] for module in fates.sets.get(layer.module, (layer.module,))]
+            here = [member for member in joined if where[member.source.name].shard == where[layer.source.name].shard]
+            done.update(member.module for member in here)
+            pieces = (
+                Piece(
+                    member.matrix(where),
+                    places[f"{member.module}.weight"],
+                    places[f"{member.module}.{scheme.format.scale.name}"],
+                    member.passes(scheme),
+                )
+                for member in here
+            )
+            shared = tuple(member.matrix(where) for member in joined) if scheme.format.shared else ()
+            yield Encode(scheme, tuple(pieces), shared)
+        scale = _input_scale(layer, fates)
+        if scale is not None:
+            place, target = where[scale.name], places[f"{layer.module}.{INPUT_SCALE}"]
+            yield CopyScale(scale.name, place.shard, place.offset, scale.nbytes, scale.dtype, target)
+
+
+def _input_scale(layer: Layer, fates: Fates) -> TensorInfo | None:
+    """The scale of a layer's activations in the source, if the output keeps it."""
+    scheme = fates.of(layer.module).scheme
+    return layer.input_scale if scheme is not None and scheme.format.static else None
+
+
+def matrix_kinds(fates: Fates, where: dict[str, Location]) -> list[Matrix]:
+    """One of each dtype, shape and way of storing, of all that is handled as a matrix."""
+    kinds: dict[tuple[Any, ...], Matrix] = {}
+    for layer in fates.layers.values():
+        turned = layer.stacked is not None and layer.stacked.transposed
+        key = layer.source.dtype, layer.shape, turned, layer.encoded and layer.encoded.form
+        if key not in kinds:
+            kinds[key] = layer.matrix(where)
+    for stored in filter(None, (kept.stored for kept in fates.kept)):
+        kind = stored.codes.dtype, stored.shape, stored.turned, stored.form
+        if kind not in kinds:
+            kinds[kind] = encoded_matrices(stored, where)[0]
+    return list(kinds.values())

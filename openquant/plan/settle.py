@@ -1,0 +1,252 @@
+"""Settle what becomes of the weights that could be quantized: in the plan's scheme, in another, or not at all.
+
+The user's options and the schemes' shapes have their say. What engines join moves together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from ..errors import PlanError, UsageError
+from ..formats.format import FLOATS
+from ..formats.schemes import Scheme
+from ..models import Model
+from ..patterns import collapse, compile_pattern
+from ..weights.layers import Layer
+from .fates import Fate, Options
+from .parallel import indivisible, parts_of
+from .roles import Entry, is_head
+
+_SHARES = "shares its status with "
+
+
+def refuse_size(entry: Entry, layers: dict[str, Layer], config: dict[str, Any], size: int) -> None:
+    """Stop where layers do not divide by a tensor-parallel size, whatever they are stored as."""
+    for layer in {(layer.alike, layer.shape): layer for layer in layers.values()}.values():
+        problem = indivisible(layer.shape, entry.role(layer.module).split, config, (1, 1), size)
+        if problem:
+            raise PlanError(
+                f"--tp {size} cannot serve this model: {layer.alike}: {problem}",
+                "no scheme helps: give a size by which its heads and layers divide; --dry-run lists some",
+            )
+
+
+def problem_finder(
+    entry: Entry,
+    layers: dict[str, Layer],
+    sets: dict[str, tuple[str, ...]],
+    config: dict[str, Any],
+    size: int | None,
+) -> Callable[[Layer, Scheme], str | None]:
+    """A function from a layer and a scheme to why engines cannot load it so; None if they can.
+
+    Args:
+        entry: the entry.
+        layers: all layers, by module.
+        sets: for each that is joined with others, all of its set.
+        config: the part of config.json with the language model's sizes.
+        size: also on that many ranks.
+    """
+    problems: dict[tuple[str, tuple[int, int], str, bool], str | None] = {}
+
+    def look(layer: Layer, scheme: Scheme) -> str | None:
+        if not scheme.head and is_head(layer.module):
+            return "engines load no output head that is stored so"
+        role = entry.role(layer.module)
+        if not scheme.follows_rows and role.reordered:
+            return "engines reorder its rows but not its scales"
+        split, problem = role.split, None
+        # What the source has so, engines load so: also blocks that are smaller at the edges.
+        for rows, _ in () if layer.passes(scheme) else ((layer.shape[0], None), *parts_of(layer.shape, split, config)):
+            problem = problem or scheme.format.misfit((rows, layer.shape[1]))
+            if not rows and scheme.format.group[0] not in (1, None):
+                problem = problem or "config.json does not tell the sizes of what it holds"
+        if problem is None and size is not None:
+            problem = indivisible(layer.shape, split, config, scheme.format.group, size)
+            return problem and f"--tp {size}: {problem}"
+        return problem
+
+    def find(layer: Layer, scheme: Scheme) -> str | None:
+        if scheme.format.static and (problem := _no_input_scale(layer)):
+            return problem
+        key = layer.alike, layer.shape, scheme.name, layer.passes(scheme)
+        if key not in problems:
+            problems[key] = look(layer, scheme)
+        return problems[key] or straddles(layer, scheme)
+
+    def straddles(layer: Layer, scheme: Scheme) -> str | None:
+        # Of a joined set only the last may end within a block (vLLM 0.32.0, layers/quantization/utils/fp8_utils.py:
+        # 1329-1344), as kv_a_proj_with_mqa does.
+        height = scheme.format.group[0] or 1
+        if layer.shape[0] % height == 0:
+            return None
+        ragged = [module for module in sets.get(layer.module, ()) if layers[module].shape[0] % height]
+        return "engines join it with others, and its rows end within a block" if len(ragged) > 1 else None
+
+    return find
+
+
+def _no_input_scale(layer: Layer) -> str | None:
+    """Why a layer's activations cannot be static; None if they can."""
+    found = layer.input_scale
+    if found is None:
+        return "the source has no input_scale for it"
+    if found.dtype not in (*FLOATS, "F64") or math.prod(found.shape) != 1:
+        return f"its input_scale is {found.dtype} {list(found.shape)}, not a single float"
+    return None
+
+
+def settle(
+    entry: Entry,
+    scheme: Scheme,
+    layers: dict[str, Layer],
+    find_problem: Callable[[Layer, Scheme], str | None],
+    sets: dict[str, tuple[str, ...]],
+    options: Options,
+    left: Collection[str],
+    known: Iterable[str],
+) -> tuple[dict[str, Fate], list[str]]:
+    """The fates of the layers that are not stored in the scheme, by module, and notes for the user.
+
+    What engines join moves together: joined sets, and all experts of a layer.
+
+    Args:
+        entry: the registry's.
+        scheme: of all layers that have no other.
+        layers: all of them, by module.
+        find_problem: see problem_finder.
+        sets: for each that is joined with others, all of its set.
+        options: what the user asks for.
+        left: the modules that a source which is in the scheme already has unquantized.
+        known: other modules, which --ignore may name to no effect.
+
+    Raises:
+        PlanError: nothing would be quantized.
+        UsageError: a pattern that matches nothing.
+    """
+    wanted = {f"--scheme-for {text}={other.name}": (text, other) for text, other in options.scheme_for}
+    ignored = _matches({f"--ignore {text}": text for text in options.ignore}, layers, known)
+    mixed = _matches({option: text for option, (text, _) in wanted.items()}, layers, None)
+    chosen_by_hand = bool(ignored or mixed or left)
+    if layers and not chosen_by_hand and not any(find_problem(layer, scheme) for layer in layers.values()):
+        return {}, []
+    together: dict[str, list[str]] = {}
+    for module in layers:
+        together.setdefault(entry.experts(module) or sets.get(module, (module,))[0], []).append(module)
+    fates: dict[str, Fate] = {}
+    widened: dict[str, list[str]] = {}
+    fallen: dict[str, list[str]] = {}
+    unfit: list[str] = []
+    for modules in together.values():
+        own = {module: ignored[module] for module in modules if module in ignored}
+        if own:
+            fates |= _alike(None, _spread(modules, own, widened))
+            continue
+        own = {module: "the source has it unquantized" for module in modules if module in left}
+        if own:
+            fates |= _alike(None, _spread(modules, own))
+            continue
+        chosen = scheme
+        own = {module: mixed[module] for module in modules if module in mixed}
+        if own:
+            option = min(own.values(), key=list(wanted).index)
+            chosen = wanted[option][1]
+            own = _spread(modules, {module: option for module in modules if own.get(module) == option}, widened)
+        problems = _look_at(modules, layers, chosen, find_problem)
+        if problems and chosen.fallback is not None:
+            own, chosen = problems, chosen.fallback
+            fallen.setdefault(chosen.title, []).extend(modules)
+            problems = _look_at(modules, layers, chosen, find_problem)
+        if problems:
+            fates |= _alike(None, problems)
+            unfit += modules
+        elif chosen != scheme:
+            fates |= _alike(chosen, own)
+    notes = [
+        f"{option} widened to what engines join with it: {', '.join(collapse(modules))}"
+        for option, modules in widened.items()
+    ]
+    for title, modules in fallen.items():
+        notes.append(f"{title} instead for {_share(modules, layers)}: {', '.join(collapse(modules))}")
+    reasons = [fate.why for fate in fates.values() if fate.scheme is None]
+    if len(reasons) == len(layers):
+        _refuse_nothing(entry.model, reasons, options)
+        notes.append("nothing is quantized")
+    if unfit and scheme.format.static:
+        notes.append(f"the source has no usable input_scale for {_share(unfit, layers)}, which stay unquantized")
+    elif unfit:
+        ranks = f" on {options.tp} ranks" if options.tp is not None else ""
+        notes.append(
+            f"blocks do not divide{ranks}, which leaves {_share(unfit, layers)} unquantized; "
+            "--scheme tensor or channel quantizes them too"
+        )
+    return fates, notes
+
+
+def _alike(scheme: Scheme | None, reasons: dict[str, str]) -> dict[str, Fate]:
+    """One scheme for all these modules, each with its reason."""
+    return {module: Fate(scheme, why) for module, why in reasons.items()}
+
+
+def _refuse_nothing(model: Model, reasons: Iterable[str], options: Options) -> None:
+    """A plan that quantizes nothing is an error, unless --ignore says so."""
+    causes = Counter(reason for reason in reasons if not reason.startswith(_SHARES))
+    if options.ignore and all(reason.startswith("--ignore ") for reason in causes):
+        return
+    found = [f"{cause} ({count} layers)" for cause, count in causes.most_common(3)]
+    raise PlanError(
+        f"nothing would be quantized: {'; '.join(found) or f'{model.name} has no layer here that could be'}",
+        "choose other options, or say --ignore '**' if a copy is what you want",
+    )
+
+
+def _matches(patterns: dict[str, str], layers: dict[str, Layer], known: Iterable[str] | None) -> dict[str, str]:
+    """The first option that names each layer, by module.
+
+    Args:
+        patterns: by option, as the user typed it.
+        layers: what can be quantized.
+        known: other modules, which an option may name to no effect; None if it may not.
+    """
+    found: dict[str, str] = {}
+    for option, text in patterns.items():
+        pattern = compile_pattern(text.removesuffix(".weight"))
+        matched = [
+            layer.module
+            for layer in layers.values()
+            if pattern.fullmatch(layer.module) or pattern.fullmatch(layer.source.module)
+        ]
+        if not matched and not any(pattern.fullmatch(module) for module in known or ()):
+            raise UsageError(
+                f"{option} matches no module{'' if known is not None else ' that can be quantized'}",
+                "module names are tensor names without .weight, ** stands for any part; --dry-run -v lists them",
+            )
+        for module in matched:
+            found.setdefault(module, option)
+    return found
+
+
+def _spread(modules: list[str], own: dict[str, str], widened: dict[str, list[str]] | None = None) -> dict[str, str]:
+    """The reason of each of the modules that share their status: its own, or another's."""
+    first = next(module for module in modules if module in own)
+    shared = f"{_SHARES}{first.rsplit('.', 1)[-1]} ({own[first]})"
+    if widened is not None and len(own) < len(modules):
+        widened.setdefault(own[first], []).extend(module for module in modules if module not in own)
+    return {module: own.get(module, shared) for module in modules}
+
+
+def _look_at(
+    modules: list[str], layers: dict[str, Layer], scheme: Scheme, find_problem: Callable[[Layer, Scheme], str | None]
+) -> dict[str, str]:
+    """Why modules that share their status cannot be stored in a scheme, each of them; empty if they can."""
+    own = {module: problem for module in modules if (problem := find_problem(layers[module], scheme))}
+    return _spread(modules, own) if own else {}
+
+
+def _share(modules: list[str], layers: dict[str, Layer]) -> str:
+    """So many layers, and how much of all that could be quantized they are."""
+    share = sum(layers[module].nbytes for module in modules) / sum(layer.nbytes for layer in layers.values())
+    return f"{len(modules)} of {len(layers)} layers ({100 * share:.1f} % of their bytes)"

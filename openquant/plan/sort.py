@@ -1,0 +1,172 @@
+"""Sort a checkpoint's tensors: which could be quantized, which are kept and why, which are stacks of experts.
+
+Here the registry's patterns meet the names of a checkpoint. A tensor that no pattern covers, or more than one, stops
+the plan; all such are named together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ..errors import PlanError
+from ..files.checkpoint import Checkpoint
+from ..files.tensors import TensorInfo
+from ..models import NEVER_QUANTIZED, Experts, Model, Stacked
+from ..patterns import MAX_DIGITS, collapse, compile_any, compile_pattern, template
+from ..weights.encoded import Encoded
+from ..weights.layers import Layer
+from .fates import FEW_AXES, Item, Kept, Stack
+from .parallel import text_config
+from .roles import Entry, Role
+
+SOURCE_DTYPES = ("BF16", "F16", "F32")
+# Misfits of each kind in a message: few if all are real.
+_MOST_NAMED = 100
+
+
+def sort_tensors(
+    checkpoint: Checkpoint, encoded: dict[str, Encoded], entry: Entry, ignore: Sequence[str], settled: bool
+) -> tuple[dict[str, list[Item]], dict[str, Layer]]:
+    """All tensors by the shard they lie in, and the weights among them that could be quantized, by module.
+
+    Args:
+        checkpoint: the opened source.
+        encoded: what of it is quantized there, by name.
+        entry: the registry's.
+        ignore: patterns over modules that may be unknown to the entry.
+        settled: whether what the source has quantized stays so, whatever the entry says of it.
+
+    Raises:
+        PlanError: tensors that no pattern covers, or that are not as the entry has them.
+    """
+    drafted = _draft_finder(entry.model, text_config(checkpoint, entry.model))
+    ignored = compile_any(text.removesuffix(".weight") for text in ignore)
+    # Neighbours have the same parent, which is looked at once.
+    parent, draft = None, False
+    items: dict[str, list[Item]] = {shard: [] for shard in checkpoint.shards}
+    layers: dict[str, Layer] = {}
+    stacks: list[Stack] = []
+    misfits: dict[str, str] = {}
+    for info in checkpoint.tensors.values():
+        module = info.module
+        path = module.rpartition(".")[0]
+        if path != parent:
+            parent, draft = path, drafted(module)
+        role = entry.role(module)
+        if draft:
+            role = role._replace(patterns=1, compress=False, stack=None, keep="draft layer")
+        elif role.patterns == 0 and ignored.fullmatch(module):
+            role = role._replace(patterns=1, keep="--ignore")
+        elif role.patterns == 0 and entry.model.rest:
+            role = role._replace(patterns=1, keep=entry.model.rest)
+        item = _sort(info, module, role, encoded.get(info.name), settled)
+        if isinstance(item, str):
+            misfits[info.name] = item
+            continue
+        items[checkpoint.where[info.name].shard].append(item)
+        if isinstance(item, Layer):
+            layers[item.module] = item
+        elif isinstance(item, Stack):
+            stacks.append(item)
+    for layer in (layer for stack in stacks for layer in stack.layers):
+        if f"{layer.module}.weight" in checkpoint.tensors:
+            misfits[f"{layer.module}.weight"] = "is in the stack of experts too"
+        layers[layer.module] = layer
+    misfits |= _wrongly_stacked(stacks)
+    if misfits:
+        _raise_misfits(entry.model, misfits)
+    return items, layers
+
+
+def _sort(info: TensorInfo, module: str, role: Role, stored: Encoded | None, settled: bool) -> Item | str:
+    """What a tensor is, or what is wrong with it."""
+    axes = len(info.shape)
+    if settled and stored is not None and role.keep not in NEVER_QUANTIZED:
+        return Layer(module, role.alike, info, (info.shape[0], info.shape[1]), encoded=stored)
+    if axes < 2 and not (role.compress and info.name != module) and role.stack is None:
+        return Kept(info, info.name, FEW_AXES)
+    if role.patterns != 1:
+        return "matches more than one pattern" if role.patterns else "matches no pattern"
+    if role.keep is not None:
+        return Kept(info, role.alike, role.keep, stored)
+    if info.dtype not in SOURCE_DTYPES:
+        return f"is {info.dtype}, not one of {', '.join(SOURCE_DTYPES)}"
+    if role.compress and (axes != 2 or info.name == module):
+        return f"is not a 2-D weight but {list(info.shape)}"
+    if role.compress:
+        return Layer(module, role.alike, info, (info.shape[0], info.shape[1]), encoded=stored)
+    if stored is not None:
+        return f"is stored as {stored.codes.dtype} {list(stored.codes.shape)}, which is not read"
+    if role.stack is None or not _is_stack(info, role.stack[1]):
+        return f"is not a stack of experts but {list(info.shape)}"
+    return Stack(info, tuple(_unstack(info, *role.stack)))
+
+
+def _raise_misfits(model: Model, misfits: dict[str, str]) -> None:
+    problems = []
+    for problem in dict.fromkeys(misfits.values()):
+        names = collapse(name for name, found in misfits.items() if found == problem)
+        names[_MOST_NAMED:] = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
+        problems.append(f"{', '.join(names)} {problem} of {model.name}" if problem.startswith("matches")
+                        else f"{', '.join(names)} {problem}")  # fmt: skip
+    named = any(problem.startswith("matches") for problem in misfits.values())
+    raise PlanError(
+        "; ".join(problems),
+        "list it under compress or keep in openquant/models.py, or leave it as it is with --ignore"
+        if named
+        else "save the model again with these weights as other checkpoints of this architecture have them",
+    )
+
+
+def _draft_finder(model: Model, config: dict[str, Any]) -> Callable[[str], bool]:
+    """Whether a module belongs to a draft layer."""
+    first = config.get(model.draft_layers) if model.draft_layers else None
+    if not isinstance(first, int):
+        return lambda _: False
+    pattern = compile_pattern(f"{model.layers}.**")
+
+    def drafted(module: str) -> bool:
+        found = pattern.fullmatch(module)
+        # Python converts no number of thousands of digits.
+        return found is not None and found[1].isdecimal() and (len(found[1]) > MAX_DIGITS or int(found[1]) >= first)
+
+    return drafted
+
+
+def _wrongly_stacked(stacks: Iterable[Stack]) -> dict[str, str]:
+    """Stacks whose experts do not fit together: down leads back from where gate and up lead to.
+
+    A file with its stacks the other way around, as some tools write them, has the names of the right one.
+    """
+    widths: dict[str, tuple[str, tuple[int, ...]]] = {}
+    misfits: dict[str, str] = {}
+    for name, first in ((stack.tensor.name, stack.layers[0]) for stack in stacks):
+        path, widths_here = first.module.rsplit(".", 1)[0], first.shape
+        if first.stacked and len(first.stacked.parts) == 1:
+            widths_here = widths_here[::-1]
+        other, widths_there = widths.setdefault(path, (name, widths_here))
+        if widths_here != widths_there:
+            misfits[name] = f"does not fit {other}: are the experts stacked the other way around?"
+    return misfits
+
+
+def _is_stack(info: TensorInfo, stacked: Stacked) -> bool:
+    if len(info.shape) != 3 or not info.shape[0]:
+        return False
+    return info.shape[-1 if stacked.transposed else 1] % len(stacked.parts) == 0
+
+
+def _unstack(info: TensorInfo, experts_at: Experts, stacked: Stacked) -> list[Layer]:
+    """One layer for each expert and part of a stacked tensor [E, in, parts*out] or [E, parts*out, in]."""
+    experts, rows, cols = info.shape
+    count = len(stacked.parts)
+    shape = (cols // count, rows) if stacked.transposed else (rows // count, cols)
+    path = info.module.rsplit(".", 1)[0]
+    if experts_at.beside:
+        path += "." + experts_at.path.rsplit(".", 1)[1]
+    return [
+        Layer(f"{path}.{expert}.{part}", template(f"{path}.0.{part}"), info, shape, expert, number, stacked)
+        for expert in range(experts)
+        for number, part in enumerate(stacked.parts)
+    ]
