@@ -21,14 +21,15 @@ from ..errors import PlanError, SourceError
 from ..files.output import OutputDirectory
 from ..files.shardfile import ALIGNMENT, AlignedBuffer, Bytes, FinishedShard, ShardFile
 from ..formats import kernels
+from ..formats.format import grid_of
 from ..formats.kernels import scale_values
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
 from ..plan.layout import Copy, CopyScale, Decode, Encode, Job, Layout, Piece, Shard, Unstack
 from ..plan.plan import Plan
 from ..threads import Helpers, in_threads
-from ..weights.layers import Matrix
 from ..weights.reading import BUFFER, SMALLEST_SCALE, Reader, check_scales, consumed, memory_of
+from ..weights.weight import Weight
 from .devices import CpuKernels, TorchKernels
 from .written import verify_shard
 
@@ -45,11 +46,11 @@ def worker_memory(plan: Plan, device: str) -> int:
     multiples = {scheme.format.group[0] or 1 for scheme in plan.schemes}
     largest = BUFFER
     beside = 0
-    for matrix in plan.matrix_kinds:
-        piece, held = max(memory_of(matrix, multiple) for multiple in multiples)
+    for weight in plan.weight_kinds:
+        piece, held = max(memory_of(weight, multiple) for multiple in multiples)
         largest = max(largest, piece)
         # What is decoded and turned around is held whole.
-        turned = matrix.shape[0] * matrix.shape[1] * 2 if matrix.coding and matrix.transposed else 0
+        turned = weight.shape[0] * weight.shape[1] * 2 if weight.format and weight.transposed else 0
         beside = max(beside, held + turned)
     # torch takes pinned memory in powers of two.
     buffer = largest if device == "cpu" else 1 << (largest + ALIGNMENT - 1).bit_length()
@@ -233,7 +234,7 @@ class _Worker:
     def __init__(self, conversion: _Conversion, writers: Helpers) -> None:
         self.conversion = conversion
         self.kernels = CpuKernels() if conversion.device == "cpu" else TorchKernels(conversion.device)
-        self.reader = Reader(conversion.traffic.path, self.kernels.memory)
+        self.reader = Reader(conversion.plan.seen.where, conversion.traffic.path, self.kernels.memory)
         self.slots = [_Slot(conversion, writers, self.kernels.memory) for _ in range(2)]
 
     def do(self, job: Job, file: Target) -> None:
@@ -245,7 +246,7 @@ class _Worker:
                 self._copy_scale(job, file)
             case Unstack():
                 self._unstack(job, file)
-            case Decode() if job.matrix.transposed:
+            case Decode() if job.weight.transposed:
                 self._turn(job, file)
             case Decode():
                 self._decode(job, file)
@@ -283,41 +284,42 @@ class _Worker:
 
     def _unstack(self, job: Unstack, file: Target) -> None:
         place = job.target
-        for bits in self.reader.rows(job.matrix, 1):
+        for bits in self.reader.rows(job.weight, 1):
             slot = self._slot()
             part = slot.take(place, bits.nbytes)
             part[:] = bits.reshape(-1).view(np.uint8)
             slot.send(file, part, place)
             place += part.nbytes
-            self.conversion.advance(consumed(job.matrix, len(bits)))
+            self.conversion.advance(consumed(job.weight, len(bits)))
 
     def _decode(self, job: Decode, file: Target) -> None:
         place = job.target
-        for bits in self.reader.rows(job.matrix, 1):
+        for bits in self.reader.rows(job.weight, 1):
             slot = self._slot()
             part = slot.take(place, bits.nbytes // 2)
             kernels.to_bfloat16(bits.view(np.float32), part.view(np.uint16).reshape(bits.shape))
             slot.send(file, part, place)
             place += part.nbytes
-            self.conversion.advance(consumed(job.matrix, len(bits)))
-        self._scales_done(job.matrix)
+            self.conversion.advance(consumed(job.weight, len(bits)))
+        self._scales_done(job.weight)
 
     def _turn(self, job: Decode, file: Target) -> None:
         """Decode a matrix and write it with its rows as columns."""
-        turned = np.empty(job.matrix.shape[::-1], np.uint16)
+        turned = np.empty(job.weight.shape[::-1], np.uint16)
         low = 0
-        for bits in self.reader.rows(job.matrix, 1):
+        for bits in self.reader.rows(job.weight, 1):
             part = np.empty(bits.shape, np.uint16)
             kernels.to_bfloat16(bits.view(np.float32), part)
             turned[:, low : low + len(bits)] = part.T
             low += len(bits)
-            self.conversion.advance(consumed(job.matrix, len(bits)))
+            self.conversion.advance(consumed(job.weight, len(bits)))
         file.write(turned, job.target)
-        self._scales_done(job.matrix)
+        self._scales_done(job.weight)
 
-    def _scales_done(self, matrix: Matrix) -> None:
-        if matrix.coding is not None:
-            self.conversion.advance(matrix.coding.nbytes)
+    def _scales_done(self, weight: Weight) -> None:
+        if weight.format is not None:
+            down, _ = grid_of(weight.format.group, weight.shape)
+            self.conversion.advance(down * weight.scales(self.reader.where).pitch)
 
     def _encode(self, job: Encode, file: Target) -> None:
         stays = self._scale_stays(job)
@@ -327,26 +329,27 @@ class _Worker:
                 self._pass(piece, job.scheme, file)
             else:
                 self._quantize(piece, job.scheme, shared, file)
-            self._scales_done(piece.matrix)
+            self._scales_done(piece.weight)
 
     def _pass(self, piece: Piece, scheme: Scheme, file: Target) -> None:
         """Codes as they are, their scales as the scheme stores them."""
-        matrix, coding, scale_place = piece.matrix, piece.matrix.coding, piece.scale_target
-        assert coding is not None
-        height = coding.group[0] or 1
-        step = max(1, BUFFER // (coding.pitch * height)) * height
-        with self.reader.open(matrix.shard) as source:
-            for low in range(0, matrix.shape[0], step):
-                count = min(step, matrix.shape[0] - low)
-                place = piece.target + low * coding.pitch
+        weight, scale_place = piece.weight, piece.scale_target
+        assert weight.format is not None
+        group, extent = weight.format.group, weight.rows(self.reader.where)
+        height = group[0] or 1
+        step = max(1, BUFFER // (extent.pitch * height)) * height
+        with self.reader.open(extent.shard) as source:
+            for low in range(0, weight.shape[0], step):
+                count = min(step, weight.shape[0] - low)
+                place = piece.target + low * extent.pitch
                 slot = self._slot()
-                codes = slot.take(place, count * coding.pitch)
-                self.reader.codes(source, matrix, low, codes)
-                scale = self.reader.scales(coding, low, count, SMALLEST_SCALE, scheme.format.scale.power_of_two)
-                self.reader.check_codes(matrix, low, codes, scale)
+                codes = slot.take(place, count * extent.pitch)
+                self.reader.codes(source, weight, low, codes)
+                scale = self.reader.scales(weight, low, count, SMALLEST_SCALE, scheme.format.scale.power_of_two)
+                self.reader.check_codes(weight, low, codes, scale)
                 slot.send(file, codes, place)
                 stored = scheme.format.stored(scale)
-                if low == 0 or coding.group[0] is not None:
+                if low == 0 or group[0] is not None:
                     file.write(stored, scale_place)
                     scale_place += stored.nbytes
                 self.conversion.advance(codes.nbytes)
@@ -355,26 +358,25 @@ class _Worker:
         """Whether nothing is shared, or all that shares a scale has it in the source, and it is one engines load."""
         if not job.joined:
             return True
-        codings = [matrix.coding for matrix in job.joined]
-        if not all(coding is not None and coding.group == job.scheme.format.group for coding in codings):
-            return False
-        scales = {self.reader.scales(coding, 0, 1).item() for coding in codings if coding is not None}
-        scale = scales.pop()
         form = job.scheme.format
+        if not all(weight.format is not None and weight.format.group == form.group for weight in job.joined):
+            return False
+        scales = {self.reader.scales(weight, 0, 1).item() for weight in job.joined}
+        scale = scales.pop()
         return not scales and scale >= form.scale.floor and scale * form.number.largest <= job.scheme.largest
 
     def _shared_absmax(self, job: Encode) -> Floats:
         largest = np.zeros((1, 1), np.float32)
-        for matrix in job.joined:
-            for bits in self.reader.rows(matrix, 1):
-                weight = self.kernels.load(bits, matrix.dtype)
-                amax = self.kernels.absmax(weight, matrix.dtype, job.scheme.format.group)
-                self._require_finite(matrix, amax)
+        for weight in job.joined:
+            for bits in self.reader.rows(weight, 1):
+                loaded = self.kernels.load(bits, weight.dtype)
+                amax = self.kernels.absmax(loaded, weight.dtype, job.scheme.format.group)
+                self._require_finite(weight, amax)
                 largest = np.maximum(largest, amax)
                 self.conversion.advance(0)
         limit = job.scheme.largest
         if largest.item() > limit:
-            names = ", ".join(matrix.label for matrix in job.joined)
+            names = ", ".join(weight.rows(self.reader.where).label for weight in job.joined)
             raise PlanError(
                 f"{names}: a weight reaches {largest.item():g}, engines load at most {limit:g} under one scale",
                 "use --scheme block, or leave these layers as they are with --ignore",
@@ -382,14 +384,14 @@ class _Worker:
         return largest
 
     def _quantize(self, piece: Piece, scheme: Scheme, shared: Floats | None, file: Target) -> None:
-        matrix, form, place, scale_place = piece.matrix, scheme.format, piece.target, piece.scale_target
+        weight, form, place, scale_place = piece.weight, scheme.format, piece.target, piece.scale_target
         if shared is not None:
             file.write(form.stored(form.scales(shared)), scale_place)
-        for bits in self.reader.rows(matrix, form.group[0] or 1):
-            weight = self.kernels.load(bits, matrix.dtype)
+        for bits in self.reader.rows(weight, form.group[0] or 1):
+            loaded = self.kernels.load(bits, weight.dtype)
             if shared is None:
-                amax = self.kernels.absmax(weight, matrix.dtype, form.group)
-                self._require_small(matrix, amax, scheme)
+                amax = self.kernels.absmax(loaded, weight.dtype, form.group)
+                self._require_small(weight, amax, scheme)
                 scale = form.scales(amax)
                 stored = form.stored(scale)
                 file.write(stored, scale_place)
@@ -398,25 +400,27 @@ class _Worker:
                 scale = form.scales(shared)
             slot = self._slot()
             codes = slot.take(place, bits.size)
-            self.kernels.encode(weight, matrix.dtype, scale, form, codes.reshape(bits.shape))
+            self.kernels.encode(loaded, weight.dtype, scale, form, codes.reshape(bits.shape))
             slot.send(file, codes, place)
             place += codes.nbytes
-            self.conversion.advance(consumed(matrix, len(bits)))
+            self.conversion.advance(consumed(weight, len(bits)))
 
-    def _require_small(self, matrix: Matrix, amax: Floats, scheme: Scheme) -> None:
+    def _require_small(self, weight: Weight, amax: Floats, scheme: Scheme) -> None:
         # False for NaN too.
         if (amax <= scheme.largest).all():
             return
-        self._require_finite(matrix, amax)
+        self._require_finite(weight, amax)
+        extent = weight.rows(self.reader.where)
         raise PlanError(
-            f"{matrix.label} in {matrix.shard}: a weight reaches {amax.max():g}, engines load at most "
+            f"{extent.label} in {extent.shard}: a weight reaches {amax.max():g}, engines load at most "
             f"{scheme.largest:g} with {scheme.title}",
             "the weights are damaged: download or save them again, or leave this layer as it is with --ignore",
         )
 
-    def _require_finite(self, matrix: Matrix, amax: Floats) -> None:
+    def _require_finite(self, weight: Weight, amax: Floats) -> None:
         if not np.isfinite(amax).all():
+            extent = weight.rows(self.reader.where)
             raise SourceError(
-                f"{matrix.label} in {matrix.shard} holds NaN or infinity",
+                f"{extent.label} in {extent.shard} holds NaN or infinity",
                 "the weights are damaged: download or save them again, or leave this layer as it is with --ignore",
             )

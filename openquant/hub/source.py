@@ -26,7 +26,7 @@ from ..errors import SourceError, UsageError
 from ..files.checkpoint import Checkpoint, read_json, readable, refuse_without_weights
 from ..files.inputs import read_small
 from ..files.names import INDEX_FILE, SINGLE_FILE, left_out_part
-from ..weights.encoded import MODELOPT_FILE
+from ..weights.find import MODELOPT_FILE
 from .refusals import Unreachable, explained_source, is_offline, is_transient, without_queries
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from ..files.tensors import TensorInfo
 from ..formats.schemes import Scheme
-from ..weights.encoded import Encoded
-from ..weights.layers import Layer
+from ..weights.weight import Weight
 
 FEW_AXES = "fewer than two axes"
 
@@ -28,18 +27,18 @@ class Kept(NamedTuple):
     tensor: TensorInfo
     alike: str
     why: str
-    stored: Encoded | None = None
+    stored: Weight | None = None
 
 
 class Stack(NamedTuple):
     """A tensor that holds the weights of several experts, each of which is written by itself."""
 
     tensor: TensorInfo
-    layers: tuple[Layer, ...]
+    layers: tuple[Weight, ...]
 
 
 # A tensor of the source, and what is made from it: itself, a weight that could be quantized, or several.
-Item = Kept | Layer | Stack
+Item = Kept | Weight | Stack
 
 
 class Fate(NamedTuple):
@@ -85,7 +84,7 @@ class Fates:
 
     scheme: Scheme
     items: dict[str, list[Item]]
-    layers: dict[str, Layer]
+    layers: dict[str, Weight]
     sets: dict[str, tuple[str, ...]]
     others: dict[str, Fate]
 
@@ -93,7 +92,7 @@ class Fates:
         """What becomes of a weight that could be quantized."""
         return self.others.get(module) or Fate(self.scheme, "")
 
-    def each(self) -> Iterator[tuple[Layer, Fate]]:
+    def each(self) -> Iterator[tuple[Weight, Fate]]:
         """The weights that could be quantized, and what becomes of them."""
         usual, others = Fate(self.scheme, ""), self.others
         return ((layer, others.get(module, usual)) for module, layer in self.layers.items())
@@ -104,7 +103,7 @@ class Fates:
         return (item for items in self.items.values() for item in items if isinstance(item, Kept))
 
     @property
-    def quantized(self) -> list[tuple[Layer, Scheme]]:
+    def quantized(self) -> list[tuple[Weight, Scheme]]:
         """The weights that are quantized, each with its scheme."""
         return [(layer, fate.scheme) for layer, fate in self.each() if fate.scheme is not None]
 
@@ -114,7 +113,7 @@ class Fates:
         return [layer.module for layer, fate in self.each() if fate.scheme is None]
 
     @cached_property
-    def kinds(self) -> list[tuple[Layer, Scheme]]:
+    def kinds(self) -> list[tuple[Weight, Scheme]]:
         """Of the quantized weights, one for all of a scheme whose names differ in numbers only, as these are many."""
         return list({(layer.alike, scheme.name): (layer, scheme) for layer, scheme in self.quantized}.values())
 

@@ -10,13 +10,13 @@ from typing import Any
 from ..files.inputs import shown
 from ..models import Model
 from ..patterns import collapse, compile_pattern
-from ..weights.layers import Layer
+from ..weights.weight import Weight
 from .fates import FEW_AXES, Kept
 
 
 def lacking(
     model: Model,
-    layers: dict[str, Layer],
+    layers: dict[str, Weight],
     kept: Iterable[Kept],
     sets: dict[str, tuple[str, ...]],
     config: dict[str, Any],

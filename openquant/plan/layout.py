@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from ..files.tensors import DTYPE_BITS, Location, TensorInfo, make_header
 from ..formats.format import INPUT_SCALE
 from ..formats.schemes import Scheme
-from ..weights.layers import Layer, Matrix, encoded_matrices
+from ..weights.weight import Weight
 from .fates import Fates, Item, Kept, Stack
 
 
@@ -44,7 +43,7 @@ class CopyScale:
 class Unstack:
     """One expert's part of a stack, to be written unquantized."""
 
-    matrix: Matrix
+    weight: Weight
     target: int
 
 
@@ -52,7 +51,7 @@ class Unstack:
 class Decode:
     """A matrix that the source has as codes, to be written unquantized."""
 
-    matrix: Matrix
+    weight: Weight
     target: int
 
 
@@ -63,7 +62,7 @@ class Piece:
     `passes` says that its codes are those of the scheme already, and go to the output as they are.
     """
 
-    matrix: Matrix
+    weight: Weight
     target: int
     scale_target: int
     passes: bool
@@ -81,7 +80,7 @@ class Encode:
 
     scheme: Scheme
     pieces: tuple[Piece, ...]
-    joined: tuple[Matrix, ...]
+    joined: tuple[Weight, ...]
 
 
 # The unit of work.
@@ -115,14 +114,14 @@ class Layout:
     tensors: tuple[TensorInfo, ...]
 
 
-def layers_of(item: Item) -> tuple[Layer, ...]:
+def layers_of(item: Item) -> tuple[Weight, ...]:
     """The weights made from a tensor that could be quantized; none for one that could not."""
     if isinstance(item, Kept):
         return ()
     return item.layers if isinstance(item, Stack) else (item,)
 
 
-def written(layer: Layer, scheme: Scheme | None) -> tuple[TensorInfo, ...]:
+def written(layer: Weight, scheme: Scheme | None) -> tuple[TensorInfo, ...]:
     """The tensors that a weight becomes; itself where it has no scheme."""
     if scheme is None:
         return (TensorInfo(f"{layer.module}.weight", layer.source.dtype, layer.shape),)
@@ -134,7 +133,7 @@ def shards(fates: Fates) -> tuple[Shard, ...]:
     # Weights of one size are many.
     sizes: dict[tuple[str, tuple[int, int], str | None], int] = {}
 
-    def size(layer: Layer) -> int:
+    def size(layer: Weight) -> int:
         fate = fates.others.get(layer.module)
         scheme = fates.scheme if fate is None else fate.scheme
         key = layer.source.dtype, layer.shape, None if scheme is None else scheme.name
@@ -145,7 +144,7 @@ def shards(fates: Fates) -> tuple[Shard, ...]:
     found = {name: 0 for name, items in fates.items.items() if items}
     for name in found:
         for item in fates.items[name]:
-            if isinstance(item, Layer):
+            if isinstance(item, Weight):
                 found[name] += size(item)
             elif isinstance(item, Stack):
                 found[name] += sum(map(size, item.layers))
@@ -171,7 +170,7 @@ def consumed(items: Iterable[Item], fates: Fates) -> int:
     total = 0
     for item in items:
         if isinstance(item, Kept):
-            total += item.stored.nbytes if item.stored else item.tensor.nbytes
+            total += item.stored.stored if item.stored else item.tensor.nbytes
         for layer in layers_of(item):
             scale = _input_scale(layer, fates)
             total += layer.stored + (scale.nbytes if scale else 0)
@@ -185,7 +184,7 @@ def sources(shard: str, fates: Fates, where: dict[str, Location]) -> set[str]:
     found = {shard}
     for item in fates.items[shard]:
         if isinstance(item, Kept) and item.stored:
-            found.add(where[item.stored.scale.name].shard)
+            found.add(where[item.stored.parts[1].name].shard)
         for layer in layers_of(item):
             scale, scheme = _input_scale(layer, fates), fates.of(layer.module).scheme
             if scale is not None:
@@ -193,8 +192,8 @@ def sources(shard: str, fates: Fates, where: dict[str, Location]) -> set[str]:
             shared = fates.sets.get(layer.module, ()) if scheme is not None and scheme.format.shared else ()
             for member in (layer, *(fates.layers[module] for module in shared)):
                 found.add(where[member.source.name].shard)
-                if member.encoded is not None:
-                    found.add(where[member.encoded.scale.name].shard)
+                if member.format is not None:
+                    found.add(where[member.parts[1].name].shard)
     return found
 
 
@@ -221,31 +220,31 @@ def _jobs(
             yield Copy(item.tensor.name, place.shard, place.offset, item.tensor.nbytes, target)
             return
         # Each matrix of a stack by itself.
-        for number, matrix in enumerate(encoded_matrices(item.stored, where)):
+        for number, matrix in enumerate(item.stored.matrices):
             size = TensorInfo("", item.tensor.dtype, matrix.shape).nbytes
             yield Decode(matrix, target + number * size)
     for layer in layers_of(item):
-        scheme, weight = fates.of(layer.module).scheme, f"{layer.module}.weight"
-        if scheme is None and layer.encoded is None and layer.stacked is None:
-            place, name = where[layer.source.name], layer.source.name
-            yield Copy(name, place.shard, place.offset, layer.nbytes, places[weight])
+        scheme, name = fates.of(layer.module).scheme, f"{layer.module}.weight"
+        if scheme is None and layer.format is None and layer.expert < 0:
+            place = where[name]
+            yield Copy(name, place.shard, place.offset, layer.nbytes, places[name])
         elif scheme is None:
-            kind = Unstack if layer.encoded is None else Decode
-            yield kind(layer.matrix(where), places[weight])
+            kind = Unstack if layer.format is None else Decode
+            yield kind(layer, places[name])
         elif layer.module not in done:
             joined = [fates.layers[module] for module in fates.sets.get(layer.module, (layer.module,))]
             here = [member for member in joined if where[member.source.name].shard == where[layer.source.name].shard]
             done.update(member.module for member in here)
             pieces = (
                 Piece(
-                    member.matrix(where),
-                    places[f"{member.module}.weight"],
+                    member,
+                    places[f"{member.module}.{scheme.format.codes}"],
                     places[f"{member.module}.{scheme.format.scale.name}"],
-                    member.passes(scheme),
+                    member.is_held_by(scheme.format),
                 )
                 for member in here
             )
-            shared = tuple(member.matrix(where) for member in joined) if scheme.format.shared else ()
+            shared = tuple(joined) if scheme.format.shared else ()
             yield Encode(scheme, tuple(pieces), shared)
         scale = _input_scale(layer, fates)
         if scale is not None:
@@ -253,22 +252,14 @@ def _jobs(
             yield CopyScale(scale.name, place.shard, place.offset, scale.nbytes, scale.dtype, target)
 
 
-def _input_scale(layer: Layer, fates: Fates) -> TensorInfo | None:
+def _input_scale(layer: Weight, fates: Fates) -> TensorInfo | None:
     """The scale of a layer's activations in the source, if the output keeps it."""
     scheme = fates.of(layer.module).scheme
     return layer.input_scale if scheme is not None and scheme.format.static else None
 
 
-def matrix_kinds(fates: Fates, where: dict[str, Location]) -> list[Matrix]:
-    """One of each dtype, shape and way of storing, of all that is handled as a matrix."""
-    kinds: dict[tuple[Any, ...], Matrix] = {}
-    for layer in fates.layers.values():
-        turned = layer.stacked is not None and layer.stacked.transposed
-        key = layer.source.dtype, layer.shape, turned, layer.encoded and layer.encoded.form
-        if key not in kinds:
-            kinds[key] = layer.matrix(where)
-    for stored in filter(None, (kept.stored for kept in fates.kept)):
-        kind = stored.codes.dtype, stored.shape, stored.turned, stored.form
-        if kind not in kinds:
-            kinds[kind] = encoded_matrices(stored, where)[0]
+def weight_kinds(fates: Fates) -> list[Weight]:
+    """One of each dtype, shape and way of storing, of all that is handled row by row."""
+    kinds = {layer.kind: layer for layer in fates.layers.values()}
+    kinds |= {kept.stored.kind: kept.stored for kept in fates.kept if kept.stored}
     return list(kinds.values())

@@ -59,26 +59,27 @@ def lines_of(fates: Fates) -> tuple[Line, ...]:
     found: dict[_Kind, _Alike] = {}
     kind: _Kind
     for layer, (scheme, why) in fates.each():
-        stored = layer.encoded
+        stored = layer.format is not None
         if scheme is not None and why:
             why = f"{scheme.name}: {why}"
-        kind = layer.alike, stored.codes.dtype if stored else layer.source.dtype, layer.shape, scheme is not None, why
+        dtype = layer.codes.dtype if stored else layer.source.dtype
+        kind = layer.alike, dtype, layer.shape, scheme is not None, why
         alike = found.get(kind)
         if alike is None:
             after = sum(info.nbytes for info in written(layer, scheme))
             before = 0 if stored else layer.nbytes
-            alike = found[kind] = _Alike(scheme, stored is not None and scheme is None, before, after, [])
+            alike = found[kind] = _Alike(scheme, stored and scheme is None, before, after, [])
         alike.names.append(layer.module)
-        alike.stored += stored.nbytes if stored else 0
+        alike.stored += layer.stored if stored else 0
     # Those of fewer axes last.
-    for tensor, name, why, stored in sorted(fates.kept, key=lambda kept: kept.why == FEW_AXES):
-        kind = name, stored.codes.dtype if stored else tensor.dtype, tensor.shape, False, why
+    for tensor, name, why, weight in sorted(fates.kept, key=lambda kept: kept.why == FEW_AXES):
+        kind = name, weight.codes.dtype if weight else tensor.dtype, tensor.shape, False, why
         alike = found.get(kind)
         if alike is None:
-            before = 0 if stored else tensor.nbytes
-            alike = found[kind] = _Alike(None, stored is not None, before, tensor.nbytes, [])
+            before = 0 if weight else tensor.nbytes
+            alike = found[kind] = _Alike(None, weight is not None, before, tensor.nbytes, [])
         alike.names.append(tensor.name if why == FEW_AXES else tensor.module)
-        alike.stored += stored.nbytes if stored else 0
+        alike.stored += weight.stored if weight else 0
     lines = []
     for (_, _, shape, _, why), alike in found.items():
         before, after = alike.stored + len(alike.names) * alike.before, len(alike.names) * alike.after

@@ -10,7 +10,7 @@ from ..files.checkpoint import Checkpoint
 from ..files.inputs import shown
 from ..formats.format import Group
 from ..models import Model, Split
-from ..weights.layers import Layer
+from ..weights.weight import Weight
 from .roles import Entry
 
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8, 16)
@@ -46,7 +46,7 @@ def parts_of(shape: tuple[int, int], split: Split | None, config: dict[str, Any]
 
 
 def parallel_sizes(
-    checkpoint: Checkpoint, entry: Entry, layers: Iterable[tuple[Layer, Group]], asked: int | None
+    checkpoint: Checkpoint, entry: Entry, layers: Iterable[tuple[Weight, Group]], asked: int | None
 ) -> tuple[ParallelSize, ...]:
     """For each tensor-parallel size whether the layers divide, and the first one that does not.
 

@@ -19,8 +19,8 @@ from ..formats.schemes import PLAIN, Scheme
 from ..models import GENERIC, MODELS, SGLANG, Model, Refusal
 from ..patterns import collapse, compile_pattern, template
 from ..version import __version__
-from ..weights.encoded import Encoded, decoded_view, leftovers, without_cache_scales
-from ..weights.layers import Layer, Matrix
+from ..weights.find import decoded_view, leftovers, without_cache_scales
+from ..weights.weight import Weight
 from . import layout
 from .engines import refuse_experts, refuse_head, unread_by_sglang
 from .fates import FEW_AXES, Fates, Item, Kept, Options
@@ -122,7 +122,7 @@ class Plan:
     @property
     def decodes(self) -> bool:
         """Whether any weight is quantized in the source."""
-        return any(kept.stored for kept in self.fates.kept) or any(layer.encoded for layer in self.layers.values())
+        return any(kept.stored for kept in self.fates.kept) or any(layer.format for layer in self.layers.values())
 
     @cached_property
     def schemes(self) -> dict[Scheme, int]:
@@ -173,14 +173,14 @@ class Plan:
         return [entry.size for entry in self.parallel if entry.problem is None]
 
     @property
-    def layers(self) -> dict[str, Layer]:
+    def layers(self) -> dict[str, Weight]:
         """The weights that could be quantized, by module; each knows where it lies in the source."""
         return self.fates.layers
 
     @property
-    def matrix_kinds(self) -> list[Matrix]:
+    def weight_kinds(self) -> list[Weight]:
         """One of each dtype, shape and way of storing, of all that is handled as a matrix."""
-        return layout.matrix_kinds(self.fates, self.seen.where)
+        return layout.weight_kinds(self.fates)
 
     def sources(self, shard: str) -> set[str]:
         """The source's files that an output file is made from."""
@@ -245,7 +245,7 @@ def make_plan(
         refusal = model.refusal(asked.name, asked.method)
         if refusal is not None:
             raise PlanError(f"{model.name} cannot be served with {asked.title}: {refusal.why}", refusal.hint)
-    seen, encoded = decoded_view(checkpoint)
+    seen, weights = decoded_view(checkpoint)
     for pattern in (*options.ignore, *(pattern for pattern, _ in options.scheme_for)):
         compile_pattern(pattern)
     if options.tp is not None and options.tp < 1:
@@ -253,19 +253,19 @@ def make_plan(
     if options.head:
         refuse_head(seen, model, scheme)
         model = model.with_head()
-    if scheme.format.static and not any(stored.input_scale for stored in encoded.values()):
+    if scheme.format.static and not any(weight.input_scale for weight in weights.values()):
         raise PlanError(
             "static activations are the input_scale tensors of a quantized source, and this one has none",
             "leave --activation-scheme out: engines scale activations as they run",
         )
     entry = Entry(model)
-    fates, notes = _decide(seen, encoded, entry, scheme, options)
+    fates, notes = _decide(seen, weights, entry, scheme, options)
     unread = unread_by_sglang(entry, fates)
     if unread is not None:
         notes.append(f"{SGLANG} does not load this output: {unread.why}; {unread.hint}")
-    if encoded and (find_quantization(checkpoint.config) or {}).get("kv_cache_scheme"):
+    if weights and (find_quantization(checkpoint.config) or {}).get("kv_cache_scheme"):
         notes.append("kv_cache_scheme is left out; its scales stay, and engines use them with --kv-cache-dtype fp8")
-    notes += _left_behind(checkpoint, encoded)
+    notes += _left_behind(checkpoint, weights)
     if model.rest:
         notes.insert(0, "decided from names and shapes alone: look at the plan, and at what the engine makes of it")
     # Where a layer stays unquantized, any part of it can be split off.
@@ -276,15 +276,15 @@ def make_plan(
 
 
 def _decide(
-    checkpoint: Checkpoint, encoded: dict[str, Encoded], entry: Entry, scheme: Scheme, options: Options
+    checkpoint: Checkpoint, weights: dict[str, Weight], entry: Entry, scheme: Scheme, options: Options
 ) -> tuple[Fates, list[str]]:
     """What becomes of each tensor, and notes for the user.
 
     A source that is quantized in the scheme already keeps its choice of layers, whatever the registry says, but for
     embeddings, output heads and routers.
     """
-    settled = bool(encoded) and all(stored.passes(scheme) for stored in encoded.values())
-    items, layers = sort_tensors(checkpoint, encoded, entry, options.ignore, settled)
+    settled = bool(weights) and all(weight.is_held_by(scheme.format) for weight in weights.values())
+    items, layers = sort_tensors(checkpoint, weights, entry, options.ignore, settled)
     sets, config = entry.joined_sets(layers), text_config(checkpoint, entry.model)
     if options.tp is not None:
         refuse_size(entry, layers, config, options.tp)
@@ -296,7 +296,7 @@ def _decide(
         problem_finder(entry, layers, sets, config, options.tp),
         sets,
         options,
-        {module for module, layer in layers.items() if settled and layer.encoded is None},
+        {module for module, layer in layers.items() if settled and layer.format is None},
         [kept.tensor.module for kept in fates.kept] if options.ignore else [],
     )
     fates = replace(fates, others=others)
@@ -316,26 +316,26 @@ def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
         SourceError: its scales do not belong to its codes.
         PlanError: nothing is quantized, or in an unknown way.
     """
-    seen, encoded = decoded_view(checkpoint)
-    if not encoded:
+    seen, weights = decoded_view(checkpoint)
+    if not weights:
         raise PlanError(f"nothing in {checkpoint.root} is quantized", "there is nothing to dequantize")
     seen = without_cache_scales(seen)
     items: dict[str, list[Item]] = {shard: [] for shard in seen.shards}
     for info in seen.tensors.values():
-        stored = encoded.get(info.name)
+        stored = weights.get(info.name)
         if len(info.shape) < 2:
             kept = Kept(info, info.name, FEW_AXES)
         else:
             kept = Kept(info, template(info.module), "" if stored else "not quantized", stored)
         items[seen.where[info.name].shard].append(kept)
     entry = Entry(MODELS.get(checkpoint.architecture, replace(GENERIC, name=checkpoint.architecture)))
-    notes = tuple(_left_behind(checkpoint, encoded))
+    notes = tuple(_left_behind(checkpoint, weights))
     return Plan(checkpoint, seen, entry, Fates(PLAIN, items, {}, {}, {}), {}, (), notes, identity)
 
 
-def _left_behind(checkpoint: Checkpoint, encoded: dict[str, Encoded]) -> list[str]:
+def _left_behind(checkpoint: Checkpoint, weights: dict[str, Weight]) -> list[str]:
     """A note of the tensors that no output gets."""
-    found = leftovers(checkpoint.tensors, (stored.codes.name for stored in encoded.values()))
+    found = leftovers(checkpoint.tensors, (weight.parts[0].name for weight in weights.values()))
     return [f"left out, as engines refuse them: {', '.join(collapse(found))}"] if found else []
 
 

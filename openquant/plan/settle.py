@@ -15,7 +15,7 @@ from ..formats.format import FLOATS
 from ..formats.schemes import Scheme
 from ..models import Model
 from ..patterns import collapse, compile_pattern
-from ..weights.layers import Layer
+from ..weights.weight import Weight
 from .fates import Fate, Options
 from .parallel import indivisible, parts_of
 from .roles import Entry, is_head
@@ -23,7 +23,7 @@ from .roles import Entry, is_head
 _SHARES = "shares its status with "
 
 
-def refuse_size(entry: Entry, layers: dict[str, Layer], config: dict[str, Any], size: int) -> None:
+def refuse_size(entry: Entry, layers: dict[str, Weight], config: dict[str, Any], size: int) -> None:
     """Stop where layers do not divide by a tensor-parallel size, whatever they are stored as."""
     for layer in {(layer.alike, layer.shape): layer for layer in layers.values()}.values():
         problem = indivisible(layer.shape, entry.role(layer.module).split, config, (1, 1), size)
@@ -36,11 +36,11 @@ def refuse_size(entry: Entry, layers: dict[str, Layer], config: dict[str, Any], 
 
 def problem_finder(
     entry: Entry,
-    layers: dict[str, Layer],
+    layers: dict[str, Weight],
     sets: dict[str, tuple[str, ...]],
     config: dict[str, Any],
     size: int | None,
-) -> Callable[[Layer, Scheme], str | None]:
+) -> Callable[[Weight, Scheme], str | None]:
     """A function from a layer and a scheme to why engines cannot load it so; None if they can.
 
     Args:
@@ -52,7 +52,7 @@ def problem_finder(
     """
     problems: dict[tuple[str, tuple[int, int], str, bool], str | None] = {}
 
-    def look(layer: Layer, scheme: Scheme) -> str | None:
+    def look(layer: Weight, scheme: Scheme) -> str | None:
         if not scheme.head and is_head(layer.module):
             return "engines load no output head that is stored so"
         role = entry.role(layer.module)
@@ -60,7 +60,9 @@ def problem_finder(
             return "engines reorder its rows but not its scales"
         split, problem = role.split, None
         # What the source has so, engines load so: also blocks that are smaller at the edges.
-        for rows, _ in () if layer.passes(scheme) else ((layer.shape[0], None), *parts_of(layer.shape, split, config)):
+        for rows, _ in (
+            () if layer.is_held_by(scheme.format) else ((layer.shape[0], None), *parts_of(layer.shape, split, config))
+        ):
             problem = problem or scheme.format.misfit((rows, layer.shape[1]))
             if not rows and scheme.format.group[0] not in (1, None):
                 problem = problem or "config.json does not tell the sizes of what it holds"
@@ -69,15 +71,15 @@ def problem_finder(
             return problem and f"--tp {size}: {problem}"
         return problem
 
-    def find(layer: Layer, scheme: Scheme) -> str | None:
+    def find(layer: Weight, scheme: Scheme) -> str | None:
         if scheme.format.static and (problem := _no_input_scale(layer)):
             return problem
-        key = layer.alike, layer.shape, scheme.name, layer.passes(scheme)
+        key = layer.alike, layer.shape, scheme.name, layer.is_held_by(scheme.format)
         if key not in problems:
             problems[key] = look(layer, scheme)
         return problems[key] or straddles(layer, scheme)
 
-    def straddles(layer: Layer, scheme: Scheme) -> str | None:
+    def straddles(layer: Weight, scheme: Scheme) -> str | None:
         # Of a joined set only the last may end within a block (vLLM 0.32.0, layers/quantization/utils/fp8_utils.py:
         # 1329-1344), as kv_a_proj_with_mqa does.
         height = scheme.format.group[0] or 1
@@ -89,7 +91,7 @@ def problem_finder(
     return find
 
 
-def _no_input_scale(layer: Layer) -> str | None:
+def _no_input_scale(layer: Weight) -> str | None:
     """Why a layer's activations cannot be static; None if they can."""
     found = layer.input_scale
     if found is None:
@@ -102,8 +104,8 @@ def _no_input_scale(layer: Layer) -> str | None:
 def settle(
     entry: Entry,
     scheme: Scheme,
-    layers: dict[str, Layer],
-    find_problem: Callable[[Layer, Scheme], str | None],
+    layers: dict[str, Weight],
+    find_problem: Callable[[Weight, Scheme], str | None],
     sets: dict[str, tuple[str, ...]],
     options: Options,
     left: Collection[str],
@@ -203,7 +205,7 @@ def _refuse_nothing(model: Model, reasons: Iterable[str], options: Options) -> N
     )
 
 
-def _matches(patterns: dict[str, str], layers: dict[str, Layer], known: Iterable[str] | None) -> dict[str, str]:
+def _matches(patterns: dict[str, str], layers: dict[str, Weight], known: Iterable[str] | None) -> dict[str, str]:
     """The first option that names each layer, by module.
 
     Args:
@@ -239,14 +241,14 @@ def _spread(modules: list[str], own: dict[str, str], widened: dict[str, list[str
 
 
 def _look_at(
-    modules: list[str], layers: dict[str, Layer], scheme: Scheme, find_problem: Callable[[Layer, Scheme], str | None]
+    modules: list[str], layers: dict[str, Weight], scheme: Scheme, find_problem: Callable[[Weight, Scheme], str | None]
 ) -> dict[str, str]:
     """Why modules that share their status cannot be stored in a scheme, each of them; empty if they can."""
     own = {module: problem for module in modules if (problem := find_problem(layers[module], scheme))}
     return _spread(modules, own) if own else {}
 
 
-def _share(modules: list[str], layers: dict[str, Layer]) -> str:
+def _share(modules: list[str], layers: dict[str, Weight]) -> str:
     """So many layers, and how much of all that could be quantized they are."""
     share = sum(layers[module].nbytes for module in modules) / sum(layer.nbytes for layer in layers.values())
     return f"{len(modules)} of {len(layers)} layers ({100 * share:.1f} % of their bytes)"

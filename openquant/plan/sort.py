@@ -14,8 +14,7 @@ from ..files.checkpoint import Checkpoint
 from ..files.tensors import TensorInfo
 from ..models import NEVER_QUANTIZED, Experts, Model, Stacked
 from ..patterns import MAX_DIGITS, collapse, compile_any, compile_pattern, template
-from ..weights.encoded import Encoded
-from ..weights.layers import Layer
+from ..weights.weight import Weight
 from .fates import FEW_AXES, Item, Kept, Stack
 from .parallel import text_config
 from .roles import Entry, Role
@@ -26,13 +25,13 @@ _MOST_NAMED = 100
 
 
 def sort_tensors(
-    checkpoint: Checkpoint, encoded: dict[str, Encoded], entry: Entry, ignore: Sequence[str], settled: bool
-) -> tuple[dict[str, list[Item]], dict[str, Layer]]:
+    checkpoint: Checkpoint, stored: dict[str, Weight], entry: Entry, ignore: Sequence[str], settled: bool
+) -> tuple[dict[str, list[Item]], dict[str, Weight]]:
     """All tensors by the shard they lie in, and the weights among them that could be quantized, by module.
 
     Args:
         checkpoint: the opened source.
-        encoded: what of it is quantized there, by name.
+        stored: what of it is quantized there, by name.
         entry: the registry's.
         ignore: patterns over modules that may be unknown to the entry.
         settled: whether what the source has quantized stays so, whatever the entry says of it.
@@ -45,7 +44,7 @@ def sort_tensors(
     # Neighbours have the same parent, which is looked at once.
     parent, draft = None, False
     items: dict[str, list[Item]] = {shard: [] for shard in checkpoint.shards}
-    layers: dict[str, Layer] = {}
+    layers: dict[str, Weight] = {}
     stacks: list[Stack] = []
     misfits: dict[str, str] = {}
     for info in checkpoint.tensors.values():
@@ -60,12 +59,12 @@ def sort_tensors(
             role = role._replace(patterns=1, keep="--ignore")
         elif role.patterns == 0 and entry.model.rest:
             role = role._replace(patterns=1, keep=entry.model.rest)
-        item = _sort(info, module, role, encoded.get(info.name), settled)
+        item = _sort(info, module, role, stored.get(info.name), settled)
         if isinstance(item, str):
             misfits[info.name] = item
             continue
         items[checkpoint.where[info.name].shard].append(item)
-        if isinstance(item, Layer):
+        if isinstance(item, Weight):
             layers[item.module] = item
         elif isinstance(item, Stack):
             stacks.append(item)
@@ -79,11 +78,11 @@ def sort_tensors(
     return items, layers
 
 
-def _sort(info: TensorInfo, module: str, role: Role, stored: Encoded | None, settled: bool) -> Item | str:
+def _sort(info: TensorInfo, module: str, role: Role, stored: Weight | None, settled: bool) -> Item | str:
     """What a tensor is, or what is wrong with it."""
     axes = len(info.shape)
     if settled and stored is not None and role.keep not in NEVER_QUANTIZED:
-        return Layer(module, role.alike, info, (info.shape[0], info.shape[1]), encoded=stored)
+        return stored._replace(alike=role.alike)
     if axes < 2 and not (role.compress and info.name != module) and role.stack is None:
         return Kept(info, info.name, FEW_AXES)
     if role.patterns != 1:
@@ -94,10 +93,12 @@ def _sort(info: TensorInfo, module: str, role: Role, stored: Encoded | None, set
         return f"is {info.dtype}, not one of {', '.join(SOURCE_DTYPES)}"
     if role.compress and (axes != 2 or info.name == module):
         return f"is not a 2-D weight but {list(info.shape)}"
+    if role.compress and stored is not None:
+        return stored._replace(alike=role.alike)
     if role.compress:
-        return Layer(module, role.alike, info, (info.shape[0], info.shape[1]), encoded=stored)
+        return Weight(module, role.alike, info, (info.shape[0], info.shape[1]))
     if stored is not None:
-        return f"is stored as {stored.codes.dtype} {list(stored.codes.shape)}, which is not read"
+        return f"is stored as {stored.parts[0].dtype} {list(stored.parts[0].shape)}, which is not read"
     if role.stack is None or not _is_stack(info, role.stack[1]):
         return f"is not a stack of experts but {list(info.shape)}"
     return Stack(info, tuple(_unstack(info, *role.stack)))
@@ -141,9 +142,9 @@ def _wrongly_stacked(stacks: Iterable[Stack]) -> dict[str, str]:
     """
     widths: dict[str, tuple[str, tuple[int, ...]]] = {}
     misfits: dict[str, str] = {}
-    for name, first in ((stack.tensor.name, stack.layers[0]) for stack in stacks):
+    for name, first, last in ((stack.tensor.name, stack.layers[0], stack.layers[-1]) for stack in stacks):
         path, widths_here = first.module.rsplit(".", 1)[0], first.shape
-        if first.stacked and len(first.stacked.parts) == 1:
+        if last.part == 0:
             widths_here = widths_here[::-1]
         other, widths_there = widths.setdefault(path, (name, widths_here))
         if widths_here != widths_there:
@@ -157,7 +158,7 @@ def _is_stack(info: TensorInfo, stacked: Stacked) -> bool:
     return info.shape[-1 if stacked.transposed else 1] % len(stacked.parts) == 0
 
 
-def _unstack(info: TensorInfo, experts_at: Experts, stacked: Stacked) -> list[Layer]:
+def _unstack(info: TensorInfo, experts_at: Experts, stacked: Stacked) -> list[Weight]:
     """One layer for each expert and part of a stacked tensor [E, in, parts*out] or [E, parts*out, in]."""
     experts, rows, cols = info.shape
     count = len(stacked.parts)
@@ -166,7 +167,7 @@ def _unstack(info: TensorInfo, experts_at: Experts, stacked: Stacked) -> list[La
     if experts_at.beside:
         path += "." + experts_at.path.rsplit(".", 1)[1]
     return [
-        Layer(f"{path}.{expert}.{part}", template(f"{path}.0.{part}"), info, shape, expert, number, stacked)
+        Weight(f"{path}.{expert}.{part}", template(f"{path}.0.{part}"), info, shape, expert, number, stacked.transposed)
         for expert in range(experts)
         for number, part in enumerate(stacked.parts)
     ]

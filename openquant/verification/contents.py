@@ -33,7 +33,7 @@ from ..formats.kernels import (
 from ..formats.numbers import E4M3, Codes, Floats
 from ..formats.schemes import Scheme
 from ..threads import in_threads
-from ..weights.layers import Matrix
+from ..weights.weight import Extent, Weight
 
 PIECE = 4 << 20
 # A transposed matrix is read in columns: longer pieces of each stored row make fewer system calls.
@@ -43,37 +43,20 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Weight:
-    """A stored code tensor.
-
-    Attributes:
-        info: the codes.
-        form: how the config says it is stored; None if it says nothing.
-        scale: its scale, None if that is missing or has the wrong shape or dtype.
-        input_scale: likewise of its activations, None also where they have none.
-    """
-
-    info: TensorInfo
-    form: Format | None
-    scale: TensorInfo | None
-    input_scale: TensorInfo | None
-
-
-@dataclass(frozen=True)
 class Task:
     """One tensor to be read.
 
     Attributes:
         info: the tensor.
         weight: what it is if it holds codes; None for one that must equal the source's.
-        matrix: where the source has it. A weight without one is not decoded, any other tensor is held against the
+        original: the source's weight. One of codes without it is not decoded, any other tensor is held against the
             source's tensor of the same name.
         scheme: what it was quantized in, if quantizing the source again must give the same; None if others made it.
     """
 
     info: TensorInfo
     weight: Weight | None = None
-    matrix: Matrix | None = None
+    original: Weight | None = None
     scheme: Scheme | None = None
 
 
@@ -172,9 +155,9 @@ class _Reading:
                 number, task = following
                 try:
                     if task.weight is not None:
-                        worker.check(number, task.weight, task.matrix, task.scheme)
+                        worker.check(number, task.weight, task.original, task.scheme)
                     else:
-                        worker.compare(number, task.info, task.matrix)
+                        worker.compare(number, task.info, task.original)
                 except SourceError as error:
                     self.say(number, error.message)
         except BaseException as error:
@@ -213,28 +196,29 @@ class _Worker:
             self._buffers[name] = np.empty(nbytes, np.uint8)
         return self._buffers[name][:nbytes]
 
-    def _rows(self, file: SourceFile, matrix: Matrix, low: int, count: int) -> Bits:
-        """Rows [low, low + count) of a matrix of the source."""
-        kind, cols = BITS_TYPE[matrix.dtype], matrix.shape[1]
+    def _rows(self, file: SourceFile, weight: Weight, extent: Extent, low: int, count: int) -> Bits:
+        """Rows [low, low + count) of a plain weight of the source."""
+        kind, cols = BITS_TYPE[weight.dtype], weight.shape[1]
         part = self._buffer("source", count * cols * kind.itemsize)
-        if not matrix.transposed:
-            file.read(part, matrix.offset + low * matrix.pitch, matrix.label)
+        if not weight.transposed:
+            file.read(part, extent.offset + low * extent.pitch, extent.label)
             return part.view(kind).reshape(count, cols)
         width = count * kind.itemsize
         for col in range(cols):
-            place = matrix.offset + col * matrix.pitch + low * kind.itemsize
-            file.read(part[col * width : (col + 1) * width], place, matrix.label)
+            place = extent.offset + col * extent.pitch + low * kind.itemsize
+            file.read(part[col * width : (col + 1) * width], place, extent.label)
         return part.view(kind).reshape(cols, count).T
 
-    def compare(self, number: int, info: TensorInfo, matrix: Matrix | None) -> None:
-        """Hold a copied tensor against the source: against a matrix of it, or the tensor of the same name."""
+    def compare(self, number: int, info: TensorInfo, weight: Weight | None) -> None:
+        """Hold a copied tensor against the source: against a weight of it, or the tensor of the same name."""
         assert self.source is not None
         place = self.checkpoint.where[info.name]
-        shard = matrix.shard if matrix else self.source.where[info.name].shard
+        extent = weight.rows(self.source.where) if weight else None
+        shard = extent.shard if extent else self.source.where[info.name].shard
         step = PIECE
-        if matrix is not None:
+        if weight is not None:
             row = info.nbytes // info.shape[0]
-            step = max(1, (TRANSPOSED_PIECE if matrix.transposed else PIECE) // row) * row
+            step = max(1, (TRANSPOSED_PIECE if weight.transposed else PIECE) // row) * row
         with ExitStack() as stack:
             file = stack.enter_context(SourceFile(self.checkpoint.root / place.shard, place.shard))
             other = stack.enter_context(SourceFile(self.source.root / shard, shard))
@@ -243,15 +227,15 @@ class _Worker:
                     return
                 part = self._buffer("output", min(step, info.nbytes - low))
                 file.read(part, place.offset + low, info.name)
-                if matrix is None:
+                if weight is None or extent is None:
                     original = self._buffer("source", part.size)
                     other.read(original, self.source.where[info.name].offset + low, info.name)
                 else:
-                    rows = self._rows(other, matrix, low // row, part.size // row)
+                    rows = self._rows(other, weight, extent, low // row, part.size // row)
                     original = np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
                 if not np.array_equal(part, original):
                     first = low + int((part != original).argmax())
-                    name = matrix.label if matrix else "the source's"
+                    name = extent.label if extent else "the source's"
                     self.reading.say(
                         number,
                         f"{self.reading.place(info.name)} differs from {name}, first in byte {first} of {info.nbytes}",
@@ -261,26 +245,27 @@ class _Worker:
         with self.reading.lock:
             self.reading.contents.equal += 1
 
-    def check(self, number: int, weight: Weight, matrix: Matrix | None, scheme: Scheme | None) -> None:
+    def check(self, number: int, weight: Weight, original: Weight | None, scheme: Scheme | None) -> None:
         """Look at a quantized weight's codes and scale; decode it, and quantize it again, if that is asked for."""
-        info = weight.info
+        info = weight.codes
         if weight.input_scale is not None:
             self._scale(number, weight.input_scale)
         scale = None if weight.scale is None else self._scale(number, weight.scale)
         place = self.checkpoint.where[info.name]
         decoding = None
-        if matrix is not None and scale is not None and weight.form is not None:
+        extent = None if original is None or self.source is None else original.rows(self.source.where)
+        if original is not None and scale is not None and weight.format is not None:
             assert weight.scale is not None
-            decoding = _Decoding(matrix.shape, weight.form, scale, weight.scale.dtype)
+            decoding = _Decoding(original.shape, weight.format, scale, weight.scale.dtype)
         rows, cols = info.nbytes // info.shape[-1], info.shape[-1]
-        wide = cols if decoding is None or matrix is None else cols * BITS_TYPE[matrix.dtype].itemsize
-        step = max(1, (TRANSPOSED_PIECE if matrix is not None and matrix.transposed else PIECE) // wide)
+        wide = cols if decoding is None or original is None else cols * BITS_TYPE[original.dtype].itemsize
+        step = max(1, (TRANSPOSED_PIECE if original is not None and original.transposed else PIECE) // wide)
         broken: int | None = None
-        codes = weight.form.number if weight.form else E4M3
+        codes = weight.format.number if weight.format else E4M3
         with ExitStack() as stack:
             file = stack.enter_context(SourceFile(self.checkpoint.root / place.shard, place.shard))
-            if decoding is not None and matrix is not None and self.source is not None:
-                other = stack.enter_context(SourceFile(self.source.root / matrix.shard, matrix.shard))
+            if decoding is not None and extent is not None and self.source is not None:
+                other = stack.enter_context(SourceFile(self.source.root / extent.shard, extent.shard))
             for low in range(0, rows, step):
                 if self.reading.stopped.is_set():
                     return
@@ -289,15 +274,16 @@ class _Worker:
                 file.read(part, place.offset + low * cols, info.name)
                 if broken is None and (first := first_unsound(part, codes)) is not None:
                     broken = low * cols + first
-                if decoding is not None and matrix is not None:
-                    decoding.add(low, part.reshape(count, cols), self._rows(other, matrix, low, count), matrix.dtype)
+                if decoding is not None and original is not None and extent is not None:
+                    bits = self._rows(other, original, extent, low, count)
+                    decoding.add(low, part.reshape(count, cols), bits, original.dtype)
                 self.reading.advance(part.size)
         if broken is not None:
             index = [int(axis) for axis in np.unravel_index(broken, info.shape)]
             self.reading.say(number, f"{self.reading.place(info.name)} holds NaN, first at {index}")
         elif decoding is not None and not decoding.finite:
-            assert matrix is not None
-            self.reading.say(number, f"{matrix.label} in the source's {matrix.shard} holds NaN or infinity")
+            assert extent is not None
+            self.reading.say(number, f"{extent.label} in the source's {extent.shard} holds NaN or infinity")
         elif decoding is not None:
             assert weight.scale is not None
             if scheme is not None:

@@ -12,16 +12,15 @@ from typing import Any
 from ..files.checkpoint import Checkpoint, read_json
 from ..files.names import INDEX_FILE
 from ..files.tensors import TensorInfo
-from ..formats.format import FLOATS
+from ..formats.format import FLOATS, Format
 from ..formats.numbers import E4M3
 from ..formats.quantization import Quantization, quantization_places
 from ..formats.schemes import MIXED, as_written
 from ..models import NOT_LINEAR, ROUTER, Model
 from ..plan.roles import Entry, is_head
-from ..weights.encoded import leftovers
-from ..weights.layers import Layer
+from ..weights.find import leftovers
+from ..weights.weight import Weight
 from .configs import differences
-from .contents import Weight
 from .settings import unread
 
 
@@ -135,7 +134,7 @@ class Headers:
             form = self.quantization.format_of(info.module)
             if form is None:
                 self.problems.append(f"{self.place(info.name)} is {E4M3.dtype}, but no config group targets it")
-                self.codes[info.name] = Weight(info, None, None, None)
+                self.codes[info.name] = _weight(info, None, None)
                 continue
             scale = tensors.get(form.scale_of(info.name))
             shapes = form.scale_shapes(info.shape)
@@ -147,7 +146,8 @@ class Headers:
             else:
                 self.scales.add(scale.name)
                 scale = self._sound(scale, form.scale_dtypes, shapes, info)
-            self.codes[info.name] = Weight(info, form, scale, self._input_scale(info) if form.static else None)
+            input_scale = self._input_scale(info) if form.static else None
+            self.codes[info.name] = _weight(info, form, scale)._replace(input_scale=input_scale)
         if respelled:
             self.notes.append(
                 f"{respelled} scales are called weight_scale_inv although they are one per tensor; "
@@ -194,7 +194,7 @@ class Headers:
                 self.problems.append(f"{self.place(info.name)} is the scale of {owner}, which is {weight.dtype}")
             elif info.name.endswith(".input_scale"):
                 unread += 1
-            elif (form := self.codes[owner].form) is not None:
+            elif (form := self.codes[owner].format) is not None:
                 self.problems.append(
                     f"{self.place(info.name)} is not the scale of {owner}: the config asks for {form.scale_of(owner)}"
                 )
@@ -219,7 +219,7 @@ class Headers:
         """No quantized module may be listed."""
         ignored = self.quantization.ignored
         for name, weight in self.codes.items():
-            module = weight.info.module
+            module = weight.module
             names: list[str] = [module]
             if self.entry is not None:
                 known = dict.fromkeys([module, self.entry.looked_up(module)])
@@ -264,10 +264,10 @@ class Headers:
                 f"{them} as FP8"
             )
 
-    def layers(self, entry: Entry) -> dict[str, Layer]:
+    def layers(self, entry: Entry) -> dict[str, Weight]:
         """The stored matrices that the registry lets quantize."""
         return {
-            info.module: Layer(info.module, entry.role(info.module).alike, info, (info.shape[0], info.shape[1]))
+            info.module: Weight(info.module, entry.role(info.module).alike, info, (info.shape[0], info.shape[1]))
             for info in self.checkpoint.tensors.values()
             if len(info.shape) == 2 and info.name.endswith(".weight") and entry.role(info.module).compress
         }
@@ -275,7 +275,7 @@ class Headers:
     def _check_head(self) -> None:
         """An output head is no Linear to vLLM."""
         for name, weight in self.codes.items():
-            if self.head and is_head(weight.info.module) and not self.quantization.names(weight.info.module):
+            if self.head and is_head(weight.module) and not self.quantization.names(weight.module):
                 self.problems.append(
                     f"{self.place(name)} is {E4M3.dtype}, but no config group names it: engines find it by name only"
                 )
@@ -295,9 +295,9 @@ class Headers:
         for name in sorted(groups):
             one = {f"{module}.weight" in self.codes: module for module in reversed(groups[name])}
             forms = {
-                weight.form: weight.info.name
+                weight.format: weight.codes.name
                 for module in reversed(groups[name])
-                if (weight := self.codes.get(f"{module}.weight")) and weight.form
+                if (weight := self.codes.get(f"{module}.weight")) and weight.format
             }
             if len(one) == 2:
                 other = f"{one[False]}.weight"
@@ -328,6 +328,12 @@ class Headers:
         for name in sorted(self.written):
             if not (self.checkpoint.root / name).is_file():
                 self.problems.append(f"{name} is missing: the run that made this directory wrote it")
+
+
+def _weight(codes: TensorInfo, form: Format | None, scale: TensorInfo | None) -> Weight:
+    """A quantized weight, or a stack of some, as far as it is sound."""
+    parts = (codes,) if scale is None else (codes, scale)
+    return Weight(codes.module, "", codes, (codes.shape[-2], codes.shape[-1]), format=form, parts=parts)
 
 
 def _without_targets(settings: dict[str, Any]) -> dict[str, Any]:

@@ -32,10 +32,10 @@ from ..patterns import collapse, template
 from ..plan.fates import Options
 from ..plan.plan import Plan, make_plan
 from ..plan.roles import Entry
-from ..weights.encoded import MODELOPT_FILE, decoded_view, with_own_file
-from ..weights.layers import Matrix
+from ..weights.find import MODELOPT_FILE, decoded_view, with_own_file
+from ..weights.weight import Weight
 from .configs import differences, judged
-from .contents import LayerError, Progress, Task, Weight, read_contents
+from .contents import LayerError, Progress, Task, read_contents
 from .extras import extra_files, extra_weights
 from .headers import Headers, described
 
@@ -197,8 +197,8 @@ def _card(checkpoint: Checkpoint) -> str:
 
 
 def _refuse_quantized(source: Checkpoint) -> None:
-    _, encoded = decoded_view(source)
-    if encoded:
+    _, weights = decoded_view(source)
+    if weights:
         raise UsageError(
             f"{source.root}: the source is already quantized, and codes are held against plain weights only",
             "give the unquantized model, or leave --source out",
@@ -227,7 +227,7 @@ class _Verification:
         self.codes, self.scheme, self._place = headers.codes, headers.scheme, headers.place
         self.values: dict[str, float] = {}
         self.plan: Plan | None = None
-        self.matrices: dict[str, Matrix] = {}
+        self.originals: dict[str, Weight] = {}
         self.equal_tensors = 0
         self.equal_files = 0
         self.errors: list[LayerError] = []
@@ -237,7 +237,7 @@ class _Verification:
 
     def run(self, workers: int, progress: Progress | None) -> None:
         """All checks."""
-        pairs: list[tuple[TensorInfo, Matrix | None]] = []
+        pairs: list[tuple[TensorInfo, Weight | None]] = []
         self._open_with_library()
         self._check_extra_files()
         if self.source is not None:
@@ -310,11 +310,11 @@ class _Verification:
             self.notes.append(f"no plan can be made of the source, tensors were compared by name: {error.message}")
             return
         for module, layer in self.plan.layers.items():
-            self.matrices[module] = layer.matrix(source.where)
+            self.originals[module] = layer
 
     def _ignore_patterns(self, source: Checkpoint) -> list[str]:
         """--ignore options for what is unquantized, as few as say it: each is held against every layer."""
-        quantized = {template(weight.info.module) for weight in self.codes.values()}
+        quantized = {template(weight.module) for weight in self.codes.values()}
         patterns: dict[str, None] = {}
         for info in self.checkpoint.tensors.values():
             if len(info.shape) < 2 or info.name in self.codes or self.headers.owner(info.name) is not None:
@@ -335,29 +335,29 @@ class _Verification:
             return
         alike: dict[str, set[Group]] = {}
         for weight in self.codes.values():
-            if weight.form is not None:
-                alike.setdefault(template(weight.info.module), set()).add(weight.form.group)
+            if weight.format is not None:
+                alike.setdefault(template(weight.module), set()).add(weight.format.group)
         others: dict[str, Scheme] = {}
         for weight in self.codes.values():
-            if weight.form is not None and weight.form.group != self.scheme.format.group:
-                name = template(weight.info.module)
+            if weight.format is not None and weight.format.group != self.scheme.format.group:
+                name = template(weight.module)
                 if len(alike[name]) > 1:
                     # Each pattern is held against every layer, and experts are many.
-                    experts = self.headers.entry.experts(weight.info.module)
-                    name = f"{experts}.**" if experts else weight.info.module
-                others[name] = next(other for other in MIXED if other.format.group == weight.form.group)
+                    experts = self.headers.entry.experts(weight.module)
+                    name = f"{experts}.**" if experts else weight.module
+                others[name] = next(other for other in MIXED if other.format.group == weight.format.group)
         yield from others.items()
 
-    def _pair(self, source: Checkpoint) -> list[tuple[TensorInfo, Matrix | None]]:
-        """Unquantized tensors, with the matrix each must equal, None for the source's tensor of that name."""
-        pairs: list[tuple[TensorInfo, Matrix | None]] = []
+    def _pair(self, source: Checkpoint) -> list[tuple[TensorInfo, Weight | None]]:
+        """Unquantized tensors, with the weight each must equal, None for the source's tensor of that name."""
+        pairs: list[tuple[TensorInfo, Weight | None]] = []
         foreign: list[str] = []
         recast: list[str] = []
         for info in self.checkpoint.tensors.values():
-            original, matrix = source.tensors.get(info.name), self.matrices.get(info.module)
-            if original is None and matrix is not None and info.name != f"{info.module}.weight":
-                matrix = None
-            stored = original or matrix
+            original, weight = source.tensors.get(info.name), self.originals.get(info.module)
+            if original is None and weight is not None and info.name != f"{info.module}.weight":
+                weight = None
+            stored = original or weight
             if stored is None:
                 if self.headers.owner(info.name) is None:
                     foreign.append(info.name)
@@ -366,13 +366,11 @@ class _Verification:
             if info.name in self.codes:
                 if info.shape != shape:
                     self._mismatch(info, dtype, shape)
-                elif matrix is None and original is not None and len(shape) == 2 and dtype in BITS_TYPE:
-                    place, pitch = source.where[info.name], original.nbytes // shape[0]
-                    self.matrices[info.module] = Matrix(
-                        info.name, place.shard, place.offset, dtype, (shape[0], shape[1]), pitch, transposed=False
-                    )
+                elif weight is None and original is not None and len(shape) == 2 and dtype in BITS_TYPE:
+                    plain = Weight(info.module, info.module, original, (shape[0], shape[1]))
+                    self.originals[info.module] = plain
             elif (info.dtype, info.shape) == (dtype, shape):
-                pairs.append((info, None if original else matrix))
+                pairs.append((info, None if original else weight))
             elif info.shape == shape and not self.ours:
                 recast.append(info.name)
             else:
@@ -394,7 +392,7 @@ class _Verification:
         tensors = self.checkpoint.tensors
         parts: dict[str, list[str]] = {}
         for layer in self.plan.layers.values() if self.plan else ():
-            if layer.stacked is not None:
+            if layer.expert >= 0:
                 parts.setdefault(layer.source.name, []).append(f"{layer.module}.weight")
         for name in source.tensors:
             if name in tensors:
@@ -427,12 +425,12 @@ class _Verification:
 
     # The tensors' contents.
 
-    def _read(self, pairs: list[tuple[TensorInfo, Matrix | None]], workers: int, progress: Progress | None) -> None:
-        tasks = [Task(info, matrix=matrix) for info, matrix in pairs]
+    def _read(self, pairs: list[tuple[TensorInfo, Weight | None]], workers: int, progress: Progress | None) -> None:
+        tasks = [Task(info, original=original) for info, original in pairs]
         for weight in self.codes.values():
-            matrix = self.matrices.get(weight.info.module) if self.full else None
-            matrix = matrix if matrix and matrix.shape == weight.info.shape else None
-            tasks.append(Task(weight.info, weight, matrix, self._scheme_of(weight) if self.remakes else None))
+            original = self.originals.get(weight.module) if self.full else None
+            original = original if original and original.shape == weight.codes.shape else None
+            tasks.append(Task(weight.codes, weight, original, self._scheme_of(weight) if self.remakes else None))
         # In the order of the files, which is how disks like it.
         tasks.sort(key=lambda task: self.checkpoint.where[task.info.name])
         contents = read_contents(self.checkpoint, self.source, tasks, workers, progress)
@@ -448,7 +446,7 @@ class _Verification:
                 "against what rounding explains"
             )
         if self.full:
-            skipped = sum(weight.info.module not in self.matrices for weight in self.codes.values())
+            skipped = sum(weight.module not in self.originals for weight in self.codes.values())
             if skipped:
                 self.notes.append(f"{skipped} quantized tensors were not decoded: the source has no matrix for them")
 
@@ -457,12 +455,12 @@ class _Verification:
         layers, several, ragged = self.headers.layers(entry), 0, 0
         for members in sorted(set(entry.joined_sets(layers).values())):
             weights = [self.codes[f"{module}.weight"] for module in members if f"{module}.weight" in self.codes]
-            forms = {weight.form for weight in weights}
+            forms = {weight.format for weight in weights}
             form = forms.pop() if len(forms) == 1 else None
             if form is None:
                 continue
             if form.group[1] is not None:
-                ragged += any(weight.info.shape[0] % (form.group[0] or 1) for weight in weights[:-1])
+                ragged += any(weight.codes.shape[0] % (form.group[0] or 1) for weight in weights[:-1])
                 continue
             scales = [weight.scale.name for weight in weights if weight.scale and weight.scale.name in self.values]
             values = [self.values[name] for name in scales]
@@ -489,9 +487,9 @@ class _Verification:
     def _scheme_of(self, weight: Weight) -> Scheme | None:
         """What a weight of ours is stored in."""
         assert self.scheme is not None
-        if weight.form is None or weight.form.group == self.scheme.format.group:
+        if weight.format is None or weight.format.group == self.scheme.format.group:
             return self.scheme
-        return next((other for other in MIXED if other.format.group == weight.form.group), None)
+        return next((other for other in MIXED if other.format.group == weight.format.group), None)
 
     def _check_remade_scales(self, entry: Entry | None) -> None:
         """One scale for several layers is that of the largest weight in any of them."""

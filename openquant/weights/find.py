@@ -1,10 +1,10 @@
-"""A source that is quantized already, seen as the weights it stands for.
+"""Find the weights that a checkpoint stores quantized, whoever wrote it, and see it as what they stand for.
 
 `decoded_view` gives a checkpoint in which every quantized weight is one tensor of bfloat16 under the name it would
-have unquantized, with its scales out of sight. The plan is made of that, and `convert.py` decodes as it reads.
+have unquantized, with its scales out of sight. The plan is made of that, and what reads a weight decodes it.
 
 Layouts:
-    FP8    X.weight [out, in], X.weight_scale or X.weight_scale_inv (formats.py says which scheme has what shape)
+    FP8    X.weight [out, in], X.weight_scale or X.weight_scale_inv (formats/ says which has what shape)
     int4   X.weight_packed int32 [out, in / 8], X.weight_scale, X.weight_shape: eight in a word, the first lowest, each
            8 above its value (compressed-tensors 0.20, compressors/pack_quantized/helpers.py)
     MXFP4  X.weight_packed uint8 [out, in / 2], X.weight_scale (compressed-tensors), or X_blocks uint8
@@ -16,17 +16,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import PlanError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint, read_json
-from ..files.tensors import DTYPE_BITS, Location, TensorInfo
-from ..formats.format import INPUT_SCALE, Format, Group, grid_of
-from ..formats.numbers import E2M1, E4M3, Number
+from ..files.tensors import TensorInfo
+from ..formats.format import INPUT_SCALE, Format, grid_of
+from ..formats.numbers import E2M1, E4M3
 from ..formats.quantization import Quantization, quantization_places, read_quantization
-from ..formats.schemes import Scheme
+from ..patterns import template
+from .weight import Weight
 
 # What modelopt wrote beside config.json before config.json held the same.
 MODELOPT_FILE = "hf_quant_config.json"
@@ -47,87 +48,10 @@ _QUANTIZED = (
 _STRANGE = "download it again if it is damaged; if its maker lays it out so, start from the unquantized model"
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """A weight that the source stores quantized.
-
-    Attributes:
-        codes: the stored tensor.
-        form: how it is stored.
-        scale: its scales.
-        input_scale: the scale of its activations, if it has one.
-        shape: of the weights, [out, in], or [experts, out, in] whatever the order of the axes unquantized.
-        turned: unquantized, each matrix of a stack is [in, out].
-    """
-
-    codes: TensorInfo
-    form: Format
-    scale: TensorInfo
-    shape: tuple[int, ...]
-    turned: bool = False
-    input_scale: TensorInfo | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Size of codes and scales in bytes."""
-        return self.codes.nbytes + self.scale.nbytes
-
-    def passes(self, scheme: Scheme) -> bool:
-        """Whether it is stored as a scheme stores it, but for names, and dtype and shape of the scale."""
-        return scheme.format.holds(self.form)
-
-    def coding(self, where: dict[str, Location], number: int = 0) -> Coding:
-        """How to read one of its matrices: the only one, or that of an expert."""
-        rows, cols = self.shape[-2:]
-        grid = grid_of(self.form.group, (rows, cols))
-        place = where[self.scale.name]
-        itemsize = DTYPE_BITS[self.scale.dtype] // 8
-        return Coding(
-            self.form.number,
-            self.form.group,
-            cols // self.form.number.per_byte,
-            self.scale.name,
-            place.shard,
-            place.offset + number * grid[0] * grid[1] * itemsize,
-            self.scale.dtype,
-            grid,
-        )
-
-
-class Coding(NamedTuple):
-    """How the codes of one matrix [out, in] are read.
-
-    Attributes:
-        number: what they are.
-        group: rows and columns that share a scale.
-        pitch: bytes of codes in a row.
-        scale: name of the scale tensor, for messages.
-        shard: source file that the scales are in.
-        offset: bytes from its start to the first of them.
-        dtype: their dtype.
-        grid: how many there are along each axis.
-    """
-
-    number: Number
-    group: Group
-    pitch: int
-    scale: str
-    shard: str
-    offset: int
-    dtype: str
-    grid: tuple[int, int]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the scales in bytes."""
-        return self.grid[0] * self.grid[1] * DTYPE_BITS[self.dtype] // 8
-
-
 class Found(NamedTuple):
-    """An encoded weight: its name unquantized, and the names of all tensors that it takes the place of."""
+    """A weight that the source stores quantized, and the names of all tensors that it takes the place of."""
 
-    name: str
-    encoded: Encoded
+    weight: Weight
     hidden: tuple[str, ...]
 
 
@@ -157,8 +81,8 @@ def with_own_file(config: dict[str, Any], root: Path) -> dict[str, Any]:
     return {**config, "quantization_config": {"quant_method": "modelopt", **found}}
 
 
-def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Encoded]]:
-    """The checkpoint with quantized weights as the tensors they stand for, and what these are stored as, by name.
+def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Weight]]:
+    """The checkpoint with quantized weights as the tensors they stand for, and these weights, by the tensor's name.
 
     Raises:
         PlanError: it is quantized in a way that is not known here, or quantized without saying how.
@@ -168,26 +92,24 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Encoded]
     if quantization is None:
         _refuse_unexplained(checkpoint)
         return checkpoint, {}
-    found = {entry.encoded.codes.name: entry for entry in _find(checkpoint, quantization)}
+    found = {entry.weight.parts[0].name: entry for entry in _find(checkpoint, quantization)}
     hidden = {name for entry in found.values() for name in entry.hidden}
     hidden.update(leftovers(checkpoint.tensors, found))
     tensors: dict[str, TensorInfo] = {}
     where = dict(checkpoint.where)
-    encoded: dict[str, Encoded] = {}
+    weights: dict[str, Weight] = {}
     for info in checkpoint.tensors.values():
         entry = found.get(info.name)
         if entry is not None:
-            if entry.name != info.name and entry.name in checkpoint.tensors:
-                raise SourceError(f"{entry.name} is there twice, as {info.name} too", _DAMAGED)
-            shape = entry.encoded.shape
-            if entry.encoded.turned:
-                shape = (shape[0], shape[2], shape[1])
-            tensors[entry.name] = TensorInfo(entry.name, DECODED_DTYPE, shape)
-            where[entry.name] = checkpoint.where[info.name]
-            encoded[entry.name] = entry.encoded
+            source = entry.weight.source
+            if source.name != info.name and source.name in checkpoint.tensors:
+                raise SourceError(f"{source.name} is there twice, as {info.name} too", _DAMAGED)
+            tensors[source.name] = source
+            where[source.name] = checkpoint.where[info.name]
+            weights[source.name] = entry.weight
         elif info.name not in hidden:
             tensors[info.name] = info
-    _refuse_strays(tensors, encoded)
+    _refuse_strays(tensors, weights)
     config = {key: value for key, value in checkpoint.config.items() if not _tells_quantization(key)}
     for key, value in config.items():
         if isinstance(value, dict):
@@ -195,7 +117,7 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Encoded]
     files = {name: size for name, size in checkpoint.files.items() if name != MODELOPT_FILE}
     left_out = (*checkpoint.left_out, *(name for name in checkpoint.files if name not in files))
     seen = replace(checkpoint, config=config, tensors=tensors, where=where, files=files, left_out=left_out)
-    return seen, encoded
+    return seen, weights
 
 
 def without_cache_scales(checkpoint: Checkpoint) -> Checkpoint:
@@ -258,8 +180,9 @@ def _fp8(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo) -
     beside = [f"{info.module}.{last}" for last in (INPUT_SCALE, "activation_scale")]
     beside = [name for name in beside if name in checkpoint.tensors]
     input_scale = checkpoint.tensors[beside[0]] if beside else None
-    encoded = Encoded(info, form, scale, info.shape, input_scale=input_scale)
-    return Found(info.name, encoded, (info.name, scale.name, *beside))
+    shape = info.shape[0], info.shape[1]
+    weight = _weight(info.name, shape, form, info, scale)._replace(input_scale=input_scale)
+    return Found(weight, (info.name, scale.name, *beside))
 
 
 def _packed(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo) -> Found:
@@ -281,7 +204,7 @@ def _packed(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo
     scale = _scale(checkpoint, info, [f"{module}.weight_scale"], form, shape)
     hidden = [f"{module}.{last}" for last in ("weight_shape", INPUT_SCALE)]
     hidden = [info.name, scale.name, *(name for name in hidden if name in checkpoint.tensors)]
-    return Found(f"{module}.weight", Encoded(info, form, scale, shape), tuple(hidden))
+    return Found(_weight(f"{module}.weight", shape, form, info, scale), tuple(hidden))
 
 
 def _blocks(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo) -> Found:
@@ -298,8 +221,14 @@ def _blocks(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo
             f"{scale.name} is {scale.dtype} {list(scale.shape)}, for {info.name} it must be U8 {list(info.shape[:3])}",
             _DAMAGED,
         )
-    encoded = Encoded(info, form, scale, (experts, rows, groups * 32), turned=True)
-    return Found(name, encoded, (info.name, scale.name))
+    source = TensorInfo(name, DECODED_DTYPE, (experts, groups * 32, rows))
+    weight = _weight(name, (rows, groups * 32), form, info, scale)._replace(source=source, transposed=True)
+    return Found(weight, (info.name, scale.name))
+
+
+def _weight(name: str, shape: tuple[int, int], form: Format, codes: TensorInfo, scale: TensorInfo) -> Weight:
+    source = TensorInfo(name, DECODED_DTYPE, shape)
+    return Weight(source.module, template(source.module), source, shape, format=form, parts=(codes, scale))
 
 
 def _form(quantization: Quantization, info: TensorInfo) -> Format:
@@ -328,10 +257,10 @@ def _scale(
     return scale
 
 
-def _refuse_strays(tensors: dict[str, TensorInfo], encoded: dict[str, Encoded]) -> None:
+def _refuse_strays(tensors: dict[str, TensorInfo], weights: Mapping[str, Weight]) -> None:
     """Scales without a quantized weight, which would be copied and mean nothing."""
     for name in tensors:
-        if name.endswith((".weight_scale", ".weight_scale_inv", "_scales", f".{INPUT_SCALE}")) and name not in encoded:
+        if name.endswith((".weight_scale", ".weight_scale_inv", "_scales", f".{INPUT_SCALE}")) and name not in weights:
             raise SourceError(f"{name} is the scale of no quantized weight", _DAMAGED)
 
 

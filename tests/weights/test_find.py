@@ -692,9 +692,9 @@ def test_matrices_larger_than_a_buffer(tmp_path: Path, monkeypatch: pytest.Monke
 def test_what_is_decoded_counts_as_memory(tmp_path: Path, kind: str) -> None:
     make, config, _ = SOURCES[kind]
     source = store(tmp_path / "source", make, config)
-    kinds = make_plain_plan(open_checkpoint(source)).matrix_kinds
+    kinds = make_plain_plan(open_checkpoint(source)).weight_kinds
     assert {matrix.shape for matrix in kinds} == {(256, 256), (128, 256), (512, 256), (256, 512)}
-    assert all(matrix.coding is not None for matrix in kinds)
+    assert all(matrix.format is not None for matrix in kinds)
     with pytest.raises(OpenQuantError, match="memory"):
         dequantize(source, tmp_path / "none", max_memory=1)
     # What this process has held at most counts, and other tests have left much.

@@ -1,0 +1,118 @@
+"""Weight: one matrix of a checkpoint, be it a tensor of its own, an expert's part of a stack, or codes with scales."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ..files.tensors import DTYPE_BITS, Location, TensorInfo
+from ..formats.format import Format, grid_of
+
+
+class Extent(NamedTuple):
+    """Where the rows of a matrix lie.
+
+    Attributes:
+        label: for messages: the tensor's name, and the expert's number where it is a slice.
+        shard: source file name.
+        offset: bytes from the start of the file to the first row.
+        pitch: bytes from one stored row to the next.
+    """
+
+    label: str
+    shard: str
+    offset: int
+    pitch: int
+
+
+class Weight(NamedTuple):
+    """One matrix [out, in] of a checkpoint, to be read and perhaps quantized.
+
+    Attributes:
+        module: its name without `.weight`, where it is an expert of a stack as if it were not:
+            "model.layers.0.mlp.experts.7.up_proj".
+        alike: the same with `*` for its numbers: what weights of the same kind have in common.
+        source: the tensor it is or is a part of, as it would be unquantized; that need not be in the checkpoint.
+        shape: (out, in).
+        expert: its number in a stack; -1 outside of one, and for a stack of codes as a whole.
+        part: which of several projections side by side in a stack.
+        transposed: plain rows are stored as columns; of codes, they become columns where they are written unquantized.
+        format: how it is stored; None for plain elements.
+        parts: the codes and their scales; () for plain elements. Checks have codes alone where the scales are missing.
+        input_scale: the scale of its activations, if the checkpoint has one.
+    """
+
+    module: str
+    alike: str
+    source: TensorInfo
+    shape: tuple[int, int]
+    expert: int = -1
+    part: int = 0
+    transposed: bool = False
+    format: Format | None = None
+    parts: tuple[TensorInfo, ...] = ()
+    input_scale: TensorInfo | None = None
+
+    @property
+    def dtype(self) -> str:
+        """What its rows are read as: the dtype they are stored in, or "F32" for codes, which are decoded to that."""
+        return self.source.dtype if self.format is None else "F32"
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its elements unquantized, in bytes."""
+        return self.shape[0] * self.shape[1] * DTYPE_BITS[self.source.dtype] // 8
+
+    @property
+    def stored(self) -> int:
+        """Size of what the checkpoint holds for it, in bytes."""
+        return sum(part.nbytes for part in self.parts) if self.format else self.nbytes
+
+    @property
+    def codes(self) -> TensorInfo:
+        """The stored codes."""
+        return self.parts[0]
+
+    @property
+    def scale(self) -> TensorInfo | None:
+        """The scales of the codes."""
+        return self.parts[1] if len(self.parts) > 1 else None
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What tells how it is read: equal for weights alike."""
+        return self.source.dtype, self.shape, self.transposed, self.format
+
+    def is_held_by(self, form: Format) -> bool:
+        """Whether it is stored as a format stores it, so that codes need no change."""
+        return self.format is not None and form.holds(self.format)
+
+    @property
+    def matrices(self) -> list[Weight]:
+        """The matrices of a stack of codes, by expert; of any other weight itself alone."""
+        if self.format is None or len(self.source.shape) < 3 or self.expert >= 0:
+            return [self]
+        return [self._replace(expert=number) for number in range(self.source.shape[0])]
+
+    def rows(self, where: Mapping[str, Location]) -> Extent:
+        """Where its elements lie, or its codes."""
+        info, (rows, cols) = self.parts[0] if self.format else self.source, self.shape
+        place = where[info.name]
+        label = f"{info.name}[{self.expert}]" if self.expert >= 0 else info.name
+        expert = max(self.expert, 0)
+        if self.format is not None:
+            pitch = cols // self.format.number.per_byte
+            return Extent(label, place.shard, place.offset + expert * rows * pitch, pitch)
+        itemsize = DTYPE_BITS[info.dtype] // 8
+        pitch = info.shape[-1] * itemsize
+        along = itemsize if self.transposed else pitch
+        stack = info.shape[1] * pitch if self.expert >= 0 else 0
+        return Extent(label, place.shard, place.offset + expert * stack + self.part * rows * along, pitch)
+
+    def scales(self, where: Mapping[str, Location]) -> Extent:
+        """Where its scales lie, a row for each row of groups."""
+        assert self.format is not None
+        info = self.parts[1]
+        place, grid = where[info.name], grid_of(self.format.group, self.shape)
+        pitch = grid[1] * DTYPE_BITS[info.dtype] // 8
+        return Extent(info.name, place.shard, place.offset + max(self.expert, 0) * grid[0] * pitch, pitch)
