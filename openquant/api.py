@@ -73,7 +73,7 @@ def compress(
     """
     # The arguments by their names, which are those of fields (tests/test_options.py).
     given = locals()
-    recipe, run = Recipe(**values_for(Recipe, given)), Run(**values_for(Run, given))
+    recipe = Recipe(**values_for(Recipe, given))
     chosen = find_scheme(recipe.scheme, recipe.format, recipe.scale_format, recipe.activation_scheme)
     others = find_others(chosen, recipe.scheme_for or {})
     options = Options(tuple(recipe.ignore), others, recipe.tp, recipe.quantize_lm_head)
@@ -81,7 +81,7 @@ def compress(
     def make(checkpoint: Checkpoint, identity: str) -> Plan:
         return make_plan(checkpoint, chosen, options, identity, recipe.architecture)
 
-    return _work(run, make, ranks, reporter)
+    return _work(Run(**values_for(Run, given)), make, ranks, reporter)
 
 
 @documented

@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         shown = "".join(f"\n  {words} {example}" for example in examples)
         super().__init__(
             prog=prog,
-            usage=f"{words} {usage}",
+            usage=f"{words} {usage}".replace("%", "%%"),
             epilog=f"examples:{shown}" if shown else None,
             formatter_class=_Format,
             allow_abbrev=False,
@@ -110,14 +110,14 @@ def _add(group: argparse._ActionsContainer, name: str, option: Option) -> None:
         vars(added)["complete"] = option.completes  # where shtab looks for it
 
 
-COMPRESS = "Turn a checkpoint into an FP8 directory that vLLM and SGLang load."
+COMPRESS = "Turn a checkpoint into an FP8 directory for vLLM and SGLang."
 MODEL = "-m MODEL [-o DIR] [options]"
 EXAMPLES = (
     "-m Qwen/Qwen3-32B",
     "-m Qwen/Qwen3-32B -w 128 --dry-run",
     "-m Qwen/Qwen3-32B --stream --push-to-hub you/Qwen3-32B-FP8 --push-only",
 )
-# Of a Command, what a verb has none of that shares no job and prints no plan.
+# Fields of Command that verbs without a plan do not take.
 ALONE = ("block_size", "rendezvous_timeout", "quiet", "verbose")
 COMPLETION = """in ~/.bashrc, ~/.zshrc, ~/.config/fish/config.fish:
   eval "$(openquant completion bash)"

@@ -14,7 +14,7 @@ import inspect
 import os
 import re
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
 
@@ -108,29 +108,32 @@ def flags_of(name: str, option: Option) -> tuple[str, ...]:
     return option.flags or (f"--{name.replace('_', '-')}",)
 
 
-def values_for(kind: type, values: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
+def values_for(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Of these values those that a class has options for, as arguments for it or for a function that takes them."""
-    return {name: values[name] for name in options_of(kind) if name in values and name not in without}
+    return {name: values[name] for name in options_of(kind) if name in values}
 
 
 def documented(target: Target) -> Target:
     """Complete a docstring: of a class with all its options, of a function with arguments that it does not name."""
     if target.__doc__:
+        # Python 3.13 takes its indentation away, so here that is always gone.
+        text = inspect.cleandoc(target.__doc__)
         if isinstance(target, type):
-            target.__doc__ += f"\n\n    Attributes:\n{_account(options_of(target))}    "
+            text += f"\n\nAttributes:\n{_account(options_of(target))}"
         else:
             known = {name: option for kind in (Run, Recipe) for name, option in options_of(kind).items()}
             names = inspect.signature(target).parameters if callable(target) else ()
-            told = set(re.findall(r"^ {8}(\w+): ", target.__doc__, re.MULTILINE))
+            told = set(re.findall(r"^    (\w+): ", text, re.MULTILINE))
             account = _account({name: known[name] for name in names if name in known and name not in told})
-            target.__doc__ = target.__doc__.replace("    Args:\n", f"    Args:\n{account}", 1)
+            text = text.replace("Args:\n", f"Args:\n{account}", 1)
+        target.__doc__ = text
     return target
 
 
 def _account(options: Mapping[str, Option]) -> str:
-    """Lines of a docstring, such as '        dry_run: print the plan and write nothing.'"""
+    """Lines of a docstring, such as '    dry_run: print the plan and write nothing.'"""
     paragraphs = [f"{name}: {(option.about or option.help).rstrip('.')}." for name, option in options.items()]
-    wrap = textwrap.TextWrapper(120, initial_indent=" " * 8, subsequent_indent=" " * 12, break_on_hyphens=False)
+    wrap = textwrap.TextWrapper(116, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
     return "".join(wrap.fill(each) + "\n" for each in paragraphs)
 
 

@@ -73,7 +73,9 @@ def test_docstrings_tell_of_every_argument(function: Any) -> None:
 
 
 def test_the_docstring_of_push_tells_of_every_field() -> None:
-    assert re.findall(r"^        (\w+): \S", Push.__doc__ or "", re.MULTILINE) == [each.name for each in fields(Push)]
+    assert re.findall(r"^    (\w+): \S", inspect.getdoc(Push) or "", re.MULTILINE) == [
+        each.name for each in fields(Push)
+    ]
 
 
 def test_all_schemes_can_be_asked_for() -> None:
