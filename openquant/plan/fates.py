@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from ..files.tensors import TensorInfo
 from ..formats.schemes import Scheme
+from ..patterns import compile_any, template
 from ..weights.weight import Weight
 
 FEW_AXES = "fewer than two axes"
@@ -68,6 +69,28 @@ class Options:
     scheme_for: tuple[tuple[str, Scheme], ...] = ()
     tp: int | None = None
     head: bool = False
+
+    @property
+    def stays(self) -> Callable[[str], bool]:
+        """Whether a module that the registry's entry does not know is to be kept."""
+        ignored = compile_any(text.removesuffix(".weight") for text in self.ignore)
+        return lambda module: ignored.fullmatch(module) is not None
+
+
+class Found(NamedTuple):
+    """How a written directory has its modules: what options would have made it so.
+
+    Attributes:
+        unquantized: modules, and what all modules are called that are named alike: "model.layers.*.mlp.gate".
+        schemes: likewise those of another scheme than most, in the order that counts where one is to be chosen.
+    """
+
+    unquantized: set[str]
+    schemes: dict[str, Scheme]
+
+    def stays(self, module: str) -> bool:
+        """Whether a module is unquantized there."""
+        return module in self.unquantized or template(module) in self.unquantized
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,14 @@ from ..weights.find import decoded_view, leftovers, without_cache_scales
 from ..weights.weight import Weight
 from . import layout
 from .engines import refuse_experts, refuse_head, unread_by_sglang
-from .fates import FEW_AXES, Fates, Item, Kept, Options
+from .fates import FEW_AXES, Fates, Found, Item, Kept, Options
 from .lacking import lacking
 from .layout import Layout, Shard
 from .lines import Line, lines_of
 from .names import ignored_names, targets
 from .parallel import ParallelSize, parallel_sizes, text_config
 from .roles import Entry
-from .settle import problem_finder, refuse_size, settle
+from .settle import asked_by, asked_for, problem_finder, refuse_size, settle
 from .sort import sort_tensors
 
 
@@ -223,6 +223,7 @@ def make_plan(
     options: Options | None = None,
     identity: str = "",
     architecture: str | None = None,
+    found: Found | None = None,
 ) -> Plan:
     """Decide what becomes of every tensor.
 
@@ -232,6 +233,7 @@ def make_plan(
         options: what the user asks for beside it; nothing if None.
         identity: what tells this source from another with the same headers; it goes into the plan's digest.
         architecture: the registry's entry to go by, or "generic"; the one of the checkpoint's own name if None.
+        found: the fates that a written directory has its modules in, to be had again, in place of what options ask for.
 
     Raises:
         SourceError: the source is quantized, and its scales do not belong to its codes.
@@ -241,7 +243,8 @@ def make_plan(
     """
     options = options or Options()
     model = _find_model(architecture or checkpoint.architecture)
-    for asked in (scheme, *(other for _, other in options.scheme_for)):
+    others = [other for _, other in options.scheme_for] + list(found.schemes.values() if found else ())
+    for asked in dict.fromkeys([scheme, *others]):
         refusal = model.refusal(asked.name, asked.method)
         if refusal is not None:
             raise PlanError(f"{model.name} cannot be served with {asked.title}: {refusal.why}", refusal.hint)
@@ -259,7 +262,7 @@ def make_plan(
             "leave --activation-scheme out: engines scale activations as they run",
         )
     entry = Entry(model)
-    fates, notes = _decide(seen, weights, entry, scheme, options)
+    fates, notes = _decide(seen, weights, entry, scheme, options, found)
     unread = unread_by_sglang(entry, fates)
     if unread is not None:
         notes.append(f"{SGLANG} does not load this output: {unread.why}; {unread.hint}")
@@ -276,7 +279,12 @@ def make_plan(
 
 
 def _decide(
-    checkpoint: Checkpoint, weights: dict[str, Weight], entry: Entry, scheme: Scheme, options: Options
+    checkpoint: Checkpoint,
+    weights: dict[str, Weight],
+    entry: Entry,
+    scheme: Scheme,
+    options: Options,
+    found: Found | None,
 ) -> tuple[Fates, list[str]]:
     """What becomes of each tensor, and notes for the user.
 
@@ -284,21 +292,18 @@ def _decide(
     embeddings, output heads and routers.
     """
     settled = bool(weights) and all(weight.is_held_by(scheme.format) for weight in weights.values())
-    items, layers = sort_tensors(checkpoint, weights, entry, options.ignore, settled)
+    items, layers = sort_tensors(checkpoint, weights, entry, found.stays if found else options.stays, settled)
     sets, config = entry.joined_sets(layers), text_config(checkpoint, entry.model)
     if options.tp is not None:
         refuse_size(entry, layers, config, options.tp)
     fates = Fates(scheme, items, layers, sets, {})
-    others, notes = settle(
-        entry,
-        scheme,
-        layers,
-        problem_finder(entry, layers, sets, config, options.tp),
-        sets,
-        options,
-        {module for module, layer in layers.items() if settled and layer.format is None},
-        [kept.tensor.module for kept in fates.kept] if options.ignore else [],
-    )
+    if found is None:
+        asked = asked_for(options, layers, [kept.tensor.module for kept in fates.kept] if options.ignore else [])
+    else:
+        asked = asked_by(found, layers)
+    left = {module for module, layer in layers.items() if settled and layer.format is None}
+    find_problem = problem_finder(entry, layers, sets, config, options.tp)
+    others, notes = settle(entry, scheme, layers, find_problem, sets, asked, left, options.tp)
     fates = replace(fates, others=others)
     notes += lacking(entry.model, layers, fates.kept, sets, config)
     refuse_experts(entry, fates)

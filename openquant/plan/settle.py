@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import PlanError, UsageError
 from ..formats.format import FLOATS
@@ -16,7 +16,7 @@ from ..formats.schemes import Scheme
 from ..models import Model
 from ..patterns import collapse, compile_pattern
 from ..weights.weight import Weight
-from .fates import Fate, Options
+from .fates import Fate, Found, Options
 from .parallel import indivisible, parts_of
 from .roles import Entry, is_head
 
@@ -101,15 +101,60 @@ def _no_input_scale(layer: Weight) -> str | None:
     return None
 
 
+class Asked(NamedTuple):
+    """The layers that shall not simply have the plan's scheme, by module, each with what says so.
+
+    Attributes:
+        ignored: those that stay unquantized: {"model.layers.0.mlp.up_proj": "--ignore **.up_proj"}.
+        mixed: those of another scheme.
+        schemes: of what says so there, in the order that counts where one is to be chosen.
+        copies: whether a plan that quantizes nothing will do.
+    """
+
+    ignored: dict[str, str]
+    mixed: dict[str, str]
+    schemes: dict[str, Scheme]
+    copies: bool
+
+
+def asked_for(options: Options, layers: dict[str, Weight], known: Iterable[str]) -> Asked:
+    """What the user's options ask for.
+
+    Args:
+        options: as given.
+        layers: what can be quantized, by module.
+        known: other modules, which --ignore may name to no effect.
+
+    Raises:
+        UsageError: a pattern that matches nothing.
+    """
+    ignored = _matches({f"--ignore {text}": text for text in options.ignore}, layers, known)
+    wanted = [(f"--scheme-for {text}={other.name}", text, other) for text, other in options.scheme_for]
+    mixed = _matches({option: text for option, text, _ in wanted}, layers, None)
+    return Asked(ignored, mixed, {option: other for option, _, other in wanted}, bool(options.ignore))
+
+
+def asked_by(found: Found, layers: dict[str, Weight]) -> Asked:
+    """What makes layers as a written directory has them."""
+    ignored, mixed = {}, {}
+    for module, layer in layers.items():
+        if module in found.unquantized or layer.alike in found.unquantized:
+            ignored[module] = "the directory has it unquantized"
+        for name in (module, layer.alike):
+            if name in found.schemes:
+                mixed[module] = found.schemes[name].name
+    return Asked(ignored, mixed, {scheme.name: scheme for scheme in found.schemes.values()}, copies=True)
+
+
 def settle(
     entry: Entry,
     scheme: Scheme,
     layers: dict[str, Weight],
     find_problem: Callable[[Weight, Scheme], str | None],
     sets: dict[str, tuple[str, ...]],
-    options: Options,
+    asked: Asked,
     left: Collection[str],
-    known: Iterable[str],
+    size: int | None,
 ) -> tuple[dict[str, Fate], list[str]]:
     """The fates of the layers that are not stored in the scheme, by module, and notes for the user.
 
@@ -121,17 +166,14 @@ def settle(
         layers: all of them, by module.
         find_problem: see problem_finder.
         sets: for each that is joined with others, all of its set.
-        options: what the user asks for.
+        asked: what shall be otherwise.
         left: the modules that a source which is in the scheme already has unquantized.
-        known: other modules, which --ignore may name to no effect.
+        size: the number of ranks that find_problem asks for, for a note.
 
     Raises:
         PlanError: nothing would be quantized.
-        UsageError: a pattern that matches nothing.
     """
-    wanted = {f"--scheme-for {text}={other.name}": (text, other) for text, other in options.scheme_for}
-    ignored = _matches({f"--ignore {text}": text for text in options.ignore}, layers, known)
-    mixed = _matches({option: text for option, (text, _) in wanted.items()}, layers, None)
+    ignored, mixed, schemes, _ = asked
     chosen_by_hand = bool(ignored or mixed or left)
     if layers and not chosen_by_hand and not any(find_problem(layer, scheme) for layer in layers.values()):
         return {}, []
@@ -154,8 +196,8 @@ def settle(
         chosen = scheme
         own = {module: mixed[module] for module in modules if module in mixed}
         if own:
-            option = min(own.values(), key=list(wanted).index)
-            chosen = wanted[option][1]
+            option = min(own.values(), key=list(schemes).index)
+            chosen = schemes[option]
             own = _spread(modules, {module: option for module in modules if own.get(module) == option}, widened)
         problems = _look_at(modules, layers, chosen, find_problem)
         if problems and chosen.fallback is not None:
@@ -175,12 +217,12 @@ def settle(
         notes.append(f"{title} instead for {_share(modules, layers)}: {', '.join(collapse(modules))}")
     reasons = [fate.why for fate in fates.values() if fate.scheme is None]
     if len(reasons) == len(layers):
-        _refuse_nothing(entry.model, reasons, options)
+        _refuse_nothing(entry.model, reasons, asked)
         notes.append("nothing is quantized")
     if unfit and scheme.format.static:
         notes.append(f"the source has no usable input_scale for {_share(unfit, layers)}, which stay unquantized")
     elif unfit:
-        ranks = f" on {options.tp} ranks" if options.tp is not None else ""
+        ranks = f" on {size} ranks" if size is not None else ""
         notes.append(
             f"blocks do not divide{ranks}, which leaves {_share(unfit, layers)} unquantized; "
             "--scheme tensor or channel quantizes them too"
@@ -193,10 +235,10 @@ def _alike(scheme: Scheme | None, reasons: dict[str, str]) -> dict[str, Fate]:
     return {module: Fate(scheme, why) for module, why in reasons.items()}
 
 
-def _refuse_nothing(model: Model, reasons: Iterable[str], options: Options) -> None:
+def _refuse_nothing(model: Model, reasons: Iterable[str], asked: Asked) -> None:
     """A plan that quantizes nothing is an error, unless --ignore says so."""
     causes = Counter(reason for reason in reasons if not reason.startswith(_SHARES))
-    if options.ignore and all(reason.startswith("--ignore ") for reason in causes):
+    if asked.copies and causes.keys() <= set(asked.ignored.values()):
         return
     found = [f"{cause} ({count} layers)" for cause, count in causes.most_common(3)]
     raise PlanError(

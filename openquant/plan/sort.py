@@ -6,14 +6,14 @@ the plan; all such are named together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..files.tensors import TensorInfo
 from ..models import NEVER_QUANTIZED, Experts, Model, Stacked
-from ..patterns import MAX_DIGITS, collapse, compile_any, compile_pattern, template
+from ..patterns import MAX_DIGITS, collapse, compile_pattern, template
 from ..weights.weight import Weight
 from .fates import FEW_AXES, Item, Kept, Stack
 from .parallel import text_config
@@ -25,7 +25,7 @@ _MOST_NAMED = 100
 
 
 def sort_tensors(
-    checkpoint: Checkpoint, stored: dict[str, Weight], entry: Entry, ignore: Sequence[str], settled: bool
+    checkpoint: Checkpoint, stored: dict[str, Weight], entry: Entry, stays: Callable[[str], bool], settled: bool
 ) -> tuple[dict[str, list[Item]], dict[str, Weight]]:
     """All tensors by the shard they lie in, and the weights among them that could be quantized, by module.
 
@@ -33,14 +33,13 @@ def sort_tensors(
         checkpoint: the opened source.
         stored: what of it is quantized there, by name.
         entry: the registry's.
-        ignore: patterns over modules that may be unknown to the entry.
+        stays: whether a module that the entry does not know is to be kept.
         settled: whether what the source has quantized stays so, whatever the entry says of it.
 
     Raises:
         PlanError: tensors that no pattern covers, or that are not as the entry has them.
     """
     drafted = _draft_finder(entry.model, text_config(checkpoint, entry.model))
-    ignored = compile_any(text.removesuffix(".weight") for text in ignore)
     # Neighbours have the same parent, which is looked at once.
     parent, draft = None, False
     items: dict[str, list[Item]] = {shard: [] for shard in checkpoint.shards}
@@ -55,7 +54,7 @@ def sort_tensors(
         role = entry.role(module)
         if draft:
             role = role._replace(patterns=1, compress=False, stack=None, keep="draft layer")
-        elif role.patterns == 0 and ignored.fullmatch(module):
+        elif role.patterns == 0 and stays(module):
             role = role._replace(patterns=1, keep="--ignore")
         elif role.patterns == 0 and entry.model.rest:
             role = role._replace(patterns=1, keep=entry.model.rest)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from ..formats.schemes import CHANNEL, MIXED, TENSOR, Scheme
 from ..machine import available_cpus
 from ..models import MODELS
 from ..patterns import collapse, template
-from ..plan.fates import Options
+from ..plan.fates import Found, Options
 from ..plan.plan import Plan, make_plan
 from ..plan.roles import Entry
 from ..weights.find import MODELOPT_FILE, decoded_view, with_own_file
@@ -302,51 +301,33 @@ class _Verification:
         if source.architecture not in MODELS:
             return
         try:
-            options = Options(tuple(self._ignore_patterns(source)), tuple(self._schemes_for()), head=self.headers.head)
             # Of another tool's layers only the names count, which any scheme of the format has.
             fp8 = self.headers.quantization.method == "fp8"
-            self.plan = make_plan(source, self.scheme or (TENSOR if fp8 else CHANNEL), options)
+            scheme = self.scheme or (TENSOR if fp8 else CHANNEL)
+            self.plan = make_plan(source, scheme, Options(head=self.headers.head), found=self._found())
         except (PlanError, UsageError) as error:
             self.notes.append(f"no plan can be made of the source, tensors were compared by name: {error.message}")
             return
         for module, layer in self.plan.layers.items():
             self.originals[module] = layer
 
-    def _ignore_patterns(self, source: Checkpoint) -> list[str]:
-        """--ignore options for what is unquantized, as few as say it: each is held against every layer."""
-        quantized = {template(weight.module) for weight in self.codes.values()}
-        patterns: dict[str, None] = {}
+    def _found(self) -> Found:
+        """What is unquantized, and what is stored in another scheme than most."""
+        alike: dict[str, set[Group | None]] = {}
+        for weight in self.codes.values():
+            alike.setdefault(template(weight.module), set()).add(weight.format.group if weight.format else None)
+        unquantized: set[str] = set()
         for info in self.checkpoint.tensors.values():
-            if len(info.shape) < 2 or info.name in self.codes or self.headers.owner(info.name) is not None:
-                continue
-            experts = self.headers.entry.experts(info.module) if self.headers.entry else None
-            alike = template(info.module)
-            if alike not in quantized:
-                patterns[alike] = None
-            elif experts is not None:
-                patterns[f"{experts}.**"] = None
-            elif info.name in source.tensors:
-                patterns[info.module] = None
-        return list(patterns)
-
-    def _schemes_for(self) -> Iterator[tuple[str, Scheme]]:
-        """--scheme-for options for what is stored in another scheme than most."""
-        if self.scheme is None or self.headers.entry is None:
-            return
-        alike: dict[str, set[Group]] = {}
-        for weight in self.codes.values():
-            if weight.format is not None:
-                alike.setdefault(template(weight.module), set()).add(weight.format.group)
-        others: dict[str, Scheme] = {}
-        for weight in self.codes.values():
-            if weight.format is not None and weight.format.group != self.scheme.format.group:
+            if len(info.shape) > 1 and info.name not in self.codes and self.headers.owner(info.name) is None:
+                name = template(info.module)
+                unquantized.add(info.module if name in alike else name)
+        schemes: dict[str, Scheme] = {}
+        for weight in self.codes.values() if self.scheme is not None else ():
+            if weight.format is not None and self.scheme and weight.format.group != self.scheme.format.group:
                 name = template(weight.module)
-                if len(alike[name]) > 1:
-                    # Each pattern is held against every layer, and experts are many.
-                    experts = self.headers.entry.experts(weight.module)
-                    name = f"{experts}.**" if experts else weight.module
-                others[name] = next(other for other in MIXED if other.format.group == weight.format.group)
-        yield from others.items()
+                other = next(other for other in MIXED if other.format.group == weight.format.group)
+                schemes[weight.module if len(alike[name]) > 1 else name] = other
+        return Found(unquantized, schemes)
 
     def _pair(self, source: Checkpoint) -> list[tuple[TensorInfo, Weight | None]]:
         """Unquantized tensors, with the weight each must equal, None for the source's tensor of that name."""
