@@ -17,7 +17,7 @@ from .files.checkpoint import Checkpoint, open_checkpoint, readable
 from .files.inputs import read_small
 from .files.journal import explained, finished_files
 from .files.output import refuse_overlap, refuse_root
-from .formats.schemes import Scheme, find_others, find_scheme
+from .formats.schemes import find_others, find_scheme
 from .hub.fetch import memory_needed
 from .hub.publish import Published, Publisher
 from .hub.source import Source, find_source, silent
@@ -150,8 +150,8 @@ def _work(run: Run, make: Callable[[Checkpoint, str], Plan], ranks: Ranks | None
                 model=os.fspath(run.model),
                 revision=prepared.source.revision,
                 output=str(prepared.target),
-                scheme=plan.scheme.name,
-                schemes={scheme.name: count for scheme, count in plan.schemes.items() if plan.quantization_config},
+                scheme=plan.scheme.name if plan.scheme else "bf16",
+                schemes={scheme.name: count for scheme, count in plan.schemes.items()},
                 architecture=plan.model.name,
                 dry_run=run.dry_run,
                 source_bytes=plan.source_bytes,
@@ -195,7 +195,7 @@ def _prepare(run: Run, make: Callable[[Checkpoint, str], Plan], workers: int, de
         checkpoint = _without_own_log(open_checkpoint(source.root, source.remote, source.absent), source.absent)
         stamps = source.stamps(checkpoint)
         plan = make(checkpoint, source.identity)
-    target = Path(run.output) if run.output is not None else _default_output(source, plan.scheme)
+    target = Path(run.output) if run.output is not None else _default_output(source, plan)
     refuse_overlap(source.root, target)
     workers = _affordable(workers, plan, run.max_memory, memory_needed(source, run.stream), device)
     return Prepared(run, source, checkpoint, stamps, plan, target, workers, device)
@@ -272,9 +272,9 @@ def push(directory: str | os.PathLike[str], target: Push) -> str:
             return publisher.finish(sorted(files - set(shards)), path.resolve().name).address
 
 
-def _default_output(source: Source, scheme: Scheme) -> Path:
+def _default_output(source: Source, plan: Plan) -> Path:
     """Where the output goes if nobody says: "Qwen3-8B-FP8", in the working directory."""
-    name = source.name + scheme.suffix
+    name = source.name + plan.suffix
     here = Path.cwd().resolve()
     root = source.root.resolve()
     # From inside the source (`-m .`) the output goes beside it, since it must not lie in it.

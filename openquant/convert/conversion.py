@@ -43,7 +43,7 @@ Target = ShardFile | FinishedShard
 
 def worker_memory(plan: Plan, device: str) -> int:
     """Bytes that one worker needs at most, beyond what the process already holds."""
-    multiples = {scheme.format.group[0] or 1 for scheme in plan.schemes}
+    multiples = {scheme.format.group[0] or 1 for scheme in plan.schemes} or {1}
     largest = BUFFER
     beside = 0
     for weight in plan.weight_kinds:

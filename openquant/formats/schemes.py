@@ -226,16 +226,6 @@ TENSOR_COMPRESSED_STATIC = replace(
     experts=True,
 )
 
-# No scheme, but what a directory of plain weights is: nothing is quantized.
-PLAIN = Scheme(
-    "bf16",
-    Format(E4M3, (1, None), Scale("")),
-    suffix="-BF16",
-    settings={},
-    ignored_keys=(),
-    engines=("vLLM", "SGLang"),
-)
-
 # The default of each name.
 SCHEMES = {scheme.name: scheme for scheme in (TENSOR, CHANNEL, BLOCK, MXFP8)}
 VARIANTS = (*SCHEMES.values(), TENSOR_COMPRESSED, BLOCK_COMPRESSED, BLOCK_UE8M0)

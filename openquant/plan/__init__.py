@@ -1,9 +1,12 @@
 """Every decision: what becomes of each tensor, where it will lie, what the config says. No tensor is read.
 
-Options  what the user asks for beside the scheme
-Fates    which weights are quantized and how, which stay and why, what moves together
-Plan     what a run will do; `Plan.lay_out` gives a shard's header and the jobs that fill it
-Job      matrices to be written, and what shares their scale; Copy is bytes that go over as they are
+Entry    what the registry says of an architecture; `Entry.role` of a module, asked once for all that are named alike
+Fates    the tensors by shard, and the Fate of each weight that could be quantized: its scheme, and why
+Plan     what a run will do; sizes, counts, titles and the printed Lines follow from the fates
+Job      Copy, CopyScale, Unstack, Decode or Encode: what fills a shard, as `Plan.lay_out` gives it
+
+make_plan goes through sort (each tensor is kept, a weight or a stack of them), settle (schemes, and what moves
+together), names (as engines look modules up) and parallel (the sizes that can serve it).
 
 plan = make_plan(open_checkpoint(Path("Qwen3-8B")), find_scheme("tensor"))
 plan.output_bytes                            # 9434513408, before anything is read

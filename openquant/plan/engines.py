@@ -16,12 +16,14 @@ _NO_HEAD = "leave --quantize-lm-head out"
 
 def unread_by_sglang(entry: Entry, fates: Fates) -> Refusal | None:
     """Why SGLang does not load what is decided, and what it loads instead; None if it does or nothing is quantized."""
-    sglang = entry.model.sglang
+    scheme, sglang = fates.scheme, entry.model.sglang
+    if scheme is None:
+        return None
     quantized = [(layer.module, scheme) for layer, scheme in fates.kinds if not is_head(layer.module)]
-    for _, scheme in quantized:
-        if "SGLang" not in scheme.engines:
-            return Refusal(None, None, f"it knows no {scheme.name}", "try another scheme")
-        refusal = sglang.refusal(scheme.name, scheme.method)
+    for _, chosen in quantized:
+        if "SGLang" not in chosen.engines:
+            return Refusal(None, None, f"it knows no {chosen.name}", "try another scheme")
+        refusal = sglang.refusal(chosen.name, chosen.method)
         if refusal is not None:
             return refusal
     if any(entry.role(module).plain for module, _ in quantized):
@@ -30,11 +32,11 @@ def unread_by_sglang(entry: Entry, fates: Fates) -> Refusal | None:
     if sglang.head is not None and len(quantized) < len(fates.kinds):
         return Refusal(None, None, sglang.head, "without --quantize-lm-head it loads")
     uneven = any(fate.scheme is None or not is_head(module) for module, fate in fates.others.items())
-    if quantized and uneven and fates.scheme.method in sglang.alike:
+    if quantized and uneven and scheme.method in sglang.alike:
         return Refusal(None, None, "it finds none of these layers by name", "with all layers alike it loads")
     # It asks the group of all Linear layers for the size of blocks (compressed_tensors.py:272-279).
-    blocks = (module for module, scheme in quantized if scheme.name == "block" and not entry.experts(module))
-    if fates.scheme.name != "block" and any(blocks):
+    blocks = (module for module, chosen in quantized if chosen.name == "block" and not entry.experts(module))
+    if scheme.name != "block" and any(blocks):
         return Refusal(None, None, "it loads blocks only where most layers have them", "-w 128 with --scheme-for loads")
     return None
 

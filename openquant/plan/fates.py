@@ -22,13 +22,18 @@ class Kept(NamedTuple):
         tensor: as it is written.
         alike: what it is called in the plan, with others like it: "model.layers.*.mlp.gate".
         why: the reason, "router".
-        stored: how the source has it quantized; None if it is copied as it is.
+        weight: as the source has it quantized; None if it is copied as it is.
     """
 
     tensor: TensorInfo
     alike: str
     why: str
-    stored: Weight | None = None
+    weight: Weight | None = None
+
+    @property
+    def small(self) -> bool:
+        """Whether it has fewer than two axes, as norms and biases."""
+        return len(self.tensor.shape) < 2
 
 
 class Stack(NamedTuple):
@@ -98,14 +103,14 @@ class Fates:
     """What becomes of each tensor.
 
     Attributes:
-        scheme: of all weights that have no other fate.
+        scheme: of all weights that have no other fate; None if nothing is to be quantized.
         items: all tensors, by the shard they lie in.
         layers: weights that could be quantized, by module.
         sets: the whole set of each of them that engines merge with others, itself included.
         others: the fates of those that are not stored in the scheme, by module.
     """
 
-    scheme: Scheme
+    scheme: Scheme | None
     items: dict[str, list[Item]]
     layers: dict[str, Weight]
     sets: dict[str, tuple[str, ...]]
@@ -143,4 +148,5 @@ class Fates:
     @cached_property
     def schemes(self) -> list[Scheme]:
         """All that weights may be stored in, that of most first."""
-        return list(dict.fromkeys([self.scheme, *(fate.scheme for fate in self.others.values() if fate.scheme)]))
+        found = dict.fromkeys([self.scheme, *(fate.scheme for fate in self.others.values())])
+        return [scheme for scheme in found if scheme is not None]

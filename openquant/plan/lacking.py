@@ -11,7 +11,7 @@ from ..files.inputs import shown
 from ..models import Model
 from ..patterns import collapse, compile_pattern
 from ..weights.weight import Weight
-from .fates import FEW_AXES, Kept
+from .fates import Kept
 
 
 def lacking(
@@ -25,7 +25,7 @@ def lacking(
     notes = []
     count, pattern = config.get("num_hidden_layers"), compile_pattern(f"{model.layers}.**")
     # Norms, of which every decoder layer has some, or none has.
-    norms = (keep.tensor.module for keep in kept if keep.why == FEW_AXES)
+    norms = (keep.tensor.module for keep in kept if keep.small)
     numbers = {found[1] for module in norms if (found := pattern.fullmatch(module))}
     # Nothing bounds what config.json counts.
     wanted = (str(number) for number in range(count if numbers and isinstance(count, int) else 0))

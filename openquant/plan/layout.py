@@ -170,7 +170,7 @@ def consumed(items: Iterable[Item], fates: Fates) -> int:
     total = 0
     for item in items:
         if isinstance(item, Kept):
-            total += item.stored.stored if item.stored else item.tensor.nbytes
+            total += item.weight.stored if item.weight else item.tensor.nbytes
         for layer in layers_of(item):
             scale = _input_scale(layer, fates)
             total += layer.stored + (scale.nbytes if scale else 0)
@@ -183,8 +183,8 @@ def sources(shard: str, fates: Fates, where: dict[str, Location]) -> set[str]:
     """
     found = {shard}
     for item in fates.items[shard]:
-        if isinstance(item, Kept) and item.stored:
-            found.add(where[item.stored.parts[1].name].shard)
+        if isinstance(item, Kept) and item.weight:
+            found.add(where[item.weight.parts[1].name].shard)
         for layer in layers_of(item):
             scale, scheme = _input_scale(layer, fates), fates.of(layer.module).scheme
             if scale is not None:
@@ -216,11 +216,11 @@ def _jobs(
     """What makes a tensor's part of the output; `done` are the modules that earlier jobs wrote with others."""
     if isinstance(item, Kept):
         place, target = where[item.tensor.name], places[item.tensor.name]
-        if item.stored is None:
+        if item.weight is None:
             yield Copy(item.tensor.name, place.shard, place.offset, item.tensor.nbytes, target)
             return
         # Each matrix of a stack by itself.
-        for number, matrix in enumerate(item.stored.matrices):
+        for number, matrix in enumerate(item.weight.matrices):
             size = TensorInfo("", item.tensor.dtype, matrix.shape).nbytes
             yield Decode(matrix, target + number * size)
     for layer in layers_of(item):
@@ -261,5 +261,5 @@ def _input_scale(layer: Weight, fates: Fates) -> TensorInfo | None:
 def weight_kinds(fates: Fates) -> list[Weight]:
     """One of each dtype, shape and way of storing, of all that is handled row by row."""
     kinds = {layer.kind: layer for layer in fates.layers.values()}
-    kinds |= {kept.stored.kind: kept.stored for kept in fates.kept if kept.stored}
+    kinds |= {kept.weight.kind: kept.weight for kept in fates.kept if kept.weight}
     return list(kinds.values())

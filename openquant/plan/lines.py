@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..formats.schemes import Scheme
-from .fates import FEW_AXES, Fates
+from .fates import Fates
 from .layout import written
 
 
@@ -72,13 +72,14 @@ def lines_of(fates: Fates) -> tuple[Line, ...]:
         alike.names.append(layer.module)
         alike.stored += layer.stored if stored else 0
     # Those of fewer axes last.
-    for tensor, name, why, weight in sorted(fates.kept, key=lambda kept: kept.why == FEW_AXES):
-        kind = name, weight.codes.dtype if weight else tensor.dtype, tensor.shape, False, why
+    for kept in sorted(fates.kept, key=lambda kept: kept.small):
+        tensor, weight = kept.tensor, kept.weight
+        kind = kept.alike, weight.codes.dtype if weight else tensor.dtype, tensor.shape, False, kept.why
         alike = found.get(kind)
         if alike is None:
             before = 0 if weight else tensor.nbytes
             alike = found[kind] = _Alike(None, weight is not None, before, tensor.nbytes, [])
-        alike.names.append(tensor.name if why == FEW_AXES else tensor.module)
+        alike.names.append(tensor.name if kept.small else tensor.module)
         alike.stored += weight.stored if weight else 0
     lines = []
     for (_, _, shape, _, why), alike in found.items():

@@ -39,7 +39,7 @@ def ignored_names(entry: Entry, fates: Fates) -> list[str]:
         if any(tower in module.split(".") for module in names)
         and not any(tower in module.split(".") for module in quantized)
     ]
-    if fates.scheme.method == "compressed-tensors":
+    if fates.scheme is not None and fates.scheme.method == "compressed-tensors":
         towers = [f"re:(.*[.])?{tower}[.].*" for tower in towers]
     return [*entry.engine_names(names), *towers]
 

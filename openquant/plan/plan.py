@@ -15,7 +15,7 @@ from ..errors import PlanError, UsageError
 from ..files.checkpoint import Checkpoint
 from ..files.tensors import TensorInfo
 from ..formats.quantization import find_quantization
-from ..formats.schemes import PLAIN, Scheme
+from ..formats.schemes import Scheme
 from ..models import GENERIC, MODELS, SGLANG, Model, Refusal
 from ..patterns import collapse, compile_pattern, template
 from ..version import __version__
@@ -43,7 +43,7 @@ class Plan:
         seen: the same with quantized weights as the tensors they stand for.
         entry: the registry's entry it was made by.
         fates: what becomes of each tensor.
-        quantization_config: what the output's config.json says of that; empty if nothing is quantized there.
+        quantization_config: what the output's config.json says of that; empty without a scheme.
         parallel: what each tensor-parallel size meets.
         notes: for the user.
         identity: what tells the source from another with the same headers.
@@ -64,8 +64,8 @@ class Plan:
         return self.entry.model
 
     @property
-    def scheme(self) -> Scheme:
-        """The number format of all layers that have no other."""
+    def scheme(self) -> Scheme | None:
+        """What all layers are stored in that have no other; None if nothing is to be quantized."""
         return self.fates.scheme
 
     @property
@@ -122,7 +122,7 @@ class Plan:
     @property
     def decodes(self) -> bool:
         """Whether any weight is quantized in the source."""
-        return any(kept.stored for kept in self.fates.kept) or any(layer.format for layer in self.layers.values())
+        return any(kept.weight for kept in self.fates.kept) or any(layer.format for layer in self.layers.values())
 
     @cached_property
     def schemes(self) -> dict[Scheme, int]:
@@ -136,7 +136,7 @@ class Plan:
     @property
     def title(self) -> str:
         """What shares a scale: "one scale per tensor, 16 of 28 layers one scale per output row"."""
-        if not self.quantization_config:
+        if self.scheme is None:
             return "bfloat16 weights"
         most, *others = self.schemes
         total = self.quantized_tensors
@@ -145,7 +145,12 @@ class Plan:
     @property
     def description(self) -> str:
         """What the weights are: "float8_e4m3fn, one scale per tensor"."""
-        return f"{self.scheme.format.number.name}, {self.title}" if self.quantization_config else self.title
+        return self.title if self.scheme is None else f"{self.scheme.format.number.name}, {self.title}"
+
+    @property
+    def suffix(self) -> str:
+        """What the output's name ends in if the user gives none: "-FP8"."""
+        return "-BF16" if self.scheme is None else self.scheme.suffix
 
     @cached_property
     def unread_by_sglang(self) -> Refusal | None:
@@ -165,7 +170,7 @@ class Plan:
     @property
     def ignored_layers(self) -> list[str]:
         """Modules left unquantized, in every name the engines look them up under."""
-        return list(self.quantization_config[self.scheme.ignored_keys[0]]) if self.scheme.ignored_keys else []
+        return [] if self.scheme is None else list(self.quantization_config[self.scheme.ignored_keys[0]])
 
     @property
     def parallel_sizes(self) -> list[int]:
@@ -335,7 +340,7 @@ def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
         items[seen.where[info.name].shard].append(kept)
     entry = Entry(MODELS.get(checkpoint.architecture, replace(GENERIC, name=checkpoint.architecture)))
     notes = tuple(_left_behind(checkpoint, weights))
-    return Plan(checkpoint, seen, entry, Fates(PLAIN, items, {}, {}, {}), {}, (), notes, identity)
+    return Plan(checkpoint, seen, entry, Fates(None, items, {}, {}, {}), {}, (), notes, identity)
 
 
 def _left_behind(checkpoint: Checkpoint, weights: dict[str, Weight]) -> list[str]:

@@ -44,7 +44,7 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
     # An entry without a value is no tag.
     known = [tag for tag in ([tags] if isinstance(tags, str) else tags) if tag and isinstance(tag, str)]
     # Compressed-tensors directories are searched for by that tag.
-    package = [plan.scheme.package] if plan.scheme.package else []
+    package = [plan.scheme.package] if plan.scheme and plan.scheme.package else []
     # What was true of a quantized source.
     known = [tag for tag in known if not re.match(r"fp8|mxfp|int4|quantized|compressed-tensors|[48]-bit", tag)]
     schemes = [f"fp8-{scheme.name}" for scheme in plan.schemes]
@@ -75,18 +75,18 @@ def unquantized(plan: Plan) -> list[str]:
 
 def readers(plan: Plan) -> str:
     """Which programs read this output right."""
-    scheme = plan.scheme
     engines = f"This output is for {' and '.join(plan.engines)}"
     unread = plan.unread_by_sglang
     if unread is not None:
         engines += f" ({SGLANG} does not load it: {unread.why})"
     of_experts = (found.transformers_experts for found in plan.expert_schemes.values())
-    problem = scheme.transformers or next(filter(None, of_experts), None)
+    problem = (plan.scheme and plan.scheme.transformers) or next(filter(None, of_experts), None)
     if problem is None and plan.quantization_config and not plan.model.transformers_reads_blocks:
         problem = "finds no weights for experts stored one by one"
     if problem is not None:
         return f"{engines}. Do not load it with transformers, which {problem}."
-    return f"{engines}; transformers loads it too{f', with {scheme.package} installed' if scheme.package else ''}."
+    package = plan.scheme and plan.scheme.package
+    return f"{engines}; transformers loads it too{f', with {package} installed' if package else ''}."
 
 
 def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list[str]:
@@ -97,7 +97,7 @@ def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list
 def _section(plan: Plan, name: str, repo: str | None, revision: str | None, directory: str) -> str:
     commands = serve_commands(plan, directory)
     settings = plan.quantization_config
-    activations = "" if plan.scheme.format.static else ", dynamic activations"
+    activations = "" if plan.scheme and plan.scheme.format.static else ", dynamic activations"
     serialized = f"{activations} (`quant_method: {settings['quant_method']}`)" if settings else ""
     number = "FP8" if settings else "BF16"
     left = ["Not quantized: norms and biases, and", "", *[f"- {line}" for line in unquantized(plan)], ""]

@@ -322,8 +322,8 @@ class _Verification:
                 name = template(info.module)
                 unquantized.add(info.module if name in alike else name)
         schemes: dict[str, Scheme] = {}
-        for weight in self.codes.values() if self.scheme is not None else ():
-            if weight.format is not None and self.scheme and weight.format.group != self.scheme.format.group:
+        for weight in self.codes.values():
+            if self.scheme and weight.format and weight.format.group != self.scheme.format.group:
                 name = template(weight.module)
                 other = next(other for other in MIXED if other.format.group == weight.format.group)
                 schemes[weight.module if len(alike[name]) > 1 else name] = other
