@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from openquant.files.checkpoint import Checkpoint
@@ -56,3 +57,11 @@ def described(text: str, architecture: str) -> Checkpoint:
     return Checkpoint(
         Path("nowhere"), config, architecture, {"model.safetensors": offset}, {}, tensors, where, False, {}, ()
     )
+
+
+def with_few_experts(checkpoint: Checkpoint) -> Checkpoint:
+    """The same with the first four of the experts that are stored one by one: all are named and sized alike."""
+    tensors = {
+        name: info for name, info in checkpoint.tensors.items() if not re.search(r"\.experts\.(\d\d|[4-9])", name)
+    }
+    return replace(checkpoint, tensors=tensors, where={name: checkpoint.where[name] for name in tensors})
