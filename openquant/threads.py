@@ -4,12 +4,57 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import TypeVar
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
+
+
+class FirstFailure:
+    """What first went wrong in one of several threads, to be raised in the one that waits for them.
+
+        failure = FirstFailure(stopped.set)
+        with failure.kept():        # in each thread
+            work()
+        failure.check()             # in the one that waits
+
+    Args:
+        tell: called, in the thread that failed, each time something is kept.
+    """
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+
+    def __bool__(self) -> bool:
+        return self._error is not None
+
+    def keep(self, error: BaseException) -> None:
+        """Remember an error, unless there was one before."""
+        with self._lock:
+            self._error = self._error or error
+        self._tell()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep whatever is raised inside."""
+        try:
+            yield
+        except BaseException as error:
+            self.keep(error)
+
+    def check(self) -> None:
+        """Raise what was kept, if anything was.
+
+        Raises:
+            BaseException: the first.
+        """
+        if self._error is not None:
+            raise self._error
 
 
 def in_threads(work: Callable[[], None], count: int, stopped: threading.Event) -> None:
@@ -23,14 +68,11 @@ def in_threads(work: Callable[[], None], count: int, stopped: threading.Event) -
     Raises:
         BaseException: the first that `work` raised.
     """
-    failures: list[BaseException] = []
+    failure = FirstFailure(stopped.set)
 
     def run() -> None:
-        try:
+        with failure.kept():
             work()
-        except BaseException as error:
-            failures.append(error)
-            stopped.set()
 
     threads: list[threading.Thread] = []
     try:
@@ -49,8 +91,7 @@ def in_threads(work: Callable[[], None], count: int, stopped: threading.Event) -
         stopped.set()
         for thread in threads:
             thread.join()
-    if failures:
-        raise failures[0]
+    failure.check()
 
 
 def in_parallel(make: Callable[[Item], Made], items: Sequence[Item], count: int) -> Generator[Made, None, None]:
@@ -60,8 +101,13 @@ def in_parallel(make: Callable[[Item], Made], items: Sequence[Item], count: int)
     may be a request that nobody answers.
     """
     made: dict[int, Made] = {}
-    failed: list[BaseException] = []
     changed = threading.Condition()
+
+    def wake() -> None:
+        with changed:
+            changed.notify_all()
+
+    failure = FirstFailure(wake)
     begun = given = 0
     closed = False
 
@@ -69,19 +115,14 @@ def in_parallel(make: Callable[[Item], Made], items: Sequence[Item], count: int)
         nonlocal begun
         while True:
             with changed:
-                while not closed and not failed and begun == min(given + 2 * count, len(items)):
+                while not closed and not failure and begun == min(given + 2 * count, len(items)):
                     changed.wait()
-                if closed or failed:
+                if closed or failure:
                     return
                 number, begun = begun, begun + 1
-            try:
-                result = make(items[number])
-            except BaseException as error:
-                failed.append(error)
-            else:
-                made[number] = result
-            with changed:
-                changed.notify_all()
+            with failure.kept():
+                made[number] = make(items[number])
+            wake()
 
     for number in range(min(count, len(items))):
         if not _started(threading.Thread(target=work, name=f"openquant-{number}", daemon=True)):
@@ -93,8 +134,7 @@ def in_parallel(make: Callable[[Item], Made], items: Sequence[Item], count: int)
         for number in range(len(items)):
             with changed:
                 while number not in made:
-                    if failed:
-                        raise failed[0]
+                    failure.check()
                     changed.wait(0.2)
                 given += 1
                 changed.notify_all()

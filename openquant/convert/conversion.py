@@ -27,7 +27,7 @@ from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
 from ..plan.layout import Copy, CopyScale, Decode, Encode, Job, Layout, Piece, Shard, Unstack
 from ..plan.plan import Plan
-from ..threads import Helpers, in_threads
+from ..threads import FirstFailure, Helpers, in_threads
 from ..weights.reading import BUFFER, SMALLEST_SCALE, Reader, check_scales, consumed, memory_of
 from ..weights.weight import Weight
 from .devices import CpuKernels, TorchKernels
@@ -126,7 +126,7 @@ class _Conversion:
         # Another one, since a worker may wait long for its next task.
         self.task_lock = threading.Lock()
         self.stopped = threading.Event()
-        self.failure: BaseException | None = None
+        self.failure = FirstFailure(self.stopped.set)
         # Those begun and not finished: each holds its shard's layout.
         self.files: dict[str, Target] = {}
         self.tasks = self._tasks(shards)
@@ -160,8 +160,7 @@ class _Conversion:
         finally:
             for file in self.files.values():
                 file.close()
-        if self.failure is not None:
-            raise self.failure
+        self.failure.check()
 
     def _work(self, writers: Helpers) -> None:
         worker = None
@@ -181,10 +180,8 @@ class _Conversion:
                 worker.settle()
 
     def fail(self, error: BaseException) -> None:
-        with self.lock:
-            if self.failure is None and not isinstance(error, _Stopped):
-                self.failure = error
-        self.stopped.set()
+        if not isinstance(error, _Stopped):
+            self.failure.keep(error)
 
     def advance(self, nbytes: int) -> None:
         if self.stopped.is_set():

@@ -21,6 +21,7 @@ from typing import Any
 
 from ..errors import SourceError
 from ..files.journal import explained
+from ..threads import FirstFailure
 from .refusals import Unreachable, explained_source, is_transient
 from .source import HubFile, Source, is_refused_elsewhere, patiently
 
@@ -118,9 +119,9 @@ class Supply:
         # Those not begun yet, and those on their way in the order they are needed.
         self._coming = deque(self._order)
         self._arriving: list[_Arrival] = []
-        self._failure: BaseException | None = None
         self._closed = False
         self._changed = threading.Condition()
+        self._failure = FirstFailure(self._wake)
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Supply:
@@ -174,8 +175,7 @@ class Supply:
             self._wanted |= missing
             self._changed.notify_all()
             while not missing <= self._paths.keys() and not stopped():
-                if self._failure is not None:
-                    raise self._failure
+                self._failure.check()
                 self._changed.wait(0.2)
 
     def finished(self, output: str) -> None:
@@ -194,12 +194,8 @@ class Supply:
         """Call `work` in a thread; that it fails ends them all."""
 
         def run() -> None:
-            try:
+            with self._failure.kept():
                 work()
-            except BaseException as error:
-                with self._changed:
-                    self._failure = self._failure or error
-                    self._changed.notify_all()
 
         thread = threading.Thread(target=run, name="openquant-fetch", daemon=True)
         with self._changed:
@@ -207,7 +203,11 @@ class Supply:
         thread.start()
 
     def _ended(self) -> bool:
-        return self._closed or self._failure is not None
+        return self._closed or bool(self._failure)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _arrived(self, name: str, path: Path) -> None:
         with self._changed:

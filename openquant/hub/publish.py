@@ -25,6 +25,7 @@ from ..files.cards import base_models, published_card
 from ..files.inputs import parse_json, read_small
 from ..files.journal import PUSHED, WORK, explained
 from ..options import Push
+from ..threads import FirstFailure
 from ..version import __version__
 from .admission import (
     find_repository,
@@ -86,8 +87,8 @@ class Publisher:
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._begun: set[str] = set()
         self._waiting: set[str] = set()
-        self._failure: BaseException | None = None
         self._changed = threading.Condition()
+        self._failure = FirstFailure(self._wake)
         self._thread = threading.Thread(target=self._upload_all, name="openquant-upload", daemon=True)
 
     def prepare(self, card: bytes, downloaded: str | None = None) -> None:
@@ -161,8 +162,7 @@ class Publisher:
         """
         with self._changed:
             while True:
-                if self._failure is not None:
-                    raise self._failure
+                self._failure.check()
                 if not self.push.only or len(self._begun) < AT_ONCE or stopped():
                     self._begun.add(name)
                     return
@@ -175,10 +175,9 @@ class Publisher:
             PushError: one of them failed.
         """
         with self._changed:
-            while self._waiting and self._failure is None:
+            while self._waiting and not self._failure:
                 self._changed.wait(0.2)
-            if self._failure is not None:
-                raise self._failure
+            self._failure.check()
 
     def finish(self, others: Iterable[str], title: str) -> Published:
         """Upload what is left and commit everything; where it is then.
@@ -313,17 +312,17 @@ class Publisher:
         return f"Plan: {self.digest}"
 
     def _upload_all(self) -> None:
-        try:
+        with self._failure.kept():
             while (name := self._queue.get()) is not None:
                 self._upload(name)
                 with self._changed:
                     self._waiting.discard(name)
                     self._begun.discard(name)
                     self._changed.notify_all()
-        except BaseException as error:
-            with self._changed:
-                self._failure = error
-                self._changed.notify_all()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _upload(self, name: str) -> None:
         from huggingface_hub import CommitOperationAdd, HfApi

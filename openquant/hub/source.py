@@ -26,6 +26,7 @@ from ..errors import SourceError, UsageError
 from ..files.checkpoint import Checkpoint, read_json, readable, refuse_without_weights
 from ..files.inputs import read_small
 from ..files.names import INDEX_FILE, SINGLE_FILE, left_out_part
+from ..threads import FirstFailure
 from ..weights.find import MODELOPT_FILE
 from .refusals import Unreachable, explained_source, is_offline, is_transient, without_queries
 
@@ -388,20 +389,17 @@ def interruptible(do: Callable[[], Made]) -> Made:
     huggingface_hub downloads and uploads several files in a pool of threads, which ends only when all of them do.
     """
     made: list[Made] = []
-    failed: list[BaseException] = []
+    failure = FirstFailure(lambda: None)
 
     def work() -> None:
-        try:
+        with failure.kept():
             made.append(do())
-        except BaseException as error:
-            failed.append(error)
 
     thread = threading.Thread(target=work, name="openquant-hub", daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(0.2)
-    if failed:
-        raise failed[0]
+    failure.check()
     return made[0]
 
 

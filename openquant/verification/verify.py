@@ -26,6 +26,7 @@ from ..formats.kernels import BITS_TYPE
 from ..formats.quantization import quantization_places, read_quantization
 from ..formats.schemes import CHANNEL, MIXED, TENSOR, Scheme
 from ..machine import available_cpus
+from ..measure.error import LayerError
 from ..models import MODELS
 from ..patterns import collapse, template
 from ..plan.fates import Found, Options
@@ -34,7 +35,7 @@ from ..plan.roles import Entry
 from ..weights.find import MODELOPT_FILE, decoded_view, with_own_file
 from ..weights.weight import Weight
 from .configs import differences, judged
-from .contents import LayerError, Progress, Task, read_contents
+from .contents import Progress, Task, read_contents
 from .extras import extra_files, extra_weights
 from .headers import Headers, described
 

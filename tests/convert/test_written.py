@@ -196,7 +196,7 @@ def test_what_engines_would_refuse_is_not_called_finished(tmp_path: Path, source
     config = {**plan.config, "quantization_config": quantization}
     (out / "config.json").write_text(json.dumps(config))
     with pytest.raises(RuntimeError, match=rf"^{out} was written wrongly: .*{QUERY}"):
-        check_finished(out, replace(plan, quantization_config=quantization, config=config))
+        check_finished(out, replace(plan, quantization_config=quantization))
 
 
 def test_scales_are_read_whole(written: tuple[Path, Layout], tmp_path: Path, source: Path) -> None:

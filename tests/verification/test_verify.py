@@ -187,8 +187,10 @@ def test_every_code_is_decoded_as_torch_does() -> None:
 def test_pieces_do_not_change_what_is_found(blocks: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = blocks
     whole = verify(out, source, full=True, workers=1)
-    for name, size in (("PIECE", 3000), ("TRANSPOSED_PIECE", 3000), ("CHUNK", 1000)):
-        monkeypatch.setattr(f"openquant.verification.contents.{name}", size)
+    monkeypatch.setattr("openquant.verification.contents.PIECE", 3000)
+    monkeypatch.setattr("openquant.weights.reading.BUFFER", 3000)
+    monkeypatch.setattr("openquant.weights.reading.TRANSPOSED_BUFFER", 3000)
+    monkeypatch.setattr("openquant.measure.error.CHUNK", 1000)
     pieces = verify(out, source, full=True, workers=3)
     assert_clean(pieces)
     assert [e.relative for e in pieces.errors] == pytest.approx([e.relative for e in whole.errors], rel=1e-4)

@@ -1,0 +1,9 @@
+"""What a quantization does to weights and answers.
+
+LayerError  how far one layer is from its source; ErrorSum adds it up piece by piece
+Comparison  codes and scales held against the weights they were made from
+
+error = ErrorSum()
+error.add(weights, abs(decoded - weights))
+error.of("model.layers.0.mlp.up_proj", (12288, 4096)).relative      # 0.0264
+"""

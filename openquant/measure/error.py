@@ -1,0 +1,155 @@
+"""How far a quantized layer is from its source: the one place where that is summed up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..formats.format import Format, grid_of
+from ..formats.kernels import CHUNK, Bits, absmax, decode, encode, encode_float32, to_float32
+from ..formats.numbers import Codes, Floats
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """How far a quantized layer is from its source.
+
+    Attributes:
+        module: the layer.
+        shape: (out, in).
+        relative: Frobenius norm of the difference over that of the source's weight.
+        sqnr_db: the same as a signal-to-noise ratio; None where there is no noise.
+        largest: largest absolute difference.
+    """
+
+    module: str
+    shape: tuple[int, int]
+    relative: float
+    sqnr_db: float | None
+    largest: float
+
+
+class ErrorSum:
+    """Energies of a layer's weights and of their error, and the largest error, summed over pieces of it."""
+
+    def __init__(self) -> None:
+        self.signal = 0.0
+        self.noise = 0.0
+        self.largest = 0.0
+
+    def add(self, weights: Floats, error: Floats) -> None:
+        """A piece of the layer [n, in], and the absolute error of each of its weights."""
+        self.signal += _energy(weights)
+        self.noise += _energy(error)
+        self.largest = max(self.largest, float(error.max()))
+
+    def of(self, module: str, shape: tuple[int, int]) -> LayerError:
+        """The error of the whole layer, which is called so and has that shape (out, in)."""
+        relative = math.sqrt(self.noise / self.signal) if self.signal else float(self.noise > 0)
+        sqnr = -20 * math.log10(relative) if relative else None
+        return LayerError(module, shape, relative, sqnr, self.largest)
+
+
+class Comparison:
+    """A quantized layer held against its source, piece by piece.
+
+    A weight w under scale s becomes the code nearest to w / s, so that the difference is at most Number.bound. Where
+    making the code again from the source gives the same one, that needs no looking at, unless the scale is too small
+    for the weight.
+
+    Attributes:
+        error: how far apart they are.
+        grid: the scales, a row of them for each row of groups.
+        absmax: the largest absolute weight of each group.
+        finite: whether all weights of the source are.
+        differing: number of codes that are not what the source makes under these scales.
+        first: the first of them: where it is, the code and the other.
+        wrong: the first weight that is farther off than rounding explains, how far, how far it could be, and how many
+            there are; None if none is.
+    """
+
+    def __init__(self, shape: tuple[int, int], form: Format, scale: Floats, scale_dtype: str) -> None:
+        self.shape = shape
+        self.number = form.number
+        height, width = form.group
+        self.group = height, width if width is not None and width < shape[1] else None
+        self.grid = scale.reshape(grid_of(self.group, shape))
+        self.absmax = np.zeros(self.grid.shape, np.float32)
+        # The scale may have been rounded once the codes were made; what float32 loses is nothing beside it.
+        self.slack = 2.0**-8 if scale_dtype in ("BF16", "F16") else 2.0**-20
+        self.error = ErrorSum()
+        self.finite = True
+        self.differing = 0
+        self.first: tuple[tuple[int, int], int, int] | None = None
+        self.wrong: tuple[tuple[int, int], float, float, int] | None = None
+
+    def add(self, low: int, codes: Codes, bits: Bits, dtype: str) -> None:
+        """Rows from `low` on: codes and the source's weights."""
+        step = max(1, CHUNK // self.shape[1])
+        # Where each row has scales of its own, any number of rows go together; else those of one row of groups.
+        height = self.shape[0] if self.group[0] == 1 else self.group[0] or self.shape[0]
+        top = low
+        while top < low + len(codes) and self.finite:
+            end = min(top + step, low + len(codes), (top // height + 1) * height)
+            with np.errstate(over="ignore"):
+                self._add(top, codes[top - low : end - low], np.ascontiguousarray(bits[top - low : end - low]), dtype)
+            top = end
+
+    def _add(self, top: int, codes: Codes, bits: Bits, dtype: str) -> None:
+        cols, width = self.shape[1], self.group[1]
+        group = (1 if self.group[0] == 1 else None, width)
+        first = top // (self.group[0] or self.shape[0])
+        rows = slice(first, first + (len(codes) if group[0] else 1))
+        if width is not None and cols % width:
+            # What fills the last group up changes nothing.
+            bits = np.pad(bits, ((0, 0), (0, -cols % width)))
+        largest, scale = absmax(bits, dtype, group), self.grid[rows]
+        if not np.isfinite(largest).all():
+            self.finite = False
+            return
+        np.maximum(self.absmax[rows], largest, out=self.absmax[rows])
+        fits = bool((largest <= scale * np.float32(self.number.largest * (1 + 2.0**-20))).all())
+        weight = to_float32(np.ascontiguousarray(bits[:, :cols]), dtype)
+        spread = scale if width is None else np.repeat(scale, width, axis=1)[:, :cols]
+        if fits:
+            made = np.empty(bits.shape, np.uint8)
+            encode(bits, dtype, scale, group, made, self.number)
+            made = made[:, :cols]
+        else:
+            # The kernel counts on scales that are large enough.
+            made = encode_float32(weight, spread, self.number)
+        same = np.array_equal(made, codes)
+        if not same:
+            differs = made != codes
+            self.differing += int(differs.sum())
+            if self.first is None:
+                row, col = (int(axis) for axis in np.unravel_index(int(differs.argmax()), differs.shape))
+                self.first = (top + row, col), int(codes[row, col]), int(made[row, col])
+        error = np.empty(codes.shape, np.float32)
+        decode(codes, spread, error, self.number)
+        error -= weight
+        np.abs(error, out=error)
+        self.error.add(weight, error)
+        if not (same and fits):
+            self._bound(top, weight, error, spread)
+
+    def _bound(self, top: int, weight: Floats, error: Floats, scale: Floats) -> None:
+        """Look for weights that are farther off than rounding explains."""
+        bound = self.number.bound(weight, scale, self.slack)
+        off = ~(error <= bound)
+        if off.any():
+            row, col = (int(axis) for axis in np.unravel_index(int(off.argmax()), off.shape))
+            first = ((top + row, col), float(error[row, col]), float(bound[row, col]), 0)
+            place, by, bounded, count = self.wrong or first
+            self.wrong = (place, by, bounded, count + int(off.sum()))
+
+
+def _energy(values: Floats) -> float:
+    """Sum of squares."""
+    with np.errstate(over="ignore"):
+        found = float(np.einsum("ij,ij->", values, values))
+    if 1e-30 < found < math.inf:
+        return found
+    return float(np.square(values, dtype=np.float64).sum())
