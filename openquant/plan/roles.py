@@ -121,15 +121,14 @@ class Entry:
 
     def joined_sets(self, modules: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """For every module that engines merge with others, all there are of its set, itself included, in that order."""
-        members: dict[tuple[str, str], list[str]] = {}
+        # By pattern and parent. Sets are many, and have few members.
+        found: dict[tuple[str, str], tuple[str, ...]] = {}
         for module in modules:
             joined = self.role(module).joined
             if joined is not None:
-                members.setdefault((joined, module.rpartition(".")[0]), []).append(module)
-        sets: dict[str, tuple[str, ...]] = {}
-        for found in members.values():
-            sets |= dict.fromkeys(found, tuple(found))
-        return sets
+                key = joined, module.rpartition(".")[0]
+                found[key] = (*found.get(key, ()), module)
+        return {module: members for members in found.values() for module in members}
 
     def engine_names(self, names: Iterable[str]) -> list[str]:
         """Names of modules, the engines' other names for them, and those of what they are merged into."""

@@ -326,6 +326,23 @@ def test_a_listed_name_that_no_plan_lists(ours: Path, source: Path) -> None:
     assert verify(ours, source).problems == ("config.json: ignored_layers lists model, the plan does not",)
 
 
+def test_a_matrix_that_the_source_does_not_have(ours: Path, source: Path) -> None:
+    """All else is still held against a plan of the source."""
+
+    def change(weights: Weights) -> None:
+        weights["model.layers.0.more.weight"] = torch.ones(2, 2, dtype=torch.bfloat16)
+
+    change_weights(ours, change)
+    change_settings(ours, lambda settings: settings["ignored_layers"].remove("lm_head"))
+    change_settings(ours, lambda settings: settings["modules_to_not_convert"].remove("lm_head"))
+    problems, notes = found(verify(ours, source))
+    assert problems == (
+        f"{ONE}: model.layers.0.more.weight is not in the source",
+        "config.json: ignored_layers does not list lm_head",
+    )
+    assert notes == ()
+
+
 @pytest.mark.parametrize("whose", ["ours", "others"])
 def test_two_quantization_configs(whose: str, source: Path, request: pytest.FixtureRequest) -> None:
     out = request.getfixturevalue(whose)
