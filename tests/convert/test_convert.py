@@ -433,10 +433,10 @@ def test_max_memory_is_kept(tmp_path: Path, scheme: Scheme, stored: str, dtype: 
     import sys
 
     if stored == "wide":
-        weights = {f"model.layers.{n}.mlp.down_proj.weight": torch.ones(256, 65536, dtype=dtype) for n in range(4)}
+        weights = {f"model.layers.{n}.mlp.down_proj.weight": torch.ones(128, 65536, dtype=dtype) for n in range(4)}
         source = tiny.write(tmp_path / "source", weights=weights)
     else:
-        weights = {"model.layers.0.feed_forward.experts.down_proj": torch.ones(8, 4096, 2048, dtype=dtype)}
+        weights = {"model.layers.0.feed_forward.experts.down_proj": torch.ones(8, 2048, 2048, dtype=dtype)}
         source = tiny.write(tmp_path / "source", "Llama4ForCausalLM", weights=weights)
     code = (
         "import sys, openquant; r = openquant.compress(sys.argv[1], sys.argv[2], sys.argv[3], workers=9,"
