@@ -26,7 +26,7 @@ from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR, TENSOR_STATIC, VAR
 from openquant.machine import peak_rss
 from openquant.plan.fates import Options
 from openquant.plan.plan import make_plain_plan, make_plan
-from published import published
+from published import published, with_few_experts
 from stored import (
     BLOCKS,
     FP8,
@@ -718,19 +718,20 @@ def test_codes_of_one_scale_pass_a_piece_at_a_time(tmp_path: Path) -> None:
     assert all(same(found[name], stored[name]) for name in found)
 
 
-# Published checkpoints, by their headers: layers in the same scheme, in another, and of the latter decoded ones.
+# Published checkpoints, by their headers: layers in the same scheme; with few experts in that one, in another, and of
+# the latter decoded ones.
 PUBLISHED = {
-    "DeepseekV3ForCausalLM": (45808, 44971, 837),
-    "Qwen3MoeForCausalLM": (18624, 18624, 0),
-    "Qwen3NextForCausalLM": (75535, 73992, 1543),
-    "MiniMaxM2ForCausalLM": (47864, 47864, 0),
+    "DeepseekV3ForCausalLM": (45808, 1204, 1123, 81),
+    "Qwen3MoeForCausalLM": (18624, 768, 768, 0),
+    "Qwen3NextForCausalLM": (75535, 859, 840, 19),
+    "MiniMaxM2ForCausalLM": (47864, 992, 992, 0),
 }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_fp8_checkpoints(name: str) -> None:
     checkpoint = published(f"quantized/{name}")
-    quantized, other, decoded = PUBLISHED[name]
+    quantized, few, other, decoded = PUBLISHED[name]
     plan = make_plan(checkpoint, BLOCK)
     assert (plan.quantized_tensors, plan.decoded_tensors) == (quantized, 0)
     outputs = {info.name: info for shard in plan.shards for info in plan.outputs(shard.name)}
@@ -739,10 +740,11 @@ def test_published_fp8_checkpoints(name: str) -> None:
         dtype = "F32" if info.name.endswith("_scale_inv") else info.dtype
         assert outputs[info.name] == info._replace(dtype=dtype)
     assert 1 in plan.parallel_sizes
+    checkpoint = with_few_experts(checkpoint)
     plan = make_plan(checkpoint, CHANNEL)
     assert (plan.quantized_tensors, plan.decoded_tensors) == (other, decoded)
     plain = make_plain_plan(checkpoint)
-    assert plain.decoded_tensors == quantized
+    assert plain.decoded_tensors == few
     outputs = {info.name: info for shard in plain.shards for info in plain.outputs(shard.name)}
     assert outputs.keys() == {key for key in checkpoint.tensors if not key.endswith("_scale_inv")}
     assert {info.dtype for info in outputs.values() if len(info.shape) > 1} <= {"BF16", "F32"}
@@ -753,7 +755,7 @@ def test_published_int4_experts() -> None:
     plan = make_plan(checkpoint, CHANNEL)
     # The experts, and what was left in bfloat16.
     assert (plan.quantized_tensors, plan.decoded_tensors) == (60 * 384 * 3 + 427, 0)
-    assert make_plain_plan(checkpoint).decoded_tensors == 60 * 384 * 3
+    assert make_plain_plan(with_few_experts(checkpoint)).decoded_tensors == 60 * 4 * 3
 
 
 def test_published_mxfp4_experts() -> None:
