@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from openquant.convert.devices import TorchKernels
-from openquant.errors import UsageError
 from openquant.machine import available_cpus
 
 CPUS = len(os.sched_getaffinity(0))
@@ -23,12 +21,3 @@ def test_a_container_s_share_of_the_cpus_counts(tmp_path: Path, quota: str, foun
     assert available_cpus(file) == CPUS
     file.write_text(f"{quota}\n")
     assert available_cpus(file) == found
-
-
-def test_what_a_device_refuses_is_explained() -> None:
-    """As where another program holds the memory of a GPU."""
-    with pytest.raises(UsageError) as caught:
-        TorchKernels("cpu:0").memory(1 << 60)
-    assert caught.value.message.startswith("cpu:0 failed: ")
-    assert "\n" not in caught.value.message
-    assert caught.value.hint == "use fewer --workers, or --device cpu"

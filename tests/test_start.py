@@ -8,17 +8,14 @@ import re
 import resource
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 import tiny
-from conftest import ROOT, heed_ctrl_c, tree
-from openquant import compress
+from conftest import ROOT, heed_ctrl_c
 from openquant.errors import OutputError
 from openquant.machine import reached_limit
-from openquant.threads import Helpers, in_threads
 
 INTERRUPTED = {"error": "interrupted", "hint": "run the same command again to continue"}
 
@@ -150,59 +147,6 @@ def test_too_few_files_are_an_error_that_names_the_limit(tmp_path: Path, source:
     assert error.endswith(f"Too many open files (no more files can be opened: ulimit -n is {files})")
     assert hint == "hint: raise that limit, then run the same command again"
     assert not (tmp_path / "out" / "config.json").exists()
-
-
-@pytest.mark.parametrize(("stack", "threads"), [(1 << 29, {"openquant-0"}), (1 << 30, {"MainThread"})])
-def test_fewer_threads_do_the_work_where_no_more_can_be_started(
-    tmp_path: Path, source: Path, stack: int, threads: set[str]
-) -> None:
-    code = (
-        "import resource, sys, threading\n"
-        "from openquant import compress\n"
-        "from openquant.report.reporter import Reporter\n"
-        "taken = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (taken + (900 << 20),) * 2)\n"
-        f"threading.stack_size({stack})\n"
-        "class Seen(Reporter):\n"
-        "    seen = set()\n"
-        "    def advanced(self, nbytes):\n"
-        "        self.seen.add(threading.current_thread().name)\n"
-        "compress(sys.argv[1], sys.argv[2], workers=4, reporter=Seen())\n"
-        "print(sorted(Seen.seen))\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(source), str(tmp_path / "out")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{sorted(threads)}\n", "")
-    compress(source, tmp_path / "same")
-    assert tree(tmp_path / "out") == tree(tmp_path / "same")
-
-
-def test_what_a_thread_raises_is_raised() -> None:
-    stopped = threading.Event()
-
-    def work() -> None:
-        if threading.current_thread().name == "openquant-1":
-            raise MemoryError
-        stopped.wait(60)
-
-    with pytest.raises(MemoryError):
-        in_threads(work, 3, stopped)
-
-
-def test_helpers_do_all_they_were_given() -> None:
-    done: list[str] = []
-    with Helpers(3, "helper") as helpers:
-        given = [helpers.submit(lambda: done.append(threading.current_thread().name)) for _ in range(100)]
-        given[50].result(60)
-    assert all(each.done() for each in given)
-    assert len(done) == 100
-    assert set(done) <= {"helper-0", "helper-1", "helper-2"}
 
 
 def test_limits_behind_errors() -> None:

@@ -1,10 +1,8 @@
-"""A shard that was written wrongly gets no final name, and a directory that was is not called finished."""
+"""A shard that was written wrongly gets no final name."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +15,10 @@ import tiny
 from openquant import compress
 from openquant.convert.written import verify_shard
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.output import OutputDirectory
 from openquant.files.shardfile import ShardFile
 from openquant.formats.schemes import CHANNEL, TENSOR
 from openquant.plan.layout import Layout
 from openquant.plan.plan import make_plan
-from openquant.verification.finished import check_finished
 
 NAME = "model.safetensors"
 QUERY = "model.layers.0.self_attn.q_proj"
@@ -131,72 +127,6 @@ def test_a_disk_that_loses_small_writes_finishes_no_shard(
         compress(source, tmp_path / "out")
     assert not (tmp_path / "out" / NAME).exists()
     assert not (tmp_path / "out" / "config.json").exists()
-
-
-def damaged(name: str, damage: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a file damaged once it has its final name."""
-    publish = OutputDirectory.publish
-
-    def publish_damaged(output: OutputDirectory, published: str) -> None:
-        publish(output, published)
-        if published == name:
-            damage(output.path / name)
-
-    monkeypatch.setattr(OutputDirectory, "publish", publish_damaged)
-
-
-def changed(path: Path, change: Callable[[dict[str, object]], object]) -> None:
-    value = json.loads(path.read_text())
-    change(value)
-    path.write_text(json.dumps(value))
-
-
-def renamed(path: Path) -> None:
-    tensors = load_file(path)
-    tensors["more"] = tensors.pop("model.norm.weight")
-    save_file(tensors, path)
-
-
-CONFIGS: list[tuple[Callable[[Path], object], str]] = [
-    (lambda path: changed(path, lambda config: config.update(hidden_size=1)), "config.json: "),
-    (lambda path: changed(path, lambda config: config.pop("quantization_config")), "config.json: "),
-    (lambda path: changed(path, lambda config: config.update(more=1)), "config.json: "),
-]
-
-
-@pytest.mark.parametrize(("damage", "problem"), CONFIGS)
-def test_a_config_that_is_not_the_plan_s_is_not_called_finished(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], object], problem: str
-) -> None:
-    out = tmp_path / "out"
-    damaged("config.json", damage, monkeypatch)
-    with pytest.raises(RuntimeError) as caught:
-        compress(source, out)
-    assert str(caught.value).startswith(f"{out} was written wrongly: {problem}")
-    assert not json.loads((out / ".openquant.json").read_text())["done"]
-
-
-def test_tensors_that_are_not_the_plan_s_are_not_called_finished(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    damaged(NAME, renamed, monkeypatch)
-    with pytest.raises(RuntimeError, match="was written wrongly: model.norm.weight is not what was planned"):
-        compress(source, out)
-    assert not json.loads((out / ".openquant.json").read_text())["done"]
-
-
-def test_what_engines_would_refuse_is_not_called_finished(tmp_path: Path, source: Path) -> None:
-    """Config and tensors are as the plan has them, and it has left out a layer that is quantized."""
-    out = tmp_path / "out"
-    compress(source, out)
-    plan = make_plan(open_checkpoint(source), TENSOR)
-    check_finished(out, plan)
-    quantization = {**plan.quantization_config, "ignored_layers": [QUERY]}
-    config = {**plan.config, "quantization_config": quantization}
-    (out / "config.json").write_text(json.dumps(config))
-    with pytest.raises(RuntimeError, match=rf"^{out} was written wrongly: .*{QUERY}"):
-        check_finished(out, replace(plan, quantization_config=quantization))
 
 
 def test_scales_are_read_whole(written: tuple[Path, Layout], tmp_path: Path, source: Path) -> None:

@@ -15,7 +15,6 @@ from openquant import __version__, compress, verify
 from openquant import run as running
 from openquant.errors import SourceError
 from openquant.files import cards
-from openquant.files.cards import base_models, published_card
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.inputs import read_small
 from openquant.formats.schemes import TENSOR
@@ -309,27 +308,3 @@ def test_the_card_of_a_directory_names_it(tmp_path: Path, monkeypatch: pytest.Mo
     for name, directory in (("m-FP8", "m-FP8"), ("er", "deep/er"), ("here", "link")):
         text = (tmp_path / directory / "README.md").read_text()
         assert f"\nvllm serve {name}\npython -m sglang.launch_server --model-path {name}\n" in text
-
-
-MINE = "Notes.\n\n```\nvllm serve mine\n```\n"
-
-
-def test_a_published_card_s_own_commands_name_the_repository(tmp_path: Path) -> None:
-    text = MINE + card(tmp_path, MINE) + MINE
-    served = "\nvllm serve out\npython -m sglang.launch_server --model-path out\n"
-    assert text.count(served) == 1
-    on_main = served.replace(" out\n", " org/name\n")
-    assert published_card(text, "org/name", None) == text.replace(served, on_main)
-    in_request = served.replace(" out\n", " org/name --revision refs/pr/1\n")
-    assert published_card(text, "org/name", "refs/pr/1") == text.replace(served, in_request)
-    # What the user made of it is left as it is.
-    for edited in ("", MINE, text.replace("| source |", "| from |")):
-        assert published_card(edited, "org/name", None) == edited
-
-
-@pytest.mark.parametrize(
-    ("front", "names"),
-    [("base_model: a/b", ["a/b"]), ("base_model: [a/b, c/d]", ["a/b", "c/d"]), ("license: mit", []), ("[", [])],
-)
-def test_base_models_of_a_card(front: str, names: list[str]) -> None:
-    assert base_models(f"---\n{front}\n---\ntext\n") == names

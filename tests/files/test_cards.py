@@ -1,0 +1,37 @@
+"""Model cards read and rewritten; what a run makes of them is in tests/report/test_card.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import tiny
+from openquant import compress
+from openquant.files.cards import base_models, published_card
+
+MINE = "Notes.\n\n```\nvllm serve mine\n```\n"
+
+
+def test_a_published_card_s_own_commands_name_the_repository(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source")
+    (source / "README.md").write_text(MINE)
+    compress(source, tmp_path / "out", "block")
+    text = MINE + (tmp_path / "out" / "README.md").read_text() + MINE
+    served = "\nvllm serve out\npython -m sglang.launch_server --model-path out\n"
+    assert text.count(served) == 1
+    on_main = served.replace(" out\n", " org/name\n")
+    assert published_card(text, "org/name", None) == text.replace(served, on_main)
+    in_request = served.replace(" out\n", " org/name --revision refs/pr/1\n")
+    assert published_card(text, "org/name", "refs/pr/1") == text.replace(served, in_request)
+    # What the user made of it is left as it is.
+    for edited in ("", MINE, text.replace("| source |", "| from |")):
+        assert published_card(edited, "org/name", None) == edited
+
+
+@pytest.mark.parametrize(
+    ("front", "names"),
+    [("base_model: a/b", ["a/b"]), ("base_model: [a/b, c/d]", ["a/b", "c/d"]), ("license: mit", []), ("[", [])],
+)
+def test_base_models_of_a_card(front: str, names: list[str]) -> None:
+    assert base_models(f"---\n{front}\n---\ntext\n") == names
