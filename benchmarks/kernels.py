@@ -2,11 +2,12 @@
 
     python benchmarks/kernels.py
 
-GB/s of source, absmax and codes both included, best of five, 64 MB of Gaussian weights.
+GB/s of source, absmax and codes both included, best of five, 64 MB of Gaussian weights (with `--rows 16384`).
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 
@@ -14,8 +15,9 @@ import numpy as np
 import torch
 
 from openquant.formats import kernels
-from openquant.formats.schemes import SCHEMES, Scheme
-from openquant.packed import encode, group_absmax, group_scale
+from openquant.formats.format import Format
+from openquant.formats.reference import encode, group_absmax, group_scale
+from openquant.formats.schemes import SCHEMES
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -30,34 +32,37 @@ def best(do: Callable[[], object], nbytes: int) -> float:
     return nbytes / min(seconds) / 1e9
 
 
-def ours(bits: np.ndarray, dtype: str, scheme: Scheme, out: np.ndarray) -> None:
-    """What convert.py does to a piece, over all of them."""
+def ours(bits: np.ndarray, dtype: str, form: Format, out: np.ndarray) -> None:
+    """What a conversion does to a piece, over all of them."""
     rows = max(128, (4 << 20) // (bits.shape[1] * bits.itemsize) // 128 * 128)
     pieces = [slice(low, low + rows) for low in range(0, bits.shape[0], rows)]
-    if scheme.shared:
-        amax = np.stack([kernels.absmax(bits[piece], dtype, scheme.group) for piece in pieces]).max(axis=0)
+    if form.shared:
+        amax = np.stack([kernels.absmax(bits[piece], dtype, form.group) for piece in pieces]).max(axis=0)
     for piece in pieces:
-        if not scheme.shared:
-            amax = kernels.absmax(bits[piece], dtype, scheme.group)
-        kernels.encode(bits[piece], dtype, scheme.scale(amax), scheme.group, out[piece])
+        if not form.shared:
+            amax = kernels.absmax(bits[piece], dtype, form.group)
+        kernels.encode(bits[piece], dtype, form.scales(amax), form.group, out[piece], form.number)
 
 
-def theirs(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+def theirs(weight: torch.Tensor, form: Format) -> torch.Tensor:
     """The reference, eager."""
-    return encode(weight, group_scale(group_absmax(weight, scheme.group), scheme), scheme.group)
+    return encode(weight, group_scale(group_absmax(weight, form.group), form), form)
 
 
 def main() -> None:
     """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=16384, help="of the weights")
+    rows = parser.parse_args().rows
     torch.set_num_threads(1)
     print("| source | scheme | openquant | torch eager |\n|---|---|---|---|")
     for dtype, kind in DTYPES.items():
-        weight = (torch.randn(16384, 2048 if dtype != "F32" else 1024) * 0.02).to(kind)
+        weight = (torch.randn(rows, 2048 if dtype != "F32" else 1024) * 0.02).to(kind)
         bits = weight.view(torch.int32 if dtype == "F32" else torch.int16).numpy().view(kernels.BITS_TYPE[dtype])
         out = np.empty(bits.shape, np.uint8)
         for scheme in SCHEMES.values():
-            mine = best(lambda b=bits, d=dtype, s=scheme, o=out: ours(b, d, s, o), bits.nbytes)
-            reference = best(lambda w=weight, s=scheme: theirs(w, s), bits.nbytes)
+            mine = best(lambda b=bits, d=dtype, f=scheme.format, o=out: ours(b, d, f, o), bits.nbytes)
+            reference = best(lambda w=weight, f=scheme.format: theirs(w, f), bits.nbytes)
             print(f"| {dtype} | {scheme.name} | {mine:.2f} | {reference:.2f} |")
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/floor.py, to which conversions are compared: it writes what it is told to, and all of it."""
+"""The benchmarks run, small: what they time is what they say."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT
+from openquant.formats.schemes import SCHEMES
 
 
 @pytest.mark.parametrize("nbytes", [1_000_000, 30_000_001, 40_000_000])
-def test_it_writes_as_many_bytes_as_asked(nbytes: int, tmp_path: Path) -> None:
+def test_the_floor_writes_as_many_bytes_as_asked(nbytes: int, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     (source / "large").write_bytes(b"abcdefgh" * 5_000_000)
@@ -25,3 +26,10 @@ def test_it_writes_as_many_bytes_as_asked(nbytes: int, tmp_path: Path) -> None:
     assert sizes == shares
     # What is written is what was read: no holes.
     assert (tmp_path / "out" / "large").read_bytes().count(b"\0") == 0
+
+
+def test_kernels_are_timed_for_each_scheme() -> None:
+    command = [sys.executable, ROOT / "benchmarks" / "kernels.py", "--rows", "256"]
+    done = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
+    rows = [line.split(" | ")[:2] for line in done.stdout.splitlines()[2:]]
+    assert rows == [[f"| {dtype}", scheme] for dtype in ("BF16", "F16", "F32") for scheme in SCHEMES]
