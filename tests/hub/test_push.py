@@ -10,9 +10,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -37,9 +38,8 @@ def hub(tmp_path: Path) -> Iterator[LoopbackHub]:
         yield server
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    root = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM", shards=SHARDS)
+def write(root: Path) -> Path:
+    tiny.write(root, "Qwen3MoeForCausalLM", shards=SHARDS)
     (root / "tokenizer.json").write_text("{}")
     (root / "LICENSE").write_text("Do as you like.\n")
     (root / "README.md").write_text("---\nlicense: mit\n---\nA model.\n")
@@ -47,22 +47,28 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def unpublished(source: Path, tmp_path: Path) -> dict[str, bytes]:
-    """What a local run writes."""
-    compress(source, tmp_path / "expected")
-    return published(tree(tmp_path / "expected"))
+def source(tmp_path: Path) -> Path:
+    return write(tmp_path / "source")
+
+
+@pytest.fixture(scope="module")
+def unpublished(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, bytes]:
+    """What a local run writes of such a source."""
+    root = tmp_path_factory.mktemp("unpublished")
+    compress(write(root / "source"), root / "expected")
+    return MappingProxyType(published(tree(root / "expected")))
 
 
 @pytest.fixture
-def expected(unpublished: dict[str, bytes]) -> dict[str, bytes]:
+def expected(unpublished: Mapping[str, bytes]) -> dict[str, bytes]:
     """What a repository should hold of that: its card tells how to serve the repository."""
     return served_as(unpublished, "user/name")
 
 
-def served_as(files: dict[str, bytes], name: str) -> dict[str, bytes]:
+def served_as(files: Mapping[str, bytes], name: str) -> dict[str, bytes]:
     card = files["README.md"]
     assert card.count(b" DIR\n") == 2
-    return files | {"README.md": card.replace(b" DIR\n", f" {name}\n".encode())}
+    return {**files, "README.md": card.replace(b" DIR\n", f" {name}\n".encode())}
 
 
 def published(files: dict[str, bytes]) -> dict[str, bytes]:
@@ -103,7 +109,7 @@ def push_of(source: Path, tmp_path: Path, *more: object) -> list[object]:
 
 
 def test_a_run_is_published_with_one_commit(
-    hub: LoopbackHub, source: Path, unpublished: dict[str, bytes], expected: dict[str, bytes], tmp_path: Path
+    hub: LoopbackHub, source: Path, unpublished: Mapping[str, bytes], expected: dict[str, bytes], tmp_path: Path
 ) -> None:
     done = ask(hub, tmp_path, *push_of(source, tmp_path, "--json"))
     assert done.returncode == 0, done.stderr
@@ -147,7 +153,7 @@ def test_options_of_the_commit(hub: LoopbackHub, source: Path, expected: dict[st
 
 
 @pytest.fixture
-def in_request(unpublished: dict[str, bytes]) -> dict[str, bytes]:
+def in_request(unpublished: Mapping[str, bytes]) -> dict[str, bytes]:
     """What the first pull request should hold."""
     return served_as(unpublished, "user/name --revision refs/pr/1")
 
@@ -163,7 +169,7 @@ def test_a_pull_request(hub: LoopbackHub, source: Path, in_request: dict[str, by
 
 
 def test_push_of_a_directory_made_earlier(
-    hub: LoopbackHub, source: Path, unpublished: dict[str, bytes], expected: dict[str, bytes], tmp_path: Path
+    hub: LoopbackHub, source: Path, unpublished: Mapping[str, bytes], expected: dict[str, bytes], tmp_path: Path
 ) -> None:
     compress(source, tmp_path / "out")
     done = ask(hub, tmp_path, "push", tmp_path / "out", "name")
@@ -819,7 +825,7 @@ def test_an_outage_longer_than_the_client_s_patience(
 
 @pytest.mark.parametrize("gone", ["removed", "closed"])
 def test_a_pull_request_that_is_gone_is_opened_again(
-    hub: LoopbackHub, source: Path, unpublished: dict[str, bytes], tmp_path: Path, gone: str
+    hub: LoopbackHub, source: Path, unpublished: Mapping[str, bytes], tmp_path: Path, gone: str
 ) -> None:
     hub.faults.append(Fault(r"/commit/", "POST", times=None, status=403))
     assert ask(hub, tmp_path, *push_of(source, tmp_path, "--create-pr")).returncode == 2

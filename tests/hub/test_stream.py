@@ -11,9 +11,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -36,19 +37,25 @@ def hub(tmp_path: Path) -> Iterator[LoopbackHub]:
         yield server
 
 
-@pytest.fixture
-def source(hub: LoopbackHub, tmp_path: Path) -> Path:
-    root = tiny.write(tmp_path / "repository", "Qwen3MoeForCausalLM", shards=SHARDS)
+def write(root: Path) -> Path:
+    tiny.write(root, "Qwen3MoeForCausalLM", shards=SHARDS)
     (root / "README.md").write_text("---\nlicense: mit\n---\nA model.\n")
-    hub.repositories["org/name"] = root
     return root
 
 
 @pytest.fixture
-def local(source: Path, tmp_path: Path) -> dict[str, bytes]:
+def source(hub: LoopbackHub, tmp_path: Path) -> Path:
+    root = write(tmp_path / "repository")
+    hub.repositories["org/name"] = root
+    return root
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, bytes]:
     """What a run on the files themselves writes, but the two files that name the repository and its commit."""
-    compress(source, tmp_path / "local")
-    return without_origin(tree(tmp_path / "local"))
+    root = tmp_path_factory.mktemp("local")
+    compress(write(root / "repository"), root / "local")
+    return MappingProxyType(without_origin(tree(root / "local")))
 
 
 def without_origin(files: dict[str, bytes]) -> dict[str, bytes]:
@@ -211,7 +218,7 @@ SHARD = r"resolve/.*model-00003-of-00006\.safetensors$"
     ids=["cut", "reset", "429", "503", "500 twice", "short", "flipped"],
 )
 def test_what_goes_wrong_once_does_not_show(
-    hub: LoopbackHub, source: Path, local: dict[str, bytes], tmp_path: Path, mode: tuple[str, ...], fault: Fault
+    hub: LoopbackHub, source: Path, local: Mapping[str, bytes], tmp_path: Path, mode: tuple[str, ...], fault: Fault
 ) -> None:
     hub.faults.append(Fault(**{**vars(fault), "seen": 0}))
     done = ask(hub, tmp_path, *mode)
@@ -269,7 +276,7 @@ def test_access_that_ends_on_the_way(
 
 @MODES
 def test_a_killed_run_continues(
-    hub: LoopbackHub, source: Path, local: dict[str, bytes], tmp_path: Path, mode: tuple[str, ...]
+    hub: LoopbackHub, source: Path, local: Mapping[str, bytes], tmp_path: Path, mode: tuple[str, ...]
 ) -> None:
     processes: list[subprocess.Popen[str]] = []
     begun = threading.Semaphore(0)
@@ -329,7 +336,7 @@ def test_a_streamed_file_continues_where_it_stopped(hub: LoopbackHub, tmp_path: 
 @MODES
 @pytest.mark.parametrize("after", [0, 1], ids=["header", "shard"])
 def test_ctrl_c_does_not_wait_for_a_download(
-    hub: LoopbackHub, source: Path, local: dict[str, bytes], tmp_path: Path, mode: tuple[str, ...], after: int
+    hub: LoopbackHub, source: Path, local: Mapping[str, bytes], tmp_path: Path, mode: tuple[str, ...], after: int
 ) -> None:
     reached, release = threading.Event(), threading.Event()
 
@@ -410,7 +417,7 @@ def test_ctrl_c_does_not_wait_for_the_small_files(hub: LoopbackHub, source: Path
 
 
 def test_shards_of_another_repository_are_not_taken_for_this_one_s(
-    hub: LoopbackHub, source: Path, local: dict[str, bytes], tmp_path: Path
+    hub: LoopbackHub, source: Path, local: Mapping[str, bytes], tmp_path: Path
 ) -> None:
     """A model and its fine-tune have the same names and headers; a run of the one left shards behind."""
     hub.repositories["org/other"] = tiny.write(tmp_path / "other", "Qwen3MoeForCausalLM", shards=SHARDS, seed=7)
@@ -424,7 +431,7 @@ def test_shards_of_another_repository_are_not_taken_for_this_one_s(
 
 @pytest.mark.parametrize("damage", ["empty", "zeros", "partial"])
 def test_a_damaged_scratch_file_is_fetched_again(
-    hub: LoopbackHub, source: Path, local: dict[str, bytes], tmp_path: Path, damage: str
+    hub: LoopbackHub, source: Path, local: Mapping[str, bytes], tmp_path: Path, damage: str
 ) -> None:
     name = "model-00001-of-00006.safetensors"
     scratch = tmp_path / "out" / ".openquant" / "source-0"
@@ -443,7 +450,7 @@ def test_a_damaged_scratch_file_is_fetched_again(
 
 
 def test_scratch_left_behind_goes_when_another_mode_finishes(
-    hub: LoopbackHub, source: Path, local: dict[str, bytes], tmp_path: Path
+    hub: LoopbackHub, source: Path, local: Mapping[str, bytes], tmp_path: Path
 ) -> None:
     interrupted(hub, tmp_path, Fault(SHARD, "GET", after=1), "--stream")
     assert list((tmp_path / "out" / ".openquant" / "source-0").iterdir())
@@ -463,7 +470,7 @@ def test_scratch_left_behind_goes_when_another_mode_finishes(
     ids=["info", "info cut", "config", "tree"],
 )
 def test_trouble_with_the_first_requests_does_not_show(
-    hub: LoopbackHub, source: Path, local: dict[str, bytes], tmp_path: Path, fault: Fault
+    hub: LoopbackHub, source: Path, local: Mapping[str, bytes], tmp_path: Path, fault: Fault
 ) -> None:
     hub.faults.append(Fault(**{**vars(fault), "seen": 0}))
     done = ask(hub, tmp_path)
@@ -516,7 +523,7 @@ def test_quiet_is_quiet_about_what_the_client_tries_again(hub: LoopbackHub, sour
 
 @MODES
 def test_addresses_elsewhere_get_no_token_and_serve_until_they_expire(
-    hub: LoopbackHub, source: Path, local: dict[str, bytes], tmp_path: Path, mode: tuple[str, ...]
+    hub: LoopbackHub, source: Path, local: Mapping[str, bytes], tmp_path: Path, mode: tuple[str, ...]
 ) -> None:
     hub.storage = f"http://localhost:{hub.port}"
 
@@ -553,7 +560,7 @@ def test_an_address_that_is_refused_for_good(hub: LoopbackHub, source: Path, tmp
 
 @MODES
 def test_several_shards_come_at_once(
-    hub: LoopbackHub, source: Path, local: dict[str, bytes], tmp_path: Path, mode: tuple[str, ...]
+    hub: LoopbackHub, source: Path, local: Mapping[str, bytes], tmp_path: Path, mode: tuple[str, ...]
 ) -> None:
     both = threading.Barrier(2, timeout=60)
     for number in (1, 2):
@@ -566,7 +573,7 @@ def test_several_shards_come_at_once(
 
 @MODES
 def test_a_server_that_ignores_ranges(
-    hub: LoopbackHub, source: Path, local: dict[str, bytes], tmp_path: Path, mode: tuple[str, ...]
+    hub: LoopbackHub, source: Path, local: Mapping[str, bytes], tmp_path: Path, mode: tuple[str, ...]
 ) -> None:
     hub.ignores_range = True
     done = ask(hub, tmp_path, *mode)
