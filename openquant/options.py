@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
 
 from .errors import UsageError
+from .formats.names import SCHEME_NAMES
 
 # Titles in --help.
 WEIGHTS = "what the weights become"
@@ -191,12 +192,11 @@ class Recipe:
     scheme: str = field(
         default="tensor",
         metadata=said(
-            "what shares a scale: tensor (default), channel (output row), block (128x128), mxfp8 (32 inputs)",
+            f"{', '.join(SCHEME_NAMES)} (default: tensor)",
             WEIGHTS,
-            '"tensor" (one scale per joined set), "channel" (one per output row), "block" (one per 128x128 block) or '
-            '"mxfp8" (one per 32 inputs of a row)',
+            ", ".join(f'"{name}" ({named.stored})' for name, named in SCHEME_NAMES.items()),
             value="NAME",
-            choices=("tensor", "channel", "block", "mxfp8"),
+            choices=tuple(SCHEME_NAMES),
         ),
     )
     format: str | None = field(
@@ -204,8 +204,8 @@ class Recipe:
         metadata=said(
             "fp8 (default where it can) or compressed-tensors",
             WEIGHTS,
-            '"fp8" or "compressed-tensors", how that is serialized; "fp8" if None, but for channel and mxfp8, which '
-            "have only the other",
+            '"fp8" or "compressed-tensors", how that is serialized; "fp8" if None, where a scheme has that: tensor and '
+            "block",
             value="NAME",
             choices=("fp8", "compressed-tensors"),
         ),
@@ -246,8 +246,9 @@ class Recipe:
         metadata=said(
             "another scheme for modules that match; repeatable",
             WEIGHTS,
-            'patterns over module names, each with the scheme of what matches ("tensor", "channel" or "block", in the '
-            "compressed-tensors format); the first that matches counts",
+            "patterns over module names, each with the scheme of what matches "
+            f"({', '.join(name for name, named in SCHEME_NAMES.items() if named.mixes)}, in the compressed-tensors "
+            "format); the first that matches counts",
             value="PATTERN=SCHEME",
             read=pattern_and_scheme,
             repeated=True,
@@ -311,10 +312,10 @@ class Run:
         metadata=said(
             "where to write (default: ./NAME-FP8 or the like)",
             PLACES,
-            "directory to write; if None, in the working directory, named `<name>-FP8`, for channel "
-            "`<name>-FP8-dynamic`, for block `<name>-FP8-W128`, for mxfp8 `<name>-MXFP8`; tensor and block in the "
-            "compressed-tensors format have `-CT` added, block with ue8m0 scales `-UE8M0`, static activations "
-            "`-static`",
+            "directory to write; if None, in the working directory, named "
+            f"{', '.join(f'`<name>{named.suffix}` for {name}' for name, named in SCHEME_NAMES.items())}; tensor and "
+            "block in the compressed-tensors format have `-CT` added, block with ue8m0 scales `-UE8M0`, static "
+            "activations `-static`",
             flags=("-o", "--output"),
             value="DIR",
             completes="directory",

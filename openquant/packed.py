@@ -8,14 +8,21 @@ from torch import Tensor, nn
 from .formats.reference import decode, encode, group_absmax, group_scale, stored_scale
 from .formats.schemes import VARIANTS, find_scheme
 
-_SCALE_DTYPES = {"F32": torch.float32, "U8": torch.uint8}
+_DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "U8": torch.uint8,
+}
 
 
 class PackedLinear(nn.Module):
-    """A Linear whose weight is float8_e4m3fn; its state dict is exactly what an output directory holds for it.
+    """A Linear whose weight is quantized; its state dict is exactly what an output directory holds for it.
 
     Args:
-        weight: float8_e4m3fn codes [out, in].
+        weight: codes as they are stored: float8_e4m3fn or int8 [out, in], or words of them.
         scale: of the dtype and shape that one of the schemes stores for such a weight.
         bias: [out] or None, as the source has it.
         format: how it is serialized, where two formats differ only in the scale's name; the scheme's default if None.
@@ -28,22 +35,26 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None = None, format: str | None = None) -> None:
         super().__init__()
-        if weight.dtype != torch.float8_e4m3fn or weight.ndim != 2:
-            raise ValueError(f"weight must be a float8_e4m3fn matrix, not {weight.dtype} {list(weight.shape)}")
-        shape = (weight.shape[0], weight.shape[1])
+        held = [scheme for scheme in VARIANTS if _DTYPES[scheme.format.number.dtype] == weight.dtype]
+        if not held or weight.ndim != 2:
+            known = " or ".join([*dict.fromkeys(str(_DTYPES[each.format.number.dtype])[6:] for each in VARIANTS)][::-1])
+            raise ValueError(f"weight must be codes: {known} matrix, not {weight.dtype} {list(weight.shape)}")
+        shape = (weight.shape[0], weight.shape[1] * held[0].format.number.per_item)
         fitting = [
             scheme
-            for scheme in VARIANTS
+            for scheme in held
             if scheme.format.misfit(shape) is None
             and scheme.format.scale_shape(shape) == scale.shape
-            and scale.dtype == _SCALE_DTYPES[scheme.format.scale.dtype]
+            and scale.dtype == _DTYPES[scheme.format.scale.dtype]
             and format in (None, scheme.method)
         ]
         if not fitting:
-            raise ValueError(f"{scale.dtype} scale {list(scale.shape)} does not fit a weight {list(weight.shape)}")
-        self.scheme = fitting[0]
-        self.register_buffer("weight", weight)
+            raise ValueError(f"{scale.dtype} scale {list(scale.shape)} does not fit a weight {list(shape)}")
+        self.scheme, self.shape = fitting[0], shape
+        self.register_buffer(self.scheme.format.codes, weight)
         self.register_buffer(self.scheme.format.scale.name, scale)
+        for info, data in self.scheme.format.known("", shape):
+            self.register_buffer(info.name[1:], torch.frombuffer(bytearray(data), dtype=torch.int64))
         self.register_buffer("bias", bias)
 
     @classmethod
@@ -77,7 +88,7 @@ class PackedLinear(nn.Module):
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [out, in] that this layer computes with."""
-        return decode(self.get_buffer("weight"), self.scale, self.scheme.format).to(dtype)
+        return decode(self.get_buffer(self.scheme.format.codes), self.scale, self.scheme.format).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], in x's dtype."""
@@ -86,5 +97,5 @@ class PackedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         """What print() shows of the layer."""
-        out_features, in_features = self.get_buffer("weight").shape
+        out_features, in_features = self.shape
         return f"in_features={in_features}, out_features={out_features}, scheme={self.scheme.name}"

@@ -229,8 +229,7 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter) -> Outcome:
                 # Nobody looked at it since an earlier run was done with it.
                 require_sound(prepared.target, directory.files.keys())
             reporter.publishing(publisher.repo)
-            number = "FP8" if plan.quantization_config else "BF16"
-            title = f"{source.name} in {number} ({plan.title})"
+            title = f"{source.name} in {plan.numbers} ({plan.title})"
             return publisher.finish(sorted(others), title)
 
         published, error = attempt(finish)

@@ -45,7 +45,7 @@ class Shelf:
         key = (architecture, shards, scheme.suffix)
         if key not in self._made:
             output = source.parent / f"source{scheme.suffix}"
-            ignore = ["**.experts.**"] if MODELS[architecture].experts and not scheme.experts else []
+            ignore = ["**.experts.**"] if MODELS[architecture].experts and not scheme.expert_engines else []
             formats = {"format": scheme.method, "scale_format": scheme.scale_format}
             result = compress(source, output, scheme.name, **formats, ignore=ignore)
             self._keep(output)

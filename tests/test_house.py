@@ -7,10 +7,10 @@ PACKAGE = Path(__file__).parent.parent / "openquant"
 # From the ground up: a module may import from its own room, and from every floor below.
 FLOORS = (
     ("errors", "version", "models", "interrupts"),
-    ("options",),
     ("patterns", "machine", "threads"),
     ("files",),
     ("formats",),
+    ("options",),
     ("weights", "packed"),
     ("plan",),
     ("convert", "hub", "measure"),

@@ -25,7 +25,7 @@ from ..formats.format import grid_of
 from ..formats.kernels import scale_values
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
-from ..plan.layout import Copy, CopyScale, Decode, Encode, Job, Layout, Piece, Shard, Unstack
+from ..plan.layout import Copy, CopyScale, Decode, Encode, Job, Layout, Piece, Put, Shard, Unstack
 from ..plan.plan import Plan
 from ..threads import FirstFailure, Helpers, in_threads
 from ..weights.reading import BUFFER, SMALLEST_SCALE, Reader, check_scales, consumed, memory_of
@@ -241,6 +241,8 @@ class _Worker:
                 self._copy(job, file)
             case CopyScale():
                 self._copy_scale(job, file)
+            case Put():
+                file.write(np.frombuffer(job.data, np.uint8), job.target)
             case Unstack():
                 self._unstack(job, file)
             case Decode() if job.weight.transposed:

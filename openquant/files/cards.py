@@ -13,7 +13,8 @@ REPLACED = ("base_model", "base_model_relation", "library_name", "pipeline_tag",
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\r?\n(.*?)(?:^|\n)---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
 # The section that this program adds, of an earlier run.
 SECTION = re.compile(
-    r"^# [^\n]*: (FP8|BF16) weights\n\n\| \| \|\n\|---\|---\|\n\| source \|.*\Z", re.DOTALL | re.MULTILINE
+    r"^# [^\n]*: ([A-Z0-9]+(?: and [A-Z0-9]+)*) weights\n\n\| \| \|\n\|---\|---\|\n\| source \|.*\Z",
+    re.DOTALL | re.MULTILINE,
 )
 # The commands in it, and how each engine is started.
 _BLOCK = re.compile(r"^```\n.*?^```$", re.DOTALL | re.MULTILINE)
@@ -34,9 +35,9 @@ _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
 
 
 def source_of(card: str) -> str | None:
-    """What a card that this program wrote for an FP8 output says of the source; None if it wrote none there."""
+    """What a card that this program wrote for a quantized output says of the source; None if it wrote none there."""
     found = SECTION.search(card)
-    if found is None or found.group(1) != "FP8":
+    if found is None or found.group(1) == "BF16":
         return None
     return next(line for line in found.group().splitlines() if line.startswith("| source |"))
 

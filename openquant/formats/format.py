@@ -6,13 +6,14 @@ only what is stored may have fewer axes. Formats are values: two that are equal 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from ..files.tensors import TensorInfo
-from .numbers import Floats, Number
+from .numbers import Floats, Number, nearest_bfloat16
 
 # Rows and columns that share a scale; None is the whole axis.
 Group = tuple[int | None, int | None]
@@ -36,7 +37,8 @@ class Scale:
     Attributes:
         name: last part of the tensor's name.
         axes: of the tensor: 2 for the grid, 1 or 0 for a single one.
-        dtype: "F32", or "U8" for the exponent field of a power of two (E8M0).
+        dtype: "F32"; "BF16", to which they are rounded before codes are made; "U8" for the exponent field of a power
+            of two (E8M0).
         power_of_two: whether all are.
         floor: the smallest of anything that is not all zero.
     """
@@ -59,6 +61,7 @@ class Format:
         scale: the scales.
         codes: last part of the code tensor's name.
         static: whether there is also an input_scale, by which engines quantize activations.
+        shape: whether there is also a `weight_shape`, which holds [out, in]: codes in words do not tell it.
     """
 
     number: Number
@@ -66,6 +69,7 @@ class Format:
     scale: Scale
     codes: str = "weight"
     static: bool = False
+    shape: bool = False
 
     @property
     def shared(self) -> bool:
@@ -92,11 +96,19 @@ class Format:
         return "one scale per tensor" if height is None else "one scale per channel"
 
     def parts(self, module: str, shape: tuple[int, int]) -> tuple[TensorInfo, ...]:
-        """The tensors of a weight [out, in]: codes, scales, and the scale of its activations if it has one."""
+        """The tensors of a weight [out, in]: codes, scales, the scale of its activations if it has one, and those of
+        `known`.
+        """
         codes = TensorInfo(f"{module}.{self.codes}", self.number.dtype, (shape[0], shape[1] // self.number.per_item))
         scale = TensorInfo(f"{module}.{self.scale.name}", self.scale.dtype, self.scale_shape(shape))
         static = (scale._replace(name=f"{module}.{INPUT_SCALE}"),) if self.static else ()
-        return codes, scale, *static
+        return codes, scale, *static, *(info for info, _ in self.known(module, shape))
+
+    def known(self, module: str, shape: tuple[int, int]) -> tuple[tuple[TensorInfo, bytes], ...]:
+        """The tensors of a weight [out, in] that hold nothing but what its shape says, and their bytes."""
+        if not self.shape:
+            return ()
+        return ((TensorInfo(f"{module}.weight_shape", "I64", (2,)), np.array(shape, "<i8").tobytes()),)
 
     def scale_of(self, codes: str) -> str:
         """The name of the scales of a code tensor: "X.weight_scale_inv", of a stack "X.up_proj_scale_inv"."""
@@ -114,9 +126,18 @@ class Format:
     def misfit(self, shape: tuple[int, int]) -> str | None:
         """Why a weight of this shape cannot be stored; None if it can."""
         height, width = (size or 1 for size in self.group)
-        if shape[0] % height == 0 and shape[1] % width == 0:
-            return None
-        return f"{shape[0]} x {shape[1]} does not divide into {height} x {width} blocks"
+        if shape[0] % height or shape[1] % width:
+            return f"{shape[0]} x {shape[1]} does not divide into {height} x {width} blocks"
+        if shape[1] % self.number.per_item:
+            return f"rows of {shape[1]} do not divide into words of {self.number.per_item} codes"
+        return None
+
+    @property
+    def whole(self) -> Group:
+        """Rows and columns that no rank of tensor parallelism may part: (1, 4) where words hold four codes."""
+        height, width = self.group
+        words = self.number.per_item
+        return height, math.lcm(width or 1, words) if width is not None or words > 1 else None
 
     def holds(self, other: Format) -> bool:
         """Whether codes and scales of another format are such as it has, by whatever names and dtypes."""
@@ -131,10 +152,14 @@ class Format:
             # Carries into the exponent unless the mantissa is zero. The division before is exact enough: the quotient
             # exceeds a power of two just where absmax exceeds the largest code times that.
             scale = ((scale.view(np.uint32) + np.uint32(0x7FFFFF)) & np.uint32(0xFF800000)).view(np.float32)
+        if self.scale.dtype == "BF16":
+            scale = (nearest_bfloat16(scale).astype(np.uint32) << 16).view(np.float32)
         return np.where(absmax == 0, np.float32(1), scale).astype(np.float32)
 
-    def stored(self, scale: Floats) -> npt.NDArray[np.float32] | npt.NDArray[np.uint8]:
-        """Scales as they are written."""
+    def stored(self, scale: Floats) -> npt.NDArray[np.float32] | npt.NDArray[np.uint16] | npt.NDArray[np.uint8]:
+        """Scales as they are written; bfloat16 as its bits."""
+        if self.scale.dtype == "BF16":
+            return nearest_bfloat16(scale)
         return (scale.view(np.uint32) >> 23).astype(np.uint8) if self.scale.dtype == "U8" else scale
 
     # Of what others wrote.
@@ -144,7 +169,8 @@ class Format:
         """The dtypes that scales may have, the written one first."""
         if self.scale.dtype == "U8":
             return EXPONENTS
-        return (*FLOATS, *(EXPONENTS if self.scale.power_of_two else ()))
+        floats = (self.scale.dtype, *(name for name in FLOATS if name != self.scale.dtype))
+        return (*floats, *(EXPONENTS if self.scale.power_of_two else ()))
 
     def scale_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """The shapes that the scales of a weight [..., out, in] may have."""

@@ -7,7 +7,7 @@ Weights come as unsigned integers that hold the float's bits ("bits" below), sin
 absolute values compare as integers do. A bfloat16 code follows from a table: dividing by the scale depends only
 on the two mantissas and the difference of the exponents, so 128 tables (one per mantissa of the group's largest
 weight, at the top exponent) serve every scale, once the weight's exponent is raised by what the group's largest
-lacks to the top.
+lacks to the top. Where scales are bfloat16 themselves, the mantissa of the scale takes that one's place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .format import Group, grid_of
-from .numbers import Codes, Floats, Number
+from .numbers import Codes, Floats, Number, nearest_bfloat16
 
 Bits = npt.NDArray[np.unsignedinteger[Any]]
 Entry = TypeVar("Entry", bound=np.generic)
@@ -99,16 +99,16 @@ def encode(bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes, numb
         out: uint8 [rows, cols], contiguous.
         number: what the codes are.
     """
-    if dtype == "BF16":
-        # The largest weight that a scale was made from, or that it would have been made from if it was raised. It is
-        # no bfloat16 where a joined set mixes dtypes.
+    # A multiple of the scale that is a bfloat16: the largest weight that it was made from, or would have been made from
+    # if it was raised, which is none where a joined set mixes dtypes; or any power of two times it.
+    for multiple in (number.largest, _beyond(number)) if dtype == "BF16" else ():
         with np.errstate(over="ignore"):
-            largest = (scale * np.float32(number.largest)).view(np.uint32)
+            largest = (scale * np.float32(multiple)).view(np.uint32)
         top = (largest + np.uint32(0x8000)) >> 16
         exponent = top >> 7
-        exact = (top << 16).view(np.float32) / np.float32(number.largest) == scale
+        exact = (top << 16).view(np.float32) / np.float32(multiple) == scale
         if np.all(exact & (exponent >= _SAFE) & (exponent <= _TOP)):
-            _encode_by_table(bits, top, group, out, number)
+            _encode_by_table(bits, top, group, out, _tables(number, multiple))
             return
     _encode_by_arithmetic(bits, dtype, scale, group, out, number)
 
@@ -170,13 +170,7 @@ def decode_rows(codes: Codes, number: Number, scale: Floats, group: Group, low: 
 def to_bfloat16(values: Floats, out: npt.NDArray[np.uint16]) -> None:
     """Round finite float32 values to bfloat16, to the even one of two as near; `out` gets their bits."""
     for low, high, _ in _chunks((1, None), values.shape):
-        bits = values[low:high].view(np.uint32)
-        rounded = bits >> 16
-        rounded &= 1
-        rounded += bits
-        rounded += np.uint32(0x7FFF)
-        rounded >>= 16
-        out[low:high] = rounded
+        out[low:high] = nearest_bfloat16(values[low:high])
 
 
 def first_unsound(codes: Codes, number: Number) -> int | None:
@@ -207,9 +201,14 @@ def _f16_values() -> Floats:
         return np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 
+def _beyond(number: Number) -> float:
+    """The least power of two that no code reaches."""
+    return float(2.0 ** (np.floor(np.log2(number.largest)) + 1))
+
+
 @cache
-def _tables(number: Number) -> Codes:
-    """[128 * 65536] codes: entry [m, x] is bfloat16 x in a group whose largest weight is (1 + m/128) * 2^127."""
+def _tables(number: Number, multiple: float) -> Codes:
+    """[128 * 65536] codes: entry [m, x] is bfloat16 x where so many times the scale are (1 + m/128) * 2^127."""
     tables = np.empty((128, 2, 32768), np.uint8)
     tables[:] = number.encode(np.array([[0.0], [-0.0]], np.float32))
     # 2^-10 of the smallest normal code is already zero: 448 is 2^8.8, so 24 exponents hold every nonzero code.
@@ -217,14 +216,13 @@ def _tables(number: Number) -> Codes:
     values = to_float32(np.arange(start, (_TOP + 1) << 7, dtype=np.uint16), "BF16")
     for mantissa in range(128):
         largest = to_float32(np.array([(_TOP << 7) | mantissa], np.uint16), "BF16")
-        quotients = values / (largest / np.float32(number.largest))
+        quotients = values / (largest / np.float32(multiple))
         tables[mantissa, 0, start : start + values.size] = number.encode(quotients)
         tables[mantissa, 1, start : start + values.size] = number.encode(-quotients)
     return tables.reshape(-1)
 
 
-def _encode_by_table(bits: Bits, top: npt.NDArray[np.integer[Any]], group: Group, out: Codes, number: Number) -> None:
-    tables = _tables(number)
+def _encode_by_table(bits: Bits, top: npt.NDArray[np.integer[Any]], group: Group, out: Codes, tables: Codes) -> None:
     # Where a weight's code lies: its mantissa's table, and its own bits raised to the top exponent.
     offset = ((top & 127) << 16) + ((_TOP - (top >> 7)) << 7)
     if offset.size == 1:

@@ -106,7 +106,10 @@ class _E4M3(Number):
 
 @dataclass(frozen=True)
 class _Integer(Number):
-    """Integers from -largest to largest, each stored `excess` above its value; modulo 256 where they are a byte."""
+    """Integers from -largest to largest, each stored `excess` above its value; modulo 256 where they are a byte.
+
+    One below -largest is read too, which other tools write.
+    """
 
     excess: int = 0
 
@@ -149,6 +152,17 @@ class _E2M1(Number):
         return bound
 
 
+def nearest_bfloat16(values: Floats) -> npt.NDArray[np.uint16]:
+    """The bits of finite values rounded to bfloat16, to the even one of two as near."""
+    bits = values.view(np.uint32)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += bits
+    rounded += np.uint32(0x7FFF)
+    rounded >>= 16
+    return rounded.astype(np.uint16)
+
+
 def _middles(magnitudes: Floats) -> npt.NDArray[np.float64]:
     """Between neighbours of some ascending values the last that belongs to the lower; a middle to the even code."""
     exact = magnitudes.astype(np.float64)
@@ -176,5 +190,8 @@ def _nearest_e4m3() -> Codes:
 
 E4M3 = _E4M3("FP8", "float8_e4m3fn", "F8_E4M3", per_item=1, per_byte=1, largest=448)
 E2M1 = _E2M1("FP4", "float4_e2m1", "U8", per_item=2, per_byte=2, largest=6)
-# In words of 32 bits, the first of eight lowest (compressed-tensors 0.20, compressors/pack_quantized/helpers.py).
+# In words of 32 bits, the first of eight or four lowest (compressed-tensors 0.20, compressors/pack_quantized).
 INT4 = _Integer("INT4", "int4", "I32", per_item=8, per_byte=2, largest=7, excess=8)
+
+# Those whose codes have an element each, by its dtype.
+CODES = {number.dtype: number for number in (E4M3,)}

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, TypeGuard
 
 from ..errors import UsageError
-from .format import Format, Scale
+from .format import Format, Group, Scale
 from .ignored import MEND, Expressions, Ignored
 from .numbers import E2M1, INT4
 from .schemes import (
@@ -176,7 +176,8 @@ def _read_compressed_tensors(method: str, found: dict[str, Any]) -> Quantization
             raise UsageError(f"config.json: {name} is not a config group", MEND)
         weights, activations = parts
         static = bool(activations) and not activations.get("dynamic")
-        groups.append((tuple(_names(group, "targets")), _read_group(name, weights, static)))
+        stored = group.get("format") or found.get("format")
+        groups.append((tuple(_names(group, "targets")), _read_group(name, weights, stored, static)))
     if not groups:
         raise UsageError("config.json has no config_groups", _KNOWN_GROUPS)
     ignored = Ignored("ignore", _names(found, "ignore"), by_experts=False)
@@ -185,10 +186,14 @@ def _read_compressed_tensors(method: str, found: dict[str, Any]) -> Quantization
 
 
 _KNOWN_GROUPS = "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, and symmetric int4 weights by group"
+# Symmetric integers, whatever shares a scale, by type, bits and the format that holds them; None for any other one.
+_INTEGERS: tuple[tuple[tuple[object, ...], Format], ...] = (
+    (("int", 4, None), Format(INT4, (1, None), Scale("weight_scale"), PACKED)),
+)
 
 
-def _read_group(name: str, weights: dict[str, Any], static: bool) -> Format:
-    """The weights of one config group."""
+def _read_group(name: str, weights: dict[str, Any], stored: object, static: bool) -> Format:
+    """The weights of one config group, which are stored in a format such as "int-quantized"."""
     strategy, kind = weights.get("strategy"), (weights.get("type"), weights.get("num_bits"))
     size, in_bytes = weights.get("group_size"), str(weights.get("scale_dtype")).endswith("uint8")
     shifted = not weights.get("symmetric", True)
@@ -202,10 +207,15 @@ def _read_group(name: str, weights: dict[str, Any], static: bool) -> Format:
     if strategy == "group" and size == MX_GROUP and in_bytes and kind in (("float", 8), ("float", 4)):
         form = MXFP8.format if kind[1] == 8 else replace(MXFP8.format, number=E2M1, codes=PACKED)
         return replace(form, static=static)
-    # Rows of whole words, whose length the packed tensor tells.
-    known = kind == ("int", 4) and strategy == "group" and not shifted
-    if known and isinstance(size, int) and 0 < size <= MAX_SIDE and size % 8 == 0:
-        return Format(INT4, (1, size), Scale("weight_scale"), PACKED, static)
+    forms = [form for key, form in _INTEGERS if key in ((*kind, stored), (*kind, None)) and not shifted]
+    if forms:
+        # Rows of whole words, whose length the packed tensor tells.
+        whole = isinstance(size, int) and 0 < size <= MAX_SIDE and size % forms[0].number.per_item == 0
+        groups: list[tuple[str, Group]] = [("channel", (1, None)), ("tensor", (None, None))]
+        groups += [("group", (1, size))] if whole else []
+        found = [group for known, group in groups if known == strategy]
+        if found:
+            return replace(forms[0], group=found[0], static=static)
     raise UsageError(
         f"config.json: {name} stores {'asymmetric ' if shifted else ''}{kind[0]}{kind[1]} weights by {strategy}",
         _KNOWN_GROUPS,

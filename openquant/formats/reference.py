@@ -22,12 +22,16 @@ def group_scale(absmax: Tensor, format: Format) -> Tensor:
     scale = (absmax / absmax.new_tensor(format.number.largest)).clamp(min=format.scale.floor)
     if format.scale.power_of_two:
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
+    if format.scale.dtype == "BF16":
+        scale = scale.bfloat16().float()
     return torch.where(absmax == 0, torch.ones_like(scale), scale)
 
 
 def stored_scale(scale: Tensor, format: Format, shape: tuple[int, int]) -> Tensor:
     """The scales of a weight [out, in] as they are written, as Format.stored."""
     scale = scale.reshape(format.scale_shape(shape))
+    if format.scale.dtype == "BF16":
+        return scale.bfloat16()
     return (scale.view(torch.int32) >> 23).to(torch.uint8) if format.scale.dtype == "U8" else scale
 
 
@@ -58,9 +62,13 @@ def _beside(scale: Tensor, weight: Tensor, group: Group) -> Tensor:
     if scale.dtype == torch.uint8:
         scale = (scale.to(torch.int32) << 23).view(torch.float32)
     down, along = grid_of(group, weight.shape)
-    return scale.reshape(down, 1, along, 1)
+    return scale.float().reshape(down, 1, along, 1)
 
 
 # Rounded quotients to codes as they are written, and written codes to their values, float32.
-_WRITTEN: dict[Number, Callable[[Tensor], Tensor]] = {E4M3: lambda quotient: quotient.to(torch.float8_e4m3fn)}
-_READ: dict[Number, Callable[[Tensor], Tensor]] = {E4M3: lambda codes: codes.float()}
+_WRITTEN: dict[Number, Callable[[Tensor], Tensor]] = {
+    E4M3: lambda quotient: quotient.to(torch.float8_e4m3fn),
+}
+_READ: dict[Number, Callable[[Tensor], Tensor]] = {
+    E4M3: lambda codes: codes.float(),
+}

@@ -13,6 +13,9 @@ from ..errors import UsageError
 from .format import Format, Scale
 from .numbers import E4M3
 
+# What compressed-tensors says of several groups, each of which then names its own format.
+MIXED_FORMAT = "mixed-precision"
+
 
 @dataclass(frozen=True)
 class Scheme:
@@ -28,11 +31,13 @@ class Scheme:
         transformers: what transformers does wrong with it; None if it reads it.
         package: what transformers needs to read it; None for nothing else.
         transformers_experts: what it does wrong with experts; None if it reads them.
-        experts: whether engines load routed experts that are stored so.
+        expert_engines: who loads routed experts that are stored so.
         head: whether they load an output head that is.
         fallback: what layers are stored as that engines cannot load in this one; None to leave them unquantized.
         follows_rows: whether an engine that reorders a layer's rows gets its scales right.
         most: the largest weight that engines can load; None if they load all that bfloat16 holds.
+        tag: what a card is found by: "fp8-block".
+        notes: what the plan says of where it serves and where it does not.
     """
 
     name: str
@@ -44,11 +49,13 @@ class Scheme:
     transformers: str | None = None
     package: str | None = None
     transformers_experts: str | None = None
-    experts: bool = True
+    expert_engines: tuple[str, ...] = ("vLLM", "SGLang")
     head: bool = False
     fallback: Scheme | None = None
     follows_rows: bool = True
     most: float | None = None
+    tag: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -61,6 +68,13 @@ class Scheme:
         return str(self.settings["quant_method"])
 
     @property
+    def activations(self) -> str:
+        """What engines do with activations, as cards say it, where the title does not: ", dynamic activations"."""
+        if self.format.static:
+            return ""
+        return ", dynamic activations" if self.group.get("input_activations", True) else ", activations as they are"
+
+    @property
     def scale_format(self) -> str:
         """What the user calls the numbers that scales are: "float" or "ue8m0"."""
         return "ue8m0" if self.format.scale.power_of_two else "float"
@@ -70,24 +84,32 @@ class Scheme:
         """The largest weight that engines can load."""
         return self.format.number.largest_weight if self.most is None else self.most
 
-    def config(self, ignored: list[str], targets: Mapping[Scheme, Sequence[str]] | None = None) -> dict[str, Any]:
+    def config(
+        self, ignored: list[str] | None, targets: Mapping[Scheme, Sequence[str]] | None = None
+    ) -> dict[str, Any]:
         """The `quantization_config` of config.json.
 
         Args:
-            ignored: what it lists as unquantized.
+            ignored: what it lists as unquantized; None stands for any list.
             targets: names of layers that are stored in other schemes, or that no group covers unless it names them.
         """
         config = {**self.settings, **dict.fromkeys(self.ignored_keys, ignored)}
         if targets:
-            others = [scheme for scheme in targets if scheme != self]
-            groups = [{**self._group, "targets": [*self._group["targets"], *targets.get(self, ())]}]
-            groups += [{**scheme._group, "targets": list(targets[scheme])} for scheme in others]
+            named = {self: [*self.group["targets"], *targets.get(self, ())]}
+            named |= {scheme: list(names) for scheme, names in targets.items() if scheme != self}
+            alike = len({scheme.settings["format"] for scheme in named}) == 1
+            groups = [
+                {**scheme.group, "targets": names} | ({} if alike else {"format": scheme.settings["format"]})
+                for scheme, names in named.items()
+            ]
+            config["format"] = self.settings["format"] if alike else MIXED_FORMAT
             config["config_groups"] = {f"group_{number}": group for number, group in enumerate(groups)}
         return config
 
     @property
-    def _group(self) -> dict[str, Any]:
-        return dict(self.settings["config_groups"]["group_0"])
+    def group(self) -> dict[str, Any]:
+        """The config group of layers stored so, in the compressed-tensors format; empty in another."""
+        return dict(self.settings.get("config_groups", {}).get("group_0", {}))
 
 
 def _fp8(block: list[int] | None) -> dict[str, Any]:
@@ -105,14 +127,14 @@ _FP8_IGNORED = ("ignored_layers", "modules_to_not_convert")
 
 
 def _compressed_tensors(
-    weights: dict[str, Any], activations: dict[str, Any], format: str = "float-quantized"
+    weights: dict[str, Any], activations: dict[str, Any] | None, format: str = "float-quantized", type: str = "float"
 ) -> dict[str, Any]:
     """Keys of vLLM 0.32.0, layers/quantization/compressed_tensors/compressed_tensors.py:309-372."""
-    number = {"num_bits": 8, "type": "float", "symmetric": True}
+    number = {"num_bits": 8, "type": type, "symmetric": True}
     group = {
         "targets": ["Linear"],
         "weights": {**number, "dynamic": False, **weights},
-        "input_activations": {**number, "dynamic": True, **activations},
+        "input_activations": None if activations is None else {**number, "dynamic": True, **activations},
     }
     return {
         "quant_method": "compressed-tensors",
@@ -134,6 +156,7 @@ TENSOR = Scheme(
     engines=("vLLM", "SGLang"),
     transformers="refuses per-tensor `fp8` checkpoints, and before 5.10.1 misreads them without an error",
     most=65504.0,
+    tag="fp8-tensor",
 )
 CHANNEL = Scheme(
     "channel",
@@ -146,6 +169,7 @@ CHANNEL = Scheme(
     engines=("vLLM", "SGLang"),
     package="compressed-tensors",
     head=True,
+    tag="fp8-channel",
 )
 BLOCK = Scheme(
     "block",
@@ -154,6 +178,7 @@ BLOCK = Scheme(
     settings=_fp8([128, 128]),
     ignored_keys=_FP8_IGNORED,
     engines=("vLLM", "SGLang"),
+    tag="fp8-block",
 )
 
 TENSOR_COMPRESSED = replace(
@@ -168,7 +193,7 @@ TENSOR_COMPRESSED = replace(
     package="compressed-tensors",
     # vLLM 0.32.0 wants a static scale for the activations of such experts
     # (compressed_tensors/compressed_tensors_moe/compressed_tensors_moe_w8a8_fp8.py:58-104).
-    experts=False,
+    expert_engines=(),
     head=True,
 )
 BLOCK_COMPRESSED = replace(
@@ -209,6 +234,7 @@ MXFP8 = Scheme(
     package="compressed-tensors",
     transformers_experts="does not multiply experts by the scales of blocks",
     head=True,
+    tag="fp8-mxfp8",
 )
 
 # With the scales of activations that calibration found: nothing here calibrates, but a source may have them.
@@ -223,7 +249,7 @@ TENSOR_COMPRESSED_STATIC = replace(
     format=replace(TENSOR_COMPRESSED.format, static=True),
     suffix="-FP8-static-CT",
     settings=_compressed_tensors({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False}),
-    experts=True,
+    expert_engines=("vLLM", "SGLang"),
 )
 
 # The default of each name.
@@ -303,21 +329,31 @@ def as_written(scheme: Scheme, settings: Mapping[str, Any]) -> bool:
         scheme: the scheme.
         settings: a `quantization_config`, None in place of each list of unquantized modules.
     """
-    told, groups = _told_apart({**scheme.settings, **dict.fromkeys(scheme.ignored_keys)})
-    found, found_groups = _told_apart(settings)
-    known = [*groups, *(group for other in MIXED for group in _told_apart(other.settings)[1])]
+    found = without_targets(settings)
+    groups = found.get("config_groups")
+    kinds = [
+        next((kind for kind in (scheme, *MIXED) if _alike(group, kind)), None)
+        for group in (groups.values() if isinstance(groups, dict) else ())
+    ]
+    written = without_targets(scheme.config(None, {kind: () for kind in kinds if kind is not None}))
     # Older outputs of ours have no sentence for transformers.
-    older = {key: value for key, value in told.items() if value != TRANSFORMERS_REFUSAL}
-    return found in (told, older) and found_groups[:1] == groups and all(group in known for group in found_groups)
+    older = {key: value for key, value in written.items() if value != TRANSFORMERS_REFUSAL}
+    return None not in kinds and kinds[:1] in ([], [scheme]) and found in (written, older)
 
 
-def _told_apart(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    """A config without its groups, and its groups without their targets."""
+def _alike(group: Any, scheme: Scheme) -> bool:
+    """Whether a config group without its targets is that of a scheme, alone or beside others."""
+    known = {key: value for key, value in scheme.group.items() if key != "targets"}
+    return group in (known, {**known, "format": scheme.settings.get("format")})
+
+
+def without_targets(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A `quantization_config` but for the layers that its groups name."""
     groups = settings.get("config_groups")
-    return (
-        {key: value for key, value in settings.items() if key != "config_groups"},
-        [
-            {key: value for key, value in group.items() if key != "targets"} if isinstance(group, dict) else None
-            for group in (groups.values() if isinstance(groups, dict) else ())
-        ],
-    )
+    if not isinstance(groups, dict):
+        return dict(settings)
+    kept = {
+        name: {key: value for key, value in group.items() if key != "targets"} if isinstance(group, dict) else group
+        for name, group in groups.items()
+    }
+    return {**settings, "config_groups": kept}

@@ -20,9 +20,12 @@ def unread_by_sglang(entry: Entry, fates: Fates) -> Refusal | None:
     if scheme is None:
         return None
     quantized = [(layer.module, scheme) for layer, scheme in fates.kinds if not is_head(layer.module)]
-    for _, chosen in quantized:
+    for module, chosen in quantized:
         if "SGLang" not in chosen.engines:
             return Refusal(None, None, f"it knows no {chosen.name}", "try another scheme")
+        if "SGLang" not in chosen.expert_engines and entry.experts(module):
+            hint = "give them another scheme with --scheme-for, or leave them as they are with --ignore"
+            return Refusal(None, None, f"it loads no experts in {chosen.name}", hint)
         refusal = sglang.refusal(chosen.name, chosen.method)
         if refusal is not None:
             return refusal
@@ -43,11 +46,11 @@ def unread_by_sglang(entry: Entry, fates: Fates) -> Refusal | None:
 
 def refuse_experts(entry: Entry, fates: Fates) -> None:
     """Stop where experts have a scheme in which engines load none."""
-    if all(scheme.experts for scheme in fates.schemes):
+    if all(scheme.expert_engines for scheme in fates.schemes):
         return
     refused: dict[str, Scheme] = {}
     for layer, scheme in fates.quantized:
-        if not scheme.experts and (path := entry.experts(layer.module)):
+        if not scheme.expert_engines and (path := entry.experts(layer.module)):
             refused[path] = scheme
     if refused:
         scheme = next(iter(refused.values()))

@@ -40,6 +40,15 @@ class CopyScale:
 
 
 @dataclass(frozen=True, slots=True)
+class Put:
+    """Bytes that the plan knows, such as the shape of a weight whose codes do not tell it."""
+
+    label: str
+    data: bytes
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
 class Unstack:
     """One expert's part of a stack, to be written unquantized."""
 
@@ -84,7 +93,7 @@ class Encode:
 
 
 # The unit of work.
-Job = Copy | CopyScale | Unstack | Decode | Encode
+Job = Copy | CopyScale | Put | Unstack | Decode | Encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +259,8 @@ def _jobs(
         if scale is not None:
             place, target = where[scale.name], places[f"{layer.module}.{INPUT_SCALE}"]
             yield CopyScale(scale.name, place.shard, place.offset, scale.nbytes, scale.dtype, target)
+        for info, data in scheme.format.known(layer.module, layer.shape) if scheme else ():
+            yield Put(info.name, data, places[info.name])
 
 
 def _input_scale(layer: Weight, fates: Fates) -> TensorInfo | None:

@@ -140,7 +140,11 @@ class Plan:
             return "bfloat16 weights"
         most, *others = self.schemes
         total = self.quantized_tensors
-        return ", ".join([most.title, *(f"{self.schemes[other]} of {total} layers {other.title}" for other in others)])
+        found = [most.title]
+        for other in others:
+            number = f"{other.format.number.name}, " if other.format.number.name != most.format.number.name else ""
+            found.append(f"{self.schemes[other]} of {total} layers {number}{other.title}")
+        return ", ".join(found)
 
     @property
     def description(self) -> str:
@@ -151,6 +155,12 @@ class Plan:
     def suffix(self) -> str:
         """What the output's name ends in if the user gives none: "-FP8"."""
         return "-BF16" if self.scheme is None else self.scheme.suffix
+
+    @property
+    def numbers(self) -> str:
+        """What the weights are called: "FP8", "FP8 and INT8", or "BF16"."""
+        titles = dict.fromkeys(scheme.format.number.title for scheme in self.schemes)
+        return " and ".join(titles) if self.quantization_config else "BF16"
 
     @cached_property
     def unread_by_sglang(self) -> Refusal | None:
@@ -274,10 +284,11 @@ def make_plan(
     if weights and (find_quantization(checkpoint.config) or {}).get("kv_cache_scheme"):
         notes.append("kv_cache_scheme is left out; its scales stay, and engines use them with --kv-cache-dtype fp8")
     notes += _left_behind(checkpoint, weights)
+    notes += [note for scheme in fates.schemes for note in scheme.notes]
     if model.rest:
         notes.insert(0, "decided from names and shapes alone: look at the plan, and at what the engine makes of it")
     # Where a layer stays unquantized, any part of it can be split off.
-    groups = ((layer, fate.scheme.format.group if fate.scheme else (1, 1)) for layer, fate in fates.each())
+    groups = ((layer, fate.scheme.format.whole if fate.scheme else (1, 1)) for layer, fate in fates.each())
     parallel = parallel_sizes(seen, entry, groups, options.tp)
     settings = scheme.config(ignored_names(entry, fates), targets(entry, fates))
     return Plan(checkpoint, seen, entry, fates, settings, parallel, tuple(notes), identity)

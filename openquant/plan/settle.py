@@ -67,7 +67,7 @@ def problem_finder(
             if not rows and scheme.format.group[0] not in (1, None):
                 problem = problem or "config.json does not tell the sizes of what it holds"
         if problem is None and size is not None:
-            problem = indivisible(layer.shape, split, config, scheme.format.group, size)
+            problem = indivisible(layer.shape, split, config, scheme.format.whole, size)
             return problem and f"--tp {size}: {problem}"
         return problem
 

@@ -46,9 +46,12 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
     # Compressed-tensors directories are searched for by that tag.
     package = [plan.scheme.package] if plan.scheme and plan.scheme.package else []
     # What was true of a quantized source.
-    known = [tag for tag in known if not re.match(r"fp8|mxfp|int4|quantized|compressed-tensors|[48]-bit", tag)]
-    schemes = [f"fp8-{scheme.name}" for scheme in plan.schemes]
-    added = ["fp8", "vllm", "quantized", *package, *schemes] if plan.quantization_config else []
+    known = [
+        tag for tag in known if not re.match(r"fp8|mxfp|int[48]|w[48]a|quantized|compressed-tensors|[48]-bit", tag)
+    ]
+    schemes = [scheme.tag for scheme in plan.schemes]
+    numbers = [scheme.format.number.title.lower() for scheme in plan.schemes]
+    added = [*numbers, "vllm", "quantized", *package, *schemes] if plan.quantization_config else []
     ours["tags"] = list(dict.fromkeys([*known, *added]))
     front = kept + yaml.safe_dump(ours, sort_keys=False, allow_unicode=True)
     section = _section(plan, name, repo, revision, directory)
@@ -97,9 +100,8 @@ def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list
 def _section(plan: Plan, name: str, repo: str | None, revision: str | None, directory: str) -> str:
     commands = serve_commands(plan, directory)
     settings = plan.quantization_config
-    activations = "" if plan.scheme and plan.scheme.format.static else ", dynamic activations"
+    activations = plan.scheme.activations if plan.scheme else ""
     serialized = f"{activations} (`quant_method: {settings['quant_method']}`)" if settings else ""
-    number = "FP8" if settings else "BF16"
     left = ["Not quantized: norms and biases, and", "", *[f"- {line}" for line in unquantized(plan)], ""]
     left = left if settings else []
     # Neither may break the heading or the table it stands in.
@@ -108,7 +110,7 @@ def _section(plan: Plan, name: str, repo: str | None, revision: str | None, dire
     # Where codes pass through, or were made of decoded ones, the unquantized model does not make the same.
     origin += QUANTIZED if settings and plan.decodes else ""
     lines = [
-        f"# {name}: {number} weights",
+        f"# {name}: {plan.numbers} weights",
         "",
         f"| | |\n|---|---|\n| source | {origin} |",
         *([f"| revision | `{revision}` |"] if revision else []),

@@ -52,7 +52,7 @@ def plan_text(plan: Plan, model: str, output: Path, download: Download, notes: S
 
 def _row(line: Line) -> tuple[str, str, str, str, str, str]:
     return (
-        "FP8" if line.quantized else "BF16" if line.decoded else "keep",
+        line.scheme.format.number.title if line.scheme else "BF16" if line.decoded else "keep",
         ", ".join(collapse(line.names)),
         " x ".join(map(str, line.shape)),
         gigabytes(line.bytes_before),

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from ..formats.settings import shown
+
 # What a key that is computed with has in its name, and what keys have that are not although they have that too.
 _COMPUTED = re.compile(
     "size|dim|rank|head|layer|block|group|rope|rotary|theta|factor|norm|eps|act|vocab|token|embd|embed|dtype|bias|window|"
@@ -44,12 +46,6 @@ class Difference(NamedTuple):
         if self.found is Missing:
             return f"{path} is missing, {other} {shown(self.wanted)}"
         return f"{path} is {shown(self.found)}, {other} {'none' if self.wanted is Missing else shown(self.wanted)}"
-
-
-def shown(value: Any) -> str:
-    """A value of a config for a message, cut where it is long."""
-    text = json.dumps(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def differences(found: Any, wanted: Any, path: tuple[str, ...] = ()) -> Iterator[Difference]:

@@ -21,7 +21,7 @@ from ..formats.kernels import (
     first_unsound,
     scale_values,
 )
-from ..formats.numbers import E4M3, Floats
+from ..formats.numbers import CODES, Floats
 from ..formats.schemes import Scheme
 from ..measure.error import Comparison, LayerError
 from ..threads import in_threads
@@ -209,7 +209,7 @@ class _Worker:
         if original is not None and scale is not None and weight.format is not None and weight.scale is not None:
             comparison = Comparison(original.shape, weight.format, scale, weight.scale.dtype)
         # Codes that no group of the config targets were found by their dtype.
-        codes = weight.format.number if weight.format else E4M3
+        codes = weight.format.number if weight.format else CODES.get(info.dtype)
         pitch = info.nbytes // math.prod(info.shape[:-1])
         broken: int | None = None
         with SourceFile(self.checkpoint.root / place.shard, place.shard) as file:
@@ -218,7 +218,7 @@ class _Worker:
                     return
                 part = self._buffer("output", count * pitch)
                 file.read(part, place.offset + low * pitch, info.name)
-                if broken is None and (first := first_unsound(part, codes)) is not None:
+                if broken is None and codes is not None and (first := first_unsound(part, codes)) is not None:
                     broken = low * pitch + first
                 if comparison is not None and bits is not None and original is not None:
                     comparison.add(low, part.reshape(count, pitch), bits, original.dtype)
@@ -274,7 +274,7 @@ class _Worker:
         if scheme.format.shared:
             # Its scale is that of all layers it is joined with.
             with self.reading.lock:
-                self.reading.contents.absmax[info.module] = float(comparison.absmax.max())
+                self.reading.contents.absmax[weight.module] = float(comparison.absmax.max())
         else:
             made = scheme.format.scales(comparison.absmax)
             wrong = made != comparison.grid
@@ -303,7 +303,7 @@ class _Worker:
                 f"{self.reading.place(info.name)} is off by {error:.3g} at [{row}, {col}], where rounding explains "
                 f"{bound:.3g} ({count} of {info.nbytes} weights are off)",
             )
-        found = comparison.error.of(info.module, comparison.shape)
+        found = comparison.error.of(weight.module, comparison.shape)
         with self.reading.lock:
             self.reading.errors.append((number, found))
             self.reading.contents.compared += info.nbytes

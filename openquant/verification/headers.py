@@ -1,4 +1,4 @@
-"""What the config and the headers of an FP8 directory say, held against each other and against the registry.
+"""What the config and the headers of a quantized directory say, held against each other and against the registry.
 
 No tensor is read. What engines would load wrongly is a problem; what another tool may do otherwise than this one, and
 engines accept, is a note.
@@ -7,21 +7,19 @@ engines accept, is a note.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ..files.checkpoint import Checkpoint, read_json
 from ..files.names import INDEX_FILE
 from ..files.tensors import TensorInfo
 from ..formats.format import FLOATS, Format
-from ..formats.numbers import E4M3
 from ..formats.quantization import Quantization, quantization_places
-from ..formats.schemes import MIXED, as_written
+from ..formats.schemes import MIXED, as_written, without_targets
+from ..formats.settings import unread
 from ..models import NOT_LINEAR, ROUTER, Model
 from ..plan.roles import Entry, is_head
 from ..weights.find import leftovers
 from ..weights.weight import Weight
 from .configs import differences
-from .settings import unread
 
 
 class Headers:
@@ -40,8 +38,9 @@ class Headers:
         scheme: which of ours it is stored in, the nearest where it is not quite; None for other ways to store it.
         head: whether the output head is quantized.
         entry: the registry's, with the output head among what is quantized if it is; None without one.
-        codes: the quantized weights, by name.
-        scales: the names of their scales.
+        codes: the quantized weights, by the name that each would have unquantized.
+        stored: the same by the name of the tensor that holds their codes.
+        scales: the names of their scales, and of what else is beside codes.
         unlisted: the names that had to be listed as unquantized and are not.
     """
 
@@ -55,7 +54,8 @@ class Headers:
         self.scheme = quantization.scheme
         # A head that is quantized is one more layer.
         self.head = quantization.method != "fp8" and any(
-            info.dtype == E4M3.dtype and is_head(info.module) for info in checkpoint.tensors.values()
+            (name := self._unquantized(info)) and is_head(name.removesuffix(".weight"))
+            for info in checkpoint.tensors.values()
         )
         if model and self.head and model.head_refused is None:
             model = model.with_head()
@@ -64,6 +64,7 @@ class Headers:
         self.notes: list[str] = []
         self._check_settings()
         self.codes: dict[str, Weight] = {}
+        self.stored: dict[str, Weight] = {}
         self.scales: set[str] = set()
         self.unlisted: set[str] = set()
 
@@ -85,14 +86,14 @@ class Headers:
         elif self.scheme is None:
             self.problems.append("config.json: its quantization_config is none that this program writes")
         else:
-            found = _without_targets(settings)
-            written = {**_without_targets(self.scheme.settings), **dict.fromkeys(self.scheme.ignored_keys)}
-            groups = found.get("config_groups") if "config_groups" in written else None
-            for name, group in groups.items() if isinstance(groups, dict) else ():
-                # Of the groups that it may have, the one that is most like it.
-                kinds = (self.scheme, *MIXED)
-                known = [_without_targets(other.settings)["config_groups"]["group_0"] for other in kinds]
-                written["config_groups"][name] = min(known, key=lambda one: len(list(differences(group, one))))
+            found = without_targets(settings)
+            groups = found.get("config_groups") if self.scheme.group else None
+            # Of the groups that it may have, those that are most like them.
+            kinds = [
+                min((self.scheme, *MIXED), key=lambda kind: len(list(differences(group, kind.group))))
+                for group in (groups.values() if isinstance(groups, dict) else ())
+            ]
+            written = without_targets(self.scheme.config(None, dict.fromkeys(kinds, ())))
             for difference in differences(found, written, ("quantization_config",)):
                 self.problems.append(f"config.json: {difference.text('this program writes')}")
 
@@ -126,18 +127,22 @@ class Headers:
         respelled = 0
         tensors = self.checkpoint.tensors
         for info in tensors.values():
-            if not info.dtype.startswith("F8_E") or info.dtype == "F8_E8M0":
+            name = self._unquantized(info)
+            if name is None:
                 continue
-            if info.dtype != E4M3.dtype or len(info.shape) < 2:
-                self.problems.append(f"{self.place(info.name)} is {described(info)}, not a matrix of {E4M3.dtype}")
+            module = name.removesuffix(".weight")
+            form = self.quantization.format_of(module)
+            number = form.number if form else self.quantization.groups[0][1].number
+            if info.dtype != number.dtype or len(info.shape) < 2:
+                self.problems.append(f"{self.place(info.name)} is {described(info)}, not a matrix of {number.dtype}")
                 continue
-            form = self.quantization.format_of(info.module)
             if form is None:
-                self.problems.append(f"{self.place(info.name)} is {E4M3.dtype}, but no config group targets it")
-                self.codes[info.name] = _weight(info, None, None)
+                self.problems.append(f"{self.place(info.name)} is {number.dtype}, but no config group targets it")
+                self._add(name, Weight(module, "", info, (info.shape[-2], info.shape[-1]), parts=(info,)))
                 continue
+            shape = (*info.shape[:-1], info.shape[-1] * number.per_item)
             scale = tensors.get(form.scale_of(info.name))
-            shapes = form.scale_shapes(info.shape)
+            shapes = form.scale_shapes(shape)
             if scale is None and form.shared:
                 scale = tensors.get(f"{info.name}_scale_inv")
                 respelled += scale is not None
@@ -146,8 +151,19 @@ class Headers:
             else:
                 self.scales.add(scale.name)
                 scale = self._sound(scale, form.scale_dtypes, shapes, info)
-            input_scale = self._input_scale(info) if form.static else None
-            self.codes[info.name] = _weight(info, form, scale)._replace(input_scale=input_scale)
+            self._add(
+                name,
+                Weight(
+                    module,
+                    "",
+                    TensorInfo(name, info.dtype, shape),
+                    (shape[-2], shape[-1]),
+                    format=form,
+                    parts=(info,) if scale is None else (info, scale),
+                    input_scale=self._input_scale(info) if form.static else None,
+                ),
+            )
+            self._check_known(info, form, module, (shape[-2], shape[-1]))
         if respelled:
             self.notes.append(
                 f"{respelled} scales are called weight_scale_inv although they are one per tensor; "
@@ -155,6 +171,30 @@ class Headers:
             )
         if not self.codes:
             self.notes.append("nothing is quantized")
+
+    def _unquantized(self, info: TensorInfo) -> str | None:
+        """The name that a tensor of codes would have unquantized; None if it holds none."""
+        path, _, last = info.name.rpartition(".")
+        if info.dtype.startswith("F8_E") and info.dtype != "F8_E8M0":
+            return info.name
+        for form in dict.fromkeys(form for _, form in self.quantization.groups):
+            # Codes under the name that a weight has anyway are known by their dtype.
+            if last == form.codes and (last != "weight" or info.dtype == form.number.dtype):
+                return f"{path}.weight"
+        return None
+
+    def _add(self, name: str, weight: Weight) -> None:
+        self.codes[name] = self.stored[weight.codes.name] = weight
+
+    def _check_known(self, info: TensorInfo, form: Format, module: str, shape: tuple[int, int]) -> None:
+        """What says the shape of a weight is there."""
+        for wanted, _ in form.known(module, shape):
+            found = self.checkpoint.tensors.get(wanted.name)
+            if found is None:
+                self.problems.append(f"{self.place(info.name)} has no shape: {wanted.name} is missing")
+            else:
+                self.scales.add(found.name)
+                self._sound(found, (wanted.dtype,), (wanted.shape,), info)
 
     def _input_scale(self, info: TensorInfo) -> TensorInfo | None:
         """The scale of a layer's activations, if it is there and has the right shape and dtype."""
@@ -188,9 +228,9 @@ class Headers:
             if owner is None or info.name in self.scales:
                 continue
             weight = self.checkpoint.tensors.get(owner)
-            if weight is None:
+            if weight is None and owner not in self.codes:
                 self.problems.append(f"{self.place(info.name)} has no weight: {owner} is missing")
-            elif owner not in self.codes:
+            elif weight is not None and owner not in self.codes:
                 self.problems.append(f"{self.place(info.name)} is the scale of {owner}, which is {weight.dtype}")
             elif info.name.endswith(".input_scale"):
                 unread += 1
@@ -204,21 +244,20 @@ class Headers:
             self.notes.append(f"{unread} input_scale tensors are there, but the config says activations are dynamic")
 
     def owner(self, name: str) -> str | None:
-        """The weight that a tensor is the scale of; None if it is no scale."""
+        """The weight that a tensor is the scale of, or says the shape of; None if it is neither."""
         if name.endswith(".input_scale"):
             return f"{name.removesuffix('.input_scale')}.weight"
-        for suffix in ("_scale_inv", "_scale"):
+        for suffix in ("_scale_inv", "_scale", "_shape"):
             owner = name.removesuffix(suffix)
-            info = self.checkpoint.tensors.get(owner)
             # A stack of experts has no more to its name than a parameter that a model may have beside a scale of it.
-            if owner != name and (owner.endswith(".weight") or (info is not None and info.dtype == E4M3.dtype)):
+            if owner != name and (owner.endswith(".weight") or owner in self.codes):
                 return owner
         return None
 
     def _check_listed(self) -> None:
         """No quantized module may be listed."""
         ignored = self.quantization.ignored
-        for name, weight in self.codes.items():
+        for weight in self.codes.values():
             module = weight.module
             names: list[str] = [module]
             if self.entry is not None:
@@ -226,16 +265,18 @@ class Headers:
                 names = [name for one in known for name in self.entry.model.names_of(one)]
             listed = ignored.find(names)
             if listed is not None:
-                self.problems.append(f"{self.place(name)} is {E4M3.dtype}, but {ignored.key} lists {listed}")
+                codes = weight.codes
+                self.problems.append(f"{self.place(codes.name)} is {codes.dtype}, but {ignored.key} lists {listed}")
 
     def _check_unlisted(self, entry: Entry) -> None:
-        """Every unquantized module that an engine would build as FP8 must be listed; and what may not be FP8."""
+        """Every unquantized module that an engine would build quantized must be listed; and what may not be so."""
         ignored, unlisted = self.quantization.ignored, []
         for info in self.checkpoint.tensors.values():
-            role = entry.role(info.module)
-            if info.name in self.codes:
-                # Other layers than the registry's are FP8 where the source had them so.
-                message = f"{self.place(info.name)} is {E4M3.dtype}, but it is kept: {role.keep}"
+            weight = self.stored.get(info.name)
+            role = entry.role(weight.module if weight else info.module)
+            if weight is not None:
+                # Other layers than the registry's are quantized where the source had them so.
+                message = f"{self.place(info.name)} is {info.dtype}, but it is kept: {role.keep}"
                 if role.keep in NOT_LINEAR:
                     self.problems.append(message)
                 elif role.keep == ROUTER:
@@ -261,23 +302,28 @@ class Headers:
             them = "them" if len(unlisted) > 1 else "it"
             self.notes.append(
                 f"{ignored.key} does not list {unlisted[0]}{more} unquantized: right only if the engine never builds "
-                f"{them} as FP8"
+                f"{them} as {self.quantization.groups[0][1].number.title}"
             )
 
     def layers(self, entry: Entry) -> dict[str, Weight]:
         """The stored matrices that the registry lets quantize."""
+        tensors = (
+            self.stored[info.name].source if info.name in self.stored else info
+            for info in self.checkpoint.tensors.values()
+        )
         return {
             info.module: Weight(info.module, entry.role(info.module).alike, info, (info.shape[0], info.shape[1]))
-            for info in self.checkpoint.tensors.values()
+            for info in tensors
             if len(info.shape) == 2 and info.name.endswith(".weight") and entry.role(info.module).compress
         }
 
     def _check_head(self) -> None:
         """An output head is no Linear to vLLM."""
-        for name, weight in self.codes.items():
+        for name, weight in self.stored.items():
             if self.head and is_head(weight.module) and not self.quantization.names(weight.module):
                 self.problems.append(
-                    f"{self.place(name)} is {E4M3.dtype}, but no config group names it: engines find it by name only"
+                    f"{self.place(name)} is {weight.codes.dtype}, but no config group names it: "
+                    "engines find it by name only"
                 )
 
     def _check_together(self, entry: Entry) -> None:
@@ -300,15 +346,16 @@ class Headers:
                 if (weight := self.codes.get(f"{module}.weight")) and weight.format
             }
             if len(one) == 2:
-                other = f"{one[False]}.weight"
+                other, codes = f"{one[False]}.weight", self.codes[f"{one[True]}.weight"].codes
                 self.problems.append(
-                    f"{self.place(f'{one[True]}.weight')} is {E4M3.dtype} and {other} is "
+                    f"{self.place(codes.name)} is {codes.dtype} and {other} is "
                     f"{self.checkpoint.tensors[other].dtype}, but engines take both in one format"
                 )
             elif len(forms) > 1:
                 (form, first), (another, second), *_ = list(forms.items())[::-1]
+                of = [f" of {kind.number.title}" if form.number != another.number else "" for kind in (form, another)]
                 self.problems.append(
-                    f"{self.place(first)} has {form.label} and {second} {another.label}, "
+                    f"{self.place(first)} has {form.label}{of[0]} and {second} {another.label}{of[1]}, "
                     "but engines take both in one format"
                 )
 
@@ -328,24 +375,6 @@ class Headers:
         for name in sorted(self.written):
             if not (self.checkpoint.root / name).is_file():
                 self.problems.append(f"{name} is missing: the run that made this directory wrote it")
-
-
-def _weight(codes: TensorInfo, form: Format | None, scale: TensorInfo | None) -> Weight:
-    """A quantized weight, or a stack of some, as far as it is sound."""
-    parts = (codes,) if scale is None else (codes, scale)
-    return Weight(codes.module, "", codes, (codes.shape[-2], codes.shape[-1]), format=form, parts=parts)
-
-
-def _without_targets(settings: dict[str, Any]) -> dict[str, Any]:
-    """A quantization_config without the names of layers in its groups."""
-    groups = settings.get("config_groups")
-    if not isinstance(groups, dict):
-        return dict(settings)
-    bare = {
-        name: {key: value for key, value in group.items() if key != "targets"} if isinstance(group, dict) else group
-        for name, group in groups.items()
-    }
-    return {**settings, "config_groups": bare}
 
 
 def described(info: TensorInfo) -> str:

@@ -21,10 +21,9 @@ from ..files.checkpoint import Checkpoint, open_checkpoint, read_config, readabl
 from ..files.inputs import MAX_SMALL, read_small
 from ..files.journal import read_journal
 from ..files.tensors import TensorInfo
-from ..formats.format import Group
 from ..formats.kernels import BITS_TYPE
 from ..formats.quantization import quantization_places, read_quantization
-from ..formats.schemes import CHANNEL, MIXED, TENSOR, Scheme
+from ..formats.schemes import CHANNEL, MIXED, SCHEMES, TENSOR, Scheme
 from ..machine import available_cpus
 from ..measure.error import LayerError
 from ..models import MODELS
@@ -142,10 +141,11 @@ def verify(
         config = read_config(root)
         quantization = read_quantization(with_own_file(config, root))
     if not quantization.checkable:
+        numbers = " or ".join(dict.fromkeys(scheme.format.number.title for scheme in SCHEMES.values()))
         raise UsageError(
             f"{'config.json' if quantization_places(config) else MODELOPT_FILE} has {quantization.method} with "
             f"{quantization.title}",
-            "only fp8 and compressed-tensors with FP8 weights are checked",
+            f"only fp8 and compressed-tensors with {numbers} weights are checked",
         )
     journal = read_journal(root)
     if journal is not None and not journal["done"]:
@@ -314,19 +314,20 @@ class _Verification:
 
     def _found(self) -> Found:
         """What is unquantized, and what is stored in another scheme than most."""
-        alike: dict[str, set[Group | None]] = {}
+        alike: dict[str, set[Scheme | None]] = {}
         for weight in self.codes.values():
-            alike.setdefault(template(weight.module), set()).add(weight.format.group if weight.format else None)
+            alike.setdefault(template(weight.module), set()).add(self._scheme_of(weight))
         unquantized: set[str] = set()
+        stored = self.headers.stored
         for info in self.checkpoint.tensors.values():
-            if len(info.shape) > 1 and info.name not in self.codes and self.headers.owner(info.name) is None:
+            if len(info.shape) > 1 and info.name not in stored and self.headers.owner(info.name) is None:
                 name = template(info.module)
                 unquantized.add(info.module if name in alike else name)
         schemes: dict[str, Scheme] = {}
         for weight in self.codes.values():
-            if self.scheme and weight.format and weight.format.group != self.scheme.format.group:
+            other = self._scheme_of(weight)
+            if other is not None and other != self.scheme:
                 name = template(weight.module)
-                other = next(other for other in MIXED if other.format.group == weight.format.group)
                 schemes[weight.module if len(alike[name]) > 1 else name] = other
         return Found(unquantized, schemes)
 
@@ -335,7 +336,8 @@ class _Verification:
         pairs: list[tuple[TensorInfo, Weight | None]] = []
         foreign: list[str] = []
         recast: list[str] = []
-        for info in self.checkpoint.tensors.values():
+        for found in self.checkpoint.tensors.values():
+            info = self.headers.stored[found.name].source if found.name in self.headers.stored else found
             original, weight = source.tensors.get(info.name), self.originals.get(info.module)
             if original is None and weight is not None and info.name != f"{info.module}.weight":
                 weight = None
@@ -345,9 +347,9 @@ class _Verification:
                     foreign.append(info.name)
                 continue
             dtype, shape = stored.dtype, stored.shape
-            if info.name in self.codes:
+            if found.name in self.headers.stored:
                 if info.shape != shape:
-                    self._mismatch(info, dtype, shape)
+                    self._mismatch(found, dtype, shape)
                 elif weight is None and original is not None and len(shape) == 2 and dtype in BITS_TYPE:
                     plain = Weight(info.module, info.module, original, (shape[0], shape[1]))
                     self.originals[info.module] = plain
@@ -377,9 +379,9 @@ class _Verification:
             if layer.expert >= 0:
                 parts.setdefault(layer.source.name, []).append(f"{layer.module}.weight")
         for name in source.tensors:
-            if name in tensors:
+            if name in tensors or name in self.codes:
                 continue
-            for missing in [part for part in parts.get(name, [name]) if part not in tensors]:
+            for missing in [part for part in parts.get(name, [name]) if part not in tensors and part not in self.codes]:
                 self.problems.append(f"{missing} is missing: the source has {name} in {source.where[name].shard}")
 
     def _compare_plan(self) -> None:
@@ -411,7 +413,7 @@ class _Verification:
         tasks = [Task(info, original=original) for info, original in pairs]
         for weight in self.codes.values():
             original = self.originals.get(weight.module) if self.full else None
-            original = original if original and original.shape == weight.codes.shape else None
+            original = original if original and original.shape == weight.source.shape else None
             tasks.append(Task(weight.codes, weight, original, self._scheme_of(weight) if self.remakes else None))
         # In the order of the files, which is how disks like it.
         tasks.sort(key=lambda task: self.checkpoint.where[task.info.name])
@@ -467,11 +469,12 @@ class _Verification:
             )
 
     def _scheme_of(self, weight: Weight) -> Scheme | None:
-        """What a weight of ours is stored in."""
-        assert self.scheme is not None
-        if weight.format is None or weight.format.group == self.scheme.format.group:
+        """What a weight of ours is stored in; None if that is no scheme of one config with most."""
+        if weight.format is None or self.scheme is None:
             return self.scheme
-        return next((other for other in MIXED if other.format.group == weight.format.group), None)
+        kind = weight.format.number, weight.format.group
+        known = (other for other in (self.scheme, *MIXED) if (other.format.number, other.format.group) == kind)
+        return next(known, None)
 
     def _check_remade_scales(self, entry: Entry | None) -> None:
         """One scale for several layers is that of the largest weight in any of them."""

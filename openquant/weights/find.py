@@ -4,10 +4,11 @@
 have unquantized, with its scales out of sight. The plan is made of that, and what reads a weight decodes it.
 
 Layouts:
-    FP8    X.weight [out, in], X.weight_scale or X.weight_scale_inv (formats/ says which has what shape)
-    int4   X.weight_packed int32 [out, in / 8], X.weight_scale, X.weight_shape: eight in a word, the first lowest, each
-           8 above its value (compressed-tensors 0.20, compressors/pack_quantized/helpers.py)
-    MXFP4  X.weight_packed uint8 [out, in / 2], X.weight_scale (compressed-tensors), or X_blocks uint8
+    FP8, int8  X.weight [out, in], X.weight_scale or X.weight_scale_inv (formats/ says which has what shape)
+    int4, int8 X.weight_packed int32 [out, in / 8] or [out, in / 4], X.weight_scale, X.weight_shape: eight or four in a
+           word, the first lowest, each 8 or 128 above its value (compressed-tensors 0.20,
+           compressors/pack_quantized/helpers.py)
+    MXFP4      X.weight_packed uint8 [out, in / 2], X.weight_scale (compressed-tensors), or X_blocks uint8
            [experts, out, in / 32, 16] and X_scales: two in a byte, the first lowest; unquantized these stacks are
            [experts, in, out] (transformers 5.23, integrations/mxfp4.py)
 """
@@ -24,7 +25,7 @@ from ..errors import PlanError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint, read_json
 from ..files.tensors import TensorInfo
 from ..formats.format import INPUT_SCALE, Format, grid_of
-from ..formats.numbers import E2M1, E4M3
+from ..formats.numbers import CODES, E2M1
 from ..formats.quantization import Quantization, quantization_places, read_quantization
 from ..patterns import template
 from .weight import Weight
@@ -149,8 +150,8 @@ def _read(checkpoint: Checkpoint) -> Quantization | None:
 
 def _find(checkpoint: Checkpoint, quantization: Quantization) -> Iterator[Found]:
     for info in checkpoint.tensors.values():
-        if info.name.endswith(".weight") and info.dtype == E4M3.dtype:
-            yield _fp8(checkpoint, quantization, info)
+        if info.name.endswith(".weight") and info.dtype in CODES:
+            yield _whole(checkpoint, quantization, info)
         elif info.name.endswith(".weight_packed"):
             yield _packed(checkpoint, quantization, info)
         elif info.name.endswith("_blocks") and info.dtype == "U8":
@@ -162,14 +163,15 @@ def _find(checkpoint: Checkpoint, quantization: Quantization) -> Iterator[Found]
             )
 
 
-def _fp8(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo) -> Found:
+def _whole(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo) -> Found:
+    """A weight whose codes have an element each."""
     if len(info.shape) != 2:
         raise PlanError(
             f"{info.name} is {info.dtype} {list(info.shape)}: quantized stacks of experts are not read here",
             "start from the unquantized model",
         )
     form = _form(quantization, info)
-    if form.number != E4M3:
+    if form.number.dtype != info.dtype:
         raise SourceError(
             f"{info.name} is {info.dtype}, but config.json has its layer as {form.number.title}", _DAMAGED
         )

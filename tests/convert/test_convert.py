@@ -110,7 +110,7 @@ def quantized_by(weights: dict[str, torch.Tensor]) -> set[str]:
 def test_every_architecture_converts_to_what_torch_computes(shelf: Shelf, architecture: str, scheme: Scheme) -> None:
     source, output, result = shelf.converted(architecture, scheme)
     weights = tiny.read(source)
-    ignore = ["**.experts.**"] if not scheme.experts and architecture.startswith(("Llama4", "Qwen3Moe")) else []
+    ignore = ["**.experts.**"] if not scheme.expert_engines and architecture.startswith(("Llama4", "Qwen3Moe")) else []
     ignored = compile_any(ignore)
     quantized = {module for module in quantized_by(weights) if not ignored.fullmatch(module)}
     # What a scheme cannot store for an engine's sake falls back by itself; experts have to be asked for.

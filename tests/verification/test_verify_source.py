@@ -16,8 +16,8 @@ from conftest import change_json, run_openquant
 from converted import Shelf
 from openquant import Report, compress, verify
 from openquant.formats.schemes import SCHEMES, TENSOR, TRANSFORMERS_REFUSAL, VARIANTS, Scheme
+from openquant.formats.settings import unread
 from openquant.verification.configs import judged
-from openquant.verification.settings import unread
 from stored import BLOCKS, by_blocks, store
 from tiny import change_weights
 

@@ -11,9 +11,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..formats.quantization import IGNORE_KEYS
-from ..formats.schemes import TRANSFORMERS_REFUSAL
-from .configs import shown
+from .quantization import IGNORE_KEYS
+from .schemes import TRANSFORMERS_REFUSAL
 
 # The values that each key may have; None for keys that are looked at elsewhere, or may have any.
 _Known = Mapping[str, tuple[Any, ...] | None]
@@ -34,7 +33,7 @@ _FP8: _Known = {
     "kv_cache_quant_algo": (None, "FP8"),
     "kv_cache_scheme": None,
 }
-_NUMBER: _Known = {"type": ("float",), "num_bits": (8,), "symmetric": (True,)}
+_NUMBER: _Known = {"num_bits": (8,), "symmetric": (True,)}
 _DTYPES = (None, *(f"torch.{name}" for name in ("float32", "bfloat16", "float16", "uint8", "int8", "float8_e4m3fn")))
 _ARGUMENTS: _Known = {
     **_NUMBER,
@@ -49,8 +48,17 @@ _ARGUMENTS: _Known = {
 }
 _WEIGHTS: _Known = {**_ARGUMENTS, "dynamic": (False,)}
 _ACTIVATIONS: _Known = {**_ARGUMENTS, "dynamic": (False, True)}
-_DYNAMIC = ("token", "tensor", "group")
-_STORED = ("float-quantized", "naive-quantized")
+# By the type of weights, and by whether groups of a row share a scale: the formats that a config group may have, and
+# how activations may be quantized that are dynamic; None where they may stay as they are.
+_STORED: Mapping[tuple[Any, bool], tuple[str, ...]] = {
+    ("float", False): ("float-quantized", "naive-quantized"),
+    ("float", True): ("mxfp8-quantized", "float-quantized", "naive-quantized"),
+    ("int", False): ("int-quantized", "naive-quantized", "pack-quantized"),
+    ("int", True): ("pack-quantized",),
+}
+_DYNAMIC: Mapping[str, tuple[str, ...]] = {"float": ("token", "tensor", "group"), "int": ("token",)}
+# Formats of integers whose activations are quantized too (vLLM 0.32.0 asserts that).
+_BOTH = ("int-quantized", "naive-quantized")
 _GROUP: _Known = {
     "targets": None,
     "weights": None,
@@ -75,7 +83,7 @@ _COMPRESSED: _Known = {
 
 
 def unread(settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """What is wrong with the values of a quantization_config of FP8 weights, and the keys that nothing reads.
+    """What is wrong with the values of a quantization_config of 8-bit weights, and the keys that nothing reads.
 
     Example: (['fmt is "e5m2", engines read null or "e4m3" or "float8_e4m3fn"'], ["config_groups.group_0.more"])
     """
@@ -105,10 +113,11 @@ def _walk(settings: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Mappin
         yield path, group, _GROUP
         for key, known in (("weights", _WEIGHTS), ("input_activations", _ACTIVATIONS)):
             if isinstance(group.get(key), dict):
-                yield (*path, key), group[key], known
+                # Activations are of the kind that weights are.
+                yield (*path, key), group[key], {**known, "type": (group["weights"].get("type"),)}
     cache = settings.get("kv_cache_scheme")
     if isinstance(cache, dict):
-        yield ("kv_cache_scheme",), cache, _ACTIVATIONS
+        yield ("kv_cache_scheme",), cache, {**_ACTIVATIONS, "type": ("float",)}
 
 
 def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -121,20 +130,28 @@ def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
         path, format = f"config_groups.{name}", group.get("format")
         if format is None:
             format = settings.get("format")
-        micro = group["weights"].get("strategy") == "group"
-        stored = ("mxfp8-quantized", *_STORED) if micro else _STORED
+        kind, micro = group["weights"].get("type"), group["weights"].get("strategy") == "group"
+        stored = _STORED[kind, micro]
         if not _is_one(format, stored):
             yield f"{path} has the format {shown(format)}, engines read {_either(stored)} for its weights"
         activations = group.get("input_activations")
         if not isinstance(activations, dict):
+            if kind == "int" and format in _BOTH:
+                yield f"{path} has no input_activations, engines read that for pack-quantized weights"
             continue
         dynamic = activations.get("dynamic") is True
-        strategies = _DYNAMIC if dynamic else ("tensor",)
+        strategies = _DYNAMIC[kind] if dynamic else ("tensor",)
         if not _is_one(activations.get("strategy"), strategies):
             yield (
                 f"{path}.input_activations.strategy is {shown(activations.get('strategy'))}, engines read "
                 f"{_either(strategies)} for {'dynamic' if dynamic else 'static'} activations"
             )
+
+
+def shown(value: Any) -> str:
+    """A value of a config for a message, cut where it is long."""
+    text = json.dumps(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _is_one(value: Any, allowed: tuple[Any, ...]) -> bool:

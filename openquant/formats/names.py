@@ -1,0 +1,30 @@
+"""The names of schemes, and what each stores: what the command line needs of them, which loads no numpy.
+
+schemes.py has the schemes themselves.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Named(NamedTuple):
+    """What is said of a scheme where it can be chosen.
+
+    Attributes:
+        stored: what is stored: "one scale per output row".
+        suffix: ending of the default output directory.
+        mixes: whether one config holds it beside others.
+    """
+
+    stored: str
+    suffix: str
+    mixes: bool = True
+
+
+SCHEME_NAMES: dict[str, Named] = {
+    "tensor": Named("one scale per joined set", "-FP8"),
+    "channel": Named("one per output row", "-FP8-dynamic"),
+    "block": Named("one per 128x128 block", "-FP8-W128"),
+    "mxfp8": Named("one per 32 inputs of a row", "-MXFP8", mixes=False),
+}
