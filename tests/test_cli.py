@@ -132,7 +132,7 @@ ERRORS = [
     (["-m", EXAMPLE, "--scheme", "mxfp8", "--scheme-for", "**.o_proj=channel"],
      "--scheme-for does not go with --scheme mxfp8 in the compressed-tensors format: all layers are alike", MIXING),
     (["-m", EXAMPLE, "--scheme", "channel", "--scheme-for", "**.o_proj=mxfp8"],
-     "--scheme-for **.o_proj=mxfp8: mxfp8 is not a scheme to mix", "choose one of tensor, channel, block"),
+     "--scheme-for **.o_proj=mxfp8: mxfp8 is not a scheme to mix", "choose one of tensor, channel, block, int8, int8-weights"),
     (["-m", EXAMPLE, "--scheme", "channel", "--scheme-for", "lm_head=tensor"],
      "--scheme-for lm_head=tensor matches no module that can be quantized",
      "module names are tensor names without .weight, ** stands for any part; --dry-run -v lists them"),

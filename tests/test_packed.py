@@ -8,11 +8,19 @@ from torch import nn
 
 from openquant import PackedLinear
 
+CODES = {
+    "int8": {"weight": (torch.int8, (128, 256))},
+    "int8-weights": {"weight_packed": (torch.int32, (128, 64)), "weight_shape": (torch.int64, (2,))},
+}
+SCALES = {"mxfp8": torch.uint8, "int8-weights": torch.bfloat16}
+
 
 @pytest.mark.parametrize(
     ("scheme", "format", "scale_name", "shape"),
     [
         ("mxfp8", None, "weight_scale", (128, 8)),
+        ("int8", None, "weight_scale", (128, 1)),
+        ("int8-weights", None, "weight_scale", (128, 1)),
         ("tensor", None, "weight_scale", ()),
         ("tensor", "compressed-tensors", "weight_scale", (1,)),
         ("channel", None, "weight_scale", (128, 1)),
@@ -27,11 +35,11 @@ def test_state_dict_holds_the_written_names_and_comes_back(
     packed = PackedLinear.from_linear(linear, scheme, format)
     state = packed.state_dict()
     assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()} == {
-        "weight": (torch.float8_e4m3fn, (128, 256)),
-        scale_name: (torch.uint8 if scheme == "mxfp8" else torch.float32, shape),
+        **CODES.get(scheme, {"weight": (torch.float8_e4m3fn, (128, 256))}),
+        scale_name: (SCALES.get(scheme, torch.float32), shape),
         "bias": (torch.bfloat16, (128,)),
     }
-    again = PackedLinear(state["weight"], state[scale_name], state["bias"], format)
+    again = PackedLinear(next(iter(state.values())), state[scale_name], state["bias"], format)
     assert again.scheme == packed.scheme
     x = torch.randn(3, 256, dtype=torch.bfloat16)
     assert torch.equal(packed(x), again(x))

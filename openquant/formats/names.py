@@ -27,4 +27,6 @@ SCHEME_NAMES: dict[str, Named] = {
     "channel": Named("one per output row", "-FP8-dynamic"),
     "block": Named("one per 128x128 block", "-FP8-W128"),
     "mxfp8": Named("one per 32 inputs of a row", "-MXFP8", mixes=False),
+    "int8": Named("INT8 weights and activations, one scale per output row", "-INT8"),
+    "int8-weights": Named("INT8 weights alone, one scale per output row", "-INT8-W8A16"),
 }

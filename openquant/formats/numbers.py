@@ -190,8 +190,10 @@ def _nearest_e4m3() -> Codes:
 
 E4M3 = _E4M3("FP8", "float8_e4m3fn", "F8_E4M3", per_item=1, per_byte=1, largest=448)
 E2M1 = _E2M1("FP4", "float4_e2m1", "U8", per_item=2, per_byte=2, largest=6)
+INT8 = _Integer("INT8", "int8", "I8", per_item=1, per_byte=1, largest=127)
 # In words of 32 bits, the first of eight or four lowest (compressed-tensors 0.20, compressors/pack_quantized).
 INT4 = _Integer("INT4", "int4", "I32", per_item=8, per_byte=2, largest=7, excess=8)
+INT8_WORDS = _Integer("INT8", "int8", "I32", per_item=4, per_byte=1, largest=127, excess=128)
 
 # Those whose codes have an element each, by its dtype.
-CODES = {number.dtype: number for number in (E4M3,)}
+CODES = {number.dtype: number for number in (E4M3, INT8)}

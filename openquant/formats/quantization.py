@@ -21,6 +21,8 @@ from .schemes import (
     BLOCK,
     BLOCK_COMPRESSED,
     CHANNEL,
+    INT8_W8A8,
+    INT8_W8A16,
     MXFP8,
     SCHEMES,
     STATIC,
@@ -185,10 +187,15 @@ def _read_compressed_tensors(method: str, found: dict[str, Any]) -> Quantization
     return Quantization(method, tuple(groups), expressions, ignored, _settings(found), ())
 
 
-_KNOWN_GROUPS = "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, and symmetric int4 weights by group"
+_KNOWN_GROUPS = (
+    "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, and symmetric int8 and int4 weights by tensor, "
+    "channel or group"
+)
 # Symmetric integers, whatever shares a scale, by type, bits and the format that holds them; None for any other one.
 _INTEGERS: tuple[tuple[tuple[object, ...], Format], ...] = (
     (("int", 4, None), Format(INT4, (1, None), Scale("weight_scale"), PACKED)),
+    (("int", 8, INT8_W8A16.settings["format"]), INT8_W8A16.format),
+    (("int", 8, None), INT8_W8A8.format),
 )
 
 

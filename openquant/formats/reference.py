@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .format import Format, Group, grid_of
-from .numbers import E4M3, Number
+from .numbers import E4M3, INT8, INT8_WORDS, Number
 
 
 def group_absmax(weight: Tensor, group: Group) -> Tensor:
@@ -68,7 +68,11 @@ def _beside(scale: Tensor, weight: Tensor, group: Group) -> Tensor:
 # Rounded quotients to codes as they are written, and written codes to their values, float32.
 _WRITTEN: dict[Number, Callable[[Tensor], Tensor]] = {
     E4M3: lambda quotient: quotient.to(torch.float8_e4m3fn),
+    INT8: lambda quotient: quotient.round().to(torch.int8),
+    INT8_WORDS: lambda quotient: (quotient.round() + 128).to(torch.uint8).view(torch.int32),
 }
 _READ: dict[Number, Callable[[Tensor], Tensor]] = {
     E4M3: lambda codes: codes.float(),
+    INT8: lambda codes: codes.float(),
+    INT8_WORDS: lambda codes: codes.view(torch.uint8).float() - 128,
 }

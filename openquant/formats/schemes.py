@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import UsageError
 from .format import Format, Scale
-from .numbers import E4M3
+from .numbers import E4M3, INT8, INT8_WORDS
 
 # What compressed-tensors says of several groups, each of which then names its own format.
 MIXED_FORMAT = "mixed-precision"
@@ -237,6 +237,49 @@ MXFP8 = Scheme(
     tag="fp8-mxfp8",
 )
 
+INT8_W8A8 = Scheme(
+    "int8",
+    # vLLM 0.32.0 compressed_tensors/schemes/compressed_tensors_w8a8_int8.py:40-90: int8 [out, in], float32 [out, 1].
+    Format(INT8, (1, None), Scale("weight_scale")),
+    suffix="-INT8",
+    settings=_compressed_tensors({"strategy": "channel"}, {"strategy": "token"}, "int-quantized", "int"),
+    ignored_keys=("ignore",),
+    engines=("vLLM", "SGLang"),
+    package="compressed-tensors",
+    # SGLang 0.5.23 compressed_tensors.py:979-987 has them for NPUs only.
+    expert_engines=("vLLM",),
+    transformers_experts="does not read experts in INT8",
+    head=True,
+    tag="int8-w8a8",
+    notes=(
+        # vLLM 0.32.0 kernels/linear/scaled_mm/cutlass.py:34-41 claims every GPU, and fails on sm100 and sm120.
+        "INT8 activations are for NVIDIA GPUs from Turing to Hopper, in SGLang from Ampere on, and for CPUs in vLLM; "
+        "vLLM 0.32.0 fails with them on Blackwell, where FP8 is as small",
+        "where some channels of the activations are outliers, one INT8 scale for each token loses more than FP8 does: "
+        "measure the result, or use --scheme int8-weights",
+    ),
+)
+INT8_W8A16 = Scheme(
+    "int8-weights",
+    # vLLM 0.32.0 compressed_tensors/schemes/compressed_tensors_wNa16.py:160-237: words int32 [out, in / 4], and scales
+    # in the model's dtype, which rounds those of float32. One for each row: Marlin, Machete and SGLang's Marlin take
+    # that as well as one for 128 inputs, and ranks that share rows then need no whole groups.
+    Format(INT8_WORDS, (1, None), Scale("weight_scale", dtype="BF16"), codes="weight_packed", shape=True),
+    suffix="-INT8-W8A16",
+    settings=_compressed_tensors({"strategy": "channel"}, None, "pack-quantized", "int"),
+    ignored_keys=("ignore",),
+    engines=("vLLM", "SGLang"),
+    package="compressed-tensors",
+    transformers_experts="does not read experts in INT8",
+    head=True,
+    tag="int8-w8a16",
+    notes=(
+        "activations stay as they are, which keeps outlier channels and is the most exact of all schemes (KL 0.0002 to "
+        "the source on examples/tiny-qwen3, as --scheme int8 0.0006); it saves memory, not arithmetic: for NVIDIA GPUs "
+        "from Turing on, in SGLang from Ampere on, and not for CPUs",
+    ),
+)
+
 # With the scales of activations that calibration found: nothing here calibrates, but a source may have them.
 TENSOR_STATIC = replace(
     TENSOR,
@@ -253,7 +296,7 @@ TENSOR_COMPRESSED_STATIC = replace(
 )
 
 # The default of each name.
-SCHEMES = {scheme.name: scheme for scheme in (TENSOR, CHANNEL, BLOCK, MXFP8)}
+SCHEMES = {scheme.name: scheme for scheme in (TENSOR, CHANNEL, BLOCK, MXFP8, INT8_W8A8, INT8_W8A16)}
 VARIANTS = (*SCHEMES.values(), TENSOR_COMPRESSED, BLOCK_COMPRESSED, BLOCK_UE8M0)
 STATIC = (TENSOR_STATIC, TENSOR_COMPRESSED_STATIC)
 
@@ -298,7 +341,7 @@ def find_scheme(
 
 
 # What one config can hold together: MXFP8 has a format of its own, and nothing here could run the mixture.
-MIXED = (TENSOR_COMPRESSED, CHANNEL, BLOCK_COMPRESSED)
+MIXED = (TENSOR_COMPRESSED, CHANNEL, BLOCK_COMPRESSED, INT8_W8A8, INT8_W8A16)
 
 
 def find_others(scheme: Scheme, scheme_for: Mapping[str, str]) -> tuple[tuple[str, Scheme], ...]:

@@ -23,6 +23,7 @@ from converted import Shelf
 from openquant import compress, dequantize, verify
 from openquant import run as running
 from openquant.errors import PlanError, SourceError, UsageError
+from openquant.formats.numbers import E4M3
 from openquant.formats.reference import encode, group_absmax, group_scale, stored_scale
 from openquant.formats.schemes import (
     BLOCK_COMPRESSED,
@@ -82,8 +83,10 @@ def expected_output(
             members = joined_with(module, weights)
             absmax = torch.stack([group_absmax(weights[f"{m}.weight"], scheme.format.group) for m in members]).amax(0)
         scale = group_scale(absmax, scheme.format)
-        found[name] = encode(weight, scale, scheme.format)
+        found[f"{module}.{scheme.format.codes}"] = encode(weight, scale, scheme.format)
         found[f"{module}.{scheme.format.scale.name}"] = stored_scale(scale, scheme.format, tuple(weight.shape))
+        for info, _ in scheme.format.known(module, tuple(weight.shape)):
+            found[info.name] = torch.tensor(weight.shape)
     return found
 
 
@@ -294,13 +297,13 @@ def test_a_weight_whose_code_would_overflow_bfloat16_is_an_error_that_names_it(
     tmp_path: Path, dtype: str, scheme: Scheme
 ) -> None:
     options = {"scheme": scheme.name, "format": scheme.method, "scale_format": scheme.scale_format}
-    name, limit = "model.layers.1.mlp.up_proj.weight", 1.75 * 2.0**127
+    name, limit = "model.layers.1.mlp.up_proj.weight", (1.75 if scheme.format.number == E4M3 else 127 / 64) * 2.0**127
     weights = tiny.tensors("Qwen3ForCausalLM", dtype=dtype)
-    weights[name][1, 2] = -(1.75 + 2.0**-7) * 2.0**127
+    weights[name][1, 2] = -(limit + 2.0**120)
     with pytest.raises(PlanError) as caught:
         compress(tiny.write(tmp_path / "source", weights=weights), tmp_path / "no", **options)
     assert (caught.value.message, caught.value.hint) == (
-        f"{name} in model.safetensors: a weight reaches 2.99076e+38, engines load at most 2.97747e+38 with "
+        f"{name} in model.safetensors: a weight reaches {limit + 2.0**120:g}, engines load at most {limit:g} with "
         f"{scheme.title}",
         "the weights are damaged: download or save them again, or leave this layer as it is with --ignore",
     )

@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openquant.errors import UsageError
+from openquant.formats.names import SCHEME_NAMES
+from openquant.formats.numbers import E4M3
 from openquant.formats.quantization import read_quantization
 from openquant.formats.reference import decode, encode, group_absmax, group_scale, stored_scale
 from openquant.formats.schemes import (
@@ -18,6 +20,9 @@ from openquant.formats.schemes import (
     BLOCK_COMPRESSED,
     BLOCK_UE8M0,
     CHANNEL,
+    INT8_W8A8,
+    INT8_W8A16,
+    MIXED,
     MXFP8,
     SCHEMES,
     STATIC,
@@ -46,8 +51,10 @@ def test_decoding_gives_the_weight_back_within_half_a_code(
     found = decode(encode(weight, scale, scheme.format), scale, scheme.format)
     down, along = 256 // scale.shape[0], 128 // scale.shape[1]
     step = scale.repeat_interleave(down, 0).repeat_interleave(along, 1)
-    # Normal codes keep 3 mantissa bits, so half a unit is 1/16 of the weight; subnormal ones are 2^-9 apart.
-    bound = torch.maximum(weight.abs() / 16, step * 2.0**-10) * (1 + 1e-6)
+    # Normal codes keep 3 mantissa bits, so half a unit is 1/16 of the weight; subnormal ones are 2^-9 apart. Integers
+    # are 1 apart.
+    floats = torch.maximum(weight.abs() / 16, step * 2.0**-10)
+    bound = (floats if scheme.format.number == E4M3 else step / 2) * (1 + 2e-5)
     assert ((found - weight).abs() <= bound).all()
     assert torch.isfinite(scale).all()
     assert (scale > 0).all()
@@ -58,16 +65,20 @@ def test_zeros_stay_zeros_under_scale_one(scheme: Scheme) -> None:
     weight = torch.zeros(256, 128)
     scale = group_scale(group_absmax(weight, scheme.format.group), scheme.format)
     assert (scale == 1).all()
-    assert (encode(weight, scale, scheme.format).view(torch.uint8) == 0).all()
+    codes = encode(weight, scale, scheme.format)
+    assert (codes.view(torch.uint8) == (128 if scheme is INT8_W8A16 else 0)).all()
+    assert (decode(codes, scale, scheme.format) == 0).all()
 
 
 @pytest.mark.parametrize("scheme", (*VARIANTS, *STATIC), ids=lambda scheme: scheme.suffix)
 @given(share=st.floats(0, 1, width=32) | st.sampled_from([0.5, 1.0]))
 def test_no_code_overflows_bfloat16(scheme: Scheme, share: float) -> None:
     absmax = np.array([[share * scheme.largest]], np.float32)
-    largest = torch.from_numpy(scheme.format.scales(absmax)) * 448
+    largest = torch.from_numpy(scheme.format.scales(absmax)) * scheme.format.number.largest
     assert torch.isfinite(largest.bfloat16()).all()
-    assert (largest * (1 + 2.0**-23) >= torch.from_numpy(absmax)).all()
+    # A scale of bfloat16 may be rounded down.
+    slack = 2.0**-8 if scheme.format.scale.dtype == "BF16" else 2.0**-23
+    assert (largest * (1 + slack) >= torch.from_numpy(absmax)).all()
 
 
 def test_tensor_scale_does_not_go_below_what_float16_keeps() -> None:
@@ -154,6 +165,8 @@ MX = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_d
 COMPRESSED = [
     (TENSOR_COMPRESSED, {"strategy": "tensor"}, {"strategy": "token"}),
     (CHANNEL, {"strategy": "channel"}, {"strategy": "token"}),
+    (INT8_W8A8, {"strategy": "channel"}, {"strategy": "token"}),
+    (INT8_W8A16, {"strategy": "channel"}, None),
     (
         BLOCK_COMPRESSED,
         {"strategy": "block", "block_structure": [128, 128]},
@@ -162,25 +175,26 @@ COMPRESSED = [
     (MXFP8, MX, MX),
 ]
 KINDS = [row[0].name for row in COMPRESSED]
+STORED = {MXFP8: "mxfp8-quantized", INT8_W8A8: "int-quantized", INT8_W8A16: "pack-quantized"}
 
 
 @pytest.mark.parametrize(("scheme", "weights", "activations"), COMPRESSED, ids=KINDS)
 def test_config_is_what_compressed_tensors_reads(
-    scheme: Scheme, weights: dict[str, object], activations: dict[str, object]
+    scheme: Scheme, weights: dict[str, object], activations: dict[str, object] | None
 ) -> None:
     from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
 
     found = scheme.config(["lm_head"])
-    number = {"num_bits": 8, "type": "float", "symmetric": True}
+    number = {"num_bits": 8, "type": "float" if scheme.format.number == E4M3 else "int", "symmetric": True}
     assert found == {
         "quant_method": "compressed-tensors",
-        "format": "mxfp8-quantized" if scheme is MXFP8 else "float-quantized",
+        "format": STORED.get(scheme, "float-quantized"),
         "quantization_status": "compressed",
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
                 "weights": {**number, "dynamic": False, **weights},
-                "input_activations": {**number, "dynamic": True, **activations},
+                "input_activations": None if activations is None else {**number, "dynamic": True, **activations},
             }
         },
         "ignore": ["lm_head"],
@@ -199,12 +213,71 @@ def test_compressed_tensors_decompresses_it(scheme: Scheme) -> None:
     scale = group_scale(group_absmax(weight, scheme.format.group), scheme.format)
     codes = encode(weight, scale, scheme.format)
     config = QuantizationConfig.model_validate(scheme.config([]))
-    stored = {"weight": codes, "weight_scale": stored_scale(scale, scheme.format, (256, 384))}
+    stored = {scheme.format.codes: codes, "weight_scale": stored_scale(scale, scheme.format, (256, 384))}
+    stored |= {info.name[1:]: torch.tensor([256, 384]) for info, _ in scheme.format.known("", (256, 384))}
     compressor = BaseCompressor.get_value_from_registry(config.format)
     found = compressor.decompress(stored, config.config_groups["group_0"])["weight"]
     # compressed-tensors multiplies in bfloat16 where its scales are powers of two.
     assert torch.equal(found, decode(codes, scale, scheme.format).to(found.dtype))
     assert torch.equal(decode(codes, stored["weight_scale"], scheme.format), decode(codes, scale, scheme.format))
+
+
+def test_what_is_said_of_schemes_is_so() -> None:
+    assert {name: (named.suffix, named.mixes) for name, named in SCHEME_NAMES.items()} == {
+        name: (scheme.suffix, name in {other.name for other in MIXED}) for name, scheme in SCHEMES.items()
+    }
+
+
+def test_schemes_of_several_formats_have_groups_that_name_theirs() -> None:
+    found = INT8_W8A8.config(["a"], {CHANNEL: ["b"], INT8_W8A16: ["c"]})
+    assert found["format"] == "mixed-precision"
+    assert [(group["targets"], group["format"]) for group in found["config_groups"].values()] == [
+        (["Linear"], "int-quantized"),
+        (["b"], "float-quantized"),
+        (["c"], "pack-quantized"),
+    ]
+    read = read_quantization({"quantization_config": found})
+    assert [read.format_of(name) for name in "xbc"] == [INT8_W8A8.format, CHANNEL.format, INT8_W8A16.format]
+    assert as_written(INT8_W8A8, read.settings)
+    assert not as_written(CHANNEL, read.settings)
+    assert not as_written(INT8_W8A8, {**read.settings, "format": "int-quantized"})
+
+
+def test_golden_bytes_of_int8() -> None:
+    weight = torch.tensor([[127.0, -127.0, 1.0, -1.0], [0.5, 1.5, -2.5, 63.5], [0.0, -0.0, 0.0, 0.0]])
+    scale = group_scale(group_absmax(weight, INT8_W8A8.format.group), INT8_W8A8.format)
+    assert scale.tolist() == [[1.0], [0.5], [1.0]]
+    codes = encode(weight, scale, INT8_W8A8.format)
+    assert codes.tolist() == [[127, -127, 1, -1], [1, 3, -5, 127], [0, 0, 0, 0]]
+    # In words each is 128 above its value, the first lowest.
+    words = encode(weight, scale, INT8_W8A16.format)
+    assert [word & 0xFFFFFFFF for word in words[:, 0].tolist()] == [0x7F8101FF, 0xFF7B8381, 0x80808080]
+    # Half of a code goes to the even one.
+    halves = torch.tensor([[127.0, 0.5, 1.5, -2.5]])
+    assert encode(halves, torch.ones(1, 1), INT8_W8A8.format).tolist() == [[127, 0, 2, -2]]
+
+
+def test_scales_of_bfloat16_are_rounded_before_codes_are_made() -> None:
+    weight = torch.tensor([[127.4, 50.0, -127.4, 0.3]])
+    scale = group_scale(group_absmax(weight, (1, None)), INT8_W8A16.format)
+    assert scale.item() == 1.0
+    assert stored_scale(scale, INT8_W8A16.format, (1, 4)).dtype == torch.bfloat16
+    assert INT8_W8A16.format.stored(scale.numpy()).tolist() == [[0x3F80]]
+    assert decode(encode(weight, scale, INT8_W8A16.format), scale, INT8_W8A16.format).tolist() == [[127, 50, -127, 0]]
+
+
+def test_words_need_whole_rows() -> None:
+    assert INT8_W8A16.format.misfit((3, 64)) is None
+    assert INT8_W8A16.format.misfit((64, 50)) == "rows of 50 do not divide into words of 4 codes"
+    assert INT8_W8A16.format.whole == (1, 4)
+    assert INT8_W8A8.format.whole == (1, None)
+
+
+@pytest.mark.parametrize("words", [False, True], ids=["plain", "words"])
+def test_codes_below_ours_are_read(words: bool) -> None:
+    """Other tools divide by 127.5 and use -128 too."""
+    number = (INT8_W8A16 if words else INT8_W8A8).format.number
+    assert number.decode(np.array([0 if words else 0x80], np.uint8)).tolist() == [-128.0]
 
 
 def test_every_name_has_a_default_and_every_format_is_found() -> None:
@@ -223,7 +296,7 @@ def test_every_name_has_a_default_and_every_format_is_found() -> None:
 @pytest.mark.parametrize(
     ("asked", "message", "hint"),
     [
-        (("rows",), "rows is not a scheme", "choose one of tensor, channel, block, mxfp8"),
+        (("rows",), "rows is not a scheme", "choose one of tensor, channel, block, mxfp8, int8, int8-weights"),
         (("tensor", "gguf"), "the format gguf has no scheme tensor", "use --format fp8 or compressed-tensors"),
         (
             ("block", "compressed-tensors", "ue8m0"),
@@ -273,7 +346,7 @@ def test_schemes_that_no_config_holds_together() -> None:
         find_others(CHANNEL, {"**": "mxfp8"})
     assert (caught.value.message, caught.value.hint) == (
         "--scheme-for **=mxfp8: mxfp8 is not a scheme to mix",
-        "choose one of tensor, channel, block",
+        "choose one of tensor, channel, block, int8, int8-weights",
     )
 
 

@@ -1,6 +1,7 @@
 """Asks vLLM about model directories. The engine's own interpreter runs this; openquant is not there.
 
-    engine.py logprobs OUTPUT DIRECTORY...
+    engine.py logprobs OUTPUT DIRECTORY...     of random prompts
+    engine.py text OUTPUT DIRECTORY...         of text_prompts.json, which are of examples/tiny-qwen3's tokenizer
     engine.py layers OUTPUT DIRECTORY...
 
 Importing vLLM takes longer than a tiny model does, so it is imported once and each directory gets a fork of that
@@ -51,17 +52,27 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 TRACKED = {"enable_weights_track": True}
 QUANTIZED = (Fp8LinearMethod, Fp8MoEMethod, CompressedTensorsLinearMethod, CompressedTensorsMoEMethod)
 PROMPTS, LENGTH = 4, 64
+TEXT = Path(__file__).parent / "text_prompts.json"
 # Engines are never put away, which takes as long as setting one up: their processes just end.
 HELD: list[LLM] = []
 CPUS = {int(number) for number in os.environ["ENGINE_CPUS"].split()}
 
 
-def logprobs(directory: Path) -> np.ndarray:
-    """Log-probability of every token at every position of the prompts, [PROMPTS * (LENGTH - 1), vocabulary]."""
+def vocabulary_of(directory: Path) -> int:
+    """How many tokens a model knows."""
     config = json.loads((directory / "config.json").read_text())
-    vocabulary = config.get("text_config", config)["vocab_size"]
+    return config.get("text_config", config)["vocab_size"]
+
+
+def random_prompts(vocabulary: int) -> list[list[int]]:
+    """Tokens, [PROMPTS][LENGTH]."""
     chosen = random.Random(1234)
-    prompts = [[chosen.randrange(4, vocabulary) for _ in range(LENGTH)] for _ in range(PROMPTS)]
+    return [[chosen.randrange(4, vocabulary) for _ in range(LENGTH)] for _ in range(PROMPTS)]
+
+
+def logprobs(directory: Path, prompts: list[list[int]]) -> np.ndarray:
+    """Log-probability of every token at every position of prompts of one length, [prompts * (length - 1), vocabulary]."""
+    vocabulary, length = vocabulary_of(directory), len(prompts[0])
     engine = LLM(
         str(directory),
         dtype="bfloat16",
@@ -70,9 +81,9 @@ def logprobs(directory: Path) -> np.ndarray:
         enforce_eager=True,
         kv_cache_memory_bytes=1 << 26,
         max_logprobs=-1,
-        max_model_len=LENGTH + 16,
+        max_model_len=length + 16,
         max_num_batched_tokens=512,
-        max_num_seqs=PROMPTS,
+        max_num_seqs=4,
         language_model_only=True,
         model_loader_extra_config=TRACKED,
         seed=0,
@@ -81,10 +92,10 @@ def logprobs(directory: Path) -> np.ndarray:
     HELD.append(engine)
     sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=-1, flat_logprobs=True, detokenize=False)
     answers = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling)
-    tables = [np.full((LENGTH, vocabulary), np.nan, np.float32) for _ in answers]
+    tables = [np.full((length, vocabulary), np.nan, np.float32) for _ in answers]
     for answer, table in zip(answers, tables, strict=True):
         found = answer.prompt_logprobs
-        for row, start, end in zip(range(LENGTH), found.start_indices, found.end_indices, strict=True):
+        for row, start, end in zip(range(length), found.start_indices, found.end_indices, strict=True):
             table[row, found.token_ids[start:end]] = found.logprobs[start:end]
     # Nothing precedes the first token of a prompt.
     return np.concatenate([table[1:] for table in tables])
@@ -123,7 +134,9 @@ def answer(mode: str, directory: Path, output: Path) -> None:
         for name in json.loads((directory / "config.json").read_text())["architectures"]:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
         if mode == "logprobs":
-            np.save(output.with_suffix(".npy"), logprobs(directory))
+            np.save(output.with_suffix(".npy"), logprobs(directory, random_prompts(vocabulary_of(directory))))
+        elif mode == "text":
+            np.save(output.with_suffix(".npy"), logprobs(directory, json.loads(TEXT.read_text())))
         else:
             output.with_suffix(".json").write_text(json.dumps(layers(directory)))
     except Exception:

@@ -64,11 +64,13 @@ class Engine:
 
     python: Path
 
-    def logprobs(self, directories: Sequence[Path], output: Path) -> list[LogProbs | EngineError]:
-        """Log-probabilities of the same random prompts by each model, [position, token]."""
+    def logprobs(
+        self, directories: Sequence[Path], output: Path, mode: str = "logprobs"
+    ) -> list[LogProbs | EngineError]:
+        """Log-probabilities of the same prompts by each model, [position, token]: random ones, or with "text" text."""
         return [
             found if isinstance(found, EngineError) else np.load(found)
-            for found in self._ask("logprobs", directories, output)
+            for found in self._ask(mode, directories, output)
         ]
 
     def layers(self, directories: Sequence[Path], output: Path) -> list[dict[str, Any] | EngineError]:

@@ -1,0 +1,53 @@
+"""A vLLM plugin with a kernel for 8-bit weights in words, for which vLLM 0.32.0's CPU build has none.
+
+With this directory on PYTHONPATH, vLLM finds it by its entry point. Plain torch multiplies by the weights that words and
+scales stand for: names, shapes, the order in words and scales are tested, no kernel of a GPU is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional
+from torch import Tensor
+
+
+def register() -> None:
+    """Add the kernel behind those that vLLM has; a second call changes nothing."""
+    import vllm.model_executor.kernels.linear as linear
+    from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import PlatformEnum
+    from vllm.scalar_type import scalar_types
+
+    known = linear._POSSIBLE_KERNELS.get(PlatformEnum.CPU, [])
+    if not current_platform.is_cpu() or any(kernel.__name__ == "WordsKernel" for kernel in known):
+        return
+
+    class WordsKernel(MPLinearKernel):
+        """Symmetric 8-bit weights, one scale for each row."""
+
+        @classmethod
+        def get_min_capability(cls) -> int:
+            return -1
+
+        @classmethod
+        def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+            fits = config.weight_type == scalar_types.uint8b128 and config.group_size == -1
+            return fits, None if fits else "only 8-bit weights with one scale for each row"
+
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            words, scale, _ = self._get_weight_params(layer)
+            layer.decoded = decoded(words.data, scale.data)
+
+        def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            return torch.nn.functional.linear(x, layer.decoded, bias)
+
+    known.append(WordsKernel)
+
+
+def decoded(words: Tensor, scale: Tensor) -> Tensor:
+    """Weights [out, in] in the dtype of their scales [out, 1]: four in a word, the first lowest, 128 above its value."""
+    codes = torch.stack([(words >> shift) & 255 for shift in (0, 8, 16, 24)], dim=-1).flatten(1) - 128
+    return (codes.float() * scale.float()).to(scale.dtype)
