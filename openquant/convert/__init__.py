@@ -4,6 +4,7 @@ convert  writes shards of a plan into a claimed output directory
 Traffic  how source shards come and output shards go: from a disk, from a cache, through a scratch directory
 Ranks    this process among several that torchrun or accelerate started
 
-with OutputDirectory(path, plan.digest, sizes, others, overwrite=False) as output:
-    convert(plan, plan.shards, traffic, output, workers=2)
+sizes = {shard.name: shard.nbytes for shard in plan.shards}
+with OutputDirectory(path, plan.digest, sizes, others={}, overwrite=False) as output:
+    convert(plan, plan.shards, traffic, output, workers=2)      # every shard is whole, under its final name
 """

@@ -1,4 +1,4 @@
-"""What a quantization does to weights and answers.
+"""How far quantized weights are from those they were made from.
 
 LayerError  how far one layer is from its source; ErrorSum adds it up piece by piece
 Comparison  codes and scales held against the weights they were made from
