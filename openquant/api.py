@@ -116,7 +116,7 @@ def dequantize(
 
 
 def _work(run: Run, make: Callable[[Checkpoint, str], Plan], ranks: Ranks | None, reporter: Reporter | None) -> Result:
-    """Open, plan, convert, finish.
+    """What was done: the source opened, planned and converted, or with `dry_run` planned only.
 
     Args:
         run: what was asked for.
@@ -219,7 +219,7 @@ def _without_own_log(checkpoint: Checkpoint, absent: Container[str]) -> Checkpoi
 
 
 def _affordable(workers: int, plan: Plan, max_memory: int | None, fetching: int, device: str) -> int:
-    """How many threads of these the memory allows, `fetching` bytes of which downloads need.
+    """How many threads, at most `workers`, the memory allows; downloads need `fetching` bytes of it.
 
     Raises:
         UsageError: it does not allow one.
@@ -237,7 +237,7 @@ def _affordable(workers: int, plan: Plan, max_memory: int | None, fetching: int,
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """A plan is millions of objects without a cycle; looking for some over and over takes half of the time."""
+    """Work without the cycle collector, which would take half the time of a plan: millions of objects, and no cycle."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print."""
+        """Raise as a UsageError what argparse would print."""
         raise UsageError(message, f"see {self.prog} --help")
 
     def add_options(self, *kinds: type, without: Collection[str] = (), **changed: Mapping[str, Any]) -> None:
@@ -84,7 +84,7 @@ class Parser(argparse.ArgumentParser):
         self.add_information(group)
 
     def add_information(self, group: argparse._ArgumentGroup) -> None:
-        """`--help` and `--version`."""
+        """Add `--help`, and `--version` where there is one, to a group of options."""
         group.add_argument("-h", "--help", action="help", help="show this help")
         if self.version:
             group.add_argument(

@@ -83,7 +83,7 @@ class Interrupts:
 
 
 def mend_streams() -> None:
-    """Streams where there were none, which take nothing; and no character is too much for one's encoding."""
+    """Open what Python was started without of its three streams; characters a stream cannot encode are escaped."""
     for name, way, mode in (("stdin", os.O_RDONLY, "r"), ("stdout", os.O_RDONLY, "w"), ("stderr", os.O_WRONLY, "w")):
         # Python has None where the process was started with the stream closed; its number must not go to a file.
         if getattr(sys, name) is None:
@@ -95,7 +95,7 @@ def mend_streams() -> None:
 
 
 def say(text: str, stream: TextIO, end: str = "\n") -> OSError | None:
-    """Print; what prevented it, which must not stop the work (`| head`, a full disk)."""
+    """Print, and return the error that prevented it, None if none did: the work goes on (`| head`, a full disk)."""
     try:
         print(text, end=end, file=stream, flush=True)
     except OSError as error:
@@ -249,7 +249,7 @@ class Progress:
             say(f"continuing: {100 * done / total:.0f} % is already {did}", stream)
 
     def advance(self, nbytes: int) -> None:
-        """So many more bytes are done."""
+        """Add to the bytes that are done, and draw that now and then."""
         self.done += nbytes
         if self.bar is not None:
             try:

@@ -89,7 +89,7 @@ def peak_rss() -> int:
 
 
 def reached_limit(error: BaseException) -> OpenQuantError | None:
-    """What an error comes from, if that is a limit of this process; its own message, if it has one, stays."""
+    """An error that names the limit of this process, such as `ulimit -n`, that caused another; None if none did."""
     for cause in _causes(error):
         found = _limit_behind(cause)
         if found is not None:

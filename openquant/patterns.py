@@ -63,12 +63,12 @@ _NUMBER = re.compile(rf"(?<=\.)\d{{1,{MAX_DIGITS}}}(?=\.|$)")
 
 
 def template(name: str) -> str:
-    """A name with every number segment replaced by `*`: equal for the same tensor of all layers."""
+    """A name with `*` for its numbers, the same for the same tensor of all layers: "model.layers.*.mlp.up_proj"."""
     return _NUMBER.sub("*", name)
 
 
 def collapse(names: Iterable[str]) -> list[str]:
-    """Names grouped by template, numbers written as ranges: `model.layers.{0..3}.mlp.up_proj`.
+    """Names that differ in numbers only as one, with ranges: `model.layers.{0..3}.mlp.up_proj`.
 
     A template's names that differ in several numbers show the range of each.
     """

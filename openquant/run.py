@@ -54,7 +54,7 @@ class Prepared:
 
     @property
     def seen(self) -> list[object]:
-        """What all ranks must see alike; they may mount the source differently."""
+        """What all ranks must have found alike: the plan's digest, size and time of each shard of a local source."""
         return [self.plan.digest, {name: (size, modified) for name, (size, modified, *_) in self.stamps.items()}]
 
 

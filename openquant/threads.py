@@ -95,7 +95,7 @@ def in_threads(work: Callable[[], None], count: int, stopped: threading.Event) -
 
 
 def in_parallel(make: Callable[[Item], Made], items: Sequence[Item], count: int) -> Generator[Made, None, None]:
-    """What `make` makes of each item, in their order, on so many threads at once and as many ahead of who asks.
+    """What `make` returns for each item, in their order, made on `count` threads, ahead of the caller.
 
     The first failure is raised at once. Neither it nor an interrupt waits for what the other threads are doing, which
     may be a request that nobody answers.

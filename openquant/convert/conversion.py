@@ -62,13 +62,13 @@ class Traffic(Protocol):
     """How source shards come and output shards go. Calls may come from any thread."""
 
     def wait_for(self, output: str, stopped: Callable[[], bool]) -> None:
-        """Until an output shard may be begun: what it is made from is here, or the work has stopped."""
+        """Wait until an output shard may be begun: what it is made from is here, or `stopped()` is true."""
 
     def path(self, name: str) -> Path:
-        """Where a source shard lies."""
+        """Where a source shard lies, such as "/cache/model-00001-of-00005.safetensors"."""
 
     def finished(self, output: str) -> None:
-        """An output shard has its final name."""
+        """Is told that an output shard has its final name."""
 
 
 def convert(
@@ -102,10 +102,12 @@ def convert(
 
 
 class _Stopped(Exception):
-    """Another worker failed, or the user interrupted: leave quietly."""
+    """Raised in a worker whose work is no longer wanted: another failed, or the user interrupted."""
 
 
 class _Conversion:
+    """One call of `convert`: the tasks still to do, the files being filled, and the first failure."""
+
     def __init__(
         self,
         plan: Plan,
@@ -303,7 +305,7 @@ class _Worker:
         self._scales_done(job.weight)
 
     def _turn(self, job: Decode, file: Target) -> None:
-        """Decode a matrix and write it with its rows as columns."""
+        """Decode a weight, one expert's of a stack [experts, in, out], and write its rows as columns."""
         turned = np.empty(job.weight.shape[::-1], np.uint16)
         low = 0
         for bits in self.reader.rows(job.weight, 1):
@@ -331,7 +333,7 @@ class _Worker:
             self._scales_done(piece.weight)
 
     def _pass(self, piece: Piece, scheme: Scheme, file: Target) -> None:
-        """Codes as they are, their scales as the scheme stores them."""
+        """Write the source's codes unchanged, and its scales as the scheme stores them."""
         weight, scale_place = piece.weight, piece.scale_target
         assert weight.format is not None
         group, extent = weight.format.group, weight.rows(self.reader.where)
@@ -354,7 +356,7 @@ class _Worker:
                 self.conversion.advance(codes.nbytes)
 
     def _scale_stays(self, job: Encode) -> bool:
-        """Whether nothing is shared, or all that shares a scale has it in the source, and it is one engines load."""
+        """Whether the source's scales may be kept: none is shared, or all have the same one, and engines load it."""
         if not job.joined:
             return True
         form = job.scheme.format

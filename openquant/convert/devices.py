@@ -18,26 +18,26 @@ from ..machine import first_line
 
 
 class CpuKernels:
-    """absmax and encode as in kernels.py."""
+    """The functions of formats/kernels.py, with numpy."""
 
     absmax = staticmethod(kernels.absmax)
 
     def encode(self, bits: Bits, dtype: str, scale: Floats, format: Format, out: Codes) -> None:
-        """Codes of whole rows, as they are written."""
+        """Write the codes [rows, cols] of weights that `load` gave to `out`."""
         kernels.encode(bits, dtype, scale, format.group, out, format.number)
 
     def load(self, bits: Bits, dtype: str) -> Bits:
-        """Weights as absmax and encode take them."""
+        """Weights as `absmax` and `encode` take them: here the bits themselves."""
         del dtype
         return bits
 
     def memory(self, nbytes: int) -> Bytes:
-        """A buffer for weights or codes."""
+        """A buffer of so many bytes, for weights or codes."""
         return np.empty(nbytes, np.uint8)
 
 
 class TorchKernels:
-    """The same on a torch device; the arithmetic of packed.py, so the codes are the same too.
+    """The same methods on a torch device, with the arithmetic of formats/reference.py, which gives the same codes.
 
     Each worker has one of its own. On a GPU its buffers are pinned, so that copies go by DMA, and it works on its own
     stream, so that one worker's copies overlap another's arithmetic and the reads and writes of all.
@@ -58,7 +58,7 @@ class TorchKernels:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """On this worker's stream; what the device refuses, such as memory that another program has, is explained."""
+        """Work on this worker's stream; an error of the device, such as having no memory left, is a UsageError."""
         try:
             with self.torch.cuda.stream(self.stream):
                 yield
@@ -68,19 +68,19 @@ class TorchKernels:
             ) from error
 
     def memory(self, nbytes: int) -> Bytes:
-        """As CpuKernels.memory."""
+        """A buffer of so many bytes on the host, for weights or codes; pinned for a GPU."""
         with self._working():
             pinned = self.stream is not None
             return np.asarray(self.torch.empty(nbytes, dtype=self.torch.uint8, pin_memory=pinned).numpy())
 
     def load(self, bits: Bits, dtype: str) -> Any:
-        """As CpuKernels.load: once on the device, for both."""
+        """Weights as `absmax` and `encode` take them: a tensor on the device, copied there once for both."""
         signed = self.torch.from_numpy(np.ascontiguousarray(bits).view(f"i{bits.dtype.itemsize}"))
         with self._working():
             return signed.to(self.device, non_blocking=True).view(self.dtypes[dtype])
 
     def absmax(self, weight: Any, dtype: str, group: Group) -> Floats:
-        """As kernels.absmax."""
+        """Largest absolute value of each group, as float32 [rows/height, cols/width]."""
         from ..formats.reference import group_absmax
 
         del dtype  # the weight has it
@@ -88,7 +88,7 @@ class TorchKernels:
             return np.asarray(group_absmax(weight, group).cpu().numpy())
 
     def encode(self, weight: Any, dtype: str, scale: Floats, format: Format, out: Codes) -> None:
-        """As CpuKernels.encode."""
+        """Write the codes [rows, cols] of weights that `load` gave to `out`."""
         from ..formats.reference import encode
 
         del dtype  # the weight has it

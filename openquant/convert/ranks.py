@@ -88,7 +88,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Ranks:
-        """As torchrun and accelerate describe it; a process on its own where RANK or WORLD_SIZE is not set.
+        """This process, as torchrun and accelerate describe it in RANK, WORLD_SIZE and so on; on its own without these.
 
         Raises:
             UsageError: what is set does not make sense.
@@ -191,7 +191,7 @@ def _number(environment: Mapping[str, str], name: str, low: int, high: int, beca
 
 
 class _Elsewhere(OutputError):
-    """Another rank's end, which the others see for themselves."""
+    """What ended this rank is the end of another, which the others see for themselves: they are not told again."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ class _Board:
         return len(self._pages) < len(self._others)
 
     def agree(self, fact: Any) -> list[Any]:
-        """As Ranks.agree."""
+        """Wait until every rank has told a fact; all of them, in order of the ranks."""
         begun = time.monotonic()
         # As the others read it, so that all get the same.
         fact = json.loads(json.dumps(fact))
@@ -334,7 +334,7 @@ class _Board:
             self._news.wait(NAP)
 
     def _failure(self, error: BaseException) -> tuple[str, str]:
-        """What the others are to be told of an error."""
+        """Message and hint that the others are to be told of an error."""
         if isinstance(error, _Elsewhere):
             return error.message, error.hint
         named = f"rank {self.ranks.rank} failed"
@@ -348,7 +348,7 @@ class _Board:
         return self._pages.get(rank, _Page())
 
     def _late(self) -> list[int]:
-        """Ranks that have told less than this one."""
+        """Numbers of the ranks that have told fewer facts than this one: those it waits for."""
         count = len(self._mine.facts)
         return [rank for rank in self._others if len(self._page(rank).facts) < count]
 
@@ -429,7 +429,7 @@ class _Board:
             self._news.notify_all()
 
     def _found(self) -> _Elsewhere | None:
-        """What ended another rank."""
+        """What ended another rank, as an error for this one; None if all go on."""
         for page in self._pages.values():
             if page.failure is not None:
                 return _Elsewhere(*page.failure)

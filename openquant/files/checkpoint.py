@@ -62,7 +62,7 @@ class RemoteFile(Protocol):
     size: int
 
     def read(self, offset: int, length: int) -> bytes:
-        """So many bytes of it from an offset."""
+        """`length` bytes from `offset` on."""
 
 
 def open_checkpoint(
@@ -140,7 +140,7 @@ def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int
 
 
 def _read_remote(file: RemoteFile, name: str) -> tuple[str, list[tuple[TensorInfo, int]]]:
-    """As read_header, with one request where the header is no longer than most."""
+    """SHA-256 of the header and the tensors with their offsets, as `read_header` gives them; mostly in one request."""
     first = file.read(0, min(FIRST_PART, file.size))
 
     def read(offset: int, length: int) -> bytes:
@@ -237,7 +237,7 @@ def _is_plain(name: str) -> bool:
 
 
 def _named(tensor: str) -> str:
-    """A name from the index for a message."""
+    """A tensor's name from the index for a message: quoted and cut where it is not what a name can be."""
     return tensor if tensor.isprintable() and TENSOR_NAME.fullmatch(tensor) else shown(tensor)
 
 

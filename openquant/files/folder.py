@@ -56,7 +56,7 @@ class Folder:
         self.close()
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the directory; a second call does nothing."""
         if self._handle >= 0:
             os.close(self._handle)
         self._handle = -1
@@ -79,13 +79,13 @@ class Folder:
 
     @contextmanager
     def _at(self, name: str, make: bool = False) -> Iterator[tuple[str, int]]:
-        """The last part of a name, and the directory it lies in, open."""
+        """The last part of a name, and the open directory it lies in: ("logo.png", handle) for "assets/logo.png"."""
         folder, _, last = name.rpartition("/")
         with self._entered(folder, make) as handle:
             yield last, handle
 
     def open(self, name: str, flags: int) -> int:
-        """A file, open."""
+        """The descriptor of a file, opened with `flags`; the caller closes it."""
         with self._at(name) as (last, handle):
             # Opening a pipe would wait for its other end.
             return os.open(last, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=handle)
@@ -136,12 +136,12 @@ class Folder:
                 os.rmdir(last, dir_fd=handle)
 
     def names(self, name: str = "") -> list[str]:
-        """What a directory holds, in order."""
+        """The names in a directory, in order."""
         with self._entered(name) as handle:
             return sorted(os.listdir(handle))
 
     def walk(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Everything below, directories included, links not followed: its name, and what it is.
+        """Name and status of everything below, directories included and links not followed: ("assets/a.txt", its stat).
 
         The files of a directory come in order, before those of directories in it. What may not be read holds nothing.
         """

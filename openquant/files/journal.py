@@ -58,7 +58,11 @@ def read_journal(directory: Path) -> dict[str, Any] | None:
 
 
 def journal_in(folder: Folder) -> dict[str, Any] | None:
-    """The same of an open directory."""
+    """What a run wrote down in an open directory; None if no run did.
+
+    Raises:
+        OutputError: something else is there.
+    """
     path = folder.path / JOURNAL
     with explained(path, "read"):
         if folder.stat(JOURNAL) is None:
@@ -115,7 +119,7 @@ def _is_ours(name: object) -> bool:
     if not is_plain(name):
         return False
     *folders, last = str(name).split("/")
-    # checkpoint.py leaves out hidden directories, and weights and indexes that are not at the top.
+    # files/checkpoint.py leaves out hidden directories, and weights and indexes that are not at the top.
     hidden = any(folder.startswith(".") for folder in folders)
     return not hidden and name != JOURNAL and last != WORK and not (folders and last.endswith(_AT_THE_TOP))
 
@@ -124,7 +128,7 @@ _AT_THE_TOP = (".safetensors", ".index.json")
 
 
 def short_name(name: str) -> str:
-    """A file's name as it begins below WORK: with an ending, its own may be too long for the file system."""
+    """24 hexadecimal digits that a file's name below WORK begins with: its own, with an ending, may be too long."""
     return hashlib.sha256(os.fsencode(name)).hexdigest()[:24]
 
 

@@ -6,7 +6,7 @@ process or the machine died. Running again with the same digest continues; anyth
 directory keeps the journal and loses `.openquant/`.
 
 What an output holds may be somebody else's, the journal included: names in it that no run of ours would write are
-refused, and so are links where our files lie (folder.py).
+refused, and so are links where our files lie (files/folder.py).
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class OutputDirectory:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """For other ranks, once the first one has claimed it: they may write there too."""
+        """Let a rank that is not the first write there too, once the first one has claimed the directory."""
         try:
             with explained(self.path):
                 self._folder = Folder(self.path)
@@ -213,7 +213,7 @@ class OutputDirectory:
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[BinaryIO]:
-        """A file to be filled; it gets its name once it is on disk."""
+        """A file to be filled, which gets its final name once all of it is on disk."""
         with explained(self.path / name):
             handle = self.folder.open(self.partial(name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             with os.fdopen(handle, "wb") as file:
@@ -350,7 +350,7 @@ class OutputDirectory:
             )
 
     def _let_go(self) -> None:
-        """Remove what is half-written, and all trace of a run that wrote nothing; let go of the lock."""
+        """Remove what is half-written, and all trace of a run that wrote nothing; release the lock."""
         if self._lock < 0:
             return
         with suppress(OSError):

@@ -169,7 +169,7 @@ class ShardFile:
             self._publish()
 
     def _write_direct(self, view: Bytes, offset: int) -> tuple[int, int]:
-        """Write what can go around the page cache; from where and to where in `view` that is."""
+        """Write around the page cache what can go so; (begin, end) of that in `view`."""
         start = -offset % ALIGNMENT
         if self._direct < 0 or view.nbytes < DIRECT_FROM or (view.ctypes.data - offset) % ALIGNMENT:
             return 0, 0
@@ -206,7 +206,7 @@ class ShardFile:
         self.published(self.name)
 
     def close(self) -> None:
-        """Let go of the file, finished or not."""
+        """Close the file, finished or not."""
         for handle in (self._handle, self._direct):
             if handle >= 0:
                 os.close(handle)
@@ -283,7 +283,7 @@ class FinishedShard:
         raise SourceError(f"{self.made_from} changed since {self.path} was made", REPLACE)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._handle >= 0:
             os.close(self._handle)
         self._handle = -1

@@ -40,7 +40,7 @@ class Scale:
         dtype: "F32"; "BF16", to which they are rounded before codes are made; "U8" for the exponent field of a power
             of two (E8M0).
         power_of_two: whether all are.
-        floor: the smallest of anything that is not all zero.
+        floor: the smallest scale of a group that is not all zero.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Format:
 
     @property
     def label(self) -> str:
-        """The same in the words of configs, as checks say it: "one scale per channel", "one scale per 1x32 block"."""
+        """What shares a scale, in the words of configs, as checks say it: "one scale per channel"."""
         height, width = self.group
         if width is not None:
             return f"one scale per {height}x{width} block"
@@ -140,7 +140,7 @@ class Format:
         return height, math.lcm(width or 1, words) if width is not None or words > 1 else None
 
     def holds(self, other: Format) -> bool:
-        """Whether codes and scales of another format are such as it has, by whatever names and dtypes."""
+        """Whether codes and scales of another format may stay as they are in this one, whatever they are called."""
         return (self.number, self.group) == (other.number, other.group) and (
             other.scale.power_of_two or not self.scale.power_of_two
         )

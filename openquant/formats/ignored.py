@@ -65,7 +65,7 @@ class Expressions:
 
 
 def _compile(entry: str) -> _Matcher:
-    """What matches an expression; the package `regex`, which can be told to give up, where that may backtrack long."""
+    """A compiled expression: of the package `regex`, which can be told to give up, where that may backtrack long."""
     text = entry[3:]
     counts = [max(1, *(int(number or 1) for number in found)) for found in re.findall(r"{(\d*),?(\d*)}", text)]
     if len(text) > MAX_LETTERS or prod(counts) > MAX_REPEATS:

@@ -160,7 +160,7 @@ class Supply:
         return self._paths.get(name, self.source.root / name)
 
     def wait_for(self, output: str, stopped: Callable[[], bool]) -> None:
-        """Until every source shard of an output shard is here, or the work has stopped.
+        """Wait until every source shard of an output shard is here, or `stopped()` is true.
 
         Raises:
             SourceError: one of them cannot be had.
@@ -179,7 +179,7 @@ class Supply:
                 self._changed.wait(0.2)
 
     def finished(self, output: str) -> None:
-        """An output shard is whole: what nothing else is made from may go."""
+        """Is told that an output shard is whole: source shards that nothing else is made from are removed."""
         with self._changed:
             self._unfinished.pop(output, None)
             for name in self.needs.get(output, ()):
@@ -331,7 +331,7 @@ class Supply:
             self._fetch(*part)
 
     def _next_part(self) -> tuple[_Arrival, int, int] | None:
-        """Of the first shard that lacks something, from where to where it is to be fetched."""
+        """What to fetch next, of the first shard that lacks something: (shard, begin, end); None if none does."""
         coming = sum(self.source.remote[name].size for name in self._coming)
         left = coming // UNIT + sum(arrival.units_left for arrival in self._arriving)
         for arrival in self._arriving:
@@ -402,14 +402,14 @@ class _Arrival:
         self._open = deque(unit for unit in range(units) if not self._here[unit])
 
     def close(self) -> None:
-        """Let go of the file; parts that still come are dropped."""
+        """Close the file; parts that still come are dropped."""
         with self._changed:
             os.close(self._handle)
             self._handle = -1
 
     @property
     def units_left(self) -> int:
-        """How many nobody fetches yet."""
+        """How many units nobody fetches yet."""
         return len(self._open)
 
     def take(self, most: int) -> tuple[int, int]:
@@ -476,4 +476,4 @@ def _feed(digest: hashlib._Hash, handle: int, start: int, end: int, buffer: memo
 
 
 class _Closed(Exception):
-    """Nobody waits for these shards any more."""
+    """Raised in a thread that fetches once nobody waits for these shards any more."""

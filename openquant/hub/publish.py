@@ -147,7 +147,7 @@ class Publisher:
         return {name for name in self.shards if self._record(name)} if self.push.only else set()
 
     def finished(self, name: str) -> None:
-        """Have a shard uploaded that stands under its final name."""
+        """Is told that a shard has its final name: it is uploaded."""
         with self._changed:
             if name in self._waiting:
                 return
@@ -155,7 +155,7 @@ class Publisher:
         self._queue.put(name)
 
     def wait_for_room(self, name: str, stopped: Callable[[], bool]) -> None:
-        """Until an output shard may be begun, or the work has stopped.
+        """Wait until an output shard may be begun, or `stopped()` is true.
 
         Raises:
             PushError: an upload failed.
@@ -360,7 +360,7 @@ class Publisher:
             os.replace(partial, path)
 
     def forget(self) -> None:
-        """Take nothing for uploaded any more."""
+        """Remove all records of uploads: nothing counts as uploaded any more."""
         if self.records.exists():
             with explained(self.records, "removed"):
                 shutil.rmtree(self.records)

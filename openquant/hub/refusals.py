@@ -61,7 +61,7 @@ class PushError(OutputError):
 
 
 def reason(error: BaseException) -> BaseException:
-    """What lies behind an error of huggingface_hub's that only says that something failed."""
+    """The error that caused one of huggingface_hub's which only says that something failed; else that one itself."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     # Trouble with the first question about a file comes as "not in the cache", that with an upload as a RuntimeError.

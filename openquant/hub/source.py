@@ -1,8 +1,8 @@
 """From what the user typed to a source: a local directory, or a Hub repository of which most may still be there.
 
 Of a repository, what a plan is made from goes to the Hub's cache at once, its other files before anything is converted
-(`Source.fetch_files`), and shards as they are needed (fetch.py). The commit found at the start is used for everything
-after.
+(`Source.fetch_files`), and shards as they are needed (hub/fetch.py). The commit found at the start is used for
+everything after.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Source:
         root: its directory.
         name: last part of its name, from which the output's is made.
         repo: its Hub repository, None for a local folder whose origin is unknown.
-        revision: the commit on the Hub, None likewise.
+        revision: the commit on the Hub, None where `repo` is.
         remote: shards that are on the Hub and not in its cache here, by name.
-        absent: other files of which the same is true, with sizes in bytes.
+        absent: other files that are on the Hub and not in its cache here, with sizes in bytes, by name.
     """
 
     root: Path
@@ -71,13 +71,13 @@ class Source:
     absent: Mapping[str, int] = field(default_factory=dict)
 
     def remote_bytes(self, names: Iterable[str]) -> int:
-        """Size of those of these shards and other files that are on the Hub."""
+        """Bytes of those of these shards and other files that are on the Hub and not in its cache."""
         sizes = {**self.absent, **{name: file.size for name, file in self.remote.items()}}
         return sum(sizes.get(name, 0) for name in names)
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know of how it comes."""
+        """What the user should know of how the source comes: that a proxy ignores ranges, say."""
         if any(file.only_whole for file in self.remote.values()):
             return [
                 "the Hub, or a proxy before it, sends files from their beginning when a part is asked for (it ignores "
@@ -134,7 +134,7 @@ class Source:
         return {name: [at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino] for name, at in found.items()}
 
     def digests(self, checkpoint: Checkpoint) -> dict[str, str]:
-        """The SHA-256 of each other file of a local source; of a repository nothing, likewise."""
+        """The SHA-256 of each file of a local source that is no shard; of a repository nothing, its commit says it."""
         return {} if self.revision is not None else {name: self._digest(name) for name in checkpoint.files}
 
     def _digest(self, name: str) -> str:
@@ -274,11 +274,11 @@ class HubFile:
         self._resolving = threading.Lock()
 
     def hasher(self) -> hashlib._Hash:
-        """What gives the digest once it is fed with the contents."""
+        """A hash that gives `digest` once it is fed with the contents."""
         return hashlib.sha256() if len(self.digest) == 64 else hashlib.sha1(b"blob %d\0" % self.size)
 
     def read(self, offset: int, length: int) -> bytes:
-        """So many bytes from an offset.
+        """`length` bytes from `offset` on.
 
         Raises:
             SourceError: they cannot be had.

@@ -1,4 +1,4 @@
-"""What engines do not load of a plan: that stops it, or is said in it."""
+"""What engines do not load of a plan: some of it stops the plan, the rest is printed with it."""
 
 from __future__ import annotations
 

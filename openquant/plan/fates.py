@@ -1,4 +1,4 @@
-"""What becomes of each tensor: the types in which it is said."""
+"""Types for what becomes of each tensor: Kept, Stack, Fate, Fates, and what asks for it: Options, Found."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Kept(NamedTuple):
 
     Attributes:
         tensor: as it is written.
-        alike: what it is called in the plan, with others like it: "model.layers.*.mlp.gate".
-        why: the reason, "router".
+        alike: its name with `*` for its numbers, as the plan prints it: "model.layers.*.mlp.gate".
+        why: the reason, such as "router".
         weight: as the source has it quantized; None if it is copied as it is.
     """
 
@@ -52,7 +52,7 @@ class Fate(NamedTuple):
 
     Attributes:
         scheme: what it is stored in; None if it stays unquantized.
-        why: "--ignore **.down_proj", say; empty for what has the plan's own scheme.
+        why: what says so, such as "--ignore **.down_proj"; empty for what has the plan's own scheme.
     """
 
     scheme: Scheme | None
@@ -77,7 +77,7 @@ class Options:
 
     @property
     def stays(self) -> Callable[[str], bool]:
-        """Whether a module that the registry's entry does not know is to be kept."""
+        """A function of a module that the registry's entry does not know: whether --ignore keeps it."""
         ignored = compile_any(text.removesuffix(".weight") for text in self.ignore)
         return lambda module: ignored.fullmatch(module) is not None
 
@@ -86,7 +86,7 @@ class Found(NamedTuple):
     """How a written directory has its modules: what options would have made it so.
 
     Attributes:
-        unquantized: modules, and what all modules are called that are named alike: "model.layers.*.mlp.gate".
+        unquantized: modules; one name with `*` for numbers where all named alike are, "model.layers.*.mlp.gate".
         schemes: likewise those of another scheme than most, in the order that counts where one is to be chosen.
     """
 
@@ -94,7 +94,7 @@ class Found(NamedTuple):
     schemes: dict[str, Scheme]
 
     def stays(self, module: str) -> bool:
-        """Whether a module is unquantized there."""
+        """Whether a module is unquantized in the written directory."""
         return module in self.unquantized or template(module) in self.unquantized
 
 
@@ -103,11 +103,11 @@ class Fates:
     """What becomes of each tensor.
 
     Attributes:
-        scheme: of all weights that have no other fate; None if nothing is to be quantized.
+        scheme: the plan's own, of all weights that are not in `others`; None if nothing is to be quantized.
         items: all tensors, by the shard they lie in.
         layers: weights that could be quantized, by module.
-        sets: the whole set of each of them that engines merge with others, itself included.
-        others: the fates of those that are not stored in the scheme, by module.
+        sets: the joined set, by module, of each that engines merge with others; itself included.
+        others: the fates, by module, of those that are not stored in the plan's own scheme.
     """
 
     scheme: Scheme | None
@@ -147,6 +147,6 @@ class Fates:
 
     @cached_property
     def schemes(self) -> list[Scheme]:
-        """All that weights may be stored in, that of most first."""
+        """The schemes of this plan, its own first."""
         found = dict.fromkeys([self.scheme, *(fate.scheme for fate in self.others.values())])
         return [scheme for scheme in found if scheme is not None]

@@ -21,7 +21,7 @@ def lacking(
     sets: dict[str, tuple[str, ...]],
     config: dict[str, Any],
 ) -> list[str]:
-    """Notes of what the source seems to lack: vLLM takes a quantized model without it, and computes noise."""
+    """Notes of what the source seems to lack: vLLM loads a quantized model without it, and computes noise."""
     notes = []
     count, pattern = config.get("num_hidden_layers"), compile_pattern(f"{model.layers}.**")
     # Norms, of which every decoder layer has some, or none has.

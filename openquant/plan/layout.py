@@ -1,6 +1,6 @@
-"""Lay out an output file: its header, the offset of every tensor, and the jobs that fill it.
+"""Lay out an output shard: its header, the offset of every tensor, and the jobs that fill it.
 
-Output files correspond to the source's shards one to one and keep their names, so a finished one never depends on
+Output shards correspond to the source's one to one and keep their names, so a finished one never depends on
 another one's output.
 """
 
@@ -18,7 +18,7 @@ from .fates import Fates, Item, Kept, Stack
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Bytes of the source that go to the output as they are: file range -> offset in the output shard."""
+    """Bytes of the source that go to the output as they are: `nbytes` from `offset` of a shard on, to `target`."""
 
     label: str
     shard: str
@@ -29,7 +29,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class CopyScale:
-    """The scale of a layer's activations, one number of this dtype in the source, to be written as float32."""
+    """The scale of a layer's activations: one number, of `dtype` in the source, to be written as float32."""
 
     label: str
     shard: str
@@ -58,7 +58,7 @@ class Unstack:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """A matrix that the source has as codes, to be written unquantized."""
+    """A weight that the source has as codes, to be written unquantized."""
 
     weight: Weight
     target: int
@@ -66,7 +66,7 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One matrix to be quantized, and where its codes and its scale go.
+    """One weight to be quantized, and where its codes and its scales go.
 
     `passes` says that its codes are those of the scheme already, and go to the output as they are.
     """
@@ -79,7 +79,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """Matrices of one output file to be quantized, and everything that shares their scale.
+    """Weights of one output shard to be quantized, and everything that shares their scale.
 
     Attributes:
         scheme: what they are stored in.
@@ -98,7 +98,7 @@ Job = Copy | CopyScale | Put | Unstack | Decode | Encode
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One output file: its name, the source shard's own, and the size of its tensors in bytes."""
+    """One output shard: its name, which is the source shard's, and the bytes of its tensors."""
 
     name: str
     nbytes: int
@@ -106,7 +106,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layout:
-    """What an output file is made of.
+    """What an output shard is made of.
 
     Attributes:
         name: file name.
@@ -131,14 +131,14 @@ def layers_of(item: Item) -> tuple[Weight, ...]:
 
 
 def written(layer: Weight, scheme: Scheme | None) -> tuple[TensorInfo, ...]:
-    """The tensors that a weight becomes; itself where it has no scheme."""
+    """The tensors that a weight becomes: "X.weight" and "X.weight_scale", say; "X.weight" alone without a scheme."""
     if scheme is None:
         return (TensorInfo(f"{layer.module}.weight", layer.source.dtype, layer.shape),)
     return scheme.format.parts(layer.module, layer.shape)
 
 
 def shards(fates: Fates) -> tuple[Shard, ...]:
-    """The output's files; a shard that holds nothing but scales has no part in it."""
+    """The output's shards; a source shard that holds nothing but scales has none."""
     # Weights of one size are many.
     sizes: dict[tuple[str, tuple[int, int], str | None], int] = {}
 
@@ -163,7 +163,7 @@ def shards(fates: Fates) -> tuple[Shard, ...]:
 
 
 def outputs(items: Iterable[Item], fates: Fates) -> list[TensorInfo]:
-    """The tensors that are made from others, in file order."""
+    """The tensors that are made from those of a shard, in file order."""
     found: list[TensorInfo] = []
     for item in items:
         if isinstance(item, Kept):
@@ -175,7 +175,7 @@ def outputs(items: Iterable[Item], fates: Fates) -> list[TensorInfo]:
 
 
 def consumed(items: Iterable[Item], fates: Fates) -> int:
-    """Bytes of the source that tensors and what belongs to them take, whichever shards they lie in."""
+    """Bytes of the source that tensors take with their scales, whichever shards these lie in."""
     total = 0
     for item in items:
         if isinstance(item, Kept):
@@ -187,8 +187,8 @@ def consumed(items: Iterable[Item], fates: Fates) -> int:
 
 
 def sources(shard: str, fates: Fates, where: dict[str, Location]) -> set[str]:
-    """The source's files that an output file is made from: its own, those with scales, and those with members of its
-    joined sets.
+    """The source shards that an output shard is made from: that of its name, those with scales, and those with members
+    of its joined sets.
     """
     found = {shard}
     for item in fates.items[shard]:
@@ -207,7 +207,7 @@ def sources(shard: str, fates: Fates, where: dict[str, Location]) -> set[str]:
 
 
 def lay_out(shard: str, fates: Fates, where: dict[str, Location]) -> Layout:
-    """Offsets and jobs of an output file."""
+    """The header, offsets and jobs of an output shard."""
     tensors = outputs(fates.items[shard], fates)
     header, start = make_header(tensors)
     places: dict[str, int] = {}
@@ -222,7 +222,7 @@ def lay_out(shard: str, fates: Fates, where: dict[str, Location]) -> Layout:
 def _jobs(
     item: Item, fates: Fates, where: dict[str, Location], places: dict[str, int], done: set[str]
 ) -> Iterator[Job]:
-    """What makes a tensor's part of the output; `done` are the modules that earlier jobs wrote with others."""
+    """The jobs for a tensor; `done` has the modules whose joined set an earlier job wrote, and gets those of this."""
     if isinstance(item, Kept):
         place, target = where[item.tensor.name], places[item.tensor.name]
         if item.weight is None:
@@ -270,7 +270,7 @@ def _input_scale(layer: Weight, fates: Fates) -> TensorInfo | None:
 
 
 def weight_kinds(fates: Fates) -> list[Weight]:
-    """One of each dtype, shape and way of storing, of all that is handled row by row."""
+    """One weight of each dtype, shape and format, among all that are read by rows."""
     kinds = {layer.kind: layer for layer in fates.layers.values()}
     kinds |= {kept.weight.kind: kept.weight for kept in fates.kept if kept.weight}
     return list(kinds.values())

@@ -18,9 +18,9 @@ class Line:
         shape: of each.
         scheme: what they are stored in; None if they are not quantized.
         decoded: whether they are quantized in the source, but not in the output.
-        why: why they are not quantized, "router", or not as most are: "channel: --scheme-for **.down_proj=channel".
+        why: why they are not quantized ("router"), or not as most are ("channel: --scheme-for **.down_proj=channel").
         bytes_before: what all of them take in the source.
-        bytes_after: the same of the output.
+        bytes_after: what all of them take in the output.
     """
 
     names: tuple[str, ...]

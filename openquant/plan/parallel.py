@@ -18,7 +18,7 @@ TENSOR_PARALLEL_SIZES = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class ParallelSize:
-    """Whether a tensor-parallel size can serve the result, and if not, what forbids it."""
+    """A tensor-parallel size, and why it cannot serve the result, "28 heads do not divide by 8"; None if it can."""
 
     size: int
     problem: str | None
@@ -31,7 +31,8 @@ def text_config(checkpoint: Checkpoint, model: Model) -> dict[str, Any]:
 
 
 def parts_of(shape: tuple[int, int], split: Split | None, config: dict[str, Any]) -> list[tuple[int, str | None]]:
-    """Rows of each layer that a tensor holds one below the other, and the config key that counts its heads.
+    """Rows of each part that a tensor holds one below the other, as q, k and v in a fused qkv, with the config key that
+    counts its heads: [(4096, "num_attention_heads"), (1024, "num_key_value_heads"), ...].
 
     A row count is 0 where config.json does not tell.
     """
@@ -54,7 +55,7 @@ def parallel_sizes(
         checkpoint: the opened source.
         entry: its entry.
         layers: what could be quantized, with what shares a scale in it; 1 x 1 where it stays unquantized.
-        asked: one more size to tell of.
+        asked: one more size to look at.
     """
     config = text_config(checkpoint, entry.model)
     kinds: dict[tuple[str, tuple[int, int], Group], Split | None] = {}

@@ -40,10 +40,10 @@ class Plan:
 
     Attributes:
         source: the opened source.
-        seen: the same with quantized weights as the tensors they stand for.
+        seen: the source with quantized weights as the bfloat16 tensors they stand for.
         entry: the registry's entry it was made by.
         fates: what becomes of each tensor.
-        quantization_config: what the output's config.json says of that; empty without a scheme.
+        quantization_config: what the output's config.json says of the fates; empty without a scheme.
         parallel: what each tensor-parallel size meets.
         notes: for the user.
         identity: what tells the source from another with the same headers.
@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def scheme(self) -> Scheme | None:
-        """What all layers are stored in that have no other; None if nothing is to be quantized."""
+        """The scheme of all layers that have no other; None if nothing is to be quantized."""
         return self.fates.scheme
 
     @property
@@ -86,7 +86,7 @@ class Plan:
 
     @cached_property
     def lines(self) -> tuple[Line, ...]:
-        """What is printed: a line for all tensors that are alike in name, shape and fate."""
+        """The printed plan: a line for all tensors that are alike in name, shape and fate."""
         return lines_of(self.fates)
 
     @cached_property
@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def source_weight_bytes_quantized(self) -> int:
-        """What the source takes for all that is quantized in the output."""
+        """Bytes in the source of all that is quantized in the output."""
         return sum(line.bytes_before for line in self.lines if line.quantized)
 
     @property
@@ -169,7 +169,7 @@ class Plan:
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """Who serves the output."""
+        """Who serves the output: ("vLLM", "SGLang")."""
         return ("vLLM", "SGLang") if self.unread_by_sglang is None else ("vLLM",)
 
     @property
@@ -194,23 +194,23 @@ class Plan:
 
     @property
     def weight_kinds(self) -> list[Weight]:
-        """One of each dtype, shape and way of storing, of all that is handled as a matrix."""
+        """One weight of each dtype, shape and format, among all that are read by rows."""
         return layout.weight_kinds(self.fates)
 
     def sources(self, shard: str) -> set[str]:
-        """The source's files that an output file is made from."""
+        """The source shards that an output shard is made from."""
         return layout.sources(shard, self.fates, self.seen.where)
 
     def consumed(self, shard: str) -> int:
-        """Bytes of the source that an output file is made from, whichever file they lie in."""
+        """Bytes of the source that an output shard is made from, whichever shard they lie in."""
         return layout.consumed(self.fates.items[shard], self.fates)
 
     def outputs(self, shard: str) -> list[TensorInfo]:
-        """The tensors of an output file, in file order."""
+        """The tensors of an output shard, in file order."""
         return layout.outputs(self.fates.items[shard], self.fates)
 
     def lay_out(self, shard: str) -> Layout:
-        """Offsets and jobs of an output file."""
+        """The header, offsets and jobs of an output shard."""
         return layout.lay_out(shard, self.fates, self.seen.where)
 
     @cached_property

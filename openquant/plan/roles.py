@@ -68,7 +68,7 @@ class Entry:
         self._parent, self._siblings = "", self._families.setdefault("", {})
 
     def role(self, module: str) -> Role:
-        """What it says of a module."""
+        """What the entry says of a module; asked once for all whose names differ in numbers only."""
         parent, _, last = module.rpartition(".")
         if parent != self._parent:
             self._parent, self._siblings = parent, self._families.setdefault(template(parent), {})

@@ -24,7 +24,7 @@ _SHARES = "shares its status with "
 
 
 def refuse_size(entry: Entry, layers: dict[str, Weight], config: dict[str, Any], size: int) -> None:
-    """Stop where layers do not divide by a tensor-parallel size, whatever they are stored as."""
+    """Raise a PlanError where layers do not divide by a tensor-parallel size, whatever they are stored as."""
     for layer in {(layer.alike, layer.shape): layer for layer in layers.values()}.values():
         problem = indivisible(layer.shape, entry.role(layer.module).split, config, (1, 1), size)
         if problem:
@@ -135,7 +135,7 @@ def asked_for(options: Options, layers: dict[str, Weight], known: Iterable[str])
 
 
 def asked_by(found: Found, layers: dict[str, Weight]) -> Asked:
-    """What makes layers as a written directory has them."""
+    """What to ask for so that layers come out as a written directory has them."""
     ignored, mixed = {}, {}
     for module, layer in layers.items():
         if module in found.unquantized or layer.alike in found.unquantized:
@@ -162,7 +162,7 @@ def settle(
 
     Args:
         entry: the registry's.
-        scheme: of all layers that have no other.
+        scheme: the plan's own, of all layers that have no other.
         layers: all of them, by module.
         find_problem: see problem_finder.
         sets: for each that is joined with others, all of its set.
@@ -231,7 +231,7 @@ def settle(
 
 
 def _alike(scheme: Scheme | None, reasons: dict[str, str]) -> dict[str, Fate]:
-    """One scheme for all these modules, each with its reason."""
+    """The fate of each module: one scheme for all, each with its own reason."""
     return {module: Fate(scheme, why) for module, why in reasons.items()}
 
 
@@ -291,6 +291,6 @@ def _look_at(
 
 
 def _share(modules: list[str], layers: dict[str, Weight]) -> str:
-    """So many layers, and how much of all that could be quantized they are."""
+    """How many layers these are, and their share of all that could be quantized: "12 of 28 layers (40.0 % ...)"."""
     share = sum(layers[module].nbytes for module in modules) / sum(layer.nbytes for layer in layers.values())
     return f"{len(modules)} of {len(layers)} layers ({100 * share:.1f} % of their bytes)"

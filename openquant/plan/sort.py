@@ -78,7 +78,7 @@ def sort_tensors(
 
 
 def _sort(info: TensorInfo, module: str, role: Role, stored: Weight | None, settled: bool) -> Item | str:
-    """What a tensor is, or what is wrong with it."""
+    """What is made from a tensor; or a text that says what is wrong with it, "matches no pattern"."""
     axes = len(info.shape)
     if settled and stored is not None and role.keep not in NEVER_QUANTIZED:
         return stored._replace(alike=role.alike)
@@ -120,7 +120,7 @@ def _raise_misfits(model: Model, misfits: dict[str, str]) -> None:
 
 
 def _draft_finder(model: Model, config: dict[str, Any]) -> Callable[[str], bool]:
-    """Whether a module belongs to a draft layer."""
+    """A function that says whether a module belongs to a draft layer."""
     first = config.get(model.draft_layers) if model.draft_layers else None
     if not isinstance(first, int):
         return lambda _: False
@@ -135,7 +135,7 @@ def _draft_finder(model: Model, config: dict[str, Any]) -> Callable[[str], bool]
 
 
 def _wrongly_stacked(stacks: Iterable[Stack]) -> dict[str, str]:
-    """Stacks whose experts do not fit together: down leads back from where gate and up lead to.
+    """What is wrong, by name, with stacks of experts that do not fit together: down leads back from gate and up.
 
     A file with its stacks the other way around, as some tools write them, has the names of the right one.
     """
@@ -158,7 +158,7 @@ def _is_stack(info: TensorInfo, stacked: Stacked) -> bool:
 
 
 def _unstack(info: TensorInfo, experts_at: Experts, stacked: Stacked) -> list[Weight]:
-    """One layer for each expert and part of a stacked tensor [E, in, parts*out] or [E, parts*out, in]."""
+    """One weight for each expert and part of a stacked tensor [E, in, parts*out] or [E, parts*out, in]."""
     experts, rows, cols = info.shape
     count = len(stacked.parts)
     shape = (cols // count, rows) if stacked.transposed else (rows // count, cols)

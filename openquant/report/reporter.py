@@ -24,7 +24,7 @@ class Reporter:
         """Conversion begins: bytes of source weights in all, and those an earlier run converted."""
 
     def advanced(self, nbytes: int) -> None:
-        """So many more bytes of the source are converted."""
+        """`nbytes` more bytes of the source are converted."""
 
     def publishing(self, repo: str) -> None:
         """All is converted; what is not uploaded yet goes to that repository."""

@@ -57,5 +57,5 @@ class Result:
     resumed: bool
 
     def to_json(self) -> dict[str, Any]:
-        """The same as a dictionary."""
+        """The fields by name, as `--json` prints them."""
         return asdict(self)

@@ -41,7 +41,7 @@ class Difference(NamedTuple):
     wanted: Any
 
     def text(self, other: str) -> str:
-        """In words: "hidden_size is 257, the source has 256", if `other` is "the source has"."""
+        """The difference for a message: "hidden_size is 257, the source has 256", if `other` is "the source has"."""
         path = ".".join(self.path)
         if self.found is Missing:
             return f"{path} is missing, {other} {shown(self.wanted)}"
@@ -73,7 +73,7 @@ def judged(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[tupl
 
 
 def _changes_computing(difference: Difference, beside: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    """Whether one difference does.
+    """Whether one difference makes a model compute something else.
 
     What a tool adds is what engines take for granted, which most tools write out, but for RoPE and the sizes of heads.
 

@@ -53,7 +53,7 @@ class Task:
 
 @dataclass
 class Contents:
-    """What reading found.
+    """What was found in the tensors that were read.
 
     Attributes:
         problems: what is off, in the order of the tasks.
@@ -91,6 +91,8 @@ def read_contents(
 
 
 class _Reading:
+    """One call of `read_contents`: the tasks still to do, and what was found so far."""
+
     def __init__(
         self, checkpoint: Checkpoint, source: Checkpoint | None, tasks: Sequence[Task], progress: Progress | None
     ) -> None:
@@ -107,7 +109,7 @@ class _Reading:
         self.contents = Contents()
 
     def run(self, workers: int) -> Contents:
-        """Until all is read, or something fails."""
+        """What all tasks found, once the last is done; the first error of a worker is raised."""
         in_threads(self._work, workers, self.stopped)
         self.contents.problems = [message for _, message in sorted(self.found, key=lambda entry: entry[0])]
         self.contents.errors = [error for _, error in sorted(self.errors, key=lambda entry: entry[0])]
@@ -130,16 +132,16 @@ class _Reading:
                 self.say(number, error.message)
 
     def place(self, name: str) -> str:
-        """A tensor for a message: its file and its name."""
+        """A tensor for a message: "model.safetensors: lm_head.weight"."""
         return f"{self.checkpoint.where[name].shard}: {name}"
 
     def say(self, number: int, message: str) -> None:
-        """A problem of one task."""
+        """Note a problem that one task found."""
         with self.lock:
             self.found.append((number, message))
 
     def advance(self, nbytes: int) -> None:
-        """So many bytes more were read."""
+        """Note that so many more bytes were read, and report all so far."""
         with self.lock:
             self.done += nbytes
             if self.progress is not None:
@@ -268,7 +270,7 @@ class _Worker:
         return values
 
     def _report_remade(self, number: int, weight: Weight, comparison: Comparison, scheme: Scheme) -> None:
-        """What is not as quantizing the source again has it."""
+        """Note which codes and scales differ from those that quantizing the source again gives."""
         info, scale = weight.codes, weight.scale
         assert scale is not None
         if scheme.format.shared:

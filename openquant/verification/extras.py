@@ -37,7 +37,7 @@ def extra_weights(checkpoint: Checkpoint) -> Iterator[str]:
 def extra_files(
     checkpoint: Checkpoint, expected: Set[str] | None, where: str, strict: bool
 ) -> tuple[list[str], list[str]]:
-    """A line for each other file that changes what is served, and one for those that do not.
+    """Problems, a line for each unexpected file that changes what is served; and notes, one line for all others.
 
     Args:
         checkpoint: the opened directory.

@@ -92,7 +92,7 @@ class Report:
         return self.equal_codes / self.compared_codes if self.compared_codes else None
 
     def to_json(self) -> dict[str, Any]:
-        """The same as a dictionary, with the worst layers only."""
+        """The fields by name, as `--json` prints them; "decoded" has the mean and the worst of `errors`."""
         found = asdict(self)
         for name in ("errors", "compared_codes", "equal_codes", "recomputed"):
             del found[name]
@@ -236,7 +236,7 @@ class _Verification:
         self.same = 0
 
     def run(self, workers: int, progress: Progress | None) -> None:
-        """All checks."""
+        """Find all that is off: files, config, source, tensors, then what is shared between layers."""
         pairs: list[tuple[TensorInfo, Weight | None]] = []
         self._open_with_library()
         self._check_extra_files()
@@ -252,7 +252,7 @@ class _Verification:
         self._check_remade_scales(self.headers.entry)
 
     def _open_with_library(self) -> None:
-        """Every file opens with the safetensors library, which engines use, and holds the same to it."""
+        """Each shard must open with the safetensors library, which engines use, and hold the same tensors to it."""
         names: dict[str, set[str]] = {shard: set() for shard in self.checkpoint.shards}
         for name, place in self.checkpoint.where.items():
             names[place.shard].add(name)
@@ -265,7 +265,7 @@ class _Verification:
                 self.problems.append(f"{shard} cannot be opened with the safetensors library: {error}")
 
     def _check_extra_files(self) -> None:
-        """Files that nobody expects there."""
+        """Note files that the run which made the directory, or the source, does not have."""
         written = self.headers.written
         expected, where = written or None, "not of the run that made it" if written else "beside the model"
         if self.source is not None:
@@ -372,7 +372,7 @@ class _Verification:
         self.problems.append(f"{self._place(info.name)} is {described(info)}, the source has {dtype} {list(shape)}")
 
     def _check_accounted(self, source: Checkpoint) -> None:
-        """Every tensor of the source is there, itself or split into experts."""
+        """Every tensor of the source must be there, itself or split into experts."""
         tensors = self.checkpoint.tensors
         parts: dict[str, list[str]] = {}
         for layer in self.plan.layers.values() if self.plan else ():
@@ -385,7 +385,7 @@ class _Verification:
                 self.problems.append(f"{missing} is missing: the source has {name} in {source.where[name].shard}")
 
     def _compare_plan(self) -> None:
-        """What this tool made is where its plan puts it, and lists what its plan lists."""
+        """What this tool made must have its tensors where its plan puts them, and list what its plan lists."""
         if self.plan is None or not self.ours:
             return
         key = self.headers.quantization.ignored.key
@@ -435,7 +435,7 @@ class _Verification:
                 self.notes.append(f"{skipped} quantized tensors were not decoded: the source has no matrix for them")
 
     def _check_shared_scales(self, entry: Entry) -> None:
-        """Layers that engines merge have one scale, or vLLM rounds them a second time at load."""
+        """Layers that engines merge must have one scale, or vLLM rounds them a second time at load."""
         layers, several, ragged = self.headers.layers(entry), 0, 0
         for members in sorted(set(entry.joined_sets(layers).values())):
             weights = [self.codes[f"{module}.weight"] for module in members if f"{module}.weight" in self.codes]
@@ -477,7 +477,7 @@ class _Verification:
         return next(known, None)
 
     def _check_remade_scales(self, entry: Entry | None) -> None:
-        """One scale for several layers is that of the largest weight in any of them."""
+        """A scale that several layers share must be that of the largest weight in any of them."""
         sets = entry.joined_sets(self.headers.layers(entry)) if entry else {}
         together: dict[object, list[str]] = {}
         for module in self.absmax:

@@ -1,4 +1,4 @@
-"""Matrices of a source read a bounded piece at a time, decoded where the source has them quantized."""
+"""Weights of a source read by rows, a bounded piece at a time, decoded where the source has them quantized."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ OVERFLOW = np.float32((2 - 2.0**-8) * 2.0**127)
 
 
 def rows_at_once(weight: Weight, multiple: int) -> int:
-    """How many rows are read at a time: about a buffer of them, in multiples of `multiple`."""
+    """How many rows are read at a time: about BUFFER bytes of them, in multiples of `multiple`."""
     rows, cols = weight.shape
     limit = TRANSPOSED_BUFFER if weight.transposed and weight.format is None else BUFFER
     return min(rows, max(1, limit // (cols * BITS_TYPE[weight.dtype].itemsize) // multiple) * multiple)
 
 
 def memory_of(weight: Weight, multiple: int) -> tuple[int, int]:
-    """Bytes of the buffer that rows of a weight are read into, and what is held beside it meanwhile."""
+    """Bytes of the buffer that rows of a weight are read into, and of what is held beside it meanwhile."""
     piece = rows_at_once(weight, multiple) * weight.shape[1] * BITS_TYPE[weight.dtype].itemsize
     if weight.format is None:
         return piece, piece if weight.transposed else 0
@@ -58,14 +58,14 @@ class Reader:
         self._buffer = memory(BUFFER)
 
     def open(self, shard: str) -> SourceFile:
-        """A shard, to be entered."""
+        """A source shard, to be used in a `with` statement."""
         return SourceFile(self.path(shard), shard)
 
     def rows(self, weight: Weight, multiple: int) -> Iterator[Bits]:
         """The weight in runs of rows [n, in], each a multiple of `multiple` rows and about a buffer long.
 
         Raises:
-            SourceError: it cannot be read, or a scale or code is none.
+            SourceError: it cannot be read, or a code or scale stands for no value.
         """
         rows, cols = weight.shape
         extent = weight.rows(self.where)
@@ -118,7 +118,7 @@ class Reader:
             )
 
     def codes(self, source: SourceFile, weight: Weight, low: int, into: Bytes) -> None:
-        """Codes of whole rows from `low` on.
+        """Read the codes of whole rows from `low` on into `into`.
 
         Raises:
             SourceError: one is NaN.
@@ -171,7 +171,7 @@ def check_scales(scale: Floats, name: str, shard: str, least: float) -> None:
 
 
 def consumed(weight: Weight, rows: int) -> int:
-    """Bytes of the source that so many rows were read from, but for scales."""
+    """Bytes of the source that `rows` rows take, without their scales."""
     if weight.format is None:
         return rows * weight.shape[1] * BITS_TYPE[weight.dtype].itemsize
     return rows * (weight.shape[1] // weight.format.number.per_byte)

@@ -10,7 +10,7 @@ from ..formats.format import Format, grid_of
 
 
 class Extent(NamedTuple):
-    """Where the rows of a matrix lie.
+    """Where the rows of a weight lie.
 
     Attributes:
         label: for messages: the tensor's name, and the expert's number where it is a slice.
@@ -31,7 +31,7 @@ class Weight(NamedTuple):
     Attributes:
         module: its name without `.weight`, where it is an expert of a stack as if it were not:
             "model.layers.0.mlp.experts.7.up_proj".
-        alike: the same with `*` for its numbers: what weights of the same kind have in common.
+        alike: its module with `*` for numbers, the same for weights of a kind: "model.layers.*.mlp.up_proj".
         source: the tensor it is or is a part of, as it would be unquantized; that need not be in the checkpoint.
         shape: (out, in).
         expert: its number in a stack; -1 outside of one, and for a stack of codes as a whole.
@@ -80,7 +80,7 @@ class Weight(NamedTuple):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What tells how it is read: equal for weights alike."""
+        """How it is read: equal for two weights of one dtype, shape and format."""
         return self.source.dtype, self.shape, self.transposed, self.format
 
     def is_held_by(self, form: Format) -> bool:
