@@ -19,7 +19,7 @@ def unread_by_sglang(entry: Entry, fates: Fates) -> Refusal | None:
     scheme, sglang = fates.scheme, entry.model.sglang
     if scheme is None:
         return None
-    quantized = [(layer.module, scheme) for layer, scheme in fates.kinds if not is_head(layer.module)]
+    quantized = [(weight.module, scheme) for weight, scheme in fates.kinds if not is_head(weight.module)]
     for module, chosen in quantized:
         if "SGLang" not in chosen.engines:
             return Refusal(None, None, f"it knows no {chosen.name}", "try another scheme")
@@ -49,8 +49,8 @@ def refuse_experts(entry: Entry, fates: Fates) -> None:
     if all(scheme.expert_engines for scheme in fates.schemes):
         return
     refused: dict[str, Scheme] = {}
-    for layer, scheme in fates.quantized:
-        if not scheme.expert_engines and (path := entry.experts(layer.module)):
+    for weight, scheme in fates.quantized:
+        if not scheme.expert_engines and (path := entry.experts(weight.module)):
             refused[path] = scheme
     if refused:
         scheme = next(iter(refused.values()))

@@ -123,7 +123,7 @@ class Fates:
     def each(self) -> Iterator[tuple[Weight, Fate]]:
         """The weights that could be quantized, and what becomes of them."""
         usual, others = Fate(self.scheme, ""), self.others
-        return ((layer, others.get(module, usual)) for module, layer in self.layers.items())
+        return ((weight, others.get(module, usual)) for module, weight in self.layers.items())
 
     @property
     def kept(self) -> Iterator[Kept]:
@@ -133,17 +133,17 @@ class Fates:
     @property
     def quantized(self) -> list[tuple[Weight, Scheme]]:
         """The weights that are quantized, each with its scheme."""
-        return [(layer, fate.scheme) for layer, fate in self.each() if fate.scheme is not None]
+        return [(weight, fate.scheme) for weight, fate in self.each() if fate.scheme is not None]
 
     @property
     def unquantized(self) -> list[str]:
         """The modules that could be quantized and are not."""
-        return [layer.module for layer, fate in self.each() if fate.scheme is None]
+        return [weight.module for weight, fate in self.each() if fate.scheme is None]
 
     @cached_property
     def kinds(self) -> list[tuple[Weight, Scheme]]:
         """Of the quantized weights, one for all of a scheme whose names differ in numbers only, as these are many."""
-        return list({(layer.alike, scheme.name): (layer, scheme) for layer, scheme in self.quantized}.values())
+        return list({(weight.alike, scheme.name): (weight, scheme) for weight, scheme in self.quantized}.values())
 
     @cached_property
     def schemes(self) -> list[Scheme]:

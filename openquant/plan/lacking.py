@@ -35,7 +35,7 @@ def lacking(
         notes.append(
             f"the source lacks decoder layers that config.json counts (num_hidden_layers {shown(count)}): {names}"
         )
-    counts = Counter(layer.alike for layer in layers.values())
+    counts = Counter(weight.alike for weight in layers.values())
     families: dict[str, list[str]] = {}
     for alike in counts:
         families.setdefault(alike.rpartition(".")[0], []).append(alike)
@@ -58,9 +58,9 @@ def lacking(
         if parent.endswith(".*")
         for alike in (alikes if parent in uneven else alikes[:1])
     }
-    for layer in layers.values() if watched else ():
-        if layer.alike in watched:
-            path = layer.module.rsplit(".", 2)[0]
+    for weight in layers.values() if watched else ():
+        if weight.alike in watched:
+            path = weight.module.rsplit(".", 2)[0]
             experts[path] = experts.get(path, 0) + 1
     most = max(experts.values(), default=0)
     fewer = [path for path, found in experts.items() if found < most]

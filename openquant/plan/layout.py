@@ -130,11 +130,11 @@ def layers_of(item: Item) -> tuple[Weight, ...]:
     return item.layers if isinstance(item, Stack) else (item,)
 
 
-def written(layer: Weight, scheme: Scheme | None) -> tuple[TensorInfo, ...]:
+def written(weight: Weight, scheme: Scheme | None) -> tuple[TensorInfo, ...]:
     """The tensors that a weight becomes: "X.weight" and "X.weight_scale", say; "X.weight" alone without a scheme."""
     if scheme is None:
-        return (TensorInfo(f"{layer.module}.weight", layer.source.dtype, layer.shape),)
-    return scheme.format.parts(layer.module, layer.shape)
+        return (TensorInfo(f"{weight.module}.weight", weight.source.dtype, weight.shape),)
+    return scheme.format.parts(weight.module, weight.shape)
 
 
 def shards(fates: Fates) -> tuple[Shard, ...]:
@@ -142,12 +142,12 @@ def shards(fates: Fates) -> tuple[Shard, ...]:
     # Weights of one size are many.
     sizes: dict[tuple[str, tuple[int, int], str | None], int] = {}
 
-    def size(layer: Weight) -> int:
-        fate = fates.others.get(layer.module)
+    def size(weight: Weight) -> int:
+        fate = fates.others.get(weight.module)
         scheme = fates.scheme if fate is None else fate.scheme
-        key = layer.source.dtype, layer.shape, None if scheme is None else scheme.name
+        key = weight.source.dtype, weight.shape, None if scheme is None else scheme.name
         if key not in sizes:
-            sizes[key] = sum(info.nbytes for info in written(layer, scheme))
+            sizes[key] = sum(info.nbytes for info in written(weight, scheme))
         return sizes[key]
 
     found = {name: 0 for name, items in fates.items.items() if items}
@@ -168,8 +168,8 @@ def outputs(items: Iterable[Item], fates: Fates) -> list[TensorInfo]:
     for item in items:
         if isinstance(item, Kept):
             found.append(item.tensor)
-        for layer in layers_of(item):
-            found += written(layer, fates.of(layer.module).scheme)
+        for weight in layers_of(item):
+            found += written(weight, fates.of(weight.module).scheme)
     # Wide dtypes first, as the safetensors library writes them: every tensor is aligned to its element.
     return sorted(found, key=lambda info: -DTYPE_BITS[info.dtype])
 
@@ -180,9 +180,9 @@ def consumed(items: Iterable[Item], fates: Fates) -> int:
     for item in items:
         if isinstance(item, Kept):
             total += item.weight.stored if item.weight else item.tensor.nbytes
-        for layer in layers_of(item):
-            scale = _input_scale(layer, fates)
-            total += layer.stored + (scale.nbytes if scale else 0)
+        for weight in layers_of(item):
+            scale = _input_scale(weight, fates)
+            total += weight.stored + (scale.nbytes if scale else 0)
     return total
 
 
@@ -194,12 +194,12 @@ def sources(shard: str, fates: Fates, where: dict[str, Location]) -> set[str]:
     for item in fates.items[shard]:
         if isinstance(item, Kept) and item.weight:
             found.add(where[item.weight.parts[1].name].shard)
-        for layer in layers_of(item):
-            scale, scheme = _input_scale(layer, fates), fates.of(layer.module).scheme
+        for weight in layers_of(item):
+            scale, scheme = _input_scale(weight, fates), fates.of(weight.module).scheme
             if scale is not None:
                 found.add(where[scale.name].shard)
-            shared = fates.sets.get(layer.module, ()) if scheme is not None and scheme.format.shared else ()
-            for member in (layer, *(fates.layers[module] for module in shared)):
+            shared = fates.sets.get(weight.module, ()) if scheme is not None and scheme.format.shared else ()
+            for member in (weight, *(fates.layers[module] for module in shared)):
                 found.add(where[member.source.name].shard)
                 if member.format is not None:
                     found.add(where[member.parts[1].name].shard)
@@ -232,17 +232,17 @@ def _jobs(
         for number, matrix in enumerate(item.weight.matrices):
             size = TensorInfo("", item.tensor.dtype, matrix.shape).nbytes
             yield Decode(matrix, target + number * size)
-    for layer in layers_of(item):
-        scheme, name = fates.of(layer.module).scheme, f"{layer.module}.weight"
-        if scheme is None and layer.format is None and layer.expert < 0:
+    for weight in layers_of(item):
+        scheme, name = fates.of(weight.module).scheme, f"{weight.module}.weight"
+        if scheme is None and weight.format is None and weight.expert < 0:
             place = where[name]
-            yield Copy(name, place.shard, place.offset, layer.nbytes, places[name])
+            yield Copy(name, place.shard, place.offset, weight.nbytes, places[name])
         elif scheme is None:
-            kind = Unstack if layer.format is None else Decode
-            yield kind(layer, places[name])
-        elif layer.module not in done:
-            joined = [fates.layers[module] for module in fates.sets.get(layer.module, (layer.module,))]
-            here = [member for member in joined if where[member.source.name].shard == where[layer.source.name].shard]
+            kind = Unstack if weight.format is None else Decode
+            yield kind(weight, places[name])
+        elif weight.module not in done:
+            joined = [fates.layers[module] for module in fates.sets.get(weight.module, (weight.module,))]
+            here = [member for member in joined if where[member.source.name].shard == where[weight.source.name].shard]
             done.update(member.module for member in here)
             pieces = (
                 Piece(
@@ -255,22 +255,22 @@ def _jobs(
             )
             shared = tuple(joined) if scheme.format.shared else ()
             yield Encode(scheme, tuple(pieces), shared)
-        scale = _input_scale(layer, fates)
+        scale = _input_scale(weight, fates)
         if scale is not None:
-            place, target = where[scale.name], places[f"{layer.module}.{INPUT_SCALE}"]
+            place, target = where[scale.name], places[f"{weight.module}.{INPUT_SCALE}"]
             yield CopyScale(scale.name, place.shard, place.offset, scale.nbytes, scale.dtype, target)
-        for info, data in scheme.format.known(layer.module, layer.shape) if scheme else ():
+        for info, data in scheme.format.known(weight.module, weight.shape) if scheme else ():
             yield Put(info.name, data, places[info.name])
 
 
-def _input_scale(layer: Weight, fates: Fates) -> TensorInfo | None:
+def _input_scale(weight: Weight, fates: Fates) -> TensorInfo | None:
     """The scale of a layer's activations in the source, if the output keeps it."""
-    scheme = fates.of(layer.module).scheme
-    return layer.input_scale if scheme is not None and scheme.format.static else None
+    scheme = fates.of(weight.module).scheme
+    return weight.input_scale if scheme is not None and scheme.format.static else None
 
 
 def weight_kinds(fates: Fates) -> list[Weight]:
     """One weight of each dtype, shape and format, among all that are read by rows."""
-    kinds = {layer.kind: layer for layer in fates.layers.values()}
+    kinds = {weight.kind: weight for weight in fates.layers.values()}
     kinds |= {kept.weight.kind: kept.weight for kept in fates.kept if kept.weight}
     return list(kinds.values())

@@ -19,7 +19,7 @@ def ignored_names(entry: Entry, fates: Fates) -> list[str]:
     utils/config_utils.py:226-293); experts match by the path that holds them all, for compressed-tensors by the names
     of the first. lm_head is listed unless it is quantized: transformers would quantize one tied to the embedding.
     """
-    quantized = [layer.module for layer, _ in fates.kinds]
+    quantized = [weight.module for weight, _ in fates.kinds]
     names: dict[str, None] = {} if any(map(is_head, quantized)) else {"lm_head": None}
     modules = [
         keep.tensor.module
@@ -54,7 +54,7 @@ def targets(entry: Entry, fates: Fates) -> dict[Scheme, list[str]]:
     the number of the layer.
     """
     found: dict[Scheme, tuple[dict[str, None], dict[str, None], dict[str, None]]] = {}
-    heads_too = any(is_head(layer.module) for layer, _ in fates.kinds)
+    heads_too = any(is_head(weight.module) for weight, _ in fates.kinds)
     for module in fates.layers:
         head = heads_too and is_head(module)
         scheme = fates.of(module).scheme if head or module in fates.others else None

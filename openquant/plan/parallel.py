@@ -59,10 +59,10 @@ def parallel_sizes(
     """
     config = text_config(checkpoint, entry.model)
     kinds: dict[tuple[str, tuple[int, int], Group], Split | None] = {}
-    for layer, group in layers:
-        key = (layer.alike, layer.shape, group)
+    for weight, group in layers:
+        key = (weight.alike, weight.shape, group)
         if key not in kinds:
-            kinds[key] = entry.role(layer.module).split
+            kinds[key] = entry.role(weight.module).split
     result = []
     for size in sorted({*TENSOR_PARALLEL_SIZES, *([asked] if asked else [])}):
         problem = None

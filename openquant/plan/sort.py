@@ -67,10 +67,10 @@ def sort_tensors(
             layers[item.module] = item
         elif isinstance(item, Stack):
             stacks.append(item)
-    for layer in (layer for stack in stacks for layer in stack.layers):
-        if f"{layer.module}.weight" in checkpoint.tensors:
-            misfits[f"{layer.module}.weight"] = "is in the stack of experts too"
-        layers[layer.module] = layer
+    for weight in (weight for stack in stacks for weight in stack.layers):
+        if f"{weight.module}.weight" in checkpoint.tensors:
+            misfits[f"{weight.module}.weight"] = "is in the stack of experts too"
+        layers[weight.module] = weight
     misfits |= _wrongly_stacked(stacks)
     if misfits:
         _raise_misfits(entry.model, misfits)
