@@ -1,6 +1,6 @@
 """The names of schemes, and what each stores: what the command line needs of them, which loads no numpy.
 
-schemes.py has the schemes themselves.
+schemes.py has the schemes of these names.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class CopyScale:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Bytes that the plan knows, such as the shape of a weight whose codes do not tell it."""
+    """Bytes that the plan knows, such as `weight_shape` of a weight whose words of codes do not tell its shape."""
 
     label: str
     data: bytes

@@ -244,7 +244,7 @@ def make_plan(
 
     Args:
         checkpoint: the opened source.
-        scheme: the number format of all layers that have no other.
+        scheme: the scheme of all layers that have no other.
         options: what the user asks for beside it; nothing if None.
         identity: what tells this source from another with the same headers; it goes into the plan's digest.
         architecture: the registry's entry to go by, or "generic"; the one of the checkpoint's own name if None.

@@ -14,7 +14,7 @@ class Result:
         model: as it was asked for.
         revision: the source's commit on the Hub, or None.
         output: the output directory.
-        scheme: "tensor", "channel", "block" or "mxfp8"; "bf16" for a run that dequantizes.
+        scheme: the name of the scheme, such as "tensor"; "bf16" for a run that dequantizes.
         schemes: number of weights stored in each scheme: that one, and others that some layers have instead.
         architecture: the registry's entry that the plan was made by.
         dry_run: whether nothing was written.
@@ -24,7 +24,7 @@ class Result:
         repository: the Hub repository that the output was published in; None if it was not.
         pushed_to: address of the commit or pull request that published the output; None if it was not.
         pushed_revision: the revision that holds it while a pull request is open, such as "refs/pr/1"; None for main.
-        quantized_tensors: number of weights stored as float8_e4m3fn.
+        quantized_tensors: number of weights that are stored as codes.
         decoded_tensors: number of weights that are quantized in the source and stored unquantized.
         ignored_layers: what quantization_config lists as left out.
         shards: number of output shards.

@@ -5,7 +5,7 @@ Called so, and not `verify`, since `openquant.verify` is the function.
     verify    all checks in order, and their Report
     Headers   names, shapes, dtypes and config held against each other and the registry; no tensor is read
     contents  tensors read: codes and scales made again, equality, the error of each layer
-    configs   two config.json compared; settings the values in a quantization_config; extras unexpected files
+    configs   two config.json held against each other; extras looks for files that nobody expects
     finished  what a run checks of all it has written, and a push of what it publishes
 
     report = verify("Qwen3-8B-FP8", "Qwen3-8B", full=True)

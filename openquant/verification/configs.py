@@ -32,8 +32,8 @@ class Difference(NamedTuple):
 
     Attributes:
         path: the keys that lead there.
-        found: what one has; Missing if nothing.
-        wanted: what the other has, likewise.
+        found: what one has there; Missing if nothing.
+        wanted: what the other has there; Missing if nothing.
     """
 
     path: tuple[str, ...]
@@ -79,8 +79,8 @@ def _changes_computing(difference: Difference, beside: Mapping[str, Any], before
 
     Args:
         difference: of two configs with what has two spellings in one.
-        beside: what the config that `found` is of has beside it.
-        before: likewise of `wanted`.
+        beside: what the config with `found` has beside it.
+        before: what the config with `wanted` has beside that.
     """
     key, value = difference.path[-1], difference.found
     rope = "rope_parameters" in difference.path

@@ -1,4 +1,4 @@
-"""Tensors of an FP8 directory read for `verify`: NaN among codes, unsound scales, differences from the source.
+"""Tensors of a quantized directory read for `verify`: NaN among codes, unsound scales, differences from the source.
 
 Threads read a bounded piece at a time, as a conversion does; nothing of a tensor's size is ever held.
 """

@@ -1,4 +1,4 @@
-"""`openquant verify`: hold an FP8 directory against itself, and against its source.
+"""`openquant verify`: hold a quantized directory against itself, and against its source.
 
 Names, shapes, dtypes and the config are checked first (headers.py), then held against the source's; then the tensors
 are read (contents.py).
@@ -45,15 +45,15 @@ class Report:
 
     Attributes:
         directory: as it was asked for.
-        source: likewise; None without one.
+        source: the source as it was asked for; None without one.
         architecture: the model's class; None if the directory could not be opened.
-        format: quant_method and what shares a scale.
+        format: quant_method and what shares a scale: "fp8, one scale per 128x128 block".
         problems: what is off, one line each; empty if nothing is.
         notes: what is worth knowing, and what was not checked.
         shards: number of weight files.
         tensors: number of tensors in them.
-        nbytes: their size.
-        quantized: number of weights stored as float8_e4m3fn.
+        nbytes: size of those tensors.
+        quantized: number of weights stored as codes.
         equal_tensors: number of tensors found equal to the source's, byte for byte.
         equal_files: number of other files found equal to the source's.
         errors: of each layer that was decoded, in the order of the checkpoint.
@@ -114,7 +114,7 @@ def verify(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Check an FP8 directory, made by this tool or another.
+    """Check an FP8 or INT8 directory, made by this tool or another.
 
     Args:
         directory: what to check.
