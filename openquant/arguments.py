@@ -110,7 +110,7 @@ def _add(group: argparse._ActionsContainer, name: str, option: Option) -> None:
         vars(added)["complete"] = option.completes  # where shtab looks for it
 
 
-COMPRESS = "Turn a checkpoint into an FP8 directory for vLLM and SGLang."
+COMPRESS = "Turn a checkpoint into an FP8 or INT8 directory for vLLM and SGLang."
 MODEL = "-m MODEL [-o DIR] [options]"
 EXAMPLES = (
     "-m Qwen/Qwen3-32B",
@@ -140,7 +140,7 @@ def verb_parser() -> Parser:
         "VERB [options]",
         ("compress -m Qwen/Qwen3-32B", "verify Qwen3-32B-FP8", "push Qwen3-32B-FP8 you/Qwen3-32B-FP8"),
         version=True,
-        description="FP8 checkpoints for vLLM and SGLang.",
+        description="FP8 and INT8 checkpoints for vLLM and SGLang.",
     )
     verbs = parser.add_subparsers(
         dest="verb", required=True, metavar="VERB", title="verbs", prog="openquant", parser_class=Parser
@@ -183,7 +183,7 @@ def verb_parser() -> Parser:
     )
     verify = add(
         "verify",
-        "Check an FP8 directory, whichever tool made it.",
+        "Check an FP8 or INT8 directory, whichever tool made it.",
         "DIR [--source DIR] [options]",
         "Qwen3-32B-FP8",
         "Qwen3-32B-FP8 --source Qwen3-32B --full",

@@ -61,7 +61,9 @@ class Number(ABC):
 
     @property
     def largest_weight(self) -> float:
-        """What `largest` stands for under the largest power of two by which no code is beyond bfloat16."""
+        """The largest weight that can be encoded: `largest` times the largest power of two by which no code is beyond
+        bfloat16, 448 * 2^119 for E4M3.
+        """
         exponent = int(np.floor(np.log2(_LARGEST_BFLOAT16 / self.largest)))
         return self.largest * 2.0**exponent
 

@@ -86,7 +86,7 @@ class Quantization:
         return self.names(module) or self._by_name.get("Linear")
 
     def names(self, module: str) -> Format | None:
-        """What a module is stored as that a group's targets name; None if they only mean its class, if anything."""
+        """The Format of the group that names a module; None if groups name its class only, or nothing of it."""
         return self._by_name.get(module) or self._by_name.get(self.expressions.find(module) or "")
 
     @cached_property

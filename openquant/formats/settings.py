@@ -155,7 +155,7 @@ def shown(value: Any) -> str:
 
 
 def _is_one(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """Whether a value is one of some; 1 is not True."""
+    """Whether a value is one of some; 1 is not True, which JSON tells apart."""
     return any(type(value) is type(one) and value == one for one in allowed)
 
 

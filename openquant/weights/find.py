@@ -49,7 +49,7 @@ _QUANTIZED = (
 _STRANGE = "download it again if it is damaged; if its maker lays it out so, start from the unquantized model"
 
 
-class Found(NamedTuple):
+class Stored(NamedTuple):
     """A weight that the source stores quantized, and the names of all tensors that it takes the place of."""
 
     weight: Weight
@@ -148,7 +148,7 @@ def _read(checkpoint: Checkpoint) -> Quantization | None:
         ) from None
 
 
-def _find(checkpoint: Checkpoint, quantization: Quantization) -> Iterator[Found]:
+def _find(checkpoint: Checkpoint, quantization: Quantization) -> Iterator[Stored]:
     for info in checkpoint.tensors.values():
         if info.name.endswith(".weight") and info.dtype in CODES:
             yield _whole(checkpoint, quantization, info)
@@ -163,7 +163,7 @@ def _find(checkpoint: Checkpoint, quantization: Quantization) -> Iterator[Found]
             )
 
 
-def _whole(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo) -> Found:
+def _whole(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo) -> Stored:
     """A weight whose codes have an element each."""
     if len(info.shape) != 2:
         raise PlanError(
@@ -184,10 +184,10 @@ def _whole(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo)
     input_scale = checkpoint.tensors[beside[0]] if beside else None
     shape = info.shape[0], info.shape[1]
     weight = _weight(info.name, shape, form, info, scale)._replace(input_scale=input_scale)
-    return Found(weight, (info.name, scale.name, *beside))
+    return Stored(weight, (info.name, scale.name, *beside))
 
 
-def _packed(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo) -> Found:
+def _packed(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo) -> Stored:
     module = info.name.removesuffix(".weight_packed")
     form = _form(quantization, info._replace(name=f"{module}.weight"))
     if form.number.per_item == 1 or info.dtype != form.number.dtype or len(info.shape) != 2:
@@ -206,10 +206,10 @@ def _packed(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo
     scale = _scale(checkpoint, info, [f"{module}.weight_scale"], form, shape)
     hidden = [f"{module}.{last}" for last in ("weight_shape", INPUT_SCALE)]
     hidden = [info.name, scale.name, *(name for name in hidden if name in checkpoint.tensors)]
-    return Found(_weight(f"{module}.weight", shape, form, info, scale), tuple(hidden))
+    return Stored(_weight(f"{module}.weight", shape, form, info, scale), tuple(hidden))
 
 
-def _blocks(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo) -> Found:
+def _blocks(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo) -> Stored:
     name = info.name.removesuffix("_blocks")
     form = _form(quantization, info)
     if form.number != E2M1 or len(info.shape) != 4 or info.shape[3] != 16:
@@ -225,7 +225,7 @@ def _blocks(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo
         )
     source = TensorInfo(name, DECODED_DTYPE, (experts, groups * 32, rows))
     weight = _weight(name, (rows, groups * 32), form, info, scale)._replace(source=source, transposed=True)
-    return Found(weight, (info.name, scale.name))
+    return Stored(weight, (info.name, scale.name))
 
 
 def _weight(name: str, shape: tuple[int, int], form: Format, codes: TensorInfo, scale: TensorInfo) -> Weight:
