@@ -256,13 +256,16 @@ def rewrite(
 
 
 def dequantize(source: Path, target: Path) -> Path:
-    """The same model with its FP8 weights multiplied out to bfloat16: no scale is left to get wrong."""
+    """The same model with its quantized weights multiplied out to bfloat16: no scale is left to get wrong."""
     config = json.loads((source / "config.json").read_text())
     quantization = read_quantization(config)
     del config["quantization_config"]
     tensors = tiny.read(source)
-    for name in [name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn]:
+    whole = (torch.float8_e4m3fn, torch.int8)
+    for name in [name for name in tensors if name.endswith("_packed") or tensors[name].dtype in whole]:
+        codes, name = tensors.pop(name), name.removesuffix("_packed")
         form = quantization.format_of(name.removesuffix(".weight"))
         assert form is not None
-        tensors[name] = decode(tensors[name], tensors.pop(form.scale_of(name)), form).to(torch.bfloat16)
+        tensors.pop(f"{name}_shape", None)
+        tensors[name] = decode(codes, tensors.pop(form.scale_of(name)), form).to(torch.bfloat16)
     return rewrite(source, target, tensors, config)

@@ -40,7 +40,8 @@ from sglang.srt.model_loader.utils import set_default_torch_dtype
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
 
-FP8 = torch.float8_e4m3fn
+# Codes, of which an element of each dtype holds so many.
+CODES = {torch.float8_e4m3fn: 1, torch.int8: 1, torch.int32: 4}
 # What has no attention in its first layer is refused with most.
 BACKENDS = {"lfm2": "torch_native", "lfm2_moe": "torch_native"}
 CPUS = os.sched_getaffinity(0)
@@ -97,10 +98,13 @@ def load(directory: Path) -> torch.nn.Module:
 
 def values(model: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
     """What a parameter stands for: codes are multiplied by their scales."""
-    if parameter.dtype != FP8:
+    if parameter.dtype not in CODES:
         return parameter.data.float()
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
+    if parameter.dtype == torch.int32:
+        codes = parameter.data.view(torch.uint8).float() - 128
+        return codes * spread(module.weight_scale.data.float(), codes.shape, [])
     scale = next(getattr(module, found) for end in ("_scale", "_scale_inv") if hasattr(module, found := last + end))
     return parameter.data.float() * spread(scale.data.float(), parameter.shape, getattr(module, "logical_widths", []))
 
@@ -122,7 +126,7 @@ def compare(directory: Path, plain: Path) -> dict[str, Any]:
     """What SGLang made of a directory, beside what it made of the same model in bfloat16.
 
     Returns: `not_run`, why there is nothing to compare with, since it does not load the model in bfloat16 either, or
-    None; `codes`, how many FP8 codes it has room for; `unfilled` and `differing`, the parameters that the quantized
+    None; `codes`, how many codes it has room for; `unfilled` and `differing`, the parameters that the quantized
     files left alone, or that do not stand for what the other has.
     """
     try:
@@ -133,7 +137,8 @@ def compare(directory: Path, plain: Path) -> dict[str, Any]:
     if missing:
         return {"not_run": f"in bfloat16 it leaves {missing} unfilled"}
     model = load(directory)
-    parameters = dict(model.named_parameters())
+    # Words stand for the weight that they are named after.
+    parameters = {name.removesuffix("_packed"): parameter for name, parameter in model.named_parameters()}
     unfilled, differing = [], []
     for name, expected in reference.items():
         value = values(model, name, parameters[name]).bfloat16() if name in parameters else None
@@ -141,7 +146,7 @@ def compare(directory: Path, plain: Path) -> dict[str, Any]:
             unfilled.append(name)
         elif value is None or not torch.equal(value, expected.bfloat16()):
             differing.append(name)
-    codes = sum(parameter.numel() for parameter in parameters.values() if parameter.dtype == FP8)
+    codes = sum(parameter.numel() * CODES.get(parameter.dtype, 0) for parameter in parameters.values())
     return {"not_run": None, "codes": codes, "unfilled": unfilled, "differing": differing}
 
 
