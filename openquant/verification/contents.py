@@ -206,6 +206,8 @@ class _Worker:
         if weight.input_scale is not None:
             self._scale(number, weight.input_scale)
         scale = None if weight.scale is None else self._scale(number, weight.scale)
+        for known, data in weight.format.known(weight.module, weight.shape) if weight.format else ():
+            self._hold(number, known, data)
         place = self.checkpoint.where[info.name]
         comparison = None
         if original is not None and scale is not None and weight.format is not None and weight.scale is not None:
@@ -247,6 +249,17 @@ class _Worker:
         rows, step = info.nbytes // pitch, max(1, PIECE // pitch)
         for low in range(0, rows, step):
             yield min(step, rows - low), None
+
+    def _hold(self, number: int, wanted: TensorInfo, data: bytes) -> None:
+        """Say so if a tensor of integers, which its weight's shape tells, holds others."""
+        if self.checkpoint.tensors.get(wanted.name) != wanted:
+            return  # which the headers showed
+        place, raw = self.checkpoint.where[wanted.name], np.empty(wanted.nbytes, np.uint8)
+        with SourceFile(self.checkpoint.root / place.shard, place.shard) as file:
+            file.read(raw, place.offset, wanted.name)
+        if raw.tobytes() != data:
+            found, right = (np.frombuffer(held, "<i8").tolist() for held in (raw.tobytes(), data))
+            self.reading.say(number, f"{self.reading.place(wanted.name)} is {found}, its codes are {right}")
 
     def _scale(self, number: int, info: TensorInfo) -> Floats | None:
         """The values of a scale, if all are finite and above zero."""

@@ -25,7 +25,7 @@ from openquant.errors import OpenQuantError
 from openquant.formats.kernels import decode
 from openquant.formats.numbers import E4M3
 from openquant.formats.reference import encode
-from openquant.formats.schemes import BLOCK, CHANNEL, SCHEMES, TENSOR, VARIANTS, Scheme
+from openquant.formats.schemes import BLOCK, CHANNEL, INT8_W8A16, SCHEMES, TENSOR, VARIANTS, Scheme
 from tiny import change_weights
 
 FP8 = torch.float8_e4m3fn
@@ -186,6 +186,14 @@ def test_every_code_is_decoded_as_torch_does() -> None:
     decode(codes, np.array(0.3, np.float32), found, E4M3)
     expected = torch.from_numpy(codes).view(FP8).float() * 0.3
     np.testing.assert_array_equal(found, expected.numpy())
+
+
+def test_the_shape_beside_words_is_that_of_their_codes(shelf: Shelf, tmp_path: Path) -> None:
+    """Engines go by it, and a wrong one is no damage that headers show."""
+    _, out = shelf.copied("Qwen3ForCausalLM", INT8_W8A16, tmp_path)
+    assert verify(out).problems == ()
+    change_weights(out, lambda weights: weights[f"{DOWN}.weight_shape"].copy_(torch.tensor([256, 255])))
+    assert verify(out).problems == (f"{ONE}: {DOWN}.weight_shape is [256, 255], its codes are [256, 512]",)
 
 
 def test_pieces_do_not_change_what_is_found(blocks: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
