@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .errors import OpenQuantError
     from .options import Push
     from .packed import PackedLinear
+    from .report.reporter import Reporter
     from .report.result import Result
     from .verification.verify import Report, verify
 
@@ -19,6 +20,7 @@ __all__ = [
     "PackedLinear",
     "Push",
     "Report",
+    "Reporter",
     "Result",
     "__version__",
     "compress",
@@ -33,6 +35,7 @@ _HOMES = {
     "PackedLinear": "packed",
     "Push": "options",
     "Report": "verification.verify",
+    "Reporter": "report.reporter",
     "Result": "report.result",
     "compress": "api",
     "dequantize": "api",

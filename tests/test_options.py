@@ -205,3 +205,22 @@ def test_every_option_is_shown_or_for_python() -> None:
         for name, option in options_of(kind).items():
             assert isinstance(option, Option)
             assert bool(option.group) == bool(option.help) != (name == "push")
+
+
+def test_a_reporter_of_one_s_own_is_told_of_the_run(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    class Mine(openquant.Reporter):
+        def started(self, total: int, done: int) -> None:
+            told.append(f"{done} of {total} bytes")
+
+        def finished(self, result: openquant.Result, already_complete: bool) -> None:
+            told.append(f"{result.quantized_tensors} layers, complete before: {already_complete}")
+
+    openquant.compress(ROOT / "examples" / "tiny-qwen3", tmp_path / "out", reporter=Mine())
+    assert told[0].startswith("0 of 8")
+    assert told[1:] == ["28 layers, complete before: False"]
+
+
+def test_every_public_name_is_there() -> None:
+    assert [name for name in openquant.__all__ if not hasattr(openquant, name)] == []
