@@ -31,6 +31,9 @@ def split(weights: dict[str, torch.Tensor], model: Model) -> dict[str, torch.Ten
     return found
 
 
+CODES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32}
+
+
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 @pytest.mark.parametrize("architecture", zoo.ZOO)
 def test_converts(shelf: Shelf, architecture: str, scheme: Scheme) -> None:
@@ -39,15 +42,17 @@ def test_converts(shelf: Shelf, architecture: str, scheme: Scheme) -> None:
         return
     made = shelf.converted(architecture, scheme)
     weights, found = split(tiny.read(made.source), model), tiny.read(made.output)
-    codes = {name for name, tensor in found.items() if tensor.dtype == torch.float8_e4m3fn}
-    scales = {f"{name.removesuffix('.weight')}.{scheme.format.scale.name}" for name in codes}
+    form, dtype = scheme.format, CODES[scheme.format.number.dtype]
+    modules = [name.removesuffix(f".{form.codes}") for name, tensor in found.items() if tensor.dtype == dtype]
+    codes = {f"{module}.weight": module for module in modules}
     assert codes
-    assert set(found) == {*weights, *scales}
+    parts = {info.name for name, module in codes.items() for info in form.parts(module, tuple(weights[name].shape))}
+    assert set(found) == {*(weights.keys() - codes.keys()), *parts}
     for name, weight in weights.items():
         if name not in codes:
             assert torch.equal(found[name], weight), name
             continue
-        scale = found[f"{name.removesuffix('.weight')}.{scheme.format.scale.name}"]
-        error = (decode(found[name], scale, scheme.format) - weight.float()).abs()
-        # Half a step of the three mantissa bits, or of the subnormals.
-        assert (error <= weight.float().abs() / 16 + scale.max() * 2.0**-10).all(), name
+        scale = found[f"{codes[name]}.{form.scale.name}"]
+        error = (decode(found[f"{codes[name]}.{form.codes}"], scale, form) - weight.float()).abs()
+        bound = form.number.bound(weight.float().numpy(), scale.float().max().numpy(), 2.0**-20)
+        assert (error.numpy() <= bound).all(), name

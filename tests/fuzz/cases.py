@@ -22,13 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from damage import JOURNAL, damage
 from openquant import verify
 from openquant.cli import main
 from openquant.formats import kernels
-from openquant.formats.numbers import E4M3
+from openquant.formats.schemes import VARIANTS
 
 SECONDS = 20
 MEMORY = 1 << 30
@@ -166,6 +167,7 @@ def unreadable(root: Path) -> str | None:
 
 SCHEMES = [
     [], ["-w", "128"], ["--scheme", "channel"], ["--scheme", "mxfp8"], ["--format", "compressed-tensors"],
+    ["--scheme", "int8"], ["--scheme", "int8-weights"],
     ["-w", "128", "--format", "compressed-tensors"], ["-w", "128", "--scale-format", "ue8m0"],
     ["--activation-scheme", "static"], ["--activation-scheme", "static", "--format", "compressed-tensors"],
 ]  # fmt: skip
@@ -261,6 +263,9 @@ def warm(base: Base) -> None:
     """Import and compute now what every child would."""
     for module in ("openquant.api", "openquant.hub.publish", "openquant.report.text", "openquant.run"):
         importlib.import_module(module)
-    kernels._tables(E4M3)
+    one = np.full((1, 1), 0x3F80, np.uint16)
+    for number in {scheme.format.number for scheme in VARIANTS}:
+        scale = np.float32([[1]]) / np.float32(number.largest)
+        kernels.encode(one, "BF16", scale, (None, None), np.empty((1, 1), np.uint8), number)
     if base.source is not None:
         verify(base.root)
