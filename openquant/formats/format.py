@@ -153,13 +153,13 @@ class Format:
             # exceeds a power of two just where absmax exceeds the largest code times that.
             scale = ((scale.view(np.uint32) + np.uint32(0x7FFFFF)) & np.uint32(0xFF800000)).view(np.float32)
         if self.scale.dtype == "BF16":
-            scale = (nearest_bfloat16(scale).astype(np.uint32) << 16).view(np.float32)
+            scale = (nearest_bfloat16(scale) << 16).view(np.float32)
         return np.where(absmax == 0, np.float32(1), scale).astype(np.float32)
 
     def stored(self, scale: Floats) -> npt.NDArray[np.float32] | npt.NDArray[np.uint16] | npt.NDArray[np.uint8]:
         """Scales as they are written; bfloat16 as its bits."""
         if self.scale.dtype == "BF16":
-            return nearest_bfloat16(scale)
+            return nearest_bfloat16(scale).astype(np.uint16)
         return (scale.view(np.uint32) >> 23).astype(np.uint8) if self.scale.dtype == "U8" else scale
 
     # Of what others wrote.

@@ -154,15 +154,15 @@ class _E2M1(Number):
         return bound
 
 
-def nearest_bfloat16(values: Floats) -> npt.NDArray[np.uint16]:
-    """The bits of finite values rounded to bfloat16, to the even one of two as near."""
+def nearest_bfloat16(values: Floats) -> npt.NDArray[np.uint32]:
+    """The 16 bits of finite values rounded to bfloat16, to the even one of two as near."""
     bits = values.view(np.uint32)
-    rounded = bits >> 16
+    rounded: npt.NDArray[np.uint32] = bits >> np.uint32(16)
     rounded &= 1
     rounded += bits
     rounded += np.uint32(0x7FFF)
     rounded >>= 16
-    return rounded.astype(np.uint16)
+    return rounded
 
 
 def _middles(magnitudes: Floats) -> npt.NDArray[np.float64]:
