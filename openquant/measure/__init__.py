@@ -1,7 +1,8 @@
-"""How far quantized weights are from those they were made from.
+"""How far a model is from its source: its weights, and what it answers.
 
 LayerError  how far one layer is from its source; ErrorSum adds it up piece by piece
 Comparison  codes and scales held against the weights they were made from
+Record      how far two models' answers to one document are apart; summary says it in figures
 
 error = ErrorSum()
 error.add(weights, abs(decoded - weights))
