@@ -1,0 +1,74 @@
+"""What others wrote (names, prompts, a model's answers) put where something would obey it instead of showing it.
+
+One function for each such place. What cannot be seen is written out as Python does, in all of them:
+
+    terminal("a\\x1b[31mb")              # "a\\\\x1b[31mb"
+    markdown("a|b")                     # "a&#124;b"
+    markup("<b>")                       # "&lt;b&gt;"
+    script({"text": "</script>"})       # '{"text": "\\\\u003c/script\\\\u003e"}'
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import unicodedata
+
+# What joins letters into one sign, as Persian and families of emoji need it: invisible, and it moves nothing.
+_JOINERS = "\u200c\u200d"
+# Whatever Markdown gives a meaning to inside of a line, GitHub's and the Hub's dialects too: links, emoji, formulas.
+_MARKED = re.compile(r"[\\`*_{}\[\]<>()#!|~&:@$^\"']|(?<=www)\.", re.IGNORECASE)
+# What would open a list, a heading or a rule at the beginning of one.
+_OPENING = re.compile(r"^(\d*)([-+=.])")
+
+
+def terminal(text: str, kept: str = "") -> str:
+    """The text with whatever a terminal obeys, or cannot show, as an escape: control characters, marks that turn the
+    direction of writing, halves of surrogate pairs, what no Unicode has assigned.
+
+    Args:
+        text: any text.
+        kept: characters to leave as they are, such as a newline.
+    """
+    return "".join(letter if _shown(letter) or letter in kept else _escape(letter) for letter in text)
+
+
+def markdown(text: str) -> str:
+    """The text as one line of Markdown that says it and does nothing else, in a paragraph or in a cell of a table."""
+    return "<br>".join(map(_markdown_line, terminal(text, kept="\n\t").split("\n")))
+
+
+def markup(text: str) -> str:
+    """The text for HTML, between tags or in an attribute's quotes; newlines and tabs stay."""
+    return html.escape(terminal(text, kept="\n\t"), quote=True)
+
+
+def script(value: object) -> str:
+    """JSON of a value that can stand inside of <script>, as data or as an expression, whatever its strings hold.
+
+    Raises:
+        ValueError: the value holds a NaN or an infinity, which JSON does not have.
+    """
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _shown(letter: str) -> bool:
+    return letter.isprintable() or letter in _JOINERS or unicodedata.category(letter) == "Zs"
+
+
+def _escape(letter: str) -> str:
+    return letter.encode("unicode_escape").decode("ascii")
+
+
+def _markdown_line(line: str) -> str:
+    text = line.expandtabs(4).lstrip()
+    indent = len(line.expandtabs(4)) - len(text)
+    text = _OPENING.sub(lambda found: found[1] + _entity(found[2]), _MARKED.sub(lambda found: _entity(found[0]), text))
+    # Four spaces would make a block of code of it.
+    return "&nbsp;" * indent + text
+
+
+def _entity(letter: str) -> str:
+    return f"&#{ord(letter)};"
