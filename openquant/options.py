@@ -25,12 +25,17 @@ from .formats.names import SCHEME_NAMES
 WEIGHTS = "what the weights become"
 PLACES = "where they come from and go"
 CHECKED = "what is checked"
+TEXTS = "the texts it reads"
 RUNNING = "how it runs"
 OUTPUT = "output"
-GROUPS = (WEIGHTS, PLACES, CHECKED, RUNNING, OUTPUT)
+GROUPS = (WEIGHTS, PLACES, CHECKED, TEXTS, RUNNING, OUTPUT)
 
 # Seconds until all ranks must have come, as torchrun waits for its nodes.
 PATIENCE = 600.0
+
+# Of texts: more is a mistake, and would fill the memory before anything is computed.
+MAX_SAMPLES = 100_000
+MAX_LENGTH = 1 << 20
 
 Target = TypeVar("Target")
 
@@ -401,6 +406,48 @@ class Check:
     workers: int | None = field(
         default=None, metadata=said("threads (default: the CPUs it may use)", RUNNING, value="N", read=int)
     )
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What a model is run on."""
+
+    text: Sequence[str | os.PathLike[str]] = field(
+        default=(),
+        metadata=said(
+            "a text (.txt) or JSON lines; repeatable",
+            TEXTS,
+            "files, each a domain: .jsonl with `text` or `messages` in each line, all others text in UTF-8. Without "
+            "any and without a dataset, the source and documentation of Python's own standard library",
+            value="FILE",
+            read=filled,
+            repeated=True,
+            completes="file",
+        ),
+    )
+    dataset: str | None = field(
+        default=None,
+        metadata=said(
+            "NAME[:SUBSET[:SPLIT]] of the Hub, or a directory",
+            TEXTS,
+            "a dataset with a column `text` or `messages`, `NAME[:SUBSET[:SPLIT]]`, from the Hub or in a directory, "
+            "read as far as needed",
+            value="NAME",
+            read=filled,
+        ),
+    )
+    samples: int = field(default=32, metadata=said("pieces of text in all (default: 32)", TEXTS, value="N", read=int))
+    length: int = field(default=512, metadata=said("tokens of each (default: 512)", TEXTS, value="N", read=int))
+
+    def __post_init__(self) -> None:
+        if isinstance(self.text, (str, os.PathLike)):
+            raise UsageError(f"text is {str(self.text)!r}, not a list of files", f"give [{str(self.text)!r}]")
+        if self.text and self.dataset:
+            raise UsageError("--text and --dataset are both given", "give one of them")
+        if not 1 <= self.samples <= MAX_SAMPLES:
+            raise UsageError(f"{self.samples} samples", f"give --samples from 1 to {MAX_SAMPLES:,}")
+        if not 2 <= self.length <= MAX_LENGTH:
+            raise UsageError(f"samples of {self.length} tokens", f"give --length from 2 to {MAX_LENGTH:,}")
 
 
 @dataclass(frozen=True)

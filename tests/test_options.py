@@ -22,8 +22,9 @@ import pytest
 
 import openquant
 from conftest import ROOT
+from openquant.errors import UsageError
 from openquant.formats.schemes import SCHEMES
-from openquant.options import Check, Option, Push, Recipe, Run, options_of
+from openquant.options import Check, Option, Push, Recipe, Run, Texts, options_of
 
 TITLES = ("what the weights become", "where they come from and go", "how it runs", "output")
 
@@ -201,10 +202,26 @@ def test_completion_says_what_it_needs(tmp_path: Path) -> None:
 
 
 def test_every_option_is_shown_or_for_python() -> None:
-    for kind in (Push, Recipe, Run, Check):
+    for kind in (Push, Recipe, Run, Check, Texts):
         for name, option in options_of(kind).items():
             assert isinstance(option, Option)
             assert bool(option.group) == bool(option.help) != (name == "push")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"text": "a.txt"}, "text is 'a.txt', not a list of files"),
+        ({"text": ["a.txt"], "dataset": "wikitext"}, "--text and --dataset are both given"),
+        ({"samples": 0}, "0 samples"),
+        ({"samples": 100_001}, "100001 samples"),
+        ({"length": 1}, "samples of 1 tokens"),
+        ({"length": 2_000_000}, "samples of 2000000 tokens"),
+    ],
+)
+def test_texts_that_make_no_sense(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
+        Texts(**given)
 
 
 def test_a_reporter_of_one_s_own_is_told_of_the_run(tmp_path: Path) -> None:
