@@ -110,12 +110,9 @@ class Format:
             return ()
         return ((TensorInfo(f"{module}.weight_shape", "I64", (2,)), np.array(shape, "<i8").tobytes()),)
 
-    def scale_of(self, codes: str) -> str:
-        """The name of the scales of a code tensor: "X.weight_scale_inv", of a stack "X.up_proj_scale_inv"."""
-        owner, dot, last = codes.rpartition(".")
-        return (
-            f"{owner}{dot}{self.scale.name}" if last == self.codes else codes + self.scale.name.removeprefix("weight")
-        )
+    def scale_of(self, weight: str) -> str:
+        """The name of a weight's scales: "X.weight_scale_inv" of "X.weight", "X_scale_inv" of a stack "X"."""
+        return weight + self.scale.name.removeprefix("weight")
 
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
         """Shape of the stored scales of a weight [out, in]."""

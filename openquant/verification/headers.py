@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from ..files.checkpoint import Checkpoint, read_json
 from ..files.names import INDEX_FILE
 from ..files.tensors import TensorInfo
-from ..formats.format import FLOATS, Format
+from ..formats.format import FLOATS, INPUT_SCALE, Format
 from ..formats.quantization import Quantization, quantization_places
 from ..formats.schemes import MIXED, as_written, without_targets
 from ..formats.settings import unread
 from ..models import NOT_LINEAR, ROUTER, Model
 from ..plan.roles import Entry, is_head
-from ..weights.find import leftovers
+from ..weights.find import Pair, leftovers, pairs
 from ..weights.weight import Weight
 from .configs import differences
 
@@ -53,10 +53,8 @@ class Headers:
         self.ours = ours
         self.scheme = quantization.scheme
         # A head that is quantized is one more layer.
-        self.head = quantization.method != "fp8" and any(
-            (name := self._unquantized(info)) and is_head(name.removesuffix(".weight"))
-            for info in checkpoint.tensors.values()
-        )
+        self._pairs = list(pairs(checkpoint.tensors, quantization))
+        self.head = quantization.method != "fp8" and any(is_head(pair.module) for pair in self._pairs)
         if model and self.head and model.head_refused is None:
             model = model.with_head()
         self.entry = Entry(model) if model else None
@@ -125,45 +123,41 @@ class Headers:
     def _sort_tensors(self) -> None:
         """Find the quantized weights and their scales."""
         respelled = 0
-        tensors = self.checkpoint.tensors
-        for info in tensors.values():
-            name = self._unquantized(info)
-            if name is None:
-                continue
-            module = name.removesuffix(".weight")
-            form = self.quantization.format_of(module)
+        for pair in self._pairs:
+            info, form, scale = pair.codes, pair.form, pair.scale
             number = form.number if form else self.quantization.groups[0][1].number
-            if info.dtype != number.dtype or len(info.shape) < 2:
-                self.problems.append(f"{self.place(info.name)} is {described(info)}, not a matrix of {number.dtype}")
+            misnamed = f" called {pair.name}" if pair.packed and number.per_item == 1 else ""
+            if info.dtype != number.dtype or len(info.shape) < 2 or misnamed:
+                self.problems.append(
+                    f"{self.place(info.name)} is {described(info)}, not a matrix of {number.dtype}{misnamed}"
+                )
                 continue
             if form is None:
                 self.problems.append(f"{self.place(info.name)} is {number.dtype}, but no config group targets it")
-                self._add(name, Weight(module, "", info, (info.shape[-2], info.shape[-1]), parts=(info,)))
+                weight = Weight(pair.module, "", info, (info.shape[-2], info.shape[-1]), parts=(info,))
+                self.codes[pair.name] = self.stored[info.name] = weight
                 continue
             shape = (*info.shape[:-1], info.shape[-1] * number.per_item)
-            scale = tensors.get(form.scale_of(info.name))
-            shapes = form.scale_shapes(shape)
-            if scale is None and form.shared:
-                scale = tensors.get(f"{info.name}_scale_inv")
+            wanted = form.scale_of(pair.name)
+            # What other names a tool gives it engines do not read, but for one.
+            if scale is not None and scale.name != wanted:
+                scale = scale if form.shared and scale.name.endswith("_scale_inv") else None
                 respelled += scale is not None
             if scale is None:
-                self.problems.append(f"{self.place(info.name)} has no scale: {form.scale_of(info.name)} is missing")
+                self.problems.append(f"{self.place(info.name)} has no scale: {wanted} is missing")
             else:
                 self.scales.add(scale.name)
-                scale = self._sound(scale, form.scale_dtypes, shapes, info)
-            self._add(
-                name,
-                Weight(
-                    module,
-                    "",
-                    TensorInfo(name, info.dtype, shape),
-                    (shape[-2], shape[-1]),
-                    format=form,
-                    parts=(info,) if scale is None else (info, scale),
-                    input_scale=self._input_scale(info) if form.static else None,
-                ),
+                scale = self._sound(scale, form.scale_dtypes, form.scale_shapes(shape), info)
+            self.codes[pair.name] = self.stored[info.name] = Weight(
+                pair.module,
+                "",
+                TensorInfo(pair.name, info.dtype, shape),
+                (shape[-2], shape[-1]),
+                format=form,
+                parts=(info,) if scale is None else (info, scale),
+                input_scale=self._input_scale(pair) if form.static else None,
             )
-            self._check_known(info, form, module, (shape[-2], shape[-1]))
+            self._check_known(info, form, pair.module, (shape[-2], shape[-1]))
         if respelled:
             self.notes.append(
                 f"{respelled} scales are called weight_scale_inv although they are one per tensor; "
@@ -171,20 +165,6 @@ class Headers:
             )
         if not self.codes:
             self.notes.append("nothing is quantized")
-
-    def _unquantized(self, info: TensorInfo) -> str | None:
-        """The name that a tensor of codes would have unquantized; None if it holds none."""
-        path, _, last = info.name.rpartition(".")
-        if info.dtype.startswith("F8_E") and info.dtype != "F8_E8M0":
-            return info.name
-        for form in dict.fromkeys(form for _, form in self.quantization.groups):
-            # Codes under the name that a weight has anyway are known by their dtype.
-            if last == form.codes and (last != "weight" or info.dtype == form.number.dtype):
-                return f"{path}.weight"
-        return None
-
-    def _add(self, name: str, weight: Weight) -> None:
-        self.codes[name] = self.stored[weight.codes.name] = weight
 
     def _check_known(self, info: TensorInfo, form: Format, module: str, shape: tuple[int, int]) -> None:
         """What says the shape of a weight is there."""
@@ -196,9 +176,9 @@ class Headers:
                 self.scales.add(found.name)
                 self._sound(found, (wanted.dtype,), (wanted.shape,), info)
 
-    def _input_scale(self, info: TensorInfo) -> TensorInfo | None:
+    def _input_scale(self, pair: Pair) -> TensorInfo | None:
         """The scale of a layer's activations, if it is there and has the right shape and dtype."""
-        name = f"{info.module}.input_scale"
+        info, name = pair.codes, f"{pair.module}.{INPUT_SCALE}"
         found = self.checkpoint.tensors.get(name)
         if found is None:
             self.problems.append(f"{self.place(info.name)} has no {name}, but its activations are static")

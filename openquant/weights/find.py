@@ -40,6 +40,10 @@ _CACHE_SCALE = re.compile(
 # What tools left beside codes in some versions, and no engine has a place for: AutoFP8's first name of input_scale,
 # scales of a layer's output, and the zero points of symmetric numbers.
 _LEFTOVERS = (".act_scale", ".output_scale", ".weight_zero_point", ".input_zero_point", ".output_zero_point")
+# Mistral calls the scale of a whole tensor so, Qwen's and MiniMax's MXFP8 that of its groups.
+_SCALES = ("_scale", "_scale_inv")
+# Mistral's name for the first is the second.
+_BESIDE = (INPUT_SCALE, "activation_scale", "weight_shape")
 _DAMAGED = "the checkpoint is damaged or incomplete: download or save it again"
 # What no tensor of an unquantized model is called.
 _QUANTIZED = (
@@ -49,11 +53,73 @@ _QUANTIZED = (
 _STRANGE = "download it again if it is damaged; if its maker lays it out so, start from the unquantized model"
 
 
+class Pair(NamedTuple):
+    """Codes and what lies beside them, told by names alone: of what shapes and dtypes, whoever asks has to look.
+
+    Attributes:
+        name: what the weight would be called unquantized, as which it is looked up in the config.
+        codes: the tensor.
+        form: how the config has its layer stored; None if no group targets that.
+        scale: the tensor that the format names, or else one that some tool names so; None if there is none.
+        beside: what else there is about it by names that codes have: the scale of its activations, its shape.
+    """
+
+    name: str
+    codes: TensorInfo
+    form: Format | None
+    scale: TensorInfo | None
+    beside: tuple[TensorInfo, ...]
+
+    @property
+    def module(self) -> str:
+        """The module that owns the weight."""
+        return self.name.removesuffix(".weight")
+
+    @property
+    def packed(self) -> bool:
+        """Whether the codes' own name says that several share an element."""
+        return self.codes.name != self.name
+
+
 class Stored(NamedTuple):
     """A weight that the source stores quantized, and the names of all tensors that it takes the place of."""
 
     weight: Weight
     hidden: tuple[str, ...]
+
+
+def pairs(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> Iterator[Pair]:
+    """All codes of a checkpoint, each with its scale: here alone is decided which tensor is what.
+
+    Args:
+        tensors: of the checkpoint, by name.
+        quantization: what its config says.
+    """
+    for info in tensors.values():
+        name = _unquantized(info)
+        if name is None:
+            continue
+        module = name.removesuffix(".weight")
+        form = quantization.format_of(module)
+        named = [*([form.scale_of(name)] if form else []), *(name + last for last in _SCALES)]
+        scales = _present(tensors, named)
+        beside = _present(tensors, [f"{module}.{last}" for last in _BESIDE])
+        yield Pair(name, info, form, scales[0] if scales else None, tuple(beside))
+
+
+def _unquantized(info: TensorInfo) -> str | None:
+    """What a tensor of codes would be called unquantized; None if it holds none."""
+    if info.name.endswith(".weight_packed"):
+        return info.name.removesuffix("_packed")
+    if info.name.endswith("_blocks") and info.dtype == "U8":
+        return info.name.removesuffix("_blocks")
+    if info.dtype.startswith(("F8_E4M3", "F8_E5M2", "F4", "F6_")):
+        return info.name
+    return info.name if info.name.endswith(".weight") and info.dtype in CODES else None
+
+
+def _present(tensors: Mapping[str, TensorInfo], names: Iterable[str]) -> list[TensorInfo]:
+    return [tensors[name] for name in names if name in tensors]
 
 
 def leftovers(tensors: Mapping[str, TensorInfo], weights: Iterable[str]) -> list[str]:
@@ -149,104 +215,81 @@ def _read(checkpoint: Checkpoint) -> Quantization | None:
 
 
 def _find(checkpoint: Checkpoint, quantization: Quantization) -> Iterator[Stored]:
-    for info in checkpoint.tensors.values():
-        if info.name.endswith(".weight") and info.dtype in CODES:
-            yield _whole(checkpoint, quantization, info)
-        elif info.name.endswith(".weight_packed"):
-            yield _packed(checkpoint, quantization, info)
-        elif info.name.endswith("_blocks") and info.dtype == "U8":
-            yield _blocks(checkpoint, quantization, info)
-        elif info.dtype.startswith(("F8_E4M3", "F8_E5M2", "F4", "F6_")):
-            raise PlanError(
-                f"{info.name} is {info.dtype} {list(info.shape)}, which is not read here",
-                "start from the unquantized model",
-            )
+    for pair in pairs(checkpoint.tensors, quantization):
+        info = pair.codes
+        if pair.packed:
+            weight = _blocks(pair) if info.name.endswith("_blocks") else _packed(checkpoint, pair)
+        elif info.name.endswith(".weight") and info.dtype in CODES:
+            weight = _whole(pair)
+        else:
+            raise PlanError(f"{_described(info)}, which is not read here", "start from the unquantized model")
+        yield Stored(weight, tuple(part.name for part in (*weight.parts, *pair.beside)))
 
 
-def _whole(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo) -> Stored:
+def _whole(pair: Pair) -> Weight:
     """A weight whose codes have an element each."""
+    info = pair.codes
     if len(info.shape) != 2:
         raise PlanError(
-            f"{info.name} is {info.dtype} {list(info.shape)}: quantized stacks of experts are not read here",
-            "start from the unquantized model",
+            f"{_described(info)}: quantized stacks of experts are not read here", "start from the unquantized model"
         )
-    form = _form(quantization, info)
+    form = _form(pair)
     if form.number.dtype != info.dtype:
         raise SourceError(
             f"{info.name} is {info.dtype}, but config.json has its layer as {form.number.title}", _DAMAGED
         )
-    # Mistral calls the scale of a whole tensor so, Qwen's and MiniMax's MXFP8 that of its groups.
-    names = [form.scale_of(info.name), *(info.name + suffix for suffix in ("_scale", "_scale_inv"))]
-    scale = _scale(checkpoint, info, names, form, (info.shape[0], info.shape[1]))
-    # Mistral's name for it is the second.
-    beside = [f"{info.module}.{last}" for last in (INPUT_SCALE, "activation_scale")]
-    beside = [name for name in beside if name in checkpoint.tensors]
-    input_scale = checkpoint.tensors[beside[0]] if beside else None
     shape = info.shape[0], info.shape[1]
-    weight = _weight(info.name, shape, form, info, scale)._replace(input_scale=input_scale)
-    return Stored(weight, (info.name, scale.name, *beside))
+    input_scale = next((beside for beside in pair.beside if not beside.name.endswith(".weight_shape")), None)
+    return _weight(pair, shape, form, _scale(pair, form, shape))._replace(input_scale=input_scale)
 
 
-def _packed(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo) -> Stored:
-    module = info.name.removesuffix(".weight_packed")
-    form = _form(quantization, info._replace(name=f"{module}.weight"))
+def _packed(checkpoint: Checkpoint, pair: Pair) -> Weight:
+    form, info = _form(pair), pair.codes
     if form.number.per_item == 1 or info.dtype != form.number.dtype or len(info.shape) != 2:
         raise PlanError(
-            f"{info.name} is {info.dtype} {list(info.shape)}, which is not how {form.label} of {form.number.title} "
-            "is packed",
+            f"{_described(info)}, which is not how {form.label} of {form.number.title} is packed",
             "start from the unquantized model",
         )
     for other in ("weight_zero_point", "weight_g_idx", "weight_global_scale"):
-        if f"{module}.{other}" in checkpoint.tensors:
+        if f"{pair.module}.{other}" in checkpoint.tensors:
             raise PlanError(
-                f"the source is already quantized: {module}.{other} is not read here",
+                f"the source is already quantized: {pair.module}.{other} is not read here",
                 "start from the unquantized model",
             )
     shape = info.shape[0], info.shape[1] * form.number.per_item
-    scale = _scale(checkpoint, info, [f"{module}.weight_scale"], form, shape)
-    hidden = [f"{module}.{last}" for last in ("weight_shape", INPUT_SCALE)]
-    hidden = [info.name, scale.name, *(name for name in hidden if name in checkpoint.tensors)]
-    return Stored(_weight(f"{module}.weight", shape, form, info, scale), tuple(hidden))
+    return _weight(pair, shape, form, _scale(pair, form, shape))
 
 
-def _blocks(checkpoint: Checkpoint, quantization: Quantization, info: TensorInfo) -> Stored:
-    name = info.name.removesuffix("_blocks")
-    form = _form(quantization, info)
+def _blocks(pair: Pair) -> Weight:
+    form, info, scale = _form(pair), pair.codes, pair.scale
     if form.number != E2M1 or len(info.shape) != 4 or info.shape[3] != 16:
-        raise SourceError(f"{info.name} is {info.dtype} {list(info.shape)}, not MXFP4 blocks of 16 bytes", _DAMAGED)
+        raise SourceError(f"{_described(info)}, not MXFP4 blocks of 16 bytes", _DAMAGED)
     experts, rows, groups, _ = info.shape
-    scale = checkpoint.tensors.get(f"{name}_scales")
     if scale is None:
-        raise SourceError(f"{info.name} has no scale: {name}_scales is missing", _DAMAGED)
+        raise SourceError(f"{info.name} has no scale: {form.scale_of(pair.name)} is missing", _DAMAGED)
     if (scale.dtype, scale.shape) != ("U8", info.shape[:3]):
-        raise SourceError(
-            f"{scale.name} is {scale.dtype} {list(scale.shape)}, for {info.name} it must be U8 {list(info.shape[:3])}",
-            _DAMAGED,
-        )
-    source = TensorInfo(name, DECODED_DTYPE, (experts, groups * 32, rows))
-    weight = _weight(name, (rows, groups * 32), form, info, scale)._replace(source=source, transposed=True)
-    return Stored(weight, (info.name, scale.name))
+        raise SourceError(f"{_described(scale)}, for {info.name} it must be U8 {list(info.shape[:3])}", _DAMAGED)
+    source = TensorInfo(pair.name, DECODED_DTYPE, (experts, groups * 32, rows))
+    return _weight(pair, (rows, groups * 32), form, scale)._replace(source=source, transposed=True)
 
 
-def _weight(name: str, shape: tuple[int, int], form: Format, codes: TensorInfo, scale: TensorInfo) -> Weight:
-    source = TensorInfo(name, DECODED_DTYPE, shape)
-    return Weight(source.module, template(source.module), source, shape, format=form, parts=(codes, scale))
+def _weight(pair: Pair, shape: tuple[int, int], form: Format, scale: TensorInfo) -> Weight:
+    source = TensorInfo(pair.name, DECODED_DTYPE, shape)
+    return Weight(pair.module, template(pair.module), source, shape, format=form, parts=(pair.codes, scale))
 
 
-def _form(quantization: Quantization, info: TensorInfo) -> Format:
-    form = quantization.format_of(info.module)
-    if form is None:
+def _form(pair: Pair) -> Format:
+    if pair.form is None:
+        info = pair.codes
         raise SourceError(f"{info.name} is {info.dtype}, but no config group of config.json targets it", _DAMAGED)
-    return form
+    return pair.form
 
 
-def _scale(
-    checkpoint: Checkpoint, info: TensorInfo, names: list[str], form: Format, shape: tuple[int, int]
-) -> TensorInfo:
+def _scale(pair: Pair, form: Format, shape: tuple[int, int]) -> TensorInfo:
     """The scale of a weight [out, in], which must have as many values as its grid."""
-    scale = next((checkpoint.tensors[name] for name in names if name in checkpoint.tensors), None)
+    scale = pair.scale
     if scale is None:
-        raise SourceError(f"{info.name} has no scale: {names[0]} is missing", _STRANGE)
+        raise SourceError(f"{pair.codes.name} has no scale: {form.scale_of(pair.name)} is missing", _STRANGE)
     wanted = grid_of(form.group, shape)
     # Those of rows may have one axis; of modelopt's blocks, four (vLLM 0.32.0 layers/quantization/modelopt.py:2246).
     if tuple(size for size in scale.shape if size != 1) != tuple(size for size in wanted if size != 1):
@@ -257,6 +300,10 @@ def _scale(
     if scale.dtype not in form.scale_dtypes and scale.dtype not in ("F32", "F8_E8M0"):
         raise SourceError(f"{scale.name} is {scale.dtype}, not {' or '.join(form.scale_dtypes)}", _DAMAGED)
     return scale
+
+
+def _described(info: TensorInfo) -> str:
+    return f"{info.name} is {info.dtype} {list(info.shape)}"
 
 
 def _refuse_strays(tensors: dict[str, TensorInfo], weights: Mapping[str, Weight]) -> None:

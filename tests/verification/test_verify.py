@@ -253,6 +253,10 @@ DAMAGED = [
      f"{ONE}: {DOWN}.weight_scale_inv is not the scale of {DOWN}.weight: the config asks for {SCALE}"),
     (lambda weights: weights.update({f"{DOWN}.bias": torch.ones(256).to(FP8)}),
      f"{ONE}: {DOWN}.bias is F8_E4M3 [256], not a matrix of F8_E4M3"),
+    (lambda weights: weights.update({"model.norm.weight": torch.ones(256).to(torch.int8)}),
+     f"{ONE}: model.norm.weight is I8 [256], not a matrix of F8_E4M3"),
+    (lambda weights: weights.update({f"{DOWN}.weight_packed": torch.zeros(256, 128, dtype=torch.int32)}),
+     f"{ONE}: {DOWN}.weight_packed is I32 [256, 128], not a matrix of F8_E4M3 called {DOWN}.weight"),
     (lambda weights: weights[f"{K}.weight_scale"].mul_(2), None),
     (unquantize(DOWN), f"{ONE}: {DOWN}.weight is BF16, but ignored_layers does not list {DOWN}"),
 ]  # fmt: skip
