@@ -25,6 +25,7 @@ from .machine import available_cpus, find_device, peak_rss
 from .options import Push, Recipe, Run, documented, values_for
 from .plan.fates import Options
 from .plan.plan import Plan, make_plain_plan, make_plan
+from .plan.serving import as_json
 from .report.reporter import Reporter
 from .report.result import Result
 from .run import Prepared, attempt, carry_out
@@ -165,6 +166,7 @@ def _work(run: Run, make: Callable[[Checkpoint, str], Plan], ranks: Ranks | None
                 ignored_layers=plan.ignored_layers,
                 shards=len(plan.shards),
                 tensor_parallel=plan.parallel_sizes,
+                serving=as_json(*plan.serving) if plan.serving else None,
                 seconds=round(time.monotonic() - begin, 3),
                 peak_rss_bytes=peak_rss(),
                 resumed=resumed,

@@ -20,10 +20,12 @@ class Keep:
     Attributes:
         pattern: which modules.
         why: the reason, as the plan prints it.
+        divided: whether tensor-parallel ranks have a part of it each, rather than all of it.
     """
 
     pattern: str
     why: str
+    divided: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,67 @@ class Split:
 
 
 @dataclass(frozen=True)
+class Cached:
+    """Projections of which an engine keeps, for each token of a sequence, what they make of it.
+
+    Attributes:
+        pattern: which modules; the numbers kept of a token are as many as they have rows.
+        heads: config key that counts the heads those rows divide into; None if every rank keeps all of them.
+        fp8: bytes of a token in an FP8 cache; None for one byte a number.
+        bf16: bytes of a token in a bfloat16 cache; None for two bytes a number.
+        full_heads: config key that counts the heads of layers that attend to everything, where that is another.
+        keys_as_values: config key that says that layers without a projection of values make them of their keys.
+    """
+
+    pattern: str
+    heads: str | None
+    fp8: int | None = None
+    bf16: int | None = None
+    full_heads: str | None = None
+    keys_as_values: str | None = None
+
+
+@dataclass(frozen=True)
+class State:
+    """What an engine keeps of a sequence, however long it is: the last inputs of a convolution, and a recurrent state.
+
+    Attributes:
+        pattern: the convolutions, weights [channels, 1, width], of which the last width - 1 inputs are kept.
+        sizes: config keys whose product is the size of the recurrent state; empty if there is none.
+        dtype: config key that names its dtype.
+        usual: its dtype where config.json says nothing.
+    """
+
+    pattern: str
+    sizes: tuple[str, ...] = ()
+    dtype: str | None = None
+    usual: str = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Which decoder layers attend to a window of the last tokens only, where config.json has no `layer_types`.
+
+    As transformers 5.23 has it, whose configurations engines read; all of them, unless something here says otherwise.
+
+    Attributes:
+        every: every so manieth layer attends to everything; None if none does.
+        key: config key that says another number, or a pattern such as "LLLG".
+        first: whether that is the first of so many rather than the last.
+        flags: config key that lists, layer by layer, 1 for a window and 0 for everything.
+        size: config key of the window's tokens.
+        asked: config key without which there is no window at all.
+    """
+
+    every: int | None = None
+    key: str | None = None
+    first: bool = False
+    flags: str | None = None
+    size: str = "sliding_window"
+    asked: str | None = None
+
+
+@dataclass(frozen=True)
 class Refusal:
     """What engines cannot load an architecture in.
 
@@ -169,6 +232,9 @@ class Model:
         reordered: modules whose rows an engine puts in another order as it loads them.
         head_refused: why engines load no quantized output head; None if they do.
         sglang: what SGLang does not load.
+        cached: what is kept of each token.
+        states: what is kept of each sequence.
+        windows: which layers forget what is long ago.
     """
 
     name: str
@@ -189,6 +255,9 @@ class Model:
     reordered: tuple[str, ...] = ()
     head_refused: str | None = None
     sglang: SGLang = SGLang()
+    cached: tuple[Cached, ...] = ()
+    states: tuple[State, ...] = ()
+    windows: Windows = Windows()
 
     def with_head(self) -> Model:
         """The same with the output head among what is quantized."""
@@ -233,6 +302,8 @@ class Part:
     splits: tuple[Split, ...] = ()
     experts: tuple[Experts, ...] = ()
     keep: tuple[Keep, ...] = ()
+    cached: tuple[Cached, ...] = ()
+    states: tuple[State, ...] = ()
 
 
 def gated(
@@ -275,13 +346,16 @@ def model(name: str, *parts: Part, layers: str = "model.layers.*", keep: tuple[K
         joined=tuple(found for part in parts for found in part.joined),
         splits=tuple(found for part in parts for found in part.splits),
         experts=tuple(found for part in parts for found in part.experts),
+        cached=tuple(found for part in parts for found in part.cached),
+        states=tuple(found for part in parts for found in part.states),
         **more,
     )
 
 
-EMBEDDING = Keep("{model,language_model.model,model.language_model}.embed_tokens", "embedding")
-HEAD = Keep("{lm_head,language_model.lm_head}", "output head")
+EMBEDDING = Keep("{model,language_model.model,model.language_model}.embed_tokens", "embedding", divided=True)
+HEAD = Keep("{lm_head,language_model.lm_head}", "output head", divided=True)
 ROUTER = "router"
+DRAFT = "draft layer"
 # What engines never build as a quantized Linear, listed or not.
 NOT_LINEAR = (EMBEDDING.why, HEAD.why)
 # What stays unquantized in whatever way a source has it: of routers, engines build most without quantization.
@@ -302,10 +376,13 @@ def attention(out: str = "o_proj", listed_as: str | None = None) -> Part:
             Split(".self_attn.{k,v}_proj", "out", KV_HEADS, replicated=True),
             Split(f".self_attn.{out}", "in", HEADS),
         ),
+        cached=(Cached(".self_attn.{k,v}_proj", KV_HEADS),),
     )
 
 
 ATTENTION, MLP = attention(), gated(".mlp")
+IF_ASKED = Windows(asked="use_sliding_window")
+PATTERN = "sliding_window_pattern"
 
 # Facts of SGLang, each from running its loader (tests/serve/test_sglang.py).
 # models/llama.py:723 and llama4's renames every weight_scale_inv to weight_scale, which no block has.
@@ -355,7 +432,8 @@ MIMO_DRAFT = "model.mtp_layers.*"
 MIMO = replace(
     DENSE,
     name="MiMoForCausalLM",
-    keep=(*DENSE.keep, Keep(f"{MIMO_DRAFT}.**", "draft layer")),
+    windows=IF_ASKED,
+    keep=(*DENSE.keep, Keep(f"{MIMO_DRAFT}.**", DRAFT)),
     joined=(
         *DENSE.joined,
         Joined(f"{MIMO_DRAFT}.self_attn.{{q,k,v}}_proj", "qkv_proj"),
@@ -373,6 +451,7 @@ PHI3 = model(
             Split(".self_attn.qkv_proj", "out", replicated=True, parts=(HEADS, KV_HEADS, KV_HEADS)),
             Split(".self_attn.o_proj", "in", HEADS),
         ),
+        cached=(Cached(".self_attn.qkv_proj", KV_HEADS),),
     ),
     GATE_UP_TENSOR,
     renames=FUSED_NAMES,
@@ -415,7 +494,7 @@ SHARED_EXPERT = replace(gated(".mlp.shared_expert"), keep=(Keep(".mlp.shared_exp
 SHARED_EXPERTS = gated(".mlp.shared_experts")
 ROUTED = routed(".mlp.experts")
 
-QWEN2_MOE = model("Qwen2MoeForCausalLM", ATTENTION, MLP, SHARED_EXPERT, ROUTED)
+QWEN2_MOE = model("Qwen2MoeForCausalLM", ATTENTION, MLP, SHARED_EXPERT, ROUTED, windows=IF_ASKED)
 
 QWEN3_MOE = model(
     "Qwen3MoeForCausalLM",
@@ -425,6 +504,7 @@ QWEN3_MOE = model(
     gated(".mlp", listed_as="gate_up_proj"),
     # vLLM 0.32.0 models/qwen3_moe.py:170 builds the router with quant_config.
     ROUTED,
+    windows=IF_ASKED,
 )
 
 # Experts [E, 2I, H] and [E, H, I] beside the module that vLLM has them in; split they have the usual names there
@@ -463,7 +543,7 @@ ERNIE_MOE = model(
     ROUTED,
     keep=(
         Keep(".mlp.moe_statics.**", ROUTER),
-        Keep("model.mtp_{block,emb_norm,hidden_norm,linear_proj}.**", "draft layer"),
+        Keep("model.mtp_{block,emb_norm,hidden_norm,linear_proj}.**", DRAFT),
     ),
 )
 
@@ -483,14 +563,25 @@ LATENT = Part(
         Joined(".self_attn.{q_a_proj,kv_a_proj_with_mqa}", "fused_qkv_a_proj", sglang="fused_qkv_a_proj_with_mqa"),
     ),
     splits=(Split(".self_attn.{q_proj,q_b_proj}", "out", HEADS), Split(".self_attn.o_proj", "in", HEADS)),
-    keep=(Keep(".self_attn.kv_b_proj", "engines decode it when they load it"),),
+    keep=(Keep(".self_attn.kv_b_proj", "engines decode it when they load it", divided=True),),
+    cached=(Cached(".self_attn.kv_a_proj_with_mqa", None),),
 )
 DEEPSEEK_V3 = model("DeepseekV3ForCausalLM", LATENT, *DRAFTED_MLPS, ROUTED, draft_layers="num_hidden_layers")
 
 # The projections of one layer's index over the tokens; small, and vLLM 0.32.0 (vllm/models/deepseek_v32) reads
 # two of the three unquantized.
 INDEXER = Keep(".self_attn.indexer.{wq_b,wk,weights_proj}", "chooses the tokens attended to")
-DEEPSEEK_V32 = replace(DEEPSEEK_V3, name="DeepseekV32ForCausalLM", keep=(*DEEPSEEK_V3.keep, INDEXER))
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
+    name="DeepseekV32ForCausalLM",
+    keep=(*DEEPSEEK_V3.keep, INDEXER),
+    # vLLM 0.32.0 model_executor/layers/attention/mla_attention.py:1365: 512 codes, 4 scales, 64 numbers in bfloat16;
+    # of the index 128 codes and a scale, whatever the rest is in (vllm/models/deepseek_v32/common).
+    cached=(
+        Cached(".self_attn.kv_a_proj_with_mqa", None, fp8=656),
+        Cached(".self_attn.indexer.wk", None, fp8=132, bf16=132),
+    ),
+)
 
 NAMELESS_HEAD = "vLLM 0.32.0 builds it without a name to find its scheme by"
 # The router is `router.gate`.
@@ -503,9 +594,10 @@ AFMOE = model(
     replace(ROUTED, keep=(Keep(".mlp.router.gate", ROUTER),)),
     # models/afmoe.py:513
     head_refused=NAMELESS_HEAD,
+    windows=Windows(4, "global_attn_every_n_layers"),
 )
 
-MTP = Keep("mtp.**", "draft layer")
+MTP = Keep("mtp.**", DRAFT)
 EXAONE_MOE = model(
     "ExaoneMoeForCausalLM",
     ATTENTION,
@@ -515,6 +607,7 @@ EXAONE_MOE = model(
     keep=(MTP,),
     # models/exaone_moe.py:510
     head_refused=NAMELESS_HEAD,
+    windows=Windows(4, PATTERN),
 )
 
 NO_EXPERTS = "vLLM 0.32.0 reads its experts as MXFP4 and its attention is a thirtieth of it"
@@ -524,12 +617,17 @@ GPT_OSS = model(
     keep=(Keep(".mlp.router", ROUTER), Keep(".mlp.experts.**", "served as MXFP4")),
     # vLLM 0.32.0 models/gpt_oss.py:825-1060.
     refused=(Refusal(None, None, NO_EXPERTS, "serve the MXFP4 original"),),
+    windows=Windows(2),
 )
 
 # Linear attention, state spaces and convolutions.
 
 CONVOLUTION = "convolution"
 KEY_HEADS, VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
+# vLLM 0.32.0 models/config.py:856 reads the dtype of a state in Qwen3.5, and 717 that of Nemotron-H.
+DELTA_STATE = State(
+    ".linear_attn.conv1d", (VALUE_HEADS, "linear_value_head_dim", "linear_key_head_dim"), "mamba_ssm_dtype"
+)
 # vLLM 0.32.0 layers/mamba/gdn/qwen_gdn_linear_attn.py:524: ba_proj has no block form. It has a few rows.
 GATED_DELTA = Part(
     (".linear_attn.{in_proj_qkvz,out_proj}",),
@@ -538,6 +636,7 @@ GATED_DELTA = Part(
         Split(".linear_attn.out_proj", "in", VALUE_HEADS),
     ),
     keep=(Keep(".linear_attn.in_proj_ba", "gates of a row per head"), Keep(".linear_attn.conv1d", CONVOLUTION)),
+    states=(DELTA_STATE,),
 )
 QWEN3_NEXT = model(
     "Qwen3NextForCausalLM",
@@ -564,6 +663,7 @@ GATED_DELTA_PIECES = Part(
         Split(".linear_attn.out_proj", "in", VALUE_HEADS),
     ),
     keep=(Keep(".linear_attn.in_proj_{a,b}", "gates of a row per head"), Keep(".linear_attn.conv1d", CONVOLUTION)),
+    states=(DELTA_STATE,),
 )
 # Saved without its tower it keeps the wrapper's names.
 EITHER = "{model,model.language_model}.layers.*"
@@ -601,7 +701,8 @@ GRANITE_HYBRID = model(
     Part(
         (".mamba.out_proj",),
         splits=(Split(".mamba.out_proj", "in", "mamba_n_heads"),),
-        keep=(Keep(".mamba.in_proj", STATE_SPACE), Keep(".mamba.conv1d", CONVOLUTION)),
+        keep=(Keep(".mamba.in_proj", STATE_SPACE, divided=True), Keep(".mamba.conv1d", CONVOLUTION)),
+        states=(State(".mamba.conv1d", ("mamba_n_heads", "mamba_d_head", "mamba_d_state")),),
     ),
     GRANITE_EXPERTS,
     Part(
@@ -624,7 +725,8 @@ LFM2_MIXERS = (
     Part(
         (".conv.out_proj",),
         splits=(Split(".conv.out_proj", "in"),),
-        keep=(Keep(".conv.in_proj", "three inputs of a convolution"), Keep(".conv.conv", CONVOLUTION)),
+        keep=(Keep(".conv.in_proj", "three inputs of a convolution", divided=True), Keep(".conv.conv", CONVOLUTION)),
+        states=(State(".conv.conv"),),
     ),
 )
 LFM2 = model("Lfm2ForCausalLM", *LFM2_MIXERS, gated(".feed_forward", "w1", "w3", "w2"))
@@ -653,7 +755,16 @@ NEMOTRON_H = model(
             Split(".mixer.o_proj", "in", HEADS),
             Split(".mixer.out_proj", "in", "mamba_num_heads"),
         ),
-        keep=(Keep(".mixer.in_proj", STATE_SPACE), Keep(".mixer.conv1d", CONVOLUTION)),
+        keep=(Keep(".mixer.in_proj", STATE_SPACE, divided=True), Keep(".mixer.conv1d", CONVOLUTION)),
+        cached=(Cached(".mixer.{k,v}_proj", KV_HEADS),),
+        states=(
+            State(
+                ".mixer.conv1d",
+                ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"),
+                "mamba_ssm_cache_dtype",
+                usual="float32",
+            ),
+        ),
     ),
     plain(".mixer"),
     plain(".mixer.shared_experts"),
@@ -671,17 +782,37 @@ NEMOTRON_H = model(
     spellings=(("backbone.", "model."),),
 )
 
-# Layers with a second input, of a table of embeddings of its own.
+# Layers with a second input, of a table of embeddings of its own. Those that attend to everything have heads of their
+# own, and in the larger ones no projection of values.
 GEMMA4 = model(
     "Gemma4ForCausalLM",
-    ATTENTION,
+    replace(
+        ATTENTION,
+        cached=(
+            replace(ATTENTION.cached[0], full_heads="num_global_key_value_heads", keys_as_values="attention_k_eq_v"),
+        ),
+    ),
     MLP,
     keep=(
         Keep("{model,model.language_model}.embed_tokens_per_layer", "embedding"),
         Keep("{model,model.language_model}.per_layer_model_projection", "embedding"),
         Keep(".{per_layer_input_gate,per_layer_projection}", "embedding"),
     ),
+    windows=Windows(6),
 )
+
+# Dense decoders with windows.
+WINDOWS = {
+    "Cohere2": Windows(4, PATTERN),
+    "Cwm": Windows(4, first=True),
+    "Exaone4": Windows(4, PATTERN),
+    "Gemma2": Windows(2),
+    "Gemma3": Windows(6, PATTERN),
+    "Olmo3": Windows(4),
+    "Qwen2": IF_ASKED,
+    "Qwen3": IF_ASKED,
+    "SmolLM3": IF_ASKED,
+}
 
 # Wrappers with towers.
 
@@ -697,7 +828,7 @@ def wrapped(text: Model, name: str, *towers: str, layers: str = WRAPPED, **more:
 # vLLM 0.32.0 models/gemma3_mm.py builds the tower with quant_config as vision_tower.vision_model.encoder,
 # models/siglip.py; transformers 5 leaves vision_model out.
 GEMMA3_WRAPPED = wrapped(
-    LLAMA,
+    replace(LLAMA, windows=WINDOWS["Gemma3"]),
     "Gemma3ForConditionalGeneration",
     "vision_tower",
     "multi_modal_projector",
@@ -731,7 +862,7 @@ MISTRAL3_WRAPPED = wrapped(
 # Files say model. and visual., newer ones model.language_model. and model.visual.; vLLM's mapper takes both.
 QWEN_VISION = "visual"
 QWEN2_VL = wrapped(
-    LLAMA,
+    replace(LLAMA, windows=IF_ASKED),
     "Qwen2VLForConditionalGeneration",
     QWEN_VISION,
     layers=EITHER,
@@ -785,6 +916,7 @@ LLAMA4 = model(
     # vLLM 0.32.0 models/llama4.py:805-844, for its rotary embedding.
     reordered=(".self_attn.{q,k}_proj",),
     sglang=SCALES_LOST,
+    windows=Windows(4, "no_rope_layer_interval", flags="no_rope_layers", size="attention_chunk_size"),
 )
 # vLLM 0.32.0 models/mllama4.py has no name mapper: it loads these names only, and looks them up as they are.
 LLAMA4_WRAPPED = wrapped(
@@ -818,7 +950,7 @@ MODELS: dict[str, Model] = {
     entry.name: entry
     for entry in (
         *(
-            replace(DENSE, name=f"{name}ForCausalLM", sglang=sglang)
+            replace(DENSE, name=f"{name}ForCausalLM", sglang=sglang, windows=WINDOWS.get(name, Windows()))
             for sglang, names in DENSE_NAMES.items()
             for name in names
         ),

@@ -26,7 +26,7 @@ from openquant.errors import UsageError
 
 KEYS = [
     "model", "revision", "output", "scheme", "schemes", "architecture", "dry_run", "source_bytes", "output_bytes",
-    "download_bytes", "repository", "pushed_to", "pushed_revision", "quantized_tensors", "decoded_tensors", "ignored_layers", "shards", "tensor_parallel", "seconds", "peak_rss_bytes", "resumed",
+    "download_bytes", "repository", "pushed_to", "pushed_revision", "quantized_tensors", "decoded_tensors", "ignored_layers", "shards", "tensor_parallel", "serving", "seconds", "peak_rss_bytes", "resumed",
 ]  # fmt: skip
 
 SHOWN = "$ python compress_fp8.py -m examples/tiny-qwen3 --dry-run\n"
@@ -67,7 +67,11 @@ def test_json_is_one_object_for_runs_and_dry_runs(run: Run, tmp_path: Path) -> N
     assert list(found) == KEYS
     assert found["seconds"] > 0
     assert found["peak_rss_bytes"] > 1e7
-    fixed = {key: value for key, value in found.items() if key not in ("seconds", "peak_rss_bytes")}
+    assert (found["serving"]["source"]["weights_bytes"], found["serving"]["output"]["weights_bytes"]) == (
+        8394240,
+        5249280,
+    )
+    fixed = {key: value for key, value in found.items() if key not in ("serving", "seconds", "peak_rss_bytes")}
     assert fixed == {
         "model": str(EXAMPLE),
         "revision": None,

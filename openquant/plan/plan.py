@@ -30,6 +30,7 @@ from .lines import Line, lines_of
 from .names import ignored_names, targets
 from .parallel import ParallelSize, parallel_sizes, text_config
 from .roles import Entry
+from .serving import Serving, serving
 from .settle import asked_by, asked_for, problem_finder, refuse_size, settle
 from .sort import sort_tensors
 
@@ -186,6 +187,19 @@ class Plan:
     def parallel_sizes(self) -> list[int]:
         """The tensor-parallel sizes that can serve the result: [1, 2, 4]."""
         return [entry.size for entry in self.parallel if entry.problem is None]
+
+    @cached_property
+    def serving(self) -> tuple[Serving, Serving] | None:
+        """What it takes to serve the source, and the output; None without a scheme, as then no entry is asked."""
+        if self.scheme is None:
+            return None
+        groups = ((layer, layer.format.whole if layer.format else (1, 1)) for layer in self.layers.values())
+        before = [one.size for one in parallel_sizes(self.seen, self.entry, groups, None) if one.problem is None]
+        config = text_config(self.seen, self.model)
+        return (
+            serving(self.lines, self.entry, config, before, output=False),
+            serving(self.lines, self.entry, config, self.parallel_sizes, output=True),
+        )
 
     @property
     def layers(self) -> dict[str, Weight]:

@@ -28,6 +28,7 @@ class Role(NamedTuple):
         looked_up: last part of the name that vLLM looks up instead of its own; None where it looks up its own.
         reordered: whether an engine puts its rows in another order.
         plain: whether SGLang builds it in bfloat16.
+        divided: whether tensor-parallel ranks have a part of it each.
     """
 
     alike: str
@@ -42,6 +43,7 @@ class Role(NamedTuple):
     looked_up: str | None
     reordered: bool
     plain: bool
+    divided: bool
 
 
 class Entry:
@@ -86,6 +88,7 @@ class Entry:
         joined = [joined for pattern, joined in self._joined if pattern.fullmatch(module)]
         # Stacks beside the module of the experts are looked up as that.
         looked_up = [one.listed_as for one in joined] + [e.path.rpartition(".")[2] for e, _ in stacks if e.beside]
+        split = next((split for pattern, split in self._splits if pattern.fullmatch(module)), None)
         return Role(
             alike=template(module),
             patterns=compress + len(stacks) + len(keeps),
@@ -94,11 +97,12 @@ class Entry:
             keep=keeps[0].why if keeps else None,
             joined=joined[0].pattern if joined else None,
             below=self._below(module),
-            split=next((split for pattern, split in self._splits if pattern.fullmatch(module)), None),
+            split=split,
             listed_as=tuple(dict.fromkeys(name for one in joined for name in one.names)),
             looked_up=next(filter(None, looked_up), None),
             reordered=self._reordered.fullmatch(module) is not None,
             plain=self._plain.fullmatch(module) is not None,
+            divided=split is not None or is_head(module) or any(keep.divided for keep in keeps),
         )
 
     def _below(self, module: str) -> int:

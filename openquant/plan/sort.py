@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..files.tensors import TensorInfo
-from ..models import NEVER_QUANTIZED, Experts, Model, Stacked
+from ..models import DRAFT, NEVER_QUANTIZED, Experts, Model, Stacked
 from ..patterns import MAX_DIGITS, collapse, compile_pattern, template
 from ..weights.weight import Weight
 from .fates import FEW_AXES, Item, Kept, Stack
@@ -53,7 +53,7 @@ def sort_tensors(
             parent, draft = path, drafted(module)
         role = entry.role(module)
         if draft:
-            role = role._replace(patterns=1, compress=False, stack=None, keep="draft layer")
+            role = role._replace(patterns=1, compress=False, stack=None, keep=DRAFT)
         elif role.patterns == 0 and stays(module):
             role = role._replace(patterns=1, keep="--ignore")
         elif role.patterns == 0 and entry.model.rest:

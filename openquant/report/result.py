@@ -29,6 +29,8 @@ class Result:
         ignored_layers: what quantization_config lists as left out.
         shards: number of output shards.
         tensor_parallel: the tensor-parallel sizes, of 1 to 16 and the one asked for, that can serve the result.
+        serving: what it takes to serve the source and the output, and what that assumes (docs/serving.md); None for a
+            run that dequantizes.
         seconds: wall time.
         peak_rss_bytes: largest resident memory of the process so far.
         resumed: whether an earlier run's work was continued, or already complete.
@@ -52,6 +54,7 @@ class Result:
     ignored_layers: list[str]
     shards: int
     tensor_parallel: list[int]
+    serving: dict[str, Any] | None
     seconds: float
     peak_rss_bytes: int
     resumed: bool

@@ -9,6 +9,7 @@ from ..hub.fetch import Download
 from ..patterns import collapse
 from ..plan.lines import Line
 from ..plan.plan import Plan
+from ..plan.serving import GPU_GB, Serving
 from ..verification.verify import Report
 from .card import gigabytes, readers, serve_commands
 from .result import Result
@@ -78,10 +79,39 @@ def _facts(plan: Plan, download: Download, notes: Sequence[str]) -> list[str]:
         sizes = ", ".join(map(str, plan.parallel_sizes)) or "none"
         lines.append(f"tensor parallel sizes that can serve it: {sizes}")
     lines += [f"  not {entry.size}: {entry.problem}" for entry in plan.parallel if entry.problem]
+    if plan.serving:
+        lines += serving_lines(*plan.serving)
     if plan.left_out:
         lines.append(f"left out: {', '.join(plan.left_out)}")
     lines += [f"note: {note}" for note in (*plan.notes, *notes)]
     return lines
+
+
+def serving_lines(source: Serving, output: Serving) -> list[str]:
+    """How many GPUs serve the source and the output, and what context that leaves, as a small table."""
+    cache = output.cache
+    kept = f"the fewest GPUs; tokens of context are not known: {output.unknown}"
+    if cache is not None:
+        once = f" and {gigabytes(cache.per_sequence(False))} a sequence" if cache.per_sequence(False) else ""
+        token = gigabytes(cache.per_token(False))
+        kept = f"KV cache {token} a token{once}; the fewest GPUs: tokens of context, with that in FP8"
+    rows = [["", *(f"{size} GB" for size in GPU_GB)]]
+    for name, one in (("source", source), ("output", output)):
+        rows.append([name])
+        for fit in one.fits:
+            tokens = [short(count) for count in (fit.tokens_bf16, fit.tokens_fp8) if count is not None]
+            rows[-1].append("-" if fit.gpus is None else ": ".join(filter(None, (str(fit.gpus), ", ".join(tokens)))))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    table = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return [f"serving:  {kept}", *(f"  {line}" for line in table)]
+
+
+def short(count: int) -> str:
+    """A count for people, never more than there is: "831", "16k", "1.2M"."""
+    for unit, size in (("M", 10**6), ("k", 1000)):
+        if count >= size:
+            return f"{count // size}{unit}" if count >= 10 * size else f"{count * 10 // size / 10:g}{unit}"
+    return str(count)
 
 
 def _share(plan: Plan) -> str:

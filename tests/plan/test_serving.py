@@ -1,0 +1,272 @@
+"""What it takes to serve, against figures worked out by hand for published checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from openquant.files.checkpoint import Checkpoint
+from openquant.formats.schemes import BLOCK, TENSOR
+from openquant.models import MODELS
+from openquant.plan.plan import make_plain_plan, make_plan
+from openquant.plan.serving import FEWEST_TOKENS, OVERHEAD, UTILIZATION, Cache, Fit, Layers, Serving
+from published import described, published, with_few_experts
+
+MAMBA = {"mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128}
+DELTA = {"linear_num_value_heads": 32, "linear_value_head_dim": 128, "linear_key_head_dim": 128}
+GLOBAL = {"attention_k_eq_v": True, "sliding_window": 1024}
+SCOUT = {"num_hidden_layers": 48, "attention_chunk_size": 8192, "max_position_embeddings": 10485760}
+
+
+def with_config(checkpoint: Checkpoint, **more: Any) -> Checkpoint:
+    """The same with more in the language model's part of config.json."""
+    inner = checkpoint.config.get("text_config")
+    config = {**checkpoint.config, **({"text_config": {**inner, **more}} if isinstance(inner, dict) else more)}
+    return replace(checkpoint, config=config)
+
+
+def served(checkpoint: Checkpoint, **more: Any) -> Serving:
+    """The output of the default scheme."""
+    found = make_plan(with_config(with_few_experts(checkpoint), **more), TENSOR).serving
+    assert found is not None
+    return found[1]
+
+
+def dense(architecture: str, layers: int, keys: int, hidden: int = 64) -> Checkpoint:
+    """A decoder with so many rows of keys, and of values."""
+    lines = [
+        f"model.layers.{{0..{layers - 1}}}.self_attn.{name}.weight  {layers}  [{rows}, {columns}]  BF16"
+        for name, rows, columns in (
+            ("q_proj", 2 * keys, hidden),
+            ("k_proj", keys, hidden),
+            ("v_proj", keys, hidden),
+            ("o_proj", hidden, 2 * keys),
+        )
+    ]
+    checkpoint = described("\n".join(lines), architecture)
+    return replace(checkpoint, config={"num_hidden_layers": layers, "num_key_value_heads": 2})
+
+
+@pytest.mark.parametrize(
+    ("names", "more", "token", "sequence"),
+    [
+        # Layers x (keys and values) x heads x numbers of a head x bytes.
+        ("Qwen3ForCausalLM", {}, 28 * 2 * 8 * 128 * 2, 0),
+        # Asked for by a key that says no.
+        ("Qwen2ForCausalLM", {"sliding_window": 131072, "use_sliding_window": False}, 48 * 2 * 8 * 128 * 2, 0),
+        ("Qwen2ForCausalLM", {"sliding_window": 131072}, 48 * 2 * 8 * 128 * 2, 0),
+        # One tensor holds queries, keys and values.
+        ("Phi3ForCausalLM", {}, 40 * 2 * 10 * 128 * 2, 0),
+        # Latent attention: one vector of 512 + 64 for all heads, draft layers left out.
+        ("DeepseekV3ForCausalLM", {}, 61 * 576 * 2, 0),
+        ("GlmMoeDsaForCausalLM", {}, 78 * (576 * 2 + 132), 0),
+        # All layers have a window, and none grows.
+        ("MistralForCausalLM", {"sliding_window": 4096}, 0, 40 * 2 * 8 * 128 * 2 * 4096),
+        # Every other layer, the second one not.
+        ("Gemma2ForCausalLM", {"sliding_window": 4096}, 13 * 2 * 4 * 256 * 2, 13 * 2 * 4 * 256 * 2 * 4096),
+        # Five of six, of 34 layers 29.
+        ("Gemma3ForConditionalGeneration", {"sliding_window": 1024}, 5 * 2 * 4 * 256 * 2, 29 * 4096 * 1024),
+        # Layers that attend to everything have no projection of values, and 4 heads of 512.
+        ("Gemma4ForConditionalGeneration", GLOBAL, 10 * 2 * 4 * 512 * 2, 50 * 2 * 16 * 256 * 2 * 1024),
+        # The last 20 read what earlier ones keep: 12 with a window, 3 that attend to everything are left of 35.
+        (
+            "Gemma4ForCausalLM",
+            {
+                "sliding_window": 512,
+                "num_kv_shared_layers": 20,
+                "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+            },
+            3 * 2 * 512 * 2,
+            12 * 2 * 256 * 2 * 512,
+        ),
+        # Three of four attend to a chunk.
+        ("Llama4ForConditionalGeneration", SCOUT, 12 * 2 * 8 * 128 * 2, 36 * 4096 * 8192),
+        (
+            "Llama4ForConditionalGeneration",
+            {**SCOUT, "no_rope_layers": [1] * 47 + [0]},
+            1 * 2 * 8 * 128 * 2,
+            47 * 4096 * 8192,
+        ),
+        # Layers of four letters, and of a number.
+        ("Exaone4ForCausalLM", {"sliding_window": 4096, "sliding_window_pattern": "LLLG"}, 16 * 4096, 48 * 4096 * 4096),
+        ("Cohere2ForCausalLM", {"sliding_window": 4096, "sliding_window_pattern": 2}, 16 * 4096, 16 * 4096 * 4096),
+        # The first of four, not the last.
+        ("CwmForCausalLM", {"sliding_window": 8192}, 16 * 4096, 48 * 4096 * 8192),
+        # A state of each sequence: three inputs of a convolution, and a matrix for each head.
+        (
+            "Qwen3NextForCausalLM",
+            DELTA,
+            12 * 2 * 2 * 256 * 2,
+            36 * (3 * 8192 * 2 + 32 * 128 * 128 * 2),
+        ),
+        (
+            "Qwen3NextForCausalLM",
+            {**DELTA, "mamba_ssm_dtype": "float32"},
+            12 * 2 * 2 * 256 * 2,
+            36 * (3 * 8192 * 2 + 32 * 128 * 128 * 4),
+        ),
+        ("NemotronHForCausalLM", MAMBA, 6 * 2 * 256 * 2, 23 * (3 * 6144 * 2 + 64 * 64 * 128 * 4)),
+        ("Lfm2ForCausalLM", {}, 6 * 2 * 512 * 2, 10 * 2 * 2048 * 2),
+    ],
+)
+def test_what_is_kept_of_a_sequence(names: str, more: dict[str, Any], token: int, sequence: int) -> None:
+    cache = served(published(names), **more).cache
+    assert cache is not None
+    assert (cache.per_token(False), cache.per_sequence(False)) == (token, sequence)
+
+
+def test_layers_without_a_window_of_gpt_oss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its published config lists them."""
+    monkeypatch.setitem(MODELS, "GptOssForCausalLM", replace(MODELS["GptOssForCausalLM"], refused=()))
+    types = ["sliding_attention", "full_attention"] * 12
+    for more in ({"layer_types": types}, {}):
+        cache = served(published("GptOssForCausalLM"), sliding_window=128, **more).cache
+        assert cache is not None
+        assert cache.per_token(False) == 12 * 2 * 8 * 64 * 2
+        assert cache.per_sequence(False) == 12 * 2 * 8 * 64 * 2 * 128
+
+
+def test_a_cache_in_fp8_takes_half_but_where_a_kernel_has_a_layout_of_its_own() -> None:
+    for names, fp8 in (("Qwen3ForCausalLM", 57344), ("DeepseekV3ForCausalLM", 61 * 576)):
+        cache = served(published(names)).cache
+        assert cache is not None
+        assert cache.per_token(True) == fp8
+    # 512 codes, 4 scales of 4 bytes and 64 numbers of 2; of the index 128 codes and a scale.
+    cache = served(published("DeepseekV32ForCausalLM")).cache
+    assert cache is not None
+    assert cache.per_token(True) == 61 * (512 + 16 + 128 + 128 + 4)
+    # A state is not rounded.
+    cache = served(published("Qwen3NextForCausalLM"), **DELTA).cache
+    assert cache is not None
+    assert cache.per_sequence(True) == cache.per_sequence(False) == cache.state
+
+
+@pytest.mark.parametrize(
+    ("names", "more", "why"),
+    [
+        ("Qwen3NextForCausalLM", {}, "the size of a state"),
+        ("Qwen3NextForCausalLM", {**DELTA, "mamba_ssm_dtype": "int3"}, "the size of a state"),
+        ("Qwen3NextForCausalLM", {**DELTA, "mamba_ssm_dtype": ["float32"]}, "the size of a state"),
+        ("Qwen3NextForCausalLM", {**DELTA, "linear_key_head_dim": 10**40}, "the size of a state"),
+        ("Gemma4ForConditionalGeneration", {"sliding_window": 1024}, "keys and no values"),
+        ("Qwen2ForCausalLM", {"sliding_window": 4096, "use_sliding_window": True}, "which layers have a window"),
+        ("MistralForCausalLM", {"sliding_window": "wide"}, "config.json's sliding_window is 'wide'"),
+        ("MistralForCausalLM", {"sliding_window": -1}, "config.json's sliding_window is -1"),
+        ("MistralForCausalLM", {"sliding_window": True}, "config.json's sliding_window is True"),
+        ("Gemma2ForCausalLM", {"layer_types": ["sliding_attention"] * 26}, "config.json's sliding_window is None"),
+        ("Phi3ForCausalLM", {"num_key_value_heads": None}, "does not count its heads"),
+    ],
+)
+def test_what_is_not_known_is_not_guessed(names: str, more: dict[str, Any], why: str) -> None:
+    found = served(published(names), **more)
+    assert found.cache is None
+    assert why in (found.unknown or "")
+    assert found.weights_bytes > 10**8
+    assert all((fit.tokens_bf16, fit.tokens_fp8) == (None, None) for fit in found.fits)
+    assert found.to_json()["kv_bytes_per_token"] is None
+
+
+def test_an_unknown_architecture_is_known_where_every_layer_has_keys_and_values() -> None:
+    known = dense("SomethingElse", 4, 128)
+    cache = make_plan(known, TENSOR, architecture="generic").serving
+    assert cache is not None
+    assert cache[1].cache is not None
+    assert cache[1].cache.per_token(False) == 4 * 2 * 128 * 2
+    # Two more layers, of which nothing is known; and windows, of which not where they are.
+    for more in ({"num_hidden_layers": 6}, {"num_hidden_layers": None}, {"sliding_window": 512}):
+        found = make_plan(with_config(known, **more), TENSOR, architecture="generic").serving
+        assert found is not None
+        assert found[1].cache is None
+
+
+def test_a_plan_that_dequantizes_says_nothing() -> None:
+    assert make_plain_plan(published("quantized/DeepseekV3ForCausalLM")).serving is None
+
+
+def test_gpus_and_tokens() -> None:
+    """Qwen3-1.7B in FP8 on 24 GB, by hand; all figures of a larger one stay together."""
+    found = served(published("Qwen3ForCausalLM"), max_position_embeddings=40960)
+    room = int(24e9 * UTILIZATION) - OVERHEAD - found.weights_bytes
+    assert found.fits[0] == Fit(24, 1, room // 114688, room // 57344)
+    plan = make_plan(with_config(published("DeepseekV3ForCausalLM"), max_position_embeddings=163840), TENSOR)
+    assert plan.serving is not None
+    deepseek = plan.serving[1]
+    assert [(fit.gpu_gb, fit.gpus) for fit in deepseek.fits] == [
+        (24, None), (48, None), (80, None), (96, 8), (141, 8), (192, 4),
+    ]  # fmt: skip
+    json = deepseek.to_json()
+    assert json["kv_bytes_per_token"] == {"bf16": 70272, "fp8": 35136}
+    assert json["fits"][0] == {"gpu_gb": 24, "gpus": None, "tokens_bf16": None, "tokens_fp8": None}
+
+
+def test_only_sizes_that_divide_count() -> None:
+    """28 heads: 8 ranks cannot serve it. Blocks of 128 rows allow fewer still."""
+    checkpoint = published("Qwen2_5_VLForConditionalGeneration")
+    for scheme in (TENSOR, BLOCK):
+        plan = make_plan(checkpoint, scheme)
+        assert plan.serving is not None
+        used = {fit.gpus for fit in plan.serving[1].fits}
+        assert used <= {*plan.parallel_sizes, None}
+
+
+def test_source_and_output_differ_by_their_weights() -> None:
+    plan = make_plan(published("Qwen3ForCausalLM"), TENSOR)
+    assert plan.serving is not None
+    source, output = plan.serving
+    assert (source.weights_bytes, output.weights_bytes) == (plan.source_bytes, plan.output_bytes)
+    assert source.cache == output.cache
+
+
+def test_draft_layers_are_not_loaded() -> None:
+    plan = make_plan(with_few_experts(published("GlmMoeDsaForCausalLM")), TENSOR)
+    assert plan.serving is not None
+    drafts = sum(line.bytes_after for line in plan.lines if line.why == "draft layer")
+    assert drafts > 0
+    assert plan.serving[1].weights_bytes == plan.output_bytes - drafts
+
+
+FULL = Layers(4096, 2048, None, 8)
+NEAR = Layers(4096, 2048, 1024, 8)
+
+
+@pytest.mark.parametrize(
+    ("layers", "state", "length", "gpus", "tokens"),
+    [
+        ((FULL,), 0, None, 1, 1_000_000_000 // 4096),
+        ((FULL,), 0, 40960, 1, 1_000_000_000 // 4096),
+        # Two ranks have half the heads each; 16 have one head each, as 8.
+        ((FULL,), 0, None, 2, 1_000_000_000 // 2048),
+        ((FULL,), 0, None, 16, 1_000_000_000 // 512),
+        # What every rank keeps in whole.
+        ((replace(FULL, heads=1),), 0, None, 8, 1_000_000_000 // 4096),
+        # Sequences of 40960 tokens, each with a full window and a state.
+        ((FULL, NEAR), 10**6, 40960, 1, 1_000_000_000 * 40960 // (4096 * 40960 + 4096 * 1024 + 10**6)),
+        # One that is shorter than the model allows.
+        ((FULL, NEAR), 0, 10**6, 1, (1_000_000_000 - 4096 * 1024) // 4096),
+        ((FULL,), 999_999_999, 10**6, 1, 0),
+        ((FULL,), 2_000_000_000, 10**6, 1, 0),
+    ],
+)
+def test_tokens_of_a_cache(layers: tuple[Layers, ...], state: int, length: int | None, gpus: int, tokens: int) -> None:
+    assert Cache(layers, state, length).tokens(1_000_000_000, False, gpus) == tokens
+
+
+def test_heads_that_are_not_counted_leave_one_gpu() -> None:
+    small, large = dense("LlamaForCausalLM", 4, 128), dense("LlamaForCausalLM", 90, 16384, 16384)
+    one = served(small, num_key_value_heads=None)
+    assert one.fits[0].tokens_bf16 is not None
+    several = served(large, num_key_value_heads=None)
+    assert several.fits[2].gpus == 4
+    assert several.fits[2].tokens_bf16 is None
+
+
+def test_a_model_of_few_tokens_need_not_leave_more() -> None:
+    """A sequence as long as it allows is enough."""
+    layer = 2 * FEWEST_TOKENS
+    checkpoint = dense("LlamaForCausalLM", 40, layer, 8192)
+    long = [fit.gpus for fit in served(checkpoint).fits]
+    short = [fit.gpus for fit in served(checkpoint, max_position_embeddings=128).fits]
+    assert long != short
+    assert all(fit.gpus is not None for fit in served(checkpoint, max_position_embeddings=128).fits[2:])
