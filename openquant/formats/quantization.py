@@ -8,7 +8,7 @@ layers/quantization/modelopt.py:319-430, `mxfp4` from transformers 5.23 integrat
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeGuard
@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 from ..errors import UsageError
 from .format import Format, Group, Scale
 from .ignored import MEND, Expressions, Ignored
+from .inputs import Inputs, read_inputs
 from .numbers import E2M1, INT4
 from .schemes import (
     BLOCK,
@@ -38,6 +39,8 @@ MX_GROUP = 32
 PACKED = "weight_packed"
 # The largest block that is read: a common layer has no more rows or columns.
 MAX_SIDE = 1 << 16
+# FP8 activations, in the words of compressed-tensors.
+_FP8 = {"type": "float", "num_bits": 8}
 IGNORE_KEYS = ("ignored_layers", "modules_to_not_convert", "ignore")
 
 
@@ -48,6 +51,8 @@ class Quantization:
     Attributes:
         method: its quant_method.
         groups: what layers are stored as, each with the targets it applies to.
+        inputs: how the activations of each group's layers are quantized, in the words of compressed-tensors; None for
+            those that stay as they are.
         expressions: those among the targets.
         ignored: what stays unquantized.
         settings: all of it, None in place of each list of unquantized modules.
@@ -56,6 +61,7 @@ class Quantization:
 
     method: str
     groups: tuple[tuple[tuple[str, ...], Format], ...]
+    inputs: tuple[Mapping[str, Any] | None, ...]
     expressions: Expressions
     ignored: Ignored
     settings: dict[str, Any]
@@ -83,16 +89,36 @@ class Quantization:
 
     def format_of(self, module: str) -> Format | None:
         """What a quantized module is stored as; None if it is no group's target."""
-        return self.names(module) or self._by_name.get("Linear")
+        number = self._number(module)
+        return None if number is None else self.groups[number][1]
+
+    def inputs_of(self, module: str) -> Inputs | None:
+        """How the activations of a quantized module are; None if they stay as they are.
+
+        Raises:
+            UsageError: in a way that is not known here.
+        """
+        number = self._number(module)
+        return None if number is None else read_inputs(self.inputs[number])
 
     def names(self, module: str) -> Format | None:
         """The Format of the group that names a module; None if groups name its class only, or nothing of it."""
-        return self._by_name.get(module) or self._by_name.get(self.expressions.find(module) or "")
+        number = self._named(module)
+        return None if number is None else self.groups[number][1]
+
+    def _number(self, module: str) -> int | None:
+        named = self._named(module)
+        return self._by_name.get("Linear") if named is None else named
+
+    def _named(self, module: str) -> int | None:
+        named = self._by_name.get(module)
+        return self._by_name.get(self.expressions.find(module) or "") if named is None else named
 
     @cached_property
-    def _by_name(self) -> dict[str, Format]:
+    def _by_name(self) -> dict[str, int]:
         # The first group of several that have a target counts.
-        return {target: form for targets, form in reversed(self.groups) for target in targets}
+        numbered = reversed(tuple(enumerate(self.groups)))
+        return {target: number for number, (targets, _) in numbered for target in targets}
 
 
 def read_quantization(config: dict[str, Any]) -> Quantization:
@@ -161,7 +187,11 @@ def _read_fp8(method: str, found: dict[str, Any]) -> Quantization:
                 f"config.json: {one} lists {name}, {other} does not" for name in lists[one] if name not in names
             ]
     ignored = Ignored(key, lists[key], by_experts=True)
-    return Quantization(method, _all_of(form), Expressions(()), ignored, _settings(found), tuple(problems))
+    # vLLM 0.32.0 takes groups as wide as a block has rows, and with CUTLASS one scale for each token instead of one for
+    # all (layers/quantization/fp8.py:262-282), which is the finer.
+    inputs = {**_FP8, "strategy": "group", "group_size": block[0]} if block else {**_FP8, "strategy": "tensor"}
+    inputs |= {"dynamic": not form.static, "ue8m0": scale.power_of_two}
+    return Quantization(method, _all_of(form), (inputs,), Expressions(()), ignored, _settings(found), tuple(problems))
 
 
 def _read_compressed_tensors(method: str, found: dict[str, Any]) -> Quantization:
@@ -170,7 +200,7 @@ def _read_compressed_tensors(method: str, found: dict[str, Any]) -> Quantization
         raise UsageError("config.json has a transform_config: the weights are stored rotated", _KNOWN_GROUPS)
     if sparse and (not isinstance(sparse, dict) or sparse.get("format") not in (None, "dense")):
         raise UsageError("config.json has a sparsity_config: zeros are not stored", _KNOWN_GROUPS)
-    groups = []
+    groups, inputs = [], []
     config_groups = found.get("config_groups")
     for name, group in (config_groups if isinstance(config_groups, dict) else {}).items():
         parts = [group.get(key) or {} for key in ("weights", "input_activations")] if isinstance(group, dict) else []
@@ -180,11 +210,12 @@ def _read_compressed_tensors(method: str, found: dict[str, Any]) -> Quantization
         static = bool(activations) and not activations.get("dynamic")
         stored = group.get("format") or found.get("format")
         groups.append((tuple(_names(group, "targets")), _read_group(name, weights, stored, static)))
+        inputs.append(activations or None)
     if not groups:
         raise UsageError("config.json has no config_groups", _KNOWN_GROUPS)
     ignored = Ignored("ignore", _names(found, "ignore"), by_experts=False)
     expressions = Expressions(target for targets, _ in groups for target in targets)
-    return Quantization(method, tuple(groups), expressions, ignored, _settings(found), ())
+    return Quantization(method, tuple(groups), tuple(inputs), expressions, ignored, _settings(found), ())
 
 
 _KNOWN_GROUPS = (
@@ -229,11 +260,12 @@ def _read_group(name: str, weights: dict[str, Any], stored: object, static: bool
     )
 
 
-_MODELOPT = {
-    "FP8": replace(TENSOR.format, static=True),
-    "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL.format,
-    "FP8_PB_WO": BLOCK_COMPRESSED.format,
-    "MXFP8": MXFP8.format,
+# What weights and activations are stored as, by quant_algo (vLLM 0.32.0 layers/quantization/modelopt.py).
+_MODELOPT: dict[str, tuple[Format, Mapping[str, Any]]] = {
+    "FP8": (replace(TENSOR.format, static=True), {**_FP8, "strategy": "tensor", "dynamic": False}),
+    "FP8_PER_CHANNEL_PER_TOKEN": (CHANNEL.format, CHANNEL.group["input_activations"]),
+    "FP8_PB_WO": (BLOCK_COMPRESSED.format, BLOCK_COMPRESSED.group["input_activations"]),
+    "MXFP8": (MXFP8.format, MXFP8.group["input_activations"]),
 }
 
 
@@ -246,18 +278,18 @@ def _read_modelopt(method: str, found: dict[str, Any]) -> Quantization:
         raise UsageError(
             f"config.json has the quant_algo {json.dumps(found.get('quant_algo'))}", f"known are {', '.join(_MODELOPT)}"
         )
-    return _alone(method, found, _MODELOPT[algorithm])
+    return _alone(method, found, *_MODELOPT[algorithm])
 
 
 def _read_mxfp4(method: str, found: dict[str, Any]) -> Quantization:
     scale = replace(MXFP8.format.scale, name="weight_scales")
-    return _alone(method, found, replace(MXFP8.format, number=E2M1, scale=scale))
+    return _alone(method, found, replace(MXFP8.format, number=E2M1, scale=scale), None)
 
 
-def _alone(method: str, found: dict[str, Any], form: Format) -> Quantization:
+def _alone(method: str, found: dict[str, Any], form: Format, inputs: Mapping[str, Any] | None) -> Quantization:
     """What stores all that it stores in one way; which modules it leaves out is not read, they show it themselves."""
     ignored = Ignored("ignore", (), by_experts=False)
-    return Quantization(method, _all_of(form), Expressions(()), ignored, _settings(found), ())
+    return Quantization(method, _all_of(form), (inputs,), Expressions(()), ignored, _settings(found), ())
 
 
 def _all_of(form: Format) -> tuple[tuple[tuple[str, ...], Format], ...]:

@@ -1,0 +1,63 @@
+"""Inputs: how engines quantize the activations that go into a layer, as a config says it.
+
+Configs of other kinds are put into the words of compressed-tensors first (quantization.py): one table reads all.
+
+    read_inputs({"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True})   # Inputs(E4M3, (1, None))
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UsageError
+from .format import Group
+from .numbers import E4M3, INT8, Number
+
+KNOWN = "known are FP8 and symmetric INT8 by token, tensor or group, computed as they come, or by a stored input_scale"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """How the inputs of a layer are quantized.
+
+    Attributes:
+        number: what they become.
+        group: tokens and inputs that share a scale: (1, None) one for each token, (None, None) one for all of a batch,
+            (1, 128) one for 128 inputs of a token.
+        power_of_two: whether scales are rounded up to a power of two.
+        static: whether the scale is stored, as input_scale, instead of taken from the inputs.
+    """
+
+    number: Number
+    group: Group
+    power_of_two: bool = False
+    static: bool = False
+
+
+_NUMBERS: Mapping[tuple[Any, Any], Number] = {("float", 8): E4M3, ("int", 8): INT8}
+
+
+def read_inputs(said: Mapping[str, Any] | None) -> Inputs | None:
+    """What the `input_activations` of a config group say; None where activations stay as they are.
+
+    Raises:
+        UsageError: they are quantized in a way that is not known here.
+    """
+    if not said:
+        return None
+    number = _NUMBERS.get((said.get("type"), said.get("num_bits")))
+    static, size = not said.get("dynamic"), said.get("group_size")
+    groups: dict[Any, Group] = {"tensor": (None, None)}
+    if not static:
+        groups["token"] = (1, None)
+        if type(size) is int and size > 0:
+            groups["group"] = (1, size)
+    strategy = said.get("strategy")
+    group = groups.get(strategy) if isinstance(strategy, str) else None
+    if number is None or group is None or said.get("symmetric") is False:
+        text = json.dumps(said)
+        raise UsageError(f"config.json quantizes activations as {text[:200]}, which is not known here", KNOWN)
+    return Inputs(number, group, str(said.get("scale_dtype")).endswith("uint8") or said.get("ue8m0") is True, static)

@@ -1,0 +1,225 @@
+"""Activations rounded as engines round them: what goes into quantized layers, and keys and values in an FP8 cache.
+
+Codes are decoded at once, to the model's dtype, so a forward pass computes with what they stand for.
+
+    rounding = Rounding(model, {"model.layers.0.mlp.up_proj": Layer(Inputs(E4M3, (1, None)))})
+    with rounding.on():
+        model(ids, use_cache=True, past_key_values=RoundedCache(model.config, {}))
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from ..errors import UsageError
+from ..formats.format import Format, Scale
+from ..formats.inputs import Inputs
+from ..formats.numbers import E4M3
+from ..formats.reference import decode, encode, group_absmax, group_scale
+
+# vLLM 0.32.0 layers/quantization/input_quant_fp8.py:27.
+SMALLEST_SCALE = 1 / (448 * 512)
+CACHED = Inputs(E4M3, (None, None), static=True)
+# Of keys, of values or of both, as vLLM 0.32.0 renames them (layers/quantization/base_config.py:217-247).
+_CACHE_SCALE = re.compile(
+    r"(?:.*\.)?layers\.(\d+)\..*?(?:([kv])_scale|([kv])_proj\.output_scale|([kv])_cache\.scale|kv_scale)"
+)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What becomes of the activations that go into one layer.
+
+    Attributes:
+        inputs: how they are quantized.
+        scale: the stored scale of static ones, asked for when the layer first computes.
+    """
+
+    inputs: Inputs
+    scale: Callable[[], float] | None = None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The same of a module that holds the stacked experts of a layer; None for what stays as it is.
+
+    Attributes:
+        first: into gate and up.
+        down: into down.
+    """
+
+    first: Layer | None
+    down: Layer | None
+
+
+def rounded(values: Tensor, inputs: Inputs, scale: float | None = None) -> Tensor:
+    """What the codes of activations stand for, of their shape and dtype.
+
+    Args:
+        values: [..., in]; all but the last axis are tokens.
+        inputs: how they are quantized.
+        scale: the stored one, of static activations.
+    """
+    tokens = values.reshape(-1, values.shape[-1]).float()
+    width = inputs.group[1]
+    if width is not None and tokens.shape[1] % width:
+        # What fills the last group up changes nothing.
+        tokens = nn.functional.pad(tokens, (0, -tokens.shape[1] % width))
+    form = Format(inputs.number, inputs.group, Scale("", power_of_two=inputs.power_of_two, floor=SMALLEST_SCALE))
+    if inputs.static:
+        assert scale is not None
+        each = tokens.new_full((1, 1), scale)
+    else:
+        each = group_scale(group_absmax(tokens, inputs.group), form)
+    found = decode(encode(tokens, each, form), each, form)
+    return found[:, : values.shape[-1]].reshape(values.shape).to(values.dtype)
+
+
+class Rounding:
+    """Rounds what goes into a model's quantized layers, while it is on.
+
+    Args:
+        model: the model.
+        layers: its quantized Linears, by module name.
+        experts: its modules of stacked experts that are quantized.
+    """
+
+    def __init__(self, model: nn.Module, layers: Mapping[str, Layer], experts: Mapping[str, Experts]) -> None:
+        self._active = False
+        self._scales: dict[Callable[[], float], float] = {}
+        # Of the last activations: q, k and v have the same, gate and up too.
+        self._last: tuple[Tensor, Layer, Tensor] | None = None
+        for name, layer in layers.items():
+            model.get_submodule(name).register_forward_pre_hook(self._hook(layer), with_kwargs=True)
+        for name, both in experts.items():
+            module = model.get_submodule(name)
+            if both.first is not None:
+                module.register_forward_pre_hook(self._hook(both.first), with_kwargs=True)
+            if both.down is not None:
+                self._wrap(module, both.down)
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Round meanwhile; for Pass.around."""
+        self._active = True
+        try:
+            yield
+        finally:
+            self._active, self._last = False, None
+
+    def _hook(self, layer: Layer) -> Callable[..., Any]:
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not self._active:
+                return None
+            if args:
+                return (self._round(args[0], layer), *args[1:]), kwargs
+            # The first argument, by its name: hidden_states of experts, input of a Linear.
+            first = next(iter(kwargs))
+            return args, {**kwargs, first: self._round(kwargs[first], layer)}
+
+        return before
+
+    def _wrap(self, module: nn.Module, layer: Layer) -> None:
+        """Round what stacked experts put into down: what comes out of the gate, or of the activation function."""
+        name = "_apply_gate" if getattr(module, "has_gate", True) else "act_fn"
+        original = getattr(module, name)
+        # Not setattr of a function where a module was: torch would refuse it.
+        module.__dict__[name] = lambda *args: self._round(original(*args), layer) if self._active else original(*args)
+
+    def _round(self, values: Tensor, layer: Layer) -> Tensor:
+        last = self._last
+        if last is not None and last[0] is values and last[1] == layer:
+            return last[2]
+        scale = None
+        if layer.scale is not None:
+            if layer.scale not in self._scales:
+                self._scales[layer.scale] = layer.scale()
+            scale = self._scales[layer.scale]
+        found = rounded(values, layer.inputs, scale)
+        self._last = values, layer, found
+        return found
+
+
+class RoundedCache(DynamicCache):
+    """A cache of keys and values as FP8 holds them, of a single pass over whole texts: it keeps nothing.
+
+    Args:
+        config: of the model.
+        scales: of keys and of values, by the layer's number; 1 where there is none, as in engines.
+    """
+
+    def __init__(self, config: Any, scales: Mapping[int, tuple[float, float]]) -> None:
+        super().__init__(config=config.get_text_config())
+        self._by_layer = scales
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values [batch, heads, length, dim] as a pass that reads them from the cache has them."""
+        del args, kwargs
+        key, value = self._by_layer.get(layer_idx, (1.0, 1.0))
+        return rounded(key_states, CACHED, key), rounded(value_states, CACHED, value)
+
+
+def says_fp8_cache(config: Mapping[str, Any]) -> bool:
+    """Whether engines store keys and values in FP8 by themselves, since a `quantization_config` says so.
+
+    Raises:
+        UsageError: it says another number.
+    """
+    inner = config.get("quantization")
+    places = (config, inner) if isinstance(inner, dict) else (config,)
+    for place in places:
+        scheme, algorithm = place.get("kv_cache_scheme"), place.get("kv_cache_quant_algo")
+        if isinstance(scheme, dict):
+            if (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
+                raise UsageError(
+                    f"config.json has a kv_cache_scheme of {scheme.get('num_bits')} bits, type {scheme.get('type')}",
+                    "known is FP8",
+                )
+            return True
+        if algorithm is not None:
+            if algorithm != "FP8":
+                raise UsageError(f"config.json has the kv_cache_quant_algo {algorithm}", "known is FP8")
+            return True
+    return False
+
+
+def cache_scales(names: Iterable[str], read: Callable[[str], float]) -> dict[int, tuple[float, float]]:
+    """The scales of keys and values that a checkpoint has, by the layer's number.
+
+    Args:
+        names: of all its tensors.
+        read: the value of one that is a single number.
+    """
+    found: dict[int, list[float]] = {}
+    for name in sorted(names):
+        match = _CACHE_SCALE.fullmatch(name)
+        if match is None:
+            continue
+        which = match[2] or match[3] or match[4]
+        both = found.setdefault(int(match[1]), [1.0, 1.0])
+        for number, letter in enumerate("kv"):
+            if which in (None, letter):
+                both[number] = read(name)
+    return {layer: (key, value) for layer, (key, value) in found.items()}
+
+
+def refuse_latent_cache(config: Any) -> None:
+    """Refuse what caches one latent vector for all heads, which no scales of keys and values belong to.
+
+    Raises:
+        UsageError: the model does.
+    """
+    if getattr(config.get_text_config(), "kv_lora_rank", None):
+        raise UsageError(
+            "an FP8 cache cannot be evaluated for multi-head latent attention: engines cache its latent vectors",
+            "leave --kv-cache fp8 out",
+        )

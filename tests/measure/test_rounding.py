@@ -1,0 +1,228 @@
+"""Activations, keys and values rounded as engines round them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from openquant.errors import UsageError
+from openquant.formats.inputs import Inputs
+from openquant.formats.numbers import E4M3, INT8
+from openquant.measure.rounding import (
+    SMALLEST_SCALE,
+    Experts,
+    Layer,
+    RoundedCache,
+    Rounding,
+    cache_scales,
+    refuse_latent_cache,
+    rounded,
+    says_fp8_cache,
+)
+
+TOKEN, TENSOR, INT8_TOKEN = Inputs(E4M3, (1, None)), Inputs(E4M3, (None, None)), Inputs(INT8, (1, None))
+STATIC = Inputs(E4M3, (None, None), static=True)
+
+
+def values(*shape: int) -> torch.Tensor:
+    """Some tokens far larger than others, one all zero."""
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    made *= torch.logspace(-3, 3, shape[-2])[:, None]
+    made[..., 1, :] = 0
+    return made.bfloat16()
+
+
+def fp8(value: float, scale: float) -> float:
+    return float(torch.tensor(max(-448.0, min(448.0, value / scale))).to(torch.float8_e4m3fn)) * scale
+
+
+def int8(value: float, scale: float) -> float:
+    return max(-127, min(127, round(value / scale))) * scale
+
+
+def scale_of(part: list[float], largest: float, power_of_two: bool = False) -> float:
+    absmax = max(map(abs, part))
+    scale = max(absmax / largest, SMALLEST_SCALE) if absmax else 1.0
+    return 2.0 ** math.ceil(math.log2(scale)) if power_of_two else scale
+
+
+def plainly(x: torch.Tensor, inputs: Inputs, static: float = 0.0) -> torch.Tensor:
+    """Value by value."""
+    number = fp8 if inputs.number == E4M3 else int8
+    flat = x.double().reshape(-1, x.shape[-1]).tolist()
+    whole = [value for row in flat for value in row]
+    made = []
+    for row in flat:
+        width = inputs.group[1] or len(row)
+        for low in range(0, len(row), width):
+            part = row[low : low + width]
+            shared = part if inputs.group[0] == 1 else whole
+            scale = static or scale_of(shared, inputs.number.largest, inputs.power_of_two)
+            made += [number(value, scale) for value in part]
+    return torch.tensor(made).reshape(x.shape).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        TOKEN,
+        TENSOR,
+        INT8_TOKEN,
+        Inputs(E4M3, (1, 128)),
+        Inputs(E4M3, (1, 128), power_of_two=True),
+        Inputs(E4M3, (1, 32), power_of_two=True),
+    ],
+)
+# The last group of 300 is smaller.
+@pytest.mark.parametrize("width", [256, 300])
+def test_values_are_those_of_a_plain_implementation(inputs: Inputs, width: int) -> None:
+    x = values(2, 5, width)
+    found = rounded(x, inputs)
+    assert (found.dtype, found.shape) == (x.dtype, x.shape)
+    # The scale is a float32 here: a value between two codes may go either way.
+    torch.testing.assert_close(found, plainly(x, inputs), rtol=2**-7, atol=0)
+    assert (found != plainly(x, inputs)).float().mean() < 0.01
+
+
+def test_a_stored_scale_is_taken_as_it_is() -> None:
+    x = values(2, 5, 64)
+    torch.testing.assert_close(rounded(x, STATIC, 0.5), plainly(x, STATIC, 0.5), rtol=2**-7, atol=0)
+    assert rounded(x.new_tensor([[1000.0, -1000.0]]), STATIC, 0.5).tolist() == [[224, -224]]
+
+
+def test_layers_are_rounded_while_it_is_on() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
+    x = values(3, 64)
+    asked: list[str] = []
+
+    def scale() -> float:
+        asked.append("scale")
+        return 2.0
+
+    plain = model(x)
+    rounding = Rounding(model, {"0": Layer(TOKEN), "1": Layer(STATIC, scale)}, {})
+    assert torch.equal(model(x), plain)
+    with rounding.on():
+        assert torch.equal(model(x), model[1](rounded(model[0](x), STATIC, 2.0)))
+        assert torch.equal(model[0](input=x), nn.functional.linear(rounded(x, TOKEN), model[0].weight, model[0].bias))
+    assert torch.equal(model(x), plain)
+    assert asked == ["scale"]
+
+
+def test_what_several_layers_read_is_rounded_for_each_as_it_is_quantized() -> None:
+    model = nn.ModuleDict({name: nn.Linear(64, 64) for name in "qkv"}).bfloat16()
+    rounding = Rounding(model, {"q": Layer(TOKEN), "k": Layer(TOKEN), "v": Layer(INT8_TOKEN)}, {})
+    x = values(3, 64)
+    with rounding.on():
+        for name, inputs in (("q", TOKEN), ("k", TOKEN), ("v", INT8_TOKEN)):
+            expected = nn.functional.linear(rounded(x, inputs), model[name].weight, model[name].bias)
+            assert torch.equal(model[name](x), expected)
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "vocab_size": 100, "pad_token_id": 0, "dtype": torch.bfloat16,
+}  # fmt: skip
+
+
+def test_stacked_experts_are_rounded_before_both_of_their_layers() -> None:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+    model = Qwen3MoeForCausalLM(config).bfloat16()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    experts = model.model.layers[0].mlp.experts
+    rounding = Rounding(model, {}, {"model.layers.0.mlp.experts": Experts(Layer(TOKEN), Layer(INT8_TOKEN))})
+    x, index = values(6, 64), torch.tensor([[0, 2]] * 6)
+    weights = torch.tensor([[0.75, 0.25]] * 6).bfloat16()
+    with torch.inference_mode(), rounding.on():
+        found = experts(x, index, weights)
+        expected = torch.zeros(6, 64)
+        for expert, share in ((0, 0.75), (2, 0.25)):
+            gate, up = (rounded(x, TOKEN) @ experts.gate_up_proj[expert].T).chunk(2, -1)
+            down = rounded(nn.functional.silu(gate) * up, INT8_TOKEN) @ experts.down_proj[expert].T
+            expected += share * down.float()
+    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+    with torch.inference_mode():
+        assert (experts(x, index, weights) - found).norm() > 0.01 * found.norm()
+
+
+def small_qwen3() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**SMALL)).bfloat16().eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def test_keys_and_values_are_rounded_and_nothing_is_kept() -> None:
+    cache = RoundedCache(small_qwen3().config, {1: (0.5, 4.0)})
+    keys, held = values(1, 1, 8, 32), values(1, 1, 8, 32)
+    assert torch.equal(cache.update(keys, held, 1)[0], rounded(keys, STATIC, 0.5))
+    assert torch.equal(cache.update(keys, held, 1)[1], rounded(held, STATIC, 4.0))
+    assert torch.equal(cache.update(keys, held, 0)[1], rounded(held, STATIC, 1.0))
+    assert cache.get_seq_length() == 0
+
+
+def test_a_model_computes_with_rounded_keys_and_values() -> None:
+    model, ids = small_qwen3(), torch.arange(20)[None]
+
+    def answer(scale: float | None) -> torch.Tensor:
+        cache = None if scale is None else RoundedCache(model.config, dict.fromkeys(range(2), (scale, scale)))
+        with torch.inference_mode():
+            return model(ids, use_cache=cache is not None, past_key_values=cache).logits.float()
+
+    plain, fine, small = answer(None), answer(0.05), answer(0.001)
+    assert 0 < (fine - plain).norm() < 0.1 * plain.norm()
+    # Fifty times too small: nearly all is cut off.
+    assert (small - plain).norm() > 3 * (fine - plain).norm()
+
+
+@pytest.mark.parametrize(
+    ("quantization", "expected"),
+    [
+        ({}, False),
+        ({"kv_cache_scheme": None}, False),
+        ({"kv_cache_scheme": {"type": "float", "num_bits": 8}}, True),
+        ({"kv_cache_quant_algo": "FP8"}, True),
+        ({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}, True),
+        ({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}, False),
+    ],
+)
+def test_the_config_says_what_the_cache_holds(quantization: dict[str, Any], expected: bool) -> None:
+    assert says_fp8_cache(quantization) is expected
+
+
+@pytest.mark.parametrize(
+    "quantization", [{"kv_cache_scheme": {"type": "int", "num_bits": 8}}, {"kv_cache_quant_algo": "NVFP4"}]
+)
+def test_other_caches_are_refused(quantization: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="kv_cache_"):
+        says_fp8_cache(quantization)
+
+
+def test_scales_of_the_cache_have_several_names() -> None:
+    held = {
+        "model.layers.0.self_attn.k_scale": 0.5,
+        "model.layers.0.self_attn.v_scale": 0.25,
+        "model.layers.1.self_attn.kv_scale": 3.0,
+        "model.layers.2.self_attn.k_proj.output_scale": 4.0,
+        "model.layers.10.self_attn.attn.v_scale": 5.0,
+        "model.layers.0.self_attn.q_scale": 9.0,
+        "model.layers.0.self_attn.k_proj.weight_scale": 9.0,
+    }
+    assert cache_scales(held, held.__getitem__) == {0: (0.5, 0.25), 1: (3.0, 3.0), 2: (4.0, 1.0), 10: (1.0, 5.0)}
+
+
+def test_latent_attention_has_no_such_cache() -> None:
+    config = Qwen3Config(**SMALL)
+    refuse_latent_cache(config)
+    config.kv_lora_rank = 512
+    with pytest.raises(UsageError, match="multi-head latent attention"):
+        refuse_latent_cache(config)
