@@ -1,8 +1,9 @@
 """How far a model is from its source: its weights, and what it answers.
 
-LayerError  how far one layer is from its source; ErrorSum adds it up piece by piece
-Comparison  codes and scales held against the weights they were made from
-Record      how far two models' answers to one document are apart; summary says it in figures
+LayerError     how far one layer is from its source; ErrorSum adds it up piece by piece
+Comparison     codes and scales held against the weights they were made from
+StreamedModel  a checkpoint's model, run one layer at a time: `run` takes Passes through it
+Record         how far two models' answers to one document are apart; summary says it in figures
 
 error = ErrorSum()
 error.add(weights, abs(decoded - weights))

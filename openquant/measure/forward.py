@@ -1,0 +1,410 @@
+"""A checkpoint's model run one unit at a time: all texts pass through a layer before the next one is loaded.
+
+The model's own `forward` runs once for each pass, on a thread that sleeps wherever a unit is called. What drives the
+passes loads a unit, computes it for all that wait for it, and gives its weights back; so every weight is read once,
+only one unit's are in memory, and no architecture is known here.
+
+    streamed = StreamedModel(open_checkpoint(path))
+    passes = [Pass(streamed, lambda ids=ids: streamed.model(input_ids=ids, use_cache=False).logits) for ids in batches]
+    run([[each] for each in passes], finished=lambda group, number, logits: ...)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import OpenQuantError
+from ..files.checkpoint import Checkpoint
+from ..weights.find import decoded_view
+from ..weights.weight import Weight
+from . import library
+from .scratch import Held, Scratch
+from .skeleton import REST, Skeleton
+from .slices import Slices
+
+T = TypeVar("T")
+
+
+class StreamedModel:
+    """A checkpoint's model, of which only the weights that are being computed with are in memory.
+
+    Args:
+        checkpoint: plain or quantized; what is stored in a Format is decoded into bfloat16.
+        dtype: what is computed in; if None float32 for a checkpoint of float32, else bfloat16.
+        device: where.
+        path: where a shard lies; in the checkpoint's directory if None.
+
+    Attributes:
+        checkpoint: what was given.
+        model: transformers' own model, on placeholders outside of `run` and `resident`. Pass it `use_cache=False`.
+        units: its embedding tables, decoder layers and output head, by module name. Those of towers for images are
+            among them, and never called.
+        quantized: weights that the checkpoint stores in a Format, by the module of `model` they are the weight of:
+            "model.layers.0.mlp.up_proj". Where several become one parameter, such as the experts of a layer, that
+            parameter's name has the first of them: "model.layers.0.mlp.experts.gate_up_proj".
+        made_of: the tensors of the checkpoint that each parameter is made of, as they would be unquantized.
+        unexpected: tensors of the checkpoint that the model has no place for: draft layers, scales of the KV cache.
+        nbytes: what all weights take when they are loaded.
+
+    Raises:
+        SourceError: transformers has no such model, or refuses its config.json.
+        PlanError: it is quantized in a way that is not read here.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        dtype: torch.dtype | None = None,
+        device: str = "cpu",
+        path: Callable[[str], Path] | None = None,
+    ) -> None:
+        seen, weights = decoded_view(checkpoint)
+        self.checkpoint = checkpoint
+        self.dtype = dtype or _compute_dtype(seen)
+        self.device = device
+        self._skeleton = Skeleton(seen, Slices(seen, weights, path), self.dtype, device)
+        self.model: PreTrainedModel = self._skeleton.model
+        self.units: Mapping[str, nn.Module] = MappingProxyType(self._skeleton.units)
+        self.unexpected = self._skeleton.unexpected
+        self.nbytes = self._skeleton.nbytes
+        made_of: dict[str, tuple[str, ...]] = {}
+        for tensor, target in self._skeleton.targets.items():
+            made_of[target] = (*made_of.get(target, ()), tensor)
+        self.made_of: Mapping[str, tuple[str, ...]] = MappingProxyType(made_of)
+        self.quantized: Mapping[str, Weight] = MappingProxyType(
+            {
+                target.removesuffix(".weight"): weights[tensors[0]]
+                for target, tensors in made_of.items()
+                if tensors[0] in weights
+            }
+        )
+
+    def load(self, unit: str) -> None:
+        """Put the weights of a unit in their places; of what lies outside of all units with REST.
+
+        Raises:
+            SourceError: one is missing, does not fit or cannot be read.
+        """
+        with torch.inference_mode():
+            self._skeleton.load(unit)
+
+    def free(self, unit: str) -> None:
+        """Give the weights of a unit back."""
+        self._skeleton.free(unit)
+
+    def expect(self, unit: str) -> None:
+        """Have the system read the weights of a unit ahead, without waiting for it."""
+        self._skeleton.slices.expect(self._skeleton.needs[unit].tensors)
+
+    @contextmanager
+    def resident(self) -> Iterator[PreTrainedModel]:
+        """Meanwhile all weights are in memory, and the model is one like any other; for `generate`.
+
+        Raises:
+            SourceError: as for `load`.
+        """
+        units = (REST, *self.units)
+        try:
+            for unit in units:
+                self.load(unit)
+            with library.sealed(), torch.inference_mode():
+                yield self.model
+        finally:
+            for unit in units:
+                self.free(unit)
+
+
+def _compute_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    sizes: dict[str, int] = {}
+    for info in checkpoint.tensors.values():
+        sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+    # float16 is never computed in: on CPUs it takes fifteen times as long as bfloat16.
+    return torch.float32 if max(sizes, key=lambda name: sizes[name]) == "F32" else torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Pass(Generic[T]):
+    """One forward pass over one batch.
+
+    Attributes:
+        model: what it runs.
+        body: calls `model.model` and makes of its output what is wanted; on a thread of its own, in inference mode.
+        around: entered whenever one of the model's units is computed for this pass.
+    """
+
+    model: StreamedModel
+    body: Callable[[], T]
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+class _Abandoned(BaseException):
+    """Ends a pass that nobody waits for."""
+
+
+class _Suspended(Generic[T]):
+    """A pass on its thread, asleep wherever a unit is called."""
+
+    def __init__(self, of: Pass[T], group: int, number: int) -> None:
+        self.of, self.group, self.number = of, group, number
+        self.unit = ""
+        self.call: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
+        self.done = False
+        self.value: T
+        self.held = Held()
+        self._error: BaseException | None = None
+        self._result: Any = None
+        self._mine, self._theirs = threading.Semaphore(0), threading.Semaphore(0)
+        self._running = False
+        self.thread = threading.Thread(target=self._work, name=f"openquant-pass-{group}-{number}", daemon=True)
+
+    def resume(self, result: Any = None) -> None:
+        """Let it run on to the next unit or to its end, with what the unit it waits for gave.
+
+        Raises:
+            BaseException: what it raised.
+        """
+        self._result = result
+        del result
+        if self.thread.ident is None:
+            self.thread.start()
+        self._running = True
+        self._mine.release()
+        self._wait()
+        if self._error is not None:
+            raise self._error
+
+    def _wait(self) -> None:
+        self._theirs.acquire()
+        self._running = False
+
+    def abandon(self) -> None:
+        """End it, wherever it is."""
+        if self.thread.ident is None:
+            return
+        if self._running:
+            self._wait()
+        while not self.done:
+            self.call = (), {}
+            self._result = _Abandoned()
+            self._running = True
+            self._mine.release()
+            self._wait()
+        self.thread.join()
+
+    def suspended_at(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In the pass's thread: hand a unit's call over and sleep until its output is there."""
+        self.unit, self.call = unit, (args, kwargs)
+        del args, kwargs
+        self._theirs.release()
+        self._mine.acquire()
+        result, self._result = self._result, None
+        if isinstance(result, _Abandoned):
+            raise result
+        return result
+
+    def _work(self) -> None:
+        self._mine.acquire()
+        try:
+            # Of this thread only: each would start helpers of its own for what little is computed between units.
+            torch.set_num_threads(1)
+            with torch.inference_mode():
+                self.value = self.of.body()
+        except BaseException as error:
+            self._error = error
+        self.done = True
+        self._theirs.release()
+
+
+def run(
+    groups: Sequence[Sequence[Pass[T]]],
+    *,
+    finished: Callable[[int, int, T], None],
+    after_unit: Callable[[str, int, int, torch.Tensor], None] | None = None,
+    scratch: Scratch | None = None,
+    until: str | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> None:
+    """Run passes together, unit by unit; every weight is read once.
+
+    The passes of a group go side by side: after a unit group by group, in each pass by pass, with that unit of all
+    models loaded. After the last unit, the head, a pass runs to its end at once, so that only one group's logits exist
+    at a time.
+
+    Args:
+        groups: the passes; ranks of several processes take shares of the groups.
+        finished: told what a pass's body returned: group, number in the group, value.
+        after_unit: told what a unit gave: its name, group, number in the group, hidden state. What it keeps of that is
+            valid until the group's last pass is through the unit.
+        scratch: where hidden states of groups that wait go beyond its budget; if None they stay in memory.
+        until: the unit after which all passes end, before the next is loaded; `finished` is told nothing then.
+        progress: told a unit, how many groups are through it, and how many there are.
+
+    Raises:
+        OpenQuantError: a weight is missing or cannot be read, or a unit cannot be computed.
+        BaseException: what a body, `finished` or `after_unit` raised.
+    """
+    # A thread's first use of torch takes over what another thread set last.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    passes = [[_Suspended(each, at, number) for number, each in enumerate(group)] for at, group in enumerate(groups)]
+    models = list({id(each.of.model): each.of.model for group in passes for each in group}.values())
+    with library.sealed(), torch.inference_mode(), _Driver(models) as driver:
+        try:
+            _drive(driver, passes, finished, after_unit, scratch, until, progress)
+        finally:
+            for each in (each for group in passes for each in group):
+                each.abandon()
+            torch.set_num_threads(threads)
+
+
+class _Driver:
+    """Models whose units hand their calls over; a context manager."""
+
+    def __init__(self, models: list[StreamedModel]) -> None:
+        self.models = models
+        self.active: _Suspended[Any] | None = None
+        self.forwards: dict[tuple[int, str], Callable[..., Any]] = {}
+
+    def __enter__(self) -> _Driver:
+        for model in self.models:
+            model.load(REST)
+            for name, module in model.units.items():
+                self.forwards[id(model), name] = module.forward
+                module.forward = self._stub(name, module.forward)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for model in self.models:
+            for module in model.units.values():
+                module.__dict__.pop("forward", None)
+            model.free(REST)
+
+    def _stub(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            active = self.active
+            if active is None or threading.current_thread() is not active.thread:
+                return forward(*args, **kwargs)
+            return active.suspended_at(name, args, kwargs)
+
+        return call
+
+    def resume(self, each: _Suspended[Any], result: Any = None) -> None:
+        """Let a pass run on."""
+        self.active = each
+        each.resume(result)
+
+    def compute(self, each: _Suspended[Any]) -> Any:
+        """What the unit gives that a pass waits for."""
+        args, kwargs = each.call
+        each.call = (), {}
+        model = each.of.model
+        try:
+            with each.of.around():
+                return self.forwards[id(model), each.unit](*args, **kwargs)
+        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, NotImplementedError) as error:
+            raise OpenQuantError(
+                f"{each.unit} of {type(model.model).__name__} cannot be computed: {str(error).strip()[:300]}",
+                "transformers' model fails on these weights or this text",
+            ) from error
+
+
+def _drive(
+    driver: _Driver,
+    groups: list[list[_Suspended[T]]],
+    finished: Callable[[int, int, T], None],
+    after_unit: Callable[[str, int, int, torch.Tensor], None] | None,
+    scratch: Scratch | None,
+    until: str | None,
+    progress: Callable[[str, int, int], None] | None,
+) -> None:
+    store = _Store(scratch, len(groups))
+    for group in groups:
+        for each in group:
+            driver.resume(each)
+            _end(each, finished)
+        store.put_away(group)
+    while waiting := [each for group in groups for each in group if not each.done]:
+        # Of each model the unit that the first of its passes waits for.
+        units: dict[int, tuple[StreamedModel, str]] = {}
+        for each in waiting:
+            units.setdefault(id(each.of.model), (each.of.model, each.unit))
+        last = until in [unit for _, unit in units.values()]
+        for model, unit in units.values():
+            model.load(unit)
+        store.held = 0
+        for at, group in enumerate(groups):
+            store.bring_back(group)
+            now = [each for each in group if not each.done and units[id(each.of.model)][1] == each.unit]
+            for each in now:
+                output = driver.compute(each)
+                if after_unit is not None:
+                    after_unit(each.unit, each.group, each.number, _hidden(output))
+                if not last:
+                    driver.resume(each, output)
+                del output
+                _end(each, finished)
+            if progress is not None and now:
+                progress(waiting[0].unit, at + 1, len(groups))
+            if not last:
+                store.put_away(group)
+        for model, unit in units.values():
+            model.free(unit)
+        if last:
+            return
+
+
+class _Store:
+    """Which groups' hidden states wait in memory, and which in a file: the first stay, as long as they fit.
+
+    Attributes:
+        held: bytes of those that stay, of the groups that went through the current unit.
+    """
+
+    def __init__(self, scratch: Scratch | None, groups: int) -> None:
+        self._scratch = scratch
+        self._groups = groups
+        self.held = 0
+
+    def put_away(self, group: list[_Suspended[Any]]) -> None:
+        """Note what a group holds that waits now, and put it into the file where memory has no room for it."""
+        if self._scratch is None:
+            return
+        waiting = [each for each in group if not each.done]
+        size = sum(each.held.note(each.call) for each in waiting)
+        self.held += size
+        if self.held > self._scratch.budget:
+            self._scratch.require_room(size * self._groups)
+            for each in waiting:
+                each.held.put_away(self._scratch)
+
+    def bring_back(self, group: list[_Suspended[Any]]) -> None:
+        """Have a group's hidden states in memory."""
+        if self._scratch is not None:
+            for each in group:
+                each.held.bring_back(self._scratch)
+
+
+def _end(each: _Suspended[T], finished: Callable[[int, int, T], None]) -> None:
+    if each.done and hasattr(each, "value"):
+        value = each.value
+        del each.value
+        finished(each.group, each.number, value)
+
+
+def _hidden(output: Any) -> torch.Tensor:
+    """The hidden state among what a unit gave."""
+    while isinstance(output, (tuple, list)):
+        output = output[0]
+    assert isinstance(output, torch.Tensor)
+    return output

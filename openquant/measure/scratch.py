@@ -1,0 +1,206 @@
+"""Hidden states of passes that wait, kept in a file beyond a budget of memory.
+
+A tensor is emptied in place: its storage goes to the file and shrinks to nothing, and is filled again before the pass
+runs on. So whatever else of the model's code holds that tensor, or a view of it, holds the same storage.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..errors import OutputError
+
+# Smaller ones, such as masks and angles, are not worth a call to the system.
+LEAST = 1 << 16
+# File systems that are memory.
+IN_MEMORY = ("tmpfs", "ramfs")
+
+
+class Scratch:
+    """A file for hidden states; a context manager.
+
+    It has no name, so nothing is left of it however the process ends.
+
+    Args:
+        directory: where it lies.
+        budget: bytes of hidden states of waiting passes that stay in memory.
+        asked: whether the user named the directory, which may then be memory itself.
+
+    Raises:
+        OutputError: no file can be made there, or what lies there takes memory.
+    """
+
+    def __init__(self, directory: Path, budget: int, asked: bool = False) -> None:
+        if not asked and file_system(directory) in IN_MEMORY:
+            raise OutputError(
+                f"{directory} is kept in memory, where hidden states have no room already",
+                "name a directory on a disk with --scratch",
+            )
+        self.directory, self.budget = directory, budget
+        with self._explained("written"):
+            self._file = tempfile.TemporaryFile(dir=directory, prefix=".openquant-")  # noqa: SIM115
+        self._end = 0
+        self._free: dict[int, list[int]] = {}
+
+    def __enter__(self) -> Scratch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the file back."""
+        self._file.close()
+
+    @contextmanager
+    def _explained(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OutputError(
+                f"hidden states cannot be {doing} in {self.directory}: {error.strerror or error}",
+                "free some space, or name another directory with --scratch",
+            ) from error
+
+    def require_room(self, needed: int) -> None:
+        """Refuse to begin what the disk cannot hold.
+
+        Args:
+            needed: bytes.
+
+        Raises:
+            OutputError: there is less room.
+        """
+        with self._explained("written"):
+            found = os.fstatvfs(self._file.fileno())
+        room = found.f_bavail * found.f_frsize + self._end
+        if needed > room:
+            raise OutputError(
+                f"hidden states take {needed:,} bytes in {self.directory}, which has room for {room:,}",
+                "free some space, name another directory with --scratch, or use fewer or shorter texts",
+            )
+
+    def write(self, data: memoryview) -> int:
+        """The offset that bytes were written at.
+
+        Raises:
+            OutputError: the disk is full or fails.
+        """
+        places = self._free.get(len(data))
+        offset = places.pop() if places else self._end
+        self._end = max(self._end, offset + len(data))
+        with self._explained("written"):
+            done = 0
+            while done < len(data):
+                done += os.pwrite(self._file.fileno(), data[done:], offset + done)
+        return offset
+
+    def read(self, into: memoryview, offset: int) -> None:
+        """Fill a buffer with what was written at an offset, which is free then.
+
+        Raises:
+            OutputError: the disk fails.
+        """
+        with self._explained("read"):
+            done = 0
+            while done < len(into):
+                count = os.preadv(self._file.fileno(), [into[done:]], offset + done)
+                if count == 0:
+                    raise OSError(f"the scratch file ends at {offset + done}")
+                done += count
+        self._free.setdefault(len(into), []).append(offset)
+
+
+class Held:
+    """The large tensors that a waiting pass holds, in memory or in a scratch file."""
+
+    def __init__(self) -> None:
+        # The model's code may hold what an earlier unit took, such as embeddings that a later one adds.
+        self._seen: dict[int, Any] = {}
+        self._away: list[tuple[torch.UntypedStorage, int, int]] = []
+
+    def note(self, call: Any) -> int:
+        """Look at what a unit is called with, and say how many bytes the pass holds."""
+        for tensor in _tensors(call):
+            storage = tensor.untyped_storage()
+            # What is mapped from a file cannot be resized, and takes no memory of its own.
+            if storage.nbytes() >= LEAST and storage.resizable():
+                make: Any = StorageWeakRef
+                self._seen[storage._cdata] = make(storage)
+        self._seen = {key: each for key, each in self._seen.items() if not each.expired()}
+        return sum(storage.nbytes() for storage in self._storages())
+
+    def put_away(self, scratch: Scratch) -> None:
+        """Empty all of them into a file.
+
+        Raises:
+            OutputError: the disk is full or fails.
+        """
+        storage: Any
+        for storage in self._storages():
+            size = storage.nbytes()
+            self._away.append((storage, size, scratch.write(_bytes(storage.cpu()))))
+            storage.resize_(0)
+
+    def bring_back(self, scratch: Scratch) -> None:
+        """Fill them again.
+
+        Raises:
+            OutputError: the disk fails.
+        """
+        while self._away:
+            storage, size, offset = self._away.pop()
+            storage.resize_(size)
+            if storage.device.type == "cpu":
+                scratch.read(_bytes(storage), offset)
+            else:
+                make: Any = torch.UntypedStorage
+                data = make(size)
+                scratch.read(_bytes(data), offset)
+                storage.copy_(data)
+
+    def _storages(self) -> Iterator[torch.UntypedStorage]:
+        for each in self._seen.values():
+            storage = torch.UntypedStorage._new_with_weak_ptr(each.cdata)
+            if storage is not None:
+                yield storage
+
+
+def file_system(directory: Path) -> str:
+    """The type of the file system that a directory lies on, such as "ext4"; "" where that cannot be told."""
+    try:
+        number = directory.stat().st_dev
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    name = f"{os.major(number)}:{os.minor(number)}"
+    found = (line.split(" - ") for line in lines if line.split()[2] == name)
+    return next((tail[-1].split()[0] for tail in found), "")
+
+
+def _bytes(storage: torch.UntypedStorage) -> memoryview:
+    """The bytes of a storage. By torch's own ways to numpy it could not be resized any more."""
+    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)

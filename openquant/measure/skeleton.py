@@ -1,0 +1,188 @@
+"""A model without weights: transformers' own class on placeholders, and what of a checkpoint each part of it takes.
+
+A unit is what weights are loaded for and given back with: an embedding table, a decoder layer, the output head. What
+lies outside of units (final norms, projections of images) is the rest, a few megabytes, and is loaded once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import SourceError
+from ..files.checkpoint import Checkpoint
+from . import library
+from .slices import Slices
+
+# What lies outside of all units.
+REST = ""
+
+
+class Needs(NamedTuple):
+    """What a unit takes.
+
+    Attributes:
+        tensors: names in the checkpoint.
+        own: the unit's parameters and stored buffers, by their names in the model.
+        borrowed: those of them that are another one, which the checkpoint holds in their place: own name -> other name.
+    """
+
+    tensors: tuple[str, ...]
+    own: tuple[str, ...]
+    borrowed: Mapping[str, str]
+
+
+class Skeleton:
+    """A model on placeholders, and the units of it.
+
+    Args:
+        checkpoint: as `decoded_view` has it.
+        slices: its tensors.
+        dtype: what is computed in.
+        device: where.
+
+    Attributes:
+        model: the model. Its placeholders have the shape, dtype and device of what they stand for, and are NaN.
+        units: its units by module name, in the order of the model's modules.
+        targets: the parameter that each tensor of the checkpoint becomes or is a part of.
+        unexpected: tensors of the checkpoint that the model has no place for, such as draft layers.
+        nbytes: what all weights take when they are loaded.
+
+    Raises:
+        SourceError: transformers has no such model, refuses config.json, or a weight is missing.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, slices: Slices, dtype: torch.dtype, device: str) -> None:
+        self.slices, self.dtype, self.device = slices, dtype, device
+        kind = library.model_class(checkpoint.architecture, checkpoint.config.get("model_type"))
+        _refuse_more_layers(checkpoint)
+        config = library.make_config(kind, checkpoint.config, dtype)
+        self.model: PreTrainedModel = library.empty_model(kind, config, dtype, device)
+        self.units = find_units(self.model)
+        self._initial: dict[str, torch.Tensor] = dict.fromkeys(library.stored_buffers(self.model), torch.empty(0))
+        for name in self._initial:
+            self._initial[name] = self.model.get_buffer(name)
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            self._initial[name] = _placeholder(parameter, device)
+        self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in self._initial.values())
+        for name in self._initial:
+            self._put(name, self._initial[name])
+        self.targets = library.targets(self.model, checkpoint.tensors)
+        self.unexpected = tuple(name for name in checkpoint.tensors if name not in self.targets)
+        self.needs = self._find_needs()
+
+    def _find_needs(self) -> dict[str, Needs]:
+        made_of: dict[str, list[str]] = {}
+        for tensor, target in self.targets.items():
+            made_of.setdefault(target, []).append(tensor)
+        tied = library.tied_names(self.model)
+        # One converter makes several parameters, and is listed under the first of them.
+        partners: dict[str, list[str]] = {}
+        for name, other in tied.items():
+            partners.setdefault(name, []).append(other)
+            partners.setdefault(other, []).append(name)
+        own: dict[str, list[str]] = {unit: [] for unit in (REST, *self.units)}
+        for name in self._initial:
+            own[self.unit_of(name)].append(name)
+        found = {}
+        for unit, names in own.items():
+            borrowed = {}
+            for name in names:
+                if name not in made_of:
+                    others = (other for partner in partners.get(name, ()) for other in (partner, *partners[partner]))
+                    source = next((other for other in others if other in made_of), None)
+                    if source is not None and source not in names:
+                        borrowed[name] = source
+            tensors = [tensor for name in (*names, *borrowed.values()) for tensor in made_of.get(name, ())]
+            found[unit] = Needs(tuple(dict.fromkeys(tensors)), tuple(names), borrowed)
+        return found
+
+    def unit_of(self, name: str) -> str:
+        """The unit that a parameter or module belongs to; REST outside of all."""
+        while name and name not in self.units:
+            name = name.rpartition(".")[0]
+        return name
+
+    def load(self, unit: str) -> None:
+        """Put the weights of a unit in their places.
+
+        Raises:
+            SourceError: one is missing, does not fit or cannot be read.
+        """
+        needs = self.needs[unit]
+        slices = self.slices.of(needs.tensors)
+        before = {other: self._get(other) for other in needs.borrowed.values()}
+        try:
+            library.load(self.model, slices, self.dtype, self.device)
+        finally:
+            for piece in slices.values():
+                if piece.error is not None:
+                    raise piece.error
+        for name, other in needs.borrowed.items():
+            self._put(name, self._get(other))
+        for other, value in before.items():
+            self._put(other, value)
+        for name in needs.own:
+            value = self._get(name)
+            if value is self._initial[name] and not library.may_lack(self.model, name) and value.numel():
+                raise SourceError(
+                    f"{name} of {type(self.model).__name__} is missing from the checkpoint",
+                    "download or copy it again; a converted model must hold every weight that transformers' class has",
+                )
+            value.requires_grad_(False)
+
+    def free(self, unit: str) -> None:
+        """Put placeholders where the weights of a unit are."""
+        for name in self.needs[unit].own:
+            self._put(name, self._initial[name])
+
+    def _get(self, name: str) -> torch.Tensor:
+        owner, _, last = name.rpartition(".")
+        found: torch.Tensor = getattr(self.model.get_submodule(owner), last)
+        return found
+
+    def _put(self, name: str, value: torch.Tensor) -> None:
+        owner, _, last = name.rpartition(".")
+        setattr(self.model.get_submodule(owner), last, value)
+
+
+def find_units(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Embedding tables, decoder layers and the output head, by module name."""
+    head = library.output_head(model)
+    found: dict[str, nn.Module] = {}
+    inside = None
+    for name, module in model.named_modules():
+        if inside is not None and name.startswith(inside):
+            continue
+        if library.is_layer(model, name, module) or isinstance(module, nn.Embedding) or module is head:
+            found[name] = module
+            inside = f"{name}."
+    return found
+
+
+def _placeholder(parameter: nn.Parameter, device: str) -> nn.Parameter:
+    """What stands for a weight: some models ask one for its device, and what is computed with it by mistake shows."""
+    value = math.nan if parameter.is_floating_point() else 0
+    one = torch.full((), value, dtype=parameter.dtype, device=device)
+    return nn.Parameter(one.expand(parameter.shape), requires_grad=False)
+
+
+def _refuse_more_layers(checkpoint: Checkpoint) -> None:
+    """Making a model takes time and memory for each layer, of which a checkpoint has no more than tensors."""
+    counts: Iterable[object] = (
+        part.get(name)
+        for part in (checkpoint.config, *checkpoint.config.values())
+        if isinstance(part, dict)
+        for name in ("num_hidden_layers", "n_layer", "num_layers", "depth")
+    )
+    for count in counts:
+        if isinstance(count, int) and count > 2 * len(checkpoint.tensors) + 100:
+            raise SourceError(
+                f"config.json has {count} layers, the checkpoint only {len(checkpoint.tensors)} tensors",
+                "config.json belongs to other weights: download or copy the checkpoint again",
+            )

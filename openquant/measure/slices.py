@@ -1,0 +1,155 @@
+"""The tensors of a checkpoint as transformers' loader takes them: `slice[...]` gives one, plain or decoded.
+
+A plain one is a view of the file, of which only what is computed with comes into memory. What is stored in a Format is
+decoded into bfloat16: the values that `openquant dequantize` writes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import OpenQuantError, SourceError
+from ..files.checkpoint import Checkpoint
+from ..files.shardfile import Bytes
+from ..files.tensors import TensorInfo
+from ..formats import kernels
+from ..weights.reading import Reader
+from ..weights.weight import Weight
+
+TORCH_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
+    "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+}  # fmt: skip
+CHANGED = "the source changed while it was being read: run again"
+
+
+class Slices:
+    """The tensors of a checkpoint.
+
+    Args:
+        checkpoint: as `decoded_view` has it.
+        weights: those of its tensors that are stored in a Format, by name.
+        path: where a shard lies.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, weights: Mapping[str, Weight], path: Callable[[str], Path] | None = None
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.weights = weights
+        self.path = path or (lambda shard: checkpoint.root / shard)
+
+    def of(self, names: Iterable[str]) -> dict[str, Slice]:
+        """A slice for each name; the files of plain ones stay mapped until the last of their tensors is gone.
+
+        Raises:
+            SourceError: a file cannot be read, or is another than it was.
+        """
+        files: dict[str, mmap.mmap] = {}
+        found: dict[str, Slice] = {}
+        for name in names:
+            info, weight = self.checkpoint.tensors[name], self.weights.get(name)
+            if weight is not None:
+                found[name] = Slice(info, lambda weight=weight: self._decoded(weight))  # type: ignore[misc]
+                continue
+            shard, offset = self.checkpoint.where[name]
+            if shard not in files:
+                files[shard] = self._mapped(shard)
+            found[name] = Slice(info, lambda info=info, file=files[shard], at=offset: _plain(info, file, at))  # type: ignore[misc]
+        return found
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Have the system read what these take from disk, without waiting for it."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        parts: dict[str, list[tuple[int, int]]] = {}
+        for name in names:
+            weight = self.weights.get(name)
+            for info in weight.parts if weight is not None else (self.checkpoint.tensors[name],):
+                shard, offset = self.checkpoint.where[info.name]
+                parts.setdefault(shard, []).append((offset, info.nbytes))
+        for shard, pieces in parts.items():
+            try:
+                handle = os.open(self.path(shard), os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:
+                continue  # reading it will say so
+            try:
+                for offset, nbytes in pieces:
+                    os.posix_fadvise(handle, offset, nbytes, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(handle)
+
+    def _mapped(self, shard: str) -> mmap.mmap:
+        try:
+            with self.path(shard).open("rb") as file:
+                if os.fstat(file.fileno()).st_size != self.checkpoint.shards[shard]:
+                    raise SourceError(f"{shard} has another size than before", CHANGED)
+                # Private pages, which torch takes for writable; nothing writes to them.
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise SourceError(f"{shard} cannot be read: {error.strerror}", CHANGED) from None
+
+    def _decoded(self, weight: Weight) -> torch.Tensor:
+        made = torch.empty(weight.source.shape, dtype=torch.bfloat16)
+        matrices = weight.matrices
+        out = made.view(torch.int16).numpy().view(np.uint16).reshape(len(matrices), *made.shape[-2:])
+        reader = Reader(self.checkpoint.where, self.path, _memory)
+        for target, matrix in zip(out, matrices, strict=True):
+            low = 0
+            for bits in reader.rows(matrix, 1):
+                high = low + len(bits)
+                if matrix.transposed:
+                    part = np.empty(bits.shape, np.uint16)
+                    kernels.to_bfloat16(bits.view(np.float32), part)
+                    target[:, low:high] = part.T
+                else:
+                    kernels.to_bfloat16(bits.view(np.float32), target[low:high])
+                low = high
+        return made
+
+
+class Slice:
+    """One tensor, read when it is indexed.
+
+    Attributes:
+        error: why it could not be read; transformers' loader keeps only the text of it.
+    """
+
+    def __init__(self, info: TensorInfo, read: Callable[[], torch.Tensor]) -> None:
+        self.info = info
+        self.error: OpenQuantError | None = None
+        self._read = read
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        try:
+            return self._read()[index]
+        except OpenQuantError as error:
+            self.error = error
+            raise
+
+    def get_shape(self) -> list[int]:
+        """Sizes of its axes."""
+        return list(self.info.shape)
+
+    def get_dtype(self) -> str:
+        """As safetensors names it."""
+        return self.info.dtype
+
+
+def _plain(info: TensorInfo, file: mmap.mmap, offset: int) -> torch.Tensor:
+    dtype = TORCH_DTYPES.get(info.dtype)
+    if dtype is None:
+        raise SourceError(f"{info.name} is {info.dtype}, which no model computes with", "start from another checkpoint")
+    count = info.nbytes // dtype.itemsize
+    return torch.frombuffer(file, dtype=dtype, count=count, offset=offset).reshape(info.shape)
+
+
+def _memory(size: int) -> Bytes:
+    return np.empty(size, np.uint8)

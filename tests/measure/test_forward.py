@@ -1,0 +1,316 @@
+"""The streamed forward pass: bit for bit what an ordinary one gives, with one unit's weights in memory."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import stored
+import tiny
+from conftest import change_json
+from openquant import dequantize
+from openquant.errors import OpenQuantError, OutputError
+from openquant.files.checkpoint import open_checkpoint
+from openquant.measure import scratch as scratch_module
+from openquant.measure.forward import Pass, StreamedModel, run
+from openquant.measure.scratch import Held, Scratch
+from openquant.measure.slices import Slices
+
+BATCHES = [
+    torch.randint(10, 500, (2, length), generator=torch.Generator().manual_seed(length)) for length in (48, 33, 48)
+]
+
+
+def streamed_logits(model: StreamedModel, batches: Sequence[torch.Tensor] = BATCHES, **options) -> list[torch.Tensor]:
+    """The logits of each batch, in a group of its own."""
+    found: dict[int, torch.Tensor] = {}
+    run(
+        [[forward(model, batch)] for batch in batches],
+        finished=lambda group, _, value: found.__setitem__(group, value),
+        **options,
+    )
+    return [found[number] for number in range(len(batches))]
+
+
+def forward(model: StreamedModel, batch: torch.Tensor, **options) -> Pass[torch.Tensor]:
+    return Pass(model, lambda: model.model(input_ids=batch, use_cache=False).logits, **options)
+
+
+def plain_logits(directory: Path, batches: Sequence[torch.Tensor] = BATCHES) -> list[torch.Tensor]:
+    """As transformers loads and computes them."""
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings(), torch.inference_mode():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+        return [model(input_ids=batch, use_cache=False).logits for batch in batches]
+
+
+def equal(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    return all(map(torch.equal, found, expected))
+
+
+@pytest.fixture
+def model(source: Path) -> StreamedModel:
+    return StreamedModel(open_checkpoint(source))
+
+
+def passes_left() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("openquant-pass")]
+
+
+@pytest.mark.parametrize("kind", list(stored.SOURCES))
+def test_a_quantized_checkpoint_computes_what_its_dequantized_weights_do(tmp_path: Path, kind: str) -> None:
+    make, config, _ = stored.SOURCES[kind]
+    source = stored.store(tmp_path / "source", make, config, shards=2)
+    dequantize(source, tmp_path / "plain")
+    model = StreamedModel(open_checkpoint(source))
+    assert equal(streamed_logits(model, BATCHES[:1]), plain_logits(tmp_path / "plain", BATCHES[:1]))
+    assert len(model.quantized) == 7 * tiny.LAYERS
+    assert model.quantized["model.layers.0.mlp.up_proj"].format is not None
+
+
+def test_every_weight_is_read_once(model: StreamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: Counter[str] = Counter()
+    original = Slices.of
+
+    def of(self, names):
+        names = list(names)
+        read.update(names)
+        return original(self, names)
+
+    monkeypatch.setattr(Slices, "of", of)
+    streamed_logits(model)
+    assert set(read) == set(model.checkpoint.tensors)
+    assert set(read.values()) == {1}
+
+
+def test_weights_are_there_only_while_their_unit_is_computed(model: StreamedModel) -> None:
+    def loaded() -> set[str]:
+        return {name for name, value in model.model.named_parameters() if not value.isnan().any()}
+
+    seen = {}
+    run(
+        [[forward(model, batch)] for batch in BATCHES],
+        finished=lambda *_: None,
+        after_unit=lambda unit, *_: seen.__setitem__(unit, loaded()),
+    )
+    layers = [f"model.layers.{number}" for number in range(tiny.LAYERS)]
+    assert list(seen) == ["model.embed_tokens", *layers, "lm_head"]
+    for unit, names in seen.items():
+        assert {name.rpartition(".")[0] for name in names if not name.startswith(unit)} == {"model.norm"}
+    assert loaded() == set()
+
+
+@pytest.mark.parametrize("budget", [0, 300_000])
+def test_hidden_states_in_a_file_change_nothing(model: StreamedModel, tmp_path: Path, budget: int) -> None:
+    batches = [torch.randint(10, 500, (2, 256), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    expected = streamed_logits(model, batches)
+    with Scratch(tmp_path, budget, asked=True) as scratch:
+        assert equal(streamed_logits(model, batches, scratch=scratch), expected)
+        assert scratch._end > 0
+
+
+def test_what_a_file_holds_takes_no_memory(tmp_path: Path) -> None:
+    hidden = torch.randn(64, 1024)
+    view, value = hidden.view(-1), hidden.clone()
+    held = Held()
+    with Scratch(tmp_path, 0, asked=True) as scratch:
+        assert held.note(((hidden, torch.zeros(3)), {"again": view})) == hidden.nbytes
+        held.put_away(scratch)
+        assert hidden.untyped_storage().nbytes() == 0
+        held.bring_back(scratch)
+    assert torch.equal(view, value.view(-1))
+
+
+def test_a_scratch_directory_in_memory_must_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch_module, "file_system", lambda _: "tmpfs")
+    with pytest.raises(OutputError, match="is kept in memory"):
+        Scratch(tmp_path, 0)
+    with Scratch(tmp_path, 0, asked=True) as scratch, pytest.raises(OutputError, match="which has room for"):
+        scratch.require_room(1 << 60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_passes_of_a_group_go_side_by_side(source: Path, model: StreamedModel) -> None:
+    other = StreamedModel(open_checkpoint(source))
+    order, entered = [], []
+
+    @contextmanager
+    def around():
+        entered.append(1)
+        yield
+
+    groups = [[forward(model, batch), forward(other, batch, around=around)] for batch in BATCHES[:2]]
+    ends = []
+    run(
+        groups,
+        finished=lambda group, number, _: ends.append((group, number)),
+        after_unit=lambda unit, group, number, _: order.append((unit, group, number)),
+    )
+    units = list(dict.fromkeys(unit for unit, _, _ in order))
+    everyone = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert order == [(unit, *each) for unit in units for each in everyone]
+    assert ends == everyone
+    assert len(entered) == 2 * len(units)
+
+
+def test_until_ends_all_after_a_unit(model: StreamedModel) -> None:
+    seen, ends = [], []
+    run(
+        [[forward(model, batch)] for batch in BATCHES],
+        finished=lambda *_: ends.append(1),
+        after_unit=lambda unit, *_: seen.append(unit),
+        until="model.layers.0",
+    )
+    assert seen == ["model.embed_tokens"] * 3 + ["model.layers.0"] * 3
+    assert ends == []
+    assert passes_left() == []
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("where", ["body", "around", "after_unit", "finished", "progress"])
+@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
+def test_an_error_ends_all_passes(model: StreamedModel, where: str, error: type[BaseException]) -> None:
+    def fail(*_):
+        raise error
+
+    @contextmanager
+    def around():
+        fail()
+        yield
+
+    groups = [[forward(model, batch)] for batch in BATCHES]
+    given = {"finished": lambda *_: None}
+    if where == "body":
+        groups[1] = [Pass(model, lambda: (model.model(input_ids=BATCHES[0], use_cache=False), fail()))]
+    elif where == "around":
+        groups[1] = [forward(model, BATCHES[0], around=around)]
+    else:
+        given[where] = fail
+    with pytest.raises(error):
+        run(groups, **given)
+    assert passes_left() == []
+    # The model is as it was.
+    assert len(streamed_logits(model)) == 3
+
+
+def test_resident_models_generate(source: Path, model: StreamedModel) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with model.resident() as resident:
+        found = resident.generate(BATCHES[0], max_new_tokens=8, do_sample=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    assert torch.equal(found, plain.generate(BATCHES[0], max_new_tokens=8, do_sample=False))
+    assert all(value.isnan().all() for value in model.model.parameters())
+
+
+def test_generation_runs_streamed(model: StreamedModel) -> None:
+    def generate() -> torch.Tensor:
+        return model.model.generate(BATCHES[0], max_new_tokens=4, do_sample=False)
+
+    found = []
+    run([[Pass(model, generate)]], finished=lambda _group, _number, value: found.append(value))
+    with model.resident():
+        assert torch.equal(found[0], generate())
+
+
+HOSTILE: list[tuple[dict, str]] = [
+    ({"architectures": ["pipeline"]}, "has no language model pipeline"),
+    ({"architectures": ["os.system"]}, r"has no language model os\.system"),
+    ({"architectures": ["PreTrainedModel"]}, "has no language model PreTrainedModel"),
+    ({"architectures": ["MyForCausalLM"]}, "has no language model MyForCausalLM"),
+    ({"architectures": ["BertForSequenceClassification"], "model_type": "bert"}, "has no language model Bert"),
+    ({"model_type": "llama"}, "model_type 'llama', but Qwen3ForCausalLM is of 'qwen3'"),
+    ({"model_type": ["qwen3"]}, "has model_type"),
+    ({"num_hidden_layers": 10**9}, "has 1000000000 layers, the checkpoint only"),
+    ({"num_hidden_layers": "two"}, "refuses config.json"),
+    ({"num_hidden_layers": 3}, "layers.2.* is missing from the checkpoint"),
+    ({"hidden_size": 128}, r"model.norm.weight is \[256\], but by config.json it must be \[128\]"),
+    ({"hidden_act": "os.system"}, "cannot make Qwen3ForCausalLM"),
+    ({"head_dim": 10**12}, "cannot make Qwen3ForCausalLM"),
+    ({"rope_parameters": {"rope_type": "__import__"}}, "cannot make Qwen3ForCausalLM|refuses config.json"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), HOSTILE, ids=lambda value: str(value)[:60])
+def test_configs_that_name_no_model_are_refused(source: Path, change: dict, says: str) -> None:
+    change_json(source / "config.json", lambda found: found.update(change))
+    with pytest.raises(OpenQuantError, match=says):
+        streamed_logits(StreamedModel(open_checkpoint(source)), BATCHES[:1])
+    assert passes_left() == []
+
+
+def test_what_config_asks_to_run_or_fetch_is_ignored(source: Path, model: StreamedModel) -> None:
+    expected = streamed_logits(model, BATCHES[:1])
+    fetched = "kernels-community/flash-attn3"
+    asked = {
+        "auto_map": {"AutoModelForCausalLM": "code.Model", "AutoConfig": "code.Config"},
+        "attn_implementation": fetched,
+        "_attn_implementation": fetched,
+        "_attn_implementation_internal": fetched,
+        "experts_implementation": fetched,
+        "use_kernels": True,
+        "fusion_config": {"patch_embeddings": True},
+        "transformers_weights": "weights.bin",
+        "return_dict": False,
+        "output_attentions": True,
+        "torch_dtype": "float16",
+    }
+    change_json(source / "config.json", lambda found: found.update(asked))
+    (source / "code.py").write_text("raise SystemExit('executed')\n")
+    again = StreamedModel(open_checkpoint(source))
+    assert equal(streamed_logits(again, BATCHES[:1]), expected)
+
+
+def test_draft_layers_are_left_out(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source", "Glm4MoeForCausalLM")
+    model = StreamedModel(open_checkpoint(source))
+    assert model.unexpected
+    assert all(name.startswith("model.layers.2.") for name in model.unexpected)
+
+
+def damaged(change: Callable[[dict[str, torch.Tensor]], object], root: Path) -> StreamedModel:
+    source = tiny.write(root / "source")
+    tiny.change_weights(source, change)
+    return StreamedModel(open_checkpoint(source))
+
+
+def test_a_missing_weight_is_named(tmp_path: Path) -> None:
+    model = damaged(lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"), tmp_path)
+    with pytest.raises(OpenQuantError, match=r"model\.layers\.1\.mlp\.up_proj\.weight of Qwen3ForCausalLM is missing"):
+        streamed_logits(model)
+    assert passes_left() == []
+
+
+def test_nan_codes_are_named(tmp_path: Path) -> None:
+    make, config, _ = stored.SOURCES["fp8 blocks"]
+    source = stored.store(tmp_path / "source", make, config)
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def break_it(weights):
+        weights[name].view(torch.uint8)[0, 0] = 0x7F
+
+    tiny.change_weights(source, break_it)
+    with pytest.raises(OpenQuantError, match=f"{name} in model.safetensors holds NaN"):
+        streamed_logits(StreamedModel(open_checkpoint(source)))
+
+
+def test_a_shard_that_changes_is_refused(source: Path, model: StreamedModel) -> None:
+    for path in source.glob("*.safetensors"):
+        with path.open("ab") as file:
+            file.write(b"more")
+    with pytest.raises(OpenQuantError, match="has another size than before"):
+        streamed_logits(model)
