@@ -14,14 +14,10 @@ import numpy as np
 
 from ..errors import SourceError
 from ..files.checkpoint import Checkpoint
-from ..files.shardfile import Bytes, SourceFile
+from ..files.shardfile import Bytes
 from ..files.tensors import TensorInfo
-from ..formats.kernels import (
-    Bits,
-    first_unsound,
-    scale_values,
-)
-from ..formats.numbers import CODES, Floats
+from ..formats.kernels import Bits
+from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
 from ..measure.error import Comparison, LayerError
 from ..threads import in_threads
@@ -154,9 +150,9 @@ class _Worker:
     def __init__(self, reading: _Reading) -> None:
         self.reading = reading
         self.checkpoint = reading.checkpoint
-        self.source = source = reading.source
-        if source is not None:
-            self.reader = Reader(source.where, lambda shard: source.root / shard, _memory)
+        self.output = _reader(reading.checkpoint)
+        if reading.source is not None:
+            self.source = _reader(reading.source)
         self._buffers: dict[str, Bytes] = {}
 
     def _buffer(self, name: str, nbytes: int) -> Bytes:
@@ -167,7 +163,7 @@ class _Worker:
     def compare(self, number: int, info: TensorInfo, original: Weight | None) -> None:
         """Hold a copied tensor against the source: against a weight of it, or the tensor of the same name."""
         place, low = self.checkpoint.where[info.name], 0
-        with SourceFile(self.checkpoint.root / place.shard, place.shard) as file:
+        with self.output.open(place.shard) as file:
             for wanted in self._tensor(info) if original is None else self._weight(original):
                 if self.reading.stopped.is_set():
                     return
@@ -175,7 +171,7 @@ class _Worker:
                 file.read(part, place.offset + low, info.name)
                 if not np.array_equal(part, wanted):
                     first = low + int((part != wanted).argmax())
-                    name = original.rows(self.reader.where).label if original else "the source's"
+                    name = original.rows(self.source.where).label if original else "the source's"
                     self.reading.say(
                         number,
                         f"{self.reading.place(info.name)} differs from {name}, first in byte {first} of {info.nbytes}",
@@ -188,8 +184,8 @@ class _Worker:
 
     def _tensor(self, info: TensorInfo) -> Iterator[Bytes]:
         """The bytes of the source's tensor of the same name, in pieces."""
-        place = self.reader.where[info.name]
-        with self.reader.open(place.shard) as file:
+        place = self.source.where[info.name]
+        with self.source.open(place.shard) as file:
             for low in range(0, info.nbytes, PIECE):
                 part = self._buffer("source", min(PIECE, info.nbytes - low))
                 file.read(part, place.offset + low, info.name)
@@ -197,7 +193,7 @@ class _Worker:
 
     def _weight(self, weight: Weight) -> Iterator[Bytes]:
         """The bytes of a weight of the source, in pieces."""
-        for bits in self.reader.rows(weight, 1):
+        for bits in self.source.rows(weight, 1):
             yield bits.reshape(-1).view(np.uint8)
 
     def check(self, number: int, weight: Weight, original: Weight | None, scheme: Scheme | None) -> None:
@@ -212,17 +208,15 @@ class _Worker:
         comparison = None
         if original is not None and scale is not None and weight.format is not None and weight.scale is not None:
             comparison = Comparison(original.shape, weight.format, scale, weight.scale.dtype)
-        # Codes that no group of the config targets were found by their dtype.
-        codes = weight.format.number if weight.format else CODES.get(info.dtype)
         pitch = info.nbytes // math.prod(info.shape[:-1])
         broken: int | None = None
-        with SourceFile(self.checkpoint.root / place.shard, place.shard) as file:
+        with self.output.open(place.shard) as file:
             for count, bits in self._pieces(info, pitch, original if comparison else None):
                 if self.reading.stopped.is_set():
                     return
                 part = self._buffer("output", count * pitch)
-                file.read(part, place.offset + low * pitch, info.name)
-                if broken is None and codes is not None and (first := first_unsound(part, codes)) is not None:
+                first = self.output.read_codes(file, weight, low, part)
+                if broken is None and first is not None:
                     broken = low * pitch + first
                 if comparison is not None and bits is not None and original is not None:
                     comparison.add(low, part.reshape(count, pitch), bits, original.dtype)
@@ -233,7 +227,7 @@ class _Worker:
             self.reading.say(number, f"{self.reading.place(info.name)} holds NaN, first at {index}")
         elif comparison is not None and original is not None:
             if not comparison.finite:
-                extent = original.rows(self.reader.where)
+                extent = original.rows(self.source.where)
                 self.reading.say(number, f"{extent.label} in the source's {extent.shard} holds NaN or infinity")
                 return
             if scheme is not None:
@@ -243,7 +237,7 @@ class _Worker:
     def _pieces(self, info: TensorInfo, pitch: int, original: Weight | None) -> Iterator[tuple[int, Bits | None]]:
         """How many rows of codes to read next, and the source's weights of these, if they are held against it."""
         if original is not None:
-            for bits in self.reader.rows(original, 1):
+            for bits in self.source.rows(original, 1):
                 yield len(bits), bits
             return
         rows, step = info.nbytes // pitch, max(1, PIECE // pitch)
@@ -254,20 +248,14 @@ class _Worker:
         """Say so if a tensor of integers, which its weight's shape tells, holds others."""
         if self.checkpoint.tensors.get(wanted.name) != wanted:
             return  # which the headers showed
-        place, raw = self.checkpoint.where[wanted.name], np.empty(wanted.nbytes, np.uint8)
-        with SourceFile(self.checkpoint.root / place.shard, place.shard) as file:
-            file.read(raw, place.offset, wanted.name)
-        if raw.tobytes() != data:
-            found, right = (np.frombuffer(held, "<i8").tolist() for held in (raw.tobytes(), data))
+        raw = self.output.whole(wanted).tobytes()
+        if raw != data:
+            found, right = (np.frombuffer(held, "<i8").tolist() for held in (raw, data))
             self.reading.say(number, f"{self.reading.place(wanted.name)} is {found}, its codes are {right}")
 
     def _scale(self, number: int, info: TensorInfo) -> Floats | None:
         """The values of a scale, if all are finite and above zero."""
-        place = self.checkpoint.where[info.name]
-        raw = np.empty(info.nbytes, np.uint8)
-        with SourceFile(self.checkpoint.root / place.shard, place.shard) as file:
-            file.read(raw, place.offset, info.name)
-        values = scale_values(raw, info.dtype).reshape(info.shape)
+        values = self.output.values(info)
         wrong = ~(np.isfinite(values) & (values > 0))
         if wrong.any():
             index = np.unravel_index(int(wrong.argmax()), info.shape)
@@ -323,6 +311,10 @@ class _Worker:
             self.reading.errors.append((number, found))
             self.reading.contents.compared += info.nbytes
             self.reading.contents.same += info.nbytes - comparison.differing
+
+
+def _reader(checkpoint: Checkpoint) -> Reader:
+    return Reader(checkpoint.where, lambda shard: checkpoint.root / shard, _memory)
 
 
 def _memory(nbytes: int) -> Bytes:

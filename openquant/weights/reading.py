@@ -9,10 +9,10 @@ import numpy as np
 
 from ..errors import SourceError
 from ..files.shardfile import Bytes, SourceFile
-from ..files.tensors import Location
+from ..files.tensors import Location, TensorInfo
 from ..formats import kernels
 from ..formats.kernels import BITS_TYPE, Bits
-from ..formats.numbers import Floats
+from ..formats.numbers import CODES, Floats
 from .weight import Weight
 
 BUFFER = 4 << 20
@@ -117,20 +117,52 @@ class Reader:
                 "the scales are damaged: download or save them again",
             )
 
+    def read_codes(self, source: SourceFile, weight: Weight, low: int, into: Bytes) -> int | None:
+        """Read the codes of whole rows from `low` on into `into`, sound or not.
+
+        Returns:
+            where in it the first lies that stands for no value, such as NaN; None if all are sound.
+
+        Raises:
+            SourceError: they cannot be read.
+        """
+        extent = weight.rows(self.where)
+        source.read(into, extent.offset + low * extent.pitch, extent.label)
+        # Checks have codes of no known format, too, which were found by their dtype.
+        number = weight.format.number if weight.format else CODES.get(weight.codes.dtype)
+        return None if number is None else kernels.first_unsound(into, number)
+
     def codes(self, source: SourceFile, weight: Weight, low: int, into: Bytes) -> None:
         """Read the codes of whole rows from `low` on into `into`.
 
         Raises:
             SourceError: one is NaN.
         """
-        assert weight.format is not None
-        extent = weight.rows(self.where)
-        source.read(into, extent.offset + low * extent.pitch, extent.label)
-        if kernels.first_unsound(into, weight.format.number) is not None:
+        if self.read_codes(source, weight, low, into) is not None:
+            extent = weight.rows(self.where)
             raise SourceError(
                 f"{extent.label} in {extent.shard} holds NaN",
                 "the weights are damaged: download or save them again",
             )
+
+    def whole(self, info: TensorInfo) -> Bytes:
+        """All bytes of a small tensor.
+
+        Raises:
+            SourceError: it cannot be read.
+        """
+        place, raw = self.where[info.name], np.empty(info.nbytes, np.uint8)
+        with self.open(place.shard) as source:
+            source.read(raw, place.offset, info.name)
+        return raw
+
+    def values(self, info: TensorInfo) -> Floats:
+        """All of a scale, in the shape that it is stored in, sound or not.
+
+        Raises:
+            SourceError: it cannot be read.
+        """
+        return kernels.scale_values(self.whole(info), info.dtype).reshape(info.shape)
 
     def scales(self, weight: Weight, low: int, count: int, least: float = 0.0, power_of_two: bool = False) -> Floats:
         """The scales of so many rows from `low` on: those rows of the grid, float32.
