@@ -26,6 +26,10 @@ settings.load_profile("untimed")
 # A plan of tens of thousands of tensors took a third longer, looking for garbage among objects that stay.
 gc.set_threshold(50_000, 20, 20)
 
+# Hundreds of commands run here as a user has them, who lets Python keep what it compiled: without that each compiles the
+# whole program again, a third of its time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "tiny-qwen3"
 

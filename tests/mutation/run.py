@@ -157,16 +157,23 @@ def _pytest(tree: Path, log: Path, arguments: list[str], plugins: list[Any], cac
         os.chdir(tree)
         sys.path[:0] = [str(tree)]
         os.environ["PYTHONPATH"] = str(tree)
-        # A mutant may have the size of the module, and be written within the same second.
         sys.dont_write_bytecode = not caches
-        if not caches:
-            os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-        code = pytest.main([*OPTIONS, *arguments], plugins)
+        code = pytest.main([*OPTIONS, *arguments], plugins if caches else [*plugins, Uncached()])
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stderr.flush()
         os._exit(int(code))
+
+
+class Uncached:
+    """Has subprocesses keep no compiled modules: a mutant may have the module's size, and be written within the same
+    second.
+    """
+
+    def pytest_sessionstart(self) -> None:
+        # Not before: tests/conftest.py takes it away.
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
 
 class Recorder:
