@@ -48,7 +48,7 @@ class Bounds:
 def render(
     template: str,
     conversations: Sequence[Sequence[Message]],
-    names: Sequence[str],
+    names: Sequence[object],
     variables: Mapping[str, str] | None = None,
     answered: bool = False,
     bounds: Bounds = Bounds(),
@@ -58,7 +58,7 @@ def render(
     Args:
         template: the template.
         conversations: messages, objects with a `role` and mostly a `content`, as JSON has them.
-        names: what messages call each conversation, such as "prompts.jsonl line 3".
+        names: what messages call each conversation, as text, such as "prompts.jsonl line 3".
         variables: what else the template is told: special tokens, such as {"bos_token": "<s>"}.
         answered: whether they are complete; else the model's answer is to come next.
         bounds: what it may take.

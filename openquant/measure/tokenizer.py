@@ -78,7 +78,7 @@ class Tokenizer:
         return str(self.inner.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def chats(
-        self, conversations: Sequence[Sequence[Message]], names: Sequence[str], answered: bool = False
+        self, conversations: Sequence[Sequence[Message]], names: Sequence[object], answered: bool = False
     ) -> list[str]:
         """Conversations in the model's own form; templates.render() has the arguments.
 
