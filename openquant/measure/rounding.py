@@ -82,6 +82,24 @@ def rounded(values: Tensor, inputs: Inputs, scale: float | None = None) -> Tenso
     return found[:, : values.shape[-1]].reshape(values.shape).to(values.dtype)
 
 
+class Clipped:
+    """How many activations lie beyond the largest code of a stored scale, by what is asked with."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str | int, list[int]] = {}
+
+    def add(self, place: str | int, values: Tensor, limit: float) -> None:
+        """Count the activations of a module, or of a layer by its number, that are larger than a limit."""
+        counts = self._counts.setdefault(place, [0, 0])
+        counts[0] += int((values.abs() > limit).sum())
+        counts[1] += values.numel()
+
+    def share(self, places: Callable[[str | int], bool]) -> float:
+        """The largest share in any of some places; 0 where nothing was counted."""
+        found = (beyond / total for place, (beyond, total) in self._counts.items() if total and places(place))
+        return max(found, default=0.0)
+
+
 class Rounding:
     """Rounds what goes into a model's quantized layers, while it is on.
 
@@ -89,21 +107,29 @@ class Rounding:
         model: the model.
         layers: its quantized Linears, by module name.
         experts: its modules of stacked experts that are quantized.
+        clipped: is told of activations that stored scales do not hold.
     """
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, Layer], experts: Mapping[str, Experts]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, Layer],
+        experts: Mapping[str, Experts],
+        clipped: Clipped | None = None,
+    ) -> None:
+        self._clipped = clipped or Clipped()
         self._active = False
         self._scales: dict[Callable[[], float], float] = {}
         # Of the last activations: q, k and v have the same, gate and up too.
         self._last: tuple[Tensor, Layer, Tensor] | None = None
         for name, layer in layers.items():
-            model.get_submodule(name).register_forward_pre_hook(self._hook(layer), with_kwargs=True)
+            model.get_submodule(name).register_forward_pre_hook(self._hook(layer, name), with_kwargs=True)
         for name, both in experts.items():
             module = model.get_submodule(name)
             if both.first is not None:
-                module.register_forward_pre_hook(self._hook(both.first), with_kwargs=True)
+                module.register_forward_pre_hook(self._hook(both.first, name), with_kwargs=True)
             if both.down is not None:
-                self._wrap(module, both.down)
+                self._wrap(module, both.down, name)
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -114,26 +140,28 @@ class Rounding:
         finally:
             self._active, self._last = False, None
 
-    def _hook(self, layer: Layer) -> Callable[..., Any]:
+    def _hook(self, layer: Layer, place: str) -> Callable[..., Any]:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not self._active:
                 return None
             if args:
-                return (self._round(args[0], layer), *args[1:]), kwargs
+                return (self._round(args[0], layer, place), *args[1:]), kwargs
             # The first argument, by its name: hidden_states of experts, input of a Linear.
             first = next(iter(kwargs))
-            return args, {**kwargs, first: self._round(kwargs[first], layer)}
+            return args, {**kwargs, first: self._round(kwargs[first], layer, place)}
 
         return before
 
-    def _wrap(self, module: nn.Module, layer: Layer) -> None:
+    def _wrap(self, module: nn.Module, layer: Layer, place: str) -> None:
         """Round what stacked experts put into down: what comes out of the gate, or of the activation function."""
         name = "_apply_gate" if getattr(module, "has_gate", True) else "act_fn"
         original = getattr(module, name)
         # Not setattr of a function where a module was: torch would refuse it.
-        module.__dict__[name] = lambda *args: self._round(original(*args), layer) if self._active else original(*args)
+        module.__dict__[name] = lambda *args: (
+            self._round(original(*args), layer, place) if self._active else original(*args)
+        )
 
-    def _round(self, values: Tensor, layer: Layer) -> Tensor:
+    def _round(self, values: Tensor, layer: Layer, place: str) -> Tensor:
         last = self._last
         if last is not None and last[0] is values and last[1] == layer:
             return last[2]
@@ -142,6 +170,7 @@ class Rounding:
             if layer.scale not in self._scales:
                 self._scales[layer.scale] = layer.scale()
             scale = self._scales[layer.scale]
+            self._clipped.add(place, values, scale * layer.inputs.number.largest)
         found = rounded(values, layer.inputs, scale)
         self._last = values, layer, found
         return found
@@ -153,11 +182,13 @@ class RoundedCache(DynamicCache):
     Args:
         config: of the model.
         scales: of keys and of values, by the layer's number; 1 where there is none, as in engines.
+        clipped: is told of keys and values that these do not hold.
     """
 
-    def __init__(self, config: Any, scales: Mapping[int, tuple[float, float]]) -> None:
+    def __init__(self, config: Any, scales: Mapping[int, tuple[float, float]], clipped: Clipped | None = None) -> None:
         super().__init__(config=config.get_text_config())
         self._by_layer = scales
+        self._clipped = clipped or Clipped()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -165,6 +196,8 @@ class RoundedCache(DynamicCache):
         """Keys and values [batch, heads, length, dim] as a pass that reads them from the cache has them."""
         del args, kwargs
         key, value = self._by_layer.get(layer_idx, (1.0, 1.0))
+        for states, scale in ((key_states, key), (value_states, value)):
+            self._clipped.add(layer_idx, states, scale * CACHED.number.largest)
         return rounded(key_states, CACHED, key), rounded(value_states, CACHED, value)
 
 

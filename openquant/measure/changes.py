@@ -1,0 +1,134 @@
+"""How the weights that an output computes with differ from its source's, and how much of that its formats explain.
+
+Two models' parameters are held against one another as they are loaded, so that names, stacks and merged layers are
+those of the model, whatever a checkpoint calls them.
+
+    compare_weights("model.layers.0.mlp.up_proj", source, output, form)    # Change(error=0.0264, explained=0.0264, ...)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..formats.format import Format, Group
+from ..formats.reference import decode, encode, group_absmax, group_scale
+from ..formats.schemes import SCHEMES
+
+# Weights that are held in float32 at a time.
+CHUNK = 1 << 21
+# A group is off where its error is so many times what rounding explains.
+OFF = 2.0
+# What storing float32 or float16 in bfloat16 may change.
+ROUNDED = 2.0**-8
+# Numbers that torch's kernels encode; others are a byte or a pair of a byte's halves, and go through numpy.
+_FAST = {scheme.format.number for scheme in SCHEMES.values()}
+
+
+@dataclass(frozen=True)
+class Change:
+    """How one weight differs.
+
+    Attributes:
+        name: of the module: "model.layers.0.mlp.up_proj"; of an expert in a stack "...mlp.experts.down_proj[3]".
+        quantized: whether the output stores it as codes.
+        error: Frobenius norm of the difference over that of the source's weight.
+        explained: the same of the source's weight stored in the output's format.
+        off: share of the groups that have a scale whose error is more than OFF times what the format explains.
+    """
+
+    name: str
+    quantized: bool
+    error: float
+    explained: float
+    off: float
+
+
+def compare_weights(name: str, source: Tensor, output: Tensor, form: Format | None, transposed: bool = False) -> Change:
+    """How one weight of the output differs.
+
+    Args:
+        name: what it is called.
+        source: the source's, [out, in], or of a weight that is not quantized any shape.
+        output: the output's, of the same shape.
+        form: what it is stored as; None for plain elements.
+        transposed: whether the two are [in, out].
+    """
+    if torch.equal(source, output):
+        return Change(name, form is not None, 0.0, 0.0, 0.0)
+    if form is None:
+        wide, other = source.flatten(), output.flatten()
+        signal = noise = 0.0
+        for low in range(0, len(wide), CHUNK):
+            weight = wide[low : low + CHUNK].double()
+            signal += float(weight.square().sum())
+            noise += float((other[low : low + CHUNK].double() - weight).square().sum())
+        error = math.sqrt(noise / signal) if signal else float(noise > 0)
+        return Change(name, False, error if math.isfinite(error) else 1.0, 0.0, float(error > ROUNDED))
+    if transposed:
+        source, output = source.T, output.T
+    found, explained, signals = (torch.cat(column) for column in zip(*_grids(source, output, form), strict=True))
+    if form.shared:
+        found, explained, signals = (column.sum(0, keepdim=True) for column in (found, explained, signals))
+    total, signal = float(explained.sum()), float(signals.sum())
+    usual = total / signal if signal else 0.0
+    off = found > OFF**2 * torch.maximum(explained, usual * signals)
+    return Change(
+        name,
+        True,
+        _root(float(found.sum()), signal),
+        _root(total, signal),
+        float(off.double().mean()),
+    )
+
+
+def _root(noise: float, signal: float) -> float:
+    error = math.sqrt(noise / signal) if signal else float(noise > 0)
+    return error if math.isfinite(error) else 1.0
+
+
+def _grids(source: Tensor, output: Tensor, form: Format) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Energies of the error, of what the format explains, and of the weight, by group, of some rows at a time."""
+    height, width = form.group
+    shared = group_absmax(source, form.group) if form.shared else None
+    step = max(1, CHUNK // source.shape[1])
+    step = max(height, step // height * height) if height else step
+    for low in range(0, len(source), step):
+        weight, other = source[low : low + step].float(), output[low : low + step].float()
+        group: Group = (height if height else len(weight), width if width else weight.shape[1])
+        weight, other = _padded(weight, group), _padded(other, group)
+        scale = group_scale(group_absmax(weight, group) if shared is None else shared, form)
+        stored = _stored(weight, scale, form, group)
+        parts = [_energy(each, group) for each in (other - weight, stored - weight, weight)]
+        yield parts[0], parts[1], parts[2]
+
+
+def _stored(weight: Tensor, scale: Tensor, form: Format, group: Group) -> Tensor:
+    """What a format makes of weights, given their scales."""
+    rows, cols = group
+    assert rows is not None and cols is not None
+    if form.number in _FAST:
+        alone = replace(form, group=group)
+        return decode(encode(weight, scale, alone), scale, alone)
+    spread = scale.repeat_interleave(rows, 0).repeat_interleave(cols, 1)[: weight.shape[0], : weight.shape[1]]
+    codes = form.number.encode((weight / spread).contiguous().cpu().numpy())
+    return torch.from_numpy(form.number.decode(codes)).to(weight.device) * spread
+
+
+def _padded(weight: Tensor, group: Group) -> Tensor:
+    rows, cols = group
+    assert rows is not None and cols is not None
+    down, along = -weight.shape[0] % rows, -weight.shape[1] % cols
+    return nn.functional.pad(weight, (0, along, 0, down)) if down or along else weight
+
+
+def _energy(values: Tensor, group: Group) -> Tensor:
+    """Sum of squares of each group, float64, as one axis."""
+    rows, cols = group
+    assert rows is not None and cols is not None
+    grid = values.square().reshape(values.shape[0] // rows, rows, values.shape[1] // cols, cols)
+    return grid.sum((1, 3), dtype=torch.float64).flatten().cpu()
