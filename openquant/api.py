@@ -28,7 +28,7 @@ from .plan.plan import Plan, make_plain_plan, make_plan
 from .plan.serving import as_json
 from .report.reporter import Reporter
 from .report.result import Result
-from .run import Prepared, attempt, carry_out
+from .run import Prepared, attempt, carry_out, take_evaluation
 from .verification.finished import require_sound
 
 # More do not make a disk faster, and each takes memory.
@@ -267,11 +267,12 @@ def push(directory: str | os.PathLike[str], target: Push) -> str:
     require_sound(path, files)
     shards = [name for name in files if name.endswith(".safetensors")]
     publisher = Publisher(target, path, digest, shards)
+    others = [*files.difference(shards), *take_evaluation(publisher)]
     with silent():
         with explained(path, "read"):
             publisher.prepare(read_small(path / "README.md", f"{path}/README.md"))
         with publisher:
-            return publisher.finish(sorted(files - set(shards)), path.resolve().name).address
+            return publisher.finish(sorted(others), path.resolve().name).address
 
 
 def _default_output(source: Source, plan: Plan) -> Path:

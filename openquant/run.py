@@ -7,13 +7,15 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from .convert.conversion import Progress, convert
 from .convert.ranks import Ranks
 from .errors import OutputError, SourceError
-from .files.checkpoint import Checkpoint, readable
+from .files.checkpoint import Checkpoint, open_checkpoint, readable
+from .files.evaluation import find_evaluation
 from .files.inputs import read_small
 from .files.names import CARD_FILE, INDEX_FILE
 from .files.output import REPLACE, OutputDirectory
@@ -23,7 +25,7 @@ from .hub.source import Source, Stamp, silent
 from .options import Run
 from .plan.layout import Shard
 from .plan.plan import Plan
-from .report.card import model_card
+from .report.card import evaluated_card, model_card
 from .report.reporter import Reporter
 from .verification.finished import check_finished, require_sound
 
@@ -214,6 +216,7 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter) -> Outcome:
             ranks.agree(error)
 
         def finish() -> Published | None:
+            evaluation: list[str] = []
             if not ranks.first:
                 return None
             if todo is not None:
@@ -228,13 +231,27 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter) -> Outcome:
             if todo is None and not push.only:
                 # Nobody looked at it since an earlier run was done with it.
                 require_sound(prepared.target, directory.files.keys())
+                evaluation = take_evaluation(publisher)
             reporter.publishing(publisher.repo)
             title = f"{source.name} in {plan.numbers} ({plan.title})"
-            return publisher.finish(sorted(others), title)
+            return publisher.finish(sorted([*others, *evaluation]), title)
 
         published, error = attempt(finish)
         ranks.agree(error)
     return Outcome(directory.resumed, todo is None, published)
+
+
+def take_evaluation(publisher: Publisher) -> list[str]:
+    """The files of an evaluation that lies beside what is to be published, whose figures the card then has too.
+
+    Raises:
+        SourceError: it is damaged, or of another model.
+    """
+    found = find_evaluation(open_checkpoint(publisher.directory))
+    if found is None:
+        return []
+    publisher.complete = partial(evaluated_card, evaluation=found.evaluation)
+    return found.files
 
 
 def _check_finished(target: Path, plan: Plan, resumed: bool) -> None:

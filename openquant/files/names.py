@@ -10,6 +10,9 @@ SINGLE_FILE = "model.safetensors"
 CARD_FILE = "README.md"
 # Our own record beside an output (output.py); it says nothing of a model.
 JOURNAL_FILE = ".openquant.json"
+# What an evaluation says of a model, in numbers, as a page and as a picture. They lie beside it and are no part of it:
+# of a source they are not copied, as they say nothing of what is made from it.
+EVAL_FILE, EVAL_PAGE, EVAL_PICTURE = EVALUATION_FILES = ("eval.json", "eval.html", "eval.png")
 # Never part of the output: weights in other formats, what a training run leaves behind, archives and films. Pictures
 # stay, which the card shows, and so does a lone .gz, since some tokenizers' code reads its vocabulary from one.
 LEFT_OUT_FILES = (
@@ -20,6 +23,8 @@ LEFT_OUT_FILES = (
     "*.mp4", "*.mov", "*.avi", "*.mkv", "*.webm",
 )  # fmt: skip
 LEFT_OUT_DIRECTORIES = (".*", "original", "consolidated*", "checkpoint-*", "__pycache__", "*.mlpackage")
+# Names that files have in an output.
+_TAKEN = (CARD_FILE, JOURNAL_FILE, *EVALUATION_FILES)
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -34,6 +39,6 @@ def left_out_part(name: str) -> str | None:
     parts = name.split("/")
     for depth, directory in enumerate(parts[:-1], 1):
         # An output has files of these names.
-        if _matches(directory, LEFT_OUT_DIRECTORIES) or (depth == 1 and directory in (CARD_FILE, JOURNAL_FILE)):
+        if _matches(directory, LEFT_OUT_DIRECTORIES) or (depth == 1 and directory in _TAKEN):
             return "/".join(parts[:depth]) + "/"
-    return name if _matches(parts[-1], LEFT_OUT_FILES) or name == JOURNAL_FILE else None
+    return name if _matches(parts[-1], LEFT_OUT_FILES) or name in (JOURNAL_FILE, *EVALUATION_FILES) else None

@@ -40,6 +40,7 @@ from .journal import (
     short_name,
     strangers,
 )
+from .names import EVALUATION_FILES
 from .names import JOURNAL_FILE as JOURNAL
 
 REPLACE = "choose another directory with -o, or replace that output with --overwrite"
@@ -278,7 +279,8 @@ class OutputDirectory:
             return None
         with explained(self.path, "read"):
             found = [(name, what.st_mode) for name, what in self.folder.walk() if name != JOURNAL]
-        ours = set(journal["files"])
+        # An evaluation comes later, and says nothing any more of what is overwritten.
+        ours = {*journal["files"], *EVALUATION_FILES}
         written = ours | self.files.keys()
         below = sorted(written)
 
@@ -396,7 +398,7 @@ class OutputDirectory:
             self.folder.remove_folder(f"{WORK}/{PUSHED}")
         self.elsewhere = frozenset()
         names = sorted(journal["files"], key=lambda name: (name != "config.json", not name.endswith(".json"), name))
-        for name in [*names, JOURNAL]:
+        for name in [*names, *EVALUATION_FILES, JOURNAL]:
             with explained(self.path / name, "removed"):
                 self.folder.remove(name)
 

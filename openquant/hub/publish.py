@@ -74,10 +74,14 @@ class Publisher:
         directory: the output directory.
         digest: of the plan, so that an upload is never taken for another run's.
         shards: names of the output shards.
+
+    Attributes:
+        complete: makes the card that is published of the directory's and of the repository; None to leave it.
     """
 
     def __init__(self, push: Push, directory: Path, digest: str, shards: Iterable[str]) -> None:
         self.push = push
+        self.complete: Callable[[str, str], str] | None = None
         self.directory = directory
         self.digest = digest
         self.shards = list(shards)
@@ -245,7 +249,8 @@ class Publisher:
         with explained(path, "read"):
             card = read_small(path, name)
         try:
-            return published_card(card.decode(), self.repo, revision).encode()
+            text = published_card(card.decode(), self.repo, revision)
+            return (self.complete(text, self.repo) if self.complete else text).encode()
         except UnicodeDecodeError:
             return card
 

@@ -6,15 +6,17 @@ It holds what changes the bytes, and nothing about the machine that made them.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
-from ..files.cards import COMMANDS, QUANTIZED, SECTION, served, split_card
+from ..files.cards import COMMANDS, QUANTIZED, SECTION, served, shell_word, split_card
 from ..models import SGLANG
 from ..patterns import collapse
 from ..plan.plan import Plan
 from ..version import __version__
+from .escape import markdown, terminal
 
 
 def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revision: str | None, directory: str) -> str:
@@ -57,6 +59,72 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
     section = _section(plan, name, repo, revision, directory)
     body = f"{text.strip()}\n\n{section}" if text.strip() else section
     return f"---\n{front}---\n\n{body}"
+
+
+def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any]) -> str:
+    """A card with the figures of an evaluation behind it.
+
+    Args:
+        card: README.md as it is published.
+        repo: the repository.
+        evaluation: what an eval.json holds, checked.
+    """
+    kl, floor, perplexity = evaluation["kl"], evaluation["floor"], evaluation["perplexity"]
+    text, source = evaluation["text"], evaluation["source"]["name"]
+    rows = [
+        ("verdict", f"{markdown(evaluation['verdict'])}: {markdown('; '.join(evaluation['reasons']))}"),
+        ("KL to the source, mean", f"{kl['mean']:.3g} nats{_between(kl['interval'])}"),
+        ("floor, bfloat16's own noise", f"{floor['kl']:.3g} nats"),
+        ("same most probable token", f"{_percent(evaluation['top1'])} (floor {_percent(floor['top1'])})"),
+        (
+            "perplexity",
+            f"{perplexity['source']:.4g} -> {perplexity['output']:.4g}, "
+            f"times {perplexity['ratio']:.4f}{_between(perplexity['interval'], '.4f')}",
+        ),
+        (
+            "measured on",
+            f"{text['positions']:,} tokens of {text['documents']:,} texts, SHA-256 {markdown(text['sha256'][:12])}",
+        ),
+    ]
+    lines = ["", "## Measured against the source", "", "| | |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in rows]
+    if evaluation["texts"]:
+        lines += ["", *_told(evaluation["texts"][0])]
+    lines += ["", "Intervals are of 95 %, over texts. Again:", "", "```", _again(repo, source, text), "```", ""]
+    return card.rstrip("\n") + "\n" + "\n".join(lines)
+
+
+# Letters of each text in a card.
+_TOLD = 400
+
+
+def _told(text: Mapping[str, Any]) -> list[str]:
+    """One prompt and both answers."""
+    at = text["differs_at"]
+    same = "Both answer alike." if at is None else f"They differ from token {at + 1} on."
+    cells = [(name, markdown(shortened(text[name], _TOLD))) for name in ("prompt", "source", "output")]
+    return ["| | |", "|---|---|", *[f"| {name} | {cell} |" for name, cell in cells], "", same]
+
+
+def shortened(text: str, most: int) -> str:
+    """The beginning of a text, with dots if there is more."""
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def _again(repo: str, source: str, text: Mapping[str, Any]) -> str:
+    """The command that repeats an evaluation, on one line."""
+    words = [("openquant eval", repo), ("--source", source)]
+    words += [("--text", name) for name in text.get("files", ())]
+    words += [("--dataset", text["dataset"])] if text.get("dataset") else []
+    return " ".join(f"{flag} {shell_word(terminal(value))}" for flag, value in words)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
+
+
+def _between(interval: Sequence[float] | None, form: str = ".3g") -> str:
+    return f" [{', '.join(format(edge, form) for edge in interval)}]" if interval else ""
 
 
 def gigabytes(nbytes: int) -> str:

@@ -6,7 +6,10 @@ from collections.abc import Iterable, Iterator, Set
 from fnmatch import fnmatchcase
 
 from ..files.checkpoint import Checkpoint
-from ..files.names import INDEX_FILE, JOURNAL_FILE, SINGLE_FILE
+from ..files.names import EVALUATION_FILES, INDEX_FILE, JOURNAL_FILE, SINGLE_FILE
+
+# What others of our verbs put there.
+_OURS = (JOURNAL_FILE, INDEX_FILE, *EVALUATION_FILES)
 
 # What engines read beside config.json and the weights, whatever wrote it.
 _SERVED = (
@@ -46,7 +49,7 @@ def extra_files(
         strict: whether whatever engines read changes what is served, or only what they load with the weights.
     """
     hidden = (name for name in checkpoint.left_out if not name.startswith(".") and not name.endswith(".safetensors"))
-    found = [*checkpoint.files, *(name for name in hidden if name not in (JOURNAL_FILE, INDEX_FILE))]
+    found = [*checkpoint.files, *(name for name in hidden if name not in _OURS)]
     known = {*found} - {_ADAPTER, _DESCRIPTION} if expected is None else expected
     problems: list[str] = []
     others: list[str] = []

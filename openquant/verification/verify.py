@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from ..errors import PlanError, SourceError, UsageError
 from ..files.cards import QUANTIZED, source_of
 from ..files.checkpoint import Checkpoint, open_checkpoint, read_config, readable
+from ..files.evaluation import find_evaluation
 from ..files.inputs import MAX_SMALL, read_small
 from ..files.journal import read_journal
 from ..files.tensors import TensorInfo
@@ -273,6 +274,10 @@ class _Verification:
         problems, notes = extra_files(self.checkpoint, expected, where, self.ours)
         self.problems += [*extra_weights(self.checkpoint), *problems]
         self.notes += notes
+        try:
+            find_evaluation(self.checkpoint)
+        except SourceError as error:
+            self.notes.append(error.message)
 
     # The source.
 

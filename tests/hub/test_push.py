@@ -21,9 +21,11 @@ from safetensors.numpy import save_file
 
 import tiny
 from conftest import ROOT, heed_ctrl_c, tree
+from evaluated import evaluate
 from loopback_hub import Fault, LoopbackHub
 from openquant import OpenQuantError, compress, dequantize
 from openquant.api import push
+from openquant.files.evaluation import identity
 from openquant.hub.publish import Publisher
 from openquant.options import Push
 
@@ -177,6 +179,37 @@ def test_push_of_a_directory_made_earlier(
     assert done.stdout.startswith(f"pushed to {hub.endpoint}/user/name/commit/")
     assert held(hub) == expected
     assert published(tree(tmp_path / "out")) == unpublished
+
+
+def test_an_evaluation_goes_along_and_into_the_card(
+    hub: LoopbackHub, source: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    compress(source, tmp_path / "out")
+    found = evaluate(tmp_path / "out")
+    (tmp_path / "out" / "eval.html").write_text(f"<meta name=evaluation content={identity(found)}>")
+    (tmp_path / "out" / "eval.png").write_text("of another evaluation")
+    added = {name: (tmp_path / "out" / name).read_bytes() for name in ("eval.json", "eval.html")}
+    again = ("compress", "-m", source, "-o", tmp_path / "out", "--push-to-hub", "other")
+    for repo, command in (("name", ("push", tmp_path / "out", "name")), ("other", again)):
+        done = ask(hub, tmp_path, *command)
+        assert done.returncode == 0, done.stderr
+        shown = held(hub, f"user/{repo}")
+        card = shown.pop("README.md").decode()
+        assert "| KL to the source, mean | 0.00129 nats [0.00121, 0.00137] |" in card
+        assert f"\nopenquant eval user/{repo} --source org/tiny --text prose.txt\n" in card
+        assert shown == {name: data for name, data in {**expected, **added}.items() if name != "README.md"}
+
+
+def test_an_evaluation_of_another_model_is_not_pushed(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    compress(source, tmp_path / "out")
+    evaluate(tmp_path / "out", output={"name": "x", "digest": "0" * 64})
+    done = ask(hub, tmp_path, "push", tmp_path / "out", "user/name")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: eval.json is of another model, or of what this one was before\n"
+        "hint: run openquant eval again, or remove it\n"
+    )
+    assert not hub.requests
 
 
 @pytest.mark.parametrize("state", ["foreign", "missing", "unfinished", "incomplete"])

@@ -11,6 +11,7 @@ import yaml
 
 import tiny
 from conftest import Run
+from evaluated import evaluation
 from openquant import __version__, compress, verify
 from openquant import run as running
 from openquant.errors import SourceError
@@ -19,7 +20,7 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.files.inputs import read_small
 from openquant.formats.schemes import TENSOR
 from openquant.plan.plan import make_plan
-from openquant.report.card import model_card
+from openquant.report.card import evaluated_card, model_card
 
 BASE = """---
 license: llama3.1
@@ -308,3 +309,63 @@ def test_the_card_of_a_directory_names_it(tmp_path: Path, monkeypatch: pytest.Mo
     for name, directory in (("m-FP8", "m-FP8"), ("er", "deep/er"), ("here", "link")):
         text = (tmp_path / directory / "README.md").read_text()
         assert f"\nvllm serve {name}\npython -m sglang.launch_server --model-path {name}\n" in text
+
+
+EVALUATED = """# A model
+
+## Measured against the source
+
+| | |
+|---|---|
+| verdict | close: the KL is 18 times the floor, and below 0.01 nats |
+| KL to the source, mean | 0.00129 nats [0.00121, 0.00137] |
+| floor, bfloat16's own noise | 7e-05 nats |
+| same most probable token | 97.86 % (floor 99.61 %) |
+| perplexity | 12.31 -> 12.34, times 1.0021 [1.0008, 1.0035] |
+| measured on | 1,500 tokens of 8 texts, SHA-256 abababababab |
+
+| | |
+|---|---|
+| prompt | Once upon a time |
+| source | &nbsp;there was a fox that lived in a wood. |
+| output | &nbsp;there was a fox that slept all day. |
+
+They differ from token 7 on.
+
+Intervals are of 95 %, over texts. Again:
+
+```
+openquant eval user/name --source org/tiny --text prose.txt
+```
+"""
+
+
+def test_a_card_with_the_figures_of_an_evaluation() -> None:
+    assert evaluated_card("# A model\n", "user/name", evaluation()) == EVALUATED
+
+
+def test_nothing_in_an_evaluation_is_more_than_text_in_a_card() -> None:
+    evil = "<script>x</script>\n\n# A | heading\n```\n[link](javascript:x) ![](https://x) \x1b[31m www.evil.example"
+    found = evaluation()
+    for name in ("prompt", "source", "output"):
+        found["texts"][0][name] = evil
+    found["verdict"] = found["source"]["name"] = found["text"]["sha256"] = evil
+    found["reasons"] = found["text"]["files"] = [evil]
+    found["text"]["dataset"] = evil
+    added = evaluated_card("", "user/name", found)
+    ours = EVALUATED.removeprefix("# A model")
+    assert added.count("\n") == ours.count("\n")
+    assert [line[:2] for line in added.splitlines()] == [line[:2] for line in ours.splitlines()]
+    assert added.count("```") == 2 + 3, "inside of the command, where it closes nothing"
+    text = "\n".join(line for line in added.splitlines() if not line.startswith("openquant eval"))
+    for mark in ("<script", "[link", "](", "www.", "\x1b", "# A", "x | h"):
+        assert mark not in text
+    assert "\x1b" not in added
+
+
+def test_a_long_answer_is_cut_in_a_card() -> None:
+    found = evaluation()
+    found["texts"][0]["source"] = "word " * 10_000
+    assert len(evaluated_card("", "user/name", found)) < 2000
+    found["texts"] = []
+    assert "prompt" not in evaluated_card("", "user/name", found)

@@ -1,0 +1,167 @@
+"""eval.json, which anybody may have written: its figures are finite, and of the model it lies beside."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from conftest import tree
+from evaluated import evaluate, evaluation
+from openquant import compress, dequantize, verify
+from openquant.errors import OutputError, SourceError
+from openquant.files.checkpoint import open_checkpoint
+from openquant.files.evaluation import MOST, Found, checked, find_evaluation, identity, read_evaluation
+from openquant.files.names import EVALUATION_FILES
+
+Change = Callable[[dict[str, Any]], object]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return tiny.write(tmp_path / "source")
+
+
+@pytest.fixture
+def out(tmp_path: Path, source: Path) -> Path:
+    compress(source, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def found(directory: Path) -> Found | None:
+    return find_evaluation(open_checkpoint(directory))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda one: one.clear(), "has no kl"),
+        (lambda one: one["kl"].pop("mean"), "has no kl.mean"),
+        (lambda one: one["kl"].update(mean="0.1"), "kl.mean is '0.1', which"),
+        (lambda one: one["kl"].update(mean=math.nan), "kl.mean is nan, which"),
+        (lambda one: one["kl"].update(mean=-math.inf), "kl.mean is -inf, which"),
+        (lambda one: one["kl"].update(mean=True), "kl.mean is True, which"),
+        (lambda one: one["kl"].update(mean=10**400), "kl.mean is 1000"),
+        (lambda one: one["kl"].update(interval=[0.1, None]), "kl.interval[1] is None, which"),
+        (lambda one: one.update(kl=[]), "kl is [], which"),
+        (lambda one: one["kl_by_domain"].append({"domain": 5}), "kl_by_domain[2].domain is 5, which"),
+        (lambda one: one["kl_by_domain"][0].update(positions=-1), "kl_by_domain[0].positions is -1, which"),
+        (lambda one: one["kl_by_domain"][0].update(positions=1.5), "kl_by_domain[0].positions is 1.5, which"),
+        (lambda one: one.update(verdict=None), "verdict is None, which"),
+        (lambda one: one.update(verdict="x" * (1 << 20) + "x"), "verdict is 'xxx"),
+        (lambda one: one.update(reasons=[""] * (MOST + 1)), "reasons is ['', "),
+        (lambda one: one["layers"][0].update(floor="low"), "layers[0].floor is 'low', which"),
+        (lambda one: one["texts"][0].update(differs_at=-1), "texts[0].differs_at is -1, which"),
+    ],
+)
+def test_what_is_no_evaluation_is_named(change: Change, said: str) -> None:
+    damaged = evaluation()
+    change(damaged)
+    with pytest.raises(SourceError) as raised:
+        checked(damaged)
+    assert raised.value.message.startswith(f"eval.json{'' if said.startswith('has') else ':'} {said}")
+    assert raised.value.hint == "run openquant eval again, or remove it"
+
+
+def test_what_may_be_null_or_missing() -> None:
+    one = evaluation()
+    one["kl"]["interval"] = one["kl_by_confidence"][0]["kl"] = None
+    del one["layers"][0]["floor"]
+    one["something"] = "else"
+    assert checked(one) is one
+
+
+def test_files_that_are_no_json(out: Path) -> None:
+    for data, said in ((b"", "not valid JSON"), (b"[" * 99, "JSON"), (b"x" * (17 << 20), "larger than")):
+        (out / "eval.json").write_bytes(data)
+        with pytest.raises(SourceError, match=said):
+            read_evaluation(out)
+
+
+def test_an_evaluation_is_found_beside_the_model_it_is_of(out: Path) -> None:
+    assert found(out) is None
+    written = evaluate(out)
+    assert found(out) == Found(written, ["eval.json"])
+    # What shows another evaluation is not taken along.
+    (out / "eval.html").write_text(f"<meta content={identity(written)}>")
+    (out / "eval.png").write_bytes(b"other")
+    assert found(out) == Found(written, ["eval.json", "eval.html"])
+    (out / "eval.html").unlink()
+    (out / "eval.html").symlink_to(out / "config.json")
+    assert found(out) == Found(written, ["eval.json"])
+
+
+def test_an_evaluation_of_another_model_is_refused(out: Path) -> None:
+    evaluate(out)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "rope_theta": 1}))
+    with pytest.raises(SourceError, match="of another model"):
+        found(out)
+
+
+def test_a_link_or_a_pipe_is_refused(out: Path, tmp_path: Path) -> None:
+    evaluate(out)
+    (out / "eval.json").rename(tmp_path / "elsewhere.json")
+    (out / "eval.json").symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(SourceError, match="not a regular file"):
+        found(out)
+    (out / "eval.json").unlink()
+    os.mkfifo(out / "eval.json")
+    with pytest.raises(SourceError, match="not a regular file"):
+        found(out)
+
+
+def put_all(out: Path) -> None:
+    evaluate(out)
+    for name in EVALUATION_FILES[1:]:
+        (out / name).write_text("shown")
+
+
+def test_an_evaluated_output_is_complete_and_verified(source: Path, out: Path) -> None:
+    put_all(out)
+    before = tree(out)
+    assert compress(source, out).resumed
+    assert tree(out) == before
+    report = verify(out, source)
+    assert report.problems == ()
+    assert not any("eval" in note for note in report.notes)
+    (out / "eval.json").write_text("{}")
+    assert "eval.json has no kl" in verify(out).notes
+    assert verify(out).problems == ()
+
+
+def test_an_evaluated_output_that_lost_a_file_is_completed(source: Path, out: Path) -> None:
+    put_all(out)
+    before = tree(out)
+    (out / "model.safetensors").unlink()
+    assert compress(source, out).resumed
+    assert tree(out).keys() == before.keys()
+
+
+def test_overwriting_removes_the_evaluation(source: Path, out: Path) -> None:
+    put_all(out)
+    compress(source, out, "block", overwrite=True)
+    assert not set(tree(out)) & set(EVALUATION_FILES)
+
+
+def test_a_link_with_the_name_of_an_evaluation_is_not_overwritten(source: Path, out: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text("mine")
+    (out / "eval.json").symlink_to(tmp_path / "mine.json")
+    with pytest.raises(OutputError, match="eval.json was not made by openquant"):
+        compress(source, out, overwrite=True)
+    assert (tmp_path / "mine.json").read_text() == "mine"
+
+
+def test_an_evaluation_of_the_source_is_not_copied(out: Path, tmp_path: Path) -> None:
+    put_all(out)
+    (out / "notes").mkdir()
+    (out / "notes" / "eval.json").write_text("{}")
+    dequantize(out, tmp_path / "back")
+    assert not set(tree(tmp_path / "back")) & set(EVALUATION_FILES)
+    assert "notes/eval.json" in tree(tmp_path / "back")
