@@ -7,8 +7,9 @@ from .version import __version__
 # Of typing's own name for it a type checker needs only the letters; a command starts here, and imports cost time.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from .api import compress, dequantize, push
+    from .api import compress, dequantize, diagnose, push
     from .errors import OpenQuantError
+    from .measure.diagnosis import Diagnosis
     from .options import Push
     from .packed import PackedLinear
     from .report.reporter import Reporter
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from .verification.verify import Report, verify
 
 __all__ = [
+    "Diagnosis",
     "OpenQuantError",
     "PackedLinear",
     "Push",
@@ -25,12 +27,14 @@ __all__ = [
     "__version__",
     "compress",
     "dequantize",
+    "diagnose",
     "push",
     "verify",
 ]
 
 # Imported when first used: torch alone takes longer to load than the command takes to start.
 _HOMES = {
+    "Diagnosis": "measure.diagnosis",
     "OpenQuantError": "errors",
     "PackedLinear": "packed",
     "Push": "options",
@@ -39,6 +43,7 @@ _HOMES = {
     "Result": "report.result",
     "compress": "api",
     "dequantize": "api",
+    "diagnose": "api",
     "push": "api",
     "verify": "verification.verify",
 }

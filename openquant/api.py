@@ -21,8 +21,13 @@ from .formats.schemes import find_others, find_scheme
 from .hub.fetch import memory_needed
 from .hub.publish import Published, Publisher
 from .hub.source import Source, find_source, silent
+from .hub.supplied import supplied
 from .machine import available_cpus, find_device, peak_rss
-from .options import Push, Recipe, Run, documented, values_for
+from .measure.advice import with_advice
+from .measure.diagnose import diagnose as measure
+from .measure.diagnose import needs
+from .measure.diagnosis import Diagnosis
+from .options import Diagnose, Push, Recipe, Run, documented, values_for
 from .plan.fates import Options
 from .plan.plan import Plan, make_plain_plan, make_plan
 from .plan.serving import as_json
@@ -189,18 +194,25 @@ def _prepare(run: Run, make: Callable[[Checkpoint, str], Plan], workers: int, de
         if not os.fspath(run.output):
             raise UsageError("-o is empty", "give a directory, or leave -o out")
         refuse_root(Path(run.output))
-    model = os.fspath(run.model)
-    source = find_source(model, run.revision)
-    if run.stream and source.repo is None:
-        raise UsageError(f"{model} is a local directory, nothing of it can be streamed", "leave --stream out")
+    source, checkpoint = _open(run.model, run.revision, run.stream)
+    checkpoint = _without_own_log(checkpoint, source.absent)
     with _without_collector():
-        checkpoint = _without_own_log(open_checkpoint(source.root, source.remote, source.absent), source.absent)
         stamps = source.stamps(checkpoint)
         plan = make(checkpoint, source.identity)
     target = Path(run.output) if run.output is not None else _default_output(source, plan)
     refuse_overlap(source.root, target)
     workers = _affordable(workers, plan, run.max_memory, memory_needed(source, run.stream), device)
     return Prepared(run, source, checkpoint, stamps, plan, target, workers, device)
+
+
+def _open(model: str | os.PathLike[str], revision: str | None, stream: bool) -> tuple[Source, Checkpoint]:
+    """The source of that name, and its headers; of a repository only config, index and headers are fetched."""
+    name = os.fspath(model)
+    source = find_source(name, revision)
+    if stream and source.repo is None:
+        raise UsageError(f"{name} is a local directory, nothing of it can be streamed", "leave --stream out")
+    with _without_collector():
+        return source, open_checkpoint(source.root, source.remote, source.absent)
 
 
 def _without_own_log(checkpoint: Checkpoint, absent: Container[str]) -> Checkpoint:
@@ -247,6 +259,60 @@ def _without_collector() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def diagnose(
+    model: str | os.PathLike[str],
+    scheme: str = "tensor",
+    *,
+    ignore: Sequence[str] = (),
+    full: bool = False,
+    architecture: str | None = None,
+    revision: str | None = None,
+    stream: bool = False,
+    scratch: str | os.PathLike[str] | None = None,
+    workers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Diagnosis:
+    """Say of each layer of a checkpoint what quantizing will do to it, from its weights alone; nothing is written.
+
+    Args:
+        model: a local directory, or a Hub repository `org/name` or `org/name@revision`.
+        scheme: what the layers would be stored in, and other schemes are held against.
+        ignore: patterns over module names that would stay unquantized.
+        full: measure all rows of each layer, not some that are spread over it.
+        architecture: plan by this entry of the registry although config.json names another class, or "generic".
+        revision: branch, tag or commit of a Hub repository.
+        stream: keep only a few shards of a Hub repository on disk, and none in the Hub's cache.
+        scratch: the directory in which these lie meanwhile; the working directory if None.
+        workers: number of threads; the CPUs this process may use, at most 16, if None.
+        progress: told the bytes of weights read so far and in all, from any thread but never from two at once.
+
+    Returns:
+        What was found; `advice` has options of compress where another scheme halves the error of layers.
+
+    Raises:
+        OpenQuantError: NaN or infinity in a weight, or something else the caller can fix.
+    """
+    begun = Diagnose(**values_for(Diagnose, locals()))
+    chosen = find_scheme(begun.scheme)
+    source, checkpoint = _open(begun.model, begun.revision, begun.stream)
+    options = Options(tuple(begun.ignore))
+    with _without_collector():
+        plan = make_plan(checkpoint, chosen, options, source.identity, begun.architecture)
+    with supplied(source, needs(plan), begun.stream, begun.scratch) as supply:
+        threads = begun.workers or min(MOST_WORKERS, available_cpus())
+        layers = measure(plan, supply, threads, begun.full, progress)
+    rows = sum(layer.shape[0] for layer in layers)
+    found = Diagnosis(
+        model=os.fspath(model),
+        revision=source.revision,
+        architecture=plan.model.name,
+        scheme=chosen.name,
+        rows_read=sum(layer.rows for layer in layers) / rows if rows else 1.0,
+        layers=layers,
+    )
+    return with_advice(found, plan, begun.ignore)
 
 
 def push(directory: str | os.PathLike[str], target: Push) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from .errors import UsageError
-from .options import GROUPS, PLACES, Check, Command, Option, Push, Recipe, Run, flags_of, options_of
+from .options import GROUPS, PLACES, Check, Command, Diagnose, Option, Push, Recipe, Run, flags_of, options_of
 from .version import __version__
 
 SHELLS = ("bash", "zsh", "fish")
@@ -180,6 +180,19 @@ def verb_parser() -> Parser:
         without=("source", "full", "workers", "only", *ALONE),
         directory={"help": "what compress wrote", "group": PLACES},
         name={"flags": ("name",)},
+    )
+    diagnose = add(
+        "diagnose",
+        "Say of each layer what quantizing will do to it.",
+        "MODEL [options]",
+        "Qwen/Qwen3-32B --stream",
+        "Qwen3-32B --full --scheme block",
+    )
+    diagnose.add_options(
+        Diagnose,
+        Command,
+        without=("block_size", "rendezvous_timeout", "quiet"),
+        verbose={"help": "list every layer"},
     )
     verify = add(
         "verify",

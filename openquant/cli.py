@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from .console import Interrupts, Progress, Terminal, fail, mend_streams, print_j
 from .errors import OpenQuantError, UsageError
 from .interrupts import HINT, INTERRUPTED, MESSAGE
 from .machine import reached_limit, require_room
-from .options import Check, Command, Push, Recipe, Run, flags_of, options_of, values_for
+from .options import Check, Command, Diagnose, Push, Recipe, Run, flags_of, options_of, values_for
 
 if TYPE_CHECKING:
     from .convert.ranks import Ranks
@@ -200,24 +201,46 @@ def _run_and_report(work: Callable[..., Result], given: Given, interrupts: Inter
     return 0
 
 
-def _verify(given: Given, interrupts: Interrupts) -> int:
-    from .verification.verify import verify
+def _diagnose(given: Given, interrupts: Interrupts) -> int:
+    from .api import diagnose
 
-    as_json = _command(given).json
+    command = _command(given)
+    with _bar(interrupts, command.json, "diagnosing", "diagnosed") as advanced:
+        found = diagnose(**values_for(Diagnose, given), progress=advanced)
+    if command.json:
+        print_json(found.to_json(), interrupts)
+    else:
+        from .report.diagnosis import diagnosis_text
+
+        require_told(say(diagnosis_text(found, command.verbose), sys.stdout))
+    return 0
+
+
+@contextmanager
+def _bar(interrupts: Interrupts, as_json: bool, doing: str, did: str) -> Iterator[Callable[[int, int], None]]:
+    """What is to be told the bytes done so far and in all: it shows a bar, unless a program reads the result."""
     bar: Progress | None = None
 
     def advanced(done: int, total: int) -> None:
         nonlocal bar
         interrupts.check()
         if not as_json:
-            bar = bar or Progress(total, 0, sys.stderr, "verifying", "verified")
+            bar = bar or Progress(total, 0, sys.stderr, doing, did)
             bar.advance(done - bar.done)
 
     try:
-        report = verify(**values_for(Check, given), progress=advanced)
+        yield advanced
     finally:
         if bar is not None:
             bar.close()
+
+
+def _verify(given: Given, interrupts: Interrupts) -> int:
+    from .verification.verify import verify
+
+    as_json = _command(given).json
+    with _bar(interrupts, as_json, "verifying", "verified") as advanced:
+        report = verify(**values_for(Check, given), progress=advanced)
     if as_json:
         print_json(report.to_json(), interrupts)
     else:
@@ -242,6 +265,7 @@ VERBS: Mapping[str, Callable[[Given, Interrupts], int]] = {
     "compress": _compress,
     "dequantize": _dequantize,
     "push": _push,
+    "diagnose": _diagnose,
     "verify": _verify,
     "completion": _completion,
 }

@@ -451,6 +451,58 @@ class Texts:
 
 
 @dataclass(frozen=True)
+class Diagnose:
+    """What diagnose() looks at."""
+
+    model: str | os.PathLike[str] = field(
+        metadata=said(
+            "directory, or Hub repository: org/name[@revision]",
+            PLACES,
+            flags=("model",),
+            value="MODEL",
+            read=filled,
+            completes="directory",
+        )
+    )
+    scheme: str = field(
+        default="tensor",
+        metadata=said(
+            "what to hold others against (default: tensor)", CHECKED, value="NAME", choices=tuple(SCHEME_NAMES)
+        ),
+    )
+    ignore: Sequence[str] = field(
+        default=(),
+        metadata=said("modules that will not be quantized; repeatable", CHECKED, value="PATTERN", repeated=True),
+    )
+    full: bool = field(default=False, metadata=said("measure all rows of each layer", CHECKED))
+    architecture: str | None = field(
+        default=None,
+        metadata=said("plan as for this class; generic: by names, shapes", CHECKED, value="NAME", read=filled),
+    )
+    revision: str | None = field(
+        default=None, metadata=said("branch, tag or commit of a Hub repository", PLACES, value="REV", read=filled)
+    )
+    stream: bool = field(default=False, metadata=said("keep few of a repository's shards on disk", PLACES))
+    scratch: str | os.PathLike[str] | None = field(
+        default=None,
+        metadata=said(
+            "where these lie meanwhile (default: here)", PLACES, value="DIR", read=filled, completes="directory"
+        ),
+    )
+    workers: int | None = field(
+        default=None, metadata=said("threads (default: the CPUs it may use)", RUNNING, value="N", read=int)
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ignore, str):
+            raise UsageError(f"ignore is {self.ignore!r}, not a list of patterns", f"give [{self.ignore!r}]")
+        if self.workers is not None and self.workers < 1:
+            raise UsageError(f"{self.workers} workers cannot work", "give --workers 1 or more")
+        if self.scratch is not None and not self.stream:
+            raise UsageError("--scratch is where --stream keeps shards", "give --stream too, or leave --scratch out")
+
+
+@dataclass(frozen=True)
 class Command:
     """What a command takes beside: other words for the same, and how it talks."""
 

@@ -86,6 +86,25 @@ def collapse(names: Iterable[str]) -> list[str]:
     return result
 
 
+def patterns_of(names: Iterable[str]) -> list[str]:
+    """Patterns that match names of one template and no others of it: ["model.layers.{0,3}.mlp.up_proj"].
+
+    Names that differ in several numbers have a pattern for all that are alike in all but the first.
+    """
+    groups: dict[tuple[str, ...], dict[str, None]] = {}
+    for name in names:
+        found = _NUMBER.search(name)
+        if found is None:
+            groups.setdefault((name,), {})
+        else:
+            groups.setdefault((name[: found.start()], name[found.end() :]), {})[found.group()] = None
+    return [
+        parts[0] if not numbers
+        else f"{parts[0]}{next(iter(numbers)) if len(numbers) == 1 else '{' + ','.join(numbers) + '}'}{parts[1]}"
+        for parts, numbers in groups.items()
+    ]  # fmt: skip
+
+
 def _ranges(numbers: list[int]) -> str:
     runs: list[list[int]] = []
     for number in numbers:

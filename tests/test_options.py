@@ -24,7 +24,7 @@ import openquant
 from conftest import ROOT
 from openquant.errors import UsageError
 from openquant.formats.schemes import SCHEMES
-from openquant.options import Check, Option, Push, Recipe, Run, Texts, options_of
+from openquant.options import Check, Diagnose, Option, Push, Recipe, Run, Texts, options_of
 
 TITLES = ("what the weights become", "where they come from and go", "how it runs", "output")
 
@@ -48,6 +48,7 @@ def test_signatures_are_the_fields() -> None:
     assert taken(openquant.compress) == [*run[:2], *said(Recipe), *run[2:], *beside]
     assert taken(openquant.dequantize) == [*said(Run, without=("device",)), *beside]
     assert taken(openquant.verify)[:-1] == said(Check)
+    assert taken(openquant.diagnose)[:-1] == said(Diagnose)
 
 
 def test_positional_arguments_stay() -> None:
@@ -57,17 +58,18 @@ def test_positional_arguments_stay() -> None:
 
     assert positional(openquant.compress) == ["model", "output", "scheme"]
     assert positional(openquant.dequantize) == ["model", "output"]
+    assert positional(openquant.diagnose) == ["model", "scheme"]
     assert positional(Push) == ["name", "private", "create_pr", "message", "only", "replace_weights"]
     with pytest.raises(TypeError, match=re.escape("compress() got an unexpected keyword argument 'workrs'")):
         openquant.compress("model", workrs=3)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("function", [openquant.compress, openquant.dequantize])
+@pytest.mark.parametrize("function", [openquant.compress, openquant.dequantize, openquant.diagnose])
 def test_docstrings_tell_of_every_argument(function: Any) -> None:
     section = inspect.getdoc(function).split("Args:\n")[1].split("\n\n")[0]
     told = re.findall(r"^    (\w+): \S", section, re.MULTILINE)
     assert sorted(told) == sorted(inspect.signature(function).parameters)
-    assert (
+    assert function is openquant.diagnose or (
         "\n    max_memory: bytes that this process may hold in memory; fewer workers are used if need be.\n" in section
     )
     assert max(map(len, section.splitlines())) <= 120
@@ -99,7 +101,7 @@ def test_openquant_alone_prints_its_help() -> None:
     shown = openquant_prints()
     assert shown == openquant_prints("--help")
     assert shown.startswith("usage: openquant VERB [options]\n")
-    verbs = ["compress", "dequantize", "push", "verify", "completion"]
+    verbs = ["compress", "dequantize", "push", "diagnose", "verify", "completion"]
     assert re.findall(r"^  (\w+)  +[A-Z]", shown, re.MULTILINE) == verbs
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-m", "openquant"], stdout=full, stderr=subprocess.PIPE, text=True)
@@ -202,7 +204,7 @@ def test_completion_says_what_it_needs(tmp_path: Path) -> None:
 
 
 def test_every_option_is_shown_or_for_python() -> None:
-    for kind in (Push, Recipe, Run, Check, Texts):
+    for kind in (Push, Recipe, Run, Check, Diagnose, Texts):
         for name, option in options_of(kind).items():
             assert isinstance(option, Option)
             assert bool(option.group) == bool(option.help) != (name == "push")

@@ -323,7 +323,7 @@ class _Worker:
             self.conversion.advance(down * weight.scales(self.reader.where).pitch)
 
     def _encode(self, job: Encode, file: Target) -> None:
-        stays = self._scale_stays(job)
+        stays = not job.joined or self.reader.keeps_scale(job.joined, job.scheme)
         shared = self._shared_absmax(job) if job.joined and not stays else None
         for piece in job.pieces:
             if piece.passes and stays:
@@ -354,17 +354,6 @@ class _Worker:
                     file.write(stored, scale_place)
                     scale_place += stored.nbytes
                 self.conversion.advance(codes.nbytes)
-
-    def _scale_stays(self, job: Encode) -> bool:
-        """Whether the source's scales may be kept: none is shared, or all have the same one, and engines load it."""
-        if not job.joined:
-            return True
-        form = job.scheme.format
-        if not all(weight.format is not None and weight.format.group == form.group for weight in job.joined):
-            return False
-        scales = {self.reader.scales(weight, 0, 1).item() for weight in job.joined}
-        scale = scales.pop()
-        return not scales and scale >= form.scale.floor and scale * form.number.largest <= job.scheme.largest
 
     def _shared_absmax(self, job: Encode) -> Floats:
         largest = np.zeros((1, 1), np.float32)

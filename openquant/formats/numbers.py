@@ -32,6 +32,8 @@ class Number(ABC):
         per_item: codes in one element of that dtype.
         per_byte: codes in one byte.
         largest: the largest value of a code; a scale is a group's largest weight divided by it.
+        normal: the smallest value of a code with all bits of precision, those nearer to zero are subnormal; 0 where
+            none are.
     """
 
     title: str
@@ -40,6 +42,7 @@ class Number(ABC):
     per_item: int
     per_byte: int
     largest: float
+    normal: float
 
     @abstractmethod
     def encode(self, quotients: Floats) -> Codes:
@@ -190,12 +193,12 @@ def _nearest_e4m3() -> Codes:
     return np.concatenate([magnitudes, magnitudes | 0x80])
 
 
-E4M3 = _E4M3("FP8", "float8_e4m3fn", "F8_E4M3", per_item=1, per_byte=1, largest=448)
-E2M1 = _E2M1("FP4", "float4_e2m1", "U8", per_item=2, per_byte=2, largest=6)
-INT8 = _Integer("INT8", "int8", "I8", per_item=1, per_byte=1, largest=127)
+E4M3 = _E4M3("FP8", "float8_e4m3fn", "F8_E4M3", per_item=1, per_byte=1, largest=448, normal=2.0**-6)
+E2M1 = _E2M1("FP4", "float4_e2m1", "U8", per_item=2, per_byte=2, largest=6, normal=1)
+INT8 = _Integer("INT8", "int8", "I8", per_item=1, per_byte=1, largest=127, normal=0)
 # In words of 32 bits, the first of eight or four lowest (compressed-tensors 0.20, compressors/pack_quantized).
-INT4 = _Integer("INT4", "int4", "I32", per_item=8, per_byte=2, largest=7, excess=8)
-INT8_WORDS = _Integer("INT8", "int8", "I32", per_item=4, per_byte=1, largest=127, excess=128)
+INT4 = _Integer("INT4", "int4", "I32", per_item=8, per_byte=2, largest=7, normal=0, excess=8)
+INT8_WORDS = _Integer("INT8", "int8", "I32", per_item=4, per_byte=1, largest=127, normal=0, excess=128)
 
 # Those whose codes have an element each, by its dtype.
 CODES = {number.dtype: number for number in (E4M3, INT8)}

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from ..formats.format import Format, grid_of
 from ..formats.kernels import CHUNK, Bits, absmax, decode, encode, encode_float32, to_float32
@@ -41,13 +42,13 @@ class ErrorSum:
 
     def add(self, weights: Floats, error: Floats) -> None:
         """Add a piece of the layer [n, in], and the absolute error of each of its weights."""
-        self.signal += _energy(weights)
-        self.noise += _energy(error)
+        self.signal += energy(weights)
+        self.noise += energy(error)
         self.largest = max(self.largest, float(error.max()))
 
     def of(self, module: str, shape: tuple[int, int]) -> LayerError:
         """The error of the whole layer, of that name and shape (out, in)."""
-        relative = math.sqrt(self.noise / self.signal) if self.signal else float(self.noise > 0)
+        relative = relative_error(self.signal, self.noise)
         sqnr = -20 * math.log10(relative) if relative else None
         return LayerError(module, shape, relative, sqnr, self.largest)
 
@@ -146,10 +147,24 @@ class Comparison:
             self.wrong = (place, by, bounded, count + int(off.sum()))
 
 
-def _energy(values: Floats) -> float:
-    """Sum of squares."""
+def relative_error(signal: float, noise: float) -> float:
+    """How far weights are off, given their energy and that of their error: 0.0264; 1.0 where zeros are off at all."""
+    return math.sqrt(noise / signal) if signal else float(noise > 0)
+
+
+def energy(values: Floats) -> float:
+    """Sum of squares of an array [n, in]."""
     with np.errstate(over="ignore"):
         found = float(np.einsum("ij,ij->", values, values))
     if 1e-30 < found < math.inf:
         return found
     return float(np.square(values, dtype=np.float64).sum())
+
+
+def row_energies(values: Floats) -> npt.NDArray[np.float64]:
+    """Sum of squares of each row of an array [n, in]."""
+    with np.errstate(over="ignore"):
+        found: npt.NDArray[np.float64] = np.einsum("ij,ij->i", values, values).astype(np.float64)
+    if not np.all((found > 1e-30) & (found < math.inf)):
+        found = np.square(values, dtype=np.float64).sum(axis=1)
+    return found

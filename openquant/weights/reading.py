@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ from ..files.tensors import Location, TensorInfo
 from ..formats import kernels
 from ..formats.kernels import BITS_TYPE, Bits
 from ..formats.numbers import CODES, Floats
+from ..formats.schemes import Scheme
 from .weight import Weight
 
 BUFFER = 4 << 20
@@ -186,6 +187,15 @@ class Reader:
                 "the scales are damaged: download or save them again, or choose a scheme with float scales",
             )
         return scale
+
+    def keeps_scale(self, joined: Sequence[Weight], scheme: Scheme) -> bool:
+        """Whether weights that share a scale in a scheme all have the same one already, and engines load it."""
+        form = scheme.format
+        if not all(weight.format is not None and weight.format.group == form.group for weight in joined):
+            return False
+        scales = {self.scales(weight, 0, 1).item() for weight in joined}
+        scale = scales.pop()
+        return not scales and scale >= form.scale.floor and scale * form.number.largest <= scheme.largest
 
 
 def check_scales(scale: Floats, name: str, shard: str, least: float) -> None:

@@ -1,0 +1,257 @@
+"""`openquant diagnose`: what quantizing does to each layer, from its weights alone.
+
+Every weight is read once: the largest, the mean, the deviation and all scales are the true ones, and NaN and infinity
+are found wherever they are. What schemes make of the weights is measured on rows a fixed number apart and on the row of
+the largest weight, or with `full` on all.
+
+    report = diagnose(plan, needs(plan), supply, workers=2)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from ..errors import SourceError
+from ..formats.kernels import CHUNK, to_float32
+from ..formats.numbers import Floats
+from ..formats.schemes import Scheme
+from ..plan.plan import Plan
+from ..threads import in_threads
+from ..weights.reading import Reader
+from ..weights.weight import Weight
+from .diagnosis import LayerDiagnosis
+from .error import row_energies
+from .figures import Rows, Sums, Whole, diagnosed
+
+# So many weights of a layer are measured, of at least so many rows.
+SAMPLE_WEIGHTS, SAMPLE_ROWS = 1 << 18, 128
+
+Progress = Callable[[int, int], None]
+
+
+class Traffic(Protocol):
+    """How source shards come. Calls may come from any thread."""
+
+    def wait_for(self, output: str, stopped: Callable[[], bool]) -> None:
+        """Wait until all that layers of a shard need is here, or `stopped()` is true."""
+
+    def path(self, name: str) -> Path:
+        """Where a source shard lies."""
+
+    def finished(self, output: str) -> None:
+        """Is told that all layers of a shard are measured."""
+
+
+def sample_step(shape: tuple[int, int]) -> int:
+    """How far apart the measured rows of a layer [out, in] are: 17 for 2048 x 2048, 1 (all rows) for 128 x 128.
+
+    It is odd, since rows come in heads of 64 or 128: a step that divides these would see the same places of each.
+    """
+    return min(shape[0] * shape[1] // SAMPLE_WEIGHTS, shape[0] // SAMPLE_ROWS) | 1
+
+
+def needs(plan: Plan) -> dict[str, list[str]]:
+    """The shards with layers to be measured, and for each the source shards that these lie in, joined ones included."""
+    where = plan.seen.where
+    found: dict[str, set[str]] = {}
+    for shard, joined in _tasks(plan):
+        for weight in joined:
+            found.setdefault(shard, set()).add(weight.rows(where).shard)
+            if weight.format is not None:
+                found[shard].add(weight.scales(where).shard)
+    return {shard: sorted(names) for shard, names in found.items()}
+
+
+def diagnose(
+    plan: Plan, traffic: Traffic, workers: int, full: bool = False, progress: Progress | None = None
+) -> tuple[LayerDiagnosis, ...]:
+    """Measure every layer that a plan quantizes, in the order of the checkpoint.
+
+    Args:
+        plan: the plan; its scheme says which flags layers get.
+        traffic: where the shards of `needs` are.
+        workers: number of threads.
+        full: measure all rows.
+        progress: told the bytes read so far and in all, never from two threads at once.
+
+    Raises:
+        SourceError: NaN or infinity in a weight, or a source that cannot be read.
+    """
+    return _Diagnosing(plan, traffic, full, progress).run(workers)
+
+
+def _tasks(plan: Plan) -> list[tuple[str, tuple[Weight, ...]]]:
+    """Layers that share a scale where a scheme has one per tensor, with the shard that the first of them lies in.
+
+    Those of one shard come together.
+    """
+    found: dict[str, list[tuple[Weight, ...]]] = {}
+    for weight, _ in plan.fates.quantized:
+        modules = plan.fates.sets.get(weight.module, (weight.module,))
+        if modules[0] == weight.module:
+            shard = weight.rows(plan.seen.where).shard
+            found.setdefault(shard, []).append(tuple(plan.layers[module] for module in modules))
+    return [(shard, joined) for shard, sets in found.items() for joined in sets]
+
+
+class _Stopped(Exception):
+    """Raised in a worker whose work is no longer wanted: another failed, or the user interrupted."""
+
+
+class _Diagnosing:
+    """One call of `diagnose`: the layers still to do, and what was found so far."""
+
+    def __init__(self, plan: Plan, traffic: Traffic, full: bool, progress: Progress | None) -> None:
+        assert plan.scheme is not None
+        self.plan = plan
+        self.scheme = plan.scheme
+        self.traffic = traffic
+        self.full = full
+        self.progress = progress
+        self.lock = threading.Lock()
+        # Another one, since a worker may wait long for its next task.
+        self.task_lock = threading.Lock()
+        self.stopped = threading.Event()
+        tasks = _tasks(plan)
+        self.left = Counter(shard for shard, _ in tasks)
+        self.tasks = self._available(tasks)
+        self.done = 0
+        # With all rows the weights are read twice: the scale must be known first.
+        self.total = sum(weight.nbytes for _, joined in tasks for weight in joined) * (2 if full else 1)
+        self.found: dict[str, LayerDiagnosis] = {}
+
+    def _available(self, tasks: Sequence[tuple[str, tuple[Weight, ...]]]) -> Iterator[tuple[str, tuple[Weight, ...]]]:
+        last = None
+        for shard, joined in tasks:
+            if shard != last:
+                self.traffic.wait_for(shard, self.stopped.is_set)
+                last = shard
+            if self.stopped.is_set():
+                return
+            yield shard, joined
+
+    def run(self, workers: int) -> tuple[LayerDiagnosis, ...]:
+        in_threads(self._work, workers, self.stopped)
+        return tuple(self.found[module] for module in self.plan.layers if module in self.found)
+
+    def _work(self) -> None:
+        reader = Reader(self.plan.seen.where, self.traffic.path, lambda nbytes: np.empty(nbytes, np.uint8))
+        while True:
+            with self.task_lock:
+                task = next(self.tasks, None)
+            if task is None:
+                return
+            shard, joined = task
+            try:
+                layers = _Joined(self, reader, joined).measure()
+            except _Stopped:
+                return
+            with self.lock:
+                self.found |= {layer.module: layer for layer in layers}
+                self.left[shard] -= 1
+                last = not self.left[shard]
+            if last:
+                self.traffic.finished(shard)
+
+    def advance(self, nbytes: int) -> None:
+        """Note that so many more bytes of weights were read, and report all so far."""
+        if self.stopped.is_set():
+            raise _Stopped
+        with self.lock:
+            self.done += nbytes
+            if self.progress is not None:
+                self.progress(self.done, self.total)
+
+
+class _Joined:
+    """Layers that share a scale where a scheme has one per tensor, as one thread measures them."""
+
+    def __init__(self, diagnosing: _Diagnosing, reader: Reader, joined: tuple[Weight, ...]) -> None:
+        self.diagnosing = diagnosing
+        self.reader = reader
+        self.joined = joined
+
+    def measure(self) -> list[LayerDiagnosis]:
+        """The figures of all of them."""
+        read = [self._read(weight) for weight in self.joined]
+        shared = np.max([whole.largest for whole, _ in read], axis=0)
+        return [self._figures(whole, kept, shared) for whole, kept in read]
+
+    def _read(self, weight: Weight) -> tuple[Whole, list[Rows]]:
+        """Read all of a layer, and keep the rows to be measured; none if all are, which are read once more."""
+        whole, kept, low, step = Whole(weight), [], 0, sample_step(weight.shape)
+        for bits in self.reader.rows(weight, whole.height):
+            if not whole.add(low, bits):
+                extent = weight.rows(self.reader.where)
+                raise SourceError(
+                    f"{extent.label} in {extent.shard} holds NaN or infinity",
+                    "the weights are damaged: download or save them again, or leave this layer as it is with --ignore",
+                )
+            if not self.diagnosing.full:
+                first = (step // 2 - low) % step
+                kept.append(Rows(np.arange(low + first, low + len(bits), step), bits[first::step].copy()))
+            low += len(bits)
+            self.diagnosing.advance(_plain_bytes(weight, len(bits)))
+        return whole, kept
+
+    def _figures(self, whole: Whole, kept: list[Rows], shared: Floats) -> LayerDiagnosis:
+        weight = whole.weight
+        storing = [
+            scheme
+            for scheme in whole.schemes
+            if (shared if scheme.format.shared else whole.largest).item() <= scheme.largest
+        ]
+        # Codes that stay as they are lose nothing.
+        encoded = [scheme for scheme in storing if not self._keeps(scheme, weight)]
+        sums = Sums(storing)
+        for rows in self._again(weight) if self.diagnosing.full else _chosen(whole, kept):
+            values = to_float32(rows.bits, weight.dtype)
+            sums.add(values, rows.times)
+            energies = row_energies(values)
+            for scheme in encoded:
+                group, scale = whole.scales(scheme.format, rows, shared)
+                sums.add_scheme(scheme, rows, weight.dtype, values, energies, group, scale)
+        return diagnosed(whole, sums, self.diagnosing.scheme)
+
+    def _again(self, weight: Weight) -> Iterator[Rows]:
+        """All rows of a layer, about CHUNK weights at a time."""
+        low, step = 0, max(1, CHUNK // weight.shape[1])
+        for bits in self.reader.rows(weight, 1):
+            for start in range(0, len(bits), step):
+                part = bits[start : start + step]
+                yield Rows(np.arange(low + start, low + start + len(part)), part)
+            low += len(bits)
+            self.diagnosing.advance(_plain_bytes(weight, len(bits)))
+
+    def _keeps(self, scheme: Scheme, weight: Weight) -> bool:
+        """Whether the source's codes are the scheme's own already, and stay."""
+        return weight.is_held_by(scheme.format) and (
+            not scheme.format.shared or self.reader.keeps_scale(self.joined, scheme)
+        )
+
+
+def _chosen(whole: Whole, kept: list[Rows]) -> Iterator[Rows]:
+    """The rows to be measured, about CHUNK weights at a time: that of the largest weight, which is like no other, for
+    itself, and those kept for the rest.
+    """
+    yield whole.top
+    numbers = np.concatenate([rows.numbers for rows in kept])
+    others = numbers != whole.top.numbers
+    if not others.any():
+        return
+    numbers, bits = numbers[others], np.concatenate([rows.bits for rows in kept])[others]
+    times = (whole.weight.shape[0] - 1) / len(numbers)
+    step = max(1, CHUNK // whole.weight.shape[1])
+    for start in range(0, len(numbers), step):
+        yield Rows(numbers[start : start + step], bits[start : start + step], times)
+
+
+def _plain_bytes(weight: Weight, rows: int) -> int:
+    """What so many rows take unquantized."""
+    return weight.nbytes // weight.shape[0] * rows

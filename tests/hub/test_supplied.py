@@ -1,0 +1,120 @@
+"""A diagnosis of a repository: what is on disk meanwhile, and that it says what it says of the files themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tiny
+from conftest import ROOT, heed_ctrl_c
+from loopback_hub import COMMIT, LoopbackHub
+from openquant import diagnose
+from openquant.errors import UsageError
+from openquant.hub.source import Source
+from openquant.hub.supplied import supplied
+
+SHARDS = 6
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[LoopbackHub]:
+    with LoopbackHub(tmp_path / "hub") as server:
+        yield server
+
+
+@pytest.fixture
+def source(hub: LoopbackHub, tmp_path: Path) -> Path:
+    root = tiny.write(tmp_path / "repository", "Qwen3MoeForCausalLM", shards=SHARDS)
+    hub.repositories["org/name"] = root
+    return root
+
+
+def begin(hub: LoopbackHub, tmp_path: Path, *arguments: object) -> subprocess.Popen[str]:
+    """The command in an empty directory against the loopback Hub, with a cache of its own, started."""
+    settings = {
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_DISABLE_XET": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    (tmp_path / "here").mkdir()
+    return subprocess.Popen(
+        [sys.executable, "-m", "openquant", "diagnose", "org/name", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path / "here",
+        env={**os.environ, **settings},
+        preexec_fn=heed_ctrl_c,
+    )
+
+
+@pytest.mark.parametrize("mode", [(), ("--stream",)], ids=["cached", "streamed"])
+def test_it_says_what_it_says_of_the_files(
+    hub: LoopbackHub, source: Path, tmp_path: Path, mode: tuple[str, ...]
+) -> None:
+    process = begin(hub, tmp_path, "--json", *mode)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    expected = json.loads(json.dumps(diagnose(source).to_json()))
+    assert json.loads(out) == {**expected, "model": "org/name", "revision": COMMIT}
+    cached = list((tmp_path / "hf").rglob("snapshots/*/*.safetensors"))
+    assert len(cached) == (0 if mode else SHARDS)
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_what_has_nothing_to_measure_is_not_fetched(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    process = begin(hub, tmp_path, "--ignore", "model.layers.1.**", "--ignore", "**.mlp.*", "--json")
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    placed = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+    wanted = {placed[f"{layer['module']}.weight"] for layer in json.loads(out)["layers"]}
+    assert len(wanted) < SHARDS
+    assert {path.name for path in (tmp_path / "hf").rglob("snapshots/*/*.safetensors")} == wanted
+
+
+def test_an_interrupt_leaves_nothing(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    del source
+    there = tmp_path / "there"
+    there.mkdir()
+    hub.rate = 300_000
+    process = begin(hub, tmp_path, "--stream", "--scratch", there)
+    end = time.monotonic() + 60
+    while not list(there.rglob("*.partial")) and time.monotonic() < end:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, "")
+    assert err == "error: interrupted\nhint: run the same command again to continue\n"
+    assert list(there.iterdir()) == list((tmp_path / "here").iterdir()) == []
+
+
+def test_no_directory_for_shards(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    del source
+    process = begin(hub, tmp_path, "--stream", "--scratch", tmp_path / "absent")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (2, "")
+    assert err == (
+        f"error: {tmp_path / 'absent'} cannot be written: No such file or directory\n"
+        "hint: name a directory on another disk with --scratch\n"
+    )
+
+
+def test_no_space_for_shards(tmp_path: Path) -> None:
+    class Shard:
+        size = 10**18
+
+    source = Source(tmp_path, "name", "org/name", COMMIT, {"a": Shard()})  # type: ignore[dict-item]
+    with pytest.raises(UsageError) as caught, supplied(source, {"a": ["a"]}, True, tmp_path):
+        pass
+    assert caught.value.message.startswith(f"{tmp_path} needs 1,000,000,000,000,000,000 bytes for shards that come and")
+    assert caught.value.hint == "name a directory on a larger one with --scratch"
+    assert list(tmp_path.iterdir()) == []
