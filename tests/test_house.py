@@ -59,3 +59,9 @@ def test_the_floors_are_those_that_are_drawn():
     rooms = {room_of(path) for path in PACKAGE.rglob("*.py")} - {"__init__", "__main__"}
     held = [tuple(room for room in floor if room in rooms) for floor in FLOORS]
     assert floors == [floor for floor in held if floor]
+
+
+def test_no_two_test_modules_have_one_name():
+    """pytest would collect neither, and tell so only where both are asked for."""
+    paths = sorted(Path(__file__).parent.rglob("test_*.py"))
+    assert {path.name for path in paths if [other.name for other in paths].count(path.name) > 1} == set()
