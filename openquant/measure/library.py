@@ -69,6 +69,8 @@ _IGNORED = re.compile(
     r"|_?name_or_path|_?output_attentions|output_hidden_states|output_router_logits|use_return_dict|return_dict"
     r"|torchscript|gradient_checkpointing|_commit_hash|dtype|torch_dtype"
 )
+# Architectures and model types whose own code adds nothing but draft layers to one of transformers.
+_SAME = {"MiMoForCausalLM": "Qwen2ForCausalLM", "mimo": "qwen2"}
 # Computed when a model is made, such as rotary frequencies; gigabytes of them are somebody's mistake.
 _MOST_BUFFERS = 1 << 30
 
@@ -104,6 +106,7 @@ def model_class(architecture: str, model_type: object) -> type[PreTrainedModel]:
     )
     names = {name for mapping in listed for name in mapping.values()}
     own = [mapping[model_type] for mapping in listed if isinstance(model_type, str) and model_type in mapping]
+    architecture = _SAME.get(architecture, architecture)
     alike = (name for name in own if name.lower() == architecture.lower())
     name = architecture if architecture in names else next(alike, None)
     if name is None:
@@ -138,7 +141,9 @@ def make_config(kind: type[PreTrainedModel], config: Mapping[str, Any], dtype: t
     assert made is not None
     plain = _plain(config)
     told = plain.get("model_type")
-    if told != made.model_type:
+    if _SAME.get(str(told), told) == made.model_type:
+        plain["model_type"] = made.model_type
+    else:
         # The text model of a wrapper has its part of the wrapper's.
         inner = [
             part for part in plain.values() if isinstance(part, dict) and part.get("model_type") == made.model_type

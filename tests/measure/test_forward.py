@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,39 +22,11 @@ from openquant.measure import scratch as scratch_module
 from openquant.measure.forward import Pass, StreamedModel, run
 from openquant.measure.scratch import Held, Scratch
 from openquant.measure.slices import Slices
+from streamed import all_equal, forward, plain_logits, streamed_logits
 
 BATCHES = [
     torch.randint(10, 500, (2, length), generator=torch.Generator().manual_seed(length)) for length in (48, 33, 48)
 ]
-
-
-def streamed_logits(model: StreamedModel, batches: Sequence[torch.Tensor] = BATCHES, **options) -> list[torch.Tensor]:
-    """The logits of each batch, in a group of its own."""
-    found: dict[int, torch.Tensor] = {}
-    run(
-        [[forward(model, batch)] for batch in batches],
-        finished=lambda group, _, value: found.__setitem__(group, value),
-        **options,
-    )
-    return [found[number] for number in range(len(batches))]
-
-
-def forward(model: StreamedModel, batch: torch.Tensor, **options) -> Pass[torch.Tensor]:
-    return Pass(model, lambda: model.model(input_ids=batch, use_cache=False).logits, **options)
-
-
-def plain_logits(directory: Path, batches: Sequence[torch.Tensor] = BATCHES) -> list[torch.Tensor]:
-    """As transformers loads and computes them."""
-    from transformers import AutoModelForCausalLM
-
-    with warnings.catch_warnings(), torch.inference_mode():
-        warnings.simplefilter("ignore")
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
-        return [model(input_ids=batch, use_cache=False).logits for batch in batches]
-
-
-def equal(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
-    return all(map(torch.equal, found, expected))
 
 
 @pytest.fixture
@@ -72,7 +44,11 @@ def test_a_quantized_checkpoint_computes_what_its_dequantized_weights_do(tmp_pat
     source = stored.store(tmp_path / "source", make, config, shards=2)
     dequantize(source, tmp_path / "plain")
     model = StreamedModel(open_checkpoint(source))
-    assert equal(streamed_logits(model, BATCHES[:1]), plain_logits(tmp_path / "plain", BATCHES[:1]))
+    found, expected = (
+        streamed_logits(model, BATCHES[:1]),
+        plain_logits(tmp_path / "plain", type(model.model), BATCHES[:1]),
+    )
+    assert all_equal(found, expected)
     assert len(model.quantized) == 7 * tiny.LAYERS
     assert model.quantized["model.layers.0.mlp.up_proj"].format is not None
 
@@ -87,7 +63,7 @@ def test_every_weight_is_read_once(model: StreamedModel, monkeypatch: pytest.Mon
         return original(self, names)
 
     monkeypatch.setattr(Slices, "of", of)
-    streamed_logits(model)
+    streamed_logits(model, BATCHES)
     assert set(read) == set(model.checkpoint.tensors)
     assert set(read.values()) == {1}
 
@@ -114,7 +90,7 @@ def test_hidden_states_in_a_file_change_nothing(model: StreamedModel, tmp_path: 
     batches = [torch.randint(10, 500, (2, 256), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     expected = streamed_logits(model, batches)
     with Scratch(tmp_path, budget, asked=True) as scratch:
-        assert equal(streamed_logits(model, batches, scratch=scratch), expected)
+        assert all_equal(streamed_logits(model, batches, scratch=scratch), expected)
         assert scratch._end > 0
 
 
@@ -127,7 +103,7 @@ def test_what_a_file_holds_takes_no_memory(tmp_path: Path) -> None:
         held.put_away(scratch)
         assert hidden.untyped_storage().nbytes() == 0
         held.bring_back(scratch)
-    assert torch.equal(view, value.view(-1))
+    assert torch.all_equal(view, value.view(-1))
 
 
 def test_a_scratch_directory_in_memory_must_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +178,7 @@ def test_an_error_ends_all_passes(model: StreamedModel, where: str, error: type[
         run(groups, **given)
     assert passes_left() == []
     # The model is as it was.
-    assert len(streamed_logits(model)) == 3
+    assert len(streamed_logits(model, BATCHES)) == 3
 
 
 def test_resident_models_generate(source: Path, model: StreamedModel) -> None:
@@ -213,7 +189,7 @@ def test_resident_models_generate(source: Path, model: StreamedModel) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-    assert torch.equal(found, plain.generate(BATCHES[0], max_new_tokens=8, do_sample=False))
+    assert torch.all_equal(found, plain.generate(BATCHES[0], max_new_tokens=8, do_sample=False))
     assert all(value.isnan().all() for value in model.model.parameters())
 
 
@@ -224,7 +200,7 @@ def test_generation_runs_streamed(model: StreamedModel) -> None:
     found = []
     run([[Pass(model, generate)]], finished=lambda _group, _number, value: found.append(value))
     with model.resident():
-        assert torch.equal(found[0], generate())
+        assert torch.all_equal(found[0], generate())
 
 
 HOSTILE: list[tuple[dict, str]] = [
@@ -272,7 +248,7 @@ def test_what_config_asks_to_run_or_fetch_is_ignored(source: Path, model: Stream
     change_json(source / "config.json", lambda found: found.update(asked))
     (source / "code.py").write_text("raise SystemExit('executed')\n")
     again = StreamedModel(open_checkpoint(source))
-    assert equal(streamed_logits(again, BATCHES[:1]), expected)
+    assert all_equal(streamed_logits(again, BATCHES[:1]), expected)
 
 
 def test_draft_layers_are_left_out(tmp_path: Path) -> None:
@@ -291,7 +267,7 @@ def damaged(change: Callable[[dict[str, torch.Tensor]], object], root: Path) -> 
 def test_a_missing_weight_is_named(tmp_path: Path) -> None:
     model = damaged(lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"), tmp_path)
     with pytest.raises(OpenQuantError, match=r"model\.layers\.1\.mlp\.up_proj\.weight of Qwen3ForCausalLM is missing"):
-        streamed_logits(model)
+        streamed_logits(model, BATCHES)
     assert passes_left() == []
 
 
@@ -305,7 +281,7 @@ def test_nan_codes_are_named(tmp_path: Path) -> None:
 
     tiny.change_weights(source, break_it)
     with pytest.raises(OpenQuantError, match=f"{name} in model.safetensors holds NaN"):
-        streamed_logits(StreamedModel(open_checkpoint(source)))
+        streamed_logits(StreamedModel(open_checkpoint(source)), BATCHES)
 
 
 def test_a_shard_that_changes_is_refused(source: Path, model: StreamedModel) -> None:
@@ -313,4 +289,4 @@ def test_a_shard_that_changes_is_refused(source: Path, model: StreamedModel) -> 
         with path.open("ab") as file:
             file.write(b"more")
     with pytest.raises(OpenQuantError, match="has another size than before"):
-        streamed_logits(model)
+        streamed_logits(model, BATCHES)

@@ -1,0 +1,89 @@
+"""Every architecture that transformers has, run streamed: the same logits to the last bit as from_pretrained's model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import tiny
+from conftest import ROOT
+from converted import Shelf
+from openquant import dequantize
+from openquant.errors import UsageError
+from openquant.formats.schemes import BLOCK, VARIANTS, Scheme
+from openquant.measure.library import TESTED, require_tested
+from streamed import computes_the_same
+
+OLDEST = "OPENQUANT_OLDEST_TRANSFORMERS"
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_logits_are_those_of_from_pretrained(shelf: Shelf, architecture: str) -> None:
+    assert computes_the_same(shelf.source(architecture))
+
+
+def test_logits_are_those_of_from_pretrained_in_the_oldest_transformers(shelf: Shelf) -> None:
+    """It lies in a directory of its own, as `pip install --target` fills one."""
+    folder = os.environ.get(OLDEST)
+    if not folder:
+        assert os.environ.get("OPENQUANT_REQUIRE_SERVE") != "1", f"{OLDEST} is not set, and must be here"
+        pytest.skip(f"{OLDEST} names no directory with transformers {TESTED[0]}.0 (.ci/run makes one)")
+    sources = [shelf.source(architecture) for architecture in tiny.ARCHITECTURES]
+    path = os.pathsep.join([folder, str(ROOT), str(ROOT / "tests")])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    found = subprocess.run([sys.executable, "-c", "import transformers as t; print(t.__version__)"], env=environment,
+                           capture_output=True, text=True, check=True)  # fmt: skip
+    assert found.stdout.startswith(f"{TESTED[0]}.")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "streamed.py"), *map(str, sources)],
+        env=environment, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = dict(map(json.loads, done.stdout.splitlines()))
+    assert told == dict.fromkeys(map(str, sources), True)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scheme"),
+    [
+        *(("Qwen3ForCausalLM", scheme) for scheme in VARIANTS),
+        ("Qwen3MoeForCausalLM", BLOCK),
+        ("Llama4ForCausalLM", VARIANTS[0]),
+        ("Phi3ForCausalLM", BLOCK),
+        ("Gemma3ForConditionalGeneration", VARIANTS[0]),
+        ("DeepseekV3ForCausalLM", BLOCK),
+    ],
+    ids=lambda value: getattr(value, "suffix", value),
+)
+def test_outputs_compute_what_their_dequantized_weights_do(
+    shelf: Shelf, tmp_path: Path, architecture: str, scheme: Scheme
+) -> None:
+    output = shelf.converted(architecture, scheme).output
+    dequantize(output, tmp_path / "plain")
+    assert computes_the_same(output, tmp_path / "plain")
+
+
+def test_the_installed_transformers_is_the_newest_tested() -> None:
+    """So that these tests mean something for the range that users get."""
+    assert version("transformers").startswith(f"{TESTED[1]}.")
+    assert f'"transformers>={TESTED[0]}"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("found", ["5.15.1", "5.24.0", "4.57.6", "6.0.0", "main", None])
+def test_versions_outside_of_the_tested_range_are_refused(found: str | None) -> None:
+    with pytest.raises(UsageError) as raised:
+        require_tested(found)
+    assert raised.value.message.startswith(f"running a model takes transformers {TESTED[0]} to {TESTED[1]}; ")
+    assert raised.value.message.endswith(f"{found} is installed" if found else "it is not installed")
+    assert raised.value.hint == 'pip install "transformers>=5.16,<5.24"'
+
+
+@pytest.mark.parametrize("found", ["5.16.0", "5.19.0", "5.23.0", "5.23.1rc1"])
+def test_versions_within_it_are_taken(found: str) -> None:
+    require_tested(found)

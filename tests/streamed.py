@@ -1,0 +1,68 @@
+"""A checkpoint's logits by the streamed pass and by transformers alone, on texts shorter and longer than its windows.
+
+streamed.py DIRECTORY...      in a process of its own, with whichever transformers is there; a line of JSON each
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from openquant.files.checkpoint import open_checkpoint
+from openquant.measure.forward import Pass, StreamedModel, run
+
+BATCHES = [torch.randint(10, 500, (1, length), generator=torch.Generator().manual_seed(length)) for length in (48, 640)]
+
+
+def streamed_logits(model: StreamedModel, batches: Sequence[torch.Tensor] = BATCHES, **options) -> list[torch.Tensor]:
+    """The logits of each batch, in a group of its own."""
+    found: dict[int, torch.Tensor] = {}
+    run(
+        [[forward(model, batch)] for batch in batches],
+        finished=lambda group, _, value: found.__setitem__(group, value),
+        **options,
+    )
+    return [found[number] for number in range(len(batches))]
+
+
+def forward(model: StreamedModel, batch: torch.Tensor, **options) -> Pass[torch.Tensor]:
+    return Pass(model, lambda: model.model(input_ids=batch, use_cache=False).logits, **options)
+
+
+def plain_logits(directory: Path, kind: type, batches: Sequence[torch.Tensor] = BATCHES) -> list[torch.Tensor]:
+    """As that class of transformers loads and computes them."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    with warnings.catch_warnings(), torch.inference_mode():
+        warnings.simplefilter("ignore")
+        model, report = kind.from_pretrained(directory, dtype=torch.bfloat16, output_loading_info=True)
+        assert not report["missing_keys"], report["missing_keys"]
+        return [model.eval()(input_ids=batch, use_cache=False).logits for batch in batches]
+
+
+def all_equal(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def computes_the_same(source: Path, plain: Path | None = None) -> bool:
+    """Whether a checkpoint's logits are those of transformers alone, to the last bit; where it is quantized, of another
+    directory that has its weights decoded.
+    """
+    model = StreamedModel(open_checkpoint(source))
+    found = streamed_logits(model)
+    return not any(map(torch.isnan, map(torch.sum, found))) and all_equal(
+        found, plain_logits(plain or source, type(model.model))
+    )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for directory in sys.argv[1:]:
+        print(json.dumps([directory, computes_the_same(Path(directory))]), flush=True)
