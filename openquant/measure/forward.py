@@ -80,7 +80,7 @@ class StreamedModel:
         self.nbytes = self._skeleton.nbytes
         made_of: dict[str, tuple[str, ...]] = {}
         for tensor, target in self._skeleton.targets.items():
-            made_of[target] = (*made_of.get(target, ()), tensor)
+            made_of[target] = (*made_of.get(target, ()), *self._skeleton.slices.pieces(tensor))
         self.made_of: Mapping[str, tuple[str, ...]] = MappingProxyType(made_of)
         self.quantized: Mapping[str, Weight] = MappingProxyType(
             {

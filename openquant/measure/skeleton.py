@@ -18,6 +18,7 @@ from ..errors import SourceError
 from ..files.checkpoint import Checkpoint
 from . import library
 from .slices import Slices
+from .stacks import find_stacks
 
 # What lies outside of all units.
 REST = ""
@@ -49,7 +50,8 @@ class Skeleton:
     Attributes:
         model: the model. Its placeholders have the shape, dtype and device of what they stand for, and are NaN.
         units: its units by module name, in the order of the model's modules.
-        targets: the parameter that each tensor of the checkpoint becomes or is a part of.
+        targets: the parameter that each tensor of the checkpoint becomes or is a part of; where it holds experts one
+            by one and the model stacked, by the name of the stack.
         unexpected: tensors of the checkpoint that the model has no place for, such as draft layers.
         nbytes: what all weights take when they are loaded.
 
@@ -73,7 +75,13 @@ class Skeleton:
         for name in self._initial:
             self._put(name, self._initial[name])
         self.targets = library.targets(self.model, checkpoint.tensors)
-        self.unexpected = tuple(name for name in checkpoint.tensors if name not in self.targets)
+        lost = {name: info for name, info in checkpoint.tensors.items() if name not in self.targets}
+        stacks = find_stacks(checkpoint.architecture, lost) if lost else {}
+        restacked = library.targets(self.model, stacks) if stacks else {}
+        self.targets |= restacked
+        slices.stacks.update({name: stacks[name] for name in restacked})
+        placed = {piece for name in restacked for piece in slices.pieces(name)}
+        self.unexpected = tuple(name for name in lost if name not in placed)
         self.needs = self._find_needs()
 
     def _find_needs(self) -> dict[str, Needs]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..files.tensors import TensorInfo
 from ..formats import kernels
 from ..weights.reading import Reader
 from ..weights.weight import Weight
+from .stacks import Stack
 
 TORCH_DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
@@ -37,6 +39,9 @@ class Slices:
         checkpoint: as `decoded_view` has it.
         weights: those of its tensors that are stored in a Format, by name.
         path: where a shard lies.
+
+    Attributes:
+        stacks: tensors that it holds in pieces, by name.
     """
 
     def __init__(
@@ -45,6 +50,12 @@ class Slices:
         self.checkpoint = checkpoint
         self.weights = weights
         self.path = path or (lambda shard: checkpoint.root / shard)
+        self.stacks: dict[str, Stack] = {}
+
+    def pieces(self, name: str) -> tuple[str, ...]:
+        """The tensors of the checkpoint that a tensor is: itself, or the members of a stack."""
+        stack = self.stacks.get(name)
+        return tuple(member.name for member in stack.members) if stack is not None else (name,)
 
     def of(self, names: Iterable[str]) -> dict[str, Slice]:
         """A slice for each name; the files of plain ones stay mapped until the last of their tensors is gone.
@@ -55,22 +66,30 @@ class Slices:
         files: dict[str, mmap.mmap] = {}
         found: dict[str, Slice] = {}
         for name in names:
-            info, weight = self.checkpoint.tensors[name], self.weights.get(name)
-            if weight is not None:
-                found[name] = Slice(info, lambda weight=weight: self._decoded(weight))  # type: ignore[misc]
-                continue
-            shard, offset = self.checkpoint.where[name]
-            if shard not in files:
-                files[shard] = self._mapped(shard)
-            found[name] = Slice(info, lambda info=info, file=files[shard], at=offset: _plain(info, file, at))  # type: ignore[misc]
+            reads = {piece: self._reading(piece, files) for piece in self.pieces(name)}
+            if name in self.stacks:
+                stack = self.stacks[name]
+                found[name] = Slice(stack.info, partial(stack.make, partial(_call, reads)))
+            else:
+                found[name] = Slice(self.checkpoint.tensors[name], reads[name])
         return found
+
+    def _reading(self, name: str, files: dict[str, mmap.mmap]) -> Callable[[], torch.Tensor]:
+        """A function that gives a tensor of the checkpoint."""
+        weight = self.weights.get(name)
+        if weight is not None:
+            return partial(self._decoded, weight)
+        shard, offset = self.checkpoint.where[name]
+        if shard not in files:
+            files[shard] = self._mapped(shard)
+        return partial(_plain, self.checkpoint.tensors[name], files[shard], offset)
 
     def expect(self, names: Iterable[str]) -> None:
         """Have the system read what these take from disk, without waiting for it."""
         if not hasattr(os, "posix_fadvise"):
             return
         parts: dict[str, list[tuple[int, int]]] = {}
-        for name in names:
+        for name in (piece for whole in names for piece in self.pieces(whole)):
             weight = self.weights.get(name)
             for info in weight.parts if weight is not None else (self.checkpoint.tensors[name],):
                 shard, offset = self.checkpoint.where[info.name]
@@ -149,6 +168,10 @@ def _plain(info: TensorInfo, file: mmap.mmap, offset: int) -> torch.Tensor:
         raise SourceError(f"{info.name} is {info.dtype}, which no model computes with", "start from another checkpoint")
     count = info.nbytes // dtype.itemsize
     return torch.frombuffer(file, dtype=dtype, count=count, offset=offset).reshape(info.shape)
+
+
+def _call(reads: Mapping[str, Callable[[], torch.Tensor]], name: str) -> torch.Tensor:
+    return reads[name]()
 
 
 def _memory(size: int) -> Bytes:

@@ -15,10 +15,13 @@ import tiny
 from conftest import ROOT
 from converted import Shelf
 from openquant import dequantize
-from openquant.errors import UsageError
+from openquant.errors import SourceError, UsageError
+from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import BLOCK, VARIANTS, Scheme
+from openquant.measure.forward import StreamedModel
 from openquant.measure.library import TESTED, require_tested
-from streamed import computes_the_same
+from openquant.models import MODELS
+from streamed import all_equal, computes_the_same, streamed_logits
 
 OLDEST = "OPENQUANT_OLDEST_TRANSFORMERS"
 
@@ -54,7 +57,6 @@ def test_logits_are_those_of_from_pretrained_in_the_oldest_transformers(shelf: S
     [
         *(("Qwen3ForCausalLM", scheme) for scheme in VARIANTS),
         ("Qwen3MoeForCausalLM", BLOCK),
-        ("Llama4ForCausalLM", VARIANTS[0]),
         ("Phi3ForCausalLM", BLOCK),
         ("Gemma3ForConditionalGeneration", VARIANTS[0]),
         ("DeepseekV3ForCausalLM", BLOCK),
@@ -67,6 +69,40 @@ def test_outputs_compute_what_their_dequantized_weights_do(
     output = shelf.converted(architecture, scheme).output
     dequantize(output, tmp_path / "plain")
     assert computes_the_same(output, tmp_path / "plain")
+
+
+@pytest.mark.parametrize(
+    "architecture", ["GraniteMoeForCausalLM", "Llama4ForCausalLM", "Qwen3VLMoeForConditionalGeneration"]
+)
+def test_experts_one_by_one_compute_what_their_stacks_do(shelf: Shelf, tmp_path: Path, architecture: str) -> None:
+    """As outputs have them, for transformers' classes that know no such names."""
+    source = shelf.source(architecture)
+    split = {}
+    [experts] = MODELS[architecture].experts
+    for name, tensor in tiny.read(source).items():
+        place, _, last = name.removesuffix(".weight").rpartition(".")
+        layout = next(
+            (layout for layout in experts.stacked if layout.name == last and place.endswith(experts.place)), None
+        )
+        if layout is None:
+            split[name] = tensor
+            continue
+        path = place.removesuffix(experts.place) + experts.path
+        for expert, matrix in enumerate(tensor):
+            pieces = (matrix.T if layout.transposed else matrix).chunk(len(layout.parts))
+            split |= {
+                f"{path}.{expert}.{part}.weight": piece.contiguous()
+                for part, piece in zip(layout.parts, pieces, strict=True)
+            }
+    assert len(split) > len(tiny.read(source))
+    tiny.write(tmp_path / "split", architecture, weights=split)
+    models = [StreamedModel(open_checkpoint(path)) for path in (source, tmp_path / "split")]
+    assert all_equal(*map(streamed_logits, models))
+    assert models[1].unexpected == ()
+    del split[next(name for name in split if ".experts.2." in name)]
+    tiny.write(tmp_path / "lacking", architecture, weights=split)
+    with pytest.raises(SourceError, match=r"experts\.\w+ of \w+ is missing from the checkpoint"):
+        streamed_logits(StreamedModel(open_checkpoint(tmp_path / "lacking")))
 
 
 def test_the_installed_transformers_is_the_newest_tested() -> None:
