@@ -176,7 +176,7 @@ class Rounding:
         return found
 
 
-class RoundedCache(DynamicCache):
+class RoundedCache(DynamicCache):  # type: ignore[misc]  # mypy does not read transformers
     """A cache of keys and values as FP8 holds them, of a single pass over whole texts: it keeps nothing.
 
     Args:
