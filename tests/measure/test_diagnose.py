@@ -119,7 +119,7 @@ def test_a_sample_says_nearly_what_all_rows_say(tmp_path: Path, make: Callable[[
     source = model(tmp_path / "model", mlp__down_proj=make(1024, 512))
     sampled, full = diagnose(source), diagnose(source, full=True)
     layer, exact = only(sampled), only(full)
-    assert sampled.rows_read == layer.rows / 1024 < 0.35 < full.rows_read == 1.0
+    assert sampled.rows_read == layer.rows / 1024 < 0.25 < full.rows_read == 1.0
     assert exact.rows == 1024
     same = ("max", "mean", "std", "outlier_ratio", "flags")
     assert [getattr(layer, name) for name in same] == [getattr(exact, name) for name in same]
@@ -131,7 +131,7 @@ def test_a_sample_says_nearly_what_all_rows_say(tmp_path: Path, make: Callable[[
 
 def test_the_step_is_odd_and_measures_enough() -> None:
     assert [sample_step(shape) for shape in [(1, 5000), (128, 4096), (2048, 2048), (12288, 4096), (53248, 16384)]] == [
-        1, 1, 17, 97, 417,
+        1, 3, 33, 193, 833,
     ]  # fmt: skip
 
 
@@ -343,5 +343,5 @@ def test_the_table_and_json(example: Path) -> None:
 def test_the_table_says_what_was_measured(tmp_path: Path) -> None:
     done = run_openquant("diagnose", model(tmp_path / "model", mlp__down_proj=spiked(), mlp__up_proj=noise(1, 128)))
     lines = done.stdout.splitlines()
-    assert lines[1] == "2 layers, measured on 33 % of their rows, spread evenly; the largest weight and scales from all"
+    assert lines[1] == "2 layers, measured on 20 % of their rows, spread evenly; the largest weight and scales from all"
     assert "outliers: 1 of 2 layers: the largest weight is more than 20 times the mean magnitude: " + DOWN in lines
