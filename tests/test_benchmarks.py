@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
+from conftest import EXAMPLE, ROOT
 from openquant.formats.schemes import SCHEMES
 
 
@@ -33,3 +33,12 @@ def test_kernels_are_timed_for_each_scheme() -> None:
     done = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
     rows = [line.split(" | ")[:2] for line in done.stdout.splitlines()[2:]]
     assert rows == [[f"| {dtype}", scheme] for dtype in ("BF16", "F16", "F32") for scheme in SCHEMES]
+
+
+def test_a_diagnosis_is_timed_beside_a_conversion(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "benchmarks" / "diagnose.py", EXAMPLE, "--turns", "1", "--scratch", tmp_path]
+    done = subprocess.run([*command, "--full"], check=True, timeout=60, capture_output=True, text=True)
+    rows = [line.split(" | ") for line in done.stdout.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["| compress", "| diagnose", "| diagnose --full"]
+    assert rows[0][-1] == "1.00, 1.00, 1.00 |"
+    assert list(tmp_path.iterdir()) == []

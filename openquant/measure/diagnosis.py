@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-# Largest over mean magnitude: 6 for normal weights.
+# Largest over mean magnitude: 5 to 9 in trained layers of examples/tiny-qwen3, 5 to 7 of normal weights.
 OUTLIER_RATIO = 20.0
 # Largest over the first percentile of nonzero magnitudes. Above it more than one weight in a hundred is subnormal
-# under one scale in FP8, whose codes have all bits of precision from 448 down to 2^-6. Normal weights have 300 to 500.
+# under one scale in FP8, whose codes have all bits of precision from 448 down to 2^-6. Trained layers of
+# examples/tiny-qwen3 have 332 to 603, normal weights 290 to 440.
 DYNAMIC_RANGE = 448 * 2.0**6
-# Of all weights from their mean.
+# Of all weights from their mean; 0.02 is common.
 DEVIATION = 0.001
 
 FLAGS = {
@@ -26,7 +27,7 @@ FLAGS = {
 
 @dataclass(frozen=True)
 class LayerDiagnosis:
-    """Figures of one layer; the largest weight and the scales are those of all its weights, all else of `rows` rows.
+    """Figures of one layer: largest, mean and deviation of all its weights, the others of `rows` rows of them.
 
     Attributes:
         module: the layer.

@@ -30,20 +30,20 @@ def diagnosis_text(found: Diagnosis, every: bool) -> str:
         else f"{100 * found.rows_read:.2g} % of their rows, spread evenly; the largest weight and scales from all"
     )
     lines = [
-        f"{name}: {found.architecture}, --scheme {found.scheme}",
+        terminal(f"{name}: {found.architecture}, --scheme {found.scheme}"),
         f"{len(found.layers)} layers, measured on {rows}",
         "",
     ]
     shown = "layers" if every else f"{len(layers)} layers of the largest row error"
     lines += _table(
-        (shown, "shape", "max", "mean", "std", "max/mean", "range", "to zero", "subnormal", "row error", "flags"),
+        (shown, "shape", "max", "mean", "std", "max/mean", "range", "to zero", "subnormal", "error", "flags"),
         [_figures(layer, found.scheme) for layer in layers],
         ragged=True,
     )
     lines.append("")
     lines += _table(
-        ("relative error", *SCHEMES),
-        [(layer.module, *(_percent(layer.errors[scheme]) for scheme in SCHEMES)) for layer in layers],
+        ("row error", *SCHEMES),
+        [(layer.module, *(_percent(layer.row_errors[scheme]) for scheme in SCHEMES)) for layer in layers],
     )
     lines += ["", *_flags(found.layers), *_advice(found)]
     return "\n".join(lines)
@@ -54,11 +54,10 @@ def _figures(layer: LayerDiagnosis, scheme: str) -> tuple[str, ...]:
         layer.module,
         " x ".join(map(str, layer.shape)),
         *(f"{value:.3g}" for value in (layer.max, layer.mean, layer.std)),
-        f"{layer.outlier_ratio:.1f}",
-        f"{layer.dynamic_range:.3g}",
+        *(f"{value:.3g}" for value in (layer.outlier_ratio, layer.dynamic_range)),
         _percent(layer.zero_shares[scheme]),
         _percent(layer.subnormal_shares[scheme]),
-        _percent(layer.row_errors[scheme]),
+        _percent(layer.errors[scheme]),
         ", ".join(layer.flags),
     )
 
@@ -110,7 +109,7 @@ def _advice(found: Diagnosis) -> list[str]:
         *lines,
         *notes,
         "",
-        f"all of it: {gigabytes(found.bytes_before)} -> {gigabytes(found.bytes_after)}",
+        f"all of it: {gigabytes(found.bytes_before)} {_grown(found.bytes_after - found.bytes_before)}",
         "",
         f"  {terminal(shlex.join(['openquant', 'compress', '-m', found.model, *found.options]))}",
     ]
@@ -118,8 +117,11 @@ def _advice(found: Diagnosis) -> list[str]:
 
 def _remedy(one: Advice) -> str:
     before = _percent(one.error_before) if one.error_before is not None else "cannot be stored"
-    sign = "-" if one.bytes < 0 else "+"
     return terminal(
         f"{_names(one.layers)}: {before} -> {_percent(one.error_after) if one.scheme else 'as it is'}, "
-        f"{sign}{gigabytes(abs(one.bytes))}: {one.option}"
+        f"{_grown(one.bytes)}: {one.option}"
     )
+
+
+def _grown(nbytes: int) -> str:
+    return f"{'-' if nbytes < 0 else '+'} {gigabytes(abs(nbytes))}"

@@ -17,10 +17,12 @@ from conftest import EXAMPLE, run_openquant
 from converted import Shelf
 from openquant import Diagnosis, compress, dequantize, diagnose, verify
 from openquant.errors import SourceError, UsageError
+from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.format import grid_of
 from openquant.formats.schemes import BLOCK, CHANNEL, INT8_W8A8, INT8_W8A16, MXFP8, SCHEMES, TENSOR, Scheme
 from openquant.measure.diagnose import sample_step
 from openquant.measure.diagnosis import DYNAMIC_RANGE, LayerDiagnosis
+from openquant.plan.plan import make_plan
 from stored import BLOCKS, by_blocks, store
 
 DOWN = "model.layers.0.mlp.down_proj"
@@ -266,6 +268,21 @@ def test_experts_of_stacks_are_layers(shelf: Shelf) -> None:
     assert sum(".experts." in module for module in layers) == 12
 
 
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_every_architecture_has_all_its_layers_measured(shelf: Shelf, architecture: str) -> None:
+    if tiny.refused(architecture, CHANNEL):
+        return
+    source = shelf.source(architecture)
+    found = diagnose(source, "channel")
+    plan = make_plan(open_checkpoint(source), CHANNEL)
+    assert [layer.module for layer in found.layers] == [weight.module for weight, _ in plan.fates.quantized]
+    for layer in found.layers:
+        # What tiny.tensors makes, deviating by 0.05; the smallest layers have a thousand weights.
+        assert layer.std == pytest.approx(0.05, rel=0.1)
+        assert layer.errors["channel"] == pytest.approx(0.0262, rel=0.1)
+        assert layer.flags == ()
+
+
 def test_progress_and_an_end_before_all_is_read(example: Path) -> None:
     told: list[tuple[int, int]] = []
     weights = 6_291_456  # bytes of the layers, as README.md has it of their sum
@@ -345,3 +362,12 @@ def test_the_table_says_what_was_measured(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert lines[1] == "2 layers, measured on 20 % of their rows, spread evenly; the largest weight and scales from all"
     assert "outliers: 1 of 2 layers: the largest weight is more than 20 times the mean magnitude: " + DOWN in lines
+
+
+def test_names_do_not_move_the_cursor(tmp_path: Path) -> None:
+    done = run_openquant(
+        "diagnose", model(tmp_path / "a\x1b[31mb", mlp__down_proj=spiked(), mlp__up_proj=noise(1, 128))
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    assert done.stdout.startswith(f"{tmp_path}/a\\x1b[31mb: ")
