@@ -119,6 +119,8 @@ EXAMPLES = (
 )
 # Fields of Command that verbs without a plan do not take.
 ALONE = ("block_size", "rendezvous_timeout", "quiet", "verbose")
+# And those for people to look at.
+PAGES = ("report", "figure")
 COMPLETION = """in ~/.bashrc, ~/.zshrc, ~/.config/fish/config.fish:
   eval "$(openquant completion bash)"
   eval "$(openquant completion zsh)"
@@ -128,7 +130,7 @@ COMPLETION = """in ~/.bashrc, ~/.zshrc, ~/.config/fish/config.fish:
 def compress_parser(prog: str) -> Parser:
     """The arguments of `compress-fp8` and `python compress_fp8.py`."""
     parser = Parser(prog, MODEL, EXAMPLES, version=True, description=COMPRESS)
-    parser.add_options(Recipe, Run, Push, Command)
+    parser.add_options(Recipe, Run, Push, Command, without=("figure",))
     parser.set_defaults(verb="compress")
     return parser
 
@@ -150,7 +152,7 @@ def verb_parser() -> Parser:
         return verbs.add_parser(name, help=about.rstrip("."), description=about, usage=usage, examples=examples)
 
     compress = add("compress", COMPRESS, MODEL, *EXAMPLES)
-    compress.add_options(Recipe, Run, Push, Command)
+    compress.add_options(Recipe, Run, Push, Command, without=("figure",))
     dequantize = add(
         "dequantize",
         "Turn a quantized checkpoint back into bfloat16 weights.",
@@ -162,7 +164,7 @@ def verb_parser() -> Parser:
         Run,
         Push,
         Command,
-        without=("device", "block_size"),
+        without=("device", "block_size", *PAGES),
         model={"flags": ("model",)},
         output={"help": "where to write (default: ./NAME-BF16)"},
     )
@@ -177,7 +179,7 @@ def verb_parser() -> Parser:
         Check,
         Push,
         Command,
-        without=("source", "full", "workers", "only", *ALONE),
+        without=("source", "full", "workers", "only", *ALONE, *PAGES),
         directory={"help": "what compress wrote", "group": PLACES},
         name={"flags": ("name",)},
     )
@@ -191,7 +193,7 @@ def verb_parser() -> Parser:
     diagnose.add_options(
         Diagnose,
         Command,
-        without=("block_size", "rendezvous_timeout", "quiet"),
+        without=("block_size", "rendezvous_timeout", "quiet", "figure"),
         verbose={"help": "list every layer"},
     )
     verify = add(
@@ -201,7 +203,7 @@ def verb_parser() -> Parser:
         "Qwen3-32B-FP8",
         "Qwen3-32B-FP8 --source Qwen3-32B --full",
     )
-    verify.add_options(Check, Command, without=ALONE)
+    verify.add_options(Check, Command, without=(*ALONE, "figure"))
     completion = add("completion", "Print a script by which a shell completes these commands.", "SHELL")
     completion.epilog = COMPLETION
     shell = completion.add_argument_group("shell")

@@ -111,6 +111,21 @@ def _command(given: Given) -> Command:
     return Command(**values_for(Command, given))
 
 
+def _find_report(command: Command) -> Path | None:
+    """The page to be written; None for none.
+
+    Raises:
+        UsageError: it could not be.
+    """
+    if command.report is None:
+        return None
+    from .report.html import require_tools
+
+    path = Path(command.report)
+    require_tools(path, "--report")
+    return path
+
+
 def _scheme(given: Given) -> dict[str, str]:
     """The scheme, as -w or --scheme says it; empty where neither does."""
     size, scheme = _command(given).block_size, given.get("scheme")
@@ -190,12 +205,19 @@ def _run_and_report(work: Callable[..., Result], given: Given, interrupts: Inter
         if not command.quiet:
             ranks.say = partial(say, stream=sys.stderr)
     silent = command.quiet or not ranks.first
+    report = _find_report(command)
     reporter = Terminal(interrupts, silent or command.json, silent, command.verbose and not command.json)
     try:
         result = work(**values_for(Run, given), push=_find_push(given), ranks=ranks, reporter=reporter)
     finally:
         reporter.close()
     require_told(reporter.untold)
+    if report is not None and ranks.first:
+        from .report.html import write_page
+        from .report.pages import planned_page
+
+        assert reporter.plan is not None
+        write_page(report, planned_page(reporter.plan, result))
     if command.json and ranks.first:
         print_json(result.to_json(), interrupts)
     return 0
@@ -205,8 +227,14 @@ def _diagnose(given: Given, interrupts: Interrupts) -> int:
     from .api import diagnose
 
     command = _command(given)
+    page = _find_report(command)
     with _bar(interrupts, command.json, "diagnosing", "diagnosed") as advanced:
         found = diagnose(**values_for(Diagnose, given), progress=advanced)
+    if page is not None:
+        from .report.html import write_page
+        from .report.pages import diagnosed_page
+
+        write_page(page, diagnosed_page(found.to_json()))
     if command.json:
         print_json(found.to_json(), interrupts)
     else:
@@ -238,9 +266,14 @@ def _bar(interrupts: Interrupts, as_json: bool, doing: str, did: str) -> Iterato
 def _verify(given: Given, interrupts: Interrupts) -> int:
     from .verification.verify import verify
 
-    as_json = _command(given).json
+    as_json, page = _command(given).json, _find_report(_command(given))
     with _bar(interrupts, as_json, "verifying", "verified") as advanced:
         report = verify(**values_for(Check, given), progress=advanced)
+    if page is not None:
+        from .report.html import write_page
+        from .report.pages import verified_page
+
+        write_page(page, verified_page(report, Path(given["directory"])))
     if as_json:
         print_json(report.to_json(), interrupts)
     else:

@@ -517,6 +517,22 @@ class Command:
         ),
     )
     json: bool = field(default=False, metadata=said("print one JSON object on stdout and nothing else", OUTPUT))
+    report: str | None = field(
+        default=None,
+        metadata=said(
+            "also write a page to look at (pip install 'openquant[report]')",
+            OUTPUT,
+            value="FILE.html",
+            read=filled,
+            completes="file",
+        ),
+    )
+    figure: str | None = field(
+        default=None,
+        metadata=said(
+            "also write a picture for a card, likewise", OUTPUT, value="FILE.png", read=filled, completes="file"
+        ),
+    )
     quiet: bool = field(default=False, metadata=said("print errors only", OUTPUT, flags=("-q", "--quiet")))
     verbose: bool = field(
         default=False,

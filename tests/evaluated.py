@@ -82,3 +82,65 @@ def evaluate(output: Path, /, **changed: object) -> dict[str, Any]:
     found = {**evaluation(fingerprint(open_checkpoint(output))), **changed}
     (output / EVAL_FILE).write_text(json.dumps(found, indent=1))
     return found
+
+
+SCHEMES = ("tensor", "channel", "block", "int8")
+MODULES = ("self_attn.q_proj", "self_attn.k_proj", "mlp.experts.0.up_proj", "mlp.experts.1.up_proj", "mlp.down_proj")
+
+
+def diagnosis() -> dict[str, Any]:
+    """What `openquant diagnose --json` prints, of a few layers."""
+    return {
+        "model": "org/tiny",
+        "architecture": "Qwen3MoeForCausalLM",
+        "scheme": "tensor",
+        "rows_read": 0.031,
+        "layers": [
+            {
+                "module": f"model.layers.{number}.{module}",
+                "shape": [256, 256],
+                "max": 0.8,
+                "mean": 0.04,
+                "std": 0.05,
+                "outlier_ratio": 20.0 + number,
+                "dynamic_range": 400.0,
+                "flags": ["outliers"] if number == 3 else [],
+                "errors": {scheme: 0.026 / (1 + at) + 0.001 * number for at, scheme in enumerate(SCHEMES)},
+                "row_errors": {scheme: 0.027 + 0.001 * number if scheme != "block" else None for scheme in SCHEMES},
+                "zero_share": 0.0001,
+                "subnormal_share": 0.01,
+            }
+            for number in range(4)
+            for module in MODULES
+        ],
+        "advice": [
+            {
+                "layers": ["model.layers.3.mlp.down_proj"],
+                "scheme": "channel",
+                "error_before": 0.1,
+                "error_after": 0.02,
+                "bytes": 4096,
+                "option": "--scheme-for 'model.layers.3.mlp.down_proj=channel'",
+            }
+        ],
+    }
+
+
+EVIL = (
+    "</script><script>window.pwned = 1</script><!-- <img src=http://127.0.0.1:9/x onerror='window.pwned = 1'> "
+    '" onclick="window.pwned = 1" javascript:window.pwned=1 {{ 7 * 7 }} ${{1}} \x1b[31m\u202e &lt; $\\frac{1}{0}$'
+)
+
+
+def hostile() -> dict[str, Any]:
+    """An evaluation in which every text is an attack."""
+
+    def spoiled(value: Any) -> Any:
+        if isinstance(value, str):
+            return EVIL
+        if isinstance(value, dict):
+            return {key: spoiled(inner) for key, inner in value.items()}
+        return [spoiled(inner) for inner in value] if isinstance(value, list) else value
+
+    found: dict[str, Any] = spoiled({**evaluation(), "suspects": ["x"]})
+    return checked(found)

@@ -39,7 +39,7 @@ def sort_tensors(
     Raises:
         PlanError: tensors that no pattern covers, or that are not as the entry has them.
     """
-    drafted = _draft_finder(entry.model, text_config(checkpoint, entry.model))
+    drafted = draft_finder(entry.model, text_config(checkpoint, entry.model))
     # Neighbours have the same parent, which is looked at once.
     parent, draft = None, False
     items: dict[str, list[Item]] = {shard: [] for shard in checkpoint.shards}
@@ -119,7 +119,7 @@ def _raise_misfits(model: Model, misfits: dict[str, str]) -> None:
     )
 
 
-def _draft_finder(model: Model, config: dict[str, Any]) -> Callable[[str], bool]:
+def draft_finder(model: Model, config: dict[str, Any]) -> Callable[[str], bool]:
     """A function that says whether a module belongs to a draft layer."""
     first = config.get(model.draft_layers) if model.draft_layers else None
     if not isinstance(first, int):

@@ -1,0 +1,49 @@
+"""The one picture for a card: what an evaluation found, legible at 800 pixels."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from .card import gigabytes
+from .charts import STYLE, chart_name, draw_distribution, quiet
+
+
+def picture(evaluation: Mapping[str, Any], title: str, identity: str) -> bytes:
+    """The one picture for a card: a PNG, 1600 pixels wide, that is legible at 800.
+
+    Args:
+        evaluation: what an eval.json holds, checked.
+        title: what it is of.
+        identity: what its metadata names the evaluation by.
+    """
+    kl, sizes, perplexity = evaluation["kl"], evaluation["sizes"], evaluation["perplexity"]
+    with matplotlib.rc_context({**STYLE, "font.size": 10.5}):
+        figure = Figure((8.0, 4.2), layout="constrained", facecolor="white")
+        left, right = figure.subplots(1, 2, width_ratios=(1.45, 1.0))
+        figure.suptitle(f"{chart_name(title, 60)}: {chart_name(evaluation['verdict'])}", fontsize=15, fontweight="bold")
+        draw_distribution(left, evaluation["kl_histogram"])
+        right.set_axis_off()
+        interval = kl["interval"]
+        rows = [
+            ("mean KL", f"{kl['mean']:.3g} nats"),
+            ("", f"{interval[0]:.3g} to {interval[1]:.3g}" if interval else ""),
+            ("floor", f"{evaluation['floor']['kl']:.3g} nats"),
+            ("same top token", f"{100 * evaluation['top1']:.2f} %"),
+            ("perplexity", f"{perplexity['source']:.4g} to {perplexity['output']:.4g}"),
+            ("size", f"{gigabytes(sizes['source'])} to"),
+            ("", gigabytes(sizes["output"])),
+        ]
+        for number, (name, value) in enumerate(rows):
+            height = 0.95 - 0.125 * number
+            right.text(0.0, height, name, color="#444444")
+            right.text(1.0, height, value, ha="right", fontweight="bold")
+        target = io.BytesIO()
+        metadata: dict[str, Any] = {"Software": None, "Description": identity}
+        with quiet():
+            figure.savefig(target, format="png", dpi=200, metadata=metadata)
+    return target.getvalue()

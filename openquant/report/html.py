@@ -1,0 +1,247 @@
+"""The report: one HTML file that asks no network for anything.
+
+All that others wrote (names, prompts, answers) is escaped by the template, which has no way around that but for the
+charts and the marks that are made here. A Content-Security-Policy lets no script run but the page's own.
+
+    write_page(Path("report.html"), Page("Qwen3-8B-FP8", evaluations=[evaluation]))
+"""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module, resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import OutputError, UsageError
+from ..files.evaluation import identity
+from ..files.journal import explained
+from ..patterns import collapse, template
+from ..version import __version__
+from .card import gigabytes, shortened
+from .escape import terminal
+from .text import short
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+# Rows of a table of layers, texts, and letters of each; a page that is longer is read by nobody.
+MOST_LAYERS, MOST_TEXTS, MOST_LETTERS = 200, 50, 4000
+# The extra that brings them.
+_NEEDED = ("jinja2", "matplotlib")
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a report shows; what is missing is left out.
+
+    Attributes:
+        title: of what it is, "Qwen3-8B-FP8".
+        about: a line below.
+        evaluations: of outputs, each what an eval.json holds.
+        diagnosis: what diagnose prints as JSON.
+        verified: what verify prints as JSON.
+        lines: of a plan: objects with names, scheme, decoded, shape, bytes_before, bytes_after and why.
+        notes: of the plan.
+        serving: what it takes to serve, as compress prints it as JSON.
+        commands: to type next.
+    """
+
+    title: str
+    about: str = ""
+    evaluations: Sequence[Mapping[str, Any]] = ()
+    diagnosis: Mapping[str, Any] | None = None
+    verified: Mapping[str, Any] | None = None
+    lines: Sequence[Mapping[str, Any]] = ()
+    notes: Sequence[str] = ()
+    serving: Mapping[str, Any] | None = None
+    commands: Sequence[str] = ()
+
+
+def require_tools(path: Path | None, option: str) -> None:
+    """Refuse, before anything is done, what could not be written at the end.
+
+    Args:
+        path: the file to be written; None for none.
+        option: what asks for it, "--report".
+
+    Raises:
+        UsageError: the extra is not installed, or the file has no place.
+    """
+    if path is None:
+        return
+    try:
+        for name in _NEEDED:
+            import_module(name)
+    except ImportError as error:
+        raise UsageError(
+            f"{option} needs {error.name}, which is not installed", "pip install 'openquant[report]'"
+        ) from None
+    if path.is_dir():
+        raise UsageError(f"{option} {path} is a directory", "give the name of a file")
+    if not path.parent.is_dir() and path.parent.exists():
+        raise UsageError(f"{option} {path}: {path.parent} is no directory", "give another place")
+
+
+def write_page(path: Path, page: Page) -> None:
+    """Write a report, whole or not at all.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    write_file(path, render(page).encode())
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file, whole or not at all; in a directory that is made if it is missing.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    partial = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.partial")
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink():
+            raise OutputError(f"{path} is a link", "give another place, or remove it")
+        try:
+            # Nobody's, by that name; what is there by the file's own is replaced.
+            handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def render(page: Page) -> str:
+    """The report as HTML; the same page gives the same text."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    from . import charts
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_visible, keep_trailing_newline=True)
+    environment.filters |= {
+        "size": gigabytes,
+        "short": short,
+        "number": _number,
+        "percent": lambda share: f"{100 * share:.4g} %",
+        "interval": lambda edges: " to ".join(map(_number, edges)) if edges else "",
+        "collapsed": lambda names: shortened(", ".join(collapse(names)), 400),
+        "cut": lambda text: shortened(text, MOST_LETTERS),
+        "compared": _compared,
+        "drawn": Markup,
+    }
+    script = _read("page.js")
+    worst, heat = ([], []) if page.diagnosis is None else (_worst(page.diagnosis), _heat(page.diagnosis))
+    return environment.from_string(_read("page.html")).render(
+        title=page.title,
+        about=page.about,
+        evaluations=page.evaluations,
+        diagnosis=page.diagnosis,
+        worst=worst,
+        heat=heat,
+        verified=page.verified,
+        lines=page.lines,
+        notes=page.notes,
+        served=page.serving,
+        commands=page.commands,
+        charts=charts,
+        identity=identity,
+        most_texts=MOST_TEXTS,
+        version=__version__,
+        style=Markup(_read("page.css")),
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+def _read(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _visible(value: Any) -> Any:
+    """What a template puts into the page: of text that others wrote nothing that moves or hides other text."""
+    return terminal(value, kept="\n\t") if type(value) is str else value
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _compared(text: Mapping[str, Any]) -> tuple[Markup, Markup]:
+    """The two answers to a prompt, with the words marked that only one of them has."""
+    from markupsafe import Markup
+
+    words = [
+        re.findall(r"\s+|[^\s]+", terminal(shortened(text[name], MOST_LETTERS), kept="\n\t"))
+        for name in ("source", "output")
+    ]
+    found = (Markup(), Markup())
+    marks = (Markup("<del>{}</del>"), Markup("<ins>{}</ins>"))
+    same = Markup("{}")
+    for kind, *spans in difflib.SequenceMatcher(None, words[0], words[1], autojunk=False).get_opcodes():
+        pieces = ("".join(words[0][spans[0] : spans[1]]), "".join(words[1][spans[2] : spans[3]]))
+        found = tuple(  # type: ignore[assignment]
+            before + (same if kind == "equal" or not piece else mark).format(piece)
+            for before, mark, piece in zip(found, marks, pieces, strict=True)
+        )
+    return found
+
+
+def _worst(diagnosis: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The layers, the largest row error first; before all others those that the scheme cannot store."""
+
+    def error(layer: Mapping[str, Any]) -> float:
+        found = layer["row_errors"][diagnosis["scheme"]]
+        return float("inf") if found is None else float(found)
+
+    return sorted(diagnosis["layers"], key=lambda layer: -error(layer))[:MOST_LAYERS]
+
+
+def _heat(diagnosis: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """For each scheme a table of errors: a row for each decoder layer, a column for each of its modules."""
+    from .charts import shades
+
+    schemes = list(dict.fromkeys(scheme for layer in diagnosis["layers"] for scheme in layer["errors"]))
+    rows: dict[str, None] = {}
+    columns: dict[str, None] = {}
+    errors: dict[tuple[str, str, str], float] = {}
+    for layer in diagnosis["layers"]:
+        row, column = _place(layer["module"])
+        rows[row] = columns[column] = None
+        for scheme, error in layer["errors"].items():
+            if error is not None:
+                key = scheme, row, column
+                errors[key] = max(error, errors.get(key, 0.0))
+    shown = dict(zip(errors, shades(list(errors.values())), strict=True))
+
+    def cell(key: tuple[str, str, str]) -> dict[str, Any] | None:
+        return None if key not in errors else {"text": f"{100 * errors[key]:.2f}", "shade": shown[key]}
+
+    return [
+        {
+            "scheme": scheme,
+            "columns": list(columns),
+            "rows": [(row, [cell((scheme, row, column)) for column in columns]) for row in list(rows)[:MOST_LAYERS]],
+        }
+        for scheme in schemes
+    ]
+
+
+def _place(module: str) -> tuple[str, str]:
+    """Row and column of a module: ("3", "mlp.experts.*.up_proj") for "model.layers.3.mlp.experts.7.up_proj"."""
+    parts = module.split(".")
+    at = next((number for number, part in enumerate(parts) if part.isdecimal()), None)
+    if at is None:
+        return "", module
+    return parts[at], template("." + ".".join(parts[at + 1 :]))[1:]

@@ -1,0 +1,107 @@
+"""What the report of each verb shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import OpenQuantError, SourceError
+from ..files.checkpoint import Checkpoint, open_checkpoint
+from ..files.evaluation import find_evaluation
+from ..plan.plan import Plan
+from ..plan.serving import as_json
+from ..plan.stored import stored_serving
+from ..verification.verify import Report
+from .card import serve_commands
+from .html import Page
+from .result import Result
+
+
+def planned_page(plan: Plan, result: Result) -> Page:
+    """Of compress: what became of the weights, what that saves, and what was found of it if it was evaluated before."""
+    lines = [
+        {
+            "names": line.names,
+            "scheme": line.scheme.name if line.scheme else None,
+            "decoded": line.decoded,
+            "shape": line.shape,
+            "bytes_before": line.bytes_before,
+            "bytes_after": line.bytes_after,
+            "why": line.why,
+        }
+        for line in plan.lines
+    ]
+    return Page(
+        Path(result.output).name,
+        f"{plan.model.name}, {plan.description}, made of {result.model}",
+        _evaluations(None if result.dry_run else Path(result.output)),
+        lines=lines,
+        notes=plan.notes,
+        serving=result.serving,
+        commands=serve_commands(plan, result.repository or result.output, result.pushed_revision),
+    )
+
+
+def verified_page(report: Report, directory: Path) -> Page:
+    """Of verify: what is wrong with a directory, and what was found of it if it was evaluated."""
+    return Page(
+        directory.resolve().name,
+        evaluations=_evaluations(directory),
+        verified=report.to_json(),
+        serving=_serving(directory, Path(report.source) if report.source else None),
+    )
+
+
+def evaluated_page(
+    evaluations: Sequence[Mapping[str, Any]], source: Checkpoint | None, output: Checkpoint | None
+) -> Page:
+    """Of eval: what was found of outputs.
+
+    Args:
+        evaluations: of each, what its eval.json holds.
+        source: theirs, to say what it takes to serve; None to leave that out.
+        output: the only output, likewise.
+    """
+    names = ", ".join(one["output"]["name"] for one in evaluations)
+    return Page(
+        names,
+        f"held against {evaluations[0]['source']['name']}",
+        evaluations,
+        serving=_both(source, output) if source and output else None,
+    )
+
+
+def diagnosed_page(found: Mapping[str, Any]) -> Page:
+    """Of diagnose: what each scheme does to each layer.
+
+    Args:
+        found: what `--json` prints.
+    """
+    return Page(found["model"], found["architecture"], diagnosis=found)
+
+
+def _evaluations(directory: Path | None) -> list[Mapping[str, Any]]:
+    """The evaluation that lies beside a model; nothing where it is damaged, which verify says in a note."""
+    if directory is None:
+        return []
+    try:
+        found = find_evaluation(open_checkpoint(directory))
+    except SourceError:
+        return []
+    return [found.evaluation] if found else []
+
+
+def _serving(output: Path, source: Path | None) -> Mapping[str, Any] | None:
+    try:
+        return _both(open_checkpoint(source or output), open_checkpoint(output))
+    except SourceError:
+        return None
+
+
+def _both(source: Checkpoint, output: Checkpoint) -> Mapping[str, Any] | None:
+    try:
+        return as_json(stored_serving(source), stored_serving(output))
+    except OpenQuantError:
+        # Stored in a way that is not known.
+        return None

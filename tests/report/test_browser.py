@@ -1,0 +1,114 @@
+"""The report as people see it, in a browser without a window."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from browser import CHROMIUM, Browser
+from evaluated import diagnosis, evaluation, hostile
+from openquant.formats.schemes import TENSOR
+from openquant.plan.plan import make_plan
+from openquant.plan.serving import as_json
+from openquant.report.html import Page, write_page
+from published import published
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
+
+OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+LAYERS = "[...document.querySelector('table.sorts tbody').rows].map(row => row.cells[0].textContent)"
+BACKGROUND = "getComputedStyle(document.body).backgroundColor"
+
+
+def page(of: dict[str, Any]) -> Page:
+    plan = make_plan(published("Qwen3ForCausalLM"), TENSOR)
+    assert plan.serving is not None
+    return Page(
+        of["output"]["name"], "about", [of], diagnosis(), serving=as_json(*plan.serving), commands=["vllm serve x"]
+    )
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("report") / "eval.html"
+    write_page(path, page(evaluation()))
+    return path.as_uri()
+
+
+def test_it_asks_for_nothing_and_complains_of_nothing(browser: Browser, address: str) -> None:
+    browser.see_as(1200, "light")
+    browser.open(address)
+    assert browser.value("document.querySelectorAll('svg').length") == 5
+    assert browser.complaints == []
+    assert [asked for asked in browser.requests if asked != "data:,"] == [address]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1200])
+def test_it_fits_a_phone_and_a_screen_in_both_themes(
+    browser: Browser, address: str, width: int, theme: str, tmp_path: Path
+) -> None:
+    browser.see_as(width, theme)
+    browser.open(address)
+    assert browser.value(OVERFLOW) == 0
+    assert browser.value(BACKGROUND) == ("rgb(255, 255, 255)" if theme == "light" else "rgb(22, 24, 27)")
+    # What is ink in a chart is the page's.
+    ink = browser.value("getComputedStyle(document.querySelector('svg text')).fill")
+    assert ink == browser.value("getComputedStyle(document.body).color")
+    shot = browser.picture()
+    assert len(shot) > 50_000
+    if "OPENQUANT_SCREENSHOTS" in os.environ:
+        (Path(os.environ["OPENQUANT_SCREENSHOTS"]) / f"{theme}-{width}.png").write_bytes(shot)
+
+
+def test_it_is_black_on_white_on_paper(browser: Browser, address: str) -> None:
+    browser.see_as(800, "dark", "print")
+    browser.open(address)
+    assert browser.value(BACKGROUND) == "rgb(255, 255, 255)"
+    assert browser.value("getComputedStyle(document.body).color") == "rgb(0, 0, 0)"
+    browser.see_as(800, "light")
+
+
+def test_a_click_sorts_a_table(browser: Browser, address: str) -> None:
+    browser.open(address)
+    click = "document.querySelectorAll('table.sorts thead button')[{}].click()"
+    names = [f"model.layers.{number}" for number in range(4)]
+    assert browser.value(LAYERS) == names
+    browser.value(click.format(1))
+    assert browser.value(LAYERS) == names[::-1]
+    assert browser.value("document.querySelector('th[aria-sort]').ariaSort") == "descending"
+    browser.value(click.format(1))
+    assert browser.value(LAYERS) == names
+    browser.value(click.format(0))
+    assert browser.value(LAYERS) == names[::-1]
+    assert browser.complaints == []
+
+
+def test_nothing_that_others_wrote_runs_or_is_fetched(browser: Browser, tmp_path: Path) -> None:
+    write_page(tmp_path / "evil.html", page(hostile()))
+    browser.open((tmp_path / "evil.html").as_uri())
+    assert browser.value("typeof window.pwned") == "undefined"
+    assert browser.complaints == []
+    assert [asked for asked in browser.requests if asked != "data:,"] == [(tmp_path / "evil.html").as_uri()]
+    assert browser.value("document.scripts.length") == 1
+    assert browser.value("document.querySelectorAll('img, iframe, a, [onclick], [onerror]').length") == 0
+
+
+def test_the_policy_stops_what_would_have_come_through(browser: Browser, tmp_path: Path) -> None:
+    write_page(tmp_path / "evil.html", page(evaluation()))
+    text = (tmp_path / "evil.html").read_text()
+    planted = '<script>window.pwned = 1</script><img src="http://127.0.0.1:9/x" onerror="window.pwned = 1">'
+    (tmp_path / "evil.html").write_text(text.replace("<h1>", f"{planted}<h1>"))
+    browser.open((tmp_path / "evil.html").as_uri())
+    assert browser.value("typeof window.pwned") == "undefined"
+    assert any("Content Security Policy" in complaint for complaint in browser.complaints)

@@ -1,0 +1,245 @@
+"""The report: one file, the same each time, in which nothing that others wrote is more than text."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html.parser
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tiny
+from conftest import EXAMPLE, Run
+from evaluated import EVIL, diagnosis, evaluate, evaluation, hostile
+from openquant import compress
+from openquant.cli import main
+from openquant.errors import OutputError, UsageError
+from openquant.files.evaluation import identity
+from openquant.formats.schemes import SCHEMES
+from openquant.report.charts import by_depth, by_domain, distribution, shades
+from openquant.report.figure import picture
+from openquant.report.html import Page, render, require_tools, write_file, write_page
+from openquant.report.pages import diagnosed_page, evaluated_page
+
+ALLOWED = {
+    "html", "head", "meta", "link", "title", "style", "body", "h1", "h2", "h3", "h4", "p", "span", "ul", "li", "code",
+    "pre", "div", "table", "thead", "tbody", "tr", "th", "td", "button", "figure", "figcaption", "section", "details",
+    "summary", "br", "del", "ins", "script",
+}  # fmt: skip
+
+
+class Seen(html.parser.HTMLParser):
+    """The elements of a page outside of its charts, and their attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.text: list[str] = []
+        self.feed(re.sub(r"<svg.*?</svg>", "", text, flags=re.DOTALL))
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attributes}
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def everything(of: dict[str, object]) -> Page:
+    return Page("a title", "about", [of], diagnosis(), commands=["vllm serve x"])
+
+
+def test_the_same_figures_give_the_same_bytes() -> None:
+    assert render(everything(evaluation())) == render(everything(evaluation()))
+    assert picture(evaluation(), "tiny", "x") == picture(evaluation(), "tiny", "x")
+
+
+def test_nothing_that_others_wrote_is_markup() -> None:
+    evil = {**diagnosis(), "model": EVIL, "scheme": "tensor"}
+    for layer in evil["layers"]:
+        layer["module"], layer["flags"] = EVIL, [EVIL]
+    evil["advice"][0] |= {"layers": [EVIL], "option": EVIL}
+    lines = [
+        {"names": [EVIL], "scheme": EVIL, "decoded": False, "shape": (1, 2), "bytes_before": 1, "bytes_after": 1,
+         "why": EVIL}
+    ]  # fmt: skip
+    verified = {"problems": [EVIL], "notes": [EVIL], "format": EVIL, "tensors": 1, "nbytes": 1, "shards": 1,
+                "decoded": {"worst": [{"module": EVIL, "relative": 0.1}]}}  # fmt: skip
+    text = render(Page(EVIL, EVIL, [hostile(), hostile()], evil, verified, lines, [EVIL], None, [EVIL]))
+    seen = Seen(text)
+    assert seen.tags <= ALLOWED
+    assert not {name for name in seen.attributes if name.startswith("on")} | (
+        {"href", "src"} & seen.attributes - {"href"}
+    )
+    assert text.count("<script>") == text.count("</script>") == 1
+    assert "<!--" not in re.sub(r"<svg.*?</svg>", "", text, flags=re.DOTALL)
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    assert "{{ 7 * 7 }}" in "".join(seen.text)
+    for chart in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        assert "<script" not in chart
+        assert "onerror='" not in chart or "&lt;img" in chart
+
+
+def test_the_policy_lets_only_the_page_s_own_script_run() -> None:
+    text = render(everything(evaluation()))
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    script = re.search(r"<script>(.*?)</script>", text, re.DOTALL)
+    assert policy and script
+    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
+    assert policy[1] == (
+        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    outside = re.sub(r"<svg.*?</svg>", "", text, flags=re.DOTALL)
+    assert not re.search(r"https?://", outside)
+    # Names of vocabularies, which nothing fetches.
+    assert set(re.findall(r'https?://[^"\s<]+', text)) <= {
+        "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink", "http://purl.org/dc/elements/1.1/",
+        "http://creativecommons.org/ns#", "http://www.w3.org/1999/02/22-rdf-syntax-ns#",
+        "http://purl.org/dc/dcmitype/StillImage", "https://matplotlib.org/",
+    }  # fmt: skip
+
+
+def test_what_an_evaluation_lacks_is_left_out() -> None:
+    found = evaluation()
+    for name in ("texts", "suspects", "layers", "kl_by_domain", "kl_by_position", "kl_by_confidence", "reasons"):
+        found[name] = []
+    found["kl"]["interval"] = found["perplexity"]["interval"] = None
+    found["kl_histogram"] = {"edges": [1e-8, 1.0], "output": [0.0], "floor": [0.0]}
+    text = render(Page("x", evaluations=[found]))
+    assert text.count("<svg") == 5
+    assert "Texts side by side" not in text
+    assert "Stand out" not in text
+    assert picture(found, "x", "y")
+
+
+def test_words_that_only_one_answer_has_are_marked() -> None:
+    text = render(Page("x", evaluations=[evaluation()]))
+    assert "there was a fox that <del>lived</del>" in text
+    assert "there was a fox that <ins>slept</ins>" in text
+    assert "output, another from token 7 on" in text
+    assert "output, the same" in text
+
+
+def test_errors_of_experts_are_one_column_and_the_largest() -> None:
+    found = diagnosis()
+    found["layers"][2]["errors"]["tensor"] = 0.5
+    text = render(diagnosed_page(found))
+    heat = text.split("<summary>tensor</summary>")[1].split("</table>")[0]
+    assert heat.count("<th>") == 1 + 4 + 4
+    assert ">50.00</td>" in heat
+    assert "<details open><summary>tensor" in text
+    assert "<details><summary>channel" in text
+
+
+def test_shades_of_cells() -> None:
+    found = shades([0.01, 0.1, None, 0.0, 0.03])
+    assert found[2] is found[3] is None
+    assert found[0] == ("#00224e", "#ffffff")
+    assert found[1] == ("#fee838", "#000000")
+    # Errors that are nearly alike look so.
+    assert shades([0.0265, 0.0266])[1] in (("#00234f", "#ffffff"), ("#002350", "#ffffff"), ("#00224e", "#ffffff"))
+
+
+def test_charts_take_the_colour_of_the_page() -> None:
+    for draw in (distribution, by_domain, by_depth):
+        svg = draw(evaluation())
+        assert svg.startswith("<svg")
+        assert "currentColor" in svg
+        assert "#010203" not in svg
+
+
+def test_a_picture_names_the_evaluation_it_shows() -> None:
+    name = identity(evaluation())
+    found = picture(evaluation(), "tiny $x$ \u6a21\u578b", name)
+    assert found.startswith(b"\x89PNG")
+    assert name.encode() in found
+    assert name in render(Page("x", evaluations=[evaluation()]))
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    write_page(tmp_path / "new" / "a.html", Page("x"))
+    assert (tmp_path / "new" / "a.html").read_text().endswith("</html>\n")
+    (tmp_path / "mine.txt").write_text("mine")
+    (tmp_path / "b.html").symlink_to(tmp_path / "mine.txt")
+    with pytest.raises(OutputError, match="is a link"):
+        write_file(tmp_path / "b.html", b"x")
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+    (tmp_path / "c.html").mkdir()
+    with pytest.raises(OutputError, match="cannot be written"):
+        write_file(tmp_path / "c.html", b"x")
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".partial")]
+
+
+def test_a_place_that_is_none_is_refused_beforehand(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--report .* is a directory"):
+        require_tools(tmp_path, "--report")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="is no directory"):
+        require_tools(tmp_path / "file" / "a.html", "--report")
+    require_tools(None, "--report")
+
+
+@pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
+def test_what_is_not_installed_is_said_before_anything_is_done(tmp_path: Path, missing: str) -> None:
+    code = (
+        f"import sys\nsys.modules['{missing}'] = None\nfrom openquant.cli import main\n"
+        f"sys.exit(main(['compress', '-m', {str(EXAMPLE)!r}, '-o', {str(tmp_path / 'out')!r}, '--report', 'a.html']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"error: --report needs {missing}, which is not installed\nhint: pip install 'openquant[report]'\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_compress_and_verify_write_a_page(run: Run, tmp_path: Path) -> None:
+    done = run("-m", EXAMPLE, "--report", tmp_path / "a.html", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["serving"]
+    text = (tmp_path / "a.html").read_text()
+    assert "What becomes of the weights" in text
+    assert "What it takes to serve" in text
+    assert "vllm serve tiny-qwen3-FP8" in text
+    assert "beside org/tiny" not in text
+
+
+def test_diagnose_writes_a_page(tmp_path: Path) -> None:
+    assert main(["diagnose", str(EXAMPLE), "--report", str(tmp_path / "d.html")]) == 0
+    text = (tmp_path / "d.html").read_text()
+    assert "28 layers, for <code>--scheme tensor</code>" in text
+    assert text.count('<table class="heat">') == len(SCHEMES)
+    assert '<td class="name">model.layers.3.mlp.down_proj</td>' in text
+
+
+def test_a_page_of_what_was_evaluated(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source")
+    compress(source, tmp_path / "out")
+    found = evaluate(tmp_path / "out")
+    assert (
+        main(["verify", str(tmp_path / "out"), "--source", str(source), "--full", "--report", str(tmp_path / "v.html")])
+        == 0
+    )
+    text = (tmp_path / "v.html").read_text()
+    assert ">sound</span>" in text
+    assert "The layers farthest from the source" in text
+    assert "tiny-FP8 beside org/tiny" in text
+    assert identity(found) in text
+    (tmp_path / "out" / "eval.json").write_text("{")
+    assert main(["verify", str(tmp_path / "out"), "--report", str(tmp_path / "v.html")]) == 0
+    assert "beside org/tiny" not in (tmp_path / "v.html").read_text()
+
+
+def test_several_outputs_stand_in_one_table() -> None:
+    other = {**evaluation(), "output": {"name": "tiny-INT8", "digest": "2" * 64}}
+    text = render(evaluated_page([evaluation(), other], None, None))
+    assert "All outputs" in text
+    assert "<title>tiny-FP8, tiny-INT8</title>" in text
