@@ -67,7 +67,7 @@ _IGNORED = re.compile(
     r"auto_map|custom_pipelines|custom_generate|_?(attn|experts)_implementation(_internal|_autoset)?|.*kernel_config"
     r"|use_kernels|fusion_config|distributed_config|quantization_config|compression_config|transformers_weights"
     r"|_?name_or_path|_?output_attentions|output_hidden_states|output_router_logits|use_return_dict|return_dict"
-    r"|torchscript|gradient_checkpointing|_commit_hash|dtype|torch_dtype"
+    r"|torchscript|gradient_checkpointing|_commit_hash|dtype|torch_dtype|num_labels|id2label|label2id"
 )
 # Architectures and model types whose own code adds nothing but draft layers to one of transformers.
 _SAME = {"MiMoForCausalLM": "Qwen2ForCausalLM", "mimo": "qwen2"}

@@ -7,7 +7,7 @@ lies outside of units (final norms, projections of images) is the rest, a few me
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,12 @@ from .stacks import find_stacks
 
 # What lies outside of all units.
 REST = ""
+
+# How config.json calls the number of layers, and how the names of sizes end.
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "depth")
+_AXES = ("_dim", "_dims", "_rank", "_heads", "hidden_size")
+_LONGEST_AXIS = 1 << 22
+_OTHER_WEIGHTS = "config.json belongs to other weights: download or copy the checkpoint again"
 
 
 class Needs(NamedTuple):
@@ -62,7 +68,7 @@ class Skeleton:
     def __init__(self, checkpoint: Checkpoint, slices: Slices, dtype: torch.dtype, device: str) -> None:
         self.slices, self.dtype, self.device = slices, dtype, device
         kind = library.model_class(checkpoint.architecture, checkpoint.config.get("model_type"))
-        _refuse_more_layers(checkpoint)
+        _refuse_more_than_there_is(checkpoint)
         config = library.make_config(kind, checkpoint.config, dtype)
         self.model: PreTrainedModel = library.empty_model(kind, config, dtype, device)
         self.units = find_units(self.model)
@@ -180,17 +186,14 @@ def _placeholder(parameter: nn.Parameter, device: str) -> nn.Parameter:
     return nn.Parameter(one.expand(parameter.shape), requires_grad=False)
 
 
-def _refuse_more_layers(checkpoint: Checkpoint) -> None:
-    """Making a model takes time and memory for each layer, of which a checkpoint has no more than tensors."""
-    counts: Iterable[object] = (
-        part.get(name)
-        for part in (checkpoint.config, *checkpoint.config.values())
-        if isinstance(part, dict)
-        for name in ("num_hidden_layers", "n_layer", "num_layers", "depth")
-    )
-    for count in counts:
-        if isinstance(count, int) and count > 2 * len(checkpoint.tensors) + 100:
+def _refuse_more_than_there_is(checkpoint: Checkpoint) -> None:
+    """Making a model takes time and memory for each layer, of which a checkpoint has no more than tensors, and for each
+    place along an axis, of which rotary tables are made before any weight is asked for."""
+    parts = [part for part in (checkpoint.config, *checkpoint.config.values()) if isinstance(part, dict)]
+    for key, count in ((key, count) for part in parts for key, count in part.items() if isinstance(count, int)):
+        if key in _LAYERS and count > 2 * len(checkpoint.tensors) + 100:
             raise SourceError(
-                f"config.json has {count} layers, the checkpoint only {len(checkpoint.tensors)} tensors",
-                "config.json belongs to other weights: download or copy the checkpoint again",
+                f"config.json has {count} layers, the checkpoint only {len(checkpoint.tensors)} tensors", _OTHER_WEIGHTS
             )
+        if key.endswith(_AXES) and count > _LONGEST_AXIS:
+            raise SourceError(f"config.json has {key} {count}, which no weight is", _OTHER_WEIGHTS)

@@ -216,7 +216,7 @@ HOSTILE: list[tuple[dict, str]] = [
     ({"num_hidden_layers": 3}, "layers.2.* is missing from the checkpoint"),
     ({"hidden_size": 128}, r"model.norm.weight is \[256\], but by config.json it must be \[128\]"),
     ({"hidden_act": "os.system"}, "cannot make Qwen3ForCausalLM"),
-    ({"head_dim": 10**12}, "cannot make Qwen3ForCausalLM"),
+    ({"head_dim": 10**10}, "config.json has head_dim 10000000000, which no weight is"),
     ({"rope_parameters": {"rope_type": "__import__"}}, "cannot make Qwen3ForCausalLM|refuses config.json"),
 ]
 
@@ -244,6 +244,8 @@ def test_what_config_asks_to_run_or_fetch_is_ignored(source: Path, model: Stream
         "return_dict": False,
         "output_attentions": True,
         "torch_dtype": "float16",
+        # Labels of a classifier, each of which would be made a name.
+        "num_labels": 10**12,
     }
     change_json(source / "config.json", lambda found: found.update(asked))
     (source / "code.py").write_text("raise SystemExit('executed')\n")
