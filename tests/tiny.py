@@ -307,11 +307,20 @@ def read(root: Path) -> dict[str, torch.Tensor]:
 
 
 def change_weights(root: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    """Change the tensors of a directory of one file in place."""
-    path = root / "model.safetensors"
-    weights = load_file(path)
+    """Change the tensors of a directory in place; new ones go into its last file."""
+    shards = {path: load_file(path) for path in sorted(root.glob("*.safetensors"))}
+    weights = {name: tensor for held in shards.values() for name, tensor in held.items()}
     change(weights)
-    save_file(weights, path, {"format": "pt"})
+    placed = {name: path for path, held in shards.items() for name in held}
+    last = list(shards)[-1]
+    for path in shards:
+        held = {name: tensor for name, tensor in weights.items() if placed.setdefault(name, last) == path}
+        save_file(held, path, {"format": "pt"})
+    index = root / "model.safetensors.index.json"
+    if index.exists():
+        found = json.loads(index.read_text())
+        found["weight_map"] = {name: placed[name].name for name in weights}
+        index.write_text(json.dumps(found))
 
 
 def read_names(path: Path) -> set[str]:

@@ -120,8 +120,9 @@ def suspects_by_layers(layers: Sequence[Layer]) -> list[Suspect]:
     for number, layer in enumerate(layers):
         # Where the source's own noise grows as suddenly, a layer is no worse than others.
         sudden = max(1.0, noise[number] / own) if own else 1.0
-        if number and added[number] > max(LEAST_JUMP, JUMP * usual * sudden):
-            before = layers[number - 1].distance
+        before = layers[number - 1].distance if number else math.inf
+        # Where later layers take distance away, little is usual; sound layers still add less than all before them.
+        if added[number] > max(LEAST_JUMP, JUMP * usual * sudden, before):
             why = f"the distance from the source grows from {before:.3g} to {layer.distance:.3g} in it"
             found.append(Suspect(layer.name, why))
         if layer.clipped > CLIPPED:

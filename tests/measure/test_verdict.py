@@ -121,6 +121,15 @@ def test_small_jumps_and_the_first_layer_do_not_count() -> None:
     assert suspects_by_layers(layers([0.0, 0.5])) == []
 
 
+def test_a_layer_that_adds_less_than_all_before_it_does_not_stand_out() -> None:
+    # As a sound mixture of experts has it, whose later layers add nothing.
+    def second(added: float) -> list[Suspect]:
+        return suspects_by_layers(layers([0.11, math.hypot(0.11, added), 0.11, 0.11, 0.11]))
+
+    assert second(0.109) == []
+    assert names(second(0.111)) == ["layers.1"]
+
+
 def test_activations_that_do_not_fit_stand_out() -> None:
     found = [Layer("a", 0, 0, None, CLIPPED), Layer("b", 0, 0, None, CLIPPED * 1.01), Layer("c", 0, 0)]
     assert names(suspects_by_layers(found)) == ["b"]
