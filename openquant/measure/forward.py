@@ -28,6 +28,7 @@ from ..files.checkpoint import Checkpoint
 from ..weights.find import decoded_view
 from ..weights.weight import Weight
 from . import library
+from .memory import given_back
 from .scratch import Held, Scratch
 from .skeleton import REST, Skeleton
 from .slices import Slices
@@ -53,6 +54,7 @@ class StreamedModel:
             "model.layers.0.mlp.up_proj". Where several become one parameter, such as the experts of a layer, that
             parameter's name has the first of them: "model.layers.0.mlp.experts.gate_up_proj".
         made_of: the tensors of the checkpoint that each parameter is made of, as they would be unquantized.
+        following: the unit that is likely called after each; REST after the last.
         unexpected: tensors of the checkpoint that the model has no place for: draft layers, scales of the KV cache.
         nbytes: what all weights take when they are loaded.
 
@@ -76,6 +78,8 @@ class StreamedModel:
         self._skeleton = Skeleton(seen, Slices(seen, weights, path), self.dtype, device)
         self.model: PreTrainedModel = self._skeleton.model
         self.units: Mapping[str, nn.Module] = MappingProxyType(self._skeleton.units)
+        # As models list them, which is the order they call them in but for towers.
+        self.following: Mapping[str, str] = dict(zip(self.units, (*list(self.units)[1:], REST), strict=True))
         self.unexpected = self._skeleton.unexpected
         self.nbytes = self._skeleton.nbytes
         made_of: dict[str, tuple[str, ...]] = {}
@@ -259,7 +263,7 @@ def run(
     torch.set_num_threads(threads)
     passes = [[_Suspended(each, at, number) for number, each in enumerate(group)] for at, group in enumerate(groups)]
     models = list({id(each.of.model): each.of.model for group in passes for each in group}.values())
-    with library.sealed(), torch.inference_mode(), _Driver(models) as driver:
+    with given_back(), library.sealed(), torch.inference_mode(), _Driver(models) as driver:
         try:
             _drive(driver, passes, finished, after_unit, scratch, until, progress)
         finally:
@@ -275,19 +279,28 @@ class _Driver:
         self.models = models
         self.active: _Suspended[Any] | None = None
         self.forwards: dict[tuple[int, str], Callable[..., Any]] = {}
+        self._replaced: list[tuple[nn.Module, Callable[..., Any] | None]] = []
 
     def __enter__(self) -> _Driver:
-        for model in self.models:
-            model.load(REST)
-            for name, module in model.units.items():
-                self.forwards[id(model), name] = module.forward
-                module.forward = self._stub(name, module.forward)
+        try:
+            for model in self.models:
+                model.load(REST)
+                for name, module in model.units.items():
+                    # A caller may have put one of its own in the class's place.
+                    self._replaced.append((module, module.__dict__.get("forward")))
+                    self.forwards[id(model), name] = module.forward
+                    module.forward = self._stub(name, module.forward)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exception: object) -> None:
+        for module, own in self._replaced:
+            module.__dict__.pop("forward", None)
+            if own is not None:
+                module.forward = own
         for model in self.models:
-            for module in model.units.values():
-                module.__dict__.pop("forward", None)
             model.free(REST)
 
     def _stub(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -342,6 +355,8 @@ def _drive(
         last = until in [unit for _, unit in units.values()]
         for model, unit in units.values():
             model.load(unit)
+            if not last:
+                model.expect(model.following[unit])
         store.held = 0
         for at, group in enumerate(groups):
             store.bring_back(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections import Counter
@@ -149,6 +150,40 @@ def test_until_ends_all_after_a_unit(model: StreamedModel) -> None:
     assert seen == ["model.embed_tokens"] * 3 + ["model.layers.0"] * 3
     assert ends == []
     assert passes_left() == []
+
+
+def test_a_forward_of_the_callers_own_stays(model: StreamedModel) -> None:
+    layer = model.units["model.layers.0"]
+    original, calls = layer.forward, []
+
+    def own(*args, **kwargs):
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    layer.forward = own
+    streamed_logits(model, BATCHES)
+    streamed_logits(model, BATCHES)
+    assert len(calls) == 6
+    assert layer.forward is own
+
+
+def test_the_next_unit_is_read_ahead(model: StreamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(Slices, "expect", lambda _, names: asked.append(set(names)))
+    streamed_logits(model, BATCHES[:1])
+    assert asked[:2] == [{name for name in model.checkpoint.tensors if f"layers.{n}." in name} for n in (0, 1)]
+    assert asked[2] == {"lm_head.weight"}
+
+
+def test_reading_ahead_asks_for_what_a_unit_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, config, _ = stored.SOURCES["fp8 blocks"]
+    model = StreamedModel(open_checkpoint(stored.store(tmp_path / "source", make, config)))
+    asked = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, offset, nbytes, _advice: asked.append((offset, nbytes)))
+    model.expect("model.layers.0")
+    names = [name for name in model.checkpoint.tensors if name.startswith("model.layers.0.")]
+    tensors, where = model.checkpoint.tensors, model.checkpoint.where
+    assert sorted(asked) == sorted((where[name].offset, tensors[name].nbytes) for name in names)
 
 
 class Stop(Exception):
