@@ -9,7 +9,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .api import compress, dequantize, diagnose, push
     from .errors import OpenQuantError
+    from .evaluation import evaluate
     from .measure.diagnosis import Diagnosis
+    from .measure.evaluate import Evaluation
     from .options import Push
     from .packed import PackedLinear
     from .report.reporter import Reporter
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Diagnosis",
+    "Evaluation",
     "OpenQuantError",
     "PackedLinear",
     "Push",
@@ -28,6 +31,7 @@ __all__ = [
     "compress",
     "dequantize",
     "diagnose",
+    "evaluate",
     "push",
     "verify",
 ]
@@ -35,6 +39,7 @@ __all__ = [
 # Imported when first used: torch alone takes longer to load than the command takes to start.
 _HOMES = {
     "Diagnosis": "measure.diagnosis",
+    "Evaluation": "measure.evaluate",
     "OpenQuantError": "errors",
     "PackedLinear": "packed",
     "Push": "options",
@@ -44,6 +49,7 @@ _HOMES = {
     "compress": "api",
     "dequantize": "api",
     "diagnose": "api",
+    "evaluate": "evaluation",
     "push": "api",
     "verify": "verification.verify",
 }

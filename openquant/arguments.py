@@ -7,7 +7,21 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from .errors import UsageError
-from .options import GROUPS, PLACES, Check, Command, Diagnose, Option, Push, Recipe, Run, flags_of, options_of
+from .options import (
+    GROUPS,
+    PLACES,
+    Check,
+    Command,
+    Diagnose,
+    Evaluate,
+    Option,
+    Push,
+    Recipe,
+    Run,
+    Texts,
+    flags_of,
+    options_of,
+)  # fmt: skip
 from .version import __version__
 
 SHELLS = ("bash", "zsh", "fish")
@@ -103,6 +117,8 @@ def _add(group: argparse._ActionsContainer, name: str, option: Option) -> None:
         settings["action"] = "store_true"
     else:
         settings |= {"metavar": option.value, "choices": option.choices, "type": option.read}
+    if option.repeated and not flags[0].startswith("-"):
+        settings |= {"action": "store", "nargs": "+"}
     if flags[0].startswith("-"):
         settings |= {"dest": name, "default": argparse.SUPPRESS, "required": option.required}
     added = group.add_argument(*flags, **settings)
@@ -196,6 +212,14 @@ def verb_parser() -> Parser:
         without=("block_size", "rendezvous_timeout", "quiet", "figure"),
         verbose={"help": "list every layer"},
     )
+    evaluate = add(
+        "eval",
+        "Hold outputs against their source: what they answer, and why.",
+        "OUTPUT [OUTPUT ...] --source MODEL [options]",
+        "Qwen3-8B-FP8 --source Qwen/Qwen3-8B",
+        "Qwen3-8B-FP8 Qwen3-8B-INT8 --source Qwen3-8B --text mine.txt",
+    )
+    evaluate.add_options(Evaluate, Texts, Command, without=("block_size", "rendezvous_timeout", "quiet", "verbose"))
     verify = add(
         "verify",
         "Check an FP8 or INT8 directory, whichever tool made it.",

@@ -15,7 +15,7 @@ from .console import Interrupts, Progress, Terminal, fail, mend_streams, print_j
 from .errors import OpenQuantError, UsageError
 from .interrupts import HINT, INTERRUPTED, MESSAGE
 from .machine import reached_limit, require_room
-from .options import Check, Command, Diagnose, Push, Recipe, Run, flags_of, options_of, values_for
+from .options import Check, Command, Diagnose, Evaluate, Push, Recipe, Run, Texts, flags_of, options_of, values_for
 
 if TYPE_CHECKING:
     from .convert.ranks import Ranks
@@ -244,6 +244,27 @@ def _diagnose(given: Given, interrupts: Interrupts) -> int:
     return 0
 
 
+def _eval(given: Given, interrupts: Interrupts) -> int:
+    from .evaluation import evaluate
+
+    as_json, asked = _command(given).json, Evaluate(**values_for(Evaluate, given))
+
+    def begun(about: str) -> None:
+        if not as_json:
+            say(about, sys.stderr)
+
+    with _bar(interrupts, as_json, "evaluating", "evaluated") as advanced:
+        found = evaluate(**values_for(Evaluate, given), **values_for(Texts, given), begun=begun, progress=advanced)
+    if as_json:
+        print_json(found.to_json(), interrupts)
+    else:
+        from .report.evaluation import evaluation_text
+
+        require_told(say(evaluation_text(found.to_json(), found.notes), sys.stdout))
+    limit = asked.fail_above
+    return EXIT_PROBLEMS if limit is not None and any(each["kl"]["mean"] > limit for each in found.outputs) else 0
+
+
 @contextmanager
 def _bar(interrupts: Interrupts, as_json: bool, doing: str, did: str) -> Iterator[Callable[[int, int], None]]:
     """What is to be told the bytes done so far and in all: it shows a bar, unless a program reads the result."""
@@ -299,6 +320,7 @@ VERBS: Mapping[str, Callable[[Given, Interrupts], int]] = {
     "dequantize": _dequantize,
     "push": _push,
     "diagnose": _diagnose,
+    "eval": _eval,
     "verify": _verify,
     "completion": _completion,
 }

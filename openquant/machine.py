@@ -9,12 +9,16 @@ import os
 import resource
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from .errors import OpenQuantError, UsageError
 
 # How many CPUs' worth of time a container may use (Linux, Documentation/admin-guide/cgroup-v2.rst).
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+# How much memory it may have.
+_MEMORY = Path("/sys/fs/cgroup/memory.max")
 
 # Address space that numpy takes as it is loaded.
 NUMPY_MEMORY = 96 << 20
@@ -37,6 +41,18 @@ def available_cpus(quota: Path = _QUOTA) -> int:
         return max(1, min(cpus, math.ceil(int(time) / int(period))))
     except (OSError, ValueError):
         return cpus  # no such file, or "max"
+
+
+def available_memory(quota: Path = _MEMORY) -> int:
+    """Bytes of memory that this process could have without others giving theirs back to a disk."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+    with suppress(OSError, ValueError):
+        # Of a container; "max" where it has no limit of its own.
+        free = min(free, int(quota.read_text()) - int(quota.with_name("memory.current").read_text()))
+    return max(0, free)
 
 
 def find_device(name: str, number: int) -> str:

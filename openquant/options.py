@@ -37,6 +37,8 @@ PATIENCE = 600.0
 MAX_SAMPLES = 100_000
 MAX_LENGTH = 1 << 20
 
+DEVICES = r"auto|cpu|cuda(:\d+)?"
+
 Target = TypeVar("Target")
 
 
@@ -81,6 +83,13 @@ def seconds(text: str) -> float:
     """A time above zero."""
     if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text) or not float(text):
         raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
+    return float(text)
+
+
+def nats(text: str) -> float:
+    """A KL divergence, zero or more."""
+    if not re.fullmatch(r"\d{1,9}(\.\d{1,15})?(e-\d{1,2})?", text):
+        raise argparse.ArgumentTypeError(f"{text} is no number of nats such as 0.01")
     return float(text)
 
 
@@ -376,7 +385,7 @@ class Run:
     push: Push | None = field(default=None, metadata=said(about="publish the output on the Hub"))
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+        if not re.fullmatch(DEVICES, self.device):
             raise UsageError(f"{self.device} is not a device", "choose auto, cpu, cuda or cuda:N")
         if self.workers is not None and self.workers < 1:
             raise UsageError(f"{self.workers} workers cannot work", "give --workers 1 or more")
@@ -436,7 +445,7 @@ class Texts:
             read=filled,
         ),
     )
-    samples: int = field(default=32, metadata=said("pieces of text in all (default: 32)", TEXTS, value="N", read=int))
+    samples: int = field(default=16, metadata=said("pieces of text in all (default: 16)", TEXTS, value="N", read=int))
     length: int = field(default=512, metadata=said("tokens of each (default: 512)", TEXTS, value="N", read=int))
 
     def __post_init__(self) -> None:
@@ -500,6 +509,125 @@ class Diagnose:
             raise UsageError(f"{self.workers} workers cannot work", "give --workers 1 or more")
         if self.scratch is not None and not self.stream:
             raise UsageError("--scratch is where --stream keeps shards", "give --stream too, or leave --scratch out")
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """What is held against what, and how."""
+
+    outputs: Sequence[str | os.PathLike[str]] = field(
+        metadata=said(
+            "what was made of it: directories, or Hub repositories",
+            PLACES,
+            "directories or Hub repositories, made from one source",
+            flags=("outputs",),
+            value="OUTPUT",
+            read=filled,
+            repeated=True,
+            completes="directory",
+        )
+    )
+    source: str | os.PathLike[str] = field(
+        metadata=said(
+            "what they were made from: directory, or org/name",
+            PLACES,
+            "the checkpoint they were made from, a directory or a Hub repository",
+            value="MODEL",
+            read=filled,
+            required=True,
+            completes="directory",
+        )
+    )
+    out: str | os.PathLike[str] | None = field(
+        default=None,
+        metadata=said(
+            "where the figures go (default: OUTPUT/eval.json)",
+            PLACES,
+            "a file for the figures, of several outputs for those of all; if None they go to eval.json of each output "
+            "that openquant made",
+            value="FILE",
+            read=filled,
+            completes="file",
+        ),
+    )
+    prompts: str | os.PathLike[str] | None = field(
+        default=None,
+        metadata=said(
+            "prompts to answer, a line each or JSON lines",
+            TEXTS,
+            "a file of prompts that source and outputs answer side by side; built-in ones if None",
+            value="FILE",
+            read=filled,
+            completes="file",
+        ),
+    )
+    kv_cache: str = field(
+        default="auto",
+        metadata=said(
+            "fp8: keys and values in FP8; auto: as the config says",
+            RUNNING,
+            '"fp8" to round keys and values to FP8, or "auto" to do so where an output\'s config says it',
+            value="NAME",
+            choices=("fp8", "auto"),
+        ),
+    )
+    device: str = field(
+        default="cpu",
+        metadata=said(
+            "cpu (default), cuda, cuda:N; auto: a GPU if any",
+            RUNNING,
+            'where it is computed: "cpu", "cuda", "cuda:N" or "auto" (a GPU if there is one)',
+            value="NAME",
+        ),
+    )
+    max_memory: int | None = field(
+        default=None,
+        metadata=said(
+            "hidden states beyond this go to disk: 500MB, 2GB",
+            RUNNING,
+            "bytes that this process may hold in memory; what texts are in beyond that goes to a scratch file",
+            value="SIZE",
+            read=size,
+        ),
+    )
+    scratch: str | os.PathLike[str] | None = field(
+        default=None,
+        metadata=said(
+            "directory for that (default: beside the output)",
+            RUNNING,
+            "the directory for that file; the first output's parent if None",
+            value="DIR",
+            read=filled,
+            completes="directory",
+        ),
+    )
+    seed: int = field(
+        default=0, metadata=said("of the floor's noise and of intervals (default: 0)", RUNNING, value="N", read=int)
+    )
+    fail_above: float | None = field(
+        default=None,
+        metadata=said(
+            "exit with 1 if a mean KL is larger",
+            OUTPUT,
+            "the largest mean KL of an output that is no failure, for the command's exit code",
+            value="KL",
+            read=nats,
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.outputs, (str, os.PathLike)):
+            raise UsageError(f"outputs is {str(self.outputs)!r}, not a list", f"give [{str(self.outputs)!r}]")
+        if not self.outputs:
+            raise UsageError("no output is named", "give a directory that was made from the source")
+        if len({os.fspath(output) for output in self.outputs}) < len(self.outputs):
+            raise UsageError("an output is given twice", "give each once")
+        if self.kv_cache not in ("fp8", "auto"):
+            raise UsageError(f"{self.kv_cache} is not a cache", "choose fp8 or auto")
+        if not re.fullmatch(DEVICES, self.device):
+            raise UsageError(f"{self.device} is not a device", "choose auto, cpu, cuda or cuda:N")
+        if self.seed < 0:
+            raise UsageError(f"{self.seed} is no seed", "give --seed 0 or more")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ FLOORS = (
     ("convert", "hub", "measure"),
     ("verification",),
     ("report",),
-    ("run", "arguments"),
+    ("run", "evaluation", "arguments"),
     ("console",),
     ("api",),
     ("cli",),

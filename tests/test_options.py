@@ -24,7 +24,7 @@ import openquant
 from conftest import ROOT
 from openquant.errors import UsageError
 from openquant.formats.schemes import SCHEMES
-from openquant.options import Check, Diagnose, Option, Push, Recipe, Run, Texts, options_of
+from openquant.options import Check, Diagnose, Evaluate, Option, Push, Recipe, Run, Texts, options_of
 
 TITLES = ("what the weights become", "where they come from and go", "how it runs", "output")
 
@@ -49,6 +49,7 @@ def test_signatures_are_the_fields() -> None:
     assert taken(openquant.dequantize) == [*said(Run, without=("device",)), *beside]
     assert taken(openquant.verify)[:-1] == said(Check)
     assert taken(openquant.diagnose)[:-1] == said(Diagnose)
+    assert taken(openquant.evaluate)[:-2] == [*said(Evaluate), *said(Texts)]
 
 
 def test_positional_arguments_stay() -> None:
@@ -59,17 +60,18 @@ def test_positional_arguments_stay() -> None:
     assert positional(openquant.compress) == ["model", "output", "scheme"]
     assert positional(openquant.dequantize) == ["model", "output"]
     assert positional(openquant.diagnose) == ["model", "scheme"]
+    assert positional(openquant.evaluate) == ["outputs", "source"]
     assert positional(Push) == ["name", "private", "create_pr", "message", "only", "replace_weights"]
     with pytest.raises(TypeError, match=re.escape("compress() got an unexpected keyword argument 'workrs'")):
         openquant.compress("model", workrs=3)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("function", [openquant.compress, openquant.dequantize, openquant.diagnose])
+@pytest.mark.parametrize("function", [openquant.compress, openquant.dequantize, openquant.diagnose, openquant.evaluate])
 def test_docstrings_tell_of_every_argument(function: Any) -> None:
     section = inspect.getdoc(function).split("Args:\n")[1].split("\n\n")[0]
     told = re.findall(r"^    (\w+): \S", section, re.MULTILINE)
     assert sorted(told) == sorted(inspect.signature(function).parameters)
-    assert function is openquant.diagnose or (
+    assert function in (openquant.diagnose, openquant.evaluate) or (
         "\n    max_memory: bytes that this process may hold in memory; fewer workers are used if need be.\n" in section
     )
     assert max(map(len, section.splitlines())) <= 120
@@ -101,7 +103,7 @@ def test_openquant_alone_prints_its_help() -> None:
     shown = openquant_prints()
     assert shown == openquant_prints("--help")
     assert shown.startswith("usage: openquant VERB [options]\n")
-    verbs = ["compress", "dequantize", "push", "diagnose", "verify", "completion"]
+    verbs = ["compress", "dequantize", "push", "diagnose", "eval", "verify", "completion"]
     assert re.findall(r"^  (\w+)  +[A-Z]", shown, re.MULTILINE) == verbs
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-m", "openquant"], stdout=full, stderr=subprocess.PIPE, text=True)

@@ -1,0 +1,210 @@
+"""evaluate(): outputs held against their source, from opening them to writing what was found beside them.
+
+transformers is imported by the modules that run models, and these when they are needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .errors import OutputError, UsageError
+from .files.checkpoint import Checkpoint, open_checkpoint
+from .files.names import EVAL_FILE, JOURNAL_FILE
+from .hub.source import Source, find_source
+from .hub.supplied import supplied
+from .machine import find_device, peak_rss
+from .options import Evaluate, Texts, values_for
+
+if TYPE_CHECKING:
+    from .measure.evaluate import Evaluation, Subject
+    from .measure.scratch import Scratch
+    from .measure.tokenizer import Tokenizer
+
+# Bytes of hidden states that wait in memory, if nobody says how much of it there is.
+BUDGET = 4 << 30
+
+
+def evaluate(
+    outputs: Sequence[str | os.PathLike[str]],
+    source: str | os.PathLike[str],
+    *,
+    out: str | os.PathLike[str] | None = None,
+    prompts: str | os.PathLike[str] | None = None,
+    kv_cache: str = "auto",
+    device: str = "cpu",
+    max_memory: int | None = None,
+    scratch: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    fail_above: float | None = None,
+    text: Sequence[str | os.PathLike[str]] = (),
+    dataset: str | None = None,
+    samples: int = 16,
+    length: int = 512,
+    begun: Callable[[str], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Hold outputs against their source: what they answer to texts, where it comes from, and a verdict in a word.
+
+    Args:
+        outputs: directories or Hub repositories, made from one source.
+        source: the checkpoint they were made from, a directory or a Hub repository.
+        out: a file for the figures, of several outputs for those of all; if None they go to eval.json of each output
+            that openquant made.
+        prompts: a file of prompts that source and outputs answer side by side; built-in ones if None.
+        kv_cache: "fp8" to round keys and values to FP8, or "auto" to do so where an output's config says it.
+        device: where it is computed: "cpu", "cuda", "cuda:N" or "auto" (a GPU if there is one).
+        max_memory: bytes that this process may hold in memory; what texts are in beyond that goes to a scratch file.
+        scratch: the directory for that file; the first output's parent if None.
+        seed: of the floor's noise and of intervals.
+        fail_above: the largest mean KL of an output that is no failure, for the command's exit code.
+        text: files, each a domain: .jsonl with `text` or `messages` in each line, all others text in UTF-8. Without
+            any and without a dataset, the source and documentation of Python's own standard library.
+        dataset: a dataset with a column `text` or `messages`, `NAME[:SUBSET[:SPLIT]]`.
+        samples: pieces of text in all.
+        length: tokens of each.
+        begun: told in a line what is to be done and how long it may take, before it starts.
+        progress: told how much is done, and how much there is to do.
+
+    Returns:
+        The figures; docs/evaluation.md says what they mean.
+
+    Raises:
+        OpenQuantError: something the caller can fix.
+    """
+    given = locals()
+    asked, texts = Evaluate(**values_for(Evaluate, given)), Texts(**values_for(Texts, given))
+    chosen = find_device(asked.device, 0)
+    sources = [find_source(os.fspath(name)) for name in (asked.source, *asked.outputs)]
+    checkpoints = [open_checkpoint(each.root, each.remote, each.absent) for each in sources]
+    targets = _targets(asked, checkpoints[1:])
+    # Only now is transformers imported.
+    from .measure.evaluate import Settings
+    from .measure.evaluate import evaluate as measure
+    from .measure.texts import read
+
+    with ExitStack() as stack:
+        tokenizers = [_tokenizer(each, checkpoint) for each, checkpoint in zip(sources, checkpoints, strict=True)]
+        tokenizer = tokenizers[0]
+        corpus = read(texts, tokenizer, vocabulary=_vocabulary(checkpoints[0]))
+        subjects = [
+            stack.enter_context(_subject(each, checkpoint, tokenizer, own))
+            for each, checkpoint, own in zip(sources, checkpoints, tokenizers, strict=True)
+        ]
+        room = _scratch(asked, checkpoints, len(corpus.documents) * corpus.length)
+        settings = Settings(
+            asked.seed, asked.kv_cache, chosen, stack.enter_context(room) if room else None, tokenizer, asked.prompts
+        )
+        found = measure(subjects[0], subjects[1:], corpus, settings, begun, progress)
+    for target, value in targets(found):
+        write_json(target, value)
+    return found
+
+
+@contextmanager
+def _subject(source: Source, checkpoint: Checkpoint, tokenizer: Tokenizer, own: Tokenizer) -> Iterator[Subject]:
+    """A checkpoint to be run; shards come as they are read."""
+    from .measure.evaluate import Subject
+
+    name = source.repo or source.name
+    with supplied(source, {shard: [shard] for shard in checkpoint.shards}, False, None) as supply:
+
+        def path(shard: str) -> Path:
+            supply.wait_for(shard, lambda: False)
+            return supply.path(shard)
+
+        yield Subject(name, checkpoint, path, tokenizer.differences(own))
+
+
+def _tokenizer(source: Source, checkpoint: Checkpoint) -> Tokenizer:
+    """A checkpoint's tokenizer.
+
+    Raises:
+        SourceError: there is none, or it is damaged.
+    """
+    from .measure.tokenizer import FILES, TEMPLATES, load
+
+    wanted = {*FILES, *TEMPLATES, "generation_config.json"}
+    source.fetch_files([name for name in checkpoint.files if name in wanted])
+    return load(source.root, source.repo or source.name)
+
+
+def _vocabulary(checkpoint: Checkpoint) -> int | None:
+    """Tokens that a model has, as config.json says."""
+    inner = checkpoint.config.get("text_config")
+    places = (checkpoint.config, inner if isinstance(inner, dict) else {})
+    return next((size for place in places if isinstance(size := place.get("vocab_size"), int)), None)
+
+
+def _scratch(asked: Evaluate, checkpoints: Sequence[Checkpoint], tokens: int) -> Scratch | None:
+    """A file for hidden states, where they may be more than memory has room for."""
+    from .measure.scratch import Scratch
+
+    config = checkpoints[0].config
+    inner = config.get("text_config")
+    size = next((each.get("hidden_size") for each in (config, inner) if isinstance(each, dict)), 0)
+    # The source twice, each output twice, and embeddings that wait beside what became of them.
+    held = 2 * 2 * len(checkpoints) * tokens * (size if isinstance(size, int) else 0) * 2
+    # As much again for the weights of a layer and for logits, of which nothing is known yet.
+    budget = BUDGET if asked.max_memory is None else max(0, (asked.max_memory - peak_rss()) // 2)
+    if held <= budget:
+        return None
+    directory = Path(asked.scratch) if asked.scratch is not None else checkpoints[1].root.parent
+    return Scratch(directory, budget, asked.scratch is not None)
+
+
+def _targets(
+    asked: Evaluate, outputs: Sequence[Checkpoint]
+) -> Callable[[Evaluation], Iterator[tuple[Path, dict[str, object]]]]:
+    """Where what will be found goes, asked before anything is computed.
+
+    Raises:
+        UsageError: nothing can be written there.
+    """
+    if asked.out is not None:
+        files = [Path(asked.out)]
+    else:
+        files = [each.root / EVAL_FILE for each in outputs if (each.root / JOURNAL_FILE).exists()]
+    for file in files:
+        if not os.access(file.parent, os.W_OK) or file.is_dir():
+            raise UsageError(f"{file} cannot be written", "name another file with --out")
+
+    def pairs(found: Evaluation) -> Iterator[tuple[Path, dict[str, object]]]:
+        if asked.out is not None:
+            yield files[0], found.outputs[0] if len(found.outputs) == 1 else found.to_json()
+            return
+        for checkpoint, value in zip(outputs, found.outputs, strict=True):
+            if checkpoint.root / EVAL_FILE in files:
+                yield checkpoint.root / EVAL_FILE, value
+
+    return pairs
+
+
+def write_json(file: Path, value: dict[str, object]) -> None:
+    """Write a JSON file, whole or not at all.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    beside = file.with_name(f".{file.name}.openquant")
+    try:
+        try:
+            # What a run that was killed left, or a link that somebody put there.
+            beside.unlink(missing_ok=True)
+            with beside.open("x") as stream:
+                json.dump(value, stream, indent=1, allow_nan=False)
+                stream.write("\n")
+                stream.flush()
+                os.fsync(stream.fileno())
+            beside.replace(file)
+        except OSError:
+            beside.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise OutputError(
+            f"{file} cannot be written: {error.strerror or error}", "free some space, or name another file with --out"
+        ) from error

@@ -1,0 +1,529 @@
+"""The evaluation: a source, itself with noise, and its outputs go side by side through all layers and all texts.
+
+Every weight is read once. What is found of an output is a dictionary, which is its eval.json; docs/evaluation.md has
+the keys.
+
+    found = evaluate(Subject("Qwen3-8B", checkpoint), [Subject("Qwen3-8B-FP8", other)], corpus)
+    found.outputs[0]["kl"]["mean"]      # 0.0031
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+
+from ..errors import UsageError
+from ..files.checkpoint import Checkpoint
+from ..files.fingerprint import fingerprint
+from ..version import __version__
+from . import library
+from .answers import answers, fits
+from .changes import Change, compare_weights
+from .fidelity import EDGES, Names, Record, compare, histogram, summary
+from .forward import Pass, StreamedModel, run
+from .generate import along
+from .noise import Noise
+from .products import products_in_float32
+from .scratch import Scratch
+from .served import Served, logits
+from .skeleton import REST
+from .texts import Corpus
+from .tokenizer import Tokenizer
+from .verdict import (
+    BROKEN,
+    Layer,
+    Suspect,
+    suspects_by_config,
+    suspects_by_layers,
+    suspects_by_weights,
+    word,
+)
+from .work import Work, spoken
+
+# Told how many steps are done, and how many there are.
+Progress = Callable[[int, int], None]
+# Settings that say nothing of what a model computes.
+_TOLD = frozenset(
+    ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "_name_or_path", "model_type",
+     "initializer_range", "tokenizer_class", "bos_token_id", "eos_token_id", "pad_token_id", "return_dict",
+     "output_attentions", "output_hidden_states", "attention_dropout", "chunk_size_feed_forward", "id2label",
+     "label2id", "problem_type", "is_encoder_decoder", "max_position_embeddings", "finetuning_task")
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint to be evaluated, or its source.
+
+    Attributes:
+        name: what it is called, for people.
+        checkpoint: what it holds.
+        path: where a shard lies; in the checkpoint's directory if None.
+        tokenizer: in what its tokenizer does something else than the source's, such as "the chat template".
+    """
+
+    name: str
+    checkpoint: Checkpoint
+    path: Callable[[str], Path] | None = None
+    tokenizer: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its tensors."""
+        return sum(info.nbytes for info in self.checkpoint.tensors.values())
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to evaluate.
+
+    Attributes:
+        seed: of the noise and of the bootstrap.
+        kv_cache: "fp8", or "auto" for what an output's config says.
+        device: of torch.
+        scratch: where hidden states go beyond a budget; None for nowhere.
+        tokenizer: the source's, to show what models answer to prompts; None to have none.
+        prompts: a file of them; built-in ones if None.
+    """
+
+    seed: int = 0
+    kv_cache: str = "auto"
+    device: str = "cpu"
+    scratch: Scratch | None = None
+    tokenizer: Tokenizer | None = None
+    prompts: str | os.PathLike[str] | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was found.
+
+    Attributes:
+        source: its name and digest.
+        floor: figures of the source beside itself with noise.
+        outputs: what was found of each, as its eval.json has it.
+        notes: what people should know of it.
+    """
+
+    source: dict[str, Any]
+    floor: dict[str, Any]
+    outputs: list[dict[str, Any]]
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {"source": self.source, "floor": self.floor, "outputs": self.outputs}
+
+
+def evaluate(
+    source: Subject,
+    outputs: Sequence[Subject],
+    corpus: Corpus,
+    settings: Settings | None = None,
+    begun: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Hold outputs against their source.
+
+    Args:
+        source: what they were made from, quantized or not.
+        outputs: at least one.
+        corpus: the texts.
+        settings: how; the default is all that is needed.
+        begun: told in a line what is to be done and how long it may take.
+        progress: told how far it is.
+
+    Raises:
+        SourceError: a checkpoint cannot be read or run, or answers with NaN.
+        UsageError: the checkpoints are not of one model.
+        OutputError: hidden states found no room on disk.
+    """
+    evaluating = _Evaluating(source, outputs, corpus, settings or Settings(), progress)
+    if begun is not None:
+        begun(evaluating.about())
+    return evaluating.run()
+
+
+@dataclass
+class _Subject:
+    """An output, and what is found of it as texts go through."""
+
+    of: Subject
+    served: Served
+    first: int
+    passes: int
+    records: list[list[Record]]
+    changes: list[Change] = field(default_factory=list)
+
+
+class _Distances:
+    """Relative distances of hidden states, by layer and pass: the mean over all tokens."""
+
+    def __init__(self) -> None:
+        self.layers: dict[str, None] = {}
+        self._sums: dict[tuple[str, int], list[float]] = {}
+        self._source: Tensor | None = None
+
+    def add(self, layer: str, number: int, hidden: Tensor) -> None:
+        """Add what a layer gave in a pass; that of the source, number 0, comes first."""
+        self.layers[layer] = None
+        states = hidden.reshape(-1, hidden.shape[-1]).float()
+        if number == 0:
+            self._source = states
+            return
+        assert self._source is not None
+        norms = self._source.norm(dim=-1)
+        apart = (states - self._source).norm(dim=-1) / norms.clamp(min=torch.finfo(torch.float32).tiny)
+        sums = self._sums.setdefault((layer, number), [0.0, 0.0])
+        sums[0] += float(apart.double().sum())
+        sums[1] += len(apart)
+
+    def of(self, layer: str, number: int) -> float:
+        """The distance after a layer in a pass."""
+        total, count = self._sums[layer, number]
+        return total / count
+
+
+class _Routes:
+    """Which experts tokens go to, by module and pass."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._source: dict[str, Tensor] = {}
+        self._counts: dict[tuple[str, int], list[int]] = {}
+
+    def watch(self, model: nn.Module) -> None:
+        """Look at all modules of stacked experts of a model."""
+        for name, module in model.named_modules():
+            if hasattr(module, "is_concatenated"):
+                module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+            chosen = chosen.sort(-1).values
+            if self.number == 0:
+                self._source[name] = chosen
+                return
+            counts = self._counts.setdefault((name, self.number), [0, 0])
+            counts[0] += int((chosen != self._source[name]).any(-1).sum())
+            counts[1] += len(chosen)
+
+        return before
+
+    def of(self, layer: str, number: int) -> float | None:
+        """The share of tokens that go to other experts than the source's in a layer; None where it has no experts."""
+        found = [
+            otherwise / total
+            for (name, at), (otherwise, total) in self._counts.items()
+            if at == number and name.startswith(f"{layer}.")
+        ]
+        return max(found, default=None)
+
+
+class _Evaluating:
+    """One call of `evaluate`."""
+
+    def __init__(
+        self,
+        source: Subject,
+        outputs: Sequence[Subject],
+        corpus: Corpus,
+        settings: Settings,
+        progress: Progress | None,
+    ) -> None:
+        self.source, self.corpus, self.settings, self.progress = source, corpus, settings, progress
+        self.model = StreamedModel(source.checkpoint, device=settings.device, path=source.path)
+        # Not with the noise's forward: models of outputs have none.
+        self.layers = [
+            name
+            for name, module in self.model.units.items()
+            if not isinstance(module, nn.Embedding) and module is not library.output_head(self.model.model)
+        ]
+        self.distances, self.routes = _Distances(), _Routes()
+        self.routes.watch(self.model.model)
+        self.noise = Noise(self.model.units[name] for name in self.layers)
+        self.floor: list[Record] = []
+        self.outputs: list[_Subject] = []
+        number = 2
+        for output in outputs:
+            model = StreamedModel(output.checkpoint, dtype=self.model.dtype, device=settings.device, path=output.path)
+            _require_one_model(source, self.model, output, model)
+            self.routes.watch(model.model)
+            served = Served(output.name, output.checkpoint, model, settings.kv_cache, output.path)
+            passes = 2 if served.rounds else 1
+            self.outputs.append(_Subject(output, served, number, passes, [[] for _ in range(passes)]))
+            number += passes
+        self.compared: set[tuple[str, int]] = set()
+        # Of the first document, the tokens that each model finds most likely to come next, by pass.
+        self.likely: dict[int, list[int]] = {}
+        self.held: Tensor | None = None
+        self.steps = 0
+
+    def about(self) -> str:
+        """What is to be done, and how long it may take: "16 documents of 512 tokens: .., 4 passes, about 5 minutes"."""
+        passes = self.outputs[-1].first + self.outputs[-1].passes
+        table = self.model.model.get_input_embeddings()
+        vocabulary = int(getattr(table, "num_embeddings", 0))
+        work = Work(self.model.nbytes, self.model.dtype.itemsize, vocabulary, passes, len(self.outputs))
+        took = work.seconds(len(self.corpus.documents) * self.corpus.length, self.settings.device)
+        return f"{self.corpus.described}; {passes} passes, about {spoken(took)}"
+
+    def run(self) -> Evaluation:
+        """What is found once all texts are through."""
+        documents = [torch.tensor(each.ids, device=self.settings.device) for each in self.corpus.documents]
+        groups = [self._group(number, ids) for number, ids in enumerate(documents)]
+        run(
+            groups,
+            finished=self._finished,
+            after_unit=self._after_unit,
+            scratch=self.settings.scratch,
+            progress=self._advanced,
+        )
+        return self._results(self._answers())
+
+    def _answers(self) -> list[list[dict[str, Any]]]:
+        """What models answer, for each output beside the source's; along a text where that would take too long."""
+        tokenizer = self.settings.tokenizer
+        if tokenizer is None:
+            return [[] for _ in self.outputs]
+        served = [output.served for output in self.outputs]
+        size = max(self.model.nbytes, *(each.model.nbytes for each in served))
+        if fits(size, asked=self.settings.prompts is not None):
+            return answers(self.model, self.source.checkpoint, served, tokenizer, self.settings.prompts)
+        ids, last = self.corpus.documents[0].ids, [output.first + output.passes - 1 for output in self.outputs]
+        return [[along(ids, self.likely[0], self.likely[number], tokenizer)] for number in last]
+
+    def _group(self, number: int, ids: Tensor) -> list[Pass[Tensor]]:
+        noisy = self.noise.source(self.settings.seed * 1_000_003 + number)
+        passes = [Pass(self.model, lambda: logits(self.model, ids)) for _ in range(2)]
+        passes[1] = Pass(self.model, passes[1].body, noisy)
+        for output in self.outputs:
+            passes += output.served.passes(ids)
+        return [Pass(each.model, each.body, self._around(at, each.around)) for at, each in enumerate(passes)]
+
+    def _around(
+        self, number: int, inner: Callable[[], AbstractContextManager[Any]]
+    ) -> Callable[[], AbstractContextManager[Any]]:
+        @contextmanager
+        def around() -> Iterator[None]:
+            self.routes.number = number
+            with products_in_float32(self.settings.device), inner():
+                yield
+
+        return around
+
+    def _after_unit(self, unit: str, group: int, number: int, hidden: Tensor) -> None:
+        if unit in self.layers:
+            self.distances.add(unit, number, hidden)
+        if group == 0:
+            self._compare_weights(unit, number)
+
+    def _compare_weights(self, unit: str, number: int) -> None:
+        """Hold an output's weights of a unit against the source's, while both are loaded."""
+        output = next((each for each in self.outputs if each.first == number), None)
+        if output is None or (unit, number) in self.compared:
+            return
+        self.compared.add((unit, number))
+        mine, theirs = (model.model for model in (self.model, output.served.model))
+        for name, parameter in mine.named_parameters():
+            if _unit_of(self.model, name) != unit:
+                continue
+            owner, _, last = name.rpartition(".")
+            other = getattr(theirs.get_submodule(owner), last)
+            module = name.removesuffix(".weight")
+            weight = output.served.model.quantized.get(module)
+            form = None if weight is None else weight.format
+            if form is None or parameter.ndim == 2:
+                output.changes.append(compare_weights(module, parameter, other, form))
+                continue
+            transposed = bool(getattr(mine.get_submodule(owner), "is_transposed", False))
+            output.changes += [
+                compare_weights(f"{module}[{expert}]", before, after, form, transposed)
+                for expert, (before, after) in enumerate(zip(parameter, other, strict=True))
+            ]
+
+    def _finished(self, group: int, number: int, found: Tensor) -> None:
+        if group == 0:
+            self._compare_weights(REST, number)
+            self.likely[number] = found.argmax(-1).tolist()
+        if number == 0:
+            self.held = found
+            return
+        assert self.held is not None
+        document, ids = self.corpus.documents[group], torch.tensor(self.corpus.documents[group].ids)
+        output = next((each for each in self.outputs if each.first <= number < each.first + each.passes), None)
+        names = Names(self.source.name, output.of.name if output else f"{self.source.name} with noise")
+        record = compare(self.held, found, ids, document.domain, document.name, names)
+        (output.records[number - output.first] if output else self.floor).append(record)
+        if number + 1 == (self.outputs[-1].first + self.outputs[-1].passes):
+            self.held = None
+
+    def _advanced(self, unit: str, done: int, total: int) -> None:
+        del unit, done
+        self.steps += 1
+        if self.progress is not None:
+            # Of a model's own bytes, which is what bars show: each unit of it is as large as any other.
+            share = min(1.0, self.steps / (total * len(self.model.units)))
+            self.progress(int(share * self.model.nbytes), self.model.nbytes)
+
+    def _results(self, texts: Sequence[list[dict[str, Any]]]) -> Evaluation:
+        floor = _brief(self.floor, self.settings.seed)
+        source = {"name": self.source.name, "digest": fingerprint(self.source.checkpoint)}
+        common = {
+            "floor": floor,
+            "text": self.corpus.account,
+            "versions": _versions(),
+            "seed": self.settings.seed,
+            "device": self.settings.device,
+            "source": source,
+        }
+        outputs = [
+            {**self._result(output, floor), "texts": shown, **common}
+            for output, shown in zip(self.outputs, texts, strict=True)
+        ]
+        notes = [*self.corpus.notes, *(note for output in self.outputs for note in output.served.notes)]
+        return Evaluation(source, floor, outputs, tuple(dict.fromkeys(notes)))
+
+    def _result(self, output: _Subject, floor: Mapping[str, Any]) -> dict[str, Any]:
+        weights, full = output.records[0], output.records[-1]
+        figures = summary(full, self.settings.seed)
+        # Not those of towers, which no text goes through.
+        layers = [self._layer(name, output) for name in self.distances.layers]
+        suspects = [
+            *self._by_files(output),
+            *suspects_by_weights(output.changes, output.served.kept),
+            *suspects_by_layers(layers),
+        ]
+        verdict = word(figures["kl"]["mean"], floor["kl"])
+        if output.of.tokenizer:
+            verdict = "broken"
+        alone = _brief(weights, self.settings.seed)
+        errors = [change.error for change in output.changes if change.quantized]
+        return {
+            **figures,
+            "kl_histogram": {"edges": list(EDGES), "output": histogram(full), "floor": histogram(self.floor)},
+            "weights_only": alone,
+            "weight_error": statistics.median(errors) if errors else 0.0,
+            "kv_cache": "fp8" if output.served.cached else "auto",
+            "layers": [_layer_json(layer) for layer in layers],
+            "verdict": verdict,
+            "reasons": _reasons(figures, floor, suspects),
+            "suspects": list(dict.fromkeys(suspect.layer for suspect in suspects)),
+            "sizes": {"source": self.source.nbytes, "output": output.of.nbytes},
+            "output": {"name": output.of.name, "digest": fingerprint(output.of.checkpoint)},
+        }
+
+    def _layer(self, name: str, output: _Subject) -> Layer:
+        number = output.first + output.passes - 1
+        last = name.rpartition(".")[2]
+
+        def inside(place: str | int) -> bool:
+            return str(place) == last if isinstance(place, int) else place.startswith(f"{name}.")
+
+        return Layer(
+            name,
+            self.distances.of(name, number),
+            self.distances.of(name, 1),
+            self.routes.of(name, number),
+            output.served.clipped.share(inside),
+        )
+
+    def _by_files(self, output: _Subject) -> list[Suspect]:
+        mine, theirs = (_config_of(model) for model in (self.model, output.served.model))
+        tokenizer = [Suspect("tokenizer", f"it has another answer for {what}") for what in output.of.tokenizer]
+        return [*tokenizer, *suspects_by_config(mine, theirs)]
+
+
+def _unit_of(model: StreamedModel, name: str) -> str:
+    """The unit that a parameter belongs to; REST outside of all."""
+    while name and name not in model.units:
+        name = name.rpartition(".")[0]
+    return name or REST
+
+
+def _config_of(model: StreamedModel) -> dict[str, Any]:
+    """What a model's configuration says of what it computes, flat: {"rope_parameters.rope_theta": 10000.0, ...}."""
+    found: dict[str, Any] = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                if key not in _TOLD:
+                    walk(f"{prefix}.{key}" if prefix else str(key), inner)
+        else:
+            found[prefix] = value
+
+    walk("", model.model.config.to_dict())
+    return found
+
+
+def _require_one_model(source: Subject, mine: StreamedModel, output: Subject, theirs: StreamedModel) -> None:
+    """Refuse what cannot be held against one another.
+
+    Raises:
+        UsageError: classes, layers or vocabularies differ.
+    """
+    facts = []
+    for model in (mine, theirs):
+        table = model.model.get_input_embeddings()
+        size = getattr(table, "num_embeddings", None)
+        layers = sum(not isinstance(module, nn.Embedding) for module in model.units.values())
+        facts.append((type(model.model).__name__, f"{size} tokens", f"{layers} layers"))
+    for before, after in zip(*facts, strict=True):
+        if before != after:
+            raise UsageError(
+                f"{output.name} has {after}, {source.name} has {before}", "name the model that it was made from"
+            )
+
+
+def _brief(records: Sequence[Record], seed: int) -> dict[str, Any]:
+    """The figures of what stands beside others."""
+    found = summary(records, seed)
+    return {
+        "kl": found["kl"]["mean"],
+        **{name: found["kl"][name] for name in ("interval", "median", "p90", "p99", "p999", "max", "share_above_0.1")},
+        "top1": found["top1"],
+        "top5": found["top5"],
+        "perplexity": found["perplexity"]["output"],
+        "rms_dp": found["rms_dp"],
+    }
+
+
+def _layer_json(layer: Layer) -> dict[str, Any]:
+    found = {"layer": layer.name, "distance": layer.distance, "floor": layer.floor}
+    return found if layer.routed_otherwise is None else {**found, "routed_otherwise": layer.routed_otherwise}
+
+
+def _reasons(figures: Mapping[str, Any], floor: Mapping[str, Any], suspects: Sequence[Suspect]) -> list[str]:
+    kl, ratio = figures["kl"]["mean"], figures["perplexity"]["ratio"]
+    times = f", {kl / floor['kl']:.3g} times the floor" if floor["kl"] else ""
+    beyond = " (broken is more than 0.5)" if kl > BROKEN else ""
+    return [
+        f"mean KL {kl:.3g} nats{times}{beyond}",
+        f"the most probable token is the same at {100 * figures['top1']:.2f} % of positions, "
+        f"at {100 * floor['top1']:.2f} % with the floor's noise",
+        f"perplexity is {ratio:.4g} times the source's",
+        *(f"{suspect.layer}: {suspect.why}" for suspect in suspects),
+    ]
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "openquant": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,171 @@
+"""An output as engines serve it: its weights decoded, its activations rounded, its cache in FP8 where it says so.
+
+served = Served(StreamedModel(checkpoint), kv_cache="auto")
+served.passes(ids)      # [weights alone, weights and activations], or the first alone where nothing else is rounded
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import SourceError
+from ..files.checkpoint import Checkpoint
+from ..files.tensors import TensorInfo
+from ..formats.quantization import Quantization, quantization_places, read_quantization
+from ..models import GENERIC, MODELS, NEVER_QUANTIZED
+from ..plan.roles import Entry
+from ..weights.find import decoded_view, with_own_file
+from ..weights.weight import Weight
+from .forward import Pass, StreamedModel
+from .products import products_in_float32
+from .rounding import (
+    Clipped,
+    Experts,
+    Layer,
+    RoundedCache,
+    Rounding,
+    cache_scales,
+    refuse_latent_cache,
+    says_fp8_cache,
+)
+from .slices import Slices
+
+# The parameters of stacked experts, by what goes into them.
+_FIRST, _DOWN = ("gate_up_proj", "gate_proj", "up_proj"), ("down_proj",)
+
+
+class Served:
+    """An output's model, and what engines do with what it computes.
+
+    Args:
+        name: of the output, for messages.
+        checkpoint: the output.
+        model: the same, to run.
+        kv_cache: "fp8", or "auto" for what its config says.
+        path: where a shard lies; in the checkpoint's directory if None.
+
+    Attributes:
+        clipped: activations that stored scales do not hold.
+        kept: modules that are quantized, although engines build them in the model's own dtype.
+        notes: what is not computed as engines compute it.
+
+    Raises:
+        UsageError: activations or the cache are quantized in a way that is not known here.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        checkpoint: Checkpoint,
+        model: StreamedModel,
+        kv_cache: str = "auto",
+        path: Callable[[str], Path] | None = None,
+    ) -> None:
+        self.name, self.checkpoint, self.model = name, checkpoint, model
+        self.clipped = Clipped()
+        self.notes: list[str] = []
+        self._path = path
+        config = with_own_file(checkpoint.config, checkpoint.root)
+        quantization = read_quantization(config) if quantization_places(config) else None
+        layers, experts = self._layers(quantization)
+        self._rounding = Rounding(model.model, layers, experts, self.clipped) if layers or experts else None
+        self._scales: Mapping[int, tuple[float, float]] | None = None
+        if kv_cache == "fp8" or (quantization is not None and says_fp8_cache(quantization.settings)):
+            refuse_latent_cache(model.model.config)
+            self._scales = cache_scales(checkpoint.tensors, self._value)
+        entry = Entry(MODELS.get(checkpoint.architecture, GENERIC))
+        self.kept = [
+            module for module, weight in model.quantized.items() if entry.role(weight.module).keep in NEVER_QUANTIZED
+        ]
+
+    @property
+    def rounds(self) -> bool:
+        """Whether anything but weights is rounded."""
+        return self._rounding is not None or self._scales is not None
+
+    @property
+    def cached(self) -> bool:
+        """Whether keys and values are kept in FP8."""
+        return self._scales is not None
+
+    def passes(self, ids: Tensor) -> list[Pass[Tensor]]:
+        """Passes that give a text's logits [length, vocabulary]: with weights alone, then with all that is rounded."""
+        weights = Pass(self.model, partial(logits, self.model, ids))
+        if not self.rounds:
+            return [weights]
+        return [weights, Pass(self.model, partial(self._logits, ids), self.around)]
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Round activations meanwhile."""
+        with products_in_float32(self.model.device), nullcontext() if self._rounding is None else self._rounding.on():
+            yield
+
+    def _logits(self, ids: Tensor) -> Tensor:
+        if self._scales is None:
+            return logits(self.model, ids)
+        return logits(self.model, ids, RoundedCache(self.model.model.config, self._scales, self.clipped))
+
+    def _layers(self, quantization: Quantization | None) -> tuple[dict[str, Layer], dict[str, Experts]]:
+        """What is rounded: quantized Linears, and stacks of experts."""
+        layers: dict[str, Layer] = {}
+        stacks: dict[str, dict[str, Layer]] = {}
+        weights = decoded_view(self.checkpoint)[1] if quantization is not None else {}
+        modules = dict(self.model.model.named_modules())
+        for name, weight in self.model.quantized.items():
+            assert quantization is not None
+            inputs = quantization.inputs_of(weight.module)
+            if inputs is None:
+                continue
+            parts = self.model.made_of.get(f"{name}.weight") or self.model.made_of[name]
+            stored = [weights[part] for part in parts if part in weights]
+            layer = Layer(inputs, partial(self._static, weight, stored) if inputs.static else None)
+            if name in modules:
+                layers[name] = layer
+                continue
+            owner, _, last = name.rpartition(".")
+            stacks.setdefault(owner, {})[last] = layer
+        # Others, Llama 4's, compute in a way of their own.
+        known = {owner: found for owner, found in stacks.items() if hasattr(modules[owner], "is_concatenated")}
+        if known.keys() != stacks.keys():
+            kind = type(modules[next(iter(stacks.keys() - known.keys()))]).__name__
+            self.notes.append(f"activations inside {kind} are not rounded, which engines do")
+        return layers, {owner: Experts(_either(at, _FIRST), _either(at, _DOWN)) for owner, at in known.items()}
+
+    def _static(self, weight: Weight, parts: list[Weight]) -> float:
+        """The scale of static activations: the largest of those that go into one layer of an engine."""
+        held = [part.input_scale for part in parts or [weight] if part.input_scale is not None]
+        if not held:
+            raise SourceError(
+                f"{weight.module} has no input_scale, though config.json has its activations static",
+                "the checkpoint is damaged or incomplete: download or save it again",
+            )
+        return max(self._value(info.name) for info in held)
+
+    def _value(self, name: str) -> float:
+        """A tensor that is one number, or the largest of a few."""
+        info: TensorInfo = self.checkpoint.tensors[name]
+        if math.prod(info.shape) == 0 or info.nbytes > 1 << 20:
+            raise SourceError(f"{name} is {info.dtype} {list(info.shape)}, not a scale", "download or save it again")
+        found = float(Slices(self.checkpoint, {}, self._path).of([name])[name][...].float().max())
+        if not (math.isfinite(found) and found > 0):
+            raise SourceError(f"{name} holds {found:g}, which no scale can be", "download or save it again")
+        return found
+
+
+def _either(found: Mapping[str, Layer], names: tuple[str, ...]) -> Layer | None:
+    return next((found[name] for name in names if name in found), None)
+
+
+def logits(model: StreamedModel, ids: Tensor, cache: Any = None) -> Tensor:
+    """A text's logits [length, vocabulary], in a pass."""
+    options: dict[str, Any] = {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
+    found: Tensor = model.model(input_ids=ids[None], **options).logits[0]
+    return found

@@ -1,0 +1,251 @@
+"""Outputs held against their source in one pass, on the trained example."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+import tiny
+from conftest import EXAMPLE, change_json
+from openquant import compress
+from openquant.errors import OpenQuantError, SourceError, UsageError
+from openquant.files.checkpoint import open_checkpoint
+from openquant.files.evaluation import checked
+from openquant.measure.evaluate import Evaluation, Settings, Subject, evaluate
+from openquant.measure.scratch import Scratch
+from openquant.measure.texts import Corpus, Document
+
+Tensors = dict[str, torch.Tensor]
+SCHEMES = ("tensor", "channel", "block", "mxfp8", "int8", "int8-weights")
+
+
+def corpus(low: int = 4, high: int = 2048, count: int = 4, length: int = 64) -> Corpus:
+    """Those of tests/serve/engine.py: random tokens, the same for every model."""
+    chosen = random.Random(1234)
+    documents = [tuple(chosen.randrange(low, high) for _ in range(length)) for _ in range(count)]
+    return Corpus(
+        tuple(Document(f"domain {number % 2}", f"text {number}", ids) for number, ids in enumerate(documents)), "0", {}
+    )
+
+
+def subject(path: Path) -> Subject:
+    return Subject(path.name, open_checkpoint(path))
+
+
+def judge(source: Path, *outputs: Path, texts: Corpus | None = None, **settings: Any) -> Evaluation:
+    return evaluate(subject(source), [subject(each) for each in outputs], texts or corpus(), Settings(**settings))
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("converted")
+    for scheme in SCHEMES:
+        compress(EXAMPLE, root / scheme, scheme)
+    return {scheme: root / scheme for scheme in SCHEMES}
+
+
+@pytest.fixture(scope="module")
+def found(converted: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+    """What is found of the example's outputs, all in one pass."""
+    outputs = judge(EXAMPLE, *converted.values()).outputs
+    return dict(zip(converted, outputs, strict=True))
+
+
+# Of vLLM 0.32.0, whose CPU kernels round activations for one scale per row alone: the mean over the same positions.
+@pytest.mark.parametrize(
+    ("scheme", "whole", "kl"), [("tensor", False, 0.0013), ("channel", True, 0.0030), ("block", False, 0.0012)]
+)
+def test_the_kl_is_that_of_an_engine(found: Mapping[str, Any], scheme: str, whole: bool, kl: float) -> None:
+    one = found[scheme]
+    assert (one["kl"]["mean"] if whole else one["weights_only"]["kl"]) == pytest.approx(kl, rel=0.05)
+
+
+def test_perplexity_is_that_of_a_plain_loop(found: Mapping[str, Any]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(EXAMPLE, dtype=torch.bfloat16)
+    total = count = 0
+    with torch.inference_mode():
+        for document in corpus().documents:
+            logits = model(torch.tensor([document.ids])).logits[0].double()
+            for position, token in enumerate(document.ids[1:]):
+                total -= float(logits[position].log_softmax(-1)[token])
+                count += 1
+    # Sums in another order, where bfloat16 is multiplied in float32.
+    assert found["tensor"]["perplexity"]["source"] == pytest.approx(math.exp(total / count), rel=0.01)
+
+
+def test_every_scheme_is_close_and_no_layer_of_it_suspect(found: Mapping[str, Any]) -> None:
+    assert {scheme: one["suspects"] for scheme, one in found.items()} == {scheme: [] for scheme in SCHEMES}
+    assert {one["verdict"] for one in found.values()} <= {"same", "close"}
+    # One scale in eight bits of integers is nearer than FP8, and activations cost more than weights.
+    assert found["int8"]["kl"]["mean"] < 0.3 * found["channel"]["kl"]["mean"]
+    for scheme in SCHEMES[:-1]:
+        assert found[scheme]["weights_only"]["kl"] < 0.6 * found[scheme]["kl"]["mean"]
+    assert found["int8-weights"]["weights_only"]["kl"] == found["int8-weights"]["kl"]["mean"]
+
+
+def test_what_is_found_is_what_eval_json_holds(found: Mapping[str, Any]) -> None:
+    for one in found.values():
+        checked(json.loads(json.dumps(one, allow_nan=False)))
+    layers = found["tensor"]["layers"]
+    assert [layer["layer"] for layer in layers] == [f"model.layers.{number}" for number in range(4)]
+    assert all(0 < layer["floor"] < layer["distance"] < 0.1 for layer in layers)
+    assert found["tensor"]["weight_error"] == pytest.approx(0.0265, rel=0.02)
+    assert found["tensor"]["sizes"]["output"] < 0.7 * found["tensor"]["sizes"]["source"]
+    assert found["tensor"]["kl_by_domain"][1]["domain"] == "domain 1"
+    assert sum(found["tensor"]["kl_histogram"]["floor"]) == pytest.approx(1)
+
+
+def test_the_floor_lies_below_all_and_a_source_beside_itself_is_the_same(found: Mapping[str, Any]) -> None:
+    assert 0 < found["tensor"]["floor"]["kl"] < found["int8-weights"]["kl"]["mean"]
+    itself = judge(EXAMPLE, EXAMPLE).outputs[0]
+    assert (itself["kl"]["mean"], itself["top1"], itself["verdict"], itself["suspects"]) == (0, 1, "same", [])
+
+
+def test_it_is_the_same_again_alone_and_from_a_scratch_file(
+    found: Mapping[str, Any], converted: Mapping[str, Path], tmp_path: Path
+) -> None:
+    with Scratch(tmp_path, 0, asked=True) as scratch:
+        again = judge(EXAMPLE, converted["channel"], scratch=scratch).outputs[0]
+    assert json.dumps(again) == json.dumps(found["channel"])
+    other = judge(EXAMPLE, converted["channel"], seed=1).outputs[0]
+    assert other["floor"] != again["floor"]
+    assert other["kl"]["mean"] == again["kl"]["mean"]
+
+
+def spoilt(
+    base: Path, target: Path, change: Callable[[Tensors], Any], config: Callable[[dict[str, Any]], Any] | None = None
+) -> Path:
+    shutil.copytree(base, target, ignore=shutil.ignore_patterns("*.safetensors*", ".openquant.json"))
+    tensors = tiny.read(base)
+    change(tensors)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors", {"format": "pt"}
+    )
+    if config is not None:
+        change_json(target / "config.json", config)
+    return target
+
+
+def nothing(tensors: Tensors) -> None:
+    pass
+
+
+def cache(scale: float) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        for layer in range(4):
+            for name in ("k_scale", "v_scale"):
+                tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor([0.05 if layer != 2 else scale])
+
+    return change
+
+
+def says_cache(config: dict[str, Any]) -> None:
+    scheme = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False}
+    config["quantization_config"]["kv_cache_scheme"] = scheme
+
+
+def test_faults_are_placed(converted: Mapping[str, Path], tmp_path: Path) -> None:
+    base, scale = converted["channel"], "model.layers.{}.mlp.up_proj.weight_scale"
+
+    def larger(tensors: Tensors) -> None:
+        tensors[scale.format(2)] = tensors[scale.format(2)] * 1.1
+
+    def norm(tensors: Tensors) -> None:
+        tensors["model.layers.1.input_layernorm.weight"] = tensors["model.layers.1.input_layernorm.weight"] * 1.1
+
+    def rope(config: dict[str, Any]) -> None:
+        config["rope_parameters"]["rope_theta"] = 1e6
+
+    faults = {
+        "larger": (larger, None, ["model.layers.2.mlp.up_proj"]),
+        "norm": (norm, None, ["model.layers.1.input_layernorm"]),
+        "rope": (nothing, rope, ["config.json"]),
+        "sound-cache": (cache(0.05), says_cache, []),
+        "small-cache": (cache(0.001), says_cache, ["model.layers.2"]),
+    }
+    outputs = [spoilt(base, tmp_path / name, *how[:2]) for name, how in faults.items()]
+    found = dict(zip(faults, judge(EXAMPLE, *outputs).outputs, strict=True))
+    assert {name: one["suspects"] for name, one in found.items()} == {name: how[2] for name, how in faults.items()}
+    assert found["larger"]["reasons"][-1].endswith("its weights are 0.103 off, its format explains 0.026")
+    assert found["small-cache"]["kl"]["mean"] > 30 * found["sound-cache"]["kl"]["mean"]
+    assert (found["sound-cache"]["kv_cache"], found["larger"]["kv_cache"]) == ("fp8", "auto")
+    # A cache in FP8 that no config asks for, with scales of 1.
+    asked = judge(EXAMPLE, base, kv_cache="fp8").outputs[0]
+    assert asked["kl"]["mean"] > 1.2 * found["larger"]["weights_only"]["kl"]
+
+
+def test_experts_and_where_tokens_go(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM")
+    compress(source, tmp_path / "out", "channel")
+
+    def zeroed(tensors: Tensors) -> None:
+        name = "model.layers.1.mlp.experts.2.down_proj.weight"
+        tensors[name] = torch.zeros_like(tensors[name].float()).to(tensors[name].dtype)
+
+    def router(tensors: Tensors) -> None:
+        weight = tensors["model.layers.1.mlp.gate.weight"].float()
+        scale = weight.abs().amax(1, keepdim=True) / 448
+        tensors["model.layers.1.mlp.gate.weight"] = (weight / scale).to(torch.float8_e4m3fn)
+        tensors["model.layers.1.mlp.gate.weight_scale"] = scale
+
+    outputs = [
+        tmp_path / "out",
+        spoilt(tmp_path / "out", tmp_path / "zeroed", zeroed),
+        spoilt(tmp_path / "out", tmp_path / "router", router),
+    ]
+    sound, without, quantized = judge(source, *outputs, texts=corpus(10, 500)).outputs
+    assert sound["suspects"] == []
+    assert 0 < sound["layers"][1]["routed_otherwise"] < 0.2
+    assert "routed_otherwise" not in sound["layers"][0]
+    assert without["suspects"] == ["model.layers.1.mlp.experts.down_proj[2]"]
+    assert quantized["suspects"] == ["model.layers.1.mlp.gate"]
+
+
+def test_another_tokenizer_is_told() -> None:
+    other = Subject("other", open_checkpoint(EXAMPLE), tokenizer=("12 of 2048 tokens",))
+    found = evaluate(subject(EXAMPLE), [other], corpus()).outputs[0]
+    assert (found["verdict"], found["suspects"]) == ("broken", ["tokenizer"])
+    assert found["reasons"][-1] == "tokenizer: it has another answer for 12 of 2048 tokens"
+
+
+def test_nan_names_the_text(converted: Mapping[str, Path], tmp_path: Path) -> None:
+    def poison(tensors: Tensors) -> None:
+        # Only the last text has this token. Attention takes it to the text's beginning: nothing times NaN is NaN.
+        token = corpus().documents[3].ids[40]
+        assert sum(document.ids.count(token) for document in corpus().documents) == 1
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.embed_tokens.weight"][token] = math.nan
+
+    spoilt(converted["tensor"], tmp_path / "out", poison)
+    with pytest.raises(SourceError, match=r"^out answers with NaN or infinity at position \d+ of text 3$"):
+        judge(EXAMPLE, tmp_path / "out")
+
+
+def test_models_must_be_one(tmp_path: Path) -> None:
+    other = tiny.write(tmp_path / "other", "Qwen3ForCausalLM", vocab=512)
+    with pytest.raises(UsageError, match="other has 512 tokens, tiny-qwen3 has 2048 tokens"):
+        judge(EXAMPLE, other)
+    llama = tiny.write(tmp_path / "llama", "LlamaForCausalLM", vocab=2048)
+    with pytest.raises(UsageError, match="llama has LlamaForCausalLM, tiny-qwen3 has Qwen3ForCausalLM"):
+        judge(EXAMPLE, llama)
+
+
+def test_a_renamed_scale_stops(converted: Mapping[str, Path], tmp_path: Path) -> None:
+    name = "model.layers.2.mlp.up_proj.weight_scale"
+
+    def rename(tensors: Tensors) -> None:
+        tensors["model.layers.2.mlp.up_proj.scale"] = tensors.pop(name)
+
+    out = spoilt(converted["channel"], tmp_path / "out", rename)
+    with pytest.raises(OpenQuantError, match=f"model.layers.2.mlp.up_proj.weight has no scale: {name} is missing"):
+        judge(EXAMPLE, out)

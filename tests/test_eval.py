@@ -1,0 +1,173 @@
+"""`openquant eval` and evaluate(): what is opened, written and said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import EXAMPLE, ROOT, change_json
+from openquant import OpenQuantError, compress, evaluate
+from openquant.cli import main
+from openquant.errors import OutputError, SourceError, UsageError
+from openquant.evaluation import write_json
+from openquant.files.checkpoint import open_checkpoint
+from openquant.files.evaluation import find_evaluation, read_evaluation
+from openquant.measure import answers
+from openquant.options import Evaluate
+
+SMALL = {"samples": 2, "length": 48}
+WORDS = ("--samples", "2", "--length", "48")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(compress(EXAMPLE, tmp_path_factory.mktemp("made") / "tiny-FP8", "tensor").output)
+
+
+@pytest.fixture(autouse=True)
+def one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers take most of the time, of which one is enough here."""
+    monkeypatch.setattr(answers, "BUILT_IN", 1)
+
+
+@pytest.fixture
+def output(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made, tmp_path / "tiny-FP8")
+
+
+def test_figures_lie_beside_the_output_and_are_the_same_again(output: Path) -> None:
+    told: list[str] = []
+    steps: list[tuple[int, int]] = []
+    found = evaluate([output], EXAMPLE, **SMALL, begun=told.append, progress=lambda *step: steps.append(step))
+    written = (output / "eval.json").read_bytes()
+    assert json.loads(written) == found.outputs[0] == read_evaluation(output)
+    beside = find_evaluation(open_checkpoint(output))
+    assert beside is not None and beside.files == ["eval.json"]
+    assert len(told) == 1 and "2 documents of 48 tokens" in told[0] and "4 passes, about" in told[0]
+    done, total = zip(*steps, strict=True)
+    assert list(done) == sorted(done)
+    assert (done[-1], set(total)) == (total[0], {total[0]})
+    (output / "eval.json").unlink()
+    evaluate([str(output)], str(EXAMPLE), **SMALL)
+    assert (output / "eval.json").read_bytes() == written
+    assert [text["source"] != "" for text in found.outputs[0]["texts"]] == [True]
+
+
+def run_main(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    """The command in this process, which has transformers already: its exit code, stdout and stderr."""
+    code = main(list(map(str, words)))
+    return code, *capsys.readouterr()
+
+
+def test_a_command_tells_of_all_outputs_and_writes_to_one_file(
+    output: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(made, tmp_path / "other")
+    (other / ".openquant.json").unlink()
+    words = ("eval", output, other, "--source", EXAMPLE, *WORDS)
+    code, stdout, stderr = run_main(capsys, *words)
+    assert (code, stderr.count("6 passes, about")) == (0, 1)
+    assert stdout.count("tiny-FP8") == 2 and "with noise: the floor" in stdout
+    assert "the KL does not rank outputs" in stdout and "note: no text was given" in stdout
+    # Not in what others made, unless asked.
+    assert (output / "eval.json").exists() and not (other / "eval.json").exists()
+    (output / "eval.json").unlink()
+    (tmp_path / "prompts").write_text("import\n")
+    more = ("--json", "--out", tmp_path / "all.json", "--fail-above", "0.0000001", "--prompts", tmp_path / "prompts")
+    code, stdout, stderr = run_main(capsys, *words, *more)
+    assert (code, stderr) == (1, "")
+    found = json.loads(stdout)
+    assert found == json.loads((tmp_path / "all.json").read_text())
+    assert [each["output"]["name"] for each in found["outputs"]] == ["tiny-FP8", "other"]
+    largest = max(each["kl"]["mean"] for each in found["outputs"])
+    assert run_main(capsys, *words, *more[:-4], "--fail-above", f"{1.01 * largest:.15f}")[0] == 0
+    assert not (output / "eval.json").exists()
+
+
+def test_texts_and_prompts_of_one_s_own(output: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("def main():\n    return 0\n" * 400)
+    (tmp_path / "prompts.txt").write_text("import os\nclass A\x1b[31m:\n")
+    found = evaluate(
+        [output], EXAMPLE, text=[tmp_path / "mine.txt"], prompts=tmp_path / "prompts.txt", **SMALL
+    ).outputs[0]
+    assert found["text"]["files"] == ["mine.txt"]
+    assert [text["prompt"] for text in found["texts"]] == ["import os", "class A\x1b[31m:"]
+
+
+def refused(kind: type[OpenQuantError], *outputs: Path, source: Path = EXAMPLE, **options: Any) -> str:
+    with pytest.raises(kind) as caught:
+        evaluate(list(outputs), source, **{**SMALL, **options})
+    return caught.value.message
+
+
+def test_what_cannot_be_evaluated_is_refused(output: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("import os")
+    for text in ("empty.txt", "short.txt"):
+        assert text in refused(SourceError, output, text=[tmp_path / text])
+    assert "out of place cannot be written" in refused(UsageError, output, out=tmp_path / "no" / "out of place")
+    assert "outputs is" in refused_options(outputs="one")
+    assert "given twice" in refused_options(outputs=["one", "one"])
+    assert "no output" in refused_options(outputs=[])
+    assert "not a device" in refused_options(outputs=["one"], device="tpu")
+    assert "not a cache" in refused_options(outputs=["one"], kv_cache="int8")
+    assert "no seed" in refused_options(outputs=["one"], seed=-1)
+
+
+def refused_options(**options: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        Evaluate(**{"source": "source", **options})
+    return caught.value.message
+
+
+def test_tokenizers_are_held_against_each_other(output: Path) -> None:
+    change_json(output / "tokenizer.json", lambda found: found["model"]["merges"].reverse())
+    found = evaluate([output], EXAMPLE, **SMALL).outputs[0]
+    assert (found["verdict"], found["suspects"]) == ("broken", ["tokenizer"])
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (output / name).unlink()
+    assert "has no tokenizer" in refused(SourceError, output)
+
+
+def test_figures_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "eval.json"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("as it was")
+    (tmp_path / ".eval.json.openquant").symlink_to(elsewhere)
+    target.symlink_to(elsewhere)
+    write_json(target, {"kl": 1})
+    assert (json.loads(target.read_text()), target.is_symlink(), elsewhere.read_text()) == (
+        {"kl": 1},
+        False,
+        "as it was",
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "eval.json"]
+    target.unlink()
+    target.mkdir()
+    with pytest.raises(OutputError, match="eval.json cannot be written: Is a directory"):
+        write_json(target, {"kl": 1})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "eval.json"]
+
+
+def test_a_full_disk_is_told(output: Path) -> None:
+    program = (
+        "import resource, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "from openquant.errors import OutputError\n"
+        "from openquant.evaluation import write_json\n"
+        "from pathlib import Path\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "try:\n    write_json(Path(sys.argv[1]), {str(number): number for number in range(1000)})\n"
+        "except OutputError as error:\n    print(error.message)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, output / "eval.json"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout == f"{output / 'eval.json'} cannot be written: File too large\n"
+    assert not [path.name for path in output.iterdir() if "eval" in path.name]
