@@ -131,7 +131,10 @@ def fail(message: str, hint: str, as_json: bool) -> None:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split("\n"))
+    """A message that a terminal shows and does not obey: it may quote what others wrote, a library's words too."""
+    from .report.escape import terminal
+
+    return terminal(" ".join(text.split("\n")))
 
 
 def print_json(value: dict[str, Any], interrupts: Interrupts) -> None:
