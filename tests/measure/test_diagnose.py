@@ -364,6 +364,18 @@ def test_the_table_says_what_was_measured(tmp_path: Path) -> None:
     assert "outliers: 1 of 2 layers: the largest weight is more than 20 times the mean magnitude: " + DOWN in lines
 
 
+@pytest.mark.parametrize("power", [110, -80])
+def test_figures_of_weights_whose_squares_no_float32_holds(tmp_path: Path, power: int) -> None:
+    plain, other = (
+        only(diagnose(model(tmp_path / str(shift), mlp__down_proj=noise(256, 128) * 2.0**shift)))
+        for shift in (0, power)
+    )
+    assert (other.mean, other.std) == pytest.approx((plain.mean * 2.0**power, plain.std * 2.0**power), rel=1e-5)
+    for name in ("channel", "block", "mxfp8", "int8"):
+        assert other.errors[name] == pytest.approx(plain.errors[name], rel=1e-5), name
+        assert other.row_errors[name] == pytest.approx(plain.row_errors[name], rel=1e-5), name
+
+
 def test_names_do_not_move_the_cursor(tmp_path: Path) -> None:
     done = run_openquant(
         "diagnose", model(tmp_path / "a\x1b[31mb", mlp__down_proj=spiked(), mlp__up_proj=noise(1, 128))
