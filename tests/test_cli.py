@@ -37,7 +37,9 @@ PLAN = (ROOT / "README.md").read_text().split(SHOWN)[1].split("```")[0]
 def test_an_error_says_what_it_quotes_and_a_terminal_obeys_none_of_it(run: Run, tmp_path: Path) -> None:
     done = run("-m", tmp_path / "a\x1b[2J\u202eb\rc")
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {tmp_path}/a\\x1b[2J\\u202eb\\rc does not exist\nhint: ")
+    assert done.stderr.startswith(
+        f"error: {tmp_path}/a\\x1b[2J\\u202eb\\rc does not exist, and is no Hub repository id either\n"
+    )
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(run: Run, tmp_path: Path) -> None:
