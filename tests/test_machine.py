@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from openquant.machine import available_cpus
+from openquant.machine import available_cpus, available_memory
 
 CPUS = len(os.sched_getaffinity(0))
 
@@ -21,3 +21,15 @@ def test_a_container_s_share_of_the_cpus_counts(tmp_path: Path, quota: str, foun
     assert available_cpus(file) == CPUS
     file.write_text(f"{quota}\n")
     assert available_cpus(file) == found
+
+
+def test_memory_that_is_free_is_no_more_than_there_is_or_a_container_may_have(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < available_memory(tmp_path / "memory.max") <= whole
+    assert 0 < available_memory(tmp_path / "no such file") <= whole
+    (tmp_path / "memory.max").write_text("51000\n")
+    assert available_memory(tmp_path / "memory.max") == 50_000
+    (tmp_path / "memory.current").write_text("60000\n")
+    assert available_memory(tmp_path / "memory.max") == 0

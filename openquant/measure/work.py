@@ -54,6 +54,8 @@ def _speed(device: str) -> float:
 
 def spoken(seconds: float) -> str:
     """A time for people: "5 seconds", "3 minutes", "2.5 hours"."""
+    if seconds < 1.5:
+        return "1 second"
     if seconds < 90:
-        return f"{max(1, round(seconds))} seconds"
+        return f"{round(seconds)} seconds"
     return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
