@@ -117,13 +117,16 @@ def _find_report(command: Command) -> Path | None:
     Raises:
         UsageError: it could not be.
     """
-    if command.report is None:
+    return _place("--report", command.report)
+
+
+def _place(option: str, name: str | None) -> Path | None:
+    if name is None:
         return None
     from .report.html import require_tools
 
-    path = Path(command.report)
-    require_tools(path, "--report")
-    return path
+    require_tools(Path(name), option)
+    return Path(name)
 
 
 def _scheme(given: Given) -> dict[str, str]:
@@ -247,7 +250,8 @@ def _diagnose(given: Given, interrupts: Interrupts) -> int:
 def _eval(given: Given, interrupts: Interrupts) -> int:
     from .evaluation import evaluate
 
-    as_json, asked = _command(given).json, Evaluate(**values_for(Evaluate, given))
+    command, asked = _command(given), Evaluate(**values_for(Evaluate, given))
+    as_json, page, figure = command.json, _find_report(command), _place("--figure", command.figure)
 
     def begun(about: str) -> None:
         if not as_json:
@@ -255,6 +259,10 @@ def _eval(given: Given, interrupts: Interrupts) -> int:
 
     with _bar(interrupts, as_json, "evaluating", "evaluated") as advanced:
         found = evaluate(**values_for(Evaluate, given), **values_for(Texts, given), begun=begun, progress=advanced)
+    if page is not None or figure is not None:
+        from .report.pages import write_evaluated
+
+        write_evaluated(found.outputs, (asked.source, *asked.outputs), page, figure)
     if as_json:
         print_json(found.to_json(), interrupts)
     else:

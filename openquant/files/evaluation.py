@@ -62,7 +62,14 @@ SHAPE: dict[str, Any] = {
     "reasons": [TEXT],
     "suspects": [TEXT],
     "sizes": {"source": COUNT, "output": COUNT},
-    "text": {"files?": [TEXT], "dataset?": Maybe(TEXT), "sha256": TEXT, "documents": COUNT, "positions": COUNT},
+    "text": {
+        "files?": [TEXT],
+        "dataset?": Maybe(TEXT),
+        "sha256": TEXT,
+        "documents": COUNT,
+        "length": COUNT,
+        "positions": COUNT,
+    },
     "source": {"name": TEXT, "digest": TEXT},
     "output": {"name": TEXT, "digest": TEXT},
 }

@@ -116,6 +116,7 @@ def _again(repo: str, source: str, text: Mapping[str, Any]) -> str:
     words = [("openquant eval", repo), ("--source", source)]
     words += [("--text", name) for name in text.get("files", ())]
     words += [("--dataset", text["dataset"])] if text.get("dataset") else []
+    words += [("--samples", str(text["documents"])), ("--length", str(text["length"]))]
     return " ".join(f"{flag} {shell_word(terminal(value))}" for flag, value in words)
 
 

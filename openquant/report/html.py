@@ -65,18 +65,16 @@ class Page:
     commands: Sequence[str] = ()
 
 
-def require_tools(path: Path | None, option: str) -> None:
+def require_tools(path: Path, option: str) -> None:
     """Refuse, before anything is done, what could not be written at the end.
 
     Args:
-        path: the file to be written; None for none.
+        path: the file to be written.
         option: what asks for it, "--report".
 
     Raises:
         UsageError: the extra is not installed, or the file has no place.
     """
-    if path is None:
-        return
     try:
         for name in _NEEDED:
             import_module(name)
@@ -86,7 +84,7 @@ def require_tools(path: Path | None, option: str) -> None:
         ) from None
     if path.is_dir():
         raise UsageError(f"{option} {path} is a directory", "give the name of a file")
-    if not path.parent.is_dir() and path.parent.exists():
+    if path.parent.exists() and not path.parent.is_dir():
         raise UsageError(f"{option} {path}: {path.parent} is no directory", "give another place")
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import OpenQuantError, SourceError
 from ..files.checkpoint import Checkpoint, open_checkpoint
-from ..files.evaluation import find_evaluation
+from ..files.evaluation import find_evaluation, identity
 from ..plan.plan import Plan
 from ..plan.serving import as_json
 from ..plan.stored import stored_serving
 from ..verification.verify import Report
 from .card import serve_commands
-from .html import Page
+from .html import Page, write_file, write_page
 from .result import Result
 
 
@@ -53,22 +54,40 @@ def verified_page(report: Report, directory: Path) -> Page:
     )
 
 
-def evaluated_page(
-    evaluations: Sequence[Mapping[str, Any]], source: Checkpoint | None, output: Checkpoint | None
-) -> Page:
-    """Of eval: what was found of outputs.
+def write_evaluated(
+    evaluations: Sequence[Mapping[str, Any]],
+    models: Sequence[str | os.PathLike[str]],
+    page: Path | None,
+    figure: Path | None,
+) -> None:
+    """Write what eval found as a page, and the first output's as a picture.
 
     Args:
-        evaluations: of each, what its eval.json holds.
-        source: theirs, to say what it takes to serve; None to leave that out.
-        output: the only output, likewise.
+        evaluations: of each output, what its eval.json holds.
+        models: the source, and each output; of directories the page says what it takes to serve them.
+        page: where to; None for nowhere.
+        figure: likewise.
+
+    Raises:
+        OutputError: it cannot be written.
     """
-    names = ", ".join(one["output"]["name"] for one in evaluations)
+    if page is not None:
+        write_page(page, evaluated_page(evaluations, [Path(model) for model in models]))
+    if figure is not None:
+        from .figure import picture
+
+        first = evaluations[0]
+        write_file(figure, picture(first, first["output"]["name"], identity(first)))
+
+
+def evaluated_page(evaluations: Sequence[Mapping[str, Any]], models: Sequence[Path]) -> Page:
+    """Of eval: what was found of outputs; arguments as of write_evaluated."""
+    local = len(models) == 2 and all(model.is_dir() for model in models)
     return Page(
-        names,
+        ", ".join(one["output"]["name"] for one in evaluations),
         f"held against {evaluations[0]['source']['name']}",
         evaluations,
-        serving=_both(source, output) if source and output else None,
+        serving=_serving(models[1], models[0]) if local else None,
     )
 
 

@@ -196,7 +196,7 @@ def test_an_evaluation_goes_along_and_into_the_card(
         shown = held(hub, f"user/{repo}")
         card = shown.pop("README.md").decode()
         assert "| KL to the source, mean | 0.00129 nats [0.00121, 0.00137] |" in card
-        assert f"\nopenquant eval user/{repo} --source org/tiny --text prose.txt\n" in card
+        assert f"\nopenquant eval user/{repo} --source org/tiny --text prose.txt --samples 8 --length 512\n" in card
         assert shown == {name: data for name, data in {**expected, **added}.items() if name != "README.md"}
 
 

@@ -335,7 +335,7 @@ They differ from token 7 on.
 Intervals are of 95 %, over texts. Again:
 
 ```
-openquant eval user/name --source org/tiny --text prose.txt
+openquant eval user/name --source org/tiny --text prose.txt --samples 8 --length 512
 ```
 """
 

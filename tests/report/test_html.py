@@ -19,7 +19,8 @@ from evaluated import EVIL, diagnosis, evaluate, evaluation, hostile
 from openquant import compress
 from openquant.cli import main
 from openquant.errors import OutputError, UsageError
-from openquant.files.evaluation import identity
+from openquant.files.checkpoint import open_checkpoint
+from openquant.files.evaluation import find_evaluation, identity
 from openquant.formats.schemes import SCHEMES
 from openquant.report.charts import by_depth, by_domain, distribution, shades
 from openquant.report.figure import picture
@@ -184,7 +185,6 @@ def test_a_place_that_is_none_is_refused_beforehand(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="is no directory"):
         require_tools(tmp_path / "file" / "a.html", "--report")
-    require_tools(None, "--report")
 
 
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
@@ -238,8 +238,22 @@ def test_a_page_of_what_was_evaluated(tmp_path: Path) -> None:
     assert "beside org/tiny" not in (tmp_path / "v.html").read_text()
 
 
+def test_eval_writes_a_page_and_a_picture_that_a_push_takes_along(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    compress(EXAMPLE, out)
+    asked = ["eval", str(out), "--source", str(EXAMPLE), "--samples", "2", "--length", "48"]
+    assert main([*asked, "--report", str(out / "eval.html"), "--figure", str(out / "eval.png")]) == 0
+    found = find_evaluation(open_checkpoint(out))
+    assert found is not None
+    assert found.files == ["eval.json", "eval.html", "eval.png"]
+    text = (out / "eval.html").read_text()
+    assert text.count("<svg") == 5
+    assert "What it takes to serve" in text
+    assert (out / "eval.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_several_outputs_stand_in_one_table() -> None:
     other = {**evaluation(), "output": {"name": "tiny-INT8", "digest": "2" * 64}}
-    text = render(evaluated_page([evaluation(), other], None, None))
+    text = render(evaluated_page([evaluation(), other], []))
     assert "All outputs" in text
     assert "<title>tiny-FP8, tiny-INT8</title>" in text
