@@ -107,6 +107,11 @@ class StreamedModel:
         """Give the weights of a unit back."""
         self._skeleton.free(unit)
 
+    def let_go(self, unit: str) -> None:
+        """Have an embedding table out of memory again, of which each text looks at a few rows."""
+        if isinstance(self.units[unit], nn.Embedding):
+            self._skeleton.slices.let_go()
+
     def expect(self, unit: str) -> None:
         """Have the system read the weights of a unit ahead, without waiting for it."""
         self._skeleton.slices.expect(self._skeleton.needs[unit].tensors)
@@ -369,6 +374,8 @@ def _drive(
                     driver.resume(each, output)
                 del output
                 _end(each, finished)
+            for model, unit in units.values():
+                model.let_go(unit)
             if progress is not None and now:
                 progress(waiting[0].unit, at + 1, len(groups))
             if not last:

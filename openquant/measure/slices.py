@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,7 @@ class Slices:
         self.weights = weights
         self.path = path or (lambda shard: checkpoint.root / shard)
         self.stacks: dict[str, Stack] = {}
+        self._mapped_now: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
     def pieces(self, name: str) -> tuple[str, ...]:
         """The tensors of the checkpoint that a tensor is: itself, or the members of a stack."""
@@ -105,15 +107,23 @@ class Slices:
             finally:
                 os.close(handle)
 
+    def let_go(self) -> None:
+        """Leave what was looked at of mapped files to the system's cache. With each page comes what lies around it."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for file in self._mapped_now:
+                file.madvise(mmap.MADV_DONTNEED)
+
     def _mapped(self, shard: str) -> mmap.mmap:
         try:
             with self.path(shard).open("rb") as file:
                 if os.fstat(file.fileno()).st_size != self.checkpoint.shards[shard]:
                     raise SourceError(f"{shard} has another size than before", CHANGED)
                 # Private pages, which torch takes for writable; nothing writes to them.
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
             raise SourceError(f"{shard} cannot be read: {error.strerror}", CHANGED) from None
+        self._mapped_now.add(found)
+        return found
 
     def _decoded(self, weight: Weight) -> torch.Tensor:
         made = torch.empty(weight.source.shape, dtype=torch.bfloat16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import warnings
 from collections import Counter
@@ -114,6 +115,26 @@ def test_a_scratch_directory_in_memory_must_be_asked_for(tmp_path: Path, monkeyp
     with Scratch(tmp_path, 0, asked=True) as scratch, pytest.raises(OutputError, match="which has room for"):
         scratch.require_room(1 << 60)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_embedding_table_is_let_go_of(tmp_path: Path) -> None:
+    """After each text, though its rows are looked up at random."""
+    weights = tiny.tensors("Qwen3ForCausalLM", vocab=65536)
+    model = StreamedModel(open_checkpoint(tiny.write(tmp_path / "source", weights=weights, vocab=65536)))
+    model.load("model.embed_tokens")
+    ids = torch.randint(65536, (1, 4096), generator=torch.Generator().manual_seed(0))
+
+    def mapped() -> int:
+        """Kilobytes of files in this process's memory."""
+        return sum(map(int, re.findall(r"Rss(?:File|Shmem):\s+(\d+)", Path("/proc/self/status").read_text())))
+
+    before = mapped()
+    first = model.units["model.embed_tokens"](ids)
+    looked_up = mapped()
+    model.let_go("model.embed_tokens")
+    assert looked_up - before > 16_000
+    assert mapped() - before < 4_000
+    assert torch.equal(model.units["model.embed_tokens"](ids), first)
 
 
 def test_passes_of_a_group_go_side_by_side(source: Path, model: StreamedModel) -> None:
