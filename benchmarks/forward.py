@@ -1,7 +1,7 @@
 """A model's forward pass, streamed and ordinary: processor time with loading left out, and the largest resident memory.
 
     python benchmarks/make_checkpoint.py qwen3-1.7b DIR/q1.7 && python benchmarks/forward.py DIR/q1.7
-    python benchmarks/make_checkpoint.py qwen3-8b --layers 8 DIR/q8b8 && python benchmarks/forward.py DIR/q8b8 --samples 4
+    python benchmarks/make_checkpoint.py qwen3-8b --layers 8 DIR/q8b8 && python benchmarks/forward.py DIR/q8b8
 
 Each in a process of its own, on one thread, without the output head: `--samples` random texts of `--length` tokens,
 `--batch` at a time.
@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,8 @@ def main() -> None:
                 command, check=True, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
             )
             found = json.loads(done.stdout)
-            print(
-                f"| {turn + 1} | {way} | {found['cpu']:.1f} | {found['load']:.1f} | {found['wall']:.1f} | {found['rss']:.0f} |"
-            )
+            figures = f"{found['cpu']:.1f} | {found['load']:.1f} | {found['wall']:.1f} | {found['rss']:.0f}"
+            print(f"| {turn + 1} | {way} | {figures} |", flush=True)
 
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
@@ -80,13 +80,13 @@ def streamed(options: argparse.Namespace, batches: Any) -> tuple[float, float]:
         loading += time.process_time() - began
 
     model.load = timed  # type: ignore[method-assign]
-    passes = [
-        [Pass(model, lambda ids=ids: model.model(input_ids=ids, use_cache=False), products_in_float32)]
-        for ids in batches
-    ]
+    groups = []
+    for ids in batches:
+        body = partial(model.model, input_ids=ids, use_cache=False)
+        groups.append([Pass(model, body, products_in_float32)])
     scratch = Scratch(options.scratch, 0, asked=True) if options.scratch else None
     began = time.process_time()
-    run(passes, finished=lambda *_: None, until=list(model.units)[-2], scratch=scratch)
+    run(groups, finished=lambda *_: None, until=list(model.units)[-2], scratch=scratch)
     return time.process_time() - began - loading, loading
 
 

@@ -35,6 +35,10 @@ from .slices import Slices
 
 T = TypeVar("T")
 
+# Bytes of an embedding table that is looked into piece by piece, and tokens of a piece.
+LARGE_TABLE = 1 << 26
+LOOKUPS = 64
+
 
 class StreamedModel:
     """A checkpoint's model, of which only the weights that are being computed with are in memory.
@@ -107,10 +111,19 @@ class StreamedModel:
         """Give the weights of a unit back."""
         self._skeleton.free(unit)
 
-    def let_go(self, unit: str) -> None:
-        """Have an embedding table out of memory again, of which each text looks at a few rows."""
-        if isinstance(self.units[unit], nn.Embedding):
+    def look_up(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the input embedding's `forward` gives, a few tokens at a time where its table is large.
+
+        With each row that is looked at, the system brings in up to a megabyte of the mapped file around it.
+        """
+        table = self.model.get_input_embeddings().weight
+        if len(args) != 1 or kwargs or args[0].dim() != 2 or table.nbytes <= LARGE_TABLE:
+            return forward(*args, **kwargs)
+        found = []
+        for ids in args[0].split(max(1, LOOKUPS // args[0].shape[0]), dim=1):
+            found.append(forward(ids))
             self._skeleton.slices.let_go()
+        return torch.cat(found, dim=1)
 
     def expect(self, unit: str) -> None:
         """Have the system read the weights of a unit ahead, without waiting for it."""
@@ -329,7 +342,10 @@ class _Driver:
         model = each.of.model
         try:
             with each.of.around():
-                return self.forwards[id(model), each.unit](*args, **kwargs)
+                forward = self.forwards[id(model), each.unit]
+                if model.units[each.unit] is model.model.get_input_embeddings():
+                    return model.look_up(forward, args, kwargs)
+                return forward(*args, **kwargs)
         except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, NotImplementedError) as error:
             raise OpenQuantError(
                 f"{each.unit} of {type(model.model).__name__} cannot be computed: {str(error).strip()[:300]}",
@@ -374,8 +390,6 @@ def _drive(
                     driver.resume(each, output)
                 del output
                 _end(each, finished)
-            for model, unit in units.values():
-                model.let_go(unit)
             if progress is not None and now:
                 progress(waiting[0].unit, at + 1, len(groups))
             if not last:
