@@ -104,6 +104,15 @@ def peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def give_memory_back() -> None:
+    """Have the C library give back what was freed and it keeps; glibc's keeps much where many threads allocate."""
+    import ctypes
+
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def reached_limit(error: BaseException) -> OpenQuantError | None:
     """An error that names the limit of this process, such as `ulimit -n`, that caused another; None if none did."""
     for cause in _causes(error):

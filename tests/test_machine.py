@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 from pathlib import Path
 
 import pytest
 
-from openquant.machine import available_cpus, available_memory
+from openquant.machine import available_cpus, available_memory, give_memory_back
 
 CPUS = len(os.sched_getaffinity(0))
 
@@ -33,3 +35,24 @@ def test_memory_that_is_free_is_no_more_than_there_is_or_a_container_may_have(tm
     assert available_memory(tmp_path / "memory.max") == 50_000
     (tmp_path / "memory.current").write_text("60000\n")
     assert available_memory(tmp_path / "memory.max") == 0
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such function")
+def test_what_was_freed_is_given_back() -> None:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    blocks = [libc.malloc(ctypes.c_size_t(1 << 16)) for _ in range(1000)]
+    for block in blocks:
+        ctypes.memset(block, 1, 1 << 16)
+    # The last stays, so that what lies below it cannot be cut off.
+    for block in blocks[:-1]:
+        libc.free(ctypes.c_void_p(block))
+    before = resident()
+    give_memory_back()
+    assert before - resident() > 50_000_000
+    libc.free(ctypes.c_void_p(blocks[-1]))
+
+
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")

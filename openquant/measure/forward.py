@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from ..errors import OpenQuantError
 from ..files.checkpoint import Checkpoint
+from ..machine import give_memory_back
 from ..weights.find import decoded_view
 from ..weights.weight import Weight
 from . import library
@@ -124,6 +125,10 @@ class StreamedModel:
             found.append(forward(ids))
             self._skeleton.slices.let_go()
         return torch.cat(found, dim=1)
+
+    def rest(self) -> None:
+        """Have nothing of the files in memory until it is computed with again, while another model computes."""
+        self._skeleton.slices.let_go()
 
     def expect(self, unit: str) -> None:
         """Have the system read the weights of a unit ahead, without waiting for it."""
@@ -340,6 +345,9 @@ class _Driver:
         args, kwargs = each.call
         each.call = (), {}
         model = each.of.model
+        for other in self.models:
+            if other is not model:
+                other.rest()
         try:
             with each.of.around():
                 forward = self.forwards[id(model), each.unit]
@@ -396,6 +404,7 @@ def _drive(
                 store.put_away(group)
         for model, unit in units.values():
             model.free(unit)
+        give_memory_back()
         if last:
             return
 

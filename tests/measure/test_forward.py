@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import sys
 import threading
 import warnings
 from collections import Counter
@@ -352,3 +354,48 @@ def test_a_shard_that_changes_is_refused(source: Path, model: StreamedModel) -> 
             file.write(b"more")
     with pytest.raises(OpenQuantError, match="has another size than before"):
         streamed_logits(model, BATCHES)
+
+
+def mapped(directory: Path) -> int:
+    """Bytes of a directory's files that this process has in memory."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line.startswith("Rss:") and inside:
+            total += int(line.split()[1]) * 1024
+        elif not line.split()[0].endswith(":"):
+            inside = str(directory) in line
+    return total
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say what of a file is in memory")
+def test_while_a_model_computes_no_file_of_the_other_is_in_memory(
+    model: StreamedModel, source: Path, tmp_path: Path
+) -> None:
+    other = StreamedModel(open_checkpoint(Path(shutil.copytree(source, tmp_path / "copy"))))
+    own, others = [], []
+
+    def noting(mine: StreamedModel, theirs: StreamedModel):
+        @contextmanager
+        def around():
+            others.append(mapped(theirs.checkpoint.root))
+            yield
+            own.append(mapped(mine.checkpoint.root))
+
+        return around
+
+    run(
+        [
+            [forward(model, batch, around=noting(model, other)), forward(other, batch, around=noting(other, model))]
+            for batch in BATCHES
+        ],
+        finished=lambda *_: None,
+    )
+    assert min(own) > 0
+    assert max(others) == 0
+
+
+def test_what_was_freed_is_given_back_after_each_unit(model: StreamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[None] = []
+    monkeypatch.setattr(forward_module, "give_memory_back", lambda: given.append(None))
+    streamed_logits(model, BATCHES)
+    assert len(given) == len(model.units)
