@@ -3,6 +3,7 @@
     engine.py logprobs OUTPUT DIRECTORY...     of random prompts
     engine.py text OUTPUT DIRECTORY...         of text_prompts.json, which are of examples/tiny-qwen3's tokenizer
     engine.py layers OUTPUT DIRECTORY...
+    engine.py auto|fp8 OUTPUT DIRECTORY...     what is kept of a token in a cache of that dtype
 
 Importing vLLM takes longer than a tiny model does, so it is imported once and each directory gets a fork of that
 process: no state is left from one model to the next, and one that fails takes no other down. As many run at a time as
@@ -126,6 +127,27 @@ def layers(directory: Path) -> dict[str, Any]:
     return {"quantized": quantized, "packed": config.quant_config.packed_modules_mapping}
 
 
+def cache(directory: Path, dtype: str) -> dict[str, tuple[str, int, int]]:
+    """Of each layer that keeps something: its kind, the bytes of a page and the tokens that one is for."""
+    config = EngineArgs(
+        model=str(directory),
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=LENGTH,
+        kv_cache_dtype=dtype,
+        skip_tokenizer_init=True,
+    ).create_engine_config()
+    with set_current_vllm_config(config), tempfile.NamedTemporaryFile() as rendezvous:
+        init_distributed_environment(1, 0, f"file://{rendezvous.name}", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+        with set_default_torch_dtype(torch.bfloat16):
+            initialize_model(config)
+        # Experts are among them, which keep nothing.
+        named = config.compilation_config.static_forward_context.items()
+        specs = {name: layer.get_kv_cache_spec(config) for name, layer in named if hasattr(layer, "get_kv_cache_spec")}
+    return {name: (type(spec).__name__, spec.page_size_bytes, spec.block_size) for name, spec in specs.items() if spec}
+
+
 def answer(mode: str, directory: Path, output: Path) -> None:
     """Ask about one directory; write `output`.npy or `output`.json, or `output`.error with the traceback."""
     os.sched_setaffinity(0, CPUS)
@@ -138,7 +160,8 @@ def answer(mode: str, directory: Path, output: Path) -> None:
         elif mode == "text":
             np.save(output.with_suffix(".npy"), logprobs(directory, json.loads(TEXT.read_text())))
         else:
-            output.with_suffix(".json").write_text(json.dumps(layers(directory)))
+            found = layers(directory) if mode == "layers" else cache(directory, mode)
+            output.with_suffix(".json").write_text(json.dumps(found))
     except Exception:
         output.with_suffix(".error").write_text(traceback.format_exc())
     os._exit(0)

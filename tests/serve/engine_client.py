@@ -80,6 +80,13 @@ class Engine:
             for found in self._ask("layers", directories, output)
         ]
 
+    def cache(self, directories: Sequence[Path], output: Path, dtype: str) -> list[dict[str, Any] | EngineError]:
+        """What engine.py's `cache` says of each model, with a cache of that dtype: "auto" or "fp8"."""
+        return [
+            found if isinstance(found, EngineError) else json.loads(found.read_text())
+            for found in self._ask(dtype, directories, output)
+        ]
+
     def _ask(self, mode: str, directories: Sequence[Path], output: Path) -> list[Path | EngineError]:
         output.mkdir()
         command = [str(self.python), str(HERE / "engine.py"), mode, str(output), *map(str, directories)]
