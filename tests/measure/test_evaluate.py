@@ -249,3 +249,20 @@ def test_a_renamed_scale_stops(converted: Mapping[str, Path], tmp_path: Path) ->
     out = spoilt(converted["channel"], tmp_path / "out", rename)
     with pytest.raises(OpenQuantError, match=f"model.layers.2.mlp.up_proj.weight has no scale: {name} is missing"):
         judge(EXAMPLE, out)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "notes"),
+    [
+        ("Llama4ForCausalLM", ("activations inside Llama4TextExperts are not rounded, which engines do",)),
+        ("Gemma3ForConditionalGeneration", ()),
+        ("Qwen3NextForCausalLM", ()),
+    ],
+)
+def test_other_architectures_have_no_suspects(architecture: str, notes: tuple[str, ...], tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source", architecture)
+    compress(source, tmp_path / "out", "channel")
+    found = judge(source, tmp_path / "out", texts=corpus(10, 500, count=2, length=24))
+    assert (found.outputs[0]["suspects"], found.notes) == ([], notes)
+    # Layers of towers for images, which no text goes through, are not among them.
+    assert len(found.outputs[0]["layers"]) == tiny.LAYERS
