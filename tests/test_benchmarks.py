@@ -42,3 +42,13 @@ def test_a_diagnosis_is_timed_beside_a_conversion(tmp_path: Path) -> None:
     assert [row[0] for row in rows] == ["| compress", "| diagnose", "| diagnose --full"]
     assert rows[0][-1] == "1.00, 1.00, 1.00 |"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_scheme_is_evaluated_on_one_model(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "benchmarks" / "schemes.py", EXAMPLE, "--samples", "2", "--length", "32"]
+    done = subprocess.run([*command, "--scratch", tmp_path], check=True, timeout=300, capture_output=True, text=True)
+    rows = [[cell.strip("` ") for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:-2]]
+    assert [row[0] for row in rows] == ["source", "floor", *SCHEMES]
+    assert {len(row) for row in rows} == {10}
+    assert {row[8] for row in rows[2:]} == {"close"}
+    assert list(tmp_path.iterdir()) == []
