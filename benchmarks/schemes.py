@@ -49,9 +49,10 @@ def main() -> None:
     )
     for output, each in zip(outputs, found.outputs, strict=True):
         parted = ", ".join("-" if text["differs_at"] is None else str(text["differs_at"]) for text in each["texts"])
+        kl = each["kl"]
         print(
-            f"| `{output.name}` | {each['sizes']['output'] / 1e6:.2f} MB | {spread(each['kl']['mean'], each['kl']['interval'])} "
-            f"| {each['weights_only']['kl']:.3g} | {each['kl']['p99']:.2g} | {each['top1']:.2%} "
+            f"| `{output.name}` | {each['sizes']['output'] / 1e6:.2f} MB | {spread(kl['mean'], kl['interval'])} "
+            f"| {each['weights_only']['kl']:.3g} | {kl['p99']:.2g} | {each['top1']:.2%} "
             f"| {each['perplexity']['output']:.3f} | {each['verdict']} | {parted} |"
         )
     text = first["text"]
