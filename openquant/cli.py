@@ -252,6 +252,9 @@ def _eval(given: Given, interrupts: Interrupts) -> int:
 
     command, asked = _command(given), Evaluate(**values_for(Evaluate, given))
     as_json, page, figure = command.json, _find_report(command), _place("--figure", command.figure)
+    files = [Path(file).absolute() for file in (page, figure, asked.out) if file is not None]
+    if len(set(files)) < len(files):
+        raise UsageError("two of --out, --report and --figure name one file", "give each its own")
 
     def begun(about: str) -> None:
         if not as_json:

@@ -12,9 +12,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import OutputError, UsageError
 from .files.checkpoint import Checkpoint, open_checkpoint
 from .files.names import EVAL_FILE, JOURNAL_FILE
+from .files.whole import require_place, write_whole
 from .hub.source import Source, find_source
 from .hub.supplied import supplied
 from .machine import find_device, peak_rss
@@ -170,8 +170,7 @@ def _targets(
     else:
         files = [each.root / EVAL_FILE for each in outputs if (each.root / JOURNAL_FILE).exists()]
     for file in files:
-        if not os.access(file.parent, os.W_OK) or file.is_dir():
-            raise UsageError(f"{file} cannot be written", "name another file with --out")
+        require_place(file, f"--out {file}" if asked.out is not None else str(file))
 
     def pairs(found: Evaluation) -> Iterator[tuple[Path, dict[str, object]]]:
         if asked.out is not None:
@@ -190,21 +189,4 @@ def write_json(file: Path, value: dict[str, object]) -> None:
     Raises:
         OutputError: it cannot be written.
     """
-    beside = file.with_name(f".{file.name}.openquant")
-    try:
-        try:
-            # What a run that was killed left, or a link that somebody put there.
-            beside.unlink(missing_ok=True)
-            with beside.open("x") as stream:
-                json.dump(value, stream, indent=1, allow_nan=False)
-                stream.write("\n")
-                stream.flush()
-                os.fsync(stream.fileno())
-            beside.replace(file)
-        except OSError:
-            beside.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise OutputError(
-            f"{file} cannot be written: {error.strerror or error}", "free some space, or name another file with --out"
-        ) from error
+    write_whole(file, f"{json.dumps(value, indent=1, allow_nan=False)}\n".encode())

@@ -626,8 +626,8 @@ class Evaluate:
             raise UsageError(f"{self.kv_cache} is not a cache", "choose fp8 or auto")
         if not re.fullmatch(DEVICES, self.device):
             raise UsageError(f"{self.device} is not a device", "choose auto, cpu, cuda or cuda:N")
-        if self.seed < 0:
-            raise UsageError(f"{self.seed} is no seed", "give --seed 0 or more")
+        if not 0 <= self.seed < 1 << 32:
+            raise UsageError(f"{self.seed} is no seed", f"give --seed from 0 to {(1 << 32) - 1:,}")
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ import pytest
 from conftest import EXAMPLE, ROOT, change_json
 from openquant import OpenQuantError, compress, evaluate
 from openquant.cli import main
-from openquant.errors import OutputError, SourceError, UsageError
-from openquant.evaluation import write_json
+from openquant.errors import SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.evaluation import find_evaluation, read_evaluation
 from openquant.measure import answers
@@ -111,13 +110,15 @@ def test_what_cannot_be_evaluated_is_refused(output: Path, tmp_path: Path) -> No
     (tmp_path / "short.txt").write_text("import os")
     for text in ("empty.txt", "short.txt"):
         assert text in refused(SourceError, output, text=[tmp_path / text])
-    assert "out of place cannot be written" in refused(UsageError, output, out=tmp_path / "no" / "out of place")
+    out = tmp_path / "short.txt" / "eval.json"
+    assert f"--out {out}: {tmp_path / 'short.txt'} is no directory" in refused(UsageError, output, out=out)
     assert "outputs is" in refused_options(outputs="one")
     assert "given twice" in refused_options(outputs=["one", "one"])
     assert "no output" in refused_options(outputs=[])
     assert "not a device" in refused_options(outputs=["one"], device="tpu")
     assert "not a cache" in refused_options(outputs=["one"], kv_cache="int8")
     assert "no seed" in refused_options(outputs=["one"], seed=-1)
+    assert "no seed" in refused_options(outputs=["one"], seed=2**32)
 
 
 def refused_options(**options: Any) -> str:
@@ -135,24 +136,16 @@ def test_tokenizers_are_held_against_each_other(output: Path) -> None:
     assert "has no tokenizer" in refused(SourceError, output)
 
 
-def test_figures_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    target = tmp_path / "eval.json"
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.write_text("as it was")
-    (tmp_path / ".eval.json.openquant").symlink_to(elsewhere)
-    target.symlink_to(elsewhere)
-    write_json(target, {"kl": 1})
-    assert (json.loads(target.read_text()), target.is_symlink(), elsewhere.read_text()) == (
-        {"kl": 1},
-        False,
-        "as it was",
-    )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "eval.json"]
-    target.unlink()
-    target.mkdir()
-    with pytest.raises(OutputError, match="eval.json cannot be written: Is a directory"):
-        write_json(target, {"kl": 1})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "eval.json"]
+def test_what_has_no_place_is_refused_before_it_is_computed(output: Path, tmp_path: Path) -> None:
+    (output / "eval.json").symlink_to(output / "config.json")
+    assert "eval.json is a link" in refused(UsageError, output)
+    assert "--out /dev/null is a link, a pipe or a device" in refused(UsageError, output, out="/dev/null")
+
+
+def test_files_of_one_name_are_refused(output: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--report", tmp_path / "x", "--out", tmp_path / "x")
+    code, _, stderr = run_main(capsys, "eval", output, "--source", EXAMPLE, *WORDS, *words)
+    assert (code, stderr.splitlines()[0]) == (2, "error: two of --out, --report and --figure name one file")
 
 
 def test_a_full_disk_is_told(output: Path) -> None:

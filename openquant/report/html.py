@@ -11,18 +11,16 @@ from __future__ import annotations
 import base64
 import difflib
 import hashlib
-import os
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import OutputError, UsageError
+from ..errors import UsageError
 from ..files.evaluation import identity
-from ..files.journal import explained
+from ..files.whole import require_place, write_whole
 from ..patterns import collapse, template
 from ..version import __version__
 from .card import gigabytes, shortened
@@ -82,10 +80,7 @@ def require_tools(path: Path, option: str) -> None:
         raise UsageError(
             f"{option} needs {error.name}, which is not installed", "pip install 'openquant[report]'"
         ) from None
-    if path.is_dir():
-        raise UsageError(f"{option} {path} is a directory", "give the name of a file")
-    if path.parent.exists() and not path.parent.is_dir():
-        raise UsageError(f"{option} {path}: {path.parent} is no directory", "give another place")
+    require_place(path, f"{option} {path}")
 
 
 def write_page(path: Path, page: Page) -> None:
@@ -94,30 +89,7 @@ def write_page(path: Path, page: Page) -> None:
     Raises:
         OutputError: it cannot be written.
     """
-    write_file(path, render(page).encode())
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file, whole or not at all; in a directory that is made if it is missing.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    partial = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.partial")
-    with explained(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_symlink():
-            raise OutputError(f"{path} is a link", "give another place, or remove it")
-        try:
-            # Nobody's, by that name; what is there by the file's own is replaced.
-            handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+    write_whole(path, render(page).encode())
 
 
 def render(page: Page) -> str:

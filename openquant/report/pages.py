@@ -10,12 +10,13 @@ from typing import Any
 from ..errors import OpenQuantError, SourceError
 from ..files.checkpoint import Checkpoint, open_checkpoint
 from ..files.evaluation import find_evaluation, identity
+from ..files.whole import write_whole
 from ..plan.plan import Plan
 from ..plan.serving import as_json
 from ..plan.stored import stored_serving
 from ..verification.verify import Report
 from .card import serve_commands
-from .html import Page, write_file, write_page
+from .html import Page, write_page
 from .result import Result
 
 
@@ -77,7 +78,7 @@ def write_evaluated(
         from .figure import picture
 
         first = evaluations[0]
-        write_file(figure, picture(first, first["output"]["name"], identity(first)))
+        write_whole(figure, picture(first, first["output"]["name"], identity(first)))
 
 
 def evaluated_page(evaluations: Sequence[Mapping[str, Any]], models: Sequence[Path]) -> Page:

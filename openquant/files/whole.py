@@ -1,0 +1,72 @@
+"""Files of figures, pages and pictures: written whole or not at all, and refused before the work if they have no place.
+
+require_place(Path("report.html"), "--report report.html")      # before hours of work
+write_whole(Path("report.html"), data)                          # after them
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from ..errors import OutputError, UsageError
+
+
+def require_place(path: Path, told: str) -> None:
+    """Refuse a file that could not be written, or that is something else than a file.
+
+    Args:
+        path: the file; its directory may be missing.
+        told: how messages name it, such as "--report report.html".
+
+    Raises:
+        UsageError: it is a directory, a link, a pipe or a device, or its directory can hold no file.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        mode = stat.S_IFREG
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{told} cannot be written: {_reason(error)}", "give another place") from None
+    if stat.S_ISDIR(mode):
+        raise UsageError(f"{told} is a directory", "give the name of a file")
+    if not stat.S_ISREG(mode):
+        raise UsageError(f"{told} is a link, a pipe or a device", "give another place, or remove it")
+    parent = next(parent for parent in path.absolute().parents if parent.exists())
+    if not parent.is_dir():
+        raise UsageError(f"{told}: {parent} is no directory", "give another place")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{told}: {parent} cannot be written to", "check its permissions, or give another place")
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file, whole or not at all; in a directory that is made if it is missing.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    # Of a name that nobody else has: two runs may write the same file.
+    partial = path.with_name(f".openquant-{secrets.token_hex(8)}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink():
+            raise OutputError(f"{path} is a link", "give another place, or remove it")
+        try:
+            handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise OutputError(
+            f"{path} cannot be written: {_reason(error)}", "free some space, or give another place"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)
