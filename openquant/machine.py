@@ -17,8 +17,10 @@ from .errors import OpenQuantError, UsageError
 # How many CPUs' worth of time a container may use (Linux, Documentation/admin-guide/cgroup-v2.rst).
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
-# How much memory it may have.
-_MEMORY = Path("/sys/fs/cgroup/memory.max")
+# Control groups, which limit the memory of what is in them: where they lie, and which ones this process is in.
+_GROUPS, _MINE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+# Of both versions of them (admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst): a group's limit, and what counts as held.
+_LIMITS = {"": ("memory.max", "anon"), "memory": ("memory.limit_in_bytes", "total_rss")}
 
 # Address space that numpy takes as it is loaded.
 NUMPY_MEMORY = 96 << 20
@@ -43,16 +45,34 @@ def available_cpus(quota: Path = _QUOTA) -> int:
         return cpus  # no such file, or "max"
 
 
-def available_memory(quota: Path = _MEMORY) -> int:
+def available_memory(groups: Path = _GROUPS, mine: Path = _MINE) -> int:
     """Bytes of memory that this process could have without others giving theirs back to a disk."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
-    with suppress(OSError, ValueError):
-        # Of a container; "max" where it has no limit of its own.
-        free = min(free, int(quota.read_text()) - int(quota.with_name("memory.current").read_text()))
-    return max(0, free)
+    return max(0, min([free, *_left_in_groups(groups, mine)]))
+
+
+def _left_in_groups(groups: Path, mine: Path) -> Iterator[int]:
+    """What the limit of each group leaves. Pages of files count for a limit too, but make room when there is none."""
+    try:
+        lines = mine.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        # "0::/user.slice" of the second version, "4:memory:/user.slice" of the first.
+        _, controller, path = line.split(":", 2)
+        if controller not in _LIMITS:
+            continue
+        limit, held = _LIMITS[controller]
+        for parent in [Path(path), *Path(path).parents]:
+            group = groups / controller / parent.relative_to("/")
+            # Nothing, or "max", where there is no limit; and in a container no group of its host's.
+            with suppress(OSError, ValueError):
+                size = int((group / limit).read_text())
+                counts = dict(each.split() for each in (group / "memory.stat").read_text().splitlines())
+                yield size - int(counts.get(held, 0))
 
 
 def find_device(name: str, number: int) -> str:

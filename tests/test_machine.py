@@ -25,16 +25,32 @@ def test_a_container_s_share_of_the_cpus_counts(tmp_path: Path, quota: str, foun
     assert available_cpus(file) == found
 
 
-def test_memory_that_is_free_is_no_more_than_there_is_or_a_container_may_have(tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("1000\n")
+@pytest.mark.parametrize(
+    ("line", "root", "limit", "held"),
+    [("0::/a/b", "", "memory.max", "anon"), ("4:memory:/a/b", "memory", "memory.limit_in_bytes", "total_rss")],
+)
+@pytest.mark.parametrize("group", [".", "a", "a/b"])
+def test_the_memory_that_a_group_has_left_counts(
+    tmp_path: Path, line: str, root: str, limit: str, held: str, group: str
+) -> None:
+    (tmp_path / "mine").write_text(f"9:name=systemd:/a\n{line}\n")
+    here = tmp_path / root / group
+    here.mkdir(parents=True, exist_ok=True)
+    free = available_memory(tmp_path, tmp_path / "mine")
+    assert free > 100_000_000
+    (here / limit).write_text("max\n")
+    # Pages of files make room.
+    (here / "memory.stat").write_text(f"{held} 30000000\nfile 69000000\n")
+    assert available_memory(tmp_path, tmp_path / "mine") > 0.5 * free
+    (here / limit).write_text("100000000\n")
+    assert available_memory(tmp_path, tmp_path / "mine") == 70_000_000
+    (here / limit).write_text("20000000\n")
+    assert available_memory(tmp_path, tmp_path / "mine") == 0
+
+
+def test_memory_without_groups_is_the_machine_s(tmp_path: Path) -> None:
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 0 < available_memory(tmp_path / "memory.max") <= whole
-    assert 0 < available_memory(tmp_path / "no such file") <= whole
-    (tmp_path / "memory.max").write_text("51000\n")
-    assert available_memory(tmp_path / "memory.max") == 50_000
-    (tmp_path / "memory.current").write_text("60000\n")
-    assert available_memory(tmp_path / "memory.max") == 0
+    assert 100_000_000 < available_memory(tmp_path, tmp_path / "mine") <= whole
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such function")
