@@ -21,8 +21,9 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path)
-    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--prompts", type=Path, help="a file of prompts; built-in ones if there is none")
     parser.add_argument("--scratch", type=Path, help="where outputs go (default: beside the source)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.scratch or options.source.parent) as scratch:
@@ -34,34 +35,26 @@ def main() -> None:
             options.source,
             samples=options.samples,
             length=options.length,
+            prompts=options.prompts,
             begun=lambda line: print(line, file=sys.stderr),
         )
-    floor, first = found.floor, found.outputs[0]
-    print(
-        "| | bytes | KL, nats | 95 % | weights alone | 99th | same token | perplexity | verdict | texts part at token |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    size, perplexity = first["sizes"]["source"], first["perplexity"]["source"]
-    print(f"| source | {size / 1e6:.2f} MB | | | | | | {perplexity:.3f} | | |")
-    print(
-        f"| floor | | {spread(floor['kl'], floor['interval'])} | | {floor['p99']:.2g} | {floor['top1']:.2%} "
-        f"| {floor['perplexity']:.3f} | | |"
-    )
+    print("| scheme | size | KL, nats | weights alone | same token | perplexity (ratio) | verdict | texts differ at |")
+    print("|---|---|---|---|---|---|---|---|")
     for output, each in zip(outputs, found.outputs, strict=True):
-        parted = ", ".join("-" if text["differs_at"] is None else str(text["differs_at"]) for text in each["texts"])
-        kl = each["kl"]
+        low, high = each["kl"]["interval"]
+        perplexity = each["perplexity"]
+        differ = ("never" if text["differs_at"] is None else str(text["differs_at"]) for text in each["texts"])
         print(
-            f"| `{output.name}` | {each['sizes']['output'] / 1e6:.2f} MB | {spread(kl['mean'], kl['interval'])} "
-            f"| {each['weights_only']['kl']:.3g} | {kl['p99']:.2g} | {each['top1']:.2%} "
-            f"| {each['perplexity']['output']:.3f} | {each['verdict']} | {parted} |"
+            f"| `{output.name}` | {each['sizes']['output'] / 1e6:.2f} MB "
+            f"| {each['kl']['mean']:.5f} [{low:.5f}, {high:.5f}] | {each['weights_only']['kl']:.5f} "
+            f"| {each['top1']:.2%} | {perplexity['output']:.3f} ({perplexity['ratio']:.4f}) | {each['verdict']} "
+            f"| {', '.join(differ)} |"
         )
-    text = first["text"]
-    print(f"\n{text['positions']:,} positions of {text['documents']} texts, SHA-256 {text['sha256'][:16]}")
-
-
-def spread(mean: float, interval: list[float]) -> str:
-    """A mean KL and its interval, two cells."""
-    return f"{mean:.3g} | {interval[0]:.3g} to {interval[1]:.3g}"
+    first, floor = found.outputs[0], found.floor
+    print(
+        f"\nThe source: {first['sizes']['source'] / 1e6:.2f} MB, perplexity {first['perplexity']['source']:.3f}. "
+        f"The floor: {floor['kl']:.6f} nats, {floor['top1']:.2%}. {first['text']['positions']:,} positions."
+    )
 
 
 if __name__ == "__main__":
