@@ -164,3 +164,26 @@ def test_a_full_disk_is_told(output: Path) -> None:
     )
     assert done.stdout == f"{output / 'eval.json'} cannot be written: File too large\n"
     assert not [path.name for path in output.iterdir() if "eval" in path.name]
+
+
+@pytest.mark.parametrize("text", ["", "\x00\n"])
+def test_prompts_are_read_before_models_run(output: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / "prompts.jsonl").write_text(text)
+
+    def advanced(done: int, total: int) -> None:
+        raise AssertionError("models run already")
+
+    assert "prompts.jsonl" in refused(
+        SourceError, output, prompts=tmp_path / "prompts.jsonl", begun=lambda _: None, progress=advanced
+    )
+
+
+def test_prompts_that_find_no_memory_are_noted(output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "prompts").write_text("import\n")
+    monkeypatch.setattr(answers, "available_memory", lambda: 1000)
+    found = evaluate([output], EXAMPLE, prompts=tmp_path / "prompts", **SMALL)
+    assert [text["along"] for text in found.outputs[0]["texts"]] == [True]
+    assert [note for note in found.notes if note.startswith("--prompts were not answered")]
+    assert not [
+        note for note in evaluate([output], EXAMPLE, **SMALL).notes if note.startswith("--prompts were not answered")
+    ]

@@ -13,7 +13,7 @@ from ..machine import available_memory
 from .forward import StreamedModel
 from .generate import continued, ends, side_by_side
 from .products import products_in_float32
-from .prompts import read
+from .prompts import Prompt, read
 from .served import Served
 from .tokenizer import Tokenizer
 
@@ -28,12 +28,34 @@ def fits(nbytes: int, asked: bool) -> bool:
     return nbytes <= available_memory() // 2 and (asked or nbytes <= UNASKED)
 
 
+def asked(
+    file: str | os.PathLike[str] | None, tokenizer: Tokenizer, vocabulary: int, nbytes: int
+) -> tuple[Prompt, ...]:
+    """The prompts to answer; none where a model of so many bytes has no room, or would take long without being asked.
+
+    Args:
+        file: a file of them, which is read in any case, so that a mistake shows before hours of work; some built-in
+            ones if None.
+        tokenizer: the source's.
+        vocabulary: tokens that the model has.
+        nbytes: size of the largest model.
+
+    Raises:
+        SourceError: they cannot be read.
+    """
+    room = fits(nbytes, asked=file is not None)
+    if file is None and not room:
+        return ()
+    found = read(file, tokenizer, vocabulary)[: None if file is not None else BUILT_IN]
+    return found if room else ()
+
+
 def answers(
     source: StreamedModel,
     checkpoint: Checkpoint,
     outputs: Sequence[Served],
     tokenizer: Tokenizer,
-    prompts: str | os.PathLike[str] | None,
+    prompts: Sequence[Prompt],
 ) -> list[list[dict[str, Any]]]:
     """The texts of eval.json, for each output.
 
@@ -42,17 +64,16 @@ def answers(
         checkpoint: what it was made of, which says where answers end.
         outputs: the outputs; their activations are rounded.
         tokenizer: the source's.
-        prompts: a file of prompts; some built-in ones if None.
+        prompts: what `asked` gave.
 
     Raises:
-        SourceError: a prompt or a weight cannot be read.
+        SourceError: a weight cannot be read.
     """
-    asked = read(prompts, tokenizer)[: None if prompts is not None else BUILT_IN]
     last = ends(checkpoint.root, checkpoint.config)
 
     def answered(model: StreamedModel, around: Callable[[], AbstractContextManager[Any]]) -> list[tuple[int, ...]]:
-        return continued(model, asked, last, around=around)
+        return continued(model, prompts, last, around=around)
 
     plain = partial(products_in_float32, source.device)
     ours = answered(source, plain)
-    return [side_by_side(asked, ours, answered(each.model, each.around), tokenizer) for each in outputs]
+    return [side_by_side(prompts, ours, answered(each.model, each.around), tokenizer) for each in outputs]

@@ -67,8 +67,8 @@ def compare_weights(name: str, source: Tensor, output: Tensor, form: Format | No
             weight = wide[low : low + CHUNK].double()
             signal += float(weight.square().sum())
             noise += float((other[low : low + CHUNK].double() - weight).square().sum())
-        error = math.sqrt(noise / signal) if signal else float(noise > 0)
-        return Change(name, False, error if math.isfinite(error) else 1.0, 0.0, float(error > ROUNDED))
+        error = _root(noise, signal)
+        return Change(name, False, error, 0.0, float(error > ROUNDED))
     if transposed:
         source, output = source.T, output.T
     found, explained, signals = (torch.cat(column) for column in zip(*_grids(source, output, form), strict=True))

@@ -28,13 +28,14 @@ from ..files.checkpoint import Checkpoint
 from ..files.fingerprint import fingerprint
 from ..version import __version__
 from . import library
-from .answers import answers, fits
+from .answers import answers, asked
 from .changes import Change, compare_weights
 from .fidelity import EDGES, Names, Record, compare, histogram, summary
 from .forward import Pass, StreamedModel, run
 from .generate import along
 from .noise import Noise
 from .products import products_in_float32
+from .prompts import Prompt
 from .scratch import Scratch
 from .served import Served, logits
 from .skeleton import REST
@@ -270,13 +271,17 @@ class _Evaluating:
         self.likely: dict[int, list[int]] = {}
         self.held: Tensor | None = None
         self.steps = 0
+        table = self.model.model.get_input_embeddings()
+        self.vocabulary = int(getattr(table, "num_embeddings", 0))
+        self.prompts: Sequence[Prompt] = ()
+        if settings.tokenizer is not None:
+            size = max(self.model.nbytes, *(each.served.model.nbytes for each in self.outputs))
+            self.prompts = asked(settings.prompts, settings.tokenizer, self.vocabulary, size)
 
     def about(self) -> str:
         """What is to be done, and how long it may take: "16 documents of 512 tokens: .., 4 passes, about 5 minutes"."""
         passes = self.outputs[-1].first + self.outputs[-1].passes
-        table = self.model.model.get_input_embeddings()
-        vocabulary = int(getattr(table, "num_embeddings", 0))
-        work = Work(self.model.nbytes, self.model.dtype.itemsize, vocabulary, passes, len(self.outputs))
+        work = Work(self.model.nbytes, self.model.dtype.itemsize, self.vocabulary, passes, len(self.outputs))
         took = work.seconds(len(self.corpus.documents) * self.corpus.length, self.settings.device)
         return f"{self.corpus.described}; {passes} passes, about {spoken(took)}"
 
@@ -298,10 +303,9 @@ class _Evaluating:
         tokenizer = self.settings.tokenizer
         if tokenizer is None:
             return [[] for _ in self.outputs]
-        served = [output.served for output in self.outputs]
-        size = max(self.model.nbytes, *(each.model.nbytes for each in served))
-        if fits(size, asked=self.settings.prompts is not None):
-            return answers(self.model, self.source.checkpoint, served, tokenizer, self.settings.prompts)
+        if self.prompts:
+            served = [output.served for output in self.outputs]
+            return answers(self.model, self.source.checkpoint, served, tokenizer, self.prompts)
         ids, last = self.corpus.documents[0].ids, [output.first + output.passes - 1 for output in self.outputs]
         return [[along(ids, self.likely[0], self.likely[number], tokenizer)] for number in last]
 
@@ -394,6 +398,8 @@ class _Evaluating:
             for output, shown in zip(self.outputs, texts, strict=True)
         ]
         notes = [*self.corpus.notes, *(note for output in self.outputs for note in output.served.notes)]
+        if self.settings.prompts is not None and not self.prompts:
+            notes.append("--prompts were not answered: a model takes more than half of the free memory")
         return Evaluation(source, floor, outputs, tuple(dict.fromkeys(notes)))
 
     def _result(self, output: _Subject, floor: Mapping[str, Any]) -> dict[str, Any]:

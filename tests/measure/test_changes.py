@@ -93,3 +93,8 @@ def test_nothing_left_of_a_weight_is_all_of_it() -> None:
     found = compare_weights("expert", weight, weight * 0, CHANNEL.format)
     assert (found.error, found.off) == (1, 1)
     assert compare_weights("expert", weight, weight * torch.nan, CHANNEL.format).error == 1
+    # One NaN where no text comes by, such as in a row of an embedding table.
+    damaged = weight.clone()
+    damaged[0, 0] = torch.nan
+    change = compare_weights("table", weight, damaged, None)
+    assert (change.error, change.off) == (1, 1)
