@@ -262,16 +262,17 @@ def _eval(given: Given, interrupts: Interrupts) -> int:
 
     with _bar(interrupts, as_json, "evaluating", "evaluated") as advanced:
         found = evaluate(**values_for(Evaluate, given), **values_for(Texts, given), begun=begun, progress=advanced)
-    if page is not None or figure is not None:
-        from .report.pages import write_evaluated
-
-        write_evaluated(found.outputs, (asked.source, *asked.outputs), page, figure)
     if as_json:
         print_json(found.to_json(), interrupts)
     else:
         from .report.evaluation import evaluation_text
 
         require_told(say(evaluation_text(found.to_json(), found.notes), sys.stdout))
+    # Last, so that what hours have found is told even where a disk is full.
+    if page is not None or figure is not None:
+        from .report.pages import write_evaluated
+
+        write_evaluated(found.outputs, (asked.source, *asked.outputs), page, figure)
     limit = asked.fail_above
     return EXIT_PROBLEMS if limit is not None and any(each["kl"]["mean"] > limit for each in found.outputs) else 0
 

@@ -170,7 +170,7 @@ def _targets(
     else:
         files = [each.root / EVAL_FILE for each in outputs if (each.root / JOURNAL_FILE).exists()]
     for file in files:
-        require_place(file, f"--out {file}" if asked.out is not None else str(file))
+        require_place(file, f"--out {file}" if asked.out is not None else str(file), "name another file with --out")
 
     def pairs(found: Evaluation) -> Iterator[tuple[Path, dict[str, object]]]:
         if asked.out is not None:

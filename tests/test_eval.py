@@ -14,11 +14,12 @@ import pytest
 from conftest import EXAMPLE, ROOT, change_json
 from openquant import OpenQuantError, compress, evaluate
 from openquant.cli import main
-from openquant.errors import SourceError, UsageError
+from openquant.errors import OutputError, SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.evaluation import find_evaluation, read_evaluation
 from openquant.measure import answers
 from openquant.options import Evaluate
+from openquant.report import pages
 
 SMALL = {"samples": 2, "length": 48}
 WORDS = ("--samples", "2", "--length", "48")
@@ -119,6 +120,24 @@ def test_what_cannot_be_evaluated_is_refused(output: Path, tmp_path: Path) -> No
     assert "not a cache" in refused_options(outputs=["one"], kv_cache="int8")
     assert "no seed" in refused_options(outputs=["one"], seed=-1)
     assert "no seed" in refused_options(outputs=["one"], seed=2**32)
+
+
+def test_a_config_that_is_refused_is_said_whose_it_is(output: Path) -> None:
+    change_json(output / "config.json", lambda found: found.update(num_hidden_layers=10**9))
+    assert "tiny-FP8: config.json has 1000000000 layers" in refused(SourceError, output)
+
+
+def test_what_was_found_is_told_even_if_the_page_cannot_be_written(
+    output: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OutputError("the disk is full", "free some space")
+
+    monkeypatch.setattr(pages, "write_evaluated", full)
+    words = ("eval", output, "--source", EXAMPLE, *WORDS, "--json", "--report", tmp_path / "a.html")
+    code, stdout, stderr = run_main(capsys, *words)
+    assert (code, stderr) == (2, "error: the disk is full\nhint: free some space\n")
+    assert json.loads(stdout)["outputs"][0]["output"]["name"] == "tiny-FP8"
 
 
 def refused_options(**options: Any) -> str:

@@ -14,12 +14,13 @@ from pathlib import Path
 from ..errors import OutputError, UsageError
 
 
-def require_place(path: Path, told: str) -> None:
+def require_place(path: Path, told: str, elsewhere: str = "give another place") -> None:
     """Refuse a file that could not be written, or that is something else than a file.
 
     Args:
         path: the file; its directory may be missing.
         told: how messages name it, such as "--report report.html".
+        elsewhere: how to name another.
 
     Raises:
         UsageError: it is a directory, a link, a pipe or a device, or its directory can hold no file.
@@ -29,16 +30,16 @@ def require_place(path: Path, told: str) -> None:
     except (FileNotFoundError, NotADirectoryError):
         mode = stat.S_IFREG
     except (OSError, ValueError) as error:
-        raise UsageError(f"{told} cannot be written: {_reason(error)}", "give another place") from None
+        raise UsageError(f"{told} cannot be written: {_reason(error)}", elsewhere) from None
     if stat.S_ISDIR(mode):
         raise UsageError(f"{told} is a directory", "give the name of a file")
     if not stat.S_ISREG(mode):
-        raise UsageError(f"{told} is a link, a pipe or a device", "give another place, or remove it")
+        raise UsageError(f"{told} is a link, a pipe or a device", f"{elsewhere}, or remove it")
     parent = next(parent for parent in path.absolute().parents if parent.exists())
     if not parent.is_dir():
-        raise UsageError(f"{told}: {parent} is no directory", "give another place")
+        raise UsageError(f"{told}: {parent} is no directory", elsewhere)
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise UsageError(f"{told}: {parent} cannot be written to", "check its permissions, or give another place")
+        raise UsageError(f"{told}: {parent} cannot be written to", f"check its permissions, or {elsewhere}")
 
 
 def write_whole(path: Path, data: bytes) -> None:

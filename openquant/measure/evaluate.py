@@ -23,7 +23,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from ..errors import UsageError
+from ..errors import SourceError, UsageError
 from ..files.checkpoint import Checkpoint
 from ..files.fingerprint import fingerprint
 from ..version import __version__
@@ -245,7 +245,8 @@ class _Evaluating:
         progress: Progress | None,
     ) -> None:
         self.source, self.corpus, self.settings, self.progress = source, corpus, settings, progress
-        self.model = StreamedModel(source.checkpoint, device=settings.device, path=source.path)
+        with _naming(source):
+            self.model = StreamedModel(source.checkpoint, device=settings.device, path=source.path)
         # Not with the noise's forward: models of outputs have none.
         self.layers = [
             name
@@ -259,7 +260,10 @@ class _Evaluating:
         self.outputs: list[_Subject] = []
         number = 2
         for output in outputs:
-            model = StreamedModel(output.checkpoint, dtype=self.model.dtype, device=settings.device, path=output.path)
+            with _naming(output):
+                model = StreamedModel(
+                    output.checkpoint, dtype=self.model.dtype, device=settings.device, path=output.path
+                )
             _require_one_model(source, self.model, output, model)
             self.routes.watch(model.model)
             served = Served(output.name, output.checkpoint, model, settings.kv_cache, output.path)
@@ -473,6 +477,15 @@ def _config_of(model: StreamedModel) -> dict[str, Any]:
 
     walk("", model.model.config.to_dict())
     return found
+
+
+@contextmanager
+def _naming(subject: Subject) -> Iterator[None]:
+    """Say of which of several checkpoints a config.json or a weight cannot be run."""
+    try:
+        yield
+    except SourceError as error:
+        raise SourceError(f"{subject.name}: {error.message}", error.hint) from error
 
 
 def _require_one_model(source: Subject, mine: StreamedModel, output: Subject, theirs: StreamedModel) -> None:

@@ -286,4 +286,7 @@ def _of_conversion(name: str, text: str) -> OpenQuantError:
 
 
 def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+    """What an error says first; where that ends in a colon, what follows it too."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    told = lines[:2] if lines[0].endswith(":") else lines[:1]
+    return " ".join(told)[:300]

@@ -274,7 +274,7 @@ HOSTILE: list[tuple[dict, str]] = [
     ({"model_type": "llama"}, "model_type 'llama', but Qwen3ForCausalLM is of 'qwen3'"),
     ({"model_type": ["qwen3"]}, "has model_type"),
     ({"num_hidden_layers": 10**9}, "has 1000000000 layers, the checkpoint only"),
-    ({"num_hidden_layers": "two"}, "refuses config.json"),
+    ({"num_hidden_layers": "two"}, "refuses config.json: .*num_hidden_layers': .*int"),
     ({"num_hidden_layers": 3}, "layers.2.* is missing from the checkpoint"),
     ({"hidden_size": 128}, r"model.norm.weight is \[256\], but by config.json it must be \[128\]"),
     ({"hidden_act": "os.system"}, "cannot make Qwen3ForCausalLM"),
