@@ -34,7 +34,7 @@ def require_place(path: Path, told: str, elsewhere: str = "give another place") 
     if stat.S_ISDIR(mode):
         raise UsageError(f"{told} is a directory", "give the name of a file")
     if not stat.S_ISREG(mode):
-        raise UsageError(f"{told} is a link, a pipe or a device", f"{elsewhere}, or remove it")
+        raise UsageError(f"{told} is a link, a pipe or a device", elsewhere)
     parent = next(parent for parent in path.absolute().parents if parent.exists())
     if not parent.is_dir():
         raise UsageError(f"{told}: {parent} is no directory", elsewhere)
