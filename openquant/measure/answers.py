@@ -18,7 +18,7 @@ from .served import Served
 from .tokenizer import Tokenizer
 
 # The largest model, in bytes, that answers without being asked: each token takes a reading of all weights.
-UNASKED = 4 << 30
+UNASKED = 2 << 30
 # Of the built-in prompts, those that are answered.
 BUILT_IN = 4
 
