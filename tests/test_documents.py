@@ -48,3 +48,10 @@ def test_the_architecture_names_every_room() -> None:
     package = ROOT / "openquant"
     found = {path.stem for path in package.glob("*.py")} | {path.parent.name for path in package.glob("*/__init__.py")}
     assert found - {"__init__", "__main__"} == rooms
+
+
+def test_the_readme_has_the_commands_that_ci_types() -> None:
+    """`.ci/run` reads the second out of it; without it nothing is tested, and it fails."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert "pip install -e . && python compress_fp8.py -m examples/tiny-qwen3" in lines
+    assert "pip install -e '.[test]' && python -m pytest" in lines
