@@ -12,7 +12,7 @@ import base64
 import difflib
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module, resources
 from pathlib import Path
@@ -100,7 +100,7 @@ def render(page: Page) -> str:
     from . import charts
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_visible, keep_trailing_newline=True)
-    environment.filters |= {
+    filters: dict[str, Callable[..., Any]] = {
         "size": gigabytes,
         "short": short,
         "number": _number,
@@ -111,6 +111,7 @@ def render(page: Page) -> str:
         "compared": _compared,
         "drawn": Markup,
     }
+    environment.filters.update(filters)
     script = _read("page.js")
     worst, heat = ([], []) if page.diagnosis is None else (_worst(page.diagnosis), _heat(page.diagnosis))
     return environment.from_string(_read("page.html")).render(
