@@ -9,7 +9,7 @@ those of the model, whatever a checkpoint calls them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +21,8 @@ from ..formats.schemes import SCHEMES
 
 # Weights that are held in float32 at a time.
 CHUNK = 1 << 21
+# Those that are looked at in one go for whether they are equal.
+PIECE = 1 << 24
 # A group is off where its error is so many times what rounding explains.
 OFF = 2.0
 # What storing float32 or float16 in bfloat16 may change.
@@ -48,7 +50,14 @@ class Change:
     off: float
 
 
-def compare_weights(name: str, source: Tensor, output: Tensor, form: Format | None, transposed: bool = False) -> Change:
+def compare_weights(
+    name: str,
+    source: Tensor,
+    output: Tensor,
+    form: Format | None,
+    transposed: bool = False,
+    between: Callable[[], None] = lambda: None,
+) -> Change:
     """How one weight of the output differs.
 
     Args:
@@ -57,8 +66,9 @@ def compare_weights(name: str, source: Tensor, output: Tensor, form: Format | No
         output: the output's, of the same shape.
         form: what it is stored as; None for plain elements.
         transposed: whether the two are [in, out].
+        between: called after each piece of a weight that may be mapped from files, to let their pages go.
     """
-    if torch.equal(source, output):
+    if _equal(source, output, between):
         return Change(name, form is not None, 0.0, 0.0, 0.0)
     if form is None:
         wide, other = source.flatten(), output.flatten()
@@ -67,6 +77,7 @@ def compare_weights(name: str, source: Tensor, output: Tensor, form: Format | No
             weight = wide[low : low + CHUNK].double()
             signal += float(weight.square().sum())
             noise += float((other[low : low + CHUNK].double() - weight).square().sum())
+            between()
         error = _root(noise, signal)
         return Change(name, False, error, 0.0, float(error > ROUNDED))
     if transposed:
@@ -84,6 +95,16 @@ def compare_weights(name: str, source: Tensor, output: Tensor, form: Format | No
         _root(total, signal),
         float(off.double().mean()),
     )
+
+
+def _equal(source: Tensor, output: Tensor, between: Callable[[], None]) -> bool:
+    """Whether all elements are the same."""
+    mine, other = source.flatten(), output.flatten()
+    for low in range(0, max(len(mine), len(other)), PIECE):
+        if not torch.equal(mine[low : low + PIECE], other[low : low + PIECE]):
+            return False
+        between()
+    return True
 
 
 def _root(noise: float, signal: float) -> float:

@@ -344,7 +344,13 @@ class _Evaluating:
         if output is None or (unit, number) in self.compared:
             return
         self.compared.add((unit, number))
-        mine, theirs = (model.model for model in (self.model, output.served.model))
+        models = self.model, output.served.model
+        mine, theirs = (model.model for model in models)
+
+        def between() -> None:
+            for model in models:
+                model.rest()
+
         for name, parameter in mine.named_parameters():
             if _unit_of(self.model, name) != unit:
                 continue
@@ -354,7 +360,7 @@ class _Evaluating:
             weight = output.served.model.quantized.get(module)
             form = None if weight is None else weight.format
             if form is None or parameter.ndim == 2:
-                output.changes.append(compare_weights(module, parameter, other, form))
+                output.changes.append(compare_weights(module, parameter, other, form, between=between))
                 continue
             transposed = bool(getattr(mine.get_submodule(owner), "is_transposed", False))
             output.changes += [

@@ -98,3 +98,16 @@ def test_nothing_left_of_a_weight_is_all_of_it() -> None:
     damaged[0, 0] = torch.nan
     change = compare_weights("table", weight, damaged, None)
     assert (change.error, change.off) == (1, 1)
+
+
+def test_what_is_mapped_is_looked_at_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "PIECE", 1000)
+    monkeypatch.setattr(changes, "CHUNK", 1000)
+    weight, calls = weights(50, 60), []
+    other = weight.clone()
+    same = compare_weights("norm", weight, other, None, between=lambda: calls.append("same"))
+    other[-1, -1] += 1
+    differs = compare_weights("norm", weight, other, None, between=lambda: calls.append("differs"))
+    assert same.error == 0 < differs.error
+    # Two of three pieces are the same; then all three are summed up.
+    assert calls == ["same"] * 3 + ["differs"] * (2 + 3)
