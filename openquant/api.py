@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .convert.conversion import worker_memory
-from .convert.ranks import Ranks
+from .convert.ranks import Ranks, attempt
 from .errors import SourceError, UsageError
 from .files.checkpoint import Checkpoint, open_checkpoint, readable
 from .files.inputs import read_small
@@ -33,7 +33,7 @@ from .plan.plan import Plan, make_plain_plan, make_plan
 from .plan.serving import as_json
 from .report.reporter import Reporter
 from .report.result import Result
-from .run import Prepared, attempt, carry_out, take_evaluation
+from .run import Prepared, carry_out, take_evaluation
 from .verification.finished import require_sound
 
 # More do not make a disk faster, and each takes memory.

@@ -219,7 +219,7 @@ def verb_parser() -> Parser:
         "Qwen3-8B-FP8 --source Qwen/Qwen3-8B",
         "Qwen3-8B-FP8 Qwen3-8B-INT8 --source Qwen3-8B --text mine.txt",
     )
-    evaluate.add_options(Evaluate, Texts, Command, without=("block_size", "rendezvous_timeout", "quiet", "verbose"))
+    evaluate.add_options(Evaluate, Texts, Command, without=("block_size", "quiet", "verbose"))
     verify = add(
         "verify",
         "Check an FP8 or INT8 directory, whichever tool made it.",

@@ -195,11 +195,8 @@ def _dequantize(given: Given, interrupts: Interrupts) -> int:
     return _run_and_report(dequantize, given, interrupts)
 
 
-def _run_and_report(work: Callable[..., Result], given: Given, interrupts: Interrupts) -> int:
-    """Call `work` with what is given of a Run, and show what it does."""
-    command = _command(given)
-    if command.quiet:
-        os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+def _ranks(given: Given, command: Command) -> Ranks:
+    """This process among several that share a job, as it is to wait for the others."""
     ranks: Ranks = given["ranks"]
     ranks.patience = command.rendezvous_timeout
     if ranks.size > 1:
@@ -207,6 +204,15 @@ def _run_and_report(work: Callable[..., Result], given: Given, interrupts: Inter
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         if not command.quiet:
             ranks.say = partial(say, stream=sys.stderr)
+    return ranks
+
+
+def _run_and_report(work: Callable[..., Result], given: Given, interrupts: Interrupts) -> int:
+    """Call `work` with what is given of a Run, and show what it does."""
+    command = _command(given)
+    if command.quiet:
+        os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    ranks = _ranks(given, command)
     silent = command.quiet or not ranks.first
     report = _find_report(command)
     reporter = Terminal(interrupts, silent or command.json, silent, command.verbose and not command.json)
@@ -251,18 +257,25 @@ def _eval(given: Given, interrupts: Interrupts) -> int:
     from .evaluation import evaluate
 
     command, asked = _command(given), Evaluate(**values_for(Evaluate, given))
-    as_json, page, figure = command.json, _find_report(command), _place("--figure", command.figure)
+    page, figure = _find_report(command), _place("--figure", command.figure)
+    ranks = _ranks(given, command)
+    silent = command.json or not ranks.first
     files = [Path(file).absolute() for file in (page, figure, asked.out) if file is not None]
     if len(set(files)) < len(files):
         raise UsageError("two of --out, --report and --figure name one file", "give each its own")
 
     def begun(about: str) -> None:
-        if not as_json:
+        if not silent:
             say(about, sys.stderr)
 
-    with _bar(interrupts, as_json, "evaluating", "evaluated") as advanced:
-        found = evaluate(**values_for(Evaluate, given), **values_for(Texts, given), begun=begun, progress=advanced)
-    if as_json:
+    with _bar(interrupts, silent, "evaluating", "evaluated") as advanced:
+        values = {**values_for(Evaluate, given), **values_for(Texts, given)}
+        found = evaluate(**values, begun=begun, progress=advanced, ranks=ranks)
+    limit = asked.fail_above
+    code = EXIT_PROBLEMS if limit is not None and any(each["kl"]["mean"] > limit for each in found.outputs) else 0
+    if not ranks.first:
+        return code
+    if command.json:
         print_json(found.to_json(), interrupts)
     else:
         from .report.evaluation import evaluation_text
@@ -273,19 +286,18 @@ def _eval(given: Given, interrupts: Interrupts) -> int:
         from .report.pages import write_evaluated
 
         write_evaluated(found.outputs, (asked.source, *asked.outputs), page, figure)
-    limit = asked.fail_above
-    return EXIT_PROBLEMS if limit is not None and any(each["kl"]["mean"] > limit for each in found.outputs) else 0
+    return code
 
 
 @contextmanager
-def _bar(interrupts: Interrupts, as_json: bool, doing: str, did: str) -> Iterator[Callable[[int, int], None]]:
-    """What is to be told the bytes done so far and in all: it shows a bar, unless a program reads the result."""
+def _bar(interrupts: Interrupts, silent: bool, doing: str, did: str) -> Iterator[Callable[[int, int], None]]:
+    """What is to be told the bytes done so far and in all: it shows a bar, unless nobody looks at this process."""
     bar: Progress | None = None
 
     def advanced(done: int, total: int) -> None:
         nonlocal bar
         interrupts.check()
-        if not as_json:
+        if not silent:
             bar = bar or Progress(total, 0, sys.stderr, doing, did)
             bar.advance(done - bar.done)
 
@@ -337,4 +349,4 @@ VERBS: Mapping[str, Callable[[Given, Interrupts], int]] = {
     "completion": _completion,
 }
 # Jobs that several processes share.
-SHARED = ("compress", "dequantize")
+SHARED = ("compress", "dequantize", "eval")

@@ -1,5 +1,7 @@
 """evaluate(): outputs held against their source, from opening them to writing what was found beside them.
 
+Several processes share the texts; the first puts together what all have found, and writes it.
+
 transformers is imported by the modules that run models, and these when they are needed.
 """
 
@@ -12,6 +14,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .convert.ranks import Ranks, attempt
+from .errors import SourceError
 from .files.checkpoint import Checkpoint, open_checkpoint
 from .files.names import EVAL_FILE, JOURNAL_FILE
 from .files.whole import require_place, write_whole
@@ -47,6 +51,7 @@ def evaluate(
     length: int = 512,
     begun: Callable[[str], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> Evaluation:
     """Hold outputs against their source: what they answer to texts, where it comes from, and a verdict in a word.
 
@@ -69,38 +74,71 @@ def evaluate(
         length: tokens of each.
         begun: told in a line what is to be done and how long it may take, before it starts.
         progress: told how much is done, and how much there is to do.
+        ranks: this process among several, as `Ranks.from_environment(os.environ)` finds it; each runs its share of the
+            texts.
 
     Returns:
-        The figures; docs/evaluation.md says what they mean.
+        The figures, in every process; docs/evaluation.md says what they mean.
 
     Raises:
         OpenQuantError: something the caller can fix.
     """
     given = locals()
     asked, texts = Evaluate(**values_for(Evaluate, given)), Texts(**values_for(Texts, given))
-    chosen = find_device(asked.device, 0)
+    ranks = ranks or Ranks()
+    with ranks:
+        ranks.agree(None)
+        found, error = attempt(lambda: _evaluated(asked, texts, ranks, begun, progress))
+        ranks.agree(error)
+        assert found is not None
+        return found
+
+
+def _evaluated(
+    asked: Evaluate,
+    texts: Texts,
+    ranks: Ranks,
+    begun: Callable[[str], None] | None,
+    progress: Callable[[int, int], None] | None,
+) -> Evaluation:
+    """What all ranks have found; the first has written it."""
+    chosen = find_device(asked.device, ranks.local_rank)
     sources = [find_source(os.fspath(name)) for name in (asked.source, *asked.outputs)]
     checkpoints = [open_checkpoint(each.root, each.remote, each.absent) for each in sources]
-    targets = _targets(asked, checkpoints[1:])
+    targets = _targets(asked, checkpoints[1:]) if ranks.first else None
     # Only now is transformers imported.
     from .measure.evaluate import Settings
     from .measure.evaluate import evaluate as measure
     from .measure.texts import read
 
+    def advanced(done: int, total: int) -> None:
+        ranks.check()
+        if progress is not None:
+            progress(done, total)
+
     with ExitStack() as stack:
         tokenizers = [_tokenizer(each, checkpoint) for each, checkpoint in zip(sources, checkpoints, strict=True)]
         tokenizer = tokenizers[0]
         corpus = read(texts, tokenizer, vocabulary=_vocabulary(checkpoints[0]))
+        seen = ranks.agree(None, [corpus.sha256, [dict(checkpoint.shards) for checkpoint in checkpoints]])
+        if any(other != seen[0] for other in seen):
+            raise SourceError("ranks see different texts or checkpoints", "let all of them read the same files")
         subjects = [
             stack.enter_context(_subject(each, checkpoint, tokenizer, own))
             for each, checkpoint, own in zip(sources, checkpoints, tokenizers, strict=True)
         ]
-        room = _scratch(asked, checkpoints, len(corpus.documents) * corpus.length)
+        room = _scratch(asked, checkpoints, -(-len(corpus.documents) // ranks.size) * corpus.length)
         settings = Settings(
-            asked.seed, asked.kv_cache, chosen, stack.enter_context(room) if room else None, tokenizer, asked.prompts
+            asked.seed,
+            asked.kv_cache,
+            chosen,
+            stack.enter_context(room) if room else None,
+            tokenizer,
+            asked.prompts,
+            ranks if ranks.size > 1 else None,
         )
-        found = measure(subjects[0], subjects[1:], corpus, settings, begun, progress)
-    for target, value in targets(found):
+        found = measure(subjects[0], subjects[1:], corpus, settings, begun, advanced)
+    for target, value in targets(found) if targets is not None else ():
         write_json(target, value)
     return found
 

@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from .convert.conversion import Progress, convert
-from .convert.ranks import Ranks
+from .convert.ranks import Ranks, attempt
 from .errors import OutputError, SourceError
 from .files.checkpoint import Checkpoint, open_checkpoint, readable
 from .files.evaluation import find_evaluation
@@ -81,17 +81,6 @@ def source_needs(source: Source, plan: Plan, outputs: Sequence[str] | None = Non
     if outputs is None:
         outputs = [shard.name for shard in plan.shards]
     return {output: sorted(plan.sources(output)) for output in outputs}
-
-
-Made = TypeVar("Made")
-
-
-def attempt(do: Callable[[], Made]) -> tuple[Made | None, Exception | None]:
-    """What `do` returns, and None; or None, and what it raises: the other ranks hear of it before it is raised."""
-    try:
-        return do(), None
-    except Exception as error:
-        return None, error
 
 
 class Outcome(NamedTuple):

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 FORKS = get_context("forkserver")
 # Nothing of openquant: each rank imports what is on the disk, after what a test has it do first.
-FORKS.set_forkserver_preload(["numpy", "torch.distributed"])
+PRELOADED = ("numpy", "torch.distributed")
 
 
 class Rank:
@@ -110,8 +110,9 @@ def job() -> Iterator[Job]:
 
 
 @contextmanager
-def forks() -> Iterator[None]:
-    """Has the process from which ranks are forked, for this block."""
+def forks(*more: str) -> Iterator[None]:
+    """Has the process from which ranks are forked, for this block; it imports `more` too."""
+    FORKS.set_forkserver_preload([*PRELOADED, *more])
     # As the command has it before it imports torch.
     with patch.dict(os.environ, TORCH_CPP_LOG_LEVEL="FATAL"):
         forkserver.ensure_running()

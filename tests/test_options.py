@@ -49,7 +49,7 @@ def test_signatures_are_the_fields() -> None:
     assert taken(openquant.dequantize) == [*said(Run, without=("device",)), *beside]
     assert taken(openquant.verify)[:-1] == said(Check)
     assert taken(openquant.diagnose)[:-1] == said(Diagnose)
-    assert taken(openquant.evaluate)[:-2] == [*said(Evaluate), *said(Texts)]
+    assert taken(openquant.evaluate)[:-3] == [*said(Evaluate), *said(Texts)]
 
 
 def test_positional_arguments_stay() -> None:

@@ -2,7 +2,7 @@
 
 `torchrun compress_fp8.py -m ...` and `accelerate launch compress_fp8.py -m ...` start them. Every rank makes the same
 plan and takes its own shards of it; the first claims the output directory and writes index, card and config once all
-are done.
+are done. Of an evaluation each runs its share of the texts, and the first is given what all have found.
 
 They meet at torch's TCPStore, which nothing but this module imports. Each rank has a page there that only it writes:
 a beat that shows it lives, what it told at each agreement, why it failed. A thread reads all pages and writes this
@@ -14,18 +14,20 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import OpenQuantError, OutputError, UsageError
 from ..options import PATIENCE
 
 if TYPE_CHECKING:
     from ..plan.layout import Shard
+
+T = TypeVar("T")
 
 # Seconds between beats, and how many of its own a rank counts without one of another before it takes that for dead.
 # Counted rather than timed: ranks that were stopped together (Ctrl-Z, a laptop's lid) have missed nothing.
@@ -39,6 +41,8 @@ SOON, LATER = 2.0, 10.0
 # Seconds for which a rank that failed waits until the first has heard of it, and one that was interrupted.
 PARTING, HASTE = 30.0, 5.0
 MOST_RANKS = 1 << 16
+# Bytes that go through the store at a time, between two beats; it takes no more than 8 MiB.
+PIECE = 1 << 20
 
 AGAIN = "run the same command again: finished shards are kept"
 
@@ -150,14 +154,29 @@ class Ranks:
             if self._board is not None:
                 self._board.fail(error)
             raise error
-        if self.size == 1:
-            return [fact]
+        return [fact] if self.size == 1 else self._together(lambda board: board.agree(fact))
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Wait until every rank is here and has given bytes to the first, which gets those of all others, in order.
+
+        Args:
+            data: more than `agree` is made for; those of the first go nowhere.
+
+        Returns:
+            In the first rank what each of the others gave, in these nothing.
+
+        Raises:
+            Exception: one that names the rank which failed, died or did not come.
+        """
+        return [] if self.size == 1 else self._together(lambda board: board.gather(data))
+
+    def _together(self, do: Callable[[_Board], T]) -> T:
         if self._board is None:
             if self.meeting is None:
                 raise UsageError(f"{self.size} ranks have no place to meet", "use Ranks.from_environment(os.environ)")
             self._board = _Board(self, self.meeting)
         try:
-            return self._board.agree(fact)
+            return do(self._board)
         except OutputError as trouble:
             self._board.fail(trouble)
             raise
@@ -178,6 +197,14 @@ class Ranks:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._board is not None:
             self._board.leave(error)
+
+
+def attempt(do: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What `do` returns, and None; or None, and what it raises: the other ranks hear of it before it is raised."""
+    try:
+        return do(), None
+    except Exception as error:
+        return None, error
 
 
 _HINT = "start ranks with torchrun; to run as one process, unset RANK and WORLD_SIZE"
@@ -242,6 +269,12 @@ class _Board:
         # Why the store cannot be reached, as far as that is known.
         self._obstacle: str | None = None
         self._looks = 0
+        # For how many naps in a row there was no look, and how many there had been before the last.
+        self._stalled, self._seen = 0, 0
+        # What goes to the store and what comes from it, by names that no page has.
+        self._given: deque[tuple[str, bytes]] = deque()
+        self._wanted: deque[str] = deque()
+        self._got: dict[str, bytes] = {}
         self._pause = BEAT
         self._closed = False
         self._lock = threading.Lock()
@@ -265,7 +298,7 @@ class _Board:
         begun = time.monotonic()
         # As the others read it, so that all get the same.
         fact = json.loads(json.dumps(fact))
-        said, looks, stalled = "", 0, 0
+        said = ""
         with self._lock:
             self._mine = replace(self._mine, facts=(*self._mine.facts, fact))
             self._hurry(0.0)
@@ -288,16 +321,37 @@ class _Board:
                 ):
                     self.ranks.say(text)
                     said = text
-                # Counted, as beats are.
-                stalled = 0 if arriving or looks != self._looks else stalled + 1
-                looks = self._looks
-                if stalled * NAP > SILENCE * BEAT:
-                    raise _Elsewhere(f"rank {self.ranks.rank} lost {self.meeting}: it does not answer any more", AGAIN)
-                self._hurry(waited)
-                self._news.wait(NAP)
+                self._nap(waited)
             self._pause = BEAT
             pages = {**self._pages, self.ranks.rank: self._mine}
             return [pages[rank].facts[len(self._mine.facts) - 1] for rank in range(self.ranks.size)]
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Give bytes to the first rank; in that one, those of all others in order of the ranks."""
+        # Told apart from those of other times by what was agreed on before.
+        at, first = len(self._mine.facts), self.ranks.first
+        pieces = [] if first else [data[low : low + PIECE] for low in range(0, len(data), PIECE)]
+        counts = self.agree(len(pieces))
+        names = [[f"{rank}/{at}/{number}" for number in range(count)] for rank, count in enumerate(counts)]
+        with self._lock:
+            self._given.extend(zip(names[self.ranks.rank], pieces, strict=True))
+            self._wanted.extend(name for of_rank in names if first for name in of_rank)
+            while self._given or self._wanted:
+                if self.trouble is not None:
+                    raise self.trouble
+                self._nap(0.0)
+            self._pause = BEAT
+            return [b"".join(map(self._got.pop, of_rank)) for of_rank in names[1:] if first]
+
+    def _nap(self, waited: float) -> None:
+        """Wait for the other thread's next look, or for a moment."""
+        # Counted, as beats are.
+        self._stalled = 0 if self._arriving or self._seen != self._looks else self._stalled + 1
+        self._seen = self._looks
+        if self._stalled * NAP > SILENCE * BEAT:
+            raise _Elsewhere(f"rank {self.ranks.rank} lost {self.meeting}: it does not answer any more", AGAIN)
+        self._hurry(waited)
+        self._news.wait(NAP)
 
     def fail(self, error: BaseException) -> None:
         """Tell the others of an error, and wait until none works any more: what they share may then be let go."""
@@ -407,13 +461,23 @@ class _Board:
         return distributed.PrefixStore(str(begun.add(f"calls/{self.ranks.rank}", 1)), begun)
 
     def _look(self, store: Any) -> None:
-        """Write this rank's page, if it is time or there is news, and read those of the others that have come."""
+        """Write this rank's page, if it is time or there is news, and read those of the others that have come.
+
+        Of what is larger, a piece goes or comes each time.
+        """
         with self._lock:
+            given, wanted = next(iter(self._given), None), next(iter(self._wanted), None)
             mine, due = self._mine, time.monotonic() >= self._next_beat
             self._beat += due
             known = set(self._pages)
         if due or self._written is not mine:
             store.set(str(self.ranks.rank), json.dumps(asdict(replace(mine, beat=self._beat))))
+        if given is not None:
+            store.set(*given)
+        came = None
+        if wanted is not None and store.check([wanted]):
+            came = store.get(wanted)
+            store.delete_key(wanted)
         present = [rank for rank in self._others if rank in known or store.check([str(rank)])]
         data = store.multi_get([str(rank) for rank in present]) if present else []
         pages = {rank: _Page.from_bytes(page) for rank, page in zip(present, data, strict=True)}
@@ -424,6 +488,10 @@ class _Board:
                     self._silent[rank] = self._silent[rank] + 1 if page.beat == self._heard.get(rank) else 0
                     self._heard[rank] = page.beat
             self._pages, self._written = pages, mine
+            if given is not None:
+                self._given.popleft()
+            if came is not None:
+                self._got[self._wanted.popleft()] = came
             self._looks += 1
             self.trouble = self.trouble or self._found()
             self._news.notify_all()

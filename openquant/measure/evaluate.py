@@ -38,7 +38,9 @@ from .products import products_in_float32
 from .prompts import Prompt
 from .scratch import Scratch
 from .served import Served, logits
+from .shares import Team, packed, share, unpacked
 from .skeleton import REST
+from .tallies import Distances, Routes
 from .texts import Corpus
 from .tokenizer import Tokenizer
 from .verdict import (
@@ -96,6 +98,7 @@ class Settings:
         scratch: where hidden states go beyond a budget; None for nowhere.
         tokenizer: the source's, to show what models answer to prompts; None to have none.
         prompts: a file of them; built-in ones if None.
+        team: the processes that share the documents; None for this one alone.
     """
 
     seed: int = 0
@@ -104,6 +107,7 @@ class Settings:
     scratch: Scratch | None = None
     tokenizer: Tokenizer | None = None
     prompts: str | os.PathLike[str] | None = None
+    team: Team | None = None
 
 
 @dataclass(frozen=True)
@@ -164,73 +168,7 @@ class _Subject:
     served: Served
     first: int
     passes: int
-    records: list[list[Record]]
     changes: list[Change] = field(default_factory=list)
-
-
-class _Distances:
-    """Relative distances of hidden states, by layer and pass: the mean over all tokens."""
-
-    def __init__(self) -> None:
-        self.layers: dict[str, None] = {}
-        self._sums: dict[tuple[str, int], list[float]] = {}
-        self._source: Tensor | None = None
-
-    def add(self, layer: str, number: int, hidden: Tensor) -> None:
-        """Add what a layer gave in a pass; that of the source, number 0, comes first."""
-        self.layers[layer] = None
-        states = hidden.reshape(-1, hidden.shape[-1]).float()
-        if number == 0:
-            self._source = states
-            return
-        assert self._source is not None
-        norms = self._source.norm(dim=-1)
-        apart = (states - self._source).norm(dim=-1) / norms.clamp(min=torch.finfo(torch.float32).tiny)
-        sums = self._sums.setdefault((layer, number), [0.0, 0.0])
-        sums[0] += float(apart.double().sum())
-        sums[1] += len(apart)
-
-    def of(self, layer: str, number: int) -> float:
-        """The distance after a layer in a pass."""
-        total, count = self._sums[layer, number]
-        return total / count
-
-
-class _Routes:
-    """Which experts tokens go to, by module and pass."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self._source: dict[str, Tensor] = {}
-        self._counts: dict[tuple[str, int], list[int]] = {}
-
-    def watch(self, model: nn.Module) -> None:
-        """Look at all modules of stacked experts of a model."""
-        for name, module in model.named_modules():
-            if hasattr(module, "is_concatenated"):
-                module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
-
-    def _hook(self, name: str) -> Callable[..., None]:
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
-            chosen = chosen.sort(-1).values
-            if self.number == 0:
-                self._source[name] = chosen
-                return
-            counts = self._counts.setdefault((name, self.number), [0, 0])
-            counts[0] += int((chosen != self._source[name]).any(-1).sum())
-            counts[1] += len(chosen)
-
-        return before
-
-    def of(self, layer: str, number: int) -> float | None:
-        """The share of tokens that go to other experts than the source's in a layer; None where it has no experts."""
-        found = [
-            otherwise / total
-            for (name, at), (otherwise, total) in self._counts.items()
-            if at == number and name.startswith(f"{layer}.")
-        ]
-        return max(found, default=None)
 
 
 class _Evaluating:
@@ -253,10 +191,12 @@ class _Evaluating:
             for name, module in self.model.units.items()
             if not isinstance(module, nn.Embedding) and module is not library.output_head(self.model.model)
         ]
-        self.distances, self.routes = _Distances(), _Routes()
+        self.mine = share(len(corpus.documents), settings.team)
+        self.distances, self.routes = Distances(), Routes()
         self.routes.watch(self.model.model)
         self.noise = Noise(self.model.units[name] for name in self.layers)
-        self.floor: list[Record] = []
+        # Of each pass but the source's own, by the document's number.
+        self.records: dict[int, dict[int, Record]] = {}
         self.outputs: list[_Subject] = []
         number = 2
         for output in outputs:
@@ -268,7 +208,7 @@ class _Evaluating:
             self.routes.watch(model.model)
             served = Served(output.name, output.checkpoint, model, settings.kv_cache, output.path)
             passes = 2 if served.rounds else 1
-            self.outputs.append(_Subject(output, served, number, passes, [[] for _ in range(passes)]))
+            self.outputs.append(_Subject(output, served, number, passes))
             number += passes
         self.compared: set[tuple[str, int]] = set()
         # Of the first document, the tokens that each model finds most likely to come next, by pass.
@@ -286,21 +226,47 @@ class _Evaluating:
         """What is to be done, and how long it may take: "16 documents of 512 tokens: .., 4 passes, about 5 minutes"."""
         passes = self.outputs[-1].first + self.outputs[-1].passes
         work = Work(self.model.nbytes, self.model.dtype.itemsize, self.vocabulary, passes, len(self.outputs))
-        took = work.seconds(len(self.corpus.documents) * self.corpus.length, self.settings.device)
+        took = work.seconds(len(self.mine) * self.corpus.length, self.settings.device)
         return f"{self.corpus.described}; {passes} passes, about {spoken(took)}"
 
     def run(self) -> Evaluation:
-        """What is found once all texts are through."""
-        documents = [torch.tensor(each.ids, device=self.settings.device) for each in self.corpus.documents]
-        groups = [self._group(number, ids) for number, ids in enumerate(documents)]
+        """What is found once all texts are through, the same in all processes that share them."""
         run(
-            groups,
+            [self._group(number) for number in self.mine],
             finished=self._finished,
             after_unit=self._after_unit,
             scratch=self.settings.scratch,
             progress=self._advanced,
         )
-        return self._results(self._answers())
+        team = self.settings.team
+        if team is None:
+            return self._results(self._answers())
+        for data in team.gather(packed(self.records, self._counts())):
+            self._add(*unpacked(data, self.corpus.documents))
+        found = self._results(self._answers()) if team.rank == 0 else None
+        told = team.agree(None, found and {**found.to_json(), "notes": found.notes})[0]
+        return found or Evaluation(told["source"], told["floor"], told["outputs"], tuple(told["notes"]))
+
+    def _counts(self) -> dict[str, Any]:
+        """What was counted of this process's documents."""
+        return {
+            "distances": self.distances.counts(),
+            "routes": self.routes.counts(),
+            "clipped": [output.served.clipped.counts() for output in self.outputs],
+        }
+
+    def _add(self, records: Mapping[int, Mapping[int, Record]], counts: Mapping[str, Any]) -> None:
+        """Add what another process found of its documents."""
+        for number, found in records.items():
+            self.records[number].update(found)
+        self.distances.add_counts(counts["distances"])
+        self.routes.add_counts(counts["routes"])
+        for output, clipped in zip(self.outputs, counts["clipped"], strict=True):
+            output.served.clipped.add_counts(clipped)
+
+    def _records(self, number: int) -> list[Record]:
+        """The records of a pass, in the order of the documents."""
+        return [record for _, record in sorted(self.records[number].items(), key=lambda each: each[0])]
 
     def _answers(self) -> list[list[dict[str, Any]]]:
         """What models answer, for each output beside the source's; along a text where that would take too long."""
@@ -313,7 +279,8 @@ class _Evaluating:
         ids, last = self.corpus.documents[0].ids, [output.first + output.passes - 1 for output in self.outputs]
         return [[along(ids, self.likely[0], self.likely[number], tokenizer)] for number in last]
 
-    def _group(self, number: int, ids: Tensor) -> list[Pass[Tensor]]:
+    def _group(self, number: int) -> list[Pass[Tensor]]:
+        ids = torch.tensor(self.corpus.documents[number].ids, device=self.settings.device)
         noisy = self.noise.source(self.settings.seed * 1_000_003 + number)
         passes = [Pass(self.model, lambda: logits(self.model, ids)) for _ in range(2)]
         passes[1] = Pass(self.model, passes[1].body, noisy)
@@ -335,7 +302,7 @@ class _Evaluating:
     def _after_unit(self, unit: str, group: int, number: int, hidden: Tensor) -> None:
         if unit in self.layers:
             self.distances.add(unit, number, hidden)
-        if group == 0:
+        if self.mine[group] == 0:
             self._compare_weights(unit, number)
 
     def _compare_weights(self, unit: str, number: int) -> None:
@@ -369,18 +336,19 @@ class _Evaluating:
             ]
 
     def _finished(self, group: int, number: int, found: Tensor) -> None:
-        if group == 0:
+        at = self.mine[group]
+        if at == 0:
             self._compare_weights(REST, number)
             self.likely[number] = found.argmax(-1).tolist()
         if number == 0:
             self.held = found
             return
         assert self.held is not None
-        document, ids = self.corpus.documents[group], torch.tensor(self.corpus.documents[group].ids)
+        document, ids = self.corpus.documents[at], torch.tensor(self.corpus.documents[at].ids)
         output = next((each for each in self.outputs if each.first <= number < each.first + each.passes), None)
         names = Names(self.source.name, output.of.name if output else f"{self.source.name} with noise")
         record = compare(self.held, found, ids, document.domain, document.name, names)
-        (output.records[number - output.first] if output else self.floor).append(record)
+        self.records.setdefault(number, {})[at] = record
         if number + 1 == (self.outputs[-1].first + self.outputs[-1].passes):
             self.held = None
 
@@ -393,7 +361,7 @@ class _Evaluating:
             self.progress(int(share * self.model.nbytes), self.model.nbytes)
 
     def _results(self, texts: Sequence[list[dict[str, Any]]]) -> Evaluation:
-        floor = _brief(self.floor, self.settings.seed)
+        floor = _brief(self._records(1), self.settings.seed)
         source = {"name": self.source.name, "digest": fingerprint(self.source.checkpoint)}
         common = {
             "floor": floor,
@@ -413,7 +381,7 @@ class _Evaluating:
         return Evaluation(source, floor, outputs, tuple(dict.fromkeys(notes)))
 
     def _result(self, output: _Subject, floor: Mapping[str, Any]) -> dict[str, Any]:
-        weights, full = output.records[0], output.records[-1]
+        weights, full = (self._records(number) for number in (output.first, output.first + output.passes - 1))
         figures = summary(full, self.settings.seed)
         # Not those of towers, which no text goes through.
         layers = [self._layer(name, output) for name in self.distances.layers]
@@ -429,7 +397,7 @@ class _Evaluating:
         errors = [change.error for change in output.changes if change.quantized]
         return {
             **figures,
-            "kl_histogram": {"edges": list(EDGES), "output": histogram(full), "floor": histogram(self.floor)},
+            "kl_histogram": {"edges": list(EDGES), "output": histogram(full), "floor": histogram(self._records(1))},
             "weights_only": alone,
             "weight_error": statistics.median(errors) if errors else 0.0,
             "kv_cache": "fp8" if output.served.cached else "auto",

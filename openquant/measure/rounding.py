@@ -90,9 +90,21 @@ class Clipped:
 
     def add(self, place: str | int, values: Tensor, limit: float) -> None:
         """Count the activations of a module, or of a layer by its number, that are larger than a limit."""
+        self._add(place, int((values.abs() > limit).sum()), values.numel())
+
+    def _add(self, place: str | int, beyond: int, total: int) -> None:
         counts = self._counts.setdefault(place, [0, 0])
-        counts[0] += int((values.abs() > limit).sum())
-        counts[1] += values.numel()
+        counts[0] += beyond
+        counts[1] += total
+
+    def counts(self) -> list[list[Any]]:
+        """What `add_counts` of another process takes: place, activations beyond, all activations."""
+        return [[place, *counts] for place, counts in self._counts.items()]
+
+    def add_counts(self, counts: Iterable[list[Any]]) -> None:
+        """Add what another process has counted."""
+        for each in counts:
+            self._add(*each)
 
     def share(self, places: Callable[[str | int], bool]) -> float:
         """The largest share in any of some places; 0 where nothing was counted."""

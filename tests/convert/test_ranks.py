@@ -331,6 +331,27 @@ def test_of_the_ranks_that_came_the_first_tells_who_did_not() -> None:
     assert spoke == {0: True, 1: False}
 
 
+def test_bytes_of_all_ranks_come_to_the_first() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        meeting = Meeting("127.0.0.1", free.getsockname()[1])
+    # Not a whole number of pieces, nothing at all, and less than one.
+    given = [b"of the first", bytes(range(256)) * 10000, b"", b"ab"]
+    got: dict[int, list[list[bytes]]] = {}
+
+    def work(rank: int) -> None:
+        with Ranks(rank, 4, meeting=meeting) as ranks:
+            got[rank] = [ranks.gather(given[rank]), ranks.gather(given[rank][::-1])]
+            ranks.agree(None)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert got == {0: [given[1:], [data[::-1] for data in given[1:]]], 1: [[], []], 2: [[], []], 3: [[], []]}
+    assert Ranks().gather(b"alone") == []
+
+
 # A rank that has much to do, and stops only when it hears of others.
 BUSY = """
 import time
