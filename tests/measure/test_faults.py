@@ -278,5 +278,5 @@ def test_two_tokens_that_are_swapped_are_found(tmp_path: Path) -> None:
 def test_a_scale_under_another_name_is_named(tmp_path: Path) -> None:
     compress(EXAMPLE, tmp_path / "out", "channel")
     tiny.change_weights(tmp_path / "out", lambda held: held.update({f"{UP}.scale": held.pop(f"{UP}.weight_scale")}))
-    with pytest.raises(SourceError, match=f"^{UP}.weight has no scale: {UP}.weight_scale is missing"):
+    with pytest.raises(SourceError, match=f"^out: {UP}.weight has no scale: {UP}.weight_scale is missing"):
         openquant.evaluate([tmp_path / "out"], EXAMPLE, samples=2, length=16)
