@@ -45,12 +45,14 @@ class Fault:
         plant: changes a copy.
         suspects: all that are suspected, in any order.
         verdict: the words of which one must be said.
+        also: what may be suspected beside: that depends on the text, which is each Python version's own.
     """
 
     of: str
     plant: Callable[[Path], None]
     suspects: set[str]
     verdict: tuple[str, ...] = ("same", "close")
+    also: frozenset[str] = frozenset()
 
 
 def weights(change: Callable[[Weights], Any]) -> Callable[[Path], None]:
@@ -183,8 +185,9 @@ MIXED = {
     "an expert zeroed": Fault(
         "tensor",
         zeroed(*(f"{EXPERT}.3.{part}_proj.weight" for part in ("gate", "up", "down"))),
-        {f"{EXPERT}.gate_up_proj[3]", f"{EXPERT}.down_proj[3]", "model.layers.1"},
+        {f"{EXPERT}.gate_up_proj[3]", f"{EXPERT}.down_proj[3]"},
         ("close", "changed"),
+        frozenset(["model.layers.1"]),
     ),
     "a scale of an expert 1.1 times too large": Fault(
         "tensor", scaled(f"{EXPERT}.1.up_proj.weight_scale", 1.1), {f"{EXPERT}.gate_up_proj[1]"}
@@ -251,7 +254,7 @@ def test_a_fault_of_a_mixture_is_found_and_placed(mixture: dict[str, dict[str, A
 
 
 def require(found: dict[str, Any], fault: Fault) -> None:
-    assert set(found["suspects"]) == fault.suspects, found["reasons"]
+    assert fault.suspects <= set(found["suspects"]) <= fault.suspects | fault.also, found["reasons"]
     assert found["verdict"] in fault.verdict, found["reasons"]
 
 
