@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from .errors import UsageError
@@ -71,6 +72,11 @@ class Parser(argparse.ArgumentParser):
             add_help=False,
             **settings,
         )
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # Older releases of argparse let it out; who flushes the stream is told of it again, and says so.
+        with suppress(OSError):
+            super()._print_message(message, file)
 
     def error(self, message: str) -> NoReturn:
         """Raise as a UsageError what argparse would print."""
