@@ -95,6 +95,7 @@ def _widen_biases() -> None:
 
 
 def _do_without_amx() -> None:
+    import vllm._custom_ops
     import vllm.model_executor.kernels.linear.scaled_mm.cpu
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
@@ -105,6 +106,8 @@ def _do_without_amx() -> None:
         return asking.co_filename == linear_kernels or asking.co_qualname.startswith("CPUExpertsFp8.")
 
     torch.cpu._is_amx_tile_supported = is_amx_tile_supported
+    # Without AVX-512 the operator is not even declared, which was looked at when that module was imported.
+    vllm._custom_ops._supports_cpu_fp8_w8a16 = True
     torch.ops._C.convert_weight_packed = Tensor.clone
     torch.ops._C.fp8_scaled_mm_cpu = _scaled_mm
     cpu_moe.fused_experts_cpu = _fused_experts
