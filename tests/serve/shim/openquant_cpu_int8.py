@@ -2,6 +2,10 @@
 
 With this directory on PYTHONPATH, vLLM finds it by its entry point. Plain torch multiplies by the weights that words and
 scales stand for: names, shapes, the order in words and scales are tested, no kernel of a GPU is.
+
+On a CPU without VNNI, oneDNN's products of INT8 codes are off by 1.7 % of their norm (measured with vLLM 0.32.0 on an
+AMD EPYC with AVX2 only; its sums of two products must fit 16 bits there). Plain torch multiplies the codes there, which
+vLLM's own operator has made of the activations.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ from torch import Tensor
 
 
 def register() -> None:
-    """Add the kernel behind those that vLLM has; a second call changes nothing."""
+    """Add the kernel behind those that vLLM has, and exact products where the CPU has none; a second call changes nothing."""
+    import vllm._custom_ops
     import vllm.model_executor.kernels.linear as linear
     from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel
     from vllm.platforms import current_platform
@@ -45,9 +50,31 @@ def register() -> None:
             return torch.nn.functional.linear(x, layer.decoded, bias)
 
     known.append(WordsKernel)
+    if not torch.cpu._is_vnni_supported():
+        vllm._custom_ops.create_onednn_scaled_mm = Codes
+        vllm._custom_ops.onednn_scaled_mm = multiplied
 
 
 def decoded(words: Tensor, scale: Tensor) -> Tensor:
     """Weights [out, in] in the dtype of their scales [out, 1]: four in a word, the first lowest, 128 above its value."""
     codes = torch.stack([(words >> shift) & 255 for shift in (0, 8, 16, 24)], dim=-1).flatten(1) - 128
     return (codes.float() * scale.float()).to(scale.dtype)
+
+
+class Codes:
+    """What vLLM's handler of a layer holds: int8 codes [in, out] with float32 scales [out, 1]."""
+
+    def __init__(self, weight: Tensor, scales: Tensor, *options: Any) -> None:
+        _output_dtype, _dynamic, zero_points, *_ = options
+        if zero_points:
+            raise NotImplementedError("activations with zero points")
+        self.n = weight.shape[1]
+        self.codes, self.scales = weight.float(), scales.float().flatten()
+
+
+def multiplied(
+    codes: Codes, x: Tensor, output: Tensor, scale: Tensor, zero: None, adjusted: Any, bias: Tensor | None
+) -> Tensor:
+    """int8 activations [tokens, in] times a layer's weights. float32 holds sums of up to 1,040 products exactly."""
+    product = (x.float() @ codes.codes) * scale.float().reshape(-1, 1) * codes.scales
+    return output.copy_(product if bias is None else product + bias.float())
