@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .convert.conversion import worker_memory
-from .convert.ranks import Ranks, attempt
+from .convert.ranks import CONTINUES, Ranks, attempt
 from .errors import SourceError, UsageError
 from .files.checkpoint import Checkpoint, open_checkpoint, readable
 from .files.inputs import read_small
@@ -134,6 +134,7 @@ def _work(run: Run, make: Callable[[Checkpoint, str], Plan], ranks: Ranks | None
     begin = time.monotonic()
     reporter = reporter or Reporter()
     ranks = ranks or Ranks()
+    ranks.again = CONTINUES
     with ranks:
         # Connects them, which takes memory that must not come on top of what workers may use.
         ranks.agree(None)

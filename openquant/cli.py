@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .arguments import Parser, compress_parser, verb_parser
 from .console import Interrupts, Progress, Terminal, fail, mend_streams, print_json, require_told, say
 from .errors import OpenQuantError, UsageError
-from .interrupts import HINT, INTERRUPTED, MESSAGE
+from .interrupts import INTERRUPTED, MESSAGE, hint
 from .machine import reached_limit, require_room
 from .options import Check, Command, Diagnose, Evaluate, Push, Recipe, Run, Texts, flags_of, options_of, values_for
 
@@ -79,7 +79,7 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
             return code
         except KeyboardInterrupt:
             if ranks.speaks:
-                fail(MESSAGE, HINT, as_json and not interrupts.told)
+                fail(MESSAGE, hint(given["verb"]), as_json and not interrupts.told)
             # All is let go of. Python would wait for what huggingface_hub's pools still do, and die of another signal.
             os._exit(INTERRUPTED)
 

@@ -119,7 +119,7 @@ def require_told(failure: OSError | None) -> None:
 def _untold(failure: OSError) -> OutputError:
     return OutputError(
         f"stdout cannot be written: {failure.strerror}",
-        "run the same command again where it can: what is done is not done twice",
+        "run the same command again where it can; what is converted is not converted twice",
     )
 
 

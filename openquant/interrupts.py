@@ -7,7 +7,15 @@ import os
 import sys
 
 INTERRUPTED = 130
-MESSAGE, HINT = "interrupted", "run the same command again to continue"
+MESSAGE = "interrupted"
+# Verbs that only read, and keep nothing of what they have computed.
+_FROM_THE_BEGINNING = ("diagnose", "eval", "verify")
+
+
+def hint(verb: str = "") -> str:
+    """What to do after an interrupt of a verb, or of a command that has none."""
+    kept = " to continue" if verb not in _FROM_THE_BEGINNING else ": it starts from the beginning"
+    return f"run the same command again{kept}"
 
 
 def leave(*_: object) -> None:
@@ -15,9 +23,10 @@ def leave(*_: object) -> None:
     try:
         # Of several ranks the first speaks.
         if os.environ.get("RANK", "0") == "0" or not os.environ.get("WORLD_SIZE"):
+            told = hint(*sys.argv[1:2])
             if "--json" in sys.argv:
-                os.write(1, f'{{"error": "{MESSAGE}", "hint": "{HINT}"}}\n'.encode())
-            os.write(2, f"error: {MESSAGE}\nhint: {HINT}\n".encode())
+                os.write(1, f'{{"error": "{MESSAGE}", "hint": "{told}"}}\n'.encode())
+            os.write(2, f"error: {MESSAGE}\nhint: {told}\n".encode())
     finally:
         os._exit(INTERRUPTED)
 

@@ -301,7 +301,7 @@ def test_progress_is_a_bar_on_a_terminal(tmp_path: Path, source: Path) -> None:
 
 def untold(why: str) -> tuple[int, str]:
     """How a command ends whose result reached nobody."""
-    hint = "hint: run the same command again where it can: what is done is not done twice\n"
+    hint = "hint: run the same command again where it can; what is converted is not converted twice\n"
     return 2, f"error: stdout cannot be written: {why}\n{hint}"
 
 

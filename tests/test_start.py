@@ -94,8 +94,15 @@ def test_a_signal_at_any_line_of_the_command_ends_it_in_two_lines(tmp_path: Path
     assert ends[0][0] == 130
 
 
-@pytest.mark.parametrize("name", ["openquant", "compress-fp8"])
-def test_the_installed_commands_listen_first(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "word", "hint"),
+    [
+        ("openquant", "--version", " to continue"),
+        ("compress-fp8", "--version", " to continue"),
+        ("openquant", "eval", ": it starts from the beginning"),
+    ],
+)
+def test_the_installed_commands_listen_first(tmp_path: Path, name: str, word: str, hint: str) -> None:
     """What pip writes for an entry point, interrupted while it imports the command line."""
     found = re.search(rf'^{name} = "(.*):(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert found
@@ -106,7 +113,7 @@ def test_the_installed_commands_listen_first(tmp_path: Path, name: str) -> None:
     )
     (tmp_path / "argparse.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     done = subprocess.run(
-        [sys.executable, str(script), "--version"],
+        [sys.executable, str(script), word],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -114,7 +121,7 @@ def test_the_installed_commands_listen_first(tmp_path: Path, name: str) -> None:
         preexec_fn=heed_ctrl_c,
     )
     assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == "error: interrupted\nhint: run the same command again to continue\n"
+    assert done.stderr == f"error: interrupted\nhint: run the same command again{hint}\n"
 
 
 def limited(kind: int, value: int, *arguments: object) -> subprocess.CompletedProcess[str]:

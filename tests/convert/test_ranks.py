@@ -400,7 +400,7 @@ def test_an_interrupted_rank_ends_the_others(job: Job, source: Path, tmp_path: P
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_missed_without_a_launcher(job: Job, source: Path, tmp_path: Path, victim: int) -> None:
-    brisk = "from openquant.convert import ranks\nranks.BEAT, ranks.SILENCE = 0.2, 10\n" + BUSY
+    brisk = "from openquant.convert import board\nboard.BEAT, board.SILENCE = 0.2, 10\n" + BUSY
     begun = [job.start(rank, "-m", source, "-o", tmp_path / "out", "-q", first=brisk) for rank in range(2)]
     are_busy(*begun)
     begun[victim].kill()

@@ -93,7 +93,7 @@ def test_an_interrupt_leaves_nothing(hub: LoopbackHub, source: Path, tmp_path: P
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (130, "")
-    assert err == "error: interrupted\nhint: run the same command again to continue\n"
+    assert err == "error: interrupted\nhint: run the same command again: it starts from the beginning\n"
     assert list(there.iterdir()) == list((tmp_path / "here").iterdir()) == []
 
 

@@ -120,7 +120,7 @@ def fails(*_):
     raise SourceError("a weight is damaged", "download it again")
 evaluate.compare = fails
 """
-AGAIN = "hint: run the same command again: finished shards are kept\n"
+AGAIN = "hint: run the same command again\n"
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -150,7 +150,7 @@ def is_busy(rank: Rank) -> None:
 
 
 def test_a_killed_rank_is_missed(job: Job, output: Path, tmp_path: Path) -> None:
-    brisk = "from openquant.convert import ranks\nranks.BEAT, ranks.SILENCE = 0.2, 10\n"
+    brisk = "from openquant.convert import board\nboard.BEAT, board.SILENCE = 0.2, 10\n"
     given = words(output, "--out", tmp_path / "eval.json")
     first = job.start(0, *given, first=OPENQUANT + brisk + RUN)
     victim = job.start(1, *given, first=OPENQUANT + brisk + BUSY + RUN)

@@ -963,7 +963,7 @@ def test_an_interrupt_exits_130(ours: tuple[Path, Path]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, str(out)], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == "error: interrupted\nhint: run the same command again to continue\n"
+    assert done.stderr == "error: interrupted\nhint: run the same command again: it starts from the beginning\n"
 
 
 def test_verify_does_not_load_torch(ours: tuple[Path, Path]) -> None:
