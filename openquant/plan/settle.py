@@ -266,7 +266,7 @@ def _matches(patterns: dict[str, str], layers: dict[str, Weight], known: Iterabl
         if not matched and not any(pattern.fullmatch(module) for module in known or ()):
             raise UsageError(
                 f"{option} matches no module{'' if known is not None else ' that can be quantized'}",
-                "module names are tensor names without .weight, ** stands for any part; --dry-run -v lists them",
+                "modules are named like tensors, without .weight; ** is any part; compress --dry-run -v lists them",
             )
         for module in matched:
             found.setdefault(module, option)

@@ -330,6 +330,12 @@ def test_options_that_do_not_go(example: Path, given: dict[str, object], message
     assert caught.value.message == message
 
 
+def test_names_are_listed_by_another_verb(example: Path) -> None:
+    with pytest.raises(UsageError, match="^--ignore zzz matches no module$") as caught:
+        diagnose(example, ignore=["zzz"])
+    assert caught.value.hint.endswith("; compress --dry-run -v lists them")
+
+
 def test_the_table_and_json(example: Path) -> None:
     done = run_openquant("diagnose", example)
     assert (done.returncode, done.stderr) == (0, "")

@@ -629,7 +629,7 @@ def test_a_pattern_that_matches_nothing_to_quantize_is_an_error(source: Path) ->
             mixed(source, CHANNEL, ("model.layers.0.**", BLOCK_COMPRESSED), (pattern, BLOCK_COMPRESSED))
         assert caught.value.message == f"--scheme-for {pattern}=block matches no module that can be quantized"
         assert caught.value.hint == (
-            "module names are tensor names without .weight, ** stands for any part; --dry-run -v lists them"
+            "modules are named like tensors, without .weight; ** is any part; compress --dry-run -v lists them"
         )
 
 
