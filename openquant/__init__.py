@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .errors import OpenQuantError
     from .evaluation import evaluate
     from .measure.diagnosis import Diagnosis
-    from .measure.evaluate import Evaluation
+    from .measure.results import Evaluation
     from .options import Push
     from .packed import PackedLinear
     from .report.reporter import Reporter
@@ -39,7 +39,7 @@ __all__ = [
 # Imported when first used: torch alone takes longer to load than the command takes to start.
 _HOMES = {
     "Diagnosis": "measure.diagnosis",
-    "Evaluation": "measure.evaluate",
+    "Evaluation": "measure.results",
     "OpenQuantError": "errors",
     "PackedLinear": "packed",
     "Push": "options",

@@ -25,8 +25,9 @@ from .machine import find_device, peak_rss
 from .options import Evaluate, Texts, values_for
 
 if TYPE_CHECKING:
-    from .measure.evaluate import Evaluation, Subject
+    from .measure.results import Evaluation
     from .measure.scratch import Scratch
+    from .measure.subjects import Subject
     from .measure.tokenizer import Tokenizer
 
 # Bytes of hidden states that wait in memory, if nobody says how much of it there is.
@@ -107,8 +108,8 @@ def _evaluated(
     checkpoints = [open_checkpoint(each.root, each.remote, each.absent) for each in sources]
     targets = _targets(asked, checkpoints[1:]) if ranks.first else None
     # Only now is transformers imported.
-    from .measure.evaluate import Settings
     from .measure.evaluate import evaluate as measure
+    from .measure.subjects import Settings
     from .measure.texts import read
 
     def advanced(done: int, total: int) -> None:
@@ -146,7 +147,7 @@ def _evaluated(
 @contextmanager
 def _subject(source: Source, checkpoint: Checkpoint, tokenizer: Tokenizer, own: Tokenizer) -> Iterator[Subject]:
     """A checkpoint to be run; shards come as they are read."""
-    from .measure.evaluate import Subject
+    from .measure.subjects import Subject
 
     name = source.repo or source.name
     with supplied(source, {shard: [shard] for shard in checkpoint.shards}, False, None) as supply:

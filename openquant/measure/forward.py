@@ -99,6 +99,10 @@ class StreamedModel:
             }
         )
 
+    def unit_of(self, name: str) -> str:
+        """The unit that a parameter or module belongs to; REST outside of all."""
+        return self._skeleton.unit_of(name)
+
     def load(self, unit: str) -> None:
         """Put the weights of a unit in their places; of what lies outside of all units with REST.
 

@@ -71,7 +71,8 @@ import json, os, sys
 from pathlib import Path
 from openquant.convert.ranks import Ranks
 from openquant.files.checkpoint import open_checkpoint
-from openquant.measure.evaluate import Settings, Subject, evaluate
+from openquant.measure.evaluate import evaluate
+from openquant.measure.subjects import Settings, Subject
 from openquant.measure.texts import Corpus, Document
 
 ids = [tuple((7 * at * at + 31 * number) % 500 for at in range(32)) for number in range(2)]

@@ -21,8 +21,10 @@ from openquant import compress
 from openquant.errors import OpenQuantError, SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.evaluation import checked
-from openquant.measure.evaluate import Evaluation, Settings, Subject, evaluate
+from openquant.measure.evaluate import evaluate
+from openquant.measure.results import Evaluation
 from openquant.measure.scratch import Scratch
+from openquant.measure.subjects import Settings, Subject
 from openquant.measure.texts import Corpus, Document
 
 Tensors = dict[str, torch.Tensor]

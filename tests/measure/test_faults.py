@@ -24,7 +24,8 @@ from conftest import EXAMPLE, change_json
 from openquant import compress
 from openquant.errors import SourceError
 from openquant.files.checkpoint import open_checkpoint
-from openquant.measure.evaluate import Subject, evaluate
+from openquant.measure.evaluate import evaluate
+from openquant.measure.subjects import Subject
 from openquant.measure.texts import read
 from openquant.measure.tokenizer import load
 from openquant.options import Texts

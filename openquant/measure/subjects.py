@@ -1,0 +1,120 @@
+"""What is evaluated, and how: checkpoints with their names, and the outputs among them as models.
+
+source, output = Subject("Qwen3-8B", checkpoint), Subject("Qwen3-8B-FP8", other)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import nn
+
+from ..errors import SourceError, UsageError
+from ..files.checkpoint import Checkpoint
+from .changes import Change
+from .forward import StreamedModel
+from .scratch import Scratch
+from .served import Served
+from .shares import Team
+from .tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint to be evaluated, or its source.
+
+    Attributes:
+        name: what it is called, for people.
+        checkpoint: what it holds.
+        path: where a shard lies; in the checkpoint's directory if None.
+        tokenizer: in what its tokenizer does something else than the source's, such as "the chat template".
+    """
+
+    name: str
+    checkpoint: Checkpoint
+    path: Callable[[str], Path] | None = None
+    tokenizer: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its tensors."""
+        return sum(info.nbytes for info in self.checkpoint.tensors.values())
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to evaluate.
+
+    Attributes:
+        seed: of the noise and of the bootstrap.
+        kv_cache: "fp8", or "auto" for what an output's config says.
+        device: of torch.
+        scratch: where hidden states go beyond a budget; None for nowhere.
+        tokenizer: the source's, to show what models answer to prompts; None to have none.
+        prompts: a file of them; built-in ones if None.
+        team: the processes that share the documents; None for this one alone.
+    """
+
+    seed: int = 0
+    kv_cache: str = "auto"
+    device: str = "cpu"
+    scratch: Scratch | None = None
+    tokenizer: Tokenizer | None = None
+    prompts: str | os.PathLike[str] | None = None
+    team: Team | None = None
+
+
+@dataclass
+class Output:
+    """An output, and what is found of its weights as texts go through.
+
+    Attributes:
+        of: the checkpoint.
+        served: its model, as engines serve it.
+        first: the number of its first pass among those of all models, that with weights alone.
+        passes: how many it has, one or two.
+        changes: how its weights differ from the source's.
+    """
+
+    of: Subject
+    served: Served
+    first: int
+    passes: int
+    changes: list[Change] = field(default_factory=list)
+
+    @property
+    def last(self) -> int:
+        """The number of the pass with all that engines round."""
+        return self.first + self.passes - 1
+
+
+@contextmanager
+def naming(subject: Subject) -> Iterator[None]:
+    """Say of which of several checkpoints a config.json or a weight cannot be run."""
+    try:
+        yield
+    except SourceError as error:
+        raise SourceError(f"{subject.name}: {error.message}", error.hint) from error
+
+
+def require_one_model(source: Subject, mine: StreamedModel, output: Subject, theirs: StreamedModel) -> None:
+    """Refuse what cannot be held against one another.
+
+    Raises:
+        UsageError: classes, layers or vocabularies differ.
+    """
+    facts = []
+    for model in (mine, theirs):
+        table = model.model.get_input_embeddings()
+        size = getattr(table, "num_embeddings", None)
+        layers = sum(not isinstance(module, nn.Embedding) for module in model.units.values())
+        facts.append((type(model.model).__name__, f"{size} tokens", f"{layers} layers"))
+    for before, after in zip(*facts, strict=True):
+        if before != after:
+            raise UsageError(
+                f"{output.name} has {after}, {source.name} has {before}", "name the model that it was made from"
+            )
