@@ -71,6 +71,9 @@ _IGNORED = re.compile(
 )
 # Architectures and model types whose own code adds nothing but draft layers to one of transformers.
 _SAME = {"MiMoForCausalLM": "Qwen2ForCausalLM", "mimo": "qwen2"}
+# What classes of stacked experts say of themselves where transformers computes them as all others, for those that
+# compute in a way of their own.
+_OF_STACKS = {"Llama4TextExperts": {"is_concatenated": True, "is_transposed": True, "has_gate": True}}
 # Computed when a model is made, such as rotary frequencies; gigabytes of them are somebody's mistake.
 _MOST_BUFFERS = 1 << 30
 
@@ -201,6 +204,8 @@ def empty_model(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype, de
             f"transformers {_installed()} cannot make {kind.__name__} of this config.json: {_first_line(error)}",
             "download or copy it again; if it is sound, another version of transformers may know it",
         ) from error
+    for module in model.modules():
+        module.__dict__.update(_OF_STACKS.get(type(module).__name__, {}))
     found: PreTrainedModel = model.eval().requires_grad_(False)
     return found
 

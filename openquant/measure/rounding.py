@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 from ..errors import UsageError
@@ -167,11 +168,26 @@ class Rounding:
     def _wrap(self, module: nn.Module, layer: Layer, place: str) -> None:
         """Round what stacked experts put into down: what comes out of the gate, or of the activation function."""
         name = "_apply_gate" if getattr(module, "has_gate", True) else "act_fn"
+        if not hasattr(module, name):
+            self._wrap_forward(module, layer, place)
+            return
         original = getattr(module, name)
         # Not setattr of a function where a module was: torch would refuse it.
         module.__dict__[name] = lambda *args: (
             self._round(original(*args), layer, place) if self._active else original(*args)
         )
+
+    def _wrap_forward(self, module: nn.Module, layer: Layer, place: str) -> None:
+        """The same of Llama 4's, in whose forward the gate has no function of its own."""
+        original = module.forward
+
+        def forward(*args: Any) -> Any:
+            if not self._active:
+                return original(*args)
+            with _Multiplied(module.down_proj, lambda values: self._round(values, layer, place)):
+                return original(*args)
+
+        module.__dict__["forward"] = forward
 
     def _round(self, values: Tensor, layer: Layer, place: str) -> Tensor:
         last = self._last
@@ -186,6 +202,24 @@ class Rounding:
         found = rounded(values, layer.inputs, scale)
         self._last = values, layer, found
         return found
+
+
+class _Multiplied(TorchFunctionMode):
+    """Meanwhile what is multiplied by a parameter is changed before.
+
+    Args:
+        parameter: the second argument of a product.
+        change: makes of its first what is multiplied.
+    """
+
+    def __init__(self, parameter: object, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._parameter, self._change = parameter, change
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if len(args) == 2 and args[1] is self._parameter:
+            args = self._change(args[0]), args[1]
+        return func(*args, **(kwargs or {}))
 
 
 class RoundedCache(DynamicCache):  # type: ignore[misc]  # mypy does not read transformers

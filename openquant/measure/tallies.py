@@ -62,6 +62,17 @@ class Distances:
             self._add(layer, number, sums, tokens)
 
 
+def _chosen(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
+) -> Tensor:
+    """The experts of each token [tokens, ..], equal for equal choices, of what a module of stacked experts is given."""
+    del top_k_weights
+    if top_k_index is not None:
+        return top_k_index.sort(-1).values
+    # Llama 4 gives every expert all tokens, as zeros where it was not chosen.
+    return hidden_states.view(module.num_experts, -1, hidden_states.shape[-1]).any(-1).T
+
+
 class Routes:
     """Which experts tokens go to, by module and pass.
 
@@ -81,9 +92,8 @@ class Routes:
                 module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
 
     def _hook(self, name: str) -> Callable[..., None]:
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
-            chosen = chosen.sort(-1).values
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            chosen = _chosen(module, *args, **kwargs)
             if self.number == 0:
                 self._source[name] = chosen
                 return

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Llama4TextConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
 from openquant.errors import UsageError
 from openquant.formats.inputs import Inputs
@@ -151,6 +152,29 @@ def test_stacked_experts_are_rounded_before_both_of_their_layers() -> None:
     torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
     with torch.inference_mode():
         assert (experts(x, index, weights) - found).norm() > 0.01 * found.norm()
+
+
+def test_experts_that_compute_in_a_way_of_their_own_are_rounded_too() -> None:
+    """Llama 4's get all tokens for each expert, as zeros where it was not chosen."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 2}
+    experts = Llama4TextExperts(Llama4TextConfig(**sizes)).bfloat16()
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    model = nn.ModuleDict({"experts": experts})
+    rounding = Rounding(model, {}, {"experts": Experts(Layer(TOKEN), Layer(INT8_TOKEN))})
+    x = values(6, 64)
+    x[3:] = 0
+    with torch.inference_mode():
+        plain = experts(x)
+        with rounding.on():
+            found = experts(x)
+        gate, up = (rounded(x[:3], TOKEN) @ experts.gate_up_proj[0]).chunk(2, -1)
+        down = rounded(up * nn.functional.silu(gate), INT8_TOKEN) @ experts.down_proj[0]
+        again = experts(x)
+    assert torch.equal(found, torch.cat([down, torch.zeros_like(down)]))
+    assert torch.equal(again, plain)
+    assert (found - plain).norm() > 0.01 * plain.norm()
 
 
 def small_qwen3() -> Qwen3ForCausalLM:
