@@ -4,7 +4,7 @@
     python benchmarks/make_checkpoint.py qwen3-8b --layers 8 DIR/q8b8 && python benchmarks/forward.py DIR/q8b8
 
 Each in a process of its own, on one thread, without the output head: `--samples` random texts of `--length` tokens,
-`--batch` at a time.
+`--batch` at a time; one by default, as an evaluation runs them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--scratch", type=Path, help="directory for all hidden states")

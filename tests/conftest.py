@@ -33,7 +33,27 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "tiny-qwen3"
 
+# Processor seconds of the tests so far, with all that they start, by the directory they lie in.
+seconds: dict[str, float] = {}
+
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Count a test's processor seconds; those of a fixture count for the test that asked for it first."""
+    before = sum(os.times()[:4])
+    found = yield
+    room = item.path.parent.name
+    seconds[room] = seconds.get(room, 0.0) + sum(os.times()[:4]) - before
+    return found
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what the suite costs, engines apart: it is to stay quick enough to be run often."""
+    without = sum(each for room, each in seconds.items() if room != "serve")
+    rooms = ", ".join(f"{room} {each:.0f}" for room, each in sorted(seconds.items()) if each >= 1)
+    terminalreporter.write_line(f"processor seconds without serving: {without:.0f} ({rooms})")
 
 
 @pytest.fixture
