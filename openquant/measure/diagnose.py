@@ -62,9 +62,8 @@ def needs(plan: Plan) -> dict[str, list[str]]:
     found: dict[str, set[str]] = {}
     for shard, joined in _tasks(plan):
         for weight in joined:
-            found.setdefault(shard, set()).add(weight.rows(where).shard)
-            if weight.format is not None:
-                found[shard].add(weight.scales(where).shard)
+            parts = weight.parts or (weight.source,)
+            found.setdefault(shard, set()).update(where[part.name].shard for part in parts)
     return {shard: sorted(names) for shard, names in found.items()}
 
 

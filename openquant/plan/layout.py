@@ -187,22 +187,20 @@ def consumed(items: Iterable[Item], fates: Fates) -> int:
 
 
 def sources(shard: str, fates: Fates, where: dict[str, Location]) -> set[str]:
-    """The source shards that an output shard is made from: that of its name, those with scales, and those with members
-    of its joined sets.
+    """The source shards that an output shard is made from: that of its name, those with scales and shapes, and those
+    with members of its joined sets.
     """
     found = {shard}
     for item in fates.items[shard]:
         if isinstance(item, Kept) and item.weight:
-            found.add(where[item.weight.parts[1].name].shard)
+            found |= {where[part.name].shard for part in item.weight.parts}
         for weight in layers_of(item):
             scale, scheme = _input_scale(weight, fates), fates.of(weight.module).scheme
             if scale is not None:
                 found.add(where[scale.name].shard)
             shared = fates.sets.get(weight.module, ()) if scheme is not None and scheme.format.shared else ()
             for member in (weight, *(fates.layers[module] for module in shared)):
-                found.add(where[member.source.name].shard)
-                if member.format is not None:
-                    found.add(where[member.parts[1].name].shard)
+                found |= {where[part.name].shard for part in member.parts or (member.source,)}
     return found
 
 

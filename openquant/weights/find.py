@@ -257,7 +257,12 @@ def _packed(checkpoint: Checkpoint, pair: Pair) -> Weight:
                 "start from the unquantized model",
             )
     shape = info.shape[0], info.shape[1] * form.number.per_item
-    return _weight(pair, shape, form, _scale(pair, form, shape))
+    told = tuple(beside for beside in pair.beside if beside.name.endswith(".weight_shape"))
+    for beside in told:
+        if beside.shape != (2,) or beside.dtype not in ("I32", "I64"):
+            raise SourceError(f"{_described(beside)}, not two integers", _DAMAGED)
+    weight = _weight(pair, shape, form, _scale(pair, form, shape))
+    return weight._replace(parts=(*weight.parts, *told))
 
 
 def _blocks(pair: Pair) -> Weight:

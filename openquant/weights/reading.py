@@ -169,9 +169,12 @@ class Reader:
         """The scales of so many rows from `low` on: those rows of the grid, float32.
 
         Raises:
-            SourceError: one is not finite, below `least`, or no power of two though it must be.
+            SourceError: one is not finite, below `least`, or no power of two though it must be; or the codes of the
+                weight are not of as many columns as its shape says.
         """
         assert weight.format is not None
+        if low == 0:
+            self._check_shape(weight)
         extent, info = weight.scales(self.where), weight.parts[1]
         height = weight.format.group[0] or low + count
         first, last = low // height, (low + count - 1) // height
@@ -187,6 +190,16 @@ class Reader:
                 "the scales are damaged: download or save them again, or choose a scheme with float scales",
             )
         return scale
+
+    def _check_shape(self, weight: Weight) -> None:
+        """Refuse words that hold more than the codes of a row: makers fill them up, and headers do not show it."""
+        for info in weight.parts[2:]:
+            told = self.whole(info).view(np.int64 if info.dtype == "I64" else np.int32).tolist()
+            if told != list(weight.shape):
+                raise SourceError(
+                    f"{info.name} is {told}, but {weight.codes.name} holds codes of {list(weight.shape)}",
+                    "rows that do not fill their words are not read here: start from the unquantized model",
+                )
 
     def keeps_scale(self, joined: Sequence[Weight], scheme: Scheme) -> bool:
         """Whether weights that share a scale in a scheme all have the same one already, and engines load it."""

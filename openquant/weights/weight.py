@@ -38,7 +38,8 @@ class Weight(NamedTuple):
         part: which of several projections side by side in a stack.
         transposed: plain rows are stored as columns; of codes, they become columns where they are written unquantized.
         format: how it is stored; None for plain elements.
-        parts: the codes and their scales; () for plain elements. Checks have codes alone where the scales are missing.
+        parts: the codes, their scales, and of codes in words perhaps a tensor that holds [out, in]; () for plain
+            elements. Checks have codes alone where the scales are missing.
         input_scale: the scale of its activations, if the checkpoint has one.
     """
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ from safetensors.torch import load_file, save_file
 import tiny
 from conftest import EXAMPLE, ROOT, change_json, run_openquant, tree
 from converted import Shelf
-from openquant import compress, dequantize, verify
+from openquant import compress, dequantize, diagnose, verify
 from openquant.errors import OpenQuantError, PlanError, SourceError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.reference import decode, encode, group_absmax, group_scale
-from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR, TENSOR_STATIC, VARIANTS, Scheme
+from openquant.formats.schemes import BLOCK, CHANNEL, INT8_W8A16, TENSOR, TENSOR_STATIC, VARIANTS, Scheme
 from openquant.machine import peak_rss
 from openquant.plan.fates import Options
 from openquant.plan.plan import make_plain_plan, make_plan
@@ -521,6 +522,45 @@ def test_int4_as_kimi_has_it(tmp_path: Path) -> None:
         assert same(plain[name], decompressed(stored, name.removesuffix(".weight"), INT4).bfloat16())
     assert compress(source, tmp_path / "out", "block").quantized_tensors == 14
     assert verify(tmp_path / "out", tmp_path / "plain", full=True).problems == ()
+
+
+def test_rows_that_do_not_fill_their_words_are_refused(shelf: Shelf, tmp_path: Path) -> None:
+    """As compressed-tensors packs them. That the last codes are none stands in `weight_shape` alone."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    config = group("channel", type="int") | {"format": "pack-quantized"}
+
+    def make(weight: torch.Tensor) -> Weights:
+        weight = weight[:, :-2].float()
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        packed = pack_to_int32((weight / scale).round().to(torch.int8), 8)
+        return {"weight_packed": packed, "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
+
+    source = store(tmp_path / "source", make, config, shards=3)
+    told = (
+        r"(model\.layers\.\d\.[a-z_.]*)\.weight_shape is \[(\d+), (254|510)\], "
+        r"but \1\.weight_packed holds codes of \[\2, (256|512)\]"
+    )
+    for number, work in enumerate((dequantize, partial(compress, scheme="block"), partial(compress, scheme="int8"))):
+        with pytest.raises(SourceError, match=f"^{told}$") as caught:
+            work(source, tmp_path / str(number))
+        assert caught.value.hint.startswith("rows that do not fill their words are not read here")
+    with pytest.raises(SourceError, match=f"^{told}$"):
+        diagnose(source)
+    # Shards come as they are named.
+    plan = make_plain_plan(open_checkpoint(source), "")
+    for name, place in plan.source.where.items():
+        if name.endswith(".weight_shape"):
+            assert place.shard in plan.sources(plan.seen.where[name.replace("_shape", "")].shard)
+    # Where codes need no change, nothing is decoded.
+    _, out = shelf.copied("Qwen3ForCausalLM", INT8_W8A16, tmp_path / "ours")
+    assert compress(out, tmp_path / "same", "int8-weights").decoded_tensors == 0
+    change_weights(out, lambda weights: weights[f"{Q}.weight_shape"].copy_(torch.tensor([256, 255])))
+    with pytest.raises(SourceError, match=rf"^{Q}\.weight_shape is \[256, 255\], but .* \[256, 256\]$"):
+        compress(out, tmp_path / "copied", "int8-weights")
+    change_weights(out, lambda weights: weights.update({f"{Q}.weight_shape": torch.tensor([256, 256, 1])}))
+    with pytest.raises(SourceError, match=rf"^{Q}\.weight_shape is I64 \[3\], not two integers$"):
+        make_plain_plan(open_checkpoint(out), "")
 
 
 def test_mxfp4_as_compressed_tensors_has_it(tmp_path: Path) -> None:
