@@ -65,7 +65,7 @@ def compress(
     ranks: Ranks | None = None,
     reporter: Reporter | None = None,
 ) -> Result:
-    """Turn a checkpoint into an FP8 or INT8 directory.
+    """Turn a checkpoint into an FP8, INT8 or FP4 directory.
 
     Args:
         ranks: this process among several that do the job together; on its own if None.

@@ -230,7 +230,7 @@ class Recipe:
             "float (default), or for block ue8m0: powers of two",
             WEIGHTS,
             '"float", or "ue8m0" (scales rounded up to powers of two): for block in the fp8 format either, "float" if '
-            "None; mxfp8 has only the latter, all else only the former",
+            "None; mxfp8 and mxfp4 have only the latter, all else only the former",
             value="NAME",
             choices=("float", "ue8m0"),
         ),

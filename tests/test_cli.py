@@ -107,7 +107,7 @@ def test_json_is_one_object_for_runs_and_dry_runs(run: Run, tmp_path: Path) -> N
 
 
 SCALE_FORMATS = (
-    "leave --scale-format out: block in the fp8 format has float and ue8m0 scales, mxfp8 ue8m0, all else float"
+    "leave --scale-format out: block in the fp8 format has both kinds, mxfp8 and mxfp4 ue8m0, all else float"
 )
 MIXING = "use --scheme channel, or --scheme tensor or block with --format compressed-tensors"
 ERRORS = [
@@ -144,7 +144,7 @@ ERRORS = [
     (["-m", EXAMPLE, "--scheme", "mxfp8", "--scheme-for", "**.o_proj=channel"],
      "--scheme-for does not go with --scheme mxfp8 in the compressed-tensors format: all layers are alike", MIXING),
     (["-m", EXAMPLE, "--scheme", "channel", "--scheme-for", "**.o_proj=mxfp8"],
-     "--scheme-for **.o_proj=mxfp8: mxfp8 is not a scheme to mix", "choose one of tensor, channel, block, int8, int8-weights"),
+     "--scheme-for **.o_proj=mxfp8: mxfp8 is not a scheme to mix", "choose one of tensor, channel, block, int8, int8-weights, mxfp4"),
     (["-m", EXAMPLE, "--scheme", "channel", "--scheme-for", "lm_head=tensor"],
      "--scheme-for lm_head=tensor matches no module that can be quantized",
      "modules are named like tensors, without .weight; ** is any part; compress --dry-run -v lists them"),

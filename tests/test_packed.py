@@ -11,14 +11,16 @@ from openquant import PackedLinear
 CODES = {
     "int8": {"weight": (torch.int8, (128, 256))},
     "int8-weights": {"weight_packed": (torch.int32, (128, 64)), "weight_shape": (torch.int64, (2,))},
+    "mxfp4": {"weight_packed": (torch.uint8, (128, 128))},
 }
-SCALES = {"mxfp8": torch.uint8, "int8-weights": torch.bfloat16}
+SCALES = {"mxfp8": torch.uint8, "mxfp4": torch.uint8, "int8-weights": torch.bfloat16}
 
 
 @pytest.mark.parametrize(
     ("scheme", "format", "scale_name", "shape"),
     [
         ("mxfp8", None, "weight_scale", (128, 8)),
+        ("mxfp4", None, "weight_scale", (128, 8)),
         ("int8", None, "weight_scale", (128, 1)),
         ("int8-weights", None, "weight_scale", (128, 1)),
         ("tensor", None, "weight_scale", ()),

@@ -17,7 +17,7 @@ from converted import Shelf
 from openquant import compress
 from openquant.formats.quantization import read_quantization
 from openquant.formats.reference import decode
-from openquant.formats.schemes import BLOCK, CHANNEL, INT8_W8A16, TENSOR, VARIANTS, Scheme, find_scheme
+from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR, VARIANTS, Scheme, find_scheme
 from openquant.models import MODELS
 
 # The exceptions are in the registry (split experts that it wants stacked); the wrapped models are read as a whole.
@@ -163,10 +163,10 @@ def test_mixtures_are_read(
 def test_compressed_tensors_output_is_computed_with_rounded_activations(
     shelf: Shelf, tmp_path: Path, scheme: Scheme, architecture: str
 ) -> None:
-    """As it is loaded by default: scales rounded to bfloat16, and activations to what weights are, but for those of words."""
+    """As it is loaded by default: scales rounded to bfloat16, and activations as the config says."""
     output = shelf.converted(architecture, scheme).output
     tokens = torch.randint(10, 500, (1, 32), generator=torch.Generator().manual_seed(0))
     expected = logits(dequantized(output, tmp_path / "plain", scheme), tokens)
     found = logits(output, tokens)
     assert (found - expected).norm() / expected.norm() < 0.15
-    assert torch.equal(found, expected) == (scheme is INT8_W8A16)
+    assert torch.equal(found, expected) == (scheme.group["input_activations"] is None)

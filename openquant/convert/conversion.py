@@ -389,8 +389,8 @@ class _Worker:
             else:
                 scale = form.scales(shared)
             slot = self._slot()
-            codes = slot.take(place, bits.size)
-            self.kernels.encode(loaded, weight.dtype, scale, form, codes.reshape(bits.shape))
+            codes = slot.take(place, bits.size // form.number.per_byte)
+            self.kernels.encode(loaded, weight.dtype, scale, form, codes.reshape(len(bits), -1))
             slot.send(file, codes, place)
             place += codes.nbytes
             self.conversion.advance(consumed(weight, len(bits)))

@@ -23,8 +23,8 @@ class CpuKernels:
     absmax = staticmethod(kernels.absmax)
 
     def encode(self, bits: Bits, dtype: str, scale: Floats, format: Format, out: Codes) -> None:
-        """Write the codes [rows, cols] of weights that `load` gave to `out`."""
-        kernels.encode(bits, dtype, scale, format.group, out, format.number)
+        """Write the codes of weights that `load` gave to `out`, as they are stored."""
+        kernels.encode_stored(bits, dtype, scale, format.group, out, format.number)
 
     def load(self, bits: Bits, dtype: str) -> Bits:
         """Weights as `absmax` and `encode` take them: here the bits themselves."""
@@ -88,7 +88,7 @@ class TorchKernels:
             return np.asarray(group_absmax(weight, group).cpu().numpy())
 
     def encode(self, weight: Any, dtype: str, scale: Floats, format: Format, out: Codes) -> None:
-        """Write the codes [rows, cols] of weights that `load` gave to `out`."""
+        """Write the codes of weights that `load` gave to `out`, as they are stored."""
         from ..formats.reference import encode
 
         del dtype  # the weight has it

@@ -40,6 +40,8 @@ class Scale:
         dtype: "F32"; "BF16", to which they are rounded before codes are made; "U8" for the exponent field of a power
             of two (E8M0).
         power_of_two: whether all are.
+        reach: for powers of two, what a group's largest weight divided by its scale stays below: what is beyond the
+            number's largest code is clamped to that. Without it, no weight is beyond.
         floor: the smallest scale of a group that is not all zero.
     """
 
@@ -47,6 +49,7 @@ class Scale:
     axes: int = 2
     dtype: str = "F32"
     power_of_two: bool = False
+    reach: float | None = None
     # A smaller float32 would be subnormal, and zero where those are flushed.
     floor: float = 2.0**-126
 
@@ -142,13 +145,20 @@ class Format:
             other.scale.power_of_two or not self.scale.power_of_two
         )
 
+    @property
+    def carry(self) -> int:
+        """What is added to the bits of a float32, of which then the exponent is kept, to make a power of two of it."""
+        return 0x7FFFFF if self.scale.reach is None else 0x800000
+
     def scales(self, absmax: Floats) -> Floats:
         """float32 scale of each group, given its largest absolute weight; always finite and above zero."""
-        scale = np.maximum(absmax / np.float32(self.number.largest), np.float32(self.scale.floor))
+        scale = absmax / np.float32(self.scale.reach or self.number.largest)
         if self.scale.power_of_two:
-            # Carries into the exponent unless the mantissa is zero. The division before is exact enough: the quotient
-            # exceeds a power of two just where absmax exceeds the largest code times that.
-            scale = ((scale.view(np.uint32) + np.uint32(0x7FFFFF)) & np.uint32(0xFF800000)).view(np.float32)
+            # Carries into the exponent unless the mantissa is zero; always, where the largest weight stays below what
+            # the scale reaches. The division before is exact enough: the quotient exceeds a power of two just where
+            # absmax exceeds what it was divided by times that.
+            scale = ((scale.view(np.uint32) + np.uint32(self.carry)) & np.uint32(0xFF800000)).view(np.float32)
+        scale = np.maximum(scale, np.float32(self.scale.floor))
         if self.scale.dtype == "BF16":
             scale = (nearest_bfloat16(scale) << 16).view(np.float32)
         return np.where(absmax == 0, np.float32(1), scale).astype(np.float32)

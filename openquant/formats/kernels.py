@@ -113,6 +113,35 @@ def encode(bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes, numb
     _encode_by_arithmetic(bits, dtype, scale, group, out, number)
 
 
+def encode_stored(bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes, number: Number) -> None:
+    """As `encode`, to codes as they are stored: two share a byte where a number has 16 of them.
+
+    Args:
+        bits, dtype, scale, group, number: as for encode.
+        out: uint8 [rows, cols / codes in a byte], contiguous.
+    """
+    if number.per_byte == 1:
+        encode(bits, dtype, scale, group, out, number)
+        return
+    for low, high, part in _chunks(group, bits.shape):
+        codes = np.empty((high - low, bits.shape[1]), np.uint8)
+        encode(bits[low:high], dtype, scale[part], (1 if part.stop - part.start > 1 else None, group[1]), codes, number)
+        pack(codes, out[low:high])
+
+
+def pack(codes: Codes, out: Codes) -> None:
+    """Two codes [rows, cols] to a byte of `out`, the first in the low half."""
+    pairs = codes.view("<u2")
+    np.copyto(out, pairs | pairs >> 4, casting="unsafe")
+
+
+def unpack(codes: Codes, number: Number) -> Codes:
+    """Codes [rows, cols], a byte each, of those that are stored."""
+    if number.per_byte == 1:
+        return codes
+    return np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
+
+
 def _chunks(group: Group, shape: tuple[int, ...]) -> Iterator[tuple[int, int, slice]]:
     """Rows [low, high) of about CHUNK elements, and the rows of the grid they belong to: one, or one for each."""
     rows, cols = shape

@@ -85,14 +85,7 @@ class _E4M3(Number):
     """Four bits of exponent, three of mantissa: from 2^-9 to 448, no infinity, and NaN is 0x7f or 0xff."""
 
     def encode(self, quotients: Floats) -> Codes:
-        # Rounded to odd, 16 of the 32 bits are enough to round once more to a code, as if there had been no first time:
-        # the last bit kept says whether anything lies beyond it.
-        bits = quotients.view(np.uint32)
-        odd = bits & 0xFFFF
-        odd += np.uint32(0xFFFF)
-        odd |= bits
-        odd >>= 16
-        return np.take(_nearest_e4m3(), odd.astype(np.intp), mode="clip")
+        return _nearest(quotients, self, 0x80)
 
     def values(self) -> Floats:
         return _e4m3_values()
@@ -140,10 +133,7 @@ class _E2M1(Number):
     """0, 0.5, 1, 1.5, 2, 3, 4 and 6, with a sign (OCP Microscaling Formats 1.0, 5.3.3)."""
 
     def encode(self, quotients: Floats) -> Codes:
-        magnitudes = np.searchsorted(_middles(self.values()[:8]), np.abs(quotients))
-        codes = magnitudes.astype(np.uint8)
-        codes[np.signbit(quotients)] |= 8
-        return codes
+        return _nearest(quotients, self, 8)
 
     def values(self) -> Floats:
         magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -184,13 +174,27 @@ def _e4m3_values() -> Floats:
     return np.concatenate([magnitudes, -magnitudes]).astype(np.float32)
 
 
+def _nearest(quotients: Floats, number: Number, sign: int) -> Codes:
+    """The codes of a number of floating point that has this bit for the sign."""
+    # Rounded to odd, 16 of the 32 bits are enough to round once more to a code, as if there had been no first time:
+    # the last bit kept says whether anything lies beyond it.
+    bits = quotients.view(np.uint32)
+    odd = bits & 0xFFFF
+    odd += np.uint32(0xFFFF)
+    odd |= bits
+    odd >>= 16
+    return np.take(_nearest_of_bfloat16(number, sign), odd.astype(np.intp), mode="clip")
+
+
 @cache
-def _nearest_e4m3() -> Codes:
-    """[65536] the code nearest to every finite bfloat16; 448 for all beyond it."""
+def _nearest_of_bfloat16(number: Number, sign: int) -> Codes:
+    """[65536] the code nearest to every finite bfloat16; the largest for all beyond it."""
     finite = (np.arange(0x7F80, dtype=np.uint32) << 16).view(np.float32)
-    magnitudes = np.full(32768, 126, np.uint8)
-    magnitudes[: finite.size] = np.searchsorted(_middles(_e4m3_values()[:127]), finite)
-    return np.concatenate([magnitudes, magnitudes | 0x80])
+    values = number.values()[:sign]
+    values = values[np.isfinite(values)]
+    magnitudes = np.full(32768, len(values) - 1, np.uint8)
+    magnitudes[: finite.size] = np.searchsorted(_middles(values), finite)
+    return np.concatenate([magnitudes, magnitudes | sign])
 
 
 E4M3 = _E4M3("FP8", "float8_e4m3fn", "F8_E4M3", per_item=1, per_byte=1, largest=448, normal=2.0**-6)

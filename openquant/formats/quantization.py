@@ -17,13 +17,14 @@ from ..errors import UsageError
 from .format import Format, Group, Scale
 from .ignored import MEND, Expressions, Ignored
 from .inputs import Inputs, read_inputs
-from .numbers import E2M1, INT4
+from .numbers import INT4
 from .schemes import (
     BLOCK,
     BLOCK_COMPRESSED,
     CHANNEL,
     INT8_W8A8,
     INT8_W8A16,
+    MXFP4,
     MXFP8,
     SCHEMES,
     STATIC,
@@ -243,8 +244,7 @@ def _read_group(name: str, weights: dict[str, Any], stored: object, static: bool
             raise UsageError(f"config.json: {name} has no block_structure of two numbers from 1 to {MAX_SIDE}", MEND)
         return replace(BLOCK_COMPRESSED.format, group=(block[0], block[1]), static=static)
     if strategy == "group" and size == MX_GROUP and in_bytes and kind in (("float", 8), ("float", 4)):
-        form = MXFP8.format if kind[1] == 8 else replace(MXFP8.format, number=E2M1, codes=PACKED)
-        return replace(form, static=static)
+        return replace((MXFP8 if kind[1] == 8 else MXFP4).format, static=static)
     forms = [form for key, form in _INTEGERS if key in ((*kind, stored), (*kind, None)) and not shifted]
     if forms:
         # Rows of whole words, whose length the packed tensor tells.
@@ -282,8 +282,8 @@ def _read_modelopt(method: str, found: dict[str, Any]) -> Quantization:
 
 
 def _read_mxfp4(method: str, found: dict[str, Any]) -> Quantization:
-    scale = replace(MXFP8.format.scale, name="weight_scales")
-    return _alone(method, found, replace(MXFP8.format, number=E2M1, scale=scale), None)
+    scale = replace(MXFP4.format.scale, name="weight_scales")
+    return _alone(method, found, replace(MXFP4.format, scale=scale, codes="weight"), None)
 
 
 def _alone(method: str, found: dict[str, Any], form: Format, inputs: Mapping[str, Any] | None) -> Quantization:

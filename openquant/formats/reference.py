@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .format import Format, Group, grid_of
-from .numbers import E4M3, INT8, INT8_WORDS, Number
+from .numbers import E2M1, E4M3, INT8, INT8_WORDS, Number
 
 
 def group_absmax(weight: Tensor, group: Group) -> Tensor:
@@ -19,9 +19,10 @@ def group_absmax(weight: Tensor, group: Group) -> Tensor:
 def group_scale(absmax: Tensor, format: Format) -> Tensor:
     """float32 scale of each group, as Format.scales."""
     # Divided by a tensor: by a number, torch multiplies with its reciprocal on a GPU, which rounds otherwise.
-    scale = (absmax / absmax.new_tensor(format.number.largest)).clamp(min=format.scale.floor)
+    scale = absmax / absmax.new_tensor(format.scale.reach or format.number.largest)
     if format.scale.power_of_two:
-        scale = ((scale.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
+        scale = ((scale.view(torch.int32) + format.carry) & ~0x7FFFFF).view(torch.float32)
+    scale = scale.clamp(min=format.scale.floor)
     if format.scale.dtype == "BF16":
         scale = scale.bfloat16().float()
     return torch.where(absmax == 0, torch.ones_like(scale), scale)
@@ -65,14 +66,35 @@ def _beside(scale: Tensor, weight: Tensor, group: Group) -> Tensor:
     return scale.float().reshape(down, 1, along, 1)
 
 
+def _e2m1(quotient: Tensor) -> Tensor:
+    """The codes nearest to quotients, a byte each: of two as near the even one."""
+    size = quotient.abs()
+    # Half way between 0 and 0.5 is 0's, half way between 0.5 and 1 is 1's, and so on.
+    below = sum((size > middle).byte() for middle in (0.25, 1.25, 2.5, 5.0))
+    reached = sum((size >= middle).byte() for middle in (0.75, 1.75, 3.5))
+    return below + reached + 8 * quotient.signbit().byte()
+
+
+def _pack(codes: Tensor) -> Tensor:
+    """Two codes to a byte, the first in the low half."""
+    return codes[..., ::2] | codes[..., 1::2] << 4
+
+
+def _unpack(pairs: Tensor) -> Tensor:
+    """Codes that are a byte each, as indices."""
+    return torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2).int()
+
+
 # Rounded quotients to codes as they are written, and written codes to their values, float32.
 _WRITTEN: dict[Number, Callable[[Tensor], Tensor]] = {
     E4M3: lambda quotient: quotient.to(torch.float8_e4m3fn),
     INT8: lambda quotient: quotient.round().to(torch.int8),
     INT8_WORDS: lambda quotient: (quotient.round() + 128).to(torch.uint8).view(torch.int32),
+    E2M1: lambda quotient: _pack(_e2m1(quotient)),
 }
 _READ: dict[Number, Callable[[Tensor], Tensor]] = {
     E4M3: lambda codes: codes.float(),
     INT8: lambda codes: codes.float(),
     INT8_WORDS: lambda codes: codes.view(torch.uint8).float() - 128,
+    E2M1: lambda codes: torch.from_numpy(E2M1.values()).to(codes.device)[_unpack(codes)],
 }

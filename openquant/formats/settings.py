@@ -33,10 +33,9 @@ _FP8: _Known = {
     "kv_cache_quant_algo": (None, "FP8"),
     "kv_cache_scheme": None,
 }
-_NUMBER: _Known = {"num_bits": (8,), "symmetric": (True,)}
 _DTYPES = (None, *(f"torch.{name}" for name in ("float32", "bfloat16", "float16", "uint8", "int8", "float8_e4m3fn")))
 _ARGUMENTS: _Known = {
-    **_NUMBER,
+    "symmetric": (True,),
     "strategy": None,
     "group_size": None,
     "block_structure": None,
@@ -46,16 +45,17 @@ _ARGUMENTS: _Known = {
     "scale_dtype": _DTYPES,
     "zp_dtype": _DTYPES,
 }
-_WEIGHTS: _Known = {**_ARGUMENTS, "dynamic": (False,)}
-_ACTIVATIONS: _Known = {**_ARGUMENTS, "dynamic": (False, True)}
-# By the type of weights, and by whether groups of a row share a scale: the formats that a config group may have, and
-# how activations may be quantized that are dynamic; None where they may stay as they are.
-_STORED: Mapping[tuple[Any, bool], tuple[str, ...]] = {
-    ("float", False): ("float-quantized", "naive-quantized"),
-    ("float", True): ("mxfp8-quantized", "float-quantized", "naive-quantized"),
-    ("int", False): ("int-quantized", "naive-quantized", "pack-quantized"),
-    ("int", True): ("pack-quantized",),
+_WEIGHTS: _Known = {**_ARGUMENTS, "num_bits": (8, 4), "dynamic": (False,)}
+_ACTIVATIONS: _Known = {**_ARGUMENTS, "num_bits": (8,), "dynamic": (False, True)}
+# By the type of weights, their bits and whether groups of a row share a scale: the formats a config group may have.
+_STORED: Mapping[tuple[Any, Any, bool], tuple[str, ...]] = {
+    ("float", 8, False): ("float-quantized", "naive-quantized"),
+    ("float", 8, True): ("mxfp8-quantized", "float-quantized", "naive-quantized"),
+    ("float", 4, True): ("mxfp4-pack-quantized",),
+    ("int", 8, False): ("int-quantized", "naive-quantized", "pack-quantized"),
+    ("int", 8, True): ("pack-quantized",),
 }
+# How activations may be quantized that are dynamic, by the type of weights.
 _DYNAMIC: Mapping[str, tuple[str, ...]] = {"float": ("token", "tensor", "group"), "int": ("token",)}
 # Formats of integers whose activations are quantized too (vLLM 0.32.0 asserts that).
 _BOTH = ("int-quantized", "naive-quantized")
@@ -83,7 +83,7 @@ _COMPRESSED: _Known = {
 
 
 def unread(settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """What is wrong with the values of a quantization_config of 8-bit weights, and the keys that nothing reads.
+    """What is wrong with the values of a quantization_config, and the keys that nothing reads.
 
     Example: (['fmt is "e5m2", engines read null or "e4m3" or "float8_e4m3fn"'], ["config_groups.group_0.more"])
     """
@@ -131,7 +131,7 @@ def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
         if format is None:
             format = settings.get("format")
         kind, micro = group["weights"].get("type"), group["weights"].get("strategy") == "group"
-        stored = _STORED[kind, micro]
+        stored = _STORED[kind, group["weights"].get("num_bits"), micro]
         if not _is_one(format, stored):
             yield f"{path} has the format {shown(format)}, engines read {_either(stored)} for its weights"
         activations = group.get("input_activations")

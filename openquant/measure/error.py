@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..formats.format import Format, grid_of
-from ..formats.kernels import CHUNK, Bits, absmax, decode, encode, encode_float32, to_float32
+from ..formats.kernels import CHUNK, Bits, absmax, encode, encode_float32, to_float32, unpack
 from ..formats.numbers import Codes, Floats
 
 
@@ -86,16 +86,17 @@ class Comparison:
         self.first: tuple[tuple[int, int], int, int] | None = None
         self.wrong: tuple[tuple[int, int], float, float, int] | None = None
 
-    def add(self, low: int, codes: Codes, bits: Bits, dtype: str) -> None:
-        """Add rows from `low` on: their codes, and the source's weights they are held against."""
+    def add(self, low: int, stored: Codes, bits: Bits, dtype: str) -> None:
+        """Add rows from `low` on: their codes as they are stored, and the source's weights they are held against."""
         step = max(1, CHUNK // self.shape[1])
         # Where each row has scales of its own, any number of rows go together; else those of one row of groups.
         height = self.shape[0] if self.group[0] == 1 else self.group[0] or self.shape[0]
         top = low
-        while top < low + len(codes) and self.finite:
-            end = min(top + step, low + len(codes), (top // height + 1) * height)
+        while top < low + len(stored) and self.finite:
+            end = min(top + step, low + len(stored), (top // height + 1) * height)
+            codes = unpack(stored[top - low : end - low], self.number)
             with np.errstate(over="ignore"):
-                self._add(top, codes[top - low : end - low], np.ascontiguousarray(bits[top - low : end - low]), dtype)
+                self._add(top, codes, np.ascontiguousarray(bits[top - low : end - low]), dtype)
             top = end
 
     def _add(self, top: int, codes: Codes, bits: Bits, dtype: str) -> None:
@@ -128,8 +129,8 @@ class Comparison:
             if self.first is None:
                 row, col = (int(axis) for axis in np.unravel_index(int(differs.argmax()), differs.shape))
                 self.first = (top + row, col), int(codes[row, col]), int(made[row, col])
-        error = np.empty(codes.shape, np.float32)
-        decode(codes, spread, error, self.number)
+        error = self.number.decode(codes)
+        error *= spread
         error -= weight
         np.abs(error, out=error)
         self.error.add(weight, error)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..formats.format import Format, Group
-from ..formats.kernels import BITS_TYPE, CHUNK, Bits, absmax, decode, encode, to_float32
+from ..formats.kernels import BITS_TYPE, CHUNK, Bits, absmax, encode, to_float32
 from ..formats.numbers import Floats
 from ..formats.schemes import SCHEMES, Scheme
 from ..weights.weight import Weight
@@ -152,8 +152,8 @@ class Sums:
         codes = np.empty(values.shape, np.uint8)
         encode(rows.bits, dtype, scale, group, codes, number)
         spread = scale if width is None else np.repeat(scale, width, axis=1)
-        made = np.empty(values.shape, np.float32)
-        decode(codes, spread, made, number)
+        made = number.decode(codes)
+        made *= spread
         zeros = made.size - int(np.count_nonzero(made))
         self.zero_codes[scheme.name] += rows.times * zeros
         if number.normal:

@@ -294,7 +294,7 @@ class _Worker:
             self.reading.say(
                 number,
                 f"{self.reading.place(info.name)} has the code 0x{found:02x} at [{row}, {col}], the source makes it "
-                f"0x{made_code:02x} ({comparison.differing} of {info.nbytes} codes differ)",
+                f"0x{made_code:02x} ({comparison.differing} of {math.prod(comparison.shape)} codes differ)",
             )
 
     def _report(self, number: int, weight: Weight, comparison: Comparison, bounded: bool) -> None:
@@ -304,13 +304,13 @@ class _Worker:
             self.reading.say(
                 number,
                 f"{self.reading.place(info.name)} is off by {error:.3g} at [{row}, {col}], where rounding explains "
-                f"{bound:.3g} ({count} of {info.nbytes} weights are off)",
+                f"{bound:.3g} ({count} of {math.prod(comparison.shape)} weights are off)",
             )
         found = comparison.error.of(weight.module, comparison.shape)
         with self.reading.lock:
             self.reading.errors.append((number, found))
-            self.reading.contents.compared += info.nbytes
-            self.reading.contents.same += info.nbytes - comparison.differing
+            self.reading.contents.compared += math.prod(comparison.shape)
+            self.reading.contents.same += math.prod(comparison.shape) - comparison.differing
 
 
 def _reader(checkpoint: Checkpoint) -> Reader:

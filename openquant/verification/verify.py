@@ -115,7 +115,7 @@ def verify(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Check an FP8 or INT8 directory, made by this tool or another.
+    """Check an FP8, INT8 or FP4 directory, made by this tool or another.
 
     Args:
         directory: what to check.
@@ -142,11 +142,11 @@ def verify(
         config = read_config(root)
         quantization = read_quantization(with_own_file(config, root))
     if not quantization.checkable:
-        numbers = " or ".join(dict.fromkeys(scheme.format.number.title for scheme in SCHEMES.values()))
+        *numbers, last = dict.fromkeys(scheme.format.number.title for scheme in SCHEMES.values())
         raise UsageError(
             f"{'config.json' if quantization_places(config) else MODELOPT_FILE} has {quantization.method} with "
             f"{quantization.title}",
-            f"only fp8 and compressed-tensors with {numbers} weights are checked",
+            f"only fp8 and compressed-tensors with {', '.join(numbers)} or {last} weights are checked",
         )
     journal = read_journal(root)
     if journal is not None and not journal["done"]:

@@ -23,7 +23,7 @@ from converted import Shelf
 from openquant import compress, dequantize, verify
 from openquant import run as running
 from openquant.errors import PlanError, SourceError, UsageError
-from openquant.formats.numbers import E4M3
+from openquant.formats.numbers import E2M1, E4M3, INT8, INT8_WORDS
 from openquant.formats.reference import encode, group_absmax, group_scale, stored_scale
 from openquant.formats.schemes import (
     BLOCK_COMPRESSED,
@@ -291,13 +291,17 @@ def test_a_joined_set_above_float16_is_an_error_that_names_it(tmp_path: Path) ->
     compress(tiny.write(tmp_path / "source", weights=weights), tmp_path / "out2")
 
 
+# Of a weight, in units of 2^127: what is left of the largest code under the largest scale.
+LARGEST = {E4M3: 1.75, INT8: 127 / 64, INT8_WORDS: 127 / 64, E2M1: 1.5}
+
+
 @pytest.mark.parametrize("scheme", [s for s in VARIANTS if s.name != "tensor"], ids=lambda scheme: scheme.suffix)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_weight_whose_code_would_overflow_bfloat16_is_an_error_that_names_it(
     tmp_path: Path, dtype: str, scheme: Scheme
 ) -> None:
     options = {"scheme": scheme.name, "format": scheme.method, "scale_format": scheme.scale_format}
-    name, limit = "model.layers.1.mlp.up_proj.weight", (1.75 if scheme.format.number == E4M3 else 127 / 64) * 2.0**127
+    name, limit = "model.layers.1.mlp.up_proj.weight", LARGEST[scheme.format.number] * 2.0**127
     weights = tiny.tensors("Qwen3ForCausalLM", dtype=dtype)
     weights[name][1, 2] = -(limit + 2.0**120)
     with pytest.raises(PlanError) as caught:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from openquant.errors import UsageError
 from openquant.formats.names import SCHEME_NAMES
-from openquant.formats.numbers import E4M3
+from openquant.formats.numbers import E2M1, E4M3, INT8, INT8_WORDS, Number
 from openquant.formats.quantization import read_quantization
 from openquant.formats.reference import decode, encode, group_absmax, group_scale, stored_scale
 from openquant.formats.schemes import (
@@ -23,6 +23,7 @@ from openquant.formats.schemes import (
     INT8_W8A8,
     INT8_W8A16,
     MIXED,
+    MXFP4,
     MXFP8,
     SCHEMES,
     STATIC,
@@ -35,6 +36,16 @@ from openquant.formats.schemes import (
     find_others,
     find_scheme,
 )
+
+
+def half_a_code(number: Number, weight: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """How far a code may be from weights of some magnitudes, under scales."""
+    if number in (INT8, INT8_WORDS):
+        return step / 2
+    # Normal codes have 3 bits of mantissa, or 1: half a unit is 1/16 of the weight, or 1/4; subnormal ones are 2^-9
+    # apart, or 1/2. The largest magnitude of FP4 is 6, and up to 7 is clamped to it.
+    return torch.maximum(weight / (16 if number == E4M3 else 4), step * (2.0**-10 if number == E4M3 else 0.25))
+
 
 schemes = pytest.mark.parametrize("scheme", VARIANTS, ids=lambda scheme: scheme.suffix)
 
@@ -51,10 +62,7 @@ def test_decoding_gives_the_weight_back_within_half_a_code(
     found = decode(encode(weight, scale, scheme.format), scale, scheme.format)
     down, along = 256 // scale.shape[0], 128 // scale.shape[1]
     step = scale.repeat_interleave(down, 0).repeat_interleave(along, 1)
-    # Normal codes keep 3 mantissa bits, so half a unit is 1/16 of the weight; subnormal ones are 2^-9 apart. Integers
-    # are 1 apart.
-    floats = torch.maximum(weight.abs() / 16, step * 2.0**-10)
-    bound = (floats if scheme.format.number == E4M3 else step / 2) * (1 + 2e-5)
+    bound = half_a_code(scheme.format.number, weight.abs(), step) * (1 + 2e-5)
     assert ((found - weight).abs() <= bound).all()
     assert torch.isfinite(scale).all()
     assert (scale > 0).all()
@@ -76,8 +84,8 @@ def test_no_code_overflows_bfloat16(scheme: Scheme, share: float) -> None:
     absmax = np.array([[share * scheme.largest]], np.float32)
     largest = torch.from_numpy(scheme.format.scales(absmax)) * scheme.format.number.largest
     assert torch.isfinite(largest.bfloat16()).all()
-    # A scale of bfloat16 may be rounded down.
-    slack = 2.0**-8 if scheme.format.scale.dtype == "BF16" else 2.0**-23
+    # A scale of bfloat16 may be rounded down, and FP4 clamps what is below 7 to 6.
+    slack = {"BF16": 2.0**-8, "U8": 1 / 6 if scheme is MXFP4 else 2.0**-23}.get(scheme.format.scale.dtype, 2.0**-23)
     assert (largest * (1 + slack) >= torch.from_numpy(absmax)).all()
 
 
@@ -173,9 +181,15 @@ COMPRESSED = [
         {"strategy": "group", "group_size": 128},
     ),
     (MXFP8, MX, MX),
+    (MXFP4, MX | {"num_bits": 4}, None),
 ]
 KINDS = [row[0].name for row in COMPRESSED]
-STORED = {MXFP8: "mxfp8-quantized", INT8_W8A8: "int-quantized", INT8_W8A16: "pack-quantized"}
+STORED = {
+    MXFP8: "mxfp8-quantized",
+    MXFP4: "mxfp4-pack-quantized",
+    INT8_W8A8: "int-quantized",
+    INT8_W8A16: "pack-quantized",
+}
 
 
 @pytest.mark.parametrize(("scheme", "weights", "activations"), COMPRESSED, ids=KINDS)
@@ -185,7 +199,7 @@ def test_config_is_what_compressed_tensors_reads(
     from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
 
     found = scheme.config(["lm_head"])
-    number = {"num_bits": 8, "type": "float" if scheme.format.number == E4M3 else "int", "symmetric": True}
+    number = {"num_bits": 8, "type": "float" if scheme.format.number in (E4M3, E2M1) else "int", "symmetric": True}
     assert found == {
         "quant_method": "compressed-tensors",
         "format": STORED.get(scheme, "float-quantized"),
@@ -296,17 +310,17 @@ def test_every_name_has_a_default_and_every_format_is_found() -> None:
 @pytest.mark.parametrize(
     ("asked", "message", "hint"),
     [
-        (("rows",), "rows is not a scheme", "choose one of tensor, channel, block, mxfp8, int8, int8-weights"),
+        (("rows",), "rows is not a scheme", "choose one of tensor, channel, block, mxfp8, int8, int8-weights, mxfp4"),
         (("tensor", "gguf"), "the format gguf has no scheme tensor", "use --format fp8 or compressed-tensors"),
         (
             ("block", "compressed-tensors", "ue8m0"),
             "--scheme block has no ue8m0 scales in the compressed-tensors format",
-            "leave --scale-format out: block in the fp8 format has float and ue8m0 scales, mxfp8 ue8m0, all else float",
+            "leave --scale-format out: block in the fp8 format has both kinds, mxfp8 and mxfp4 ue8m0, all else float",
         ),
         (
             ("mxfp8", None, "float"),
             "--scheme mxfp8 has no float scales in the compressed-tensors format",
-            "leave --scale-format out: block in the fp8 format has float and ue8m0 scales, mxfp8 ue8m0, all else float",
+            "leave --scale-format out: block in the fp8 format has both kinds, mxfp8 and mxfp4 ue8m0, all else float",
         ),
         (
             ("channel", None, None, "static"),
@@ -346,7 +360,7 @@ def test_schemes_that_no_config_holds_together() -> None:
         find_others(CHANNEL, {"**": "mxfp8"})
     assert (caught.value.message, caught.value.hint) == (
         "--scheme-for **=mxfp8: mxfp8 is not a scheme to mix",
-        "choose one of tensor, channel, block, int8, int8-weights",
+        "choose one of tensor, channel, block, int8, int8-weights, mxfp4",
     )
 
 
@@ -357,7 +371,7 @@ def test_ue8m0_scales_are_refused_elsewhere(name: str, format: str | None) -> No
     assert caught.value.message == (
         f"--scheme {name} has no ue8m0 scales in the {format or 'compressed-tensors'} format"
     )
-    assert caught.value.hint.startswith("leave --scale-format out: block in the fp8 format has float and ue8m0 scales")
+    assert caught.value.hint.startswith("leave --scale-format out: block in the fp8 format has both kinds")
 
 
 @pytest.mark.parametrize("exponent", range(-126, 120))
@@ -405,6 +419,54 @@ def test_golden_bytes_of_mxfp8() -> None:
     assert codes[0, :4].tolist() == [0x78, 0xF0, 0x65, 0x3C]
     assert codes[1, 32] == 0x76
     assert int((codes != 0).sum()) == 5
+
+
+def test_golden_bytes_of_mxfp4() -> None:
+    weight = torch.zeros(3, 64)
+    # OCP Microscaling Formats 1.0, 5.3.3: all magnitudes in order, then all with their sign.
+    weight[0, :16] = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    # Half way goes to the even code, and what is below 7 is clamped.
+    weight[0, 32:40] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -6.96875])
+    weight[1, 0], weight[1, 32] = 7.0, 1e-45
+    scale = group_scale(group_absmax(weight, MXFP4.format.group), MXFP4.format)
+    stored = MXFP4.format.stored(scale.numpy())
+    assert stored.tolist() == [[127, 127], [128, 1], [127, 127]]
+    codes = encode(weight, scale, MXFP4.format)
+    assert codes.dtype == torch.uint8
+    assert codes.shape == (3, 32)
+    assert bytes(codes[0, :8].tolist()).hex(" ") == "10 32 54 76 98 ba dc fe"
+    assert bytes(codes[0, 16:20].tolist()).hex(" ") == "20 42 64 f6"
+    assert codes[1].nonzero().tolist() == [[0]]
+    # 3.5 is half way between 3 and 4, whose code is even.
+    assert codes[1, 0] == 6
+
+
+@pytest.mark.parametrize("exponent", range(-120, 124))
+def test_mxfp4_scales_go_up_from_seven(exponent: int) -> None:
+    seven = np.float32(7 * 2.0**exponent)
+    absmax = np.array([[np.nextafter(seven, np.float32(0)), seven]])
+    expected = np.array([[2.0**exponent, 2.0 ** (exponent + 1)]], np.float32)
+    np.testing.assert_array_equal(MXFP4.format.scales(absmax), expected)
+    np.testing.assert_array_equal(group_scale(torch.from_numpy(absmax), MXFP4.format).numpy(), expected)
+
+
+@given(seed=st.integers(0, 2**31), spread=st.floats(0, 4))
+def test_mxfp4_is_what_compressed_tensors_packs(seed: int, spread: float) -> None:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(64, 128, generator=generator)
+    weight = weight * weight.abs() ** spread
+    groups = weight.view(64, 4, 32)
+    arguments = QuantizationConfig.model_validate(MXFP4.config([])).config_groups["group_0"]
+    theirs, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), arguments.weights)
+    compressor = BaseCompressor.get_value_from_registry("mxfp4-pack-quantized")
+    packed = compressor.compress({"weight": weight, "weight_scale": theirs}, arguments)
+    scale = group_scale(group_absmax(weight, MXFP4.format.group), MXFP4.format)
+    assert torch.equal(stored_scale(scale, MXFP4.format, (64, 128)), packed["weight_scale"])
+    assert torch.equal(encode(weight, scale, MXFP4.format), packed["weight_packed"])
 
 
 def test_ue8m0_config_says_so() -> None:

@@ -19,14 +19,14 @@ from openquant import Diagnosis, compress, dequantize, diagnose, verify
 from openquant.errors import SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.format import grid_of
-from openquant.formats.schemes import BLOCK, CHANNEL, INT8_W8A8, INT8_W8A16, MXFP8, SCHEMES, TENSOR, Scheme
+from openquant.formats.schemes import BLOCK, CHANNEL, INT8_W8A8, INT8_W8A16, MXFP4, MXFP8, SCHEMES, TENSOR, Scheme
 from openquant.measure.diagnose import sample_step
 from openquant.measure.diagnosis import DYNAMIC_RANGE, LayerDiagnosis
 from openquant.plan.plan import make_plan
 from stored import BLOCKS, by_blocks, store
 
 DOWN = "model.layers.0.mlp.down_proj"
-FULL = [TENSOR, CHANNEL, BLOCK, MXFP8, INT8_W8A8, INT8_W8A16]
+FULL = [TENSOR, CHANNEL, BLOCK, MXFP8, INT8_W8A8, INT8_W8A16, MXFP4]
 
 
 def model(root: Path, **layers: torch.Tensor) -> Path:
@@ -62,7 +62,8 @@ def stored_by_loop(weight: np.ndarray, scheme: Scheme, largest: float) -> tuple[
             for number_of, value in enumerate(group.reshape(-1)):
                 row = top * height + number_of // width
                 quotient = abs(float(value)) / scale
-                code = min(values, key=lambda each: abs(each - quotient))
+                # Of two as near the even one.
+                code = min(values, key=lambda each: (abs(each - quotient), values.index(each) % 2))
                 off[row] += (code * scale - abs(float(value))) ** 2
                 signal[row] += float(value) ** 2
                 zeros += code == 0 and value != 0
