@@ -301,7 +301,7 @@ def diagnose(
     options = Options(tuple(begun.ignore))
     with _without_collector():
         plan = make_plan(checkpoint, chosen, options, source.identity, begun.architecture)
-    with supplied(source, needs(plan), begun.stream, begun.scratch) as supply:
+    with supplied([(source, needs(plan))], begun.stream, begun.scratch) as [supply]:
         threads = begun.workers or min(MOST_WORKERS, available_cpus())
         layers = measure(plan, supply, threads, begun.full, progress)
     rows = sum(layer.shape[0] for layer in layers)

@@ -224,6 +224,7 @@ def verb_parser() -> Parser:
         "OUTPUT [OUTPUT ...] --source MODEL [options]",
         "Qwen3-8B-FP8 --source Qwen/Qwen3-8B",
         "Qwen3-8B-FP8 Qwen3-8B-INT8 --source Qwen3-8B --text mine.txt",
+        "you/Qwen3-8B-FP8 --source Qwen/Qwen3-8B --stream",
     )
     evaluate.add_options(Evaluate, Texts, Command, without=("block_size", "quiet", "verbose"))
     verify = add(

@@ -550,6 +550,15 @@ class Evaluate:
             completes="file",
         ),
     )
+    stream: bool = field(
+        default=False,
+        metadata=said(
+            "keep few of a repository's shards on disk",
+            PLACES,
+            "keep only a few shards of Hub repositories on disk, and none in the Hub's cache; models then answer along "
+            "a text instead of prompts",
+        ),
+    )
     prompts: str | os.PathLike[str] | None = field(
         default=None,
         metadata=said(
@@ -593,9 +602,10 @@ class Evaluate:
     scratch: str | os.PathLike[str] | None = field(
         default=None,
         metadata=said(
-            "directory for that (default: beside the output)",
+            "for these and --stream (default: beside the output)",
             RUNNING,
-            "the directory for that file; the first output's parent if None",
+            "the directory for that file and for streamed shards; if None the parent of the first output that is a "
+            "directory, or else the working directory",
             value="DIR",
             read=filled,
             completes="directory",
@@ -622,6 +632,10 @@ class Evaluate:
             raise UsageError("no output is named", "give a directory that was made from the source")
         if len({os.fspath(output) for output in self.outputs}) < len(self.outputs):
             raise UsageError("an output is given twice", "give each once")
+        if self.stream and self.prompts is not None:
+            raise UsageError(
+                "--prompts takes all weights once more, which --stream has let go of by then", "give one of them"
+            )
         if self.kv_cache not in ("fp8", "auto"):
             raise UsageError(f"{self.kv_cache} is not a cache", "choose fp8 or auto")
         if not re.fullmatch(DEVICES, self.device):

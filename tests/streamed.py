@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -51,11 +51,30 @@ def all_equal(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
+class _InOrder:
+    """Shards that lie in a directory, whose model must ask for each unit once, and in this order."""
+
+    def __init__(self, root: Path, order: Sequence[str]) -> None:
+        self.root, self.left = root, list(order)
+
+    def wait_for(self, what: str, stopped: Callable[[], bool]) -> None:
+        del stopped
+        assert what in self.left, f"{what} comes after those that it was to come before: {self.left}"
+        del self.left[: self.left.index(what) + 1]
+
+    def path(self, name: str) -> Path:
+        return self.root / name
+
+    def finished(self, what: str) -> None:
+        assert what not in self.left
+
+
 def computes_the_same(source: Path, plain: Path | None = None) -> bool:
     """Whether a checkpoint's logits are those of transformers alone, to the last bit; where it is quantized, of another
     directory that has its weights decoded.
     """
     model = StreamedModel(open_checkpoint(source))
+    model.traffic = _InOrder(source, model.order)
     found = streamed_logits(model)
     return not any(map(torch.isnan, map(torch.sum, found))) and all_equal(
         found, plain_logits(plain or source, type(model.model))

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from conftest import EXAMPLE, ROOT, change_json
+from conftest import EXAMPLE, ROOT, change_json, heed_ctrl_c
 from openquant import OpenQuantError, compress, evaluate
 from openquant.cli import main
 from openquant.errors import OutputError, SourceError, UsageError
+from openquant.evaluation import _place as place_of
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.evaluation import find_evaluation, read_evaluation
-from openquant.measure import answers
+from openquant.hub.source import Source
+from openquant.measure import answers, scratch
+from openquant.measure.scratch import Scratch
 from openquant.options import Evaluate
 from openquant.report import pages
 
 SMALL = {"samples": 2, "length": 48}
+# Of texts as long as these, states between layers are worth a file.
+LONGER = {"samples": 2, "length": 128}
 WORDS = ("--samples", "2", "--length", "48")
 
 
@@ -206,3 +214,121 @@ def test_prompts_that_find_no_memory_are_noted(output: Path, tmp_path: Path, mon
     assert not [
         note for note in evaluate([output], EXAMPLE, **SMALL).notes if note.startswith("--prompts were not answered")
     ]
+
+
+def spied(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Where hidden states are written, a place for each write."""
+    places: list[Path] = []
+    write = Scratch.write
+
+    def writing(self: Scratch, data: memoryview) -> int:
+        places.append(self.directory)
+        return write(self, data)
+
+    monkeypatch.setattr(Scratch, "write", writing)
+    return places
+
+
+def test_what_memory_has_no_room_for_waits_beside_the_output(
+    output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch, "file_system", lambda _: "ext4")
+    monkeypatch.setattr(answers, "available_memory", lambda: 1000)
+    places = spied(monkeypatch)
+    (tmp_path / "there").mkdir()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    evaluate([output], EXAMPLE, **LONGER, out=tmp_path / "roomy.json", max_memory=1 << 40)
+    assert places == []
+    evaluate([output], EXAMPLE, **LONGER, out=tmp_path / "tight.json", max_memory=1)
+    assert set(places) == {output.parent}
+    assert (tmp_path / "tight.json").read_bytes() == (tmp_path / "roomy.json").read_bytes()
+    places.clear()
+    # A place that is named may be memory.
+    monkeypatch.setattr(scratch, "file_system", lambda _: "tmpfs")
+    evaluate([output], EXAMPLE, **LONGER, max_memory=1, scratch=tmp_path / "there")
+    assert set(places) == {tmp_path / "there"}
+    message = f"{output.parent} is kept in memory, where there is no room for hidden states"
+    assert refused(OutputError, output, max_memory=1) == message
+    assert list((tmp_path / "there").iterdir()) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "roomy.json", "tight.json"])
+
+
+def test_a_disk_without_room_is_told_before_layers_are_computed(
+    output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = os.fstatvfs
+
+    def little(handle: int) -> Any:
+        return SimpleNamespace(f_bavail=1, f_frsize=found(handle).f_frsize)
+
+    def advanced(done: int, total: int) -> None:
+        assert done <= total // 6, "embeddings are looked up, no layer is computed"
+
+    monkeypatch.setattr(scratch, "os", SimpleNamespace(**{**vars(os), "fstatvfs": little}))
+    message = refused(OutputError, output, **LONGER, max_memory=1, scratch=tmp_path, progress=advanced)
+    assert message.startswith("hidden states take ") and f" bytes in {tmp_path}, which has room for " in message
+
+
+# Says when hidden states are first brought back, in the middle of an evaluation.
+MIDDLE = """
+import sys
+from openquant.measure.scratch import Scratch
+read = Scratch.read
+def reading(*given):
+    print("busy", flush=True)
+    read(*given)
+Scratch.read = reading
+from openquant.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_in_the_middle_leaves_nothing(output: Path, tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "there").mkdir()
+    before = sorted(path.name for path in output.iterdir())
+    words = [
+        "eval",
+        output,
+        "--source",
+        EXAMPLE,
+        "--samples",
+        "8",
+        "--max-memory",
+        "1MB",
+        "--scratch",
+        tmp_path / "there",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-c", MIDDLE, *map(str, words)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "busy\n"
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.endswith("error: interrupted\nhint: run the same command again: it starts from the beginning\n")
+    assert list((tmp_path / "there").iterdir()) == []
+    assert sorted(path.name for path in output.iterdir()) == before
+
+
+def test_the_place_of_what_comes_from_the_hub(tmp_path: Path) -> None:
+    """Beside the first output that is a directory; never in the Hub's cache."""
+    near = Source(tmp_path / "models" / "out", "out", None, None)
+    far = Source(tmp_path / "hf" / "snapshots" / "0", "name", "org/name", "0" * 40)
+    asked = Evaluate(["out"], "org/name")
+    assert place_of(asked, [far, far, near]) == tmp_path / "models"
+    assert place_of(asked, [near, far]) == Path()
+    assert place_of(Evaluate(["out"], "org/name", scratch="there"), [far, near]) == Path("there")
+
+
+def test_shards_do_not_come_into_memory_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "file_system", lambda _: "tmpfs")
+    far = Source(tmp_path, "name", "org/name", "0" * 40, {"a": SimpleNamespace(size=1)})  # type: ignore[dict-item]
+    near = Source(tmp_path / "out", "out", None, None)
+    with pytest.raises(OutputError) as caught:
+        place_of(Evaluate(["out"], "org/name", stream=True), [far, near])
+    assert caught.value.message == f"{tmp_path} is kept in memory, where there is no room for shards"
+    for options in ({"stream": True, "scratch": tmp_path}, {}):
+        assert place_of(Evaluate(["out"], "org/name", **options), [far, near]) == tmp_path  # type: ignore[arg-type]

@@ -179,16 +179,25 @@ class Supply:
                 self._changed.wait(0.2)
 
     def finished(self, output: str) -> None:
-        """Is told that an output shard is whole: source shards that nothing else is made from are removed."""
+        """Is told that an output shard is whole, or will not be made: source shards that nothing else is made from are
+        removed, or do not come.
+        """
         with self._changed:
             self._unfinished.pop(output, None)
             for name in self.needs.get(output, ()):
                 self._uses[name] -= 1
-                if self._uses[name] == 0 and name in self._held:
-                    self._held.discard(name)
-                    with explained(self._paths[name], "removed"):
-                        self._paths[name].unlink(missing_ok=True)
+                if self._uses[name] == 0 and self.scratch is not None:
+                    if name in self._coming:
+                        self._coming.remove(name)
+                    self._remove(name)
             self._changed.notify_all()
+
+    def _remove(self, name: str) -> None:
+        """Remove a shard, unless it is still on its way; it is then removed once it has arrived."""
+        if name in self._held and name in self._paths:
+            self._held.discard(name)
+            with explained(self._paths[name], "removed"):
+                self._paths[name].unlink(missing_ok=True)
 
     def _start(self, work: Callable[[], None]) -> None:
         """Call `work` in a thread; that it fails ends them all."""
@@ -212,6 +221,8 @@ class Supply:
     def _arrived(self, name: str, path: Path) -> None:
         with self._changed:
             self._paths[name] = path
+            if self.scratch is not None and self._uses[name] == 0:
+                self._remove(name)
             self._changed.notify_all()
 
     # Into the Hub's cache.

@@ -12,8 +12,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -28,24 +26,12 @@ from ..weights.weight import Weight
 from .diagnosis import LayerDiagnosis
 from .error import row_energies
 from .figures import Rows, Sums, Whole, diagnosed
+from .traffic import Traffic
 
 # So many weights of a layer are measured, of at least so many rows.
 SAMPLE_WEIGHTS, SAMPLE_ROWS = 1 << 17, 64
 
 Progress = Callable[[int, int], None]
-
-
-class Traffic(Protocol):
-    """How source shards come. Calls may come from any thread."""
-
-    def wait_for(self, output: str, stopped: Callable[[], bool]) -> None:
-        """Wait until all that layers of a shard need is here, or `stopped()` is true."""
-
-    def path(self, name: str) -> Path:
-        """Where a source shard lies."""
-
-    def finished(self, output: str) -> None:
-        """Is told that all layers of a shard are measured."""
 
 
 def sample_step(shape: tuple[int, int]) -> int:
@@ -74,7 +60,7 @@ def diagnose(
 
     Args:
         plan: the plan; its scheme says which flags layers get.
-        traffic: where the shards of `needs` are.
+        traffic: how the shards of `needs` come.
         workers: number of threads.
         full: measure all rows.
         progress: told the bytes read so far and in all, never from two threads at once.

@@ -29,7 +29,7 @@ from .results import Evaluation, Findings, results
 from .served import Served, logits
 from .shares import packed, share, unpacked
 from .skeleton import REST
-from .subjects import Output, Settings, Subject, naming, require_one_model
+from .subjects import Output, Settings, Subject, naming, needs, require_one_model
 from .texts import Corpus
 from .work import Work, spoken
 
@@ -79,7 +79,7 @@ class _Evaluating:
     ) -> None:
         self.source, self.corpus, self.settings, self.progress = source, corpus, settings, progress
         with naming(source):
-            self.model = StreamedModel(source.checkpoint, device=settings.device, path=source.path)
+            self.model = StreamedModel(source.checkpoint, device=settings.device)
         # Not with the noise's forward: models of outputs have none.
         self.layers = [
             name
@@ -93,12 +93,10 @@ class _Evaluating:
         self.noise = Noise(self.model.units[name] for name in self.layers)
         for output in outputs:
             with naming(output):
-                model = StreamedModel(
-                    output.checkpoint, dtype=self.model.dtype, device=settings.device, path=output.path
-                )
+                model = StreamedModel(output.checkpoint, dtype=self.model.dtype, device=settings.device)
             require_one_model(source, self.model, output, model)
             self.found.routes.watch(model.model)
-            served = Served(output.name, output.checkpoint, model, settings.kv_cache, output.path)
+            served = Served(output.name, output.checkpoint, model, settings.kv_cache)
             self.outputs.append(Output(output, served, self.passes, 2 if served.rounds else 1))
         self.compared: set[tuple[str, int]] = set()
         # Of the first document, the tokens that each model finds most likely to come next, by pass.
@@ -108,7 +106,7 @@ class _Evaluating:
         table = self.model.model.get_input_embeddings()
         self.vocabulary = int(getattr(table, "num_embeddings", 0))
         self.prompts: Sequence[Prompt] = ()
-        if settings.tokenizer is not None:
+        if settings.tokenizer is not None and settings.again:
             size = max(self.model.nbytes, *(each.served.model.nbytes for each in self.outputs))
             self.prompts = asked(settings.prompts, settings.tokenizer, self.vocabulary, size)
 
@@ -125,6 +123,23 @@ class _Evaluating:
 
     def run(self) -> Evaluation:
         """What is found once all texts are through, the same in all processes that share them."""
+        with self._supplied():
+            return self._run()
+
+    @contextmanager
+    def _supplied(self) -> Iterator[None]:
+        """Have shards come meanwhile."""
+        if self.settings.supply is None:
+            yield
+            return
+        wanted = [needs(self.model), *(output.needs for output in self.outputs)]
+        with self.settings.supply(wanted) as ways:
+            models = self.model, *(output.served.model for output in self.outputs)
+            for model, traffic in zip(models, ways, strict=True):
+                model.traffic = traffic
+            yield
+
+    def _run(self) -> Evaluation:
         run(
             [self._group(number) for number in self.mine],
             finished=self._finished,

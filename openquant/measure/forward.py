@@ -12,10 +12,9 @@ only one unit's are in memory, and no architecture is known here.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -33,6 +32,7 @@ from .memory import given_back
 from .scratch import Held, Scratch
 from .skeleton import REST, Skeleton
 from .slices import Slices
+from .traffic import InPlace, Traffic
 
 T = TypeVar("T")
 
@@ -48,10 +48,11 @@ class StreamedModel:
         checkpoint: plain or quantized; what is stored in a Format is decoded into bfloat16.
         dtype: what is computed in; if None float32 for a checkpoint of float32, else bfloat16.
         device: where.
-        path: where a shard lies; in the checkpoint's directory if None.
 
     Attributes:
         checkpoint: what was given.
+        traffic: how its shards come, asked by units; set it before anything is loaded. They lie in the checkpoint's
+            directory unless it says otherwise.
         model: transformers' own model, on placeholders outside of `run` and `resident`. Pass it `use_cache=False`.
         units: its embedding tables, decoder layers and output head, by module name. Those of towers for images are
             among them, and never called.
@@ -59,6 +60,7 @@ class StreamedModel:
             "model.layers.0.mlp.up_proj". Where several become one parameter, such as the experts of a layer, that
             parameter's name has the first of them: "model.layers.0.mlp.experts.gate_up_proj".
         made_of: the tensors of the checkpoint that each parameter is made of, as they would be unquantized.
+        order: its units as they are likely called: REST, embedding tables, all others as models list them.
         following: the unit that is likely called after each; REST after the last.
         unexpected: tensors of the checkpoint that the model has no place for: draft layers, scales of the KV cache.
         nbytes: what all weights take when they are loaded.
@@ -74,17 +76,18 @@ class StreamedModel:
         *,
         dtype: torch.dtype | None = None,
         device: str = "cpu",
-        path: Callable[[str], Path] | None = None,
     ) -> None:
         seen, weights = decoded_view(checkpoint)
         self.checkpoint = checkpoint
+        self.traffic: Traffic = InPlace(checkpoint.root)
         self.dtype = dtype or _compute_dtype(seen)
         self.device = device
-        self._skeleton = Skeleton(seen, Slices(seen, weights, path), self.dtype, device)
+        slices = Slices(seen, weights, lambda shard: self.traffic.path(shard))
+        self._skeleton = Skeleton(seen, slices, self.dtype, device)
         self.model: PreTrainedModel = self._skeleton.model
         self.units: Mapping[str, nn.Module] = MappingProxyType(self._skeleton.units)
-        # As models list them, which is the order they call them in but for towers.
-        self.following: Mapping[str, str] = dict(zip(self.units, (*list(self.units)[1:], REST), strict=True))
+        self.order = (REST, *sorted(self.units, key=lambda unit: not isinstance(self.units[unit], nn.Embedding)))
+        self.following: Mapping[str, str] = dict(zip(self.order[1:], (*self.order[2:], REST), strict=True))
         self.unexpected = self._skeleton.unexpected
         self.nbytes = self._skeleton.nbytes
         made_of: dict[str, tuple[str, ...]] = {}
@@ -109,12 +112,26 @@ class StreamedModel:
         Raises:
             SourceError: one is missing, does not fit or cannot be read.
         """
+        self.traffic.wait_for(unit, lambda: False)
         with torch.inference_mode():
             self._skeleton.load(unit)
+        if unit == REST:
+            self.traffic.finished(unit)
 
     def free(self, unit: str) -> None:
         """Give the weights of a unit back."""
         self._skeleton.free(unit)
+        if unit != REST:
+            self.traffic.finished(unit)
+
+    def shards(self, unit: str, more: Iterable[str] = ()) -> set[str]:
+        """The shards that a unit is loaded from, and those of more tensors."""
+        parts = self._skeleton.slices.parts(self._skeleton.needs[unit].tensors)
+        return {*parts, *(self.checkpoint.where[name].shard for name in more)}
+
+    def units_beside(self, names: Iterable[str]) -> dict[str, str]:
+        """For tensors that the model has no place for, the unit of those that lie nearest to each by name."""
+        return self._skeleton.units_beside(names)
 
     def look_up(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the input embedding's `forward` gives, a few tokens at a time where its table is large.

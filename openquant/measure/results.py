@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import transformers
 
-from ..files.fingerprint import fingerprint
 from ..version import __version__
 from .fidelity import EDGES, Record, histogram, summary
 from .forward import StreamedModel
@@ -118,7 +117,7 @@ def results(found: Findings, texts: Sequence[list[dict[str, Any]]], notes: Seque
     """
     seed = found.settings.seed
     floor = _brief(found.of(1), seed)
-    source = {"name": found.source.name, "digest": fingerprint(found.source.checkpoint)}
+    source = {"name": found.source.name, "digest": found.source.digest()}
     common = {
         "floor": floor,
         "text": found.corpus.account,
@@ -161,7 +160,7 @@ def _result(found: Findings, output: Output, floor: Mapping[str, Any]) -> dict[s
         "reasons": _reasons(figures, floor, suspects),
         "suspects": list(dict.fromkeys(suspect.layer for suspect in suspects)),
         "sizes": {"source": found.source.nbytes, "output": output.of.nbytes},
-        "output": {"name": output.of.name, "digest": fingerprint(output.of.checkpoint)},
+        "output": {"name": output.of.name, "digest": output.of.digest()},
     }
 
 

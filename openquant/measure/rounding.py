@@ -4,7 +4,7 @@ Codes are decoded at once, to the model's dtype, so a forward pass computes with
 
     rounding = Rounding(model, {"model.layers.0.mlp.up_proj": Layer(Inputs(E4M3, (1, None)))})
     with rounding.on():
-        model(ids, use_cache=True, past_key_values=RoundedCache(model.config, {}))
+        model(ids, use_cache=True, past_key_values=RoundedCache(model.config, lambda layer: (1.0, 1.0)))
 """
 
 from __future__ import annotations
@@ -227,11 +227,13 @@ class RoundedCache(DynamicCache):  # type: ignore[misc]  # mypy does not read tr
 
     Args:
         config: of the model.
-        scales: of keys and of values, by the layer's number; 1 where there is none, as in engines.
+        scales: of keys and of values, given the layer's number.
         clipped: is told of keys and values that these do not hold.
     """
 
-    def __init__(self, config: Any, scales: Mapping[int, tuple[float, float]], clipped: Clipped | None = None) -> None:
+    def __init__(
+        self, config: Any, scales: Callable[[int], tuple[float, float]], clipped: Clipped | None = None
+    ) -> None:
         super().__init__(config=config.get_text_config())
         self._by_layer = scales
         self._clipped = clipped or Clipped()
@@ -241,7 +243,7 @@ class RoundedCache(DynamicCache):  # type: ignore[misc]  # mypy does not read tr
     ) -> tuple[Tensor, Tensor]:
         """Keys and values [batch, heads, length, dim] as a pass that reads them from the cache has them."""
         del args, kwargs
-        key, value = self._by_layer.get(layer_idx, (1.0, 1.0))
+        key, value = self._by_layer(layer_idx)
         for states, scale in ((key_states, key), (value_states, value)):
             self._clipped.add(layer_idx, states, scale * CACHED.number.largest)
         return rounded(key_states, CACHED, key), rounded(value_states, CACHED, value)
@@ -271,23 +273,22 @@ def says_fp8_cache(config: Mapping[str, Any]) -> bool:
     return False
 
 
-def cache_scales(names: Iterable[str], read: Callable[[str], float]) -> dict[int, tuple[float, float]]:
-    """The scales of keys and values that a checkpoint has, by the layer's number.
+def cache_scales(names: Iterable[str]) -> dict[int, tuple[str | None, str | None]]:
+    """The tensors with the scales of keys and of values, by the layer's number; None where there is none.
 
     Args:
-        names: of all its tensors.
-        read: the value of one that is a single number.
+        names: of all tensors of a checkpoint.
     """
-    found: dict[int, list[float]] = {}
+    found: dict[int, list[str | None]] = {}
     for name in sorted(names):
         match = _CACHE_SCALE.fullmatch(name)
         if match is None:
             continue
         which = match[2] or match[3] or match[4]
-        both = found.setdefault(int(match[1]), [1.0, 1.0])
+        both = found.setdefault(int(match[1]), [None, None])
         for number, letter in enumerate("kv"):
             if which in (None, letter):
-                both[number] = read(name)
+                both[number] = name
     return {layer: (key, value) for layer, (key, value) in found.items()}
 
 

@@ -41,11 +41,8 @@ class Scratch:
     """
 
     def __init__(self, directory: Path, budget: int, asked: bool = False) -> None:
-        if not asked and file_system(directory) in IN_MEMORY:
-            raise OutputError(
-                f"{directory} is kept in memory, where hidden states have no room already",
-                "name a directory on a disk with --scratch",
-            )
+        if not asked:
+            refuse_memory(directory, "hidden states")
         self.directory, self.budget = directory, budget
         with self._explained("written"):
             self._file = tempfile.TemporaryFile(dir=directory, prefix=".openquant-")  # noqa: SIM115
@@ -176,6 +173,23 @@ class Held:
             storage = torch.UntypedStorage._new_with_weak_ptr(each.cdata)
             if storage is not None:
                 yield storage
+
+
+def refuse_memory(directory: Path, what: str) -> None:
+    """Refuse a directory that is no place for what has no room in memory.
+
+    Args:
+        directory: which nobody named.
+        what: is to lie there.
+
+    Raises:
+        OutputError: its file system is memory.
+    """
+    if file_system(directory) in IN_MEMORY:
+        raise OutputError(
+            f"{directory} is kept in memory, where there is no room for {what}",
+            "name a directory on a disk with --scratch",
+        )
 
 
 def file_system(directory: Path) -> str:

@@ -7,10 +7,9 @@ served.passes(ids)      # [weights alone, weights and activations], or the first
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -49,12 +48,12 @@ class Served:
         checkpoint: the output.
         model: the same, to run.
         kv_cache: "fp8", or "auto" for what its config says.
-        path: where a shard lies; in the checkpoint's directory if None.
 
     Attributes:
         clipped: activations that stored scales do not hold.
         kept: modules that are quantized, although engines build them in the model's own dtype.
         notes: what is not computed as engines compute it.
+        scales: names of tensors that are read while a unit is computed, by unit.
 
     Raises:
         UsageError: activations or the cache are quantized in a way that is not known here.
@@ -66,20 +65,24 @@ class Served:
         checkpoint: Checkpoint,
         model: StreamedModel,
         kv_cache: str = "auto",
-        path: Callable[[str], Path] | None = None,
     ) -> None:
         self.name, self.checkpoint, self.model = name, checkpoint, model
         self.clipped = Clipped()
         self.notes: list[str] = []
-        self._path = path
+        self.scales: dict[str, list[str]] = {}
         config = with_own_file(checkpoint.config, checkpoint.root)
         quantization = read_quantization(config) if quantization_places(config) else None
         layers, experts = self._layers(quantization)
         self._rounding = Rounding(model.model, layers, experts, self.clipped) if layers or experts else None
-        self._scales: Mapping[int, tuple[float, float]] | None = None
+        # Of keys and values, by layer, and what those are that were read already.
+        self._cached: Mapping[int, tuple[str | None, str | None]] | None = None
+        self._cache_scales: dict[int, tuple[float, float]] = {}
         if kv_cache == "fp8" or (quantization is not None and says_fp8_cache(quantization.settings)):
             refuse_latent_cache(model.model.config)
-            self._scales = cache_scales(checkpoint.tensors, self._value)
+            self._cached = cache_scales(checkpoint.tensors)
+            names = [name for both in self._cached.values() for name in dict.fromkeys(both) if name is not None]
+            for name, unit in model.units_beside(names).items():
+                self.scales.setdefault(unit, []).append(name)
         entry = Entry(MODELS.get(checkpoint.architecture, GENERIC))
         self.kept = [
             module for module, weight in model.quantized.items() if entry.role(weight.module).keep in NEVER_QUANTIZED
@@ -88,12 +91,12 @@ class Served:
     @property
     def rounds(self) -> bool:
         """Whether anything but weights is rounded."""
-        return self._rounding is not None or self._scales is not None
+        return self._rounding is not None or self.cached
 
     @property
     def cached(self) -> bool:
         """Whether keys and values are kept in FP8."""
-        return self._scales is not None
+        return self._cached is not None
 
     def passes(self, ids: Tensor) -> list[Pass[Tensor]]:
         """Passes that give a text's logits [length, vocabulary]: with weights alone, then with all that is rounded."""
@@ -109,9 +112,17 @@ class Served:
             yield
 
     def _logits(self, ids: Tensor) -> Tensor:
-        if self._scales is None:
+        if not self.cached:
             return logits(self.model, ids)
-        return logits(self.model, ids, RoundedCache(self.model.model.config, self._scales, self.clipped))
+        return logits(self.model, ids, RoundedCache(self.model.model.config, self._of_cache, self.clipped))
+
+    def _of_cache(self, layer: int) -> tuple[float, float]:
+        """The scales of a layer's keys and values; 1 where there is none, as in engines."""
+        if layer not in self._cache_scales:
+            assert self._cached is not None
+            key, value = (1.0 if name is None else self._value(name) for name in self._cached.get(layer, (None, None)))
+            self._cache_scales[layer] = key, value
+        return self._cache_scales[layer]
 
     def _layers(self, quantization: Quantization | None) -> tuple[dict[str, Layer], dict[str, Experts]]:
         """What is rounded: quantized Linears, and stacks of experts."""
@@ -127,6 +138,9 @@ class Served:
             parts = self.model.made_of.get(f"{name}.weight") or self.model.made_of[name]
             stored = [weights[part] for part in parts if part in weights]
             layer = Layer(inputs, partial(self._static, weight, stored) if inputs.static else None)
+            if inputs.static:
+                held = [part.input_scale.name for part in stored or [weight] if part.input_scale is not None]
+                self.scales.setdefault(self.model.unit_of(name), []).extend(held)
             if name in modules:
                 layers[name] = layer
                 continue
@@ -154,7 +168,7 @@ class Served:
         info: TensorInfo = self.checkpoint.tensors[name]
         if math.prod(info.shape) == 0 or info.nbytes > 1 << 20:
             raise SourceError(f"{name} is {info.dtype} {list(info.shape)}, not a scale", "download or save it again")
-        found = float(Slices(self.checkpoint, {}, self._path).of([name])[name][...].float().max())
+        found = float(Slices(self.checkpoint, {}, self.model.traffic.path).of([name])[name][...].float().max())
         if not (math.isfinite(found) and found > 0):
             raise SourceError(f"{name} holds {found:g}, which no scale can be", "download or save it again")
         return found

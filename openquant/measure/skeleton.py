@@ -1,13 +1,14 @@
 """A model without weights: transformers' own class on placeholders, and what of a checkpoint each part of it takes.
 
 A unit is what weights are loaded for and given back with: an embedding table, a decoder layer, the output head. What
-lies outside of units (final norms, projections of images) is the rest, a few megabytes, and is loaded once.
+lies outside of units (final norms, projections of images) is the rest, a few megabytes, and is loaded once, into
+memory: its shards are not needed while units are computed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -122,6 +123,22 @@ class Skeleton:
             name = name.rpartition(".")[0]
         return name
 
+    def units_beside(self, names: Iterable[str]) -> dict[str, str]:
+        """For tensors of the checkpoint that the model has no place for, such as scales of the KV cache, the unit of
+        those that lie nearest to each by name."""
+        owners: dict[str, str] = {}
+        for tensor, target in self.targets.items():
+            owner = tensor
+            while (owner := owner.rpartition(".")[0]) and owner not in owners:
+                owners[owner] = self.unit_of(target)
+        found = {}
+        for name in names:
+            owner = name
+            while owner and owner not in owners:
+                owner = owner.rpartition(".")[0]
+            found[name] = owners.get(owner, REST)
+        return found
+
     def load(self, unit: str) -> None:
         """Put the weights of a unit in their places.
 
@@ -148,6 +165,8 @@ class Skeleton:
                     f"{name} of {type(self.model).__name__} is missing from the checkpoint",
                     "download or copy it again; a converted model must hold every weight that transformers' class has",
                 )
+            if unit == REST and value is not self._initial[name]:
+                value.data = value.data.clone()
             value.requires_grad_(False)
 
     def free(self, unit: str) -> None:

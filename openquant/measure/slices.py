@@ -39,18 +39,16 @@ class Slices:
     Args:
         checkpoint: as `decoded_view` has it.
         weights: those of its tensors that are stored in a Format, by name.
-        path: where a shard lies.
+        path: where a shard lies that is here.
 
     Attributes:
         stacks: tensors that it holds in pieces, by name.
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, weights: Mapping[str, Weight], path: Callable[[str], Path] | None = None
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, weights: Mapping[str, Weight], path: Callable[[str], Path]) -> None:
         self.checkpoint = checkpoint
         self.weights = weights
-        self.path = path or (lambda shard: checkpoint.root / shard)
+        self.path = path
         self.stacks: dict[str, Stack] = {}
         self._mapped_now: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
@@ -86,21 +84,25 @@ class Slices:
             files[shard] = self._mapped(shard)
         return partial(_plain, self.checkpoint.tensors[name], files[shard], offset)
 
-    def expect(self, names: Iterable[str]) -> None:
-        """Have the system read what these take from disk, without waiting for it."""
-        if not hasattr(os, "posix_fadvise"):
-            return
+    def parts(self, names: Iterable[str]) -> dict[str, list[tuple[int, int]]]:
+        """Where all that these are made of lies: in each shard offsets and lengths."""
         parts: dict[str, list[tuple[int, int]]] = {}
         for name in (piece for whole in names for piece in self.pieces(whole)):
             weight = self.weights.get(name)
             for info in weight.parts if weight is not None else (self.checkpoint.tensors[name],):
                 shard, offset = self.checkpoint.where[info.name]
                 parts.setdefault(shard, []).append((offset, info.nbytes))
-        for shard, pieces in parts.items():
+        return parts
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Have the system read what these take from disk, without waiting for it."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        for shard, pieces in self.parts(names).items():
             try:
                 handle = os.open(self.path(shard), os.O_RDONLY | os.O_CLOEXEC)
             except OSError:
-                continue  # reading it will say so
+                continue  # it is still to come, or reading it will say why not
             try:
                 for offset, nbytes in pieces:
                     os.posix_fadvise(handle, offset, nbytes, os.POSIX_FADV_WILLNEED)

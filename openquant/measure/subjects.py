@@ -6,21 +6,25 @@ source, output = Subject("Qwen3-8B", checkpoint), Subject("Qwen3-8B-FP8", other)
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from torch import nn
 
 from ..errors import SourceError, UsageError
 from ..files.checkpoint import Checkpoint
+from ..files.fingerprint import Fingerprint
 from .changes import Change
 from .forward import StreamedModel
 from .scratch import Scratch
 from .served import Served
 from .shares import Team
 from .tokenizer import Tokenizer
+from .traffic import Traffic
+
+# Of a model, the shards of each unit, in the order in which units are computed.
+Needs = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -30,19 +34,27 @@ class Subject:
     Attributes:
         name: what it is called, for people.
         checkpoint: what it holds.
-        path: where a shard lies; in the checkpoint's directory if None.
         tokenizer: in what its tokenizer does something else than the source's, such as "the chat template".
+        fingerprint: what will be known of shards that have gone; made of the checkpoint's directory if None.
     """
 
     name: str
     checkpoint: Checkpoint
-    path: Callable[[str], Path] | None = None
     tokenizer: tuple[str, ...] = ()
+    fingerprint: Fingerprint | None = None
 
     @property
     def nbytes(self) -> int:
         """Size of its tensors."""
         return sum(info.nbytes for info in self.checkpoint.tensors.values())
+
+    def digest(self) -> str:
+        """What tells its checkpoint from every other one.
+
+        Raises:
+            SourceError: a shard cannot be read.
+        """
+        return (self.fingerprint or Fingerprint(self.checkpoint)).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,9 @@ class Settings:
         scratch: where hidden states go beyond a budget; None for nowhere.
         tokenizer: the source's, to show what models answer to prompts; None to have none.
         prompts: a file of them; built-in ones if None.
+        supply: opens the ways by which shards come, the source's and each output's, given the shards of each unit in
+            order; if None they lie in the checkpoints' directories.
+        again: whether all weights can be had once more when texts are through, for models to answer.
         team: the processes that share the documents; None for this one alone.
     """
 
@@ -65,6 +80,8 @@ class Settings:
     scratch: Scratch | None = None
     tokenizer: Tokenizer | None = None
     prompts: str | os.PathLike[str] | None = None
+    supply: Callable[[Sequence[Needs]], AbstractContextManager[Sequence[Traffic]]] | None = None
+    again: bool = True
     team: Team | None = None
 
 
@@ -87,9 +104,19 @@ class Output:
     changes: list[Change] = field(default_factory=list)
 
     @property
+    def needs(self) -> Needs:
+        """The shards of each unit of its model, those with scales of activations too."""
+        return needs(self.served.model, self.served.scales)
+
+    @property
     def last(self) -> int:
         """The number of the pass with all that engines round."""
         return self.first + self.passes - 1
+
+
+def needs(model: StreamedModel, scales: Mapping[str, Sequence[str]] | None = None) -> Needs:
+    """The shards of each unit of a model, with those of further tensors by unit."""
+    return {unit: sorted(model.shards(unit, (scales or {}).get(unit, ()))) for unit in model.order}
 
 
 @contextmanager

@@ -7,9 +7,12 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
+
 import tiny
+from openquant.errors import SourceError
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.fingerprint import SAMPLE, fingerprint
+from openquant.files.fingerprint import SAMPLE, Fingerprint, fingerprint
 
 
 class InMemory:
@@ -30,7 +33,26 @@ def test_a_copy_is_the_same_and_wherever_a_shard_lies(tmp_path: Path) -> None:
     (two / "README.md").write_text("# Something else")
     assert fingerprint(open_checkpoint(two)) == found
     remote = {name: InMemory(one / name) for name in open_checkpoint(one).shards}
-    assert fingerprint(open_checkpoint(two), remote) == found
+    assert Fingerprint(open_checkpoint(two), remote).hexdigest() == found
+
+
+def test_shards_may_have_gone_by_then(tmp_path: Path) -> None:
+    root = tiny.write(tmp_path / "root", shards=4)
+    checkpoint = open_checkpoint(root)
+    found = fingerprint(checkpoint)
+    here, elsewhere, late, last = checkpoint.shards
+    seen = Fingerprint(checkpoint, {elsewhere: InMemory(root / elsewhere)})
+    for shard in (last, here):
+        (root / shard).rename(tmp_path / "passing")
+        seen.look(shard, tmp_path / "passing")
+        (tmp_path / "passing").unlink()
+        # Once is enough.
+        seen.look(shard, tmp_path / "passing")
+    (root / elsewhere).unlink()
+    assert seen.hexdigest() == seen.hexdigest() == found
+    assert (root / late).exists()
+    with pytest.raises(SourceError, match=f"{here} cannot be read: No such file or directory"):
+        fingerprint(checkpoint)
 
 
 def test_another_config_and_other_weights_are_not(tmp_path: Path) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -113,8 +118,63 @@ def test_no_space_for_shards(tmp_path: Path) -> None:
         size = 10**18
 
     source = Source(tmp_path, "name", "org/name", COMMIT, {"a": Shard()})  # type: ignore[dict-item]
-    with pytest.raises(UsageError) as caught, supplied(source, {"a": ["a"]}, True, tmp_path):
+    with pytest.raises(UsageError) as caught, supplied([(source, {"a": ["a"]})], True, tmp_path):
         pass
     assert caught.value.message.startswith(f"{tmp_path} needs 1,000,000,000,000,000,000 bytes for shards that come and")
     assert caught.value.hint == "name a directory on a larger one with --scratch"
+    assert list(tmp_path.iterdir()) == []
+
+
+class Shard:
+    """A shard that comes once it may."""
+
+    only_whole = False
+
+    def __init__(self, data: bytes, held: bool = False) -> None:
+        self.data, self.size, self.digest = data, len(data), sha256(data).hexdigest()
+        self.may, self.asked = threading.Event(), threading.Event()
+        if not held:
+            self.may.set()
+
+    def hasher(self) -> Any:
+        return sha256()
+
+    def stream(self, start: int, end: int) -> Iterator[bytes]:
+        self.asked.set()
+        assert self.may.wait(30)
+        yield self.data[start:end]
+
+
+def test_what_is_passed_over_does_not_stay(tmp_path: Path) -> None:
+    """As the shards of a tower that no text goes through: one is here by then, one on its way, one has not begun."""
+    shards = {name: Shard(name.encode() * 1000, held=name == "c") for name in "abcde"}
+    source = Source(tmp_path, "name", "org/name", COMMIT, shards)  # type: ignore[arg-type]
+    needs = {f"unit {name}": [name] for name in shards}
+    with supplied([(source, needs)], True, tmp_path) as [supply]:
+        supply.wait_for("unit a", lambda: False)
+        assert shards["c"].asked.wait(30)
+        while supply.path("b") == tmp_path / "b":
+            time.sleep(0.01)
+        # The last first: it must not begin in the meantime.
+        for name in "dabc":
+            supply.finished(f"unit {name}")
+        shards["c"].may.set()
+        supply.wait_for("unit e", lambda: False)
+        assert supply.scratch is not None
+        end = time.monotonic() + 30
+        while [path.name for path in supply.scratch.iterdir()] != ["e"] and time.monotonic() < end:
+            time.sleep(0.01)
+        assert [path.name for path in supply.scratch.iterdir()] == ["e"]
+        assert supply.path("e").read_bytes() == shards["e"].data
+    assert not shards["d"].asked.is_set()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_sources_share_a_disk(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    half = SimpleNamespace(size=free // 2 + (1 << 30))
+    source = Source(tmp_path, "name", "org/name", COMMIT, {"a": half})  # type: ignore[dict-item]
+    sources = [(source, {"a": ["a"]})] * 2
+    with pytest.raises(UsageError, match="bytes for shards that come and go"), supplied(sources, True, tmp_path):
+        pass
     assert list(tmp_path.iterdir()) == []

@@ -186,7 +186,7 @@ def small_qwen3() -> Qwen3ForCausalLM:
 
 
 def test_keys_and_values_are_rounded_and_nothing_is_kept() -> None:
-    cache = RoundedCache(small_qwen3().config, {1: (0.5, 4.0)})
+    cache = RoundedCache(small_qwen3().config, {0: (1.0, 1.0), 1: (0.5, 4.0)}.__getitem__)
     keys, held = values(1, 1, 8, 32), values(1, 1, 8, 32)
     assert torch.equal(cache.update(keys, held, 1)[0], rounded(keys, STATIC, 0.5))
     assert torch.equal(cache.update(keys, held, 1)[1], rounded(held, STATIC, 4.0))
@@ -198,7 +198,9 @@ def test_a_model_computes_with_rounded_keys_and_values() -> None:
     model, ids = small_qwen3(), torch.arange(20)[None]
 
     def answer(scale: float | None) -> torch.Tensor:
-        cache = None if scale is None else RoundedCache(model.config, dict.fromkeys(range(2), (scale, scale)))
+        cache = (
+            None if scale is None else RoundedCache(model.config, dict.fromkeys(range(2), (scale, scale)).__getitem__)
+        )
         with torch.inference_mode():
             return model(ids, use_cache=cache is not None, past_key_values=cache).logits.float()
 
@@ -232,16 +234,17 @@ def test_other_caches_are_refused(quantization: dict[str, Any]) -> None:
 
 
 def test_scales_of_the_cache_have_several_names() -> None:
-    held = {
-        "model.layers.0.self_attn.k_scale": 0.5,
-        "model.layers.0.self_attn.v_scale": 0.25,
-        "model.layers.1.self_attn.kv_scale": 3.0,
-        "model.layers.2.self_attn.k_proj.output_scale": 4.0,
-        "model.layers.10.self_attn.attn.v_scale": 5.0,
-        "model.layers.0.self_attn.q_scale": 9.0,
-        "model.layers.0.self_attn.k_proj.weight_scale": 9.0,
-    }
-    assert cache_scales(held, held.__getitem__) == {0: (0.5, 0.25), 1: (3.0, 3.0), 2: (4.0, 1.0), 10: (1.0, 5.0)}
+    names = [
+        "model.layers.0.self_attn.k_scale",
+        "model.layers.0.self_attn.v_scale",
+        "model.layers.1.self_attn.kv_scale",
+        "model.layers.2.self_attn.k_proj.output_scale",
+        "model.layers.10.self_attn.attn.v_scale",
+        "model.layers.0.self_attn.q_scale",
+        "model.layers.0.self_attn.k_proj.weight_scale",
+    ]
+    expected = {0: (names[0], names[1]), 1: (names[2], names[2]), 2: (names[3], None), 10: (None, names[4])}
+    assert cache_scales(names) == expected
 
 
 def test_latent_attention_has_no_such_cache() -> None:

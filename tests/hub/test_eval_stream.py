@@ -1,0 +1,262 @@
+"""An evaluation of repositories whose shards come and go: what it finds, what is on disk meanwhile, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import forked_ranks
+import tiny
+from conftest import EXAMPLE, change_json
+from forked_ranks import Job, Rank
+from loopback_hub import Fault, LoopbackHub
+from openquant import compress, evaluate
+from openquant.errors import UsageError
+from openquant.files.names import EVAL_FILE
+from openquant.hub.fetch import AHEAD
+from openquant.measure import answers
+from openquant.options import Evaluate
+
+OPENQUANT = """
+import os, sys
+from openquant.cli import main
+os.chdir(os.environ["HERE"])
+"""
+RUN = "sys.exit(main())\n"
+SMALL = ("--samples", "2", "--length", "32")
+# And a directory.
+FROM_HUB = ("--source", "org/name", "--stream", "--scratch")
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackHub]:
+    """A Hub that the processes of this module know from their first line on."""
+    root = tmp_path_factory.mktemp("hub")
+    with LoopbackHub(root / "hub") as server, pytest.MonkeyPatch.context() as patch:
+        settings = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(root / "hf"), "HF_HUB_DISABLE_XET": "1"}
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        with forked_ranks.forks("transformers.modeling_utils", "transformers.models.qwen3.modeling_qwen3"):
+            yield server
+
+
+@pytest.fixture(autouse=True)
+def sound(hub: LoopbackHub) -> Iterator[None]:
+    """Faults are of one test."""
+    yield
+    hub.faults.clear()
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with forked_ranks.job() as found:
+        yield found
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Path:
+    """For `--scratch`."""
+    (tmp_path / "there").mkdir()
+    return tmp_path / "there"
+
+
+LAYERS, SHARDS = 12, 14
+
+
+def deep(root: Path) -> Path:
+    """The example with each of its layers three times, in a shard each, layer after layer."""
+    shutil.copytree(EXAMPLE, root, ignore=shutil.ignore_patterns("*.safetensors*"))
+    change_json(root / "config.json", lambda found: found.update(num_hidden_layers=LAYERS, layer_types=None))
+    parts: list[dict[str, torch.Tensor]] = [{} for _ in range(SHARDS)]
+    for name, tensor in tiny.read(EXAMPLE).items():
+        first, _, rest = name.removeprefix("model.layers.").partition(".")
+        if "layers" in name:
+            for number in range(int(first), LAYERS, 4):
+                parts[1 + number][f"model.layers.{number}.{rest}"] = tensor
+        else:
+            # The final norm, which is needed first, lies in the last.
+            parts[0 if "embed" in name else -1][name] = tensor
+    placed = {}
+    for number, part in enumerate(parts, 1):
+        placed |= dict.fromkeys(part, f"model-{number:05d}-of-{SHARDS:05d}.safetensors")
+        save_file(part, root / f"model-{number:05d}-of-{SHARDS:05d}.safetensors", {"format": "pt"})
+    (root / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    return root
+
+
+@pytest.fixture(scope="module")
+def source(hub: LoopbackHub, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    hub.repositories["org/name"] = deep(tmp_path_factory.mktemp("source") / "name")
+    return hub.repositories["org/name"]
+
+
+@pytest.fixture(scope="module")
+def output(hub: LoopbackHub, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    hub.repositories["org/out"] = root = tmp_path_factory.mktemp("output") / "out"
+    compress(source, root, "channel")
+    return root
+
+
+def begin(job: Job, tmp_path: Path, *words: object, rank: int = 0, size: int = 1, first: str = "") -> Rank:
+    """The command, in an empty directory."""
+    (tmp_path / "here").mkdir(exist_ok=True)
+    given = ["eval", *words, *SMALL]
+    return job.start(rank, *given, size=size, first=OPENQUANT + first + RUN, HERE=str(tmp_path / "here"))
+
+
+def end(process: Rank) -> tuple[int | None, str, str]:
+    out, err = process.communicate(120)
+    return process.returncode, out, err
+
+
+def cached() -> list[str]:
+    """Shards in the Hub's cache."""
+    return [path.name for path in Path(os.environ["HF_HOME"]).rglob("*.safetensors")]
+
+
+def held(place: Path) -> list[int]:
+    """How many shards each model has below a directory that may be changing."""
+    return [len(list(folder.iterdir())) for root in place.iterdir() for folder in sorted(root.iterdir())]
+
+
+def named(found: object, source: str, output: str) -> Any:
+    """The same with other names of the source and of the output."""
+    return json.loads(json.dumps(found).replace("org/name", source).replace("org/out", output))
+
+
+@pytest.fixture
+def expected(source: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What is found of the files themselves, with texts along a document, as where a model has no room."""
+    monkeypatch.setattr(answers, "available_memory", lambda: 1000)
+    return evaluate([output], source, samples=2, length=32, out=tmp_path / "local.json").to_json()
+
+
+def test_repositories_are_evaluated_through_a_few_shards_of_disk(
+    hub: LoopbackHub, job: Job, expected: dict[str, Any], there: Path, tmp_path: Path
+) -> None:
+    """Whatever the number of shards: one being computed, two on their way, and the one with the final norm and the head."""
+    marks: list[int] = []
+
+    def measure() -> None:
+        with suppress(FileNotFoundError):
+            marks.extend(held(there))
+
+    hub.faults.append(Fault(r"\.safetensors$", "GET", times=None, call=measure))
+    file = tmp_path / "hub.json"
+    code, out, err = end(begin(job, tmp_path, "org/out", *FROM_HUB, there, "--json", "--out", file))
+    assert (code, err) == (0, "")
+    assert named(json.loads(out), "name", "out") == expected
+    assert named(json.loads(file.read_text()), "name", "out") == expected["outputs"][0]
+    assert [text["along"] for text in expected["outputs"][0]["texts"]] == [True]
+    assert len(marks) > SHARDS
+    assert max(marks) <= 1 + AHEAD + 1
+    assert list(there.iterdir()) == list((tmp_path / "here").iterdir()) == cached() == []
+
+
+def test_ranks_stream_each_for_itself_beside_an_output_of_this_machine(
+    job: Job, output: Path, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    here = shutil.copytree(output, tmp_path / "there" / "out")
+    disk = "from openquant.measure import scratch\nscratch.IN_MEMORY = ()\n"
+    ranks = [begin(job, tmp_path, here, *FROM_HUB[:-1], rank=rank, size=2, first=disk) for rank in range(2)]
+    assert [end(rank)[0] for rank in ranks] == [0, 0]
+    assert named(json.loads((here / EVAL_FILE).read_text()), "name", "out") == expected["outputs"][0]
+    assert [path.name for path in here.parent.iterdir()] == ["out"]
+    assert list((tmp_path / "here").iterdir()) == cached() == []
+
+
+def paused(hub: LoopbackHub, there: Path, process: Rank) -> threading.Event:
+    """Wait until a shard in the middle does not come; what is returned lets it."""
+    reached, release = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        reached.set()
+        release.wait(60)
+
+    hub.faults.append(Fault(r"name/resolve/.*model-00008-of", "GET", after=1, call=hang))
+    assert reached.wait(60), process.communicate(1)
+    assert max(held(there)) > 1
+    return release
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_of_what_is_ended(
+    hub: LoopbackHub, job: Job, output: Path, there: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    process = begin(job, tmp_path, output, *FROM_HUB, there, "--out", tmp_path / "eval.json")
+    release = paused(hub, there, process)
+    process.send_signal(number)
+    code, out, err = end(process)
+    release.set()
+    if number != signal.SIGKILL:
+        assert (code, out) == (130, "")
+        told = "error: interrupted\nhint: run the same command again: it starts from the beginning\n"
+        assert err.endswith(told)
+    until = time.monotonic() + 10
+    # Who is killed cannot see to it.
+    while list(there.iterdir()) and number == signal.SIGKILL and time.monotonic() < until:
+        time.sleep(0.05)
+    assert list(there.iterdir()) == list((tmp_path / "here").iterdir()) == []
+    assert not (tmp_path / "eval.json").exists()
+
+
+# Seconds between tries.
+SOON = """
+from openquant.hub import source
+source.patiently.__defaults__ = ((0.1,), *source.patiently.__defaults__[1:])
+"""
+# Files of so many bytes at most; shards have more.
+FULL = """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
+"""
+
+
+def test_a_hub_that_goes_away_is_told(hub: LoopbackHub, job: Job, output: Path, there: Path, tmp_path: Path) -> None:
+    hub.faults.append(Fault(r"name/resolve/.*model-0000[6-9]-of", "GET", after=4, times=None, cut=0))
+    words = (output, *FROM_HUB, there, "--out", tmp_path / "eval.json")
+    code, out, err = end(begin(job, tmp_path, *words, first=SOON))
+    assert (code, out) == (2, "")
+    error, hint = err.splitlines()[-2:]
+    assert error.startswith("error: org/name") and hint.startswith("hint: "), err
+    assert list(there.iterdir()) == []
+    assert not (tmp_path / "eval.json").exists()
+
+
+def test_a_disk_that_is_full_is_told(
+    hub: LoopbackHub, job: Job, source: Path, output: Path, there: Path, tmp_path: Path
+) -> None:
+    code, out, err = end(begin(job, tmp_path, output, *FROM_HUB, there, "--out", tmp_path / "eval.json", first=FULL))
+    assert (code, out) == (2, "")
+    error, hint = err.splitlines()[-2:]
+    assert error.startswith(f"error: {there}/.openquant-") and error.endswith(" cannot be written: File too large")
+    assert hint == "hint: name a directory on another disk with --scratch"
+    assert list(there.iterdir()) == []
+
+
+def test_what_cannot_be_streamed_is_refused(output: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        Evaluate([output], "org/name", stream=True, prompts="prompts.txt")
+    assert (caught.value.message, caught.value.hint) == (
+        "--prompts takes all weights once more, which --stream has let go of by then",
+        "give one of them",
+    )
+    with pytest.raises(UsageError) as caught:
+        evaluate([output], EXAMPLE, stream=True)
+    assert (caught.value.message, caught.value.hint) == (
+        "all models are local directories, nothing of them can be streamed",
+        "leave --stream out",
+    )
