@@ -9,20 +9,14 @@ and fill the memory. So what they get here is a process that has a bounded time 
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
-from pathlib import Path
 from typing import Any
 
 from ..errors import SourceError
 from ..files.inputs import shown
+from .bounded import EndlessError, FailedError, ask, limit
 
 # Some templates tell the model what day it is. It is always this one, or figures would change overnight.
 TODAY = date(2026, 1, 1)
@@ -77,29 +71,16 @@ def render(
         "memory": bounds.memory,
         "letters": bounds.letters,
     }
-    # The directory somebody stands in is no place to import from, so Python looks only where this one does.
-    script = f"import sys; sys.path[:] = sys.argv[1:]; from {__name__} import answer; answer()"
-    # More threads would only reserve memory.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", script, *map(os.path.abspath, sys.path)],
-            input=json.dumps(asked).encode(),
-            capture_output=True,
-            env=environment,
-            timeout=60 + 4 * cpu,
-        )
-    except subprocess.TimeoutExpired:
-        raise _endless(cpu) from None
-    # The kernel's own ends: of processor time, and by a machine that has no memory left.
-    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        raise _endless(cpu)
-    try:
-        found = json.loads(done.stdout)
-    except ValueError:
-        told = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        found = ask(__name__, asked, cpu)
+    except EndlessError:
         raise SourceError(
-            f"the chat template could not be rendered: exit code {done.returncode}, {shown(told)}",
+            f"the model's chat template did not end within {cpu} seconds of processor time",
+            "it may never end; give texts without messages, or a model whose template works",
+        ) from None
+    except FailedError as error:
+        raise SourceError(
+            f"the chat template could not be rendered: {shown(str(error))}",
             "give texts without messages, or a model whose template works",
         ) from None
     if "problem" in found:
@@ -116,19 +97,8 @@ def _given(message: Message) -> dict[str, Any]:
     return {key: value for key, value in message.items() if value is not None}
 
 
-def _endless(cpu: int) -> SourceError:
-    return SourceError(
-        f"the model's chat template did not end within {cpu} seconds of processor time",
-        "it may never end; give texts without messages, or a model whose template works",
-    )
-
-
-def answer() -> None:
-    """What the process does: render what stdin asks for, and print the result."""
-    # What a library prints must not mix with the answer.
-    out = os.dup(1)
-    os.dup2(2, 1)
-    asked = json.load(sys.stdin)
+def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What the process does: render what is asked for, and say what came of it."""
     from transformers.utils import chat_template_utils
 
     class Today(datetime):
@@ -137,8 +107,8 @@ def answer() -> None:
             return cls(TODAY.year, TODAY.month, TODAY.day, tzinfo=tz)
 
     vars(chat_template_utils)["datetime"] = Today
-    _limit(asked["cpu"], asked["memory"])
-    found: dict[str, Any] = {"rendered": []}
+    limit(asked["cpu"], asked["memory"])
+    rendered: list[str] = []
     letters = 0
     for number, messages in enumerate(asked["conversations"]):
         try:
@@ -146,35 +116,12 @@ def answer() -> None:
                 [messages], chat_template=asked["template"], **asked["variables"]
             )
         except MemoryError:
-            found = {"problem": "it takes more memory than it may", "at": number}
-            break
+            return {"problem": "it takes more memory than it may", "at": number}
         except Exception as error:
-            found = {"problem": f"{error}"[:1000] or type(error).__name__, "at": number}
-            break
+            return {"problem": f"{error}"[:1000] or type(error).__name__, "at": number}
         text = made[0][0]
         letters += len(text)
         if letters > asked["letters"]:
-            found = {"problem": f"it makes more than {asked['letters']:,} letters", "at": number}
-            break
-        found["rendered"].append(text)
-    with os.fdopen(out, "w") as stream:
-        json.dump(found, stream)
-
-
-def _limit(cpu: int, memory: int) -> None:
-    """Bound this process from here on."""
-    import resource
-
-    def bound(what: int, most: int) -> None:
-        hard = resource.getrlimit(what)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        # Some systems know the limit and refuse to set it.
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(what, (most, most))
-
-    bound(resource.RLIMIT_CORE, 0)
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    bound(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + cpu)
-    with contextlib.suppress(OSError):
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        bound(resource.RLIMIT_AS, pages * resource.getpagesize() + memory)
+            return {"problem": f"it makes more than {asked['letters']:,} letters", "at": number}
+        rendered.append(text)
+    return {"rendered": rendered}

@@ -22,6 +22,7 @@ from ..errors import SourceError
 from ..files.checkpoint import read_config, readable
 from ..files.inputs import parse_json, read_small, shown
 from .templates import Message, render
+from .trial import tried
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -127,7 +128,8 @@ def load(directory: Path, where: str | None = None) -> Tokenizer:
         where: what messages call it; the directory's path if None.
 
     Raises:
-        SourceError: there is none, its files are damaged, or it is one that transformers cannot load alone.
+        SourceError: there is none, its files are damaged, it is one that transformers cannot load alone, or it takes
+            more time or memory than any that is known.
     """
     where = where or str(directory)
     files = _read(directory)
@@ -141,6 +143,8 @@ def load(directory: Path, where: str | None = None) -> Tokenizer:
     for name, data in files.items():
         digest.update(f"{name} {hashlib.sha256(data).hexdigest()}\n".encode())
     template = _template(files)
+    if "tokenizer.json" in files:
+        tried(files["tokenizer.json"], where, [PROBE])
     inner = _load(directory, files, where)
     text = _encode(inner, "a", where, special=False)
     added = _encode(inner, "a", where)
