@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -62,7 +61,7 @@ def answers(
     Args:
         source: the source.
         checkpoint: what it was made of, which says where answers end.
-        outputs: the outputs; their activations are rounded.
+        outputs: the outputs; their activations are rounded, and keys and values if they are in FP8.
         tokenizer: the source's.
         prompts: what `asked` gave.
 
@@ -71,9 +70,6 @@ def answers(
     """
     last = ends(checkpoint.root, checkpoint.config)
 
-    def answered(model: StreamedModel, around: Callable[[], AbstractContextManager[Any]]) -> list[tuple[int, ...]]:
-        return continued(model, prompts, last, around=around)
-
-    plain = partial(products_in_float32, source.device)
-    ours = answered(source, plain)
-    return [side_by_side(prompts, ours, answered(each.model, each.around), tokenizer) for each in outputs]
+    ours = continued(source, prompts, last, around=partial(products_in_float32, source.device))
+    theirs = (continued(each.model, prompts, last, around=each.around, cache=each.cache) for each in outputs)
+    return [side_by_side(prompts, ours, answered, tokenizer) for answered in theirs]

@@ -57,6 +57,7 @@ def continued(
     ends: Sequence[int],
     tokens: int = TOKENS,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    cache: Callable[[], Any] = lambda: None,
     progress: Callable[[int], None] | None = None,
 ) -> list[tuple[int, ...]]:
     """The most likely continuation of each prompt, token by token, with all weights in memory meanwhile.
@@ -69,6 +70,7 @@ def continued(
         ends: tokens at which an answer ends; they are the last of it.
         tokens: at which it is cut off.
         around: what the model is computed in, such as activations rounded.
+        cache: makes what keys and values are kept in; for None, as transformers does.
         progress: told how many prompts are done.
 
     Raises:
@@ -92,8 +94,12 @@ def continued(
         try:
             for number, prompt in enumerate(prompts, 1):
                 ids = torch.tensor([prompt.ids], device=streamed.device)
+                kept = cache()
+                options = {} if kept is None else {"past_key_values": kept}
                 with around():
-                    written = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+                    written = model.generate(
+                        ids, attention_mask=torch.ones_like(ids), generation_config=config, **options
+                    )
                 found.append(tuple(written[0, len(prompt.ids) :].tolist()))
                 if progress is not None:
                     progress(number)

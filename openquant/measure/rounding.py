@@ -249,6 +249,18 @@ class RoundedCache(DynamicCache):  # type: ignore[misc]  # mypy does not read tr
         return rounded(key_states, CACHED, key), rounded(value_states, CACHED, value)
 
 
+class KeptCache(RoundedCache):
+    """The same, that keeps them: for continuations, whose later tokens read it."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """All keys and values of a layer so far, with these."""
+        keys, values = super().update(key_states, value_states, layer_idx)
+        found: tuple[Tensor, Tensor] = DynamicCache.update(self, keys, values, layer_idx, *args, **kwargs)
+        return found
+
+
 def says_fp8_cache(config: Mapping[str, Any]) -> bool:
     """Whether engines store keys and values in FP8 by themselves, since a `quantization_config` says so.
 

@@ -21,12 +21,12 @@ from ..formats.quantization import Quantization, quantization_places, read_quant
 from ..models import GENERIC, MODELS, NEVER_QUANTIZED
 from ..plan.roles import Entry
 from ..weights.find import decoded_view, with_own_file
-from ..weights.weight import Weight
 from .forward import Pass, StreamedModel
 from .products import products_in_float32
 from .rounding import (
     Clipped,
     Experts,
+    KeptCache,
     Layer,
     RoundedCache,
     Rounding,
@@ -72,7 +72,8 @@ class Served:
         self.scales: dict[str, list[str]] = {}
         config = with_own_file(checkpoint.config, checkpoint.root)
         quantization = read_quantization(config) if quantization_places(config) else None
-        layers, experts = self._layers(quantization)
+        entry = Entry(MODELS.get(checkpoint.architecture, GENERIC))
+        layers, experts = self._layers(quantization, entry)
         self._rounding = Rounding(model.model, layers, experts, self.clipped) if layers or experts else None
         # Of keys and values, by layer, and what those are that were read already.
         self._cached: Mapping[int, tuple[str | None, str | None]] | None = None
@@ -83,7 +84,6 @@ class Served:
             names = [name for both in self._cached.values() for name in dict.fromkeys(both) if name is not None]
             for name, unit in model.units_beside(names).items():
                 self.scales.setdefault(unit, []).append(name)
-        entry = Entry(MODELS.get(checkpoint.architecture, GENERIC))
         self.kept = [
             module for module, weight in model.quantized.items() if entry.role(weight.module).keep in NEVER_QUANTIZED
         ]
@@ -116,6 +116,10 @@ class Served:
             return logits(self.model, ids)
         return logits(self.model, ids, RoundedCache(self.model.model.config, self._of_cache, self.clipped))
 
+    def cache(self) -> KeptCache | None:
+        """What a continuation keeps keys and values in, in FP8; None where they stay as they are."""
+        return KeptCache(self.model.model.config, self._of_cache) if self.cached else None
+
     def _of_cache(self, layer: int) -> tuple[float, float]:
         """The scales of a layer's keys and values; 1 where there is none, as in engines."""
         if layer not in self._cache_scales:
@@ -124,11 +128,13 @@ class Served:
             self._cache_scales[layer] = key, value
         return self._cache_scales[layer]
 
-    def _layers(self, quantization: Quantization | None) -> tuple[dict[str, Layer], dict[str, Experts]]:
+    def _layers(self, quantization: Quantization | None, entry: Entry) -> tuple[dict[str, Layer], dict[str, Experts]]:
         """What is rounded: quantized Linears, and stacks of experts."""
         layers: dict[str, Layer] = {}
         stacks: dict[str, dict[str, Layer]] = {}
         weights = decoded_view(self.checkpoint)[1] if quantization is not None else {}
+        by_module = {weight.module: weight for weight in weights.values()}
+        joined = entry.joined_sets(by_module)
         modules = dict(self.model.model.named_modules())
         for name, weight in self.model.quantized.items():
             assert quantization is not None
@@ -136,32 +142,35 @@ class Served:
             if inputs is None:
                 continue
             parts = self.model.made_of.get(f"{name}.weight") or self.model.made_of[name]
-            stored = [weights[part] for part in parts if part in weights]
-            layer = Layer(inputs, partial(self._static, weight, stored) if inputs.static else None)
+            layer = Layer(inputs)
             if inputs.static:
-                held = [part.input_scale.name for part in stored or [weight] if part.input_scale is not None]
+                stored = [weights[part] for part in parts if part in weights] or [weight]
+                # All that go into one layer of an engine, which has one scale, the largest (vLLM 0.32.0
+                # layers/quantization/fp8.py:405, of experts :739).
+                merged = (by_module[module] for each in stored for module in joined.get(each.module, (each.module,)))
+                held = [each.input_scale.name for each in merged if each.input_scale is not None]
+                layer = Layer(inputs, partial(self._static, weight.module, tuple(dict.fromkeys(held))))
                 self.scales.setdefault(self.model.unit_of(name), []).extend(held)
             if name in modules:
                 layers[name] = layer
                 continue
             owner, _, last = name.rpartition(".")
             stacks.setdefault(owner, {})[last] = layer
-        # Others, Llama 4's, compute in a way of their own.
+        # Others compute in a way of their own.
         known = {owner: found for owner, found in stacks.items() if hasattr(modules[owner], "is_concatenated")}
         if known.keys() != stacks.keys():
             kind = type(modules[next(iter(stacks.keys() - known.keys()))]).__name__
             self.notes.append(f"activations inside {kind} are not rounded, which engines do")
         return layers, {owner: Experts(_either(at, _FIRST), _either(at, _DOWN)) for owner, at in known.items()}
 
-    def _static(self, weight: Weight, parts: list[Weight]) -> float:
-        """The scale of static activations: the largest of those that go into one layer of an engine."""
-        held = [part.input_scale for part in parts or [weight] if part.input_scale is not None]
-        if not held:
+    def _static(self, module: str, names: tuple[str, ...]) -> float:
+        """The scale of static activations: the largest of the named ones."""
+        if not names:
             raise SourceError(
-                f"{weight.module} has no input_scale, though config.json has its activations static",
+                f"{module} has no input_scale, though config.json has its activations static",
                 "the checkpoint is damaged or incomplete: download or save it again",
             )
-        return max(self._value(info.name) for info in held)
+        return max(map(self._value, names))
 
     def _value(self, name: str) -> float:
         """A tensor that is one number, or the largest of a few."""
