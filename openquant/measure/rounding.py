@@ -27,6 +27,8 @@ from ..formats.reference import decode, encode, group_absmax, group_scale
 
 # vLLM 0.32.0 layers/quantization/input_quant_fp8.py:27.
 SMALLEST_SCALE = 1 / (448 * 512)
+# The same as a power of two, to which scales are rounded up.
+_SMALLEST_POWER = 2.0**-17
 CACHED = Inputs(E4M3, (None, None), static=True)
 # Of keys, of values or of both, as vLLM 0.32.0 renames them (layers/quantization/base_config.py:217-247).
 _CACHE_SCALE = re.compile(
@@ -73,7 +75,8 @@ def rounded(values: Tensor, inputs: Inputs, scale: float | None = None) -> Tenso
     if width is not None and tokens.shape[1] % width:
         # What fills the last group up changes nothing.
         tokens = nn.functional.pad(tokens, (0, -tokens.shape[1] % width))
-    form = Format(inputs.number, inputs.group, Scale("", power_of_two=inputs.power_of_two, floor=SMALLEST_SCALE))
+    floor = _SMALLEST_POWER if inputs.power_of_two else SMALLEST_SCALE
+    form = Format(inputs.number, inputs.group, Scale("", power_of_two=inputs.power_of_two, floor=floor))
     if inputs.static:
         assert scale is not None
         each = tokens.new_full((1, 1), scale)
