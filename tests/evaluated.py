@@ -63,6 +63,7 @@ def evaluation(digest: str = "0" * 64) -> dict[str, Any]:
                     "differs_at": 6,
                 },
                 {"prompt": "The", "source": " end.", "output": " end.", "differs_at": None},
+                {"prompt": "It", "text": " was so.", "source": " is so.", "output": " was so.", "differs_at": 0},
             ],
             "verdict": "close",
             "reasons": ["the KL is 18 times the floor, and below 0.01 nats"],

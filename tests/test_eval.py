@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from openquant.measure import answers, scratch
 from openquant.measure.scratch import Scratch
 from openquant.options import Evaluate
 from openquant.report import pages
+from openquant.report.evaluation import evaluation_text
 
 SMALL = {"samples": 2, "length": 48}
 # Of texts as long as these, states between layers are worth a file.
@@ -210,6 +212,10 @@ def test_prompts_that_find_no_memory_are_noted(output: Path, tmp_path: Path, mon
     monkeypatch.setattr(answers, "available_memory", lambda: 1000)
     found = evaluate([output], EXAMPLE, prompts=tmp_path / "prompts", **SMALL)
     assert [text["along"] for text in found.outputs[0]["texts"]] == [True]
+    told = evaluation_text(found.to_json(), found.notes)
+    assert re.search(
+        r"(?m)^  text    .*\n  source  .*\n  output  .*\n  at each place of the text, the token that each", told
+    )
     assert [note for note in found.notes if note.startswith("--prompts were not answered")]
     assert not [
         note for note in evaluate([output], EXAMPLE, **SMALL).notes if note.startswith("--prompts were not answered")

@@ -57,7 +57,8 @@ SHAPE: dict[str, Any] = {
     "weights_only": {"kl": NUMBER, "top1": NUMBER},
     "floor": {"kl": NUMBER, "top1": NUMBER},
     "layers": [{"layer": TEXT, "distance": NUMBER, "floor?": Maybe(NUMBER), "routed_otherwise?": Maybe(NUMBER)}],
-    "texts": [{"prompt": TEXT, "source": TEXT, "output": TEXT, "differs_at": Maybe(COUNT)}],
+    # With `text` where both tell what they find most likely along one, without it where they answer a prompt.
+    "texts": [{"prompt": TEXT, "source": TEXT, "output": TEXT, "text?": TEXT, "differs_at": Maybe(COUNT)}],
     "verdict": TEXT,
     "reasons": [TEXT],
     "suspects": [TEXT],

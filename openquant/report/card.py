@@ -100,10 +100,28 @@ _TOLD = 400
 
 def _told(text: Mapping[str, Any]) -> list[str]:
     """One prompt and both answers."""
+    cells = [(name, markdown(shortened(text[name], _TOLD))) for name in SIDES if name in text]
+    said = told_of(text)
+    return [
+        "| | |",
+        "|---|---|",
+        *[f"| {name} | {cell} |" for name, cell in cells],
+        "",
+        f"{said[0].upper()}{said[1:]}.",
+    ]
+
+
+# What is shown of a text, in this order: `text` is what follows the prompt where models go along it.
+SIDES = ("prompt", "text", "source", "output")
+
+
+def told_of(text: Mapping[str, Any]) -> str:
+    """How the two sides of a text compare: "they differ from token 13 on"."""
     at = text["differs_at"]
-    same = "Both answer alike." if at is None else f"They differ from token {at + 1} on."
-    cells = [(name, markdown(shortened(text[name], _TOLD))) for name in ("prompt", "source", "output")]
-    return ["| | |", "|---|---|", *[f"| {name} | {cell} |" for name, cell in cells], "", same]
+    if "text" in text:
+        same = "they are the same" if at is None else f"the first that differs is token {at + 1}"
+        return f"at each place of the text, the token that each finds most likely: {same}"
+    return "both answer alike" if at is None else f"they differ from token {at + 1} on"
 
 
 def shortened(text: str, most: int) -> str:

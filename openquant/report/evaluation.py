@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .card import gigabytes
+from .card import SIDES, gigabytes, told_of
 from .escape import terminal
 
 # Prompts whose answers are shown, and letters of each.
@@ -70,10 +70,8 @@ def _where(output: Mapping[str, Any]) -> list[str]:
 
 def _answers(text: Mapping[str, Any]) -> list[str]:
     """A prompt and both answers, a line each."""
-    where = text["differs_at"]
-    same = "both answer alike" if where is None else f"they differ from token {where + 1} on"
-    rows = [(name, terminal(str(text[name])[:LETTERS])) for name in ("prompt", "source", "output")]
-    return [*(f"  {name:<7} {shown}" for name, shown in rows), f"  {same}"]
+    rows = [(name, terminal(str(text[name])[:LETTERS])) for name in SIDES if name in text]
+    return [*(f"  {name:<7} {shown}" for name, shown in rows), f"  {told_of(text)}"]
 
 
 def _kl(figures: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -56,6 +56,9 @@ class Passing:
     def finished(self, what: str) -> None:
         assert what == self.now
         self.now = None
+        # What is mapped still takes its room on disk when it has no name any more.
+        maps = Path("/proc/self/maps")
+        assert not maps.exists() or f" {self.place}/" not in maps.read_text()
         for shard in self.needs[what]:
             (self.place / shard).unlink()
 

@@ -129,6 +129,13 @@ def test_words_that_only_one_answer_has_are_marked() -> None:
     assert "output, the same" in text
 
 
+def test_what_models_find_along_a_text_is_no_answer() -> None:
+    text = render(Page("x", evaluations=[evaluation()]))
+    assert "output, token 1 is the first that differs" in text
+    assert text.count("How the text goes on, and below it the token that each model finds most likely") == 1
+    assert "<pre> was so.</pre>" in text
+
+
 def test_errors_of_experts_are_one_column_and_the_largest() -> None:
     found = diagnosis()
     found["layers"][2]["errors"]["tensor"] = 0.5
