@@ -189,7 +189,8 @@ class _Arriving:
             SourceError: they cannot be had, or are gone already.
         """
         if what in self._left:
-            for unit in itertools.takewhile(lambda unit: unit != what, list(self._left)):
+            # The last first: while an earlier one is given up, none of these begins to come in its place.
+            for unit in reversed(list(itertools.takewhile(lambda unit: unit != what, self._left))):
                 self.finished(unit)
         elif self.supply.scratch is not None and what in self.supply.needs:
             raise SourceError(

@@ -22,7 +22,10 @@ import tiny
 from conftest import ROOT, heed_ctrl_c
 from loopback_hub import COMMIT, LoopbackHub
 from openquant import diagnose
-from openquant.errors import UsageError
+from openquant.convert.ranks import Ranks
+from openquant.errors import OutputError, SourceError, UsageError
+from openquant.evaluation import _Arriving
+from openquant.hub.fetch import Supply
 from openquant.hub.source import Source
 from openquant.hub.supplied import supplied
 
@@ -178,3 +181,45 @@ def test_several_sources_share_a_disk(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="bytes for shards that come and go"), supplied(sources, True, tmp_path):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+class Broken(Ranks):
+    """Ranks of which another has died."""
+
+    def check(self) -> None:
+        raise OutputError("rank 1 died", "run the same command again")
+
+
+def arriving(supply: Supply, ranks: Ranks | None = None) -> _Arriving:
+    return _Arriving(supply, SimpleNamespace(name="org/name", fingerprint=None), ranks or Ranks())  # type: ignore[arg-type]
+
+
+def test_units_of_a_tower_are_passed_over_and_none_comes_twice(tmp_path: Path) -> None:
+    names = ["rest", "embedding", *(f"tower {number}" for number in range(6)), "layer 0", "layer 1"]
+    shards = {name: Shard(name.encode()) for name in names}
+    source = Source(tmp_path, "name", "org/name", COMMIT, shards)  # type: ignore[arg-type]
+    with supplied([(source, {name: [name] for name in names})], True, tmp_path) as [supply]:
+        traffic = arriving(supply)
+        for name in ("rest", "embedding", "layer 0"):
+            traffic.wait_for(name, lambda: False)
+            assert traffic.path(name).read_bytes() == name.encode()
+            traffic.finished(name)
+            # As at the end, when all is given back once more.
+            traffic.finished(name)
+        for name in ("embedding", "tower 0", "layer 0"):
+            with pytest.raises(SourceError) as caught:
+                traffic.wait_for(name, lambda: False)
+            message = f"org/name computes {name} again, or later than expected: its shards are gone"
+            assert (caught.value.message, caught.value.hint) == (message, "leave --stream out")
+        traffic.wait_for("layer 1", lambda: False)
+    assert not any(shards[f"tower {number}"].asked.is_set() for number in range(2, 6))
+
+
+def test_who_waits_for_a_shard_hears_of_other_ranks(tmp_path: Path) -> None:
+    shard = Shard(b"a", held=True)
+    source = Source(tmp_path, "name", "org/name", COMMIT, {"a": shard})  # type: ignore[dict-item]
+    with supplied([(source, {"a": ["a"]})], True, tmp_path) as [supply]:
+        with pytest.raises(OutputError) as caught:
+            arriving(supply, Broken()).wait_for("a", lambda: False)
+        shard.may.set()
+    assert (caught.value.message, caught.value.hint) == ("rank 1 died", "run the same command again")
