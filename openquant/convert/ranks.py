@@ -1,6 +1,6 @@
 """Several processes at one job, on one machine or on several that share a file system.
 
-`torchrun compress_fp8.py -m ...` and `accelerate launch compress_fp8.py -m ...` start them. Every rank makes the same
+`torchrun compress_fp8.py -m ...` and `accelerate launch --multi_gpu ...` start them. Every rank makes the same
 plan and takes its own shards of it; the first claims the output directory and writes index, card and config once all
 are done. Of an evaluation each runs its share of the texts, and the first is given what all have found.
 

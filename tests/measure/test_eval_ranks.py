@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import forked_ranks
 import tiny
-from conftest import EXAMPLE
+from conftest import EXAMPLE, ROOT
 from forked_ranks import Job, Rank
 from openquant import compress, evaluate
 from openquant.measure import answers
@@ -63,6 +67,24 @@ def test_ranks_write_the_bytes_of_one_process(
     assert (tmp_path / "many.json").read_bytes() == (tmp_path / "one.json").read_bytes()
     # One of them speaks.
     assert json.loads(done.stdout) == found.to_json()
+
+
+def test_accelerate_launch_starts_ranks_too(output: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("import\n")
+    prompts = tmp_path / "prompts.txt"
+    found = evaluate([output], EXAMPLE, samples=2, length=16, prompts=prompts, out=tmp_path / "one.json")
+    script = tmp_path / "script.py"
+    script.write_text(f"import os\n{OPENQUANT}assert os.environ['WORLD_SIZE'] == '2'\n{RUN}")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", script]
+    command += ["eval", output, "--source", EXAMPLE, "--samples", "2", "--length", "16", "--prompts", prompts, "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    done = subprocess.run(
+        [*map(str, command), "--out", str(tmp_path / "many.json")],
+        capture_output=True, text=True, timeout=240, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == found.to_json()
+    assert (tmp_path / "many.json").read_bytes() == (tmp_path / "one.json").read_bytes()
 
 
 # With experts, and a cache and activations that stored scales do not hold.
