@@ -41,7 +41,7 @@ def ours(bits: np.ndarray, dtype: str, form: Format, out: np.ndarray) -> None:
     for piece in pieces:
         if not form.shared:
             amax = kernels.absmax(bits[piece], dtype, form.group)
-        kernels.encode(bits[piece], dtype, form.scales(amax), form.group, out[piece], form.number)
+        kernels.encode_stored(bits[piece], dtype, form.scales(amax), form.group, out[piece], form.number)
 
 
 def theirs(weight: torch.Tensor, form: Format) -> torch.Tensor:
@@ -59,8 +59,8 @@ def main() -> None:
     for dtype, kind in DTYPES.items():
         weight = (torch.randn(rows, 2048 if dtype != "F32" else 1024) * 0.02).to(kind)
         bits = weight.view(torch.int32 if dtype == "F32" else torch.int16).numpy().view(kernels.BITS_TYPE[dtype])
-        out = np.empty(bits.shape, np.uint8)
         for scheme in SCHEMES.values():
+            out = np.empty((len(bits), bits.shape[1] // scheme.format.number.per_byte), np.uint8)
             mine = best(lambda b=bits, d=dtype, f=scheme.format, o=out: ours(b, d, f, o), bits.nbytes)
             reference = best(lambda w=weight, f=scheme.format: theirs(w, f), bits.nbytes)
             print(f"| {dtype} | {scheme.name} | {mine:.2f} | {reference:.2f} |")

@@ -1,4 +1,4 @@
-"""openquant: turn a Hugging Face checkpoint into an FP8, INT8 or FP4 directory that vLLM and SGLang load."""
+"""openquant: turn a Hugging Face checkpoint into an FP8, INT8, INT4 or FP4 directory that vLLM and SGLang load."""
 
 from __future__ import annotations
 

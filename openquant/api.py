@@ -17,7 +17,7 @@ from .files.checkpoint import Checkpoint, open_checkpoint, readable
 from .files.inputs import read_small
 from .files.journal import explained, finished_files
 from .files.output import refuse_overlap, refuse_root
-from .formats.schemes import find_others, find_scheme
+from .formats.schemes import SCHEMES, find_others, find_scheme
 from .hub.fetch import memory_needed
 from .hub.publish import Published, Publisher
 from .hub.source import Source, find_source, silent
@@ -49,6 +49,7 @@ def compress(
     format: str | None = None,
     scale_format: str | None = None,
     activation_scheme: str = "dynamic",
+    group_size: str | None = None,
     ignore: Sequence[str] = (),
     scheme_for: Mapping[str, str] | None = None,
     tp: int | None = None,
@@ -65,7 +66,7 @@ def compress(
     ranks: Ranks | None = None,
     reporter: Reporter | None = None,
 ) -> Result:
-    """Turn a checkpoint into an FP8, INT8 or FP4 directory.
+    """Turn a checkpoint into an FP8, INT8, INT4 or FP4 directory.
 
     Args:
         ranks: this process among several that do the job together; on its own if None.
@@ -80,8 +81,11 @@ def compress(
     # The arguments by their names, which are those of fields (tests/test_options.py).
     given = locals()
     recipe = Recipe(**values_for(Recipe, given))
-    chosen = find_scheme(recipe.scheme, recipe.format, recipe.scale_format, recipe.activation_scheme)
-    others = find_others(chosen, recipe.scheme_for or {})
+    scheme_for = recipe.scheme_for or {}
+    grouped = {name for name, known in SCHEMES.items() if known.group_size}
+    size = recipe.group_size if recipe.scheme in grouped or grouped.isdisjoint(scheme_for.values()) else None
+    chosen = find_scheme(recipe.scheme, recipe.format, recipe.scale_format, recipe.activation_scheme, size)
+    others = find_others(chosen, scheme_for, recipe.group_size)
     options = Options(tuple(recipe.ignore), others, recipe.tp, recipe.quantize_lm_head)
 
     def make(checkpoint: Checkpoint, identity: str) -> Plan:
@@ -158,7 +162,7 @@ def _work(run: Run, make: Callable[[Checkpoint, str], Plan], ranks: Ranks | None
                 revision=prepared.source.revision,
                 output=str(prepared.target),
                 scheme=plan.scheme.name if plan.scheme else "bf16",
-                schemes={scheme.name: count for scheme, count in plan.schemes.items()},
+                schemes=plan.scheme_names,
                 architecture=plan.model.name,
                 dry_run=run.dry_run,
                 source_bytes=plan.source_bytes,

@@ -132,7 +132,7 @@ def _add(group: argparse._ActionsContainer, name: str, option: Option) -> None:
         vars(added)["complete"] = option.completes  # where shtab looks for it
 
 
-COMPRESS = "Turn a checkpoint into an FP8, INT8 or FP4 directory for vLLM and SGLang."
+COMPRESS = "Turn a checkpoint into an FP8, INT8, INT4 or FP4 directory for vLLM and SGLang."
 MODEL = "-m MODEL [-o DIR] [options]"
 EXAMPLES = (
     "-m Qwen/Qwen3-32B",
@@ -164,7 +164,7 @@ def verb_parser() -> Parser:
         "VERB [options]",
         ("compress -m Qwen/Qwen3-32B", "verify Qwen3-32B-FP8", "push Qwen3-32B-FP8 you/Qwen3-32B-FP8"),
         version=True,
-        description="FP8, INT8 and FP4 checkpoints for vLLM and SGLang.",
+        description="FP8, INT8, INT4 and FP4 checkpoints for vLLM and SGLang.",
     )
     verbs = parser.add_subparsers(
         dest="verb", required=True, metavar="VERB", title="verbs", prog="openquant", parser_class=Parser
@@ -229,7 +229,7 @@ def verb_parser() -> Parser:
     evaluate.add_options(Evaluate, Texts, Command, without=("block_size", "quiet", "verbose"))
     verify = add(
         "verify",
-        "Check an FP8, INT8 or FP4 directory, whichever tool made it.",
+        "Check an FP8, INT8, INT4 or FP4 directory, whichever tool made it.",
         "DIR [--source DIR] [options]",
         "Qwen3-32B-FP8",
         "Qwen3-32B-FP8 --source Qwen3-32B --full",

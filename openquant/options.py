@@ -245,6 +245,16 @@ class Recipe:
             choices=("dynamic", "static"),
         ),
     )
+    group_size: str | None = field(
+        default=None,
+        metadata=said(
+            "inputs that share a scale in int4: 128 (default), 64, 32 or channel",
+            WEIGHTS,
+            '"128", "64", "32" or "channel" (all of a row): how many inputs share a scale in int4; "128" if None',
+            value="N",
+            choices=("32", "64", "128", "channel"),
+        ),
+    )
     ignore: Sequence[str] = field(
         default=(),
         metadata=said(

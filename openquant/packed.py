@@ -26,6 +26,7 @@ class PackedLinear(nn.Module):
         scale: of the dtype and shape that one of the schemes stores for such a weight.
         bias: [out] or None, as the source has it.
         format: how it is serialized, where two formats differ only in the scale's name; the scheme's default if None.
+        scheme: its name, which words of codes do not tell: "int8-weights" if None.
 
     Raises:
         ValueError: dtypes or shapes that do not belong together.
@@ -33,20 +34,32 @@ class PackedLinear(nn.Module):
 
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None = None, format: str | None = None) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        scale: Tensor,
+        bias: Tensor | None = None,
+        format: str | None = None,
+        scheme: str | None = None,
+    ) -> None:
         super().__init__()
-        held = [scheme for scheme in VARIANTS if _DTYPES[scheme.format.number.dtype] == weight.dtype]
+        held = [
+            each
+            for each in VARIANTS
+            if _DTYPES[each.format.number.dtype] == weight.dtype and scheme in (None, each.name)
+        ]
         if not held or weight.ndim != 2:
             known = " or ".join([*dict.fromkeys(str(_DTYPES[each.format.number.dtype])[6:] for each in VARIANTS)][::-1])
             raise ValueError(f"weight must be codes: {known} matrix, not {weight.dtype} {list(weight.shape)}")
         shape = (weight.shape[0], weight.shape[1] * held[0].format.number.per_item)
         fitting = [
-            scheme
-            for scheme in held
-            if scheme.format.misfit(shape) is None
-            and scheme.format.scale_shape(shape) == scale.shape
-            and scale.dtype == _DTYPES[scheme.format.scale.dtype]
-            and format in (None, scheme.method)
+            each
+            for each in held
+            if each.format.number == held[0].format.number
+            and each.format.misfit(shape) is None
+            and each.format.scale_shape(shape) == scale.shape
+            and scale.dtype == _DTYPES[each.format.scale.dtype]
+            and format in (None, each.method)
         ]
         if not fitting:
             raise ValueError(f"{scale.dtype} scale {list(scale.shape)} does not fit a weight {list(shape)}")
@@ -59,14 +72,19 @@ class PackedLinear(nn.Module):
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, scheme: str = "tensor", format: str | None = None, scale_format: str | None = None
+        cls,
+        linear: nn.Linear,
+        scheme: str = "tensor",
+        format: str | None = None,
+        scale_format: str | None = None,
+        group_size: str | None = None,
     ) -> PackedLinear:
         """Quantize one Linear on its own, without the scale it would share with joined layers.
 
         Raises:
             ValueError: NaN or infinity in the weight, a weight too large, or sizes the scheme cannot store.
         """
-        chosen = find_scheme(scheme, format, scale_format)
+        chosen = find_scheme(scheme, format, scale_format, group_size=group_size)
         weight = linear.weight.detach()
         shape = (weight.shape[0], weight.shape[1])
         problem = chosen.format.misfit(shape)
@@ -79,7 +97,8 @@ class PackedLinear(nn.Module):
             raise ValueError(f"the weight reaches {absmax.max():g}, engines load at most {chosen.largest:g}")
         scale = group_scale(absmax, chosen.format)
         bias = None if linear.bias is None else linear.bias.detach()
-        return cls(encode(weight, scale, chosen.format), stored_scale(scale, chosen.format, shape), bias, chosen.method)
+        codes, stored = encode(weight, scale, chosen.format), stored_scale(scale, chosen.format, shape)
+        return cls(codes, stored, bias, chosen.method, chosen.name)
 
     @property
     def scale(self) -> Tensor:

@@ -22,6 +22,16 @@ class Converted(NamedTuple):
     result: Result
 
 
+def asking(scheme: Scheme) -> dict[str, str | None]:
+    """The options that ask for a scheme."""
+    return {
+        "scheme": scheme.name,
+        "format": scheme.method,
+        "scale_format": scheme.scale_format,
+        "group_size": scheme.group_size,
+    }
+
+
 class Shelf:
     """Sources and outputs below one directory, made when they are first asked for. They are read, never written to."""
 
@@ -46,8 +56,7 @@ class Shelf:
         if key not in self._made:
             output = source.parent / f"source{scheme.suffix}"
             ignore = ["**.experts.**"] if MODELS[architecture].experts and not scheme.expert_engines else []
-            formats = {"format": scheme.method, "scale_format": scheme.scale_format}
-            result = compress(source, output, scheme.name, **formats, ignore=ignore)
+            result = compress(source, output, **asking(scheme), ignore=ignore)
             self._keep(output)
             self._made[key] = Converted(source, output, result)
         found = self._made[key]

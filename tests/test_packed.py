@@ -12,8 +12,9 @@ CODES = {
     "int8": {"weight": (torch.int8, (128, 256))},
     "int8-weights": {"weight_packed": (torch.int32, (128, 64)), "weight_shape": (torch.int64, (2,))},
     "mxfp4": {"weight_packed": (torch.uint8, (128, 128))},
+    "int4": {"weight_packed": (torch.int32, (128, 32)), "weight_shape": (torch.int64, (2,))},
 }
-SCALES = {"mxfp8": torch.uint8, "mxfp4": torch.uint8, "int8-weights": torch.bfloat16}
+SCALES = {"mxfp8": torch.uint8, "mxfp4": torch.uint8, "int8-weights": torch.bfloat16, "int4": torch.bfloat16}
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,7 @@ SCALES = {"mxfp8": torch.uint8, "mxfp4": torch.uint8, "int8-weights": torch.bflo
         ("mxfp4", None, "weight_scale", (128, 8)),
         ("int8", None, "weight_scale", (128, 1)),
         ("int8-weights", None, "weight_scale", (128, 1)),
+        ("int4", None, "weight_scale", (128, 2)),
         ("tensor", None, "weight_scale", ()),
         ("tensor", "compressed-tensors", "weight_scale", (1,)),
         ("channel", None, "weight_scale", (128, 1)),
@@ -41,11 +43,21 @@ def test_state_dict_holds_the_written_names_and_comes_back(
         scale_name: (SCALES.get(scheme, torch.float32), shape),
         "bias": (torch.bfloat16, (128,)),
     }
-    again = PackedLinear(next(iter(state.values())), state[scale_name], state["bias"], format)
+    again = PackedLinear(next(iter(state.values())), state[scale_name], state["bias"], format, scheme)
     assert again.scheme == packed.scheme
     x = torch.randn(3, 256, dtype=torch.bfloat16)
     assert torch.equal(packed(x), again(x))
     assert packed(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("size", "groups"), [("32", 8), ("64", 4), ("128", 2), ("channel", 1)])
+def test_inputs_that_share_a_scale_can_be_chosen(size: str, groups: int) -> None:
+    linear = nn.Linear(256, 128, dtype=torch.bfloat16)
+    packed = PackedLinear.from_linear(linear, "int4", group_size=size)
+    assert packed.scheme.group_size == size
+    assert packed.scale.shape == (128, groups)
+    step = packed.scale.float().repeat_interleave(256 // groups, 1)
+    assert ((packed.dequantized() - linear.weight).abs() <= step * 0.54).all()
 
 
 def test_forward_is_the_dequantized_layer() -> None:

@@ -43,6 +43,7 @@ class Scale:
         reach: for powers of two, what a group's largest weight divided by its scale stays below: what is beyond the
             number's largest code is clamped to that. Without it, no weight is beyond.
         floor: the smallest scale of a group that is not all zero.
+        of_zeros: the scale of a group that is.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Scale:
     reach: float | None = None
     # A smaller float32 would be subnormal, and zero where those are flushed.
     floor: float = 2.0**-126
+    of_zeros: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ class Format:
 
     def scales(self, absmax: Floats) -> Floats:
         """float32 scale of each group, given its largest absolute weight; always finite and above zero."""
-        scale = absmax / np.float32(self.scale.reach or self.number.largest)
+        scale = absmax / np.float32(self.scale.reach or self.number.span)
         if self.scale.power_of_two:
             # Carries into the exponent unless the mantissa is zero; always, where the largest weight stays below what
             # the scale reaches. The division before is exact enough: the quotient exceeds a power of two just where
@@ -161,7 +163,7 @@ class Format:
         scale = np.maximum(scale, np.float32(self.scale.floor))
         if self.scale.dtype == "BF16":
             scale = (nearest_bfloat16(scale) << 16).view(np.float32)
-        return np.where(absmax == 0, np.float32(1), scale).astype(np.float32)
+        return np.where(absmax == 0, np.float32(self.scale.of_zeros), scale).astype(np.float32)
 
     def stored(self, scale: Floats) -> npt.NDArray[np.float32] | npt.NDArray[np.uint16] | npt.NDArray[np.uint8]:
         """Scales as they are written; bfloat16 as its bits."""

@@ -100,8 +100,10 @@ def encode(bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes, numb
         number: what the codes are.
     """
     # A multiple of the scale that is a bfloat16: the largest weight that it was made from, or would have been made from
-    # if it was raised, which is none where a joined set mixes dtypes; or any power of two times it.
-    for multiple in (number.largest, _beyond(number)) if dtype == "BF16" else ():
+    # if it was raised, which is none where a joined set mixes dtypes; or any power of two times it, which alone will do
+    # where weights may be beyond the largest that a scale was made from.
+    multiples = (number.span, _beyond(number)) if number.span == number.largest else (_beyond(number),)
+    for multiple in multiples if dtype == "BF16" else ():
         with np.errstate(over="ignore"):
             largest = (scale * np.float32(multiple)).view(np.uint32)
         top = (largest + np.uint32(0x8000)) >> 16

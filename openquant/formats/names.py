@@ -29,5 +29,6 @@ SCHEME_NAMES: dict[str, Named] = {
     "mxfp8": Named("one per 32 inputs of a row", "-MXFP8", mixes=False),
     "int8": Named("INT8 weights and activations, one scale per output row", "-INT8"),
     "int8-weights": Named("INT8 weights alone, one scale per output row", "-INT8-W8A16"),
+    "int4": Named("INT4 weights alone, one scale per 128 inputs of a row", "-INT4"),
     "mxfp4": Named("FP4 weights alone, one power-of-two scale per 32 inputs of a row", "-MXFP4"),
 }

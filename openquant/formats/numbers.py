@@ -31,7 +31,7 @@ class Number(ABC):
         dtype: safetensors dtype of the tensor that holds the codes.
         per_item: codes in one element of that dtype.
         per_byte: codes in one byte.
-        largest: the largest value of a code; a scale is a group's largest weight divided by it.
+        largest: the largest magnitude of a code.
         normal: the smallest value of a code with all bits of precision, those nearer to zero are subnormal; 0 where
             none are.
     """
@@ -63,12 +63,17 @@ class Number(ABC):
         """
 
     @property
+    def span(self) -> float:
+        """What a group's largest weight is divided by to give its scale."""
+        return self.largest
+
+    @property
     def largest_weight(self) -> float:
-        """The largest weight that can be encoded: `largest` times the largest power of two by which no code is beyond
+        """The largest weight that can be encoded: `span` times the largest power of two by which no code is beyond
         bfloat16, 448 * 2^119 for E4M3.
         """
         exponent = int(np.floor(np.log2(_LARGEST_BFLOAT16 / self.largest)))
-        return self.largest * 2.0**exponent
+        return self.span * 2.0**exponent
 
     def decode(self, codes: Codes) -> Floats:
         """The values of codes that are a byte each."""
@@ -104,16 +109,23 @@ class _E4M3(Number):
 
 @dataclass(frozen=True)
 class _Integer(Number):
-    """Integers from -largest to largest, each stored `excess` above its value; modulo 256 where they are a byte.
+    """Integers from -largest to `highest`, each stored `excess` above its value; modulo 256 where they are a byte.
 
-    One below -largest is read too, which other tools write.
+    Where there is one below -largest it is read too, since other tools write it.
     """
 
+    highest: int = 127
     excess: int = 0
 
+    @property
+    def span(self) -> float:
+        """Half of the range: 7.5 where integers go from -8 to 7, which is nearer than 7 (compressed-tensors 0.20,
+        quantization/utils/helpers.py:98).
+        """
+        return (self.largest + self.highest) / 2
+
     def encode(self, quotients: Floats) -> Codes:
-        limit = np.float32(self.largest)
-        whole = np.clip(np.rint(quotients), -limit, limit)
+        whole = np.clip(np.rint(quotients), np.float32(-self.largest), np.float32(self.highest))
         return (whole.astype(np.int16) + np.int16(self.excess)).astype(np.uint8)
 
     def values(self) -> Floats:
@@ -201,7 +213,7 @@ E4M3 = _E4M3("FP8", "float8_e4m3fn", "F8_E4M3", per_item=1, per_byte=1, largest=
 E2M1 = _E2M1("FP4", "float4_e2m1", "U8", per_item=2, per_byte=2, largest=6, normal=1)
 INT8 = _Integer("INT8", "int8", "I8", per_item=1, per_byte=1, largest=127, normal=0)
 # In words of 32 bits, the first of eight or four lowest (compressed-tensors 0.20, compressors/pack_quantized).
-INT4 = _Integer("INT4", "int4", "I32", per_item=8, per_byte=2, largest=7, normal=0, excess=8)
+INT4 = _Integer("INT4", "int4", "I32", per_item=8, per_byte=2, largest=8, normal=0, highest=7, excess=8)
 INT8_WORDS = _Integer("INT8", "int8", "I32", per_item=4, per_byte=1, largest=127, normal=0, excess=128)
 
 # Those whose codes have an element each, by its dtype.

@@ -14,14 +14,14 @@ from functools import cached_property
 from typing import Any, TypeGuard
 
 from ..errors import UsageError
-from .format import Format, Group, Scale
+from .format import Format, Group
 from .ignored import MEND, Expressions, Ignored
 from .inputs import Inputs, read_inputs
-from .numbers import INT4
 from .schemes import (
     BLOCK,
     BLOCK_COMPRESSED,
     CHANNEL,
+    INT4_W4A16,
     INT8_W8A8,
     INT8_W8A16,
     MXFP4,
@@ -225,7 +225,7 @@ _KNOWN_GROUPS = (
 )
 # Symmetric integers, whatever shares a scale, by type, bits and the format that holds them; None for any other one.
 _INTEGERS: tuple[tuple[tuple[object, ...], Format], ...] = (
-    (("int", 4, None), Format(INT4, (1, None), Scale("weight_scale"), PACKED)),
+    (("int", 4, None), INT4_W4A16.format),
     (("int", 8, INT8_W8A16.settings["format"]), INT8_W8A16.format),
     (("int", 8, None), INT8_W8A8.format),
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .format import Format, Group, grid_of
-from .numbers import E2M1, E4M3, INT8, INT8_WORDS, Number
+from .numbers import E2M1, E4M3, INT4, INT8, INT8_WORDS, Number
 
 
 def group_absmax(weight: Tensor, group: Group) -> Tensor:
@@ -19,13 +19,13 @@ def group_absmax(weight: Tensor, group: Group) -> Tensor:
 def group_scale(absmax: Tensor, format: Format) -> Tensor:
     """float32 scale of each group, as Format.scales."""
     # Divided by a tensor: by a number, torch multiplies with its reciprocal on a GPU, which rounds otherwise.
-    scale = absmax / absmax.new_tensor(format.scale.reach or format.number.largest)
+    scale = absmax / absmax.new_tensor(format.scale.reach or format.number.span)
     if format.scale.power_of_two:
         scale = ((scale.view(torch.int32) + format.carry) & ~0x7FFFFF).view(torch.float32)
     scale = scale.clamp(min=format.scale.floor)
     if format.scale.dtype == "BF16":
         scale = scale.bfloat16().float()
-    return torch.where(absmax == 0, torch.ones_like(scale), scale)
+    return torch.where(absmax == 0, torch.full_like(scale, format.scale.of_zeros), scale)
 
 
 def stored_scale(scale: Tensor, format: Format, shape: tuple[int, int]) -> Tensor:
@@ -89,12 +89,14 @@ def _unpack(pairs: Tensor) -> Tensor:
 _WRITTEN: dict[Number, Callable[[Tensor], Tensor]] = {
     E4M3: lambda quotient: quotient.to(torch.float8_e4m3fn),
     INT8: lambda quotient: quotient.round().to(torch.int8),
+    INT4: lambda quotient: _pack((quotient.round().clamp(max=7) + 8).to(torch.uint8)).view(torch.int32),
     INT8_WORDS: lambda quotient: (quotient.round() + 128).to(torch.uint8).view(torch.int32),
     E2M1: lambda quotient: _pack(_e2m1(quotient)),
 }
 _READ: dict[Number, Callable[[Tensor], Tensor]] = {
     E4M3: lambda codes: codes.float(),
     INT8: lambda codes: codes.float(),
+    INT4: lambda codes: _unpack(codes.view(torch.uint8)).float() - 8,
     INT8_WORDS: lambda codes: codes.view(torch.uint8).float() - 128,
     E2M1: lambda codes: torch.from_numpy(E2M1.values()).to(codes.device)[_unpack(codes)],
 }

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import UsageError
 from .format import Format, Scale
-from .numbers import E2M1, E4M3, INT8, INT8_WORDS
+from .numbers import E2M1, E4M3, INT4, INT8, INT8_WORDS
 
 # What compressed-tensors says of several groups, each of which then names its own format.
 MIXED_FORMAT = "mixed-precision"
@@ -24,7 +24,7 @@ class Scheme:
     Attributes:
         name: what the user types.
         format: how a layer is stored.
-        suffix: ending of the default output directory.
+        suffix: ending of the default output directory, which no other scheme has.
         settings: the `quantization_config` of config.json, but for the layers that stay as they are.
         ignored_keys: where it lists those.
         engines: who serves it.
@@ -36,6 +36,7 @@ class Scheme:
         fallback: what layers are stored as that engines cannot load in this one; None to leave them unquantized.
         follows_rows: whether an engine that reorders a layer's rows gets its scales right.
         most: the largest weight that engines can load; None if they load all that bfloat16 holds.
+        group_size: how many inputs share a scale, where the user may choose that: "128", or "channel" for all.
         tag: what a card is found by: "fp8-block".
         notes: what the plan says of where it serves and where it does not.
     """
@@ -54,6 +55,7 @@ class Scheme:
     fallback: Scheme | None = None
     follows_rows: bool = True
     most: float | None = None
+    group_size: str | None = None
     tag: str = ""
     notes: tuple[str, ...] = ()
 
@@ -305,6 +307,46 @@ MXFP4 = Scheme(
     ),
 )
 
+
+def _int4(size: int | None, suffix: str, fallback: Scheme | None = None) -> Scheme:
+    """INT4 weights with one scale for so many inputs of a row, or for all of them."""
+    weights = {"strategy": "channel"} if size is None else {"strategy": "group", "group_size": size}
+    return Scheme(
+        "int4",
+        # vLLM 0.32.0 compressed_tensors/schemes/compressed_tensors_wNa16.py:160-237. compressed-tensors 0.20 gives a
+        # group of zeros the spacing of bfloat16 (quantization/utils/helpers.py:379).
+        Format(
+            INT4,
+            (1, size),
+            Scale("weight_scale", dtype="BF16", of_zeros=2.0**-7),
+            codes="weight_packed",
+            shape=True,
+        ),
+        suffix=suffix,
+        settings=_compressed_tensors({"num_bits": 4, **weights}, None, "pack-quantized", "int"),
+        ignored_keys=("ignore",),
+        engines=("vLLM", "SGLang"),
+        package="compressed-tensors",
+        head=True,
+        fallback=fallback,
+        group_size="channel" if size is None else str(size),
+        tag="int4-w4a16",
+        notes=(
+            "four bits lose more than eight: KL 0.0106 to the source on text with examples/tiny-qwen3, as --scheme "
+            "channel 0.0033; activations stay as they are: for NVIDIA GPUs from Turing on, in SGLang from Ampere on, "
+            "and for CPUs in vLLM",
+        ),
+    )
+
+
+# Every kernel takes groups of 32 (vLLM 0.32.0 layers/quantization/utils/marlin_utils.py:32-37), which divide what 128
+# does not, such as 11008 inputs on 4 ranks.
+INT4_W4A16_32 = _int4(32, "-INT4-G32")
+INT4_W4A16_64 = _int4(64, "-INT4-G64", fallback=INT4_W4A16_32)
+INT4_W4A16 = _int4(128, "-INT4", fallback=INT4_W4A16_32)
+INT4_W4A16_CHANNEL = _int4(None, "-INT4-channel")
+INT4_GROUPS = (INT4_W4A16, INT4_W4A16_64, INT4_W4A16_32, INT4_W4A16_CHANNEL)
+
 # With the scales of activations that calibration found: nothing here calibrates, but a source may have them.
 TENSOR_STATIC = replace(
     TENSOR,
@@ -321,21 +363,26 @@ TENSOR_COMPRESSED_STATIC = replace(
 )
 
 # The default of each name.
-SCHEMES = {scheme.name: scheme for scheme in (TENSOR, CHANNEL, BLOCK, MXFP8, INT8_W8A8, INT8_W8A16, MXFP4)}
-VARIANTS = (*SCHEMES.values(), TENSOR_COMPRESSED, BLOCK_COMPRESSED, BLOCK_UE8M0)
+SCHEMES = {scheme.name: scheme for scheme in (TENSOR, CHANNEL, BLOCK, MXFP8, INT8_W8A8, INT8_W8A16, INT4_W4A16, MXFP4)}
+VARIANTS = (*SCHEMES.values(), TENSOR_COMPRESSED, BLOCK_COMPRESSED, BLOCK_UE8M0, *INT4_GROUPS[1:])
 STATIC = (TENSOR_STATIC, TENSOR_COMPRESSED_STATIC)
 
 
 def find_scheme(
-    name: str, format: str | None = None, scale_format: str | None = None, activation_scheme: str = "dynamic"
+    name: str,
+    format: str | None = None,
+    scale_format: str | None = None,
+    activation_scheme: str = "dynamic",
+    group_size: str | None = None,
 ) -> Scheme:
-    """The scheme of a name, stored in a format with scales of a kind; None is the default of either.
+    """The scheme of a name, stored in a format with scales of a kind for groups of a size; None is the default of each.
 
     Args:
         name: a key of SCHEMES.
         format: "fp8" or "compressed-tensors".
         scale_format: "float" or "ue8m0".
         activation_scheme: "dynamic" or "static".
+        group_size: "32", "64", "128" or "channel".
 
     Raises:
         UsageError: there is none.
@@ -354,6 +401,12 @@ def find_scheme(
             f"--scheme {name} has no {scale_format} scales in the {format} format",
             "leave --scale-format out: block in the fp8 format has both kinds, mxfp8 and mxfp4 ue8m0, all else float",
         )
+    found = [scheme for scheme in found if group_size in (None, scheme.group_size)]
+    if not found:
+        raise UsageError(
+            f"--scheme {name} has no groups of a size to choose",
+            "use --scheme int4, or leave --group-size out",
+        )
     if activation_scheme == "dynamic":
         return found[0]
     static = next((scheme for scheme in STATIC if (scheme.name, scheme.method) == (name, format)), None)
@@ -366,11 +419,18 @@ def find_scheme(
 
 
 # What one config can hold together: MXFP8 has a format of its own, and nothing here could run the mixture.
-MIXED = (TENSOR_COMPRESSED, CHANNEL, BLOCK_COMPRESSED, INT8_W8A8, INT8_W8A16, MXFP4)
+MIXED = (TENSOR_COMPRESSED, CHANNEL, BLOCK_COMPRESSED, INT8_W8A8, INT8_W8A16, *INT4_GROUPS, MXFP4)
 
 
-def find_others(scheme: Scheme, scheme_for: Mapping[str, str]) -> tuple[tuple[str, Scheme], ...]:
+def find_others(
+    scheme: Scheme, scheme_for: Mapping[str, str], group_size: str | None = None
+) -> tuple[tuple[str, Scheme], ...]:
     """The scheme of each pattern over module names, beside that of all other layers.
+
+    Args:
+        scheme: that of all others.
+        scheme_for: the name of a scheme by pattern.
+        group_size: of schemes that have one, as for find_scheme.
 
     Raises:
         UsageError: a name without a scheme, or schemes that no config holds together.
@@ -382,9 +442,10 @@ def find_others(scheme: Scheme, scheme_for: Mapping[str, str]) -> tuple[tuple[st
         )
     others = []
     for pattern, name in scheme_for.items():
-        found = next((other for other in MIXED if other.name == name), None)
+        named = (other for other in MIXED if other.name == name)
+        found = next((other for other in named if not group_size or other.group_size in (None, group_size)), None)
         if found is None:
-            known = ", ".join(other.name for other in MIXED)
+            known = ", ".join(dict.fromkeys(other.name for other in MIXED))
             raise UsageError(f"--scheme-for {pattern}={name}: {name} is not a scheme to mix", f"choose one of {known}")
         others.append((pattern, found))
     return tuple(others)

@@ -54,6 +54,8 @@ _STORED: Mapping[tuple[Any, Any, bool], tuple[str, ...]] = {
     ("float", 4, True): ("mxfp4-pack-quantized",),
     ("int", 8, False): ("int-quantized", "naive-quantized", "pack-quantized"),
     ("int", 8, True): ("pack-quantized",),
+    ("int", 4, False): ("pack-quantized",),
+    ("int", 4, True): ("pack-quantized",),
 }
 # How activations may be quantized that are dynamic, by the type of weights.
 _DYNAMIC: Mapping[str, tuple[str, ...]] = {"float": ("token", "tensor", "group"), "int": ("token",)}

@@ -143,7 +143,7 @@ class Fates:
     @cached_property
     def kinds(self) -> list[tuple[Weight, Scheme]]:
         """Of the quantized weights, one for all of a scheme whose names differ in numbers only, as these are many."""
-        return list({(weight.alike, scheme.name): (weight, scheme) for weight, scheme in self.quantized}.values())
+        return list({(weight.alike, scheme.suffix): (weight, scheme) for weight, scheme in self.quantized}.values())
 
     @cached_property
     def schemes(self) -> list[Scheme]:

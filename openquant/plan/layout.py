@@ -145,7 +145,7 @@ def shards(fates: Fates) -> tuple[Shard, ...]:
     def size(weight: Weight) -> int:
         fate = fates.others.get(weight.module)
         scheme = fates.scheme if fate is None else fate.scheme
-        key = weight.source.dtype, weight.shape, None if scheme is None else scheme.name
+        key = weight.source.dtype, weight.shape, None if scheme is None else scheme.suffix
         if key not in sizes:
             sizes[key] = sum(info.nbytes for info in written(weight, scheme))
         return sizes[key]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -135,6 +136,14 @@ class Plan:
         return counts
 
     @property
+    def scheme_names(self) -> dict[str, int]:
+        """How many layers each scheme has, by what the user types, the plan's own first."""
+        counts = Counter[str]()
+        for scheme, count in self.schemes.items():
+            counts[scheme.name] += count
+        return dict(counts)
+
+    @property
     def title(self) -> str:
         """What shares a scale: "one scale per tensor, 16 of 28 layers one scale per output row"."""
         if self.scheme is None:
@@ -175,8 +184,8 @@ class Plan:
 
     @property
     def expert_schemes(self) -> dict[str, Scheme]:
-        """The schemes that quantized experts are stored in, by name."""
-        return {scheme.name: scheme for layer, scheme in self.fates.kinds if self.entry.experts(layer.module)}
+        """The schemes that quantized experts are stored in, by suffix."""
+        return {scheme.suffix: scheme for layer, scheme in self.fates.kinds if self.entry.experts(layer.module)}
 
     @property
     def ignored_layers(self) -> list[str]:
@@ -298,7 +307,7 @@ def make_plan(
     if weights and (find_quantization(checkpoint.config) or {}).get("kv_cache_scheme"):
         notes.append("kv_cache_scheme is left out; its scales stay, and engines use them with --kv-cache-dtype fp8")
     notes += _left_behind(checkpoint, weights)
-    notes += [note for scheme in fates.schemes for note in scheme.notes]
+    notes += dict.fromkeys(note for scheme in fates.schemes for note in scheme.notes)
     if model.rest:
         notes.insert(0, "decided from names and shapes alone: look at the plan, and at what the engine makes of it")
     # Where a layer stays unquantized, any part of it can be split off.

@@ -74,7 +74,7 @@ def problem_finder(
     def find(layer: Weight, scheme: Scheme) -> str | None:
         if scheme.format.static and (problem := _no_input_scale(layer)):
             return problem
-        key = layer.alike, layer.shape, scheme.name, layer.is_held_by(scheme.format)
+        key = layer.alike, layer.shape, scheme.suffix, layer.is_held_by(scheme.format)
         if key not in problems:
             problems[key] = look(layer, scheme)
         return problems[key] or straddles(layer, scheme)
@@ -142,8 +142,8 @@ def asked_by(found: Found, layers: dict[str, Weight]) -> Asked:
             ignored[module] = "the directory has it unquantized"
         for name in (module, layer.alike):
             if name in found.schemes:
-                mixed[module] = found.schemes[name].name
-    return Asked(ignored, mixed, {scheme.name: scheme for scheme in found.schemes.values()}, copies=True)
+                mixed[module] = found.schemes[name].suffix
+    return Asked(ignored, mixed, {scheme.suffix: scheme for scheme in found.schemes.values()}, copies=True)
 
 
 def settle(

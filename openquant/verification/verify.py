@@ -115,7 +115,7 @@ def verify(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Check an FP8, INT8 or FP4 directory, made by this tool or another.
+    """Check an FP8, INT8, INT4 or FP4 directory, made by this tool or another.
 
     Args:
         directory: what to check.

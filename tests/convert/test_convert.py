@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 
 import tiny
 from conftest import tree
-from converted import Shelf
+from converted import Shelf, asking
 from openquant import compress, dequantize, verify
 from openquant import run as running
 from openquant.errors import PlanError, SourceError, UsageError
-from openquant.formats.numbers import E2M1, E4M3, INT8, INT8_WORDS
+from openquant.formats.numbers import E2M1, E4M3, INT4, INT8, INT8_WORDS
 from openquant.formats.reference import encode, group_absmax, group_scale, stored_scale
 from openquant.formats.schemes import (
     BLOCK_COMPRESSED,
@@ -292,7 +292,7 @@ def test_a_joined_set_above_float16_is_an_error_that_names_it(tmp_path: Path) ->
 
 
 # Of a weight, in units of 2^127: what is left of the largest code under the largest scale.
-LARGEST = {E4M3: 1.75, INT8: 127 / 64, INT8_WORDS: 127 / 64, E2M1: 1.5}
+LARGEST = {E4M3: 1.75, INT8: 127 / 64, INT8_WORDS: 127 / 64, E2M1: 1.5, INT4: 7.5 / 8}
 
 
 @pytest.mark.parametrize("scheme", [s for s in VARIANTS if s.name != "tensor"], ids=lambda scheme: scheme.suffix)
@@ -300,8 +300,8 @@ LARGEST = {E4M3: 1.75, INT8: 127 / 64, INT8_WORDS: 127 / 64, E2M1: 1.5}
 def test_a_weight_whose_code_would_overflow_bfloat16_is_an_error_that_names_it(
     tmp_path: Path, dtype: str, scheme: Scheme
 ) -> None:
-    options = {"scheme": scheme.name, "format": scheme.method, "scale_format": scheme.scale_format}
-    name, limit = "model.layers.1.mlp.up_proj.weight", LARGEST[scheme.format.number] * 2.0**127
+    name, options = "model.layers.1.mlp.up_proj.weight", asking(scheme)
+    limit = LARGEST[scheme.format.number] * 2.0**127
     weights = tiny.tensors("Qwen3ForCausalLM", dtype=dtype)
     weights[name][1, 2] = -(limit + 2.0**120)
     with pytest.raises(PlanError) as caught:
@@ -317,7 +317,8 @@ def test_a_weight_whose_code_would_overflow_bfloat16_is_an_error_that_names_it(
     report = verify(tmp_path / "out", tmp_path / "source", full=True)
     assert report.problems == ()
     dequantize(tmp_path / "out", tmp_path / "plain")
-    assert tiny.read(tmp_path / "plain")[name][1, 2] == limit
+    # Four bits have the codes -8 and 7, and their scale is a power of two here.
+    assert tiny.read(tmp_path / "plain")[name][1, 2] == (7 * 2.0**124 if scheme.format.number == INT4 else limit)
 
 
 def test_config_gains_quantization_config_and_nothing_else(tmp_path: Path, source: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from openquant.errors import UsageError
 from openquant.formats.names import SCHEME_NAMES
-from openquant.formats.numbers import E2M1, E4M3, INT8, INT8_WORDS, Number
+from openquant.formats.numbers import E2M1, E4M3, INT4, INT8, INT8_WORDS, Number
 from openquant.formats.quantization import read_quantization
 from openquant.formats.reference import decode, encode, group_absmax, group_scale, stored_scale
 from openquant.formats.schemes import (
@@ -20,6 +20,11 @@ from openquant.formats.schemes import (
     BLOCK_COMPRESSED,
     BLOCK_UE8M0,
     CHANNEL,
+    INT4_GROUPS,
+    INT4_W4A16,
+    INT4_W4A16_32,
+    INT4_W4A16_64,
+    INT4_W4A16_CHANNEL,
     INT8_W8A8,
     INT8_W8A16,
     MIXED,
@@ -42,6 +47,9 @@ def half_a_code(number: Number, weight: torch.Tensor, step: torch.Tensor) -> tor
     """How far a code may be from weights of some magnitudes, under scales."""
     if number in (INT8, INT8_WORDS):
         return step / 2
+    if number == INT4:
+        # A scale of bfloat16 that is rounded down may put the largest weight beyond the last code.
+        return step / 2 + weight * 2.0**-8
     # Normal codes have 3 bits of mantissa, or 1: half a unit is 1/16 of the weight, or 1/4; subnormal ones are 2^-9
     # apart, or 1/2. The largest magnitude of FP4 is 6, and up to 7 is clamped to it.
     return torch.maximum(weight / (16 if number == E4M3 else 4), step * (2.0**-10 if number == E4M3 else 0.25))
@@ -69,12 +77,13 @@ def test_decoding_gives_the_weight_back_within_half_a_code(
 
 
 @schemes
-def test_zeros_stay_zeros_under_scale_one(scheme: Scheme) -> None:
+def test_zeros_stay_zeros_under_a_scale_above_zero(scheme: Scheme) -> None:
     weight = torch.zeros(256, 128)
     scale = group_scale(group_absmax(weight, scheme.format.group), scheme.format)
-    assert (scale == 1).all()
+    assert (scale == (2.0**-7 if scheme.format.number == INT4 else 1)).all()
     codes = encode(weight, scale, scheme.format)
-    assert (codes.view(torch.uint8) == (128 if scheme is INT8_W8A16 else 0)).all()
+    zeros = {INT8_W8A16.format.number: 128, INT4: 0x88}
+    assert (codes.view(torch.uint8) == zeros.get(scheme.format.number, 0)).all()
     assert (decode(codes, scale, scheme.format) == 0).all()
 
 
@@ -82,8 +91,9 @@ def test_zeros_stay_zeros_under_scale_one(scheme: Scheme) -> None:
 @given(share=st.floats(0, 1, width=32) | st.sampled_from([0.5, 1.0]))
 def test_no_code_overflows_bfloat16(scheme: Scheme, share: float) -> None:
     absmax = np.array([[share * scheme.largest]], np.float32)
-    largest = torch.from_numpy(scheme.format.scales(absmax)) * scheme.format.number.largest
-    assert torch.isfinite(largest.bfloat16()).all()
+    scale = torch.from_numpy(scheme.format.scales(absmax))
+    assert torch.isfinite((scale * scheme.format.number.largest).bfloat16()).all()
+    largest = scale * scheme.format.number.span
     # A scale of bfloat16 may be rounded down, and FP4 clamps what is below 7 to 6.
     slack = {"BF16": 2.0**-8, "U8": 1 / 6 if scheme is MXFP4 else 2.0**-23}.get(scheme.format.scale.dtype, 2.0**-23)
     assert (largest * (1 + slack) >= torch.from_numpy(absmax)).all()
@@ -175,6 +185,9 @@ COMPRESSED = [
     (CHANNEL, {"strategy": "channel"}, {"strategy": "token"}),
     (INT8_W8A8, {"strategy": "channel"}, {"strategy": "token"}),
     (INT8_W8A16, {"strategy": "channel"}, None),
+    (INT4_W4A16, {"num_bits": 4, "strategy": "group", "group_size": 128}, None),
+    (INT4_W4A16_32, {"num_bits": 4, "strategy": "group", "group_size": 32}, None),
+    (INT4_W4A16_CHANNEL, {"num_bits": 4, "strategy": "channel"}, None),
     (
         BLOCK_COMPRESSED,
         {"strategy": "block", "block_structure": [128, 128]},
@@ -183,13 +196,10 @@ COMPRESSED = [
     (MXFP8, MX, MX),
     (MXFP4, MX | {"num_bits": 4}, None),
 ]
-KINDS = [row[0].name for row in COMPRESSED]
-STORED = {
-    MXFP8: "mxfp8-quantized",
-    MXFP4: "mxfp4-pack-quantized",
-    INT8_W8A8: "int-quantized",
-    INT8_W8A16: "pack-quantized",
-}
+KINDS = [row[0].suffix for row in COMPRESSED]
+STORED = {MXFP8: "mxfp8-quantized", MXFP4: "mxfp4-pack-quantized", INT8_W8A8: "int-quantized"} | dict.fromkeys(
+    (INT8_W8A16, *INT4_GROUPS), "pack-quantized"
+)
 
 
 @pytest.mark.parametrize(("scheme", "weights", "activations"), COMPRESSED, ids=KINDS)
@@ -280,6 +290,53 @@ def test_scales_of_bfloat16_are_rounded_before_codes_are_made() -> None:
     assert decode(encode(weight, scale, INT8_W8A16.format), scale, INT8_W8A16.format).tolist() == [[127, 50, -127, 0]]
 
 
+def test_golden_bytes_of_int4() -> None:
+    weight = torch.zeros(2, 128)
+    weight[0, :8] = torch.tensor([-7.5, -7.0, -1.0, 0.0, 1.0, 2.0, 6.0, 7.5])
+    weight[0, 8:16] = torch.tensor([0.5, 1.5, -2.5, -0.5, 3.49, 3.51, -0.0, 7.0])
+    scale = group_scale(group_absmax(weight, INT4_W4A16.format.group), INT4_W4A16.format)
+    # The largest weight is divided by 7.5; a group of zeros has the spacing of bfloat16.
+    assert scale.tolist() == [[1.0], [2.0**-7]]
+    words = [[word & 0xFFFFFFFF for word in row] for row in encode(weight, scale, INT4_W4A16.format).tolist()]
+    # Each code is 8 above its value, the first lowest; -7.5 rounds to -8, and 7.5 is cut to 7.
+    assert words == [[0xFEA98710, 0xF8CB86A8, *[0x88888888] * 14], [0x88888888] * 16]
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    magnitude=st.integers(-20, 20),
+    scheme=st.sampled_from(INT4_GROUPS),
+)
+def test_int4_is_what_compressed_tensors_makes(seed: int, magnitude: int, scheme: Scheme) -> None:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    weight = (torch.randn(16, 384, generator=torch.Generator().manual_seed(seed)) * 2.0**magnitude).bfloat16()
+    weight[3, :128] = 0
+    config = QuantizationConfig.model_validate(scheme.config([])).config_groups["group_0"]
+    grouped = weight.reshape(16, -1, scheme.format.group[1] or 384)
+    wanted, _ = calculate_qparams(grouped.amin(2), grouped.amax(2), config.weights)
+    scale = group_scale(group_absmax(weight, scheme.format.group), scheme.format)
+    assert torch.equal(stored_scale(scale, scheme.format, (16, 384)), wanted)
+    compressor = BaseCompressor.get_value_from_registry("pack-quantized")
+    # In bfloat16 it would round quotients before it rounds them to codes.
+    theirs = compressor.compress({"weight": weight.float(), "weight_scale": wanted.float()}, config)
+    assert torch.equal(encode(weight, scale, scheme.format), theirs["weight_packed"])
+    assert theirs["weight_shape"].tolist() == [16, 384]
+
+
+def test_groups_of_int4_are_of_one_config() -> None:
+    found = CHANNEL.config(["a"], {INT4_W4A16: ["b"], INT4_W4A16_32: ["c"]})
+    read = read_quantization({"quantization_config": found})
+    assert [read.format_of(name) for name in "xbc"] == [CHANNEL.format, INT4_W4A16.format, INT4_W4A16_32.format]
+    assert as_written(CHANNEL, read.settings)
+    assert INT4_W4A16.format.whole == (1, 128)
+    assert INT4_W4A16_CHANNEL.format.whole == (1, 8)
+    assert find_others(CHANNEL, {"a": "int4"}) == (("a", INT4_W4A16),)
+    assert find_others(CHANNEL, {"a": "int4", "b": "int8"}, "64") == (("a", INT4_W4A16_64), ("b", INT8_W8A8))
+
+
 def test_words_need_whole_rows() -> None:
     assert INT8_W8A16.format.misfit((3, 64)) is None
     assert INT8_W8A16.format.misfit((64, 50)) == "rows of 50 do not divide into words of 4 codes"
@@ -296,7 +353,8 @@ def test_codes_below_ours_are_read(words: bool) -> None:
 
 def test_every_name_has_a_default_and_every_format_is_found() -> None:
     for scheme in VARIANTS:
-        assert find_scheme(scheme.name, scheme.method, scheme.scale_format) == scheme
+        found = find_scheme(scheme.name, scheme.method, scheme.scale_format, group_size=scheme.group_size)
+        assert found == scheme
         assert find_scheme(scheme.name) == SCHEMES[scheme.name]
     assert len({scheme.suffix for scheme in VARIANTS}) == len(VARIANTS)
     with pytest.raises(UsageError) as caught:
@@ -310,7 +368,16 @@ def test_every_name_has_a_default_and_every_format_is_found() -> None:
 @pytest.mark.parametrize(
     ("asked", "message", "hint"),
     [
-        (("rows",), "rows is not a scheme", "choose one of tensor, channel, block, mxfp8, int8, int8-weights, mxfp4"),
+        (
+            ("rows",),
+            "rows is not a scheme",
+            "choose one of tensor, channel, block, mxfp8, int8, int8-weights, int4, mxfp4",
+        ),
+        (
+            ("int8-weights", None, None, "dynamic", "64"),
+            "--scheme int8-weights has no groups of a size to choose",
+            "use --scheme int4, or leave --group-size out",
+        ),
         (("tensor", "gguf"), "the format gguf has no scheme tensor", "use --format fp8 or compressed-tensors"),
         (
             ("block", "compressed-tensors", "ue8m0"),
@@ -360,7 +427,7 @@ def test_schemes_that_no_config_holds_together() -> None:
         find_others(CHANNEL, {"**": "mxfp8"})
     assert (caught.value.message, caught.value.hint) == (
         "--scheme-for **=mxfp8: mxfp8 is not a scheme to mix",
-        "choose one of tensor, channel, block, int8, int8-weights, mxfp4",
+        "choose one of tensor, channel, block, int8, int8-weights, int4, mxfp4",
     )
 
 

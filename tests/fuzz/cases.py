@@ -167,7 +167,8 @@ def unreadable(root: Path) -> str | None:
 
 SCHEMES = [
     [], ["-w", "128"], ["--scheme", "channel"], ["--scheme", "mxfp8"], ["--format", "compressed-tensors"],
-    ["--scheme", "int8"], ["--scheme", "int8-weights"],
+    ["--scheme", "int8"], ["--scheme", "int8-weights"], ["--scheme", "int4"],
+    ["--scheme", "int4", "--group-size", "32"],
     ["-w", "128", "--format", "compressed-tensors"], ["-w", "128", "--scale-format", "ue8m0"],
     ["--activation-scheme", "static"], ["--activation-scheme", "static", "--format", "compressed-tensors"],
 ]  # fmt: skip
@@ -263,9 +264,9 @@ def warm(base: Base) -> None:
     """Import and compute now what every child would."""
     for module in ("openquant.api", "openquant.hub.publish", "openquant.report.text", "openquant.run"):
         importlib.import_module(module)
-    one = np.full((1, 1), 0x3F80, np.uint16)
+    one = np.full((1, 2), 0x3F80, np.uint16)
     for number in {scheme.format.number for scheme in VARIANTS}:
         scale = np.float32([[1]]) / np.float32(number.largest)
-        kernels.encode(one, "BF16", scale, (None, None), np.empty((1, 1), np.uint8), number)
+        kernels.encode(one, "BF16", scale, (None, None), np.empty((1, 2 // number.per_byte), np.uint8), number)
     if base.source is not None:
         verify(base.root)

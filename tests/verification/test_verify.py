@@ -23,7 +23,7 @@ from converted import Shelf
 from openquant import Report, compress, verify
 from openquant.errors import OpenQuantError
 from openquant.formats.kernels import decode
-from openquant.formats.numbers import E2M1, E4M3
+from openquant.formats.numbers import E2M1, E4M3, INT4
 from openquant.formats.reference import encode
 from openquant.formats.schemes import BLOCK, CHANNEL, INT8_W8A16, SCHEMES, TENSOR, VARIANTS, Scheme
 from tiny import change_weights
@@ -79,7 +79,8 @@ def test_outputs_are_clean(shelf: Shelf, architecture: str, scheme: Scheme) -> N
     assert full.nbytes == result.output_bytes
     assert full.equal_tensors + full.quantized * len(scheme.format.parts("", (128, 128))) == full.tensors
     assert full.equal_files == 1
-    least, most = {E4M3: (0.02, 0.03), E2M1: (0.08, 0.14)}.get(scheme.format.number, (0.004, 0.012))
+    ranges = {E4M3: (0.02, 0.03), E2M1: (0.08, 0.14), INT4: (0.09, 0.13)}
+    least, most = ranges.get(scheme.format.number, (0.004, 0.012))
     assert all(least < error.relative < most for error in full.errors)
 
 
@@ -868,7 +869,7 @@ USAGE = [
      "channel or group"),
     ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, [],
      "config.json has modelopt with one scale per tensor",
-     "only fp8 and compressed-tensors with FP8, INT8 or FP4 weights are checked"),
+     "only fp8 and compressed-tensors with FP8, INT8, INT4 or FP4 weights are checked"),
 ]  # fmt: skip
 
 

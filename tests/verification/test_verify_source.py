@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from conftest import change_json, run_openquant
-from converted import Shelf
+from converted import Shelf, asking
 from openquant import Report, compress, verify
 from openquant.formats.schemes import SCHEMES, TENSOR, TRANSFORMERS_REFUSAL, VARIANTS, Scheme
 from openquant.formats.settings import unread
@@ -83,7 +83,7 @@ def test_the_journal_or_the_card_says_that_it_is_ours(ours: Path, source: Path) 
 @pytest.mark.parametrize("scheme", VARIANTS, ids=[scheme.suffix for scheme in VARIANTS])
 def test_a_deleted_key_does_not_make_it_another_tool_s(tmp_path: Path, source: Path, scheme: Scheme) -> None:
     out = tmp_path / "out"
-    compress(source, out, scheme.name, format=scheme.method, scale_format=scheme.scale_format)
+    compress(source, out, **asking(scheme))
     key = "fmt" if scheme.method == "fp8" else "quantization_status"
     held = scheme.settings[key]
     change_settings(out, lambda settings: settings.pop(key))

@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from conftest import EXAMPLE, ROOT, change_json, run_openquant, tree
-from converted import Shelf
+from converted import Shelf, asking
 from openquant import compress, dequantize, diagnose, verify
 from openquant.errors import OpenQuantError, PlanError, SourceError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.reference import decode, encode, group_absmax, group_scale
-from openquant.formats.schemes import BLOCK, CHANNEL, INT8_W8A16, TENSOR, TENSOR_STATIC, VARIANTS, Scheme
+from openquant.formats.schemes import BLOCK, BLOCK_UE8M0, CHANNEL, INT8_W8A16, TENSOR, TENSOR_STATIC, VARIANTS, Scheme
 from openquant.machine import peak_rss
 from openquant.plan.fates import Options
 from openquant.plan.plan import make_plain_plan, make_plan
@@ -132,8 +132,7 @@ def test_an_output_in_its_own_scheme_is_the_same_bytes(
     shelf: Shelf, tmp_path: Path, architecture: str, scheme: Scheme
 ) -> None:
     _, output, once = shelf.converted(architecture, scheme)
-    formats = {"format": scheme.method, "scale_format": scheme.scale_format}
-    twice = compress(output, tmp_path / "twice", scheme.name, **formats)
+    twice = compress(output, tmp_path / "twice", **asking(scheme))
     one, two = tree(output), tree(tmp_path / "twice")
     for name in (".openquant.json", "README.md"):
         del one[name], two[name]
@@ -149,7 +148,7 @@ def test_an_output_in_its_own_scheme_is_the_same_bytes(
 
 @variants
 def test_dequantized_outputs_are_what_codes_and_scales_stand_for(tmp_path: Path, scheme: Scheme) -> None:
-    compress(EXAMPLE, tmp_path / "fp8", scheme.name, format=scheme.method, scale_format=scheme.scale_format)
+    compress(EXAMPLE, tmp_path / "fp8", **asking(scheme))
     dequantize(tmp_path / "fp8", tmp_path / "plain")
     stored, plain, source = (tiny.read(root) for root in (tmp_path / "fp8", tmp_path / "plain", EXAMPLE))
     assert set(plain) == set(source)
@@ -585,7 +584,7 @@ def test_mxfp4_as_compressed_tensors_has_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.uint8, torch.float32])
 def test_power_of_two_scales(tmp_path: Path, dtype: torch.dtype) -> None:
     def make(weight: torch.Tensor) -> Weights:
-        scale = group_scale(group_absmax(weight, BLOCK.format.group), VARIANTS[-1].format)
+        scale = group_scale(group_absmax(weight, BLOCK.format.group), BLOCK_UE8M0.format)
         bits = (scale.view(torch.int32) >> 23).to(torch.uint8)
         stored = {torch.float32: scale, torch.uint8: bits}.get(dtype, bits.view(torch.float8_e8m0fnu))
         return {"weight": encode(weight, scale, BLOCK.format), "weight_scale_inv": stored}

@@ -1,4 +1,5 @@
-"""A vLLM plugin with a kernel for 8-bit weights in words, for which vLLM 0.32.0's CPU build has none.
+"""A vLLM plugin with a kernel for weights in words, for which vLLM 0.32.0's CPU build has none: of 8 bits nowhere, of 4
+bits on a CPU without AVX-512.
 
 With this directory on PYTHONPATH, vLLM finds it by its entry point. Plain torch multiplies by the weights that words and
 scales stand for: names, shapes, the order in words and scales are tested, no kernel of a GPU is.
@@ -18,7 +19,7 @@ from torch import Tensor
 
 
 def register() -> None:
-    """Add the kernel behind those that vLLM has, and exact products where the CPU has none; a second call changes nothing."""
+    """Add the kernel before those that vLLM has, and exact products where the CPU has none; a second call changes nothing."""
     import vllm._custom_ops
     import vllm.model_executor.kernels.linear as linear
     from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel
@@ -30,8 +31,12 @@ def register() -> None:
     if not current_platform.is_cpu() or any(kernel.__name__ == "WordsKernel" for kernel in known):
         return
 
+    bits = {scalar_types.uint8b128: 8}
+    if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        bits[scalar_types.uint4b8] = 4
+
     class WordsKernel(MPLinearKernel):
-        """Symmetric 8-bit weights, one scale for each row."""
+        """Symmetric weights, one scale for each row or for groups of its inputs."""
 
         @classmethod
         def get_min_capability(cls) -> int:
@@ -39,26 +44,30 @@ def register() -> None:
 
         @classmethod
         def can_implement(cls, config: Any) -> tuple[bool, str | None]:
-            fits = config.weight_type == scalar_types.uint8b128 and config.group_size == -1
-            return fits, None if fits else "only 8-bit weights with one scale for each row"
+            fits = config.weight_type in bits and not config.zero_points
+            return fits, None if fits else "only symmetric weights of 8 bits, or of 4 where vLLM's kernel is missing"
 
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
             words, scale, _ = self._get_weight_params(layer)
-            layer.decoded = decoded(words.data, scale.data)
+            layer.decoded = decoded(words.data, scale.data, bits[self.config.weight_type])
 
         def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
             return torch.nn.functional.linear(x, layer.decoded, bias)
 
-    known.append(WordsKernel)
+    known.insert(0, WordsKernel)
     if not torch.cpu._is_vnni_supported():
         vllm._custom_ops.create_onednn_scaled_mm = Codes
         vllm._custom_ops.onednn_scaled_mm = multiplied
 
 
-def decoded(words: Tensor, scale: Tensor) -> Tensor:
-    """Weights [out, in] in the dtype of their scales [out, 1]: four in a word, the first lowest, 128 above its value."""
-    codes = torch.stack([(words >> shift) & 255 for shift in (0, 8, 16, 24)], dim=-1).flatten(1) - 128
-    return (codes.float() * scale.float()).to(scale.dtype)
+def decoded(words: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """Weights [out, in] in the dtype of their scales [out, groups]: several in a word, the first lowest, each half of its
+    range above its value.
+    """
+    places = range(0, 32, bits)
+    codes = torch.stack([(words >> place) & (2**bits - 1) for place in places], dim=-1).flatten(1) - 2 ** (bits - 1)
+    grouped = codes.float().unflatten(1, (scale.shape[1], -1)) * scale.float().unsqueeze(2)
+    return grouped.flatten(1).to(scale.dtype)
 
 
 class Codes:

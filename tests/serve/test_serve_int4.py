@@ -1,0 +1,95 @@
+"""INT4 weights served by vLLM on text: how far they are from the source, and from what their codes and scales stand for.
+
+vLLM's CPU build has a kernel of its own for them where the CPU has AVX-512, else the plugin of shim/ multiplies by what
+they stand for; see test_serve_int8.py for the texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from engine_client import EngineError, LogProbs, divergence, find_engine, rewrite
+
+import tiny
+from conftest import EXAMPLE
+from openquant import compress, dequantize
+
+pytestmark = pytest.mark.serve
+
+# By name: what is made of the example, and the bound on the divergence to it, in nats.
+# Found: 0.0106, 0.0082, 0.0129, 0.0097, 0.0070 and 0.0070; to the dequantized weights 0, with FP8 0.0008.
+CASES: dict[str, tuple[Mapping[str, Any], float]] = {
+    "int4": ({"scheme": "int4"}, 0.0117),
+    "int4-32": ({"scheme": "int4", "group_size": "32"}, 0.0090),
+    "int4-channel": ({"scheme": "int4", "group_size": "channel"}, 0.0142),
+    "falls-back": ({"scheme": "int4", "tp": 4}, 0.0107),
+    "attention-in-fp8": ({"scheme": "int4", "scheme_for": {"**.self_attn.*": "channel"}}, 0.0078),
+    "mlp-in-int4": ({"scheme": "channel", "scheme_for": {"**.mlp.*": "int4"}}, 0.0078),
+}
+# To the dequantized weights; FP8 rounds activations.
+OWN, OWN_FP8 = 0.0002, 0.001
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+def one_scale_moved(tensors: dict[str, torch.Tensor]) -> None:
+    """The scales of each row one group on."""
+    tensors[f"{DOWN}.weight_scale"] = tensors[f"{DOWN}.weight_scale"].roll(1, 1)
+
+
+def order_swapped(tensors: dict[str, torch.Tensor]) -> None:
+    """The last code of each word first."""
+    for name, words in tensors.items():
+        if name.endswith(".weight_packed"):
+            swapped = torch.zeros_like(words)
+            for place in range(8):
+                swapped |= ((words >> (4 * place)) & 15) << (28 - 4 * place)
+            tensors[name] = swapped
+
+
+CONTROLS: dict[str, Callable[[dict[str, torch.Tensor]], None]] = {
+    "one-scale-moved": one_scale_moved,
+    "order-swapped": order_swapped,
+}
+
+
+@pytest.fixture(scope="module")
+def logprobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LogProbs | EngineError]:
+    """Of the source, each case, `<it>-plain`, and the first with each fault."""
+    engine, root = find_engine(), tmp_path_factory.mktemp("int4")
+    models = {"source": EXAMPLE}
+    for name, (options, _) in CASES.items():
+        models[name], models[f"{name}-plain"] = root / name, root / f"{name}-plain"
+        compress(EXAMPLE, models[name], **options)
+        dequantize(models[name], models[f"{name}-plain"])
+    for name, damage in CONTROLS.items():
+        tensors = tiny.read(models["int4"])
+        damage(tensors)
+        models[name] = rewrite(models["int4"], root / name, tensors)
+    return dict(zip(models, engine.logprobs(list(models.values()), root / "answers", "text"), strict=True))
+
+
+def of(logprobs: dict[str, LogProbs | EngineError], name: str) -> LogProbs:
+    """One answer; one that the engine refused fails the tests that ask for it, not the others."""
+    answer = logprobs[name]
+    if isinstance(answer, EngineError):
+        raise answer
+    return answer
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stays_close_to_the_source(name: str, logprobs: dict[str, LogProbs | EngineError]) -> None:
+    assert divergence(of(logprobs, "source"), of(logprobs, name)) <= CASES[name][1]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_computes_what_codes_and_scales_stand_for(name: str, logprobs: dict[str, LogProbs | EngineError]) -> None:
+    bound = OWN_FP8 if "scheme_for" in CASES[name][0] else OWN
+    assert divergence(of(logprobs, f"{name}-plain"), of(logprobs, name)) <= bound
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_control_faults_show(name: str, logprobs: dict[str, LogProbs | EngineError]) -> None:
+    assert divergence(of(logprobs, "int4-plain"), of(logprobs, name)) > 2 * OWN
