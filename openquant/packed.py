@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .formats.reference import decode, encode, group_absmax, group_scale, stored_scale
+from .formats.reference import decode, encode, group_absmax, group_divisor, group_scale, stored_scale
 from .formats.schemes import VARIANTS, find_scheme
 
 _DTYPES = {
@@ -27,6 +27,7 @@ class PackedLinear(nn.Module):
         bias: [out] or None, as the source has it.
         format: how it is serialized, where two formats differ only in the scale's name; the scheme's default if None.
         scheme: its name, which words of codes do not tell: "int8-weights" if None.
+        global_scale: float32 [1], where the scheme has one above the scales of groups.
 
     Raises:
         ValueError: dtypes or shapes that do not belong together.
@@ -41,6 +42,7 @@ class PackedLinear(nn.Module):
         bias: Tensor | None = None,
         format: str | None = None,
         scheme: str | None = None,
+        global_scale: Tensor | None = None,
     ) -> None:
         super().__init__()
         held = [
@@ -60,12 +62,15 @@ class PackedLinear(nn.Module):
             and each.format.scale_shape(shape) == scale.shape
             and scale.dtype == _DTYPES[each.format.scale.dtype]
             and format in (None, each.method)
+            and (each.format.global_scale is None) == (global_scale is None)
         ]
         if not fitting:
             raise ValueError(f"{scale.dtype} scale {list(scale.shape)} does not fit a weight {list(shape)}")
         self.scheme, self.shape = fitting[0], shape
         self.register_buffer(self.scheme.format.codes, weight)
         self.register_buffer(self.scheme.format.scale.name, scale)
+        if self.scheme.format.global_scale is not None:
+            self.register_buffer(self.scheme.format.global_scale.name, global_scale)
         for info, data in self.scheme.format.known("", shape):
             self.register_buffer(info.name[1:], torch.frombuffer(bytearray(data), dtype=torch.int64))
         self.register_buffer("bias", bias)
@@ -95,10 +100,13 @@ class PackedLinear(nn.Module):
             raise ValueError("the weight holds NaN or infinity")
         if absmax.max() > chosen.largest:
             raise ValueError(f"the weight reaches {absmax.max():g}, engines load at most {chosen.largest:g}")
-        scale = group_scale(absmax, chosen.format)
+        form = chosen.format
+        divisor = group_divisor(absmax.amax(), form) if form.global_scale is not None else None
+        scale = group_scale(absmax, form, divisor)
         bias = None if linear.bias is None else linear.bias.detach()
-        codes, stored = encode(weight, scale, chosen.format), stored_scale(scale, chosen.format, shape)
-        return cls(codes, stored, bias, chosen.method, chosen.name)
+        codes, stored = encode(weight, scale, form), stored_scale(scale, form, shape, divisor)
+        above = None if divisor is None else divisor.reshape(1)
+        return cls(codes, stored, bias, chosen.method, chosen.name, above)
 
     @property
     def scale(self) -> Tensor:
@@ -107,7 +115,10 @@ class PackedLinear(nn.Module):
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [out, in] that this layer computes with."""
-        return decode(self.get_buffer(self.scheme.format.codes), self.scale, self.scheme.format).to(dtype)
+        form, scale = self.scheme.format, self.scale
+        if form.global_scale is not None:
+            scale = scale.float() / self.get_buffer(form.global_scale.name)
+        return decode(self.get_buffer(form.codes), scale, form).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out], in x's dtype."""

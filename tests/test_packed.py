@@ -12,9 +12,11 @@ CODES = {
     "int8": {"weight": (torch.int8, (128, 256))},
     "int8-weights": {"weight_packed": (torch.int32, (128, 64)), "weight_shape": (torch.int64, (2,))},
     "mxfp4": {"weight_packed": (torch.uint8, (128, 128))},
+    "nvfp4": {"weight_packed": (torch.uint8, (128, 128)), "weight_global_scale": (torch.float32, (1,))},
     "int4": {"weight_packed": (torch.int32, (128, 32)), "weight_shape": (torch.int64, (2,))},
 }
 SCALES = {"mxfp8": torch.uint8, "mxfp4": torch.uint8, "int8-weights": torch.bfloat16, "int4": torch.bfloat16}
+SCALES |= {"nvfp4": torch.float8_e4m3fn}
 
 
 @pytest.mark.parametrize(
@@ -22,6 +24,7 @@ SCALES = {"mxfp8": torch.uint8, "mxfp4": torch.uint8, "int8-weights": torch.bflo
     [
         ("mxfp8", None, "weight_scale", (128, 8)),
         ("mxfp4", None, "weight_scale", (128, 8)),
+        ("nvfp4", None, "weight_scale", (128, 16)),
         ("int8", None, "weight_scale", (128, 1)),
         ("int8-weights", None, "weight_scale", (128, 1)),
         ("int4", None, "weight_scale", (128, 2)),
@@ -43,7 +46,9 @@ def test_state_dict_holds_the_written_names_and_comes_back(
         scale_name: (SCALES.get(scheme, torch.float32), shape),
         "bias": (torch.bfloat16, (128,)),
     }
-    again = PackedLinear(next(iter(state.values())), state[scale_name], state["bias"], format, scheme)
+    again = PackedLinear(
+        next(iter(state.values())), state[scale_name], state["bias"], format, scheme, state.get("weight_global_scale")
+    )
     assert again.scheme == packed.scheme
     x = torch.randn(3, 256, dtype=torch.bfloat16)
     assert torch.equal(packed(x), again(x))

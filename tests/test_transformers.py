@@ -35,12 +35,15 @@ def dequantized(output: Path, target: Path, scheme: Scheme | None) -> Path:
     config = json.loads((output / "config.json").read_text())
     quantization = read_quantization(config)
     whole = (torch.float8_e4m3fn, torch.int8)
-    for name in [name for name in weights if name.endswith("_packed") or weights[name].dtype in whole]:
+    found = (name for name in weights if name.endswith(("_packed", "weight")))
+    for name in [name for name in found if name.endswith("_packed") or weights[name].dtype in whole]:
         codes, name = weights.pop(name), name.removesuffix("_packed")
         form = scheme.format if scheme else quantization.format_of(name.removesuffix(".weight"))
         assert form is not None
         scale = next(weights.pop(found) for found in (f"{name}_scale", f"{name}_scale_inv") if found in weights)
         weights.pop(f"{name}_shape", None)
+        if form.global_scale:
+            scale = scale.float() / weights.pop(f"{name}_global_scale")
         weights[name] = decode(codes, scale, form).to(torch.bfloat16)
     save_file(weights, target / "model.safetensors", {"format": "pt"})
     del config["quantization_config"]

@@ -339,6 +339,9 @@ class _Worker:
         group, extent = weight.format.group, weight.rows(self.reader.where)
         height = group[0] or 1
         step = max(1, BUFFER // (extent.pitch * height)) * height
+        divisor = self.reader.divisor(weight)
+        if scheme.format.global_scale is not None and piece.tied_target is not None:
+            file.write(divisor, piece.tied_target)
         with self.reader.open(extent.shard) as source:
             for low in range(0, weight.shape[0], step):
                 count = min(step, weight.shape[0] - low)
@@ -349,7 +352,7 @@ class _Worker:
                 scale = self.reader.scales(weight, low, count, SMALLEST_SCALE, scheme.format.scale.power_of_two)
                 self.reader.check_codes(weight, low, codes, scale)
                 slot.send(file, codes, place)
-                stored = scheme.format.stored(scale)
+                stored = scheme.format.stored(scale, divisor)
                 if low == 0 or group[0] is not None:
                     file.write(stored, scale_place)
                     scale_place += stored.nbytes
@@ -360,7 +363,7 @@ class _Worker:
         for weight in job.joined:
             for bits in self.reader.rows(weight, 1):
                 loaded = self.kernels.load(bits, weight.dtype)
-                amax = self.kernels.absmax(loaded, weight.dtype, job.scheme.format.group)
+                amax = self.kernels.absmax(loaded, weight.dtype, (None, None))
                 self._require_finite(weight, amax)
                 largest = np.maximum(largest, amax)
                 self.conversion.advance(0)
@@ -375,15 +378,17 @@ class _Worker:
 
     def _quantize(self, piece: Piece, scheme: Scheme, shared: Floats | None, file: Target) -> None:
         weight, form, place, scale_place = piece.weight, scheme.format, piece.target, piece.scale_target
-        if shared is not None:
-            file.write(form.stored(form.scales(shared)), scale_place)
+        divisor = None
+        if shared is not None and piece.tied_target is not None:
+            divisor = form.divisor(shared)
+            file.write(form.stored(form.scales(shared)) if form.shared else divisor, piece.tied_target)
         for bits in self.reader.rows(weight, form.group[0] or 1):
             loaded = self.kernels.load(bits, weight.dtype)
-            if shared is None:
+            if shared is None or not form.shared:
                 amax = self.kernels.absmax(loaded, weight.dtype, form.group)
                 self._require_small(weight, amax, scheme)
-                scale = form.scales(amax)
-                stored = form.stored(scale)
+                scale = form.scales(amax, divisor)
+                stored = form.stored(scale, divisor)
                 file.write(stored, scale_place)
                 scale_place += stored.nbytes
             else:

@@ -24,7 +24,7 @@ class CpuKernels:
 
     def encode(self, bits: Bits, dtype: str, scale: Floats, format: Format, out: Codes) -> None:
         """Write the codes of weights that `load` gave to `out`, as they are stored."""
-        kernels.encode_stored(bits, dtype, scale, format.group, out, format.number)
+        kernels.encode_stored(bits, dtype, scale, format.group, out, format.number, format.clamps)
 
     def load(self, bits: Bits, dtype: str) -> Bits:
         """Weights as `absmax` and `encode` take them: here the bits themselves."""

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from ..files.tensors import TensorInfo
 from ..formats.format import INPUT_SCALE
 from ..formats.kernels import scale_values
+from ..formats.numbers import Floats
 from ..plan.layout import Encode, Layout
+
+# How the last parts of their names begin.
+_SCALES = ("weight_scale", "weight_global_scale", INPUT_SCALE)
+# Bytes of scales that are decoded together.
+PIECE = 1 << 19
 
 
 def verify_shard(path: Path, layout: Layout) -> None:
@@ -31,14 +39,23 @@ def verify_shard(path: Path, layout: Layout) -> None:
                 if found.get_dtype() != info.dtype or tuple(found.get_shape()) != info.shape:
                     problems.append(f"{info.name} is {found.get_dtype()} {found.get_shape()}")
                 owner, _, last = info.name.rpartition(".")
-                if owner in quantized and last.startswith(("weight_scale", INPUT_SCALE)):
-                    # numpy, and with it that library's own reading, has no bfloat16.
-                    raw = np.fromfile(path, np.uint8, info.nbytes, offset=place) if info.dtype == "BF16" else None
-                    scale = file.get_tensor(info.name) if raw is None else scale_values(raw, info.dtype)
-                    if not (np.isfinite(scale).all() and (scale > 0).all()):
+                if owner in quantized and last.startswith(_SCALES):
+                    # numpy, and with it that library's own reading, has neither bfloat16 nor FP8.
+                    own = info.dtype in ("BF16", "F8_E4M3")
+                    if not all(map(_sound, _pieces(path, place, info) if own else [file.get_tensor(info.name)])):
                         problems.append(f"{info.name} is not finite and positive")
                 place += info.nbytes
     except SafetensorError as error:
         problems.append(str(error))
     if problems:
         raise RuntimeError(f"{layout.name} was written wrongly: {'; '.join(problems)}")
+
+
+def _sound(scale: Floats) -> bool:
+    return bool(np.isfinite(scale).all() and (scale > 0).all())
+
+
+def _pieces(path: Path, place: int, info: TensorInfo) -> Iterator[Floats]:
+    """The values of a tensor, a bounded number at a time."""
+    for low in range(0, info.nbytes, PIECE):
+        yield scale_values(np.fromfile(path, np.uint8, min(PIECE, info.nbytes - low), offset=place + low), info.dtype)

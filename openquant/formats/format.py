@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..files.tensors import TensorInfo
-from .numbers import Floats, Number, nearest_bfloat16
+from .numbers import E4M3, Floats, Number, nearest_bfloat16
 
 # Rows and columns that share a scale; None is the whole axis.
 Group = tuple[int | None, int | None]
@@ -37,8 +37,8 @@ class Scale:
     Attributes:
         name: last part of the tensor's name.
         axes: of the tensor: 2 for the grid, 1 or 0 for a single one.
-        dtype: "F32"; "BF16", to which they are rounded before codes are made; "U8" for the exponent field of a power
-            of two (E8M0).
+        dtype: "F32"; "BF16" or "F8_E4M3", to which they are rounded before codes are made; "U8" for the exponent field
+            of a power of two (E8M0).
         power_of_two: whether all are.
         reach: for powers of two, what a group's largest weight divided by its scale stays below: what is beyond the
             number's largest code is clamped to that. Without it, no weight is beyond.
@@ -57,6 +57,25 @@ class Scale:
 
 
 @dataclass(frozen=True)
+class GlobalScale:
+    """One more scale, for all of a joined set: it brings the scales of groups into the range of FP8.
+
+    Attributes:
+        name: last part of the tensor's name.
+        axes: of the tensor: 1 or 0.
+        divides: whether scales of groups are divided by it, as compressed-tensors has it; else multiplied.
+    """
+
+    name: str
+    axes: int = 1
+    divides: bool = True
+
+
+# The largest divisor: what is larger could be infinite, or its reciprocal subnormal.
+_LARGEST_DIVISOR = 2.0**125
+
+
+@dataclass(frozen=True)
 class Format:
     """How a weight is stored.
 
@@ -67,6 +86,7 @@ class Format:
         codes: last part of the code tensor's name.
         static: whether there is also an input_scale, by which engines quantize activations.
         shape: whether there is also a `weight_shape`, which holds [out, in]: codes in words do not tell it.
+        global_scale: the scale above those of groups; None without one.
     """
 
     number: Number
@@ -75,11 +95,26 @@ class Format:
     codes: str = "weight"
     static: bool = False
     shape: bool = False
+    global_scale: GlobalScale | None = None
 
     @property
     def shared(self) -> bool:
-        """Whether joined layers have one scale."""
+        """Whether joined layers have one scale, and no other."""
         return self.group == (None, None)
+
+    @property
+    def tied(self) -> bool:
+        """Whether joined layers share a scale, which their largest weight decides: the only one, or a global one."""
+        return self.shared or self.global_scale is not None
+
+    def tied_scale(self, module: str) -> str:
+        """The name of the scale that a module shares with those it is joined with."""
+        return f"{module}.{self.global_scale.name if self.global_scale else self.scale.name}"
+
+    @property
+    def clamps(self) -> bool:
+        """Whether scales may be rounded down, so that a group's largest weight is beyond the largest code."""
+        return self.scale.dtype == "F8_E4M3"
 
     @property
     def title(self) -> str:
@@ -90,7 +125,9 @@ class Format:
             return f"one {kind} per tensor{', static activations' if self.static else ''}"
         if width is None:
             return f"one {kind} per output row"
-        return f"one {kind} per {width} inputs of a row" if height == 1 else f"one {kind} per {height}x{width} block"
+        more = " and one per joined set" if self.global_scale else ""
+        rows = f"one {kind} per {width} inputs of a row{more}"
+        return rows if height == 1 else f"one {kind} per {height}x{width} block"
 
     @property
     def label(self) -> str:
@@ -101,13 +138,15 @@ class Format:
         return "one scale per tensor" if height is None else "one scale per channel"
 
     def parts(self, module: str, shape: tuple[int, int]) -> tuple[TensorInfo, ...]:
-        """The tensors of a weight [out, in]: codes, scales, the scale of its activations if it has one, and those of
-        `known`.
+        """The tensors of a weight [out, in]: codes, scales, a global scale and the scale of its activations if it has
+        them, and those of `known`.
         """
         codes = TensorInfo(f"{module}.{self.codes}", self.number.dtype, (shape[0], shape[1] // self.number.per_item))
         scale = TensorInfo(f"{module}.{self.scale.name}", self.scale.dtype, self.scale_shape(shape))
         static = (scale._replace(name=f"{module}.{INPUT_SCALE}"),) if self.static else ()
-        return codes, scale, *static, *(info for info, _ in self.known(module, shape))
+        above = self.global_scale
+        common = (TensorInfo(f"{module}.{above.name}", "F32", (1,) * above.axes),) if above else ()
+        return codes, scale, *common, *static, *(info for info, _ in self.known(module, shape))
 
     def known(self, module: str, shape: tuple[int, int]) -> tuple[tuple[TensorInfo, bytes], ...]:
         """The tensors of a weight [out, in] that hold nothing but what its shape says, and their bytes."""
@@ -143,7 +182,8 @@ class Format:
 
     def holds(self, other: Format) -> bool:
         """Whether codes and scales of another format may stay as they are in this one, whatever they are called."""
-        return (self.number, self.group) == (other.number, other.group) and (
+        same = self.number, self.group, self.global_scale is None
+        return same == (other.number, other.group, other.global_scale is None) and (
             other.scale.power_of_two or not self.scale.power_of_two
         )
 
@@ -152,21 +192,49 @@ class Format:
         """What is added to the bits of a float32, of which then the exponent is kept, to make a power of two of it."""
         return 0x7FFFFF if self.scale.reach is None else 0x800000
 
-    def scales(self, absmax: Floats) -> Floats:
-        """float32 scale of each group, given its largest absolute weight; always finite and above zero."""
+    def divisor(self, largest: Floats) -> Floats:
+        """float32: what the scales of groups are divided by, given the largest absolute weight of the joined set.
+
+        That is 2688 / largest in NVFP4, so that the largest scale is the largest E4M3; one without a global scale.
+        """
+        if self.global_scale is None:
+            return np.ones_like(largest)
+        with np.errstate(divide="ignore", over="ignore"):
+            # In the two steps in which torch divides a number by a tensor, and so compressed-tensors does.
+            found = np.float32(1) / largest * np.float32(E4M3.largest * self.number.largest)
+        return np.where(largest == 0, np.float32(1), np.minimum(found, np.float32(_LARGEST_DIVISOR))).astype(np.float32)
+
+    def scales(self, absmax: Floats, divisor: Floats | None = None) -> Floats:
+        """float32 scale of each group, given its largest absolute weight; always finite and above zero.
+
+        Args:
+            absmax: of the groups.
+            divisor: that of the joined set; where a format has a global scale and None is given, that of these groups.
+        """
         scale = absmax / np.float32(self.scale.reach or self.number.span)
         if self.scale.power_of_two:
             # Carries into the exponent unless the mantissa is zero; always, where the largest weight stays below what
             # the scale reaches. The division before is exact enough: the quotient exceeds a power of two just where
             # absmax exceeds what it was divided by times that.
             scale = ((scale.view(np.uint32) + np.uint32(self.carry)) & np.uint32(0xFF800000)).view(np.float32)
+        if self.global_scale is not None:
+            divisor = self.divisor(absmax.max(keepdims=True)) if divisor is None else divisor
+            scale = scale * divisor
         scale = np.maximum(scale, np.float32(self.scale.floor))
         if self.scale.dtype == "BF16":
             scale = (nearest_bfloat16(scale) << 16).view(np.float32)
-        return np.where(absmax == 0, np.float32(self.scale.of_zeros), scale).astype(np.float32)
+        if self.scale.dtype == "F8_E4M3":
+            scale = E4M3.decode(E4M3.encode(scale))
+        scale = np.where(absmax == 0, np.float32(self.scale.of_zeros), scale).astype(np.float32)
+        return scale if divisor is None or self.global_scale is None else scale / divisor
 
-    def stored(self, scale: Floats) -> npt.NDArray[np.float32] | npt.NDArray[np.uint16] | npt.NDArray[np.uint8]:
-        """Scales as they are written; bfloat16 as its bits."""
+    def stored(
+        self, scale: Floats, divisor: Floats | None = None
+    ) -> npt.NDArray[np.float32] | npt.NDArray[np.uint16] | npt.NDArray[np.uint8]:
+        """Scales as they are written, those under a global scale given its divisor; bfloat16 as its bits."""
+        if self.scale.dtype == "F8_E4M3":
+            assert divisor is not None
+            return E4M3.encode(scale * divisor)
         if self.scale.dtype == "BF16":
             return nearest_bfloat16(scale).astype(np.uint16)
         return (scale.view(np.uint32) >> 23).astype(np.uint8) if self.scale.dtype == "U8" else scale
@@ -178,6 +246,8 @@ class Format:
         """The dtypes that scales may have, the written one first."""
         if self.scale.dtype == "U8":
             return EXPONENTS
+        if self.scale.dtype == "F8_E4M3":
+            return (self.scale.dtype,)
         floats = (self.scale.dtype, *(name for name in FLOATS if name != self.scale.dtype))
         return (*floats, *(EXPONENTS if self.scale.power_of_two else ()))
 

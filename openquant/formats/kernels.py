@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .format import Group, grid_of
-from .numbers import Codes, Floats, Number, nearest_bfloat16
+from .numbers import E4M3, Codes, Floats, Number, nearest_bfloat16
 
 Bits = npt.NDArray[np.unsignedinteger[Any]]
 Entry = TypeVar("Entry", bound=np.generic)
@@ -54,14 +54,14 @@ def scale_values(stored: Codes, dtype: str) -> Floats:
 
     Args:
         stored: their bytes.
-        dtype: "F64", "F32", "BF16", "F16", "F8_E8M0" or "U8".
+        dtype: "F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E8M0" or "U8".
     """
     if dtype in BITS_TYPE:
         return to_float32(stored.view(BITS_TYPE[dtype]), dtype)
     if dtype == "F64":
         with np.errstate(over="ignore"):
             return stored.view(np.float64).astype(np.float32)
-    return np.take(_exponent_values(), stored, mode="clip")
+    return E4M3.decode(stored) if dtype == "F8_E4M3" else np.take(_exponent_values(), stored, mode="clip")
 
 
 @cache
@@ -88,7 +88,9 @@ def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
     return to_float32(largest, dtype)
 
 
-def encode(bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes, number: Number) -> None:
+def encode(
+    bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes, number: Number, clamps: bool = False
+) -> None:
     """Write the codes [rows, cols] of weights [rows, cols] to `out`, a byte each.
 
     Args:
@@ -98,12 +100,13 @@ def encode(bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes, numb
         group: height and width of what shares a scale.
         out: uint8 [rows, cols], contiguous.
         number: what the codes are.
+        clamps: whether scales were rounded down, so that weights may be any times the largest code.
     """
     # A multiple of the scale that is a bfloat16: the largest weight that it was made from, or would have been made from
     # if it was raised, which is none where a joined set mixes dtypes; or any power of two times it, which alone will do
     # where weights may be beyond the largest that a scale was made from.
     multiples = (number.span, _beyond(number)) if number.span == number.largest else (_beyond(number),)
-    for multiple in multiples if dtype == "BF16" else ():
+    for multiple in multiples if dtype == "BF16" and not clamps else ():
         with np.errstate(over="ignore"):
             largest = (scale * np.float32(multiple)).view(np.uint32)
         top = (largest + np.uint32(0x8000)) >> 16
@@ -115,19 +118,22 @@ def encode(bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes, numb
     _encode_by_arithmetic(bits, dtype, scale, group, out, number)
 
 
-def encode_stored(bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes, number: Number) -> None:
+def encode_stored(
+    bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes, number: Number, clamps: bool = False
+) -> None:
     """As `encode`, to codes as they are stored: two share a byte where a number has 16 of them.
 
     Args:
-        bits, dtype, scale, group, number: as for encode.
+        bits, dtype, scale, group, number, clamps: as for encode.
         out: uint8 [rows, cols / codes in a byte], contiguous.
     """
     if number.per_byte == 1:
-        encode(bits, dtype, scale, group, out, number)
+        encode(bits, dtype, scale, group, out, number, clamps)
         return
     for low, high, part in _chunks(group, bits.shape):
         codes = np.empty((high - low, bits.shape[1]), np.uint8)
-        encode(bits[low:high], dtype, scale[part], (1 if part.stop - part.start > 1 else None, group[1]), codes, number)
+        height = 1 if part.stop - part.start > 1 else None
+        encode(bits[low:high], dtype, scale[part], (height, group[1]), codes, number, clamps)
         pack(codes, out[low:high])
 
 

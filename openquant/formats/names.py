@@ -31,4 +31,5 @@ SCHEME_NAMES: dict[str, Named] = {
     "int8-weights": Named("INT8 weights alone, one scale per output row", "-INT8-W8A16"),
     "int4": Named("INT4 weights alone, one scale per 128 inputs of a row", "-INT4"),
     "mxfp4": Named("FP4 weights alone, one power-of-two scale per 32 inputs of a row", "-MXFP4"),
+    "nvfp4": Named("FP4 weights alone, one scale per 16 inputs of a row and one per joined set", "-NVFP4"),
 }

@@ -152,9 +152,10 @@ class _E2M1(Number):
         return np.concatenate([magnitudes, -magnitudes])
 
     def bound(self, weights: Floats, scale: Floats, slack: float) -> Floats:
-        # Codes from 1 on are half of their binade apart, those below by a half.
+        # Codes from 1 on are half of their binade apart, those below by a half. Up to 9, which is what the least scales
+        # of NVFP4 leave where they are rounded down, becomes 6.
         bound = np.abs(weights)
-        bound *= np.float32(1 / 4 + slack)
+        bound *= np.float32(1 / 3 + slack)
         np.maximum(bound, scale * np.float32(1 / 4 + slack), out=bound)
         return bound
 

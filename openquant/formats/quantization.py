@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, TypeGuard
 
 from ..errors import UsageError
-from .format import Format, Group
+from .format import Format, GlobalScale, Group
 from .ignored import MEND, Expressions, Ignored
 from .inputs import Inputs, read_inputs
 from .schemes import (
@@ -26,6 +26,7 @@ from .schemes import (
     INT8_W8A16,
     MXFP4,
     MXFP8,
+    NVFP4,
     SCHEMES,
     STATIC,
     TENSOR,
@@ -220,8 +221,8 @@ def _read_compressed_tensors(method: str, found: dict[str, Any]) -> Quantization
 
 
 _KNOWN_GROUPS = (
-    "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, and symmetric int8 and int4 weights by tensor, "
-    "channel or group"
+    "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, and symmetric int8 and int4 weights by "
+    "tensor, channel or group"
 )
 # Symmetric integers, whatever shares a scale, by type, bits and the format that holds them; None for any other one.
 _INTEGERS: tuple[tuple[tuple[object, ...], Format], ...] = (
@@ -245,6 +246,8 @@ def _read_group(name: str, weights: dict[str, Any], stored: object, static: bool
         return replace(BLOCK_COMPRESSED.format, group=(block[0], block[1]), static=static)
     if strategy == "group" and size == MX_GROUP and in_bytes and kind in (("float", 8), ("float", 4)):
         return replace((MXFP8 if kind[1] == 8 else MXFP4).format, static=static)
+    if strategy == "tensor_group" and size == NVFP4.format.group[1] and kind == ("float", 4):
+        return NVFP4.format
     forms = [form for key, form in _INTEGERS if key in ((*kind, stored), (*kind, None)) and not shifted]
     if forms:
         # Rows of whole words, whose length the packed tensor tells.
@@ -260,12 +263,16 @@ def _read_group(name: str, weights: dict[str, Any], stored: object, static: bool
     )
 
 
+# Its multiplier is what others divide by, one over that (vLLM 0.32.0 layers/quantization/modelopt.py).
+_MODELOPT_FP4 = replace(NVFP4.format, codes="weight", global_scale=GlobalScale("weight_scale_2", 0, divides=False))
 # What weights and activations are stored as, by quant_algo (vLLM 0.32.0 layers/quantization/modelopt.py).
-_MODELOPT: dict[str, tuple[Format, Mapping[str, Any]]] = {
+_MODELOPT: dict[str, tuple[Format, Mapping[str, Any] | None]] = {
     "FP8": (replace(TENSOR.format, static=True), {**_FP8, "strategy": "tensor", "dynamic": False}),
     "FP8_PER_CHANNEL_PER_TOKEN": (CHANNEL.format, CHANNEL.group["input_activations"]),
     "FP8_PB_WO": (BLOCK_COMPRESSED.format, BLOCK_COMPRESSED.group["input_activations"]),
     "MXFP8": (MXFP8.format, MXFP8.group["input_activations"]),
+    "NVFP4": (_MODELOPT_FP4, {**NVFP4.group["weights"], "dynamic": "local"}),
+    "W4A16_NVFP4": (_MODELOPT_FP4, None),
 }
 
 
@@ -278,7 +285,12 @@ def _read_modelopt(method: str, found: dict[str, Any]) -> Quantization:
         raise UsageError(
             f"config.json has the quant_algo {json.dumps(found.get('quant_algo'))}", f"known are {', '.join(_MODELOPT)}"
         )
-    return _alone(method, found, *_MODELOPT[algorithm])
+    form, inputs = _MODELOPT[algorithm]
+    if form.global_scale is not None and found.get("group_size", form.group[1]) != form.group[1]:
+        raise UsageError(
+            f"config.json has NVFP4 with the group_size {json.dumps(found.get('group_size'))}", "known is 16"
+        )
+    return _alone(method, found, form, inputs)
 
 
 def _read_mxfp4(method: str, found: dict[str, Any]) -> Quantization:
@@ -302,6 +314,7 @@ _READERS: dict[str, Callable[[str, dict[str, Any]], Quantization]] = {
     "compressed-tensors": _read_compressed_tensors,
     "modelopt": _read_modelopt,
     "modelopt_mxfp8": _read_modelopt,
+    "modelopt_fp4": _read_modelopt,
     "mxfp4": _read_mxfp4,
 }
 

@@ -16,21 +16,35 @@ def group_absmax(weight: Tensor, group: Group) -> Tensor:
     return _grouped(weight.float().abs(), group).amax((1, 3))
 
 
-def group_scale(absmax: Tensor, format: Format) -> Tensor:
+def group_divisor(largest: Tensor, format: Format) -> Tensor:
+    """float32: what the scales of groups are divided by, as Format.divisor."""
+    return torch.from_numpy(format.divisor(largest.cpu().numpy())).to(largest.device)
+
+
+def group_scale(absmax: Tensor, format: Format, divisor: Tensor | None = None) -> Tensor:
     """float32 scale of each group, as Format.scales."""
     # Divided by a tensor: by a number, torch multiplies with its reciprocal on a GPU, which rounds otherwise.
     scale = absmax / absmax.new_tensor(format.scale.reach or format.number.span)
     if format.scale.power_of_two:
         scale = ((scale.view(torch.int32) + format.carry) & ~0x7FFFFF).view(torch.float32)
+    if format.global_scale is not None:
+        divisor = group_divisor(absmax.amax(keepdim=True), format) if divisor is None else divisor
+        scale = scale * divisor
     scale = scale.clamp(min=format.scale.floor)
     if format.scale.dtype == "BF16":
         scale = scale.bfloat16().float()
-    return torch.where(absmax == 0, torch.full_like(scale, format.scale.of_zeros), scale)
+    if format.scale.dtype == "F8_E4M3":
+        scale = scale.clamp(max=448).to(torch.float8_e4m3fn).float()
+    scale = torch.where(absmax == 0, torch.full_like(scale, format.scale.of_zeros), scale)
+    return scale if divisor is None else scale / divisor
 
 
-def stored_scale(scale: Tensor, format: Format, shape: tuple[int, int]) -> Tensor:
+def stored_scale(scale: Tensor, format: Format, shape: tuple[int, int], divisor: Tensor | None = None) -> Tensor:
     """The scales of a weight [out, in] as they are written, as Format.stored."""
     scale = scale.reshape(format.scale_shape(shape))
+    if format.scale.dtype == "F8_E4M3":
+        assert divisor is not None
+        return (scale * divisor).to(torch.float8_e4m3fn)
     if format.scale.dtype == "BF16":
         return scale.bfloat16()
     return (scale.view(torch.int32) >> 23).to(torch.uint8) if format.scale.dtype == "U8" else scale
@@ -47,7 +61,7 @@ def encode(weight: Tensor, scale: Tensor, format: Format) -> Tensor:
 
 
 def decode(codes: Tensor, scale: Tensor, format: Format) -> Tensor:
-    """The weights [out, in] that codes and scale stand for, float32; the scale as computed or as stored."""
+    """The weights [out, in] that codes and scale stand for, float32; the scale as computed, or as stored alone."""
     values = _READ[format.number](codes)
     return (_grouped(values, format.group) * _beside(scale, values, format.group)).reshape(values.shape)
 

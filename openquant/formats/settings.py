@@ -46,16 +46,18 @@ _ARGUMENTS: _Known = {
     "zp_dtype": _DTYPES,
 }
 _WEIGHTS: _Known = {**_ARGUMENTS, "num_bits": (8, 4), "dynamic": (False,)}
-_ACTIVATIONS: _Known = {**_ARGUMENTS, "num_bits": (8,), "dynamic": (False, True)}
-# By the type of weights, their bits and whether groups of a row share a scale: the formats a config group may have.
-_STORED: Mapping[tuple[Any, Any, bool], tuple[str, ...]] = {
-    ("float", 8, False): ("float-quantized", "naive-quantized"),
-    ("float", 8, True): ("mxfp8-quantized", "float-quantized", "naive-quantized"),
-    ("float", 4, True): ("mxfp4-pack-quantized",),
-    ("int", 8, False): ("int-quantized", "naive-quantized", "pack-quantized"),
-    ("int", 8, True): ("pack-quantized",),
-    ("int", 4, False): ("pack-quantized",),
-    ("int", 4, True): ("pack-quantized",),
+_ACTIVATIONS: _Known = {**_ARGUMENTS, "num_bits": (8, 4), "dynamic": (False, True, "local")}
+# By the type of weights, their bits and the strategy of those that share scales in groups of a row: the formats that a
+# config group may have.
+_STORED: Mapping[tuple[Any, Any, str], tuple[str, ...]] = {
+    ("float", 8, ""): ("float-quantized", "naive-quantized"),
+    ("float", 8, "group"): ("mxfp8-quantized", "float-quantized", "naive-quantized"),
+    ("float", 4, "group"): ("mxfp4-pack-quantized",),
+    ("float", 4, "tensor_group"): ("nvfp4-pack-quantized",),
+    ("int", 8, ""): ("int-quantized", "naive-quantized", "pack-quantized"),
+    ("int", 8, "group"): ("pack-quantized",),
+    ("int", 4, ""): ("pack-quantized",),
+    ("int", 4, "group"): ("pack-quantized",),
 }
 # How activations may be quantized that are dynamic, by the type of weights.
 _DYNAMIC: Mapping[str, tuple[str, ...]] = {"float": ("token", "tensor", "group"), "int": ("token",)}
@@ -132,8 +134,9 @@ def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
         path, format = f"config_groups.{name}", group.get("format")
         if format is None:
             format = settings.get("format")
-        kind, micro = group["weights"].get("type"), group["weights"].get("strategy") == "group"
-        stored = _STORED[kind, group["weights"].get("num_bits"), micro]
+        kind, strategy = group["weights"].get("type"), group["weights"].get("strategy")
+        groups = strategy if strategy in ("group", "tensor_group") else ""
+        stored = _STORED[kind, group["weights"].get("num_bits"), groups]
         if not _is_one(format, stored):
             yield f"{path} has the format {shown(format)}, engines read {_either(stored)} for its weights"
         activations = group.get("input_activations")
@@ -143,6 +146,9 @@ def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
             continue
         dynamic = activations.get("dynamic") is True
         strategies = _DYNAMIC[kind] if dynamic else ("tensor",)
+        # NVFP4: scales of groups as they come, under a global one that is stored.
+        if groups == "tensor_group":
+            strategies, dynamic = (groups,), activations.get("dynamic") == "local"
         if not _is_one(activations.get("strategy"), strategies):
             yield (
                 f"{path}.input_activations.strategy is {shown(activations.get('strategy'))}, engines read "

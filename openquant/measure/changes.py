@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..formats.format import Format, Group
-from ..formats.reference import decode, encode, group_absmax, group_scale
+from ..formats.reference import decode, encode, group_absmax, group_divisor, group_scale
 from ..formats.schemes import SCHEMES
 
 # Weights that are held in float32 at a time.
@@ -115,14 +115,17 @@ def _root(noise: float, signal: float) -> float:
 def _grids(source: Tensor, output: Tensor, form: Format) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Energies of the error, of what the format explains, and of the weight, by group, of some rows at a time."""
     height, width = form.group
-    shared = group_absmax(source, form.group) if form.shared else None
+    largest = group_absmax(source, (None, None)) if form.tied else None
+    divisor = None if largest is None else group_divisor(largest, form)
     step = max(1, CHUNK // source.shape[1])
     step = max(height, step // height * height) if height else step
     for low in range(0, len(source), step):
         weight, other = source[low : low + step].float(), output[low : low + step].float()
         group: Group = (height if height else len(weight), width if width else weight.shape[1])
         weight, other = _padded(weight, group), _padded(other, group)
-        scale = group_scale(group_absmax(weight, group) if shared is None else shared, form)
+        scale = group_scale(
+            largest if largest is not None and form.shared else group_absmax(weight, group), form, divisor
+        )
         stored = _stored(weight, scale, form, group)
         parts = [_energy(each, group) for each in (other - weight, stored - weight, weight)]
         yield parts[0], parts[1], parts[2]

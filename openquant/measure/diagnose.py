@@ -190,7 +190,7 @@ class _Joined:
         storing = [
             scheme
             for scheme in whole.schemes
-            if (shared if scheme.format.shared else whole.largest).item() <= scheme.largest
+            if (shared if scheme.format.tied else whole.largest).item() <= scheme.largest
         ]
         # Codes that stay as they are lose nothing.
         encoded = [scheme for scheme in storing if not self._keeps(scheme, weight)]
@@ -217,7 +217,7 @@ class _Joined:
     def _keeps(self, scheme: Scheme, weight: Weight) -> bool:
         """Whether the source's codes are the scheme's own already, and stay."""
         return weight.is_held_by(scheme.format) and (
-            not scheme.format.shared or self.reader.keeps_scale(self.joined, scheme)
+            not scheme.format.tied or self.reader.keeps_scale(self.joined, scheme)
         )
 
 

@@ -96,7 +96,7 @@ class Whole:
         Args:
             form: the format.
             rows: the rows.
-            shared: the largest magnitude of all layers that share a scale where a format has one per tensor.
+            shared: the largest magnitude of all layers that share a scale where a format has one for a joined set.
         """
         height, width = form.group
         if form.shared:
@@ -105,7 +105,7 @@ class Whole:
             if len(self._grids[form]) > 1:
                 self._grids[form] = [np.concatenate(self._grids[form])]
             return (1, width), form.scales(self._grids[form][0][rows.numbers // (height or 1)])
-        return form.group, form.scales(absmax(rows.bits, self.weight.dtype, form.group))
+        return form.group, form.scales(absmax(rows.bits, self.weight.dtype, form.group), form.divisor(shared))
 
 
 class Sums:
@@ -150,7 +150,7 @@ class Sums:
         """
         number, width = scheme.format.number, group[1]
         codes = np.empty(values.shape, np.uint8)
-        encode(rows.bits, dtype, scale, group, codes, number)
+        encode(rows.bits, dtype, scale, group, codes, number, scheme.format.clamps)
         spread = scale if width is None else np.repeat(scale, width, axis=1)
         made = number.decode(codes)
         made *= spread

@@ -68,13 +68,15 @@ class Decode:
 class Piece:
     """One weight to be quantized, and where its codes and its scales go.
 
-    `passes` says that its codes are those of the scheme already, and go to the output as they are.
+    `passes` says that its codes are those of the scheme already, and go to the output as they are. `tied_target` is
+    where the scale goes that it shares with what it is joined with, where the scheme has one.
     """
 
     weight: Weight
     target: int
     scale_target: int
     passes: bool
+    tied_target: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +200,7 @@ def sources(shard: str, fates: Fates, where: dict[str, Location]) -> set[str]:
             scale, scheme = _input_scale(weight, fates), fates.of(weight.module).scheme
             if scale is not None:
                 found.add(where[scale.name].shard)
-            shared = fates.sets.get(weight.module, ()) if scheme is not None and scheme.format.shared else ()
+            shared = fates.sets.get(weight.module, ()) if scheme is not None and scheme.format.tied else ()
             for member in (weight, *(fates.layers[module] for module in shared)):
                 found |= {where[part.name].shard for part in member.parts or (member.source,)}
     return found
@@ -248,11 +250,11 @@ def _jobs(
                     places[f"{member.module}.{scheme.format.codes}"],
                     places[f"{member.module}.{scheme.format.scale.name}"],
                     member.is_held_by(scheme.format),
+                    places[scheme.format.tied_scale(member.module)] if scheme.format.tied else None,
                 )
                 for member in here
             )
-            shared = tuple(joined) if scheme.format.shared else ()
-            yield Encode(scheme, tuple(pieces), shared)
+            yield Encode(scheme, tuple(pieces), tuple(joined) if scheme.format.tied else ())
         scale = _input_scale(weight, fates)
         if scale is not None:
             place, target = where[scale.name], places[f"{weight.module}.{INPUT_SCALE}"]

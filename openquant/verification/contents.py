@@ -202,6 +202,11 @@ class _Worker:
         if weight.input_scale is not None:
             self._scale(number, weight.input_scale)
         scale = None if weight.scale is None else self._scale(number, weight.scale)
+        divisor: Floats | None = None
+        if weight.format is not None and weight.format.global_scale is not None:
+            above = weight.global_scale and self._scale(number, weight.global_scale)
+            divisor = None if above is None else above.reshape(1, 1)
+            scale = None if scale is None or divisor is None else scale / divisor
         for known, data in weight.format.known(weight.module, weight.shape) if weight.format else ():
             self._hold(number, known, data)
         place = self.checkpoint.where[info.name]
@@ -231,7 +236,7 @@ class _Worker:
                 self.reading.say(number, f"{extent.label} in the source's {extent.shard} holds NaN or infinity")
                 return
             if scheme is not None:
-                self._report_remade(number, weight, comparison, scheme)
+                self._report_remade(number, weight, comparison, scheme, divisor)
             self._report(number, weight, comparison, bounded=scheme is None)
 
     def _pieces(self, info: TensorInfo, pitch: int, original: Weight | None) -> Iterator[tuple[int, Bits | None]]:
@@ -270,23 +275,27 @@ class _Worker:
                 self.reading.contents.scales[info.name] = float(values.reshape(-1)[0])
         return values
 
-    def _report_remade(self, number: int, weight: Weight, comparison: Comparison, scheme: Scheme) -> None:
+    def _report_remade(
+        self, number: int, weight: Weight, comparison: Comparison, scheme: Scheme, divisor: Floats | None
+    ) -> None:
         """Note which codes and scales differ from those that quantizing the source again gives."""
         info, scale = weight.codes, weight.scale
         assert scale is not None
-        if scheme.format.shared:
-            # Its scale is that of all layers it is joined with.
+        if scheme.format.tied:
+            # It shares a scale with all layers it is joined with.
             with self.reading.lock:
                 self.reading.contents.absmax[weight.module] = float(comparison.absmax.max())
-        else:
-            made = scheme.format.scales(comparison.absmax)
+        if not scheme.format.shared:
+            made = scheme.format.scales(comparison.absmax, divisor)
             wrong = made != comparison.grid
             if wrong.any():
                 place = np.unravel_index(int(wrong.argmax()), wrong.shape)
+                # As they are stored.
+                factor = 1.0 if divisor is None else float(divisor.item())
                 self.reading.say(
                     number,
-                    f"{self.reading.place(scale.name)} holds {float(comparison.grid[place]):.9g} at "
-                    f"{[int(axis) for axis in place]}, the source makes it {float(made[place]):.9g} "
+                    f"{self.reading.place(scale.name)} holds {float(comparison.grid[place]) * factor:.9g} at "
+                    f"{[int(axis) for axis in place]}, the source makes it {float(made[place]) * factor:.9g} "
                     f"({int(wrong.sum())} of {wrong.size} scales differ)",
                 )
         if comparison.first is not None:

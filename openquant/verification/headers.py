@@ -127,6 +127,8 @@ class Headers:
             info, form, scale = pair.codes, pair.form, pair.scale
             number = form.number if form else self.quantization.groups[0][1].number
             misnamed = f" called {pair.name}" if pair.packed and number.per_item == 1 else ""
+            if info.dtype == number.dtype and number.per_item > 1 and not pair.packed:
+                misnamed = f" called {pair.name}_packed"
             if info.dtype != number.dtype or len(info.shape) < 2 or misnamed:
                 self.problems.append(
                     f"{self.place(info.name)} is {described(info)}, not a matrix of {number.dtype}{misnamed}"
@@ -148,13 +150,15 @@ class Headers:
             else:
                 self.scales.add(scale.name)
                 scale = self._sound(scale, form.scale_dtypes, form.scale_shapes(shape), info)
+            above = self._global_scale(pair, form)
+            self.scales.update(beside.name for beside in pair.beside if beside.name.endswith(".input_global_scale"))
             self.codes[pair.name] = self.stored[info.name] = Weight(
                 pair.module,
                 "",
                 TensorInfo(pair.name, info.dtype, shape),
                 (shape[-2], shape[-1]),
                 format=form,
-                parts=(info,) if scale is None else (info, scale),
+                parts=(info, *((scale, *above) if scale else ())),
                 input_scale=self._input_scale(pair) if form.static else None,
             )
             self._check_known(info, form, pair.module, (shape[-2], shape[-1]))
@@ -175,6 +179,19 @@ class Headers:
             else:
                 self.scales.add(found.name)
                 self._sound(found, (wanted.dtype,), (wanted.shape,), info)
+
+    def _global_scale(self, pair: Pair, form: Format) -> tuple[TensorInfo, ...]:
+        """The scale of a weight's scales, if its format has one and it is there with the right shape and dtype."""
+        if form.global_scale is None:
+            return ()
+        info, found = pair.codes, pair.global_scale
+        if found is None:
+            name = form.tied_scale(pair.module)
+            self.problems.append(f"{self.place(info.name)} has no global scale: {name} is missing")
+            return ()
+        self.scales.add(found.name)
+        sound = self._sound(found, ("F32",), ((1,), ()), info)
+        return () if sound is None else (sound,)
 
     def _input_scale(self, pair: Pair) -> TensorInfo | None:
         """The scale of a layer's activations, if it is there and has the right shape and dtype."""
@@ -227,7 +244,7 @@ class Headers:
         """The weight that a tensor is the scale of, or says the shape of; None if it is neither."""
         if name.endswith(".input_scale"):
             return f"{name.removesuffix('.input_scale')}.weight"
-        for suffix in ("_scale_inv", "_scale", "_shape"):
+        for suffix in ("_scale_inv", "_global_scale", "_scale", "_shape"):
             owner = name.removesuffix(suffix)
             # A stack of experts has no more to its name than a parameter that a model may have beside a scale of it.
             if owner != name and (owner.endswith(".weight") or owner in self.codes):

@@ -450,12 +450,13 @@ class _Verification:
                 continue
             if form.group[1] is not None:
                 ragged += any(weight.codes.shape[0] % (form.group[0] or 1) for weight in weights[:-1])
-                continue
-            scales = [weight.scale.name for weight in weights if weight.scale and weight.scale.name in self.values]
+            tied = (weight.tied_scale.name for weight in weights if weight.tied_scale)
+            scales = [name for name in tied if name in self.values]
             values = [self.values[name] for name in scales]
-            if not form.shared or len(set(values)) < 2:
+            if len(set(values)) < 2:
                 continue
-            if not self.ours:
+            # Global scales it does not even out: it takes one for all.
+            if not self.ours and form.shared:
                 several += 1
                 continue
             number = next(number for number, value in enumerate(values) if value != values[0])
@@ -486,7 +487,7 @@ class _Verification:
         sets = entry.joined_sets(self.headers.layers(entry)) if entry else {}
         together: dict[object, list[str]] = {}
         for module in self.absmax:
-            scale = self.codes[f"{module}.weight"].scale
+            scale = self.codes[f"{module}.weight"].tied_scale
             if scale is not None and scale.name in self.values:
                 # Which are joined is not known of every model; those of one scale may be.
                 key = sets.get(module, (module,)) if entry else self.values[scale.name]
@@ -495,9 +496,10 @@ class _Verification:
             scheme = self._scheme_of(self.codes[f"{modules[0]}.weight"])
             assert scheme is not None
             largest = np.float32(max(self.absmax[module] for module in modules))
-            made = float(scheme.format.scales(np.asarray(largest)))
+            form = scheme.format
+            made = float((form.scales if form.shared else form.divisor)(np.asarray(largest)))
             for module in modules:
-                scale = self.codes[f"{module}.weight"].scale
+                scale = self.codes[f"{module}.weight"].tied_scale
                 if scale is not None and self.values[scale.name] != made:
                     self.problems.append(
                         f"{self._place(scale.name)} is {self.values[scale.name]:.9g}, the source makes it {made:.9g}"

@@ -8,6 +8,9 @@ Layouts:
     int4, int8 X.weight_packed int32 [out, in / 8] or [out, in / 4], X.weight_scale, X.weight_shape: eight or four in a
            word, the first lowest, each 8 or 128 above its value (compressed-tensors 0.20,
            compressors/pack_quantized/helpers.py)
+    NVFP4      X.weight_packed uint8 [out, in / 2], X.weight_scale E4M3 [out, in / 16] and X.weight_global_scale, by
+           which those are divided (compressed-tensors); or X.weight, X.weight_scale and X.weight_scale_2, by which they
+           are multiplied (modelopt)
     MXFP4      X.weight_packed uint8 [out, in / 2], X.weight_scale (compressed-tensors), or X_blocks uint8
            [experts, out, in / 32, 16] and X_scales: two in a byte, the first lowest; unquantized these stacks are
            [experts, in, out] (transformers 5.23, integrations/mxfp4.py)
@@ -15,6 +18,7 @@ Layouts:
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -43,11 +47,16 @@ _LEFTOVERS = (".act_scale", ".output_scale", ".weight_zero_point", ".input_zero_
 # Mistral calls the scale of a whole tensor so, Qwen's and MiniMax's MXFP8 that of its groups.
 _SCALES = ("_scale", "_scale_inv")
 # Mistral's name for the first is the second.
-_BESIDE = (INPUT_SCALE, "activation_scale", "weight_shape")
+_BESIDE = (INPUT_SCALE, "activation_scale", "input_global_scale", "weight_shape")
 _DAMAGED = "the checkpoint is damaged or incomplete: download or save it again"
 # What no tensor of an unquantized model is called.
 _QUANTIZED = (
     ".weight_scale", ".weight_scale_inv", f".{INPUT_SCALE}", ".qweight", ".weight_packed", ".weight.absmax",
+    ".weight_global_scale", ".weight_scale_2", ".input_global_scale",
+)  # fmt: skip
+_STRAYS = (
+    ".weight_scale", ".weight_scale_inv", "_scales", f".{INPUT_SCALE}", ".weight_global_scale", ".weight_scale_2",
+    ".input_global_scale",
 )  # fmt: skip
 # DeepSeek V4 has its scales by other names, MiMo V2 more of them than blocks.
 _STRANGE = "download it again if it is damaged; if its maker lays it out so, start from the unquantized model"
@@ -61,6 +70,7 @@ class Pair(NamedTuple):
         codes: the tensor.
         form: how the config has its layer stored; None if no group targets that.
         scale: the tensor that the format names, or else one that some tool names so; None if there is none.
+        global_scale: the scale of the scales, where the format has one; None if it is not there.
         beside: what else there is about it by names that codes have: the scale of its activations, its shape.
     """
 
@@ -68,6 +78,7 @@ class Pair(NamedTuple):
     codes: TensorInfo
     form: Format | None
     scale: TensorInfo | None
+    global_scale: TensorInfo | None
     beside: tuple[TensorInfo, ...]
 
     @property
@@ -103,8 +114,9 @@ def pairs(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> Iter
         form = quantization.format_of(module)
         named = [*([form.scale_of(name)] if form else []), *(name + last for last in _SCALES)]
         scales = _present(tensors, named)
+        above = tensors.get(f"{module}.{form.global_scale.name}") if form and form.global_scale else None
         beside = _present(tensors, [f"{module}.{last}" for last in _BESIDE])
-        yield Pair(name, info, form, scales[0] if scales else None, tuple(beside))
+        yield Pair(name, info, form, scales[0] if scales else None, above, tuple(beside))
 
 
 def _unquantized(info: TensorInfo) -> str | None:
@@ -114,8 +126,9 @@ def _unquantized(info: TensorInfo) -> str | None:
     if info.name.endswith("_blocks") and info.dtype == "U8":
         return info.name.removesuffix("_blocks")
     if info.dtype.startswith(("F8_E4M3", "F8_E5M2", "F4", "F6_")):
-        return info.name
-    return info.name if info.name.endswith(".weight") and info.dtype in CODES else None
+        # Scales may be FP8 themselves.
+        return None if info.name.endswith(_SCALES) else info.name
+    return info.name if info.name.endswith(".weight") and info.dtype in (*CODES, "U8") else None
 
 
 def _present(tensors: Mapping[str, TensorInfo], names: Iterable[str]) -> list[TensorInfo]:
@@ -217,7 +230,7 @@ def _read(checkpoint: Checkpoint) -> Quantization | None:
 def _find(checkpoint: Checkpoint, quantization: Quantization) -> Iterator[Stored]:
     for pair in pairs(checkpoint.tensors, quantization):
         info = pair.codes
-        if pair.packed:
+        if pair.packed or info.dtype == "U8":
             weight = _blocks(pair) if info.name.endswith("_blocks") else _packed(checkpoint, pair)
         elif info.name.endswith(".weight") and info.dtype in CODES:
             weight = _whole(pair)
@@ -250,7 +263,8 @@ def _packed(checkpoint: Checkpoint, pair: Pair) -> Weight:
             f"{_described(info)}, which is not how {form.label} of {form.number.title} is packed",
             "start from the unquantized model",
         )
-    for other in ("weight_zero_point", "weight_g_idx", "weight_global_scale"):
+    above = _global_scale(pair, form)
+    for other in ("weight_zero_point", "weight_g_idx", *(() if above else ("weight_global_scale",))):
         if f"{pair.module}.{other}" in checkpoint.tensors:
             raise PlanError(
                 f"the source is already quantized: {pair.module}.{other} is not read here",
@@ -262,7 +276,19 @@ def _packed(checkpoint: Checkpoint, pair: Pair) -> Weight:
         if beside.shape != (2,) or beside.dtype not in ("I32", "I64"):
             raise SourceError(f"{_described(beside)}, not two integers", _DAMAGED)
     weight = _weight(pair, shape, form, _scale(pair, form, shape))
-    return weight._replace(parts=(*weight.parts, *told))
+    return weight._replace(parts=(*weight.parts, *above, *told))
+
+
+def _global_scale(pair: Pair, form: Format) -> tuple[TensorInfo, ...]:
+    """The scale of the scales, where a format has one."""
+    if form.global_scale is None:
+        return ()
+    info = pair.global_scale
+    if info is None:
+        raise SourceError(f"{pair.codes.name} has no global scale: {form.tied_scale(pair.module)} is missing", _DAMAGED)
+    if info.dtype != "F32" or math.prod(info.shape) != 1:
+        raise SourceError(f"{_described(info)}, not a single F32", _DAMAGED)
+    return (info,)
 
 
 def _blocks(pair: Pair) -> Weight:
@@ -314,7 +340,7 @@ def _described(info: TensorInfo) -> str:
 def _refuse_strays(tensors: dict[str, TensorInfo], weights: Mapping[str, Weight]) -> None:
     """Scales without a quantized weight, which would be copied and mean nothing."""
     for name in tensors:
-        if name.endswith((".weight_scale", ".weight_scale_inv", "_scales", f".{INPUT_SCALE}")) and name not in weights:
+        if name.endswith(_STRAYS) and name not in weights:
             raise SourceError(f"{name} is the scale of no quantized weight", _DAMAGED)
 
 

@@ -183,6 +183,10 @@ class Reader:
             source.read(raw, extent.offset + first * extent.pitch, extent.label)
         scale = kernels.scale_values(raw, info.dtype).reshape(last + 1 - first, -1)
         check_scales(scale, extent.label, extent.shard, least)
+        if weight.format.global_scale is not None:
+            scale = scale / self.divisor(weight)
+            # Of two sound ones.
+            check_scales(scale, extent.label, extent.shard, least)
         odd = np.frexp(scale)[0] != 0.5
         if power_of_two and odd.any():
             raise SourceError(
@@ -193,7 +197,7 @@ class Reader:
 
     def _check_shape(self, weight: Weight) -> None:
         """Refuse words that hold more than the codes of a row: makers fill them up, and headers do not show it."""
-        for info in weight.parts[2:]:
+        for info in (part for part in weight.parts[2:] if part.dtype in ("I32", "I64")):
             told = self.whole(info).view(np.int64 if info.dtype == "I64" else np.int32).tolist()
             if told != list(weight.shape):
                 raise SourceError(
@@ -201,11 +205,32 @@ class Reader:
                     "rows that do not fill their words are not read here: start from the unquantized model",
                 )
 
+    def divisor(self, weight: Weight) -> Floats:
+        """What the scales of a weight's groups are divided by, float32 [1, 1]: one without a global scale.
+
+        Raises:
+            SourceError: it is not finite and above zero.
+        """
+        info, form = weight.global_scale, weight.format
+        if info is None or form is None or form.global_scale is None:
+            return np.ones((1, 1), np.float32)
+        found = self.values(info).reshape(1, 1)
+        shard = self.where[info.name].shard
+        check_scales(found, info.name, shard, SMALLEST_SCALE)
+        if not form.global_scale.divides:
+            with np.errstate(over="ignore"):
+                found = np.float32(1) / found
+            check_scales(found, f"one over {info.name}", shard, SMALLEST_SCALE)
+        return found
+
     def keeps_scale(self, joined: Sequence[Weight], scheme: Scheme) -> bool:
         """Whether weights that share a scale in a scheme all have the same one already, and engines load it."""
         form = scheme.format
         if not all(weight.format is not None and weight.format.group == form.group for weight in joined):
             return False
+        if form.global_scale is not None:
+            held = all(weight.is_held_by(form) for weight in joined)
+            return held and len({self.divisor(weight).item() for weight in joined}) == 1
         scales = {self.scales(weight, 0, 1).item() for weight in joined}
         scale = scales.pop()
         return not scales and scale >= form.scale.floor and scale * form.number.largest <= scheme.largest

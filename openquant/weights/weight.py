@@ -38,8 +38,8 @@ class Weight(NamedTuple):
         part: which of several projections side by side in a stack.
         transposed: plain rows are stored as columns; of codes, they become columns where they are written unquantized.
         format: how it is stored; None for plain elements.
-        parts: the codes, their scales, and of codes in words perhaps a tensor that holds [out, in]; () for plain
-            elements. Checks have codes alone where the scales are missing.
+        parts: the codes, their scales, the global scale if the format has one, and of codes in words perhaps a tensor
+            that holds [out, in]; () for plain elements. Checks have fewer where scales are missing.
         input_scale: the scale of its activations, if the checkpoint has one.
     """
 
@@ -78,6 +78,18 @@ class Weight(NamedTuple):
     def scale(self) -> TensorInfo | None:
         """The scales of the codes."""
         return self.parts[1] if len(self.parts) > 1 else None
+
+    @property
+    def global_scale(self) -> TensorInfo | None:
+        """The scale of the scales."""
+        return self.parts[2] if self.format and self.format.global_scale and len(self.parts) > 2 else None
+
+    @property
+    def tied_scale(self) -> TensorInfo | None:
+        """The scale that it shares with what it is joined with, if it is there."""
+        if self.format is None or not self.format.tied:
+            return None
+        return self.scale if self.format.shared else self.global_scale
 
     @property
     def kind(self) -> tuple[object, ...]:

@@ -24,7 +24,7 @@ from openquant import compress, dequantize, verify
 from openquant import run as running
 from openquant.errors import PlanError, SourceError, UsageError
 from openquant.formats.numbers import E2M1, E4M3, INT4, INT8, INT8_WORDS
-from openquant.formats.reference import encode, group_absmax, group_scale, stored_scale
+from openquant.formats.reference import encode, group_absmax, group_divisor, group_scale, stored_scale
 from openquant.formats.schemes import (
     BLOCK_COMPRESSED,
     CHANNEL,
@@ -79,12 +79,14 @@ def expected_output(
             continue
         scheme = others.get(module, default)
         absmax = group_absmax(weight, scheme.format.group)
-        if scheme.format.shared:
-            members = joined_with(module, weights)
-            absmax = torch.stack([group_absmax(weights[f"{m}.weight"], scheme.format.group) for m in members]).amax(0)
-        scale = group_scale(absmax, scheme.format)
+        members = joined_with(module, weights)
+        largest = torch.stack([group_absmax(weights[f"{member}.weight"], (None, None)) for member in members]).amax(0)
+        divisor = group_divisor(largest, scheme.format)
+        scale = group_scale(largest if scheme.format.shared else absmax, scheme.format, divisor)
         found[f"{module}.{scheme.format.codes}"] = encode(weight, scale, scheme.format)
-        found[f"{module}.{scheme.format.scale.name}"] = stored_scale(scale, scheme.format, tuple(weight.shape))
+        found[f"{module}.{scheme.format.scale.name}"] = stored_scale(scale, scheme.format, tuple(weight.shape), divisor)
+        if scheme.format.global_scale:
+            found[scheme.format.tied_scale(module)] = divisor.reshape(1)
         for info, _ in scheme.format.known(module, tuple(weight.shape)):
             found[info.name] = torch.tensor(weight.shape)
     return found
@@ -295,7 +297,7 @@ def test_a_joined_set_above_float16_is_an_error_that_names_it(tmp_path: Path) ->
 LARGEST = {E4M3: 1.75, INT8: 127 / 64, INT8_WORDS: 127 / 64, E2M1: 1.5, INT4: 7.5 / 8}
 
 
-@pytest.mark.parametrize("scheme", [s for s in VARIANTS if s.name != "tensor"], ids=lambda scheme: scheme.suffix)
+@pytest.mark.parametrize("scheme", [s for s in VARIANTS if not s.format.tied], ids=lambda scheme: scheme.suffix)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_weight_whose_code_would_overflow_bfloat16_is_an_error_that_names_it(
     tmp_path: Path, dtype: str, scheme: Scheme
@@ -319,6 +321,23 @@ def test_a_weight_whose_code_would_overflow_bfloat16_is_an_error_that_names_it(
     dequantize(tmp_path / "out", tmp_path / "plain")
     # Four bits have the codes -8 and 7, and their scale is a power of two here.
     assert tiny.read(tmp_path / "plain")[name][1, 2] == (7 * 2.0**124 if scheme.format.number == INT4 else limit)
+
+
+def test_a_weight_beyond_a_global_scale_is_an_error_that_names_all_it_is_joined_with(tmp_path: Path) -> None:
+    weights, limit = tiny.tensors("Qwen3ForCausalLM"), 1.5 * 2.0**127
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights[name][1, 2] = -(limit + 2.0**120)
+    with pytest.raises(PlanError) as caught:
+        compress(tiny.write(tmp_path / "source", weights=weights), tmp_path / "no", "nvfp4")
+    assert caught.value.message == (
+        f"model.layers.1.mlp.gate_proj.weight, {name}: a weight reaches {limit + 2.0**120:g}, engines load at most "
+        f"{limit:g} under one scale"
+    )
+    weights[name][1, 2] = limit
+    compress(tiny.write(tmp_path / "source", weights=weights), tmp_path / "out", "nvfp4")
+    assert verify(tmp_path / "out", tmp_path / "source", full=True).problems == ()
+    dequantize(tmp_path / "out", tmp_path / "plain")
+    assert tiny.read(tmp_path / "plain")[name][1, 2] == limit
 
 
 def test_config_gains_quantization_config_and_nothing_else(tmp_path: Path, source: Path) -> None:

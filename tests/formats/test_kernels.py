@@ -33,11 +33,11 @@ def assert_equal_to_torch(bits: np.ndarray, dtype: str, scheme: Scheme) -> None:
     np.testing.assert_array_equal(scheme.format.scales(found), scale.numpy())
     number = scheme.format.number
     codes = np.empty((bits.shape[0], bits.shape[1] // number.per_byte), np.uint8)
-    kernels.encode_stored(bits, dtype, scale.numpy(), scheme.format.group, codes, number)
+    kernels.encode_stored(bits, dtype, scale.numpy(), scheme.format.group, codes, number, scheme.format.clamps)
     expected = encode(weight, scale, scheme.format).view(torch.uint8).numpy()
     np.testing.assert_array_equal(codes, expected)
     alone = np.empty(bits.shape, np.uint8)
-    kernels.encode(bits, dtype, scale.numpy(), scheme.format.group, alone, number)
+    kernels.encode(bits, dtype, scale.numpy(), scheme.format.group, alone, number, scheme.format.clamps)
     np.testing.assert_array_equal(kernels.unpack(codes, number), alone)
 
 

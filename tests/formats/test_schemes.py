@@ -14,7 +14,7 @@ from openquant.errors import UsageError
 from openquant.formats.names import SCHEME_NAMES
 from openquant.formats.numbers import E2M1, E4M3, INT4, INT8, INT8_WORDS, Number
 from openquant.formats.quantization import read_quantization
-from openquant.formats.reference import decode, encode, group_absmax, group_scale, stored_scale
+from openquant.formats.reference import decode, encode, group_absmax, group_divisor, group_scale, stored_scale
 from openquant.formats.schemes import (
     BLOCK,
     BLOCK_COMPRESSED,
@@ -30,6 +30,7 @@ from openquant.formats.schemes import (
     MIXED,
     MXFP4,
     MXFP8,
+    NVFP4,
     SCHEMES,
     STATIC,
     TENSOR,
@@ -51,8 +52,8 @@ def half_a_code(number: Number, weight: torch.Tensor, step: torch.Tensor) -> tor
         # A scale of bfloat16 that is rounded down may put the largest weight beyond the last code.
         return step / 2 + weight * 2.0**-8
     # Normal codes have 3 bits of mantissa, or 1: half a unit is 1/16 of the weight, or 1/4; subnormal ones are 2^-9
-    # apart, or 1/2. The largest magnitude of FP4 is 6, and up to 7 is clamped to it.
-    return torch.maximum(weight / (16 if number == E4M3 else 4), step * (2.0**-10 if number == E4M3 else 0.25))
+    # apart, or 1/2. The largest magnitude of FP4 is 6, and what is up to 9 times a scale is clamped to it.
+    return torch.maximum(weight / (16 if number == E4M3 else 3), step * (2.0**-10 if number == E4M3 else 0.25))
 
 
 schemes = pytest.mark.parametrize("scheme", VARIANTS, ids=lambda scheme: scheme.suffix)
@@ -95,7 +96,8 @@ def test_no_code_overflows_bfloat16(scheme: Scheme, share: float) -> None:
     assert torch.isfinite((scale * scheme.format.number.largest).bfloat16()).all()
     largest = scale * scheme.format.number.span
     # A scale of bfloat16 may be rounded down, and FP4 clamps what is below 7 to 6.
-    slack = {"BF16": 2.0**-8, "U8": 1 / 6 if scheme is MXFP4 else 2.0**-23}.get(scheme.format.scale.dtype, 2.0**-23)
+    usual = 2.0**-8 if scheme.format.scale.dtype == "BF16" else 2.0**-23
+    slack = {MXFP4: 1 / 6, NVFP4: 2.0**-21}.get(scheme, usual)
     assert (largest * (1 + slack) >= torch.from_numpy(absmax)).all()
 
 
@@ -180,6 +182,8 @@ def test_an_older_output_without_a_sentence_is_known_too(scheme: Scheme) -> None
 
 
 MX = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+E4M3FN = "torch.float8_e4m3fn"
+NV = {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": E4M3FN, "zp_dtype": E4M3FN}
 COMPRESSED = [
     (TENSOR_COMPRESSED, {"strategy": "tensor"}, {"strategy": "token"}),
     (CHANNEL, {"strategy": "channel"}, {"strategy": "token"}),
@@ -195,11 +199,15 @@ COMPRESSED = [
     ),
     (MXFP8, MX, MX),
     (MXFP4, MX | {"num_bits": 4}, None),
+    (NVFP4, NV, None),
 ]
 KINDS = [row[0].suffix for row in COMPRESSED]
-STORED = {MXFP8: "mxfp8-quantized", MXFP4: "mxfp4-pack-quantized", INT8_W8A8: "int-quantized"} | dict.fromkeys(
-    (INT8_W8A16, *INT4_GROUPS), "pack-quantized"
-)
+STORED = {
+    MXFP8: "mxfp8-quantized",
+    MXFP4: "mxfp4-pack-quantized",
+    NVFP4: "nvfp4-pack-quantized",
+    INT8_W8A8: "int-quantized",
+} | dict.fromkeys((INT8_W8A16, *INT4_GROUPS), "pack-quantized")
 
 
 @pytest.mark.parametrize(("scheme", "weights", "activations"), COMPRESSED, ids=KINDS)
@@ -234,16 +242,21 @@ def test_compressed_tensors_decompresses_it(scheme: Scheme) -> None:
     from compressed_tensors.quantization import QuantizationConfig
 
     weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(5))
-    scale = group_scale(group_absmax(weight, scheme.format.group), scheme.format)
+    absmax = group_absmax(weight, scheme.format.group)
+    divisor = group_divisor(absmax.amax(), scheme.format)
+    scale = group_scale(absmax, scheme.format, divisor)
     codes = encode(weight, scale, scheme.format)
     config = QuantizationConfig.model_validate(scheme.config([]))
-    stored = {scheme.format.codes: codes, "weight_scale": stored_scale(scale, scheme.format, (256, 384))}
+    stored = {scheme.format.codes: codes, "weight_scale": stored_scale(scale, scheme.format, (256, 384), divisor)}
+    if scheme.format.global_scale:
+        stored["weight_global_scale"] = divisor.reshape(1)
     stored |= {info.name[1:]: torch.tensor([256, 384]) for info, _ in scheme.format.known("", (256, 384))}
     compressor = BaseCompressor.get_value_from_registry(config.format)
     found = compressor.decompress(stored, config.config_groups["group_0"])["weight"]
     # compressed-tensors multiplies in bfloat16 where its scales are powers of two.
     assert torch.equal(found, decode(codes, scale, scheme.format).to(found.dtype))
-    assert torch.equal(decode(codes, stored["weight_scale"], scheme.format), decode(codes, scale, scheme.format))
+    read = stored["weight_scale"].float() / divisor if scheme is NVFP4 else stored["weight_scale"]
+    assert torch.equal(decode(codes, read, scheme.format), decode(codes, scale, scheme.format))
 
 
 def test_what_is_said_of_schemes_is_so() -> None:
@@ -371,7 +384,7 @@ def test_every_name_has_a_default_and_every_format_is_found() -> None:
         (
             ("rows",),
             "rows is not a scheme",
-            "choose one of tensor, channel, block, mxfp8, int8, int8-weights, int4, mxfp4",
+            "choose one of tensor, channel, block, mxfp8, int8, int8-weights, int4, mxfp4, nvfp4",
         ),
         (
             ("int8-weights", None, None, "dynamic", "64"),
@@ -427,7 +440,7 @@ def test_schemes_that_no_config_holds_together() -> None:
         find_others(CHANNEL, {"**": "mxfp8"})
     assert (caught.value.message, caught.value.hint) == (
         "--scheme-for **=mxfp8: mxfp8 is not a scheme to mix",
-        "choose one of tensor, channel, block, int8, int8-weights, int4, mxfp4",
+        "choose one of tensor, channel, block, int8, int8-weights, int4, mxfp4, nvfp4",
     )
 
 
@@ -515,6 +528,72 @@ def test_mxfp4_scales_go_up_from_seven(exponent: int) -> None:
     expected = np.array([[2.0**exponent, 2.0 ** (exponent + 1)]], np.float32)
     np.testing.assert_array_equal(MXFP4.format.scales(absmax), expected)
     np.testing.assert_array_equal(group_scale(torch.from_numpy(absmax), MXFP4.format).numpy(), expected)
+
+
+def test_golden_bytes_of_nvfp4() -> None:
+    weight = torch.zeros(3, 32)
+    weight[0, :16] = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    weight[0, 16:24] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -6])
+    # Groups of 1/448 and of 2^-9/448 of the largest, which is 6 * 448.
+    weight[1, 0], weight[1, 16] = 2688.0, 6 * 2.0**-9
+    weight[2, 0] = 6 * 2.0**-11
+    form = NVFP4.format
+    absmax = group_absmax(weight, form.group)
+    divisor = group_divisor(absmax.amax(), form)
+    assert divisor.item() == 1.0
+    scale = group_scale(absmax, form, divisor)
+    assert scale.tolist() == [[1, 1], [448, 2.0**-9], [2.0**-9, 1]]
+    stored = stored_scale(scale, form, (3, 32), divisor)
+    assert stored.view(torch.uint8).tolist() == [[0x38, 0x38], [0x7E, 0x01], [0x01, 0x38]]
+    assert form.stored(scale.numpy(), divisor.numpy()).tolist() == stored.view(torch.uint8).tolist()
+    codes = encode(weight, scale, form)
+    assert bytes(codes[0].tolist()).hex(" ") == "10 32 54 76 98 ba dc fe 20 42 64 f6 00 00 00 00"
+    assert codes[1].tolist() == [7, *[0] * 7, 7, *[0] * 7]
+    # A quarter of the least scale: 1.5.
+    assert codes[2].tolist() == [3, *[0] * 15]
+
+
+def test_a_larger_weight_elsewhere_moves_the_scales_of_nvfp4() -> None:
+    form, absmax = NVFP4.format, np.array([[6.0, 3.0]], np.float32)
+    alone, joined = (form.divisor(np.float32([[largest]])) for largest in (6.0, 12.0))
+    assert (alone.item(), joined.item()) == (448, 224)
+    assert form.stored(form.scales(absmax, alone), alone).tolist() == [[0x7E, 0x76]]
+    assert form.stored(form.scales(absmax, joined), joined).tolist() == [[0x76, 0x6E]]
+    np.testing.assert_array_equal(form.scales(absmax, alone), form.scales(absmax))
+    np.testing.assert_array_equal(form.scales(absmax, joined), [[1, 0.5]])
+
+
+@pytest.mark.parametrize(("largest", "divisor"), [(0.0, 1.0), (1e-45, 2.0**125), (2.0**-110, 2688 * 2.0**110)])
+def test_divisors_are_finite(largest: float, divisor: float) -> None:
+    assert NVFP4.format.divisor(np.float32([largest])).tolist() == [divisor]
+    assert MXFP4.format.divisor(np.float32([largest])).tolist() == [1]
+
+
+@given(seed=st.integers(0, 2**31), spread=st.floats(0, 3), more=st.floats(1, 8))
+def test_nvfp4_is_what_compressed_tensors_packs(seed: int, spread: float, more: float) -> None:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(64, 128, generator=generator)
+    weight = weight * weight.abs() ** spread
+    groups, form = weight.view(64, 8, 16), NVFP4.format
+    arguments = QuantizationConfig.model_validate(NVFP4.config([])).config_groups["group_0"]
+    # The largest weight of the joined layers may be another's.
+    largest = weight.abs().amax() * more
+    divisor = generate_gparam(-largest, largest)
+    theirs, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), arguments.weights, global_scale=divisor)
+    # Where it rounds a scale to zero, it takes 1/8; we take the least there is.
+    theirs = torch.where(groups.abs().amax(-1) / 6 * divisor > 2.0**-10, theirs, 2.0**-9)
+    compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
+    state = {"weight": weight, "weight_scale": theirs, "weight_global_scale": divisor}
+    packed = compressor.compress(state, arguments)
+    assert torch.equal(group_divisor(largest, form).reshape(1), divisor)
+    scale = group_scale(group_absmax(weight, form.group), form, divisor)
+    stored = stored_scale(scale, form, (64, 128), divisor)
+    assert torch.equal(stored.view(torch.uint8), packed["weight_scale"].view(torch.uint8))
+    assert torch.equal(encode(weight, scale, form), packed["weight_packed"])
 
 
 @given(seed=st.integers(0, 2**31), spread=st.floats(0, 4))

@@ -10,11 +10,22 @@ import torch
 from openquant.formats.format import Format
 from openquant.formats.numbers import E2M1, INT4
 from openquant.formats.reference import decode, encode, group_absmax, group_scale
-from openquant.formats.schemes import BLOCK, CHANNEL, INT4_W4A16, INT8_W8A8, INT8_W8A16, MXFP4, MXFP8, TENSOR, Scheme
+from openquant.formats.schemes import (
+    BLOCK,
+    CHANNEL,
+    INT4_W4A16,
+    INT8_W8A8,
+    INT8_W8A16,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    TENSOR,
+    Scheme,
+)
 from openquant.measure import changes
 from openquant.measure.changes import Change, compare_weights
 
-SCHEMES = [TENSOR, CHANNEL, BLOCK, MXFP8, INT8_W8A8, INT8_W8A16, MXFP4, INT4_W4A16]
+SCHEMES = [TENSOR, CHANNEL, BLOCK, MXFP8, INT8_W8A8, INT8_W8A16, MXFP4, INT4_W4A16, NVFP4]
 
 
 def weights(rows: int = 256, cols: int = 384) -> torch.Tensor:

@@ -28,6 +28,7 @@ from openquant.formats.schemes import (
     INT8_W8A16,
     MXFP4,
     MXFP8,
+    NVFP4,
     SCHEMES,
     TENSOR,
     Scheme,
@@ -38,7 +39,7 @@ from openquant.plan.plan import make_plan
 from stored import BLOCKS, by_blocks, store
 
 DOWN = "model.layers.0.mlp.down_proj"
-FULL = [TENSOR, CHANNEL, BLOCK, MXFP8, INT8_W8A8, INT8_W8A16, MXFP4, INT4_W4A16]
+FULL = [TENSOR, CHANNEL, BLOCK, MXFP8, INT8_W8A8, INT8_W8A16, MXFP4, INT4_W4A16, NVFP4]
 
 
 def model(root: Path, **layers: torch.Tensor) -> Path:
@@ -71,7 +72,7 @@ def stored_by_loop(weight: np.ndarray, scheme: Scheme, largest: float) -> tuple[
         for left in range(along):
             group = weight[top * height : (top + 1) * height, left * width : (left + 1) * width]
             absmax = largest if form.shared else np.abs(group).max()
-            scale = float(form.scales(np.asarray(absmax, np.float32)))
+            scale = float(form.scales(np.asarray(absmax, np.float32), form.divisor(np.asarray(largest, np.float32))))
             for number_of, value in enumerate(group.reshape(-1)):
                 row = top * height + number_of // width
                 quotient = float(value) / scale

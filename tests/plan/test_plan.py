@@ -258,8 +258,8 @@ def test_lm_head_is_listed_also_when_tied_and_absent(tmp_path: Path) -> None:
             "the source is already quantized: config.json has the quant_method null",
         ),
         (
-            {"text_config": {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}},
-            'the source is already quantized: config.json has the quant_algo "NVFP4"',
+            {"text_config": {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}}},
+            'the source is already quantized: config.json has the quant_algo "NVFP4_AWQ"',
         ),
     ],
 )

@@ -102,6 +102,8 @@ MIXTURES = [
     ("Qwen3MoeForCausalLM", "channel", {"scheme_for": {"**.experts.**": "int8"}, "quantize_lm_head": True}),
     ("Gemma3ForConditionalGeneration", "int8-weights", {"scheme_for": {"**.layers.1.**": "block"}}),
     ("Qwen3MoeForCausalLM", "channel", {"scheme_for": {"**.experts.**": "mxfp4"}}),
+    ("Qwen3MoeForCausalLM", "channel", {"scheme_for": {"**.experts.**": "nvfp4"}}),
+    ("Gemma3ForConditionalGeneration", "nvfp4", {"scheme_for": {"**.self_attn.*": "channel", "**.1.mlp.*": "mxfp4"}}),
     ("Qwen3ForCausalLM", "mxfp4", {"scheme_for": {"**.self_attn.*": "int8"}, "quantize_lm_head": True}),
 ]
 
@@ -859,14 +861,14 @@ USAGE = [
     ({}, ["--source", "nowhere/at/all"], "nowhere/at/all does not exist", "check the path"),
     ({"quantization_config": None}, [], "config.json has no quantization_config", "give a directory of quantized weights"),
     ({"quantization_config": {"quant_method": "awq"}}, [], 'config.json has the quant_method "awq"',
-     "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8 and mxfp4"),
+     "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8, modelopt_fp4 and mxfp4"),
     ({"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}}, [],
      "config.json has the weight_block_size 128", "it must be two numbers from 1 to 65536"),
     ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"group_0": {
         "weights": {"num_bits": 4, "type": "int", "strategy": "group"}}}}}, [],
      "config.json: group_0 stores int4 weights by group",
-     "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, and symmetric int8 and int4 weights by tensor, "
-     "channel or group"),
+     "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, and symmetric int8 and int4 weights by "
+     "tensor, channel or group"),
     ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, [],
      "config.json has modelopt with one scale per tensor",
      "only fp8 and compressed-tensors with FP8, INT8, INT4 or FP4 weights are checked"),

@@ -158,6 +158,8 @@ def test_dequantized_outputs_are_what_codes_and_scales_stand_for(tmp_path: Path,
         if codes is None or scale is None:
             assert same(weight, source[name])
             continue
+        if scheme.format.global_scale:
+            scale = scale.float() / stored[f"{name}_global_scale"]
         assert same(weight, decode(codes, scale, scheme.format).bfloat16())
     ours, theirs = (json.loads((root / "config.json").read_text()) for root in (tmp_path / "plain", EXAMPLE))
     assert ours == theirs
@@ -964,21 +966,21 @@ def test_codes_that_are_nan(tmp_path: Path, work: Callable[..., Any]) -> None:
         (
             group("group", num_bits=4, type="int", group_size=32, symmetric=False),
             "the source is already quantized: config.json: group_0 stores asymmetric int4 weights by group",
-            "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, and symmetric int8 and int4 weights by "
+            "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, and symmetric int8 and int4 weights by "
             "tensor, channel or group; "
             "or start from the unquantized model",
         ),
         (
             group("channel") | {"transform_config": {"config_groups": {"R4": {"type": "hadamard"}}}},
             "the source is already quantized: config.json has a transform_config: the weights are stored rotated",
-            "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, and symmetric int8 and int4 weights by "
+            "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, and symmetric int8 and int4 weights by "
             "tensor, channel or group; "
             "or start from the unquantized model",
         ),
         (
             group("channel") | {"sparsity_config": {"format": "sparse-24-bitmask"}},
             "the source is already quantized: config.json has a sparsity_config: zeros are not stored",
-            "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, and symmetric int8 and int4 weights by "
+            "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, and symmetric int8 and int4 weights by "
             "tensor, channel or group; "
             "or start from the unquantized model",
         ),
@@ -990,7 +992,7 @@ def test_codes_that_are_nan(tmp_path: Path, work: Callable[..., Any]) -> None:
         (
             {"quant_method": "awq"},
             'the source is already quantized: config.json has the quant_method "awq"',
-            "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8 and mxfp4; or start from the unquantized model",
+            "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8, modelopt_fp4 and mxfp4; or start from the unquantized model",
         ),
     ],
 )
