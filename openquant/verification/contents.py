@@ -290,12 +290,12 @@ class _Worker:
             wrong = made != comparison.grid
             if wrong.any():
                 place = np.unravel_index(int(wrong.argmax()), wrong.shape)
-                # As they are stored.
-                factor = 1.0 if divisor is None else float(divisor.item())
+                # As they are stored, which FP8 is to few digits.
+                factor, digits = (1.0, 9) if divisor is None else (float(divisor.item()), 6)
                 self.reading.say(
                     number,
-                    f"{self.reading.place(scale.name)} holds {float(comparison.grid[place]) * factor:.9g} at "
-                    f"{[int(axis) for axis in place]}, the source makes it {float(made[place]) * factor:.9g} "
+                    f"{self.reading.place(scale.name)} holds {float(comparison.grid[place]) * factor:.{digits}g} at "
+                    f"{[int(axis) for axis in place]}, the source makes it {float(made[place]) * factor:.{digits}g} "
                     f"({int(wrong.sum())} of {wrong.size} scales differ)",
                 )
         if comparison.first is not None:

@@ -217,11 +217,7 @@ class Reader:
         found = self.values(info).reshape(1, 1)
         shard = self.where[info.name].shard
         check_scales(found, info.name, shard, SMALLEST_SCALE)
-        if not form.global_scale.divides:
-            with np.errstate(over="ignore"):
-                found = np.float32(1) / found
-            check_scales(found, f"one over {info.name}", shard, SMALLEST_SCALE)
-        return found
+        return found if form.global_scale.divides else np.float32(1) / found
 
     def keeps_scale(self, joined: Sequence[Weight], scheme: Scheme) -> bool:
         """Whether weights that share a scale in a scheme all have the same one already, and engines load it."""

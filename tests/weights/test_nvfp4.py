@@ -1,0 +1,281 @@
+"""NVFP4 as compressed-tensors and modelopt lay it out: read, decoded, passed through, and held against itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from conftest import change_json
+from openquant import compress, dequantize, diagnose, verify
+from openquant.errors import OpenQuantError, PlanError, SourceError
+from openquant.formats.reference import decode, encode, group_absmax, group_divisor, group_scale, stored_scale
+from openquant.formats.schemes import NVFP4, find_scheme
+from stored import Weights, is_layer, store
+from tiny import change_weights
+
+FORM = NVFP4.format
+GROUP = {"targets": ["Linear"], "weights": NVFP4.group["weights"], "input_activations": None}
+LOCAL = {**NVFP4.group["weights"], "dynamic": "local"}
+QUERY = "model.layers.0.self_attn.q_proj"
+
+
+def compressed(activations: dict[str, Any] | None) -> dict[str, Any]:
+    """The quantization_config of llm-compressor."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {**GROUP, "input_activations": activations}},
+        "ignore": ["lm_head"],
+    }
+
+
+def modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
+    return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head"], **more}
+
+
+def parts(weight: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales and what these are divided by, given the largest weight of all that share the last."""
+    shape = (weight.shape[0], weight.shape[1])
+    divisor = group_divisor(largest.reshape(1, 1), FORM)
+    scale = group_scale(group_absmax(weight, FORM.group), FORM, divisor)
+    return encode(weight, scale, FORM), stored_scale(scale, FORM, shape, divisor), divisor
+
+
+def by_compressed_tensors(weight: torch.Tensor, largest: torch.Tensor) -> Weights:
+    codes, scale, divisor = parts(weight, largest)
+    return {"weight_packed": codes, "weight_scale": scale, "weight_global_scale": divisor.reshape(1)}
+
+
+def by_modelopt(weight: torch.Tensor, largest: torch.Tensor) -> Weights:
+    """Its multiplier is a power of two here, so that one over it is exact."""
+    codes, scale, divisor = parts(weight, torch.exp2(largest.log2().ceil()) * 2688 / 4096)
+    return {"weight": codes, "weight_scale": scale, "weight_scale_2": (1 / divisor).reshape(())}
+
+
+def with_inputs(make: Callable[..., Weights], name: str) -> Callable[..., Weights]:
+    return lambda weight, largest: make(weight, largest) | {name: torch.tensor(0.25)}
+
+
+SOURCES: dict[str, tuple[Callable[..., Weights], dict[str, Any]]] = {
+    "compressed-tensors": (by_compressed_tensors, compressed(None)),
+    "compressed-tensors W4A4": (with_inputs(by_compressed_tensors, "input_global_scale"), compressed(LOCAL)),
+    "modelopt": (by_modelopt, modelopt("W4A16_NVFP4", group_size=16)),
+    "modelopt W4A4": (with_inputs(by_modelopt, "input_scale"), modelopt("NVFP4")),
+    "modelopt_fp4": (with_inputs(by_modelopt, "input_scale"), modelopt("NVFP4") | {"quant_method": "modelopt_fp4"}),
+}
+sources = pytest.mark.parametrize("kind", SOURCES)
+
+
+def source_of(root: Path, kind: str, shards: int = 3) -> Path:
+    """A Qwen3 stored so, all layers under one global scale: those that are joined have one in any case."""
+    make, config = SOURCES[kind]
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    largest = torch.stack([weight.abs().amax() for name, weight in weights.items() if is_layer(name)]).amax().float()
+    return store(root, lambda weight: make(weight, largest), config, weights, shards)
+
+
+def stands_for(stored: Weights, module: str) -> torch.Tensor:
+    """The weight, float32, by what engines multiply."""
+    codes = stored.get(f"{module}.weight_packed", stored.get(f"{module}.weight"))
+    scale, divisor = stored[f"{module}.weight_scale"].float(), stored.get(f"{module}.weight_global_scale")
+    if divisor is None:
+        divisor = 1 / stored[f"{module}.weight_scale_2"]
+    return decode(codes, scale / divisor, FORM)
+
+
+@sources
+def test_dequantize_gives_the_products_in_bfloat16(tmp_path: Path, kind: str) -> None:
+    source = source_of(tmp_path / "source", kind)
+    dequantize(source, tmp_path / "out")
+    plain, stored, found = tiny.tensors("Qwen3ForCausalLM"), tiny.read(source), tiny.read(tmp_path / "out")
+    assert set(found) == set(plain)
+    for name, weight in plain.items():
+        expected = stands_for(stored, name.removesuffix(".weight")).bfloat16() if is_layer(name) else weight
+        assert torch.equal(found[name], expected), name
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == tiny.config("Qwen3ForCausalLM")
+
+
+@sources
+def test_codes_and_scales_stay_in_their_own_scheme(tmp_path: Path, kind: str) -> None:
+    source = source_of(tmp_path / "source", kind)
+    compress(source, tmp_path / "out", "nvfp4")
+    stored, found = tiny.read(source), tiny.read(tmp_path / "out")
+    assert verify(tmp_path / "out").problems == ()
+    assert not [name for name in found if "input" in name and name.endswith("scale")]
+    for module in [name.removesuffix(".weight_packed") for name in found if name.endswith(".weight_packed")]:
+        codes = stored.get(f"{module}.weight_packed", stored.get(f"{module}.weight"))
+        assert torch.equal(found[f"{module}.weight_packed"], codes)
+        scales = (each[f"{module}.weight_scale"].view(torch.uint8) for each in (found, stored))
+        assert torch.equal(*scales)
+        assert found[f"{module}.weight_global_scale"].shape == (1,)
+        assert torch.equal(stands_for(found, module), stands_for(stored, module))
+
+
+@pytest.mark.parametrize("scheme", ["channel", "mxfp4"])
+@pytest.mark.parametrize("kind", ["compressed-tensors", "modelopt W4A4"])
+def test_another_scheme_is_made_of_the_decoded_weights(tmp_path: Path, kind: str, scheme: str) -> None:
+    source = source_of(tmp_path / "source", kind)
+    compress(source, tmp_path / "out", scheme)
+    assert verify(tmp_path / "out").problems == ()
+    stored, found, form = tiny.read(source), tiny.read(tmp_path / "out"), find_scheme(scheme).format
+    for module in {name.removesuffix(".weight_scale") for name in stored if name.endswith(".weight_scale")}:
+        weight = stands_for(stored, module)
+        scale = group_scale(group_absmax(weight, form.group), form)
+        codes = encode(weight, scale, form).view(torch.uint8)
+        assert torch.equal(found[f"{module}.{form.codes}"].view(torch.uint8), codes)
+
+
+@pytest.mark.parametrize("kind", ["compressed-tensors", "modelopt"])
+def test_joined_layers_under_several_global_scales_get_one(tmp_path: Path, kind: str) -> None:
+    source = source_of(tmp_path / "source", kind)
+    stored = tiny.read(source)
+    last = "weight_scale_2" if kind == "modelopt" else "weight_global_scale"
+    change_weights(source, lambda found: found.update({f"{QUERY}.{last}": stored[f"{QUERY}.{last}"] * 2}))
+    stored = tiny.read(source)
+    compress(source, tmp_path / "out", "nvfp4")
+    found = tiny.read(tmp_path / "out")
+    owner = QUERY.rpartition(".")[0]
+    joined = [f"{owner}.{part}_proj" for part in "qkv"]
+    weights = {module: stands_for(stored, module) for module in joined}
+    largest = torch.stack([weight.abs().amax() for weight in weights.values()]).amax()
+    for module, weight in weights.items():
+        codes, scale, divisor = parts(weight, largest)
+        assert torch.equal(found[f"{module}.weight_global_scale"], divisor.reshape(1))
+        assert torch.equal(found[f"{module}.weight_scale"].view(torch.uint8), scale.view(torch.uint8))
+        assert torch.equal(found[f"{module}.weight_packed"], codes)
+    assert torch.equal(
+        found[f"{owner}.o_proj.weight_packed"],
+        stored.get(f"{owner}.o_proj.weight_packed", stored.get(f"{owner}.o_proj.weight")),
+    )
+
+
+@pytest.mark.parametrize("kind", ["compressed-tensors", "compressed-tensors W4A4"])
+def test_others_directories_are_verified(tmp_path: Path, kind: str) -> None:
+    source = source_of(tmp_path / "source", kind)
+    plain = tiny.write(tmp_path / "plain", "Qwen3ForCausalLM")
+    report = verify(source, plain, full=True)
+    assert report.problems == ()
+    assert all(0.05 < error.relative < 0.15 for error in report.errors)
+    stored = tiny.read(source)
+    change_weights(
+        source, lambda found: found.update({f"{QUERY}.weight_global_scale": stored[f"{QUERY}.weight_global_scale"] * 2})
+    )
+    problems = verify(source).problems
+    assert len(problems) == 1
+    assert problems[0].endswith("but engines merge their layers under one scale")
+
+
+def ours(tmp_path: Path) -> tuple[Path, Path]:
+    source = tiny.write(tmp_path / "source", "Qwen3ForCausalLM")
+    compress(source, tmp_path / "out", "nvfp4")
+    return source, tmp_path / "out"
+
+
+def test_global_scales_of_joined_layers_that_differ_are_reported(tmp_path: Path) -> None:
+    source, out = ours(tmp_path)
+    stored = tiny.read(out)
+    name = f"{QUERY}.weight_global_scale"
+    change_weights(out, lambda found: found.update({name: stored[name] / 2}))
+    assert any(
+        name in problem and "but engines merge their layers under one scale" in problem
+        for problem in verify(out).problems
+    )
+    full = verify(out, source, full=True).problems
+    assert any(f"{name} is" in problem and "the source makes it" in problem for problem in full)
+
+
+def test_a_global_scale_that_is_none_of_the_source_s_is_reported(tmp_path: Path) -> None:
+    source, out = ours(tmp_path)
+    owner = QUERY.rpartition(".")[0]
+    names = [f"{owner}.{part}_proj.weight_global_scale" for part in "qkv"]
+    stored = tiny.read(out)
+    change_weights(out, lambda found: found.update({name: stored[name] / 2 for name in names}))
+    assert verify(out).problems == ()
+    full = verify(out, source, full=True).problems
+    assert [name for name in names if any(f"{name} is" in problem for problem in full)] == names
+
+
+def test_a_scale_or_a_code_that_is_not_the_source_s_is_reported_as_it_is_stored(tmp_path: Path) -> None:
+    source, out = ours(tmp_path)
+    stored = tiny.read(out)
+    name, packed = f"{QUERY}.weight_scale", f"{QUERY}.weight_packed"
+    scale, codes = stored[name].clone(), stored[packed].clone()
+    scale[1, 2] = 448.0 if scale[1, 2].float() < 400 else 224.0
+    codes[0, 0] ^= 0x10
+    change_weights(out, lambda found: found.update({name: scale}))
+    problems = verify(out, source, full=True).problems
+    assert any(f"{name} holds {scale[1, 2].item():.9g} at [1, 2]" in problem for problem in problems)
+    change_weights(out, lambda found: found.update({name: stored[name], packed: codes}))
+    problems = verify(out, source, full=True).problems
+    assert len(problems) == 1
+    assert f"{packed} has the code" in problems[0]
+    assert "at [0, 1]" in problems[0]
+    assert f"(1 of {stored[packed].numel() * 2} codes differ)" in problems[0]
+
+
+def without(last: str) -> Callable[[Weights], object]:
+    return lambda found: found.pop(f"{QUERY}.{last}")
+
+
+def put(last: str, value: torch.Tensor) -> Callable[[Weights], object]:
+    return lambda found: found.update({f"{QUERY}.{last}": value})
+
+
+DAMAGE: list[tuple[str, Callable[[Weights], object], str]] = [
+    ("compressed-tensors", without("weight_global_scale"),
+     f"{QUERY}.weight_packed has no global scale: {QUERY}.weight_global_scale is missing"),
+    ("modelopt", without("weight_scale_2"), f"{QUERY}.weight has no global scale: {QUERY}.weight_scale_2 is missing"),
+    ("compressed-tensors", put("weight_global_scale", torch.ones(2)),
+     f"{QUERY}.weight_global_scale is F32 [2], not a single F32"),
+    ("compressed-tensors", put("weight_global_scale", torch.ones(1, dtype=torch.bfloat16)),
+     f"{QUERY}.weight_global_scale is BF16 [1], not a single F32"),
+    ("compressed-tensors", put("weight_global_scale", torch.zeros(1)),
+     f"{QUERY}.weight_global_scale in model.safetensors holds 0, which no scale can be"),
+    ("modelopt", put("weight_scale_2", torch.tensor(torch.nan)),
+     f"{QUERY}.weight_scale_2 in model.safetensors holds nan, which no scale can be"),
+    ("modelopt", put("weight_scale_2", torch.tensor(1e-44)),
+     f"{QUERY}.weight_scale_2 in model.safetensors holds 9.80909e-45, which no scale can be"),
+    ("compressed-tensors", without("weight_scale"),
+     f"{QUERY}.weight_packed has no scale: {QUERY}.weight_scale is missing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "damage", "message"), DAMAGE)
+@pytest.mark.parametrize("work", [dequantize, lambda *where: compress(*where, "nvfp4")], ids=["dequantize", "compress"])
+def test_damaged_sources_are_refused_by_name(
+    tmp_path: Path, kind: str, damage: Callable[[Weights], object], message: str, work: Callable[..., object]
+) -> None:
+    source = source_of(tmp_path / "source", kind, shards=1)
+    change_weights(source, damage)
+    with pytest.raises(SourceError) as caught:
+        work(source, tmp_path / "out")
+    assert caught.value.message == message
+    if kind == "compressed-tensors":
+        # A scale that is missing is no matter of decoding to verify.
+        try:
+            problems = verify(source).problems
+        except OpenQuantError as error:
+            problems = (error.message,)
+        assert any(QUERY in problem for problem in problems)
+
+
+def test_groups_of_other_sizes_and_stacks_are_refused(tmp_path: Path) -> None:
+    source = source_of(tmp_path / "source", "modelopt", shards=1)
+    change_json(source / "config.json", lambda found: found["quantization_config"].update(group_size=32))
+    with pytest.raises(PlanError) as caught:
+        dequantize(source, tmp_path / "out")
+    assert caught.value.message == "the source is already quantized: config.json has NVFP4 with the group_size 32"
+
+
+def test_layers_that_have_the_codes_already_lose_nothing(tmp_path: Path) -> None:
+    source = source_of(tmp_path / "source", "modelopt", shards=1)
+    found = diagnose(source, "nvfp4")
+    assert {layer.errors["nvfp4"] for layer in found.layers} == {0.0}
+    assert all(0.001 < layer.errors["channel"] < 0.2 for layer in found.layers)
