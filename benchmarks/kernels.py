@@ -36,12 +36,15 @@ def ours(bits: np.ndarray, dtype: str, form: Format, out: np.ndarray) -> None:
     """What a conversion does to a piece, over all of them."""
     rows = max(128, (4 << 20) // (bits.shape[1] * bits.itemsize) // 128 * 128)
     pieces = [slice(low, low + rows) for low in range(0, bits.shape[0], rows)]
-    if form.shared:
-        amax = np.stack([kernels.absmax(bits[piece], dtype, form.group) for piece in pieces]).max(axis=0)
+    divisor = None
+    if form.tied:
+        amax = np.stack([kernels.absmax(bits[piece], dtype, (None, None)) for piece in pieces]).max(axis=0)
+        divisor = None if form.shared else form.divisor(amax)
     for piece in pieces:
         if not form.shared:
             amax = kernels.absmax(bits[piece], dtype, form.group)
-        kernels.encode_stored(bits[piece], dtype, form.scales(amax), form.group, out[piece], form.number)
+        scale = form.scales(amax, divisor)
+        kernels.encode_stored(bits[piece], dtype, scale, form.group, out[piece], form.number, divisor)
 
 
 def theirs(weight: torch.Tensor, form: Format) -> torch.Tensor:

@@ -380,8 +380,8 @@ class _Worker:
         weight, form, place, scale_place = piece.weight, scheme.format, piece.target, piece.scale_target
         divisor = None
         if shared is not None and piece.tied_target is not None:
-            divisor = form.divisor(shared)
-            file.write(form.stored(form.scales(shared)) if form.shared else divisor, piece.tied_target)
+            divisor = None if form.shared else form.divisor(shared)
+            file.write(form.stored(form.scales(shared)) if divisor is None else divisor, piece.tied_target)
         for bits in self.reader.rows(weight, form.group[0] or 1):
             loaded = self.kernels.load(bits, weight.dtype)
             if shared is None or not form.shared:
@@ -395,7 +395,7 @@ class _Worker:
                 scale = form.scales(shared)
             slot = self._slot()
             codes = slot.take(place, bits.size // form.number.per_byte)
-            self.kernels.encode(loaded, weight.dtype, scale, form, codes.reshape(len(bits), -1))
+            self.kernels.encode(loaded, weight.dtype, scale, form, codes.reshape(len(bits), -1), divisor)
             slot.send(file, codes, place)
             place += codes.nbytes
             self.conversion.advance(consumed(weight, len(bits)))

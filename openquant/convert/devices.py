@@ -22,9 +22,11 @@ class CpuKernels:
 
     absmax = staticmethod(kernels.absmax)
 
-    def encode(self, bits: Bits, dtype: str, scale: Floats, format: Format, out: Codes) -> None:
+    def encode(
+        self, bits: Bits, dtype: str, scale: Floats, format: Format, out: Codes, divisor: Floats | None = None
+    ) -> None:
         """Write the codes of weights that `load` gave to `out`, as they are stored."""
-        kernels.encode_stored(bits, dtype, scale, format.group, out, format.number, format.clamps)
+        kernels.encode_stored(bits, dtype, scale, format.group, out, format.number, divisor)
 
     def load(self, bits: Bits, dtype: str) -> Bits:
         """Weights as `absmax` and `encode` take them: here the bits themselves."""
@@ -87,11 +89,13 @@ class TorchKernels:
         with self._working():
             return np.asarray(group_absmax(weight, group).cpu().numpy())
 
-    def encode(self, weight: Any, dtype: str, scale: Floats, format: Format, out: Codes) -> None:
+    def encode(
+        self, weight: Any, dtype: str, scale: Floats, format: Format, out: Codes, divisor: Floats | None = None
+    ) -> None:
         """Write the codes of weights that `load` gave to `out`, as they are stored."""
         from ..formats.reference import encode
 
-        del dtype  # the weight has it
+        del dtype, divisor  # the weight has the one, scales the other
         with self._working():
             codes = encode(weight, self.torch.from_numpy(scale).to(self.device), format)
             self.torch.from_numpy(out).copy_(codes.view(self.torch.uint8), non_blocking=True)

@@ -112,11 +112,6 @@ class Format:
         return f"{module}.{self.global_scale.name if self.global_scale else self.scale.name}"
 
     @property
-    def clamps(self) -> bool:
-        """Whether scales may be rounded down, so that a group's largest weight is beyond the largest code."""
-        return self.scale.dtype == "F8_E4M3"
-
-    @property
     def title(self) -> str:
         """What shares a scale, as plans and cards say it: "one power-of-two scale per 128x128 block"."""
         kind = "power-of-two scale" if self.scale.power_of_two else "scale"

@@ -13,7 +13,7 @@ lacks to the top. Where scales are bfloat16 themselves, the mantissa of the scal
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,6 +37,7 @@ BITS_TYPE: dict[str, np.dtype[np.unsignedinteger[Any]]] = {
 CHUNK = 1 << 18
 
 _TOP = 254  # the largest exponent field of a finite bfloat16
+_TOP_SCALE = _TOP - 4  # where weights are up to 16 times their scale
 _SAFE = 64  # from this exponent field on, zero and subnormals stay below half the smallest code when raised to the top
 
 
@@ -89,7 +90,7 @@ def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
 
 
 def encode(
-    bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes, number: Number, clamps: bool = False
+    bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes, number: Number, divisor: Floats | None = None
 ) -> None:
     """Write the codes [rows, cols] of weights [rows, cols] to `out`, a byte each.
 
@@ -100,13 +101,21 @@ def encode(
         group: height and width of what shares a scale.
         out: uint8 [rows, cols], contiguous.
         number: what the codes are.
-        clamps: whether scales were rounded down, so that weights may be any times the largest code.
+        divisor: float32 [1, 1], what E4M3 was divided by to make the scales; None where they were not.
     """
+    if dtype == "BF16" and divisor is not None:
+        exponent = scale.view(np.uint32) >> 23
+        if np.all((exponent >= _SAFE) & (exponent <= _TOP_SCALE)):
+            # Of a scale times what it was divided by three bits of mantissa are left.
+            which = ((scale * divisor).view(np.uint32) + np.uint32(0x80000)) >> 20 & 7
+            tables = _tables_of_divisor(number, float(divisor.item()))
+            _encode_by_offset(bits, (which << 16) + ((_TOP_SCALE - exponent) << 7), group, out, tables)
+            return
     # A multiple of the scale that is a bfloat16: the largest weight that it was made from, or would have been made from
     # if it was raised, which is none where a joined set mixes dtypes; or any power of two times it, which alone will do
     # where weights may be beyond the largest that a scale was made from.
     multiples = (number.span, _beyond(number)) if number.span == number.largest else (_beyond(number),)
-    for multiple in multiples if dtype == "BF16" and not clamps else ():
+    for multiple in multiples if dtype == "BF16" and divisor is None else ():
         with np.errstate(over="ignore"):
             largest = (scale * np.float32(multiple)).view(np.uint32)
         top = (largest + np.uint32(0x8000)) >> 16
@@ -119,22 +128,22 @@ def encode(
 
 
 def encode_stored(
-    bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes, number: Number, clamps: bool = False
+    bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes, number: Number, divisor: Floats | None = None
 ) -> None:
     """As `encode`, to codes as they are stored: two share a byte where a number has 16 of them.
 
     Args:
-        bits, dtype, scale, group, number, clamps: as for encode.
+        bits, dtype, scale, group, number, divisor: as for encode.
         out: uint8 [rows, cols / codes in a byte], contiguous.
     """
     if number.per_byte == 1:
-        encode(bits, dtype, scale, group, out, number, clamps)
+        encode(bits, dtype, scale, group, out, number, divisor)
         return
-    for low, high, part in _chunks(group, bits.shape):
-        codes = np.empty((high - low, bits.shape[1]), np.uint8)
-        height = 1 if part.stop - part.start > 1 else None
-        encode(bits[low:high], dtype, scale[part], (height, group[1]), codes, number, clamps)
-        pack(codes, out[low:high])
+    # All of them at once: what each chunk allocated anew would take twice as long.
+    codes = np.empty(bits.shape, np.uint8)
+    encode(bits, dtype, scale, group, codes, number, divisor)
+    for low, high, _ in _chunks((1, None), bits.shape):
+        pack(codes[low:high], out[low:high])
 
 
 def pack(codes: Codes, out: Codes) -> None:
@@ -259,9 +268,32 @@ def _tables(number: Number, multiple: float) -> Codes:
     return tables.reshape(-1)
 
 
+@lru_cache(maxsize=8)
+def _tables_of_divisor(number: Number, divisor: float) -> Codes:
+    """[8 * 65536] codes: entry [m, x] is bfloat16 x under (1 + m/8) / divisor, times the power of two that gives it the
+    exponent field _TOP_SCALE. For NVFP4, where weights are at most 9 times their scale.
+    """
+    tables = np.empty((8, 2, 32768), np.uint8)
+    tables[:] = number.encode(np.array([[0.0], [-0.0]], np.float32))
+    start = (_TOP - 24) << 7
+    values = to_float32(np.arange(start, (_TOP + 1) << 7, dtype=np.uint16), "BF16")
+    for mantissa in range(8):
+        scale = np.array([1 + mantissa / 8], np.float32) / np.float32(divisor)
+        raised = ((scale.view(np.uint32) & 0x7FFFFF) | np.uint32(_TOP_SCALE << 23)).view(np.float32)
+        quotients = values / raised
+        tables[mantissa, 0, start : start + values.size] = number.encode(quotients)
+        tables[mantissa, 1, start : start + values.size] = number.encode(-quotients)
+    return tables.reshape(-1)
+
+
 def _encode_by_table(bits: Bits, top: npt.NDArray[np.integer[Any]], group: Group, out: Codes, tables: Codes) -> None:
-    # Where a weight's code lies: its mantissa's table, and its own bits raised to the top exponent.
-    offset = ((top & 127) << 16) + ((_TOP - (top >> 7)) << 7)
+    _encode_by_offset(bits, ((top & 127) << 16) + ((_TOP - (top >> 7)) << 7), group, out, tables)
+
+
+def _encode_by_offset(
+    bits: Bits, offset: npt.NDArray[np.integer[Any]], group: Group, out: Codes, tables: Codes
+) -> None:
+    """Look codes up. Where a weight's lies: in its group's table, at its own bits raised to the top exponent."""
     if offset.size == 1:
         start = int(offset.item())
         table = tables[start : (start & ~0xFFFF) + 0x10000]

@@ -201,7 +201,8 @@ class _Joined:
             energies = row_energies(values)
             for scheme in encoded:
                 group, scale = whole.scales(scheme.format, rows, shared)
-                sums.add_scheme(scheme, rows, weight.dtype, values, energies, group, scale)
+                divisor = scheme.format.divisor(shared) if scheme.format.global_scale else None
+                sums.add_scheme(scheme, rows, weight.dtype, values, energies, group, scale, divisor)
         return diagnosed(whole, sums, self.diagnosing.scheme)
 
     def _again(self, weight: Weight) -> Iterator[Rows]:

@@ -135,7 +135,15 @@ class Sums:
         self.magnitudes += times * np.bincount(upper.reshape(-1), minlength=1 << 15)
 
     def add_scheme(
-        self, scheme: Scheme, rows: Rows, dtype: str, values: Floats, energies: Energies, group: Group, scale: Floats
+        self,
+        scheme: Scheme,
+        rows: Rows,
+        dtype: str,
+        values: Floats,
+        energies: Energies,
+        group: Group,
+        scale: Floats,
+        divisor: Floats | None,
     ) -> None:
         """Add what a scheme makes of some rows.
 
@@ -147,10 +155,11 @@ class Sums:
             energies: of each row.
             group: height and width of what shares a scale.
             scale: the scales, [n/height, in/width].
+            divisor: what these were divided by, if the scheme has that.
         """
         number, width = scheme.format.number, group[1]
         codes = np.empty(values.shape, np.uint8)
-        encode(rows.bits, dtype, scale, group, codes, number, scheme.format.clamps)
+        encode(rows.bits, dtype, scale, group, codes, number, divisor)
         spread = scale if width is None else np.repeat(scale, width, axis=1)
         made = number.decode(codes)
         made *= spread

@@ -29,15 +29,16 @@ def assert_equal_to_torch(bits: np.ndarray, dtype: str, scheme: Scheme) -> None:
     absmax = group_absmax(weight, scheme.format.group)
     found = kernels.absmax(bits, dtype, scheme.format.group)
     np.testing.assert_array_equal(found, absmax.numpy())
+    divisor = scheme.format.divisor(found.max(keepdims=True)) if scheme.format.global_scale else None
     scale = group_scale(absmax, scheme.format)
-    np.testing.assert_array_equal(scheme.format.scales(found), scale.numpy())
+    np.testing.assert_array_equal(scheme.format.scales(found, divisor), scale.numpy())
     number = scheme.format.number
     codes = np.empty((bits.shape[0], bits.shape[1] // number.per_byte), np.uint8)
-    kernels.encode_stored(bits, dtype, scale.numpy(), scheme.format.group, codes, number, scheme.format.clamps)
+    kernels.encode_stored(bits, dtype, scale.numpy(), scheme.format.group, codes, number, divisor)
     expected = encode(weight, scale, scheme.format).view(torch.uint8).numpy()
     np.testing.assert_array_equal(codes, expected)
     alone = np.empty(bits.shape, np.uint8)
-    kernels.encode(bits, dtype, scale.numpy(), scheme.format.group, alone, number, scheme.format.clamps)
+    kernels.encode(bits, dtype, scale.numpy(), scheme.format.group, alone, number, divisor)
     np.testing.assert_array_equal(kernels.unpack(codes, number), alone)
 
 
