@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from typing import Any
 
@@ -30,6 +31,7 @@ A, ANY = {"String": "a"}, {"Regex": "."}
     [
         ({"normalizer": {"type": "Prepend", "prepend": "x" * 10_000_000}}, "takes more than 256 MiB of memory"),
         ({"normalizer": {"type": "Sequence", "normalizers": replacing(ANY, "b" * 2000, 3)}}, "takes more than 256 MiB"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 30}}, "takes more than 256 MiB"),
         ({"normalizer": replacing(ANY, "b" * 2000)[0]}, r"makes [\d,]+ tokens of [\d,]+ characters"),
         ({"decoder": {"type": "Sequence", "decoders": replacing(A, "aa", 20)}}, "did not end within 1 seconds"),
     ],
@@ -49,7 +51,15 @@ def split(pattern: str) -> dict[str, Any]:
 # The library gives up on a pattern after so many steps, which whoever uses it is told.
 @pytest.mark.parametrize("parts", [{}, {"model": {}}, {"pre_tokenizer": split("(a+)+$")}])
 def test_others_say_later_what_is_wrong_with_them(parts: dict[str, Any]) -> None:
-    tried(changed(**parts), "a model", [PROBE])
+    tried(changed(**parts, decoder=replacing(A, "a")[0]), "a model", [PROBE])
+
+
+def test_one_whose_rules_do_not_multiply_needs_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere")
+    several = {"type": "Sequence", "pretokenizers": [split(r"\p{L}+"), {"type": "ByteLevel"}]}
+    tried(changed(normalizer={"type": "NFC"}, pre_tokenizer=several), "a model", [PROBE])
+    with pytest.raises(OSError):
+        tried(changed(normalizer={"type": "NFKC"}), "a model", [PROBE])
 
 
 def test_no_bytes_upset_it() -> None:
