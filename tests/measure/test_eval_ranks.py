@@ -56,33 +56,20 @@ def told(stderr: str) -> str:
     return re.sub(r"(?m)^rank \d waits for [^,\n]*\n", "", stderr)
 
 
-def test_ranks_write_the_bytes_of_one_process(
-    job: Job, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(answers, "BUILT_IN", 1)
-    found = evaluate([output], EXAMPLE, samples=3, length=64, out=tmp_path / "one.json")
-    given = words(output, "--json", "--out", tmp_path / "many.json", "--fail-above", "0.0000001")
-    done = job.finish(2, *given, first=OPENQUANT + ONE_PROMPT + RUN)
-    assert (done.returncode, told(done.stderr)) == (1, "")
-    assert (tmp_path / "many.json").read_bytes() == (tmp_path / "one.json").read_bytes()
-    # One of them speaks.
-    assert json.loads(done.stdout) == found.to_json()
-
-
-def test_accelerate_launch_starts_ranks_too(output: Path, tmp_path: Path) -> None:
-    (tmp_path / "prompts.txt").write_text("import\n")
-    prompts = tmp_path / "prompts.txt"
-    found = evaluate([output], EXAMPLE, samples=2, length=16, prompts=prompts, out=tmp_path / "one.json")
+def test_ranks_of_accelerate_launch_write_the_bytes_of_one_process(output: Path, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(answers, "BUILT_IN", 1)
+        found = evaluate([output], EXAMPLE, samples=3, length=64, out=tmp_path / "one.json")
     script = tmp_path / "script.py"
-    script.write_text(f"import os\n{OPENQUANT}assert os.environ['WORLD_SIZE'] == '2'\n{RUN}")
+    script.write_text(f"import os\n{OPENQUANT}assert os.environ['WORLD_SIZE'] == '2'\n{ONE_PROMPT}{RUN}")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", script]
-    command += ["eval", output, "--source", EXAMPLE, "--samples", "2", "--length", "16", "--prompts", prompts, "--json"]
+    given = words(output, "--json", "--out", tmp_path / "many.json", "--fail-above", "0.0000001")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads())}
     done = subprocess.run(
-        [*map(str, command), "--out", str(tmp_path / "many.json")],
-        capture_output=True, text=True, timeout=240, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+        [str(word) for word in (*command, *given)], capture_output=True, text=True, timeout=240, env=environment
+    )
+    assert done.returncode == 1, done.stderr
+    # One of them speaks.
     assert json.loads(done.stdout) == found.to_json()
     assert (tmp_path / "many.json").read_bytes() == (tmp_path / "one.json").read_bytes()
 

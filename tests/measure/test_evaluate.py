@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import tiny
 from conftest import EXAMPLE, change_json
 from openquant import compress
-from openquant.errors import OpenQuantError, SourceError, UsageError
+from openquant.errors import SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.evaluation import checked
 from openquant.measure.evaluate import evaluate
@@ -85,10 +85,7 @@ def test_perplexity_is_that_of_a_plain_loop(found: Mapping[str, Any]) -> None:
     assert found["tensor"]["perplexity"]["source"] == pytest.approx(math.exp(total / count), rel=0.01)
 
 
-def test_every_scheme_is_close_and_no_layer_of_it_suspect(found: Mapping[str, Any]) -> None:
-    assert {scheme: one["suspects"] for scheme, one in found.items()} == {scheme: [] for scheme in SCHEMES}
-    assert {one["verdict"] for one in found.values()} <= {"same", "close"}
-    # One scale in eight bits of integers is nearer than FP8, and activations cost more than weights.
+def test_integers_are_nearer_than_fp8_and_activations_cost_more_than_weights(found: Mapping[str, Any]) -> None:
     assert found["int8"]["kl"]["mean"] < 0.3 * found["channel"]["kl"]["mean"]
     for scheme in SCHEMES[:-1]:
         assert found[scheme]["weights_only"]["kl"] < 0.6 * found[scheme]["kl"]["mean"]
@@ -138,79 +135,11 @@ def spoilt(
     return target
 
 
-def nothing(tensors: Tensors) -> None:
-    pass
-
-
-def cache(scale: float) -> Callable[[Tensors], None]:
-    def change(tensors: Tensors) -> None:
-        for layer in range(4):
-            for name in ("k_scale", "v_scale"):
-                tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor([0.05 if layer != 2 else scale])
-
-    return change
-
-
-def says_cache(config: dict[str, Any]) -> None:
-    scheme = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False}
-    config["quantization_config"]["kv_cache_scheme"] = scheme
-
-
-def test_faults_are_placed(converted: Mapping[str, Path], tmp_path: Path) -> None:
-    base, scale = converted["channel"], "model.layers.{}.mlp.up_proj.weight_scale"
-
-    def larger(tensors: Tensors) -> None:
-        tensors[scale.format(2)] = tensors[scale.format(2)] * 1.1
-
-    def norm(tensors: Tensors) -> None:
-        tensors["model.layers.1.input_layernorm.weight"] = tensors["model.layers.1.input_layernorm.weight"] * 1.1
-
-    def rope(config: dict[str, Any]) -> None:
-        config["rope_parameters"]["rope_theta"] = 1e6
-
-    faults = {
-        "larger": (larger, None, ["model.layers.2.mlp.up_proj"]),
-        "norm": (norm, None, ["model.layers.1.input_layernorm"]),
-        "rope": (nothing, rope, ["config.json"]),
-        "sound-cache": (cache(0.05), says_cache, []),
-        "small-cache": (cache(0.001), says_cache, ["model.layers.2"]),
-    }
-    outputs = [spoilt(base, tmp_path / name, *how[:2]) for name, how in faults.items()]
-    found = dict(zip(faults, judge(EXAMPLE, *outputs).outputs, strict=True))
-    assert {name: one["suspects"] for name, one in found.items()} == {name: how[2] for name, how in faults.items()}
-    assert found["larger"]["reasons"][-1].endswith("its weights are 0.103 off, its format explains 0.026")
-    assert found["small-cache"]["kl"]["mean"] > 30 * found["sound-cache"]["kl"]["mean"]
-    assert (found["sound-cache"]["kv_cache"], found["larger"]["kv_cache"]) == ("fp8", "auto")
-    # A cache in FP8 that no config asks for, with scales of 1.
-    asked = judge(EXAMPLE, base, kv_cache="fp8").outputs[0]
-    assert asked["kl"]["mean"] > 1.2 * found["larger"]["weights_only"]["kl"]
-
-
-def test_experts_and_where_tokens_go(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM")
-    compress(source, tmp_path / "out", "channel")
-
-    def zeroed(tensors: Tensors) -> None:
-        name = "model.layers.1.mlp.experts.2.down_proj.weight"
-        tensors[name] = torch.zeros_like(tensors[name].float()).to(tensors[name].dtype)
-
-    def router(tensors: Tensors) -> None:
-        weight = tensors["model.layers.1.mlp.gate.weight"].float()
-        scale = weight.abs().amax(1, keepdim=True) / 448
-        tensors["model.layers.1.mlp.gate.weight"] = (weight / scale).to(torch.float8_e4m3fn)
-        tensors["model.layers.1.mlp.gate.weight_scale"] = scale
-
-    outputs = [
-        tmp_path / "out",
-        spoilt(tmp_path / "out", tmp_path / "zeroed", zeroed),
-        spoilt(tmp_path / "out", tmp_path / "router", router),
-    ]
-    sound, without, quantized = judge(source, *outputs, texts=corpus(10, 500)).outputs
-    assert sound["suspects"] == []
-    assert 0 < sound["layers"][1]["routed_otherwise"] < 0.2
-    assert "routed_otherwise" not in sound["layers"][0]
-    assert without["suspects"] == ["model.layers.1.mlp.experts.down_proj[2]"]
-    assert quantized["suspects"] == ["model.layers.1.mlp.gate"]
+def test_a_cache_in_fp8_that_no_config_asks_for(found: Mapping[str, Any], converted: Mapping[str, Path]) -> None:
+    """With scales of 1."""
+    asked = judge(EXAMPLE, converted["channel"], kv_cache="fp8").outputs[0]
+    assert (asked["kv_cache"], found["channel"]["kv_cache"]) == ("fp8", "auto")
+    assert asked["kl"]["mean"] > 1.2 * found["channel"]["weights_only"]["kl"]
 
 
 def test_experts_of_which_each_gets_all_tokens(tmp_path: Path) -> None:
@@ -231,13 +160,6 @@ def test_experts_of_which_each_gets_all_tokens(tmp_path: Path) -> None:
     assert 0 <= sound["layers"][1]["routed_otherwise"] < 0.2
     assert "routed_otherwise" not in sound["layers"][0]
     assert without["suspects"] == ["model.layers.1.feed_forward.experts.down_proj[1]"]
-
-
-def test_another_tokenizer_is_told() -> None:
-    other = Subject("other", open_checkpoint(EXAMPLE), tokenizer=("12 of 2048 tokens",))
-    found = evaluate(subject(EXAMPLE), [other], corpus()).outputs[0]
-    assert (found["verdict"], found["suspects"]) == ("broken", ["tokenizer"])
-    assert found["reasons"][-1] == "tokenizer: it has another answer for 12 of 2048 tokens"
 
 
 def test_nan_names_the_text(converted: Mapping[str, Path], tmp_path: Path) -> None:
@@ -262,20 +184,7 @@ def test_models_must_be_one(tmp_path: Path) -> None:
         judge(EXAMPLE, llama)
 
 
-def test_a_renamed_scale_stops(converted: Mapping[str, Path], tmp_path: Path) -> None:
-    name = "model.layers.2.mlp.up_proj.weight_scale"
-
-    def rename(tensors: Tensors) -> None:
-        tensors["model.layers.2.mlp.up_proj.scale"] = tensors.pop(name)
-
-    out = spoilt(converted["channel"], tmp_path / "out", rename)
-    with pytest.raises(OpenQuantError, match=f"model.layers.2.mlp.up_proj.weight has no scale: {name} is missing"):
-        judge(EXAMPLE, out)
-
-
-@pytest.mark.parametrize(
-    "architecture", ["Llama4ForCausalLM", "Gemma3ForConditionalGeneration", "Qwen3NextForCausalLM"]
-)
+@pytest.mark.parametrize("architecture", ["Gemma3ForConditionalGeneration", "Qwen3NextForCausalLM"])
 def test_other_architectures_have_no_suspects(architecture: str, tmp_path: Path) -> None:
     source = tiny.write(tmp_path / "source", architecture)
     compress(source, tmp_path / "out", "channel")

@@ -168,6 +168,9 @@ DENSE = {
         swapped("model.layers.1.self_attn.o_proj.weight_scale", "model.layers.3.self_attn.o_proj.weight_scale"),
         {"model.layers.1.self_attn.o_proj", "model.layers.3.self_attn.o_proj"},
     ),
+    "a norm 1.1 times too large": Fault(
+        "channel", scaled("model.layers.1.input_layernorm.weight", 1.1), {"model.layers.1.input_layernorm"}
+    ),
     "rope_theta changed": Fault(
         "tensor", config(lambda found: found["rope_parameters"].update(rope_theta=1e6)), {"config.json"}, ("changed",)
     ),
@@ -247,6 +250,22 @@ def write_mixture(root: Path) -> Path:
 @pytest.mark.parametrize("name", DENSE)
 def test_a_fault_of_a_dense_model_is_found_and_placed(dense: dict[str, dict[str, Any]], name: str) -> None:
     require(dense[name], DENSE[name])
+
+
+def test_figures_say_how_far_a_fault_goes(dense: dict[str, dict[str, Any]]) -> None:
+    told = dense["a scale 1.1 times too large, of a tensor"]["reasons"][-1]
+    assert told.endswith("its weights are 0.103 off, its format explains 0.0264")
+    sound, small = dense["sound KV scales"], dense["KV scales fifty times too small"]
+    assert small["kl"]["mean"] > 30 * sound["kl"]["mean"]
+    assert (sound["kv_cache"], dense["channel"]["kv_cache"]) == ("fp8", "auto")
+
+
+def test_tokens_that_go_elsewhere_are_counted_where_there_are_experts(
+    dense: dict[str, dict[str, Any]], mixture: dict[str, dict[str, Any]]
+) -> None:
+    shares = [layer["routed_otherwise"] for layer in mixture["channel"]["layers"]]
+    assert 0 < max(shares) < 0.2
+    assert not any("routed_otherwise" in layer for layer in dense["channel"]["layers"])
 
 
 @pytest.mark.parametrize("name", MIXED)
