@@ -17,7 +17,8 @@ import torch
 from openquant.formats import kernels
 from openquant.formats.format import Format
 from openquant.formats.reference import encode, group_absmax, group_scale
-from openquant.formats.schemes import SCHEMES
+from openquant.formats.schemes import SCHEMES, Scheme
+from openquant.formats.search import searched
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -32,8 +33,9 @@ def best(do: Callable[[], object], nbytes: int) -> float:
     return nbytes / min(seconds) / 1e9
 
 
-def ours(bits: np.ndarray, dtype: str, form: Format, out: np.ndarray) -> None:
+def ours(bits: np.ndarray, dtype: str, scheme: Scheme, out: np.ndarray) -> None:
     """What a conversion does to a piece, over all of them."""
+    form = scheme.format
     rows = max(128, (4 << 20) // (bits.shape[1] * bits.itemsize) // 128 * 128)
     pieces = [slice(low, low + rows) for low in range(0, bits.shape[0], rows)]
     divisor = None
@@ -44,6 +46,8 @@ def ours(bits: np.ndarray, dtype: str, form: Format, out: np.ndarray) -> None:
         if not form.shared:
             amax = kernels.absmax(bits[piece], dtype, form.group)
         scale = form.scales(amax, divisor)
+        if scheme.ratios:
+            scale = searched(bits[piece], dtype, amax, form, scheme.ratios)
         kernels.encode_stored(bits[piece], dtype, scale, form.group, out[piece], form.number, divisor)
 
 
@@ -62,11 +66,11 @@ def main() -> None:
     for dtype, kind in DTYPES.items():
         weight = (torch.randn(rows, 2048 if dtype != "F32" else 1024) * 0.02).to(kind)
         bits = weight.view(torch.int32 if dtype == "F32" else torch.int16).numpy().view(kernels.BITS_TYPE[dtype])
-        for scheme in SCHEMES.values():
+        for name, scheme in {**SCHEMES, "int4 --no-search": SCHEMES["int4"].unsearched}.items():
             out = np.empty((len(bits), bits.shape[1] // scheme.format.number.per_byte), np.uint8)
-            mine = best(lambda b=bits, d=dtype, f=scheme.format, o=out: ours(b, d, f, o), bits.nbytes)
+            mine = best(lambda b=bits, d=dtype, s=scheme, o=out: ours(b, d, s, o), bits.nbytes)
             reference = best(lambda w=weight, f=scheme.format: theirs(w, f), bits.nbytes)
-            print(f"| {dtype} | {scheme.name} | {mine:.2f} | {reference:.2f} |")
+            print(f"| {dtype} | {name} | {mine:.2f} | {reference:.2f} |")
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ def compress(
     scale_format: str | None = None,
     activation_scheme: str = "dynamic",
     group_size: str | None = None,
+    no_search: bool = False,
     ignore: Sequence[str] = (),
     scheme_for: Mapping[str, str] | None = None,
     tp: int | None = None,
@@ -86,6 +87,8 @@ def compress(
     size = recipe.group_size if recipe.scheme in grouped or grouped.isdisjoint(scheme_for.values()) else None
     chosen = find_scheme(recipe.scheme, recipe.format, recipe.scale_format, recipe.activation_scheme, size)
     others = find_others(chosen, scheme_for, recipe.group_size)
+    if recipe.no_search:
+        chosen, others = chosen.unsearched, tuple((pattern, other.unsearched) for pattern, other in others)
     options = Options(tuple(recipe.ignore), others, recipe.tp, recipe.quantize_lm_head)
 
     def make(checkpoint: Checkpoint, identity: str) -> Plan:

@@ -255,6 +255,15 @@ class Recipe:
             choices=("32", "64", "128", "channel"),
         ),
     )
+    no_search: bool = field(
+        default=False,
+        metadata=said(
+            "int4 scales from the largest weights alone",
+            WEIGHTS,
+            "whether the scales of int4 are made from the largest weights alone, instead of those that have the least "
+            "squared error being searched for",
+        ),
+    )
     ignore: Sequence[str] = field(
         default=(),
         metadata=said(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from .formats.reference import decode, encode, group_absmax, group_divisor, group_scale, stored_scale
 from .formats.schemes import VARIANTS, find_scheme
+from .formats.search import searched
 
 _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
@@ -103,6 +105,10 @@ class PackedLinear(nn.Module):
         form = chosen.format
         divisor = group_divisor(absmax.amax(), form) if form.global_scale is not None else None
         scale = group_scale(absmax, form, divisor)
+        if chosen.ratios:
+            values = weight.float().cpu().contiguous().numpy()
+            found = searched(values.view(np.uint32), "F32", absmax.cpu().numpy(), form, chosen.ratios)
+            scale = torch.from_numpy(found).to(scale.device)
         bias = None if linear.bias is None else linear.bias.detach()
         codes, stored = encode(weight, scale, form), stored_scale(scale, form, shape, divisor)
         above = None if divisor is None else divisor.reshape(1)

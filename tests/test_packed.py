@@ -61,8 +61,8 @@ def test_inputs_that_share_a_scale_can_be_chosen(size: str, groups: int) -> None
     packed = PackedLinear.from_linear(linear, "int4", group_size=size)
     assert packed.scheme.group_size == size
     assert packed.scale.shape == (128, groups)
-    step = packed.scale.float().repeat_interleave(256 // groups, 1)
-    assert ((packed.dequantized() - linear.weight).abs() <= step * 0.54).all()
+    error = (packed.dequantized() - linear.weight).norm() / linear.weight.norm()
+    assert 0.06 < error < 0.09
 
 
 def test_forward_is_the_dequantized_layer() -> None:

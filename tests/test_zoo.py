@@ -67,4 +67,6 @@ def test_converts(shelf: Shelf, architecture: str, scheme: Scheme) -> None:
         error = (decode(found[f"{codes[name]}.{form.codes}"], scale, form) - weight.float()).abs()
         slack = 2.0**-8 if form.scale.dtype == "BF16" else 2.0**-20
         bound = form.number.bound(weight.float().numpy(), scale.float().max().numpy(), slack)
+        # The largest weights may be clipped.
+        bound = bound + 0.3 * weight.abs().float().numpy() if scheme.ratios else bound
         assert (error.numpy() <= bound).all(), name

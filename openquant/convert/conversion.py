@@ -25,6 +25,7 @@ from ..formats.format import grid_of
 from ..formats.kernels import scale_values
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
+from ..formats.search import searched
 from ..plan.layout import Copy, CopyScale, Decode, Encode, Job, Layout, Piece, Put, Shard, Unstack
 from ..plan.plan import Plan
 from ..threads import FirstFailure, Helpers, in_threads
@@ -387,7 +388,9 @@ class _Worker:
             if shared is None or not form.shared:
                 amax = self.kernels.absmax(loaded, weight.dtype, form.group)
                 self._require_small(weight, amax, scheme)
-                scale = form.scales(amax, divisor)
+                # On a CPU whatever the device, so that all of them find the same.
+                ratios = scheme.ratios
+                scale = searched(bits, weight.dtype, amax, form, ratios) if ratios else form.scales(amax, divisor)
                 stored = form.stored(scale, divisor)
                 file.write(stored, scale_place)
                 scale_place += stored.nbytes

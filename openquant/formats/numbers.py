@@ -79,6 +79,10 @@ class Number(ABC):
         """The values of codes that are a byte each."""
         return np.take(self.values(), codes, mode="clip")
 
+    def nearest(self, quotients: Floats) -> Floats:
+        """The values of the codes nearest to finite values."""
+        return self.decode(self.encode(quotients))
+
     def unsound(self, codes: Codes) -> npt.NDArray[np.bool_] | None:
         """Which of some bytes hold no value; None if all do, which is looked for first."""
         del codes
@@ -125,8 +129,11 @@ class _Integer(Number):
         return (self.largest + self.highest) / 2
 
     def encode(self, quotients: Floats) -> Codes:
-        whole = np.clip(np.rint(quotients), np.float32(-self.largest), np.float32(self.highest))
-        return (whole.astype(np.int16) + np.int16(self.excess)).astype(np.uint8)
+        return (self.nearest(quotients).astype(np.int16) + np.int16(self.excess)).astype(np.uint8)
+
+    def nearest(self, quotients: Floats) -> Floats:
+        whole = np.rint(quotients)
+        return np.clip(whole, np.float32(-self.largest), np.float32(self.highest), out=whole)
 
     def values(self) -> Floats:
         count = 256 if self.per_byte == 1 else 16
@@ -134,9 +141,13 @@ class _Integer(Number):
         return np.where(whole < count // 2, whole, whole - count).astype(np.float32)
 
     def bound(self, weights: Floats, scale: Floats, slack: float) -> Floats:
-        bound = np.abs(weights)
-        bound *= np.float32(slack)
+        size = np.abs(weights)
+        bound = size * np.float32(slack)
         bound += scale * np.float32(0.5 * (1 + slack))
+        if self.highest < self.largest:
+            # Of four bits the largest weights are clipped on purpose, to half of what they are at most.
+            beyond = size - scale * np.float32(self.highest)
+            bound = np.where(size <= scale * np.float32(2 * self.span), np.maximum(bound, beyond), bound)
         return bound
 
 

@@ -200,7 +200,7 @@ class _Joined:
             sums.add(values, rows.times)
             energies = row_energies(values)
             for scheme in encoded:
-                group, scale = whole.scales(scheme.format, rows, shared)
+                group, scale = whole.scales(scheme, rows, shared)
                 divisor = scheme.format.divisor(shared) if scheme.format.global_scale else None
                 sums.add_scheme(scheme, rows, weight.dtype, values, energies, group, scale, divisor)
         return diagnosed(whole, sums, self.diagnosing.scheme)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ..formats.format import Format, grid_of
 from ..formats.kernels import CHUNK, Bits, absmax, encode, encode_float32, to_float32, unpack
 from ..formats.numbers import Codes, Floats
+from ..formats.search import searched
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class Comparison:
         error: how far apart they are.
         grid: the scales, a row of them for each row of groups.
         absmax: the largest absolute weight of each group.
+        made: the scales that the source makes, where they can be searched for: in either way, that which is there if
+            it is one of the two.
         finite: whether all weights of the source are.
         differing: number of codes that are not what the source makes under these scales.
         first: the first of them: where it is, the code and the other.
@@ -71,13 +74,17 @@ class Comparison:
             there are; None if none is.
     """
 
-    def __init__(self, shape: tuple[int, int], form: Format, scale: Floats, scale_dtype: str) -> None:
+    def __init__(
+        self, shape: tuple[int, int], form: Format, scale: Floats, scale_dtype: str, ratios: tuple[float, ...] = ()
+    ) -> None:
         self.shape = shape
+        self.form, self.ratios = form, ratios
         self.number = form.number
         height, width = form.group
         self.group = height, width if width is not None and width < shape[1] else None
         self.grid = scale.reshape(grid_of(self.group, shape))
         self.absmax = np.zeros(self.grid.shape, np.float32)
+        self.made = np.zeros(self.grid.shape, np.float32)
         # The scale may have been rounded once the codes were made; what float32 loses is nothing beside it.
         self.slack = 2.0**-8 if scale_dtype in ("BF16", "F16") else 2.0**-20
         self.error = ErrorSum()
@@ -112,6 +119,13 @@ class Comparison:
             self.finite = False
             return
         np.maximum(self.absmax[rows], largest, out=self.absmax[rows])
+        if self.ratios:
+            usual = self.form.scales(largest)
+            if not np.array_equal(usual, scale):
+                # Each may have been made in either way.
+                best = searched(bits, dtype, largest, self.form, self.ratios)
+                usual = np.where(usual == scale, usual, best)
+            self.made[rows] = usual
         fits = bool((largest <= scale * np.float32(self.number.largest * (1 + 2.0**-20))).all())
         weight = to_float32(np.ascontiguousarray(bits[:, :cols]), dtype)
         spread = scale if width is None else np.repeat(scale, width, axis=1)[:, :cols]

@@ -13,6 +13,7 @@ from ..formats.format import Format, Group
 from ..formats.kernels import BITS_TYPE, CHUNK, Bits, absmax, encode, to_float32
 from ..formats.numbers import Floats
 from ..formats.schemes import SCHEMES, Scheme
+from ..formats.search import searched
 from ..weights.weight import Weight
 from .diagnosis import DEVIATION, DYNAMIC_RANGE, OUTLIER_RATIO, LayerDiagnosis
 from .error import energy, relative_error, row_energies
@@ -90,14 +91,15 @@ class Whole:
             self.squares += energy(values)
         return True
 
-    def scales(self, form: Format, rows: Rows, shared: Floats) -> tuple[Group, Floats]:
+    def scales(self, scheme: Scheme, rows: Rows, shared: Floats) -> tuple[Group, Floats]:
         """The scales of some rows, once all are added, and which part of these rows has one each: (1, 128) of blocks.
 
         Args:
-            form: the format.
+            scheme: what they are stored in.
             rows: the rows.
             shared: the largest magnitude of all layers that share a scale where a format has one for a joined set.
         """
+        form = scheme.format
         height, width = form.group
         if form.shared:
             return form.group, form.scales(shared)
@@ -105,7 +107,10 @@ class Whole:
             if len(self._grids[form]) > 1:
                 self._grids[form] = [np.concatenate(self._grids[form])]
             return (1, width), form.scales(self._grids[form][0][rows.numbers // (height or 1)])
-        return form.group, form.scales(absmax(rows.bits, self.weight.dtype, form.group), form.divisor(shared))
+        largest = absmax(rows.bits, self.weight.dtype, form.group)
+        if scheme.ratios:
+            return form.group, searched(rows.bits, self.weight.dtype, largest, form, scheme.ratios)
+        return form.group, form.scales(largest, form.divisor(shared))
 
 
 class Sums:

@@ -212,7 +212,8 @@ class _Worker:
         place = self.checkpoint.where[info.name]
         comparison = None
         if original is not None and scale is not None and weight.format is not None and weight.scale is not None:
-            comparison = Comparison(original.shape, weight.format, scale, weight.scale.dtype)
+            ratios = () if scheme is None else scheme.ratios
+            comparison = Comparison(original.shape, weight.format, scale, weight.scale.dtype, ratios)
         pitch = info.nbytes // math.prod(info.shape[:-1])
         broken: int | None = None
         with self.output.open(place.shard) as file:
@@ -286,7 +287,7 @@ class _Worker:
             with self.reading.lock:
                 self.reading.contents.absmax[weight.module] = float(comparison.absmax.max())
         if not scheme.format.shared:
-            made = scheme.format.scales(comparison.absmax, divisor)
+            made = comparison.made if scheme.ratios else scheme.format.scales(comparison.absmax, divisor)
             wrong = made != comparison.grid
             if wrong.any():
                 place = np.unravel_index(int(wrong.argmax()), wrong.shape)

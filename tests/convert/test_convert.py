@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -35,6 +36,7 @@ from openquant.formats.schemes import (
     Scheme,
     find_scheme,
 )
+from openquant.formats.search import searched
 from openquant.patterns import compile_any
 from openquant.plan.layout import Layout
 from openquant.plan.plan import Plan
@@ -83,6 +85,9 @@ def expected_output(
         largest = torch.stack([group_absmax(weights[f"{member}.weight"], (None, None)) for member in members]).amax(0)
         divisor = group_divisor(largest, scheme.format)
         scale = group_scale(largest if scheme.format.shared else absmax, scheme.format, divisor)
+        if scheme.ratios:
+            bits = weight.float().contiguous().numpy().view(np.uint32)
+            scale = torch.from_numpy(searched(bits, "F32", absmax.numpy(), scheme.format, scheme.ratios))
         found[f"{module}.{scheme.format.codes}"] = encode(weight, scale, scheme.format)
         found[f"{module}.{scheme.format.scale.name}"] = stored_scale(scale, scheme.format, tuple(weight.shape), divisor)
         if scheme.format.global_scale:

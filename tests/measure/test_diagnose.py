@@ -33,6 +33,7 @@ from openquant.formats.schemes import (
     TENSOR,
     Scheme,
 )
+from openquant.formats.search import searched
 from openquant.measure.diagnose import sample_step
 from openquant.measure.diagnosis import DYNAMIC_RANGE, LayerDiagnosis
 from openquant.plan.plan import make_plan
@@ -73,6 +74,9 @@ def stored_by_loop(weight: np.ndarray, scheme: Scheme, largest: float) -> tuple[
             group = weight[top * height : (top + 1) * height, left * width : (left + 1) * width]
             absmax = largest if form.shared else np.abs(group).max()
             scale = float(form.scales(np.asarray(absmax, np.float32), form.divisor(np.asarray(largest, np.float32))))
+            if scheme.ratios:
+                bits = group.astype(np.float32).view(np.uint32)
+                scale = searched(bits, "F32", np.full((1, 1), absmax, np.float32), form, scheme.ratios).item()
             for number_of, value in enumerate(group.reshape(-1)):
                 row = top * height + number_of // width
                 quotient = float(value) / scale

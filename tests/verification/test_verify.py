@@ -79,7 +79,7 @@ def test_outputs_are_clean(shelf: Shelf, architecture: str, scheme: Scheme) -> N
     assert full.nbytes == result.output_bytes
     assert full.equal_tensors + full.quantized * len(scheme.format.parts("", (128, 128))) == full.tensors
     assert full.equal_files == 1
-    ranges = {E4M3: (0.02, 0.03), E2M1: (0.08, 0.14), INT4: (0.09, 0.13)}
+    ranges = {E4M3: (0.02, 0.03), E2M1: (0.08, 0.14), INT4: (0.08, 0.12)}
     least, most = ranges.get(scheme.format.number, (0.004, 0.012))
     assert all(least < error.relative < most for error in full.errors)
 

@@ -1,0 +1,62 @@
+"""The scale of each group by which its weights are nearest to what their codes stand for, found without data.
+
+The largest weight of a group need not have the largest code: clipped a little, it leaves all others a finer grid.
+Scales made of a few shares of the largest weight are tried, and that of the least squared error is taken.
+
+    largest = kernels.absmax(bits, "BF16", (1, 128))
+    searched(bits, "BF16", largest, INT4_W4A16.format, (1.0, 0.9, 0.8))   # float32 [rows, cols / 128]
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .format import Format
+from .kernels import Bits, to_float32
+from .numbers import Floats
+
+# Weights looked at together: few calls into numpy, and no more memory than the kernels need.
+PIECE = 1 << 18
+
+
+def searched(bits: Bits, dtype: str, absmax: Floats, form: Format, ratios: tuple[float, ...]) -> Floats:
+    """The best scale of each group, float32 [rows, cols/width].
+
+    The same on any CPU: each sum of squares adds in the order of the row.
+
+    Args:
+        bits: finite weights [rows, cols] of whole groups.
+        dtype: their dtype.
+        absmax: the largest absolute value of each group, [rows, cols/width].
+        form: how they are stored; groups are parts of rows.
+        ratios: shares of the largest weight that scales are made from, of two as good the first is taken.
+    """
+    width = form.group[1] or bits.shape[1]
+    step = max(1, PIECE // bits.shape[1])
+    found = np.empty(absmax.shape, np.float32)
+    for low in range(0, len(bits), step):
+        part = to_float32(bits[low : low + step], dtype).reshape(-1, width)
+        largest = absmax[low : low + step]
+        # A column for each group: what is computed for each of them runs along memory. It is always a copy.
+        best = _best(np.array(part.T, order="C"), largest.reshape(-1), form, ratios)
+        found[low : low + step] = best.reshape(largest.shape)
+    return found
+
+
+def _best(weights: Floats, largest: Floats, form: Format, ratios: tuple[float, ...]) -> Floats:
+    """The best scale of each column of weights [width, groups], which are changed."""
+    usual = form.scales(largest)
+    # In units of the usual scale no square overflows, and none of a group that is not zero is lost.
+    weights /= usual
+    best, least = usual, np.full(largest.shape, np.inf, np.float32)
+    quotients = np.empty_like(weights)
+    for ratio in ratios:
+        scale = form.scales(largest * np.float32(ratio))
+        share = scale / usual
+        np.multiply(weights, np.float32(1) / share, out=quotients)
+        quotients -= form.number.nearest(quotients)
+        quotients *= quotients
+        error = quotients.sum(axis=0) * share * share
+        best = np.where(error < least, scale, best)
+        least = np.minimum(error, least)
+    return best
