@@ -114,7 +114,7 @@ def test_where_answers_end_is_read_with_care(tmp_path: Path) -> None:
 def test_source_and_output_stand_side_by_side(tmp_path: Path) -> None:
     compress(EXAMPLE, tmp_path / "out", "tensor")
     tokenizer = load(EXAMPLE)
-    prompts = read(None, tokenizer)[:6]
+    prompts = read(None, tokenizer)[:4]
     entered = []
 
     @contextmanager
@@ -123,8 +123,8 @@ def test_source_and_output_stand_side_by_side(tmp_path: Path) -> None:
         yield
 
     source, output = (StreamedModel(open_checkpoint(path)) for path in (EXAMPLE, tmp_path / "out"))
-    ours, theirs = continued(source, prompts, (0,), 32), continued(output, prompts, (0,), 32, around)
-    assert len(entered) == 6
+    ours, theirs = continued(source, prompts, (0,), 16), continued(output, prompts, (0,), 16, around)
+    assert len(entered) == 4
     found = side_by_side(prompts, ours, theirs, tokenizer)
     assert [each["prompt"] for each in found] == [prompt.shown for prompt in prompts]
     for each, mine, yours in zip(found, ours, theirs, strict=True):
