@@ -12,10 +12,22 @@ import torch
 from safetensors.torch import save_file
 
 import tiny
+from conftest import EXAMPLE
 from openquant import compress
 from openquant.errors import PlanError, UsageError
 from openquant.files.checkpoint import open_checkpoint
-from openquant.formats.schemes import BLOCK, BLOCK_COMPRESSED, CHANNEL, MXFP8, TENSOR, TENSOR_COMPRESSED, Scheme
+from openquant.formats.schemes import (
+    BLOCK,
+    BLOCK_COMPRESSED,
+    CHANNEL,
+    INT4_W4A16,
+    INT4_W4A16_32,
+    INT4_W4A16_CHANNEL,
+    MXFP8,
+    TENSOR,
+    TENSOR_COMPRESSED,
+    Scheme,
+)
 from openquant.models import MODELS, Refusal
 from openquant.plan.fates import Options
 from openquant.plan.plan import Plan, make_plain_plan, make_plan
@@ -667,6 +679,37 @@ def test_what_blocks_do_not_divide_has_rows_where_the_format_mixes(tmp_path: Pat
 
 def sized(root: Path, scheme: Scheme, tp: int) -> Plan:
     return make_plan(open_checkpoint(root), scheme, Options(tp=tp))
+
+
+def test_inputs_that_do_not_divide_by_128_have_groups_of_32() -> None:
+    plan = sized(EXAMPLE, INT4_W4A16, 4)
+    # 768 and 256 inputs on 4 ranks; k_proj's are whole on each.
+    assert plan.schemes == {INT4_W4A16: 20, INT4_W4A16_32: 8}
+    assert plan.scheme_names == {"int4": 28}
+    assert plan.title == "one scale per 128 inputs of a row, 8 of 28 layers one scale per 32 inputs of a row"
+    assert reason(plan, "model.layers.0.mlp.down_proj") == ("int4: --tp 4: 768 / 4 = 192 is not a multiple of 128")
+    names = "model.layers.{0..3}.mlp.down_proj, model.layers.{0..3}.self_attn.o_proj"
+    assert (
+        plan.notes[0] == f"one scale per 32 inputs of a row instead for 8 of 28 layers (33.3 % of their bytes): {names}"
+    )
+    assert len(plan.notes) == 2
+    groups = plan.quantization_config["config_groups"]
+    assert [group["weights"]["group_size"] for group in groups.values()] == [128, 32]
+    assert sized(EXAMPLE, INT4_W4A16_CHANNEL, 4).schemes == {INT4_W4A16_CHANNEL: 28}
+
+
+def test_inputs_that_do_not_divide_by_32_either_stay_unquantized(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    for layer in (0, 1):
+        for part in ("gate", "up"):
+            name = f"model.layers.{layer}.mlp.{part}_proj.weight"
+            weights[name] = weights[name][:200].clone()
+        name = f"model.layers.{layer}.mlp.down_proj.weight"
+        weights[name] = weights[name][:, :200].clone()
+    plan = plan_of(tiny.write(tmp_path / "source", weights=weights), INT4_W4A16)
+    assert reason(plan, "model.layers.0.mlp.down_proj") == "256 x 200 does not divide into 1 x 32 blocks"
+    assert plan.schemes == {INT4_W4A16: 12}
+    assert plan.parallel_sizes[0] == 1
 
 
 def test_a_size_that_blocks_do_not_serve_makes_layers_fall_back(source: Path) -> None:

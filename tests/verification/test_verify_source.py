@@ -619,3 +619,28 @@ def test_what_is_printed_of_codes(others: Path, source: Path) -> None:
     change_weights(others, lambda weights: weights[f"{DOWN}.weight"].view(torch.uint8)[0, 0].bitwise_xor_(1))
     done = run_openquant("verify", others, "--source", source, "--full")
     assert "99.99 % of the codes are the nearest to the source under their scales\n" in done.stdout
+
+
+@pytest.mark.parametrize("search", [True, False], ids=["searched", "from the largest"])
+def test_scales_of_int4_may_be_searched_for_or_not(source: Path, tmp_path: Path, search: bool) -> None:
+    out, scale = tmp_path / "out", f"{DOWN}.weight_scale"
+    compress(source, out, "int4", no_search=not search)
+    assert found(verify(out, source, full=True)) == ((), ())
+    before = float(load_file(out / ONE)[scale][1, 2])
+    change_weights(out, lambda weights: weights[scale][1, 2].mul_(1 + 2.0**-6))
+    problem, *codes = verify(out, source, full=True).problems
+    assert problem.startswith(f"{ONE}: {scale} holds {float(load_file(out / ONE)[scale][1, 2]):.9g} at [1, 2]")
+    assert problem.endswith("(1 of 1024 scales differ)")
+    assert search == problem.endswith(f"the source makes it {before:.9g} (1 of 1024 scales differ)")
+    assert all(" has the code " in message for message in codes)
+
+
+def test_another_tool_may_clip_the_largest_weights_of_int4(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    compress(source, out, "int4")
+    (out / "README.md").unlink()
+    (out / ".openquant.json").unlink(missing_ok=True)
+    report = verify(out, source, full=True)
+    assert (report.problems, report.equal_codes) == ((), report.compared_codes)
+    change_weights(out, lambda weights: weights[f"{DOWN}.weight_scale"].mul_(0.25))
+    assert any(" is off by " in message for message in verify(out, source, full=True).problems)
