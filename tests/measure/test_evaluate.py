@@ -28,7 +28,9 @@ from openquant.measure.subjects import Settings, Subject
 from openquant.measure.texts import Corpus, Document
 
 Tensors = dict[str, torch.Tensor]
-SCHEMES = ("tensor", "channel", "block", "mxfp8", "int8", "int8-weights")
+ROUNDED = ("tensor", "channel", "block", "mxfp8", "int8")
+WEIGHTS_ONLY = ("int8-weights", "nvfp4", "mxfp4")
+SCHEMES = (*ROUNDED, *WEIGHTS_ONLY)
 
 
 def corpus(low: int = 4, high: int = 2048, count: int = 4, length: int = 64) -> Corpus:
@@ -87,9 +89,11 @@ def test_perplexity_is_that_of_a_plain_loop(found: Mapping[str, Any]) -> None:
 
 def test_integers_are_nearer_than_fp8_and_activations_cost_more_than_weights(found: Mapping[str, Any]) -> None:
     assert found["int8"]["kl"]["mean"] < 0.3 * found["channel"]["kl"]["mean"]
-    for scheme in SCHEMES[:-1]:
+    for scheme in ROUNDED:
         assert found[scheme]["weights_only"]["kl"] < 0.6 * found[scheme]["kl"]["mean"]
-    assert found["int8-weights"]["weights_only"]["kl"] == found["int8-weights"]["kl"]["mean"]
+    for scheme in WEIGHTS_ONLY:
+        assert found[scheme]["weights_only"]["kl"] == found[scheme]["kl"]["mean"]
+    assert found["channel"]["kl"]["mean"] < found["nvfp4"]["kl"]["mean"] < 0.8 * found["mxfp4"]["kl"]["mean"]
 
 
 def test_what_is_found_is_what_eval_json_holds(found: Mapping[str, Any]) -> None:

@@ -154,6 +154,8 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "mxfp8": {"scheme": "mxfp8"},
     "int8": {"scheme": "int8"},
     "int8-weights": {"scheme": "int8-weights"},
+    "nvfp4": {"scheme": "nvfp4"},
+    "mxfp4": {"scheme": "mxfp4"},
     "channel, some in blocks": {"scheme": "channel", "scheme_for": {"**.down_proj": "block"}},
     "int8, attention in FP8": {"scheme": "int8", "scheme_for": {"**.self_attn.*": "channel"}},
 }

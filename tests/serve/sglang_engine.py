@@ -41,7 +41,8 @@ from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
 
 # Codes, of which an element of each dtype holds so many.
-CODES = {torch.float8_e4m3fn: 1, torch.int8: 1, torch.int32: 4}
+CODES = {torch.float8_e4m3fn: 1, torch.int8: 1, torch.int32: 4, torch.uint8: 2}
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # What has no attention in its first layer is refused with most.
 BACKENDS = {"lfm2": "torch_native", "lfm2_moe": "torch_native"}
 CPUS = os.sched_getaffinity(0)
@@ -105,6 +106,12 @@ def values(model: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> 
     if parameter.dtype == torch.int32:
         codes = parameter.data.view(torch.uint8).float() - 128
         return codes * spread(module.weight_scale.data.float(), codes.shape, [])
+    if parameter.dtype == torch.uint8:
+        both = torch.tensor([*FP4, *(-value for value in FP4)])
+        codes = torch.stack([both[(parameter.data & 15).int()], both[(parameter.data >> 4).int()]], -1).flatten(-2)
+        # Each merged layer has room for one, which all have alike.
+        scale = module.weight_scale.data.float() / module.weight_global_scale.data.max()
+        return codes * spread(scale, codes.shape, [])
     scale = next(getattr(module, found) for end in ("_scale", "_scale_inv") if hasattr(module, found := last + end))
     return parameter.data.float() * spread(scale.data.float(), parameter.shape, getattr(module, "logical_widths", []))
 
