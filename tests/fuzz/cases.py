@@ -267,6 +267,6 @@ def warm(base: Base) -> None:
     one = np.full((1, 2), 0x3F80, np.uint16)
     for number in {scheme.format.number for scheme in VARIANTS}:
         scale = np.float32([[1]]) / np.float32(number.largest)
-        kernels.encode(one, "BF16", scale, (None, None), np.empty((1, 2 // number.per_byte), np.uint8), number)
+        kernels.encode(one, "BF16", scale, (None, None), np.empty((1, 2), np.uint8), number)
     if base.source is not None:
         verify(base.root)
