@@ -40,8 +40,8 @@ from sglang.srt.model_loader.utils import set_default_torch_dtype
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
 
-# Codes, of which an element of each dtype holds so many.
-CODES = {torch.float8_e4m3fn: 1, torch.int8: 1, torch.int32: 4, torch.uint8: 2}
+# Codes, an element each, or several in one.
+CODES = (torch.float8_e4m3fn, torch.int8, torch.int32, torch.uint8)
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # What has no attention in its first layer is refused with most.
 BACKENDS = {"lfm2": "torch_native", "lfm2_moe": "torch_native"}
@@ -97,14 +97,16 @@ def load(directory: Path) -> torch.nn.Module:
     return model
 
 
-def values(model: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """What a parameter stands for: codes are multiplied by their scales."""
+def values(model: torch.nn.Module, name: str, parameter: torch.nn.Parameter, columns: int) -> torch.Tensor:
+    """What a parameter of a weight with so many columns stands for: codes are multiplied by their scales."""
     if parameter.dtype not in CODES:
         return parameter.data.float()
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
     if parameter.dtype == torch.int32:
-        codes = parameter.data.view(torch.uint8).float() - 128
+        bits = 32 * parameter.shape[-1] // columns
+        places = [(parameter.data >> place) & (2**bits - 1) for place in range(0, 32, bits)]
+        codes = torch.stack(places, dim=-1).flatten(-2).float() - 2 ** (bits - 1)
         return codes * spread(module.weight_scale.data.float(), codes.shape, [])
     if parameter.dtype == torch.uint8:
         both = torch.tensor([*FP4, *(-value for value in FP4)])
@@ -148,12 +150,14 @@ def compare(directory: Path, plain: Path) -> dict[str, Any]:
     parameters = {name.removesuffix("_packed"): parameter for name, parameter in model.named_parameters()}
     unfilled, differing = [], []
     for name, expected in reference.items():
-        value = values(model, name, parameters[name]).bfloat16() if name in parameters else None
+        columns = expected.shape[-1]
+        value = values(model, name, parameters[name], columns).bfloat16() if name in parameters else None
         if value is not None and value.isnan().any():
             unfilled.append(name)
         elif value is None or not torch.equal(value, expected.bfloat16()):
             differing.append(name)
-    codes = sum(parameter.numel() * CODES.get(parameter.dtype, 0) for parameter in parameters.values())
+    quantized = [name for name, parameter in parameters.items() if parameter.dtype in CODES]
+    codes = sum(reference[name].numel() for name in quantized if name in reference)
     return {"not_run": None, "codes": codes, "unfilled": unfilled, "differing": differing}
 
 

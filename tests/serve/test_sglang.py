@@ -40,6 +40,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "int8": {"scheme": "int8"},
     "int8-weights": {"scheme": "int8-weights"},
     "nvfp4": {"scheme": "nvfp4"},
+    "int4": {"scheme": "int4"},
 }
 COLUMNS = tuple(SCHEMES)[:3]
 EACH_SCHEME = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForConditionalGeneration")
@@ -84,7 +85,7 @@ def fits(architecture: str, scheme: str) -> bool:
     # The hybrid's small model has no experts.
     experts = scheme == "tensor-compressed" and model.experts and architecture != "GraniteMoeHybridForCausalLM"
     # Experts in words lie turned in SGLang, which sglang_engine.py cannot hold against the others.
-    turned = scheme in ("int8-weights", "nvfp4") and bool(model.experts)
+    turned = scheme in ("int8-weights", "int4", "nvfp4") and bool(model.experts)
     return refused is None and not turned and not (experts and architecture != "NemotronHForCausalLM")
 
 
@@ -213,8 +214,13 @@ def status(answer: dict[str, Any] | EngineError, output: Path) -> str:
         return f"refused: {answer}"
     if answer["not_run"] is not None:
         return f"not run: {answer['not_run']}"
-    counts = {torch.float8_e4m3fn: 1, torch.int8: 1, torch.int32: 4, torch.uint8: 2}
-    stored = sum(tensor.numel() * counts.get(tensor.dtype, 0) for tensor in tiny.read(output).values())
+    counts = {torch.float8_e4m3fn: 1, torch.int8: 1, torch.uint8: 2}
+    stored = 0
+    for name, tensor in tiny.read(output).items():
+        # What words hold their shape tells.
+        words = name.endswith(".weight_shape")
+        scale = name.endswith(("_scale", "_scale_inv"))
+        stored += int(tensor.prod()) if words else 0 if scale else tensor.numel() * counts.get(tensor.dtype, 0)
     whole = answer["codes"] == stored and not answer["unfilled"] and not answer["differing"]
     return "loaded" if whole else f"refused: {answer}, {stored} codes are stored"
 
