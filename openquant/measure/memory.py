@@ -6,11 +6,12 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# glibc's malloc.h: parameters of mallopt, what they are set to, and what they are by default. A tensor from 16 MB on
-# has memory of its own, which the system zeroes before and takes back after: with such memory for every tensor a layer
-# took a quarter more time. Smaller ones share an arena, of which 32 MB are kept; with 128, 8B shapes took 0.2 GB more.
+# glibc's malloc.h: parameters of mallopt, what they are set to, and what they are by default. A tensor from 4 MB on has
+# memory of its own, which the system zeroes before and takes back after; with such memory for every tensor a layer took
+# a quarter more time. Smaller ones share an arena, of which 32 MB are kept. With tensors of up to 16 MB in it, hidden
+# states of 4 MB that wait lay scattered among what layers computed with, and 8B shapes took 0.2 GB more.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-_SETTINGS = ((_TRIM_THRESHOLD, 1 << 25, 1 << 17), (_MMAP_THRESHOLD, 1 << 24, 1 << 17), (_ARENA_MAX, 1, 0))
+_SETTINGS = ((_TRIM_THRESHOLD, 1 << 25, 1 << 17), (_MMAP_THRESHOLD, 1 << 22, 1 << 17), (_ARENA_MAX, 1, 0))
 
 
 @contextmanager

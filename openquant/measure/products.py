@@ -15,9 +15,9 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-# Weights of a matrix that are in float32 at once: 8 MB, a small part of a large layer, and little enough for malloc to
+# Weights of a matrix that are in float32 at once: 2 MB, a small part of a large layer, and little enough for malloc to
 # keep the memory for the next piece (memory.py), where fresh memory would be zeroed first.
-PIECE = 1 << 21
+PIECE = 1 << 19
 
 
 def products_in_float32(device: str = "cpu") -> AbstractContextManager[Any]:
