@@ -28,18 +28,19 @@ from .error import row_energies
 from .figures import Rows, Sums, Whole, diagnosed
 from .traffic import Traffic
 
-# So many weights of a layer are measured, of at least so many rows.
-SAMPLE_WEIGHTS, SAMPLE_ROWS = 1 << 17, 64
+# So many weights of a layer are measured, of at least so many rows; all of a layer that has no more than WHOLE.
+SAMPLE_WEIGHTS, SAMPLE_ROWS, WHOLE = 1 << 16, 32, 1 << 18
 
 Progress = Callable[[int, int], None]
 
 
 def sample_step(shape: tuple[int, int]) -> int:
-    """How far apart the measured rows of a layer [out, in] are: 33 for 2048 x 2048, 1 (all rows) for 128 x 512.
+    """How far apart the measured rows of a layer [out, in] are: 65 for 2048 x 2048, 1 (all rows) for 256 x 1024.
 
     It is odd, since rows come in heads of 64 or 128: a step that divides these would see the same places of each.
     """
-    return min(shape[0] * shape[1] // SAMPLE_WEIGHTS, shape[0] // SAMPLE_ROWS) | 1
+    count = shape[0] * shape[1]
+    return 1 if count <= WHOLE else min(count // SAMPLE_WEIGHTS, shape[0] // SAMPLE_ROWS) | 1
 
 
 def needs(plan: Plan) -> dict[str, list[str]]:
