@@ -43,17 +43,17 @@ def main() -> None:
     for output, each in zip(outputs, found.outputs, strict=True):
         low, high = each["kl"]["interval"]
         perplexity = each["perplexity"]
-        differ = ("never" if text["differs_at"] is None else str(text["differs_at"]) for text in each["texts"])
+        differ = ("never" if text["differs_at"] is None else str(1 + text["differs_at"]) for text in each["texts"])
         print(
             f"| `{output.name}` | {each['sizes']['output'] / 1e6:.2f} MB "
             f"| {each['kl']['mean']:.5f} [{low:.5f}, {high:.5f}] | {each['weights_only']['kl']:.5f} "
-            f"| {each['top1']:.2%} | {perplexity['output']:.3f} ({perplexity['ratio']:.4f}) | {each['verdict']} "
-            f"| {', '.join(differ)} |"
+            f"| {100 * each['top1']:.2f} % | {perplexity['output']:.3f} ({perplexity['ratio']:.4f}) "
+            f"| {each['verdict']} | {', '.join(differ)} |"
         )
     first, floor = found.outputs[0], found.floor
     print(
         f"\nThe source: {first['sizes']['source'] / 1e6:.2f} MB, perplexity {first['perplexity']['source']:.3f}. "
-        f"The floor: {floor['kl']:.6f} nats, {floor['top1']:.2%}. {first['text']['positions']:,} positions."
+        f"The floor: {floor['kl']:.6f} nats, {100 * floor['top1']:.2f} %. {first['text']['positions']:,} positions."
     )
 
 
