@@ -8,6 +8,7 @@ import torch
 import tiny
 import zoo
 from converted import Shelf
+from openquant.formats.format import Format
 from openquant.formats.reference import decode
 from openquant.formats.schemes import SCHEMES, Scheme
 from openquant.models import MODELS, Model
@@ -31,7 +32,14 @@ def split(weights: dict[str, torch.Tensor], model: Model) -> dict[str, torch.Ten
     return found
 
 
-CODES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32}
+CODES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32, "U8": torch.uint8}
+
+
+def scales(found: dict[str, torch.Tensor], module: str, form: Format) -> torch.Tensor:
+    """What a module's scales stand for, float32."""
+    scale = found[f"{module}.{form.scale.name}"]
+    values = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
+    return values if form.global_scale is None else values / found[f"{module}.{form.global_scale.name}"]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
@@ -43,7 +51,9 @@ def test_converts(shelf: Shelf, architecture: str, scheme: Scheme) -> None:
     made = shelf.converted(architecture, scheme)
     weights, found = split(tiny.read(made.source), model), tiny.read(made.output)
     form, dtype = scheme.format, CODES[scheme.format.number.dtype]
-    modules = [name.removesuffix(f".{form.codes}") for name, tensor in found.items() if tensor.dtype == dtype]
+    ending = f".{form.codes}"
+    named = {name: tensor for name, tensor in found.items() if name.endswith(ending)}
+    modules = [name.removesuffix(ending) for name, tensor in named.items() if tensor.dtype == dtype]
     codes = {f"{module}.weight": module for module in modules}
     assert codes
     # What does not divide into groups of 128 has groups of 32.
@@ -63,10 +73,10 @@ def test_converts(shelf: Shelf, architecture: str, scheme: Scheme) -> None:
             assert torch.equal(found[name], weight), name
             continue
         form = forms[name]
-        scale = found[f"{codes[name]}.{form.scale.name}"]
+        scale = scales(found, codes[name], form)
         error = (decode(found[f"{codes[name]}.{form.codes}"], scale, form) - weight.float()).abs()
         slack = 2.0**-8 if form.scale.dtype == "BF16" else 2.0**-20
-        bound = form.number.bound(weight.float().numpy(), scale.float().max().numpy(), slack)
+        bound = form.number.bound(weight.float().numpy(), scale.max().numpy(), slack)
         # The largest weights may be clipped.
         bound = bound + 0.3 * weight.abs().float().numpy() if scheme.ratios else bound
         assert (error.numpy() <= bound).all(), name
