@@ -46,7 +46,7 @@ _ARGUMENTS: _Known = {
     "zp_dtype": _DTYPES,
 }
 _WEIGHTS: _Known = {**_ARGUMENTS, "num_bits": (8, 4), "dynamic": (False,)}
-_ACTIVATIONS: _Known = {**_ARGUMENTS, "num_bits": (8, 4), "dynamic": (False, True, "local")}
+_CACHE: _Known = {**_ARGUMENTS, "num_bits": (8,), "dynamic": (False, True), "type": ("float",)}
 # By the type of weights, their bits and the strategy of those that share scales in groups of a row: the formats that a
 # config group may have.
 _STORED: Mapping[tuple[Any, Any, str], tuple[str, ...]] = {
@@ -115,13 +115,21 @@ def _walk(settings: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Mappin
     for name, group in settings["config_groups"].items():
         path = "config_groups", name
         yield path, group, _GROUP
-        for key, known in (("weights", _WEIGHTS), ("input_activations", _ACTIVATIONS)):
+        weights = group["weights"]
+        for key, known in (("weights", _WEIGHTS), ("input_activations", _activations(weights))):
             if isinstance(group.get(key), dict):
                 # Activations are of the kind that weights are.
-                yield (*path, key), group[key], {**known, "type": (group["weights"].get("type"),)}
+                yield (*path, key), group[key], {**known, "type": (weights.get("type"),)}
     cache = settings.get("kv_cache_scheme")
     if isinstance(cache, dict):
-        yield ("kv_cache_scheme",), cache, {**_ACTIVATIONS, "type": ("float",)}
+        yield ("kv_cache_scheme",), cache, _CACHE
+
+
+def _activations(weights: Mapping[str, Any]) -> _Known:
+    """What the activations of layers with such weights may be: of as many bits, or of more."""
+    bits = (8, 4) if weights.get("num_bits") == 4 else (8,)
+    local = ("local",) if weights.get("strategy") == "tensor_group" else ()
+    return {**_ARGUMENTS, "num_bits": bits, "dynamic": (False, True, *local)}
 
 
 def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -135,8 +143,8 @@ def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
         if format is None:
             format = settings.get("format")
         kind, strategy = group["weights"].get("type"), group["weights"].get("strategy")
-        groups = strategy if strategy in ("group", "tensor_group") else ""
-        stored = _STORED[kind, group["weights"].get("num_bits"), groups]
+        grouped = strategy if strategy in ("group", "tensor_group") else ""
+        stored = _STORED[kind, group["weights"].get("num_bits"), grouped]
         if not _is_one(format, stored):
             yield f"{path} has the format {shown(format)}, engines read {_either(stored)} for its weights"
         activations = group.get("input_activations")
@@ -147,8 +155,8 @@ def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
         dynamic = activations.get("dynamic") is True
         strategies = _DYNAMIC[kind] if dynamic else ("tensor",)
         # NVFP4: scales of groups as they come, under a global one that is stored.
-        if groups == "tensor_group":
-            strategies, dynamic = (groups,), activations.get("dynamic") == "local"
+        if grouped == "tensor_group":
+            strategies, dynamic = (grouped,), activations.get("dynamic") == "local"
         if not _is_one(activations.get("strategy"), strategies):
             yield (
                 f"{path}.input_activations.strategy is {shown(activations.get('strategy'))}, engines read "
