@@ -97,8 +97,8 @@ def calibrate(source: Path, into: Path, samples: int, length: int) -> None:
     import torch
 
     from openquant.files.checkpoint import open_checkpoint
-    from openquant.measure.forward import Pass, StreamedModel, run
-    from openquant.measure.products import products_in_float32
+    from openquant.forward.products import products_in_float32
+    from openquant.forward.streamed import Pass, StreamedModel, run
 
     streamed = StreamedModel(open_checkpoint(source))
     largest: dict[str, torch.Tensor] = {}
@@ -138,7 +138,7 @@ def peer(source: Path, output: Path, offload: Path, samples: int, length: int, a
     from torch.utils.data import DataLoader
     from transformers import AutoModelForCausalLM
 
-    from openquant.measure.products import products_in_float32
+    from openquant.forward.products import products_in_float32
 
     with load_offloaded_model():
         model = AutoModelForCausalLM.from_pretrained(

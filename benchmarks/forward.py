@@ -65,9 +65,9 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 def streamed(options: argparse.Namespace, batches: Any) -> tuple[float, float]:
     """Processor seconds of the pass, and of loading."""
     from openquant.files.checkpoint import open_checkpoint
-    from openquant.measure.forward import Pass, StreamedModel, run
-    from openquant.measure.products import products_in_float32
-    from openquant.measure.scratch import Scratch
+    from openquant.forward.products import products_in_float32
+    from openquant.forward.scratch import Scratch
+    from openquant.forward.streamed import Pass, StreamedModel, run
 
     model = StreamedModel(open_checkpoint(options.model))
     loading = 0.0
@@ -95,7 +95,7 @@ def ordinary(options: argparse.Namespace, batches: Any) -> tuple[float, float]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from openquant.measure.products import products_in_float32
+    from openquant.forward.products import products_in_float32
 
     began = time.process_time()
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).eval().model

@@ -28,11 +28,11 @@ from .machine import find_device, peak_rss
 from .options import Evaluate, Texts, values_for
 
 if TYPE_CHECKING:
+    from .forward.scratch import Scratch
+    from .forward.traffic import Traffic
     from .measure.results import Evaluation
-    from .measure.scratch import Scratch
     from .measure.subjects import Subject
-    from .measure.tokenizer import Tokenizer
-    from .measure.traffic import Traffic
+    from .texts.tokenizer import Tokenizer
 
 # Bytes of hidden states that wait in memory, if nobody says how much of it there is.
 BUDGET = 4 << 30
@@ -120,7 +120,7 @@ def _evaluated(
     # Only now is transformers imported.
     from .measure.evaluate import evaluate as measure
     from .measure.subjects import Settings, Subject
-    from .measure.texts import read
+    from .texts.corpus import read
 
     def advanced(done: int, total: int) -> None:
         ranks.check()
@@ -216,7 +216,7 @@ def _tokenizer(source: Source, checkpoint: Checkpoint) -> Tokenizer:
     Raises:
         SourceError: there is none, or it is damaged.
     """
-    from .measure.tokenizer import FILES, TEMPLATES, load
+    from .texts.tokenizer import FILES, TEMPLATES, load
 
     wanted = {*FILES, *TEMPLATES, "generation_config.json"}
     source.fetch_files([name for name in checkpoint.files if name in wanted])
@@ -246,7 +246,7 @@ def _place(asked: Evaluate, sources: Sequence[Source]) -> Path:
         return Path(asked.scratch)
     place = next((each.root.parent for each in sources[1:] if each.repo is None), Path())
     if asked.stream and any(each.remote for each in sources):
-        from .measure.scratch import refuse_memory
+        from .forward.scratch import refuse_memory
 
         refuse_memory(place, "shards")
     return place
@@ -254,7 +254,7 @@ def _place(asked: Evaluate, sources: Sequence[Source]) -> Path:
 
 def _scratch(asked: Evaluate, place: Path, hidden: int) -> Scratch | None:
     """A file for so many bytes of hidden states, where they may be more than memory has room for."""
-    from .measure.scratch import Scratch
+    from .forward.scratch import Scratch
 
     # As much again for the weights of a layer and for logits, of which nothing is known yet.
     budget = BUDGET if asked.max_memory is None else max(0, (asked.max_memory - peak_rss()) // 2)

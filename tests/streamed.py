@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from openquant.files.checkpoint import open_checkpoint
-from openquant.measure.forward import Pass, StreamedModel, run
+from openquant.forward.streamed import Pass, StreamedModel, run
 
 BATCHES = [torch.randint(10, 500, (1, length), generator=torch.Generator().manual_seed(length)) for length in (48, 640)]
 

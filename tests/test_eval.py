@@ -22,9 +22,10 @@ from openquant.errors import OutputError, SourceError, UsageError
 from openquant.evaluation import _place as place_of
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.evaluation import find_evaluation, read_evaluation
+from openquant.forward import scratch
+from openquant.forward.scratch import Scratch
 from openquant.hub.source import Source
-from openquant.measure import answers, scratch
-from openquant.measure.scratch import Scratch
+from openquant.measure import answers
 from openquant.options import Evaluate
 from openquant.report import pages
 from openquant.report.evaluation import evaluation_text
@@ -278,7 +279,7 @@ def test_a_disk_without_room_is_told_before_layers_are_computed(
 # Says when hidden states are first brought back, in the middle of an evaluation.
 MIDDLE = """
 import sys
-from openquant.measure.scratch import Scratch
+from openquant.forward.scratch import Scratch
 read = Scratch.read
 def reading(*given):
     print("busy", flush=True)

@@ -2,9 +2,7 @@
 
 LayerError     how far one layer is from its source; ErrorSum adds it up piece by piece
 Comparison     codes and scales held against the weights they were made from
-StreamedModel  a checkpoint's model, run one layer at a time: `run` takes Passes through it
-Corpus         texts as Documents of equally many tokens, apart for evaluation and calibration
-Tokenizer      a checkpoint's; chat templates are rendered in a process of their own
+diagnose       how far each scheme would take each layer, before there is an output
 evaluate       source and outputs side by side: figures, verdict, suspects
 Record         how far two models' answers to one document are apart; summary says it in figures
 

@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 from ..files.checkpoint import Checkpoint
+from ..forward.products import products_in_float32
+from ..forward.streamed import StreamedModel
 from ..machine import available_memory
-from .forward import StreamedModel
+from ..texts.prompts import Prompt, read
+from ..texts.tokenizer import Tokenizer
 from .generate import continued, ends, side_by_side
-from .products import products_in_float32
-from .prompts import Prompt, read
 from .served import Served
-from .tokenizer import Tokenizer
 
 # The largest model, in bytes, that answers without being asked: each token takes a reading of all weights.
 UNASKED = 2 << 30

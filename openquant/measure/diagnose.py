@@ -19,6 +19,7 @@ from ..errors import SourceError
 from ..formats.kernels import CHUNK, to_float32
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
+from ..forward.traffic import Traffic
 from ..plan.plan import Plan
 from ..threads import in_threads
 from ..weights.reading import Reader
@@ -26,7 +27,6 @@ from ..weights.weight import Weight
 from .diagnosis import LayerDiagnosis
 from .error import row_energies
 from .figures import Rows, Sums, Whole, diagnosed
-from .traffic import Traffic
 
 # So many weights of a layer are measured, of at least so many rows; all of a layer that has no more than WHOLE.
 SAMPLE_WEIGHTS, SAMPLE_ROWS, WHOLE = 1 << 16, 32, 1 << 18

@@ -16,21 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import library
+from ..forward import library
+from ..forward.products import products_in_float32
+from ..forward.skeleton import REST
+from ..forward.streamed import Pass, StreamedModel, run
+from ..texts.corpus import Corpus
+from ..texts.prompts import Prompt
 from .answers import answers, asked
 from .changes import compare_weights
 from .fidelity import Names, compare
-from .forward import Pass, StreamedModel, run
 from .generate import along
 from .noise import Noise
-from .products import products_in_float32
-from .prompts import Prompt
 from .results import Evaluation, Findings, results
 from .served import Served, logits
 from .shares import packed, share, unpacked
-from .skeleton import REST
 from .subjects import Output, Settings, Subject, naming, needs, require_one_model
-from .texts import Corpus
 from .work import Work, spoken
 
 # Told how many steps are done, and how many there are.

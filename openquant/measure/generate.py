@@ -19,9 +19,9 @@ from transformers import GenerationConfig
 
 from ..files.checkpoint import readable
 from ..files.inputs import parse_json, read_small
-from .forward import StreamedModel
-from .prompts import Prompt
-from .tokenizer import Tokenizer
+from ..forward.streamed import StreamedModel
+from ..texts.prompts import Prompt
+from ..texts.tokenizer import Tokenizer
 
 # Tokens that each prompt is continued by.
 TOKENS = 64

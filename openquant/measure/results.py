@@ -15,12 +15,12 @@ import numpy as np
 import torch
 import transformers
 
+from ..forward.streamed import StreamedModel
+from ..texts.corpus import Corpus
 from ..version import __version__
 from .fidelity import EDGES, Record, histogram, summary
-from .forward import StreamedModel
 from .subjects import Output, Settings, Subject
 from .tallies import Distances, Routes
-from .texts import Corpus
 from .verdict import (
     BROKEN,
     Layer,

@@ -18,11 +18,12 @@ from ..errors import SourceError
 from ..files.checkpoint import Checkpoint
 from ..files.tensors import TensorInfo
 from ..formats.quantization import Quantization, quantization_places, read_quantization
+from ..forward.products import products_in_float32
+from ..forward.slices import Slices
+from ..forward.streamed import Pass, StreamedModel
 from ..models import GENERIC, MODELS, NEVER_QUANTIZED
 from ..plan.roles import Entry
 from ..weights.find import decoded_view, with_own_file
-from .forward import Pass, StreamedModel
-from .products import products_in_float32
 from .rounding import (
     Clipped,
     Experts,
@@ -34,7 +35,6 @@ from .rounding import (
     refuse_latent_cache,
     says_fp8_cache,
 )
-from .slices import Slices
 
 # The parameters of stacked experts, by what goes into them.
 _FIRST, _DOWN = ("gate_up_proj", "gate_proj", "up_proj"), ("down_proj",)

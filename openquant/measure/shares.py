@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..texts.corpus import Document
 from .fidelity import Record
-from .texts import Document
 
 # Columns of a record: numbers, and what is true or not.
 _FIGURES = ("kl", "confidence", "source_nll", "output_nll")

@@ -15,13 +15,13 @@ from torch import nn
 from ..errors import SourceError, UsageError
 from ..files.checkpoint import Checkpoint
 from ..files.fingerprint import Fingerprint
+from ..forward.scratch import Scratch
+from ..forward.streamed import StreamedModel
+from ..forward.traffic import Traffic
+from ..texts.tokenizer import Tokenizer
 from .changes import Change
-from .forward import StreamedModel
-from .scratch import Scratch
 from .served import Served
 from .shares import Team
-from .tokenizer import Tokenizer
-from .traffic import Traffic
 
 # Of a model, the shards of each unit, in the order in which units are computed.
 Needs = Mapping[str, Sequence[str]]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from .products import products_in_float32
+from ..forward.products import products_in_float32
 
 # Seconds for each logit of a pair of models, and for each weight that is decoded and held against the source's.
 LOGIT, WEIGHT = 2e-8, 2e-8

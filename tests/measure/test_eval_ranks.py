@@ -82,7 +82,7 @@ from openquant.convert.ranks import Ranks
 from openquant.files.checkpoint import open_checkpoint
 from openquant.measure.evaluate import evaluate
 from openquant.measure.subjects import Settings, Subject
-from openquant.measure.texts import Corpus, Document
+from openquant.texts.corpus import Corpus, Document
 
 ids = [tuple((7 * at * at + 31 * number) % 500 for at in range(32)) for number in range(2)]
 corpus = Corpus(tuple(Document(f"domain {at}", f"text {at}", each) for at, each in enumerate(ids)), "", {})

@@ -21,11 +21,11 @@ from openquant import compress
 from openquant.errors import SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.evaluation import checked
+from openquant.forward.scratch import Scratch
 from openquant.measure.evaluate import evaluate
 from openquant.measure.results import Evaluation
-from openquant.measure.scratch import Scratch
 from openquant.measure.subjects import Settings, Subject
-from openquant.measure.texts import Corpus, Document
+from openquant.texts.corpus import Corpus, Document
 
 Tensors = dict[str, torch.Tensor]
 ROUNDED = ("tensor", "channel", "block", "mxfp8", "int8")

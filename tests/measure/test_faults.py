@@ -26,9 +26,9 @@ from openquant.errors import SourceError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.measure.evaluate import evaluate
 from openquant.measure.subjects import Subject
-from openquant.measure.texts import read
-from openquant.measure.tokenizer import load
 from openquant.options import Texts
+from openquant.texts.corpus import read
+from openquant.texts.tokenizer import load
 
 UP = "model.layers.2.mlp.up_proj"
 FP8 = torch.float8_e4m3fn

@@ -17,10 +17,10 @@ from conftest import EXAMPLE, change_json
 from openquant import compress
 from openquant.errors import SourceError
 from openquant.files.checkpoint import open_checkpoint
-from openquant.measure.forward import StreamedModel
+from openquant.forward.streamed import StreamedModel
 from openquant.measure.generate import along, continued, ends, side_by_side
-from openquant.measure.prompts import Prompt, read
-from openquant.measure.tokenizer import load
+from openquant.texts.prompts import Prompt, read
+from openquant.texts.tokenizer import load
 
 IDS = (Prompt("a", (5, 6, 7, 8, 9)), Prompt("b", tuple(range(20, 61))), Prompt("c", (300,)))
 

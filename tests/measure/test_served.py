@@ -15,12 +15,12 @@ from openquant.errors import SourceError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.inputs import Inputs
 from openquant.formats.numbers import E4M3
+from openquant.forward.streamed import StreamedModel
 from openquant.measure.answers import answers
-from openquant.measure.forward import StreamedModel
-from openquant.measure.prompts import read
 from openquant.measure.rounding import RoundedCache, rounded
 from openquant.measure.served import Served, logits
-from openquant.measure.tokenizer import load
+from openquant.texts.prompts import read
+from openquant.texts.tokenizer import load
 from stored import PER_TENSOR, STATIC, by_tensor, store
 
 STATIC_INPUTS = Inputs(E4M3, (None, None), static=True)

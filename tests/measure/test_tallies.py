@@ -10,7 +10,7 @@ import torch
 
 import tiny
 from openquant.files.checkpoint import open_checkpoint
-from openquant.measure.forward import StreamedModel
+from openquant.forward.streamed import StreamedModel
 from openquant.measure.tallies import Routes
 
 

@@ -1,6 +1,6 @@
 """Programs that came with a model, run in a process of their own: with little of everything, and told of nothing else.
 
-ask("openquant.measure.templates", {"template": "{{ 1 + 1 }}", ..}, cpu=10)     # what its answer() returns
+ask("openquant.texts.templates", {"template": "{{ 1 + 1 }}", ..}, cpu=10)     # what its answer() returns
 """
 
 from __future__ import annotations

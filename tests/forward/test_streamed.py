@@ -22,11 +22,11 @@ from conftest import change_json
 from openquant import dequantize
 from openquant.errors import OpenQuantError, OutputError
 from openquant.files.checkpoint import open_checkpoint
-from openquant.measure import forward as forward_module
-from openquant.measure import scratch as scratch_module
-from openquant.measure.forward import Pass, StreamedModel, run
-from openquant.measure.scratch import Held, Scratch
-from openquant.measure.slices import Slices
+from openquant.forward import scratch as scratch_module
+from openquant.forward import streamed as module
+from openquant.forward.scratch import Held, Scratch
+from openquant.forward.slices import Slices
+from openquant.forward.streamed import Pass, StreamedModel, run
 from streamed import all_equal, forward, plain_logits, streamed_logits
 
 BATCHES = [
@@ -121,7 +121,7 @@ def test_a_scratch_directory_in_memory_must_be_asked_for(tmp_path: Path, monkeyp
 
 
 def test_a_large_embedding_table_is_looked_into_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward_module, "LARGE_TABLE", 1 << 20)
+    monkeypatch.setattr(module, "LARGE_TABLE", 1 << 20)
     weights = tiny.tensors("Qwen3ForCausalLM", vocab=65536)
     model = StreamedModel(open_checkpoint(tiny.write(tmp_path / "source", weights=weights, vocab=65536)))
     ids = torch.randint(65536, (2, 2048), generator=torch.Generator().manual_seed(0))
@@ -396,6 +396,6 @@ def test_while_a_model_computes_no_file_of_the_other_is_in_memory(
 
 def test_what_was_freed_is_given_back_after_each_unit(model: StreamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[None] = []
-    monkeypatch.setattr(forward_module, "give_memory_back", lambda: given.append(None))
+    monkeypatch.setattr(module, "give_memory_back", lambda: given.append(None))
     streamed_logits(model, BATCHES)
     assert len(given) == len(model.units)

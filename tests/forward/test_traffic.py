@@ -17,10 +17,10 @@ import tiny
 from conftest import change_json
 from openquant import compress
 from openquant.files.checkpoint import open_checkpoint
+from openquant.forward.skeleton import REST
 from openquant.measure.evaluate import evaluate
-from openquant.measure.skeleton import REST
 from openquant.measure.subjects import Needs, Settings, Subject
-from openquant.measure.texts import Corpus, Document
+from openquant.texts.corpus import Corpus, Document
 from stored import PER_TENSOR, STATIC, by_tensor, store
 
 IDS = tuple(range(10, 42))

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import OpenQuantError, SourceError, UsageError
 
-# The oldest and the newest release whose private functions were tested; tests/measure/test_streamed_zoo.py runs both.
+# The oldest and the newest release whose private functions were tested; tests/forward/test_streamed_zoo.py runs both.
 TESTED = ("5.16", "5.23")
 
 

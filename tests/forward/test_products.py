@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from converted import Shelf
 from openquant.files.checkpoint import open_checkpoint
-from openquant.measure import products
-from openquant.measure.forward import StreamedModel
-from openquant.measure.products import InFloat32, products_in_float32
+from openquant.forward import products
+from openquant.forward.products import InFloat32, products_in_float32
+from openquant.forward.streamed import StreamedModel
 
 MULTIPLY = ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "linear", "matmul", "attention")
 IDS = torch.randint(10, 500, (2, 40), generator=torch.Generator().manual_seed(0))

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 
 from conftest import EXAMPLE, change_json
 from openquant.errors import SourceError
-from openquant.measure import tokenizer as module
-from openquant.measure.tokenizer import PROBE, load
+from openquant.texts import tokenizer as module
+from openquant.texts.tokenizer import PROBE, load
 
 CHAT = [{"role": "user", "content": "Hi"}]
 

@@ -18,8 +18,8 @@ from openquant import dequantize
 from openquant.errors import SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import BLOCK, VARIANTS, Scheme
-from openquant.measure.forward import StreamedModel
-from openquant.measure.library import TESTED, require_tested
+from openquant.forward.library import TESTED, require_tested
+from openquant.forward.streamed import StreamedModel
 from openquant.models import MODELS
 from streamed import all_equal, computes_the_same, streamed_logits
 

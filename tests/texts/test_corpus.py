@@ -13,9 +13,9 @@ import pytest
 
 from conftest import EXAMPLE, change_json
 from openquant.errors import OpenQuantError
-from openquant.measure.texts import Corpus, read
-from openquant.measure.tokenizer import Tokenizer, load
 from openquant.options import Texts
+from openquant.texts.corpus import Corpus, read
+from openquant.texts.tokenizer import Tokenizer, load
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import pytest
 
 from conftest import EXAMPLE
 from openquant.errors import SourceError
-from openquant.measure.tokenizer import PROBE
-from openquant.measure.trial import tried
+from openquant.texts.tokenizer import PROBE
+from openquant.texts.trial import tried
 
 
 def changed(**parts: Any) -> bytes:

@@ -11,9 +11,9 @@ import pytest
 
 from conftest import EXAMPLE
 from openquant.errors import SourceError
-from openquant.measure import prompts as module
-from openquant.measure.prompts import BUILT_IN, read
-from openquant.measure.tokenizer import Tokenizer, load
+from openquant.texts import prompts as module
+from openquant.texts.prompts import BUILT_IN, read
+from openquant.texts.tokenizer import Tokenizer, load
 
 TEMPLATE = "{{ eos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 

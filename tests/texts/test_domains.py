@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from conftest import ROOT
 from openquant.errors import SourceError, UsageError
-from openquant.measure import domains
-from openquant.measure.domains import open_dataset, open_file, standard_library
+from openquant.texts import domains
+from openquant.texts.domains import open_dataset, open_file, standard_library
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None}]
 
@@ -235,7 +235,7 @@ def test_scripts_of_a_dataset_are_not_run(dataset: Path, tmp_path: Path) -> None
 )
 def test_datasets_is_an_extra(tmp_path: Path, module: str, message: str) -> None:
     (tmp_path / "datasets.py").write_text(module)
-    script = "from openquant.measure.domains import open_dataset; open_dataset('a', 2)"
+    script = "from openquant.texts.domains import open_dataset; open_dataset('a', 2)"
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.stderr.splitlines()[-1] == f"openquant.errors.UsageError: {message}"
