@@ -13,7 +13,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +25,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import openquant
 import tiny
-from conftest import ROOT
+from conftest import EXAMPLE, ROOT
 from openquant.formats.quantization import read_quantization
 from openquant.formats.reference import decode
 from openquant.models import MODELS
@@ -58,20 +59,32 @@ class EngineError(Exception):
     """vLLM refused a directory, or died of it."""
 
 
+class Answers(dict[str, "LogProbs | EngineError"]):
+    """Log-probabilities by model; one that the engine refused fails the tests that ask for it, not the others."""
+
+    def of(self, name: str) -> LogProbs:
+        """Of one model."""
+        answer = self[name]
+        if isinstance(answer, EngineError):
+            raise answer
+        return answer
+
+    def between(self, reference: str, other: str) -> float:
+        """The divergence of one model from another, in nats."""
+        return divergence(self.of(reference), self.of(other))
+
+
 @dataclass(frozen=True)
 class Engine:
     """vLLM in an interpreter of its own."""
 
     python: Path
 
-    def logprobs(
-        self, directories: Sequence[Path], output: Path, mode: str = "logprobs"
-    ) -> list[LogProbs | EngineError]:
+    def logprobs(self, models: Mapping[str, Path], output: Path, mode: str = "logprobs") -> Answers:
         """Log-probabilities of the same prompts by each model, [position, token]: random ones, or with "text" text."""
-        return [
-            found if isinstance(found, EngineError) else np.load(found)
-            for found in self._ask(mode, directories, output)
-        ]
+        found = self._ask(mode, list(models.values()), output)
+        answers = [answer if isinstance(answer, EngineError) else np.load(answer) for answer in found]
+        return Answers(zip(models, answers, strict=True))
 
     def layers(self, directories: Sequence[Path], output: Path) -> list[dict[str, Any] | EngineError]:
         """What engine.py's `layers` says of each model."""
@@ -260,6 +273,16 @@ def rewrite(
     if tensors is not None:
         save_file(tensors, target / "model.safetensors", {"format": "pt"})
     return target
+
+
+def compressed_examples(root: Path, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Path]:
+    """The example as `source`, what compress() makes of it with each case's options, and `<case>-plain`, that dequantized."""
+    models = {"source": EXAMPLE}
+    for name, options in cases.items():
+        models[name], models[f"{name}-plain"] = root / name, root / f"{name}-plain"
+        openquant.compress(EXAMPLE, models[name], **options)
+        openquant.dequantize(models[name], models[f"{name}-plain"])
+    return models
 
 
 def dequantize(source: Path, target: Path) -> Path:

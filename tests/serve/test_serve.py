@@ -20,12 +20,11 @@ from engine_client import (
     CHOSEN,
     TO_DEQUANTIZED,
     TO_SOURCE,
+    Answers,
     Engine,
     EngineError,
-    LogProbs,
     complete,
     dequantize,
-    divergence,
     find_engine,
     rewrite,
     table_cells,
@@ -202,17 +201,6 @@ def test_two_ranks_serve_what_falls_back_for_them(engine: Engine, mixtures: dict
 # Log-probabilities.
 
 
-class Answers(dict[str, "LogProbs | EngineError"]):
-    """By model; one that the engine refused fails the tests that ask for it, not the others."""
-
-    def of(self, name: str) -> LogProbs:
-        """Of one model."""
-        answer = self[name]
-        if isinstance(answer, EngineError):
-            raise answer
-        return answer
-
-
 @pytest.fixture(scope="session")
 def logprobs(
     engine: Engine,
@@ -229,40 +217,39 @@ def logprobs(
         models[f"{name}-dequantized"] = dequantize(models[name], root / f"{name}-dequantized")
     for scheme in SCHEMES:
         models[f"larger-{scheme}"] = larger_scales(compressed[f"{TRAINED}-{scheme}"], root / f"larger-{scheme}")
-    return Answers(zip(models, engine.logprobs(list(models.values()), root / "answers"), strict=True))
+    return engine.logprobs(models, root / "answers")
 
 
 @pytest.mark.parametrize(("name", "scheme"), RUN)
 def test_stays_close_to_the_source(name: str, scheme: str, logprobs: Answers) -> None:
     bound = TO_SOURCE + (TO_DEQUANTIZED[scheme] if scheme == "channel" else 0)
-    assert divergence(logprobs.of(name), logprobs.of(f"{name}-{scheme}")) <= FURTHER.get(name, bound)
+    assert logprobs.between(name, f"{name}-{scheme}") <= FURTHER.get(name, bound)
 
 
 @pytest.mark.parametrize(("name", "scheme"), RUN)
 def test_computes_what_codes_and_scales_stand_for(name: str, scheme: str, logprobs: Answers) -> None:
-    reference = logprobs.of(f"{name}-{scheme}-dequantized")
     bound = TO_DEQUANTIZED[scheme]
     if scheme == "channel":
         bound = FURTHER.get(name, bound)
     if name != TRAINED and MODELS[name].experts:
         bound = max(bound, ROUTED_OTHERWISE)
-    assert divergence(reference, logprobs.of(f"{name}-{scheme}")) <= bound
+    assert logprobs.between(f"{name}-{scheme}-dequantized", f"{name}-{scheme}") <= bound
 
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_mixtures_compute_what_codes_and_scales_stand_for(name: str, logprobs: Answers) -> None:
     # In this format one scale per tensor has the kernel for one per row, which rounds activations.
-    assert divergence(logprobs.of(f"{name}-dequantized"), logprobs.of(name)) <= TO_DEQUANTIZED["channel"]
-    assert divergence(logprobs.of(MIXTURES[name].source), logprobs.of(name)) <= TO_SOURCE
+    assert logprobs.between(f"{name}-dequantized", name) <= TO_DEQUANTIZED["channel"]
+    assert logprobs.between(MIXTURES[name].source, name) <= TO_SOURCE
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_control_larger_scales_show(scheme: str, logprobs: Answers) -> None:
-    assert divergence(logprobs.of(TRAINED), logprobs.of(f"larger-{scheme}")) > TO_SOURCE
+    assert logprobs.between(TRAINED, f"larger-{scheme}") > TO_SOURCE
 
 
 def test_control_separate_scales_show(logprobs: Answers) -> None:
-    assert divergence(logprobs.of("separate-dequantized"), logprobs.of("separate")) > TO_DEQUANTIZED["tensor"]
+    assert logprobs.between("separate-dequantized", "separate") > TO_DEQUANTIZED["tensor"]
 
 
 def larger_scales(source: Path, target: Path) -> Path:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_client import EngineError, LogProbs, divergence, find_engine, rewrite
+from engine_client import Answers, compressed_examples, find_engine, rewrite
 from torch import nn
 
 import tiny
 from conftest import EXAMPLE
-from openquant import PackedLinear, compress, dequantize
+from openquant import PackedLinear
 
 pytestmark = pytest.mark.serve
 
@@ -65,46 +65,30 @@ CONTROLS: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], dict[str, tor
 
 
 @pytest.fixture(scope="module")
-def logprobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LogProbs | EngineError]:
+def logprobs(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """Of the source, each case, `<it>-plain` and each control."""
-    root = tmp_path_factory.mktemp("fp4")
-    models = {"source": EXAMPLE}
-    for name, (options, _, _) in CASES.items():
-        models[name], models[f"{name}-plain"] = root / name, root / f"{name}-plain"
-        compress(EXAMPLE, models[name], **options)
-        dequantize(models[name], models[f"{name}-plain"])
+    engine, root = find_engine(), tmp_path_factory.mktemp("fp4")
+    models = compressed_examples(root, {name: options for name, (options, _, _) in CASES.items()})
     for control, (scheme, change, _) in CONTROLS.items():
         models[control] = rewrite(models[scheme], root / control, change(tiny.read(models[scheme])))
-    answers = find_engine().logprobs(list(models.values()), root / "answers", "text")
-    return dict(zip(models, answers, strict=True))
-
-
-def of(logprobs: dict[str, LogProbs | EngineError], name: str) -> LogProbs:
-    """One answer; one that the engine refused fails the tests that ask for it, not the others."""
-    answer = logprobs[name]
-    if isinstance(answer, EngineError):
-        raise answer
-    return answer
+    return engine.logprobs(models, root / "answers", "text")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_stays_close_to_the_source(name: str, logprobs: dict[str, LogProbs | EngineError]) -> None:
-    assert divergence(of(logprobs, "source"), of(logprobs, name)) <= CASES[name][1]
+def test_stays_close_to_the_source(name: str, logprobs: Answers) -> None:
+    assert logprobs.between("source", name) <= CASES[name][1]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_computes_what_codes_and_scales_stand_for(name: str, logprobs: dict[str, LogProbs | EngineError]) -> None:
-    assert divergence(of(logprobs, f"{name}-plain"), of(logprobs, name)) <= CASES[name][2]
+def test_computes_what_codes_and_scales_stand_for(name: str, logprobs: Answers) -> None:
+    assert logprobs.between(f"{name}-plain", name) <= CASES[name][2]
 
 
-def test_control_global_scales_of_joined_layers_apart_double_what_is_lost(
-    logprobs: dict[str, LogProbs | EngineError],
-) -> None:
-    source = of(logprobs, "source")
-    assert divergence(source, of(logprobs, "nvfp4-apart")) > 1.5 * divergence(source, of(logprobs, "nvfp4"))
+def test_control_global_scales_of_joined_layers_apart_double_what_is_lost(logprobs: Answers) -> None:
+    assert logprobs.between("source", "nvfp4-apart") > 1.5 * logprobs.between("source", "nvfp4")
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_control_what_lies_elsewhere_shows(control: str, logprobs: dict[str, LogProbs | EngineError]) -> None:
+def test_control_what_lies_elsewhere_shows(control: str, logprobs: Answers) -> None:
     scheme, _, least = CONTROLS[control]
-    assert divergence(of(logprobs, f"{scheme}-plain"), of(logprobs, control)) > least
+    assert logprobs.between(f"{scheme}-plain", control) > least

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine_client import EngineError, LogProbs, divergence, find_engine, rewrite
+from engine_client import Answers, compressed_examples, find_engine, rewrite
 
 import tiny
-from conftest import EXAMPLE
-from openquant import compress, dequantize
 
 pytestmark = pytest.mark.serve
 
@@ -57,40 +55,28 @@ CONTROLS: dict[str, Callable[[dict[str, torch.Tensor]], None]] = {
 
 
 @pytest.fixture(scope="module")
-def logprobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LogProbs | EngineError]:
+def logprobs(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """Of the source, each case, `<it>-plain`, and the first with each fault."""
     engine, root = find_engine(), tmp_path_factory.mktemp("int4")
-    models = {"source": EXAMPLE}
-    for name, (options, _) in CASES.items():
-        models[name], models[f"{name}-plain"] = root / name, root / f"{name}-plain"
-        compress(EXAMPLE, models[name], **options)
-        dequantize(models[name], models[f"{name}-plain"])
+    models = compressed_examples(root, {name: options for name, (options, _) in CASES.items()})
     for name, damage in CONTROLS.items():
         tensors = tiny.read(models["int4"])
         damage(tensors)
         models[name] = rewrite(models["int4"], root / name, tensors)
-    return dict(zip(models, engine.logprobs(list(models.values()), root / "answers", "text"), strict=True))
-
-
-def of(logprobs: dict[str, LogProbs | EngineError], name: str) -> LogProbs:
-    """One answer; one that the engine refused fails the tests that ask for it, not the others."""
-    answer = logprobs[name]
-    if isinstance(answer, EngineError):
-        raise answer
-    return answer
+    return engine.logprobs(models, root / "answers", "text")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_stays_close_to_the_source(name: str, logprobs: dict[str, LogProbs | EngineError]) -> None:
-    assert divergence(of(logprobs, "source"), of(logprobs, name)) <= CASES[name][1]
+def test_stays_close_to_the_source(name: str, logprobs: Answers) -> None:
+    assert logprobs.between("source", name) <= CASES[name][1]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_computes_what_codes_and_scales_stand_for(name: str, logprobs: dict[str, LogProbs | EngineError]) -> None:
+def test_computes_what_codes_and_scales_stand_for(name: str, logprobs: Answers) -> None:
     bound = OWN_FP8 if "scheme_for" in CASES[name][0] else OWN
-    assert divergence(of(logprobs, f"{name}-plain"), of(logprobs, name)) <= bound
+    assert logprobs.between(f"{name}-plain", name) <= bound
 
 
 @pytest.mark.parametrize("name", CONTROLS)
-def test_control_faults_show(name: str, logprobs: dict[str, LogProbs | EngineError]) -> None:
-    assert divergence(of(logprobs, "int4-plain"), of(logprobs, name)) > 2 * OWN
+def test_control_faults_show(name: str, logprobs: Answers) -> None:
+    assert logprobs.between("int4-plain", name) > 2 * OWN

@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_client import Engine, EngineError, LogProbs, divergence, find_engine, rewrite
+from engine_client import Answers, compressed_examples, find_engine, rewrite
 
 import tiny
-from conftest import EXAMPLE
-from openquant import compress, dequantize
 
 pytestmark = pytest.mark.serve
 
@@ -34,21 +32,13 @@ CASES: dict[str, tuple[Mapping[str, Any], float, float]] = {
 
 
 @pytest.fixture(scope="module")
-def logprobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LogProbs | EngineError]:
+def logprobs(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """Of the source, each case, `<it>-plain` and with scales a quarter too large."""
     engine, root = find_engine(), tmp_path_factory.mktemp("int8")
-    models = {"source": EXAMPLE}
-    for name, (options, _, _) in CASES.items():
-        models[name], models[f"{name}-plain"] = root / name, root / f"{name}-plain"
-        compress(EXAMPLE, models[name], **options)
-        dequantize(models[name], models[f"{name}-plain"])
+    models = compressed_examples(root, {name: options for name, (options, _, _) in CASES.items()})
     for name in ("int8", "int8-weights"):
         models[f"{name}-larger"] = larger_scales(models[name], root / f"{name}-larger")
-    return asked(engine, models, root / "answers")
-
-
-def asked(engine: Engine, models: dict[str, Path], output: Path) -> dict[str, LogProbs | EngineError]:
-    return dict(zip(models, engine.logprobs(list(models.values()), output, "text"), strict=True))
+    return engine.logprobs(models, root / "answers", "text")
 
 
 def larger_scales(source: Path, target: Path) -> Path:
@@ -56,24 +46,16 @@ def larger_scales(source: Path, target: Path) -> Path:
     return rewrite(source, target, {name: each * 1.25 if "scale" in name else each for name, each in tensors.items()})
 
 
-def of(logprobs: dict[str, LogProbs | EngineError], name: str) -> LogProbs:
-    """One answer; one that the engine refused fails the tests that ask for it, not the others."""
-    answer = logprobs[name]
-    if isinstance(answer, EngineError):
-        raise answer
-    return answer
+@pytest.mark.parametrize("name", CASES)
+def test_stays_close_to_the_source(name: str, logprobs: Answers) -> None:
+    assert logprobs.between("source", name) <= CASES[name][1]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_stays_close_to_the_source(name: str, logprobs: dict[str, LogProbs | EngineError]) -> None:
-    assert divergence(of(logprobs, "source"), of(logprobs, name)) <= CASES[name][1]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_computes_what_codes_and_scales_stand_for(name: str, logprobs: dict[str, LogProbs | EngineError]) -> None:
-    assert divergence(of(logprobs, f"{name}-plain"), of(logprobs, name)) <= CASES[name][2]
+def test_computes_what_codes_and_scales_stand_for(name: str, logprobs: Answers) -> None:
+    assert logprobs.between(f"{name}-plain", name) <= CASES[name][2]
 
 
 @pytest.mark.parametrize("name", ["int8", "int8-weights"])
-def test_control_larger_scales_show(name: str, logprobs: dict[str, LogProbs | EngineError]) -> None:
-    assert divergence(of(logprobs, "source"), of(logprobs, f"{name}-larger")) > 0.01
+def test_control_larger_scales_show(name: str, logprobs: Answers) -> None:
+    assert logprobs.between("source", f"{name}-larger") > 0.01

@@ -10,11 +10,9 @@ import torch
 from engine_client import (
     TO_DEQUANTIZED,
     TO_SOURCE,
+    Answers,
     Engine,
-    EngineError,
-    LogProbs,
     dequantize,
-    divergence,
     find_engine,
     rewrite,
 )
@@ -43,7 +41,7 @@ def engine() -> Engine:
 
 
 @pytest.fixture(scope="session")
-def logprobs(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> dict[str, LogProbs]:
+def logprobs(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """By `<source>-<output>`; `-plain` is a source or output multiplied out by torch."""
     root = tmp_path_factory.mktemp("quantized")
     models = {"source": EXAMPLE}
@@ -65,13 +63,7 @@ def logprobs(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     models["int4-plain"], models["int4-channel"] = root / "int4-plain", root / "int4-channel"
     openquant.dequantize(as_int4(root / "int4"), root / "int4-plain")
     compress(root / "int4", root / "int4-channel", "channel")
-    answers = engine.logprobs(list(models.values()), root / "answers")
-    found = {}
-    for name, answer in zip(models, answers, strict=True):
-        if isinstance(answer, EngineError):
-            raise answer
-        found[name] = answer
-    return found
+    return engine.logprobs(models, root / "answers")
 
 
 def calibrated(source: Path, target: Path) -> Path:
@@ -97,31 +89,31 @@ def as_int4(target: Path) -> Path:
 
 
 @pytest.mark.parametrize(("scheme", "format", "other"), RECODED)
-def test_another_scheme(scheme: str, format: str | None, other: str, logprobs: dict[str, LogProbs]) -> None:
+def test_another_scheme(scheme: str, format: str | None, other: str, logprobs: Answers) -> None:
     del format
-    found = logprobs[f"{scheme}-{other}"]
-    assert divergence(logprobs[f"{scheme}-{other}-plain"], found) < TO_DEQUANTIZED[other]
+    found = f"{scheme}-{other}"
+    assert logprobs.between(f"{scheme}-{other}-plain", found) < TO_DEQUANTIZED[other]
     # Rounded twice: as far from what the source stands for as that is from the unquantized model.
-    assert divergence(logprobs[f"{scheme}-plain"], found) < TO_SOURCE
-    assert divergence(logprobs["source"], found) < 2 * TO_SOURCE
+    assert logprobs.between(f"{scheme}-plain", found) < TO_SOURCE
+    assert logprobs.between("source", found) < 2 * TO_SOURCE
 
 
 @pytest.mark.parametrize(("scheme", "format", "other"), PASSED)
-def test_another_format(scheme: str, format: str, other: str, logprobs: dict[str, LogProbs]) -> None:
-    found = logprobs[f"{scheme}-{format}-{other}"]
-    assert divergence(logprobs["block-plain"], found) < TO_DEQUANTIZED["block"]
+def test_another_format(scheme: str, format: str, other: str, logprobs: Answers) -> None:
+    found = f"{scheme}-{format}-{other}"
+    assert logprobs.between("block-plain", found) < TO_DEQUANTIZED["block"]
 
 
 @pytest.mark.parametrize("scheme", [row[0] for row in RECODED])
-def test_dequantized(scheme: str, logprobs: dict[str, LogProbs]) -> None:
-    assert (logprobs[f"{scheme}-dequantized"] == logprobs[f"{scheme}-plain"]).all()
+def test_dequantized(scheme: str, logprobs: Answers) -> None:
+    assert (logprobs.of(f"{scheme}-dequantized") == logprobs.of(f"{scheme}-plain")).all()
 
 
-def test_static_activations(logprobs: dict[str, LogProbs]) -> None:
+def test_static_activations(logprobs: Answers) -> None:
     """The CPU kernel does not round activations, so this shows that vLLM loads them, and the rest right."""
-    assert divergence(logprobs["tensor-plain"], logprobs["static"]) < TO_DEQUANTIZED["tensor"]
+    assert logprobs.between("tensor-plain", "static") < TO_DEQUANTIZED["tensor"]
 
 
-def test_int4(logprobs: dict[str, LogProbs]) -> None:
-    assert divergence(logprobs["int4-plain"], logprobs["int4-channel"]) < TO_SOURCE
-    assert divergence(logprobs["source"], logprobs["int4-plain"]) > TO_SOURCE
+def test_int4(logprobs: Answers) -> None:
+    assert logprobs.between("int4-plain", "int4-channel") < TO_SOURCE
+    assert logprobs.between("source", "int4-plain") > TO_SOURCE
