@@ -105,6 +105,47 @@ def int4(weight: torch.Tensor) -> Weights:
     }
 
 
+def asymmetric(bits: int = 4, size: int | None = 32) -> Make:
+    """Integers with zero points, by compressed-tensors itself; one of each row's where there is no size."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.utils.helpers import calculate_qparams
+
+    args = QuantizationArgs(num_bits=bits, type="int", symmetric=False, strategy="channel")
+
+    def make(weight: torch.Tensor) -> Weights:
+        grouped = weight.float().view(weight.shape[0], -1, size or weight.shape[1])
+        scale, zero = calculate_qparams(grouped.amin(2), grouped.amax(2), args)
+        scale = scale.bfloat16()
+        codes = grouped / scale.float()[:, :, None] + zero[:, :, None]
+        codes = codes.round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1).to(torch.int8).view(weight.shape)
+        return {
+            "weight_packed": pack_to_int32(codes, bits),
+            "weight_scale": scale,
+            "weight_zero_point": pack_to_int32(zero.to(torch.int8), bits, packed_dim=0).contiguous(),
+            "weight_shape": torch.tensor(weight.shape),
+        }
+
+    return make
+
+
+def asymmetric_config(bits: int = 4, size: int | None = 32) -> dict[str, Any]:
+    """The quantization_config of such weights."""
+    sized = {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
+    return group(**sized, num_bits=bits, type="int", symmetric=False) | {"format": "pack-quantized"}
+
+
+def decompressed(stored: Weights, module: str, config: dict[str, Any]) -> torch.Tensor:
+    """By compressed-tensors itself."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    parsed = QuantizationConfig.model_validate(config)
+    state = {name.removeprefix(f"{module}."): value for name, value in stored.items() if name.startswith(f"{module}.")}
+    compressor = BaseCompressor.get_value_from_registry(config["format"])
+    return torch.as_tensor(compressor.decompress(state, parsed.config_groups["group_0"])["weight"])
+
+
 def float_groups(weight: torch.Tensor) -> Weights:
     """MXFP8, but for scales that are no powers of two."""
     grouped = weight.float().view(weight.shape[0], -1, 32)

@@ -351,7 +351,7 @@ class _Worker:
                 codes = slot.take(place, count * extent.pitch)
                 self.reader.codes(source, weight, low, codes)
                 scale = self.reader.scales(weight, low, count, SMALLEST_SCALE, scheme.format.scale.power_of_two)
-                self.reader.check_codes(weight, low, codes, scale)
+                self.reader.check_codes(weight, low, codes, scale, self.reader.zeros(weight, low, count))
                 slot.send(file, codes, place)
                 stored = scheme.format.stored(scale, divisor)
                 if low == 0 or group[0] is not None:

@@ -87,6 +87,8 @@ class Format:
         static: whether there is also an input_scale, by which engines quantize activations.
         shape: whether there is also a `weight_shape`, which holds [out, in]: codes in words do not tell it.
         global_scale: the scale above those of groups; None without one.
+        zero_point: last part of the name of the zero points, codes that stand for zero; None where all share one. There
+            is one beside each scale, several in a word: of as many rows, the first lowest.
     """
 
     number: Number
@@ -96,6 +98,7 @@ class Format:
     static: bool = False
     shape: bool = False
     global_scale: GlobalScale | None = None
+    zero_point: str | None = None
 
     @property
     def shared(self) -> bool:
@@ -114,7 +117,7 @@ class Format:
     @property
     def title(self) -> str:
         """What shares a scale, as plans and cards say it: "one power-of-two scale per 128x128 block"."""
-        kind = "power-of-two scale" if self.scale.power_of_two else "scale"
+        kind = "power-of-two scale" if self.scale.power_of_two else self._kind
         height, width = self.group
         if height is None:
             return f"one {kind} per tensor{', static activations' if self.static else ''}"
@@ -129,8 +132,12 @@ class Format:
         """What shares a scale, in the words of configs, as checks say it: "one scale per channel"."""
         height, width = self.group
         if width is not None:
-            return f"one scale per {height}x{width} block"
-        return "one scale per tensor" if height is None else "one scale per channel"
+            return f"one {self._kind} per {height}x{width} block"
+        return "one scale per tensor" if height is None else f"one {self._kind} per channel"
+
+    @property
+    def _kind(self) -> str:
+        return "scale" if self.zero_point is None else "scale and zero point"
 
     def parts(self, module: str, shape: tuple[int, int]) -> tuple[TensorInfo, ...]:
         """The tensors of a weight [out, in]: codes, scales, a global scale and the scale of its activations if it has
@@ -158,6 +165,13 @@ class Format:
         grid = grid_of(self.group, shape)
         assert all(size == 1 for size in grid[self.scale.axes :])
         return grid[: self.scale.axes]
+
+    def zero_points(self, module: str, shape: tuple[int, int]) -> TensorInfo | None:
+        """The zero points of a weight [out, in], where it has them: words [out / codes in a word, in / group]."""
+        if self.zero_point is None:
+            return None
+        rows, cols = grid_of(self.group, shape)
+        return TensorInfo(f"{module}.{self.zero_point}", "I32", (-(-rows // self.number.per_item), cols))
 
     def misfit(self, shape: tuple[int, int]) -> str | None:
         """Why a weight of this shape cannot be stored; None if it can."""

@@ -159,6 +159,11 @@ def unpack(codes: Codes, number: Number) -> Codes:
     return np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
 
 
+def unpack_words(words: npt.NDArray[np.uint32], number: Number) -> Codes:
+    """Codes, a byte each, of words [rows, cols] that hold those of several rows, the first lowest."""
+    return unpack(np.ascontiguousarray(words.T).view(np.uint8), number).T
+
+
 def _chunks(group: Group, shape: tuple[int, ...]) -> Iterator[tuple[int, int, slice]]:
     """Rows [low, high) of about CHUNK elements, and the rows of the grid they belong to: one, or one for each."""
     rows, cols = shape
@@ -172,7 +177,7 @@ def _chunks(group: Group, shape: tuple[int, ...]) -> Iterator[tuple[int, int, sl
             yield low, high, slice(low // height, (high - 1) // height + 1)
 
 
-def decode(codes: Codes, scale: Floats, out: Floats, number: Number) -> None:
+def decode(codes: Codes, scale: Floats, out: Floats, number: Number, zero: Floats | None = None) -> None:
     """Write the weights [rows, cols] that codes stand for to `out`; NaN for codes that hold no value, and infinity
     where float32 does not hold them.
 
@@ -181,14 +186,19 @@ def decode(codes: Codes, scale: Floats, out: Floats, number: Number) -> None:
         scale: float32 of any shape that numpy repeats over [rows, cols].
         out: float32 [rows, cols], contiguous.
         number: what the codes are.
+        zero: the values of the codes that stand for zero, shaped as scale; where none are given that is 0.
     """
     values = _bytes_of(number)
     np.take(values, codes, out=out.view(values.dtype), mode="clip")
+    if zero is not None:
+        out -= zero
     with np.errstate(over="ignore"):
         out *= scale
 
 
-def decode_rows(codes: Codes, number: Number, scale: Floats, group: Group, low: int, out: Floats) -> None:
+def decode_rows(
+    codes: Codes, number: Number, scale: Floats, group: Group, low: int, out: Floats, zero: Floats | None = None
+) -> None:
     """Write the weights [rows, cols] of rows from `low` on of a matrix.
 
     Args:
@@ -198,6 +208,7 @@ def decode_rows(codes: Codes, number: Number, scale: Floats, group: Group, low: 
         group: height and width of what shares a scale; the last of a row or column may be smaller.
         low: number of the first row.
         out: float32 [rows, cols], contiguous.
+        zero: the zero points of the same groups, if they have them.
     """
     rows, cols = out.shape
     height, width = group[0] or low + rows, group[1]
@@ -208,8 +219,12 @@ def decode_rows(codes: Codes, number: Number, scale: Floats, group: Group, low: 
         if height > 1:
             end = min(end, (low + start) // height * height + height - low)
         end = min(end, rows)
-        part = scale[(low + start) // height - first : (low + end - 1) // height + 1 - first]
-        decode(codes[start:end], _widen(part, width and min(width, cols))[:, :cols], out[start:end], number)
+        part = slice((low + start) // height - first, (low + end - 1) // height + 1 - first)
+        spread = [
+            None if grid is None else _widen(grid[part], width and min(width, cols))[:, :cols] for grid in (scale, zero)
+        ]
+        assert spread[0] is not None
+        decode(codes[start:end], spread[0], out[start:end], number, spread[1])
         start = end
 
 
@@ -321,6 +336,9 @@ def _widen(grid: npt.NDArray[Entry], width: int | None) -> npt.NDArray[Entry]:
     return grid if width is None else np.repeat(grid, width, axis=1)
 
 
-def encode_float32(values: Floats, scale: Floats, number: Number) -> Codes:
-    """Codes of finite float32 values: divide, clamp to the largest, round to nearest even."""
-    return number.encode(np.divide(values, scale))
+def encode_float32(values: Floats, scale: Floats, number: Number, zero: Floats | None = None) -> Codes:
+    """Codes of finite float32 values: divide, add the value of the code for zero, clamp, round to nearest even."""
+    quotients = np.divide(values, scale)
+    if zero is not None:
+        quotients += zero
+    return number.encode(quotients)

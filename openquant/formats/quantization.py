@@ -221,10 +221,12 @@ def _read_compressed_tensors(method: str, found: dict[str, Any]) -> Quantization
 
 
 _KNOWN_GROUPS = (
-    "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, and symmetric int8 and int4 weights by "
-    "tensor, channel or group"
+    "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, symmetric int8 and int4 weights by "
+    "tensor, channel or group, and asymmetric ones in words by channel or group"
 )
-# Symmetric integers, whatever shares a scale, by type, bits and the format that holds them; None for any other one.
+# compressed-tensors 0.20, compressors/pack_quantized/base.py:24.
+ZERO_POINT = "weight_zero_point"
+# Integers, whatever shares a scale, by type, bits and the format that holds them; None for any other one.
 _INTEGERS: tuple[tuple[tuple[object, ...], Format], ...] = (
     (("int", 4, None), INT4_W4A16.format),
     (("int", 8, INT8_W8A16.settings["format"]), INT8_W8A16.format),
@@ -248,15 +250,16 @@ def _read_group(name: str, weights: dict[str, Any], stored: object, static: bool
         return replace((MXFP8 if kind[1] == 8 else MXFP4).format, static=static)
     if strategy == "tensor_group" and size == NVFP4.format.group[1] and kind == ("float", 4):
         return NVFP4.format
-    forms = [form for key, form in _INTEGERS if key in ((*kind, stored), (*kind, None)) and not shifted]
-    if forms:
+    forms = [form for key, form in _INTEGERS if key in ((*kind, stored), (*kind, None))]
+    # Zero points are stored beside words only.
+    if forms and (not shifted or (forms[0].number.per_item > 1 and strategy != "tensor")):
         # Rows of whole words, whose length the packed tensor tells.
         whole = isinstance(size, int) and 0 < size <= MAX_SIDE and size % forms[0].number.per_item == 0
         groups: list[tuple[str, Group]] = [("channel", (1, None)), ("tensor", (None, None))]
         groups += [("group", (1, size))] if whole else []
         found = [group for known, group in groups if known == strategy]
         if found:
-            return replace(forms[0], group=found[0], static=static)
+            return replace(forms[0], group=found[0], static=static, zero_point=ZERO_POINT if shifted else None)
     raise UsageError(
         f"config.json: {name} stores {'asymmetric ' if shifted else ''}{kind[0]}{kind[1]} weights by {strategy}",
         _KNOWN_GROUPS,

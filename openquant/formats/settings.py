@@ -46,6 +46,8 @@ _ARGUMENTS: _Known = {
     "zp_dtype": _DTYPES,
 }
 _WEIGHTS: _Known = {**_ARGUMENTS, "num_bits": (8, 4), "dynamic": (False,)}
+# Integers may have zero points.
+_INTEGERS: _Known = {**_WEIGHTS, "symmetric": (True, False)}
 _CACHE: _Known = {**_ARGUMENTS, "num_bits": (8,), "dynamic": (False, True), "type": ("float",)}
 # By the type of weights, their bits and the strategy of those that share scales in groups of a row: the formats that a
 # config group may have.
@@ -116,7 +118,8 @@ def _walk(settings: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Mappin
         path = "config_groups", name
         yield path, group, _GROUP
         weights = group["weights"]
-        for key, known in (("weights", _WEIGHTS), ("input_activations", _activations(weights))):
+        kind = _INTEGERS if weights.get("type") == "int" else _WEIGHTS
+        for key, known in (("weights", kind), ("input_activations", _activations(weights))):
             if isinstance(group.get(key), dict):
                 # Activations are of the kind that weights are.
                 yield (*path, key), group[key], {**known, "type": (weights.get("type"),)}

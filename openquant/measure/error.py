@@ -59,11 +59,12 @@ class Comparison:
 
     A weight w under scale s becomes the code nearest to w / s, so that the difference is at most Number.bound. Where
     making the code again from the source gives the same one, that needs no looking at, unless the scale is too small
-    for the weight.
+    for the weight. With a zero point z, it is the code nearest to w / s + z.
 
     Attributes:
         error: how far apart they are.
         grid: the scales, a row of them for each row of groups.
+        zeros: the values of the codes that stand for zero, as many; None where zero stands for itself.
         absmax: the largest absolute weight of each group.
         made: the scales that the source makes, where they can be searched for: in either way, that which is there if
             it is one of the two.
@@ -75,7 +76,13 @@ class Comparison:
     """
 
     def __init__(
-        self, shape: tuple[int, int], form: Format, scale: Floats, scale_dtype: str, ratios: tuple[float, ...] = ()
+        self,
+        shape: tuple[int, int],
+        form: Format,
+        scale: Floats,
+        scale_dtype: str,
+        ratios: tuple[float, ...] = (),
+        zeros: Floats | None = None,
     ) -> None:
         self.shape = shape
         self.form, self.ratios = form, ratios
@@ -83,6 +90,7 @@ class Comparison:
         height, width = form.group
         self.group = height, width if width is not None and width < shape[1] else None
         self.grid = scale.reshape(grid_of(self.group, shape))
+        self.zeros = None if zeros is None else zeros.reshape(self.grid.shape)
         self.absmax = np.zeros(self.grid.shape, np.float32)
         self.made = np.zeros(self.grid.shape, np.float32)
         # The scale may have been rounded once the codes were made; what float32 loses is nothing beside it.
@@ -129,13 +137,16 @@ class Comparison:
         fits = bool((largest <= scale * np.float32(self.number.largest * (1 + 2.0**-20))).all())
         weight = to_float32(np.ascontiguousarray(bits[:, :cols]), dtype)
         spread = scale if width is None else np.repeat(scale, width, axis=1)[:, :cols]
-        if fits:
+        zero = None if self.zeros is None else self.zeros[rows]
+        if zero is not None and width is not None:
+            zero = np.repeat(zero, width, axis=1)[:, :cols]
+        if fits and zero is None:
             made = np.empty(bits.shape, np.uint8)
             encode(bits, dtype, scale, group, made, self.number)
             made = made[:, :cols]
         else:
             # The kernel counts on scales that are large enough.
-            made = encode_float32(weight, spread, self.number)
+            made = encode_float32(weight, spread, self.number, zero)
         same = np.array_equal(made, codes)
         if not same:
             differs = made != codes
@@ -144,15 +155,17 @@ class Comparison:
                 row, col = (int(axis) for axis in np.unravel_index(int(differs.argmax()), differs.shape))
                 self.first = (top + row, col), int(codes[row, col]), int(made[row, col])
         error = self.number.decode(codes)
+        if zero is not None:
+            error -= zero
         error *= spread
         error -= weight
         np.abs(error, out=error)
         self.error.add(weight, error)
         if not (same and fits):
-            self._bound(top, weight, error, spread)
+            self._bound(top, weight if zero is None else weight + zero * spread, error, spread)
 
     def _bound(self, top: int, weight: Floats, error: Floats, scale: Floats) -> None:
-        """Look for weights that are farther off than rounding explains."""
+        """Look for weights that are farther off than rounding explains, these with their zero points added."""
         bound = self.number.bound(weight, scale, self.slack)
         off = ~(error <= bound)
         if off.any():

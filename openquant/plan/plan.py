@@ -379,7 +379,7 @@ def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
 
 def _left_behind(checkpoint: Checkpoint, weights: dict[str, Weight]) -> list[str]:
     """A note of the tensors that no output gets."""
-    found = leftovers(checkpoint.tensors, (weight.parts[0].name for weight in weights.values()))
+    found = leftovers(checkpoint.tensors, weights.values())
     return [f"left out, as engines refuse them: {', '.join(collapse(found))}"] if found else []
 
 

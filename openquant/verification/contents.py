@@ -211,9 +211,11 @@ class _Worker:
             self._hold(number, known, data)
         place = self.checkpoint.where[info.name]
         comparison = None
-        if original is not None and scale is not None and weight.format is not None and weight.scale is not None:
+        zeros = self.output.zeros(weight, 0, weight.shape[0])
+        whole = weight.format is not None and (zeros is not None or weight.format.zero_point is None)
+        if original is not None and scale is not None and weight.format and whole and weight.scale is not None:
             ratios = () if scheme is None else scheme.ratios
-            comparison = Comparison(original.shape, weight.format, scale, weight.scale.dtype, ratios)
+            comparison = Comparison(original.shape, weight.format, scale, weight.scale.dtype, ratios, zeros)
         pitch = info.nbytes // math.prod(info.shape[:-1])
         broken: int | None = None
         with self.output.open(place.shard) as file:

@@ -151,6 +151,7 @@ class Headers:
                 self.scales.add(scale.name)
                 scale = self._sound(scale, form.scale_dtypes, form.scale_shapes(shape), info)
             above = self._global_scale(pair, form)
+            zeros = self._zero_points(pair, form, (shape[-2], shape[-1]))
             self.scales.update(beside.name for beside in pair.beside if beside.name.endswith(".input_global_scale"))
             self.codes[pair.name] = self.stored[info.name] = Weight(
                 pair.module,
@@ -158,7 +159,7 @@ class Headers:
                 TensorInfo(pair.name, info.dtype, shape),
                 (shape[-2], shape[-1]),
                 format=form,
-                parts=(info, *((scale, *above) if scale else ())),
+                parts=(info, *((scale, *above, *zeros) if scale else ())),
                 input_scale=self._input_scale(pair) if form.static else None,
             )
             self._check_known(info, form, pair.module, (shape[-2], shape[-1]))
@@ -193,6 +194,18 @@ class Headers:
         sound = self._sound(found, ("F32",), ((1,), ()), info)
         return () if sound is None else (sound,)
 
+    def _zero_points(self, pair: Pair, form: Format, shape: tuple[int, int]) -> tuple[TensorInfo, ...]:
+        """The codes that stand for zero, if a weight's format has them and they are there as they must be."""
+        info, found, wanted = pair.codes, pair.zero_points, form.zero_points(pair.module, shape)
+        if wanted is None:
+            return ()
+        if found is None:
+            self.problems.append(f"{self.place(info.name)} has no zero points: {wanted.name} is missing")
+            return ()
+        self.scales.add(found.name)
+        sound = self._sound(found, (wanted.dtype,), (wanted.shape,), info)
+        return () if sound is None else (sound,)
+
     def _input_scale(self, pair: Pair) -> TensorInfo | None:
         """The scale of a layer's activations, if it is there and has the right shape and dtype."""
         info, name = pair.codes, f"{pair.module}.{INPUT_SCALE}"
@@ -219,10 +232,10 @@ class Headers:
 
     def _check_strays(self) -> None:
         """Scales that belong to no quantized weight."""
-        unread = 0
+        unread, left = 0, leftovers(self.checkpoint.tensors, self.codes.values())
         for info in self.checkpoint.tensors.values():
             owner = self.owner(info.name)
-            if owner is None or info.name in self.scales:
+            if owner is None or info.name in self.scales or info.name in left:
                 continue
             weight = self.checkpoint.tensors.get(owner)
             if weight is None and owner not in self.codes:
@@ -235,16 +248,16 @@ class Headers:
                 self.problems.append(
                     f"{self.place(info.name)} is not the scale of {owner}: the config asks for {form.scale_of(owner)}"
                 )
-        for name in leftovers(self.checkpoint.tensors, self.codes):
+        for name in left:
             self.problems.append(f"{self.place(name)} is nothing that engines load")
         if unread:
             self.notes.append(f"{unread} input_scale tensors are there, but the config says activations are dynamic")
 
     def owner(self, name: str) -> str | None:
-        """The weight that a tensor is the scale of, or says the shape of; None if it is neither."""
+        """The weight that a tensor is the scale or zero points of, or says the shape of; None if it is neither."""
         if name.endswith(".input_scale"):
             return f"{name.removesuffix('.input_scale')}.weight"
-        for suffix in ("_scale_inv", "_global_scale", "_scale", "_shape"):
+        for suffix in ("_scale_inv", "_global_scale", "_scale", "_shape", "_zero_point"):
             owner = name.removesuffix(suffix)
             # A stack of experts has no more to its name than a parameter that a model may have beside a scale of it.
             if owner != name and (owner.endswith(".weight") or owner in self.codes):

@@ -22,6 +22,7 @@ from ..files.evaluation import find_evaluation
 from ..files.inputs import MAX_SMALL, read_small
 from ..files.journal import read_journal
 from ..files.tensors import TensorInfo
+from ..formats.format import Format
 from ..formats.kernels import BITS_TYPE
 from ..formats.quantization import quantization_places, read_quantization
 from ..formats.schemes import CHANNEL, MIXED, SCHEMES, TENSOR, Scheme
@@ -478,9 +479,8 @@ class _Verification:
         """What a weight of ours is stored in; None if that is no scheme of one config with most."""
         if weight.format is None or self.scheme is None:
             return self.scheme
-        kind = weight.format.number, weight.format.group
-        known = (other for other in (self.scheme, *MIXED) if (other.format.number, other.format.group) == kind)
-        return next(known, None)
+        kind = _kind(weight.format)
+        return next((other for other in (self.scheme, *MIXED) if _kind(other.format) == kind), None)
 
     def _check_remade_scales(self, entry: Entry | None) -> None:
         """A scale that several layers share must be that of the largest weight in any of them."""
@@ -504,6 +504,11 @@ class _Verification:
                     self.problems.append(
                         f"{self._place(scale.name)} is {self.values[scale.name]:.9g}, the source makes it {made:.9g}"
                     )
+
+
+def _kind(form: Format) -> tuple[object, ...]:
+    """What tells schemes of one config apart."""
+    return form.number, form.group, form.zero_point
 
 
 def _unquantized(config: dict[str, Any]) -> dict[str, Any]:

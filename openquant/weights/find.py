@@ -7,7 +7,7 @@ Layouts:
     FP8, int8  X.weight [out, in], X.weight_scale or X.weight_scale_inv (formats/ says which has what shape)
     int4, int8 X.weight_packed int32 [out, in / 8] or [out, in / 4], X.weight_scale, X.weight_shape: eight or four in a
            word, the first lowest, each 8 or 128 above its value (compressed-tensors 0.20,
-           compressors/pack_quantized/helpers.py)
+           compressors/pack_quantized/helpers.py); asymmetric ones also X.weight_zero_point int32 [out / 8, groups]
     NVFP4      X.weight_packed uint8 [out, in / 2], X.weight_scale E4M3 [out, in / 16] and X.weight_global_scale, by
            which those are divided (compressed-tensors); or X.weight, X.weight_scale and X.weight_scale_2, by which they
            are multiplied (modelopt)
@@ -71,6 +71,7 @@ class Pair(NamedTuple):
         form: how the config has its layer stored; None if no group targets that.
         scale: the tensor that the format names, or else one that some tool names so; None if there is none.
         global_scale: the scale of the scales, where the format has one; None if it is not there.
+        zero_points: likewise the codes that stand for zero.
         beside: what else there is about it by names that codes have: the scale of its activations, its shape.
     """
 
@@ -79,6 +80,7 @@ class Pair(NamedTuple):
     form: Format | None
     scale: TensorInfo | None
     global_scale: TensorInfo | None
+    zero_points: TensorInfo | None
     beside: tuple[TensorInfo, ...]
 
     @property
@@ -115,8 +117,9 @@ def pairs(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> Iter
         named = [*([form.scale_of(name)] if form else []), *(name + last for last in _SCALES)]
         scales = _present(tensors, named)
         above = tensors.get(f"{module}.{form.global_scale.name}") if form and form.global_scale else None
+        zeros = tensors.get(f"{module}.{form.zero_point}") if form and form.zero_point else None
         beside = _present(tensors, [f"{module}.{last}" for last in _BESIDE])
-        yield Pair(name, info, form, scales[0] if scales else None, above, tuple(beside))
+        yield Pair(name, info, form, scales[0] if scales else None, above, zeros, tuple(beside))
 
 
 def _unquantized(info: TensorInfo) -> str | None:
@@ -135,16 +138,21 @@ def _present(tensors: Mapping[str, TensorInfo], names: Iterable[str]) -> list[Te
     return [tensors[name] for name in names if name in tensors]
 
 
-def leftovers(tensors: Mapping[str, TensorInfo], weights: Iterable[str]) -> list[str]:
+def leftovers(tensors: Mapping[str, TensorInfo], weights: Iterable[Weight]) -> list[str]:
     """The tensors beside quantized weights that engines refuse to load.
 
     Args:
         tensors: of a checkpoint, by name.
-        weights: names of the quantized ones.
+        weights: the quantized ones.
     """
     beside = [name for name in tensors if name.endswith(_LEFTOVERS) and not _CACHE_SCALE.fullmatch(name)]
-    modules = {weight.rpartition(".")[0] for weight in weights} if beside else ()
-    return [name for name in beside if name.rpartition(".")[0] in modules]
+    # The zero points of each, where it has some.
+    zeros = {
+        module: f"{module}.{weight.format.zero_point}" if weight.format and weight.format.zero_point else None
+        for weight in (weights if beside else ())
+        for module in (weight.codes.name.rpartition(".")[0],)
+    }
+    return [name for name in beside if zeros.get(name.rpartition(".")[0], name) != name]
 
 
 def with_own_file(config: dict[str, Any], root: Path) -> dict[str, Any]:
@@ -174,7 +182,7 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Weight]]
         return checkpoint, {}
     found = {entry.weight.parts[0].name: entry for entry in _find(checkpoint, quantization)}
     hidden = {name for entry in found.values() for name in entry.hidden}
-    hidden.update(leftovers(checkpoint.tensors, found))
+    hidden.update(leftovers(checkpoint.tensors, (entry.weight for entry in found.values())))
     tensors: dict[str, TensorInfo] = {}
     where = dict(checkpoint.where)
     weights: dict[str, Weight] = {}
@@ -264,19 +272,21 @@ def _packed(checkpoint: Checkpoint, pair: Pair) -> Weight:
             "start from the unquantized model",
         )
     above = _global_scale(pair, form)
-    for other in ("weight_zero_point", "weight_g_idx", *(() if above else ("weight_global_scale",))):
+    shape = info.shape[0], info.shape[1] * form.number.per_item
+    zeros = _zero_points(pair, form, shape)
+    without = () if zeros else ("weight_zero_point",)
+    for other in (*without, "weight_g_idx", *(() if above else ("weight_global_scale",))):
         if f"{pair.module}.{other}" in checkpoint.tensors:
             raise PlanError(
                 f"the source is already quantized: {pair.module}.{other} is not read here",
                 "start from the unquantized model",
             )
-    shape = info.shape[0], info.shape[1] * form.number.per_item
     told = tuple(beside for beside in pair.beside if beside.name.endswith(".weight_shape"))
     for beside in told:
         if beside.shape != (2,) or beside.dtype not in ("I32", "I64"):
             raise SourceError(f"{_described(beside)}, not two integers", _DAMAGED)
     weight = _weight(pair, shape, form, _scale(pair, form, shape))
-    return weight._replace(parts=(*weight.parts, *above, *told))
+    return weight._replace(parts=(*weight.parts, *above, *zeros, *told))
 
 
 def _global_scale(pair: Pair, form: Format) -> tuple[TensorInfo, ...]:
@@ -288,6 +298,21 @@ def _global_scale(pair: Pair, form: Format) -> tuple[TensorInfo, ...]:
         raise SourceError(f"{pair.codes.name} has no global scale: {form.tied_scale(pair.module)} is missing", _DAMAGED)
     if info.dtype != "F32" or math.prod(info.shape) != 1:
         raise SourceError(f"{_described(info)}, not a single F32", _DAMAGED)
+    return (info,)
+
+
+def _zero_points(pair: Pair, form: Format, shape: tuple[int, int]) -> tuple[TensorInfo, ...]:
+    """The codes that stand for zero, where a format has them."""
+    wanted, info = form.zero_points(pair.module, shape), pair.zero_points
+    if wanted is None:
+        return ()
+    if info is None:
+        raise SourceError(f"{pair.codes.name} has no zero points: {wanted.name} is missing", _DAMAGED)
+    if info != wanted:
+        raise SourceError(
+            f"{_described(info)}, for {list(shape)} with {form.label} it must be {wanted.dtype} {list(wanted.shape)}",
+            _DAMAGED,
+        )
     return (info,)
 
 

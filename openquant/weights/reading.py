@@ -11,6 +11,7 @@ from ..errors import SourceError
 from ..files.shardfile import Bytes, SourceFile
 from ..files.tensors import Location, TensorInfo
 from ..formats import kernels
+from ..formats.format import Format
 from ..formats.kernels import BITS_TYPE, Bits
 from ..formats.numbers import CODES, Floats
 from ..formats.schemes import Scheme
@@ -82,7 +83,14 @@ class Reader:
                     codes = np.empty((count, extent.pitch), np.uint8)
                     self.codes(source, weight, low, codes.reshape(-1))
                     scale = self.scales(weight, low, count)
-                    self._decode(weight, codes, scale, low, part.view(np.float32).reshape(count, cols))
+                    self._decode(
+                        weight,
+                        codes,
+                        scale,
+                        self.zeros(weight, low, count),
+                        low,
+                        part.view(np.float32).reshape(count, cols),
+                    )
                 elif weight.transposed:
                     width = count * kind.itemsize
                     for col in range(cols):
@@ -94,23 +102,23 @@ class Reader:
                     source.read(part, extent.offset + low * extent.pitch, extent.label)
                 yield part.view(kind).reshape(count, cols)
 
-    def check_codes(self, weight: Weight, low: int, codes: Bytes, scale: Floats) -> None:
+    def check_codes(self, weight: Weight, low: int, codes: Bytes, scale: Floats, zero: Floats | None) -> None:
         """Refuse codes of whole rows from `low` on that stand for weights beyond bfloat16.
 
         Raises:
             SourceError: one does.
         """
         assert weight.format is not None
-        if scale.max() >= OVERFLOW / np.float32(weight.format.number.largest):
+        if scale.max() >= _beyond(weight.format):
             rows = codes.reshape(-1, weight.rows(self.where).pitch)
-            self._decode(weight, rows, scale, low, np.empty((len(rows), weight.shape[1]), np.float32))
+            self._decode(weight, rows, scale, zero, low, np.empty((len(rows), weight.shape[1]), np.float32))
 
-    def _decode(self, weight: Weight, codes: Bytes, scale: Floats, low: int, out: Floats) -> None:
+    def _decode(self, weight: Weight, codes: Bytes, scale: Floats, zero: Floats | None, low: int, out: Floats) -> None:
         form = weight.format
         assert form is not None
-        kernels.decode_rows(codes, form.number, scale, form.group, low, out)
+        kernels.decode_rows(codes, form.number, scale, form.group, low, out, zero)
         # Looked for only where a code could be too large.
-        if scale.max() >= OVERFLOW / np.float32(form.number.largest) and (np.abs(out) >= OVERFLOW).any():
+        if scale.max() >= _beyond(form) and (np.abs(out) >= OVERFLOW).any():
             extent = weight.rows(self.where)
             raise SourceError(
                 f"{extent.label} in {extent.shard} stands for weights beyond what bfloat16 holds: "
@@ -195,9 +203,27 @@ class Reader:
             )
         return scale
 
+    def zeros(self, weight: Weight, low: int, count: int) -> Floats | None:
+        """The values of the codes that stand for zero, of so many rows from `low` on, shaped as `scales` has theirs;
+        None where zero stands for itself.
+
+        Raises:
+            SourceError: they cannot be read.
+        """
+        info, form = weight.zero_points, weight.format
+        if info is None or form is None:
+            return None
+        rows = form.number.per_item
+        first, last, place = low // rows, (low + count - 1) // rows, self.where[info.name]
+        raw = np.empty((last + 1 - first) * info.shape[1] * 4, np.uint8)
+        with self.open(place.shard) as source:
+            source.read(raw, place.offset + first * info.shape[1] * 4, info.name)
+        codes = kernels.unpack_words(raw.view(np.uint32).reshape(last + 1 - first, -1), form.number)
+        return form.number.decode(codes[low - first * rows :][:count])
+
     def _check_shape(self, weight: Weight) -> None:
         """Refuse words that hold more than the codes of a row: makers fill them up, and headers do not show it."""
-        for info in (part for part in weight.parts[2:] if part.dtype in ("I32", "I64")):
+        for info in (part for part in weight.parts[2:] if part.name.endswith(".weight_shape")):
             told = self.whole(info).view(np.int64 if info.dtype == "I64" else np.int32).tolist()
             if told != list(weight.shape):
                 raise SourceError(
@@ -230,6 +256,11 @@ class Reader:
         scales = {self.scales(weight, 0, 1).item() for weight in joined}
         scale = scales.pop()
         return not scales and scale >= form.scale.floor and scale * form.number.largest <= scheme.largest
+
+
+def _beyond(form: Format) -> np.float32:
+    """The least scale at which a code could stand for more than bfloat16 holds."""
+    return np.float32(OVERFLOW / np.float32(form.number.largest * (1 if form.zero_point is None else 2)))
 
 
 def check_scales(scale: Floats, name: str, shard: str, least: float) -> None:

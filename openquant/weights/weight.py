@@ -38,8 +38,9 @@ class Weight(NamedTuple):
         part: which of several projections side by side in a stack.
         transposed: plain rows are stored as columns; of codes, they become columns where they are written unquantized.
         format: how it is stored; None for plain elements.
-        parts: the codes, their scales, the global scale if the format has one, and of codes in words perhaps a tensor
-            that holds [out, in]; () for plain elements. Checks have fewer where scales are missing.
+        parts: the codes, their scales, the global scale or the zero points if the format has them, and of codes in
+            words perhaps a tensor that holds [out, in]; () for plain elements. Checks have fewer where scales are
+            missing.
         input_scale: the scale of its activations, if the checkpoint has one.
     """
 
@@ -83,6 +84,11 @@ class Weight(NamedTuple):
     def global_scale(self) -> TensorInfo | None:
         """The scale of the scales."""
         return self.parts[2] if self.format and self.format.global_scale and len(self.parts) > 2 else None
+
+    @property
+    def zero_points(self) -> TensorInfo | None:
+        """The codes that stand for zero."""
+        return self.parts[2] if self.format and self.format.zero_point and len(self.parts) > 2 else None
 
     @property
     def tied_scale(self) -> TensorInfo | None:

@@ -40,6 +40,7 @@ from stored import (
     by_blocks,
     by_rows,
     by_tensor,
+    decompressed,
     float_groups,
     group,
     int4,
@@ -502,17 +503,6 @@ def test_mxfp4_stacks_as_gpt_oss_has_them(tmp_path: Path) -> None:
         compress(source, tmp_path / "fp8", "block")
 
 
-def decompressed(stored: Weights, module: str, config: dict[str, Any]) -> torch.Tensor:
-    """By compressed-tensors itself."""
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig
-
-    parsed = QuantizationConfig.model_validate(config)
-    state = {name.removeprefix(f"{module}."): value for name, value in stored.items() if name.startswith(f"{module}.")}
-    compressor = BaseCompressor.get_value_from_registry(config["format"])
-    return torch.as_tensor(compressor.decompress(state, parsed.config_groups["group_0"])["weight"])
-
-
 def test_int4_as_kimi_has_it(tmp_path: Path) -> None:
     source = store(tmp_path / "source", int4, INT4, shards=3)
     stored = tiny.read(source)
@@ -964,24 +954,24 @@ def test_codes_that_are_nan(tmp_path: Path, work: Callable[..., Any]) -> None:
     ("config", "message", "hint"),
     [
         (
-            group("group", num_bits=4, type="int", group_size=32, symmetric=False),
-            "the source is already quantized: config.json: group_0 stores asymmetric int4 weights by group",
-            "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, and symmetric int8 and int4 weights by "
-            "tensor, channel or group; "
+            group("tensor", num_bits=4, type="int", symmetric=False),
+            "the source is already quantized: config.json: group_0 stores asymmetric int4 weights by tensor",
+            "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, symmetric int8 and int4 weights by "
+            "tensor, channel or group, and asymmetric ones in words by channel or group; "
             "or start from the unquantized model",
         ),
         (
             group("channel") | {"transform_config": {"config_groups": {"R4": {"type": "hadamard"}}}},
             "the source is already quantized: config.json has a transform_config: the weights are stored rotated",
-            "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, and symmetric int8 and int4 weights by "
-            "tensor, channel or group; "
+            "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, symmetric int8 and int4 weights by "
+            "tensor, channel or group, and asymmetric ones in words by channel or group; "
             "or start from the unquantized model",
         ),
         (
             group("channel") | {"sparsity_config": {"format": "sparse-24-bitmask"}},
             "the source is already quantized: config.json has a sparsity_config: zeros are not stored",
-            "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, and symmetric int8 and int4 weights by "
-            "tensor, channel or group; "
+            "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, symmetric int8 and int4 weights by "
+            "tensor, channel or group, and asymmetric ones in words by channel or group; "
             "or start from the unquantized model",
         ),
         (

@@ -1,0 +1,132 @@
+"""Integers whose groups have zero points, as compressed-tensors stores them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from conftest import change_json
+from openquant import compress, dequantize, verify
+from openquant.errors import SourceError
+from openquant.formats.kernels import unpack_words
+from openquant.formats.numbers import INT4, INT8_WORDS
+from stored import Weights, asymmetric, asymmetric_config, decompressed, is_layer, store
+from tiny import change_weights
+
+Q = "model.layers.0.self_attn.q_proj"
+KINDS = [(4, 32), (4, None), (8, 32), (8, None)]
+
+
+def test_the_first_of_the_rows_in_a_word_is_lowest() -> None:
+    words = torch.tensor([[0x76543210, 0x01234567]]).numpy().astype("uint32")
+    assert unpack_words(words, INT4).T.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1, 0]]
+    assert unpack_words(words, INT8_WORDS).T.tolist() == [[0x10, 0x32, 0x54, 0x76], [0x67, 0x45, 0x23, 0x01]]
+
+
+@pytest.mark.parametrize(("bits", "size"), KINDS)
+def test_dequantized_as_compressed_tensors_does(tmp_path: Path, bits: int, size: int | None) -> None:
+    source = store(tmp_path / "source", asymmetric(bits, size), asymmetric_config(bits, size), shards=3)
+    stored = tiny.read(source)
+    assert verify(source).problems == ()
+    dequantize(source, tmp_path / "plain")
+    plain = tiny.read(tmp_path / "plain")
+    assert set(plain) == set(tiny.tensors("Qwen3ForCausalLM"))
+    for name in filter(is_layer, plain):
+        wanted = decompressed(stored, name.removesuffix(".weight"), asymmetric_config(bits, size))
+        assert torch.equal(plain[name].view(torch.int16), wanted.bfloat16().view(torch.int16))
+
+
+def test_quantized_anew_and_held_against_the_model_they_are_of(tmp_path: Path) -> None:
+    original = tiny.write(tmp_path / "original")
+    source = store(tmp_path / "source", asymmetric(), asymmetric_config())
+    report = verify(source, original, full=True)
+    assert report.problems == ()
+    assert report.equal_share == 1
+    assert len(report.errors) == 14
+    assert max(error.relative for error in report.errors) < 0.12
+    dequantize(source, tmp_path / "plain")
+    compress(source, tmp_path / "out", "block")
+    assert verify(tmp_path / "out", tmp_path / "plain", full=True).problems == ()
+
+
+def moved(weights: Weights) -> None:
+    weights[f"{Q}.weight_zero_point"] = weights[f"{Q}.weight_zero_point"] ^ 0x44444444
+
+
+def test_zero_points_of_others_show(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", asymmetric(), asymmetric_config())
+    change_weights(source, moved)
+    report = verify(source, tiny.write(tmp_path / "original"), full=True)
+    assert len(report.problems) == 1
+    assert f"{Q}.weight_packed is off by" in report.problems[0]
+
+
+def without(weights: Weights) -> None:
+    del weights[f"{Q}.weight_zero_point"]
+
+
+def in_bytes(weights: Weights) -> None:
+    weights[f"{Q}.weight_zero_point"] = torch.zeros(256, 8, dtype=torch.int8)
+
+
+def too_few(weights: Weights) -> None:
+    weights[f"{Q}.weight_zero_point"] = weights[f"{Q}.weight_zero_point"][:-1].contiguous()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message", "found"),
+    [
+        (
+            without,
+            f"{Q}.weight_packed has no zero points: {Q}.weight_zero_point is missing",
+            f"model.safetensors: {Q}.weight_packed has no zero points: {Q}.weight_zero_point is missing",
+        ),
+        (
+            in_bytes,
+            f"{Q}.weight_zero_point is I8 [256, 8], for [256, 256] with one scale and zero point per 1x32 block it must "
+            "be I32 [32, 8]",
+            f"model.safetensors: {Q}.weight_zero_point is I8 [256, 8], for I32 [256, 32] it must be I32 [32, 8]",
+        ),
+        (
+            too_few,
+            f"{Q}.weight_zero_point is I32 [31, 8], for [256, 256] with one scale and zero point per 1x32 block it must "
+            "be I32 [32, 8]",
+            f"model.safetensors: {Q}.weight_zero_point is I32 [31, 8], for I32 [256, 32] it must be I32 [32, 8]",
+        ),
+    ],
+)
+@pytest.mark.parametrize("work", [dequantize, compress])
+def test_zero_points_that_are_none(
+    tmp_path: Path, damage: Callable[[Weights], None], message: str, found: str, work: Callable[..., Any]
+) -> None:
+    source = store(tmp_path / "source", asymmetric(), asymmetric_config())
+    change_weights(source, damage)
+    with pytest.raises(SourceError) as caught:
+        work(source, tmp_path / "out")
+    assert caught.value.message == message
+    assert verify(source).problems == (found,)
+
+
+def test_zero_points_without_a_weight(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", asymmetric(), asymmetric_config())
+    change_weights(source, lambda weights: weights.update(more_weight_zero_point=torch.zeros(1)))
+    change_weights(source, lambda weights: weights.update({"gone.weight_zero_point": torch.zeros(1, 1)}))
+    assert verify(source).problems == (
+        "model.safetensors: gone.weight_zero_point has no weight: gone.weight is missing",
+    )
+
+
+def test_symmetric_weights_have_none(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", asymmetric(), asymmetric_config())
+    change_json(
+        source / "config.json",
+        lambda found: found["quantization_config"]["config_groups"]["group_0"]["weights"].update(symmetric=True),
+    )
+    with pytest.raises(Exception, match="weight_zero_point is not read here"):
+        dequantize(source, tmp_path / "out")
+    assert len(verify(source).problems) == 14
