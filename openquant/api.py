@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from .convert.conversion import worker_memory
+from .convert.conversion import COMPILED_MEMORY, worker_memory, worth_compiling
 from .convert.ranks import CONTINUES, Ranks, attempt
 from .errors import SourceError, UsageError
 from .files.checkpoint import Checkpoint, open_checkpoint, readable
@@ -209,8 +209,8 @@ def _prepare(run: Run, make: Callable[[Checkpoint, str], Plan], workers: int, de
         plan = make(checkpoint, source.identity)
     target = Path(run.output) if run.output is not None else _default_output(source, plan)
     refuse_overlap(source.root, target)
-    workers = _affordable(workers, plan, run.max_memory, memory_needed(source, run.stream), device)
-    return Prepared(run, source, checkpoint, stamps, plan, target, workers, device)
+    workers, fast = _affordable(workers, plan, run.max_memory, memory_needed(source, run.stream), device)
+    return Prepared(run, source, checkpoint, stamps, plan, target, workers, device, fast)
 
 
 def _open(model: str | os.PathLike[str], revision: str | None, stream: bool) -> tuple[Source, Checkpoint]:
@@ -240,21 +240,24 @@ def _without_own_log(checkpoint: Checkpoint, absent: Container[str]) -> Checkpoi
     return replace(checkpoint, files=files, left_out=tuple(sorted({*checkpoint.left_out, *logs})))
 
 
-def _affordable(workers: int, plan: Plan, max_memory: int | None, fetching: int, device: str) -> int:
-    """How many threads, at most `workers`, the memory allows; downloads need `fetching` bytes of it.
+def _affordable(workers: int, plan: Plan, max_memory: int | None, fetching: int, device: str) -> tuple[int, bool]:
+    """How many threads, at most `workers`, the memory allows, of which downloads need `fetching` bytes; and whether
+    compiled loops are worth it and take no thread's memory.
 
     Raises:
         UsageError: it does not allow one.
     """
+    fast = worth_compiling(plan)
     if max_memory is None:
-        return workers
+        return workers, fast
     held, each = peak_rss() + fetching, worker_memory(plan, device)
     if max_memory < held + each:
         raise UsageError(
             f"a memory of {max_memory:,} bytes is too little: this model takes {held + each:,} with a single worker",
             "give a larger --max-memory",
         )
-    return min(workers, (max_memory - held) // each)
+    workers = min(workers, (max_memory - held) // each)
+    return workers, fast and max_memory >= held + workers * each + COMPILED_MEMORY
 
 
 @contextmanager

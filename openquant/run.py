@@ -43,6 +43,7 @@ class Prepared:
         target: the output directory.
         workers: how many threads, as many as memory allows.
         device: where codes are computed: "cpu" or such as "cuda:1".
+        fast: whether compiled loops are worth their memory and the time they take to load.
     """
 
     run: Run
@@ -53,6 +54,7 @@ class Prepared:
     target: Path
     workers: int
     device: str
+    fast: bool
 
     @property
     def seen(self) -> list[object]:
@@ -197,7 +199,9 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter) -> Outcome:
                     source.require_cache_space({name for names in needs.values() for name in names})
                 with Supply(source, needs, scratch) as supply:
                     traffic = _Traffic(supply, publisher, ranks)
-                    convert(plan, mine, traffic, directory, prepared.workers, prepared.device, advanced)
+                    convert(
+                        plan, mine, traffic, directory, prepared.workers, prepared.device, advanced, fast=prepared.fast
+                    )
                 if publisher:
                     publisher.drain()
 
@@ -299,7 +303,7 @@ def _hold(
     against = {shard.name: _named(root, sorted(plan.sources(shard.name) & moved)) for shard in shards}
     with Supply(prepared.source, {}, None) as supply:
         traffic = _Traffic(supply, None, ranks)
-        convert(plan, shards, traffic, directory, prepared.workers, prepared.device, progress, against)
+        convert(plan, shards, traffic, directory, prepared.workers, prepared.device, progress, against, prepared.fast)
 
 
 def _named(root: Path, names: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -20,7 +21,6 @@ import numpy as np
 from ..errors import PlanError, SourceError
 from ..files.output import OutputDirectory
 from ..files.shardfile import ALIGNMENT, AlignedBuffer, Bytes, FinishedShard, ShardFile
-from ..formats import kernels
 from ..formats.format import grid_of
 from ..formats.kernels import scale_values
 from ..formats.numbers import Floats
@@ -31,11 +31,16 @@ from ..plan.plan import Plan
 from ..threads import FirstFailure, Helpers, in_threads
 from ..weights.reading import BUFFER, SMALLEST_SCALE, Reader, check_scales, consumed, memory_of
 from ..weights.weight import Weight
-from .devices import CpuKernels, TorchKernels
+from .devices import CpuKernels, TorchKernels, loops
 from .written import verify_shard
 
 # What the kernels need for CHUNK weights, their tables, and what they leave behind in the allocator.
 KERNEL_MEMORY = 16 << 20
+
+# What compiled loops need: numba, and its compiler at work.
+COMPILED_MEMORY = 160 << 20
+# From this many bytes of a source on they are worth loading, and compiling where they have not been before.
+LARGE = 4 << 30
 
 Progress = Callable[[int], None]
 # What is made of a shard goes there.
@@ -57,6 +62,12 @@ def worker_memory(plan: Plan, device: str) -> int:
     buffer = largest if device == "cpu" else 1 << (largest + ALIGNMENT - 1).bit_length()
     # Read into one buffer, written from two.
     return 3 * buffer + beside + KERNEL_MEMORY
+
+
+def worth_compiling(plan: Plan) -> bool:
+    """Whether compiled loops save more time than they take to load; numba must be there."""
+    searches = any(scheme.ratios for scheme in plan.schemes)
+    return plan.source_bytes >= (LARGE // 4 if searches else LARGE) and find_spec("numba") is not None
 
 
 class Traffic(Protocol):
@@ -81,6 +92,7 @@ def convert(
     device: str = "cpu",
     progress: Progress | None = None,
     against: Mapping[str, str] | None = None,
+    fast: bool = False,
 ) -> None:
     """Write shards of a plan, or hold finished ones against what would be written now.
 
@@ -93,13 +105,14 @@ def convert(
         device: "cpu" or a torch device that computes the codes.
         progress: called, from any thread but never from two at once, with bytes of the source done.
         against: nothing is written, but each shard held against the source, of which these files changed.
+        fast: whether its loops over weights are compiled, if they can be; they make the same bytes.
 
     Raises:
         SourceError: NaN or infinity in a weight, a source that cannot be read, or that a shard was not made from.
         PlanError: a weight too large for the scheme.
         OutputError: the output cannot be written.
     """
-    _Conversion(plan, shards, traffic, output, device, progress, against).run(workers)
+    _Conversion(plan, shards, traffic, output, device, progress, against, fast).run(workers)
 
 
 class _Stopped(Exception):
@@ -118,6 +131,7 @@ class _Conversion:
         device: str,
         progress: Progress | None,
         against: Mapping[str, str] | None,
+        fast: bool,
     ) -> None:
         self.plan = plan
         self.traffic = traffic
@@ -125,6 +139,7 @@ class _Conversion:
         self.device = device
         self.progress = progress
         self.against = against
+        self.loops = loops(fast)
         self.lock = threading.Lock()
         # Another one, since a worker may wait long for its next task.
         self.task_lock = threading.Lock()
@@ -233,8 +248,9 @@ class _Worker:
 
     def __init__(self, conversion: _Conversion, writers: Helpers) -> None:
         self.conversion = conversion
-        self.kernels = CpuKernels() if conversion.device == "cpu" else TorchKernels(conversion.device)
-        self.reader = Reader(conversion.plan.seen.where, conversion.traffic.path, self.kernels.memory)
+        self.loops = conversion.loops
+        self.kernels = CpuKernels(self.loops) if conversion.device == "cpu" else TorchKernels(conversion.device)
+        self.reader = Reader(conversion.plan.seen.where, conversion.traffic.path, self.kernels.memory, self.loops)
         self.slots = [_Slot(conversion, writers, self.kernels.memory) for _ in range(2)]
 
     def do(self, job: Job, file: Target) -> None:
@@ -299,7 +315,7 @@ class _Worker:
         for bits in self.reader.rows(job.weight, 1):
             slot = self._slot()
             part = slot.take(place, bits.nbytes // 2)
-            kernels.to_bfloat16(bits.view(np.float32), part.view(np.uint16).reshape(bits.shape))
+            self.loops.to_bfloat16(bits.view(np.float32), part.view(np.uint16).reshape(bits.shape))
             slot.send(file, part, place)
             place += part.nbytes
             self.conversion.advance(consumed(job.weight, len(bits)))
@@ -311,7 +327,7 @@ class _Worker:
         low = 0
         for bits in self.reader.rows(job.weight, 1):
             part = np.empty(bits.shape, np.uint16)
-            kernels.to_bfloat16(bits.view(np.float32), part)
+            self.loops.to_bfloat16(bits.view(np.float32), part)
             turned[:, low : low + len(bits)] = part.T
             low += len(bits)
             self.conversion.advance(consumed(job.weight, len(bits)))

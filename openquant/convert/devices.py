@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -12,21 +12,41 @@ from ..errors import UsageError
 from ..files.shardfile import Bytes
 from ..formats import kernels
 from ..formats.format import Format, Group
-from ..formats.kernels import Bits
+from ..formats.kernels import Bits, Loops
 from ..formats.numbers import Codes, Floats
 from ..machine import first_line
 
 
-class CpuKernels:
-    """The functions of formats/kernels.py, with numpy."""
+def loops(fast: bool) -> Loops:
+    """The loops of formats/kernels.py, or of formats/compiled.py where numba is there and worth it."""
+    if fast:
+        # Installed it may be, and yet too old for this numpy.
+        with suppress(ImportError, OSError):
+            from ..formats import compiled
 
-    absmax = staticmethod(kernels.absmax)
+            return compiled
+    return kernels
+
+
+class CpuKernels:
+    """What loops do to weights in memory.
+
+    Args:
+        loops: those of `loops`.
+    """
+
+    def __init__(self, loops: Loops) -> None:
+        self.loops = loops
+
+    def absmax(self, bits: Bits, dtype: str, group: Group) -> Floats:
+        """Largest absolute value of each group, as float32 [rows/height, cols/width]."""
+        return self.loops.absmax(bits, dtype, group)
 
     def encode(
         self, bits: Bits, dtype: str, scale: Floats, format: Format, out: Codes, divisor: Floats | None = None
     ) -> None:
         """Write the codes of weights that `load` gave to `out`, as they are stored."""
-        kernels.encode_stored(bits, dtype, scale, format.group, out, format.number, divisor)
+        self.loops.encode_stored(bits, dtype, scale, format.group, out, format.number, divisor)
 
     def load(self, bits: Bits, dtype: str) -> Bits:
         """Weights as `absmax` and `encode` take them: here the bits themselves."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache, lru_cache
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,43 @@ from .numbers import E4M3, Codes, Floats, Number, nearest_bfloat16
 
 Bits = npt.NDArray[np.unsignedinteger[Any]]
 Entry = TypeVar("Entry", bound=np.generic)
+
+
+class Loops(Protocol):
+    """What a conversion does to many weights: this module, or compiled.py, which makes the same bits."""
+
+    def absmax(self, bits: Bits, dtype: str, group: Group, /) -> Floats:
+        """As below."""
+
+    def encode_stored(
+        self,
+        bits: Bits,
+        dtype: str,
+        scale: Floats,
+        group: Group,
+        out: Codes,
+        number: Number,
+        divisor: Floats | None = None,
+        /,
+    ) -> None:
+        """As below."""
+
+    def decode_rows(
+        self,
+        codes: Codes,
+        number: Number,
+        scale: Floats,
+        group: Group,
+        low: int,
+        out: Floats,
+        zero: Floats | None = None,
+        /,
+    ) -> None:
+        """As below."""
+
+    def to_bfloat16(self, values: Floats, out: npt.NDArray[np.uint16], /) -> None:
+        """As below."""
+
 
 BITS_TYPE: dict[str, np.dtype[np.unsignedinteger[Any]]] = {
     "BF16": np.dtype(np.uint16),
@@ -188,7 +225,7 @@ def decode(codes: Codes, scale: Floats, out: Floats, number: Number, zero: Float
         number: what the codes are.
         zero: the values of the codes that stand for zero, shaped as scale; where none are given that is 0.
     """
-    values = _bytes_of(number)
+    values = bytes_of(number)
     np.take(values, codes, out=out.view(values.dtype), mode="clip")
     if zero is not None:
         out -= zero
@@ -245,7 +282,7 @@ def first_unsound(codes: Codes, number: Number) -> int | None:
 
 
 @cache
-def _bytes_of(number: Number) -> npt.NDArray[np.float32] | npt.NDArray[np.complex64]:
+def bytes_of(number: Number) -> npt.NDArray[np.float32] | npt.NDArray[np.complex64]:
     """[256] what every byte stands for: a value, or two, that of the low half first."""
     values = number.values()
     if number.per_byte == 1:

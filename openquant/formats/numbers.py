@@ -63,6 +63,12 @@ class Number(ABC):
         """
 
     @property
+    def smallest(self) -> float:
+        """The smallest value above zero."""
+        values = self.values()
+        return float(values[values > 0].min())
+
+    @property
     def span(self) -> float:
         """What a group's largest weight is divided by to give its scale."""
         return self.largest

@@ -12,7 +12,7 @@ from ..files.shardfile import Bytes, SourceFile
 from ..files.tensors import Location, TensorInfo
 from ..formats import kernels
 from ..formats.format import Format
-from ..formats.kernels import BITS_TYPE, Bits
+from ..formats.kernels import BITS_TYPE, Bits, Loops
 from ..formats.numbers import CODES, Floats
 from ..formats.schemes import Scheme
 from .weight import Weight
@@ -49,11 +49,17 @@ class Reader:
         where: in which shard each tensor lies, and at which offset.
         path: where a shard lies.
         memory: makes a buffer of so many bytes.
+        loops: what decodes.
     """
 
     def __init__(
-        self, where: Mapping[str, Location], path: Callable[[str], Path], memory: Callable[[int], Bytes]
+        self,
+        where: Mapping[str, Location],
+        path: Callable[[str], Path],
+        memory: Callable[[int], Bytes],
+        loops: Loops = kernels,
     ) -> None:
+        self.loops = loops
         self.where = where
         self.path = path
         self._memory = memory
@@ -116,7 +122,7 @@ class Reader:
     def _decode(self, weight: Weight, codes: Bytes, scale: Floats, zero: Floats | None, low: int, out: Floats) -> None:
         form = weight.format
         assert form is not None
-        kernels.decode_rows(codes, form.number, scale, form.group, low, out, zero)
+        self.loops.decode_rows(codes, form.number, scale, form.group, low, out, zero)
         # Looked for only where a code could be too large.
         if scale.max() >= _beyond(form) and (np.abs(out) >= OVERFLOW).any():
             extent = weight.rows(self.where)

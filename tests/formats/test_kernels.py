@@ -1,4 +1,4 @@
-"""The numpy kernels against the torch reference, bit by bit."""
+"""The kernels, in numpy and compiled, against the torch reference, bit by bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from openquant.formats import kernels
+from openquant.formats import compiled, kernels
 from openquant.formats.numbers import E4M3
 from openquant.formats.reference import encode, group_absmax, group_scale
 from openquant.formats.schemes import BLOCK, BLOCK_UE8M0, SCHEMES, TENSOR, Scheme
@@ -29,6 +29,7 @@ def assert_equal_to_torch(bits: np.ndarray, dtype: str, scheme: Scheme) -> None:
     absmax = group_absmax(weight, scheme.format.group)
     found = kernels.absmax(bits, dtype, scheme.format.group)
     np.testing.assert_array_equal(found, absmax.numpy())
+    np.testing.assert_array_equal(compiled.absmax(bits, dtype, scheme.format.group), found)
     divisor = scheme.format.divisor(found.max(keepdims=True)) if scheme.format.global_scale else None
     scale = group_scale(absmax, scheme.format)
     np.testing.assert_array_equal(scheme.format.scales(found, divisor), scale.numpy())
@@ -36,6 +37,9 @@ def assert_equal_to_torch(bits: np.ndarray, dtype: str, scheme: Scheme) -> None:
     codes = np.empty((bits.shape[0], bits.shape[1] // number.per_byte), np.uint8)
     kernels.encode_stored(bits, dtype, scale.numpy(), scheme.format.group, codes, number, divisor)
     expected = encode(weight, scale, scheme.format).view(torch.uint8).numpy()
+    np.testing.assert_array_equal(codes, expected)
+    codes[:] = 0
+    compiled.encode_stored(bits, dtype, scale.numpy(), scheme.format.group, codes, number, divisor)
     np.testing.assert_array_equal(codes, expected)
     alone = np.empty(bits.shape, np.uint8)
     kernels.encode(bits, dtype, scale.numpy(), scheme.format.group, alone, number, divisor)

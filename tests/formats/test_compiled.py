@@ -1,0 +1,116 @@
+"""Compiled loops against those in numpy, bit by bit; test_kernels.py has both beside torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from openquant.formats import compiled, kernels
+from openquant.formats.format import Group, grid_of
+from openquant.formats.numbers import E2M1, E4M3, INT4, INT8, INT8_WORDS, Floats, Number
+
+NUMBERS = (E4M3, E2M1, INT8, INT4, INT8_WORDS)
+GROUPS = ((None, None), (1, None), (128, 128), (1, 32), (1, 16), (1, 40))
+
+
+def of_bits(values: Floats) -> np.ndarray:
+    return values.view(np.uint32)
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
+@pytest.mark.parametrize("exponent", [1, 3, 64, 127, 190, 240, 252])
+def test_every_bfloat16_has_the_same_code_under_any_scale(number: Number, exponent: int) -> None:
+    """Beyond the largest code, subnormal, and zero of either sign."""
+    finite = np.arange(65536, dtype=np.uint16)
+    bits = finite[(finite & 0x7FFF) < 0x7F80].reshape(-1, 128)
+    mantissas = np.random.default_rng(exponent).integers(0, 1 << 23, (len(bits), 1), np.uint32)
+    scale = (mantissas | np.uint32(exponent << 23)).view(np.float32)
+    made = [np.empty((len(bits), 128 // number.per_byte), np.uint8) for _ in range(2)]
+    with np.errstate(over="ignore"):
+        kernels.encode_stored(bits, "BF16", scale, (1, None), made[0], number)
+    compiled.encode_stored(bits, "BF16", scale, (1, None), made[1], number)
+    np.testing.assert_array_equal(made[1], made[0])
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+@pytest.mark.parametrize("low", [0, 100, 256])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_codes_stand_for_the_same_weights(number: Number, group: Group, low: int, shifted: bool) -> None:
+    """All bytes, NaN too, whole groups or not, with zero points or none, and scales that take them beyond float32."""
+    rows, cols = 150, 336
+    generator = np.random.default_rng(low)
+    codes = generator.integers(0, 256, (rows, cols // number.per_byte), np.uint8)
+    height = group[0] or low + rows
+    grid = (low + rows - 1) // height + 1 - low // height, grid_of(group, (1, cols))[1]
+    scale = np.exp2(generator.uniform(-140, 128, grid)).astype(np.float32)
+    zero = generator.integers(-8, 8, grid).astype(np.float32) if shifted else None
+    found = [np.zeros((rows, cols), np.float32) for _ in range(2)]
+    for loops, out in zip((kernels, compiled), found, strict=True):
+        loops.decode_rows(codes, number, scale, group, low, out, zero)
+    np.testing.assert_array_equal(found[1], found[0])
+    assert (np.signbit(found[1]) == np.signbit(found[0])).all()
+
+
+def test_values_are_rounded_to_the_same_bfloat16() -> None:
+    bits = np.random.default_rng(0).integers(0, 1 << 32, (64, 4096), np.uint32)
+    bits[0] = np.arange(4096, dtype=np.uint32) << 12 | 0x3F800000
+    bits[(bits & 0x7F800000) == 0x7F800000] = 0x80000000
+    found = [np.zeros(bits.shape, np.uint16) for _ in range(2)]
+    for loops, out in zip((kernels, compiled), found, strict=True):
+        loops.to_bfloat16(bits.view(np.float32), out)
+    np.testing.assert_array_equal(found[1], found[0])
+
+
+def test_rows_that_do_not_fill_a_register_are_encoded_whole() -> None:
+    bits = np.random.default_rng(1).integers(0, 0x4000, (5, 14), np.uint16)
+    scale = kernels.absmax(bits, "BF16", (1, 2)) / np.float32(7.5)
+    made = [np.empty((5, 7), np.uint8) for _ in range(2)]
+    for loops, out in zip((kernels, compiled), made, strict=True):
+        loops.encode_stored(bits, "BF16", scale, (1, 2), out, INT4)
+    np.testing.assert_array_equal(made[1], made[0])
+
+
+ALONE = """
+import numpy as np
+from openquant.convert.devices import loops
+from openquant.formats import kernels
+found = loops(True)
+bits = np.full((2, 4), 0x3F80, np.uint16)
+assert found.absmax(bits, "BF16", (1, None)).tolist() == [[1], [1]]
+print("numpy" if found is kernels else "compiled")
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "loops"),
+    [
+        # Nowhere to keep what is compiled: the package's directory counts as one without this.
+        (
+            {"NUMBA_CACHE_LOCATOR_CLASSES": "UserWideCacheLocator", "HOME": "/dev/null", "XDG_CACHE_HOME": "/dev/null"},
+            "compiled",
+        ),
+        ({"NUMBA_DISABLE_JIT": "1"}, "numpy"),
+    ],
+)
+def test_without_a_cache_loops_are_compiled_again_and_without_a_compiler_they_are_numpy_s(
+    setting: dict[str, str], loops: str
+) -> None:
+    done = subprocess.run([sys.executable, "-c", ALONE], env={**os.environ, **setting}, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"{loops}\n", "")
+
+
+def test_without_numba_loops_are_numpy_s(tmp_path: Path) -> None:
+    """Installed, but for another numpy."""
+    (tmp_path / "numba").mkdir()
+    (tmp_path / "numba" / "__init__.py").write_text('raise ImportError("Numba needs NumPy 2.2 or less")\n')
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", str(Path(__file__).parents[2]))])
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("numpy\n", "")
