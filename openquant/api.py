@@ -88,6 +88,11 @@ def compress(
     chosen = find_scheme(recipe.scheme, recipe.format, recipe.scale_format, recipe.activation_scheme, size)
     others = find_others(chosen, scheme_for, recipe.group_size)
     if recipe.no_search:
+        if not any(each.ratios for each in (chosen, *(other for _, other in others))):
+            searched = " or ".join(name for name, known in SCHEMES.items() if known.ratios)
+            raise UsageError(
+                f"--scheme {recipe.scheme} searches for no scales", f"use --scheme {searched}, or leave --no-search out"
+            )
         chosen, others = chosen.unsearched, tuple((pattern, other.unsearched) for pattern, other in others)
     options = Options(tuple(recipe.ignore), others, recipe.tp, recipe.quantize_lm_head)
 

@@ -258,10 +258,10 @@ class Recipe:
     no_search: bool = field(
         default=False,
         metadata=said(
-            "int4 scales from the largest weights alone",
+            "scales from the largest weights: int4, nvfp4",
             WEIGHTS,
-            "whether the scales of int4 are made from the largest weights alone, instead of those that have the least "
-            "squared error being searched for",
+            "whether the scales of int4 and nvfp4 are made from the largest weights alone, instead of those that have "
+            "the least squared error being searched for",
         ),
     )
     ignore: Sequence[str] = field(

@@ -212,6 +212,17 @@ def test_every_option_is_shown_or_for_python() -> None:
             assert bool(option.group) == bool(option.help) != (name == "push")
 
 
+def test_an_option_about_searching_needs_a_search(tmp_path: Path) -> None:
+    source = ROOT / "examples" / "tiny-qwen3"
+    with pytest.raises(UsageError) as caught:
+        openquant.compress(source, tmp_path / "out", "channel", no_search=True, scheme_for={"**.mlp.*": "mxfp4"})
+    assert (caught.value.message, caught.value.hint) == (
+        "--scheme channel searches for no scales",
+        "use --scheme int4 or nvfp4, or leave --no-search out",
+    )
+    openquant.compress(source, "out", "channel", no_search=True, scheme_for={"**.mlp.*": "nvfp4"}, dry_run=True)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -406,7 +406,10 @@ class _Worker:
                 self._require_small(weight, amax, scheme)
                 # On a CPU whatever the device, so that all of them find the same.
                 ratios = scheme.ratios
-                scale = searched(bits, weight.dtype, amax, form, ratios) if ratios else form.scales(amax, divisor)
+                if ratios:
+                    scale = searched(bits, weight.dtype, amax, form, ratios, divisor)
+                else:
+                    scale = form.scales(amax, divisor)
                 stored = form.stored(scale, divisor)
                 file.write(stored, scale_place)
                 scale_place += stored.nbytes

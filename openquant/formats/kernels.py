@@ -323,7 +323,7 @@ def _tables(number: Number, multiple: float) -> Codes:
 @lru_cache(maxsize=8)
 def _tables_of_divisor(number: Number, divisor: float) -> Codes:
     """[8 * 65536] codes: entry [m, x] is bfloat16 x under (1 + m/8) / divisor, times the power of two that gives it the
-    exponent field _TOP_SCALE. For NVFP4, where weights are at most 9 times their scale.
+    exponent field _TOP_SCALE. For NVFP4, where weights are at most 10 times their scale.
     """
     tables = np.empty((8, 2, 32768), np.uint8)
     tables[:] = number.encode(np.array([[0.0], [-0.0]], np.float32))

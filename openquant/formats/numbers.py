@@ -164,15 +164,27 @@ class _E2M1(Number):
     def encode(self, quotients: Floats) -> Codes:
         return _nearest(quotients, self, 8)
 
+    def nearest(self, quotients: Floats) -> Floats:
+        # As additions round: beside so large a number only whole steps of a quotient are left, which are half of its
+        # binade, and 0.5 below 1. A search asks for this often, and looking codes up takes longer.
+        near = np.clip(quotients, np.float32(-self.largest), np.float32(self.largest))
+        binade = near.view(np.uint32) & np.uint32(0x7F800000)
+        np.maximum(binade, np.float32(1).view(np.uint32), out=binade)
+        beside = binade.view(np.float32)
+        beside *= np.float32(1.5 * 2**22)
+        near += beside
+        near -= beside
+        return near
+
     def values(self) -> Floats:
         magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
         return np.concatenate([magnitudes, -magnitudes])
 
     def bound(self, weights: Floats, scale: Floats, slack: float) -> Floats:
-        # Codes from 1 on are half of their binade apart, those below by a half. Up to 9, which is what the least scales
-        # of NVFP4 leave where they are rounded down, becomes 6.
+        # Codes from 1 on are half of their binade apart, those below by a half. Up to 10, which is what the least
+        # scales of NVFP4 leave where they are searched for and rounded down, becomes 6.
         bound = np.abs(weights)
-        bound *= np.float32(1 / 3 + slack)
+        bound *= np.float32(2 / 5 + slack)
         np.maximum(bound, scale * np.float32(1 / 4 + slack), out=bound)
         return bound
 

@@ -343,9 +343,13 @@ NVFP4 = Scheme(
     package="compressed-tensors",
     transformers_experts="does not read experts in FP4",
     head=True,
+    # The largest weight as 6; as 4, since from there to 6 is a wide step; or a step of the scale beside these. Of the
+    # error 1 and 1.5 alone leave 91 %, these 86.1 %, and 70 ratios 85.4 %; scales of at most 256 instead of 448, which
+    # leaves room for 4 in the group of the largest weight, change nothing.
+    ratios=(1.0, 0.92, 1.07, 1.43, 1.55),
     tag="fp4-nvfp4",
     notes=(
-        "weights alone are stored in FP4 and activations stay as they are: it saves memory, not arithmetic (KL 0.008 "
+        "weights alone are stored in FP4 and activations stay as they are: it saves memory, not arithmetic (KL 0.006 "
         "to the source on examples/tiny-qwen3, where mxfp4 has 0.012 and one FP8 scale per row 0.003); for NVIDIA GPUs "
         "from Turing on, in SGLang from Ampere on",
     ),

@@ -83,9 +83,10 @@ class Comparison:
         scale_dtype: str,
         ratios: tuple[float, ...] = (),
         zeros: Floats | None = None,
+        divisor: Floats | None = None,
     ) -> None:
         self.shape = shape
-        self.form, self.ratios = form, ratios
+        self.form, self.ratios, self.divisor = form, ratios, divisor
         self.number = form.number
         height, width = form.group
         self.group = height, width if width is not None and width < shape[1] else None
@@ -128,10 +129,10 @@ class Comparison:
             return
         np.maximum(self.absmax[rows], largest, out=self.absmax[rows])
         if self.ratios:
-            usual = self.form.scales(largest)
+            usual = self.form.scales(largest, self.divisor)
             if not np.array_equal(usual, scale):
                 # Each may have been made in either way.
-                best = searched(bits, dtype, largest, self.form, self.ratios)
+                best = searched(bits, dtype, largest, self.form, self.ratios, self.divisor)
                 usual = np.where(usual == scale, usual, best)
             self.made[rows] = usual
         fits = bool((largest <= scale * np.float32(self.number.largest * (1 + 2.0**-20))).all())

@@ -108,9 +108,10 @@ class Whole:
                 self._grids[form] = [np.concatenate(self._grids[form])]
             return (1, width), form.scales(self._grids[form][0][rows.numbers // (height or 1)])
         largest = absmax(rows.bits, self.weight.dtype, form.group)
+        divisor = form.divisor(shared)
         if scheme.ratios:
-            return form.group, searched(rows.bits, self.weight.dtype, largest, form, scheme.ratios)
-        return form.group, form.scales(largest, form.divisor(shared))
+            return form.group, searched(rows.bits, self.weight.dtype, largest, form, scheme.ratios, divisor)
+        return form.group, form.scales(largest, divisor)
 
 
 class Sums:

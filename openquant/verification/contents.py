@@ -215,7 +215,7 @@ class _Worker:
         whole = weight.format is not None and (zeros is not None or weight.format.zero_point is None)
         if original is not None and scale is not None and weight.format and whole and weight.scale is not None:
             ratios = () if scheme is None else scheme.ratios
-            comparison = Comparison(original.shape, weight.format, scale, weight.scale.dtype, ratios, zeros)
+            comparison = Comparison(original.shape, weight.format, scale, weight.scale.dtype, ratios, zeros, divisor)
         pitch = info.nbytes // math.prod(info.shape[:-1])
         broken: int | None = None
         with self.output.open(place.shard) as file:

@@ -87,7 +87,8 @@ def expected_output(
         scale = group_scale(largest if scheme.format.shared else absmax, scheme.format, divisor)
         if scheme.ratios:
             bits = weight.float().contiguous().numpy().view(np.uint32)
-            scale = torch.from_numpy(searched(bits, "F32", absmax.numpy(), scheme.format, scheme.ratios))
+            found_by = searched(bits, "F32", absmax.numpy(), scheme.format, scheme.ratios, divisor.numpy())
+            scale = torch.from_numpy(found_by)
         found[f"{module}.{scheme.format.codes}"] = encode(weight, scale, scheme.format)
         found[f"{module}.{scheme.format.scale.name}"] = stored_scale(scale, scheme.format, tuple(weight.shape), divisor)
         if scheme.format.global_scale:

@@ -52,7 +52,7 @@ def half_a_code(number: Number, weight: torch.Tensor, step: torch.Tensor) -> tor
         # A scale of bfloat16 that is rounded down may put the largest weight beyond the last code.
         return step / 2 + weight * 2.0**-8
     # Normal codes have 3 bits of mantissa, or 1: half a unit is 1/16 of the weight, or 1/4; subnormal ones are 2^-9
-    # apart, or 1/2. The largest magnitude of FP4 is 6, and what is up to 9 times a scale is clamped to it.
+    # apart, or 1/2. The largest magnitude of FP4 is 6, and what is up to 9 times a scale made of the largest is clamped to it.
     return torch.maximum(weight / (16 if number == E4M3 else 3), step * (2.0**-10 if number == E4M3 else 0.25))
 
 

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from openquant.formats import kernels, search
 from openquant.formats.format import Format
-from openquant.formats.schemes import INT4_GROUPS, INT4_W4A16, VARIANTS, Scheme
+from openquant.formats.numbers import E2M1
+from openquant.formats.schemes import INT4_GROUPS, INT4_W4A16, NVFP4, VARIANTS, Scheme
 from openquant.formats.search import searched
 
-RATIOS = INT4_W4A16.ratios
+SEARCHED = (*INT4_GROUPS, NVFP4)
 
 
 def noise(seed: int, rows: int = 8, cols: int = 256, magnitude: int = 0) -> torch.Tensor:
@@ -21,60 +22,86 @@ def noise(seed: int, rows: int = 8, cols: int = 256, magnitude: int = 0) -> torc
     return (made.pow(3) * 2.0**magnitude).float()
 
 
-def found_in(weight: torch.Tensor, form: Format, ratios: tuple[float, ...] = RATIOS) -> np.ndarray:
-    bits = weight.numpy().view(np.uint32)
-    return searched(bits, "F32", kernels.absmax(bits, "F32", form.group), form, ratios)
+def found_in(weight: torch.Tensor, scheme: Scheme, divisor: np.ndarray | None = None) -> np.ndarray:
+    bits, form = weight.numpy().view(np.uint32), scheme.format
+    return searched(bits, "F32", kernels.absmax(bits, "F32", form.group), form, scheme.ratios, divisor)
 
 
 def errors(weight: torch.Tensor, scale: np.ndarray, form: Format) -> np.ndarray:
     """Squared errors of each group under its scale, in float64."""
     grouped = weight.numpy().astype(np.float64).reshape(*scale.shape, -1)
     spread = scale.astype(np.float64)[..., None]
-    codes = np.clip(np.rint(grouped / spread), -8, 7)
+    if form.number == E2M1:
+        values = E2M1.values().astype(np.float64)
+        codes = values[np.abs((grouped / spread)[..., None] - values).argmin(axis=-1)]
+    else:
+        codes = np.clip(np.rint(grouped / spread), -8, 7)
     return np.square(codes * spread - grouped).sum(axis=2)
 
 
-@pytest.mark.parametrize("scheme", INT4_GROUPS, ids=lambda scheme: scheme.suffix)
-@given(seed=st.integers(0, 2**31), magnitude=st.integers(-60, 60))
-def test_no_other_ratio_is_better(scheme: Scheme, seed: int, magnitude: int) -> None:
+@pytest.mark.parametrize("scheme", SEARCHED, ids=lambda scheme: scheme.suffix)
+@given(seed=st.integers(0, 2**31), magnitude=st.integers(-60, 60), joined=st.floats(1, 64))
+def test_no_other_ratio_is_better(scheme: Scheme, seed: int, magnitude: int, joined: float) -> None:
     form, weight = scheme.format, noise(seed, magnitude=magnitude)
     absmax = kernels.absmax(weight.numpy().view(np.uint32), "F32", form.group)
-    scale = found_in(weight, form)
-    tried = [form.scales(absmax * np.float32(ratio)) for ratio in RATIOS]
+    # As if what it is joined with had a weight so many times as large.
+    divisor = form.divisor(absmax.max(keepdims=True) * np.float32(joined))
+    scale = found_in(weight, scheme, divisor)
+    tried = [form.scales(absmax * np.float32(ratio), divisor) for ratio in scheme.ratios]
     assert np.any([scale == each for each in tried], axis=0).all()
     least = np.min([errors(weight, each, form) for each in tried], axis=0)
     assert (errors(weight, scale, form) <= least * (1 + 1e-5)).all()
 
 
-@pytest.mark.parametrize("scheme", INT4_GROUPS, ids=lambda scheme: scheme.suffix)
+@pytest.mark.parametrize("scheme", SEARCHED, ids=lambda scheme: scheme.suffix)
 @pytest.mark.parametrize("piece", [1, 300, 4096])
 def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch, scheme: Scheme, piece: int) -> None:
     weight = noise(3, 16, 512)
-    whole = found_in(weight, scheme.format)
+    whole = found_in(weight, scheme)
     monkeypatch.setattr(search, "PIECE", piece)
-    assert np.array_equal(found_in(weight, scheme.format), whole)
+    assert np.array_equal(found_in(weight, scheme), whole)
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
 def test_other_dtypes_have_the_scales_of_their_values(dtype: str) -> None:
     weight = noise(4).to(torch.bfloat16 if dtype == "BF16" else torch.float16)
     bits, form = weight.view(torch.int16).numpy().view(np.uint16), INT4_W4A16.format
-    scale = searched(bits, dtype, kernels.absmax(bits, dtype, form.group), form, RATIOS)
-    assert np.array_equal(scale, found_in(weight.float(), form))
+    scale = searched(bits, dtype, kernels.absmax(bits, dtype, form.group), form, INT4_W4A16.ratios)
+    assert np.array_equal(scale, found_in(weight.float(), INT4_W4A16))
 
 
 def test_a_group_without_outliers_keeps_its_largest_weight_and_zeros_their_scale() -> None:
     weight = torch.zeros(2, 128)
     weight[1] = torch.arange(128) % 15 - 7.0
-    scale = found_in(weight, INT4_W4A16.format)
+    scale = found_in(weight, INT4_W4A16)
     assert scale.tolist() == [[2.0**-7], [pytest.approx(7 / 7.5, rel=2.0**-8)]]
+
+
+def test_the_largest_weight_becomes_6_or_4_or_is_clipped() -> None:
+    weight = torch.zeros(3, 16)
+    weight[0] = torch.tensor([6.0, 4, 3, 2, 1.5, 1, 0.5, 0] * 2)
+    weight[1] = torch.tensor([4.0] + [3.0, 2, 1.5, 1, 0.5] * 3)
+    weight[2] = torch.tensor([6.5] + [6.0, 4, 3, 2, 1.5] * 3)
+    scale = found_in(weight, NVFP4, np.full((1, 1), 256, np.float32))
+    assert scale.tolist() == [[1.0], [1.0], [1.0]]
+
+
+@pytest.mark.parametrize("magnitude", [6.0, 2.0**127])
+def test_a_scale_beyond_e4m3_is_its_largest(magnitude: float) -> None:
+    """The block of the largest weight of all has no room for 4 as its largest code, which were best here."""
+    weight = torch.full((1, 16), magnitude / 4 * 3)
+    weight[0, 0] = magnitude
+    divisor = np.full((1, 1), 2688 / magnitude, np.float32)
+    assert (found_in(weight, NVFP4, divisor) * divisor).item() == 448
+    beside_a_larger = np.full((1, 1), 1024 / magnitude, np.float32)
+    assert (found_in(weight, NVFP4, beside_a_larger) * beside_a_larger).item() == 256
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_weights_stay_what_they_are(rows: int) -> None:
     weight = noise(5, rows, 128)
     before = weight.clone()
-    found_in(weight, INT4_W4A16.format)
+    found_in(weight, INT4_W4A16)
     assert torch.equal(weight, before)
 
 
@@ -83,4 +110,4 @@ def test_without_a_search_the_largest_weight_makes_the_scale() -> None:
     assert (unsearched.ratios, unsearched.format) == ((), INT4_W4A16.format)
     assert unsearched.fallback is not None
     assert unsearched.fallback.ratios == ()
-    assert {scheme.name for scheme in VARIANTS if scheme.ratios} == {"int4"}
+    assert {scheme.name for scheme in VARIANTS if scheme.ratios} == {"int4", "nvfp4"}

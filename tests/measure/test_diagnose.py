@@ -73,10 +73,12 @@ def stored_by_loop(weight: np.ndarray, scheme: Scheme, largest: float) -> tuple[
         for left in range(along):
             group = weight[top * height : (top + 1) * height, left * width : (left + 1) * width]
             absmax = largest if form.shared else np.abs(group).max()
-            scale = float(form.scales(np.asarray(absmax, np.float32), form.divisor(np.asarray(largest, np.float32))))
+            divisor = form.divisor(np.asarray(largest, np.float32))
+            scale = float(form.scales(np.asarray(absmax, np.float32), divisor))
             if scheme.ratios:
                 bits = group.astype(np.float32).view(np.uint32)
-                scale = searched(bits, "F32", np.full((1, 1), absmax, np.float32), form, scheme.ratios).item()
+                alone = np.full((1, 1), absmax, np.float32)
+                scale = searched(bits, "F32", alone, form, scheme.ratios, divisor).item()
             for number_of, value in enumerate(group.reshape(-1)):
                 row = top * height + number_of // width
                 quotient = float(value) / scale

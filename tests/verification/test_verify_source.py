@@ -622,6 +622,19 @@ def test_what_is_printed_of_codes(others: Path, source: Path) -> None:
 
 
 @pytest.mark.parametrize("search", [True, False], ids=["searched", "from the largest"])
+def test_scales_of_nvfp4_may_be_searched_for_or_not(source: Path, tmp_path: Path, search: bool) -> None:
+    out, scale = tmp_path / "out", f"{DOWN}.weight_scale"
+    compress(source, out, "nvfp4", no_search=not search)
+    assert found(verify(out, source, full=True)) == ((), ())
+    # To the next of E4M3.
+    change_weights(out, lambda weights: weights[scale].view(torch.uint8)[1, 2].add_(1))
+    problem = verify(out, source, full=True).problems[0]
+    held = float(load_file(out / ONE)[scale][1, 2])
+    assert problem.startswith(f"{ONE}: {scale} holds {held:.6g} at [1, 2], the source makes it ")
+    assert problem.endswith("(1 of 8192 scales differ)")
+
+
+@pytest.mark.parametrize("search", [True, False], ids=["searched", "from the largest"])
 def test_scales_of_int4_may_be_searched_for_or_not(source: Path, tmp_path: Path, search: bool) -> None:
     out, scale = tmp_path / "out", f"{DOWN}.weight_scale"
     compress(source, out, "int4", no_search=not search)
