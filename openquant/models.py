@@ -192,12 +192,14 @@ class SGLang:
     Attributes:
         refused: schemes and formats.
         plain: modules that it builds in bfloat16, whatever is stored.
+        unpacked: modules of which it takes no codes that share a byte or a word.
         head: why it loads no quantized output head; None if it does.
         alike: the formats in which it finds no layer by its name, so that all must be stored alike.
     """
 
     refused: tuple[Refusal, ...] = ()
     plain: tuple[str, ...] = ()
+    unpacked: tuple[str, ...] = ()
     head: str | None = None
     alike: tuple[str, ...] = ()
 
@@ -551,7 +553,13 @@ ERNIE_MOE = model(
 # packed_modules_mapping.
 DRAFTED_MLPS = tuple(gated(path, listed_as="gate_up_proj") for path in (".mlp", ".mlp.shared_experts"))
 GLM4_MOE = model(
-    "Glm4MoeForCausalLM", attention(listed_as="qkv_proj"), *DRAFTED_MLPS, ROUTED, draft_layers="num_hidden_layers"
+    "Glm4MoeForCausalLM",
+    attention(listed_as="qkv_proj"),
+    *DRAFTED_MLPS,
+    ROUTED,
+    draft_layers="num_hidden_layers",
+    # SGLang 0.5.23 models/glm4_moe.py:501
+    sglang=SGLang(unpacked=(".mlp.shared_experts.**",)),
 )
 
 # Latent attention. vLLM 0.32.0 multiplies kv_b_proj out as it loads (layers/quantization/utils/quant_utils.py:511):
@@ -566,7 +574,16 @@ LATENT = Part(
     keep=(Keep(".self_attn.kv_b_proj", "engines decode it when they load it", divided=True),),
     cached=(Cached(".self_attn.kv_a_proj_with_mqa", None),),
 )
-DEEPSEEK_V3 = model("DeepseekV3ForCausalLM", LATENT, *DRAFTED_MLPS, ROUTED, draft_layers="num_hidden_layers")
+# SGLang puts one of these behind the other whatever it is: shapes and global scales too.
+LATENT_UNPACKED = (".self_attn.q_a_proj",)
+DEEPSEEK_V3 = model(
+    "DeepseekV3ForCausalLM",
+    LATENT,
+    *DRAFTED_MLPS,
+    ROUTED,
+    draft_layers="num_hidden_layers",
+    sglang=SGLang(unpacked=LATENT_UNPACKED),
+)
 
 # The projections of one layer's index over the tokens; small, and vLLM 0.32.0 (vllm/models/deepseek_v32) reads
 # two of the three unquantized.
@@ -594,6 +611,13 @@ AFMOE = model(
     replace(ROUTED, keep=(Keep(".mlp.router.gate", ROUTER),)),
     # models/afmoe.py:513
     head_refused=NAMELESS_HEAD,
+    # SGLang 0.5.23 models/afmoe.py:257, where experts are layers of their own, found by other names.
+    sglang=SGLang(
+        tuple(
+            Refusal(scheme, None, "it takes no packed codes for experts", "--scheme channel loads")
+            for scheme in ("int8-weights", "int4", "nvfp4")
+        )
+    ),
     windows=Windows(4, "global_attn_every_n_layers"),
 )
 
@@ -649,7 +673,9 @@ QWEN3_NEXT = model(
     # models/qwen3_next.py:851
     head_refused="vLLM 0.32.0 builds it without a quantization",
     sglang=SGLang(
-        (Refusal("tensor", "fp8", "it asks in_proj_qkvz for four scales", "--scheme channel and -w 128 load"),)
+        (Refusal("tensor", "fp8", "it asks in_proj_qkvz for four scales", "--scheme channel and -w 128 load"),),
+        # SGLang 0.5.23 models/qwen3_next.py:311
+        unpacked=(".linear_attn.in_proj_qkvz",),
     ),
 )
 
@@ -934,7 +960,9 @@ LLAMA4_WRAPPED = wrapped(
                 "it reorders the rows of queries and keys, but not their scales",
                 "--scheme tensor, and -w 128 in the fp8 format, load",
             ),
-        )
+        ),
+        # It does not reorder those at all.
+        unpacked=(".self_attn.{q,k}_proj",),
     ),
 )
 
@@ -987,7 +1015,8 @@ MODELS: dict[str, Model] = {
             DEEPSEEK_V3,
             name="Glm4MoeLiteForCausalLM",
             sglang=SGLang(
-                (Refusal("tensor", "fp8", "it joins scales as if they had rows", "--scheme channel and -w 128 load"),)
+                (Refusal("tensor", "fp8", "it joins scales as if they had rows", "--scheme channel and -w 128 load"),),
+                unpacked=LATENT_UNPACKED,
             ),
         ),
         DEEPSEEK_V32,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT
+from openquant.formats.names import SCHEME_NAMES
 
 DOCUMENTS = sorted(path for place in (".", "docs", "benchmarks", "tests/*") for path in ROOT.glob(f"{place}/*.md"))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -55,3 +56,16 @@ def test_the_readme_has_the_commands_that_ci_types() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert "pip install -e . && python compress_fp8.py -m examples/tiny-qwen3" in lines
     assert "pip install -e '.[test]' && python -m pytest" in lines
+
+
+def test_who_chooses_is_told_what_was_measured() -> None:
+    """The table to choose by has every scheme, with the divergence of the table that benchmarks/schemes.py printed."""
+
+    def rows(name: str) -> dict[str, str]:
+        return dict(
+            re.findall(r"^\| `([\w-]+)` \| [^|]+ \| ([\d.]+)", (ROOT / "docs" / name).read_text(), re.MULTILINE)
+        )
+
+    measured = {scheme: f"{float(kl):.4f}" for scheme, kl in rows("evaluation.md").items()}
+    assert rows("formats.md") == measured
+    assert set(measured) == set(SCHEME_NAMES)

@@ -11,6 +11,8 @@ from .fates import Fates
 from .parallel import text_config
 from .roles import Entry, is_head
 
+# Codes in int32.
+WORDS = "pack-quantized"
 _NO_HEAD = "leave --quantize-lm-head out"
 
 
@@ -30,18 +32,31 @@ def unread_by_sglang(entry: Entry, fates: Fates) -> Refusal | None:
         if refusal is not None:
             return refusal
     if any(entry.role(module).plain for module, _ in quantized):
-        modules = ", ".join(f"**{pattern}" for pattern in sglang.plain)
-        return Refusal(None, None, f"it builds {modules} in bfloat16", "with --ignore for that it loads")
+        return Refusal(None, None, f"it builds {_named(sglang.plain)} in bfloat16", "with --ignore for that it loads")
+    packed = (module for module, chosen in quantized if chosen.format.codes == "weight_packed")
+    if any(entry.role(module).unpacked for module in packed):
+        why = f"it takes no packed codes for {_named(sglang.unpacked)}"
+        return Refusal(None, None, why, "with --ignore for that it loads")
     if sglang.head is not None and len(quantized) < len(fates.kinds):
         return Refusal(None, None, sglang.head, "without --quantize-lm-head it loads")
     uneven = any(fate.scheme is None or not is_head(module) for module, fate in fates.others.items())
     if quantized and uneven and scheme.method in sglang.alike:
         return Refusal(None, None, "it finds none of these layers by name", "with all layers alike it loads")
+    # Such experts ask the whole config for its format (compressed_tensors_wNa16_moe.py:75-84).
+    mixed = len({chosen.settings.get("format") for _, chosen in fates.kinds}) > 1
+    words = (module for module, chosen in quantized if chosen.settings.get("format") == WORDS and entry.experts(module))
+    if mixed and any(words):
+        hint = "give the experts --scheme-for nvfp4, or all layers the same"
+        return Refusal(None, None, "it loads experts in words only where all layers are in words", hint)
     # It asks the group of all Linear layers for the size of blocks (compressed_tensors.py:272-279).
     blocks = (module for module, chosen in quantized if chosen.name == "block" and not entry.experts(module))
     if scheme.name != "block" and any(blocks):
         return Refusal(None, None, "it loads blocks only where most layers have them", "-w 128 with --scheme-for loads")
     return None
+
+
+def _named(patterns: tuple[str, ...]) -> str:
+    return ", ".join(f"**{pattern}" for pattern in patterns)
 
 
 def refuse_experts(entry: Entry, fates: Fates) -> None:

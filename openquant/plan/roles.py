@@ -28,6 +28,7 @@ class Role(NamedTuple):
         looked_up: last part of the name that vLLM looks up instead of its own; None where it looks up its own.
         reordered: whether an engine puts its rows in another order.
         plain: whether SGLang builds it in bfloat16.
+        unpacked: whether SGLang takes no codes of it that share a byte or a word.
         divided: whether tensor-parallel ranks have a part of it each.
     """
 
@@ -43,6 +44,7 @@ class Role(NamedTuple):
     looked_up: str | None
     reordered: bool
     plain: bool
+    unpacked: bool
     divided: bool
 
 
@@ -58,6 +60,7 @@ class Entry:
         self._compress = compile_any(absolute(model, model.compress))
         self._reordered = compile_any(absolute(model, model.reordered))
         self._plain = compile_any(absolute(model, model.sglang.plain))
+        self._unpacked = compile_any(absolute(model, model.sglang.unpacked))
         stacks = [(experts, stacked) for experts in model.experts for stacked in experts.stacked]
         places = [f"{experts.place}.{stacked.name}" for experts, stacked in stacks]
         self._stacks = list(zip(_compiled(model, places), stacks, strict=True))
@@ -102,6 +105,7 @@ class Entry:
             looked_up=next(filter(None, looked_up), None),
             reordered=self._reordered.fullmatch(module) is not None,
             plain=self._plain.fullmatch(module) is not None,
+            unpacked=self._unpacked.fullmatch(module) is not None,
             divided=split is not None or is_head(module) or any(keep.divided for keep in keeps),
         )
 

@@ -23,7 +23,9 @@ from openquant.formats.schemes import (
     INT4_W4A16,
     INT4_W4A16_32,
     INT4_W4A16_CHANNEL,
+    INT8_W8A16,
     MXFP8,
+    NVFP4,
     TENSOR,
     TENSOR_COMPRESSED,
     Scheme,
@@ -565,6 +567,11 @@ PLAIN = "it builds **.self_attn.* in bfloat16; with --ignore for that it loads"
 NO_NAMES = "it finds none of these layers by name; with all layers alike it loads"
 HEAD = "it builds the output head in bfloat16 whatever is stored; without --quantize-lm-head it loads"
 BLOCKS = "it loads blocks only where most layers have them; -w 128 with --scheme-for loads"
+WORDS = (
+    "it loads experts in words only where all layers are in words; give the experts --scheme-for nvfp4, or all layers "
+    "the same"
+)
+UNPACKED = "it takes no packed codes for **.self_attn.q_a_proj; with --ignore for that it loads"
 FIRST = ("**.layers.0.**",)
 
 
@@ -589,13 +596,21 @@ FIRST = ("**.layers.0.**",)
         ("PhiForCausalLM", CHANNEL, Options(), None),
         ("Qwen3ForCausalLM", CHANNEL, Options(scheme_for=(("**.o_proj", BLOCK_COMPRESSED),)), BLOCKS),
         ("Qwen3MoeForCausalLM", CHANNEL, Options(scheme_for=(("**.experts.**", BLOCK_COMPRESSED),)), None),
+        ("Qwen3MoeForCausalLM", CHANNEL, Options(scheme_for=(("**.experts.**", INT4_W4A16),)), WORDS),
+        ("Qwen3MoeForCausalLM", CHANNEL, Options(scheme_for=(("**.experts.**", NVFP4),)), None),
+        ("Qwen3MoeForCausalLM", INT4_W4A16, Options(scheme_for=(("**.self_attn.*", INT8_W8A16),)), None),
+        ("Qwen3ForCausalLM", INT4_W4A16, Options(scheme_for=(("**.self_attn.*", CHANNEL),)), None),
+        ("DeepseekV3ForCausalLM", NVFP4, Options(), UNPACKED),
+        ("DeepseekV3ForCausalLM", NVFP4, Options(("**.q_a_proj",)), None),
+        ("DeepseekV3ForCausalLM", CHANNEL, Options(), None),
+        ("AfmoeForCausalLM", INT4_W4A16, Options(), "it takes no packed codes for experts; --scheme channel loads"),
     ],
 )
 def test_the_plan_says_what_sglang_does_not_load(
     tmp_path: Path, architecture: str, scheme: Scheme, options: Options, says: str | None
 ) -> None:
     plan = make_plan(open_checkpoint(tiny.write(tmp_path / "a", architecture)), scheme, options)
-    notes = [note for note in plan.notes if "SGLang" in note]
+    notes = [note for note in plan.notes if note.startswith("SGLang")]
     assert notes == ([] if says is None else [f"SGLang 0.5.23 does not load this output: {says}"])
     assert plan.engines == (("vLLM",) if says else ("vLLM", "SGLang"))
 

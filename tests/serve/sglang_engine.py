@@ -104,16 +104,20 @@ def values(model: torch.nn.Module, name: str, parameter: torch.nn.Parameter, col
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
     if parameter.dtype == torch.int32:
-        bits = 32 * parameter.shape[-1] // columns
-        places = [(parameter.data >> place) & (2**bits - 1) for place in range(0, 32, bits)]
+        words, scale = parameter.data, getattr(module, f"{last}_scale").data.float()
+        if getattr(parameter, "is_transposed", False):
+            # Experts lie turned.
+            words, scale = words.mT, scale.mT
+        bits = 32 * words.shape[-1] // columns
+        places = [(words >> place) & (2**bits - 1) for place in range(0, 32, bits)]
         codes = torch.stack(places, dim=-1).flatten(-2).float() - 2 ** (bits - 1)
-        return codes * spread(module.weight_scale.data.float(), codes.shape, [])
+        return codes * spread(scale, codes.shape, [])
     if parameter.dtype == torch.uint8:
         both = torch.tensor([*FP4, *(-value for value in FP4)])
         codes = torch.stack([both[(parameter.data & 15).int()], both[(parameter.data >> 4).int()]], -1).flatten(-2)
         # Each merged layer has room for one, which all have alike.
-        scale = module.weight_scale.data.float() / module.weight_global_scale.data.max()
-        return codes * spread(scale, codes.shape, [])
+        over = getattr(module, f"{last}_global_scale").data.reshape(*codes.shape[:-2], -1).amax(-1)[..., None, None]
+        return codes * spread(getattr(module, f"{last}_scale").data.float() / over, codes.shape, [])
     scale = next(getattr(module, found) for end in ("_scale", "_scale_inv") if hasattr(module, found := last + end))
     return parameter.data.float() * spread(scale.data.float(), parameter.shape, getattr(module, "logical_widths", []))
 

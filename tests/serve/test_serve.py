@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from engine_client import (
     CHOSEN,
     TO_DEQUANTIZED,
@@ -29,6 +28,7 @@ from engine_client import (
     rewrite,
     table_cells,
 )
+from engine_layers import UNBUILT, Layers, built, usual, written
 
 import tiny
 from conftest import EXAMPLE
@@ -312,8 +312,6 @@ NEWER_PREFIXES = {
     "multi_modal_projector.": "model.multi_modal_projector.",
 }
 GEMMA3_WRAPPED, LLAMA4_WRAPPED = "Gemma3ForConditionalGeneration", "Llama4ForConditionalGeneration"
-# vLLM's CPU build has no sparse attention.
-UNBUILT = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 SPARSE_STEP = {"mlp_only_layers": [], "decoder_sparse_step": 2}
 
 
@@ -407,8 +405,6 @@ ALL_LISTED = {
 LISTED = {name: modules for name, modules in ALL_LISTED.items() if name in CHOSEN}
 DROPPED = "model.layers.1.mlp.down_proj"
 
-Layers = Mapping[str, "dict[str, Any] | EngineError"]
-
 
 @pytest.fixture(scope="session")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -465,52 +461,18 @@ def unlist(source: Path, target: Path) -> Path:
     return rewrite(source, target, None, config)
 
 
-def usual(module: str) -> str:
-    """A name without what tells the engine's from the checkpoint's."""
-    module = re.sub(r"^(model\.language_model|language_model(\.model)?|model|backbone)\.", "", module)
-    return module.replace(".short_conv.", ".conv.")
-
-
-def built_as_fp8(answer: dict[str, Any] | EngineError, written: set[str]) -> set[str]:
-    """What vLLM quantizes, in the names of what is `written`; the routed experts of a layer are one of them."""
-    if isinstance(answer, EngineError):
-        raise answer
-    members = {"gate_up_proj": ["gate_proj", "up_proj"], "qkv_proj": ["q_proj", "k_proj", "v_proj"], **answer["packed"]}
-    found = set()
-    for path, quantized in answer["quantized"].items():
-        module = usual(path)
-        parent, dot, last = module.rpartition(".")
-        if quantized and module in written:
-            found.add(module)
-        elif quantized:
-            found.update(parent + dot + member for member in members.get(last, [last]))
-    return found
-
-
-def written_as_fp8(directory: Path) -> set[str]:
-    codes = (name for name, tensor in tiny.read(directory).items() if tensor.dtype == torch.float8_e4m3fn)
-    modules = {re.sub(r"(\.experts)\.\d+\..*", r"\1", name.removesuffix(".weight")) for name in codes}
-    # vLLM goes by its own name for a layer's experts, and by the checkpoint's for its modules.
-    for part, other in MODELS[json.loads((directory / "config.json").read_text())["architectures"][0]].renames:
-        modules = {module.replace(part, other) if ".experts" in module else module for module in modules}
-    return {usual(module) for module in modules}
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_layer_is_built_as_it_is_stored(case: Case, cases: dict[str, Path], layers: Layers) -> None:
     """And the weights fill the model, or else vLLM refuses them."""
-    written = written_as_fp8(cases[case.name])
-    built = built_as_fp8(layers[case.name], written)
-    assert built == written
-    assert built
+    stored = written(cases[case.name])
+    assert stored
+    assert built(layers[case.name], stored) == stored
 
 
 @pytest.mark.parametrize("scheme", ["tensor", "channel"])
 @pytest.mark.parametrize("architecture", LISTED)
 def test_control_unlisted_layers_show(architecture: str, scheme: str, layers: Layers) -> None:
-    listed, unlisted = (
-        built_as_fp8(layers[f"{architecture}-{which}"], set()) for which in (scheme, f"{scheme}-unlisted")
-    )
+    listed, unlisted = (built(layers[f"{architecture}-{which}"], set()) for which in (scheme, f"{scheme}-unlisted"))
     assert unlisted - listed == {usual(module) for module in LISTED[architecture]}
 
 

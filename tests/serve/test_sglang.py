@@ -28,21 +28,22 @@ from openquant.plan.plan import make_plan
 pytestmark = pytest.mark.serve
 
 COMPRESSED = "compressed-tensors"
-# As compress() takes them. The first three have a column in docs/architectures.md.
+# As compress() takes them. The first five have a column in docs/architectures.md.
 SCHEMES: dict[str, dict[str, Any]] = {
     "tensor": {"scheme": "tensor"},
     "channel": {"scheme": "channel"},
     "block": {"scheme": "block"},
+    "int4": {"scheme": "int4"},
+    "nvfp4": {"scheme": "nvfp4"},
     "block-ue8m0": {"scheme": "block", "scale_format": "ue8m0"},
     "tensor-compressed": {"scheme": "tensor", "format": COMPRESSED},
     "block-compressed": {"scheme": "block", "format": COMPRESSED},
     "mxfp8": {"scheme": "mxfp8"},
     "int8": {"scheme": "int8"},
     "int8-weights": {"scheme": "int8-weights"},
-    "nvfp4": {"scheme": "nvfp4"},
-    "int4": {"scheme": "int4"},
+    "int4-channel": {"scheme": "int4", "group_size": "channel"},
 }
-COLUMNS = tuple(SCHEMES)[:3]
+COLUMNS = tuple(SCHEMES)[:5]
 EACH_SCHEME = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForConditionalGeneration")
 EVERYTHING = os.environ.get("OPENQUANT_ALL") == "1"
 # What SGLang 0.5.23 does not load in bfloat16 either, or not from these small models' config.json.
@@ -52,7 +53,7 @@ NOT_RUN = {
     "Llama4ForCausalLM": "in bfloat16 it leaves .*experts.* unfilled",
 }
 QWEN3, QWEN3_MOE, GEMMA3 = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForConditionalGeneration"
-DEEPSEEK = "DeepseekV3ForCausalLM"
+DEEPSEEK, LLAMA4_WRAPPED = "DeepseekV3ForCausalLM", "Llama4ForConditionalGeneration"
 IGNORED = {"ignore": ["**.layers.0.**"]}
 ATTENTION, EXPERTS, LATENT = "**.self_attn.*", "**.experts.**", "**.kv_a_proj_with_mqa"
 
@@ -84,9 +85,7 @@ def fits(architecture: str, scheme: str) -> bool:
     refused = tiny.refused(model.name, find_scheme(options["scheme"], options.get("format")))
     # The hybrid's small model has no experts.
     experts = scheme == "tensor-compressed" and model.experts and architecture != "GraniteMoeHybridForCausalLM"
-    # Experts in words lie turned in SGLang, which sglang_engine.py cannot hold against the others.
-    turned = scheme in ("int8-weights", "int4", "nvfp4") and bool(model.experts)
-    return refused is None and not turned and not (experts and architecture != "NemotronHForCausalLM")
+    return refused is None and not (experts and architecture != "NemotronHForCausalLM")
 
 
 ALL_CELLS = (
@@ -104,6 +103,13 @@ ALL_CELLS = (
     ),
     Cell("Mistral3ForConditionalGeneration", "block-compressed", name="advised"),
     Cell("OlmoForCausalLM", "tensor", {"ignore": [ATTENTION]}, "advised"),
+    *(
+        Cell(
+            name, scheme, {"ignore": [f"**{pattern}" for pattern in MODELS[name].sglang.unpacked]}, f"{scheme}-unpacked"
+        )
+        for name in (DEEPSEEK, "Glm4MoeForCausalLM", "Qwen3NextForCausalLM", LLAMA4_WRAPPED)
+        for scheme in ("int4", "nvfp4")
+    ),
     # Names of what is left, or stored otherwise: merged layers, the experts' module, a wrapper's parts.
     *(
         Cell(name, scheme, IGNORED, f"{scheme}-ignored")
@@ -129,6 +135,13 @@ ALL_CELLS = (
         )
     ),
     Cell(QWEN3_MOE, "channel", {"scheme_for": {EXPERTS: "block"}}, "experts-in-blocks"),
+    Cell(QWEN3_MOE, "channel", {"scheme_for": {EXPERTS: "nvfp4"}}, "experts-in-nvfp4"),
+    *(
+        Cell(QWEN3_MOE, scheme, {"scheme_for": {ATTENTION: "channel"}}, f"{scheme}-beside-channel")
+        for scheme in ("int4", "int8-weights", "nvfp4")
+    ),
+    Cell(QWEN3_MOE, "int4", {"scheme_for": {ATTENTION: "int8-weights"}}, "all-in-words"),
+    Cell(QWEN3, "int4", {"scheme_for": {ATTENTION: "channel"}}, "int4-beside-channel"),
     Cell(QWEN3, "channel", {"scheme_for": {ATTENTION: "block"}}, "some-in-blocks"),
     Cell(QWEN3, "block-compressed", {"tp": 2}, "two-ranks"),
     *(
@@ -254,7 +267,7 @@ def test_what_is_not_run_says_why(name: str, loaded: Loaded) -> None:
 
 
 def test_the_table_says_which_sglang_loads(outputs: dict[str, Path], loaded: Loaded) -> None:
-    said = {name: cells[3:] for name, cells in table_cells().items()}
+    said = {name: cells[5:] for name, cells in table_cells().items()}
     found = {name: ["refused"] * len(COLUMNS) for name in said}
     for cell in CELLS:
         if cell.scheme in COLUMNS and not cell.options:

@@ -1,0 +1,57 @@
+"""Which modules an output stores quantized, and which of them vLLM builds so, in the same names."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_client import EngineError
+
+import tiny
+from openquant.models import MODELS
+
+# vLLM's CPU build has no sparse attention.
+UNBUILT = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+
+# What engine.py's `layers` says, by model.
+Layers = Mapping[str, "dict[str, Any] | EngineError"]
+
+
+def usual(module: str) -> str:
+    """A name without what tells the engine's from the checkpoint's."""
+    module = re.sub(r"^(model\.language_model|language_model(\.model)?|model|backbone)\.", "", module)
+    return module.replace(".short_conv.", ".conv.")
+
+
+def built(answer: dict[str, Any] | EngineError, written: set[str]) -> set[str]:
+    """What vLLM quantizes, in the names of what is `written`; the routed experts of a layer are one of them."""
+    if isinstance(answer, EngineError):
+        raise answer
+    members = {"gate_up_proj": ["gate_proj", "up_proj"], "qkv_proj": ["q_proj", "k_proj", "v_proj"], **answer["packed"]}
+    found = set()
+    for path, quantized in answer["quantized"].items():
+        module = usual(path)
+        parent, dot, last = module.rpartition(".")
+        if quantized and module in written:
+            found.add(module)
+        elif quantized:
+            found.update(parent + dot + member for member in members.get(last, [last]))
+    return found
+
+
+def written(directory: Path) -> set[str]:
+    """What an output stores as codes; the experts of a layer are one."""
+    codes = {
+        name.removesuffix("_packed").removesuffix(".weight")
+        for name, tensor in tiny.read(directory).items()
+        if name.endswith(".weight_packed") or (name.endswith(".weight") and tensor.dtype == torch.float8_e4m3fn)
+    }
+    modules = {re.sub(r"(\.experts)\.\d+\..*", r"\1", name) for name in codes}
+    # vLLM goes by its own name for a layer's experts, and by the checkpoint's for its modules.
+    for part, other in MODELS[json.loads((directory / "config.json").read_text())["architectures"][0]].renames:
+        modules = {module.replace(part, other) if ".experts" in module else module for module in modules}
+    return {usual(module) for module in modules}

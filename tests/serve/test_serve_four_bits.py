@@ -1,0 +1,153 @@
+"""vLLM loads every architecture in four bits, some of which also compute what codes and scales stand for and answer.
+
+Plain torch multiplies where vLLM's CPU build has no kernel: FP4 anywhere, experts (shim/).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from engine_client import (
+    CHOSEN,
+    TO_DEQUANTIZED,
+    Answers,
+    Engine,
+    complete,
+    find_engine,
+    rewrite,
+    table_cells,
+)
+from engine_layers import UNBUILT, Layers, built, written
+
+import tiny
+from conftest import EXAMPLE
+from openquant import compress, dequantize
+from openquant.formats.schemes import find_scheme
+
+pytestmark = pytest.mark.serve
+
+SCHEMES = ("int4", "nvfp4", "mxfp4")
+MOE = "Qwen3MoeForCausalLM"
+SERVED = tuple(
+    name
+    for name in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM", MOE)
+    if name in CHOSEN
+)
+# Beside FP8, whose activations are rounded.
+BESIDE = tuple(f"{MOE}-{scheme}-beside-channel" for scheme in SCHEMES if MOE in SERVED)
+# Random weights: 0.025 to 0.05, in mxfp4 up to 0.06; equal ones 0.
+TO_SOURCE = 0.1
+LOADED = tuple(
+    (name, scheme)
+    for name in CHOSEN
+    for scheme in SCHEMES
+    if name not in UNBUILT and tiny.refused(name, find_scheme(scheme)) is None
+)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return find_engine()
+
+
+@pytest.fixture(scope="module")
+def outputs(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Each architecture in each scheme, `<architecture>-<scheme>`; the sources too; of those that are served
+    `<architecture>-<scheme>-plain`, and with attention in FP8 as well.
+    """
+    root = tmp_path_factory.mktemp("four-bits")
+    found = {}
+    for name in dict.fromkeys(name for name, _ in LOADED):
+        found[name] = tiny.write(root / name, name, vocab=2048)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(EXAMPLE / file, found[name])
+    for name, scheme in LOADED:
+        output = found[f"{name}-{scheme}"] = root / f"{name}-{scheme}"
+        compress(found[name], output, scheme)
+        if name in SERVED:
+            found[f"{name}-{scheme}-plain"] = root / f"{name}-{scheme}-plain"
+            dequantize(output, found[f"{name}-{scheme}-plain"])
+    for name in BESIDE:
+        found[name], found[f"{name}-plain"] = root / name, root / f"{name}-plain"
+        compress(found[MOE], found[name], name.split("-")[1], scheme_for={"**.self_attn.*": "channel"})
+        dequantize(found[name], found[f"{name}-plain"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def layers(engine: Engine, outputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Layers:
+    asked = {f"{name}-{scheme}": outputs[f"{name}-{scheme}"] for name, scheme in LOADED}
+    answers = engine.layers(list(asked.values()), tmp_path_factory.mktemp("layers") / "answers")
+    return dict(zip(asked, answers, strict=True))
+
+
+@pytest.fixture(scope="module")
+def logprobs(engine: Engine, outputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """Of the sources and outputs of those that are served, and of outputs with experts in each other's place."""
+    asked = {name: path for name, path in outputs.items() if name.partition("-")[0] in SERVED}
+    root = tmp_path_factory.mktemp("swapped")
+    for output in [f"{MOE}-{scheme}" for scheme in SCHEMES if MOE in SERVED]:
+        tensors = {swapped(name): tensor for name, tensor in tiny.read(outputs[output]).items()}
+        asked[f"{output}-swapped"] = rewrite(outputs[output], root / output, tensors)
+    return engine.logprobs(asked, tmp_path_factory.mktemp("logprobs") / "answers")
+
+
+def swapped(name: str) -> str:
+    """A tensor's name with the first two experts in each other's place."""
+    return re.sub(r"(?<=[.]experts[.])[01](?=[.])", lambda number: str(1 - int(number[0])), name)
+
+
+@pytest.mark.parametrize(("name", "scheme"), LOADED)
+def test_every_layer_is_built_as_it_is_stored(name: str, scheme: str, outputs: dict[str, Path], layers: Layers) -> None:
+    """And the weights fill the model, or else vLLM refuses them."""
+    stored = written(outputs[f"{name}-{scheme}"])
+    assert stored
+    assert built(layers[f"{name}-{scheme}"], stored) == stored
+
+
+def test_the_table_says_what_is_loaded_and_served() -> None:
+    """One cell for int4, one for both kinds of FP4."""
+    said = {
+        (name, scheme, word)
+        for name, cells in table_cells().items()
+        for schemes, cell in zip((SCHEMES[:1], SCHEMES[1:]), cells[3:5], strict=True)
+        for scheme in schemes
+        for word in ("served", "loaded")
+        if cell.split(",")[0] == word
+    }
+    assert said == {(*cell, "served" if cell[0] in SERVED else "loaded") for cell in LOADED}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", SERVED)
+def test_computes_what_codes_and_scales_stand_for(name: str, scheme: str, logprobs: Answers) -> None:
+    assert logprobs.between(f"{name}-{scheme}-plain", f"{name}-{scheme}") <= TO_DEQUANTIZED["tensor"]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", SERVED)
+def test_stays_close_to_the_source(name: str, scheme: str, logprobs: Answers) -> None:
+    assert logprobs.between(name, f"{name}-{scheme}") <= TO_SOURCE
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_experts_compute_beside_attention_in_fp8(name: str, logprobs: Answers) -> None:
+    assert logprobs.between(f"{name}-plain", name) <= TO_DEQUANTIZED["channel"]
+
+
+# A server takes as long as the log-probabilities of ten models.
+@pytest.mark.parametrize("name", [name for name in SERVED if name != MOE])
+def test_answers(name: str, engine: Engine, outputs: dict[str, Path], tmp_path: Path) -> None:
+    model = outputs[f"{name}-int4"]
+    with engine.serve(model, tmp_path / "log", shim=True) as address:
+        answer = complete(address, model, "import os\n\ndef main(")
+    assert answer["choices"][0]["text"]
+    assert answer["usage"]["completion_tokens"] == 8
+
+
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if MOE in SERVED])
+def test_control_an_expert_in_anothers_place_shows(scheme: str, logprobs: Answers) -> None:
+    assert logprobs.between(f"{MOE}-{scheme}-plain", f"{MOE}-{scheme}-swapped") > 10 * TO_DEQUANTIZED["tensor"]
