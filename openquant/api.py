@@ -50,6 +50,7 @@ def compress(
     scale_format: str | None = None,
     activation_scheme: str = "dynamic",
     group_size: str | None = None,
+    asymmetric: bool = False,
     no_search: bool = False,
     ignore: Sequence[str] = (),
     scheme_for: Mapping[str, str] | None = None,
@@ -84,9 +85,11 @@ def compress(
     recipe = Recipe(**values_for(Recipe, given))
     scheme_for = recipe.scheme_for or {}
     grouped = {name for name, known in SCHEMES.items() if known.group_size}
-    size = recipe.group_size if recipe.scheme in grouped or grouped.isdisjoint(scheme_for.values()) else None
-    chosen = find_scheme(recipe.scheme, recipe.format, recipe.scale_format, recipe.activation_scheme, size)
-    others = find_others(chosen, scheme_for, recipe.group_size)
+    # What belongs to one of these goes to those that are mixed in, where that is the only place for it.
+    own = recipe.scheme in grouped or grouped.isdisjoint(scheme_for.values())
+    size, asymmetric = (recipe.group_size, recipe.asymmetric) if own else (None, False)
+    chosen = find_scheme(recipe.scheme, recipe.format, recipe.scale_format, recipe.activation_scheme, size, asymmetric)
+    others = find_others(chosen, scheme_for, recipe.group_size, recipe.asymmetric)
     if recipe.no_search:
         if not any(each.ratios for each in (chosen, *(other for _, other in others))):
             searched = " or ".join(name for name, known in SCHEMES.items() if known.ratios)

@@ -255,6 +255,15 @@ class Recipe:
             choices=("32", "64", "128", "channel"),
         ),
     )
+    asymmetric: bool = field(
+        default=False,
+        metadata=said(
+            "int4 with a zero point beside each scale",
+            WEIGHTS,
+            "whether groups of int4 have a zero point beside their scale, which brings weights nearer and which "
+            "transformers 5.23 cannot load",
+        ),
+    )
     no_search: bool = field(
         default=False,
         metadata=said(

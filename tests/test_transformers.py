@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 import tiny
 import zoo
+from conftest import EXAMPLE
 from converted import Shelf
 from openquant import compress
 from openquant.formats.quantization import read_quantization
@@ -99,6 +100,16 @@ def test_per_tensor_output_is_refused(shelf: Shelf, load: str) -> None:
     says = "scale_fmt must be .*'one scale per tensor: transformers misreads this; use vLLM or SGLang'"
     with pytest.raises(ValueError, match=says):
         getattr(transformers, load).from_pretrained(output)
+
+
+def test_zero_points_are_refused(tmp_path: Path) -> None:
+    """compressed-tensors 0.20 leaves them unpacked where it builds the shapes to be expected."""
+    import transformers
+
+    output = tmp_path / "out"
+    compress(EXAMPLE, output, "int4", asymmetric=True)
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        transformers.AutoModelForCausalLM.from_pretrained(output)
 
 
 COMPRESSED = [

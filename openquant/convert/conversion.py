@@ -22,8 +22,9 @@ from ..errors import PlanError, SourceError
 from ..files.output import OutputDirectory
 from ..files.shardfile import ALIGNMENT, AlignedBuffer, Bytes, FinishedShard, ShardFile
 from ..formats.format import grid_of
-from ..formats.kernels import scale_values
+from ..formats.kernels import pack_words, scale_values
 from ..formats.numbers import Floats
+from ..formats.ranges import ranged
 from ..formats.schemes import Scheme
 from ..formats.search import searched
 from ..plan.layout import Copy, CopyScale, Decode, Encode, Job, Layout, Piece, Put, Shard, Unstack
@@ -49,7 +50,7 @@ Target = ShardFile | FinishedShard
 
 def worker_memory(plan: Plan, device: str) -> int:
     """Bytes that one worker needs at most, beyond what the process already holds."""
-    multiples = {scheme.format.group[0] or 1 for scheme in plan.schemes} or {1}
+    multiples = {scheme.format.height for scheme in plan.schemes} or {1}
     largest = BUFFER
     beside = 0
     for weight in plan.weight_kinds:
@@ -354,7 +355,7 @@ class _Worker:
         weight, scale_place = piece.weight, piece.scale_target
         assert weight.format is not None
         group, extent = weight.format.group, weight.rows(self.reader.where)
-        height = group[0] or 1
+        height, zero_place = max(group[0] or 1, scheme.format.height), piece.zero_target
         step = max(1, BUFFER // (extent.pitch * height)) * height
         divisor = self.reader.divisor(weight)
         if scheme.format.global_scale is not None and piece.tied_target is not None:
@@ -367,12 +368,15 @@ class _Worker:
                 codes = slot.take(place, count * extent.pitch)
                 self.reader.codes(source, weight, low, codes)
                 scale = self.reader.scales(weight, low, count, SMALLEST_SCALE, scheme.format.scale.power_of_two)
-                self.reader.check_codes(weight, low, codes, scale, self.reader.zeros(weight, low, count))
+                zero = self.reader.zeros(weight, low, count)
+                self.reader.check_codes(weight, low, codes, scale, zero)
                 slot.send(file, codes, place)
                 stored = scheme.format.stored(scale, divisor)
                 if low == 0 or group[0] is not None:
                     file.write(stored, scale_place)
                     scale_place += stored.nbytes
+                if zero_place is not None:
+                    zero_place = _write_zeros(np.zeros_like(scale) if zero is None else zero, scheme, file, zero_place)
                 self.conversion.advance(codes.nbytes)
 
     def _shared_absmax(self, job: Encode) -> Floats:
@@ -395,18 +399,21 @@ class _Worker:
 
     def _quantize(self, piece: Piece, scheme: Scheme, shared: Floats | None, file: Target) -> None:
         weight, form, place, scale_place = piece.weight, scheme.format, piece.target, piece.scale_target
-        divisor = None
+        divisor, zero, zero_place = None, None, piece.zero_target
         if shared is not None and piece.tied_target is not None:
             divisor = None if form.shared else form.divisor(shared)
             file.write(form.stored(form.scales(shared)) if divisor is None else divisor, piece.tied_target)
-        for bits in self.reader.rows(weight, form.group[0] or 1):
+        for bits in self.reader.rows(weight, form.height):
             loaded = self.kernels.load(bits, weight.dtype)
             if shared is None or not form.shared:
                 amax = self.kernels.absmax(loaded, weight.dtype, form.group)
                 self._require_small(weight, amax, scheme)
                 # On a CPU whatever the device, so that all of them find the same.
                 ratios = scheme.ratios
-                if ratios:
+                if zero_place is not None:
+                    scale, zero = ranged(bits, weight.dtype, form, ratios)
+                    zero_place = _write_zeros(zero, scheme, file, zero_place)
+                elif ratios:
                     scale = searched(bits, weight.dtype, amax, form, ratios, divisor)
                 else:
                     scale = form.scales(amax, divisor)
@@ -417,7 +424,7 @@ class _Worker:
                 scale = form.scales(shared)
             slot = self._slot()
             codes = slot.take(place, bits.size // form.number.per_byte)
-            self.kernels.encode(loaded, weight.dtype, scale, form, codes.reshape(len(bits), -1), divisor)
+            self.kernels.encode(loaded, weight.dtype, scale, form, codes.reshape(len(bits), -1), divisor, zero)
             slot.send(file, codes, place)
             place += codes.nbytes
             self.conversion.advance(consumed(weight, len(bits)))
@@ -441,3 +448,10 @@ class _Worker:
                 f"{extent.label} in {extent.shard} holds NaN or infinity",
                 "the weights are damaged: download or save them again, or leave this layer as it is with --ignore",
             )
+
+
+def _write_zeros(zero: Floats, scheme: Scheme, file: Target, place: int) -> int:
+    """Write the zero points of some rows; where those of the next go."""
+    words = pack_words(scheme.format.number.encode(zero), scheme.format.number)
+    file.write(words, place)
+    return place + words.nbytes

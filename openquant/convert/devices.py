@@ -43,10 +43,17 @@ class CpuKernels:
         return self.loops.absmax(bits, dtype, group)
 
     def encode(
-        self, bits: Bits, dtype: str, scale: Floats, format: Format, out: Codes, divisor: Floats | None = None
+        self,
+        bits: Bits,
+        dtype: str,
+        scale: Floats,
+        format: Format,
+        out: Codes,
+        divisor: Floats | None = None,
+        zero: Floats | None = None,
     ) -> None:
         """Write the codes of weights that `load` gave to `out`, as they are stored."""
-        self.loops.encode_stored(bits, dtype, scale, format.group, out, format.number, divisor)
+        self.loops.encode_stored(bits, dtype, scale, format.group, out, format.number, divisor, zero)
 
     def load(self, bits: Bits, dtype: str) -> Bits:
         """Weights as `absmax` and `encode` take them: here the bits themselves."""
@@ -110,14 +117,22 @@ class TorchKernels:
             return np.asarray(group_absmax(weight, group).cpu().numpy())
 
     def encode(
-        self, weight: Any, dtype: str, scale: Floats, format: Format, out: Codes, divisor: Floats | None = None
+        self,
+        weight: Any,
+        dtype: str,
+        scale: Floats,
+        format: Format,
+        out: Codes,
+        divisor: Floats | None = None,
+        zero: Floats | None = None,
     ) -> None:
         """Write the codes of weights that `load` gave to `out`, as they are stored."""
         from ..formats.reference import encode
 
         del dtype, divisor  # the weight has the one, scales the other
         with self._working():
-            codes = encode(weight, self.torch.from_numpy(scale).to(self.device), format)
+            shift = None if zero is None else self.torch.from_numpy(zero).to(self.device)
+            codes = encode(weight, self.torch.from_numpy(scale).to(self.device), format, shift)
             self.torch.from_numpy(out).copy_(codes.view(self.torch.uint8), non_blocking=True)
             if self.stream is not None:
                 # Before the codes are written, and before the next weights are read into the same memory.

@@ -51,15 +51,22 @@ def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
 
 
 def encode_stored(
-    bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes, number: Number, divisor: Floats | None = None
+    bits: Bits,
+    dtype: str,
+    scale: Floats,
+    group: Group,
+    out: Codes,
+    number: Number,
+    divisor: Floats | None = None,
+    zero: Floats | None = None,
 ) -> None:
     """As kernels.encode_stored."""
     del divisor  # what tables are made for
     rows, cols = bits.shape
     place = bits, *_kind(dtype), scale, group[0] or rows, group[1] or cols, number.per_byte, out
     if number.normal == 0:
-        zero = number.encode(np.zeros(1, f32)).item()
-        _encode_integers(*place, *_range(number)[:2], u32(zero))
+        middle = number.encode(np.zeros(1, f32)).item()
+        _encode_integers(*place, *_range(number)[:2], u32(middle), np.zeros_like(scale) if zero is None else zero)
     else:
         steps = u32(round(number.normal / number.smallest))
         _encode_floats(*place, *_range(number)[1:], steps, u32(0x80 if number.per_byte == 1 else 8))
@@ -139,6 +146,7 @@ def _encode_integers(
     out: Any,
     least: Any,
     most: Any,
+    middle: Any,
     zero: Any,
 ) -> None:
     values, codes = np.empty(bits.shape[1], f32), np.empty(bits.shape[1], u8)
@@ -146,12 +154,13 @@ def _encode_integers(
         _load(bits[row], half, below, values)
         into = codes if per_byte == 2 else out[row]
         for group in range(scale.shape[1]):
-            divisor = scale[row // height, group]
+            divisor, shift = scale[row // height, group], zero[row // height, group]
             part = values[group * width : (group + 1) * width]
             found = into[group * width : (group + 1) * width]
             for i in range(part.size):
-                whole = f32(min(max(f32(part[i] / divisor), least), most) + f32(_ROUNDS))
-                found[i] = u8(u32(f32(whole).view(u32) + zero))
+                quotient = f32(f32(part[i] / divisor) + shift)
+                whole = f32(min(max(quotient, least), most) + f32(_ROUNDS))
+                found[i] = u8(u32(f32(whole).view(u32) + middle))
         if per_byte == 2:
             _pack(codes, out[row])
 

@@ -140,15 +140,22 @@ class Format:
         return "scale" if self.zero_point is None else "scale and zero point"
 
     def parts(self, module: str, shape: tuple[int, int]) -> tuple[TensorInfo, ...]:
-        """The tensors of a weight [out, in]: codes, scales, a global scale and the scale of its activations if it has
-        them, and those of `known`.
+        """The tensors of a weight [out, in]: codes, scales, a global scale, zero points and the scale of its
+        activations if it has them, and those of `known`.
         """
         codes = TensorInfo(f"{module}.{self.codes}", self.number.dtype, (shape[0], shape[1] // self.number.per_item))
         scale = TensorInfo(f"{module}.{self.scale.name}", self.scale.dtype, self.scale_shape(shape))
         static = (scale._replace(name=f"{module}.{INPUT_SCALE}"),) if self.static else ()
-        above = self.global_scale
+        above, zeros = self.global_scale, self.zero_points(module, shape)
         common = (TensorInfo(f"{module}.{above.name}", "F32", (1,) * above.axes),) if above else ()
-        return codes, scale, *common, *static, *(info for info, _ in self.known(module, shape))
+        return (
+            codes,
+            scale,
+            *common,
+            *((zeros,) if zeros else ()),
+            *static,
+            *(info for info, _ in self.known(module, shape)),
+        )
 
     def known(self, module: str, shape: tuple[int, int]) -> tuple[tuple[TensorInfo, bytes], ...]:
         """The tensors of a weight [out, in] that hold nothing but what its shape says, and their bytes."""
@@ -180,20 +187,30 @@ class Format:
             return f"{shape[0]} x {shape[1]} does not divide into {height} x {width} blocks"
         if shape[1] % self.number.per_item:
             return f"rows of {shape[1]} do not divide into words of {self.number.per_item} codes"
+        if self.zero_point is not None and shape[0] % self.number.per_item:
+            return f"{shape[0]} rows do not divide into words of {self.number.per_item} zero points"
         return None
+
+    @property
+    def height(self) -> int:
+        """Rows that are encoded together: those that share a scale, or whose zero points share a word."""
+        return self.number.per_item if self.zero_point is not None else self.group[0] or 1
 
     @property
     def whole(self) -> Group:
         """Rows and columns that no rank of tensor parallelism may part: (1, 4) where words hold four codes."""
         height, width = self.group
         words = self.number.per_item
+        height = height if self.zero_point is None else self.height
         return height, math.lcm(width or 1, words) if width is not None or words > 1 else None
 
     def holds(self, other: Format) -> bool:
         """Whether codes and scales of another format may stay as they are in this one, whatever they are called."""
         same = self.number, self.group, self.global_scale is None
-        return same == (other.number, other.group, other.global_scale is None) and (
-            other.scale.power_of_two or not self.scale.power_of_two
+        return (
+            same == (other.number, other.group, other.global_scale is None)
+            and (other.scale.power_of_two or not self.scale.power_of_two)
+            and (other.zero_point is None or self.zero_point is not None)
         )
 
     @property
@@ -236,6 +253,18 @@ class Format:
             scale = E4M3.decode(E4M3.encode(scale))
         scale = np.where(absmax == 0, np.float32(self.scale.of_zeros), scale).astype(np.float32)
         return scale if divisor is None or self.global_scale is None else scale / divisor
+
+    def ranges(self, low: Floats, high: Floats) -> tuple[Floats, Floats]:
+        """float32 scale of each group, and the value of the code that stands for zero, given its least and largest
+        weight: (max - min) / 15 over a range that includes zero, as compressed-tensors has it.
+        """
+        low, high = np.minimum(low, np.float32(0)), np.maximum(high, np.float32(0))
+        # Twice the span is all of the range.
+        half = (high - low) / np.float32(2)
+        # Of the scale that is not rounded yet (compressed-tensors 0.20, quantization/utils/helpers.py:106-108).
+        exact = np.maximum(half / np.float32(self.number.span), np.float32(self.scale.floor))
+        zero = self.number.nearest(-np.float32(self.number.largest) - low / exact)
+        return self.scales(half), zero
 
     def stored(
         self, scale: Floats, divisor: Floats | None = None

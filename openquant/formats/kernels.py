@@ -41,6 +41,7 @@ class Loops(Protocol):
         out: Codes,
         number: Number,
         divisor: Floats | None = None,
+        zero: Floats | None = None,
         /,
     ) -> None:
         """As below."""
@@ -127,7 +128,14 @@ def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
 
 
 def encode(
-    bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes, number: Number, divisor: Floats | None = None
+    bits: Bits,
+    dtype: str,
+    scale: Floats,
+    group: Group,
+    out: Codes,
+    number: Number,
+    divisor: Floats | None = None,
+    zero: Floats | None = None,
 ) -> None:
     """Write the codes [rows, cols] of weights [rows, cols] to `out`, a byte each.
 
@@ -139,7 +147,11 @@ def encode(
         out: uint8 [rows, cols], contiguous.
         number: what the codes are.
         divisor: float32 [1, 1], what E4M3 was divided by to make the scales; None where they were not.
+        zero: the values of the codes that stand for zero, shaped as scale; None where zero stands for itself.
     """
+    if zero is not None:
+        _encode_by_arithmetic(bits, dtype, scale, group, out, number, zero)
+        return
     if dtype == "BF16" and divisor is not None:
         exponent = scale.view(np.uint32) >> 23
         if np.all((exponent >= _SAFE) & (exponent <= _TOP_SCALE)):
@@ -165,20 +177,27 @@ def encode(
 
 
 def encode_stored(
-    bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes, number: Number, divisor: Floats | None = None
+    bits: Bits,
+    dtype: str,
+    scale: Floats,
+    group: Group,
+    out: Codes,
+    number: Number,
+    divisor: Floats | None = None,
+    zero: Floats | None = None,
 ) -> None:
     """As `encode`, to codes as they are stored: two share a byte where a number has 16 of them.
 
     Args:
-        bits, dtype, scale, group, number, divisor: as for encode.
+        bits, dtype, scale, group, number, divisor, zero: as for encode.
         out: uint8 [rows, cols / codes in a byte], contiguous.
     """
     if number.per_byte == 1:
-        encode(bits, dtype, scale, group, out, number, divisor)
+        encode(bits, dtype, scale, group, out, number, divisor, zero)
         return
     # All of them at once: what each chunk allocated anew would take twice as long.
     codes = np.empty(bits.shape, np.uint8)
-    encode(bits, dtype, scale, group, codes, number, divisor)
+    encode(bits, dtype, scale, group, codes, number, divisor, zero)
     for low, high, _ in _chunks((1, None), bits.shape):
         pack(codes[low:high], out[low:high])
 
@@ -199,6 +218,16 @@ def unpack(codes: Codes, number: Number) -> Codes:
 def unpack_words(words: npt.NDArray[np.uint32], number: Number) -> Codes:
     """Codes, a byte each, of words [rows, cols] that hold those of several rows, the first lowest."""
     return unpack(np.ascontiguousarray(words.T).view(np.uint8), number).T
+
+
+def pack_words(codes: Codes, number: Number) -> npt.NDArray[np.uint32]:
+    """Codes [rows, cols], a byte each, as words that hold those of several rows, the first lowest; zeros fill up."""
+    along = np.ascontiguousarray(np.pad(codes, ((0, -len(codes) % number.per_item), (0, 0))).T)
+    if number.per_byte > 1:
+        packed = np.empty((along.shape[0], along.shape[1] // number.per_byte), np.uint8)
+        pack(along, packed)
+        along = packed
+    return np.ascontiguousarray(along.view(np.uint32).T)
 
 
 def _chunks(group: Group, shape: tuple[int, ...]) -> Iterator[tuple[int, int, slice]]:
@@ -363,9 +392,12 @@ def _encode_by_offset(
         np.take(tables, index[: high - low], out=out[low:high], mode="clip")
 
 
-def _encode_by_arithmetic(bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes, number: Number) -> None:
+def _encode_by_arithmetic(
+    bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes, number: Number, zero: Floats | None = None
+) -> None:
     for low, high, part in _chunks(group, bits.shape):
-        out[low:high] = encode_float32(to_float32(bits[low:high], dtype), _widen(scale[part], group[1]), number)
+        spread = None if zero is None else _widen(zero[part], group[1])
+        out[low:high] = encode_float32(to_float32(bits[low:high], dtype), _widen(scale[part], group[1]), number, spread)
 
 
 def _widen(grid: npt.NDArray[Entry], width: int | None) -> npt.NDArray[Entry]:

@@ -18,6 +18,7 @@ from .format import Format, GlobalScale, Group
 from .ignored import MEND, Expressions, Ignored
 from .inputs import Inputs, read_inputs
 from .schemes import (
+    ASYMMETRIC,
     BLOCK,
     BLOCK_COMPRESSED,
     CHANNEL,
@@ -32,6 +33,7 @@ from .schemes import (
     TENSOR,
     TENSOR_COMPRESSED,
     VARIANTS,
+    ZERO_POINT,
     Scheme,
 )
 
@@ -86,7 +88,12 @@ class Quantization:
         """The scheme of ours in which all that no other group names is stored; None if none is."""
         form = self.groups[0][1]
         return next(
-            (scheme for scheme in (*VARIANTS, *STATIC) if (scheme.method, scheme.format) == (self.method, form)), None
+            (
+                scheme
+                for scheme in (*VARIANTS, *ASYMMETRIC, *STATIC)
+                if (scheme.method, scheme.format) == (self.method, form)
+            ),
+            None,
         )
 
     def format_of(self, module: str) -> Format | None:
@@ -224,8 +231,6 @@ _KNOWN_GROUPS = (
     "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, symmetric int8 and int4 weights by "
     "tensor, channel or group, and asymmetric ones in words by channel or group"
 )
-# compressed-tensors 0.20, compressors/pack_quantized/base.py:24.
-ZERO_POINT = "weight_zero_point"
 # Integers, whatever shares a scale, by type, bits and the format that holds them; None for any other one.
 _INTEGERS: tuple[tuple[tuple[object, ...], Format], ...] = (
     (("int", 4, None), INT4_W4A16.format),

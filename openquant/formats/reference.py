@@ -50,20 +50,37 @@ def stored_scale(scale: Tensor, format: Format, shape: tuple[int, int], divisor:
     return (scale.view(torch.int32) >> 23).to(torch.uint8) if format.scale.dtype == "U8" else scale
 
 
-def encode(weight: Tensor, scale: Tensor, format: Format) -> Tensor:
-    """The codes of a weight [out, in] as written: divide by the scale in float32, clamp, round to nearest even.
+def group_ranges(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """float32 scale of each group, and the value of the code that stands for zero, as Format.ranges."""
+    grouped = _grouped(weight.float(), format.group)
+    low, high = grouped.amin((1, 3)).clamp(max=0), grouped.amax((1, 3)).clamp(min=0)
+    half = (high - low) / 2
+    exact = (half / half.new_tensor(format.number.span)).clamp(min=format.scale.floor)
+    largest = format.number.largest
+    zero = (-largest - low / exact).round().clamp(-largest, 2 * format.number.span - largest)
+    return group_scale(half, format), zero
+
+
+def encode(weight: Tensor, scale: Tensor, format: Format, zero: Tensor | None = None) -> Tensor:
+    """The codes of a weight [out, in] as written: divide by the scale in float32, add the value of the code for zero if
+    there is one, clamp, round to nearest even.
 
     For E4M3 that is float8_e4m3fn [out, in].
     """
     quotient = _grouped(weight.float(), format.group) / _beside(scale, weight, format.group)
+    if zero is not None:
+        quotient += _beside(zero, weight, format.group)
     largest = format.number.largest
     return _WRITTEN[format.number](quotient.clamp(-largest, largest).reshape(weight.shape))
 
 
-def decode(codes: Tensor, scale: Tensor, format: Format) -> Tensor:
+def decode(codes: Tensor, scale: Tensor, format: Format, zero: Tensor | None = None) -> Tensor:
     """The weights [out, in] that codes and scale stand for, float32; the scale as computed, or as stored alone."""
     values = _READ[format.number](codes)
-    return (_grouped(values, format.group) * _beside(scale, values, format.group)).reshape(values.shape)
+    grouped = _grouped(values, format.group)
+    if zero is not None:
+        grouped = grouped - _beside(zero, values, format.group)
+    return (grouped * _beside(scale, values, format.group)).reshape(values.shape)
 
 
 def _grouped(weight: Tensor, group: Group) -> Tensor:

@@ -89,6 +89,11 @@ class Scheme:
         return self.format.number.largest_weight if self.most is None else self.most
 
     @property
+    def asymmetric(self) -> bool:
+        """Whether groups have zero points."""
+        return self.format.zero_point is not None
+
+    @property
     def unsearched(self) -> Scheme:
         """The same with scales that are made from the largest weight alone."""
         return replace(self, ratios=(), fallback=self.fallback and self.fallback.unsearched)
@@ -356,9 +361,17 @@ NVFP4 = Scheme(
 )
 
 
-def _int4(size: int | None, suffix: str, fallback: Scheme | None = None) -> Scheme:
-    """INT4 weights with one scale for so many inputs of a row, or for all of them."""
-    weights = {"strategy": "channel"} if size is None else {"strategy": "group", "group_size": size}
+# compressed-tensors 0.20, compressors/pack_quantized/base.py:24.
+ZERO_POINT = "weight_zero_point"
+# It builds the expected shapes on the meta device, where that package leaves zero points unpacked (base.py:83-91).
+_NO_ZERO_POINTS = "cannot load zero points (5.23 with compressed-tensors 0.20; 5.19 with 0.17 does)"
+
+
+def _int4(size: int | None, suffix: str, fallback: Scheme | None = None, asymmetric: bool = False) -> Scheme:
+    """INT4 weights with one scale for so many inputs of a row, or for all of them; and with zero points if asked."""
+    weights: dict[str, Any] = {"strategy": "channel"} if size is None else {"strategy": "group", "group_size": size}
+    if asymmetric:
+        weights["symmetric"] = False
     return Scheme(
         "int4",
         # vLLM 0.32.0 compressed_tensors/schemes/compressed_tensors_wNa16.py:160-237. compressed-tensors 0.20 gives a
@@ -369,6 +382,7 @@ def _int4(size: int | None, suffix: str, fallback: Scheme | None = None) -> Sche
             Scale("weight_scale", dtype="BF16", of_zeros=2.0**-7),
             codes="weight_packed",
             shape=True,
+            zero_point=ZERO_POINT if asymmetric else None,
         ),
         suffix=suffix,
         settings=_compressed_tensors({"num_bits": 4, **weights}, None, "pack-quantized", "int"),
@@ -385,7 +399,9 @@ def _int4(size: int | None, suffix: str, fallback: Scheme | None = None) -> Sche
             "four bits lose more than eight: KL 0.0089 to the source on text with examples/tiny-qwen3, as --scheme "
             "channel 0.0033; activations stay as they are: for NVIDIA GPUs from Turing on, in SGLang from Ampere on, "
             "and for CPUs in vLLM",
+            *((f"transformers {_NO_ZERO_POINTS}",) if asymmetric else ()),
         ),
+        transformers=_NO_ZERO_POINTS if asymmetric else None,
     )
 
 
@@ -396,6 +412,12 @@ INT4_W4A16_64 = _int4(64, "-INT4-G64", fallback=INT4_W4A16_32)
 INT4_W4A16 = _int4(128, "-INT4", fallback=INT4_W4A16_32)
 INT4_W4A16_CHANNEL = _int4(None, "-INT4-channel")
 INT4_GROUPS = (INT4_W4A16, INT4_W4A16_64, INT4_W4A16_32, INT4_W4A16_CHANNEL)
+# With zero points.
+INT4_SHIFTED_32 = _int4(32, "-INT4-asym-G32", asymmetric=True)
+INT4_SHIFTED_64 = _int4(64, "-INT4-asym-G64", INT4_SHIFTED_32, asymmetric=True)
+INT4_SHIFTED = _int4(128, "-INT4-asym", INT4_SHIFTED_32, asymmetric=True)
+INT4_SHIFTED_CHANNEL = _int4(None, "-INT4-asym-channel", asymmetric=True)
+ASYMMETRIC = (INT4_SHIFTED, INT4_SHIFTED_64, INT4_SHIFTED_32, INT4_SHIFTED_CHANNEL)
 
 # With the scales of activations that calibration found: nothing here calibrates, but a source may have them.
 TENSOR_STATIC = replace(
@@ -426,6 +448,7 @@ def find_scheme(
     scale_format: str | None = None,
     activation_scheme: str = "dynamic",
     group_size: str | None = None,
+    asymmetric: bool = False,
 ) -> Scheme:
     """The scheme of a name, stored in a format with scales of a kind for groups of a size; None is the default of each.
 
@@ -435,6 +458,7 @@ def find_scheme(
         scale_format: "float" or "ue8m0".
         activation_scheme: "dynamic" or "static".
         group_size: "32", "64", "128" or "channel".
+        asymmetric: whether groups have zero points.
 
     Raises:
         UsageError: there is none.
@@ -442,7 +466,9 @@ def find_scheme(
     if name not in SCHEMES:
         raise UsageError(f"{name} is not a scheme", f"choose one of {', '.join(SCHEMES)}")
     format = format or SCHEMES[name].method
-    of_name = [scheme for scheme in VARIANTS if scheme.name == name]
+    of_name = [scheme for scheme in (ASYMMETRIC if asymmetric else VARIANTS) if scheme.name == name]
+    if not of_name:
+        raise UsageError(f"--scheme {name} has no zero points", "use --scheme int4, or leave --asymmetric out")
     of_format = [scheme for scheme in of_name if scheme.method == format]
     if not of_format:
         known = " or ".join(scheme.method for scheme in of_name)
@@ -471,11 +497,11 @@ def find_scheme(
 
 
 # What one config can hold together: MXFP8 has a format of its own, and nothing here could run the mixture.
-MIXED = (TENSOR_COMPRESSED, CHANNEL, BLOCK_COMPRESSED, INT8_W8A8, INT8_W8A16, *INT4_GROUPS, MXFP4, NVFP4)
+MIXED = (TENSOR_COMPRESSED, CHANNEL, BLOCK_COMPRESSED, INT8_W8A8, INT8_W8A16, *INT4_GROUPS, *ASYMMETRIC, MXFP4, NVFP4)
 
 
 def find_others(
-    scheme: Scheme, scheme_for: Mapping[str, str], group_size: str | None = None
+    scheme: Scheme, scheme_for: Mapping[str, str], group_size: str | None = None, asymmetric: bool = False
 ) -> tuple[tuple[str, Scheme], ...]:
     """The scheme of each pattern over module names, beside that of all other layers.
 
@@ -483,6 +509,7 @@ def find_others(
         scheme: that of all others.
         scheme_for: the name of a scheme by pattern.
         group_size: of schemes that have one, as for find_scheme.
+        asymmetric: whether those have zero points that can.
 
     Raises:
         UsageError: a name without a scheme, or schemes that no config holds together.
@@ -494,8 +521,9 @@ def find_others(
         )
     others = []
     for pattern, name in scheme_for.items():
-        named = (other for other in MIXED if other.name == name)
-        found = next((other for other in named if not group_size or other.group_size in (None, group_size)), None)
+        named = [other for other in MIXED if other.name == name]
+        sized = [other for other in named if not group_size or other.group_size in (None, group_size)]
+        found = next((other for other in sized if other.asymmetric == asymmetric), next(iter(sized), None))
         if found is None:
             known = ", ".join(dict.fromkeys(other.name for other in MIXED))
             raise UsageError(f"--scheme-for {pattern}={name}: {name} is not a scheme to mix", f"choose one of {known}")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..formats.format import Format, Group
-from ..formats.reference import decode, encode, group_absmax, group_divisor, group_scale
+from ..formats.reference import decode, encode, group_absmax, group_divisor, group_ranges, group_scale
 from ..formats.schemes import SCHEMES
 
 # Weights that are held in float32 at a time.
@@ -137,6 +137,9 @@ def _stored(weight: Tensor, scale: Tensor, form: Format, group: Group) -> Tensor
     assert rows is not None and cols is not None
     if form.number in _FAST:
         alone = replace(form, group=group)
+        if form.zero_point is not None:
+            scale, zero = group_ranges(weight, alone)
+            return decode(encode(weight, scale, alone, zero), scale, alone, zero)
         return decode(encode(weight, scale, alone), scale, alone)
     spread = scale.repeat_interleave(rows, 0).repeat_interleave(cols, 1)[: weight.shape[0], : weight.shape[1]]
     codes = form.number.encode((weight / spread).contiguous().cpu().numpy())

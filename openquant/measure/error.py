@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ..formats.format import Format, grid_of
 from ..formats.kernels import CHUNK, Bits, absmax, encode, encode_float32, to_float32, unpack
 from ..formats.numbers import Codes, Floats
+from ..formats.ranges import ranged
 from ..formats.search import searched
 
 
@@ -68,6 +69,7 @@ class Comparison:
         absmax: the largest absolute weight of each group.
         made: the scales that the source makes, where they can be searched for: in either way, that which is there if
             it is one of the two.
+        made_zeros: likewise the zero points.
         finite: whether all weights of the source are.
         differing: number of codes that are not what the source makes under these scales.
         first: the first of them: where it is, the code and the other.
@@ -94,6 +96,7 @@ class Comparison:
         self.zeros = None if zeros is None else zeros.reshape(self.grid.shape)
         self.absmax = np.zeros(self.grid.shape, np.float32)
         self.made = np.zeros(self.grid.shape, np.float32)
+        self.made_zeros = np.zeros(self.grid.shape, np.float32)
         # The scale may have been rounded once the codes were made; what float32 loses is nothing beside it.
         self.slack = 2.0**-8 if scale_dtype in ("BF16", "F16") else 2.0**-20
         self.error = ErrorSum()
@@ -128,7 +131,9 @@ class Comparison:
             self.finite = False
             return
         np.maximum(self.absmax[rows], largest, out=self.absmax[rows])
-        if self.ratios:
+        if self.ratios and self.zeros is not None:
+            self._range(rows, bits, dtype, self.zeros[rows])
+        elif self.ratios:
             usual = self.form.scales(largest, self.divisor)
             if not np.array_equal(usual, scale):
                 # Each may have been made in either way.
@@ -164,6 +169,14 @@ class Comparison:
         self.error.add(weight, error)
         if not (same and fits):
             self._bound(top, weight if zero is None else weight + zero * spread, error, spread)
+
+    def _range(self, rows: slice, bits: Bits, dtype: str, zero: Floats) -> None:
+        """Make the scales and zero points of some rows."""
+        usual, best = ranged(bits, dtype, self.form), ranged(bits, dtype, self.form, self.ratios)
+        same = (usual[0] == self.grid[rows]) & (usual[1] == zero)
+        self.made[rows], self.made_zeros[rows] = (
+            np.where(same, one, other) for one, other in zip(usual, best, strict=True)
+        )
 
     def _bound(self, top: int, weight: Floats, error: Floats, scale: Floats) -> None:
         """Look for weights that are farther off than rounding explains, these with their zero points added."""

@@ -69,7 +69,8 @@ class Piece:
     """One weight to be quantized, and where its codes and its scales go.
 
     `passes` says that its codes are those of the scheme already, and go to the output as they are. `tied_target` is
-    where the scale goes that it shares with what it is joined with, where the scheme has one.
+    where the scale goes that it shares with what it is joined with, where the scheme has one; `zero_target` likewise
+    where its zero points go.
     """
 
     weight: Weight
@@ -77,6 +78,7 @@ class Piece:
     scale_target: int
     passes: bool
     tied_target: int | None = None
+    zero_target: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +253,7 @@ def _jobs(
                     places[f"{member.module}.{scheme.format.scale.name}"],
                     member.is_held_by(scheme.format),
                     places[scheme.format.tied_scale(member.module)] if scheme.format.tied else None,
+                    places[f"{member.module}.{scheme.format.zero_point}"] if scheme.format.zero_point else None,
                 )
                 for member in here
             )

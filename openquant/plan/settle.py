@@ -64,7 +64,7 @@ def problem_finder(
             () if layer.is_held_by(scheme.format) else ((layer.shape[0], None), *parts_of(layer.shape, split, config))
         ):
             problem = problem or scheme.format.misfit((rows, layer.shape[1]))
-            if not rows and scheme.format.group[0] not in (1, None):
+            if not rows and scheme.format.whole[0] not in (1, None):
                 problem = problem or "config.json does not tell the sizes of what it holds"
         if problem is None and size is not None:
             problem = indivisible(layer.shape, split, config, scheme.format.whole, size)

@@ -170,7 +170,8 @@ def readers(plan: Plan) -> str:
     if unread is not None:
         engines += f" ({SGLANG} does not load it: {unread.why})"
     of_experts = (found.transformers_experts for found in plan.expert_schemes.values())
-    problem = (plan.scheme and plan.scheme.transformers) or next(filter(None, of_experts), None)
+    of_layers = (found.transformers for found in plan.schemes)
+    problem = next(filter(None, (*of_layers, *of_experts)), None)
     if problem is None and plan.quantization_config and not plan.model.transformers_reads_blocks:
         problem = "finds no weights for experts stored one by one"
     if problem is not None:

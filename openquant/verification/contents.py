@@ -301,6 +301,7 @@ class _Worker:
                     f"{[int(axis) for axis in place]}, the source makes it {float(made[place]) * factor:.{digits}g} "
                     f"({int(wrong.sum())} of {wrong.size} scales differ)",
                 )
+            self._report_zeros(number, weight, comparison)
         if comparison.first is not None:
             (row, col), found, made_code = comparison.first
             self.reading.say(
@@ -308,6 +309,20 @@ class _Worker:
                 f"{self.reading.place(info.name)} has the code 0x{found:02x} at [{row}, {col}], the source makes it "
                 f"0x{made_code:02x} ({comparison.differing} of {math.prod(comparison.shape)} codes differ)",
             )
+
+    def _report_zeros(self, number: int, weight: Weight, comparison: Comparison) -> None:
+        """Note which zero points differ from those that quantizing the source again gives."""
+        info, zeros, made = weight.zero_points, comparison.zeros, comparison.made_zeros
+        if info is None or zeros is None or weight.format is None or np.array_equal(zeros, made):
+            return
+        wrong = zeros != made
+        place = np.unravel_index(int(wrong.argmax()), wrong.shape)
+        found, right = (int(weight.format.number.encode(grid[place].reshape(1))[0]) for grid in (zeros, made))
+        self.reading.say(
+            number,
+            f"{self.reading.place(info.name)} holds {found} at {[int(axis) for axis in place]}, the source makes it "
+            f"{right} ({int(wrong.sum())} of {wrong.size} zero points differ)",
+        )
 
     def _report(self, number: int, weight: Weight, comparison: Comparison, bounded: bool) -> None:
         info = weight.codes

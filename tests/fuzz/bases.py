@@ -8,7 +8,7 @@ from pathlib import Path
 import tiny
 from cases import Base
 from openquant import compress
-from stored import SOURCES, store
+from stored import SOURCES, asymmetric, asymmetric_config, store
 
 CARD = "---\nlicense: apache-2.0\ntags: [a, b]\nlanguage:\n- en\n---\n# A model\n"
 PLAIN = [
@@ -24,6 +24,7 @@ OUTPUTS = [
     ("Qwen3MoeForCausalLM", {"scheme": "block", "format": "compressed-tensors"}),
     ("Llama4ForCausalLM", {"scheme": "channel"}),
     ("LlamaForCausalLM", {"scheme": "mxfp8"}),
+    ("Qwen3ForCausalLM", {"scheme": "int4", "asymmetric": True}),
 ]
 
 
@@ -36,6 +37,7 @@ def make(root: Path) -> list[Base]:
         (source / "tokenizer.json").write_text("{}")
         sources[architecture] = source
     quantized = [store(root / f"stored-{n}", make, config) for n, (make, config, _) in enumerate(SOURCES.values())]
+    quantized.append(store(root / "stored-zero-points", asymmetric(), asymmetric_config()))
     outputs = []
     for number, (architecture, options) in enumerate(OUTPUTS):
         output = root / f"output-{number}"

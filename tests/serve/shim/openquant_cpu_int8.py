@@ -31,12 +31,13 @@ def register() -> None:
     if not current_platform.is_cpu() or any(kernel.__name__ == "WordsKernel" for kernel in known):
         return
 
-    bits = {scalar_types.uint8b128: 8}
+    # The number of bits, and whether there are zero points.
+    bits = {scalar_types.uint8b128: (8, False)}
     if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
-        bits[scalar_types.uint4b8] = 4
+        bits |= {scalar_types.uint4b8: (4, False), scalar_types.uint4: (4, True)}
 
     class WordsKernel(MPLinearKernel):
-        """Symmetric weights, one scale for each row or for groups of its inputs."""
+        """One scale for each row or for groups of its inputs."""
 
         @classmethod
         def get_min_capability(cls) -> int:
@@ -44,12 +45,16 @@ def register() -> None:
 
         @classmethod
         def can_implement(cls, config: Any) -> tuple[bool, str | None]:
-            fits = config.weight_type in bits and not config.zero_points
-            return fits, None if fits else "only symmetric weights of 8 bits, or of 4 where vLLM's kernel is missing"
+            fits = config.weight_type in bits and bits[config.weight_type][1] == config.zero_points
+            return (
+                fits,
+                None if fits else "only symmetric weights of 8 bits, or any of 4 where vLLM's kernel is missing",
+            )
 
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-            words, scale, _ = self._get_weight_params(layer)
-            layer.decoded = decoded(words.data, scale.data, bits[self.config.weight_type])
+            words, scale, zeros = self._get_weight_params(layer)
+            number, shifted = bits[self.config.weight_type]
+            layer.decoded = decoded(words.data, scale.data, number, zeros.data if shifted else None)
 
         def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
             return torch.nn.functional.linear(x, layer.decoded, bias)
@@ -60,14 +65,18 @@ def register() -> None:
         vllm._custom_ops.onednn_scaled_mm = multiplied
 
 
-def decoded(words: Tensor, scale: Tensor, bits: int) -> Tensor:
+def decoded(words: Tensor, scale: Tensor, bits: int, zeros: Tensor | None) -> Tensor:
     """Weights [out, in] in the dtype of their scales [out, groups]: several in a word, the first lowest, each half of its
-    range above its value.
+    range above its value, or its zero point above it. Of these words [out / 8, groups] hold those of several rows.
     """
-    places = range(0, 32, bits)
-    codes = torch.stack([(words >> place) & (2**bits - 1) for place in places], dim=-1).flatten(1) - 2 ** (bits - 1)
-    grouped = codes.float().unflatten(1, (scale.shape[1], -1)) * scale.float().unsqueeze(2)
-    return grouped.flatten(1).to(scale.dtype)
+    grouped = unpacked(words, bits).float().unflatten(1, (scale.shape[1], -1))
+    zero = 2 ** (bits - 1) if zeros is None else unpacked(zeros.T, bits).T.float().unsqueeze(2)
+    return ((grouped - zero) * scale.float().unsqueeze(2)).flatten(1).to(scale.dtype)
+
+
+def unpacked(words: Tensor, bits: int) -> Tensor:
+    """The codes of words [rows, cols], of each row one after the other."""
+    return torch.stack([(words >> place) & (2**bits - 1) for place in range(0, 32, bits)], dim=-1).flatten(1)
 
 
 class Codes:

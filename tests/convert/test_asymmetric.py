@@ -1,0 +1,159 @@
+"""`--scheme int4 --asymmetric`: what is written, what of a source passes through unchanged, and what `verify` finds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from conftest import EXAMPLE
+from openquant import compress, dequantize, verify
+from openquant.files.checkpoint import open_checkpoint
+from openquant.formats import kernels
+from openquant.formats.numbers import INT4
+from openquant.formats.ranges import ranged
+from openquant.formats.reference import encode
+from openquant.formats.schemes import ASYMMETRIC, INT4_SHIFTED, INT4_SHIFTED_32, Scheme
+from openquant.plan.fates import Options
+from openquant.plan.plan import Plan, make_plan
+from stored import INT4 as SYMMETRIC
+from stored import Weights, asymmetric, asymmetric_config, decompressed, int4, is_layer, store
+from tiny import change_weights
+
+UP = "model.layers.0.mlp.up_proj"
+
+
+def made(weight: torch.Tensor, scheme: Scheme) -> Weights:
+    scale, zero = ranged(weight.float().numpy().view(np.uint32), "F32", scheme.format, scheme.ratios)
+    codes = encode(weight, torch.from_numpy(scale), scheme.format, torch.from_numpy(zero))
+    words = kernels.pack_words(INT4.encode(zero), INT4).view(np.int32)
+    return {
+        "weight_packed": codes,
+        "weight_scale": torch.from_numpy(scale).bfloat16(),
+        "weight_zero_point": torch.from_numpy(words),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return found.dtype == expected.dtype and found.shape == expected.shape and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("scheme", ASYMMETRIC, ids=lambda scheme: scheme.suffix)
+def test_converts_to_what_torch_computes(shelf: object, tmp_path: Path, scheme: Scheme) -> None:
+    source, out = shelf.source("Qwen3ForCausalLM"), tmp_path / "out"
+    compress(source, out, "int4", group_size=scheme.group_size, asymmetric=True, workers=2)
+    found, weights = tiny.read(out), tiny.read(source)
+    expected = {}
+    for name, weight in weights.items():
+        made_of = made(weight, scheme) if is_layer(name) else {"weight": weight}
+        expected |= {name.removesuffix("weight") + last: tensor for last, tensor in made_of.items()}
+    assert set(found) == set(expected)
+    assert all(same(found[name], tensor) for name, tensor in expected.items())
+    report = verify(out, source, full=True)
+    assert (report.problems, report.notes, report.equal_share) == ((), (), 1)
+    dequantize(out, tmp_path / "plain")
+    plain = tiny.read(tmp_path / "plain")
+    config = open_checkpoint(out).config["quantization_config"]
+    for name in filter(is_layer, plain):
+        assert same(plain[name], decompressed(found, name.removesuffix(".weight"), config))
+    # In its own scheme, the same bytes again.
+    compress(out, tmp_path / "again", "int4", group_size=scheme.group_size, asymmetric=True)
+    again = tiny.read(tmp_path / "again")
+    assert set(again) == set(found)
+    assert all(same(again[name], tensor) for name, tensor in found.items())
+
+
+def test_scales_may_be_searched_for_or_not(tmp_path: Path) -> None:
+    errors = []
+    for number, plain in enumerate([False, True]):
+        compress(EXAMPLE, tmp_path / str(number), "int4", asymmetric=True, no_search=plain)
+        report = verify(tmp_path / str(number), EXAMPLE, full=True)
+        assert (report.problems, report.equal_share) == ((), 1)
+        errors.append(sum(error.relative for error in report.errors) / len(report.errors))
+    # One scale alone has 0.1014 and 0.1108.
+    assert errors == [pytest.approx(0.0955, abs=1e-4), pytest.approx(0.1006, abs=1e-4)]
+
+
+def test_codes_under_one_zero_stay_as_they_are(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", int4, SYMMETRIC)
+    compress(source, tmp_path / "out", "int4", asymmetric=True, group_size="32")
+    stored, found = tiny.read(source), tiny.read(tmp_path / "out")
+    for name in filter(lambda name: name.endswith(".weight_packed"), stored):
+        module = name.removesuffix(".weight_packed")
+        assert same(found[name], stored[name])
+        assert same(found[f"{module}.weight_scale"], stored[f"{module}.weight_scale"])
+        assert (found[f"{module}.weight_zero_point"] == 0x88888888 - (1 << 32)).all()
+    for root in (source, tmp_path / "out"):
+        dequantize(root, tmp_path / f"plain-{root.name}")
+    plain = [tiny.read(tmp_path / f"plain-{name}") for name in ("source", "out")]
+    assert all(torch.equal(plain[0][name], plain[1][name]) for name in plain[0])
+
+
+def test_codes_with_zero_points_are_made_anew_without(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", asymmetric(), asymmetric_config())
+    compress(source, tmp_path / "out", "int4", group_size="32")
+    dequantize(source, tmp_path / "plain")
+    assert not any(name.endswith("zero_point") for name in tiny.read(tmp_path / "out"))
+    assert verify(tmp_path / "out", tmp_path / "plain", full=True).problems == ()
+
+
+def moved(weights: Weights) -> None:
+    weights[f"{UP}.weight_zero_point"][0, 0] ^= 0x30
+
+
+def test_another_zero_point_shows(shelf: object, tmp_path: Path) -> None:
+    source = shelf.source("Qwen3ForCausalLM", 1)
+    compress(source, tmp_path / "out", "int4", asymmetric=True, group_size="32")
+    held = tiny.read(tmp_path / "out")[f"{UP}.weight_zero_point"][0, 0].item() >> 4 & 15
+    change_weights(tmp_path / "out", moved)
+    problems = verify(tmp_path / "out", source, full=True).problems
+    assert len(problems) == 2
+    place = f"model.safetensors: {UP}"
+    rows, cols = tiny.read(source)[f"{UP}.weight"].shape
+    assert problems[0] == (
+        f"{place}.weight_zero_point holds {held ^ 3} at [1, 0], the source makes it {held} "
+        f"(1 of {rows * cols // 32} zero points differ)"
+    )
+    assert problems[1].startswith(f"{place}.weight_packed has the code ")
+
+
+def plan_of(root: Path, tp: int | None = None) -> Plan:
+    return make_plan(open_checkpoint(root), INT4_SHIFTED, Options(tp=tp))
+
+
+def test_the_plan_says_what_cannot_load_it() -> None:
+    plan = plan_of(EXAMPLE)
+    assert plan.title == "one scale and zero point per 128 inputs of a row"
+    assert plan.suffix == "-INT4-asym"
+    assert plan.notes[-1] == (
+        "transformers cannot load zero points (5.23 with compressed-tensors 0.20; 5.19 with 0.17 does)"
+    )
+    # 128 rows of k_proj and v_proj are two heads.
+    assert plan.parallel_sizes == [1, 2]
+    assert plan_of(EXAMPLE, 4).schemes == {INT4_SHIFTED: 20, INT4_SHIFTED_32: 8}
+
+
+def test_rows_that_do_not_fill_words_of_zero_points(tmp_path: Path) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    for layer in (0, 1):
+        for part in ("gate", "up"):
+            name = f"model.layers.{layer}.mlp.{part}_proj.weight"
+            weights[name] = weights[name][:132].clone()
+        name = f"model.layers.{layer}.mlp.down_proj.weight"
+        weights[name] = weights[name][:, :132].clone()
+    plan = plan_of(tiny.write(tmp_path / "source", weights=weights))
+    assert plan.fates.of(UP).why == "132 rows do not divide into words of 8 zero points"
+    assert plan.fates.of(UP).scheme is None
+
+
+def test_the_card_tells_not_to_load_it_with_transformers(tmp_path: Path) -> None:
+    compress(EXAMPLE, tmp_path / "out", "int4", asymmetric=True)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Do not load it with transformers, which cannot load zero points" in card
+    compress(EXAMPLE, tmp_path / "mixed", "channel", scheme_for={"**.mlp.**": "int4"}, asymmetric=True)
+    assert "cannot load zero points" in (tmp_path / "mixed" / "README.md").read_text()
+    assert verify(tmp_path / "mixed", EXAMPLE, full=True).problems == ()
