@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +133,83 @@ def asymmetric_config(bits: int = 4, size: int | None = 32) -> dict[str, Any]:
     """The quantization_config of such weights."""
     sized = {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
     return group(**sized, num_bits=bits, type="int", symmetric=False) | {"format": "pack-quantized"}
+
+
+def shifted(
+    weight: torch.Tensor, bits: int, size: int | None, sym: bool, index: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes from 0 on [out, in], float16 scales and zero points [out, groups]; `index` says which group inputs are of."""
+    cols = weight.shape[1]
+    order = (torch.arange(cols) // (size or cols) if index is None else index).argsort(stable=True)
+    grouped = weight.float()[:, order].view(weight.shape[0], -1, size or cols)
+    half = 2 ** (bits - 1)
+    if sym:
+        scale, zero = grouped.abs().amax(2) / (half - 1), torch.full(grouped.shape[:2], float(half))
+    else:
+        low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
+        scale = (high - low) / (2 * half - 1)
+        zero = (-low / scale).round()
+    scale = scale.half()
+    codes = (grouped / scale.float()[:, :, None] + zero[:, :, None]).round().clamp(0, 2 * half - 1).view(weight.shape)
+    return codes[:, order.argsort()].int(), scale, zero.int()
+
+
+def in_words(codes: torch.Tensor, bits: int, order: Sequence[int] | None = None) -> torch.Tensor:
+    """Codes [rows, cols] in words [rows, cols / codes in a word], where each column of a word lies at its place."""
+    count = 32 // bits
+    grouped, words = codes.long().unflatten(1, (-1, count)), 0
+    for column, place in enumerate(order or range(count)):
+        words = words + (grouped[:, :, column] << (bits * place))
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int().contiguous()
+
+
+def awq(size: int | None = 32) -> Make:
+    """As AutoAWQ's GEMM: columns 0 to 7 of a word at the places 0, 4, 1, 5, 2, 6, 3, 7."""
+
+    def make(weight: torch.Tensor) -> Weights:
+        codes, scale, zero = shifted(weight, 4, size, sym=False)
+        order = (0, 4, 1, 5, 2, 6, 3, 7)
+        return {
+            "qweight": in_words(codes.T, 4, order),
+            "qzeros": in_words(zero.T, 4, order),
+            "scales": scale.T.contiguous(),
+        }
+
+    return make
+
+
+def awq_config(size: int | None = 32) -> dict[str, Any]:
+    return {
+        "quant_method": "awq", "bits": 4, "group_size": size or -1, "zero_point": True, "version": "gemm",
+        "modules_to_not_convert": ["lm_head"],
+    }  # fmt: skip
+
+
+def gptq(bits: int = 4, size: int | None = 32, sym: bool = True, v2: bool = False, act: bool = False) -> Make:
+    """As GPTQ stores weights, in its first format or its second; with groups of inputs in another order if asked."""
+
+    def make(weight: torch.Tensor) -> Weights:
+        index = torch.arange(weight.shape[1]) // (size or weight.shape[1])
+        if act:
+            index = index[torch.randperm(len(index), generator=torch.Generator().manual_seed(7))]
+        codes, scale, zero = shifted(weight, bits, size, sym, index)
+        return {
+            "qweight": in_words(codes, bits).T.contiguous(),
+            "qzeros": in_words((zero.T - (0 if v2 else 1)) % 2**bits, bits),
+            "scales": scale.T.contiguous(),
+            "g_idx": index.int(),
+        }
+
+    return make
+
+
+def gptq_config(
+    bits: int = 4, size: int | None = 32, sym: bool = True, v2: bool = False, act: bool = False
+) -> dict[str, Any]:
+    return {
+        "quant_method": "gptq", "bits": bits, "group_size": size or -1, "desc_act": act, "sym": sym,
+        "checkpoint_format": "gptq_v2" if v2 else "gptq", "damp_percent": 0.01,
+    }  # fmt: skip
 
 
 def decompressed(stored: Weights, module: str, config: dict[str, Any]) -> torch.Tensor:

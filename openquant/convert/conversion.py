@@ -27,7 +27,7 @@ from ..formats.numbers import Floats
 from ..formats.ranges import ranged
 from ..formats.schemes import Scheme
 from ..formats.search import searched
-from ..plan.layout import Copy, CopyScale, Decode, Encode, Job, Layout, Piece, Put, Shard, Unstack
+from ..plan.layout import Copy, CopyScale, Decode, Encode, Job, Layout, Piece, Put, Shard, Unstack, stored_as
 from ..plan.plan import Plan
 from ..threads import FirstFailure, Helpers, in_threads
 from ..weights.reading import BUFFER, SMALLEST_SCALE, Reader, check_scales, consumed, memory_of
@@ -371,7 +371,7 @@ class _Worker:
                 zero = self.reader.zeros(weight, low, count)
                 self.reader.check_codes(weight, low, codes, scale, zero)
                 slot.send(file, codes, place)
-                stored = scheme.format.stored(scale, divisor)
+                stored = stored_as(weight, scheme).stored(scale, divisor)
                 if low == 0 or group[0] is not None:
                     file.write(stored, scale_place)
                     scale_place += stored.nbytes

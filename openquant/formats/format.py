@@ -71,6 +71,26 @@ class GlobalScale:
     divides: bool = True
 
 
+@dataclass(frozen=True)
+class Columns:
+    """How codes lie that are stored turned around, [in, out], as AutoAWQ and GPTQ have them.
+
+    Attributes:
+        zeros: last part of the name of the zero points, which are there whether they differ or not.
+        order: where in a word the codes of several outputs lie; None where words hold those of several inputs, the
+            first lowest, and the zero points of several outputs likewise.
+        below: how far zero points are stored below what they are.
+        index: last part of the name of what says which group each input is of; None where that is always in order.
+        scattered: whether it need not be.
+    """
+
+    zeros: str
+    order: tuple[int, ...] | None = None
+    below: int = 0
+    index: str | None = None
+    scattered: bool = False
+
+
 # The largest divisor: what is larger could be infinite, or its reciprocal subnormal.
 _LARGEST_DIVISOR = 2.0**125
 
@@ -89,6 +109,7 @@ class Format:
         global_scale: the scale above those of groups; None without one.
         zero_point: last part of the name of the zero points, codes that stand for zero; None where all share one. There
             is one beside each scale, several in a word: of as many rows, the first lowest.
+        columns: how codes lie in columns; None where they lie in rows.
     """
 
     number: Number
@@ -99,6 +120,7 @@ class Format:
     shape: bool = False
     global_scale: GlobalScale | None = None
     zero_point: str | None = None
+    columns: Columns | None = None
 
     @property
     def shared(self) -> bool:
@@ -165,6 +187,8 @@ class Format:
 
     def scale_of(self, weight: str) -> str:
         """The name of a weight's scales: "X.weight_scale_inv" of "X.weight", "X_scale_inv" of a stack "X"."""
+        if self.columns is not None:
+            return f"{weight.removesuffix('.weight')}.{self.scale.name}"
         return weight + self.scale.name.removeprefix("weight")
 
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
@@ -211,6 +235,7 @@ class Format:
             same == (other.number, other.group, other.global_scale is None)
             and (other.scale.power_of_two or not self.scale.power_of_two)
             and (other.zero_point is None or self.zero_point is not None)
+            and not (other.columns and other.columns.scattered)
         )
 
     @property
@@ -275,6 +300,8 @@ class Format:
             return E4M3.encode(scale * divisor)
         if self.scale.dtype == "BF16":
             return nearest_bfloat16(scale).astype(np.uint16)
+        if self.scale.dtype == "F16":
+            return scale.astype(np.float16).view(np.uint16)
         return (scale.view(np.uint32) >> 23).astype(np.uint8) if self.scale.dtype == "U8" else scale
 
     # Of what others wrote.

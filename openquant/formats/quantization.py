@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, TypeGuard
 
 from ..errors import UsageError
+from .columns import read_awq, read_gptq
 from .format import Format, GlobalScale, Group
 from .ignored import MEND, Expressions, Ignored
 from .inputs import Inputs, read_inputs
@@ -324,6 +325,8 @@ _READERS: dict[str, Callable[[str, dict[str, Any]], Quantization]] = {
     "modelopt_mxfp8": _read_modelopt,
     "modelopt_fp4": _read_modelopt,
     "mxfp4": _read_mxfp4,
+    "awq": lambda method, found: _alone(method, found, read_awq(found), None),
+    "gptq": lambda method, found: _alone(method, found, read_gptq(found), None),
 }
 
 

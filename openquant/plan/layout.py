@@ -7,10 +7,10 @@ another one's output.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..files.tensors import DTYPE_BITS, Location, TensorInfo, make_header
-from ..formats.format import INPUT_SCALE
+from ..formats.format import INPUT_SCALE, Format
 from ..formats.schemes import Scheme
 from ..weights.weight import Weight
 from .fates import Fates, Item, Kept, Stack
@@ -138,18 +138,28 @@ def written(weight: Weight, scheme: Scheme | None) -> tuple[TensorInfo, ...]:
     """The tensors that a weight becomes: "X.weight" and "X.weight_scale", say; "X.weight" alone without a scheme."""
     if scheme is None:
         return (TensorInfo(f"{weight.module}.weight", weight.source.dtype, weight.shape),)
-    return scheme.format.parts(weight.module, weight.shape)
+    return stored_as(weight, scheme).parts(weight.module, weight.shape)
+
+
+def stored_as(weight: Weight, scheme: Scheme) -> Format:
+    """The scheme's format; where the source's codes pass under scales of float16, which bfloat16 would round, with such
+    scales.
+    """
+    form, scale = scheme.format, weight.scale
+    if form.scale.dtype == "BF16" and scale is not None and scale.dtype == "F16" and weight.is_held_by(form):
+        return replace(form, scale=replace(form.scale, dtype="F16"))
+    return form
 
 
 def shards(fates: Fates) -> tuple[Shard, ...]:
     """The output's shards; a source shard that holds nothing but scales has none."""
     # Weights of one size are many.
-    sizes: dict[tuple[str, tuple[int, int], str | None], int] = {}
+    sizes: dict[tuple[str, tuple[int, int], Format | None], int] = {}
 
     def size(weight: Weight) -> int:
         fate = fates.others.get(weight.module)
         scheme = fates.scheme if fate is None else fate.scheme
-        key = weight.source.dtype, weight.shape, None if scheme is None else scheme.suffix
+        key = weight.source.dtype, weight.shape, None if scheme is None else stored_as(weight, scheme)
         if key not in sizes:
             sizes[key] = sum(info.nbytes for info in written(weight, scheme))
         return sizes[key]

@@ -307,6 +307,7 @@ def make_plan(
     if weights and (find_quantization(checkpoint.config) or {}).get("kv_cache_scheme"):
         notes.append("kv_cache_scheme is left out; its scales stay, and engines use them with --kv-cache-dtype fp8")
     notes += _left_behind(checkpoint, weights)
+    notes += _made_anew(fates)
     notes += dict.fromkeys(note for scheme in fates.schemes for note in scheme.notes)
     if model.rest:
         notes.insert(0, "decided from names and shapes alone: look at the plan, and at what the engine makes of it")
@@ -381,6 +382,27 @@ def _left_behind(checkpoint: Checkpoint, weights: dict[str, Weight]) -> list[str
     """A note of the tensors that no output gets."""
     found = leftovers(checkpoint.tensors, weights.values())
     return [f"left out, as engines refuse them: {', '.join(collapse(found))}"] if found else []
+
+
+def _made_anew(fates: Fates) -> list[str]:
+    """Notes of layers whose codes would be the scheme's own but for what it has no place for."""
+    shifted = scattered = 0
+    for layer, scheme in fates.quantized:
+        form = layer.format
+        if form is None or (form.number, form.group) != (scheme.format.number, scheme.format.group):
+            continue
+        if form.columns is not None and form.columns.scattered:
+            scattered += 1
+        elif form.zero_point is not None and not scheme.asymmetric and scheme.group_size is not None:
+            shifted += 1
+    notes = []
+    if shifted:
+        notes.append(
+            f"{shifted} layers have zero points, which --asymmetric keeps with their codes: they are quantized again"
+        )
+    if scattered:
+        notes.append(f"{scattered} layers have their groups in an order of their own: they are quantized again")
+    return notes
 
 
 def _find_model(architecture: str) -> Model:

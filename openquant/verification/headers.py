@@ -129,6 +129,8 @@ class Headers:
             misnamed = f" called {pair.name}" if pair.packed and number.per_item == 1 else ""
             if info.dtype == number.dtype and number.per_item > 1 and not pair.packed:
                 misnamed = f" called {pair.name}_packed"
+            if info.name.endswith(".qweight"):
+                misnamed = f" called {pair.name}_packed"
             if info.dtype != number.dtype or len(info.shape) < 2 or misnamed:
                 self.problems.append(
                     f"{self.place(info.name)} is {described(info)}, not a matrix of {number.dtype}{misnamed}"
@@ -221,7 +223,8 @@ class Headers:
     ) -> TensorInfo | None:
         """The scale, if its dtype and shape are right."""
         if self.ours:
-            dtypes = dtypes[:1]
+            # What a source had in float16 stays so.
+            dtypes = dtypes[:1] if dtypes[0] != "BF16" else ("BF16", "F16")
         if scale.dtype in dtypes and scale.shape in shapes:
             return scale
         wanted = f"{_either(dtypes)} {_either([str(list(shape)) for shape in shapes])}"

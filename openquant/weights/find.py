@@ -11,6 +11,7 @@ Layouts:
     NVFP4      X.weight_packed uint8 [out, in / 2], X.weight_scale E4M3 [out, in / 16] and X.weight_global_scale, by
            which those are divided (compressed-tensors); or X.weight, X.weight_scale and X.weight_scale_2, by which they
            are multiplied (modelopt)
+    AWQ, GPTQ  X.qweight, X.qzeros, X.scales, X.g_idx (columns.py)
     MXFP4      X.weight_packed uint8 [out, in / 2], X.weight_scale (compressed-tensors), or X_blocks uint8
            [experts, out, in / 32, 16] and X_scales: two in a byte, the first lowest; unquantized these stacks are
            [experts, in, out] (transformers 5.23, integrations/mxfp4.py)
@@ -32,10 +33,13 @@ from ..formats.format import INPUT_SCALE, Format, grid_of
 from ..formats.numbers import CODES, E2M1
 from ..formats.quantization import Quantization, quantization_places, read_quantization
 from ..patterns import template
+from .columns import columns_of
 from .weight import Weight
 
 # What modelopt wrote beside config.json before config.json held the same.
 MODELOPT_FILE = "hf_quant_config.json"
+# What else tools wrote beside it of how they quantized.
+OWN_FILES = (MODELOPT_FILE, "quantize_config.json", "quant_config.json")
 DECODED_DTYPE = "BF16"
 # Scales of the KV cache and of attention (vLLM 0.32.0 layers/quantization/base_config.py:217-247, fp8.py:211-222).
 _CACHE_SCALE = re.compile(
@@ -56,7 +60,7 @@ _QUANTIZED = (
 )  # fmt: skip
 _STRAYS = (
     ".weight_scale", ".weight_scale_inv", "_scales", f".{INPUT_SCALE}", ".weight_global_scale", ".weight_scale_2",
-    ".input_global_scale",
+    ".input_global_scale", ".qzeros", ".g_idx",
 )  # fmt: skip
 # DeepSeek V4 has its scales by other names, MiMo V2 more of them than blocks.
 _STRANGE = "download it again if it is damaged; if its maker lays it out so, start from the unquantized model"
@@ -126,6 +130,8 @@ def _unquantized(info: TensorInfo) -> str | None:
     """What a tensor of codes would be called unquantized; None if it holds none."""
     if info.name.endswith(".weight_packed"):
         return info.name.removesuffix("_packed")
+    if info.name.endswith(".qweight"):
+        return info.name.removesuffix("qweight") + "weight"
     if info.name.endswith("_blocks") and info.dtype == "U8":
         return info.name.removesuffix("_blocks")
     if info.dtype.startswith(("F8_E4M3", "F8_E5M2", "F4", "F6_")):
@@ -202,7 +208,7 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Weight]]
     for key, value in config.items():
         if isinstance(value, dict):
             config[key] = {inner: held for inner, held in value.items() if not _tells_quantization(inner)}
-    files = {name: size for name, size in checkpoint.files.items() if name != MODELOPT_FILE}
+    files = {name: size for name, size in checkpoint.files.items() if name not in OWN_FILES}
     left_out = (*checkpoint.left_out, *(name for name in checkpoint.files if name not in files))
     seen = replace(checkpoint, config=config, tensors=tensors, where=where, files=files, left_out=left_out)
     return seen, weights
@@ -238,7 +244,13 @@ def _read(checkpoint: Checkpoint) -> Quantization | None:
 def _find(checkpoint: Checkpoint, quantization: Quantization) -> Iterator[Stored]:
     for pair in pairs(checkpoint.tensors, quantization):
         info = pair.codes
-        if pair.packed or info.dtype == "U8":
+        if pair.form is not None and pair.form.columns is not None:
+            weight = _columns(checkpoint, pair, pair.form)
+        elif info.name.endswith(".qweight"):
+            raise SourceError(
+                f"{_described(info)}, but config.json has its layer in no format of AWQ or GPTQ", _DAMAGED
+            )
+        elif pair.packed or info.dtype == "U8":
             weight = _blocks(pair) if info.name.endswith("_blocks") else _packed(checkpoint, pair)
         elif info.name.endswith(".weight") and info.dtype in CODES:
             weight = _whole(pair)
@@ -262,6 +274,14 @@ def _whole(pair: Pair) -> Weight:
     shape = info.shape[0], info.shape[1]
     input_scale = next((beside for beside in pair.beside if not beside.name.endswith(".weight_shape")), None)
     return _weight(pair, shape, form, _scale(pair, form, shape))._replace(input_scale=input_scale)
+
+
+def _columns(checkpoint: Checkpoint, pair: Pair, form: Format) -> Weight:
+    """A weight whose codes lie in columns."""
+    if not pair.codes.name.endswith(f".{form.codes}"):
+        raise SourceError(f"{_described(pair.codes)}, but config.json has its layer as {form.codes}", _DAMAGED)
+    shape, parts = columns_of(pair.module, pair.codes, form, checkpoint.tensors.get)
+    return _weight(pair, shape, form, parts[1])._replace(parts=parts)
 
 
 def _packed(checkpoint: Checkpoint, pair: Pair) -> Weight:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +17,14 @@ from ..formats.format import Format
 from ..formats.kernels import BITS_TYPE, Bits, Loops
 from ..formats.numbers import CODES, Floats
 from ..formats.schemes import Scheme
+from .columns import ColumnReader
 from .weight import Weight
 
 BUFFER = 4 << 20
 # A transposed matrix is read in columns: longer pieces of each stored row make fewer system calls.
 TRANSPOSED_BUFFER = 32 << 20
+# So are codes in columns, a quarter of the weights that they become.
+COLUMNS_BUFFER = 16 << 20
 # The least that a byte can be the exponent of. In an output no scale is zero.
 SMALLEST_SCALE = 2.0**-127
 # The first float32 that rounds to infinity in bfloat16.
@@ -29,7 +34,11 @@ OVERFLOW = np.float32((2 - 2.0**-8) * 2.0**127)
 def rows_at_once(weight: Weight, multiple: int) -> int:
     """How many rows are read at a time: about BUFFER bytes of them, in multiples of `multiple`."""
     rows, cols = weight.shape
-    limit = TRANSPOSED_BUFFER if weight.transposed and weight.format is None else BUFFER
+    form = weight.format
+    limit = TRANSPOSED_BUFFER if weight.transposed and form is None else BUFFER
+    if form is not None and form.columns is not None:
+        # Words may hold the codes, and do hold the zero points, of several rows.
+        limit, multiple = COLUMNS_BUFFER, math.lcm(multiple, form.number.per_item)
     return min(rows, max(1, limit // (cols * BITS_TYPE[weight.dtype].itemsize) // multiple) * multiple)
 
 
@@ -38,8 +47,10 @@ def memory_of(weight: Weight, multiple: int) -> tuple[int, int]:
     piece = rows_at_once(weight, multiple) * weight.shape[1] * BITS_TYPE[weight.dtype].itemsize
     if weight.format is None:
         return piece, piece if weight.transposed else 0
-    # Codes, a quarter of the weights that they become at most, and scales for as few as 32 of these.
-    return piece, piece // 2
+    # Codes, a quarter of the weights that they become at most, and scales for as few as 32 of these; in columns also
+    # each code in a byte of its own, three times, and if need be a scale and a zero point for each.
+    columns = weight.format.columns
+    return piece, piece // 2 if columns is None else piece * (4 if columns.scattered else 2)
 
 
 class Reader:
@@ -64,6 +75,7 @@ class Reader:
         self.path = path
         self._memory = memory
         self._buffer = memory(BUFFER)
+        self._columns = ColumnReader(where.__getitem__, self.open)
 
     def open(self, shard: str) -> SourceFile:
         """A source shard, to be used in a `with` statement."""
@@ -122,6 +134,9 @@ class Reader:
     def _decode(self, weight: Weight, codes: Bytes, scale: Floats, zero: Floats | None, low: int, out: Floats) -> None:
         form = weight.format
         assert form is not None
+        if form.columns is not None and (index := self._columns.index(weight)) is not None:
+            # Each input has a group of its own.
+            form, scale, zero = replace(form, group=(1, 1)), scale[:, index], None if zero is None else zero[:, index]
         self.loops.decode_rows(codes, form.number, scale, form.group, low, out, zero)
         # Looked for only where a code could be too large.
         if scale.max() >= _beyond(form) and (np.abs(out) >= OVERFLOW).any():
@@ -142,6 +157,9 @@ class Reader:
             SourceError: they cannot be read.
         """
         extent = weight.rows(self.where)
+        if weight.format is not None and weight.format.columns is not None:
+            self._columns.codes(source, weight, low, into)
+            return None
         source.read(into, extent.offset + low * extent.pitch, extent.label)
         # Checks have codes of no known format, too, which were found by their dtype.
         number = weight.format.number if weight.format else CODES.get(weight.codes.dtype)
@@ -187,9 +205,16 @@ class Reader:
                 weight are not of as many columns as its shape says.
         """
         assert weight.format is not None
+        extent, info = weight.scales(self.where), weight.parts[1]
+        if weight.format.columns is not None:
+            if low == 0:
+                self._columns.check_zeros(weight)
+                self._columns.index(weight)
+            scale = self._columns.scales(weight, low, count)
+            check_scales(scale, extent.label, extent.shard, least)
+            return scale
         if low == 0:
             self._check_shape(weight)
-        extent, info = weight.scales(self.where), weight.parts[1]
         height = weight.format.group[0] or low + count
         first, last = low // height, (low + count - 1) // height
         raw = np.empty((last + 1 - first) * extent.pitch, np.uint8)
@@ -219,6 +244,8 @@ class Reader:
         info, form = weight.zero_points, weight.format
         if info is None or form is None:
             return None
+        if form.columns is not None:
+            return self._columns.zeros(weight, low, count)
         rows = form.number.per_item
         first, last, place = low // rows, (low + count - 1) // rows, self.where[info.name]
         raw = np.empty((last + 1 - first) * info.shape[1] * 4, np.uint8)

@@ -8,7 +8,7 @@ from pathlib import Path
 import tiny
 from cases import Base
 from openquant import compress
-from stored import SOURCES, asymmetric, asymmetric_config, store
+from stored import SOURCES, asymmetric, asymmetric_config, awq, awq_config, gptq, gptq_config, store
 
 CARD = "---\nlicense: apache-2.0\ntags: [a, b]\nlanguage:\n- en\n---\n# A model\n"
 PLAIN = [
@@ -37,7 +37,8 @@ def make(root: Path) -> list[Base]:
         (source / "tokenizer.json").write_text("{}")
         sources[architecture] = source
     quantized = [store(root / f"stored-{n}", make, config) for n, (make, config, _) in enumerate(SOURCES.values())]
-    quantized.append(store(root / "stored-zero-points", asymmetric(), asymmetric_config()))
+    more = [(asymmetric(), asymmetric_config()), (awq(), awq_config()), (gptq(act=True), gptq_config(act=True))]
+    quantized += [store(root / f"stored-more-{n}", make, config) for n, (make, config) in enumerate(more)]
     outputs = []
     for number, (architecture, options) in enumerate(OUTPUTS):
         output = root / f"output-{number}"

@@ -67,7 +67,9 @@ PLANTED = ["d", "d/credentials.json", "../precious", "../precious/keep", "config
 QUANTIZATIONS: list[Any] = [
     {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     {"quant_method": "fp8", "activation_scheme": "static"},
-    {"quant_method": "mxfp4"}, {"quant_method": "gptq", "bits": 4}, {"quant_method": "awq"}, {"quant_method": "bitnet"},
+    {"quant_method": "mxfp4"}, {"quant_method": "gptq", "bits": 4}, {"quant_method": "bitnet"},
+    {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True},
+    {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": True},
     {"quant_method": "modelopt", "quant_algo": "FP8"}, {"quant_method": "fbgemm_fp8"}, {"quant_method": None}, {},
     {"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["*"]}},
     {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["re:.*gate$", "lm_head"],

@@ -264,8 +264,8 @@ def test_lm_head_is_listed_also_when_tied_and_absent(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (
-            {"quantization_config": {"quant_method": "gptq"}},
-            'the source is already quantized: config.json has the quant_method "gptq"',
+            {"quantization_config": {"quant_method": "bitnet"}},
+            'the source is already quantized: config.json has the quant_method "bitnet"',
         ),
         (
             {"compression_config": {"format": "x"}},

@@ -980,9 +980,10 @@ def test_codes_that_are_nan(tmp_path: Path, work: Callable[..., Any]) -> None:
             "mend quantization_config, or save the model again; or start from the unquantized model",
         ),
         (
-            {"quant_method": "awq"},
-            'the source is already quantized: config.json has the quant_method "awq"',
-            "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8, modelopt_fp4 and mxfp4; or start from the unquantized model",
+            {"quant_method": "bitnet"},
+            'the source is already quantized: config.json has the quant_method "bitnet"',
+            "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8, modelopt_fp4, mxfp4, awq and gptq; "
+            "or start from the unquantized model",
         ),
     ],
 )

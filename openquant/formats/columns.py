@@ -1,0 +1,92 @@
+"""INT4 and INT8 as AutoAWQ and GPTQ store them: columns of words, and a config of their own.
+
+Their values are what compressed-tensors packs in rows: a code less the zero point of its group, times its scale.
+
+    read_gptq({"bits": 4, "group_size": 128, "sym": True}).title   # "one scale per 128 inputs of a row"
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ..errors import UsageError
+from .format import Columns, Format, Group, Scale
+from .numbers import INT4, INT8_WORDS, Number
+
+ZEROS = "qzeros"
+_BITS = {4: INT4, 8: INT8_WORDS}
+# vLLM 0.32.0, layers/quantization/auto_awq.py:76: where in a word each of eight outputs lies.
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+# By checkpoint_format: how far zero points are stored below what they are (GPTQModel, utils/model.py:750-827).
+_BELOW = {"gptq": 1, "gptq_v2": 0}
+
+
+def read_awq(found: dict[str, Any]) -> Format:
+    """What a quantization_config of the method "awq" has its layers as.
+
+    Raises:
+        UsageError: in a way that is not known here.
+    """
+    known = "known is the GEMM layout of AutoAWQ, of 4 bits with zero points"
+    _require(found, "version", ("gemm", "GEMM", None), known)
+    _require(found, "zero_point", (True, None), known)
+    # Its own file calls both by other names.
+    number = _number(found.get("bits", found.get("w_bit")), (4,))
+    group = _group(found.get("group_size", found.get("q_group_size")), number)
+    return _format(number, group, Columns(ZEROS, order=_AWQ_ORDER), ZEROS)
+
+
+def read_gptq(found: dict[str, Any]) -> Format:
+    """What a quantization_config of the method "gptq" has its layers as.
+
+    Raises:
+        UsageError: in a way that is not known here.
+    """
+    stored = "checkpoint_format" if found.get("checkpoint_format") is not None else "format"
+    _require(found, stored, (*_BELOW, None), "known are gptq and gptq_v2")
+    _require(found, "pack_dtype", ("int32", "torch.int32", None), "known are words of 32 bits")
+    _require(found, "is_marlin_format", (False, None), "known are gptq and gptq_v2")
+    for key in ("sym", "desc_act"):
+        _require(found, key, (True, False, None), "it must be true or false")
+    dynamic = found.get("dynamic")
+    if dynamic and not (isinstance(dynamic, dict) and all(str(key).startswith("-:") for key in dynamic)):
+        raise UsageError("config.json has a dynamic, which stores some layers otherwise", "known is one way for all")
+    number = _number(found.get("bits"), tuple(_BITS))
+    columns = Columns(
+        ZEROS,
+        below=_BELOW[found.get(stored) or "gptq"],
+        index="g_idx",
+        scattered=found.get("desc_act") is True,
+    )
+    return _format(number, _group(found.get("group_size"), number), columns, None if found.get("sym", True) else ZEROS)
+
+
+def _format(number: Number, group: Group, columns: Columns, zero_point: str | None) -> Format:
+    scale = Scale("scales", dtype="F16")
+    return Format(number, group, scale, codes="qweight", zero_point=zero_point, columns=columns)
+
+
+def _require(found: dict[str, Any], key: str, known: tuple[object, ...], hint: str) -> None:
+    value = found.get(key)
+    if not any(type(value) is type(one) and value == one for one in known):
+        raise UsageError(f"config.json has the {key} {json.dumps(value)[:100]}", hint)
+
+
+def _number(bits: object, known: tuple[int, ...]) -> Number:
+    if type(bits) is not int or bits not in known:
+        raise UsageError(
+            f"config.json has weights of {json.dumps(bits)[:100]} bits", f"known are {' or '.join(map(str, known))}"
+        )
+    return _BITS[bits]
+
+
+def _group(size: object, number: Number) -> Group:
+    if type(size) is int and size == -1:
+        return 1, None
+    if type(size) is not int or not 0 < size <= 1 << 16 or size % number.per_item:
+        raise UsageError(
+            f"config.json has the group_size {json.dumps(size)[:100]}",
+            f"known are -1 and multiples of {number.per_item}",
+        )
+    return 1, size
