@@ -414,7 +414,7 @@ class _Worker:
                     scale, zero = ranged(bits, weight.dtype, form, ratios)
                     zero_place = _write_zeros(zero, scheme, file, zero_place)
                 elif ratios:
-                    scale = searched(bits, weight.dtype, amax, form, ratios, divisor)
+                    scale = searched(bits, weight.dtype, amax, form, ratios, divisor, self.loops)
                 else:
                     scale = form.scales(amax, divisor)
                 stored = form.stored(scale, divisor)

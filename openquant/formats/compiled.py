@@ -83,6 +83,13 @@ def decode_rows(
     (_decode if number.per_byte == 1 else _decode_pairs)(codes, values, scale, zero, height, width, low % height, out)
 
 
+def best(bits: Bits, dtype: str, usual: Floats, scales: Floats, number: Number) -> Floats:
+    """As kernels.best."""
+    found = usual.copy()
+    _best(bits, *_kind(dtype), usual, scales, *_range(number), found)
+    return found
+
+
 def to_bfloat16(values: Floats, out: npt.NDArray[np.uint16]) -> None:
     """As kernels.to_bfloat16."""
     _to_bfloat16(values.reshape(-1).view(u32), out.reshape(-1))
@@ -236,3 +243,59 @@ def _to_bfloat16(bits: Any, out: Any) -> None:
     for i in range(bits.size):
         even = u32(u32(bits[i] >> u32(16)) & u32(1))
         out[i] = u16(u32(u32(bits[i] + even) + u32(0x7FFF)) >> u32(16))
+
+
+@_compiled
+def _best(
+    bits: Any,
+    half: Any,
+    below: Any,
+    usual: Any,
+    scales: Any,
+    least: Any,
+    most: Any,
+    normal: Any,
+    rounds: Any,
+    found: Any,
+) -> None:
+    # A column for each of so many groups, which are worked on at once: each sum adds in the order of the weights.
+    together = 32
+    groups, width = bits.shape
+    lowest = f32(normal).view(u32)
+    values, turned = np.empty(width, f32), np.zeros((width, together), f32)
+    one, scale, chosen = np.ones(together, f32), np.ones(together, f32), np.ones(together, f32)
+    share, unit = np.ones(together, f32), np.ones(together, f32)
+    error, smallest = np.empty(together, f32), np.empty(together, f32)
+    for first in range(0, groups, together):
+        count = min(together, groups - first)
+        one[:count] = usual[first : first + count]
+        chosen[:] = one
+        smallest[:] = f32(np.inf)
+        for j in range(count):
+            _load(bits[first + j], half, below, values)
+            divisor = one[j]
+            for k in range(width):
+                values[k] /= divisor
+            for k in range(width):
+                turned[k, j] = values[k]
+        for ratio in range(scales.shape[0]):
+            scale[:count] = scales[ratio, first : first + count]
+            for j in range(together):
+                share[j] = scale[j] / one[j]
+                unit[j] = f32(1) / share[j]
+                error[j] = f32(0)
+            for k in range(width):
+                line = turned[k]
+                for j in range(together):
+                    quotient = f32(line[j] * unit[j])
+                    near = min(max(quotient, least), most)
+                    binade = max(u32(f32(near).view(u32) & u32(0x7F800000)), lowest)
+                    beside = f32(u32(binade).view(f32) * rounds)
+                    off = f32(quotient - f32(f32(near + beside) - beside))
+                    error[j] += f32(off * off)
+            for j in range(together):
+                total = f32(f32(error[j] * share[j]) * share[j])
+                better = total < smallest[j]
+                smallest[j] = total if better else smallest[j]
+                chosen[j] = scale[j] if better else chosen[j]
+        found[first : first + count] = chosen[:count]

@@ -275,7 +275,7 @@ class Format:
         if self.scale.dtype == "BF16":
             scale = (nearest_bfloat16(scale) << 16).view(np.float32)
         if self.scale.dtype == "F8_E4M3":
-            scale = E4M3.decode(E4M3.encode(scale))
+            scale = E4M3.nearest(scale)
         scale = np.where(absmax == 0, np.float32(self.scale.of_zeros), scale).astype(np.float32)
         return scale if divisor is None or self.global_scale is None else scale / divisor
 

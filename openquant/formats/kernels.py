@@ -59,6 +59,9 @@ class Loops(Protocol):
     ) -> None:
         """As below."""
 
+    def best(self, bits: Bits, dtype: str, usual: Floats, scales: Floats, number: Number, /) -> Floats:
+        """As below."""
+
     def to_bfloat16(self, values: Floats, out: npt.NDArray[np.uint16], /) -> None:
         """As below."""
 
@@ -228,6 +231,47 @@ def pack_words(codes: Codes, number: Number) -> npt.NDArray[np.uint32]:
         pack(along, packed)
         along = packed
     return np.ascontiguousarray(along.view(np.uint32).T)
+
+
+def best(bits: Bits, dtype: str, usual: Floats, scales: Floats, number: Number) -> Floats:
+    """The scale of each group with the least squared error, of several, float32 [groups]; of equals the first.
+
+    Sums add in the order of the weights, whatever the CPU.
+
+    Args:
+        bits: finite weights [groups, width].
+        dtype: their dtype.
+        usual: the scales [groups] that their largest weights make.
+        scales: those to choose from, [ratios, groups].
+        number: what the codes are.
+    """
+    found = np.empty_like(usual)
+    step = max(1, CHUNK // bits.shape[1])
+    for low in range(0, len(bits), step):
+        part = slice(low, low + step)
+        # A column for each group: what is computed for each of them runs along memory. It is always a copy.
+        weights = np.array(to_float32(bits[part], dtype).T, order="C")
+        found[part] = _best(weights, usual[part], scales[:, part], number)
+    return found
+
+
+def _best(weights: Floats, usual: Floats, scales: Floats, number: Number) -> Floats:
+    """The same for groups that are the columns of weights, which are changed."""
+    # In units of the usual scale no square overflows, and none of a group that is not zero is lost.
+    weights /= usual
+    found, least = usual, np.full(usual.shape, np.inf, np.float32)
+    quotients = np.empty_like(weights)
+    for scale in scales:
+        share = scale / usual
+        np.multiply(weights, np.float32(1) / share, out=quotients)
+        quotients -= number.nearest(quotients)
+        quotients *= quotients
+        # Where there is one column numpy adds halves to each other.
+        total = quotients.sum(axis=0) if len(usual) > 1 else np.add.accumulate(quotients[:, 0])[-1:]
+        error = total * share * share
+        found = np.where(error < least, scale, found)
+        least = np.minimum(error, least)
+    return found
 
 
 def _chunks(group: Group, shape: tuple[int, ...]) -> Iterator[tuple[int, int, slice]]:

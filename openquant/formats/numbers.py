@@ -102,6 +102,9 @@ class _E4M3(Number):
     def encode(self, quotients: Floats) -> Codes:
         return _nearest(quotients, self, 0x80)
 
+    def nearest(self, quotients: Floats) -> Floats:
+        return _rounded(quotients, self)
+
     def values(self) -> Floats:
         return _e4m3_values()
 
@@ -165,16 +168,7 @@ class _E2M1(Number):
         return _nearest(quotients, self, 8)
 
     def nearest(self, quotients: Floats) -> Floats:
-        # As additions round: beside so large a number only whole steps of a quotient are left, which are half of its
-        # binade, and 0.5 below 1. A search asks for this often, and looking codes up takes longer.
-        near = np.clip(quotients, np.float32(-self.largest), np.float32(self.largest))
-        binade = near.view(np.uint32) & np.uint32(0x7F800000)
-        np.maximum(binade, np.float32(1).view(np.uint32), out=binade)
-        beside = binade.view(np.float32)
-        beside *= np.float32(1.5 * 2**22)
-        near += beside
-        near -= beside
-        return near
+        return _rounded(quotients, self)
 
     def values(self) -> Floats:
         magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -187,6 +181,18 @@ class _E2M1(Number):
         bound *= np.float32(2 / 5 + slack)
         np.maximum(bound, scale * np.float32(1 / 4 + slack), out=bound)
         return bound
+
+
+def _rounded(quotients: Floats, number: Number) -> Floats:
+    """The values of a number of floating point nearest to finite ones, zeros without a sign."""
+    # As additions round: beside so large a number only whole steps of a quotient are left, which are a part of its
+    # binade, and alike below the normal ones. A search asks for this often, and looking codes up takes longer.
+    near = np.clip(quotients, np.float32(-number.largest), np.float32(number.largest))
+    binade = np.maximum(near.view(np.uint32) & np.uint32(0x7F800000), np.float32(number.normal).view(np.uint32))
+    beside = binade.view(np.float32) * np.float32(1.5 * 2**23 * number.smallest / number.normal)
+    near += beside
+    near -= beside
+    return near
 
 
 def nearest_bfloat16(values: Floats) -> npt.NDArray[np.uint32]:

@@ -11,16 +11,23 @@ from __future__ import annotations
 
 import numpy as np
 
+from . import kernels
 from .format import Format
-from .kernels import Bits, to_float32
+from .kernels import Bits, Loops
 from .numbers import Floats
 
-# Weights looked at together: few calls into numpy, and no more memory than the kernels need.
-PIECE = 1 << 18
+# Weights whose scales are made together: few calls into numpy, and no more memory than the kernels need.
+PIECE = 1 << 20
 
 
 def searched(
-    bits: Bits, dtype: str, absmax: Floats, form: Format, ratios: tuple[float, ...], divisor: Floats | None = None
+    bits: Bits,
+    dtype: str,
+    absmax: Floats,
+    form: Format,
+    ratios: tuple[float, ...],
+    divisor: Floats | None = None,
+    loops: Loops = kernels,
 ) -> Floats:
     """The best scale of each group, float32 [rows, cols/width].
 
@@ -34,36 +41,17 @@ def searched(
         ratios: shares of the largest weight that scales are made from, of two as good the first is taken.
         divisor: of the joined set, as for Format.scales; where a format has a global scale and None is given, that of
             these groups.
+        loops: what looks at every weight.
     """
     width = form.group[1] or bits.shape[1]
     step = max(1, PIECE // bits.shape[1])
     found = np.empty(absmax.shape, np.float32)
     above = (form.divisor(absmax.max(keepdims=True)) if divisor is None else divisor).reshape(1)
     for low in range(0, len(bits), step):
-        part = to_float32(bits[low : low + step], dtype).reshape(-1, width)
-        largest = absmax[low : low + step]
-        # A column for each group: what is computed for each of them runs along memory. It is always a copy.
-        best = _best(np.array(part.T, order="C"), largest.reshape(-1), form, ratios, above)
-        found[low : low + step] = best.reshape(largest.shape)
-    return found
-
-
-def _best(weights: Floats, largest: Floats, form: Format, ratios: tuple[float, ...], divisor: Floats) -> Floats:
-    """The best scale of each column of weights [width, groups], which are changed."""
-    usual = form.scales(largest, divisor)
-    # In units of the usual scale no square overflows, and none of a group that is not zero is lost.
-    weights /= usual
-    best, least = usual, np.full(largest.shape, np.inf, np.float32)
-    quotients = np.empty_like(weights)
-    for ratio in ratios:
+        part, largest = bits[low : low + step].reshape(-1, width), absmax[low : low + step].reshape(-1)
         with np.errstate(over="ignore"):
             # Scales in E4M3 are clamped to its largest.
-            scale = form.scales(largest * np.float32(ratio), divisor)
-        share = scale / usual
-        np.multiply(weights, np.float32(1) / share, out=quotients)
-        quotients -= form.number.nearest(quotients)
-        quotients *= quotients
-        error = quotients.sum(axis=0) * share * share
-        best = np.where(error < least, scale, best)
-        least = np.minimum(error, least)
-    return best
+            scales = np.stack([form.scales(largest * np.float32(ratio), above) for ratio in ratios])
+        best = loops.best(part, dtype, form.scales(largest, above), scales, form.number)
+        found[low : low + step] = best.reshape(found[low : low + step].shape)
+    return found

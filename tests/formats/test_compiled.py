@@ -67,6 +67,21 @@ def test_values_are_rounded_to_the_same_bfloat16() -> None:
     np.testing.assert_array_equal(found[1], found[0])
 
 
+@pytest.mark.parametrize("number", [INT4, E2M1], ids=lambda number: number.name)
+@pytest.mark.parametrize("width", [16, 40, 4100])
+@pytest.mark.parametrize("groups", [1, 2, 31, 33])
+def test_the_same_of_several_scales_is_best(number: Number, width: int, groups: int) -> None:
+    """However many groups there are: of many weights as good as random, which scale is best depends on each sum."""
+    generator = np.random.default_rng(width * groups)
+    for _ in range(20):
+        bits = generator.integers(0x3E00, 0x3F80, (groups, width)).astype(np.uint16)
+        usual = np.full(groups, 2 / number.span, np.float32)
+        # As near to each other as float32 can tell.
+        scales = usual * generator.uniform(1 - 2.0**-20, 1 + 2.0**-20, (9, groups)).astype(np.float32)
+        found = [loops.best(bits, "BF16", usual, scales, number) for loops in (kernels, compiled)]
+        np.testing.assert_array_equal(found[1], found[0])
+
+
 def test_rows_that_do_not_fill_a_register_are_encoded_whole() -> None:
     bits = np.random.default_rng(1).integers(0, 0x4000, (5, 14), np.uint16)
     scale = kernels.absmax(bits, "BF16", (1, 2)) / np.float32(7.5)

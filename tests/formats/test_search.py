@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openquant.formats import kernels, search
+from openquant.formats import compiled, kernels, search
 from openquant.formats.format import Format
 from openquant.formats.numbers import E2M1
 from openquant.formats.schemes import INT4_GROUPS, INT4_W4A16, NVFP4, VARIANTS, Scheme
@@ -24,7 +24,10 @@ def noise(seed: int, rows: int = 8, cols: int = 256, magnitude: int = 0) -> torc
 
 def found_in(weight: torch.Tensor, scheme: Scheme, divisor: np.ndarray | None = None) -> np.ndarray:
     bits, form = weight.numpy().view(np.uint32), scheme.format
-    return searched(bits, "F32", kernels.absmax(bits, "F32", form.group), form, scheme.ratios, divisor)
+    absmax = kernels.absmax(bits, "F32", form.group)
+    found, same = (searched(bits, "F32", absmax, form, scheme.ratios, divisor, loops) for loops in (kernels, compiled))
+    np.testing.assert_array_equal(same, found)
+    return found
 
 
 def errors(weight: torch.Tensor, scale: np.ndarray, form: Format) -> np.ndarray:
@@ -54,10 +57,11 @@ def test_no_other_ratio_is_better(scheme: Scheme, seed: int, magnitude: int, joi
 
 
 @pytest.mark.parametrize("scheme", SEARCHED, ids=lambda scheme: scheme.suffix)
-@pytest.mark.parametrize("piece", [1, 300, 4096])
+@pytest.mark.parametrize("piece", [2, 300, 4096])
 def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch, scheme: Scheme, piece: int) -> None:
     weight = noise(3, 16, 512)
     whole = found_in(weight, scheme)
+    monkeypatch.setattr(kernels, "CHUNK", piece // 2)
     monkeypatch.setattr(search, "PIECE", piece)
     assert np.array_equal(found_in(weight, scheme), whole)
 
