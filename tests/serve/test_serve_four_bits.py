@@ -36,8 +36,9 @@ SERVED = tuple(
     for name in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM", MOE)
     if name in CHOSEN
 )
-# Beside FP8, whose activations are rounded.
+# Beside FP8, whose activations are rounded; and with zero points.
 BESIDE = tuple(f"{MOE}-{scheme}-beside-channel" for scheme in SCHEMES if MOE in SERVED)
+ASYMMETRIC = tuple(f"{name}-int4-asymmetric" for name in SERVED if name == MOE)
 # Random weights: 0.025 to 0.05, in mxfp4 up to 0.06; equal ones 0.
 TO_SOURCE = 0.1
 LOADED = tuple(
@@ -56,7 +57,7 @@ def engine() -> Engine:
 @pytest.fixture(scope="module")
 def outputs(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Each architecture in each scheme, `<architecture>-<scheme>`; the sources too; of those that are served
-    `<architecture>-<scheme>-plain`, and with attention in FP8 as well.
+    `<architecture>-<scheme>-plain`, and of experts mixtures and zero points.
     """
     root = tmp_path_factory.mktemp("four-bits")
     found = {}
@@ -70,9 +71,10 @@ def outputs(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         if name in SERVED:
             found[f"{name}-{scheme}-plain"] = root / f"{name}-{scheme}-plain"
             dequantize(output, found[f"{name}-{scheme}-plain"])
-    for name in BESIDE:
+    for name in (*BESIDE, *ASYMMETRIC):
         found[name], found[f"{name}-plain"] = root / name, root / f"{name}-plain"
-        compress(found[MOE], found[name], name.split("-")[1], scheme_for={"**.self_attn.*": "channel"})
+        options = {"asymmetric": True} if name in ASYMMETRIC else {"scheme_for": {"**.self_attn.*": "channel"}}
+        compress(found[MOE], found[name], name.split("-")[1], **options)
         dequantize(found[name], found[f"{name}-plain"])
     return found
 
@@ -136,6 +138,12 @@ def test_stays_close_to_the_source(name: str, scheme: str, logprobs: Answers) ->
 @pytest.mark.parametrize("name", BESIDE)
 def test_experts_compute_beside_attention_in_fp8(name: str, logprobs: Answers) -> None:
     assert logprobs.between(f"{name}-plain", name) <= TO_DEQUANTIZED["channel"]
+
+
+@pytest.mark.parametrize("name", ASYMMETRIC)
+def test_experts_compute_with_zero_points(name: str, logprobs: Answers) -> None:
+    assert logprobs.between(f"{name}-plain", name) <= TO_DEQUANTIZED["tensor"]
+    assert logprobs.between(MOE, name) <= TO_SOURCE
 
 
 # A server takes as long as the log-probabilities of ten models.

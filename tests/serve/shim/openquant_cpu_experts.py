@@ -79,8 +79,10 @@ def _decode_after_loading(method: Any, decode: Callable[[Any, Any, str], Tensor]
 
 def of_words(method: Any, layer: Any, part: str) -> Tensor:
     """Weights [experts, out, in] of `w13` or `w2`, here of words that hold several."""
-    each = zip(getattr(layer, f"{part}_weight_packed"), getattr(layer, f"{part}_weight_scale"), strict=True)
-    return torch.stack([words.decoded(packed, scale, method.num_bits) for packed, scale in each])
+    packed, scales = getattr(layer, f"{part}_weight_packed"), getattr(layer, f"{part}_weight_scale")
+    zeros = [None] * len(packed) if method.symmetric else getattr(layer, f"{part}_weight_zero_point")
+    each = zip(packed, scales, zeros, strict=True)
+    return torch.stack([words.decoded(codes, scale, method.num_bits, zero) for codes, scale, zero in each])
 
 
 def of_nvfp4(method: Any, layer: Any, part: str) -> Tensor:
