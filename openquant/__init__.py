@@ -8,6 +8,7 @@ from .version import __version__
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .api import compress, dequantize, diagnose, push
+    from .calibration import calibrate
     from .errors import OpenQuantError
     from .evaluation import evaluate
     from .measure.diagnosis import Diagnosis
@@ -28,6 +29,7 @@ __all__ = [
     "Reporter",
     "Result",
     "__version__",
+    "calibrate",
     "compress",
     "dequantize",
     "diagnose",
@@ -46,6 +48,7 @@ _HOMES = {
     "Report": "verification.verify",
     "Reporter": "report.reporter",
     "Result": "report.result",
+    "calibrate": "calibration",
     "compress": "api",
     "dequantize": "api",
     "diagnose": "api",

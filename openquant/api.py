@@ -14,6 +14,7 @@ from .convert.conversion import COMPILED_MEMORY, worker_memory, worth_compiling
 from .convert.ranks import CONTINUES, Ranks, attempt
 from .errors import SourceError, UsageError
 from .files.checkpoint import Checkpoint, open_checkpoint, readable
+from .files.fingerprint import Fingerprint
 from .files.inputs import read_small
 from .files.journal import explained, finished_files
 from .files.output import refuse_overlap, refuse_root
@@ -35,6 +36,7 @@ from .report.reporter import Reporter
 from .report.result import Result
 from .run import Prepared, carry_out, take_evaluation
 from .verification.finished import require_sound
+from .weights.calibration import read_calibration
 
 # More do not make a disk faster, and each takes memory.
 MOST_WORKERS, MOST_GPU_WORKERS = 16, 4
@@ -49,6 +51,7 @@ def compress(
     format: str | None = None,
     scale_format: str | None = None,
     activation_scheme: str = "dynamic",
+    calibration: str | os.PathLike[str] | None = None,
     group_size: str | None = None,
     asymmetric: bool = False,
     no_search: bool = False,
@@ -97,12 +100,19 @@ def compress(
                 f"--scheme {recipe.scheme} searches for no scales", f"use --scheme {searched}, or leave --no-search out"
             )
         chosen, others = chosen.unsearched, tuple((pattern, other.unsearched) for pattern, other in others)
-    options = Options(tuple(recipe.ignore), others, recipe.tp, recipe.quantize_lm_head)
+    seen = read_calibration(Path(recipe.calibration)) if recipe.calibration is not None else None
+    options = Options(tuple(recipe.ignore), others, recipe.tp, recipe.quantize_lm_head, seen)
 
-    def make(checkpoint: Checkpoint, identity: str) -> Plan:
-        return make_plan(checkpoint, chosen, options, identity, recipe.architecture)
+    def make(source: Source, checkpoint: Checkpoint) -> Plan:
+        if seen is not None and seen.model != Fingerprint(checkpoint, source.remote).hexdigest():
+            raise UsageError(
+                f"{recipe.calibration} is a calibration of another model than {run.model}",
+                "make one of this model: openquant calibrate MODEL -o FILE",
+            )
+        return make_plan(checkpoint, chosen, options, source.identity, recipe.architecture)
 
-    return _work(Run(**values_for(Run, given)), make, ranks, reporter)
+    run = Run(**values_for(Run, given))
+    return _work(run, make, ranks, reporter)
 
 
 @documented
@@ -133,16 +143,22 @@ def dequantize(
     Raises:
         OpenQuantError: nothing in it is quantized, or something else the caller can fix.
     """
-    return _work(Run(**values_for(Run, locals())), make_plain_plan, ranks, reporter)
+    run = Run(**values_for(Run, locals()))
+
+    def make(source: Source, checkpoint: Checkpoint) -> Plan:
+        return make_plain_plan(checkpoint, source.identity)
+
+    return _work(run, make, ranks, reporter)
 
 
-def _work(run: Run, make: Callable[[Checkpoint, str], Plan], ranks: Ranks | None, reporter: Reporter | None) -> Result:
+def _work(
+    run: Run, make: Callable[[Source, Checkpoint], Plan], ranks: Ranks | None, reporter: Reporter | None
+) -> Result:
     """What was done: the source opened, planned and converted, or with `dry_run` planned only.
 
     Args:
         run: what was asked for.
-        make: makes the plan of a checkpoint and of what the plan's digest has of its source: "org/name@commit", of a
-            local one "".
+        make: makes the plan of a checkpoint, given where it comes from.
         ranks: this process among several.
         reporter: is told of it.
     """
@@ -204,7 +220,7 @@ def _work(run: Run, make: Callable[[Checkpoint, str], Plan], ranks: Ranks | None
         return done
 
 
-def _prepare(run: Run, make: Callable[[Checkpoint, str], Plan], workers: int, device: str) -> Prepared:
+def _prepare(run: Run, make: Callable[[Source, Checkpoint], Plan], workers: int, device: str) -> Prepared:
     """Open the source and plan; nothing is written, and of a repository only config, index and headers are fetched."""
     if run.output is not None:
         if not os.fspath(run.output):
@@ -214,7 +230,7 @@ def _prepare(run: Run, make: Callable[[Checkpoint, str], Plan], workers: int, de
     checkpoint = _without_own_log(checkpoint, source.absent)
     with _without_collector():
         stamps = source.stamps(checkpoint)
-        plan = make(checkpoint, source.identity)
+        plan = make(source, checkpoint)
     target = Path(run.output) if run.output is not None else _default_output(source, plan)
     refuse_overlap(source.root, target)
     workers, fast = _affordable(workers, plan, run.max_memory, memory_needed(source, run.stream), device)

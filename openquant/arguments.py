@@ -11,6 +11,8 @@ from .errors import UsageError
 from .options import (
     GROUPS,
     PLACES,
+    Calibrate,
+    CalibrationTexts,
     Check,
     Command,
     Diagnose,
@@ -218,6 +220,14 @@ def verb_parser() -> Parser:
         without=("block_size", "rendezvous_timeout", "quiet", "figure"),
         verbose={"help": "list every layer"},
     )
+    calibrate = add(
+        "calibrate",
+        "Find how large activations are, for what needs to know it.",
+        "MODEL [-o FILE] [options]",
+        "Qwen/Qwen3-8B --stream",
+        "Qwen3-8B --text mine.jsonl --samples 64",
+    )
+    calibrate.add_options(Calibrate, CalibrationTexts, Command, without=("block_size", "quiet", "verbose", *PAGES))
     evaluate = add(
         "eval",
         "Hold outputs against their source: what they answer, and why.",

@@ -15,7 +15,21 @@ from .console import Interrupts, Progress, Terminal, fail, mend_streams, print_j
 from .errors import OpenQuantError, UsageError
 from .interrupts import INTERRUPTED, MESSAGE, hint
 from .machine import reached_limit, require_room
-from .options import Check, Command, Diagnose, Evaluate, Push, Recipe, Run, Texts, flags_of, options_of, values_for
+from .options import (
+    Calibrate,
+    CalibrationTexts,
+    Check,
+    Command,
+    Diagnose,
+    Evaluate,
+    Push,
+    Recipe,
+    Run,
+    Texts,
+    flags_of,
+    options_of,
+    values_for,
+)
 
 if TYPE_CHECKING:
     from .convert.ranks import Ranks
@@ -253,6 +267,26 @@ def _diagnose(given: Given, interrupts: Interrupts) -> int:
     return 0
 
 
+def _calibrate(given: Given, interrupts: Interrupts) -> int:
+    from .calibration import calibrate
+
+    command, ranks = _command(given), _ranks(given, _command(given))
+    silent = command.json or not ranks.first
+
+    def begun(about: str) -> None:
+        if not silent:
+            say(about, sys.stderr)
+
+    with _bar(interrupts, silent, "calibrating", "calibrated") as advanced:
+        values = {**values_for(Calibrate, given), **values_for(CalibrationTexts, given)}
+        written = calibrate(**values, begun=begun, progress=advanced, ranks=ranks)
+    if ranks.first and command.json:
+        print_json({"calibration": str(written)}, interrupts)
+    elif ranks.first:
+        require_told(say(f"wrote {written}", sys.stdout))
+    return 0
+
+
 def _eval(given: Given, interrupts: Interrupts) -> int:
     from .evaluation import evaluate
 
@@ -344,9 +378,10 @@ VERBS: Mapping[str, Callable[[Given, Interrupts], int]] = {
     "dequantize": _dequantize,
     "push": _push,
     "diagnose": _diagnose,
+    "calibrate": _calibrate,
     "eval": _eval,
     "verify": _verify,
     "completion": _completion,
 }
 # Jobs that several processes share.
-SHARED = ("compress", "dequantize", "eval")
+SHARED = ("compress", "dequantize", "calibrate", "eval")

@@ -7,7 +7,6 @@ transformers is imported by the modules that run models, and these when they are
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -17,25 +16,19 @@ from typing import TYPE_CHECKING
 
 from .convert.ranks import Ranks, attempt
 from .errors import SourceError, UsageError
-from .files.checkpoint import Checkpoint, open_checkpoint
+from .files.checkpoint import open_checkpoint
 from .files.fingerprint import Fingerprint
 from .files.names import EVAL_FILE, JOURNAL_FILE
 from .files.whole import require_place, write_whole
-from .hub.fetch import Supply
 from .hub.source import Source, find_source
 from .hub.supplied import Needs, supplied
-from .machine import find_device, peak_rss
+from .machine import find_device
 from .options import Evaluate, Texts, values_for
+from .passes import Arriving, find_tokenizer, hidden_bytes, scratch_for, vocabulary_of
 
 if TYPE_CHECKING:
-    from .forward.scratch import Scratch
     from .forward.traffic import Traffic
     from .measure.results import Evaluation
-    from .measure.subjects import Subject
-    from .texts.tokenizer import Tokenizer
-
-# Bytes of hidden states that wait in memory, if nobody says how much of it there is.
-BUDGET = 4 << 30
 
 
 def evaluate(
@@ -128,9 +121,9 @@ def _evaluated(
             progress(done, total)
 
     with ExitStack() as stack:
-        tokenizers = [_tokenizer(each, checkpoint) for each, checkpoint in zip(sources, checkpoints, strict=True)]
+        tokenizers = [find_tokenizer(each, checkpoint) for each, checkpoint in zip(sources, checkpoints, strict=True)]
         tokenizer = tokenizers[0]
-        corpus = read(texts, tokenizer, vocabulary=_vocabulary(checkpoints[0]))
+        corpus = read(texts, tokenizer, vocabulary=vocabulary_of(checkpoints[0]))
         seen = ranks.agree(None, [corpus.sha256, [dict(checkpoint.shards) for checkpoint in checkpoints]])
         if any(other != seen[0] for other in seen):
             raise SourceError("ranks see different texts or checkpoints", "let all of them read the same files")
@@ -141,15 +134,20 @@ def _evaluated(
             for each, checkpoint, own in zip(sources, checkpoints, tokenizers, strict=True)
         ]
         place = _place(asked, sources)
-        hidden = _hidden(checkpoints, -(-len(corpus.documents) // ranks.size) * corpus.length)
-        room = _scratch(asked, place, hidden)
+        # The source twice, each output twice.
+        tokens = -(-len(corpus.documents) // ranks.size) * corpus.length
+        hidden = 2 * len(checkpoints) * hidden_bytes(checkpoints[0], tokens)
+        room = scratch_for(hidden, place, asked.max_memory, asked.scratch is not None)
 
         @contextmanager
         def supply(needs: Sequence[Needs]) -> Iterator[list[Traffic]]:
             pairs = list(zip(sources, needs, strict=True))
             more = hidden if room else 0
             with supplied(pairs, asked.stream, place, more, ranks.local_size) as supplies:
-                yield [_Arriving(*each, ranks) for each in zip(supplies, subjects, strict=True)]
+                yield [
+                    Arriving(each, subject.name, subject.fingerprint, ranks)
+                    for each, subject in zip(supplies, subjects, strict=True)
+                ]
 
         settings = Settings(
             asked.seed,
@@ -168,78 +166,6 @@ def _evaluated(
     return found
 
 
-class _Arriving:
-    """How the shards of a model come, unit by unit; those of units that no text goes through are passed over.
-
-    Args:
-        supply: brings them.
-        subject: the model; what counts for its fingerprint is read of each that is here.
-        ranks: this process among several, of which each streams for itself.
-    """
-
-    def __init__(self, supply: Supply, subject: Subject, ranks: Ranks) -> None:
-        self.supply, self.subject, self.ranks = supply, subject, ranks
-        self.path = supply.path
-        self._left = dict.fromkeys(supply.needs)
-
-    def wait_for(self, what: str, stopped: Callable[[], bool]) -> None:
-        """Wait until a unit's shards are here.
-
-        Raises:
-            SourceError: they cannot be had, or are gone already.
-        """
-        if what in self._left:
-            # The last first: while an earlier one is given up, none of these begins to come in its place.
-            for unit in reversed(list(itertools.takewhile(lambda unit: unit != what, self._left))):
-                self.finished(unit)
-        elif self.supply.scratch is not None and what in self.supply.needs:
-            raise SourceError(
-                f"{self.subject.name} computes {what} again, or later than expected: its shards are gone",
-                "leave --stream out",
-            )
-        self.supply.wait_for(what, lambda: stopped() or attempt(self.ranks.check)[1] is not None)
-        self.ranks.check()
-        for shard in self.supply.needs.get(what, ()):
-            if self.subject.fingerprint is not None:
-                self.subject.fingerprint.look(shard, self.path(shard))
-
-    def finished(self, what: str) -> None:
-        """Nothing more is read for this unit."""
-        if what in self._left:
-            del self._left[what]
-            self.supply.finished(what)
-
-
-def _tokenizer(source: Source, checkpoint: Checkpoint) -> Tokenizer:
-    """A checkpoint's tokenizer.
-
-    Raises:
-        SourceError: there is none, or it is damaged.
-    """
-    from .texts.tokenizer import FILES, TEMPLATES, load
-
-    wanted = {*FILES, *TEMPLATES, "generation_config.json"}
-    source.fetch_files([name for name in checkpoint.files if name in wanted])
-    return load(source.root, source.repo or source.name)
-
-
-def _vocabulary(checkpoint: Checkpoint) -> int | None:
-    """Tokens that a model has, as config.json says."""
-    inner = checkpoint.config.get("text_config")
-    places = (checkpoint.config, inner if isinstance(inner, dict) else {})
-    return next((size for place in places if isinstance(size := place.get("vocab_size"), int)), None)
-
-
-def _hidden(checkpoints: Sequence[Checkpoint], tokens: int) -> int:
-    """Bytes that so many tokens take between layers, in all models: the source twice, each output twice, and embeddings
-    that wait beside what became of them.
-    """
-    config = checkpoints[0].config
-    inner = config.get("text_config")
-    size = next((each.get("hidden_size") for each in (config, inner) if isinstance(each, dict)), 0)
-    return 2 * 2 * len(checkpoints) * tokens * (size if isinstance(size, int) else 0) * 2
-
-
 def _place(asked: Evaluate, sources: Sequence[Source]) -> Path:
     """The directory for what has no room in memory: that of the first output that does not lie in the Hub's cache."""
     if asked.scratch is not None:
@@ -250,15 +176,6 @@ def _place(asked: Evaluate, sources: Sequence[Source]) -> Path:
 
         refuse_memory(place, "shards")
     return place
-
-
-def _scratch(asked: Evaluate, place: Path, hidden: int) -> Scratch | None:
-    """A file for so many bytes of hidden states, where they may be more than memory has room for."""
-    from .forward.scratch import Scratch
-
-    # As much again for the weights of a layer and for logits, of which nothing is known yet.
-    budget = BUDGET if asked.max_memory is None else max(0, (asked.max_memory - peak_rss()) // 2)
-    return None if hidden <= budget else Scratch(place, budget, asked.scratch is not None)
 
 
 def _targets(

@@ -238,11 +238,23 @@ class Recipe:
     activation_scheme: str = field(
         default="dynamic",
         metadata=said(
-            "dynamic (default), or static: keep input_scale",
+            "dynamic (default), or static: with --calibration",
             WEIGHTS,
-            '"dynamic", or for tensor "static": with the input_scale tensors of a quantized source',
+            '"dynamic", or for tensor "static": with scales of a calibration, or else the input_scale tensors of a '
+            "quantized source",
             value="NAME",
             choices=("dynamic", "static"),
+        ),
+    )
+    calibration: str | os.PathLike[str] | None = field(
+        default=None,
+        metadata=said(
+            "for static ones: the file of openquant calibrate",
+            WEIGHTS,
+            "a file that calibrate() wrote of this model, for the scales of static activations",
+            value="FILE",
+            read=filled,
+            completes="file",
         ),
     )
     group_size: str | None = field(
@@ -332,6 +344,10 @@ class Recipe:
             raise UsageError(f"ignore is {self.ignore!r}, not a list of patterns", f"give [{self.ignore!r}]")
         if self.architecture == "":
             raise UsageError("--architecture is empty", "name an architecture, or leave --architecture out")
+        if self.calibration is not None and self.activation_scheme != "static":
+            raise UsageError(
+                "nothing uses --calibration", "give --activation-scheme static too, or leave --calibration out"
+            )
 
 
 @dataclass(frozen=True)
@@ -485,6 +501,87 @@ class Texts:
             raise UsageError(f"{self.samples} samples", f"give --samples from 1 to {MAX_SAMPLES:,}")
         if not 2 <= self.length <= MAX_LENGTH:
             raise UsageError(f"samples of {self.length} tokens", f"give --length from 2 to {MAX_LENGTH:,}")
+
+
+@dataclass(frozen=True)
+class CalibrationTexts(Texts):
+    """What a model is calibrated on."""
+
+    samples: int = field(default=128, metadata=said("pieces of text in all (default: 128)", TEXTS, value="N", read=int))
+
+
+@dataclass(frozen=True)
+class Calibrate:
+    """What is calibrated, and how."""
+
+    model: str | os.PathLike[str] = field(
+        metadata=said(
+            "directory, or Hub repository: org/name[@revision]",
+            PLACES,
+            "a local directory, or a Hub repository `org/name` or `org/name@revision`",
+            flags=("model",),
+            value="MODEL",
+            read=filled,
+            completes="directory",
+        )
+    )
+    out: str | os.PathLike[str] | None = field(
+        default=None,
+        metadata=said(
+            "file to write (default: ./NAME.calibration.safetensors)",
+            PLACES,
+            "the file to write; if None `NAME.calibration.safetensors` in the working directory",
+            flags=("-o", "--out"),
+            value="FILE",
+            read=filled,
+            completes="file",
+        ),
+    )
+    revision: str | None = field(
+        default=None, metadata=said("branch, tag or commit of a Hub repository", PLACES, value="REV", read=filled)
+    )
+    stream: bool = field(
+        default=False,
+        metadata=said(
+            "keep few of a repository's shards on disk",
+            PLACES,
+            "keep only a few shards of a Hub repository on disk, and none in the Hub's cache",
+        ),
+    )
+    device: str = field(
+        default="cpu",
+        metadata=said(
+            "cpu (default), cuda, cuda:N; auto: a GPU if any",
+            RUNNING,
+            'where it is computed: "cpu", "cuda", "cuda:N" or "auto" (a GPU if there is one)',
+            value="NAME",
+        ),
+    )
+    max_memory: int | None = field(
+        default=None,
+        metadata=said(
+            "hidden states beyond this go to disk: 500MB, 2GB",
+            RUNNING,
+            "bytes that this process may hold in memory; what texts are in beyond that goes to a scratch file",
+            value="SIZE",
+            read=size,
+        ),
+    )
+    scratch: str | os.PathLike[str] | None = field(
+        default=None,
+        metadata=said(
+            "for these and --stream (default: beside the file)",
+            RUNNING,
+            "the directory for that file and for streamed shards; that of `out` if None",
+            value="DIR",
+            read=filled,
+            completes="directory",
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(DEVICES, self.device):
+            raise UsageError(f"{self.device} is not a device", "choose auto, cpu, cuda or cuda:N")
 
 
 @dataclass(frozen=True)

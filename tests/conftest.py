@@ -97,10 +97,11 @@ def run(tmp_path: Path) -> Run:
     return start
 
 
-def run_openquant(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run `openquant WORDS` as a user does, in the repository."""
+def run_openquant(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run `openquant WORDS` as a user does, in the repository or another directory."""
     command = [sys.executable, "-m", "openquant", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, env=environment)
 
 
 def heed_ctrl_c() -> None:

@@ -24,7 +24,19 @@ import openquant
 from conftest import ROOT
 from openquant.errors import UsageError
 from openquant.formats.schemes import SCHEMES
-from openquant.options import Check, Diagnose, Evaluate, Option, Push, Recipe, Run, Texts, options_of
+from openquant.options import (
+    Calibrate,
+    CalibrationTexts,
+    Check,
+    Diagnose,
+    Evaluate,
+    Option,
+    Push,
+    Recipe,
+    Run,
+    Texts,
+    options_of,
+)
 
 TITLES = ("what the weights become", "where they come from and go", "how it runs", "output")
 
@@ -50,6 +62,7 @@ def test_signatures_are_the_fields() -> None:
     assert taken(openquant.verify)[:-1] == said(Check)
     assert taken(openquant.diagnose)[:-1] == said(Diagnose)
     assert taken(openquant.evaluate)[:-3] == [*said(Evaluate), *said(Texts)]
+    assert taken(openquant.calibrate)[:-3] == [*said(Calibrate), *said(CalibrationTexts)]
 
 
 def test_positional_arguments_stay() -> None:
@@ -61,17 +74,21 @@ def test_positional_arguments_stay() -> None:
     assert positional(openquant.dequantize) == ["model", "output"]
     assert positional(openquant.diagnose) == ["model", "scheme"]
     assert positional(openquant.evaluate) == ["outputs", "source"]
+    assert positional(openquant.calibrate) == ["model", "out"]
     assert positional(Push) == ["name", "private", "create_pr", "message", "only", "replace_weights"]
     with pytest.raises(TypeError, match=re.escape("compress() got an unexpected keyword argument 'workrs'")):
         openquant.compress("model", workrs=3)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("function", [openquant.compress, openquant.dequantize, openquant.diagnose, openquant.evaluate])
+@pytest.mark.parametrize(
+    "function",
+    [openquant.compress, openquant.dequantize, openquant.diagnose, openquant.calibrate, openquant.evaluate],
+)
 def test_docstrings_tell_of_every_argument(function: Any) -> None:
     section = inspect.getdoc(function).split("Args:\n")[1].split("\n\n")[0]
     told = re.findall(r"^    (\w+): \S", section, re.MULTILINE)
     assert sorted(told) == sorted(inspect.signature(function).parameters)
-    assert function in (openquant.diagnose, openquant.evaluate) or (
+    assert function in (openquant.diagnose, openquant.calibrate, openquant.evaluate) or (
         "\n    max_memory: bytes that this process may hold in memory; fewer workers are used if need be.\n" in section
     )
     assert max(map(len, section.splitlines())) <= 120
@@ -103,7 +120,7 @@ def test_openquant_alone_prints_its_help() -> None:
     shown = openquant_prints()
     assert shown == openquant_prints("--help")
     assert shown.startswith("usage: openquant VERB [options]\n")
-    verbs = ["compress", "dequantize", "push", "diagnose", "eval", "verify", "completion"]
+    verbs = ["compress", "dequantize", "push", "diagnose", "calibrate", "eval", "verify", "completion"]
     assert re.findall(r"^  (\w+)  +[A-Z]", shown, re.MULTILINE) == verbs
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-m", "openquant"], stdout=full, stderr=subprocess.PIPE, text=True)

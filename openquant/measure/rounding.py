@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 from ..errors import UsageError
@@ -24,6 +23,7 @@ from ..formats.format import Format, Scale
 from ..formats.inputs import Inputs
 from ..formats.numbers import E4M3
 from ..formats.reference import decode, encode, group_absmax, group_scale
+from .interception import Experts, Interception
 
 # vLLM 0.32.0 layers/quantization/input_quant_fp8.py:27.
 SMALLEST_SCALE = 1 / (448 * 512)
@@ -47,19 +47,6 @@ class Layer:
 
     inputs: Inputs
     scale: Callable[[], float] | None = None
-
-
-@dataclass(frozen=True)
-class Experts:
-    """The same of a module that holds the stacked experts of a layer; None for what stays as it is.
-
-    Attributes:
-        first: into gate and up.
-        down: into down.
-    """
-
-    first: Layer | None
-    down: Layer | None
 
 
 def rounded(values: Tensor, inputs: Inputs, scale: float | None = None) -> Tensor:
@@ -116,7 +103,7 @@ class Clipped:
         return max(found, default=0.0)
 
 
-class Rounding:
+class Rounding(Interception[Layer]):
     """Rounds what goes into a model's quantized layers, while it is on.
 
     Args:
@@ -130,99 +117,38 @@ class Rounding:
         self,
         model: nn.Module,
         layers: Mapping[str, Layer],
-        experts: Mapping[str, Experts],
+        experts: Mapping[str, Experts[Layer]],
         clipped: Clipped | None = None,
     ) -> None:
+        super().__init__(model, layers, experts)
         self._clipped = clipped or Clipped()
-        self._active = False
         self._scales: dict[Callable[[], float], float] = {}
         # Of the last activations: q, k and v have the same, gate and up too.
         self._last: tuple[Tensor, Layer, Tensor] | None = None
-        for name, layer in layers.items():
-            model.get_submodule(name).register_forward_pre_hook(self._hook(layer, name), with_kwargs=True)
-        for name, both in experts.items():
-            module = model.get_submodule(name)
-            if both.first is not None:
-                module.register_forward_pre_hook(self._hook(both.first, name), with_kwargs=True)
-            if both.down is not None:
-                self._wrap(module, both.down, name)
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """Round meanwhile; for Pass.around."""
-        self._active = True
         try:
-            yield
+            with super().on():
+                yield
         finally:
-            self._active, self._last = False, None
+            self._last = None
 
-    def _hook(self, layer: Layer, place: str) -> Callable[..., Any]:
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not self._active:
-                return None
-            if args:
-                return (self._round(args[0], layer, place), *args[1:]), kwargs
-            # The first argument, by its name: hidden_states of experts, input of a Linear.
-            first = next(iter(kwargs))
-            return args, {**kwargs, first: self._round(kwargs[first], layer, place)}
-
-        return before
-
-    def _wrap(self, module: nn.Module, layer: Layer, place: str) -> None:
-        """Round what stacked experts put into down: what comes out of the gate, or of the activation function."""
-        name = "_apply_gate" if getattr(module, "has_gate", True) else "act_fn"
-        if not hasattr(module, name):
-            self._wrap_forward(module, layer, place)
-            return
-        original = getattr(module, name)
-        # Not setattr of a function where a module was: torch would refuse it.
-        module.__dict__[name] = lambda *args: (
-            self._round(original(*args), layer, place) if self._active else original(*args)
-        )
-
-    def _wrap_forward(self, module: nn.Module, layer: Layer, place: str) -> None:
-        """The same of Llama 4's, in whose forward the gate has no function of its own."""
-        original = module.forward
-
-        def forward(*args: Any) -> Any:
-            if not self._active:
-                return original(*args)
-            with _Multiplied(module.down_proj, lambda values: self._round(values, layer, place)):
-                return original(*args)
-
-        module.__dict__["forward"] = forward
-
-    def _round(self, values: Tensor, layer: Layer, place: str) -> Tensor:
+    def put(self, values: Tensor, into: Layer, place: str) -> Tensor:
+        """What the codes of activations stand for."""
         last = self._last
-        if last is not None and last[0] is values and last[1] == layer:
+        if last is not None and last[0] is values and last[1] == into:
             return last[2]
         scale = None
-        if layer.scale is not None:
-            if layer.scale not in self._scales:
-                self._scales[layer.scale] = layer.scale()
-            scale = self._scales[layer.scale]
-            self._clipped.add(place, values, scale * layer.inputs.number.largest)
-        found = rounded(values, layer.inputs, scale)
-        self._last = values, layer, found
+        if into.scale is not None:
+            if into.scale not in self._scales:
+                self._scales[into.scale] = into.scale()
+            scale = self._scales[into.scale]
+            self._clipped.add(place, values, scale * into.inputs.number.largest)
+        found = rounded(values, into.inputs, scale)
+        self._last = values, into, found
         return found
-
-
-class _Multiplied(TorchFunctionMode):
-    """Meanwhile what is multiplied by a parameter is changed before.
-
-    Args:
-        parameter: the second argument of a product.
-        change: makes of its first what is multiplied.
-    """
-
-    def __init__(self, parameter: object, change: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self._parameter, self._change = parameter, change
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if len(args) == 2 and args[1] is self._parameter:
-            args = self._change(args[0]), args[1]
-        return func(*args, **(kwargs or {}))
 
 
 class RoundedCache(DynamicCache):  # type: ignore[misc]  # mypy does not read transformers

@@ -24,9 +24,9 @@ from ..forward.streamed import Pass, StreamedModel
 from ..models import GENERIC, MODELS, NEVER_QUANTIZED
 from ..plan.roles import Entry
 from ..weights.find import decoded_view, with_own_file
+from .interception import Experts, holds_experts
 from .rounding import (
     Clipped,
-    Experts,
     KeptCache,
     Layer,
     RoundedCache,
@@ -128,7 +128,9 @@ class Served:
             self._cache_scales[layer] = key, value
         return self._cache_scales[layer]
 
-    def _layers(self, quantization: Quantization | None, entry: Entry) -> tuple[dict[str, Layer], dict[str, Experts]]:
+    def _layers(
+        self, quantization: Quantization | None, entry: Entry
+    ) -> tuple[dict[str, Layer], dict[str, Experts[Layer]]]:
         """What is rounded: quantized Linears, and stacks of experts."""
         layers: dict[str, Layer] = {}
         stacks: dict[str, dict[str, Layer]] = {}
@@ -157,7 +159,7 @@ class Served:
             owner, _, last = name.rpartition(".")
             stacks.setdefault(owner, {})[last] = layer
         # Others compute in a way of their own.
-        known = {owner: found for owner, found in stacks.items() if hasattr(modules[owner], "is_concatenated")}
+        known = {owner: found for owner, found in stacks.items() if holds_experts(modules[owner])}
         if known.keys() != stacks.keys():
             kind = type(modules[next(iter(stacks.keys() - known.keys()))]).__name__
             self.notes.append(f"activations inside {kind} are not rounded, which engines do")

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .interception import holds_experts
+
 # As JSON has them.
 Counts = list[list[Any]]
 
@@ -88,7 +90,7 @@ class Routes:
     def watch(self, model: nn.Module) -> None:
         """Look at all modules of stacked experts of a model."""
         for name, module in model.named_modules():
-            if hasattr(module, "is_concatenated"):
+            if holds_experts(module):
                 module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
 
     def _hook(self, name: str) -> Callable[..., None]:

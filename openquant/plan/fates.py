@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from ..files.tensors import TensorInfo
 from ..formats.schemes import Scheme
 from ..patterns import compile_any, template
+from ..weights.calibration import Calibration
 from ..weights.weight import Weight
 
 FEW_AXES = "fewer than two axes"
@@ -68,12 +69,14 @@ class Options:
         scheme_for: patterns over module names, each with the scheme of what matches; the first that matches counts.
         tp: a tensor-parallel size that must be able to serve the result.
         head: whether the output head is quantized too.
+        calibration: how large activations are, for the scales of static ones.
     """
 
     ignore: tuple[str, ...] = ()
     scheme_for: tuple[tuple[str, Scheme], ...] = ()
     tp: int | None = None
     head: bool = False
+    calibration: Calibration | None = None
 
     @property
     def stays(self) -> Callable[[str], bool]:
@@ -108,6 +111,7 @@ class Fates:
         layers: weights that could be quantized, by module.
         sets: the joined set, by module, of each that engines merge with others; itself included.
         others: the fates, by module, of those that are not stored in the plan's own scheme.
+        input_scales: the scales of static activations that a calibration gives, by module.
     """
 
     scheme: Scheme | None
@@ -115,6 +119,7 @@ class Fates:
     layers: dict[str, Weight]
     sets: dict[str, tuple[str, ...]]
     others: dict[str, Fate]
+    input_scales: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, module: str) -> Fate:
         """What becomes of a weight that could be quantized."""

@@ -6,6 +6,7 @@ another one's output.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -268,10 +269,12 @@ def _jobs(
                 for member in here
             )
             yield Encode(scheme, tuple(pieces), tuple(joined) if scheme.format.tied else ())
-        scale = _input_scale(weight, fates)
+        scale, name = _input_scale(weight, fates), f"{weight.module}.{INPUT_SCALE}"
         if scale is not None:
-            place, target = where[scale.name], places[f"{weight.module}.{INPUT_SCALE}"]
-            yield CopyScale(scale.name, place.shard, place.offset, scale.nbytes, scale.dtype, target)
+            place = where[scale.name]
+            yield CopyScale(scale.name, place.shard, place.offset, scale.nbytes, scale.dtype, places[name])
+        elif name in places:
+            yield Put(name, struct.pack("<f", fates.input_scales[weight.module]), places[name])
         for info, data in scheme.format.known(weight.module, weight.shape) if scheme else ():
             yield Put(info.name, data, places[info.name])
 
@@ -279,7 +282,8 @@ def _jobs(
 def _input_scale(weight: Weight, fates: Fates) -> TensorInfo | None:
     """The scale of a layer's activations in the source, if the output keeps it."""
     scheme = fates.of(weight.module).scheme
-    return weight.input_scale if scheme is not None and scheme.format.static else None
+    kept = scheme is not None and scheme.format.static and weight.module not in fates.input_scales
+    return weight.input_scale if kept else None
 
 
 def weight_kinds(fates: Fates) -> list[Weight]:

@@ -23,6 +23,7 @@ from ..version import __version__
 from ..weights.find import decoded_view, leftovers, without_cache_scales
 from ..weights.weight import Weight
 from . import layout
+from .calibrated import input_scales
 from .engines import refuse_experts, refuse_head, unread_by_sglang
 from .fates import FEW_AXES, Fates, Found, Item, Kept, Options
 from .lacking import lacking
@@ -32,7 +33,7 @@ from .names import ignored_names, targets
 from .parallel import ParallelSize, parallel_sizes, text_config
 from .roles import Entry
 from .serving import Serving, serving
-from .settle import asked_by, asked_for, problem_finder, refuse_size, settle
+from .settle import asked_by, asked_for, no_input_scale, problem_finder, refuse_size, settle
 from .sort import sort_tensors
 
 
@@ -251,6 +252,7 @@ class Plan:
             self.source.shards,
             self.source.headers,
             self.identity,
+            *([dict(self.fates.input_scales)] if self.fates.input_scales else []),
         ]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -294,10 +296,13 @@ def make_plan(
     if options.head:
         refuse_head(seen, model, scheme)
         model = model.with_head()
-    if scheme.format.static and not any(weight.input_scale for weight in weights.values()):
+    known = options.calibration or found or any(weight.input_scale for weight in weights.values())
+    if scheme.format.static and not known:
         raise PlanError(
-            "static activations are the input_scale tensors of a quantized source, and this one has none",
-            "leave --activation-scheme out: engines scale activations as they run",
+            "static activations need scales: those of a calibration, or the input_scale tensors of a quantized source, "
+            "of which this one has none",
+            "make one with openquant calibrate and give --calibration FILE, or leave --activation-scheme out: engines "
+            "scale activations as they run",
         )
     entry = Entry(model)
     fates, notes = _decide(seen, weights, entry, scheme, options, found)
@@ -309,6 +314,11 @@ def make_plan(
     notes += _left_behind(checkpoint, weights)
     notes += _made_anew(fates)
     notes += dict.fromkeys(note for scheme in fates.schemes for note in scheme.notes)
+    if options.calibration is not None and fates.input_scales:
+        notes.append(
+            f"scales of activations are those of a calibration with {options.calibration.described}, twice as large: "
+            "headroom costs nothing, and what lies beyond is cut off"
+        )
     if model.rest:
         notes.insert(0, "decided from names and shapes alone: look at the plan, and at what the engine makes of it")
     # Where a layer stays unquantized, any part of it can be split off.
@@ -342,9 +352,19 @@ def _decide(
     else:
         asked = asked_by(found, layers)
     left = {module for module, layer in layers.items() if settled and layer.format is None}
-    find_problem = problem_finder(entry, layers, sets, config, options.tp)
+    scales: dict[str, float] = {}
+    if options.calibration is not None and scheme.format.static:
+        scales = input_scales(options.calibration, entry, layers, sets, scheme.format.number.largest)
+
+    def no_scale(layer: Weight) -> str | None:
+        # What was written has its own.
+        if found is not None or layer.module in scales:
+            return None
+        return "the calibration has seen nothing of it" if options.calibration else no_input_scale(layer)
+
+    find_problem = problem_finder(entry, layers, sets, config, options.tp, no_scale)
     others, notes = settle(entry, scheme, layers, find_problem, sets, asked, left, options.tp)
-    fates = replace(fates, others=others)
+    fates = replace(fates, others=others, input_scales=scales)
     notes += lacking(entry.model, layers, fates.kept, sets, config)
     refuse_experts(entry, fates)
     return fates, notes

@@ -40,6 +40,7 @@ def problem_finder(
     sets: dict[str, tuple[str, ...]],
     config: dict[str, Any],
     size: int | None,
+    no_scale: Callable[[Weight], str | None],
 ) -> Callable[[Weight, Scheme], str | None]:
     """A function from a layer and a scheme to why engines cannot load it so; None if they can.
 
@@ -49,6 +50,7 @@ def problem_finder(
         sets: for each that is joined with others, all of its set.
         config: the part of config.json with the language model's sizes.
         size: also on that many ranks.
+        no_scale: why a layer's activations cannot be static; None if they can.
     """
     problems: dict[tuple[str, tuple[int, int], str, bool], str | None] = {}
 
@@ -72,7 +74,7 @@ def problem_finder(
         return problem
 
     def find(layer: Weight, scheme: Scheme) -> str | None:
-        if scheme.format.static and (problem := _no_input_scale(layer)):
+        if scheme.format.static and (problem := no_scale(layer)):
             return problem
         key = layer.alike, layer.shape, scheme.suffix, layer.is_held_by(scheme.format)
         if key not in problems:
@@ -91,8 +93,8 @@ def problem_finder(
     return find
 
 
-def _no_input_scale(layer: Weight) -> str | None:
-    """Why a layer's activations cannot be static; None if they can."""
+def no_input_scale(layer: Weight) -> str | None:
+    """Why a layer's activations cannot be static, as those of the source; None if they can."""
     found = layer.input_scale
     if found is None:
         return "the source has no input_scale for it"
@@ -220,7 +222,7 @@ def settle(
         _refuse_nothing(entry.model, reasons, asked)
         notes.append("nothing is quantized")
     if unfit and scheme.format.static:
-        notes.append(f"the source has no usable input_scale for {_share(unfit, layers)}, which stay unquantized")
+        notes.append(f"no usable input_scale is known for {_share(unfit, layers)}, which stay unquantized")
     elif unfit:
         ranks = f" on {size} ranks" if size is not None else ""
         notes.append(

@@ -27,6 +27,8 @@ from .tokenizer import Tokenizer
 
 Purpose = Literal["evaluation", "calibration"]
 PURPOSES: tuple[Purpose, ...] = ("evaluation", "calibration")
+# What becomes of built-in texts.
+_TOLD: dict[Purpose, str] = {"evaluation": "figures are for", "calibration": "the model is calibrated on"}
 
 # Blocks of a dataset for one purpose, from each of which several documents come; more would only be downloaded.
 _DATASET_BLOCKS = 16
@@ -112,7 +114,7 @@ def read(
     """
     if options.length <= len(tokenizer.prefix):
         raise UsageError(f"samples of {options.length} tokens have no room for text", "give a larger --length")
-    domains, origin, notes = _domains(options)
+    domains, origin, notes = _domains(options, purpose)
     if options.samples < len(domains):
         raise UsageError(
             f"--samples {options.samples} is fewer than the {len(domains)} kinds of text",
@@ -136,7 +138,7 @@ def read(
     return Corpus(tuple(documents), hashlib.sha256(ids.tobytes()).hexdigest(), origin, tuple(notes))
 
 
-def _domains(options: Texts) -> tuple[Sequence[Domain], dict[str, Any], list[str]]:
+def _domains(options: Texts, purpose: Purpose) -> tuple[Sequence[Domain], dict[str, Any], list[str]]:
     """What to read, where it comes from, and what to say of it."""
     if options.text:
         paths = [Path(text) for text in options.text]
@@ -154,7 +156,7 @@ def _domains(options: Texts) -> tuple[Sequence[Domain], dict[str, Any], list[str
         return [dataset], {"dataset": dataset.name}, []
     python = f"Python {platform.python_version()}"
     note = (
-        f"no text was given: figures are for the source and the documentation strings of {python}'s standard library, "
+        f"no text was given: {_TOLD[purpose]} the source and the documentation strings of {python}'s standard library, "
         "which say little of chats or other languages; --text FILE or --dataset NAME has yours"
     )
     return standard_library(), {"builtin": python}, [note]

@@ -223,8 +223,7 @@ class _Verification:
         self.source = source
         self.full = full
         self.ours = headers.ours
-        # Static activations come from a source that was quantized already.
-        self.remakes = full and remakes and headers.scheme is not None and not headers.scheme.format.static
+        self.remakes = full and remakes and headers.scheme is not None
         self.problems, self.notes = headers.problems, headers.notes
         self.codes, self.scheme, self._place = headers.codes, headers.scheme, headers.place
         self.values: dict[str, float] = {}

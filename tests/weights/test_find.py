@@ -392,7 +392,7 @@ def test_layers_without_an_input_scale_cannot_be_static(tmp_path: Path) -> None:
     assert DOWN in result.ignored_layers
     plan = make_plan(open_checkpoint(source), TENSOR_STATIC)
     assert plan.notes == (
-        "the source has no usable input_scale for 1 of 14 layers (11.1 % of their bytes), which stay unquantized",
+        "no usable input_scale is known for 1 of 14 layers (11.1 % of their bytes), which stay unquantized",
     )
     with pytest.raises(PlanError) as caught:
         compress(tiny.write(tmp_path / "plain"), tmp_path / "no", activation_scheme="static")

@@ -1,0 +1,135 @@
+"""calibrate(): texts run through a model, and how large the activations of its layers are written to a file.
+
+Several processes share the texts; the first puts together what all have seen, and writes it.
+
+transformers is imported by the modules that run models, and these when they are needed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from .convert.ranks import Ranks, attempt
+from .errors import SourceError, UsageError
+from .files.checkpoint import open_checkpoint
+from .files.fingerprint import Fingerprint
+from .files.whole import require_place, write_whole
+from .hub.source import find_source
+from .hub.supplied import supplied
+from .machine import find_device
+from .options import Calibrate, CalibrationTexts, values_for
+from .passes import Arriving, find_tokenizer, hidden_bytes, scratch_for, vocabulary_of
+from .weights.calibration import SUFFIX, Calibration
+
+
+def calibrate(
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    revision: str | None = None,
+    stream: bool = False,
+    device: str = "cpu",
+    max_memory: int | None = None,
+    scratch: str | os.PathLike[str] | None = None,
+    text: Sequence[str | os.PathLike[str]] = (),
+    dataset: str | None = None,
+    samples: int = 128,
+    length: int = 512,
+    begun: Callable[[str], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    ranks: Ranks | None = None,
+) -> Path:
+    """Find how large the activations are that go into each layer of a model, for `compress(calibration=...)`.
+
+    Args:
+        model: a local directory, or a Hub repository `org/name` or `org/name@revision`.
+        out: the file to write; if None `NAME.calibration.safetensors` in the working directory.
+        revision: branch, tag or commit of a Hub repository.
+        stream: keep only a few shards of a Hub repository on disk, and none in the Hub's cache.
+        device: where it is computed: "cpu", "cuda", "cuda:N" or "auto" (a GPU if there is one).
+        max_memory: bytes that this process may hold in memory; what texts are in beyond that goes to a scratch file.
+        scratch: the directory for that file and for streamed shards; that of `out` if None.
+        text: files, each a domain: .jsonl with `text` or `messages` in each line, all others text in UTF-8. Without
+            any and without a dataset, the source and documentation of Python's own standard library. Evaluations never
+            read the parts of them that this reads.
+        dataset: a dataset with a column `text` or `messages`, `NAME[:SUBSET[:SPLIT]]`.
+        samples: pieces of text in all.
+        length: tokens of each.
+        begun: told in a line what is to be done, before it starts.
+        progress: told how much is done, and how much there is to do.
+        ranks: this process among several, as `Ranks.from_environment(os.environ)` finds it; each runs its share of the
+            texts.
+
+    Returns:
+        The file.
+
+    Raises:
+        OpenQuantError: something the caller can fix.
+    """
+    given = locals()
+    asked, texts = Calibrate(**values_for(Calibrate, given)), CalibrationTexts(**values_for(CalibrationTexts, given))
+    ranks = ranks or Ranks()
+    with ranks:
+        ranks.agree(None)
+        written, error = attempt(lambda: _calibrated(asked, texts, ranks, begun, progress))
+        ranks.agree(error)
+        assert written is not None
+        return written
+
+
+def _calibrated(
+    asked: Calibrate,
+    texts: CalibrationTexts,
+    ranks: Ranks,
+    begun: Callable[[str], None] | None,
+    progress: Callable[[int, int], None] | None,
+) -> Path:
+    """The file that the first rank has written."""
+    chosen = find_device(asked.device, ranks.local_rank)
+    source = find_source(os.fspath(asked.model), asked.revision)
+    if asked.stream and source.repo is None:
+        raise UsageError(f"{asked.model} is a local directory, nothing of it can be streamed", "leave --stream out")
+    checkpoint = open_checkpoint(source.root, source.remote, source.absent)
+    target = Path(asked.out) if asked.out is not None else Path(f"{source.name}{SUFFIX}")
+    require_place(target, str(target), "name another file with -o")
+    # Only now is transformers imported.
+    from .forward.scratch import refuse_memory
+    from .forward.streamed import StreamedModel
+    from .measure.calibrate import calibrate as measure
+    from .measure.subjects import needs
+    from .texts.corpus import read
+
+    tokenizer = find_tokenizer(source, checkpoint)
+    corpus = read(texts, tokenizer, "calibration", vocabulary_of(checkpoint))
+    seen = ranks.agree(None, [corpus.sha256, dict(checkpoint.shards)])
+    if any(other != seen[0] for other in seen):
+        raise SourceError("ranks see different texts or checkpoints", "let all of them read the same files")
+    if begun is not None:
+        begun("; ".join((corpus.described, *corpus.notes)))
+
+    def advanced(done: int, total: int) -> None:
+        ranks.check()
+        if progress is not None:
+            progress(done, total)
+
+    fingerprint = Fingerprint(checkpoint, source.remote)
+    streamed = StreamedModel(checkpoint, device=chosen)
+    place = Path(asked.scratch) if asked.scratch is not None else target.absolute().parent
+    if asked.scratch is None and asked.stream and source.remote:
+        refuse_memory(place, "shards")
+    hidden = hidden_bytes(checkpoint, -(-len(corpus.documents) // ranks.size) * corpus.length)
+    with ExitStack() as stack:
+        room = scratch_for(hidden, place, asked.max_memory, asked.scratch is not None)
+        held = stack.enter_context(room) if room else None
+        more = hidden if room else 0
+        supplies = supplied([(source, needs(streamed))], asked.stream, place, more, ranks.local_size)
+        [supply] = stack.enter_context(supplies)
+        streamed.traffic = Arriving(supply, source.name, fingerprint, ranks)
+        team = ranks if ranks.size > 1 else None
+        inputs = measure(streamed, corpus, scratch=held, team=team, progress=advanced)
+    if ranks.first:
+        write_whole(target, Calibration(inputs, fingerprint.hexdigest(), corpus.account).to_bytes())
+    return target

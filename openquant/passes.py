@@ -1,0 +1,116 @@
+"""What a streamed pass through a model needs: its tokenizer, room for hidden states, and its shards in time.
+
+transformers is imported when it is needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .convert.ranks import Ranks, attempt
+from .errors import SourceError
+from .files.checkpoint import Checkpoint
+from .files.fingerprint import Fingerprint
+from .hub.fetch import Supply
+from .hub.source import Source
+from .machine import peak_rss
+
+if TYPE_CHECKING:
+    from .forward.scratch import Scratch
+    from .texts.tokenizer import Tokenizer
+
+# Bytes of hidden states that wait in memory, if nobody says how much of it there is.
+BUDGET = 4 << 30
+
+
+def find_tokenizer(source: Source, checkpoint: Checkpoint) -> Tokenizer:
+    """A checkpoint's tokenizer.
+
+    Raises:
+        SourceError: there is none, or it is damaged.
+    """
+    from .texts.tokenizer import FILES, TEMPLATES, load
+
+    wanted = {*FILES, *TEMPLATES, "generation_config.json"}
+    source.fetch_files([name for name in checkpoint.files if name in wanted])
+    return load(source.root, source.repo or source.name)
+
+
+def vocabulary_of(checkpoint: Checkpoint) -> int | None:
+    """Tokens that a model has, as config.json says."""
+    inner = checkpoint.config.get("text_config")
+    places = (checkpoint.config, inner if isinstance(inner, dict) else {})
+    return next((size for place in places if isinstance(size := place.get("vocab_size"), int)), None)
+
+
+def hidden_bytes(checkpoint: Checkpoint, tokens: int) -> int:
+    """Bytes that so many tokens take between layers, in bfloat16, with embeddings that wait beside what became of them;
+    0 where config.json does not tell."""
+    inner = checkpoint.config.get("text_config")
+    size = next((each.get("hidden_size") for each in (checkpoint.config, inner) if isinstance(each, dict)), 0)
+    return 2 * tokens * (size if isinstance(size, int) else 0) * 2
+
+
+def scratch_for(hidden: int, place: Path, max_memory: int | None, asked: bool) -> Scratch | None:
+    """A file for so many bytes of hidden states, where they may be more than memory has room for.
+
+    Args:
+        hidden: bytes.
+        place: the directory it would lie in.
+        max_memory: bytes that this process may hold in memory; None if nobody said.
+        asked: whether the user named the directory.
+
+    Raises:
+        OutputError: no file can be made there.
+    """
+    from .forward.scratch import Scratch
+
+    # As much again for the weights of a layer and for logits, of which nothing is known yet.
+    budget = BUDGET if max_memory is None else max(0, (max_memory - peak_rss()) // 2)
+    return None if hidden <= budget else Scratch(place, budget, asked)
+
+
+class Arriving:
+    """How the shards of a model come, unit by unit; those of units that no text goes through are passed over.
+
+    Args:
+        supply: brings them.
+        name: the model's, for messages.
+        fingerprint: what counts for it is read of each shard that is here.
+        ranks: this process among several, of which each streams for itself.
+    """
+
+    def __init__(self, supply: Supply, name: str, fingerprint: Fingerprint | None, ranks: Ranks) -> None:
+        self.supply, self.name, self.fingerprint, self.ranks = supply, name, fingerprint, ranks
+        self.path = supply.path
+        self._left = dict.fromkeys(supply.needs)
+
+    def wait_for(self, what: str, stopped: Callable[[], bool]) -> None:
+        """Wait until a unit's shards are here.
+
+        Raises:
+            SourceError: they cannot be had, or are gone already.
+        """
+        if what in self._left:
+            # The last first: while an earlier one is given up, none of these begins to come in its place.
+            for unit in reversed(list(itertools.takewhile(lambda unit: unit != what, self._left))):
+                self.finished(unit)
+        elif self.supply.scratch is not None and what in self.supply.needs:
+            raise SourceError(
+                f"{self.name} computes {what} again, or later than expected: its shards are gone",
+                "leave --stream out",
+            )
+        self.supply.wait_for(what, lambda: stopped() or attempt(self.ranks.check)[1] is not None)
+        self.ranks.check()
+        for shard in self.supply.needs.get(what, ()):
+            if self.fingerprint is not None:
+                self.fingerprint.look(shard, self.path(shard))
+
+    def finished(self, what: str) -> None:
+        """Nothing more is read for this unit."""
+        if what in self._left:
+            del self._left[what]
+            self.supply.finished(what)

@@ -1,0 +1,160 @@
+"""Calibration: how large the activations of a model are that go into each layer, as texts have them.
+
+A streamed pass finds it (measure/calibrate.py), and a safetensors file keeps it: a model is calibrated once for all
+that is made of it.
+
+    calibration = read_calibration(Path("Qwen3-8B.calibration.safetensors"))
+    calibration.of("model.layers.0.mlp.up_proj.weight").largest     # 21.5
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from ..errors import SourceError
+from ..files.checkpoint import readable
+from ..files.inputs import parse_json, read_small
+from ..formats.numbers import Floats
+
+SUFFIX = ".calibration.safetensors"
+# What is read into memory at once. Deepseek-V3's takes 40 MB.
+MOST = 1 << 30
+_KIND = "openquant calibration"
+_AGAIN = "make it again: openquant calibrate MODEL -o FILE"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What went into a layer, or into the experts of a layer, over all tokens.
+
+    Attributes:
+        tensors: the weights that it was multiplied by, as the checkpoint names them; of experts those of all.
+        absmax: float32 [in], the largest magnitude of each.
+        mean: float32 [in], the mean magnitude of each.
+        tokens: how many went in; none where no token was routed to any of the experts.
+    """
+
+    tensors: tuple[str, ...]
+    absmax: Floats
+    mean: Floats
+    tokens: int
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of all."""
+        return float(self.absmax.max(initial=0))
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What texts have shown of a model.
+
+    Attributes:
+        inputs: of layers.
+        model: the fingerprint of the checkpoint (files/fingerprint.py), SHA-256 in hexadecimal.
+        texts: what was read, as eval.json has it: {"files": ["wiki.txt"], "sha256": .., "documents": 128, ..}.
+    """
+
+    inputs: tuple[Inputs, ...]
+    model: str
+    texts: Mapping[str, Any]
+
+    @cached_property
+    def _by_tensor(self) -> dict[str, Inputs]:
+        return {tensor: each for each in self.inputs for tensor in each.tensors}
+
+    def of(self, tensor: str) -> Inputs | None:
+        """What went into the layer of a weight; None where nothing was seen."""
+        found = self._by_tensor.get(tensor)
+        return found if found is not None and found.tokens else None
+
+    @property
+    def described(self) -> str:
+        """Such as "128 x 512 tokens"."""
+        return f"{self.texts.get('documents')} x {self.texts.get('length')} tokens"
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of its file's bytes, hexadecimal."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    def to_bytes(self) -> bytes:
+        """Its file: `N.absmax` and `N.mean`, float32 [in], of each of the inputs; metadata says which they are."""
+        tensors: dict[str, Floats] = {}
+        for number, each in enumerate(self.inputs):
+            tensors |= {f"{number}.absmax": each.absmax, f"{number}.mean": each.mean}
+        facts = {
+            "model": self.model,
+            "texts": dict(self.texts),
+            "inputs": [{"tensors": each.tensors, "tokens": each.tokens} for each in self.inputs],
+        }
+        # safetensors writes metadata in an order of its own: one entry keeps the bytes the same.
+        return save(tensors, {_KIND: json.dumps(facts, sort_keys=True)})
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Read a file that `openquant calibrate` wrote, which anybody may have changed since.
+
+    Raises:
+        SourceError: it cannot be read, is something else, or holds what no calibration finds.
+    """
+    with readable():
+        data = read_small(path, str(path), MOST)
+    try:
+        tensors = load(data)
+        length = int.from_bytes(data[:8], "little")
+        metadata = parse_json(data[8 : 8 + length], str(path)).get("__metadata__", {})
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise SourceError(f"{path} is no safetensors file: {error}", _AGAIN) from None
+    try:
+        facts = parse_json(metadata[_KIND].encode(), str(path))
+        model, texts, inputs = facts["model"], facts["texts"], facts["inputs"]
+        if not (isinstance(model, str) and isinstance(texts, dict) and isinstance(inputs, list)):
+            raise TypeError
+        found = tuple(_inputs(path, number, each, tensors) for number, each in enumerate(inputs))
+    except (KeyError, TypeError, AttributeError):
+        raise SourceError(f"{path} is no calibration", _AGAIN) from None
+    return Calibration(found, model, texts)
+
+
+def _inputs(path: Path, number: int, said: Mapping[str, Any], tensors: Mapping[str, Floats]) -> Inputs:
+    names, tokens = said["tensors"], said["tokens"]
+    absmax, mean = tensors[f"{number}.absmax"], tensors[f"{number}.mean"]
+    if type(tokens) is not int or tokens < 0 or not _all_text(names):
+        raise TypeError
+    for part in (absmax, mean):
+        if part.dtype != np.float32 or part.ndim != 1 or part.shape != absmax.shape:
+            raise TypeError
+        if not (np.isfinite(part).all() and (part >= 0).all()):
+            raise SourceError(f"{path}: magnitudes of {', '.join(names[:1])} are negative or not finite", _AGAIN)
+    return Inputs(tuple(names), absmax, mean, tokens)
+
+
+def _all_text(names: object) -> bool:
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
+
+
+def input_scale(largest: Sequence[float], most: float, margin: float = 2.0) -> float:
+    """The scale of static activations, whose codes reach `most`.
+
+    Headroom costs E4M3 nothing, as its codes have the same precision from 2^-6 to 448, and what lies beyond the largest
+    code is lost: on examples/tiny-qwen3 scales up to 16 times as large answer alike, half as large ones do not.
+
+    Args:
+        largest: magnitudes of what engines put together.
+        most: the largest code, 448 of E4M3.
+        margin: how many times as large an activation may be.
+    """
+    found = max(largest) * margin / most
+    return found if math.isfinite(found) and found >= 2.0**-126 else 1.0

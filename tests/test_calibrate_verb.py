@@ -1,0 +1,189 @@
+"""`openquant calibrate`, and static activations with the scales that it gives."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from conftest import EXAMPLE, run_openquant
+from openquant import calibrate, compress, evaluate, verify
+from openquant.errors import OpenQuantError, OutputError, PlanError, SourceError, UsageError
+from openquant.files.checkpoint import open_checkpoint
+from openquant.files.fingerprint import fingerprint
+from openquant.weights.calibration import Calibration, Inputs, read_calibration
+
+SMALL: dict[str, Any] = {"samples": 2, "length": 64}
+
+
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return calibrate(EXAMPLE, tmp_path_factory.mktemp("calibration") / "of.safetensors", **SMALL)
+
+
+def test_the_command_writes_a_file(calibration: Path, tmp_path: Path) -> None:
+    words = ("calibrate", EXAMPLE, "--samples", 2, "--length", 64)
+    done = run_openquant(*words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "wrote tiny-qwen3.calibration.safetensors\n")
+    assert done.stderr.startswith(
+        "2 documents of 64 tokens: code (1), docs (1); no text was given: the model is calibrated on the source and the "
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-qwen3.calibration.safetensors"]
+    assert (tmp_path / "tiny-qwen3.calibration.safetensors").read_bytes() == calibration.read_bytes()
+    done = run_openquant(*words, "-o", "made/x", "--json", cwd=tmp_path)
+    assert (json.loads(done.stdout), done.stderr) == ({"calibration": "made/x"}, "")
+    found = read_calibration(tmp_path / "made" / "x")
+    assert found.model == fingerprint(open_checkpoint(EXAMPLE))
+    assert (found.texts["documents"], found.texts["length"]) == (2, 64)
+    assert len(found.inputs) == 28
+
+
+def test_texts_of_evaluations_are_others(calibration: Path, tmp_path: Path) -> None:
+    made = compress(EXAMPLE, tmp_path / "out").output
+    assert (
+        evaluate([made], EXAMPLE, **SMALL).outputs[0]["text"]["sha256"] != read_calibration(calibration).texts["sha256"]
+    )
+
+
+def scales(root: Path) -> dict[str, float]:
+    """Of activations, by module."""
+    held = {name: tensor for name, tensor in tiny.read(root).items() if name.endswith(".input_scale")}
+    assert {(tensor.dtype, tensor.numel()) for tensor in held.values()} == {(torch.float32, 1)}
+    return {name.removesuffix(".input_scale"): float(tensor) for name, tensor in held.items()}
+
+
+@pytest.mark.parametrize("format", ["fp8", "compressed-tensors"])
+def test_scales_are_those_of_the_calibration(calibration: Path, tmp_path: Path, format: str) -> None:
+    out, seen = tmp_path / "out", read_calibration(calibration)
+    static = {"activation_scheme": "static", "calibration": calibration, "format": format}
+    assert compress(EXAMPLE, out, **static).quantized_tensors == 28
+    found = scales(out)
+    assert len(found) == 28
+    for module, scale in found.items():
+        inputs = seen.of(f"{module}.weight")
+        assert inputs is not None
+        assert scale == np.float32(2 * inputs.largest / 448)
+    assert len({found[f"model.layers.0.self_attn.{letter}_proj"] for letter in "qkv"}) == 1
+    compress(EXAMPLE, tmp_path / "dynamic", format=format)
+    weights, dynamic = tiny.read(out), tiny.read(tmp_path / "dynamic")
+    assert weights.keys() - dynamic.keys() == {f"{module}.input_scale" for module in found}
+    assert all(torch.equal(weights[name].float(), dynamic[name].float()) for name in dynamic)
+    report = verify(out, EXAMPLE, full=True)
+    assert (report.problems, report.notes, report.recomputed) == ((), (), True)
+    # As with any output a second run has nothing to do, and other scales are another output.
+    assert compress(EXAMPLE, out, **static).resumed
+    other = calibrate(EXAMPLE, tmp_path / "other.safetensors", samples=3, length=32)
+    with pytest.raises(OutputError, match="holds the output of another run: other options"):
+        compress(EXAMPLE, out, **{**static, "calibration": other})
+
+
+def mixture(tmp_path: Path, change: Any = None) -> tuple[Path, Path]:
+    """A mixture of experts, and a calibration of it in which what goes into each weight has its number's size."""
+    tmp_path.mkdir(exist_ok=True)
+    root = tiny.write(tmp_path / "mixture", "Qwen3MoeForCausalLM")
+    names = [name for name in tiny.read(root) if name.endswith("_proj.weight")]
+    inputs = {}
+    for number, name in enumerate(names, 1):
+        width = tiny.read(root)[name].shape[1]
+        inputs[name] = Inputs((name,), np.full(width, number, np.float32), np.full(width, 0.5, np.float32), 9)
+    if change is not None:
+        change(inputs)
+    calibration = Calibration(tuple(inputs.values()), fingerprint(open_checkpoint(root)), {"documents": 1, "length": 9})
+    (tmp_path / "x").write_bytes(calibration.to_bytes())
+    return root, tmp_path / "x"
+
+
+def test_what_engines_put_together_has_one_scale(tmp_path: Path) -> None:
+    def unseen(inputs: dict[str, Inputs]) -> None:
+        for last in ("gate_proj", "up_proj", "down_proj"):
+            name = f"model.layers.1.mlp.experts.2.{last}.weight"
+            inputs[name] = replace(inputs[name], tokens=0)
+
+    root, calibration = mixture(tmp_path, unseen)
+    compress(root, tmp_path / "out", activation_scheme="static", calibration=calibration)
+    found, seen = scales(tmp_path / "out"), read_calibration(calibration)
+
+    def largest(*names: str) -> np.float32:
+        every = [seen.of(f"{name}.weight") for name in names]
+        return np.float32(2 * max(each.largest for each in every if each) / 448)
+
+    experts = "model.layers.1.mlp.experts"
+    first = [f"{experts}.{expert}.{last}" for expert in range(4) for last in ("gate_proj", "up_proj")]
+    down = [f"{experts}.{expert}.down_proj" for expert in range(4)]
+    attention = [f"model.layers.1.self_attn.{letter}_proj" for letter in "qkv"]
+    for together in (first, down, attention):
+        assert {found[name] for name in together} == {largest(*together)}
+    assert largest(*first) != largest(*down)
+    assert not verify(tmp_path / "out").problems
+
+
+def test_layers_that_nothing_went_into_stay_unquantized(tmp_path: Path) -> None:
+    root, calibration = mixture(tmp_path, lambda inputs: inputs.pop("model.layers.1.self_attn.k_proj.weight"))
+    plan = compress(root, tmp_path / "out", activation_scheme="static", calibration=calibration)
+    assert len(scales(tmp_path / "out")) == plan.quantized_tensors
+    # Of q, k and v the others have been seen, and their input is the same.
+    assert "model.layers.1.self_attn.k_proj" in scales(tmp_path / "out")
+    root, calibration = mixture(tmp_path / "none", lambda inputs: inputs.pop("model.layers.1.self_attn.o_proj.weight"))
+    compress(root, tmp_path / "left", activation_scheme="static", calibration=calibration)
+    assert "model.layers.1.self_attn.o_proj" not in scales(tmp_path / "left")
+    assert (
+        "model.layers.1.self_attn.o_proj"
+        in json.loads((tmp_path / "left" / "config.json").read_text())["quantization_config"]["ignored_layers"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"calibration": "CALIBRATION"}, UsageError, "nothing uses --calibration"),
+        (
+            {"calibration": "missing", "activation_scheme": "static"},
+            SourceError,
+            "missing cannot be read: No such file",
+        ),
+        (
+            {"activation_scheme": "static"},
+            PlanError,
+            "static activations need scales: those of a calibration, or the input_scale tensors of a quantized source",
+        ),
+        (
+            {"calibration": "CALIBRATION", "activation_scheme": "static", "scheme": "block"},
+            UsageError,
+            "--scheme block has no static activations",
+        ),
+    ],
+)
+def test_what_does_not_go_together(
+    calibration: Path, tmp_path: Path, options: dict[str, Any], kind: type[OpenQuantError], message: str
+) -> None:
+    given = {name: calibration if value == "CALIBRATION" else value for name, value in options.items()}
+    with pytest.raises(kind, match=f"^{message}"):
+        compress(EXAMPLE, tmp_path / "out", **given)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_calibration_is_of_one_model(calibration: Path, tmp_path: Path) -> None:
+    other = tiny.write(tmp_path / "other")
+    with pytest.raises(UsageError, match=rf"^{calibration} is a calibration of another model than {other}$"):
+        compress(other, tmp_path / "out", activation_scheme="static", calibration=calibration)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stream": True}, "is a local directory, nothing of it can be streamed$"),
+        ({"device": "tpu"}, "^tpu is not a device$"),
+        ({"samples": 0}, "^0 samples$"),
+        ({"out": "/proc/x"}, "^/proc/x"),
+    ],
+)
+def test_what_cannot_be_calibrated(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OpenQuantError, match=message):
+        calibrate(EXAMPLE, **{"out": tmp_path / "x", **options})
+    assert not (tmp_path / "x").exists()

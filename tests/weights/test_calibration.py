@@ -1,0 +1,106 @@
+"""A calibration's file: what was written comes back, and what somebody else made of it is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from openquant.errors import SourceError
+from openquant.weights.calibration import Calibration, Inputs, input_scale, read_calibration
+
+KIND = "openquant calibration"
+
+
+def some() -> Calibration:
+    first = Inputs(("a.weight", "b.weight"), np.array([1.5, 0], np.float32), np.array([0.5, 0], np.float32), 7)
+    unseen = Inputs(("c.weight",), np.zeros(3, np.float32), np.zeros(3, np.float32), 0)
+    return Calibration((first, unseen), "5f", {"files": ["a.txt"], "documents": 2, "length": 16})
+
+
+def test_what_was_written_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "x.calibration.safetensors"
+    path.write_bytes(some().to_bytes())
+    found = read_calibration(path)
+    assert found.to_bytes() == some().to_bytes()
+    assert (found.model, found.described) == ("5f", "2 x 16 tokens")
+    for tensor in ("a.weight", "b.weight"):
+        seen = found.of(tensor)
+        assert seen is not None
+        assert (seen.largest, seen.tokens) == (1.5, 7)
+        assert seen.mean.tolist() == [0.5, 0]
+    assert found.of("c.weight") is None
+    assert found.of("d.weight") is None
+
+
+def rewrite(path: Path, facts: Any, **tensors: Any) -> None:
+    arrays = {**load_file(path), **{name.replace("_", "."): value for name, value in tensors.items()}}
+    save_file({name: value for name, value in arrays.items() if value is not None}, path, {KIND: facts})
+
+
+FACTS = {"model": "5f", "texts": {}, "inputs": [{"tensors": ["a.weight"], "tokens": 7}]}
+NONE_OF_OURS = "{path} is no calibration"
+WRONG = "{path}: magnitudes of a.weight are negative or not finite"
+
+
+@pytest.mark.parametrize(
+    ("facts", "tensors", "message"),
+    [
+        ({}, {}, NONE_OF_OURS),
+        ([], {}, NONE_OF_OURS),
+        ({**FACTS, "model": 1}, {}, NONE_OF_OURS),
+        ({**FACTS, "texts": []}, {}, NONE_OF_OURS),
+        ({**FACTS, "inputs": {}}, {}, NONE_OF_OURS),
+        ({**FACTS, "inputs": [7]}, {}, NONE_OF_OURS),
+        ({**FACTS, "inputs": [{"tensors": "a.weight", "tokens": 7}]}, {}, NONE_OF_OURS),
+        ({**FACTS, "inputs": [{"tensors": [1], "tokens": 7}]}, {}, NONE_OF_OURS),
+        ({**FACTS, "inputs": [{"tensors": ["a.weight"], "tokens": -1}]}, {}, NONE_OF_OURS),
+        ({**FACTS, "inputs": [{"tensors": ["a.weight"], "tokens": True}]}, {}, NONE_OF_OURS),
+        ({**FACTS, "inputs": [{"tensors": ["a.weight"], "tokens": 0.5}]}, {}, NONE_OF_OURS),
+        (FACTS, {"0_absmax": None}, NONE_OF_OURS),
+        (FACTS, {"0_mean": np.zeros(3, np.float32)}, NONE_OF_OURS),
+        (FACTS, {"0_mean": np.zeros(2)}, NONE_OF_OURS),
+        (FACTS, {"0_absmax": np.zeros((2, 1), np.float32), "0_mean": np.zeros((2, 1), np.float32)}, NONE_OF_OURS),
+        (FACTS, {"0_absmax": np.array([1, -1], np.float32)}, WRONG),
+        (FACTS, {"0_mean": np.array([1, np.nan], np.float32)}, WRONG),
+        (FACTS, {"0_absmax": np.array([1, np.inf], np.float32)}, WRONG),
+    ],
+)
+def test_what_no_calibration_holds_is_refused(tmp_path: Path, facts: Any, tensors: Any, message: str) -> None:
+    path = tmp_path / "x.calibration.safetensors"
+    path.write_bytes(some().to_bytes())
+    rewrite(path, json.dumps(facts), **tensors)
+    with pytest.raises(SourceError) as caught:
+        read_calibration(path)
+    assert caught.value.message == message.format(path=path)
+    assert caught.value.hint == "make it again: openquant calibrate MODEL -o FILE"
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    with pytest.raises(SourceError, match="cannot be read: No such file"):
+        read_calibration(path)
+    path.write_bytes(b"no tensors")
+    with pytest.raises(SourceError, match=f"^{path} is no safetensors file: "):
+        read_calibration(path)
+    save_file({"a": np.zeros(1, np.float32)}, path)
+    with pytest.raises(SourceError, match=f"^{path} is no calibration$"):
+        read_calibration(path)
+    save_file({"a": np.zeros(1, np.float32)}, path, {KIND: "{"})
+    with pytest.raises(SourceError, match=f"^{path} is not valid JSON: "):
+        read_calibration(path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SourceError, match="is not a regular file"):
+        read_calibration(tmp_path / "pipe")
+
+
+def test_scales_leave_room() -> None:
+    assert input_scale([3.0, 7.0, 1.0], 448) == 2 * 7 / 448
+    # Whatever comes where nothing came yet is kept up to the largest code.
+    assert input_scale([0.0], 448) == 1.0
+    assert input_scale([1e-38], 448) == 1.0
