@@ -397,7 +397,8 @@ def test_layers_without_an_input_scale_cannot_be_static(tmp_path: Path) -> None:
     with pytest.raises(PlanError) as caught:
         compress(tiny.write(tmp_path / "plain"), tmp_path / "no", activation_scheme="static")
     assert caught.value.message == (
-        "static activations are the input_scale tensors of a quantized source, and this one has none"
+        "static activations need scales: those of a calibration, or the input_scale tensors of a quantized source, "
+        "of which this one has none"
     )
     with pytest.raises(OpenQuantError, match="--scheme block has no static activations"):
         compress(source, tmp_path / "no", "block", activation_scheme="static")
