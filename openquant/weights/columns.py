@@ -22,6 +22,11 @@ from ..formats.format import FLOATS, Format, grid_of
 from ..formats.numbers import Codes, Floats, Number
 from .weight import Weight
 
+# Codes that are turned around together: the more, the fewer and longer the pieces in which they are read.
+STRIP = 8 << 20
+# Rows of which codes or zero points may share a word.
+ALIKE = 8
+
 _DAMAGED = "the checkpoint is damaged or incomplete: download or save it again"
 
 
@@ -45,8 +50,9 @@ def columns_of(
         raise SourceError(f"{_described(codes)}, not a matrix of I32", _DAMAGED)
     high, wide = codes.shape
     shape = (wide, high * words) if columns.order is None else (wide * words, high)
-    if shape[0] % words:
-        raise SourceError(f"{codes.name} has {shape[0]} outputs, which do not fill words of {words}", _DAMAGED)
+    for size, what in zip(shape, ("outputs", "inputs"), strict=True):
+        if size % words:
+            raise SourceError(f"{codes.name} has {size} {what}, which do not fill words of {words}", _DAMAGED)
     _, groups = grid_of(form.group, shape)
     parts = [codes]
     wanted: list[tuple[str, tuple[str, ...], tuple[int, ...]]] = [
@@ -56,14 +62,14 @@ def columns_of(
     index = columns.index and find(f"{module}.{columns.index}")
     if columns.index is not None and (index or columns.scattered):
         wanted.append((columns.index, ("I32", "I64"), (shape[1],)))
-    for last, dtypes, size in wanted:
+    for last, dtypes, sizes in wanted:
         info = find(f"{module}.{last}")
         if info is None:
             raise SourceError(f"{codes.name} has no {last}: {module}.{last} is missing", _DAMAGED)
-        if info.dtype not in dtypes or info.shape != size:
+        if info.dtype not in dtypes or info.shape != sizes:
             raise SourceError(
                 f"{_described(info)}, for {codes.name} {list(codes.shape)} with {form.label} it must be "
-                f"{' or '.join(dtypes)} {list(size)}",
+                f"{' or '.join(dtypes)} {list(sizes)}",
                 _DAMAGED,
             )
         parts.append(info)
@@ -81,6 +87,8 @@ class ColumnReader:
     def __init__(self, where: Callable[[str], Location], open_shard: Callable[[str], SourceFile]) -> None:
         self._where = where
         self._open = open_shard
+        # Of which weight, from which row on, codes as formats of rows have them.
+        self._held: tuple[str, int, Codes] = "", 0, np.empty((0, 0), np.uint8)
 
     def codes(self, source: SourceFile, weight: Weight, low: int, into: Bytes) -> None:
         """Read the codes of whole rows from `low` on into `into`, as formats of rows have them.
@@ -88,17 +96,37 @@ class ColumnReader:
         Raises:
             SourceError: they cannot be read.
         """
+        assert weight.format is not None
+        pitch = weight.shape[1] // weight.format.number.per_byte
+        name, first, held = self._held
+        if name != weight.codes.name or not first <= low <= low + into.size // pitch <= first + len(held):
+            count = max(into.size // pitch, STRIP // pitch // ALIKE * ALIKE)
+            held = np.empty((min(count, weight.shape[0] - low), pitch), np.uint8)
+            self._turn(source, weight, low, held)
+            first = low
+            self._held = weight.codes.name, first, held
+        into[:] = held[low - first :].reshape(-1)[: into.size]
+
+    def _turn(self, source: SourceFile, weight: Weight, low: int, into: Codes) -> None:
+        """Read the codes of rows from `low` on into `into`, [rows, bytes]."""
         form = weight.format
         assert form is not None
-        count = into.size * form.number.per_byte // weight.shape[1]
         order = form.columns.order if form.columns else None
         if order is None:
-            raw = self._strip(source, weight.codes, low, count, 1)
-            into[:] = np.ascontiguousarray(raw.view(np.uint32).T).view(np.uint8).reshape(-1)
+            raw = self._strip(source, weight.codes, low, len(into), 1)
+            into[:] = np.ascontiguousarray(raw.view(np.uint32).T).view(np.uint8)
             return
-        raw = self._strip(source, weight.codes, low, count, form.number.per_item)
-        codes = np.ascontiguousarray(_ordered(raw, form.number, order).T)
-        kernels.pack(codes, into.reshape(count, -1))
+        words = self._strip(source, weight.codes, low, len(into), form.number.per_item).view(np.uint32)
+        found = into.reshape(words.shape[1], len(order), -1)
+        # A byte holds the codes of two inputs: of eight outputs four go in each word, every other one.
+        mask = np.uint32(0x0F0F0F0F)
+        first, second = words[::2], words[1::2]
+        for odd, pairs in enumerate(
+            [first & mask | (second & mask) << np.uint32(4), first >> np.uint32(4) & mask | second & ~mask]
+        ):
+            each = pairs.view(np.uint8).reshape(*pairs.shape, 4)
+            for place in range(4):
+                found[:, order.index(2 * place + odd)] = each[:, :, place].T
 
     def scales(self, weight: Weight, low: int, count: int) -> Floats:
         """The scales of so many rows from `low` on, sound or not, [rows, groups].

@@ -17,14 +17,12 @@ from ..formats.format import Format
 from ..formats.kernels import BITS_TYPE, Bits, Loops
 from ..formats.numbers import CODES, Floats
 from ..formats.schemes import Scheme
-from .columns import ColumnReader
+from .columns import ALIKE, STRIP, ColumnReader
 from .weight import Weight
 
 BUFFER = 4 << 20
 # A transposed matrix is read in columns: longer pieces of each stored row make fewer system calls.
 TRANSPOSED_BUFFER = 32 << 20
-# So are codes in columns, a quarter of the weights that they become.
-COLUMNS_BUFFER = 16 << 20
 # The least that a byte can be the exponent of. In an output no scale is zero.
 SMALLEST_SCALE = 2.0**-127
 # The first float32 that rounds to infinity in bfloat16.
@@ -38,7 +36,7 @@ def rows_at_once(weight: Weight, multiple: int) -> int:
     limit = TRANSPOSED_BUFFER if weight.transposed and form is None else BUFFER
     if form is not None and form.columns is not None:
         # Words may hold the codes, and do hold the zero points, of several rows.
-        limit, multiple = COLUMNS_BUFFER, math.lcm(multiple, form.number.per_item)
+        multiple = math.lcm(multiple, ALIKE)
     return min(rows, max(1, limit // (cols * BITS_TYPE[weight.dtype].itemsize) // multiple) * multiple)
 
 
@@ -47,10 +45,12 @@ def memory_of(weight: Weight, multiple: int) -> tuple[int, int]:
     piece = rows_at_once(weight, multiple) * weight.shape[1] * BITS_TYPE[weight.dtype].itemsize
     if weight.format is None:
         return piece, piece if weight.transposed else 0
-    # Codes, a quarter of the weights that they become at most, and scales for as few as 32 of these; in columns also
-    # each code in a byte of its own, three times, and if need be a scale and a zero point for each.
-    columns = weight.format.columns
-    return piece, piece // 2 if columns is None else piece * (4 if columns.scattered else 2)
+    # Codes, a quarter of the weights that they become at most, and scales for as few as 32 of these.
+    held, columns = piece // 2, weight.format.columns
+    if columns is not None:
+        # What is turned around, before and after; and if need be a scale and a zero point for each weight.
+        held += 3 * STRIP + (2 * piece if columns.scattered else 0)
+    return piece, held
 
 
 class Reader:

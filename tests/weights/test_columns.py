@@ -16,7 +16,7 @@ from openquant.errors import OpenQuantError, PlanError, SourceError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import find_scheme
 from openquant.plan.plan import make_plan
-from openquant.weights import reading
+from openquant.weights import columns, reading
 from stored import (
     Make,
     Weights,
@@ -74,12 +74,13 @@ def test_golden_bytes() -> None:
 
 
 @kinds
-@pytest.mark.parametrize("buffer", [reading.COLUMNS_BUFFER, 1 << 16], ids=["whole", "in strips"])
+@pytest.mark.parametrize("buffer", [columns.STRIP, 1 << 12], ids=["whole", "in strips"])
 def test_dequantized_is_what_codes_stand_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, buffer: int
 ) -> None:
     make, config, asked = kind
-    monkeypatch.setattr(reading, "COLUMNS_BUFFER", buffer)
+    monkeypatch.setattr(columns, "STRIP", buffer)
+    monkeypatch.setattr(reading, "BUFFER", buffer * 8)
     source = store(tmp_path / "source", make, config, shards=3)
     stored, weights = tiny.read(source), tiny.tensors("Qwen3ForCausalLM")
     dequantize(source, tmp_path / "plain")
@@ -206,6 +207,11 @@ FAULTS = [
         "gptq",
         changed("qweight", lambda held: held[:, :-1]),
         f"{Q}.qweight has 255 outputs, which do not fill words of 8",
+    ),
+    (
+        "awq",
+        changed("qweight", lambda held: held[:-1]),
+        f"{Q}.qweight has 255 inputs, which do not fill words of 8",
     ),
     (
         "gptq",
