@@ -127,6 +127,22 @@ class Ignored:
         return None
 
 
+class IgnoredParts(Ignored):
+    """A list of parts of names, as AutoAWQ has it (vLLM 0.32.0 layers/quantization/auto_awq.py:294-299).
+
+    Args:
+        key, entries: as for Ignored.
+    """
+
+    def __init__(self, key: str, entries: Iterable[str]) -> None:
+        super().__init__(key, entries, by_experts=True)
+
+    def find(self, names: Iterable[str]) -> str | None:
+        """The entry that is part of a name that a module goes by; None if none is."""
+        known = tuple(names)
+        return next((entry for entry in self.entries if any(entry in name for name in known)), None)
+
+
 def _experts_of(name: str) -> str:
     """The path of the routed experts that a name lies in; empty if it does not."""
     path, found, _ = f"{name}.".partition(".experts.")

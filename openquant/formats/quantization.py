@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 from ..errors import UsageError
 from .columns import read_awq, read_gptq
 from .format import Format, GlobalScale, Group
-from .ignored import MEND, Expressions, Ignored
+from .ignored import MEND, Expressions, Ignored, IgnoredParts
 from .inputs import Inputs, read_inputs
 from .schemes import (
     ASYMMETRIC,
@@ -46,6 +46,8 @@ PACKED = "weight_packed"
 MAX_SIDE = 1 << 16
 # FP8 activations, in the words of compressed-tensors.
 _FP8 = {"type": "float", "num_bits": 8}
+# Methods whose codes lie in columns.
+IN_COLUMNS = ("awq", "gptq")
 IGNORE_KEYS = ("ignored_layers", "modules_to_not_convert", "ignore")
 
 
@@ -81,7 +83,7 @@ class Quantization:
     def checkable(self) -> bool:
         """Whether `verify` knows what engines make of it."""
         written = {scheme.format.number for scheme in SCHEMES.values()}
-        known = self.method in ("fp8", "compressed-tensors")
+        known = self.method in ("fp8", "compressed-tensors", *IN_COLUMNS)
         return known and all(form.number in written for _, form in self.groups)
 
     @property
@@ -307,6 +309,11 @@ def _read_mxfp4(method: str, found: dict[str, Any]) -> Quantization:
     return _alone(method, found, replace(MXFP4.format, scale=scale, codes="weight"), None)
 
 
+def _read_awq(method: str, found: dict[str, Any]) -> Quantization:
+    key = IGNORE_KEYS[1]
+    return replace(_alone(method, found, read_awq(found), None), ignored=IgnoredParts(key, _names(found, key)))
+
+
 def _alone(method: str, found: dict[str, Any], form: Format, inputs: Mapping[str, Any] | None) -> Quantization:
     """What stores all that it stores in one way; which modules it leaves out is not read, they show it themselves."""
     ignored = Ignored("ignore", (), by_experts=False)
@@ -325,7 +332,7 @@ _READERS: dict[str, Callable[[str, dict[str, Any]], Quantization]] = {
     "modelopt_mxfp8": _read_modelopt,
     "modelopt_fp4": _read_modelopt,
     "mxfp4": _read_mxfp4,
-    "awq": lambda method, found: _alone(method, found, read_awq(found), None),
+    "awq": _read_awq,
     "gptq": lambda method, found: _alone(method, found, read_gptq(found), None),
 }
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .quantization import IGNORE_KEYS
+from .quantization import IGNORE_KEYS, IN_COLUMNS
 from .schemes import TRANSFORMERS_REFUSAL
 
 # The values that each key may have; None for keys that are looked at elsewhere, or may have any.
@@ -93,6 +93,9 @@ def unread(settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
     Example: (['fmt is "e5m2", engines read null or "e4m3" or "float8_e4m3fn"'], ["config_groups.group_0.more"])
     """
+    if settings.get("quant_method") in IN_COLUMNS:
+        # What of it is read is known, or was refused (columns.py).
+        return [], []
     problems, unknown = [], []
     for path, value, known in _walk(settings):
         for key, held in value.items():

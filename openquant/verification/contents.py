@@ -16,10 +16,10 @@ from ..errors import SourceError
 from ..files.checkpoint import Checkpoint
 from ..files.shardfile import Bytes
 from ..files.tensors import TensorInfo
-from ..formats.kernels import Bits
+from ..formats.kernels import Bits, to_float32
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
-from ..measure.error import Comparison, LayerError
+from ..measure.error import Comparison, ErrorSum, LayerError
 from ..threads import in_threads
 from ..weights.reading import Reader
 from ..weights.weight import Weight
@@ -198,6 +198,9 @@ class _Worker:
 
     def check(self, number: int, weight: Weight, original: Weight | None, scheme: Scheme | None) -> None:
         """Look at a quantized weight's codes and scale; decode it, and quantize it again, if that is asked for."""
+        if weight.format is not None and weight.format.columns is not None:
+            self._check_columns(number, weight, original)
+            return
         info, low = weight.codes, 0
         if weight.input_scale is not None:
             self._scale(number, weight.input_scale)
@@ -241,6 +244,23 @@ class _Worker:
             if scheme is not None:
                 self._report_remade(number, weight, comparison, scheme, divisor)
             self._report(number, weight, comparison, bounded=scheme is None)
+
+    def _check_columns(self, number: int, weight: Weight, original: Weight | None) -> None:
+        """Decode a weight whose codes lie in columns, which refuses what is unsound; hold it against the source's."""
+        found, source = ErrorSum(), None if original is None else self.source.rows(original, 1)
+        left = np.empty((0, weight.shape[1]), np.float32)
+        for bits in self.output.rows(weight, 1):
+            if self.reading.stopped.is_set():
+                return
+            while source is not None and original is not None and len(left) < len(bits):
+                left = np.concatenate([left, to_float32(next(source), original.dtype)])
+            if source is not None:
+                found.add(left[: len(bits)], np.abs(bits.view(np.float32) - left[: len(bits)]))
+                left = left[len(bits) :]
+            self.reading.advance(len(bits) * weight.codes.nbytes // weight.shape[0])
+        if source is not None:
+            with self.reading.lock:
+                self.reading.errors.append((number, found.of(weight.module, weight.shape)))
 
     def _pieces(self, info: TensorInfo, pitch: int, original: Weight | None) -> Iterator[tuple[int, Bits | None]]:
         """How many rows of codes to read next, and the source's weights of these, if they are held against it."""

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..errors import SourceError
 from ..files.checkpoint import Checkpoint, read_json
 from ..files.names import INDEX_FILE
 from ..files.tensors import TensorInfo
 from ..formats.format import FLOATS, INPUT_SCALE, Format
-from ..formats.quantization import Quantization, quantization_places
+from ..formats.quantization import IN_COLUMNS, Quantization, quantization_places
 from ..formats.schemes import MIXED, as_written, without_targets
 from ..formats.settings import unread
 from ..models import NOT_LINEAR, ROUTER, Model
 from ..plan.roles import Entry, is_head
+from ..weights.columns import columns_of
 from ..weights.find import Pair, leftovers, pairs
 from ..weights.weight import Weight
 from .configs import differences
+
+# Beside codes in columns, the last parts of names.
+_IN_COLUMNS = ("qzeros", "scales", "g_idx")
 
 
 class Headers:
@@ -125,6 +130,9 @@ class Headers:
         respelled = 0
         for pair in self._pairs:
             info, form, scale = pair.codes, pair.form, pair.scale
+            if form is not None and form.columns is not None:
+                self._add_columns(pair, form)
+                continue
             number = form.number if form else self.quantization.groups[0][1].number
             misnamed = f" called {pair.name}" if pair.packed and number.per_item == 1 else ""
             if info.dtype == number.dtype and number.per_item > 1 and not pair.packed:
@@ -172,6 +180,20 @@ class Headers:
             )
         if not self.codes:
             self.notes.append("nothing is quantized")
+
+    def _add_columns(self, pair: Pair, form: Format) -> None:
+        """A weight whose codes lie in columns."""
+        info = pair.codes
+        self.scales.update(f"{pair.module}.{last}" for last in _IN_COLUMNS)
+        try:
+            shape, parts = columns_of(pair.module, info, form, self.checkpoint.tensors.get)
+        except SourceError as error:
+            self.problems.append(f"{self.checkpoint.where[info.name].shard}: {error.message}")
+            return
+        source = TensorInfo(pair.name, info.dtype, shape)
+        self.codes[pair.name] = self.stored[info.name] = Weight(
+            pair.module, "", source, shape, format=form, parts=parts
+        )
 
     def _check_known(self, info: TensorInfo, form: Format, module: str, shape: tuple[int, int]) -> None:
         """What says the shape of a weight is there."""
@@ -258,8 +280,11 @@ class Headers:
 
     def owner(self, name: str) -> str | None:
         """The weight that a tensor is the scale or zero points of, or says the shape of; None if it is neither."""
-        if name.endswith(".input_scale"):
-            return f"{name.removesuffix('.input_scale')}.weight"
+        module, _, last = name.rpartition(".")
+        # What is called scales may be another parameter.
+        in_columns = self.quantization.method in IN_COLUMNS and last in _IN_COLUMNS
+        if last == INPUT_SCALE or (in_columns and (last != "scales" or name in self.scales)):
+            return f"{module}.weight"
         for suffix in ("_scale_inv", "_global_scale", "_scale", "_shape", "_zero_point"):
             owner = name.removesuffix(suffix)
             # A stack of experts has no more to its name than a parameter that a model may have beside a scale of it.
@@ -284,6 +309,8 @@ class Headers:
     def _check_unlisted(self, entry: Entry) -> None:
         """Every unquantized module that an engine would build quantized must be listed; and what may not be so."""
         ignored, unlisted = self.quantization.ignored, []
+        if self.quantization.method in IN_COLUMNS and not ignored.entries:
+            return  # vLLM goes by what there is (layers/quantization/auto_awq.py:370-389)
         for info in self.checkpoint.tensors.values():
             weight = self.stored.get(info.name)
             role = entry.role(weight.module if weight else info.module)

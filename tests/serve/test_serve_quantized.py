@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ import openquant
 import tiny
 from conftest import EXAMPLE
 from openquant import compress
-from stored import INT4, int4, is_layer
+from stored import INT4, Make, awq, awq_config, gptq, gptq_config, int4, is_layer
 
 pytestmark = pytest.mark.serve
 
@@ -32,6 +33,11 @@ RECODED = (
     ("tensor", "fp8", "block"),
     ("mxfp8", None, "block"),
 )
+# By name: how AutoAWQ or GPTQ stores the source, its config, and what keeps all values.
+COLUMNS: dict[str, tuple[Make, dict[str, Any], dict[str, Any]]] = {
+    "awq": (awq(128), awq_config(128), {"asymmetric": True}),
+    "gptq": (gptq(size=128), gptq_config(size=128), {}),
+}
 PASSED = (("block", "compressed-tensors", "fp8"), ("block", "fp8", "compressed-tensors"))
 
 
@@ -61,8 +67,13 @@ def logprobs(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Answer
     models["static"] = root / "static"
     compress(calibrated(root / "tensor", root / "calibrated"), root / "static", activation_scheme="static")
     models["int4-plain"], models["int4-channel"] = root / "int4-plain", root / "int4-channel"
-    openquant.dequantize(as_int4(root / "int4"), root / "int4-plain")
+    openquant.dequantize(as_stored(root / "int4", int4, INT4), root / "int4-plain")
     compress(root / "int4", root / "int4-channel", "channel")
+    for name, (make, config, options) in COLUMNS.items():
+        models[name], models[f"{name}-int4"] = as_stored(root / name, make, config), root / f"{name}-int4"
+        compress(root / name, root / f"{name}-int4", "int4", **options)
+        models[f"{name}-dequantized"] = root / f"{name}-dequantized"
+        openquant.dequantize(root / name, root / f"{name}-dequantized")
     return engine.logprobs(models, root / "answers")
 
 
@@ -76,13 +87,13 @@ def calibrated(source: Path, target: Path) -> Path:
     return rewrite(source, target, weights, config)
 
 
-def as_int4(target: Path) -> Path:
-    """The example with its layers as compressed-tensors packs them into int4."""
-    config = json.loads((EXAMPLE / "config.json").read_text()) | {"quantization_config": INT4}
+def as_stored(target: Path, make: Make, quantization: dict[str, Any]) -> Path:
+    """The example with its layers as another tool stores them."""
+    config = json.loads((EXAMPLE / "config.json").read_text()) | {"quantization_config": quantization}
     weights: dict[str, torch.Tensor] = {}
     for name, weight in tiny.read(EXAMPLE).items():
         if is_layer(name):
-            weights |= {f"{name.removesuffix('weight')}{last}": tensor for last, tensor in int4(weight).items()}
+            weights |= {f"{name.removesuffix('weight')}{last}": tensor for last, tensor in make(weight).items()}
         else:
             weights[name] = weight
     return rewrite(EXAMPLE, target, weights, config)
@@ -117,3 +128,10 @@ def test_static_activations(logprobs: Answers) -> None:
 def test_int4(logprobs: Answers) -> None:
     assert logprobs.between("int4-plain", "int4-channel") < TO_SOURCE
     assert logprobs.between("source", "int4-plain") > TO_SOURCE
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns_repacked(name: str, logprobs: Answers) -> None:
+    """vLLM reads AutoAWQ's and GPTQ's own layouts too, and rounds their scales to the model's bfloat16 alike."""
+    assert (logprobs.of(name) == logprobs.of(f"{name}-int4")).all()
+    assert logprobs.between(f"{name}-dequantized", f"{name}-int4") < 0.0005

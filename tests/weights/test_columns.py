@@ -247,6 +247,9 @@ def test_what_is_wrong_is_named(
     with pytest.raises(SourceError) as caught:
         dequantize(source, tmp_path / "out") if options is None else compress(source, tmp_path / "out", **options)
     assert caught.value.message == message
+    if options is None:
+        (problem,) = verify(source).problems
+        assert message.startswith("gone") or message in problem
     assert (caught.value.hint == ORDERED) == ("not in order" in message)
 
 
@@ -307,3 +310,50 @@ def test_codes_that_config_json_does_not_tell_of(tmp_path: Path, config: dict[st
     source = store(tmp_path / "source", awq() if config["quant_method"] == "gptq" else gptq(), config)
     with pytest.raises(OpenQuantError, match=r"qzeros is I32|scales is F16"):
         dequantize(source, tmp_path / "out")
+
+
+@kinds
+def test_verified(tmp_path: Path, kind: Kind) -> None:
+    make, config, asked = kind
+    source = store(tmp_path / "source", make, config, shards=2)
+    assert verify(source).problems == ()
+    report = verify(source, tiny.write(tmp_path / "original"), full=True)
+    assert report.problems == ()
+    assert report.quantized == len(report.errors) == 14
+    assert report.equal_tensors == len(tiny.tensors("Qwen3ForCausalLM")) - 14
+    weights, stored = tiny.tensors("Qwen3ForCausalLM"), tiny.read(source)
+    for error in report.errors:
+        weight = weights[f"{error.module}.weight"].float()
+        index = stored[f"{error.module}.g_idx"] if config.get("desc_act") else None
+        difference = meant(weight, asked, index) - weight
+        assert error.relative == pytest.approx(float(difference.norm() / weight.norm()), rel=1e-4)
+
+
+def test_what_awq_leaves_out_is_a_part_of_names(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", awq(), awq_config())
+
+    def listing(*names: str) -> tuple[str, ...]:
+        change_json(
+            source / "config.json",
+            lambda found: found["quantization_config"].update(modules_to_not_convert=list(names)),
+        )
+        return verify(source).problems
+
+    assert listing() == listing("head") == listing("lm_head", "visual") == ()
+    assert listing("lm_head", "q_proj") == tuple(
+        f"model.safetensors: model.layers.{layer}.self_attn.q_proj.qweight is I32, but modules_to_not_convert lists q_proj"
+        for layer in (0, 1)
+    )
+    down = "model.layers.0.mlp.down_proj"
+
+    def plain(weights: Weights) -> None:
+        for last in ("qweight", "qzeros", "scales"):
+            del weights[f"{down}.{last}"]
+        weights[f"{down}.weight"] = tiny.tensors("Qwen3ForCausalLM")[f"{down}.weight"]
+
+    change_weights(source, plain)
+    # Without a list vLLM goes by what there is.
+    assert listing() == listing("lm_head", "layers.0.mlp.down") == ()
+    assert listing("lm_head") == (
+        f"model.safetensors: {down}.weight is BF16, but modules_to_not_convert does not list {down}",
+    )

@@ -54,6 +54,9 @@ def register() -> None:
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
             words, scale, zeros = self._get_weight_params(layer)
             number, shifted = bits[self.config.weight_type]
+            # AutoAWQ and GPTQ have them in columns.
+            if words.input_dim == 0:
+                words, scale = words.T, scale.T
             layer.decoded = decoded(words.data, scale.data, number, zeros.data if shifted else None)
 
         def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
