@@ -147,7 +147,7 @@ def verify(
         raise UsageError(
             f"{'config.json' if quantization_places(config) else MODELOPT_FILE} has {quantization.method} with "
             f"{quantization.title}",
-            f"only fp8 and compressed-tensors with {', '.join(numbers)} or {last} weights are checked",
+            f"only fp8, awq, gptq and compressed-tensors with {', '.join(numbers)} or {last} weights are checked",
         )
     journal = read_journal(root)
     if journal is not None and not journal["done"]:

@@ -871,7 +871,7 @@ USAGE = [
      "tensor, channel or group, and asymmetric ones in words by channel or group"),
     ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, [],
      "config.json has modelopt with one scale per tensor",
-     "only fp8 and compressed-tensors with FP8, INT8, INT4 or FP4 weights are checked"),
+     "only fp8, awq, gptq and compressed-tensors with FP8, INT8, INT4 or FP4 weights are checked"),
 ]  # fmt: skip
 
 
