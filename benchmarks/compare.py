@@ -2,13 +2,15 @@
 lines.
 
     python benchmarks/compare.py SOURCE --turns 5
+    python benchmarks/compare.py SOURCE --scheme mxfp8 --scheme 'int4 --no-search'
     python benchmarks/compare.py SOURCE --peer 'model_free_ptq=VENV/bin/python peer.py {source} {output}'
 
 Each turn runs every command once, in order, so drift of the machine falls on all alike. Outputs are removed, the disk
 is synced and free memory is used once between runs, outside the measured time. openquant syncs what it writes before it
 ends; `cp -r` does not, and `cp -r, synced` is followed by an fsync of each file inside the measured time. `floor` is
-floor.py: the source read, and as many bytes written as the output per tensor has, directly and synced, on as many
-threads. Ratios are of each turn to that turn's `cp -r` and `floor`; the latter depend less on the state of the memory.
+floor.py: the source read, and as many bytes written as the output has, directly and synced, on as many threads; outputs
+within a tenth of each other share one. Ratios are of each turn to that turn's `cp -r` and `floor`; the latter depend
+less on the state of the memory.
 The medians of all turns are printed as a Markdown table.
 """
 
@@ -78,11 +80,30 @@ def back_memory(nbytes: int) -> None:
     subprocess.run([sys.executable, "-c", code, str(nbytes)], check=True)
 
 
-def planned_bytes(source: Path) -> int:
-    """Size of the weights that one scale per tensor leaves of a source."""
-    command = [sys.executable, str(ROOT / "compress_fp8.py"), "-m", str(source), "--dry-run", "--json"]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+def planned_bytes(command: list[str]) -> int:
+    """Size of the weights that a command of openquant leaves of its source."""
+    found = json.loads(subprocess.run([*command, "--dry-run", "--json"], check=True, capture_output=True).stdout)
     return int(found["output_bytes"])
+
+
+def floors(commands: dict[str, list[str]], floor: list[str]) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """The floors of some commands of openquant, one for all whose outputs are within a tenth of each other.
+
+    Args:
+        commands: by name.
+        floor: what runs floor.py but for the bytes.
+
+    Returns:
+        the command of each floor, and the floor of each command, by name.
+    """
+    sizes: dict[str, int] = {}
+    of: dict[str, str] = {}
+    for name, command in commands.items():
+        size = planned_bytes(command)
+        near = [known for known, other in sizes.items() if 0.9 < size / other < 1.1]
+        of[name] = near[0] if near else f"floor, {size / 1e9:.1f} GB"
+        sizes.setdefault(of[name], size)
+    return {name: [*floor, "--bytes", str(size)] for name, size in sizes.items()}, of
 
 
 def ratios(found: list[Measured], reference: list[Measured]) -> str:
@@ -98,6 +119,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--scratch", type=Path, help="where outputs go (default: beside the source)")
     parser.add_argument("--cold", action="store_true", help="forget the source before each run (default: read it once)")
+    parser.add_argument(
+        "--scheme", action="append", default=[], help="with options of its own, if any; repeatable (tensor and block)"
+    )
     parser.add_argument("--workers", type=int, help="for openquant")
     parser.add_argument(
         "--peer", action="append", default=[], metavar="NAME=COMMAND", help="with {source} and {output}; repeatable"
@@ -111,13 +135,15 @@ def main() -> None:
     # No more than openquant takes by itself.
     workers = options.workers or min(16, available_cpus())
     floor = [sys.executable, str(ROOT / "benchmarks" / "floor.py"), str(options.source), str(output)]
-    floor += ["--bytes", str(planned_bytes(options.source)), "--workers", str(workers)]
+    floor += ["--workers", str(workers)]
+    named = options.scheme or ["tensor", "block"]
+    schemes = {f"openquant, {name}": [*ours, "--scheme", *shlex.split(name)] for name in named}
+    least, floor_of = floors(schemes, floor)
     commands = {
         "`cp -r`": ["cp", "-r", str(options.source), str(output)],
         "`cp -r`, synced": ["sh", "-c", 'cp -r "$0" "$1" && sync "$1"/*', str(options.source), str(output)],
-        "floor": floor,
-        "openquant, tensor": ours,
-        "openquant, block": [*ours, "-w", "128"],
+        **least,
+        **schemes,
     }
     for peer in options.peer:
         name, _, command = peer.partition("=")
@@ -143,7 +169,7 @@ def main() -> None:
         print(
             f"| {name} | {statistics.median(run.wall for run in found):.2f} "
             f"| {statistics.median(run.cpu for run in found):.2f} | {max(run.peak for run in found) / 1e6:.0f} "
-            f"| {ratios(found, runs['`cp -r`'])} | {ratios(found, runs['floor'])} |"
+            f"| {ratios(found, runs['`cp -r`'])} | {ratios(found, runs[floor_of.get(name, next(iter(least)))])} |"
         )
 
 

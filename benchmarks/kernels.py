@@ -52,7 +52,7 @@ def ours(loops: Loops, bits: np.ndarray, dtype: str, scheme: Scheme, out: np.nda
             amax = loops.absmax(bits[piece], dtype, form.group)
         scale = form.scales(amax, divisor)
         if scheme.ratios:
-            scale = searched(bits[piece], dtype, amax, form, scheme.ratios)
+            scale = searched(bits[piece], dtype, amax, form, scheme.ratios, divisor, loops)
         loops.encode_stored(bits[piece], dtype, scale, form.group, out[piece], form.number, divisor)
 
 
@@ -68,10 +68,11 @@ def main() -> None:
     rows = parser.parse_args().rows
     torch.set_num_threads(1)
     print("| source | scheme | numpy | compiled | torch eager |\n|---|---|---|---|---|")
+    unsearched = {f"{name} --no-search": scheme.unsearched for name, scheme in SCHEMES.items() if scheme.ratios}
     for dtype, kind in DTYPES.items():
         weight = (torch.randn(rows, 2048 if dtype != "F32" else 1024) * 0.02).to(kind)
         bits = weight.view(torch.int32 if dtype == "F32" else torch.int16).numpy().view(kernels.BITS_TYPE[dtype])
-        for name, scheme in {**SCHEMES, "int4 --no-search": SCHEMES["int4"].unsearched}.items():
+        for name, scheme in {**SCHEMES, **unsearched}.items():
             out = np.empty((len(bits), bits.shape[1] // scheme.format.number.per_byte), np.uint8)
             calls: list[Callable[[], object]] = [partial(ours, loops, bits, dtype, scheme, out) for loops in LOOPS]
             found = best([*calls, partial(theirs, weight, scheme.format)], bits.nbytes)

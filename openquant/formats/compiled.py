@@ -263,13 +263,13 @@ def _best(
     groups, width = bits.shape
     lowest = f32(normal).view(u32)
     values, turned = np.empty(width, f32), np.zeros((width, together), f32)
-    one, scale, chosen = np.ones(together, f32), np.ones(together, f32), np.ones(together, f32)
+    one, scale, chosen = np.ones(together, f32), np.ones(together, f32), np.zeros(together, u32)
     share, unit = np.ones(together, f32), np.ones(together, f32)
     error, smallest = np.empty(together, f32), np.empty(together, f32)
     for first in range(0, groups, together):
         count = min(together, groups - first)
         one[:count] = usual[first : first + count]
-        chosen[:] = one
+        chosen[:] = u32(0)
         smallest[:] = f32(np.inf)
         for j in range(count):
             _load(bits[first + j], half, below, values)
@@ -295,7 +295,11 @@ def _best(
                     error[j] += f32(off * off)
             for j in range(together):
                 total = f32(f32(error[j] * share[j]) * share[j])
-                better = total < smallest[j]
-                smallest[j] = total if better else smallest[j]
-                chosen[j] = scale[j] if better else chosen[j]
-        found[first : first + count] = chosen[:count]
+                before = smallest[j]
+                better = total < before
+                smallest[j] = total if better else before
+                # Reckoned, since of two scales one would be chosen by a branch, which no processor foresees.
+                chosen[j] = u32(chosen[j] + u32(better) * u32(u32(ratio + 1) - chosen[j]))
+        for j in range(count):
+            if chosen[j]:
+                found[first + j] = scales[chosen[j] - 1, first + j]

@@ -16,8 +16,8 @@ from .format import Format
 from .kernels import Bits, Loops
 from .numbers import Floats
 
-# Weights whose scales are made together: few calls into numpy, and no more memory than the kernels need.
-PIECE = 1 << 20
+# Groups looked at together: few calls into numpy, and what these make is still in the cache for the next.
+PIECE = 1 << 16
 
 
 def searched(
@@ -44,7 +44,7 @@ def searched(
         loops: what looks at every weight.
     """
     width = form.group[1] or bits.shape[1]
-    step = max(1, PIECE // bits.shape[1])
+    step = max(1, PIECE // absmax.shape[1])
     found = np.empty(absmax.shape, np.float32)
     above = (form.divisor(absmax.max(keepdims=True)) if divisor is None else divisor).reshape(1)
     for low in range(0, len(bits), step):

@@ -57,11 +57,11 @@ def test_no_other_ratio_is_better(scheme: Scheme, seed: int, magnitude: int, joi
 
 
 @pytest.mark.parametrize("scheme", SEARCHED, ids=lambda scheme: scheme.suffix)
-@pytest.mark.parametrize("piece", [2, 300, 4096])
+@pytest.mark.parametrize("piece", [2, 30, 100])
 def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch, scheme: Scheme, piece: int) -> None:
     weight = noise(3, 16, 512)
     whole = found_in(weight, scheme)
-    monkeypatch.setattr(kernels, "CHUNK", piece // 2)
+    monkeypatch.setattr(kernels, "CHUNK", piece * 40)
     monkeypatch.setattr(search, "PIECE", piece)
     assert np.array_equal(found_in(weight, scheme), whole)
 
