@@ -157,11 +157,18 @@ def test_experts_of_which_each_gets_all_tokens(tmp_path: Path) -> None:
         name = "model.layers.1.feed_forward.experts.1.down_proj.weight"
         tensors[name] = torch.zeros_like(tensors[name])
 
-    outputs = [tmp_path / "out", spoilt(tmp_path / "out", tmp_path / "zeroed", zeroed)]
-    found = judge(source, *outputs, texts=corpus(10, 500))
-    sound, without = found.outputs
+    def rerouted(tensors: Tensors) -> None:
+        """The next expert for every token."""
+        name = "model.layers.1.feed_forward.router.weight"
+        tensors[name] = tensors[name].roll(1, 0)
+
+    spoiled = {each: spoilt(tmp_path / "out", tmp_path / each.__name__, each) for each in (zeroed, rerouted)}
+    found = judge(source, tmp_path / "out", *spoiled.values(), texts=corpus(10, 500))
+    sound, without, elsewhere = found.outputs
     assert (sound["suspects"], found.notes) == ([], ())
-    assert 0 <= sound["layers"][1]["routed_otherwise"] < 0.2
+    # Found: 0.02 and 0.99.
+    assert 0 < sound["layers"][1]["routed_otherwise"] < 0.1
+    assert elsewhere["layers"][1]["routed_otherwise"] > 0.9
     assert "routed_otherwise" not in sound["layers"][0]
     assert without["suspects"] == ["model.layers.1.feed_forward.experts.down_proj[1]"]
 
