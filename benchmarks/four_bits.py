@@ -6,7 +6,7 @@
 
 Whole processes in turns, each given as many threads; the source is read once before each. Both leave the embedding and
 the head as they are. Then both compress the example, and openquant evaluates all in one pass: KL on the built-in
-texts, and the squared error of the quantized weights as a share of their squares.
+texts, and the squared error of the quantized weights as a share of their squares. `--turns 0` does that alone.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def main() -> None:
             shutil.rmtree(output)
             print(f"turn {turn + 1} {name}: {runs[name][-1]}", file=sys.stderr, flush=True)
     print("| command | wall s | CPU s | peak RSS MB |\n|---|---|---|---|")
-    for name, found in runs.items():
-        wall, cpu, peak = (statistics.median(getattr(run, field) for run in found) for field in ("wall", "cpu", "peak"))
+    for name, each in runs.items() if options.turns else ():
+        wall, cpu, peak = (statistics.median(getattr(run, field) for run in each) for field in ("wall", "cpu", "peak"))
         print(f"| {name} | {wall:.1f} | {cpu:.1f} | {peak / 1e6:.0f} |")
 
     import openquant
