@@ -33,8 +33,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "tiny-qwen3"
 
-# Processor seconds of the tests so far, with all that they start, by the directory they lie in.
-seconds: dict[str, float] = {}
+# Processor seconds of the tests so far, with all that they start, by the module they lie in.
+seconds: dict[Path, float] = {}
+# How many modules are named, of those that take most.
+DEAREST = 12
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -44,16 +46,21 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Count a test's processor seconds; those of a fixture count for the test that asked for it first."""
     before = sum(os.times()[:4])
     found = yield
-    room = item.path.parent.name
-    seconds[room] = seconds.get(room, 0.0) + sum(os.times()[:4]) - before
+    seconds[item.path] = seconds.get(item.path, 0.0) + sum(os.times()[:4]) - before
     return found
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say what the suite costs, engines apart: it is to stay quick enough to be run often."""
-    without = sum(each for room, each in seconds.items() if room != "serve")
-    rooms = ", ".join(f"{room} {each:.0f}" for room, each in sorted(seconds.items()) if each >= 1)
-    terminalreporter.write_line(f"processor seconds without serving: {without:.0f} ({rooms})")
+    rooms: dict[str, float] = {}
+    for path, each in seconds.items():
+        rooms[path.parent.name] = rooms.get(path.parent.name, 0.0) + each
+    without = sum(each for room, each in rooms.items() if room != "serve")
+    told = ", ".join(f"{room} {each:.0f}" for room, each in sorted(rooms.items()) if each >= 1)
+    terminalreporter.write_line(f"processor seconds without serving: {without:.0f} ({told})")
+    dearest = sorted(seconds, key=lambda path: -seconds[path])[:DEAREST]
+    told = ", ".join(f"{path.stem} {seconds[path]:.0f}" for path in dearest if seconds[path] >= 10)
+    terminalreporter.write_line(f"most: {told or 'none takes ten'}")
 
 
 @pytest.fixture
