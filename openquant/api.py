@@ -95,9 +95,10 @@ def compress(
     others = find_others(chosen, scheme_for, recipe.group_size, recipe.asymmetric)
     if recipe.no_search:
         if not any(each.ratios for each in (chosen, *(other for _, other in others))):
-            searched = " or ".join(name for name, known in SCHEMES.items() if known.ratios)
+            *most, last = (name for name, known in SCHEMES.items() if known.ratios)
             raise UsageError(
-                f"--scheme {recipe.scheme} searches for no scales", f"use --scheme {searched}, or leave --no-search out"
+                f"--scheme {recipe.scheme} searches for no scales",
+                f"use --scheme {', '.join(most)} or {last}, or leave --no-search out",
             )
         chosen, others = chosen.unsearched, tuple((pattern, other.unsearched) for pattern, other in others)
     seen = read_calibration(Path(recipe.calibration)) if recipe.calibration is not None else None

@@ -145,7 +145,7 @@ ERRORS = [
      "--scheme-for does not go with --scheme mxfp8 in the compressed-tensors format: all layers are alike", MIXING),
     (["-m", EXAMPLE, "--scheme", "channel", "--scheme-for", "**.o_proj=mxfp8"],
      "--scheme-for **.o_proj=mxfp8: mxfp8 is not a scheme to mix",
-     "choose one of tensor, channel, block, int8, int8-weights, int4, mxfp4, nvfp4"),
+     "choose one of tensor, channel, block, int8, int8-weights, int4, mxfp4, nvfp4, nvfp4-w4a4"),
     (["-m", EXAMPLE, "--scheme", "channel", "--scheme-for", "lm_head=tensor"],
      "--scheme-for lm_head=tensor matches no module that can be quantized",
      "modules are named like tensors, without .weight; ** is any part; compress --dry-run -v lists them"),

@@ -235,7 +235,7 @@ def test_an_option_about_searching_needs_a_search(tmp_path: Path) -> None:
         openquant.compress(source, tmp_path / "out", "channel", no_search=True, scheme_for={"**.mlp.*": "mxfp4"})
     assert (caught.value.message, caught.value.hint) == (
         "--scheme channel searches for no scales",
-        "use --scheme int4 or nvfp4, or leave --no-search out",
+        "use --scheme int4, nvfp4 or nvfp4-w4a4, or leave --no-search out",
     )
     openquant.compress(source, "out", "channel", no_search=True, scheme_for={"**.mlp.*": "nvfp4"}, dry_run=True)
 

@@ -298,7 +298,7 @@ class _Worker:
             source.read(raw, job.offset, job.label)
         scale = scale_values(raw, job.dtype)
         check_scales(scale, job.label, job.shard, SMALLEST_SCALE)
-        file.write(scale, job.target)
+        file.write(np.float32(1) / scale if job.inverse else scale, job.target)
         self.conversion.advance(job.nbytes)
 
     def _unstack(self, job: Unstack, file: Target) -> None:

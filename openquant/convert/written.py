@@ -15,7 +15,7 @@ from ..formats.numbers import Floats
 from ..plan.layout import Encode, Layout
 
 # How the last parts of their names begin.
-_SCALES = ("weight_scale", "weight_global_scale", INPUT_SCALE)
+_SCALES = ("weight_scale", "weight_global_scale", INPUT_SCALE, "input_global_scale")
 # Bytes of scales that are decoded together.
 PIECE = 1 << 19
 

@@ -107,6 +107,7 @@ class Format:
         static: whether there is also an input_scale, by which engines quantize activations.
         shape: whether there is also a `weight_shape`, which holds [out, in]: codes in words do not tell it.
         global_scale: the scale above those of groups; None without one.
+        local: the same of activations, whose groups engines scale as they come; None where that needs none.
         zero_point: last part of the name of the zero points, codes that stand for zero; None where all share one. There
             is one beside each scale, several in a word: of as many rows, the first lowest.
         columns: how codes lie in columns; None where they lie in rows.
@@ -119,6 +120,7 @@ class Format:
     static: bool = False
     shape: bool = False
     global_scale: GlobalScale | None = None
+    local: GlobalScale | None = None
     zero_point: str | None = None
     columns: Columns | None = None
 
@@ -131,6 +133,13 @@ class Format:
     def tied(self) -> bool:
         """Whether joined layers share a scale, which their largest weight decides: the only one, or a global one."""
         return self.shared or self.global_scale is not None
+
+    @property
+    def input_scale(self) -> str | None:
+        """Last part of the name of the stored scale of activations; None if they have none."""
+        if self.static:
+            return INPUT_SCALE
+        return None if self.local is None else self.local.name
 
     def tied_scale(self, module: str) -> str:
         """The name of the scale that a module shares with those it is joined with."""
@@ -167,7 +176,9 @@ class Format:
         """
         codes = TensorInfo(f"{module}.{self.codes}", self.number.dtype, (shape[0], shape[1] // self.number.per_item))
         scale = TensorInfo(f"{module}.{self.scale.name}", self.scale.dtype, self.scale_shape(shape))
-        static = (scale._replace(name=f"{module}.{INPUT_SCALE}"),) if self.static else ()
+        inputs = (scale._replace(name=f"{module}.{INPUT_SCALE}"),) if self.static else ()
+        if self.local is not None:
+            inputs = (TensorInfo(f"{module}.{self.local.name}", "F32", (1,) * self.local.axes),)
         above, zeros = self.global_scale, self.zero_points(module, shape)
         common = (TensorInfo(f"{module}.{above.name}", "F32", (1,) * above.axes),) if above else ()
         return (
@@ -175,7 +186,7 @@ class Format:
             scale,
             *common,
             *((zeros,) if zeros else ()),
-            *static,
+            *inputs,
             *(info for info, _ in self.known(module, shape)),
         )
 

@@ -14,9 +14,12 @@ from typing import Any
 
 from ..errors import UsageError
 from .format import Group
-from .numbers import E4M3, INT8, Number
+from .numbers import E2M1, E4M3, INT8, Number
 
-KNOWN = "known are FP8 and symmetric INT8 by token, tensor or group, computed as they come, or by a stored input_scale"
+KNOWN = (
+    "known are FP8 and symmetric INT8 by token, tensor or group, computed as they come, or by a stored input_scale, "
+    "and NVFP4 under a stored input_global_scale"
+)
 
 
 @dataclass(frozen=True)
@@ -29,15 +32,24 @@ class Inputs:
             (1, 128) one for 128 inputs of a token.
         power_of_two: whether scales are rounded up to a power of two.
         static: whether the scale is stored, as input_scale, instead of taken from the inputs.
+        local: whether a global scale is stored, under which those of groups are E4M3.
     """
 
     number: Number
     group: Group
     power_of_two: bool = False
     static: bool = False
+    local: bool = False
+
+    def largest(self, scale: float) -> float:
+        """The largest value that is not clipped under a stored scale, which of local ones is a divisor."""
+        return E4M3.largest * self.number.largest / scale if self.local else scale * self.number.largest
 
 
 _NUMBERS: Mapping[tuple[Any, Any], Number] = {("float", 8): E4M3, ("int", 8): INT8}
+
+# NVFP4's, but for what is not always said.
+_LOCAL = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
 
 
 def read_inputs(said: Mapping[str, Any] | None) -> Inputs | None:
@@ -48,6 +60,8 @@ def read_inputs(said: Mapping[str, Any] | None) -> Inputs | None:
     """
     if not said:
         return None
+    if all(said.get(key) == value for key, value in _LOCAL.items()):
+        return Inputs(E2M1, (1, 16), local=True)
     number = _NUMBERS.get((said.get("type"), said.get("num_bits")))
     static, size = not said.get("dynamic"), said.get("group_size")
     groups: dict[Any, Group] = {"tensor": (None, None)}

@@ -32,4 +32,5 @@ SCHEME_NAMES: dict[str, Named] = {
     "int4": Named("INT4 weights alone, one scale per 128 inputs of a row", "-INT4"),
     "mxfp4": Named("FP4 weights alone, one power-of-two scale per 32 inputs of a row", "-MXFP4"),
     "nvfp4": Named("FP4 weights alone, one scale per 16 inputs of a row and one per joined set", "-NVFP4"),
+    "nvfp4-w4a4": Named("FP4 weights and activations, scales as in nvfp4", "-NVFP4-W4A4"),
 }

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 from ..errors import UsageError
 from .columns import read_awq, read_gptq
-from .format import Format, GlobalScale, Group
+from .format import INPUT_SCALE, Format, GlobalScale, Group
 from .ignored import MEND, Expressions, Ignored, IgnoredParts
 from .inputs import Inputs, read_inputs
 from .schemes import (
@@ -29,6 +29,7 @@ from .schemes import (
     MXFP4,
     MXFP8,
     NVFP4,
+    NVFP4_W4A4,
     SCHEMES,
     STATIC,
     TENSOR,
@@ -219,9 +220,8 @@ def _read_compressed_tensors(method: str, found: dict[str, Any]) -> Quantization
         if not parts or not all(isinstance(part, dict) for part in parts):
             raise UsageError(f"config.json: {name} is not a config group", MEND)
         weights, activations = parts
-        static = bool(activations) and not activations.get("dynamic")
         stored = group.get("format") or found.get("format")
-        groups.append((tuple(_names(group, "targets")), _read_group(name, weights, stored, static)))
+        groups.append((tuple(_names(group, "targets")), _read_group(name, weights, stored, activations)))
         inputs.append(activations or None)
     if not groups:
         raise UsageError("config.json has no config_groups", _KNOWN_GROUPS)
@@ -242,8 +242,9 @@ _INTEGERS: tuple[tuple[tuple[object, ...], Format], ...] = (
 )
 
 
-def _read_group(name: str, weights: dict[str, Any], stored: object, static: bool) -> Format:
+def _read_group(name: str, weights: dict[str, Any], stored: object, activations: dict[str, Any]) -> Format:
     """The weights of one config group, which are stored in a format such as "int-quantized"."""
+    static = bool(activations) and not activations.get("dynamic")
     strategy, kind = weights.get("strategy"), (weights.get("type"), weights.get("num_bits"))
     size, in_bytes = weights.get("group_size"), str(weights.get("scale_dtype")).endswith("uint8")
     shifted = not weights.get("symmetric", True)
@@ -257,7 +258,7 @@ def _read_group(name: str, weights: dict[str, Any], stored: object, static: bool
     if strategy == "group" and size == MX_GROUP and in_bytes and kind in (("float", 8), ("float", 4)):
         return replace((MXFP8 if kind[1] == 8 else MXFP4).format, static=static)
     if strategy == "tensor_group" and size == NVFP4.format.group[1] and kind == ("float", 4):
-        return NVFP4.format
+        return (NVFP4_W4A4 if activations.get("dynamic") == "local" else NVFP4).format
     forms = [form for key, form in _INTEGERS if key in ((*kind, stored), (*kind, None))]
     # Zero points are stored beside words only.
     if forms and (not shifted or (forms[0].number.per_item > 1 and strategy != "tensor")):
@@ -282,7 +283,10 @@ _MODELOPT: dict[str, tuple[Format, Mapping[str, Any] | None]] = {
     "FP8_PER_CHANNEL_PER_TOKEN": (CHANNEL.format, CHANNEL.group["input_activations"]),
     "FP8_PB_WO": (BLOCK_COMPRESSED.format, BLOCK_COMPRESSED.group["input_activations"]),
     "MXFP8": (MXFP8.format, MXFP8.group["input_activations"]),
-    "NVFP4": (_MODELOPT_FP4, {**NVFP4.group["weights"], "dynamic": "local"}),
+    "NVFP4": (
+        replace(_MODELOPT_FP4, local=GlobalScale(INPUT_SCALE, 0, divides=False)),
+        NVFP4_W4A4.group["input_activations"],
+    ),
     "W4A16_NVFP4": (_MODELOPT_FP4, None),
 }
 

@@ -37,6 +37,7 @@ class Scheme:
         follows_rows: whether an engine that reorders a layer's rows gets its scales right.
         most: the largest weight that engines can load; None if they load all that bfloat16 holds.
         ratios: of a group's largest weight, those that scales are made from where the best is searched for (search.py).
+        inputs: what activations' groups are scaled by where the source does not say: the divisor of Format.local.
         group_size: how many inputs share a scale, where the user may choose that: "128", or "channel" for all.
         tag: what a card is found by: "fp8-block".
         notes: what the plan says of where it serves and where it does not.
@@ -57,6 +58,7 @@ class Scheme:
     follows_rows: bool = True
     most: float | None = None
     ratios: tuple[float, ...] = ()
+    inputs: float | None = None
     group_size: str | None = None
     tag: str = ""
     notes: tuple[str, ...] = ()
@@ -319,6 +321,13 @@ MXFP4 = Scheme(
     ),
 )
 
+_NV = {
+    "num_bits": 4,
+    "strategy": "tensor_group",
+    "group_size": 16,
+    "scale_dtype": "torch.float8_e4m3fn",
+    "zp_dtype": "torch.float8_e4m3fn",
+}
 NVFP4 = Scheme(
     "nvfp4",
     # vLLM 0.32.0 compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py:40-85: uint8 [out, in / 2], E4M3
@@ -332,17 +341,7 @@ NVFP4 = Scheme(
         global_scale=GlobalScale("weight_global_scale"),
     ),
     suffix="-NVFP4",
-    settings=_compressed_tensors(
-        {
-            "num_bits": 4,
-            "strategy": "tensor_group",
-            "group_size": 16,
-            "scale_dtype": "torch.float8_e4m3fn",
-            "zp_dtype": "torch.float8_e4m3fn",
-        },
-        None,
-        "nvfp4-pack-quantized",
-    ),
+    settings=_compressed_tensors(_NV, None, "nvfp4-pack-quantized"),
     ignored_keys=("ignore",),
     engines=("vLLM", "SGLang"),
     package="compressed-tensors",
@@ -365,6 +364,30 @@ NVFP4 = Scheme(
 ZERO_POINT = "weight_zero_point"
 # It builds the expected shapes on the meta device, where that package leaves zero points unpacked (base.py:83-91).
 _NO_ZERO_POINTS = "cannot load zero points (5.23 with compressed-tensors 0.20; 5.19 with 0.17 does)"
+
+
+# What scales of 16 activations are multiplied by before they are rounded to E4M3: of those whose largest is from 0.09
+# to 2688 no bit is lost, and those below 0.006 become 0. On text with examples/tiny-qwen3, whose largest is 67, every
+# divisor from 1/16 to 64 gives a KL of 0.022; 256 gives twice as much, and 1/256 fifty times.
+_LOCAL = 1.0
+NVFP4_W4A4 = replace(
+    NVFP4,
+    name="nvfp4-w4a4",
+    # vLLM 0.32.0 compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py:85-90: float32 [1] for each joined layer,
+    # of which the largest is used for all (:114-128).
+    format=replace(NVFP4.format, local=GlobalScale("input_global_scale")),
+    suffix="-NVFP4-W4A4",
+    settings=_compressed_tensors(_NV, {**_NV, "dynamic": "local"}, "nvfp4-pack-quantized"),
+    inputs=_LOCAL,
+    tag="fp4-nvfp4-w4a4",
+    notes=(
+        "activations are rounded to FP4 too, 16 of them under one scale: KL 0.022 to the source on text with "
+        "examples/tiny-qwen3, as --scheme nvfp4 0.006; it computes in FP4 on Blackwell, on older GPUs engines leave "
+        "activations as they are, which is --scheme nvfp4",
+        f"where the source has no input_global_scale it is {_LOCAL:g}, since nothing is calibrated: activations beyond "
+        "2688 are clipped, groups of them below 0.006 become 0",
+    ),
+)
 
 
 def _int4(size: int | None, suffix: str, fallback: Scheme | None = None, asymmetric: bool = False) -> Scheme:
@@ -436,7 +459,8 @@ TENSOR_COMPRESSED_STATIC = replace(
 
 # The default of each name.
 SCHEMES = {
-    scheme.name: scheme for scheme in (TENSOR, CHANNEL, BLOCK, MXFP8, INT8_W8A8, INT8_W8A16, INT4_W4A16, MXFP4, NVFP4)
+    scheme.name: scheme
+    for scheme in (TENSOR, CHANNEL, BLOCK, MXFP8, INT8_W8A8, INT8_W8A16, INT4_W4A16, MXFP4, NVFP4, NVFP4_W4A4)
 }
 VARIANTS = (*SCHEMES.values(), TENSOR_COMPRESSED, BLOCK_COMPRESSED, BLOCK_UE8M0, *INT4_GROUPS[1:])
 STATIC = (TENSOR_STATIC, TENSOR_COMPRESSED_STATIC)
@@ -497,7 +521,18 @@ def find_scheme(
 
 
 # What one config can hold together: MXFP8 has a format of its own, and nothing here could run the mixture.
-MIXED = (TENSOR_COMPRESSED, CHANNEL, BLOCK_COMPRESSED, INT8_W8A8, INT8_W8A16, *INT4_GROUPS, *ASYMMETRIC, MXFP4, NVFP4)
+MIXED = (
+    TENSOR_COMPRESSED,
+    CHANNEL,
+    BLOCK_COMPRESSED,
+    INT8_W8A8,
+    INT8_W8A16,
+    *INT4_GROUPS,
+    *ASYMMETRIC,
+    MXFP4,
+    NVFP4,
+    NVFP4_W4A4,
+)
 
 
 def find_others(

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from ..errors import UsageError
-from ..formats.format import Format, Scale
+from ..formats.format import Format, GlobalScale, Scale
 from ..formats.inputs import Inputs
-from ..formats.numbers import E4M3
+from ..formats.numbers import E2M1, E4M3
 from ..formats.reference import decode, encode, group_absmax, group_scale
 from .interception import Experts, Interception
 
@@ -29,6 +29,8 @@ from .interception import Experts, Interception
 SMALLEST_SCALE = 1 / (448 * 512)
 # The same as a power of two, to which scales are rounded up.
 _SMALLEST_POWER = 2.0**-17
+# As vLLM 0.32.0 has it (quantization/utils/nvfp4_emulation_utils.py:640), a scale that E4M3 rounds to 0 makes 0 of all.
+_LOCAL = Format(E2M1, (1, 16), Scale("", dtype="F8_E4M3"), global_scale=GlobalScale(""))
 CACHED = Inputs(E4M3, (None, None), static=True)
 # Of keys, of values or of both, as vLLM 0.32.0 renames them (layers/quantization/base_config.py:217-247).
 _CACHE_SCALE = re.compile(
@@ -42,7 +44,8 @@ class Layer:
 
     Attributes:
         inputs: how they are quantized.
-        scale: the stored scale of static ones, asked for when the layer first computes.
+        scale: the stored scale of static ones, or what those of local groups are multiplied by; asked for when the
+            layer first computes.
     """
 
     inputs: Inputs
@@ -55,7 +58,7 @@ def rounded(values: Tensor, inputs: Inputs, scale: float | None = None) -> Tenso
     Args:
         values: [..., in]; all but the last axis are tokens.
         inputs: how they are quantized.
-        scale: the stored one, of static activations.
+        scale: the stored one, of static activations; of local ones what the scales of groups are multiplied by.
     """
     tokens = values.reshape(-1, values.shape[-1]).float()
     width = inputs.group[1]
@@ -67,6 +70,9 @@ def rounded(values: Tensor, inputs: Inputs, scale: float | None = None) -> Tenso
     if inputs.static:
         assert scale is not None
         each = tokens.new_full((1, 1), scale)
+    elif inputs.local:
+        assert scale is not None
+        each = group_scale(group_absmax(tokens, inputs.group), _LOCAL, tokens.new_full((1, 1), scale))
     else:
         each = group_scale(group_absmax(tokens, inputs.group), form)
     found = decode(encode(tokens, each, form), each, form)
@@ -145,7 +151,7 @@ class Rounding(Interception[Layer]):
             if into.scale not in self._scales:
                 self._scales[into.scale] = into.scale()
             scale = self._scales[into.scale]
-            self._clipped.add(place, values, scale * into.inputs.number.largest)
+            self._clipped.add(place, values, into.inputs.largest(scale))
         found = rounded(values, into.inputs, scale)
         self._last = values, into, found
         return found

@@ -145,13 +145,15 @@ class Served:
                 continue
             parts = self.model.made_of.get(f"{name}.weight") or self.model.made_of[name]
             layer = Layer(inputs)
-            if inputs.static:
+            if inputs.static or inputs.local:
                 stored = [weights[part] for part in parts if part in weights] or [weight]
                 # All that go into one layer of an engine, which has one scale, the largest (vLLM 0.32.0
                 # layers/quantization/fp8.py:405, of experts :739).
                 merged = (by_module[module] for each in stored for module in joined.get(each.module, (each.module,)))
                 held = [each.input_scale.name for each in merged if each.input_scale is not None]
-                layer = Layer(inputs, partial(self._static, weight.module, tuple(dict.fromkeys(held))))
+                local = None if weight.format is None else weight.format.local
+                inverse = local is not None and not local.divides
+                layer = Layer(inputs, partial(self._stored, weight.module, tuple(dict.fromkeys(held)), inverse))
                 self.scales.setdefault(self.model.unit_of(name), []).extend(held)
             if name in modules:
                 layers[name] = layer
@@ -165,14 +167,15 @@ class Served:
             self.notes.append(f"activations inside {kind} are not rounded, which engines do")
         return layers, {owner: Experts(_either(at, _FIRST), _either(at, _DOWN)) for owner, at in known.items()}
 
-    def _static(self, module: str, names: tuple[str, ...]) -> float:
-        """The scale of static activations: the largest of the named ones."""
+    def _stored(self, module: str, names: tuple[str, ...], inverse: bool) -> float:
+        """The stored scale of activations: the largest of the named ones, or one over that."""
         if not names:
             raise SourceError(
-                f"{module} has no input_scale, though config.json has its activations static",
+                f"{module} has no stored scale of its activations, though config.json says that it has",
                 "the checkpoint is damaged or incomplete: download or save it again",
             )
-        return max(map(self._value, names))
+        found = max(map(self._value, names))
+        return 1 / found if inverse else found
 
     def _value(self, name: str) -> float:
         """A tensor that is one number, or the largest of a few."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..files.tensors import DTYPE_BITS, Location, TensorInfo, make_header
-from ..formats.format import INPUT_SCALE, Format
+from ..formats.format import Format
 from ..formats.schemes import Scheme
 from ..weights.weight import Weight
 from .fates import Fates, Item, Kept, Stack
@@ -30,7 +30,11 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class CopyScale:
-    """The scale of a layer's activations: one number, of `dtype` in the source, to be written as float32."""
+    """The scale of a layer's activations: one number, of `dtype` in the source, to be written as float32.
+
+    Attributes:
+        inverse: whether one over it is.
+    """
 
     label: str
     shard: str
@@ -38,6 +42,7 @@ class CopyScale:
     nbytes: int
     dtype: str
     target: int
+    inverse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,12 +274,22 @@ def _jobs(
                 for member in here
             )
             yield Encode(scheme, tuple(pieces), tuple(joined) if scheme.format.tied else ())
-        scale, name = _input_scale(weight, fates), f"{weight.module}.{INPUT_SCALE}"
+        scale = _input_scale(weight, fates)
+        name = f"{weight.module}.{scheme.format.input_scale}" if scheme else ""
         if scale is not None:
-            place = where[scale.name]
-            yield CopyScale(scale.name, place.shard, place.offset, scale.nbytes, scale.dtype, places[name])
-        elif name in places:
-            yield Put(name, struct.pack("<f", fates.input_scales[weight.module]), places[name])
+            place, known = where[scale.name], None if weight.format is None else weight.format.local
+            yield CopyScale(
+                scale.name,
+                place.shard,
+                place.offset,
+                scale.nbytes,
+                scale.dtype,
+                places[name],
+                inverse=known is not None and not known.divides,
+            )
+        elif scheme is not None and name in places:
+            found = fates.input_scales[weight.module] if scheme.inputs is None else scheme.inputs
+            yield Put(name, struct.pack("<f", found), places[name])
         for info, data in scheme.format.known(weight.module, weight.shape) if scheme else ():
             yield Put(info.name, data, places[info.name])
 
@@ -282,8 +297,9 @@ def _jobs(
 def _input_scale(weight: Weight, fates: Fates) -> TensorInfo | None:
     """The scale of a layer's activations in the source, if the output keeps it."""
     scheme = fates.of(weight.module).scheme
-    kept = scheme is not None and scheme.format.static and weight.module not in fates.input_scales
-    return weight.input_scale if kept else None
+    if scheme is None or (scheme.format.static and weight.module in fates.input_scales):
+        return None
+    return weight.input_scale_for(scheme.format)
 
 
 def weight_kinds(fates: Fates) -> list[Weight]:

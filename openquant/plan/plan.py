@@ -296,7 +296,7 @@ def make_plan(
     if options.head:
         refuse_head(seen, model, scheme)
         model = model.with_head()
-    known = options.calibration or found or any(weight.input_scale for weight in weights.values())
+    known = options.calibration or found or any(weight.input_scale_for(scheme.format) for weight in weights.values())
     if scheme.format.static and not known:
         raise PlanError(
             "static activations need scales: those of a calibration, or the input_scale tensors of a quantized source, "
@@ -360,7 +360,7 @@ def _decide(
         # What was written has its own.
         if found is not None or layer.module in scales:
             return None
-        return "the calibration has seen nothing of it" if options.calibration else no_input_scale(layer)
+        return "the calibration has seen nothing of it" if options.calibration else no_input_scale(layer, scheme.format)
 
     find_problem = problem_finder(entry, layers, sets, config, options.tp, no_scale)
     others, notes = settle(entry, scheme, layers, find_problem, sets, asked, left, options.tp)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from ..errors import PlanError, UsageError
-from ..formats.format import FLOATS
+from ..formats.format import FLOATS, Format
 from ..formats.schemes import Scheme
 from ..models import Model
 from ..patterns import collapse, compile_pattern
@@ -93,9 +93,14 @@ def problem_finder(
     return find
 
 
-def no_input_scale(layer: Weight) -> str | None:
-    """Why a layer's activations cannot be static, as those of the source; None if they can."""
-    found = layer.input_scale
+def no_input_scale(layer: Weight, form: Format) -> str | None:
+    """Why a layer's activations cannot be static, as those of the source; None if they can.
+
+    Args:
+        layer: the layer.
+        form: what it would be stored as.
+    """
+    found = layer.input_scale_for(form)
     if found is None:
         return "the source has no input_scale for it"
     if found.dtype not in (*FLOATS, "F64") or math.prod(found.shape) != 1:

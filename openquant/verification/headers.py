@@ -170,7 +170,7 @@ class Headers:
                 (shape[-2], shape[-1]),
                 format=form,
                 parts=(info, *((scale, *above, *zeros) if scale else ())),
-                input_scale=self._input_scale(pair) if form.static else None,
+                input_scale=self._input_scale(pair, form),
             )
             self._check_known(info, form, pair.module, (shape[-2], shape[-1]))
         if respelled:
@@ -230,12 +230,15 @@ class Headers:
         sound = self._sound(found, (wanted.dtype,), (wanted.shape,), info)
         return () if sound is None else (sound,)
 
-    def _input_scale(self, pair: Pair) -> TensorInfo | None:
-        """The scale of a layer's activations, if it is there and has the right shape and dtype."""
-        info, name = pair.codes, f"{pair.module}.{INPUT_SCALE}"
+    def _input_scale(self, pair: Pair, form: Format) -> TensorInfo | None:
+        """The scale of a layer's activations, if it has one, it is there, and has the right shape and dtype."""
+        if form.input_scale is None:
+            return None
+        info, name = pair.codes, f"{pair.module}.{form.input_scale}"
         found = self.checkpoint.tensors.get(name)
         if found is None:
-            self.problems.append(f"{self.place(info.name)} has no {name}, but its activations are static")
+            how = "static" if form.static else "scaled under it"
+            self.problems.append(f"{self.place(info.name)} has no {name}, but its activations are {how}")
             return None
         self.scales.add(name)
         return self._sound(found, FLOATS, ((), (1,)), info)
@@ -283,7 +286,7 @@ class Headers:
         module, _, last = name.rpartition(".")
         # What is called scales may be another parameter.
         in_columns = self.quantization.method in IN_COLUMNS and last in _IN_COLUMNS
-        if last == INPUT_SCALE or (in_columns and (last != "scales" or name in self.scales)):
+        if last in (INPUT_SCALE, "input_global_scale") or (in_columns and (last != "scales" or name in self.scales)):
             return f"{module}.weight"
         for suffix in ("_scale_inv", "_global_scale", "_scale", "_shape", "_zero_point"):
             owner = name.removesuffix(suffix)

@@ -272,8 +272,12 @@ def _whole(pair: Pair) -> Weight:
             f"{info.name} is {info.dtype}, but config.json has its layer as {form.number.title}", _DAMAGED
         )
     shape = info.shape[0], info.shape[1]
-    input_scale = next((beside for beside in pair.beside if not beside.name.endswith(".weight_shape")), None)
-    return _weight(pair, shape, form, _scale(pair, form, shape))._replace(input_scale=input_scale)
+    return _weight(pair, shape, form, _scale(pair, form, shape))._replace(input_scale=_input_scale(pair))
+
+
+def _input_scale(pair: Pair) -> TensorInfo | None:
+    """The scale of its activations, whatever it is called."""
+    return next((beside for beside in pair.beside if not beside.name.endswith(".weight_shape")), None)
 
 
 def _columns(checkpoint: Checkpoint, pair: Pair, form: Format) -> Weight:
@@ -306,7 +310,10 @@ def _packed(checkpoint: Checkpoint, pair: Pair) -> Weight:
         if beside.shape != (2,) or beside.dtype not in ("I32", "I64"):
             raise SourceError(f"{_described(beside)}, not two integers", _DAMAGED)
     weight = _weight(pair, shape, form, _scale(pair, form, shape))
-    return weight._replace(parts=(*weight.parts, *above, *zeros, *told))
+    inputs = _input_scale(pair) if form.local else None
+    if inputs is not None:
+        _require_number(inputs)
+    return weight._replace(parts=(*weight.parts, *above, *zeros, *told), input_scale=inputs)
 
 
 def _global_scale(pair: Pair, form: Format) -> tuple[TensorInfo, ...]:
@@ -316,9 +323,13 @@ def _global_scale(pair: Pair, form: Format) -> tuple[TensorInfo, ...]:
     info = pair.global_scale
     if info is None:
         raise SourceError(f"{pair.codes.name} has no global scale: {form.tied_scale(pair.module)} is missing", _DAMAGED)
+    _require_number(info)
+    return (info,)
+
+
+def _require_number(info: TensorInfo) -> None:
     if info.dtype != "F32" or math.prod(info.shape) != 1:
         raise SourceError(f"{_described(info)}, not a single F32", _DAMAGED)
-    return (info,)
 
 
 def _zero_points(pair: Pair, form: Format, shape: tuple[int, int]) -> tuple[TensorInfo, ...]:

@@ -106,6 +106,11 @@ class Weight(NamedTuple):
         """Whether it is stored as a format stores it, so that codes need no change."""
         return self.format is not None and form.holds(self.format)
 
+    def input_scale_for(self, form: Format) -> TensorInfo | None:
+        """The scale of its activations, if a format stores one and means the same by it."""
+        alike = self.format is not None and (self.format.local is None) == (form.local is None)
+        return self.input_scale if form.input_scale is not None and alike else None
+
     @property
     def matrices(self) -> list[Weight]:
         """The matrices of a stack of codes, by expert; of any other weight itself alone."""

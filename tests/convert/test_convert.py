@@ -93,6 +93,8 @@ def expected_output(
         found[f"{module}.{scheme.format.scale.name}"] = stored_scale(scale, scheme.format, tuple(weight.shape), divisor)
         if scheme.format.global_scale:
             found[scheme.format.tied_scale(module)] = divisor.reshape(1)
+        if scheme.inputs is not None:
+            found[f"{module}.{scheme.format.input_scale}"] = torch.tensor([scheme.inputs])
         for info, _ in scheme.format.known(module, tuple(weight.shape)):
             found[info.name] = torch.tensor(weight.shape)
     return found

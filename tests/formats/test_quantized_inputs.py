@@ -8,7 +8,7 @@ import pytest
 
 from openquant.errors import UsageError
 from openquant.formats.inputs import Inputs, read_inputs
-from openquant.formats.numbers import E4M3, INT8
+from openquant.formats.numbers import E2M1, E4M3, INT8
 from openquant.formats.quantization import read_quantization
 from openquant.formats.schemes import (
     BLOCK,
@@ -18,6 +18,8 @@ from openquant.formats.schemes import (
     INT8_W8A8,
     INT8_W8A16,
     MXFP8,
+    NVFP4,
+    NVFP4_W4A4,
     TENSOR,
     TENSOR_COMPRESSED,
     TENSOR_COMPRESSED_STATIC,
@@ -37,6 +39,8 @@ OF_SCHEMES = [
     (MXFP8, Inputs(E4M3, (1, 32), power_of_two=True)),
     (INT8_W8A8, Inputs(INT8, (1, None))),
     (INT8_W8A16, None),
+    (NVFP4, None),
+    (NVFP4_W4A4, Inputs(E2M1, (1, 16), local=True)),
 ]
 
 
@@ -53,9 +57,11 @@ def test_every_scheme_says_what_becomes_of_activations(scheme: Scheme, inputs: I
         ("FP8_PER_CHANNEL_PER_TOKEN", Inputs(E4M3, (1, None))),
         ("FP8_PB_WO", Inputs(E4M3, (1, 128))),
         ("MXFP8", Inputs(E4M3, (1, 32), power_of_two=True)),
+        ("NVFP4", Inputs(E2M1, (1, 16), local=True)),
+        ("W4A16_NVFP4", None),
     ],
 )
-def test_so_does_every_algorithm_of_modelopt(algorithm: str, inputs: Inputs) -> None:
+def test_so_does_every_algorithm_of_modelopt(algorithm: str, inputs: Inputs | None) -> None:
     config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": algorithm}}
     assert read_quantization(config).inputs_of("model.layers.0.mlp.up_proj") == inputs
 

@@ -31,6 +31,7 @@ from openquant.formats.schemes import (
     MXFP4,
     MXFP8,
     NVFP4,
+    NVFP4_W4A4,
     SCHEMES,
     STATIC,
     TENSOR,
@@ -97,7 +98,7 @@ def test_no_code_overflows_bfloat16(scheme: Scheme, share: float) -> None:
     largest = scale * scheme.format.number.span
     # A scale of bfloat16 may be rounded down, and FP4 clamps what is below 7 to 6.
     usual = 2.0**-8 if scheme.format.scale.dtype == "BF16" else 2.0**-23
-    slack = {MXFP4: 1 / 6, NVFP4: 2.0**-21}.get(scheme, usual)
+    slack = {MXFP4: 1 / 6, NVFP4: 2.0**-21, NVFP4_W4A4: 2.0**-21}.get(scheme, usual)
     assert (largest * (1 + slack) >= torch.from_numpy(absmax)).all()
 
 
@@ -200,12 +201,14 @@ COMPRESSED = [
     (MXFP8, MX, MX),
     (MXFP4, MX | {"num_bits": 4}, None),
     (NVFP4, NV, None),
+    (NVFP4_W4A4, NV, {**NV, "dynamic": "local"}),
 ]
 KINDS = [row[0].suffix for row in COMPRESSED]
 STORED = {
     MXFP8: "mxfp8-quantized",
     MXFP4: "mxfp4-pack-quantized",
     NVFP4: "nvfp4-pack-quantized",
+    NVFP4_W4A4: "nvfp4-pack-quantized",
     INT8_W8A8: "int-quantized",
 } | dict.fromkeys((INT8_W8A16, *INT4_GROUPS), "pack-quantized")
 
@@ -255,7 +258,7 @@ def test_compressed_tensors_decompresses_it(scheme: Scheme) -> None:
     found = compressor.decompress(stored, config.config_groups["group_0"])["weight"]
     # compressed-tensors multiplies in bfloat16 where its scales are powers of two.
     assert torch.equal(found, decode(codes, scale, scheme.format).to(found.dtype))
-    read = stored["weight_scale"].float() / divisor if scheme is NVFP4 else stored["weight_scale"]
+    read = stored["weight_scale"].float() / divisor if scheme.format.global_scale else stored["weight_scale"]
     assert torch.equal(decode(codes, read, scheme.format), decode(codes, scale, scheme.format))
 
 
@@ -384,7 +387,7 @@ def test_every_name_has_a_default_and_every_format_is_found() -> None:
         (
             ("rows",),
             "rows is not a scheme",
-            "choose one of tensor, channel, block, mxfp8, int8, int8-weights, int4, mxfp4, nvfp4",
+            "choose one of tensor, channel, block, mxfp8, int8, int8-weights, int4, mxfp4, nvfp4, nvfp4-w4a4",
         ),
         (
             ("int8-weights", None, None, "dynamic", "64"),
@@ -440,7 +443,7 @@ def test_schemes_that_no_config_holds_together() -> None:
         find_others(CHANNEL, {"**": "mxfp8"})
     assert (caught.value.message, caught.value.hint) == (
         "--scheme-for **=mxfp8: mxfp8 is not a scheme to mix",
-        "choose one of tensor, channel, block, int8, int8-weights, int4, mxfp4, nvfp4",
+        "choose one of tensor, channel, block, int8, int8-weights, int4, mxfp4, nvfp4, nvfp4-w4a4",
     )
 
 

@@ -13,7 +13,8 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
 from openquant.errors import UsageError
 from openquant.formats.inputs import Inputs
-from openquant.formats.numbers import E4M3, INT8
+from openquant.formats.numbers import E2M1, E4M3, INT8
+from openquant.formats.schemes import NVFP4_W4A4
 from openquant.measure.rounding import (
     SMALLEST_SCALE,
     Experts,
@@ -27,6 +28,7 @@ from openquant.measure.rounding import (
 )
 
 TOKEN, TENSOR, INT8_TOKEN = Inputs(E4M3, (1, None)), Inputs(E4M3, (None, None)), Inputs(INT8, (1, None))
+LOCAL = Inputs(E2M1, (1, 16), local=True)
 STATIC = Inputs(E4M3, (None, None), static=True)
 
 
@@ -94,6 +96,35 @@ def test_a_stored_scale_is_taken_as_it_is() -> None:
     x = values(2, 5, 64)
     torch.testing.assert_close(rounded(x, STATIC, 0.5), plainly(x, STATIC, 0.5), rtol=2**-7, atol=0)
     assert rounded(x.new_tensor([[1000.0, -1000.0]]), STATIC, 0.5).tolist() == [[224, -224]]
+
+
+@pytest.mark.parametrize("global_scale", [0.25, 1.0, 300.0])
+def test_fp4_under_a_stored_scale_is_what_compressed_tensors_makes_of_it(global_scale: float) -> None:
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    x = values(2, 5, 64)
+    args = QuantizationArgs.model_validate(NVFP4_W4A4.group["input_activations"])
+    tokens, above = x.reshape(-1, 64).float(), torch.tensor([global_scale])
+    grouped = tokens.unflatten(1, (4, 16))
+    scale, zero = calculate_qparams(grouped.amin(2), grouped.amax(2), args, global_scale=above)
+    expected = fake_quantize(tokens, scale, zero, args, global_scale=above).reshape(x.shape).to(x.dtype)
+    found = rounded(x, LOCAL, global_scale)
+    # It keeps the least scales from becoming 0.
+    large = (x.abs() > 2.0**-6 / global_scale) | (x == 0)
+    assert large.float().mean() > 0.5
+    torch.testing.assert_close(found[large], expected[large], rtol=2**-7, atol=0)
+
+
+def test_fp4_has_bounds_under_a_stored_scale() -> None:
+    x = torch.zeros(3, 32)
+    x[0, 0], x[1, 0], x[1, 1], x[2, 16] = 4000.0, 0.1, 0.02, 0.0029
+    found = rounded(x.bfloat16(), LOCAL, 1.0)
+    assert (found[0, 0], LOCAL.largest(1.0), LOCAL.largest(4.0)) == (2688, 2688, 672)
+    # 6 and 1 times 9/512.
+    assert found[1, :2].tolist() == [0.10546875, 0.017578125]
+    assert not found[2].any()
 
 
 def test_layers_are_rounded_while_it_is_on() -> None:

@@ -156,6 +156,58 @@ def test_joined_layers_under_several_global_scales_get_one(tmp_path: Path, kind:
     )
 
 
+@sources
+def test_scales_of_activations_stay_or_are_a_constant(tmp_path: Path, kind: str) -> None:
+    source = source_of(tmp_path / "source", kind)
+    compress(source, tmp_path / "out", "nvfp4-w4a4")
+    assert verify(tmp_path / "out").problems == ()
+    stored, found = tiny.read(source), tiny.read(tmp_path / "out")
+    modules = [name.removesuffix(".weight_packed") for name in found if name.endswith(".weight_packed")]
+    # Of modelopt one over what others divide by.
+    expected = 1.0 if "W4A4" not in kind and "fp4" not in kind else 4.0 if "modelopt" in kind else 0.25
+    assert modules
+    for module in modules:
+        scale = found[f"{module}.input_global_scale"]
+        assert (scale.dtype, scale.tolist()) == (torch.float32, [expected])
+        codes = stored.get(f"{module}.weight_packed", stored.get(f"{module}.weight"))
+        assert torch.equal(found[f"{module}.weight_packed"], codes)
+
+
+def test_a_scale_of_activations_of_another_kind_is_none(tmp_path: Path) -> None:
+    source = source_of(tmp_path / "source", "compressed-tensors W4A4")
+    with pytest.raises(PlanError, match="^static activations need scales: those of a calibration, or"):
+        compress(source, tmp_path / "out", "tensor", activation_scheme="static")
+
+
+@pytest.mark.parametrize("kind", ["compressed-tensors W4A4", "modelopt W4A4"])
+def test_a_scale_of_activations_that_is_no_number(tmp_path: Path, kind: str) -> None:
+    source = source_of(tmp_path / "source", kind)
+    name = f"{QUERY}.{'input_scale' if 'modelopt' in kind else 'input_global_scale'}"
+    for value, message in (
+        (torch.ones(2), f"{name} is F32 [2], not a single F32"),
+        (torch.tensor(0.0), f"{name} in model-00001-of-00003.safetensors holds 0, which no scale can be"),
+    ):
+        change_weights(source, lambda found, value=value: found.update({name: value}))
+        with pytest.raises(SourceError) as caught:
+            compress(source, tmp_path / "out", "nvfp4-w4a4", overwrite=True)
+        assert caught.value.message == message
+
+
+def test_scales_of_activations_are_verified(tmp_path: Path) -> None:
+    source, out = tiny.write(tmp_path / "source", "Qwen3ForCausalLM"), tmp_path / "out"
+    compress(source, out, "nvfp4-w4a4")
+    assert verify(out, source, full=True).problems == ()
+    change_weights(out, lambda found: found[f"{QUERY}.input_global_scale"].fill_(float("inf")))
+    assert [problem.partition(": ")[2] for problem in verify(out).problems] == [
+        f"{QUERY}.input_global_scale holds inf at [0]: scales are finite and above zero"
+    ]
+    change_weights(out, lambda found: found.pop(f"{QUERY}.input_global_scale"))
+    assert any(
+        f"{QUERY}.weight_packed has no {QUERY}.input_global_scale, but its activations are scaled under it" in problem
+        for problem in verify(out).problems
+    )
+
+
 @pytest.mark.parametrize("kind", ["compressed-tensors", "compressed-tensors W4A4"])
 def test_others_directories_are_verified(tmp_path: Path, kind: str) -> None:
     source = source_of(tmp_path / "source", kind)

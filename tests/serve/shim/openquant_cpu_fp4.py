@@ -1,8 +1,8 @@
 """A vLLM plugin with kernels for FP4 weights, for which vLLM 0.32.0's CPU build has none.
 
 With this directory on PYTHONPATH, vLLM finds it by its entry point. Plain torch multiplies by the weights that codes and
-scales stand for, activations as they are: names, shapes, the order in bytes and both kinds of scales are tested, no
-kernel of a GPU is. What joined layers make of their global scales is vLLM's own doing.
+scales stand for, activations as they are or rounded by vLLM's own emulation: names, shapes, the order in bytes and all
+scales are tested, no kernel of a GPU is. What joined layers make of their global scales is vLLM's own doing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ def register() -> None:
     import vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4 as nvfp4
     from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearKernel
     from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
+    from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import ref_nvfp4_quant_dequant
     from vllm.platforms import current_platform
     from vllm.platforms.interface import PlatformEnum
 
@@ -53,15 +54,18 @@ def register() -> None:
             scale = layer.weight_scale.data.float() * layer.weight_global_scale.data
             layer.decoded = decoded(layer.weight.data, scale, layer.params_dtype)
 
+    class RoundingKernel(NvKernel):
+        def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            tokens = ref_nvfp4_quant_dequant(x.flatten(0, -2), layer.input_global_scale_inv, 16)
+            return super().apply_weights(layer, tokens.reshape(x.shape), bias)
+
     linear._POSSIBLE_MXFP4_KERNELS[PlatformEnum.CPU] = [MxKernel]
 
-    def only(use_a16: bool) -> NvFp4LinearKernel:
-        if not use_a16:
-            raise NotImplementedError("activations in FP4")
-        return NvKernel(linear.NvFp4LinearLayerConfig())
+    def found(use_a16: bool) -> NvFp4LinearKernel:
+        return (NvKernel if use_a16 else RoundingKernel)(linear.NvFp4LinearLayerConfig())
 
     # It knows by name which of its kernels leave activations as they are.
-    nvfp4.init_nvfp4_linear_kernel = only
+    nvfp4.init_nvfp4_linear_kernel = found
 
 
 def decoded(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
