@@ -48,8 +48,8 @@ def memory_of(weight: Weight, multiple: int) -> tuple[int, int]:
     # Codes, a quarter of the weights that they become at most, and scales for as few as 32 of these.
     held, columns = piece // 2, weight.format.columns
     if columns is not None:
-        # What is turned around, before and after; and if need be a scale and a zero point for each weight.
-        held += 3 * STRIP + (2 * piece if columns.scattered else 0)
+        # What is turned around, before, between and after; and if need be a scale and a zero point for each weight.
+        held += 4 * STRIP + (2 * piece if columns.scattered else 0)
     return piece, held
 
 

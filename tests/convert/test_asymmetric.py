@@ -11,6 +11,7 @@ import torch
 import tiny
 from conftest import EXAMPLE
 from openquant import compress, dequantize, verify
+from openquant.convert.devices import CpuKernels, TorchKernels
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats import kernels
 from openquant.formats.numbers import INT4
@@ -99,6 +100,16 @@ def test_codes_with_zero_points_are_made_anew_without(tmp_path: Path) -> None:
     dequantize(source, tmp_path / "plain")
     assert not any(name.endswith("zero_point") for name in tiny.read(tmp_path / "out"))
     assert verify(tmp_path / "out", tmp_path / "plain", full=True).problems == ()
+
+
+def test_a_device_makes_the_same_codes() -> None:
+    form, bits = INT4_SHIFTED.format, np.random.default_rng(1).standard_normal((16, 256), np.float32).view(np.uint32)
+    scale, zero = ranged(bits, "F32", form)
+    made = []
+    for kind in (CpuKernels(kernels), TorchKernels("cpu:0")):
+        made.append(np.empty((16, 128), np.uint8))
+        kind.encode(kind.load(bits, "F32"), "F32", scale, form, made[-1], None, zero)
+    assert np.array_equal(*made)
 
 
 def moved(weights: Weights) -> None:
