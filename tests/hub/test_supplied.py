@@ -24,10 +24,10 @@ from loopback_hub import COMMIT, LoopbackHub
 from openquant import diagnose
 from openquant.convert.ranks import Ranks
 from openquant.errors import OutputError, SourceError, UsageError
-from openquant.evaluation import _Arriving
 from openquant.hub.fetch import Supply
 from openquant.hub.source import Source
 from openquant.hub.supplied import supplied
+from openquant.passes import Arriving
 
 SHARDS = 6
 
@@ -190,8 +190,8 @@ class Broken(Ranks):
         raise OutputError("rank 1 died", "run the same command again")
 
 
-def arriving(supply: Supply, ranks: Ranks | None = None) -> _Arriving:
-    return _Arriving(supply, SimpleNamespace(name="org/name", fingerprint=None), ranks or Ranks())  # type: ignore[arg-type]
+def arriving(supply: Supply, ranks: Ranks | None = None) -> Arriving:
+    return Arriving(supply, "org/name", None, ranks or Ranks())
 
 
 def test_units_of_a_tower_are_passed_over_and_none_comes_twice(tmp_path: Path) -> None:
