@@ -615,7 +615,7 @@ AFMOE = model(
     sglang=SGLang(
         tuple(
             Refusal(scheme, None, "it takes no packed codes for experts", "--scheme channel loads")
-            for scheme in ("int8-weights", "int4", "nvfp4", "nvfp4-w4a4")
+            for scheme in ("int8-weights", "int4", "nvfp4")
         )
     ),
     windows=Windows(4, "global_attn_every_n_layers"),

@@ -40,8 +40,8 @@ KERNEL_MEMORY = 16 << 20
 
 # What compiled loops need: numba, and its compiler at work.
 COMPILED_MEMORY = 160 << 20
-# From this many bytes of a source on they are worth loading, and compiling where they have not been before.
-LARGE = 4 << 30
+# From this many weights on they are worth loading, and compiling where they have not been before.
+LARGE = 2 << 30
 
 Progress = Callable[[int], None]
 # What is made of a shard goes there.
@@ -68,7 +68,9 @@ def worker_memory(plan: Plan, device: str) -> int:
 def worth_compiling(plan: Plan) -> bool:
     """Whether compiled loops save more time than they take to load; numba must be there."""
     searches = any(scheme.ratios for scheme in plan.schemes)
-    return plan.source_bytes >= (LARGE // 4 if searches else LARGE) and find_spec("numba") is not None
+    kept = (kept.weight for kept in plan.fates.kept if kept.weight is not None)
+    weights = sum(weight.shape[0] * weight.shape[1] for weight in (*plan.layers.values(), *kept))
+    return weights >= (LARGE // 4 if searches else LARGE) and find_spec("numba") is not None
 
 
 class Traffic(Protocol):

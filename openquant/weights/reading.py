@@ -93,12 +93,14 @@ class Reader:
         pitch = cols * kind.itemsize
         if self._buffer.nbytes < step * pitch:
             self._buffer = self._memory(step * pitch)
+        # Once for all pieces: the system clears memory that is new.
+        held = np.empty(step * extent.pitch if weight.format is not None else 0, np.uint8)
         with self.open(extent.shard) as source:
             for low in range(0, rows, step):
                 count = min(step, rows - low)
                 part = self._buffer[: count * pitch]
                 if weight.format is not None:
-                    codes = np.empty((count, extent.pitch), np.uint8)
+                    codes = held[: count * extent.pitch].reshape(count, extent.pitch)
                     self.codes(source, weight, low, codes.reshape(-1))
                     scale = self.scales(weight, low, count)
                     self._decode(
@@ -226,8 +228,7 @@ class Reader:
             scale = scale / self.divisor(weight)
             # Of two sound ones.
             check_scales(scale, extent.label, extent.shard, least)
-        odd = np.frexp(scale)[0] != 0.5
-        if power_of_two and odd.any():
+        if power_of_two and (odd := np.frexp(scale)[0] != 0.5).any():
             raise SourceError(
                 f"{extent.label} in {extent.shard} holds {scale[odd][0]:g}, no power of two as config.json has it",
                 "the scales are damaged: download or save them again, or choose a scheme with float scales",

@@ -49,8 +49,7 @@ def register() -> None:
     def create_weights(self: Any, layer: Any, *sizes: Any, **more: Any) -> None:
         create(self, layer, *sizes, **more)
         # It makes room for scales of activations also where these stay as they are, and misses them in files then.
-        if self.use_a16:
-            del layer.w13_input_global_scale, layer.w2_input_global_scale
+        del layer.w13_input_global_scale, layer.w2_input_global_scale
 
     nvfp4.CompressedTensorsW4A4Nvfp4MoEMethod.create_weights = create_weights
     wna16.select_wna16_moe_backend = select_words
