@@ -218,6 +218,8 @@ class Format:
     def misfit(self, shape: tuple[int, int]) -> str | None:
         """Why a weight of this shape cannot be stored; None if it can."""
         height, width = (size or 1 for size in self.group)
+        if height == 1 and shape[1] % width:
+            return f"{shape[1]} inputs per row do not divide into groups of {width}"
         if shape[0] % height or shape[1] % width:
             return f"{shape[0]} x {shape[1]} does not divide into {height} x {width} blocks"
         if shape[1] % self.number.per_item:

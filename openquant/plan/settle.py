@@ -230,8 +230,9 @@ def settle(
         notes.append(f"no usable input_scale is known for {_share(unfit, layers)}, which stay unquantized")
     elif unfit:
         ranks = f" on {size} ranks" if size is not None else ""
+        parts = "blocks" if (scheme.format.group[0] or 1) > 1 else "groups"
         notes.append(
-            f"blocks do not divide{ranks}, which leaves {_share(unfit, layers)} unquantized; "
+            f"{parts} do not divide{ranks}, which leaves {_share(unfit, layers)} unquantized; "
             "--scheme tensor or channel quantizes them too"
         )
     return fates, notes

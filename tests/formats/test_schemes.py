@@ -640,4 +640,4 @@ def test_blocks_need_multiples_of_128_both_ways() -> None:
     assert TENSOR.format.misfit((3, 5)) is None
     assert CHANNEL.format.misfit((3, 5)) is None
     assert MXFP8.format.misfit((3, 64)) is None
-    assert MXFP8.format.misfit((64, 48)) == "64 x 48 does not divide into 1 x 32 blocks"
+    assert MXFP8.format.misfit((64, 48)) == "48 inputs per row do not divide into groups of 32"

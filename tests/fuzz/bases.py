@@ -25,6 +25,7 @@ OUTPUTS = [
     ("Llama4ForCausalLM", {"scheme": "channel"}),
     ("LlamaForCausalLM", {"scheme": "mxfp8"}),
     ("Qwen3ForCausalLM", {"scheme": "int4", "asymmetric": True}),
+    ("Qwen3ForCausalLM", {"scheme": "nvfp4-w4a4"}),
 ]
 
 

@@ -24,8 +24,10 @@ from openquant.formats.schemes import (
     INT4_W4A16_32,
     INT4_W4A16_CHANNEL,
     INT8_W8A16,
+    MXFP4,
     MXFP8,
     NVFP4,
+    NVFP4_W4A4,
     TENSOR,
     TENSOR_COMPRESSED,
     Scheme,
@@ -397,7 +399,7 @@ def test_mxfp8_needs_32_inputs_and_no_number_of_outputs(tmp_path: Path) -> None:
     weights["model.layers.1.mlp.down_proj.weight"] = torch.ones(251, 544, dtype=torch.bfloat16)
     root = tiny.write(tmp_path / "a", weights=weights)
     plan = plan_of(root, MXFP8)
-    assert reason(plan, "model.layers.0.mlp.down_proj") == "251 x 528 does not divide into 1 x 32 blocks"
+    assert reason(plan, "model.layers.0.mlp.down_proj") == "528 inputs per row do not divide into groups of 32"
     assert plan.quantized_tensors == 13
     assert [entry.problem for entry in plan.parallel][:2] == [
         None,
@@ -722,9 +724,29 @@ def test_inputs_that_do_not_divide_by_32_either_stay_unquantized(tmp_path: Path)
         name = f"model.layers.{layer}.mlp.down_proj.weight"
         weights[name] = weights[name][:, :200].clone()
     plan = plan_of(tiny.write(tmp_path / "source", weights=weights), INT4_W4A16)
-    assert reason(plan, "model.layers.0.mlp.down_proj") == "256 x 200 does not divide into 1 x 32 blocks"
+    assert reason(plan, "model.layers.0.mlp.down_proj") == "200 inputs per row do not divide into groups of 32"
     assert plan.schemes == {INT4_W4A16: 12}
     assert plan.parallel_sizes[0] == 1
+
+
+@pytest.mark.parametrize(("scheme", "width"), [(NVFP4, 16), (NVFP4_W4A4, 16), (MXFP4, 32)])
+def test_ranks_hold_whole_groups_of_fp4(tmp_path: Path, scheme: Scheme, width: int) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM")
+    for layer in (0, 1):
+        for part in ("gate", "up"):
+            name = f"model.layers.{layer}.mlp.{part}_proj.weight"
+            weights[name] = weights[name][: 13 * width].clone()
+        name = f"model.layers.{layer}.mlp.down_proj.weight"
+        weights[name] = weights[name][:, : 13 * width].clone()
+    source = tiny.write(tmp_path / "source", weights=weights)
+    plan = sized(source, scheme, 2)
+    half = 13 * width // 2
+    assert reason(plan, "model.layers.0.mlp.down_proj") == (
+        f"--tp 2: {13 * width} / 2 = {half} is not a multiple of {width}"
+    )
+    assert plan.schemes == {scheme: 12}
+    assert plan.notes[0].startswith("groups do not divide on 2 ranks, which leaves 2 of 14 layers")
+    assert sized(source, scheme, 1).schemes == {scheme: 14}
 
 
 def test_a_size_that_blocks_do_not_serve_makes_layers_fall_back(source: Path) -> None:
