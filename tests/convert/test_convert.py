@@ -398,9 +398,9 @@ def test_source_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytes
 
     convert = run.convert
 
-    def shrink_first(*arguments: object) -> None:
+    def shrink_first(*arguments: object, **options: object) -> None:
         os.truncate(source / "model.safetensors", 5000)
-        convert(*arguments)  # type: ignore[arg-type]
+        convert(*arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(run, "convert", shrink_first)
     with pytest.raises(SourceError, match=r"model.safetensors ends inside (lm_head|model\.\S+)"):

@@ -584,8 +584,8 @@ def during(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> No
     """Have something happen once all shards are converted."""
     convert = running.convert
 
-    def then(*arguments: Any) -> None:
-        convert(*arguments)
+    def then(*arguments: Any, **options: Any) -> None:
+        convert(*arguments, **options)
         monkeypatch.setattr(running, "convert", convert)
         happens()
 
