@@ -32,7 +32,7 @@ def test_kernels_are_timed_for_each_scheme() -> None:
     command = [sys.executable, ROOT / "benchmarks" / "kernels.py", "--rows", "256"]
     done = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
     rows = [line.split(" | ")[:2] for line in done.stdout.splitlines()[2:]]
-    schemes = (*SCHEMES, "int4 --no-search")
+    schemes = (*SCHEMES, *(f"{name} --no-search" for name in ("int4", "nvfp4", "nvfp4-w4a4")))
     assert rows == [[f"| {dtype}", scheme] for dtype in ("BF16", "F16", "F32") for scheme in schemes]
 
 
