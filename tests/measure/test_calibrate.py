@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import tiny
+from converted import Shelf
 from openquant.errors import SourceError
 from openquant.files.checkpoint import open_checkpoint
+from openquant.formats.schemes import CHANNEL
 from openquant.forward.products import products_in_float32
 from openquant.forward.streamed import StreamedModel
 from openquant.measure.calibrate import calibrate
+from openquant.plan.plan import make_plan
 from openquant.texts.corpus import Corpus, Document
 from openquant.weights.calibration import Calibration
 
@@ -99,16 +102,13 @@ def test_experts_are_seen_together(tmp_path: Path) -> None:
     assert down.tokens == len(expected[f"{place}.down"])
 
 
-@pytest.mark.parametrize("architecture", ["Llama4ForCausalLM", "MixtralForCausalLM", "DeepseekV3ForCausalLM"])
-def test_all_experts_are_seen(tmp_path: Path, architecture: str) -> None:
-    """However transformers computes them; what calibrates in FP8 has a scale for each."""
-    root = tiny.write(tmp_path / "source", architecture)
-    seen = found(root)
-    # Draft layers are no part of the model.
-    model = StreamedModel(open_checkpoint(root))
-    experts = [name for name in tiny.read(root) if ".experts." in name and name not in model.unexpected]
-    assert len(experts) > 1
-    assert all(seen.of(name) is not None for name in experts)
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_every_layer_of_a_plan_is_seen(shelf: Shelf, architecture: str) -> None:
+    """However transformers computes it, experts and what it merges or splits among them."""
+    root = shelf.source(architecture)
+    plan = make_plan(open_checkpoint(root), CHANNEL)
+    seen = found(root, IDS[:2])
+    assert [layer.module for layer, _ in plan.fates.quantized if seen.of(layer.source.name) is None] == []
 
 
 def test_what_overflows_is_an_error_that_names_the_weight(tmp_path: Path) -> None:
