@@ -43,6 +43,7 @@ def dequantized(output: Path, target: Path, scheme: Scheme | None) -> Path:
         assert form is not None
         scale = next(weights.pop(found) for found in (f"{name}_scale", f"{name}_scale_inv") if found in weights)
         weights.pop(f"{name}_shape", None)
+        weights.pop(f"{name.removesuffix('.weight')}.input_global_scale", None)
         if form.global_scale:
             scale = scale.float() / weights.pop(f"{name}_global_scale")
         weights[name] = decode(codes, scale, form).to(torch.bfloat16)
@@ -64,7 +65,9 @@ def logits(directory: Path, tokens: torch.Tensor, **options: object) -> torch.Te
             directory, dtype=torch.bfloat16, output_loading_info=True, **options
         )
         assert not report["missing_keys"], report["missing_keys"]
-        unexpected = [name for name in report["unexpected_keys"] if not name.startswith(DRAFT)]
+        # Nothing has a place for a scale of activations that are not rounded.
+        left = [name for name in report["unexpected_keys"] if not (options and name.endswith("input_global_scale"))]
+        unexpected = [name for name in left if not name.startswith(DRAFT)]
         assert not unexpected, unexpected
         with torch.no_grad():
             return model.eval()(input_ids=tokens).logits.float()
@@ -183,5 +186,5 @@ def test_compressed_tensors_output_is_computed_with_rounded_activations(
     tokens = torch.randint(10, 500, (1, 32), generator=torch.Generator().manual_seed(0))
     expected = logits(dequantized(output, tmp_path / "plain", scheme), tokens)
     found = logits(output, tokens)
-    assert (found - expected).norm() / expected.norm() < 0.15
+    assert (found - expected).norm() / expected.norm() < (0.15 if scheme.format.local is None else 0.4)
     assert torch.equal(found, expected) == (scheme.group["input_activations"] is None)
