@@ -63,11 +63,12 @@ def _escape(letter: str) -> str:
 
 
 def _markdown_line(line: str) -> str:
-    text = line.expandtabs(4).lstrip()
-    indent = len(line.expandtabs(4)) - len(text)
+    whole = line.expandtabs(4)
+    text = whole.lstrip()
+    indent = whole[: len(whole) - len(text)]
     text = _OPENING.sub(lambda found: found[1] + _entity(found[2]), _MARKED.sub(lambda found: _entity(found[0]), text))
     # Four spaces would make a block of code of it.
-    return "&nbsp;" * indent + text
+    return indent.replace(" ", "&nbsp;") + text
 
 
 def _entity(letter: str) -> str:

@@ -8,7 +8,7 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from openquant.report import escape
@@ -98,6 +98,8 @@ def test_data_in_a_script_has_no_infinity() -> None:
         escape.script([float("nan")])
 
 
+@example("\xa0")
+@example("\u2003- one")
 @given(anything)
 def test_markdown_has_nothing_left_that_means_something(text: str) -> None:
     said = escape.markdown(text)
