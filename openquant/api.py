@@ -101,7 +101,14 @@ def compress(
                 f"use --scheme {', '.join(most)} or {last}, or leave --no-search out",
             )
         chosen, others = chosen.unsearched, tuple((pattern, other.unsearched) for pattern, other in others)
-    seen = read_calibration(Path(recipe.calibration)) if recipe.calibration is not None else None
+    seen = None
+    if recipe.calibration is not None:
+        if not any(each.format.input_scale for each in (chosen, *(other for _, other in others))):
+            raise UsageError(
+                "nothing uses --calibration",
+                "give --activation-scheme static or --scheme nvfp4-w4a4 too, or leave --calibration out",
+            )
+        seen = read_calibration(Path(recipe.calibration))
     options = Options(tuple(recipe.ignore), others, recipe.tp, recipe.quantize_lm_head, seen)
 
     def make(source: Source, checkpoint: Checkpoint) -> Plan:

@@ -249,9 +249,10 @@ class Recipe:
     calibration: str | os.PathLike[str] | None = field(
         default=None,
         metadata=said(
-            "for static ones: the file of openquant calibrate",
+            "for static and nvfp4-w4a4: openquant calibrate's file",
             WEIGHTS,
-            "a file that calibrate() wrote of this model, for the scales of static activations",
+            "a file that calibrate() wrote of this model, for the stored scales of activations: static ones, and those "
+            "of nvfp4-w4a4",
             value="FILE",
             read=filled,
             completes="file",
@@ -344,10 +345,6 @@ class Recipe:
             raise UsageError(f"ignore is {self.ignore!r}, not a list of patterns", f"give [{self.ignore!r}]")
         if self.architecture == "":
             raise UsageError("--architecture is empty", "name an architecture, or leave --architecture out")
-        if self.calibration is not None and self.activation_scheme != "static":
-            raise UsageError(
-                "nothing uses --calibration", "give --activation-scheme static too, or leave --calibration out"
-            )
 
 
 @dataclass(frozen=True)

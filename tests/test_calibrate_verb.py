@@ -138,6 +138,21 @@ def test_layers_that_nothing_went_into_stay_unquantized(tmp_path: Path) -> None:
     )
 
 
+def test_activations_in_fp4_have_the_scales_of_a_calibration(calibration: Path, tmp_path: Path) -> None:
+    seen = read_calibration(calibration)
+    compress(EXAMPLE, tmp_path / "out", "nvfp4-w4a4", no_search=True, calibration=calibration)
+    held = {
+        name: tensor for name, tensor in tiny.read(tmp_path / "out").items() if name.endswith(".input_global_scale")
+    }
+    assert len(held) == 28
+    for name, tensor in held.items():
+        inputs = seen.of(f"{name.removesuffix('.input_global_scale')}.weight")
+        assert inputs is not None
+        # What scales of groups are multiplied by: the largest becomes half of the largest scale, 448, times 6.
+        assert tensor.tolist() == [np.float32(1 / (2 * inputs.largest / 2688))]
+    assert not verify(tmp_path / "out").problems
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [

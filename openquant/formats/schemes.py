@@ -384,8 +384,8 @@ NVFP4_W4A4 = replace(
         "activations are rounded to FP4 too, 16 of them under one scale: KL 0.022 to the source on text with "
         "examples/tiny-qwen3, as --scheme nvfp4 0.006; it computes in FP4 on Blackwell, on older GPUs engines leave "
         "activations as they are, which is --scheme nvfp4",
-        f"where the source has no input_global_scale it is {_LOCAL:g}, since nothing is calibrated: activations beyond "
-        "2688 are clipped, groups of them below 0.006 become 0",
+        f"where neither a calibration nor the source says how large they are, input_global_scale is {_LOCAL:g}: "
+        "activations beyond 2688 are clipped, groups of them below 0.006 become 0",
     ),
 )
 

@@ -69,7 +69,7 @@ class Options:
         scheme_for: patterns over module names, each with the scheme of what matches; the first that matches counts.
         tp: a tensor-parallel size that must be able to serve the result.
         head: whether the output head is quantized too.
-        calibration: how large activations are, for the scales of static ones.
+        calibration: how large activations are, for stored scales of them.
     """
 
     ignore: tuple[str, ...] = ()
@@ -111,7 +111,7 @@ class Fates:
         layers: weights that could be quantized, by module.
         sets: the joined set, by module, of each that engines merge with others; itself included.
         others: the fates, by module, of those that are not stored in the plan's own scheme.
-        input_scales: the scales of static activations that a calibration gives, by module.
+        inputs: the largest magnitude that goes into each layer, by module, where a calibration says it.
     """
 
     scheme: Scheme | None
@@ -119,7 +119,7 @@ class Fates:
     layers: dict[str, Weight]
     sets: dict[str, tuple[str, ...]]
     others: dict[str, Fate]
-    input_scales: Mapping[str, float] = field(default_factory=dict)
+    inputs: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, module: str) -> Fate:
         """What becomes of a weight that could be quantized."""

@@ -288,7 +288,9 @@ def _jobs(
                 inverse=known is not None and not known.divides,
             )
         elif scheme is not None and name in places:
-            found = fates.input_scales[weight.module] if scheme.inputs is None else scheme.inputs
+            largest = fates.inputs.get(weight.module)
+            found = scheme.inputs if largest is None else scheme.format.scale_inputs(largest)
+            assert found is not None
             yield Put(name, struct.pack("<f", found), places[name])
         for info, data in scheme.format.known(weight.module, weight.shape) if scheme else ():
             yield Put(info.name, data, places[info.name])
@@ -297,7 +299,7 @@ def _jobs(
 def _input_scale(weight: Weight, fates: Fates) -> TensorInfo | None:
     """The scale of a layer's activations in the source, if the output keeps it."""
     scheme = fates.of(weight.module).scheme
-    if scheme is None or (scheme.format.static and weight.module in fates.input_scales):
+    if scheme is None or weight.module in fates.inputs:
         return None
     return weight.input_scale_for(scheme.format)
 

@@ -23,7 +23,7 @@ from ..version import __version__
 from ..weights.find import decoded_view, leftovers, without_cache_scales
 from ..weights.weight import Weight
 from . import layout
-from .calibrated import input_scales
+from .calibrated import largest_inputs
 from .engines import refuse_experts, refuse_head, unread_by_sglang
 from .fates import FEW_AXES, Fates, Found, Item, Kept, Options
 from .lacking import lacking
@@ -252,7 +252,7 @@ class Plan:
             self.source.shards,
             self.source.headers,
             self.identity,
-            *([dict(self.fates.input_scales)] if self.fates.input_scales else []),
+            *([dict(self.fates.inputs)] if self.fates.inputs else []),
         ]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -314,7 +314,7 @@ def make_plan(
     notes += _left_behind(checkpoint, weights)
     notes += _made_anew(fates)
     notes += dict.fromkeys(note for scheme in fates.schemes for note in scheme.notes)
-    if options.calibration is not None and fates.input_scales:
+    if options.calibration is not None and fates.inputs:
         notes.append(
             f"scales of activations are those of a calibration with {options.calibration.described}, twice as large: "
             "headroom costs nothing, and what lies beyond is cut off"
@@ -352,19 +352,19 @@ def _decide(
     else:
         asked = asked_by(found, layers)
     left = {module for module, layer in layers.items() if settled and layer.format is None}
-    scales: dict[str, float] = {}
-    if options.calibration is not None and scheme.format.static:
-        scales = input_scales(options.calibration, entry, layers, sets, scheme.format.number.largest)
+    inputs: dict[str, float] = {}
+    if options.calibration is not None:
+        inputs = largest_inputs(options.calibration, entry, layers, sets)
 
     def no_scale(layer: Weight) -> str | None:
         # What was written has its own.
-        if found is not None or layer.module in scales:
+        if found is not None or layer.module in inputs:
             return None
         return "the calibration has seen nothing of it" if options.calibration else no_input_scale(layer, scheme.format)
 
     find_problem = problem_finder(entry, layers, sets, config, options.tp, no_scale)
     others, notes = settle(entry, scheme, layers, find_problem, sets, asked, left, options.tp)
-    fates = replace(fates, others=others, input_scales=scales)
+    fates = replace(fates, others=others, inputs=inputs)
     notes += lacking(entry.model, layers, fates.kept, sets, config)
     refuse_experts(entry, fates)
     return fates, notes

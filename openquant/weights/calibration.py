@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -143,18 +142,3 @@ def _inputs(path: Path, number: int, said: Mapping[str, Any], tensors: Mapping[s
 
 def _all_text(names: object) -> bool:
     return isinstance(names, list) and all(isinstance(name, str) for name in names)
-
-
-def input_scale(largest: Sequence[float], most: float, margin: float = 2.0) -> float:
-    """The scale of static activations, whose codes reach `most`.
-
-    Headroom costs E4M3 nothing, as its codes have the same precision from 2^-6 to 448, and what lies beyond the largest
-    code is lost: on examples/tiny-qwen3 scales up to 16 times as large answer alike, half as large ones do not.
-
-    Args:
-        largest: magnitudes of what engines put together.
-        most: the largest code, 448 of E4M3.
-        margin: how many times as large an activation may be.
-    """
-    found = max(largest) * margin / most
-    return found if math.isfinite(found) and found >= 2.0**-126 else 1.0

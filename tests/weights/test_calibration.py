@@ -12,7 +12,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from openquant.errors import SourceError
-from openquant.weights.calibration import Calibration, Inputs, input_scale, read_calibration
+from openquant.formats.schemes import NVFP4_W4A4, TENSOR_STATIC
+from openquant.weights.calibration import Calibration, Inputs, read_calibration
 
 KIND = "openquant calibration"
 
@@ -100,7 +101,8 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_scales_leave_room() -> None:
-    assert input_scale([3.0, 7.0, 1.0], 448) == 2 * 7 / 448
+    assert TENSOR_STATIC.format.scale_inputs(7.0) == 2 * 7 / 448
+    assert NVFP4_W4A4.format.scale_inputs(7.0) == pytest.approx(2688 / 14)
     # Whatever comes where nothing came yet is kept up to the largest code.
-    assert input_scale([0.0], 448) == 1.0
-    assert input_scale([1e-38], 448) == 1.0
+    for nothing in (0.0, 1e-38):
+        assert TENSOR_STATIC.format.scale_inputs(nothing) == NVFP4_W4A4.format.scale_inputs(nothing) == 1.0
