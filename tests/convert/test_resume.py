@@ -139,6 +139,18 @@ def test_a_killed_run_continues_to_the_same_bytes(
     assert tree(out) == whole
 
 
+@pytest.mark.parametrize("words", ["int4 --asymmetric", "nvfp4", "nvfp4-w4a4", "mxfp4"])
+def test_a_killed_run_of_four_bits_continues_to_the_same_bytes(tmp_path: Path, source: Path, words: str) -> None:
+    out, (scheme, *more) = tmp_path / "out", words.split()
+    assert struck(source, out, "KILL", "after-rename", 3, "--scheme", scheme, *more).returncode == -signal.SIGKILL
+    assert finished(out)
+    assert not (out / "config.json").exists()
+    options = {option.removeprefix("--"): True for option in more}
+    assert compress(source, out, scheme, **options).resumed  # type: ignore[arg-type]
+    compress(source, tmp_path / "whole", scheme, **options)  # type: ignore[arg-type]
+    assert tree(out) == tree(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_rank_that_outlives_its_run_leaves_nothing_half_written(
     tmp_path: Path, source: Path, overwrite: bool
