@@ -355,7 +355,7 @@ def test_bytes_of_all_ranks_come_to_the_first() -> None:
 BUSY = """
 import time
 from openquant import run
-def convert(plan, shards, traffic, output, workers, device, progress):
+def convert(plan, shards, traffic, output, workers, device, progress, **_):
     print("busy", flush=True)
     while True:
         progress(1)
@@ -365,7 +365,7 @@ run.convert = convert
 FAILS = """
 from openquant import run
 from openquant.errors import SourceError
-def convert(*_):
+def convert(*_, **__):
     raise SourceError("a weight is damaged", "download it again")
 run.convert = convert
 """

@@ -114,4 +114,4 @@ def test_without_a_search_the_largest_weight_makes_the_scale() -> None:
     assert (unsearched.ratios, unsearched.format) == ((), INT4_W4A16.format)
     assert unsearched.fallback is not None
     assert unsearched.fallback.ratios == ()
-    assert {scheme.name for scheme in VARIANTS if scheme.ratios} == {"int4", "nvfp4"}
+    assert {scheme.name for scheme in VARIANTS if scheme.ratios} == {"int4", "nvfp4", "nvfp4-w4a4"}

@@ -42,6 +42,8 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "int8": {"scheme": "int8"},
     "int8-weights": {"scheme": "int8-weights"},
     "int4-channel": {"scheme": "int4", "group_size": "channel"},
+    "int4-asymmetric": {"scheme": "int4", "asymmetric": True},
+    "nvfp4-w4a4": {"scheme": "nvfp4-w4a4"},
 }
 COLUMNS = tuple(SCHEMES)[:5]
 EACH_SCHEME = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForConditionalGeneration")
