@@ -425,6 +425,8 @@ def _int4(size: int | None, suffix: str, fallback: Scheme | None = None, asymmet
             *((f"transformers {_NO_ZERO_POINTS}",) if asymmetric else ()),
         ),
         transformers=_NO_ZERO_POINTS if asymmetric else None,
+        # SGLang 0.5.23 fused_moe_triton/layer.py:879 has no room for their zero points.
+        expert_engines=("vLLM",) if asymmetric else ("vLLM", "SGLang"),
     )
 
 

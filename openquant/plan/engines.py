@@ -27,7 +27,8 @@ def unread_by_sglang(entry: Entry, fates: Fates) -> Refusal | None:
             return Refusal(None, None, f"it knows no {chosen.name}", "try another scheme")
         if "SGLang" not in chosen.expert_engines and entry.experts(module):
             hint = "give them another scheme with --scheme-for, or leave them as they are with --ignore"
-            return Refusal(None, None, f"it loads no experts in {chosen.name}", hint)
+            points = " with zero points" if chosen.asymmetric else ""
+            return Refusal(None, None, f"it loads no experts in {chosen.name}{points}", hint)
         refusal = sglang.refusal(chosen.name, chosen.method)
         if refusal is not None:
             return refusal

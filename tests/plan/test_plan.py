@@ -20,6 +20,7 @@ from openquant.formats.schemes import (
     BLOCK,
     BLOCK_COMPRESSED,
     CHANNEL,
+    INT4_SHIFTED,
     INT4_W4A16,
     INT4_W4A16_32,
     INT4_W4A16_CHANNEL,
@@ -602,6 +603,14 @@ FIRST = ("**.layers.0.**",)
         ("Qwen3MoeForCausalLM", CHANNEL, Options(scheme_for=(("**.experts.**", NVFP4),)), None),
         ("Qwen3MoeForCausalLM", INT4_W4A16, Options(scheme_for=(("**.self_attn.*", INT8_W8A16),)), None),
         ("Qwen3ForCausalLM", INT4_W4A16, Options(scheme_for=(("**.self_attn.*", CHANNEL),)), None),
+        ("Qwen3ForCausalLM", INT4_SHIFTED, Options(), None),
+        (
+            "Qwen3MoeForCausalLM",
+            INT4_SHIFTED,
+            Options(),
+            "it loads no experts in int4 with zero points; give them another scheme with --scheme-for, or leave them "
+            "as they are with --ignore",
+        ),
         ("DeepseekV3ForCausalLM", NVFP4, Options(), UNPACKED),
         ("DeepseekV3ForCausalLM", NVFP4, Options(("**.q_a_proj",)), None),
         ("DeepseekV3ForCausalLM", CHANNEL, Options(), None),

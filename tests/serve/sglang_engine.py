@@ -110,8 +110,14 @@ def values(model: torch.nn.Module, name: str, parameter: torch.nn.Parameter, col
             words, scale = words.mT, scale.mT
         bits = 32 * words.shape[-1] // columns
         places = [(words >> place) & (2**bits - 1) for place in range(0, 32, bits)]
-        codes = torch.stack(places, dim=-1).flatten(-2).float() - 2 ** (bits - 1)
-        return codes * spread(scale, codes.shape, [])
+        codes = torch.stack(places, dim=-1).flatten(-2).float()
+        zero = getattr(module, f"{last}_zero_point", None)
+        if zero is None:
+            return (codes - 2 ** (bits - 1)) * spread(scale, codes.shape, [])
+        # Those of several rows share a word.
+        words = zero.data.mT if getattr(zero, "is_transposed", False) else zero.data
+        rows = torch.stack([(words >> place) & (2**bits - 1) for place in range(0, 32, bits)], dim=-2).flatten(-3, -2)
+        return (codes - spread(rows.float(), codes.shape, [])) * spread(scale, codes.shape, [])
     if parameter.dtype == torch.uint8:
         both = torch.tensor([*FP4, *(-value for value in FP4)])
         codes = torch.stack([both[(parameter.data & 15).int()], both[(parameter.data >> 4).int()]], -1).flatten(-2)

@@ -249,7 +249,8 @@ def test_sglang_loads_what_the_plan_says(
         assert found.startswith("not run: ")
         return
     arguments = SCHEMES[cell.scheme]
-    scheme = find_scheme(arguments["scheme"], arguments.get("format"), arguments.get("scale_format"))
+    chosen = {name: arguments[name] for name in ("scale_format", "group_size", "asymmetric") if name in arguments}
+    scheme = find_scheme(arguments["scheme"], arguments.get("format"), **chosen)
     options = Options(
         ignore=tuple(cell.options.get("ignore", ())),
         scheme_for=find_others(scheme, cell.options.get("scheme_for", {})),
