@@ -249,7 +249,7 @@ class Recipe:
     calibration: str | os.PathLike[str] | None = field(
         default=None,
         metadata=said(
-            "for static and nvfp4-w4a4: openquant calibrate's file",
+            "for scales of activations: what calibrate wrote",
             WEIGHTS,
             "a file that calibrate() wrote of this model, for the stored scales of activations: static ones, and those "
             "of nvfp4-w4a4",
