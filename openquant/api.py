@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from .calibration import calibrated
 from .convert.conversion import COMPILED_MEMORY, worker_memory, worth_compiling
 from .convert.ranks import CONTINUES, Ranks, attempt
 from .errors import SourceError, UsageError
@@ -28,7 +29,8 @@ from .measure.advice import with_advice
 from .measure.diagnose import diagnose as measure
 from .measure.diagnose import needs
 from .measure.diagnosis import Diagnosis
-from .options import Diagnose, Push, Recipe, Run, documented, values_for
+from .options import Calibrate, CalibrationTexts, Diagnose, Push, Recipe, Run, documented, values_for
+from .plan.calibrated import UncalibratedError
 from .plan.fates import Options
 from .plan.plan import Plan, make_plain_plan, make_plan
 from .plan.serving import as_json
@@ -36,7 +38,8 @@ from .report.reporter import Reporter
 from .report.result import Result
 from .run import Prepared, carry_out, take_evaluation
 from .verification.finished import require_sound
-from .weights.calibration import read_calibration
+from .weights.calibration import SUFFIX, Calibration, read_calibration, stand_in
+from .weights.find import decoded_view
 
 # More do not make a disk faster, and each takes memory.
 MOST_WORKERS, MOST_GPU_WORKERS = 16, 4
@@ -52,6 +55,7 @@ def compress(
     scale_format: str | None = None,
     activation_scheme: str = "dynamic",
     calibration: str | os.PathLike[str] | None = None,
+    calibrate: bool = False,
     group_size: str | None = None,
     asymmetric: bool = False,
     no_search: bool = False,
@@ -60,6 +64,10 @@ def compress(
     tp: int | None = None,
     quantize_lm_head: bool = False,
     architecture: str | None = None,
+    text: Sequence[str | os.PathLike[str]] = (),
+    dataset: str | None = None,
+    samples: int = 128,
+    length: int = 512,
     dry_run: bool = False,
     device: str = "cpu",
     workers: int | None = None,
@@ -73,6 +81,9 @@ def compress(
 ) -> Result:
     """Turn a checkpoint into an FP8, INT8, INT4 or FP4 directory.
 
+    A calibration that it makes is `NAME.calibration.safetensors` beside the output, where NAME is the model's. It is
+    used again by whatever else is made there of this model with these texts.
+
     Args:
         ranks: this process among several that do the job together; on its own if None.
         reporter: is told the plan and the progress.
@@ -85,7 +96,7 @@ def compress(
     """
     # The arguments by their names, which are those of fields (tests/test_options.py).
     given = locals()
-    recipe = Recipe(**values_for(Recipe, given))
+    recipe, texts = Recipe(**values_for(Recipe, given)), CalibrationTexts(**values_for(CalibrationTexts, given))
     scheme_for = recipe.scheme_for or {}
     grouped = {name for name, known in SCHEMES.items() if known.group_size}
     # What belongs to one of these goes to those that are mixed in, where that is the only place for it.
@@ -101,26 +112,74 @@ def compress(
                 f"use --scheme {', '.join(most)} or {last}, or leave --no-search out",
             )
         chosen, others = chosen.unsearched, tuple((pattern, other.unsearched) for pattern, other in others)
-    seen = None
-    if recipe.calibration is not None:
-        if not any(each.format.input_scale for each in (chosen, *(other for _, other in others))):
-            raise UsageError(
-                "nothing uses --calibration",
-                "give --activation-scheme static or --scheme nvfp4-w4a4 too, or leave --calibration out",
-            )
-        seen = read_calibration(Path(recipe.calibration))
-    options = Options(tuple(recipe.ignore), others, recipe.tp, recipe.quantize_lm_head, seen)
+    asked = "--calibrate" if recipe.calibrate else "--calibration" if recipe.calibration is not None else None
+    if asked and not any(each.format.input_scale for each in (chosen, *(other for _, other in others))):
+        raise UsageError(
+            f"nothing uses {asked}", f"give --activation-scheme static or --scheme nvfp4-w4a4 too, or leave {asked} out"
+        )
+    options = Options(tuple(recipe.ignore), others, recipe.tp, recipe.quantize_lm_head)
 
-    def make(source: Source, checkpoint: Checkpoint) -> Plan:
-        if seen is not None and seen.model != Fingerprint(checkpoint, source.remote).hexdigest():
-            raise UsageError(
-                f"{recipe.calibration} is a calibration of another model than {run.model}",
-                "make one of this model: openquant calibrate MODEL -o FILE",
-            )
-        return make_plan(checkpoint, chosen, options, source.identity, recipe.architecture)
+    def plan(source: Source, checkpoint: Checkpoint, seen: Calibration | None) -> Plan:
+        known = replace(options, calibration=seen)
+        return make_plan(checkpoint, chosen, known, source.identity, recipe.architecture)
 
     run = Run(**values_for(Run, given))
-    return _work(run, make, ranks, reporter)
+    making = _Calibrated(run, recipe, texts, plan)
+    return _work(run, making.make, ranks, reporter, making.calibrate)
+
+
+class _Calibrated:
+    """Makes the plans of a run of compress(), which may need to know how large activations are.
+
+    Args:
+        run: what was asked for.
+        recipe: what is made.
+        texts: for a calibration.
+        plan: makes a plan with one, or with none.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        recipe: Recipe,
+        texts: CalibrationTexts,
+        plan: Callable[[Source, Checkpoint, Calibration | None], Plan],
+    ) -> None:
+        self._run, self._recipe, self._texts, self._plan = run, recipe, texts, plan
+        self._wanted = recipe.calibrate
+        self._seen = read_calibration(Path(recipe.calibration)) if recipe.calibration is not None else None
+
+    def make(self, source: Source, checkpoint: Checkpoint) -> Plan:
+        """The plan; where a calibration is still to be made, as it will be but for the scales themselves."""
+        seen = self._seen
+        if seen is not None and seen.model != Fingerprint(checkpoint, source.remote).hexdigest():
+            raise UsageError(
+                f"{self._recipe.calibration} is a calibration of another model than {self._run.model}",
+                "make one of this model: openquant calibrate MODEL -o FILE",
+            )
+        if seen is not None or not self._wanted:
+            try:
+                plan = self._plan(source, checkpoint, seen)
+            except UncalibratedError:
+                self._wanted = True
+            else:
+                if not self._wanted and self._texts != CalibrationTexts():
+                    raise UsageError(
+                        "texts are given, and nothing is calibrated", "give --calibrate too, or leave them out"
+                    )
+                return plan
+        size = {"documents": self._texts.samples, "length": self._texts.length}
+        return self._plan(source, checkpoint, stand_in(decoded_view(checkpoint)[0].tensors, size))
+
+    def calibrate(self, prepared: Prepared, ranks: Ranks, reporter: Reporter) -> bool:
+        """Run the texts, if a plan needs it; whether that is to be made again."""
+        if self._seen is not None or not self._wanted:
+            return False
+        run, target = self._run, prepared.target.parent / f"{prepared.source.name}{SUFFIX}"
+        how = Calibrate(run.model, stream=run.stream, device=prepared.device, max_memory=run.max_memory)
+        source, checkpoint = prepared.source, prepared.checkpoint
+        self._seen = calibrated(source, checkpoint, target, how, self._texts, run.overwrite, ranks, reporter)
+        return True
 
 
 @documented
@@ -160,7 +219,11 @@ def dequantize(
 
 
 def _work(
-    run: Run, make: Callable[[Source, Checkpoint], Plan], ranks: Ranks | None, reporter: Reporter | None
+    run: Run,
+    make: Callable[[Source, Checkpoint], Plan],
+    ranks: Ranks | None,
+    reporter: Reporter | None,
+    before: Callable[[Prepared, Ranks, Reporter], bool] = lambda *_: False,
 ) -> Result:
     """What was done: the source opened, planned and converted, or with `dry_run` planned only.
 
@@ -169,6 +232,7 @@ def _work(
         make: makes the plan of a checkpoint, given where it comes from.
         ranks: this process among several.
         reporter: is told of it.
+        before: does what must come before anything is written; whether the plan is then to be made again.
     """
     begin = time.monotonic()
     reporter = reporter or Reporter()
@@ -184,11 +248,20 @@ def _work(
             workers = run.workers or min(most, max(1, available_cpus() // ranks.local_size))
             return _prepare(run, make, workers, device)
 
-        prepared, error = attempt(prepare)
-        seen = ranks.agree(error, prepared and prepared.seen)
-        if any(other != seen[0] for other in seen):
-            raise SourceError("ranks see different sources", "let all of them read the same files")
-        assert prepared is not None
+        def agreed() -> Prepared:
+            prepared, error = attempt(prepare)
+            seen = ranks.agree(error, prepared and prepared.seen)
+            if any(other != seen[0] for other in seen):
+                raise SourceError("ranks see different sources", "let all of them read the same files")
+            assert prepared is not None
+            return prepared
+
+        prepared = agreed()
+        if not run.dry_run:
+            first = prepared
+            again, error = attempt(lambda: before(first, ranks, reporter))
+            ranks.agree(error)
+            prepared = agreed() if again else first
         plan = prepared.plan
 
         def result(resumed: bool, published: Published | None) -> Result:

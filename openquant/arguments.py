@@ -154,7 +154,7 @@ COMPLETION = """in ~/.bashrc, ~/.zshrc, ~/.config/fish/config.fish:
 def compress_parser(prog: str) -> Parser:
     """The arguments of `compress-fp8` and `python compress_fp8.py`."""
     parser = Parser(prog, MODEL, EXAMPLES, version=True, description=COMPRESS)
-    parser.add_options(Recipe, Run, Push, Command, without=("figure",))
+    parser.add_options(Recipe, Run, Push, CalibrationTexts, Command, without=("figure",))
     parser.set_defaults(verb="compress")
     return parser
 
@@ -176,7 +176,7 @@ def verb_parser() -> Parser:
         return verbs.add_parser(name, help=about.rstrip("."), description=about, usage=usage, examples=examples)
 
     compress = add("compress", COMPRESS, MODEL, *EXAMPLES)
-    compress.add_options(Recipe, Run, Push, Command, without=("figure",))
+    compress.add_options(Recipe, Run, Push, CalibrationTexts, Command, without=("figure",))
     dequantize = add(
         "dequantize",
         "Turn a quantized checkpoint back into bfloat16 weights.",

@@ -10,19 +10,25 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .convert.ranks import Ranks, attempt
 from .errors import SourceError, UsageError
-from .files.checkpoint import open_checkpoint
+from .files.checkpoint import Checkpoint, open_checkpoint
 from .files.fingerprint import Fingerprint
 from .files.whole import require_place, write_whole
-from .hub.source import find_source
+from .hub.source import Source, find_source
 from .hub.supplied import supplied
 from .machine import find_device
 from .options import Calibrate, CalibrationTexts, values_for
 from .passes import Arriving, find_tokenizer, hidden_bytes, scratch_for, vocabulary_of
-from .weights.calibration import SUFFIX, Calibration
+from .report.reporter import Reporter
+from .weights.calibration import SUFFIX, Calibration, read_calibration
+
+if TYPE_CHECKING:
+    from .texts.corpus import Corpus
 
 
 def calibrate(
@@ -88,18 +94,77 @@ def _calibrated(
     progress: Callable[[int, int], None] | None,
 ) -> Path:
     """The file that the first rank has written."""
-    chosen = find_device(asked.device, ranks.local_rank)
+    asked = replace(asked, device=find_device(asked.device, ranks.local_rank))
     source = find_source(os.fspath(asked.model), asked.revision)
     if asked.stream and source.repo is None:
         raise UsageError(f"{asked.model} is a local directory, nothing of it can be streamed", "leave --stream out")
     checkpoint = open_checkpoint(source.root, source.remote, source.absent)
     target = Path(asked.out) if asked.out is not None else Path(f"{source.name}{SUFFIX}")
     require_place(target, str(target), "name another file with -o")
-    # Only now is transformers imported.
-    from .forward.scratch import refuse_memory
-    from .forward.streamed import StreamedModel
-    from .measure.calibrate import calibrate as measure
-    from .measure.subjects import needs
+    corpus = _agreed(source, checkpoint, texts, ranks)
+    _run(source, checkpoint, corpus, target, asked, ranks, begun, progress)
+    return target
+
+
+def calibrated(
+    source: Source,
+    checkpoint: Checkpoint,
+    target: Path,
+    asked: Calibrate,
+    texts: CalibrationTexts,
+    overwrite: bool,
+    ranks: Ranks,
+    reporter: Reporter,
+) -> Calibration:
+    """What texts show of a model, for a run of compress(); as a file says it that an earlier run left, or found now.
+
+    Args:
+        source: where the model comes from.
+        checkpoint: its config, files and headers.
+        target: the file.
+        asked: how it is to be done; not what is calibrated and where to.
+        texts: what is read.
+        overwrite: whether a file of other texts or of another model is replaced.
+        ranks: this process among several, all of which get to know it.
+        reporter: is told of it.
+
+    Raises:
+        UsageError: there is such a file.
+        SourceError: the model or a text cannot be read.
+        OutputError: the file cannot be written, or hidden states found no room.
+    """
+    require_place(target, str(target), "name another output with -o")
+    corpus, known = _agreed(source, checkpoint, texts, ranks), None
+    if target.exists() and not overwrite:
+        known = read_calibration(target)
+        if (known.model, known.texts.get("sha256")) != (
+            Fingerprint(checkpoint, source.remote).hexdigest(),
+            corpus.sha256,
+        ):
+            raise UsageError(
+                f"{target} is a calibration of another model or with other texts",
+                f"give --calibration {target} to use it, or --overwrite to replace it",
+            )
+    # Before one of them writes it.
+    ranks.agree(None)
+    if known is not None:
+        return known
+    _run(
+        source,
+        checkpoint,
+        corpus,
+        target,
+        asked,
+        ranks,
+        lambda about: reporter.calibrating(f"{about}; kept in {target}"),
+        reporter.calibrated,
+    )
+    ranks.agree(None)
+    return read_calibration(target)
+
+
+def _agreed(source: Source, checkpoint: Checkpoint, texts: CalibrationTexts, ranks: Ranks) -> Corpus:
+    """The texts, which are the same in all ranks."""
     from .texts.corpus import read
 
     tokenizer = find_tokenizer(source, checkpoint)
@@ -107,6 +172,26 @@ def _calibrated(
     seen = ranks.agree(None, [corpus.sha256, dict(checkpoint.shards)])
     if any(other != seen[0] for other in seen):
         raise SourceError("ranks see different texts or checkpoints", "let all of them read the same files")
+    return corpus
+
+
+def _run(
+    source: Source,
+    checkpoint: Checkpoint,
+    corpus: Corpus,
+    target: Path,
+    asked: Calibrate,
+    ranks: Ranks,
+    begun: Callable[[str], None] | None,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """Run texts through a model; the first rank writes what all have seen."""
+    # Only now is torch imported.
+    from .forward.scratch import refuse_memory
+    from .forward.streamed import StreamedModel
+    from .measure.calibrate import calibrate as measure
+    from .measure.subjects import needs
+
     if begun is not None:
         begun("; ".join((corpus.described, *corpus.notes)))
 
@@ -116,7 +201,7 @@ def _calibrated(
             progress(done, total)
 
     fingerprint = Fingerprint(checkpoint, source.remote)
-    streamed = StreamedModel(checkpoint, device=chosen)
+    streamed = StreamedModel(checkpoint, device=asked.device)
     place = Path(asked.scratch) if asked.scratch is not None else target.absolute().parent
     if asked.scratch is None and asked.stream and source.remote:
         refuse_memory(place, "shards")
@@ -132,4 +217,3 @@ def _calibrated(
         inputs = measure(streamed, corpus, scratch=held, team=team, progress=advanced)
     if ranks.first:
         write_whole(target, Calibration(inputs, fingerprint.hexdigest(), corpus.account).to_bytes())
-    return target

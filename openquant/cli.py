@@ -196,7 +196,7 @@ def _push(given: Given, interrupts: Interrupts) -> int:
 
 
 def _compress(given: Given, interrupts: Interrupts) -> int:
-    recipe = {**values_for(Recipe, given), **_scheme(given)}
+    recipe = {**values_for(Recipe, given), **_scheme(given), **values_for(CalibrationTexts, given)}
     from .api import compress
 
     recipe["scheme_for"] = _mapping(given.get("scheme_for", ()))

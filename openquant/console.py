@@ -177,6 +177,7 @@ class Terminal(Reporter):
 
     def planned(self, plan: Plan, source: Source, output: Path) -> None:
         """Print the plan, or beside a program's result its notes."""
+        self.close()
         self.plan = plan
         if self.quiet:
             for note in () if self.silent else (*plan.notes, *source.notes):
@@ -189,6 +190,18 @@ class Terminal(Reporter):
         self._print(plan_text(plan, name, output, expected_download(source, plan), source.notes))
         if self.verbose:
             self._print(details_text(plan))
+
+    def calibrating(self, about: str) -> None:
+        """Say on which texts, and where what they show is kept."""
+        if not self.silent:
+            say(about, sys.stderr)
+
+    def calibrated(self, done: int, total: int) -> None:
+        """Show progress, which is at an end once all is done; raise KeyboardInterrupt if one was asked for."""
+        self.interrupts.check()
+        if not self.silent:
+            self.progress = self.progress or Progress(total, 0, sys.stderr, "calibrating", "calibrated")
+            self.progress.advance(done - self.progress.done)
 
     def started(self, total: int, done: int) -> None:
         """Begin to show progress."""

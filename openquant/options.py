@@ -136,7 +136,8 @@ def documented(target: Target) -> Target:
         if isinstance(target, type):
             text += f"\n\nAttributes:\n{_account(options_of(target))}"
         else:
-            known = {name: option for kind in (Run, Recipe) for name, option in options_of(kind).items()}
+            kinds = Run, Recipe, CalibrationTexts
+            known = {name: option for kind in kinds for name, option in options_of(kind).items()}
             names = inspect.signature(target).parameters if callable(target) else ()
             told = set(re.findall(r"^    (\w+): ", text, re.MULTILINE))
             account = _account({name: known[name] for name in names if name in known and name not in told})
@@ -238,10 +239,10 @@ class Recipe:
     activation_scheme: str = field(
         default="dynamic",
         metadata=said(
-            "dynamic (default), or static: with --calibration",
+            "dynamic (default), or static, which calibrates",
             WEIGHTS,
-            '"dynamic", or for tensor "static": with scales of a calibration, or else the input_scale tensors of a '
-            "quantized source",
+            '"dynamic", or for tensor "static": with scales of a calibration, which is made where no file of one is '
+            "given and no quantized source has input_scale tensors",
             value="NAME",
             choices=("dynamic", "static"),
         ),
@@ -256,6 +257,15 @@ class Recipe:
             value="FILE",
             read=filled,
             completes="file",
+        ),
+    )
+    calibrate: bool = field(
+        default=False,
+        metadata=said(
+            "find such scales on texts first; static implies it",
+            WEIGHTS,
+            "run texts through the model first, as calibrate() does, for such scales; implied by static activations "
+            "that neither a file nor the source has scales for",
         ),
     )
     group_size: str | None = field(
@@ -345,6 +355,8 @@ class Recipe:
             raise UsageError(f"ignore is {self.ignore!r}, not a list of patterns", f"give [{self.ignore!r}]")
         if self.architecture == "":
             raise UsageError("--architecture is empty", "name an architecture, or leave --architecture out")
+        if self.calibrate and self.calibration is not None:
+            raise UsageError("--calibrate and --calibration are both given", "give one of them")
 
 
 @dataclass(frozen=True)
@@ -505,6 +517,11 @@ class CalibrationTexts(Texts):
     """What a model is calibrated on."""
 
     samples: int = field(default=128, metadata=said("pieces of text in all (default: 128)", TEXTS, value="N", read=int))
+
+    @property
+    def described(self) -> str:
+        """Such as "128 x 512 tokens"."""
+        return f"{self.samples} x {self.length} tokens"
 
 
 @dataclass(frozen=True)

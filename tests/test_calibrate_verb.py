@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,30 @@ import torch
 
 import tiny
 from conftest import EXAMPLE, run_openquant
-from openquant import calibrate, compress, evaluate, verify
-from openquant.errors import OpenQuantError, OutputError, PlanError, SourceError, UsageError
+from openquant import Reporter, calibrate, compress, evaluate, verify
+from openquant.errors import OpenQuantError, OutputError, SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.fingerprint import fingerprint
 from openquant.weights.calibration import Calibration, Inputs, read_calibration
 
 SMALL: dict[str, Any] = {"samples": 2, "length": 64}
+TEXTS = ("--samples", 2, "--length", 64)
+
+
+class Told(Reporter):
+    """What a reporter is told before anything is written."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def calibrating(self, about: str) -> None:
+        self.lines.append(about)
+
+    def calibrated(self, done: int, total: int) -> None:
+        self.lines.append(f"{done} of {total}")
+
+    def planned(self, *_: Any) -> None:
+        self.lines.append("planned")
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +46,7 @@ def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_command_writes_a_file(calibration: Path, tmp_path: Path) -> None:
-    words = ("calibrate", EXAMPLE, "--samples", 2, "--length", 64)
+    words = ("calibrate", EXAMPLE, *TEXTS)
     done = run_openquant(*words, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "wrote tiny-qwen3.calibration.safetensors\n")
     assert done.stderr.startswith(
@@ -81,6 +99,59 @@ def test_scales_are_those_of_the_calibration(calibration: Path, tmp_path: Path, 
     other = calibrate(EXAMPLE, tmp_path / "other.safetensors", samples=3, length=32)
     with pytest.raises(OutputError, match="holds the output of another run: other options"):
         compress(EXAMPLE, out, **{**static, "calibration": other})
+
+
+def test_static_activations_are_calibrated_first(calibration: Path, tmp_path: Path) -> None:
+    words = ("compress", "-m", EXAMPLE, "-o", "made/out", "--activation-scheme", "static", *TEXTS)
+    assert run_openquant(*words, "--dry-run", cwd=tmp_path).returncode == 0
+    assert not list(tmp_path.iterdir())
+    done = run_openquant(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    kept = "made/tiny-qwen3.calibration.safetensors"
+    assert done.stderr.splitlines()[0].endswith(f" has yours; kept in {kept}")
+    assert (tmp_path / kept).read_bytes() == calibration.read_bytes()
+    assert sorted(path.name for path in (tmp_path / "made").iterdir()) == ["out", Path(kept).name]
+    # Its bytes are those of the same in two steps.
+    compress(EXAMPLE, tmp_path / "steps", activation_scheme="static", calibration=calibration)
+    for path in (tmp_path / "steps").glob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "made" / "out" / path.name).read_bytes()
+
+
+def test_what_was_calibrated_is_used_again(calibration: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "tiny-qwen3.calibration.safetensors"
+    kept.write_bytes(calibration.read_bytes())
+    told = Told()
+    made = compress(EXAMPLE, tmp_path / "out", "nvfp4-w4a4", calibrate=True, no_search=True, reporter=told, **SMALL)
+    assert told.lines == ["planned"]
+    compress(EXAMPLE, tmp_path / "steps", "nvfp4-w4a4", calibration=calibration, no_search=True)
+    for path in (tmp_path / "steps").glob("*.safetensors"):
+        assert path.read_bytes() == Path(made.output, path.name).read_bytes()
+    with pytest.raises(UsageError) as caught:
+        compress(EXAMPLE, tmp_path / "out", activation_scheme="static", samples=3, length=64)
+    assert (caught.value.message, caught.value.hint) == (
+        f"{kept} is a calibration of another model or with other texts",
+        f"give --calibration {kept} to use it, or --overwrite to replace it",
+    )
+
+
+def test_a_calibration_of_other_texts_is_replaced_if_asked_for(calibration: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "tiny-qwen3.calibration.safetensors"
+    calibrate(EXAMPLE, kept, samples=3, length=32)
+    told = Told()
+    compress(EXAMPLE, tmp_path / "out", activation_scheme="static", overwrite=True, reporter=told, **SMALL)
+    assert kept.read_bytes() == calibration.read_bytes()
+    about, *between, last = told.lines
+    assert about.startswith("2 documents of 64 tokens: ")
+    assert between
+    assert all(re.fullmatch(r"\d+ of \d+", line) for line in between)
+    assert last == "planned"
+
+
+def test_scales_of_the_source_need_no_calibration(calibration: Path, tmp_path: Path) -> None:
+    compress(EXAMPLE, tmp_path / "first", activation_scheme="static", calibration=calibration)
+    compress(tmp_path / "first", tmp_path / "again", activation_scheme="static")
+    assert scales(tmp_path / "again") == scales(tmp_path / "first")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "first"]
 
 
 def mixture(tmp_path: Path, change: Any = None) -> tuple[Path, Path]:
@@ -162,11 +233,18 @@ def test_activations_in_fp4_have_the_scales_of_a_calibration(calibration: Path, 
             SourceError,
             "missing cannot be read: No such file",
         ),
+        ({"calibrate": True}, UsageError, "nothing uses --calibrate$"),
         (
-            {"activation_scheme": "static"},
-            PlanError,
-            "static activations need scales: those of a calibration, or the input_scale tensors of a quantized source",
+            {"calibrate": True, "calibration": "CALIBRATION", "activation_scheme": "static"},
+            UsageError,
+            "--calibrate and --calibration are both given$",
         ),
+        (
+            {"calibration": "CALIBRATION", "activation_scheme": "static", "samples": 3},
+            UsageError,
+            "texts are given, and nothing is calibrated$",
+        ),
+        ({"text": ["x.txt"]}, UsageError, "texts are given, and nothing is calibrated$"),
         (
             {"calibration": "CALIBRATION", "activation_scheme": "static", "scheme": "block"},
             UsageError,

@@ -38,7 +38,7 @@ from openquant.options import (
     options_of,
 )
 
-TITLES = ("what the weights become", "where they come from and go", "how it runs", "output")
+TITLES = ("what the weights become", "where they come from and go", "the texts it reads", "how it runs", "output")
 
 
 def said(kind: type, without: tuple[str, ...] = ()) -> list[tuple[str, str, Any]]:
@@ -57,7 +57,7 @@ def taken(function: Any) -> list[tuple[str, str, Any]]:
 def test_signatures_are_the_fields() -> None:
     beside = [("ranks", "Ranks | None", None), ("reporter", "Reporter | None", None)]
     run = said(Run)
-    assert taken(openquant.compress) == [*run[:2], *said(Recipe), *run[2:], *beside]
+    assert taken(openquant.compress) == [*run[:2], *said(Recipe), *said(CalibrationTexts), *run[2:], *beside]
     assert taken(openquant.dequantize) == [*said(Run, without=("device",)), *beside]
     assert taken(openquant.verify)[:-1] == said(Check)
     assert taken(openquant.diagnose)[:-1] == said(Diagnose)
@@ -132,7 +132,7 @@ def test_openquant_alone_prints_its_help() -> None:
 def test_help_is_grouped_and_nearly_all_options_take_a_line(verb: str) -> None:
     shown = openquant_prints(verb, "--help")
     sections = dict(re.findall(r"^([a-z ]+):\n((?:  .*\n)+)", shown, re.MULTILINE))
-    titles = TITLES if verb == "compress" else TITLES[1:]
+    titles = TITLES if verb == "compress" else tuple(each for each in TITLES if each not in (TITLES[0], TITLES[2]))
     assert tuple(sections) == (*titles, "examples")
     options = "".join(sections[title] for title in titles)
     assert max(map(len, options.splitlines())) <= 80

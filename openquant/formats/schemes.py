@@ -444,7 +444,7 @@ INT4_SHIFTED = _int4(128, "-INT4-asym", INT4_SHIFTED_32, asymmetric=True)
 INT4_SHIFTED_CHANNEL = _int4(None, "-INT4-asym-channel", asymmetric=True)
 ASYMMETRIC = (INT4_SHIFTED, INT4_SHIFTED_64, INT4_SHIFTED_32, INT4_SHIFTED_CHANNEL)
 
-# With the scales of activations that calibration found: nothing here calibrates, but a source may have them.
+# With the scales of activations that a calibration found, or that the source has.
 TENSOR_STATIC = replace(
     TENSOR,
     format=replace(TENSOR.format, static=True),

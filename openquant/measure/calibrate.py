@@ -24,11 +24,8 @@ from ..forward.scratch import Scratch
 from ..forward.streamed import Pass, StreamedModel, run
 from ..texts.corpus import Corpus
 from ..weights.calibration import Inputs
-from .interception import Experts, Interception, holds_experts
+from .interception import DOWN, FIRST, Experts, Interception, holds_experts
 from .shares import Team, share
-
-# Parameters of stacked experts, by what goes into them.
-_FIRST, _DOWN = ("gate_up_proj", "gate_proj", "up_proj"), ("down_proj",)
 
 
 @dataclass
@@ -187,7 +184,7 @@ def find_sites(model: StreamedModel) -> tuple[dict[str, Seen], dict[str, Experts
         if isinstance(module, nn.Linear) and (tensors := model.made_of.get(f"{name}.weight")):
             layers[name] = Seen(tensors, module.in_features)
         elif holds_experts(module):
-            experts[name] = Experts(_stack(model, name, module, _FIRST), _stack(model, name, module, _DOWN))
+            experts[name] = Experts(_stack(model, name, module, FIRST), _stack(model, name, module, DOWN))
     return layers, experts
 
 

@@ -16,6 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 T = TypeVar("T")
 
+# Parameters of stacked experts, by what goes into them.
+FIRST, DOWN = ("gate_up_proj", "gate_proj", "up_proj"), ("down_proj",)
+
 
 @dataclass(frozen=True)
 class Experts(Generic[T]):

@@ -24,7 +24,7 @@ from ..forward.streamed import Pass, StreamedModel
 from ..models import GENERIC, MODELS, NEVER_QUANTIZED
 from ..plan.roles import Entry
 from ..weights.find import decoded_view, with_own_file
-from .interception import Experts, holds_experts
+from .interception import DOWN, FIRST, Experts, holds_experts
 from .rounding import (
     Clipped,
     KeptCache,
@@ -35,9 +35,6 @@ from .rounding import (
     refuse_latent_cache,
     says_fp8_cache,
 )
-
-# The parameters of stacked experts, by what goes into them.
-_FIRST, _DOWN = ("gate_up_proj", "gate_proj", "up_proj"), ("down_proj",)
 
 
 class Served:
@@ -165,7 +162,7 @@ class Served:
         if known.keys() != stacks.keys():
             kind = type(modules[next(iter(stacks.keys() - known.keys()))]).__name__
             self.notes.append(f"activations inside {kind} are not rounded, which engines do")
-        return layers, {owner: Experts(_either(at, _FIRST), _either(at, _DOWN)) for owner, at in known.items()}
+        return layers, {owner: Experts(_either(at, FIRST), _either(at, DOWN)) for owner, at in known.items()}
 
     def _stored(self, module: str, names: tuple[str, ...], inverse: bool) -> float:
         """The stored scale of activations: the largest of the named ones, or one over that."""

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..errors import PlanError
 from ..weights.calibration import Calibration
 from ..weights.weight import Weight
 from .roles import Entry
+
+
+class UncalibratedError(PlanError):
+    """A plan needs to know how large activations are, and nobody says it."""
 
 
 def largest_inputs(

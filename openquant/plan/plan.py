@@ -23,7 +23,7 @@ from ..version import __version__
 from ..weights.find import decoded_view, leftovers, without_cache_scales
 from ..weights.weight import Weight
 from . import layout
-from .calibrated import largest_inputs
+from .calibrated import UncalibratedError, largest_inputs
 from .engines import refuse_experts, refuse_head, unread_by_sglang
 from .fates import FEW_AXES, Fates, Found, Item, Kept, Options
 from .lacking import lacking
@@ -298,7 +298,7 @@ def make_plan(
         model = model.with_head()
     known = options.calibration or found or any(weight.input_scale_for(scheme.format) for weight in weights.values())
     if scheme.format.static and not known:
-        raise PlanError(
+        raise UncalibratedError(
             "static activations need scales: those of a calibration, or the input_scale tensors of a quantized source, "
             "of which this one has none",
             "make one with openquant calibrate and give --calibration FILE, or leave --activation-scheme out: engines "

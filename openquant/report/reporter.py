@@ -17,6 +17,12 @@ class Reporter:
     Override what is of interest. Calls may come from any thread, never from two at once; what they raise ends the run.
     """
 
+    def calibrating(self, about: str) -> None:
+        """The plan needs to know how large activations are, which texts show first: a line about these."""
+
+    def calibrated(self, done: int, total: int) -> None:
+        """Of that: bytes of weights that texts are through, and how many there are."""
+
     def planned(self, plan: Plan, source: Source, output: Path) -> None:
         """The plan is made; nothing is written yet."""
 

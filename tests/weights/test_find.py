@@ -395,7 +395,7 @@ def test_layers_without_an_input_scale_cannot_be_static(tmp_path: Path) -> None:
         "no usable input_scale is known for 1 of 14 layers (11.1 % of their bytes), which stay unquantized",
     )
     with pytest.raises(PlanError) as caught:
-        compress(tiny.write(tmp_path / "plain"), tmp_path / "no", activation_scheme="static")
+        make_plan(open_checkpoint(tiny.write(tmp_path / "plain")), TENSOR_STATIC)
     assert caught.value.message == (
         "static activations need scales: those of a calibration, or the input_scale tensors of a quantized source, "
         "of which this one has none"

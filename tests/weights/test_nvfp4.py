@@ -14,8 +14,10 @@ import tiny
 from conftest import change_json
 from openquant import compress, dequantize, diagnose, verify
 from openquant.errors import OpenQuantError, PlanError, SourceError
+from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.reference import decode, encode, group_absmax, group_divisor, group_scale, stored_scale
-from openquant.formats.schemes import NVFP4, find_scheme
+from openquant.formats.schemes import NVFP4, TENSOR_STATIC, find_scheme
+from openquant.plan.plan import make_plan
 from stored import Weights, is_layer, store
 from tiny import change_weights
 
@@ -176,7 +178,7 @@ def test_scales_of_activations_stay_or_are_a_constant(tmp_path: Path, kind: str)
 def test_a_scale_of_activations_of_another_kind_is_none(tmp_path: Path) -> None:
     source = source_of(tmp_path / "source", "compressed-tensors W4A4")
     with pytest.raises(PlanError, match="^static activations need scales: those of a calibration, or"):
-        compress(source, tmp_path / "out", "tensor", activation_scheme="static")
+        make_plan(open_checkpoint(source), TENSOR_STATIC)
 
 
 @pytest.mark.parametrize("kind", ["compressed-tensors W4A4", "modelopt W4A4"])
