@@ -206,9 +206,12 @@ def _answers(command: Sequence[str], output: Path, count: int, *paths: str) -> l
 
 @contextmanager
 def _process_group(command: Sequence[str], log: Path, *paths: str, **more: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with subdirectories of this one on its import path; ended with all that it started."""
+    """A process with subdirectories of this one on its import path, ended with all that it started.
+
+    It has as many threads as it likes: of the small products that the other tests compute it has few.
+    """
     environment = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},
         "PYTHONPATH": os.pathsep.join(str(HERE / path) for path in paths),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
