@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import tiny
 from openquant import Result, compress
-from openquant.formats.schemes import Scheme
+from openquant.formats.schemes import TENSOR, VARIANTS, Scheme
 from openquant.models import MODELS
 
 Stamps = dict[Path, tuple[int, int, int]]
@@ -30,6 +30,20 @@ def asking(scheme: Scheme) -> dict[str, str | None]:
         "scale_format": scheme.scale_format,
         "group_size": scheme.group_size,
     }
+
+
+def covering() -> list[tuple[str, Scheme]]:
+    """Every architecture in the default scheme and in two others, in turn: all pairs of 65 and 16 would take minutes.
+
+    Each scheme meets many kinds of layers: with experts, in stacks and one by one, with odd shapes, beside vision towers.
+    """
+    others = [scheme for scheme in VARIANTS if scheme is not TENSOR]
+    found = []
+    for number, name in enumerate(tiny.ARCHITECTURES):
+        first = 2 * number % len(others)
+        served = [scheme for scheme in (*others[first:], *others[:first]) if tiny.refused(name, scheme) is None]
+        found += [(name, scheme) for scheme in (TENSOR, *served[:2])]
+    return found
 
 
 class Shelf:

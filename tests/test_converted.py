@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from converted import Shelf
-from openquant.formats.schemes import TENSOR
+import tiny
+from converted import Shelf, covering
+from openquant.formats.schemes import TENSOR, VARIANTS
+from openquant.models import MODELS
 
 WRITES: list[Callable[[Path], object]] = [
     lambda root: (root / "config.json").write_text("{}"),
@@ -38,3 +40,15 @@ def test_a_write_is_noticed(tmp_path: Path, place: str, write: Callable[[Path], 
         shelf.check()
     shelf.clear()
     assert not (tmp_path / "shelf").exists()
+
+
+def test_pairs_cover_every_architecture_and_each_scheme_with_several() -> None:
+    pairs = covering()
+    assert len(set(pairs)) == len(pairs) == 3 * len(tiny.ARCHITECTURES)
+    assert {name for name, scheme in pairs if scheme is TENSOR} == set(tiny.ARCHITECTURES)
+    for scheme in VARIANTS:
+        names = [name for name, other in pairs if other == scheme]
+        assert len(names) >= 7
+        assert sum(bool(MODELS[name].experts) for name in names) >= 2
+        assert sum(not MODELS[name].experts for name in names) >= 2
+        assert all(tiny.refused(name, scheme) is None for name in names)

@@ -7,10 +7,10 @@ import torch
 
 import tiny
 import zoo
-from converted import Shelf
+from converted import Shelf, covering
 from openquant.formats.format import Format
 from openquant.formats.reference import decode
-from openquant.formats.schemes import SCHEMES, Scheme
+from openquant.formats.schemes import Scheme
 from openquant.models import MODELS, Model
 
 
@@ -42,12 +42,13 @@ def scales(found: dict[str, torch.Tensor], module: str, form: Format) -> torch.T
     return values if form.global_scale is None else values / found[f"{module}.{form.global_scale.name}"]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-@pytest.mark.parametrize("architecture", zoo.ZOO)
+@pytest.mark.parametrize(
+    ("architecture", "scheme"),
+    [(name, scheme) for name, scheme in covering() if name in zoo.ZOO],
+    ids=lambda value: getattr(value, "suffix", value),
+)
 def test_converts(shelf: Shelf, architecture: str, scheme: Scheme) -> None:
     model = MODELS[architecture]
-    if model.refusal(scheme.name, scheme.method) is not None:
-        return
     made = shelf.converted(architecture, scheme)
     weights, found = split(tiny.read(made.source), model), tiny.read(made.output)
     form, dtype = scheme.format, CODES[scheme.format.number.dtype]

@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 import openquant
 import tiny
 from conftest import EXAMPLE, ROOT, change_json, run_openquant, tree
-from converted import Shelf
+from converted import Shelf, covering
 from openquant import Report, compress, verify
 from openquant.errors import OpenQuantError
 from openquant.formats.kernels import decode
 from openquant.formats.numbers import E2M1, E4M3, INT4
 from openquant.formats.reference import encode
-from openquant.formats.schemes import BLOCK, CHANNEL, INT8_W8A16, SCHEMES, TENSOR, VARIANTS, Scheme
+from openquant.formats.schemes import BLOCK, CHANNEL, INT8_W8A16, SCHEMES, TENSOR, Scheme
 from tiny import change_weights
 
 FP8 = torch.float8_e4m3fn
@@ -55,16 +55,7 @@ def assert_clean(report: Report, *notes: str) -> None:
 # What compress() makes.
 
 
-@pytest.mark.parametrize(
-    ("architecture", "scheme"),
-    [
-        (name, scheme)
-        for name in tiny.ARCHITECTURES
-        for scheme in (VARIANTS if name in tiny.HAND_MADE else SCHEMES.values())
-        if tiny.refused(name, scheme) is None
-    ],
-    ids=lambda value: getattr(value, "suffix", value),
-)
+@pytest.mark.parametrize(("architecture", "scheme"), covering(), ids=lambda value: getattr(value, "suffix", value))
 def test_outputs_are_clean(shelf: Shelf, architecture: str, scheme: Scheme) -> None:
     source, output, result = shelf.converted(architecture, scheme)
     before = tree(source), tree(output)
