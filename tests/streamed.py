@@ -16,7 +16,22 @@ import torch
 from openquant.files.checkpoint import open_checkpoint
 from openquant.forward.streamed import Pass, StreamedModel, run
 
-BATCHES = [torch.randint(10, 500, (1, length), generator=torch.Generator().manual_seed(length)) for length in (48, 640)]
+# The second is longer than what small models pick from or take at a time (64), the last than all windows (512).
+SHORT, LONG, BEYOND = (
+    torch.randint(10, 500, (1, length), generator=torch.Generator().manual_seed(length)) for length in (32, 96, 640)
+)
+BATCHES = (SHORT, LONG)
+
+
+# In config.json of those that look no farther than a window, or take 256 at a time.
+WINDOWS = ("sliding_window", "attention_chunk_size", "mamba_d_head", "mamba_head_dim")
+
+
+def batches_for(directory: Path) -> Sequence[torch.Tensor]:
+    """Texts for a checkpoint: in bfloat16 a processor takes a second for those beyond a window."""
+    config = json.loads((directory / "config.json").read_text())
+    config = config.get("text_config", config)
+    return (SHORT, BEYOND) if any(config.get(key) for key in WINDOWS) else BATCHES
 
 
 def streamed_logits(model: StreamedModel, batches: Sequence[torch.Tensor] = BATCHES, **options) -> list[torch.Tensor]:
@@ -75,9 +90,10 @@ def computes_the_same(source: Path, plain: Path | None = None) -> bool:
     """
     model = StreamedModel(open_checkpoint(source))
     model.traffic = _InOrder(source, model.order)
-    found = streamed_logits(model)
+    batches = batches_for(source)
+    found = streamed_logits(model, batches)
     return not any(map(torch.isnan, map(torch.sum, found))) and all_equal(
-        found, plain_logits(plain or source, type(model.model))
+        found, plain_logits(plain or source, type(model.model), batches)
     )
 
 
