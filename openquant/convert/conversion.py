@@ -39,7 +39,7 @@ from .written import verify_shard
 KERNEL_MEMORY = 16 << 20
 
 # What compiled loops need: numba, and its compiler at work.
-COMPILED_MEMORY = 160 << 20
+COMPILED_MEMORY = 176 << 20
 # From this many weights on they are worth loading, and compiling where they have not been before.
 LARGE = 2 << 30
 
@@ -418,8 +418,8 @@ class _Worker:
                 elif ratios:
                     scale = searched(bits, weight.dtype, amax, form, ratios, divisor, self.loops)
                 else:
-                    scale = form.scales(amax, divisor)
-                stored = form.stored(scale, divisor)
+                    scale = self.loops.scales(form, amax, divisor)
+                stored = self.loops.stored(form, scale, divisor)
                 file.write(stored, scale_place)
                 scale_place += stored.nbytes
             else:

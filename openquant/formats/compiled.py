@@ -18,21 +18,24 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from .format import Group, grid_of
-from .kernels import Bits, bytes_of, to_float32
-from .numbers import Codes, Floats, Number
+from .format import Format, Group, StoredScales, grid_of
+from .kernels import Bits, to_float32
+from .numbers import E2M1, E4M3, Codes, Floats, Number
 
-u8, u16, u32, f32 = np.uint8, np.uint16, np.uint32, np.float32
+u8, u16, u32, i32, f32 = np.uint8, np.uint16, np.uint32, np.int32, np.float32
 
 # Beside it the last bit of a float32 is worth one: added and subtracted, it rounds to integers, to the even of two.
 _ROUNDS = 1.5 * 2.0**23
+
+# How `_scales` rounds.
+_ROUNDINGS = {"BF16": u32(1), "F8_E4M3": u32(2)}
 
 _settings: Any = numba.config
 if _settings.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set: loops are not compiled")
 
 
-def _compiled(loop: Callable[..., None]) -> Callable[..., None]:
+def _compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
     """A loop that is compiled at its first call and runs without the interpreter lock."""
     found: Any = numba.njit(nogil=True, error_model="numpy")(loop)
     # Kept for other processes, beside this file or in the user's cache, unless neither can be written to.
@@ -43,11 +46,25 @@ def _compiled(loop: Callable[..., None]) -> Callable[..., None]:
 
 def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
     """As kernels.absmax."""
-    rows, cols = bits.shape
+    rows = len(bits)
     largest = np.zeros(grid_of(group, bits.shape), bits.dtype)
     mask = bits.dtype.type((1 << (bits.dtype.itemsize * 8 - 1)) - 1)
-    _absmax(bits, mask, group[0] or rows, group[1] or cols, largest)
+    _absmax(bits.reshape(rows, largest.shape[1], -1), mask, group[0] or rows, largest)
     return to_float32(largest, dtype)
+
+
+def scales(form: Format, absmax: Floats, divisor: Floats | None = None) -> Floats:
+    """As kernels.scales."""
+    if form.global_scale is not None and divisor is None:
+        divisor = form.divisor(absmax.max(keepdims=True))
+    above = f32(1) if divisor is None or form.global_scale is None else divisor.reshape(-1)[0]
+    scale, found = form.scale, np.empty(absmax.size, f32)
+    # What is added to the bits of a quotient, and which of them are kept, so that it is a power of two.
+    power = (u32(form.carry), u32(0xFF800000)) if scale.power_of_two else (u32(0), u32(0xFFFFFFFF))
+    rounding = _ROUNDINGS.get(scale.dtype, u32(0))
+    span = f32(scale.reach or form.number.span)
+    _scales(absmax.reshape(-1), span, *power, above, f32(scale.floor), f32(scale.of_zeros), rounding, found)
+    return found.reshape(absmax.shape)
 
 
 def encode_stored(
@@ -63,13 +80,25 @@ def encode_stored(
     """As kernels.encode_stored."""
     del divisor  # what tables are made for
     rows, cols = bits.shape
-    place = bits, *_kind(dtype), scale, group[0] or rows, group[1] or cols, number.per_byte, out
+    height, width = group[0] or rows, group[1] or cols
+    place = bits, *_kind(dtype), scale, height, width, number.per_byte, out
     if number.normal == 0:
         middle = number.encode(np.zeros(1, f32)).item()
         _encode_integers(*place, *_range(number)[:2], u32(middle), np.zeros_like(scale) if zero is None else zero)
+    elif number == E2M1 and dtype == "BF16" and width % 2 == 0:
+        _encode_pairs(np.ascontiguousarray(bits).view(u32), scale, height, width // 2, out)
     else:
         steps = u32(round(number.normal / number.smallest))
         _encode_floats(*place, *_range(number)[1:], steps, u32(0x80 if number.per_byte == 1 else 8))
+
+
+def stored(form: Format, scale: Floats, divisor: Floats | None = None) -> StoredScales:
+    """As kernels.stored."""
+    if form.scale.dtype != "F8_E4M3" or divisor is None:
+        return form.stored(scale, divisor)
+    found = np.empty(scale.shape, u8)
+    encode_stored((scale * divisor).view(u32), "F32", np.ones((1, 1), f32), (None, None), found, E4M3)
+    return found
 
 
 def decode_rows(
@@ -78,9 +107,13 @@ def decode_rows(
     """As kernels.decode_rows."""
     rows, cols = out.shape
     height, width = group[0] or low + rows, min(group[1] or cols, cols)
-    values = bytes_of(number).view(f32).reshape(256, number.per_byte)
     zero = np.zeros_like(scale) if zero is None else np.ascontiguousarray(zero)
-    (_decode if number.per_byte == 1 else _decode_pairs)(codes, values, scale, zero, height, width, low % height, out)
+    place = codes, scale, zero, height, width, low % height, out
+    if number.normal:
+        (_decode_e4m3 if number == E4M3 else _decode_e2m1)(*place)
+    else:
+        half = 128 if number.per_byte == 1 else 8
+        _decode_integers(*place, u32(half - number.encode(np.zeros(1, f32)).item()), np.int32(half))
 
 
 def best(bits: Bits, dtype: str, usual: Floats, scales: Floats, number: Number) -> Floats:
@@ -110,15 +143,34 @@ def _range(number: Number) -> tuple[Any, ...]:
 
 
 @_compiled
-def _absmax(bits: Any, mask: Any, height: Any, width: Any, largest: Any) -> None:
+def _absmax(bits: Any, mask: Any, height: Any, largest: Any) -> None:
     for row in range(bits.shape[0]):
         into = largest[row // height]
         for group in range(into.size):
-            part = bits[row, group * width : (group + 1) * width]
+            part = bits[row, group]
             most = bits.dtype.type(0)
             for i in range(part.size):
                 most = max(most, bits.dtype.type(part[i] & mask))
             into[group] = max(into[group], most)
+
+
+@_compiled
+def _scales(
+    largest: Any, span: Any, carry: Any, kept: Any, above: Any, floor: Any, zeros: Any, rounding: Any, found: Any
+) -> None:
+    for i in range(largest.size):
+        bits = u32(u32(f32(largest[i] / span).view(u32) + carry) & kept)
+        scale = max(f32(u32(bits).view(f32) * above), floor)
+        if rounding == 1:
+            bits = f32(scale).view(u32)
+            even = u32(u32(bits >> u32(16)) & u32(1))
+            scale = u32(u32(u32(bits + even) + u32(0x7FFF)) & u32(0xFFFF0000)).view(f32)
+        elif rounding == 2:
+            near = min(scale, f32(448))
+            binade = max(u32(f32(near).view(u32) & u32(0x7F800000)), u32(121 << 23))
+            beside = f32(u32(binade).view(f32) * f32(_ROUNDS / 8))
+            scale = f32(f32(near + beside) - beside)
+        found[i] = f32((zeros if largest[i] == 0 else scale) / above)
 
 
 @_compiled
@@ -212,30 +264,95 @@ def _encode_floats(
 
 
 @_compiled
-def _decode(codes: Any, values: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any) -> None:
-    for row in range(out.shape[0]):
-        for group in range(scale.shape[1]):
-            factor, middle = scale[(low + row) // height, group], zero[(low + row) // height, group]
-            part = codes[row, group * width : (group + 1) * width]
-            into = out[row, group * width : (group + 1) * width]
-            for i in range(into.size):
-                into[i] = f32(values[part[i], 0] - middle) * factor
+def _to_e2m1(quotient: Any) -> Any:
+    """The code of a quotient, as `_encode_floats` has it, in fewer steps since the number is known."""
+    bits = f32(quotient).view(u32)
+    size = min(u32(bits & u32(0x7FFFFFFF)), u32(0x40C00000))
+    binade = max(u32(size & u32(0x7F800000)), u32(0x3F800000))
+    beside = u32(binade + u32(22 << 23 | 1 << 22))
+    step = u32(f32(u32(size).view(f32) + u32(beside).view(f32)).view(u32) - beside)
+    above = u32(u32(binade - u32(0x3F800000)) >> u32(22))
+    return u32(u32(step + above) | u32(u32(bits & u32(0x80000000)) >> u32(28)))
 
 
 @_compiled
-def _decode_pairs(codes: Any, values: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any) -> None:
-    line = np.empty(out.shape[1], f32)
-    for row in range(out.shape[0]):
-        pairs = codes[row]
-        for i in range(pairs.size):
-            line[2 * i] = values[pairs[i], 0]
-            line[2 * i + 1] = values[pairs[i], 1]
+def _encode_pairs(words: Any, scale: Any, height: Any, width: Any, out: Any) -> None:
+    """Words of two bfloat16, the first in the low half, to bytes of two E2M1."""
+    spread = np.empty((scale.shape[1], width), f32)
+    divisors = spread.reshape(-1)
+    for row in range(words.shape[0]):
         for group in range(scale.shape[1]):
-            factor, middle = scale[(low + row) // height, group], zero[(low + row) // height, group]
-            part = line[group * width : (group + 1) * width]
-            into = out[row, group * width : (group + 1) * width]
-            for i in range(into.size):
-                into[i] = f32(part[i] - middle) * factor
+            divisor, part = scale[row // height, group], spread[group]
+            for i in range(part.size):
+                part[i] = divisor
+        line, into = words[row], out[row]
+        for i in range(line.size):
+            first = u32(u32(line[i]) << u32(16)).view(f32)
+            second = u32(u32(line[i]) & u32(0xFFFF0000)).view(f32)
+            low, high = _to_e2m1(f32(first / divisors[i])), _to_e2m1(f32(second / divisors[i]))
+            into[i] = u8(u32(low) | u32(u32(high) << u32(4)))
+
+
+@_compiled
+def _scaled(values: Any, scale: Any, zero: Any, width: Any, out: Any) -> None:
+    """What the values of a row's codes stand for, under its scales and zero points."""
+    for group in range(scale.size):
+        factor, middle = scale[group], zero[group]
+        part = values[group * width : (group + 1) * width]
+        into = out[group * width : (group + 1) * width]
+        for i in range(into.size):
+            into[i] = f32(part[i] - middle) * factor
+
+
+@_compiled
+def _decode_integers(
+    codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any, turn: Any, half: Any
+) -> None:
+    values, mask = np.empty(out.shape[1], f32), u32(2 * half - 1)
+    for row in range(out.shape[0]):
+        line, above = codes[row], (low + row) // height
+        if half == 128:
+            for i in range(line.size):
+                values[i] = f32(i32(u32(u32(line[i] + turn) & mask)) - half)
+        else:
+            for i in range(line.size):
+                values[2 * i] = f32(i32(i32(u32(u32(line[i] & 15) + turn) & mask) - half))
+                values[2 * i + 1] = f32(i32(i32(u32(u32(line[i] >> 4) + turn) & mask) - half))
+        _scaled(values, scale[above], zero[above], width, out[row])
+
+
+@_compiled
+def _decode_e4m3(codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any) -> None:
+    values = np.empty(out.shape[1], f32)
+    for row in range(out.shape[0]):
+        line, above = codes[row], (low + row) // height
+        for i in range(line.size):
+            size = u32(u32(line[i] & 0x7F) << u32(20))
+            # Of subnormal ones the mantissa is what is beyond the smallest that is normal.
+            least = f32(u32(size + u32(121 << 23)).view(f32) - f32(2.0**-6))
+            found = u32(f32(least).view(u32) if size < u32(1 << 23) else u32(size + u32(120 << 23)))
+            found = u32(0x7FC00000) if size == u32(0x7F << 20) else found
+            values[i] = u32(u32(found) | u32(u32(line[i] & 0x80) << u32(24))).view(f32)
+        _scaled(values, scale[above], zero[above], width, out[row])
+
+
+@_compiled
+def _half_e2m1(code: Any) -> Any:
+    """The value of a code: an eighth of a word that holds twice the magnitudes of all, and a sign."""
+    twice = u32(u32(u32(0xC8643210) >> u32(u32(code & 7) * 4)) & u32(15))
+    size = f32(f32(i32(twice)) * f32(0.5))
+    return u32(f32(size).view(u32) | u32(u32(code & 8) << u32(28))).view(f32)
+
+
+@_compiled
+def _decode_e2m1(codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any) -> None:
+    values = np.empty(out.shape[1], f32)
+    for row in range(out.shape[0]):
+        line, above = codes[row], (low + row) // height
+        for i in range(line.size):
+            values[2 * i] = _half_e2m1(u32(line[i] & 15))
+            values[2 * i + 1] = _half_e2m1(u32(line[i] >> 4))
+        _scaled(values, scale[above], zero[above], width, out[row])
 
 
 @_compiled
@@ -243,6 +360,25 @@ def _to_bfloat16(bits: Any, out: Any) -> None:
     for i in range(bits.size):
         even = u32(u32(bits[i] >> u32(16)) & u32(1))
         out[i] = u16(u32(u32(bits[i] + even) + u32(0x7FFF)) >> u32(16))
+
+
+@_compiled
+def _turn(part: Any, turned: Any) -> None:
+    """Rows as columns."""
+    for k in range(part.shape[1]):
+        into = turned[k]
+        for j in range(part.shape[0]):
+            into[j] = part[j, k]
+
+
+@_compiled
+def _square(quotient: Any, least: Any, most: Any, lowest: Any, rounds: Any) -> Any:
+    """How far a quotient is from its code, squared."""
+    near = min(max(quotient, least), most)
+    binade = max(u32(f32(near).view(u32) & u32(0x7F800000)), lowest)
+    beside = f32(u32(binade).view(f32) * rounds)
+    off = f32(quotient - f32(f32(near + beside) - beside))
+    return f32(off * off)
 
 
 @_compiled
@@ -259,10 +395,11 @@ def _best(
     found: Any,
 ) -> None:
     # A column for each of so many groups, which are worked on at once: each sum adds in the order of the weights.
-    together = 32
     groups, width = bits.shape
+    together = max(32, min(128, 8192 // width // 8 * 8))
     lowest = f32(normal).view(u32)
-    values, turned = np.empty(width, f32), np.zeros((width, together), f32)
+    # Four weights of each are taken at a time; zeros, which are never off, fill up.
+    raw, turned = np.zeros((width, together), bits.dtype), np.zeros((-(-width // 4) * 4, together), f32)
     one, scale, chosen = np.ones(together, f32), np.ones(together, f32), np.zeros(together, u32)
     share, unit = np.ones(together, f32), np.ones(together, f32)
     error, smallest = np.empty(together, f32), np.empty(together, f32)
@@ -271,28 +408,26 @@ def _best(
         one[:count] = usual[first : first + count]
         chosen[:] = u32(0)
         smallest[:] = f32(np.inf)
-        for j in range(count):
-            _load(bits[first + j], half, below, values)
-            divisor = one[j]
-            for k in range(width):
-                values[k] /= divisor
-            for k in range(width):
-                turned[k, j] = values[k]
+        _turn(bits[first : first + count], raw)
+        for k in range(width):
+            line = turned[k]
+            _load(raw[k], half, below, line)
+            for j in range(together):
+                line[j] /= one[j]
         for ratio in range(scales.shape[0]):
             scale[:count] = scales[ratio, first : first + count]
             for j in range(together):
                 share[j] = scale[j] / one[j]
                 unit[j] = f32(1) / share[j]
                 error[j] = f32(0)
-            for k in range(width):
-                line = turned[k]
+            for k in range(0, turned.shape[0], 4):
+                line, second, third, fourth = turned[k], turned[k + 1], turned[k + 2], turned[k + 3]
                 for j in range(together):
-                    quotient = f32(line[j] * unit[j])
-                    near = min(max(quotient, least), most)
-                    binade = max(u32(f32(near).view(u32) & u32(0x7F800000)), lowest)
-                    beside = f32(u32(binade).view(f32) * rounds)
-                    off = f32(quotient - f32(f32(near + beside) - beside))
-                    error[j] += f32(off * off)
+                    by = unit[j]
+                    total = f32(error[j] + _square(f32(line[j] * by), least, most, lowest, rounds))
+                    total = f32(total + _square(f32(second[j] * by), least, most, lowest, rounds))
+                    total = f32(total + _square(f32(third[j] * by), least, most, lowest, rounds))
+                    error[j] = f32(total + _square(f32(fourth[j] * by), least, most, lowest, rounds))
             for j in range(together):
                 total = f32(f32(error[j] * share[j]) * share[j])
                 before = smallest[j]

@@ -17,6 +17,7 @@ from .numbers import E4M3, Floats, Number, nearest_bfloat16
 
 # Rows and columns that share a scale; None is the whole axis.
 Group = tuple[int | None, int | None]
+StoredScales = npt.NDArray[np.float32] | npt.NDArray[np.uint16] | npt.NDArray[np.uint8]
 # vLLM 0.32.0, layers/quantization/fp8.py:331-346.
 INPUT_SCALE = "input_scale"
 # What scales that are no bare exponents may be stored as, and those that are.
@@ -317,9 +318,7 @@ class Format:
         zero = self.number.nearest(-np.float32(self.number.largest) - low / exact)
         return self.scales(half), zero
 
-    def stored(
-        self, scale: Floats, divisor: Floats | None = None
-    ) -> npt.NDArray[np.float32] | npt.NDArray[np.uint16] | npt.NDArray[np.uint8]:
+    def stored(self, scale: Floats, divisor: Floats | None = None) -> StoredScales:
         """Scales as they are written, those under a global scale given its divisor; bfloat16 as its bits."""
         if self.scale.dtype == "F8_E4M3":
             assert divisor is not None

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from .format import Group, grid_of
+from .format import Format, Group, StoredScales, grid_of
 from .numbers import E4M3, Codes, Floats, Number, nearest_bfloat16
 
 Bits = npt.NDArray[np.unsignedinteger[Any]]
@@ -30,6 +30,12 @@ class Loops(Protocol):
     """What a conversion does to many weights: this module, or compiled.py, which makes the same bits."""
 
     def absmax(self, bits: Bits, dtype: str, group: Group, /) -> Floats:
+        """As below."""
+
+    def scales(self, form: Format, absmax: Floats, divisor: Floats | None = None, /) -> Floats:
+        """As below."""
+
+    def stored(self, form: Format, scale: Floats, divisor: Floats | None = None, /) -> StoredScales:
         """As below."""
 
     def encode_stored(
@@ -128,6 +134,16 @@ def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
         found = magnitudes.reshape(len(magnitudes), largest.shape[1], -1).max(axis=2)
         np.maximum(largest[part], found, out=largest[part])
     return to_float32(largest, dtype)
+
+
+def scales(form: Format, absmax: Floats, divisor: Floats | None = None) -> Floats:
+    """The scale of each group, given its largest absolute weight: as Format.scales."""
+    return form.scales(absmax, divisor)
+
+
+def stored(form: Format, scale: Floats, divisor: Floats | None = None) -> StoredScales:
+    """Scales as they are written, those under a global scale given its divisor: as Format.stored."""
+    return form.stored(scale, divisor)
 
 
 def encode(

@@ -51,7 +51,7 @@ def searched(
         part, largest = bits[low : low + step].reshape(-1, width), absmax[low : low + step].reshape(-1)
         with np.errstate(over="ignore"):
             # Scales in E4M3 are clamped to its largest.
-            scales = np.stack([form.scales(largest * np.float32(ratio), above) for ratio in ratios])
-        best = loops.best(part, dtype, form.scales(largest, above), scales, form.number)
+            scales = np.stack([loops.scales(form, largest * np.float32(ratio), above) for ratio in ratios])
+        best = loops.best(part, dtype, loops.scales(form, largest, above), scales, form.number)
         found[low : low + step] = best.reshape(found[low : low + step].shape)
     return found

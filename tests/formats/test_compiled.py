@@ -13,6 +13,7 @@ import pytest
 from openquant.formats import compiled, kernels
 from openquant.formats.format import Group, grid_of
 from openquant.formats.numbers import E2M1, E4M3, INT4, INT8, INT8_WORDS, Floats, Number
+from openquant.formats.schemes import VARIANTS, Scheme
 
 NUMBERS = (E4M3, E2M1, INT8, INT4, INT8_WORDS)
 GROUPS = ((None, None), (1, None), (128, 128), (1, 32), (1, 16), (1, 40))
@@ -68,8 +69,8 @@ def test_values_are_rounded_to_the_same_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("number", [INT4, E2M1], ids=lambda number: number.name)
-@pytest.mark.parametrize("width", [16, 40, 4100])
-@pytest.mark.parametrize("groups", [1, 2, 31, 33])
+@pytest.mark.parametrize("width", [16, 42, 4100])
+@pytest.mark.parametrize("groups", [1, 31, 33, 129])
 def test_the_same_of_several_scales_is_best(number: Number, width: int, groups: int) -> None:
     """However many groups there are: of many weights as good as random, which scale is best depends on each sum."""
     generator = np.random.default_rng(width * groups)
@@ -82,12 +83,32 @@ def test_the_same_of_several_scales_is_best(number: Number, width: int, groups: 
         np.testing.assert_array_equal(found[1], found[0])
 
 
-def test_rows_that_do_not_fill_a_register_are_encoded_whole() -> None:
+@pytest.mark.parametrize("scheme", VARIANTS, ids=lambda scheme: scheme.suffix)
+@pytest.mark.parametrize("joined", [1.0, 3.7, 2.0**60])
+def test_the_same_scales_are_made_of_the_largest_weights(scheme: Scheme, joined: float) -> None:
+    """Zero too, subnormal ones, and those that take a scale beyond E4M3; stored alike."""
+    form = scheme.format
+    bits = np.random.default_rng(0).integers(0, 0x7F000000, (64, 1024), np.uint32)
+    bits[0], bits[1, 0] = bits[0] >> 8, 0
+    largest = bits.view(np.float32)
+    divisors = [None] if form.global_scale is None else [None, form.divisor(np.full((1, 1), joined, np.float32))]
+    for divisor in divisors:
+        with np.errstate(over="ignore"):
+            scale = kernels.scales(form, largest, divisor)
+        np.testing.assert_array_equal(compiled.scales(form, largest, divisor), scale)
+        if divisor is not None or form.global_scale is None:
+            stored = kernels.stored(form, scale, divisor)
+            np.testing.assert_array_equal(compiled.stored(form, scale, divisor), stored)
+
+
+@pytest.mark.parametrize("number", [INT4, E2M1], ids=lambda number: number.name)
+@pytest.mark.parametrize("width", [2, 7])
+def test_rows_that_do_not_fill_a_register_are_encoded_whole(number: Number, width: int) -> None:
     bits = np.random.default_rng(1).integers(0, 0x4000, (5, 14), np.uint16)
-    scale = kernels.absmax(bits, "BF16", (1, 2)) / np.float32(7.5)
+    scale = kernels.absmax(bits, "BF16", (1, width)) / np.float32(number.span)
     made = [np.empty((5, 7), np.uint8) for _ in range(2)]
     for loops, out in zip((kernels, compiled), made, strict=True):
-        loops.encode_stored(bits, "BF16", scale, (1, 2), out, INT4)
+        loops.encode_stored(bits, "BF16", scale, (1, width), out, number)
     np.testing.assert_array_equal(made[1], made[0])
 
 
