@@ -56,6 +56,7 @@ def compress(
     activation_scheme: str = "dynamic",
     calibration: str | os.PathLike[str] | None = None,
     calibrate: bool = False,
+    kv_cache: str = "auto",
     group_size: str | None = None,
     asymmetric: bool = False,
     no_search: bool = False,
@@ -112,12 +113,17 @@ def compress(
                 f"use --scheme {', '.join(most)} or {last}, or leave --no-search out",
             )
         chosen, others = chosen.unsearched, tuple((pattern, other.unsearched) for pattern, other in others)
+    if recipe.kv_cache not in ("fp8", "auto"):
+        raise UsageError(f"{recipe.kv_cache} is not a cache", "choose fp8 or auto")
+    cached = recipe.kv_cache == "fp8"
     asked = "--calibrate" if recipe.calibrate else "--calibration" if recipe.calibration is not None else None
-    if asked and not any(each.format.input_scale for each in (chosen, *(other for _, other in others))):
+    scaled = cached or any(each.format.input_scale for each in (chosen, *(other for _, other in others)))
+    if asked and not scaled:
         raise UsageError(
-            f"nothing uses {asked}", f"give --activation-scheme static or --scheme nvfp4-w4a4 too, or leave {asked} out"
+            f"nothing uses {asked}",
+            f"give --activation-scheme static, --scheme nvfp4-w4a4 or --kv-cache fp8 too, or leave {asked} out",
         )
-    options = Options(tuple(recipe.ignore), others, recipe.tp, recipe.quantize_lm_head)
+    options = Options(tuple(recipe.ignore), others, recipe.tp, recipe.quantize_lm_head, cached=cached)
 
     def plan(source: Source, checkpoint: Checkpoint, seen: Calibration | None) -> Plan:
         known = replace(options, calibration=seen)
@@ -271,6 +277,7 @@ def _work(
                 output=str(prepared.target),
                 scheme=plan.scheme.name if plan.scheme else "bf16",
                 schemes=plan.scheme_names,
+                kv_cache="fp8" if plan.cached else "auto",
                 architecture=plan.model.name,
                 dry_run=run.dry_run,
                 source_bytes=plan.source_bytes,

@@ -250,10 +250,10 @@ class Recipe:
     calibration: str | os.PathLike[str] | None = field(
         default=None,
         metadata=said(
-            "for scales of activations: what calibrate wrote",
+            "for scales of activations and KV: from calibrate",
             WEIGHTS,
             "a file that calibrate() wrote of this model, for the stored scales of activations: static ones, and those "
-            "of nvfp4-w4a4",
+            "of nvfp4-w4a4; and for those of keys and values in FP8",
             value="FILE",
             read=filled,
             completes="file",
@@ -266,6 +266,17 @@ class Recipe:
             WEIGHTS,
             "run texts through the model first, as calibrate() does, for such scales; implied by static activations "
             "that neither a file nor the source has scales for",
+        ),
+    )
+    kv_cache: str = field(
+        default="auto",
+        metadata=said(
+            "fp8: with scales of keys and values; auto: without",
+            WEIGHTS,
+            '"fp8" for scales of keys and values, which engines then cache in FP8: those of a calibration, or of a '
+            'quantized source, or 1; "auto" to leave the cache as it is',
+            value="NAME",
+            choices=("fp8", "auto"),
         ),
     )
     group_size: str | None = field(

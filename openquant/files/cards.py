@@ -18,6 +18,8 @@ SECTION = re.compile(
 )
 # The commands in it, and how each engine is started.
 _BLOCK = re.compile(r"^```\n.*?^```$", re.DOTALL | re.MULTILINE)
+# What may stand behind them (formats/cache.py).
+_FLAGS = r"(?: --kv-cache-dtype fp8)?"
 COMMANDS = {"vLLM": "vllm serve", "SGLang": "python -m sglang.launch_server --model-path"}
 # What a card adds to the name of a source that is quantized itself.
 QUANTIZED = ", which is quantized already"
@@ -151,8 +153,8 @@ def published_card(card: str, repo: str, revision: str | None) -> str:
     block = section and _BLOCK.search(card, section.start())
     if not block:
         return card
-    written = f"(?m)^({'|'.join(map(re.escape, COMMANDS.values()))}) .*$"
-    commands = re.sub(written, lambda found: f"{found[1]} {served(repo, revision)}", block[0])
+    written = f"(?m)^({'|'.join(map(re.escape, COMMANDS.values()))}) .*?({_FLAGS})$"
+    commands = re.sub(written, lambda found: f"{found[1]} {served(repo, revision)}{found[2]}", block[0])
     return card[: block.start()] + commands + card[block.end() :]
 
 

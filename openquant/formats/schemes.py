@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import UsageError
+from .cache import without_fp8_cache
 from .format import Format, GlobalScale, Scale
 from .numbers import E2M1, E4M3, INT4, INT8, INT8_WORDS
 
@@ -575,7 +576,7 @@ def as_written(scheme: Scheme, settings: Mapping[str, Any]) -> bool:
         scheme: the scheme.
         settings: a `quantization_config`, None in place of each list of unquantized modules.
     """
-    found = without_targets(settings)
+    found = without_fp8_cache(without_targets(settings))
     groups = found.get("config_groups")
     kinds = [
         next((kind for kind in (scheme, *MIXED) if _alike(group, kind)), None)

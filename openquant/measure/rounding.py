@@ -9,7 +9,6 @@ Codes are decoded at once, to the model's dtype, so a forward pass computes with
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,10 +31,6 @@ _SMALLEST_POWER = 2.0**-17
 # As vLLM 0.32.0 has it (quantization/utils/nvfp4_emulation_utils.py:640), a scale that E4M3 rounds to 0 makes 0 of all.
 _LOCAL = Format(E2M1, (1, 16), Scale("", dtype="F8_E4M3"), global_scale=GlobalScale(""))
 CACHED = Inputs(E4M3, (None, None), static=True)
-# Of keys, of values or of both, as vLLM 0.32.0 renames them (layers/quantization/base_config.py:217-247).
-_CACHE_SCALE = re.compile(
-    r"(?:.*\.)?layers\.(\d+)\..*?(?:([kv])_scale|([kv])_proj\.output_scale|([kv])_cache\.scale|kv_scale)"
-)
 
 
 @dataclass(frozen=True)
@@ -194,49 +189,6 @@ class KeptCache(RoundedCache):
         keys, values = super().update(key_states, value_states, layer_idx)
         found: tuple[Tensor, Tensor] = DynamicCache.update(self, keys, values, layer_idx, *args, **kwargs)
         return found
-
-
-def says_fp8_cache(config: Mapping[str, Any]) -> bool:
-    """Whether engines store keys and values in FP8 by themselves, since a `quantization_config` says so.
-
-    Raises:
-        UsageError: it says another number.
-    """
-    inner = config.get("quantization")
-    places = (config, inner) if isinstance(inner, dict) else (config,)
-    for place in places:
-        scheme, algorithm = place.get("kv_cache_scheme"), place.get("kv_cache_quant_algo")
-        if isinstance(scheme, dict):
-            if (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
-                raise UsageError(
-                    f"config.json has a kv_cache_scheme of {scheme.get('num_bits')} bits, type {scheme.get('type')}",
-                    "known is FP8",
-                )
-            return True
-        if algorithm is not None:
-            if algorithm != "FP8":
-                raise UsageError(f"config.json has the kv_cache_quant_algo {algorithm}", "known is FP8")
-            return True
-    return False
-
-
-def cache_scales(names: Iterable[str]) -> dict[int, tuple[str | None, str | None]]:
-    """The tensors with the scales of keys and of values, by the layer's number; None where there is none.
-
-    Args:
-        names: of all tensors of a checkpoint.
-    """
-    found: dict[int, list[str | None]] = {}
-    for name in sorted(names):
-        match = _CACHE_SCALE.fullmatch(name)
-        if match is None:
-            continue
-        which = match[2] or match[3] or match[4]
-        both = found.setdefault(int(match[1]), [None, None])
-        for number, letter in enumerate("kv"):
-            if which in (None, letter):
-                both[number] = name
-    return {layer: (key, value) for layer, (key, value) in found.items()}
 
 
 def refuse_latent_cache(config: Any) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..errors import SourceError
 from ..files.checkpoint import Checkpoint
 from ..files.tensors import TensorInfo
+from ..formats.cache import cache_scales, says_fp8_cache
 from ..formats.quantization import Quantization, quantization_places, read_quantization
 from ..forward.products import products_in_float32
 from ..forward.slices import Slices
@@ -31,9 +32,7 @@ from .rounding import (
     Layer,
     RoundedCache,
     Rounding,
-    cache_scales,
     refuse_latent_cache,
-    says_fp8_cache,
 )
 
 

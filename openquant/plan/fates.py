@@ -24,12 +24,15 @@ class Kept(NamedTuple):
         alike: its name with `*` for its numbers, as the plan prints it: "model.layers.*.mlp.gate".
         why: the reason, such as "router".
         weight: as the source has it quantized; None if it is copied as it is.
+        made: what it holds where the source has no such tensor: a number, or the one that is in a tensor of another
+            name.
     """
 
     tensor: TensorInfo
     alike: str
     why: str
     weight: Weight | None = None
+    made: float | TensorInfo | None = None
 
     @property
     def small(self) -> bool:
@@ -70,6 +73,7 @@ class Options:
         tp: a tensor-parallel size that must be able to serve the result.
         head: whether the output head is quantized too.
         calibration: how large activations are, for stored scales of them.
+        cached: whether keys and values are cached in FP8, with scales of theirs.
     """
 
     ignore: tuple[str, ...] = ()
@@ -77,6 +81,7 @@ class Options:
     tp: int | None = None
     head: bool = False
     calibration: Calibration | None = None
+    cached: bool = False
 
     @property
     def stays(self) -> Callable[[str], bool]:

@@ -30,7 +30,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class CopyScale:
-    """The scale of a layer's activations: one number, of `dtype` in the source, to be written as float32.
+    """The scale of a layer's activations, keys or values: one number, of `dtype` in the source, as float32.
 
     Attributes:
         inverse: whether one over it is.
@@ -194,12 +194,19 @@ def outputs(items: Iterable[Item], fates: Fates) -> list[TensorInfo]:
     return sorted(found, key=lambda info: -DTYPE_BITS[info.dtype])
 
 
+def source_bytes(kept: Kept) -> int:
+    """Bytes that the source has for a tensor which is not quantized."""
+    if kept.made is not None:
+        return kept.made.nbytes if isinstance(kept.made, TensorInfo) else 0
+    return kept.weight.stored if kept.weight else kept.tensor.nbytes
+
+
 def consumed(items: Iterable[Item], fates: Fates) -> int:
     """Bytes of the source that tensors take with their scales, whichever shards these lie in."""
     total = 0
     for item in items:
         if isinstance(item, Kept):
-            total += item.weight.stored if item.weight else item.tensor.nbytes
+            total += source_bytes(item)
         for weight in layers_of(item):
             scale = _input_scale(weight, fates)
             total += weight.stored + (scale.nbytes if scale else 0)
@@ -214,6 +221,8 @@ def sources(shard: str, fates: Fates, where: dict[str, Location]) -> set[str]:
     for item in fates.items[shard]:
         if isinstance(item, Kept) and item.weight:
             found |= {where[part.name].shard for part in item.weight.parts}
+        elif isinstance(item, Kept) and isinstance(item.made, TensorInfo):
+            found.add(where[item.made.name].shard)
         for weight in layers_of(item):
             scale, scheme = _input_scale(weight, fates), fates.of(weight.module).scheme
             if scale is not None:
@@ -242,7 +251,15 @@ def _jobs(
 ) -> Iterator[Job]:
     """The jobs for a tensor; `done` has the modules whose joined set an earlier job wrote, and gets those of this."""
     if isinstance(item, Kept):
-        place, target = where[item.tensor.name], places[item.tensor.name]
+        target = places[item.tensor.name]
+        if isinstance(item.made, TensorInfo):
+            place, made = where[item.made.name], item.made
+            yield CopyScale(made.name, place.shard, place.offset, made.nbytes, made.dtype, target)
+            return
+        if item.made is not None:
+            yield Put(item.tensor.name, struct.pack("<f", item.made), target)
+            return
+        place = where[item.tensor.name]
         if item.weight is None:
             yield Copy(item.tensor.name, place.shard, place.offset, item.tensor.nbytes, target)
             return

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..formats.schemes import Scheme
 from .fates import Fates
-from .layout import written
+from .layout import source_bytes, written
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,7 @@ def lines_of(fates: Fates) -> tuple[Line, ...]:
         alike = found.get(kind)
         if alike is None:
             after = sum(info.nbytes for info in written(layer, scheme))
-            before = 0 if stored else layer.nbytes
-            alike = found[kind] = _Alike(scheme, stored and scheme is None, before, after, [])
+            alike = found[kind] = _Alike(scheme, stored and scheme is None, 0 if stored else layer.nbytes, after, [])
         alike.names.append(layer.module)
         alike.stored += layer.stored if stored else 0
     # Those of fewer axes last.
@@ -77,10 +76,9 @@ def lines_of(fates: Fates) -> tuple[Line, ...]:
         kind = kept.alike, weight.codes.dtype if weight else tensor.dtype, tensor.shape, False, kept.why
         alike = found.get(kind)
         if alike is None:
-            before = 0 if weight else tensor.nbytes
-            alike = found[kind] = _Alike(None, weight is not None, before, tensor.nbytes, [])
+            alike = found[kind] = _Alike(None, weight is not None, 0, tensor.nbytes, [])
         alike.names.append(tensor.name if kept.small else tensor.module)
-        alike.stored += weight.stored if weight else 0
+        alike.stored += source_bytes(kept)
     lines = []
     for (_, _, shape, _, why), alike in found.items():
         before, after = alike.stored + len(alike.names) * alike.before, len(alike.names) * alike.after

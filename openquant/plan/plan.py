@@ -15,6 +15,7 @@ from typing import Any
 from ..errors import PlanError, UsageError
 from ..files.checkpoint import Checkpoint
 from ..files.tensors import TensorInfo
+from ..formats.cache import says_fp8_cache, with_fp8_cache
 from ..formats.quantization import find_quantization
 from ..formats.schemes import Scheme
 from ..models import GENERIC, MODELS, SGLANG, Model, Refusal
@@ -23,6 +24,7 @@ from ..version import __version__
 from ..weights.find import decoded_view, leftovers, without_cache_scales
 from ..weights.weight import Weight
 from . import layout
+from .cache import add_scales, cache_layers, serving_note
 from .calibrated import UncalibratedError, largest_inputs
 from .engines import refuse_experts, refuse_head, unread_by_sglang
 from .fates import FEW_AXES, Fates, Found, Item, Kept, Options
@@ -165,7 +167,19 @@ class Plan:
     @property
     def suffix(self) -> str:
         """What the output's name ends in if the user gives none: "-FP8"."""
-        return "-BF16" if self.scheme is None else self.scheme.suffix
+        if self.scheme is None:
+            return "-BF16"
+        return f"{self.scheme.suffix}-KV8" if self.cached else self.scheme.suffix
+
+    @property
+    def cached(self) -> bool:
+        """Whether engines cache keys and values in FP8, for which there are scales."""
+        return bool(self.quantization_config) and says_fp8_cache(self.quantization_config)
+
+    @property
+    def cache_layers(self) -> int:
+        """How many layers have scales of keys and values that the plan makes."""
+        return sum(kept.made is not None for kept in self.fates.kept) // 2
 
     @property
     def numbers(self) -> str:
@@ -253,6 +267,7 @@ class Plan:
             self.source.headers,
             self.identity,
             *([dict(self.fates.inputs)] if self.fates.inputs else []),
+            *([[repr(kept) for kept in self.fates.kept if kept.made is not None]] if self.cached else []),
         ]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -309,8 +324,13 @@ def make_plan(
     unread = unread_by_sglang(entry, fates)
     if unread is not None:
         notes.append(f"{SGLANG} does not load this output: {unread.why}; {unread.hint}")
-    if weights and (find_quantization(checkpoint.config) or {}).get("kv_cache_scheme"):
-        notes.append("kv_cache_scheme is left out; its scales stay, and engines use them with --kv-cache-dtype fp8")
+    if options.cached:
+        notes += serving_note(scheme)
+    elif weights and (find_quantization(checkpoint.config) or {}).get("kv_cache_scheme"):
+        notes.append(
+            "kv_cache_scheme is left out; its scales stay, and engines use them with --kv-cache-dtype fp8, "
+            "or by themselves with --kv-cache fp8 here"
+        )
     notes += _left_behind(checkpoint, weights)
     notes += _made_anew(fates)
     notes += dict.fromkeys(note for scheme in fates.schemes for note in scheme.notes)
@@ -325,6 +345,8 @@ def make_plan(
     groups = ((layer, fate.scheme.format.whole if fate.scheme else (1, 1)) for layer, fate in fates.each())
     parallel = parallel_sizes(seen, entry, groups, options.tp)
     settings = scheme.config(ignored_names(entry, fates), targets(entry, fates))
+    if options.cached:
+        settings = with_fp8_cache(settings)
     return Plan(checkpoint, seen, entry, fates, settings, parallel, tuple(notes), identity)
 
 
@@ -344,6 +366,10 @@ def _decide(
     settled = bool(weights) and all(weight.is_held_by(scheme.format) for weight in weights.values())
     items, layers = sort_tensors(checkpoint, weights, entry, found.stays if found else options.stays, settled)
     sets, config = entry.joined_sets(layers), text_config(checkpoint, entry.model)
+    scales: list[str] = []
+    if options.cached:
+        cached = cache_layers((info.module for info in checkpoint.tensors.values()), entry, config)
+        scales = add_scales(items, checkpoint, cached, options.calibration)
     if options.tp is not None:
         refuse_size(entry, layers, config, options.tp)
     fates = Fates(scheme, items, layers, sets, {})
@@ -353,7 +379,8 @@ def _decide(
         asked = asked_by(found, layers)
     left = {module for module, layer in layers.items() if settled and layer.format is None}
     inputs: dict[str, float] = {}
-    if options.calibration is not None:
+    scaled = any(each.format.input_scale for each in (scheme, *(other for _, other in options.scheme_for)))
+    if options.calibration is not None and scaled:
         inputs = largest_inputs(options.calibration, entry, layers, sets)
 
     def no_scale(layer: Weight) -> str | None:
@@ -365,7 +392,7 @@ def _decide(
     find_problem = problem_finder(entry, layers, sets, config, options.tp, no_scale)
     others, notes = settle(entry, scheme, layers, find_problem, sets, asked, left, options.tp)
     fates = replace(fates, others=others, inputs=inputs)
-    notes += lacking(entry.model, layers, fates.kept, sets, config)
+    notes += [*lacking(entry.model, layers, fates.kept, sets, config), *scales]
     refuse_experts(entry, fates)
     return fates, notes
 

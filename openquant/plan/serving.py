@@ -227,10 +227,9 @@ def find_cache(lines: Iterable[Line], entry: Entry, config: Mapping[str, Any]) -
     count = _count(config, LAYERS)
     if model.rest and count != len({layer for layer, _ in rows}):
         raise _Unknown("what some of its layers keep of a token")
-    own = count - (_count(config, SHARED) or 0) if count else None
+    own = own_layers(config)
     found: dict[Layers, int] = {}
     for (layer, what), numbers in rows.items():
-        # The last layers may read the cache of earlier ones.
         if own is None or layer < own:
             each = _kept(layer, what, numbers, windows(layer), config)
             found[each] = found.get(each, 0) + 1
@@ -242,6 +241,15 @@ def _number(found: Any) -> int:
     if found is None or not found[1].isdecimal() or len(found[1]) > MAX_DIGITS:
         raise _Unknown("which layer is which")
     return int(found[1])
+
+
+def own_layers(config: Mapping[str, Any]) -> int | None:
+    """How many decoder layers, the first ones, have a cache of their own; None if config.json does not say.
+
+    The last may read that of earlier ones.
+    """
+    count = _count(config, LAYERS)
+    return count - (_count(config, SHARED) or 0) if count else None
 
 
 def _count(config: Mapping[str, Any], key: str | None) -> int | None:

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from ..files.cards import COMMANDS, QUANTIZED, SECTION, served, shell_word, split_card
+from ..formats.cache import FLAG
 from ..models import SGLANG
 from ..patterns import collapse
 from ..plan.plan import Plan
@@ -182,7 +183,13 @@ def readers(plan: Plan) -> str:
 
 def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list[str]:
     """What starts each engine on an output directory, or on a revision of a repository (main if None)."""
-    return [f"{COMMANDS[engine]} {served(output, revision)}" for engine in plan.engines]
+    flags = {"vLLM": f" {FLAG}"} if plan.cached and plan.quantization_config["quant_method"] == "fp8" else {}
+    return [f"{COMMANDS[engine]} {served(output, revision)}{flags.get(engine, '')}" for engine in plan.engines]
+
+
+def cache_text(plan: Plan) -> str:
+    """The scales of an FP8 cache: "one scale for keys and one for values in each of 28 layers"."""
+    return f"one scale for keys and one for values in each of {plan.cache_layers} layers"
 
 
 def _section(plan: Plan, name: str, repo: str | None, revision: str | None, directory: str) -> str:
@@ -203,6 +210,7 @@ def _section(plan: Plan, name: str, repo: str | None, revision: str | None, dire
         f"| | |\n|---|---|\n| source | {origin} |",
         *([f"| revision | `{revision}` |"] if revision else []),
         f"| format | {plan.description}{serialized} |",
+        *([f"| KV cache | FP8, {cache_text(plan)} |"] if plan.cached else []),
         f"| size | {gigabytes(plan.source_bytes)} -> {gigabytes(plan.output_bytes)} |",
         f"| made with | openquant {__version__} |",
         "",

@@ -16,6 +16,7 @@ class Result:
         output: the output directory.
         scheme: the name of the scheme, such as "tensor"; "bf16" for a run that dequantizes.
         schemes: number of weights stored in each scheme: that one, and others that some layers have instead.
+        kv_cache: "fp8" where the output has scales for keys and values in FP8, "auto" where it has none.
         architecture: the registry's entry that the plan was made by.
         dry_run: whether nothing was written.
         source_bytes: size of the source's tensors.
@@ -41,6 +42,7 @@ class Result:
     output: str
     scheme: str
     schemes: dict[str, int]
+    kv_cache: str
     architecture: str
     dry_run: bool
     source_bytes: int

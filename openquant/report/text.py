@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..hub.fetch import Download
 from ..patterns import collapse
+from ..plan.cache import CACHED
 from ..plan.lines import Line
 from ..plan.plan import Plan
 from ..plan.serving import GPU_GB, Serving
@@ -30,7 +31,8 @@ def plan_text(plan: Plan, model: str, output: Path, download: Download, notes: S
     rows += [_row(line) for line in plan.lines if line.decoded]
     others = [line for line in plan.lines if not line.quantized and not line.decoded]
     rows += [_row(line) for line in others if len(line.shape) >= 2]
-    small = [line for line in others if len(line.shape) < 2]
+    rows += [("scale", *_row(line)[1:]) for line in others if line.why == CACHED]
+    small = [line for line in others if len(line.shape) < 2 and line.why != CACHED]
     if small:
         count = sum(len(line.names) for line in small)
         size = gigabytes(sum(line.bytes_before for line in small))

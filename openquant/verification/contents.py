@@ -16,6 +16,7 @@ from ..errors import SourceError
 from ..files.checkpoint import Checkpoint
 from ..files.shardfile import Bytes
 from ..files.tensors import TensorInfo
+from ..formats.format import FLOATS
 from ..formats.kernels import Bits, to_float32
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
@@ -39,12 +40,14 @@ class Task:
         original: the source's weight. One of codes without it is not decoded, any other tensor is held against the
             source's tensor of the same name.
         scheme: what it was quantized in, if quantizing the source again must give the same; None if others made it.
+        scale: whether it is a scale by itself, of keys or values.
     """
 
     info: TensorInfo
     weight: Weight | None = None
     original: Weight | None = None
     scheme: Scheme | None = None
+    scale: bool = False
 
 
 @dataclass
@@ -120,7 +123,9 @@ class _Reading:
                 break
             number, task = following
             try:
-                if task.weight is not None:
+                if task.scale:
+                    worker.check_scale(number, task.info)
+                elif task.weight is not None:
                     worker.check(number, task.weight, task.original, task.scheme)
                 else:
                     worker.compare(number, task.info, task.original)
@@ -271,6 +276,12 @@ class _Worker:
         rows, step = info.nbytes // pitch, max(1, PIECE // pitch)
         for low in range(0, rows, step):
             yield min(step, rows - low), None
+
+    def check_scale(self, number: int, info: TensorInfo) -> None:
+        """Look at a scale that belongs to no weight."""
+        if info.dtype in FLOATS:
+            self._scale(number, info)
+        self.reading.advance(info.nbytes)
 
     def _hold(self, number: int, wanted: TensorInfo, data: bytes) -> None:
         """Say so if a tensor of integers, which its weight's shape tells, holds others."""

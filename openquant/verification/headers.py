@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import SourceError
+from ..errors import PlanError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint, read_json
 from ..files.names import INDEX_FILE
 from ..files.tensors import TensorInfo
+from ..formats.cache import SCALES, cache_scales, says_fp8_cache, without_fp8_cache
 from ..formats.format import FLOATS, INPUT_SCALE, Format
 from ..formats.quantization import IN_COLUMNS, Quantization, quantization_places
 from ..formats.schemes import MIXED, as_written, without_targets
 from ..formats.settings import unread
 from ..models import NOT_LINEAR, ROUTER, Model
+from ..plan.cache import cache_layers
+from ..plan.parallel import text_config
 from ..plan.roles import Entry, is_head
 from ..weights.columns import columns_of
 from ..weights.find import Pair, leftovers, pairs
@@ -47,6 +50,8 @@ class Headers:
         stored: the same by the name of the tensor that holds their codes.
         scales: the names of their scales, and of what else is beside codes.
         unlisted: the names that had to be listed as unquantized and are not.
+        cached: whether the config says that keys and values are cached in FP8.
+        cache: the scales of these.
     """
 
     def __init__(
@@ -70,6 +75,8 @@ class Headers:
         self.stored: dict[str, Weight] = {}
         self.scales: set[str] = set()
         self.unlisted: set[str] = set()
+        self.cached = False
+        self.cache: list[TensorInfo] = []
 
     def _check_settings(self) -> None:
         """The quantization_config: in our directories what this program writes, in others' what engines read."""
@@ -89,7 +96,7 @@ class Headers:
         elif self.scheme is None:
             self.problems.append("config.json: its quantization_config is none that this program writes")
         else:
-            found = without_targets(settings)
+            found = without_fp8_cache(without_targets(settings))
             groups = found.get("config_groups") if self.scheme.group else None
             # Of the groups that it may have, those that are most like them.
             kinds = [
@@ -104,6 +111,7 @@ class Headers:
         """Fill problems and notes."""
         self._sort_tensors()
         self._check_strays()
+        self._check_cache()
         if self.entry is None:
             self.notes.append(
                 f"{self.checkpoint.architecture} is not a known architecture: not checked are which unquantized layers "
@@ -280,6 +288,50 @@ class Headers:
             self.problems.append(f"{self.place(name)} is nothing that engines load")
         if unread:
             self.notes.append(f"{unread} input_scale tensors are there, but the config says activations are dynamic")
+
+    def _check_cache(self) -> None:
+        """The scales of keys and values, of all layers that have a cache of their own, where it is in FP8."""
+        try:
+            self.cached = says_fp8_cache(self.quantization.settings)
+        except UsageError as error:
+            self.problems.append(error.message)
+        tensors = self.checkpoint.tensors
+        known = cache_scales(tensors)
+        self.cache = [tensors[name] for name in dict.fromkeys(n for both in known.values() for n in both if n)]
+        if not self.cached:
+            return
+        for info in self.cache:
+            if info.dtype not in FLOATS or info.shape not in ((), (1,)):
+                self.problems.append(f"{self.place(info.name)} is {described(info)}, scales of a cache are one number")
+        try:
+            layers = self._cache_layers()
+        except PlanError as error:
+            self.notes.append(f"not checked are the scales of keys and values: {error.message}")
+            return
+        for number, path in layers.items():
+            for last, found in zip(SCALES, known.pop(number, (None, None)), strict=True):
+                name = f"{path}.{last}"
+                if found is None:
+                    self.problems.append(
+                        f"{name} is missing: keys and values are cached in FP8, as config.json says, "
+                        "by engines under a scale of 1 then, by transformers under anything"
+                    )
+                elif found != name and self.ours:
+                    self.problems.append(f"{self.place(found)} must be called {name}")
+        for name in dict.fromkeys(n for both in known.values() for n in both if n):
+            self.problems.append(f"{self.place(name)} is the scale of a layer that has no cache of its own")
+
+    def _cache_layers(self) -> dict[int, str]:
+        """The attention of each layer that has a cache of its own, by number.
+
+        Raises:
+            PlanError: that is not known.
+        """
+        names = (self.stored[name].module if name in self.stored else name for name in self.checkpoint.tensors)
+        modules = [name.removesuffix(".weight") for name in names]
+        if self.entry is None:
+            raise PlanError(f"{self.checkpoint.architecture} is not a known architecture", "")
+        return cache_layers(modules, self.entry, text_config(self.checkpoint, self.entry.model))
 
     def owner(self, name: str) -> str | None:
         """The weight that a tensor is the scale or zero points of, or says the shape of; None if it is neither."""

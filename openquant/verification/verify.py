@@ -310,7 +310,9 @@ class _Verification:
             # Of another tool's layers only the names count, which any scheme of the format has.
             fp8 = self.headers.quantization.method == "fp8"
             scheme = self.scheme or (TENSOR if fp8 else CHANNEL)
-            self.plan = make_plan(source, scheme, Options(head=self.headers.head), found=self._found())
+            self.plan = make_plan(
+                source, scheme, Options(head=self.headers.head, cached=self.headers.cached), found=self._found()
+            )
         except (PlanError, UsageError) as error:
             self.notes.append(f"no plan can be made of the source, tensors were compared by name: {error.message}")
             return
@@ -341,7 +343,10 @@ class _Verification:
         pairs: list[tuple[TensorInfo, Weight | None]] = []
         foreign: list[str] = []
         recast: list[str] = []
+        added = {info.name for info in self.headers.cache} if self.headers.cached else set()
         for found in self.checkpoint.tensors.values():
+            if found.name in added:
+                continue
             info = self.headers.stored[found.name].source if found.name in self.headers.stored else found
             original, weight = source.tensors.get(info.name), self.originals.get(info.module)
             if original is None and weight is not None and info.name != f"{info.module}.weight":
@@ -420,6 +425,7 @@ class _Verification:
             original = self.originals.get(weight.module) if self.full else None
             original = original if original and original.shape == weight.source.shape else None
             tasks.append(Task(weight.codes, weight, original, self._scheme_of(weight) if self.remakes else None))
+        tasks += [Task(info, scale=True) for info in self.headers.cache]
         # In the order of the files, which is how disks like it.
         tasks.sort(key=lambda task: self.checkpoint.where[task.info.name])
         contents = read_contents(self.checkpoint, self.source, tasks, workers, progress)

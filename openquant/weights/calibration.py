@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,15 @@ class Calibration:
     Attributes:
         inputs: of layers.
         model: the fingerprint of the checkpoint (files/fingerprint.py), SHA-256 in hexadecimal.
+        cached: the largest magnitudes of keys and of values as they are cached, by the number of each decoder layer
+            that has a cache of its own: {0: (21.5, 3.25)}.
         texts: what was read, as eval.json has it: {"files": ["wiki.txt"], "sha256": .., "documents": 128, ..}.
     """
 
     inputs: tuple[Inputs, ...]
     model: str
     texts: Mapping[str, Any]
+    cached: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
     @cached_property
     def _by_tensor(self) -> dict[str, Inputs]:
@@ -97,20 +101,23 @@ class Calibration:
             "model": self.model,
             "texts": dict(self.texts),
             "inputs": [{"tensors": each.tensors, "tokens": each.tokens} for each in self.inputs],
+            "cached": {str(number): list(both) for number, both in self.cached.items()},
         }
         # safetensors writes metadata in an order of its own: one entry keeps the bytes the same.
         return save(tensors, {_KIND: json.dumps(facts, sort_keys=True)})
 
 
 def stand_in(tensors: Iterable[str], texts: Mapping[str, Any]) -> Calibration:
-    """A calibration that has seen all weights, and ones go into each: a plan with it is like one with what texts show.
+    """A calibration that has seen all weights and caches, and ones go into each: a plan with it is like one with what
+    texts show.
 
     Args:
         tensors: names of the weights.
         texts: how much would be read: {"documents": 128, "length": 512}.
     """
-    ones = np.ones(1, np.float32)
-    return Calibration((Inputs(tuple(tensors), ones, ones, 1),), "", texts)
+    ones, names = np.ones(1, np.float32), tuple(tensors)
+    numbers = {int(part) for name in names for part in name.split(".") if part.isdecimal() and len(part) < 10}
+    return Calibration((Inputs(names, ones, ones, 1),), "", texts, dict.fromkeys(sorted(numbers), (1.0, 1.0)))
 
 
 def read_calibration(path: Path) -> Calibration:
@@ -133,9 +140,19 @@ def read_calibration(path: Path) -> Calibration:
         if not (isinstance(model, str) and isinstance(texts, dict) and isinstance(inputs, list)):
             raise TypeError
         found = tuple(_inputs(path, number, each, tensors) for number, each in enumerate(inputs))
-    except (KeyError, TypeError, AttributeError):
+        cached = {int(number): _cached(path, number, both) for number, both in facts.get("cached", {}).items()}
+    except (KeyError, TypeError, ValueError, AttributeError):
         raise SourceError(f"{path} is no calibration", _AGAIN) from None
-    return Calibration(found, model, texts)
+    return Calibration(found, model, texts, cached)
+
+
+def _cached(path: Path, number: str, both: Any) -> tuple[float, float]:
+    keys, values = both
+    if type(keys) is not float or type(values) is not float:
+        raise TypeError
+    if not (0 <= keys < math.inf and 0 <= values < math.inf):
+        raise SourceError(f"{path}: magnitudes of keys or values of layer {number} are negative or not finite", _AGAIN)
+    return keys, values
 
 
 def _inputs(path: Path, number: int, said: Mapping[str, Any], tensors: Mapping[str, Floats]) -> Inputs:

@@ -21,10 +21,8 @@ from openquant.measure.rounding import (
     Layer,
     RoundedCache,
     Rounding,
-    cache_scales,
     refuse_latent_cache,
     rounded,
-    says_fp8_cache,
 )
 
 TOKEN, TENSOR, INT8_TOKEN = Inputs(E4M3, (1, None)), Inputs(E4M3, (None, None)), Inputs(INT8, (1, None))
@@ -239,43 +237,6 @@ def test_a_model_computes_with_rounded_keys_and_values() -> None:
     assert 0 < (fine - plain).norm() < 0.1 * plain.norm()
     # Fifty times too small: nearly all is cut off.
     assert (small - plain).norm() > 3 * (fine - plain).norm()
-
-
-@pytest.mark.parametrize(
-    ("quantization", "expected"),
-    [
-        ({}, False),
-        ({"kv_cache_scheme": None}, False),
-        ({"kv_cache_scheme": {"type": "float", "num_bits": 8}}, True),
-        ({"kv_cache_quant_algo": "FP8"}, True),
-        ({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}, True),
-        ({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}, False),
-    ],
-)
-def test_the_config_says_what_the_cache_holds(quantization: dict[str, Any], expected: bool) -> None:
-    assert says_fp8_cache(quantization) is expected
-
-
-@pytest.mark.parametrize(
-    "quantization", [{"kv_cache_scheme": {"type": "int", "num_bits": 8}}, {"kv_cache_quant_algo": "NVFP4"}]
-)
-def test_other_caches_are_refused(quantization: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="kv_cache_"):
-        says_fp8_cache(quantization)
-
-
-def test_scales_of_the_cache_have_several_names() -> None:
-    names = [
-        "model.layers.0.self_attn.k_scale",
-        "model.layers.0.self_attn.v_scale",
-        "model.layers.1.self_attn.kv_scale",
-        "model.layers.2.self_attn.k_proj.output_scale",
-        "model.layers.10.self_attn.attn.v_scale",
-        "model.layers.0.self_attn.q_scale",
-        "model.layers.0.self_attn.k_proj.weight_scale",
-    ]
-    expected = {0: (names[0], names[1]), 1: (names[2], names[2]), 2: (names[3], None), 10: (None, names[4])}
-    assert cache_scales(names) == expected
 
 
 def test_latent_attention_has_no_such_cache() -> None:

@@ -632,7 +632,8 @@ def test_the_scales_of_a_cache_stay(tmp_path: Path) -> None:
     scale = Q.replace("q_proj", "k_scale")
     change_weights(source, lambda weights: weights.update({scale: torch.tensor(0.5)}))
     assert make_plan(open_checkpoint(source), BLOCK).notes == (
-        "kv_cache_scheme is left out; its scales stay, and engines use them with --kv-cache-dtype fp8",
+        "kv_cache_scheme is left out; its scales stay, and engines use them with --kv-cache-dtype fp8, or by themselves "
+        "with --kv-cache fp8 here",
     )
     compress(source, tmp_path / "out", "block")
     assert tiny.read(tmp_path / "out")[scale] == 0.5

@@ -1,0 +1,167 @@
+"""Scales of an FP8 cache in a plan: in which layers, with which values, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from openquant import compress, dequantize
+from openquant.errors import PlanError, UsageError
+from openquant.files.checkpoint import open_checkpoint
+from openquant.formats.schemes import CHANNEL, VARIANTS, Scheme
+from openquant.models import MODELS
+from openquant.plan.cache import cache_layers
+from openquant.plan.fates import Options
+from openquant.plan.parallel import text_config
+from openquant.plan.plan import Plan, make_plan
+from openquant.plan.roles import Entry
+from openquant.weights.calibration import Calibration
+from published import published
+
+FP8 = Options(cached=True)
+
+
+def planned(root: Path, scheme: Scheme = CHANNEL, options: Options = FP8) -> Plan:
+    return make_plan(open_checkpoint(root), scheme, options)
+
+
+def seen(*both: tuple[float, float]) -> Calibration:
+    """A calibration that has found these ranges, layer by layer."""
+    return Calibration((), "model", {"documents": 2, "length": 8}, dict(enumerate(both)))
+
+
+def scales_of(root: Path) -> dict[str, float]:
+    found = {name: each for name, each in tiny.read(root).items() if name.endswith((".k_scale", ".v_scale"))}
+    assert all(each.dtype == torch.float32 and each.shape == (1,) for each in found.values())
+    return {name: float(each) for name, each in found.items()}
+
+
+def layers_of(name: str, **config: Any) -> dict[int, str]:
+    checkpoint = published(name)
+    checkpoint.config.update(config)
+    entry = Entry(MODELS[checkpoint.architecture])
+    return cache_layers(
+        (info.module for info in checkpoint.tensors.values()), entry, text_config(checkpoint, entry.model)
+    )
+
+
+ALL = [f"model.layers.{layer}.self_attn.{last}" for layer in range(2) for last in ("k_scale", "v_scale")]
+
+
+@pytest.mark.parametrize("scheme", VARIANTS, ids=lambda scheme: scheme.suffix)
+def test_every_scheme_has_scales_of_one_in_all_layers(tmp_path: Path, scheme: Scheme) -> None:
+    plan = planned(tiny.write(tmp_path / "source"), scheme)
+    outputs = [info for shard in plan.shards for info in plan.outputs(shard.name)]
+    assert sorted(info.name for info in outputs if info.name.endswith(("k_scale", "v_scale"))) == ALL
+    assert plan.cached and plan.cache_layers == 2 and plan.suffix == f"{scheme.suffix}-KV8"
+    key = "kv_cache_quant_algo" if scheme.method == "fp8" else "kv_cache_scheme"
+    assert key in plan.config["quantization_config"]
+    told = "vLLM reads no cache in FP8 off this format: serve with --kv-cache-dtype fp8"
+    assert (told in plan.notes) is (scheme.method == "fp8")
+    assert any(note.startswith("scales of keys and values are 1 in all of 2 layers") for note in plan.notes)
+    assert all(line.bytes_before == 0 for line in plan.lines if line.names[0] in ALL)
+
+
+def test_what_is_written(tmp_path: Path) -> None:
+    result = compress(tiny.write(tmp_path / "source"), tmp_path / "out", kv_cache="fp8")
+    assert scales_of(tmp_path / "out") == dict.fromkeys(ALL, 1.0)
+    assert result.kv_cache == "fp8" and result.to_json()["kv_cache"] == "fp8"
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["kv_cache_quant_algo"] == "FP8"
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| KV cache | FP8, one scale for keys and one for values in each of 2 layers |" in card
+    assert "vllm serve out --kv-cache-dtype fp8\n" in card and "--model-path out\n" in card
+    assert compress(tmp_path / "source", tmp_path / "plain").kv_cache == "auto"
+    assert scales_of(tmp_path / "plain") == {}
+
+
+def test_other_caches_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="int8 is not a cache"):
+        compress(tmp_path, kv_cache="int8")
+
+
+@pytest.mark.parametrize(
+    ("name", "paths"),
+    [
+        ("Qwen3ForCausalLM", [f"model.layers.{layer}.self_attn" for layer in range(28)]),
+        ("Phi3ForCausalLM", [f"model.layers.{layer}.self_attn" for layer in range(40)]),
+        # One layer in four attends.
+        ("Qwen3NextForCausalLM", [f"model.layers.{layer}.self_attn" for layer in range(3, 48, 4)]),
+        ("NemotronHForCausalLM", None),
+    ],
+)
+def test_layers_with_a_cache_are_known_by_their_projections(name: str, paths: list[str] | None) -> None:
+    found = layers_of(name)
+    assert list(found.values()) == (paths or [f"backbone.layers.{layer}.mixer" for layer in found])
+    assert found
+
+
+def test_layers_that_read_the_cache_of_others_have_no_scales() -> None:
+    assert len(layers_of("Gemma4ForCausalLM")) == 35
+    assert list(layers_of("Gemma4ForCausalLM", num_kv_shared_layers=20)) == list(range(15))
+
+
+@pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"])
+def test_latent_attention_is_refused_by_name(name: str) -> None:
+    with pytest.raises(PlanError, match=r"\(MLA\)"):
+        layers_of(name)
+
+
+def test_calibrated_scales_are_powers_of_two(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source")
+    plan = planned(source, options=Options(cached=True, calibration=seen((21.5, 3.25), (900.0, 0.5))))
+    made = {kept.tensor.name: kept.made for kept in plan.fates.kept if kept.made is not None}
+    assert list(made.values()) == [2.0**-4, 2.0**-7, 4.0, 2.0**-9]
+    (note,) = (note for note in plan.notes if "of a calibration" in note)
+    assert note.endswith(
+        "1 would have done in 1 of 2 layers, not in model.layers.1.self_attn (keys up to 900, values up to 0.5)"
+    )
+    usual = planned(source, options=Options(cached=True, calibration=seen((21.5, 3.25), (448.0, 1.0))))
+    assert any(note.endswith("1 would have done in all of 2 layers") for note in usual.notes)
+    assert len({plan.digest, usual.digest, planned(source).digest, planned(source, options=Options()).digest}) == 4
+
+
+def test_a_calibration_without_ranges_of_a_layer_is_refused(tmp_path: Path) -> None:
+    options = Options(cached=True, calibration=seen((1.0, 1.0)))
+    with pytest.raises(PlanError, match="has not seen keys and values of layer 1"):
+        planned(tiny.write(tmp_path / "source"), options=options)
+
+
+def with_scales(root: Path, **scales: torch.Tensor) -> Path:
+    """A directory made by this program that has scales of keys and values, as another tool calls them."""
+    compress(tiny.write(root / "source"), root / "quantized", "channel")
+
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        for name, scale in scales.items():
+            weights[f"model.layers.{name.replace('__', '.')}"] = scale
+
+    tiny.change_weights(root / "quantized", change)
+    return root / "quantized"
+
+
+def test_scales_of_a_source_are_kept_under_names_that_engines_load(tmp_path: Path) -> None:
+    source = with_scales(
+        tmp_path,
+        **{
+            "0__self_attn__k_proj__output_scale": torch.tensor(0.25, dtype=torch.bfloat16),
+            "0__self_attn__v_proj__output_scale": torch.tensor([0.5]),
+            "1__self_attn__kv_scale": torch.tensor(3.0),
+        },
+    )
+    compress(source, tmp_path / "out", "channel", kv_cache="fp8")
+    assert scales_of(tmp_path / "out") == dict(zip(ALL, [0.25, 0.5, 3.0, 3.0], strict=True))
+    assert not any("output_scale" in name or "kv_scale" in name for name in tiny.read(tmp_path / "out"))
+    assert "4 of 4 scales of keys and values are the source's, all others 1" in planned(source).notes
+    dequantize(tmp_path / "out", tmp_path / "plain")
+    assert scales_of(tmp_path / "plain") == {}
+
+
+def test_scales_of_a_source_by_head_are_refused(tmp_path: Path) -> None:
+    source = with_scales(tmp_path, **{"0__self_attn__k_scale": torch.ones(2)})
+    with pytest.raises(PlanError, match=r"k_scale is F32 \[2\], not a single scale"):
+        planned(source)

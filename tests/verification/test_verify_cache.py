@@ -1,0 +1,97 @@
+"""verify and the scales of an FP8 cache: missing, unsound, misnamed, and of layers that have no cache."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from conftest import change_json
+from openquant import compress, verify
+
+Weights = dict[str, torch.Tensor]
+ONE = "model-00001-of-00001.safetensors"
+KEYS, VALUES = "model.layers.0.self_attn.k_scale", "model.layers.0.self_attn.v_scale"
+OTHER = "model.layers.1.self_attn.k_scale"
+MISSING = "is missing: keys and values are cached in FP8, as config.json says"
+
+
+@pytest.fixture(scope="module", params=["channel", "tensor"])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A source, and an output with scales in compressed-tensors or in fp8."""
+    root = tmp_path_factory.mktemp("made")
+    source = tiny.write(root / "source")
+    compress(source, root / "out", request.param, kv_cache="fp8")
+    return source, root / "out"
+
+
+def test_a_sound_output(made: tuple[Path, Path]) -> None:
+    source, out = made
+    for report in (verify(out), verify(out, source), verify(out, source, full=True)):
+        assert report.problems == () and report.notes == ()
+
+
+def rename(old: str, new: str) -> Callable[[Weights], object]:
+    return lambda held: held.update({new: held.pop(old)})
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda held: held.pop(KEYS), f"{KEYS} {MISSING}"),
+        (lambda held: held.pop("model.layers.1.self_attn.v_scale"), f"model.layers.1.self_attn.v_scale {MISSING}"),
+        (lambda held: held[KEYS].zero_(), f"{KEYS} holds 0 at [0]: scales are finite and above zero"),
+        (lambda held: held[VALUES].fill_(float("nan")), f"{VALUES} holds nan at [0]"),
+        (lambda held: held[OTHER].fill_(float("inf")), f"{OTHER} holds inf at [0]"),
+        (lambda held: held.update({OTHER: torch.ones(2)}), f"{OTHER} is F32 [2], scales of a cache are one number"),
+        (lambda held: held.update({OTHER: torch.ones(1).int()}), f"{OTHER} is I32 [1], scales of a cache"),
+        (
+            rename(KEYS, "model.layers.0.self_attn.k_proj.k_scale"),
+            f"model.layers.0.self_attn.k_proj.k_scale must be called {KEYS}",
+        ),
+        (rename(OTHER, "model.layers.1.self_attn.key_scale"), f"{OTHER} {MISSING}"),
+        (
+            lambda held: held.update({"model.layers.7.self_attn.k_scale": torch.ones(1)}),
+            "model.layers.7.self_attn.k_scale is the scale of a layer that has no cache of its own",
+        ),
+    ],
+)
+@pytest.mark.parametrize("with_source", [True, False])
+def test_what_is_off_is_named(
+    made: tuple[Path, Path], change: Callable[[Weights], object], problem: str, with_source: bool, tmp_path: Path
+) -> None:
+    source, out = made
+    shutil.copytree(out, tmp_path / "out")
+    tiny.change_weights(tmp_path / "out", change)
+    problems = verify(tmp_path / "out", source if with_source else None).problems
+    assert any(problem in found for found in problems), problems
+
+
+def test_a_config_that_does_not_say_it(made: tuple[Path, Path], tmp_path: Path) -> None:
+    """Scales that no config speaks of are nothing of the source's."""
+    source, out = made
+    shutil.copytree(out, tmp_path / "out")
+    for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
+        change_json(
+            tmp_path / "out" / "config.json", lambda found, key=key: found["quantization_config"].pop(key, None)
+        )
+    assert f"{KEYS} is not in the source" in str(verify(tmp_path / "out", source).problems)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda found: found["kv_cache_scheme"].update(num_bits=4), "has a kv_cache_scheme of 4 bits"),
+        (lambda found: found["kv_cache_scheme"].update(dynamic=True), "kv_cache_scheme is {"),
+    ],
+)
+def test_other_schemes_of_a_cache(change: Callable[[dict[str, Any]], object], problem: str, tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source")
+    compress(source, tmp_path / "out", "channel", kv_cache="fp8")
+    change_json(tmp_path / "out" / "config.json", lambda found: change(found["quantization_config"]))
+    assert problem in str(verify(tmp_path / "out").problems)
