@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from .machine import find_device
 from .options import Calibrate, CalibrationTexts, values_for
 from .passes import Arriving, find_tokenizer, hidden_bytes, scratch_for, vocabulary_of
 from .report.reporter import Reporter
+from .version import __version__
 from .weights.calibration import SUFFIX, Calibration, read_calibration
 
 if TYPE_CHECKING:
@@ -187,20 +189,26 @@ def _run(
 ) -> None:
     """Run texts through a model; the first rank writes what all have seen."""
     # Only now is torch imported.
+    from .forward.kept import Kept
     from .forward.scratch import refuse_memory
     from .forward.streamed import StreamedModel
     from .measure.calibrate import calibrate as measure
     from .measure.subjects import needs
 
+    fingerprint = Fingerprint(checkpoint, source.remote)
+    part = target.with_name(f"{target.name}.part{f'-{ranks.rank}' if ranks.size > 1 else ''}")
+    versions = f"openquant {__version__}, transformers {version('transformers')}"
+    same = {"texts": corpus.sha256, "number of ranks": str(ranks.size), "versions of libraries": versions}
+    kept = Kept(part, lambda: {"weights": fingerprint.hexdigest(), **same})
     if begun is not None:
-        begun("; ".join((corpus.described, *corpus.notes)))
+        continued = () if kept.found is None else ("an earlier run is continued",)
+        begun("; ".join((corpus.described, *corpus.notes, *continued)))
 
     def advanced(done: int, total: int) -> None:
         ranks.check()
         if progress is not None:
             progress(done, total)
 
-    fingerprint = Fingerprint(checkpoint, source.remote)
     streamed = StreamedModel(checkpoint, device=asked.device)
     place = Path(asked.scratch) if asked.scratch is not None else target.absolute().parent
     if asked.scratch is None and asked.stream and source.remote:
@@ -214,6 +222,9 @@ def _run(
         [supply] = stack.enter_context(supplies)
         streamed.traffic = Arriving(supply, source.name, fingerprint, ranks)
         team = ranks if ranks.size > 1 else None
-        inputs = measure(streamed, corpus, scratch=held, team=team, progress=advanced)
+        inputs = measure(streamed, corpus, scratch=held, team=team, progress=advanced, kept=kept)
     if ranks.first:
         write_whole(target, Calibration(inputs, fingerprint.hexdigest(), corpus.account).to_bytes())
+    # Only then may the others lose what they have.
+    ranks.agree(None)
+    kept.remove()

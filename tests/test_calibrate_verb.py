@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,7 @@ import pytest
 import torch
 
 import tiny
-from conftest import EXAMPLE, run_openquant
+from conftest import EXAMPLE, ROOT, run_openquant
 from openquant import Reporter, calibrate, compress, evaluate, verify
 from openquant.errors import OpenQuantError, OutputError, SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
@@ -99,6 +103,41 @@ def test_scales_are_those_of_the_calibration(calibration: Path, tmp_path: Path, 
     other = calibrate(EXAMPLE, tmp_path / "other.safetensors", samples=3, length=32)
     with pytest.raises(OutputError, match="holds the output of another run: other options"):
         compress(EXAMPLE, out, **{**static, "calibration": other})
+
+
+# Keeps passes after every layer, and is killed as the file gets its name for the third time.
+KILLED = """
+import os, signal, sys
+from openquant.forward import kept
+from openquant.cli import main
+kept.EVERY = kept.TIMES = 0
+replace, left = os.replace, [3]
+def replaced(old, new):
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(old, new)
+os.replace = replaced
+main(sys.argv[1:])
+"""
+
+
+def test_a_killed_run_goes_on(calibration: Path, tmp_path: Path) -> None:
+    name = "tiny-qwen3.calibration.safetensors"
+    words = ["compress", "-m", str(EXAMPLE), "-o", "out", "--activation-scheme", "static", *map(str, TEXTS)]
+    command = [sys.executable, "-c", KILLED, *words]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+    assert done.returncode == -signal.SIGKILL
+    # Nothing has its final name, nor has the output begun.
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.part", f"{name}.part.new"]
+    with pytest.raises(SourceError) as caught:
+        compress(EXAMPLE, tmp_path / "out", activation_scheme="static", samples=3, length=64)
+    assert caught.value.message == f"{tmp_path / name}.part was begun with other texts"
+    told = Told()
+    compress(EXAMPLE, tmp_path / "out", activation_scheme="static", reporter=told, **SMALL)
+    assert told.lines[0].endswith(f"; an earlier run is continued; kept in {tmp_path / name}")
+    assert (tmp_path / name).read_bytes() == calibration.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", name]
 
 
 def test_static_activations_are_calibrated_first(calibration: Path, tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -173,6 +173,45 @@ class Held:
             storage = torch.UntypedStorage._new_with_weak_ptr(each.cdata)
             if storage is not None:
                 yield storage
+
+
+class Holder(Protocol):
+    """A pass, which waits with what it calls a unit with, or is done."""
+
+    call: Any
+    done: bool
+    held: Held
+
+
+class Store:
+    """Which groups' hidden states wait in memory, and which in a file: the first stay, as long as they fit.
+
+    Attributes:
+        held: bytes of those that stay, of the groups that went through the current unit.
+    """
+
+    def __init__(self, scratch: Scratch | None, groups: int) -> None:
+        self._scratch = scratch
+        self._groups = groups
+        self.held = 0
+
+    def put_away(self, group: Sequence[Holder]) -> None:
+        """Note what a group holds that waits now, and put it into the file where memory has no room for it."""
+        if self._scratch is None:
+            return
+        waiting = [each for each in group if not each.done]
+        size = sum(each.held.note(each.call) for each in waiting)
+        self.held += size
+        if self.held > self._scratch.budget:
+            self._scratch.require_room(size * self._groups)
+            for each in waiting:
+                each.held.put_away(self._scratch)
+
+    def bring_back(self, group: Sequence[Holder]) -> None:
+        """Have a group's hidden states in memory."""
+        if self._scratch is not None:
+            for each in group:
+                each.held.bring_back(self._scratch)
 
 
 def refuse_memory(directory: Path, what: str) -> None:

@@ -28,8 +28,9 @@ from ..machine import give_memory_back
 from ..weights.find import decoded_view
 from ..weights.weight import Weight
 from . import library
+from .kept import Kept
 from .memory import given_back
-from .scratch import Held, Scratch
+from .scratch import Held, Scratch, Store
 from .skeleton import REST, Skeleton
 from .slices import Slices
 from .traffic import InPlace, Traffic
@@ -282,6 +283,7 @@ def run(
     scratch: Scratch | None = None,
     until: str | None = None,
     progress: Callable[[str, int, int], None] | None = None,
+    kept: Kept | None = None,
 ) -> None:
     """Run passes together, unit by unit; every weight is read once.
 
@@ -297,6 +299,7 @@ def run(
         scratch: where hidden states of groups that wait go beyond its budget; if None they stay in memory.
         until: the unit after which all passes end, before the next is loaded; `finished` is told nothing then.
         progress: told a unit, how many groups are through it, and how many there are.
+        kept: where passes of one model are kept as they wait, and go on from if they were before.
 
     Raises:
         OpenQuantError: a weight is missing or cannot be read, or a unit cannot be computed.
@@ -309,7 +312,7 @@ def run(
     models = list({id(each.of.model): each.of.model for group in passes for each in group}.values())
     with given_back(), library.sealed(), torch.inference_mode(), _Driver(models) as driver:
         try:
-            _drive(driver, passes, finished, after_unit, scratch, until, progress)
+            _drive(driver, passes, finished, after_unit, scratch, until, progress, kept)
         finally:
             for each in (each for group in passes for each in group):
                 each.abandon()
@@ -390,8 +393,9 @@ def _drive(
     scratch: Scratch | None,
     until: str | None,
     progress: Callable[[str, int, int], None] | None,
+    kept: Kept | None,
 ) -> None:
-    store = _Store(scratch, len(groups))
+    store = Store(scratch, len(groups))
     for group in groups:
         for each in group:
             driver.resume(each)
@@ -402,6 +406,8 @@ def _drive(
         units: dict[int, tuple[StreamedModel, str]] = {}
         for each in waiting:
             units.setdefault(id(each.of.model), (each.of.model, each.unit))
+        if kept is not None and _go_on(driver, groups, store, kept, progress):
+            continue
         last = until in [unit for _, unit in units.values()]
         for model, unit in units.values():
             model.load(unit)
@@ -413,6 +419,8 @@ def _drive(
             now = [each for each in group if not each.done and units[id(each.of.model)][1] == each.unit]
             for each in now:
                 output = driver.compute(each)
+                if kept is not None and not isinstance(each.of.model.units[each.unit], nn.Embedding):
+                    kept.note(each.unit, output)
                 if after_unit is not None:
                     after_unit(each.unit, each.group, each.number, _hidden(output))
                 if not last:
@@ -428,37 +436,50 @@ def _drive(
         give_memory_back()
         if last:
             return
+        if kept is not None and kept.due(unit):
+            _keep(groups, store, kept)
 
 
-class _Store:
-    """Which groups' hidden states wait in memory, and which in a file: the first stay, as long as they fit.
+def _go_on(
+    driver: _Driver,
+    groups: list[list[_Suspended[T]]],
+    store: Store,
+    kept: Kept,
+    progress: Callable[[str, int, int], None] | None,
+) -> bool:
+    """Have passes of one model go on from where they were kept; whether the unit they wait for was done before."""
+    waiting = [each for group in groups for each in group]
+    model, unit = waiting[0].of.model, waiting[0].unit
+    if not kept.begin(unit):
+        calls = kept.bring_back(unit, [(each.group, each.number, each.call) for each in waiting], model.device)
+        store.held = 0
+        for each, call in zip(waiting, calls, strict=False):
+            each.call = call
+            if each is groups[each.group][-1]:
+                store.put_away(groups[each.group])
+        return False
+    for at, group in enumerate(groups):
+        for each in group:
+            each.call = (), {}
+            driver.resume(each, kept.stand_in(unit, model.device))
+        if progress is not None:
+            progress(unit, at + 1, len(groups))
+    return True
 
-    Attributes:
-        held: bytes of those that stay, of the groups that went through the current unit.
-    """
 
-    def __init__(self, scratch: Scratch | None, groups: int) -> None:
-        self._scratch = scratch
-        self._groups = groups
-        self.held = 0
+def _keep(groups: list[list[_Suspended[T]]], store: Store, kept: Kept) -> None:
+    """Keep passes, if all wait for the same unit."""
+    units = {each.unit for group in groups for each in group if not each.done}
 
-    def put_away(self, group: list[_Suspended[Any]]) -> None:
-        """Note what a group holds that waits now, and put it into the file where memory has no room for it."""
-        if self._scratch is None:
-            return
-        waiting = [each for each in group if not each.done]
-        size = sum(each.held.note(each.call) for each in waiting)
-        self.held += size
-        if self.held > self._scratch.budget:
-            self._scratch.require_room(size * self._groups)
-            for each in waiting:
-                each.held.put_away(self._scratch)
+    @contextmanager
+    def at_hand(group: int) -> Iterator[None]:
+        store.bring_back(groups[group])
+        yield
+        store.put_away(groups[group])
 
-    def bring_back(self, group: list[_Suspended[Any]]) -> None:
-        """Have a group's hidden states in memory."""
-        if self._scratch is not None:
-            for each in group:
-                each.held.bring_back(self._scratch)
+    if len(units) == 1 and not any(each.done for group in groups for each in group):
+        store.held = 0
+        kept.write(units.pop(), [[each.call for each in group] for group in groups], at_hand)
 
 
 def _end(each: _Suspended[T], finished: Callable[[int, int, T], None]) -> None:

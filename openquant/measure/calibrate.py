@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import SourceError
 from ..forward import library
+from ..forward.kept import Kept
 from ..forward.products import products_in_float32
 from ..forward.scratch import Scratch
 from ..forward.streamed import Pass, StreamedModel, run
@@ -98,6 +99,7 @@ def calibrate(
     scratch: Scratch | None = None,
     team: Team | None = None,
     progress: Callable[[int, int], None] | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Inputs, ...]:
     """What goes into each Linear of a model's decoder layers, and into the experts of each.
 
@@ -107,6 +109,7 @@ def calibrate(
         scratch: where hidden states go beyond a budget; None for nowhere.
         team: the processes that share the documents; None for this one alone. Only its first gets what all have seen.
         progress: told bytes of weights that texts are through, and how many there are.
+        kept: where what was seen so far is kept now and then, and gone on from.
 
     Raises:
         SourceError: a weight cannot be read, or activations are not finite.
@@ -121,6 +124,10 @@ def calibrate(
     for name, both in experts.items():
         seen[model.unit_of(name)] += [each for each in (both.first, both.down) if each is not None]
     every = [each for found in seen.values() for each in found]
+    if kept is not None:
+        kept.own = lambda: _packed(every)
+        if kept.found is not None:
+            _add(every, kept.found)
     done = 0
 
     @contextmanager
@@ -156,6 +163,7 @@ def calibrate(
         scratch=scratch,
         until=decoding[-1],
         progress=advanced,
+        kept=kept,
     )
     if team is not None:
         for data in team.gather(_packed(every))[1:]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,14 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 from converted import Shelf
-from openquant.errors import SourceError
+from openquant.errors import OutputError, SourceError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import CHANNEL
+from openquant.forward import kept as kept_module
+from openquant.forward import scratch as scratch_module
+from openquant.forward.kept import Kept
 from openquant.forward.products import products_in_float32
+from openquant.forward.scratch import Scratch
 from openquant.forward.streamed import StreamedModel
 from openquant.measure.calibrate import calibrate
 from openquant.plan.plan import make_plan
@@ -102,13 +109,141 @@ def test_experts_are_seen_together(tmp_path: Path) -> None:
     assert down.tokens == len(expected[f"{place}.down"])
 
 
+class Ended(Exception):
+    """What ends a pass, as a kill would."""
+
+
+def ended_early(root: Path, kept: Kept, scratch: Scratch | None = None) -> None:
+    """Run texts through a model until something is kept, and a little further."""
+
+    def progress(*_: int) -> None:
+        if kept.path.exists():
+            raise Ended
+
+    with pytest.raises(Ended):
+        calibrate(StreamedModel(open_checkpoint(root)), corpus(IDS[:2]), scratch=scratch, progress=progress, kept=kept)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes are kept after every layer."""
+    monkeypatch.setattr(kept_module, "EVERY", 0)
+    monkeypatch.setattr(kept_module, "TIMES", 0)
+
+
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_every_layer_of_a_plan_is_seen(shelf: Shelf, architecture: str) -> None:
-    """However transformers computes it, experts and what it merges or splits among them."""
+@pytest.mark.usefixtures("at_once")
+def test_every_layer_of_a_plan_is_seen(shelf: Shelf, tmp_path: Path, architecture: str) -> None:
+    """However transformers computes it, experts and what it merges or splits among them; what was ended goes on, of
+    whatever goes from layer to layer."""
     root = shelf.source(architecture)
     plan = make_plan(open_checkpoint(root), CHANNEL)
     seen = found(root, IDS[:2])
     assert [layer.module for layer, _ in plan.fates.quantized if seen.of(layer.source.name) is None] == []
+    ended_early(root, Kept(tmp_path / "x.part", dict))
+    kept = Kept(tmp_path / "x.part", dict)
+    assert kept.found is not None
+    inputs = calibrate(StreamedModel(open_checkpoint(root)), corpus(IDS[:2]), kept=kept)
+    assert Calibration(inputs, "", {}).to_bytes() == seen.to_bytes()
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_goes_on_computes_no_layer_again(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a scratch file too, which hidden states are kept from and come back to."""
+    monkeypatch.setattr(scratch_module, "LEAST", 1)
+    with Scratch(tmp_path, 0, asked=True) as scratch:
+        ended_early(source, Kept(tmp_path / "x.part", dict), scratch)
+    loaded: list[str] = []
+    load = StreamedModel.load
+
+    def seen(model: StreamedModel, unit: str) -> None:
+        loaded.append(unit)
+        load(model, unit)
+
+    monkeypatch.setattr(StreamedModel, "load", seen)
+    with Scratch(tmp_path, 0, asked=True) as scratch:
+        kept = Kept(tmp_path / "x.part", dict)
+        inputs = calibrate(StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), scratch=scratch, kept=kept)
+    assert loaded == ["", "model.embed_tokens", "model.layers.1"]
+    monkeypatch.setattr(StreamedModel, "load", load)
+    assert Calibration(inputs, "", {}).to_bytes() == found(source, IDS[:2]).to_bytes()
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_is_kept_is_of_one_pass(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.part"
+    ended_early(source, Kept(path, lambda: {"texts": "a", "weights": "b"}))
+    with pytest.raises(SourceError) as caught:
+        Kept(path, lambda: {"texts": "a", "weights": "c"})
+    assert (caught.value.message, caught.value.hint) == (
+        f"{path} was begun with other weights",
+        "remove it to begin again, or give what it was begun with",
+    )
+    data = path.read_bytes()
+    for damaged in (
+        b"",
+        b"no file of ours",
+        data[:-1],
+        data.replace(b'"gave', b'"give'),
+        data.replace(b"unit", b"nuit"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(SourceError, match=f"^{path} cannot be continued: "):
+            Kept(path, dict)
+    # Found only when it is used.
+    for place, other in ((b"bfloat16", b"Tensor\0\0"), (b"bfloat16", b"float64\0"), (b"tuple", b"tulip")):
+        path.write_bytes(data.replace(place, other.replace(b"\0", b" ")))
+        with pytest.raises(SourceError, match=f"^{path} cannot be continued: "):
+            calibrate(StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), kept=Kept(path, dict))
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_no_file_has_is_not_kept(source: Path, tmp_path: Path) -> None:
+    model = StreamedModel(open_checkpoint(source))
+    layer = model.model.get_submodule("model.layers.0")
+
+    def forward(*args: Any, of: Callable[..., Any] = layer.forward, **kwargs: Any) -> Any:
+        assert kwargs.pop("more", None) is not None
+        return of(*args, **kwargs)
+
+    for layer in model.model.get_submodule("model.layers"):
+        layer.forward = partial(forward, of=layer.forward)  # type: ignore[assignment]
+    outer = model.model.model
+    outer.forward = partial(outer.forward, more=object())
+    calibrate(model, corpus(IDS[:2]), kept=Kept(tmp_path / "x.part", dict))
+    assert not list(tmp_path.glob("x.part*"))
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_unit_that_comes_twice_says_not_where_a_pass_is(tmp_path: Path) -> None:
+    kept = Kept(tmp_path / "x.part", dict)
+    assert not kept.begin("shared")
+    kept.note("shared", torch.zeros(2))
+    assert kept.due("shared")
+    kept.begin("shared")
+    assert not kept.due("shared")
+
+
+def test_a_pass_of_seconds_is_not_kept(source: Path, tmp_path: Path) -> None:
+    kept = Kept(tmp_path / "x.part", dict)
+    assert calibrate(StreamedModel(open_checkpoint(source)), corpus(IDS[:1]), kept=kept)
+    assert not kept.due("model.layers.1")
+    assert not kept.path.exists()
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_full_disk_is_an_error_that_names_the_file(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "x.part"
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OutputError) as caught:
+        calibrate(StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), kept=Kept(path, dict))
+    assert caught.value.message == f"{path} cannot be written: No space left on device"
+    assert not list(tmp_path.glob("x.part*"))
 
 
 def test_what_overflows_is_an_error_that_names_the_weight(tmp_path: Path) -> None:
