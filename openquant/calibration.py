@@ -222,9 +222,9 @@ def _run(
         [supply] = stack.enter_context(supplies)
         streamed.traffic = Arriving(supply, source.name, fingerprint, ranks)
         team = ranks if ranks.size > 1 else None
-        inputs = measure(streamed, corpus, scratch=held, team=team, progress=advanced, kept=kept)
+        inputs, cached = measure(streamed, corpus, scratch=held, team=team, progress=advanced, kept=kept)
     if ranks.first:
-        write_whole(target, Calibration(inputs, fingerprint.hexdigest(), corpus.account).to_bytes())
+        write_whole(target, Calibration(inputs, fingerprint.hexdigest(), corpus.account, cached).to_bytes())
     # Only then may the others lose what they have.
     ranks.agree(None)
     kept.remove()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -246,6 +247,21 @@ def test_layers_that_nothing_went_into_stay_unquantized(tmp_path: Path) -> None:
         "model.layers.1.self_attn.o_proj"
         in json.loads((tmp_path / "left" / "config.json").read_text())["quantization_config"]["ignored_layers"]
     )
+
+
+@pytest.mark.parametrize("how", ["calibration", "calibrate"])
+def test_keys_and_values_have_the_scales_of_a_calibration(calibration: Path, tmp_path: Path, how: str) -> None:
+    seen = read_calibration(calibration)
+    options: dict[str, Any] = {"calibration": calibration} if how == "calibration" else {"calibrate": True, **SMALL}
+    compress(EXAMPLE, tmp_path / "out", "channel", kv_cache="fp8", **options)
+    held = tiny.read(tmp_path / "out")
+    assert list(seen.cached) == [0, 1, 2, 3]
+    for number, both in seen.cached.items():
+        for last, largest in zip(("k_scale", "v_scale"), both, strict=True):
+            scale = float(held[f"model.layers.{number}.self_attn.{last}"])
+            assert largest / 448 <= scale < 2 * largest / 448
+            assert math.frexp(scale)[0] == 0.5
+    assert not verify(tmp_path / "out", EXAMPLE).problems
 
 
 def test_activations_in_fp4_have_the_scales_of_a_calibration(calibration: Path, tmp_path: Path) -> None:

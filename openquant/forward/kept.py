@@ -226,7 +226,7 @@ def _described(value: Any, tensors: list[Tensor]) -> Json:
     if isinstance(value, UserDict):
         # Of which layers take keys and values of others.
         return {"shared": [[key, _described(each, tensors)] for key, each in value.items()]}
-    if isinstance(value, (torch.dtype, torch.device)):
+    if isinstance(value, (torch.dtype, torch.device)) or getattr(value, "holds_nothing", False):
         return {"own": None}
     raise _Unknown
 

@@ -2,7 +2,9 @@
 
 Every weight is read once, and only a layer's are in memory: a model larger than that is calibrated as any other.
 
-    calibrate(StreamedModel(checkpoint), corpus)[0].largest     # 21.5
+    inputs, cached = calibrate(StreamedModel(checkpoint), corpus)
+    inputs[0].largest       # 21.5
+    cached[0]               # of keys and of values in the first layer: (14.25, 3.5)
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
 
 from ..errors import SourceError
 from ..forward import library
@@ -53,6 +57,11 @@ class Seen:
         self.total = total if self.total is None else self.total + total
         self.tokens += tokens
 
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of all."""
+        return 0.0 if self.absmax is None else float(self.absmax.max())
+
     def inputs(self) -> Inputs:
         """The same as a calibration has it."""
         if self.absmax is None or self.total is None:
@@ -60,6 +69,13 @@ class Seen:
             return Inputs(self.tensors, none, none, 0)
         mean = self.total / max(1, self.tokens)
         return Inputs(self.tensors, self.absmax.cpu().numpy(), mean.float().cpu().numpy(), self.tokens)
+
+
+def _magnitudes(values: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Of values [..., in] the largest magnitudes [in], the sums of them, and how many there are."""
+    magnitudes = values.reshape(-1, values.shape[-1]).abs()
+    sums = magnitudes.sum(0, dtype=torch.float32).double()
+    return magnitudes.amax(0).float(), sums, len(magnitudes)
 
 
 class Observer(Interception[Seen]):
@@ -83,13 +99,49 @@ class Observer(Interception[Seen]):
         """Activations, which stay as they are."""
         del place
         if self._last is None or self._last[0] is not values:
-            magnitudes = values.reshape(-1, values.shape[-1]).abs()
-            if len(magnitudes) == 0:
+            if values.numel() == 0:
                 return values
-            sums = magnitudes.sum(0, dtype=torch.float32).double()
-            self._last = values, (magnitudes.amax(0).float(), sums, len(magnitudes))
+            self._last = values, _magnitudes(values)
         into.add(*self._last[1])
         return values
+
+
+class RangedCache(DynamicCache):  # type: ignore[misc]  # mypy does not read transformers
+    """A cache of a single pass over a whole text, that looks at keys and values, and keeps nothing.
+
+    Args:
+        config: of the model.
+        seen: where to put what keys and values are, by the layer's number.
+    """
+
+    # For forward/kept.py: a pass that goes on has another.
+    holds_nothing = True
+
+    def __init__(self, config: Any, seen: Mapping[int, tuple[Seen, Seen]]) -> None:
+        super().__init__(config=config.get_text_config())
+        self._seen = seen
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values [batch, heads, length, dim], as they are."""
+        del args, kwargs
+        for states, into in zip((key_states, value_states), self._seen.get(layer_idx, ()), strict=False):
+            into.add(*_magnitudes(states))
+        return key_states, value_states
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        """What the layer computes with. A text that waits for its next layer would hold the states of all before."""
+        found: Tensor = super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+        layer = self.layers[layer_idx]
+        layer.conv_states = dict.fromkeys(layer.conv_states)
+        layer.is_conv_states_initialized = dict.fromkeys(layer.conv_states, False)
+        return found
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        """The state as it is."""
+        del layer_idx, args, kwargs
+        return recurrent_states
 
 
 def calibrate(
@@ -100,8 +152,9 @@ def calibrate(
     team: Team | None = None,
     progress: Callable[[int, int], None] | None = None,
     kept: Kept | None = None,
-) -> tuple[Inputs, ...]:
-    """What goes into each Linear of a model's decoder layers, and into the experts of each.
+) -> tuple[tuple[Inputs, ...], dict[int, tuple[float, float]]]:
+    """What goes into each Linear of a model's decoder layers, and into the experts of each; and the largest magnitudes
+    of keys and of values as they are cached, by the number of each layer that caches some of its own.
 
     Args:
         model: the model.
@@ -123,6 +176,13 @@ def calibrate(
         seen[model.unit_of(name)].append(layer)
     for name, both in experts.items():
         seen[model.unit_of(name)] += [each for each in (both.first, both.down) if each is not None]
+    # Of latent attention engines cache something else than transformers does.
+    latent = getattr(model.model.config.get_text_config(), "kv_lora_rank", None)
+    caches: dict[int, tuple[Seen, Seen]] = {}
+    for number, unit in enumerate(() if latent else decoding):
+        keys, values = (Seen((f"the cache of layer {number} as {kind}",), 1) for kind in ("keys", "values"))
+        caches[number] = keys, values
+        seen[unit] += [keys, values]
     every = [each for found in seen.values() for each in found]
     if kept is not None:
         kept.own = lambda: _packed(every)
@@ -152,7 +212,8 @@ def calibrate(
             progress(int(model.nbytes * min(1.0, done / (groups * len(model.units)))), model.nbytes)
 
     def body(ids: Tensor) -> None:
-        model.model(input_ids=ids[None], use_cache=False)
+        cache = RangedCache(model.model.config, caches) if caches else None
+        model.model(input_ids=ids[None], use_cache=cache is not None, past_key_values=cache)
 
     mine = share(len(corpus.documents), team)
     texts = [torch.tensor(corpus.documents[number].ids, device=model.device) for number in mine]
@@ -168,7 +229,9 @@ def calibrate(
     if team is not None:
         for data in team.gather(_packed(every))[1:]:
             _add(every, data)
-    return tuple(each.inputs() for each in every)
+    cached = {number: (keys.largest, values.largest) for number, (keys, values) in caches.items() if keys.tokens}
+    apart = {id(each) for both in caches.values() for each in both}
+    return tuple(each.inputs() for each in every if id(each) not in apart), cached
 
 
 def decoder_layers(model: StreamedModel) -> list[str]:

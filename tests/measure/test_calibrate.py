@@ -6,6 +6,7 @@ import errno
 import os
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 from converted import Shelf
-from openquant.errors import OutputError, SourceError
+from openquant.errors import OutputError, PlanError, SourceError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import CHANNEL
 from openquant.forward import kept as kept_module
@@ -26,7 +27,8 @@ from openquant.forward.kept import Kept
 from openquant.forward.products import products_in_float32
 from openquant.forward.scratch import Scratch
 from openquant.forward.streamed import StreamedModel
-from openquant.measure.calibrate import calibrate
+from openquant.measure.calibrate import RangedCache, calibrate
+from openquant.plan.fates import Options
 from openquant.plan.plan import make_plan
 from openquant.texts.corpus import Corpus, Document
 from openquant.weights.calibration import Calibration
@@ -39,7 +41,8 @@ def corpus(ids: list[tuple[int, ...]]) -> Corpus:
 
 
 def found(root: Path, ids: list[tuple[int, ...]] = IDS) -> Calibration:
-    return Calibration(calibrate(StreamedModel(open_checkpoint(root)), corpus(ids)), "", {})
+    inputs, cached = calibrate(StreamedModel(open_checkpoint(root)), corpus(ids))
+    return Calibration(inputs, "", {}, cached)
 
 
 def watched(root: Path, watch: Callable[[str, nn.Module, Callable[[str, Tensor], None]], None]) -> dict[str, Tensor]:
@@ -143,8 +146,39 @@ def test_every_layer_of_a_plan_is_seen(shelf: Shelf, tmp_path: Path, architectur
     ended_early(root, Kept(tmp_path / "x.part", dict))
     kept = Kept(tmp_path / "x.part", dict)
     assert kept.found is not None
-    inputs = calibrate(StreamedModel(open_checkpoint(root)), corpus(IDS[:2]), kept=kept)
-    assert Calibration(inputs, "", {}).to_bytes() == seen.to_bytes()
+    inputs, cached = calibrate(StreamedModel(open_checkpoint(root)), corpus(IDS[:2]), kept=kept)
+    assert Calibration(inputs, "", {}, cached).to_bytes() == seen.to_bytes()
+    try:
+        plan = make_plan(open_checkpoint(root), CHANNEL, Options(cached=True, calibration=replace(seen, model="this")))
+    except PlanError as error:
+        assert "(MLA)" in error.message
+        assert seen.cached == {}
+    else:
+        assert 0 < plan.cache_layers == len(seen.cached)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3NextForCausalLM"])
+def test_keys_and_values_are_seen_as_they_are_cached(shelf: Shelf, architecture: str) -> None:
+    root = shelf.source(architecture)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(root, dtype=torch.bfloat16)
+    expected: dict[int, list[float]] = {}
+    ranged = RangedCache(model.config, {})
+    for ids in IDS:
+        with torch.inference_mode(), products_in_float32():
+            answer = model(input_ids=torch.tensor([ids]), use_cache=True)
+            watched = model(input_ids=torch.tensor([ids]), use_cache=True, past_key_values=ranged)
+        assert torch.equal(answer.logits, watched.logits)
+        ranged = RangedCache(model.config, {})
+        for number, layer in enumerate(answer.past_key_values.layers):
+            if getattr(layer, "keys", None) is not None:
+                both = expected.setdefault(number, [0.0, 0.0])
+                both[:] = map(max, both, (float(part.abs().max()) for part in (layer.keys, layer.values)))
+        for layer in watched.past_key_values.layers:
+            held = (*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values())
+            assert all(state is None for state in (*held, getattr(layer, "keys", None)))
+    assert found(root).cached == {number: tuple(both) for number, both in expected.items()}
 
 
 @pytest.mark.usefixtures("at_once")
@@ -163,10 +197,10 @@ def test_what_goes_on_computes_no_layer_again(source: Path, tmp_path: Path, monk
     monkeypatch.setattr(StreamedModel, "load", seen)
     with Scratch(tmp_path, 0, asked=True) as scratch:
         kept = Kept(tmp_path / "x.part", dict)
-        inputs = calibrate(StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), scratch=scratch, kept=kept)
+        inputs, cached = calibrate(StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), scratch=scratch, kept=kept)
     assert loaded == ["", "model.embed_tokens", "model.layers.1"]
     monkeypatch.setattr(StreamedModel, "load", load)
-    assert Calibration(inputs, "", {}).to_bytes() == found(source, IDS[:2]).to_bytes()
+    assert Calibration(inputs, "", {}, cached).to_bytes() == found(source, IDS[:2]).to_bytes()
 
 
 @pytest.mark.usefixtures("at_once")
@@ -278,5 +312,5 @@ def test_processes_see_together_what_one_does(tmp_path: Path, size: int) -> None
     given: list[bytes] = []
     for rank in reversed(range(size)):
         streamed = StreamedModel(open_checkpoint(root))
-        inputs = calibrate(streamed, corpus(IDS), team=Team(rank, size, given))
-    assert Calibration(inputs, "", {}).to_bytes() == found(root).to_bytes()
+        inputs, cached = calibrate(streamed, corpus(IDS), team=Team(rank, size, given))
+    assert Calibration(inputs, "", {}, cached).to_bytes() == found(root).to_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from openquant.formats.schemes import NVFP4_W4A4, TENSOR_STATIC
 from openquant.weights.calibration import Calibration, Inputs, read_calibration
 
 KIND = "openquant calibration"
+CACHED = {0: (21.5, 0.1), 2: (900.0, 0.0)}
 
 
 def some() -> Calibration:
     first = Inputs(("a.weight", "b.weight"), np.array([1.5, 0], np.float32), np.array([0.5, 0], np.float32), 7)
     unseen = Inputs(("c.weight",), np.zeros(3, np.float32), np.zeros(3, np.float32), 0)
-    return Calibration((first, unseen), "5f", {"files": ["a.txt"], "documents": 2, "length": 16})
+    return Calibration((first, unseen), "5f", {"files": ["a.txt"], "documents": 2, "length": 16}, CACHED)
 
 
 def test_what_was_written_comes_back(tmp_path: Path) -> None:
@@ -29,7 +31,7 @@ def test_what_was_written_comes_back(tmp_path: Path) -> None:
     path.write_bytes(some().to_bytes())
     found = read_calibration(path)
     assert found.to_bytes() == some().to_bytes()
-    assert (found.model, found.described) == ("5f", "2 x 16 tokens")
+    assert (found.model, found.described, found.cached) == ("5f", "2 x 16 tokens", CACHED)
     for tensor in ("a.weight", "b.weight"):
         seen = found.of(tensor)
         assert seen is not None
@@ -46,6 +48,7 @@ def rewrite(path: Path, facts: Any, **tensors: Any) -> None:
 
 FACTS = {"model": "5f", "texts": {}, "inputs": [{"tensors": ["a.weight"], "tokens": 7}]}
 NONE_OF_OURS = "{path} is no calibration"
+WRONG_CACHE = "{path}: magnitudes of keys or values of layer 0 are negative or not finite"
 WRONG = "{path}: magnitudes of a.weight are negative or not finite"
 
 
@@ -63,6 +66,14 @@ WRONG = "{path}: magnitudes of a.weight are negative or not finite"
         ({**FACTS, "inputs": [{"tensors": ["a.weight"], "tokens": -1}]}, {}, NONE_OF_OURS),
         ({**FACTS, "inputs": [{"tensors": ["a.weight"], "tokens": True}]}, {}, NONE_OF_OURS),
         ({**FACTS, "inputs": [{"tensors": ["a.weight"], "tokens": 0.5}]}, {}, NONE_OF_OURS),
+        ({**FACTS, "cached": [1]}, {}, NONE_OF_OURS),
+        ({**FACTS, "cached": {"a": [1.0, 1.0]}}, {}, NONE_OF_OURS),
+        ({**FACTS, "cached": {"0": [1.0]}}, {}, NONE_OF_OURS),
+        ({**FACTS, "cached": {"0": 1.0}}, {}, NONE_OF_OURS),
+        ({**FACTS, "cached": {"0": [1.0, "1"]}}, {}, NONE_OF_OURS),
+        ({**FACTS, "cached": {"0": [1.0, -1.0]}}, {}, WRONG_CACHE),
+        ({**FACTS, "cached": {"0": [math.inf, 1.0]}}, {}, WRONG_CACHE),
+        ({**FACTS, "cached": {"0": [1.0, math.nan]}}, {}, WRONG_CACHE),
         (FACTS, {"0_absmax": None}, NONE_OF_OURS),
         (FACTS, {"0_mean": np.zeros(3, np.float32)}, NONE_OF_OURS),
         (FACTS, {"0_mean": np.zeros(2)}, NONE_OF_OURS),
