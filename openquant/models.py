@@ -143,6 +143,27 @@ class State:
 
 
 @dataclass(frozen=True)
+class Fold:
+    """Where layers have their inputs from. Each can be divided there, and the columns of all that read it multiplied by
+    as much, and the model computes what it did.
+
+    Attributes:
+        source: what makes them: a norm, or a projection with a row for each. It goes with readers whose `*` parts begin
+            with its own.
+        readers: all that reads them, routers too.
+        offset: what a model adds to a norm's weight before it multiplies by it.
+        heads: config key that counts the heads of a projection whose outputs several heads of readers read each.
+        last: whether they are of the last only of what a projection holds (Split.parts).
+    """
+
+    source: str
+    readers: tuple[str, ...]
+    offset: float = 0.0
+    heads: str | None = None
+    last: bool = False
+
+
+@dataclass(frozen=True)
 class Windows:
     """Which decoder layers attend to a window of the last tokens only, where config.json has no `layer_types`.
 
@@ -237,6 +258,7 @@ class Model:
         cached: what is kept of each token.
         states: what is kept of each sequence.
         windows: which layers forget what is long ago.
+        folds: where layers have their inputs from; nothing of what is not known to be exact.
     """
 
     name: str
@@ -260,6 +282,7 @@ class Model:
     cached: tuple[Cached, ...] = ()
     states: tuple[State, ...] = ()
     windows: Windows = Windows()
+    folds: tuple[Fold, ...] = ()
 
     def with_head(self) -> Model:
         """The same with the output head among what is quantized."""
@@ -966,6 +989,61 @@ LLAMA4_WRAPPED = wrapped(
     ),
 )
 
+# Foldings, which tests/plan/test_folding.py holds in models of transformers. None where norms come after layers
+# (OLMo 2, Exaone 4) or one is read by attention and MLP (Cohere), nor of v where it has a norm (Gemma 4).
+OUT_FOLD = Fold(".self_attn.v_proj", (".self_attn.o_proj",), heads=KV_HEADS)
+DOWN_FOLD = Fold(".mlp.up_proj", (".mlp.down_proj",))
+QKV_FOLD = Fold(".input_layernorm", (".self_attn.{q,k,v}_proj",))
+DENSE_FOLDS = (QKV_FOLD, Fold(".post_attention_layernorm", (".mlp.{gate,up}_proj",)), OUT_FOLD, DOWN_FOLD)
+# Gemma's norms multiply by 1 + w.
+GEMMA2_MLP_FOLD = Fold(".pre_feedforward_layernorm", (".mlp.{gate,up}_proj",), offset=1)
+# Gate and up as one, whose upper rows are the gate's.
+FUSED_FOLDS = (
+    Fold(".post_attention_layernorm", (".mlp.gate_up_proj",)),
+    Fold(".mlp.gate_up_proj", (".mlp.down_proj",), last=True),
+)
+
+
+def expert_folds(mlp: str, gate: str, up: str, down: str, *beside: str) -> tuple[Fold, ...]:
+    """Foldings around experts below a module, which its router and other modules beside read with them."""
+    readers = (f"{mlp}.gate", f"{mlp}.experts.*.{{{gate},{up}}}", *beside)
+    return (
+        QKV_FOLD,
+        Fold(".post_attention_layernorm", readers),
+        OUT_FOLD,
+        Fold(f"{mlp}.experts.*.{up}", (f"{mlp}.experts.*.{down}",)),
+    )
+
+
+QWEN_EXPERTS = (".mlp", "gate_proj", "up_proj", "down_proj", ".mlp.{gate,up}_proj")
+FOLDS: dict[str, tuple[Fold, ...]] = {
+    **{
+        f"{name}ForCausalLM": DENSE_FOLDS
+        for name in (
+            *("Llama", "Mistral", "Ministral3", "Qwen2", "Qwen3", "Granite", "SmolLM3", "SeedOss", "Cwm", "Ernie4_5"),
+            *("HunYuanDenseV1", "MiMo"),
+        )
+    },
+    "GemmaForCausalLM": tuple(replace(fold, offset=1) for fold in DENSE_FOLDS[:2]) + DENSE_FOLDS[2:],
+    "Gemma2ForCausalLM": (replace(QKV_FOLD, offset=1), GEMMA2_MLP_FOLD, OUT_FOLD, DOWN_FOLD),
+    # Not into q, k and v: accuracy fell below that of rounding to nearest (llm-compressor issue 2522).
+    "Gemma3ForCausalLM": (GEMMA2_MLP_FOLD, OUT_FOLD, DOWN_FOLD),
+    "Phi3ForCausalLM": (
+        Fold(".input_layernorm", (".self_attn.qkv_proj",)),
+        Fold(".self_attn.qkv_proj", (".self_attn.o_proj",), heads=KV_HEADS, last=True),
+        *FUSED_FOLDS,
+    ),
+    "Glm4ForCausalLM": (QKV_FOLD, OUT_FOLD, *FUSED_FOLDS),
+    "GlmForCausalLM": (QKV_FOLD, OUT_FOLD, *FUSED_FOLDS),
+    "Qwen3MoeForCausalLM": (*expert_folds(*QWEN_EXPERTS), DOWN_FOLD),
+    "Qwen2MoeForCausalLM": (
+        *expert_folds(*QWEN_EXPERTS, ".mlp.shared_expert_gate", ".mlp.shared_expert.{gate,up}_proj"),
+        DOWN_FOLD,
+        Fold(".mlp.shared_expert.up_proj", (".mlp.shared_expert.down_proj",)),
+    ),
+    "MixtralForCausalLM": expert_folds(".block_sparse_moe", "w1", "w3", "w2"),
+}
+
 DENSE_NAMES = {
     SCALES_LOST: ("Llama", "Mistral", "Ministral3"),
     SGLang(): (*("Qwen2", "Qwen3", "Gemma", "Gemma3", "Olmo2", "Olmo3", "Granite", "Exaone4", "Cohere", "Cohere2"),),
@@ -975,7 +1053,7 @@ DENSE_NAMES = {
     SGLang(head=HEAD_IN_BFLOAT16, alike=FORMATS): ("HunYuanDenseV1",),
 }
 MODELS: dict[str, Model] = {
-    entry.name: entry
+    entry.name: replace(entry, folds=FOLDS.get(entry.name, ()))
     for entry in (
         *(
             replace(DENSE, name=f"{name}ForCausalLM", sglang=sglang, windows=WINDOWS.get(name, Windows()))
