@@ -17,6 +17,7 @@ from typing import Any
 import numba
 import numpy as np
 import numpy.typing as npt
+from numba.core.caching import FunctionCache
 
 from .format import Format, Group, StoredScales, grid_of
 from .kernels import Bits, to_float32
@@ -35,12 +36,28 @@ if _settings.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set: loops are not compiled")
 
 
+class _Kept(FunctionCache):
+    """What is compiled, kept for other processes; a full disk or a damaged file costs them the time, and no more."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        with suppress(Exception):
+            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        # Begun anew.
+        with suppress(Exception):
+            self.flush()  # type: ignore[no-untyped-call]
+        return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        with suppress(Exception):
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
+
+
 def _compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
     """A loop that is compiled at its first call and runs without the interpreter lock."""
     found: Any = numba.njit(nogil=True, error_model="numpy")(loop)
-    # Kept for other processes, beside this file or in the user's cache, unless neither can be written to.
+    # Beside this file or in the user's cache, unless neither can be written to.
     with suppress(RuntimeError):
-        found.enable_caching()
+        found._cache = _Kept(loop)  # type: ignore[no-untyped-call]
     return found  # type: ignore[no-any-return]
 
 

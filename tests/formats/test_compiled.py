@@ -141,6 +141,29 @@ def test_without_a_cache_loops_are_compiled_again_and_without_a_compiler_they_ar
     assert (done.stdout, done.stderr) == (f"{loops}\n", "")
 
 
+def test_a_cache_that_is_full_or_damaged_is_done_without(tmp_path: Path) -> None:
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    # A file that may not grow fails as one on a full disk does.
+    full = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))\n" + ALONE
+
+    def run(code: str) -> tuple[str, str]:
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        return done.stdout, done.stderr
+
+    def kept() -> list[Path]:
+        return [path for path in tmp_path.rglob("*") if path.is_file()]
+
+    assert run(full) == ("compiled\n", "")
+    assert kept() == []
+    assert run(ALONE) == ("compiled\n", "")
+    sizes = {path: path.stat().st_size for path in kept()}
+    assert {path.suffix for path in sizes} == {".nbi", ".nbc"}
+    for path in sizes:
+        path.write_bytes(path.read_bytes()[:40])
+    assert run(ALONE) == ("compiled\n", "")
+    assert {path: path.stat().st_size for path in kept()} == sizes
+
+
 def test_without_numba_loops_are_numpy_s(tmp_path: Path) -> None:
     """Installed, but for another numpy."""
     (tmp_path / "numba").mkdir()
