@@ -1,4 +1,7 @@
-"""Ranks without a launcher, forked from a process that has imported torch: each would take longer for that than for all else."""
+"""Ranks without a launcher, and commands, forked from a process that has imported what they need.
+
+Each would take longer for that than for all else.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+ROOT = Path(__file__).parent.parent
 FORKS = get_context("forkserver")
 # Nothing of openquant: each rank imports what is on the disk, after what a test has it do first.
 PRELOADED = ("numpy", "torch.distributed")
+# Of the Hub's client only what it imports, since it takes its settings from the environment as it is imported; httpx2 or
+# httpx, whichever it has.
+COMMANDS = ("pytest", "openquant.api", "openquant.cli", "asyncio", "filelock", "httpx2", "httpx", "tqdm.auto", "yaml")
 
 
 class Rank:
-    """A started rank, to be used like a subprocess.Popen whose streams are pipes."""
+    """A started process, to be used like a subprocess.Popen whose streams are pipes."""
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str], first: str) -> None:
+        self.args = list(words)
         out, its_out = FORKS.Pipe(duplex=False)
         err, its_err = FORKS.Pipe(duplex=False)
         self.process = FORKS.Process(target=_run, args=(words, dict(environment), first, its_out, its_err))
@@ -35,6 +44,9 @@ class Rank:
     @property
     def returncode(self) -> int | None:
         return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
 
     def send_signal(self, number: int) -> None:
         assert self.process.pid is not None
@@ -75,6 +87,29 @@ def _run(words: Sequence[str], environment: dict[str, str], first: str, out: Con
     sys.exit(compress_main())
 
 
+def forked(script: Path, *arguments: object, cwd: Path, environment: Mapping[str, str]) -> Rank:
+    """`python SCRIPT ARGUMENTS`, where that is openquant/__main__.py or compress_fp8.py; for blocks of forks(COMMANDS)."""
+    name = "compress_main" if script.stem == "compress_fp8" else "main"
+    first = f"""
+import os, sys
+from openquant.start import {name}
+os.chdir({str(cwd)!r})
+sys.argv[0] = {str(script)!r}
+sys.exit({name}())
+"""
+    return Rank([str(argument) for argument in arguments], environment, first)
+
+
+def finish(process: Rank, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """A command to its end."""
+    try:
+        out, err = process.communicate(timeout)
+        assert process.returncode is not None
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    finally:
+        process.close()
+
+
 class Job:
     """Ranks that meet at one port."""
 
@@ -110,11 +145,12 @@ def job() -> Iterator[Job]:
 
 
 @contextmanager
-def forks(*more: str) -> Iterator[None]:
-    """Has the process from which ranks are forked, for this block; it imports `more` too."""
-    FORKS.set_forkserver_preload([*PRELOADED, *more])
+def forks(*more: str, preloaded: Sequence[str] = PRELOADED) -> Iterator[None]:
+    """Has the process from which ranks are forked, for this block; it imports `preloaded` and `more`."""
+    FORKS.set_forkserver_preload([*preloaded, *more])
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     # As the command has it before it imports torch.
-    with patch.dict(os.environ, TORCH_CPP_LOG_LEVEL="FATAL"):
+    with patch.dict(os.environ, TORCH_CPP_LOG_LEVEL="FATAL", PYTHONPATH=path):
         forkserver.ensure_running()
     yield
     server: Any = forkserver._forkserver

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -19,9 +18,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+import forked_ranks
 import tiny
-from conftest import ROOT, heed_ctrl_c, tree
+from conftest import ROOT, tree
 from evaluated import evaluate
+from forked_ranks import COMMANDS, Rank, finish, forked
 from loopback_hub import Fault, LoopbackHub
 from openquant import OpenQuantError, compress, dequantize
 from openquant.api import push
@@ -82,24 +83,17 @@ def held(hub: LoopbackHub, repo: str = "user/name", revision: str = "main") -> d
     return {name: path.read_bytes() for name, path in hub.files(repo, revision).items() if name != ".gitattributes"}
 
 
-def begin(hub: LoopbackHub, tmp_path: Path, *arguments: object, **environment: str) -> subprocess.Popen[str]:
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> Iterator[None]:
+    with forked_ranks.forks(preloaded=COMMANDS):
+        yield
+
+
+def begin(hub: LoopbackHub, tmp_path: Path, *arguments: object, **environment: str) -> Rank:
     """An openquant verb against the loopback Hub, started."""
     settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
-    command = [sys.executable, "-m", "openquant", *map(str, arguments)]
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **settings, "HF_TOKEN": TOKEN, **environment},
-        cwd=ROOT,
-        preexec_fn=heed_ctrl_c,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    out, err = process.communicate(timeout=120)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    everything = {**os.environ, **settings, "HF_TOKEN": TOKEN, **environment}
+    return forked(ROOT / "openquant" / "__main__.py", *arguments, cwd=ROOT, environment=everything)
 
 
 def ask(hub: LoopbackHub, tmp_path: Path, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -403,7 +397,7 @@ def test_a_killed_push_continues_without_repeating_anything(
     only: tuple[str, ...],
     moment: int | str,
 ) -> None:
-    processes: list[subprocess.Popen[str]] = []
+    processes: list[Rank] = []
     ready = threading.Event()
 
     def kill() -> None:

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -20,8 +19,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import forked_ranks
 import tiny
-from conftest import ROOT, heed_ctrl_c, tree
+from conftest import ROOT, tree
+from forked_ranks import COMMANDS, Rank, finish, forked
 from loopback_hub import COMMIT, Fault, LoopbackHub
 from openquant import compress
 from openquant.hub.fetch import memory_needed
@@ -62,22 +63,18 @@ def without_origin(files: dict[str, bytes]) -> dict[str, bytes]:
     return {name: data for name, data in files.items() if name not in ("README.md", ".openquant.json")}
 
 
-def begin(hub: LoopbackHub, tmp_path: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> Iterator[None]:
+    with forked_ranks.forks(preloaded=COMMANDS):
+        yield
+
+
+def begin(hub: LoopbackHub, tmp_path: Path, *arguments: str, **environment: str) -> Rank:
     """The command against the loopback Hub, with a cache of its own, started."""
     settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "compress_fp8.py"), "-m", "org/name", "-o", str(tmp_path / "out"), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **settings, **environment},
-        preexec_fn=heed_ctrl_c,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    out, err = process.communicate(timeout=120)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    words = ("-m", "org/name", "-o", tmp_path / "out", *arguments)
+    everything = {**os.environ, **settings, **environment}
+    return forked(ROOT / "compress_fp8.py", *words, cwd=Path.cwd(), environment=everything)
 
 
 def ask(hub: LoopbackHub, tmp_path: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -279,7 +276,7 @@ def test_access_that_ends_on_the_way(
 def test_a_killed_run_continues(
     hub: LoopbackHub, source: Path, local: Mapping[str, bytes], tmp_path: Path, mode: tuple[str, ...]
 ) -> None:
-    processes: list[subprocess.Popen[str]] = []
+    processes: list[Rank] = []
     begun = threading.Semaphore(0)
 
     def kill() -> None:
