@@ -333,5 +333,5 @@ def test_a_calibration_is_of_one_model(calibration: Path, tmp_path: Path) -> Non
 )
 def test_what_cannot_be_calibrated(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(OpenQuantError, match=message):
-        calibrate(EXAMPLE, **{"out": tmp_path / "x", **options})
+        calibrate(EXAMPLE, **{**SMALL, "out": tmp_path / "x", **options})
     assert not (tmp_path / "x").exists()

@@ -37,7 +37,7 @@ def command(moment):
         handler = getattr(signal.getsignal(signal.SIGTERM), "__name__", None)
         if event == "line" and handler is not None:
             lines += 1
-            if lines % (150 if handler == "leave" else 5) == 1:
+            if lines % (293 if handler == "leave" else 11) == 1:
                 count += 1
                 if count == moment:
                     os.kill(os.getpid(), number)
