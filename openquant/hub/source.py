@@ -27,7 +27,7 @@ from ..files.checkpoint import Checkpoint, read_json, readable, refuse_without_w
 from ..files.inputs import read_small
 from ..files.names import INDEX_FILE, SINGLE_FILE, left_out_part
 from ..threads import FirstFailure
-from ..weights.find import MODELOPT_FILE
+from ..weights.find import OWN_FILES
 from .refusals import Unreachable, explained_source, is_offline, is_transient, without_queries
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def _download(repo: str, revision: str | None) -> Source:
 
     def find() -> Source:
         with explained_source(repo, revision):
-            needed = ["config.json", INDEX_FILE, MODELOPT_FILE]
+            needed = ["config.json", INDEX_FILE, *OWN_FILES]
             root = Path(snapshot_download(repo, revision=revision, allow_patterns=needed))
             return Source(root, repo.rsplit("/", 1)[-1], repo, root.name, *_missing(repo, root))
 

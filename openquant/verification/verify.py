@@ -24,7 +24,7 @@ from ..files.journal import read_journal
 from ..files.tensors import TensorInfo
 from ..formats.format import Format
 from ..formats.kernels import BITS_TYPE
-from ..formats.quantization import quantization_places, read_quantization
+from ..formats.quantization import read_quantization
 from ..formats.schemes import CHANNEL, MIXED, SCHEMES, TENSOR, Scheme
 from ..machine import available_cpus
 from ..measure.error import LayerError
@@ -33,7 +33,7 @@ from ..patterns import collapse, template
 from ..plan.fates import Found, Options
 from ..plan.plan import Plan, make_plan
 from ..plan.roles import Entry
-from ..weights.find import MODELOPT_FILE, decoded_view, with_own_file
+from ..weights.find import decoded_view, own_file, with_own_file
 from ..weights.weight import Weight
 from .configs import differences, judged
 from .contents import Progress, Task, read_contents
@@ -145,8 +145,7 @@ def verify(
     if not quantization.checkable:
         *numbers, last = dict.fromkeys(scheme.format.number.title for scheme in SCHEMES.values())
         raise UsageError(
-            f"{'config.json' if quantization_places(config) else MODELOPT_FILE} has {quantization.method} with "
-            f"{quantization.title}",
+            f"{own_file(config, root) or 'config.json'} has {quantization.method} with {quantization.title}",
             f"only fp8, awq, gptq and compressed-tensors with {', '.join(numbers)} or {last} weights are checked",
         )
     journal = read_journal(root)

@@ -38,8 +38,9 @@ from .weight import Weight
 
 # What modelopt wrote beside config.json before config.json held the same.
 MODELOPT_FILE = "hf_quant_config.json"
-# What else tools wrote beside it of how they quantized.
-OWN_FILES = (MODELOPT_FILE, "quantize_config.json", "quant_config.json")
+# What tools wrote beside it of how they quantized, and which method that is where the file does not say: those of
+# AutoGPTQ and AutoAWQ (vLLM 0.32.0, get_config_filenames in layers/quantization/auto_gptq.py and auto_awq.py).
+OWN_FILES = {MODELOPT_FILE: "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 DECODED_DTYPE = "BF16"
 # Scales of the KV cache and of attention (vLLM 0.32.0 layers/quantization/base_config.py:217-247, fp8.py:211-222).
 _CACHE_SCALE = re.compile(
@@ -161,18 +162,26 @@ def leftovers(tensors: Mapping[str, TensorInfo], weights: Iterable[Weight]) -> l
     return [name for name in beside if zeros.get(name.rpartition(".")[0], name) != name]
 
 
+def own_file(config: dict[str, Any], root: Path) -> str | None:
+    """The name of the file that says how weights are quantized, where config.json does not and one of a tool does."""
+    return None if quantization_places(config) else next((name for name in OWN_FILES if (root / name).exists()), None)
+
+
 def with_own_file(config: dict[str, Any], root: Path) -> dict[str, Any]:
-    """A config.json that says how weights are quantized, be it that modelopt's own file beside it says so.
+    """A config.json that says how weights are quantized, be it that a tool's own file beside it says so.
 
     Raises:
         SourceError: that file is there, needed and cannot be read.
     """
-    if quantization_places(config) or not (root / MODELOPT_FILE).exists():
+    name = own_file(config, root)
+    if name is None:
         return config
-    found = read_json(root / MODELOPT_FILE, MODELOPT_FILE)
+    found = read_json(root / name, name)
     if not isinstance(found, dict):
-        raise SourceError(f"{MODELOPT_FILE} is not a JSON object", "download or copy it again")
-    return {**config, "quantization_config": {"quant_method": "modelopt", **found}}
+        raise SourceError(f"{name} is not a JSON object", "download or copy it again")
+    # AutoAWQ's first name for its own was that of AutoGPTQ's.
+    method = "awq" if "w_bit" in found else OWN_FILES[name]
+    return {**config, "quantization_config": {"quant_method": method, **found}}
 
 
 def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Weight]]:
@@ -236,8 +245,9 @@ def _read(checkpoint: Checkpoint) -> Quantization | None:
     try:
         return read_quantization(config)
     except UsageError as error:
+        message = error.message.replace("config.json", own_file(checkpoint.config, checkpoint.root) or "config.json", 1)
         raise PlanError(
-            f"the source is already quantized: {error.message}", f"{error.hint}; or start from the unquantized model"
+            f"the source is already quantized: {message}", f"{error.hint}; or start from the unquantized model"
         ) from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,44 @@ def test_quantized_anew(tmp_path: Path, kind: Kind) -> None:
     errors = verify(tmp_path / "out", tmp_path / "plain", full=True).errors
     assert len(errors) == 14
     assert max(error.relative for error in errors) < 0.03
+
+
+AUTO_AWQ = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+AUTO_GPTQ = {"bits": 4, "group_size": 32, "damp_percent": 0.01, "desc_act": False, "sym": True, "true_sequential": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "kind"),
+    [
+        ("quantize_config.json", AUTO_GPTQ, "gptq"),
+        ("quant_config.json", AUTO_AWQ, "awq"),
+        ("quantize_config.json", AUTO_AWQ, "awq"),
+    ],
+)
+def test_a_tool_s_own_file_says_how_weights_are_stored(
+    tmp_path: Path, name: str, told: dict[str, Any], kind: str
+) -> None:
+    """Where config.json does not, as AutoGPTQ and AutoAWQ left it once."""
+    make, config, _ = KINDS[kind]
+    source = store(tmp_path / "source", make, config)
+    dequantize(source, tmp_path / "plain")
+    change_json(source / "config.json", lambda found: found.pop("quantization_config"))
+    with pytest.raises(
+        PlanError, match=r"^the source is already quantized: it holds .*\.qweight, and config\.json has no"
+    ):
+        dequantize(source, tmp_path / "again")
+    (source / name).write_text(json.dumps(told))
+    dequantize(source, tmp_path / "again")
+    plain, again = tiny.read(tmp_path / "plain"), tiny.read(tmp_path / "again")
+    assert all(torch.equal(again[key], plain[key]) for key in plain)
+    assert not (tmp_path / "again" / name).exists()
+    assert verify(source, tmp_path / "plain").problems == ()
+    change_json(source / name, lambda found: found.update(bits=3, w_bit=3))
+    with pytest.raises(PlanError, match=f"^the source is already quantized: {name} has weights of 3 bits$"):
+        dequantize(source, tmp_path / "never")
+    (source / name).write_text("[]")
+    with pytest.raises(SourceError, match=f"^{name} is not a JSON object$"):
+        dequantize(source, tmp_path / "never")
 
 
 SAME = [name for name, (_, config, asked) in KINDS.items() if asked[0] == 4 and not config.get("desc_act")]
