@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,6 +30,8 @@ from ..errors import OutputError, SourceError
 # Seconds between writings, and how many times as long as the last one took: what is lost is less than what it costs.
 EVERY, TIMES = 30.0, 20
 _KIND = "openquant passes"
+# What reading a damaged file raises: numpy's archives are zip files.
+_DAMAGED = (SafetensorError, BadZipFile, OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
 _PLAIN = (type(None), bool, int, float, str)
 
 Json = Any
@@ -69,7 +72,7 @@ class Kept:
             self._read()
 
     def _read(self) -> None:
-        with self._sound(), safe_open(self.path, "pt") as file:
+        with self.sound(), safe_open(self.path, "pt") as file:
             facts = json.loads(file.metadata()[_KIND])
             about: dict[str, str] = facts["about"]
             self._gave, self._unit, self._calls = dict(facts["gave"]), str(facts["unit"]), dict(facts["calls"])
@@ -82,11 +85,11 @@ class Kept:
                 )
 
     @contextmanager
-    def _sound(self) -> Iterator[None]:
+    def sound(self) -> Iterator[None]:
         """Say of what is raised meanwhile that the file is damaged."""
         try:
             yield
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        except _DAMAGED as error:
             raise SourceError(f"{self.path} cannot be continued: {error}", "remove it to begin again") from None
 
     def begin(self, unit: str) -> bool:
@@ -101,7 +104,7 @@ class Kept:
         def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
             return torch.zeros((), dtype=dtype, device=device).expand(*shape)
 
-        with self._sound():
+        with self.sound():
             return _filled(self._gave[unit], None, lambda _, shape, dtype: zeros(shape, dtype))
 
     def bring_back(self, unit: str, waiting: Sequence[tuple[int, int, Any]], device: str) -> Iterator[Any]:
@@ -110,7 +113,7 @@ class Kept:
         if unit != self._unit:
             return
         self._unit = ""
-        with self._sound(), safe_open(self.path, "pt") as file:
+        with self.sound(), safe_open(self.path, "pt") as file:
             for group, number, call in waiting:
 
                 def read(

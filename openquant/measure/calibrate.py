@@ -187,7 +187,8 @@ def calibrate(
     if kept is not None:
         kept.own = lambda: _packed(every)
         if kept.found is not None:
-            _add(every, kept.found)
+            with kept.sound():
+                _add(every, kept.found)
     done = 0
 
     @contextmanager
@@ -227,7 +228,8 @@ def calibrate(
         kept=kept,
     )
     if team is not None:
-        for data in team.gather(_packed(every))[1:]:
+        # Of the others: the first has its own already.
+        for data in team.gather(_packed(every)):
             _add(every, data)
     cached = {number: (keys.largest, values.largest) for number, (keys, values) in caches.items() if keys.tokens}
     apart = {id(each) for both in caches.values() for each in both}
@@ -285,7 +287,7 @@ def _packed(seen: list[Seen]) -> bytes:
 def _add(seen: list[Seen], data: bytes) -> None:
     with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
         for number in arrays.files:
-            absmax, total, tokens = (torch.from_numpy(row.copy()) for row in arrays[number])
+            absmax, total, tokens = (torch.from_numpy(row.astype(np.float64)) for row in arrays[number])
             each = seen[int(number)]
             device = "cpu" if each.absmax is None else each.absmax.device
             each.add(absmax.float().to(device), total.to(device), int(tokens[0]))

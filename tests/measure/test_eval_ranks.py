@@ -18,7 +18,7 @@ import forked_ranks
 import tiny
 from conftest import EXAMPLE, ROOT
 from forked_ranks import Job, Rank
-from openquant import compress, evaluate
+from openquant import calibrate, compress, evaluate
 from openquant.measure import answers
 
 # `openquant`, rather than what ranks are otherwise.
@@ -72,6 +72,41 @@ def test_ranks_of_accelerate_launch_write_the_bytes_of_one_process(output: Path,
     # One of them speaks.
     assert json.loads(done.stdout) == found.to_json()
     assert (tmp_path / "many.json").read_bytes() == (tmp_path / "one.json").read_bytes()
+
+
+# Keeps passes after every layer; the second rank is killed as it does so for the second time, and the first has too.
+KILLED = """
+import os, signal, time
+from openquant.forward import kept
+kept.EVERY = kept.TIMES = 0
+replace, left = os.replace, [2]
+def replaced(old, new):
+    left[0] -= 1
+    if not left[0] and os.environ["RANK"] == "1":
+        while not os.path.exists(str(new).replace("part-1", "part-0")):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(old, new)
+os.replace = replaced
+"""
+
+
+def test_ranks_calibrate_and_go_on_together(tmp_path: Path) -> None:
+    name = "tiny-qwen3.calibration.safetensors"
+    given = ("-m", EXAMPLE, "-o", tmp_path / "out", "--activation-scheme", "static", "--samples", "3", "--length", "64")
+    with forked_ranks.job() as job:
+        first, second = (job.start(rank, *given, first=KILLED) for rank in range(2))
+        assert second.wait(120) == -signal.SIGKILL
+        assert "rank 1 died" in first.communicate(120)[1]
+    kept = {f"{name}.part-0", f"{name}.part-1"}
+    assert kept < {path.name for path in tmp_path.iterdir()} <= {*kept, *(f"{each}.new" for each in kept)}
+    with forked_ranks.job() as job:
+        done = job.finish(2, *given)
+    assert done.returncode == 0, done.stderr
+    assert "; an earlier run is continued; kept in " in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {name, "out"}
+    one = calibrate(EXAMPLE, tmp_path / "one", samples=3, length=64)
+    assert (tmp_path / name).read_bytes() == one.read_bytes()
 
 
 # With experts, and a cache and activations that stored scales do not hold.
