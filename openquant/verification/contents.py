@@ -17,7 +17,7 @@ from ..files.checkpoint import Checkpoint
 from ..files.shardfile import Bytes
 from ..files.tensors import TensorInfo
 from ..formats.format import FLOATS
-from ..formats.kernels import Bits, to_float32
+from ..formats.kernels import Bits, to_bfloat16, to_float32
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
 from ..measure.error import Comparison, ErrorSum, LayerError
@@ -198,8 +198,14 @@ class _Worker:
 
     def _weight(self, weight: Weight) -> Iterator[Bytes]:
         """The bytes of a weight of the source, in pieces."""
-        for bits in self.source.rows(weight, 1):
-            yield bits.reshape(-1).view(np.uint8)
+        for matrix in weight.matrices:
+            for bits in self.source.rows(matrix, 1):
+                if matrix.format is None:
+                    yield bits.reshape(-1).view(np.uint8)
+                else:
+                    plain = np.empty(bits.shape, np.uint16)
+                    to_bfloat16(bits.view(np.float32), plain)
+                    yield plain.reshape(-1).view(np.uint8)
 
     def check(self, number: int, weight: Weight, original: Weight | None, scheme: Scheme | None) -> None:
         """Look at a quantized weight's codes and scale; decode it, and quantize it again, if that is asked for."""

@@ -152,8 +152,6 @@ def verify(
     if journal is not None and not journal["done"]:
         raise UsageError(f"{root} is not finished", "run the command that makes it again")
     origin = None if source is None else open_checkpoint(Path(source))
-    if origin is not None:
-        _refuse_quantized(origin)
     told = None if source is None else os.fspath(source)
     form = f"{quantization.method}, {quantization.title}"
     try:
@@ -197,15 +195,6 @@ def _card(checkpoint: Checkpoint) -> str:
         return read_small(checkpoint.root / "README.md", "README.md").decode(errors="replace")
 
 
-def _refuse_quantized(source: Checkpoint) -> None:
-    _, weights = decoded_view(source)
-    if weights:
-        raise UsageError(
-            f"{source.root}: the source is already quantized, and codes are held against plain weights only",
-            "give the unquantized model, or leave --source out",
-        )
-
-
 def _since(begin: float) -> float:
     return round(time.monotonic() - begin, 3)
 
@@ -219,7 +208,12 @@ class _Verification:
     def __init__(self, headers: Headers, source: Checkpoint | None, full: bool, remakes: bool) -> None:
         self.headers = headers
         self.checkpoint = headers.checkpoint
-        self.source = source
+        self.origin = source
+        # With the weights that are quantized there as what they stand for, and these.
+        self.source: Checkpoint | None = None
+        self.decoded: dict[str, Weight] = {}
+        if source is not None:
+            self.source, self.decoded = decoded_view(source)
         self.full = full
         self.ours = headers.ours
         self.remakes = full and remakes and headers.scheme is not None
@@ -243,7 +237,7 @@ class _Verification:
         if self.source is not None:
             self._compare_config(self.source)
             self._compare_files(self.source)
-            self._make_plan(self.source)
+            self._make_plan(self.source, self.origin or self.source)
             pairs = self._pair(self.source)
             self._compare_plan()
         self._read(pairs, workers, progress)
@@ -301,7 +295,7 @@ class _Verification:
             else:
                 self.headers.differs(f"{name} differs from the source's")
 
-    def _make_plan(self, source: Checkpoint) -> None:
+    def _make_plan(self, source: Checkpoint, origin: Checkpoint) -> None:
         """The plan that would leave unquantized what is; without one, tensors are compared by name alone."""
         if source.architecture not in MODELS:
             return
@@ -310,7 +304,7 @@ class _Verification:
             fp8 = self.headers.quantization.method == "fp8"
             scheme = self.scheme or (TENSOR if fp8 else CHANNEL)
             self.plan = make_plan(
-                source, scheme, Options(head=self.headers.head, cached=self.headers.cached), found=self._found()
+                origin, scheme, Options(head=self.headers.head, cached=self.headers.cached), found=self._found()
             )
         except (PlanError, UsageError) as error:
             self.notes.append(f"no plan can be made of the source, tensors were compared by name: {error.message}")
@@ -350,20 +344,20 @@ class _Verification:
             original, weight = source.tensors.get(info.name), self.originals.get(info.module)
             if original is None and weight is not None and info.name != f"{info.module}.weight":
                 weight = None
-            stored = original or weight
+            stored = original or (weight and weight.source)
             if stored is None:
                 if self.headers.owner(info.name) is None:
                     foreign.append(info.name)
                 continue
-            dtype, shape = stored.dtype, stored.shape
+            dtype, shape = stored.dtype, weight.shape if original is None and weight else stored.shape
             if found.name in self.headers.stored:
                 if info.shape != shape:
                     self._mismatch(found, dtype, shape)
                 elif weight is None and original is not None and len(shape) == 2 and dtype in BITS_TYPE:
                     plain = Weight(info.module, info.module, original, (shape[0], shape[1]))
-                    self.originals[info.module] = plain
+                    self.originals[info.module] = self.decoded.get(info.name, plain)
             elif (info.dtype, info.shape) == (dtype, shape):
-                pairs.append((info, None if original else weight))
+                pairs.append((info, self.decoded.get(info.name) if original else weight))
             elif info.shape == shape and not self.ours:
                 recast.append(info.name)
             else:

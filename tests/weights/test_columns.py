@@ -99,6 +99,7 @@ def test_quantized_anew(tmp_path: Path, kind: Kind) -> None:
     assert compress(source, tmp_path / "out", "block").quantized_tensors == 14
     dequantize(source, tmp_path / "plain")
     assert verify(tmp_path / "out", tmp_path / "plain").problems == ()
+    assert verify(tmp_path / "out", source, full=True).problems == ()
     # dequantize rounds to bfloat16, which may be beyond the half step that rounding a code explains.
     errors = verify(tmp_path / "out", tmp_path / "plain", full=True).errors
     assert len(errors) == 14
@@ -165,7 +166,9 @@ def test_repacked_without_a_change_of_any_value(tmp_path: Path, name: str) -> No
         # compressed-tensors multiplies in float16.
         exact = {**found, f"{module}.weight_scale": scale.float()}
         assert torch.equal(decompressed(exact, module, written), meant(weights[layer], asked, None))
-    assert verify(out).problems == ()
+    report = verify(out, source, full=True)
+    assert report.problems == ()
+    assert max(error.relative for error in report.errors) == 0
     for root in (source, out):
         dequantize(root, tmp_path / f"plain-{root.name}")
     plain = [tiny.read(tmp_path / f"plain-{root}") for root in ("source", "out")]

@@ -290,11 +290,12 @@ def test_draft_layers_of_a_quantized_source(tmp_path: Path) -> None:
     source = tiny.write(tmp_path / "source", "DeepseekV3ForCausalLM", weights=stored)
     change_json(source / "config.json", lambda found: found.update(quantization_config=BLOCKS))
     compress(source, tmp_path / "blocks", "block")
-    assert verify(tmp_path / "blocks").problems == ()
+    assert verify(tmp_path / "blocks", source, full=True).problems == ()
     found = tiny.read(tmp_path / "blocks")
     assert set(found) == set(stored)
     assert all(same(found[name], stored[name]) for name in found)
     result = compress(source, tmp_path / "rows", "channel")
+    assert verify(tmp_path / "rows", source, full=True).problems == ()
     found = tiny.read(tmp_path / "rows")
     assert result.decoded_tensors >= len(draft)
     for name in draft:
@@ -1025,13 +1026,22 @@ def test_modelopts_own_file_must_be_an_object(tmp_path: Path) -> None:
     assert caught.value.message == "hf_quant_config.json is not a JSON object"
 
 
-def test_verify_wants_a_plain_source(tmp_path: Path) -> None:
-    source = store(tmp_path / "source", by_blocks(), BLOCKS)
-    compress(source, tmp_path / "out", "channel")
-    with pytest.raises(
-        OpenQuantError, match="the source is already quantized, and codes are held against plain weights"
-    ):
-        verify(tmp_path / "out", source)
+def test_verify_decodes_a_quantized_source(tmp_path: Path) -> None:
+    """Of which some layers pass through, some are decoded, and some quantized anew."""
+    source = store(tmp_path / "source", by_blocks(), BLOCKS, shards=2)
+    for scheme in ("block", "channel"):
+        out = tmp_path / scheme
+        compress(source, out, scheme, ignore=["**.down_proj"])
+        report = verify(out, source, full=True)
+        assert report.problems == ()
+        assert len(report.errors) == 12
+        assert (max(error.relative for error in report.errors) == 0) == (scheme == "block")
+        change_weights(out, lambda weights: weights[f"{DOWN}.weight"].neg_())
+        (differs,) = verify(out, source).problems
+        assert f"{DOWN}.weight differs from model." in differs
+    change_weights(source, lambda weights: weights[f"{Q}.weight_scale_inv"].mul_(1.1))
+    (moved,) = (told for told in verify(out, source, full=True).problems if Q in told)
+    assert f"{Q}.weight is off by" in moved
 
 
 # The command.
