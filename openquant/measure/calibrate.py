@@ -10,9 +10,9 @@ Every weight is read once, and only a layer's are in memory: a model larger than
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -233,7 +233,19 @@ def calibrate(
             _add(every, data)
     cached = {number: (keys.largest, values.largest) for number, (keys, values) in caches.items() if keys.tokens}
     apart = {id(each) for both in caches.values() for each in both}
-    return tuple(each.inputs() for each in every if id(each) not in apart), cached
+    return _together(each.inputs() for each in every if id(each) not in apart), cached
+
+
+def _together(inputs: Iterable[Inputs]) -> tuple[Inputs, ...]:
+    """Layers with one input, such as q, k and v, are one."""
+    found: dict[tuple[bytes, bytes, int, str], Inputs] = {}
+    for each in inputs:
+        # What nothing went into is not known to have the same.
+        apart = "" if each.tokens else each.tensors[0]
+        key = each.absmax.tobytes(), each.mean.tobytes(), each.tokens, apart
+        other = found.get(key)
+        found[key] = each if other is None else replace(other, tensors=(*other.tensors, *each.tensors))
+    return tuple(found.values())
 
 
 def decoder_layers(model: StreamedModel) -> list[str]:
