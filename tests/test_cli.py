@@ -14,13 +14,16 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+import forked_ranks
 import tiny
 from conftest import EXAMPLE, ROOT, Run, heed_ctrl_c, tree
+from forked_ranks import COMMANDS, finish, forked
 from openquant import __version__, compress
 from openquant.errors import UsageError
 
@@ -166,10 +169,22 @@ ERRORS = [
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[None]:
+    with forked_ranks.forks(preloaded=COMMANDS):
+        yield
+
+
 @pytest.mark.parametrize(("arguments", "message", "hint"), ERRORS)
 def test_errors_are_two_lines_and_exit_code_2(
-    run: Run, tmp_path: Path, arguments: list[object], message: str, hint: str
+    forks: None, tmp_path: Path, arguments: list[object], message: str, hint: str
 ) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+
+    def run(*words: object) -> subprocess.CompletedProcess[str]:
+        return finish(forked(ROOT / "compress_fp8.py", *words, cwd=here, environment=os.environ))
+
     done = run(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     error, advice = done.stderr.splitlines()

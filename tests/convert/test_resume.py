@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ import numpy as np
 import pytest
 import torch
 
+import forked_ranks
 import tiny
-from conftest import ROOT, heed_ctrl_c, tree
+from conftest import ROOT, tree
+from forked_ranks import COMMANDS, Rank, finish
 from openquant import Result, compress, dequantize
 from openquant import run as running
 from openquant.errors import OutputError, SourceError
@@ -90,25 +92,17 @@ def whole(tmp_path: Path, source: Path) -> dict[str, bytes]:
     return tree(tmp_path / "whole")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> Iterator[None]:
+    with forked_ranks.forks(preloaded=COMMANDS):
+        yield
+
+
 def struck(
     source: Path, output: Path, how: str, moment: str, count: int, *more: str
 ) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-c",
-        KILLED,
-        how,
-        moment,
-        str(count),
-        "-m",
-        str(source),
-        "-o",
-        str(output),
-        "--workers",
-        "2",
-        *more,
-    ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, preexec_fn=heed_ctrl_c)
+    words = [how, moment, str(count), "-m", str(source), "-o", str(output), "--workers", "2", *more]
+    return finish(Rank(words, os.environ, KILLED))
 
 
 # Renames: the journal, five shards, generation_config.json, README.md, the index, config.json, the journal.

@@ -7,6 +7,7 @@ import math
 import threading
 from bisect import bisect
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +118,12 @@ def test_figures_are_those_of_a_plain_loop(tmp_path: Path, dtype: torch.dtype) -
     assert layer.zero_shares["tensor"] and layer.subnormal_shares["tensor"]
 
 
+@cache
+def diagnosed(source: Path) -> dict[str, LayerDiagnosis]:
+    """All rows of all layers in all schemes."""
+    return {layer.module: layer for layer in diagnose(source, full=True).layers}
+
+
 @pytest.mark.parametrize("scheme", FULL, ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Llama4ForCausalLM", "Qwen3MoeForCausalLM"])
 def test_errors_are_those_that_verify_finds(shelf: Shelf, architecture: str, scheme: Scheme) -> None:
@@ -124,7 +131,7 @@ def test_errors_are_those_that_verify_finds(shelf: Shelf, architecture: str, sch
     if tiny.refused(architecture, scheme):
         return
     source, output, _ = shelf.converted(architecture, scheme)
-    found = {layer.module: layer for layer in diagnose(source, full=True).layers}
+    found = diagnosed(source)
     errors = verify(output, source, full=True).errors
     assert len(errors) >= 14
     for error in errors:
