@@ -254,6 +254,7 @@ class Model:
         transformers_reads_blocks: whether transformers loads a 128x128 block output of this architecture.
         reordered: modules whose rows an engine puts in another order as it loads them.
         head_refused: why engines load no quantized output head; None if they do.
+        cache_refused: why engines load no scales of keys and values; None if they do.
         sglang: what SGLang does not load.
         cached: what is kept of each token.
         states: what is kept of each sequence.
@@ -278,6 +279,7 @@ class Model:
     transformers_reads_blocks: bool = True
     reordered: tuple[str, ...] = ()
     head_refused: str | None = None
+    cache_refused: str | None = None
     sglang: SGLang = SGLang()
     cached: tuple[Cached, ...] = ()
     states: tuple[State, ...] = ()
@@ -778,13 +780,16 @@ LFM2_MIXERS = (
         states=(State(".conv.conv"),),
     ),
 )
-LFM2 = model("Lfm2ForCausalLM", *LFM2_MIXERS, gated(".feed_forward", "w1", "w3", "w2"))
+# models/lfm2.py:193
+NAMELESS_CACHE = "vLLM 0.32.0 builds its attention without quantization"
+LFM2 = model("Lfm2ForCausalLM", *LFM2_MIXERS, gated(".feed_forward", "w1", "w3", "w2"), cache_refused=NAMELESS_CACHE)
 LFM2_MOE = model(
     "Lfm2MoeForCausalLM",
     *LFM2_MIXERS,
     gated(".feed_forward", "w1", "w3", "w2"),
     # vLLM 0.32.0 models/lfm2_moe.py builds the router with quant_config.
     routed(".feed_forward.experts", "w1", "w3", "w2"),
+    cache_refused=NAMELESS_CACHE,
     # SGLang 0.5.23 models/lfm2_moe.py.
     renames=tuple(
         (f".feed_forward.{one}", f".feed_forward.{other}_proj")

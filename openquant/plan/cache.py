@@ -43,6 +43,8 @@ def cache_layers(modules: Iterable[str], entry: Entry, config: dict[str, Any]) -
         PlanError: what is cached are no keys and values, or which layers do is not known.
     """
     model = entry.model
+    if model.cache_refused is not None:
+        raise PlanError(f"{model.name}: no engine loads scales of keys and values: {model.cache_refused}", _NO_CACHE)
     patterns = [(compile_pattern(absolute(model, [what.pattern])[0]), what) for what in model.cached]
     layer_of, drafted, own = compile_pattern(f"{model.layers}.**"), draft_finder(model, config), own_layers(config)
     found: dict[int, str] = {}

@@ -112,6 +112,12 @@ def test_latent_attention_is_refused_by_name(name: str) -> None:
         layers_of(name)
 
 
+@pytest.mark.parametrize("name", ["Lfm2ForCausalLM", "Lfm2MoeForCausalLM"])
+def test_where_engines_load_no_such_scales_it_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(PlanError, match="no engine loads scales of keys and values"):
+        planned(tiny.write(tmp_path / "source", name))
+
+
 def test_calibrated_scales_are_powers_of_two(tmp_path: Path) -> None:
     source = tiny.write(tmp_path / "source")
     plan = planned(source, options=Options(cached=True, calibration=seen((21.5, 3.25), (900.0, 0.5))))

@@ -2,6 +2,7 @@
 
     engine.py logprobs OUTPUT DIRECTORY...     of random prompts
     engine.py text OUTPUT DIRECTORY...         of text_prompts.json, which are of examples/tiny-qwen3's tokenizer
+    engine.py cached OUTPUT DIRECTORY...       of these, with an FP8 cache whatever config.json says
     engine.py layers OUTPUT DIRECTORY...
     engine.py auto|fp8 OUTPUT DIRECTORY...     what is kept of a token in a cache of that dtype
 
@@ -71,7 +72,7 @@ def random_prompts(vocabulary: int) -> list[list[int]]:
     return [[chosen.randrange(4, vocabulary) for _ in range(LENGTH)] for _ in range(PROMPTS)]
 
 
-def logprobs(directory: Path, prompts: list[list[int]]) -> np.ndarray:
+def logprobs(directory: Path, prompts: list[list[int]], cached: str = "auto") -> np.ndarray:
     """Log-probability of every token at every position of prompts of one length, [prompts * (length - 1), vocabulary]."""
     vocabulary, length = vocabulary_of(directory), len(prompts[0])
     engine = LLM(
@@ -80,6 +81,7 @@ def logprobs(directory: Path, prompts: list[list[int]]) -> np.ndarray:
         distributed_executor_backend="uni",
         enable_prefix_caching=False,
         enforce_eager=True,
+        kv_cache_dtype=cached,
         kv_cache_memory_bytes=1 << 26,
         max_logprobs=-1,
         max_model_len=length + 16,
@@ -103,7 +105,7 @@ def logprobs(directory: Path, prompts: list[list[int]]) -> np.ndarray:
 
 
 def layers(directory: Path) -> dict[str, Any]:
-    """Which layers vLLM builds as FP8, and whether the directory's weights fill the model."""
+    """Which layers vLLM builds as FP8, whether the directory's weights fill the model, and scales of keys and values."""
     config = EngineArgs(
         model=str(directory),
         dtype="bfloat16",
@@ -124,7 +126,13 @@ def layers(directory: Path) -> dict[str, Any]:
         }
         if any(directory.glob("*.safetensors")):
             get_model_loader(config.load_config).load_weights(model, config.model_config)
-    return {"quantized": quantized, "packed": config.quant_config.packed_modules_mapping}
+    # What is not loaded is -1.
+    scales = {
+        name: (float(module.k_scale), float(module.v_scale))
+        for name, module in model.named_modules()
+        if hasattr(module, "k_scale")
+    }
+    return {"quantized": quantized, "packed": config.quant_config.packed_modules_mapping, "cache": scales}
 
 
 def cache(directory: Path, dtype: str) -> dict[str, tuple[str, int, int]]:
@@ -157,8 +165,9 @@ def answer(mode: str, directory: Path, output: Path) -> None:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
         if mode == "logprobs":
             np.save(output.with_suffix(".npy"), logprobs(directory, random_prompts(vocabulary_of(directory))))
-        elif mode == "text":
-            np.save(output.with_suffix(".npy"), logprobs(directory, json.loads(TEXT.read_text())))
+        elif mode in ("text", "cached"):
+            prompts, cached = json.loads(TEXT.read_text()), "fp8" if mode == "cached" else "auto"
+            np.save(output.with_suffix(".npy"), logprobs(directory, prompts, cached))
         else:
             found = layers(directory) if mode == "layers" else cache(directory, mode)
             output.with_suffix(".json").write_text(json.dumps(found))

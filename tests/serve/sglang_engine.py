@@ -146,7 +146,7 @@ def compare(directory: Path, plain: Path) -> dict[str, Any]:
 
     Returns: `not_run`, why there is nothing to compare with, since it does not load the model in bfloat16 either, or
     None; `codes`, how many codes it has room for; `unfilled` and `differing`, the parameters that the quantized
-    files left alone, or that do not stand for what the other has.
+    files left alone, or that do not stand for what the other has; `cache`, the scales of keys and values.
     """
     try:
         reference = {name: parameter.data for name, parameter in load(plain).named_parameters()}
@@ -168,7 +168,10 @@ def compare(directory: Path, plain: Path) -> dict[str, Any]:
             differing.append(name)
     quantized = [name for name, parameter in parameters.items() if parameter.dtype in CODES]
     codes = sum(reference[name].numel() for name in quantized if name in reference)
-    return {"not_run": None, "codes": codes, "unfilled": unfilled, "differing": differing}
+    cache = {
+        name: float(parameter) for name, parameter in parameters.items() if name.endswith((".k_scale", ".v_scale"))
+    }
+    return {"not_run": None, "codes": codes, "unfilled": unfilled, "differing": differing, "cache": cache}
 
 
 def answer(directory: Path, plain: Path, output: Path) -> None:
