@@ -9,6 +9,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TypeVar
 
+from .machine import memory_used_again
+
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 
@@ -76,17 +78,18 @@ def in_threads(work: Callable[[], None], count: int, stopped: threading.Event) -
 
     threads: list[threading.Thread] = []
     try:
-        while len(threads) < count:
-            thread = threading.Thread(target=run, name=f"openquant-{len(threads)}", daemon=True)
-            if not _started(thread):
-                break
-            threads.append(thread)
-        if not threads:
-            run()
-        for thread in threads:
-            while thread.is_alive():
-                # With a timeout, so that the main thread gets to see signals.
-                thread.join(0.2)
+        with memory_used_again():
+            while len(threads) < count:
+                thread = threading.Thread(target=run, name=f"openquant-{len(threads)}", daemon=True)
+                if not _started(thread):
+                    break
+                threads.append(thread)
+            if not threads:
+                run()
+            for thread in threads:
+                while thread.is_alive():
+                    # With a timeout, so that the main thread gets to see signals.
+                    thread.join(0.2)
     finally:
         stopped.set()
         for thread in threads:

@@ -7,7 +7,8 @@ PACKAGE = Path(__file__).parent.parent / "openquant"
 # From the ground up: a module may import from its own room, and from every floor below.
 FLOORS = (
     ("errors", "version", "models", "interrupts"),
-    ("patterns", "machine", "threads"),
+    ("patterns", "machine"),
+    ("threads",),
     ("files",),
     ("formats",),
     ("options",),

@@ -24,12 +24,11 @@ from transformers import PreTrainedModel
 
 from ..errors import OpenQuantError
 from ..files.checkpoint import Checkpoint
-from ..machine import give_memory_back
+from ..machine import give_memory_back, memory_used_again
 from ..weights.find import decoded_view
 from ..weights.weight import Weight
 from . import library
 from .kept import Kept
-from .memory import given_back
 from .scratch import Held, Scratch, Store
 from .skeleton import REST, Skeleton
 from .slices import Slices
@@ -310,7 +309,7 @@ def run(
     torch.set_num_threads(threads)
     passes = [[_Suspended(each, at, number) for number, each in enumerate(group)] for at, group in enumerate(groups)]
     models = list({id(each.of.model): each.of.model for group in passes for each in group}.values())
-    with given_back(), library.sealed(), torch.inference_mode(), _Driver(models) as driver:
+    with memory_used_again(), library.sealed(), torch.inference_mode(), _Driver(models) as driver:
         try:
             _drive(driver, passes, finished, after_unit, scratch, until, progress, kept)
         finally:
