@@ -7,7 +7,7 @@ only what is stored may have fewer axes. Formats are values: two that are equal 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -134,6 +134,11 @@ class Format:
     def tied(self) -> bool:
         """Whether joined layers share a scale, which their largest weight decides: the only one, or a global one."""
         return self.shared or self.global_scale is not None
+
+    @property
+    def of_weights(self) -> Format:
+        """The same without what it says of activations: two of which that is equal store weights alike."""
+        return replace(self, static=False, local=None)
 
     @property
     def input_scale(self) -> str | None:

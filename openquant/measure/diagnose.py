@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from ..convert.conversion import worth_compiling
+from ..convert.devices import loops
 from ..errors import SourceError
 from ..formats.kernels import CHUNK, to_float32
 from ..formats.numbers import Floats
@@ -26,7 +28,7 @@ from ..weights.reading import Reader
 from ..weights.weight import Weight
 from .diagnosis import LayerDiagnosis
 from .error import row_energies
-from .figures import Rows, Sums, Whole, diagnosed
+from .figures import Loss, Rows, Sums, Whole, diagnosed
 
 # So many weights of a layer are measured, of at least so many rows; all of a layer that has no more than WHOLE.
 SAMPLE_WEIGHTS, SAMPLE_ROWS, WHOLE = 1 << 16, 32, 1 << 18
@@ -107,6 +109,7 @@ class _Diagnosing:
         tasks = _tasks(plan)
         self.left = Counter(shard for shard, _ in tasks)
         self.tasks = self._available(tasks)
+        self.loops = loops(worth_compiling(plan))
         self.done = 0
         # With all rows the weights are read twice: the scale must be known first.
         self.total = sum(weight.nbytes for _, joined in tasks for weight in joined) * (2 if full else 1)
@@ -171,7 +174,7 @@ class _Joined:
 
     def _read(self, weight: Weight) -> tuple[Whole, list[Rows]]:
         """Read all of a layer, and keep the rows to be measured; none if all are, which are read once more."""
-        whole, kept, low, step = Whole(weight), [], 0, sample_step(weight.shape)
+        whole, kept, low, step = Whole(weight, self.diagnosing.loops), [], 0, sample_step(weight.shape)
         for bits in self.reader.rows(weight, whole.height):
             if not whole.add(low, bits):
                 extent = weight.rows(self.reader.where)
@@ -193,18 +196,20 @@ class _Joined:
             for scheme in whole.schemes
             if (shared if scheme.format.tied else whole.largest).item() <= scheme.largest
         ]
-        # Codes that stay as they are lose nothing.
-        encoded = [scheme for scheme in storing if not self._keeps(scheme, weight)]
-        sums = Sums(storing)
+        sums, losses = Sums(), {scheme.name: Loss() for scheme in storing}
+        # Codes that stay as they are lose nothing, and where weights are stored alike one scheme tells what both lose.
+        encoded: dict[object, Scheme] = {}
+        for scheme in storing:
+            if not self._keeps(scheme, weight):
+                alike = encoded.setdefault((scheme.format.of_weights, scheme.ratios), scheme)
+                losses[scheme.name] = losses[alike.name]
         for rows in self._again(weight) if self.diagnosing.full else _chosen(whole, kept):
             values = to_float32(rows.bits, weight.dtype)
-            sums.add(values, rows.times)
             energies = row_energies(values)
-            for scheme in encoded:
-                group, scale = whole.scales(scheme, rows, shared)
-                divisor = scheme.format.divisor(shared) if scheme.format.global_scale else None
-                sums.add_scheme(scheme, rows, weight.dtype, values, energies, group, scale, divisor)
-        return diagnosed(whole, sums, self.diagnosing.scheme)
+            sums.add(rows, values, energies)
+            for scheme in encoded.values():
+                losses[scheme.name].add(scheme, rows, values, energies, *whole.scales(scheme, rows, shared))
+        return diagnosed(whole, sums, losses, self.diagnosing.scheme)
 
     def _again(self, weight: Weight) -> Iterator[Rows]:
         """All rows of a layer, about CHUNK weights at a time."""
@@ -224,19 +229,17 @@ class _Joined:
 
 
 def _chosen(whole: Whole, kept: list[Rows]) -> Iterator[Rows]:
-    """The rows to be measured, about CHUNK weights at a time: that of the largest weight, which is like no other, for
-    itself, and those kept for the rest.
+    """The rows to be measured, about CHUNK weights at a time: first that of the largest weight, which is like no other
+    and stands for itself, then those kept, for the rest.
     """
-    yield whole.top
-    numbers = np.concatenate([rows.numbers for rows in kept])
-    others = numbers != whole.top.numbers
-    if not others.any():
-        return
-    numbers, bits = numbers[others], np.concatenate([rows.bits for rows in kept])[others]
-    times = (whole.weight.shape[0] - 1) / len(numbers)
-    step = max(1, CHUNK // whole.weight.shape[1])
+    top, numbers = whole.top, np.concatenate([rows.numbers for rows in kept])
+    others = numbers != top.numbers
+    numbers = np.concatenate([top.numbers, numbers[others]])
+    bits = np.concatenate([top.bits, np.concatenate([rows.bits for rows in kept])[others]])
+    times = (whole.weight.shape[0] - 1) / max(1, len(numbers) - 1)
+    step = -(-len(numbers) // max(1, round(bits.size / CHUNK)))
     for start in range(0, len(numbers), step):
-        yield Rows(numbers[start : start + step], bits[start : start + step], times)
+        yield Rows(numbers[start : start + step], bits[start : start + step], times, alone=not start)
 
 
 def _plain_bytes(weight: Weight, rows: int) -> int:

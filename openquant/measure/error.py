@@ -197,7 +197,8 @@ def relative_error(signal: float, noise: float) -> float:
 def energy(values: Floats) -> float:
     """Sum of squares of an array [n, in]."""
     with np.errstate(over="ignore"):
-        found = float(np.einsum("ij,ij->", values, values))
+        # Down the columns numpy adds several at once.
+        found = float(np.einsum("ij,ij->j", values, values).sum(dtype=np.float64))
     if 1e-30 < found < math.inf:
         return found
     return float(np.square(values, dtype=np.float64).sum())

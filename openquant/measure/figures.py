@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ..formats.format import Format, Group
-from ..formats.kernels import BITS_TYPE, CHUNK, Bits, absmax, encode, to_float32
+from ..formats.kernels import BITS_TYPE, CHUNK, Bits, Loops, to_float32
 from ..formats.numbers import Floats
 from ..formats.schemes import SCHEMES, Scheme
 from ..formats.search import searched
@@ -28,15 +28,31 @@ class Rows(NamedTuple):
         numbers: of the rows.
         bits: their weights [n, in].
         times: how many rows of the layer each of them stands for.
+        alone: whether the first stands for itself only.
     """
 
     numbers: npt.NDArray[np.intp]
     bits: Bits
     times: float = 1.0
+    alone: bool = False
+
+    def counted(self, flags: npt.NDArray[np.bool_]) -> float:
+        """For how many weights of the layer those stand that are flagged, [n, in]."""
+        found = self.times * np.count_nonzero(flags)
+        return found - (self.times - 1) * np.count_nonzero(flags[0]) if self.alone else found
+
+    def summed(self, of_rows: Energies) -> float:
+        """What a figure of each row, [n], comes to in all rows that these stand for."""
+        found = self.times * float(of_rows.sum())
+        return found - (self.times - 1) * float(of_rows[0]) if self.alone else found
 
 
 class Whole:
     """What all weights of a layer tell.
+
+    Args:
+        weight: the layer.
+        loops: what looks at every weight.
 
     Attributes:
         weight: the layer.
@@ -48,8 +64,8 @@ class Whole:
         squares: sum of their squares.
     """
 
-    def __init__(self, weight: Weight) -> None:
-        self.weight = weight
+    def __init__(self, weight: Weight, loops: Loops) -> None:
+        self.weight, self._loops = weight, loops
         self.schemes = [
             scheme
             for scheme in SCHEMES.values()
@@ -74,14 +90,14 @@ class Whole:
         """Add rows from `low` on; whether all their weights are finite, without which nothing is added."""
         dtype = self.weight.dtype
         for form, grid in self._grids.items():
-            grid.append(absmax(bits, dtype, form.group))
-        grids = [grid[-1] for grid in self._grids.values()] or [absmax(bits, dtype, (None, None))]
+            grid.append(self._loops.absmax(bits, dtype, form.group))
+        grids = [grid[-1] for grid in self._grids.values()] or [self._loops.absmax(bits, dtype, (None, None))]
         largest = grids[0].max(keepdims=True)
         if not np.isfinite(largest).all():
             return False
         if largest > self.largest:
             self.largest = largest
-            row = int(absmax(bits, dtype, (1, None)).argmax())
+            row = int(self._loops.absmax(bits, dtype, (1, None)).argmax())
             self.top = Rows(np.array([low + row]), bits[row : row + 1].copy())
         step = max(1, CHUNK // self.weight.shape[1])
         for start in range(0, len(bits), step):
@@ -107,92 +123,95 @@ class Whole:
             if len(self._grids[form]) > 1:
                 self._grids[form] = [np.concatenate(self._grids[form])]
             return (1, width), form.scales(self._grids[form][0][rows.numbers // (height or 1)])
-        largest = absmax(rows.bits, self.weight.dtype, form.group)
+        largest = self._loops.absmax(rows.bits, self.weight.dtype, form.group)
         divisor = form.divisor(shared)
         if scheme.ratios:
-            return form.group, searched(rows.bits, self.weight.dtype, largest, form, scheme.ratios, divisor)
+            scale = searched(rows.bits, self.weight.dtype, largest, form, scheme.ratios, divisor, self._loops)
+            return form.group, scale
         return form.group, form.scales(largest, divisor)
 
 
-class Sums:
-    """What the measured rows of a layer tell, each counted for the rows that it stands for.
+class Loss:
+    """What a scheme makes of the measured rows of a layer, each counted for the rows that it stands for.
 
-    Args:
-        schemes: those that can store the layer.
+    Attributes:
+        noise: sum of squares of what the weights are off by.
+        row_noise: sum of each row's noise over its own energy.
+        zeros: codes that stand for zero.
+        subnormals: codes that are subnormal.
     """
 
-    def __init__(self, schemes: Sequence[Scheme]) -> None:
-        self.rows = 0
-        self.count = self.zeros = 0.0
-        # How many magnitudes have each upper half of a float32: with bfloat16 weights, each value.
-        self.magnitudes = np.zeros(1 << 15)
-        self.noise = {scheme.name: 0.0 for scheme in schemes}
-        # Of each row's noise over its own energy.
-        self.row_noise = dict(self.noise)
-        self.zero_codes = dict(self.noise)
-        self.subnormal_codes = dict(self.noise)
+    def __init__(self) -> None:
+        self.noise = self.row_noise = self.zeros = self.subnormals = 0.0
 
-    def add(self, values: Floats, times: float) -> None:
-        """Add weights of some rows, each of which stands for `times`."""
-        self.rows += len(values)
-        self.count += times * values.size
-        self.zeros += times * (values.size - int(np.count_nonzero(values)))
-        upper = (values.view(np.uint32) >> 16).astype(np.intp) & 0x7FFF
-        self.magnitudes += times * np.bincount(upper.reshape(-1), minlength=1 << 15)
-
-    def add_scheme(
-        self,
-        scheme: Scheme,
-        rows: Rows,
-        dtype: str,
-        values: Floats,
-        energies: Energies,
-        group: Group,
-        scale: Floats,
-        divisor: Floats | None,
-    ) -> None:
+    def add(self, scheme: Scheme, rows: Rows, values: Floats, energies: Energies, group: Group, scale: Floats) -> None:
         """Add what a scheme makes of some rows.
 
         Args:
             scheme: the scheme.
             rows: the rows.
-            dtype: of their weights.
-            values: these as float32.
+            values: their weights as float32.
             energies: of each row.
             group: height and width of what shares a scale.
             scale: the scales, [n/height, in/width].
-            divisor: what these were divided by, if the scheme has that.
         """
         number, width = scheme.format.number, group[1]
-        codes = np.empty(values.shape, np.uint8)
-        encode(rows.bits, dtype, scale, group, codes, number, divisor)
         spread = scale if width is None else np.repeat(scale, width, axis=1)
-        made = number.decode(codes)
-        made *= spread
-        zeros = made.size - int(np.count_nonzero(made))
-        self.zero_codes[scheme.name] += rows.times * zeros
+        # What codes stand for without the codes, which take longer to look up.
+        made = number.nearest(values / spread)
+        zeros = rows.counted(made == 0)
+        self.zeros += zeros
         if number.normal:
-            below = int(np.count_nonzero(np.abs(made) < spread * np.float32(number.normal)))
-            self.subnormal_codes[scheme.name] += rows.times * (below - zeros)
+            self.subnormals += rows.counted(np.abs(made) < np.float32(number.normal)) - zeros
+        made *= spread
         made -= values
         noise = row_energies(made)
-        self.noise[scheme.name] += rows.times * float(noise.sum())
+        self.noise += rows.summed(noise)
         # A row of zeros has no noise.
-        self.row_noise[scheme.name] += rows.times * float((noise / np.where(energies > 0, energies, 1)).sum())
+        self.row_noise += rows.summed(noise / np.where(energies > 0, energies, 1))
+
+
+class Sums:
+    """What the measured rows of a layer tell, each counted for the rows that it stands for.
+
+    Attributes:
+        rows: how many were measured.
+        count: weights that these stand for.
+        zeros: those of them that are zero.
+        energy: the sum of their squares.
+    """
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.count = self.zeros = self.energy = 0.0
+        # How many magnitudes have each upper half of a float32: with bfloat16 weights, each value.
+        self._magnitudes = np.zeros(1 << 15)
+
+    def add(self, rows: Rows, values: Floats, energies: Energies) -> None:
+        """Add some rows, given their weights as float32 and the energy of each."""
+        self.rows += len(values)
+        self.energy += rows.summed(energies)
+        self.count += values.shape[1] * (rows.times * len(values) - (rows.times - 1) * rows.alone)
+        self.zeros += rows.counted(values == 0)
+        upper = (values.view(np.uint32) >> 16).astype(np.intp) & 0x7FFF
+        self._magnitudes += rows.times * np.bincount(upper.reshape(-1), minlength=1 << 15)
+        if rows.alone:
+            self._magnitudes -= (rows.times - 1) * np.bincount(upper[0], minlength=1 << 15)
 
     def percentile(self) -> float:
         """The first percentile of the nonzero magnitudes: one in a hundred is as small, or smaller; 0 without any."""
-        reached = np.cumsum(np.where(np.arange(1 << 15) > 0, self.magnitudes, 0))
+        reached = np.cumsum(np.where(np.arange(1 << 15) > 0, self._magnitudes, 0))
         place = int(np.searchsorted(reached, reached[-1] / 100)) if reached[-1] else 0
         return float(np.uint32(place << 16).view(np.float32))
 
 
-def diagnosed(whole: Whole, sums: Sums, asked: Scheme) -> LayerDiagnosis:
+def diagnosed(whole: Whole, sums: Sums, losses: Mapping[str, Loss], asked: Scheme) -> LayerDiagnosis:
     """The figures of a layer.
 
     Args:
         whole: what all its weights tell.
         sums: what the measured rows tell.
+        losses: by name, what each scheme makes of these that can store the layer.
         asked: the scheme that it is to be stored in.
     """
     weight, largest = whole.weight, float(whole.largest.item())
@@ -207,7 +226,7 @@ def diagnosed(whole: Whole, sums: Sums, asked: Scheme) -> LayerDiagnosis:
         "range": dynamic_range > DYNAMIC_RANGE,
         "small": largest > 0 and std < DEVIATION,
         "zero": not largest,
-        "large": asked in whole.schemes and asked.name not in sums.noise,
+        "large": asked in whole.schemes and asked.name not in losses,
     }
     return LayerDiagnosis(
         module=weight.module,
@@ -219,14 +238,12 @@ def diagnosed(whole: Whole, sums: Sums, asked: Scheme) -> LayerDiagnosis:
         outlier_ratio=ratio,
         dynamic_range=dynamic_range,
         flags=tuple(flag for flag, raised in found.items() if raised),
-        errors=_by_scheme({name: relative_error(whole.squares, noise) for name, noise in sums.noise.items()}),
+        errors=_by_scheme({name: relative_error(sums.energy, loss.noise) for name, loss in losses.items()}),
         row_errors=_by_scheme(
-            {name: math.sqrt(noise * weight.shape[1] / sums.count) for name, noise in sums.row_noise.items()}
+            {name: math.sqrt(loss.row_noise * weight.shape[1] / sums.count) for name, loss in losses.items()}
         ),
-        zero_shares=_by_scheme(
-            {name: max(0.0, codes - sums.zeros) / sums.count for name, codes in sums.zero_codes.items()}
-        ),
-        subnormal_shares=_by_scheme({name: codes / sums.count for name, codes in sums.subnormal_codes.items()}),
+        zero_shares=_by_scheme({name: max(0.0, loss.zeros - sums.zeros) / sums.count for name, loss in losses.items()}),
+        subnormal_shares=_by_scheme({name: loss.subnormals / sums.count for name, loss in losses.items()}),
     )
 
 
@@ -236,5 +253,6 @@ def _by_scheme(found: dict[str, float]) -> dict[str, float | None]:
 
 def _sum(values: Floats) -> float:
     with np.errstate(over="ignore", invalid="ignore"):
-        found = float(values.sum())
+        # Down the columns numpy adds several at once.
+        found = float(values.sum(axis=0).sum(dtype=np.float64))
     return found if math.isfinite(found) else float(values.sum(dtype=np.float64))
