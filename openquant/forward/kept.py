@@ -222,14 +222,14 @@ def _described(value: Any, tensors: list[Tensor]) -> Json:
         return {"tensor": place, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
     if type(value) in _PLAIN:
         return {"plain": value}
-    if type(value) in (tuple, list):
-        return {type(value).__name__: [_described(each, tensors) for each in value]}
+    if type(value) is tuple:
+        return {"tuple": [_described(each, tensors) for each in value]}
     if type(value) is dict and all(type(key) in (str, int) for key in value):
         return {"dict": [[key, _described(each, tensors)] for key, each in value.items()]}
     if isinstance(value, UserDict):
         # Of which layers take keys and values of others.
         return {"shared": [[key, _described(each, tensors)] for key, each in value.items()]}
-    if isinstance(value, (torch.dtype, torch.device)) or getattr(value, "holds_nothing", False):
+    if getattr(value, "holds_nothing", False):
         return {"own": None}
     raise _Unknown
 
@@ -254,17 +254,13 @@ def _filled(described: Json, now: Any, tensor: Callable[[int, Sequence[int], tor
         return now
     if kind in ("dict", "shared"):
         into = now if isinstance(now, dict if kind == "dict" else UserDict) else {}
+        if kind == "shared" and into is not now:
+            raise TypeError(f"{type(now).__name__} in place of what layers share")
         found = {key: _filled(each, into.get(key), tensor) for key, each in held}
         into.clear()
         into.update(found)
         return into
-    known = [*now, *[None] * len(held)] if type(now) in (tuple, list) else [None] * len(held)
-    every = [_filled(each, known[at], tensor) for at, each in enumerate(held)]
-    if kind == "tuple":
-        return tuple(every)
-    if kind != "list":
+    if kind != "tuple":
         raise TypeError(f"{kind} is nothing that is kept")
-    if type(now) is list:
-        now[:] = every
-        return now
-    return every
+    known = now if type(now) is tuple and len(now) == len(held) else [None] * len(held)
+    return tuple(_filled(each, own, tensor) for each, own in zip(held, known, strict=True))
