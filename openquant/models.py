@@ -216,6 +216,8 @@ class SGLang:
         unpacked: modules of which it takes no codes that share a byte or a word.
         head: why it loads no quantized output head; None if it does.
         alike: the formats in which it finds no layer by its name, so that all must be stored alike.
+        cache: why it fails on scales of keys and values; None if it loads them, or takes 1 in their place.
+        cache_of_ones: whether it does so only where they are not 1.
     """
 
     refused: tuple[Refusal, ...] = ()
@@ -223,6 +225,8 @@ class SGLang:
     unpacked: tuple[str, ...] = ()
     head: str | None = None
     alike: tuple[str, ...] = ()
+    cache: str | None = None
+    cache_of_ones: bool = False
 
     def refusal(self, scheme: str, format: str) -> Refusal | None:
         """What forbids a scheme in a format; None if nothing does."""
@@ -417,8 +421,11 @@ SCALES_LOST = SGLang(
     (Refusal("block", "fp8", "it drops the scales of blocks without a word", "--format compressed-tensors loads"),)
 )
 HEAD_IN_BFLOAT16 = "it builds the output head in bfloat16 whatever is stored"
+# Their load_weights look for a parameter of every name.
+NO_CACHE = "it has no place for scales of keys and values"
+NO_SCALES = SGLang(cache=NO_CACHE)
 # models/olmo.py and stablelm.py give no quantization to their attention.
-PLAIN_ATTENTION = SGLang(plain=(".self_attn.*",), head=HEAD_IN_BFLOAT16)
+PLAIN_ATTENTION = SGLang(plain=(".self_attn.*",), head=HEAD_IN_BFLOAT16, cache=NO_CACHE)
 # Run on its Transformers backend, whose names it prefixes, "Linear" among them.
 NO_GROUPS = SGLang(
     (
@@ -428,7 +435,8 @@ NO_GROUPS = SGLang(
             "it finds no group of the compressed-tensors format for these layers",
             "--scheme tensor and -w 128 load",
         ),
-    )
+    ),
+    cache=NO_CACHE,
 )
 # Layers are built without their names.
 FORMATS = ("fp8", "compressed-tensors")
@@ -467,6 +475,7 @@ MIMO = replace(
         Joined(f"{MIMO_DRAFT}.mlp.{{gate,up}}_proj", "gate_up_proj"),
     ),
     renames=(("model.mtp_layers.0.", "model.layers.36."),),
+    sglang=NO_SCALES,
 )
 
 # On disk as vLLM has them (0.32.0 models/phi3.py); each of what they hold must divide.
@@ -572,6 +581,7 @@ ERNIE_MOE = model(
         Keep(".mlp.moe_statics.**", ROUTER),
         Keep("model.mtp_{block,emb_norm,hidden_norm,linear_proj}.**", DRAFT),
     ),
+    sglang=NO_SCALES,
 )
 
 # vLLM 0.32.0 models/glm4_moe_mtp.py and deepseek_mtp.py, which build the draft layers, have no
@@ -701,6 +711,9 @@ QWEN3_NEXT = model(
         (Refusal("tensor", "fp8", "it asks in_proj_qkvz for four scales", "--scheme channel and -w 128 load"),),
         # SGLang 0.5.23 models/qwen3_next.py:311
         unpacked=(".linear_attn.in_proj_qkvz",),
+        # models/qwen3_next.py:1266
+        cache="it takes no scales of keys and values but 1",
+        cache_of_ones=True,
     ),
 )
 
@@ -767,7 +780,8 @@ GRANITE_HYBRID = model(
     renames=((".mamba.", ".mixer."),),
     transformers_reads_blocks=False,
     sglang=SGLang(
-        (Refusal(None, "fp8", "its loader of this architecture fails on the fp8 format", "--scheme channel loads"),)
+        (Refusal(None, "fp8", "its loader of this architecture fails on the fp8 format", "--scheme channel loads"),),
+        cache=NO_CACHE,
     ),
 )
 
@@ -922,7 +936,7 @@ QWEN2_VL = wrapped(
     layers=EITHER,
     # transformers 5 looks the tower up under its newer name only.
     spellings=(("visual.", "model.visual."),),
-    sglang=RENAMED,
+    sglang=replace(RENAMED, cache=NO_CACHE),
 )
 QWEN3_VL = wrapped(LLAMA, "Qwen3VLForConditionalGeneration", QWEN_VISION, sglang=RENAMED)
 # Experts [E, H, 2I] and [E, I, H] (vLLM 0.32.0 models/qwen3_vl_moe.py:76).
@@ -1051,7 +1065,8 @@ FOLDS: dict[str, tuple[Fold, ...]] = {
 
 DENSE_NAMES = {
     SCALES_LOST: ("Llama", "Mistral", "Ministral3"),
-    SGLang(): (*("Qwen2", "Qwen3", "Gemma", "Gemma3", "Olmo2", "Olmo3", "Granite", "Exaone4", "Cohere", "Cohere2"),),
+    SGLang(): ("Qwen2", "Qwen3", "Gemma3", "Exaone4", "Cohere", "Cohere2"),
+    NO_SCALES: ("Gemma", "Olmo2", "Olmo3", "Granite"),
     PLAIN_ATTENTION: ("Olmo",),
     NO_GROUPS: ("SmolLM3", "SeedOss", "Cwm", "Ernie4_5"),
     NAMELESS: ("Gemma2",),
@@ -1085,7 +1100,7 @@ MODELS: dict[str, Model] = {
         PHI_MOE,
         QWEN2_MOE,
         QWEN3_MOE,
-        model("OlmoeForCausalLM", ATTENTION, ROUTED),
+        model("OlmoeForCausalLM", ATTENTION, ROUTED, sglang=NO_SCALES),
         GRANITE_MOE,
         HUNYUAN_MOE,
         ERNIE_MOE,
@@ -1117,7 +1132,7 @@ MODELS: dict[str, Model] = {
         GEMMA3_WRAPPED,
         MISTRAL3_WRAPPED,
         QWEN2_VL,
-        replace(QWEN2_VL, name="Qwen2_5_VLForConditionalGeneration"),
+        replace(QWEN2_VL, name="Qwen2_5_VLForConditionalGeneration", sglang=RENAMED),
         QWEN3_VL,
         QWEN3_VL_MOE,
         wrapped(

@@ -43,6 +43,10 @@ def unread_by_sglang(entry: Entry, fates: Fates) -> Refusal | None:
     uneven = any(fate.scheme is None or not is_head(module) for module, fate in fates.others.items())
     if quantized and uneven and scheme.method in sglang.alike:
         return Refusal(None, None, "it finds none of these layers by name", "with all layers alike it loads")
+    made = [kept.made for kept in fates.kept if kept.made is not None] if sglang.cache is not None else []
+    if sglang.cache is not None and (any(each != 1.0 for each in made) if sglang.cache_of_ones else made):
+        hint = "without --calibration it loads" if sglang.cache_of_ones else "without --kv-cache it loads"
+        return Refusal(None, None, sglang.cache, hint)
     # Such experts ask the whole config for its format (compressed_tensors_wNa16_moe.py:75-84).
     mixed = len({chosen.settings.get("format") for _, chosen in fates.kinds}) > 1
     words = (module for module, chosen in quantized if chosen.settings.get("format") == WORDS and entry.experts(module))

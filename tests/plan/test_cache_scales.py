@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import tiny
+from converted import Shelf
 from openquant import compress, dequantize
 from openquant.errors import PlanError, UsageError
 from openquant.files.checkpoint import open_checkpoint
-from openquant.formats.schemes import CHANNEL, VARIANTS, Scheme
+from openquant.formats.schemes import CHANNEL, TENSOR, VARIANTS, Scheme
 from openquant.models import MODELS
 from openquant.plan.cache import cache_layers
 from openquant.plan.fates import Options
@@ -116,6 +117,34 @@ def test_latent_attention_is_refused_by_name(name: str) -> None:
 def test_where_engines_load_no_such_scales_it_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(PlanError, match="no engine loads scales of keys and values"):
         planned(tiny.write(tmp_path / "source", name))
+
+
+# As its loader does (run on a small model of each architecture).
+FAILS = (
+    *("MiMo", "Gemma", "Olmo", "Olmo2", "Olmo3", "Granite", "SmolLM3", "SeedOss", "Cwm", "Ernie4_5", "StableLm"),
+    *("Olmoe", "Ernie4_5_Moe", "GraniteMoeHybrid"),
+)
+
+
+@pytest.mark.parametrize(
+    "name", [*(f"{name}ForCausalLM" for name in FAILS), "Qwen2VLForConditionalGeneration", "Qwen3ForCausalLM"]
+)
+def test_where_sglang_fails_on_the_scales_the_plan_says_so(shelf: Shelf, name: str) -> None:
+    reason = MODELS[name].sglang.cache
+    assert (reason is None) is (name == "Qwen3ForCausalLM")
+    scheme = next(each for each in (TENSOR, CHANNEL) if MODELS[name].sglang.refusal(each.name, each.method) is None)
+    unread = planned(shelf.source(name), scheme).unread_by_sglang
+    # Attention that it builds in bfloat16 is refused before.
+    assert (unread and unread.why) == (
+        reason if not MODELS[name].sglang.plain else "it builds **.self_attn.* in bfloat16"
+    )
+
+
+def test_where_sglang_takes_scales_of_one_alone(shelf: Shelf) -> None:
+    source, two = shelf.source("Qwen3NextForCausalLM"), seen((1.0, 1.0), (900.0, 1.0))
+    assert planned(source).unread_by_sglang is None
+    unread = planned(source, options=Options(cached=True, calibration=two)).unread_by_sglang
+    assert unread is not None and unread.why == "it takes no scales of keys and values but 1"
 
 
 def test_calibrated_scales_are_powers_of_two(tmp_path: Path) -> None:
