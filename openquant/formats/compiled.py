@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from numba.core.caching import FunctionCache
 
+from . import kernels
 from .format import Format, Group, StoredScales, grid_of
 from .kernels import Bits, to_float32
 from .numbers import E2M1, E4M3, Codes, Floats, Number
@@ -133,6 +134,12 @@ def decode_rows(
         _decode_integers(*place, u32(half - number.encode(np.zeros(1, f32)).item()), np.int32(half))
 
 
+def first_unsound(codes: Codes, number: Number) -> int | None:
+    """As kernels.first_unsound."""
+    sound = number == E4M3 and _most(codes.reshape(-1)) < 0x7F
+    return None if sound else kernels.first_unsound(codes, number)
+
+
 def best(bits: Bits, dtype: str, usual: Floats, scales: Floats, number: Number) -> Floats:
     """As kernels.best."""
     found = usual.copy()
@@ -169,6 +176,15 @@ def _absmax(bits: Any, mask: Any, height: Any, largest: Any) -> None:
             for i in range(part.size):
                 most = max(most, bits.dtype.type(part[i] & mask))
             into[group] = max(into[group], most)
+
+
+@_compiled
+def _most(codes: Any) -> Any:
+    """The largest of some codes, but for their signs."""
+    most = u8(0)
+    for i in range(codes.size):
+        most = max(most, u8(codes[i] & 0x7F))
+    return most
 
 
 @_compiled

@@ -65,6 +65,9 @@ class Loops(Protocol):
     ) -> None:
         """As below."""
 
+    def first_unsound(self, codes: Codes, number: Number, /) -> int | None:
+        """As below."""
+
     def best(self, bits: Bits, dtype: str, usual: Floats, scales: Floats, number: Number, /) -> Floats:
         """As below."""
 

@@ -165,7 +165,7 @@ class Reader:
         source.read(into, extent.offset + low * extent.pitch, extent.label)
         # Checks have codes of no known format, too, which were found by their dtype.
         number = weight.format.number if weight.format else CODES.get(weight.codes.dtype)
-        return None if number is None else kernels.first_unsound(into, number)
+        return None if number is None else self.loops.first_unsound(into, number)
 
     def codes(self, source: SourceFile, weight: Weight, low: int, into: Bytes) -> None:
         """Read the codes of whole rows from `low` on into `into`.

@@ -58,6 +58,17 @@ def test_codes_stand_for_the_same_weights(number: Number, group: Group, low: int
     assert (np.signbit(found[1]) == np.signbit(found[0])).all()
 
 
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
+def test_the_same_code_is_the_first_that_holds_no_value(number: Number) -> None:
+    codes = np.random.default_rng(0).integers(0, 0x7F, (3, 1000), np.uint8)
+    assert compiled.first_unsound(codes, number) is None
+    codes[1, 7] = codes[2, 5] = 0xFF
+    assert compiled.first_unsound(codes, number) == kernels.first_unsound(codes, number)
+    codes[2, 5] = 0x7F
+    assert (compiled.first_unsound(codes, number) == 1007) == (number == E4M3)
+    assert compiled.first_unsound(codes[:0], number) is None
+
+
 def test_values_are_rounded_to_the_same_bfloat16() -> None:
     bits = np.random.default_rng(0).integers(0, 1 << 32, (64, 4096), np.uint32)
     bits[0] = np.arange(4096, dtype=np.uint32) << 12 | 0x3F800000
