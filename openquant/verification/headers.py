@@ -26,6 +26,8 @@ from ..weights.find import Pair, leftovers, pairs
 from ..weights.weight import Weight
 from .configs import differences
 
+# Whether scales of a cache are found as they come, and what shares one, where the scales that are stored are checked.
+_OF_TENSORS = (False, "tensor")
 # Beside codes in columns, the last parts of names.
 _IN_COLUMNS = ("qzeros", "scales", "g_idx")
 
@@ -299,6 +301,16 @@ class Headers:
         known = cache_scales(tensors)
         self.cache = [tensors[name] for name in dict.fromkeys(n for both in known.values() for n in both if n)]
         if not self.cached:
+            return
+        scheme = self.quantization.settings.get("kv_cache_scheme")
+        if (
+            not self.ours
+            and isinstance(scheme, dict)
+            and (scheme.get("dynamic"), scheme.get("strategy")) != _OF_TENSORS
+        ):
+            self.notes.append(
+                "scales of keys and values are found as they come, or those of heads: they are not checked"
+            )
             return
         for info in self.cache:
             if info.dtype not in FLOATS or info.shape not in ((), (1,)):

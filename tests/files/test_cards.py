@@ -29,6 +29,17 @@ def test_a_published_card_s_own_commands_name_the_repository(tmp_path: Path) -> 
         assert published_card(edited, "org/name", None) == edited
 
 
+def test_what_a_command_says_of_the_cache_stays(tmp_path: Path) -> None:
+    compress(tiny.write(tmp_path / "source"), tmp_path / "out", kv_cache="fp8")
+    text = (tmp_path / "out" / "README.md").read_text()
+    served = "\nvllm serve out --kv-cache-dtype fp8\npython -m sglang.launch_server --model-path out\n"
+    assert text.count(served) == 1
+    in_request = served.replace(" out", " org/name --revision refs/pr/1")
+    published = published_card(text, "org/name", "refs/pr/1")
+    assert published == text.replace(served, in_request)
+    assert published_card(published, "org/name", None) == text.replace(served, served.replace(" out", " org/name"))
+
+
 @pytest.mark.parametrize(
     ("front", "names"),
     [("base_model: a/b", ["a/b"]), ("base_model: [a/b, c/d]", ["a/b", "c/d"]), ("license: mit", []), ("[", [])],

@@ -95,3 +95,28 @@ def test_other_schemes_of_a_cache(change: Callable[[dict[str, Any]], object], pr
     compress(source, tmp_path / "out", "channel", kv_cache="fp8")
     change_json(tmp_path / "out" / "config.json", lambda found: change(found["quantization_config"]))
     assert problem in str(verify(tmp_path / "out").problems)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "shape"), [({"strategy": "attn_head"}, (2, 1, 1)), ({"dynamic": True}, None), ({}, (1,))]
+)
+def test_other_tools_may_have_scales_of_heads_or_none(scheme: dict[str, Any], shape: Any, tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source")
+    compress(source, tmp_path / "out", "channel", kv_cache="fp8")
+    for name in (".openquant.json", "README.md"):
+        (tmp_path / "out" / name).unlink(missing_ok=True)
+
+    def change(held: Weights) -> None:
+        for name in [name for name in held if name.endswith((".k_scale", ".v_scale"))]:
+            del held[name]
+            if shape is not None:
+                # By a name that modelopt gives it.
+                held[name.replace("attn.k", "attn.k_proj.k").replace("attn.v", "attn.v_proj.v")] = torch.ones(shape)
+
+    tiny.change_weights(tmp_path / "out", change)
+    change_json(
+        tmp_path / "out" / "config.json", lambda found: found["quantization_config"]["kv_cache_scheme"].update(scheme)
+    )
+    for report in (verify(tmp_path / "out"), verify(tmp_path / "out", source)):
+        assert report.problems == ()
+        assert any("they are not checked" in note for note in report.notes) is bool(scheme)
