@@ -112,12 +112,13 @@ def test_published_names_plan_without_a_misfit(name: str) -> None:
     of_tensor, of_block = count if isinstance(count, tuple) else (count, count)
     checkpoint = published(name)
     model = MODELS[checkpoint.architecture]
-    plans = [
-        make_plan(checkpoint, scheme)
-        for scheme in (TENSOR, CHANNEL, BLOCK)
-        if not model.refusal(scheme.name, scheme.method)
-    ]
-    assert [plan.quantized_tensors for plan in plans] == [of_tensor, of_tensor, of_block][: len(plans)]
+    expected = {TENSOR: of_tensor, BLOCK: of_block}
+    # Which has other scales than the first, and no more: of many thousand tensors it takes seconds to say.
+    if len(checkpoint.tensors) < 5000:
+        expected = {TENSOR: of_tensor, CHANNEL: of_tensor, BLOCK: of_block}
+    schemes = [scheme for scheme in expected if not model.refusal(scheme.name, scheme.method)]
+    plans = [make_plan(checkpoint, scheme) for scheme in schemes]
+    assert [plan.quantized_tensors for plan in plans] == [expected[scheme] for scheme in schemes]
     plan = plans[-1]
     assert plan.parallel_sizes == parallel
     assert not [note for note in plan.notes if "lacks" in note]

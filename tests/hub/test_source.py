@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import forked_ranks
 import tiny
-from conftest import Run, tree
+from conftest import ROOT, tree
+from forked_ranks import COMMANDS, finish, forked
 from loopback_hub import COMMIT, LoopbackHub
 from openquant import compress
 
@@ -23,13 +26,22 @@ def hub(tmp_path: Path) -> Iterator[LoopbackHub]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[None]:
+    with forked_ranks.forks(preloaded=COMMANDS):
+        yield
+
+
 @pytest.fixture
-def ask(run: Run, hub: LoopbackHub, tmp_path: Path) -> Hub:
-    """Run the command against the loopback Hub with a cache of its own."""
+def ask(forks: None, hub: LoopbackHub, tmp_path: Path) -> Hub:
+    """Run the command in an empty directory against the loopback Hub with a cache of its own."""
+    here = tmp_path / "here"
+    here.mkdir()
 
     def start(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
         settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
-        return run(*arguments, **(settings | environment))
+        everything = {**os.environ, **settings, **environment}
+        return finish(forked(ROOT / "compress_fp8.py", *arguments, cwd=here, environment=everything))
 
     return start
 
