@@ -32,6 +32,8 @@ MADE: dict[str, dict[str, Any]] = {
     "tensor, ones": {"kv_cache": "fp8"},
     "int4": {"scheme": "int4"},
     "int4, ones": {"scheme": "int4", "kv_cache": "fp8"},
+    # Weights as they are.
+    "ones alone": {"scheme": "channel", "kv_cache": "fp8", "ignore": ["**"]},
 }
 # Of one whose scales are those of a calibration, what they are multiplied by.
 WRONG = {"small": 1 / 32, "large": 2.0**16}
@@ -66,7 +68,13 @@ def logprobs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.mark.parametrize(
     ("plain", "cached"),
-    [("plain", "ones"), ("plain", "calibrated"), ("tensor", "tensor, ones"), ("int4", "int4, ones")],
+    [
+        ("plain", "ones"),
+        ("plain", "calibrated"),
+        ("tensor", "tensor, ones"),
+        ("int4", "int4, ones"),
+        ("source", "ones alone"),
+    ],
 )
 def test_an_fp8_cache_costs_little(plain: str, cached: str, logprobs: Answers) -> None:
     before, after = logprobs.between("source", plain), logprobs.between("source", cached)
@@ -82,7 +90,7 @@ def test_control_wrong_scales_show(wrong: str, logprobs: Answers) -> None:
 def test_openquant_eval_says_the_same(models: dict[str, Path], logprobs: Answers) -> None:
     ids = json.loads(TEXT.read_text())
     texts = Corpus(tuple(Document("code", str(at), tuple(each)) for at, each in enumerate(ids)), "", {})
-    names = ("ones", "calibrated", "int4, ones")
+    names = ("ones", "calibrated", "int4, ones", "ones alone")
     source, *outputs = (Subject(each, open_checkpoint(models[each])) for each in ("source", *names))
     for name, found in zip(names, evaluate(source, outputs, texts, Settings()).outputs, strict=True):
         assert found["kv_cache"] == "fp8"
