@@ -43,6 +43,9 @@ COMPILED_MEMORY = 176 << 20
 # From this many weights on they are worth loading, and compiling where they have not been before.
 LARGE = 2 << 30
 
+# Copies from this many bytes on are begun before all else of a shard.
+LONG = 128 << 20
+
 Progress = Callable[[int], None]
 # What is made of a shard goes there.
 Target = ShardFile | FinishedShard
@@ -160,7 +163,8 @@ class _Conversion:
             layout = self.plan.lay_out(shard.name)
             file = self.files[shard.name] = self._target(layout)
             file.open()
-            for job in layout.jobs:
+            # What one worker is busy with for long comes first, so that others have something to do meanwhile.
+            for job in sorted(layout.jobs, key=lambda job: not (isinstance(job, Copy) and job.nbytes >= LONG)):
                 yield file, job
 
     def _target(self, layout: Layout) -> Target:

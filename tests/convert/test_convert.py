@@ -22,6 +22,7 @@ from conftest import tree
 from converted import Shelf, asking
 from openquant import compress, dequantize, verify
 from openquant import run as running
+from openquant.convert import conversion
 from openquant.errors import PlanError, SourceError, UsageError
 from openquant.formats.numbers import E2M1, E4M3, INT4, INT8, INT8_WORDS
 from openquant.formats.reference import encode, group_absmax, group_divisor, group_scale, stored_scale
@@ -37,7 +38,7 @@ from openquant.formats.schemes import (
 )
 from openquant.formats.search import searched
 from openquant.patterns import compile_any
-from openquant.plan.layout import Layout
+from openquant.plan.layout import Copy, Job, Layout
 from openquant.plan.plan import Plan
 
 schemes = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
@@ -438,6 +439,29 @@ def test_a_local_model_needs_no_client_of_the_hub(tmp_path: Path, source: Path) 
     )
     command = [sys.executable, "-c", code, str(source), str(tmp_path / "out")]
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "set()\n"
+
+
+def test_long_copies_come_first_of_their_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An output head lies last, and one worker would copy it while others have nothing left to do."""
+    source = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM")
+    begun: list[Job] = []
+    do = conversion._Worker.do
+
+    def spied(worker: conversion._Worker, job: Job, file: conversion.Target) -> None:
+        begun.append(job)
+        do(worker, job, file)
+
+    monkeypatch.setattr(conversion._Worker, "do", spied)
+    compress(source, tmp_path / "usual", workers=1)
+    usual = begun.copy()
+    router = next(job for job in usual if isinstance(job, Copy) and job.label.endswith(".gate.weight"))
+    long = [job for job in usual if isinstance(job, Copy) and job.nbytes >= router.nbytes]
+    assert long != usual[: len(long)]
+    begun.clear()
+    monkeypatch.setattr(conversion, "LONG", router.nbytes)
+    compress(source, tmp_path / "first", workers=1)
+    assert begun == long + [job for job in usual if job not in long]
+    assert tree(tmp_path / "first") == tree(tmp_path / "usual")
 
 
 def test_finished_shards_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
