@@ -30,10 +30,14 @@ OVERFLOW = np.float32((2 - 2.0**-8) * 2.0**127)
 
 
 def rows_at_once(weight: Weight, multiple: int) -> int:
-    """How many rows are read at a time: about BUFFER bytes of them, in multiples of `multiple`."""
+    """How many rows are read at a time: about BUFFER bytes of them, twice as many where codes become float32; in
+    multiples of `multiple`.
+    """
     rows, cols = weight.shape
     form = weight.format
-    limit = TRANSPOSED_BUFFER if weight.transposed and form is None else BUFFER
+    limit = BUFFER if form is None else 2 * BUFFER
+    if weight.transposed and form is None:
+        limit = TRANSPOSED_BUFFER
     if form is not None and form.columns is not None:
         # Words may hold the codes, and do hold the zero points, of several rows.
         multiple = math.lcm(multiple, ALIKE)
