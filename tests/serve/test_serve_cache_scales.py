@@ -130,7 +130,7 @@ def test_vllm_loads_the_scales_of_all_layers(tmp_path: Path) -> None:
 
 
 def test_sglang_loads_the_scales_of_all_layers(tmp_path: Path) -> None:
-    """Its classes of Llama do; some others take 1 in their place (docs/formats.md)."""
+    """Its classes of Llama do; some others take 1 in their place (docs/calibration.md)."""
     written = dict(numbered(tmp_path, "LlamaForCausalLM", scheme) for scheme in ("channel", "tensor"))
     for output in written:
         dequantize(output, output.with_name(f"{output.name}-plain"))
