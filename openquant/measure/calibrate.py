@@ -42,6 +42,7 @@ class Seen:
         width: how many inputs they have.
         absmax: float32 [in].
         total: float64 [in], the sum of magnitudes.
+        squares: float64 [in], the sum of squares.
         tokens: how many.
     """
 
@@ -49,12 +50,14 @@ class Seen:
     width: int
     absmax: Tensor | None = None
     total: Tensor | None = None
+    squares: Tensor | None = None
     tokens: int = 0
 
-    def add(self, absmax: Tensor, total: Tensor, tokens: int) -> None:
-        """Add what other tokens are: their largest magnitudes, the sum of them, and how many there are."""
+    def add(self, absmax: Tensor, total: Tensor, squares: Tensor, tokens: int) -> None:
+        """Add what other tokens are: their largest magnitudes, the sums of these and of squares, and how many."""
         self.absmax = absmax if self.absmax is None else torch.maximum(self.absmax, absmax)
         self.total = total if self.total is None else self.total + total
+        self.squares = squares if self.squares is None else self.squares + squares
         self.tokens += tokens
 
     @property
@@ -64,18 +67,21 @@ class Seen:
 
     def inputs(self) -> Inputs:
         """The same as a calibration has it."""
-        if self.absmax is None or self.total is None:
+        if self.absmax is None or self.total is None or self.squares is None:
             none = np.zeros(self.width, np.float32)
-            return Inputs(self.tensors, none, none, 0)
-        mean = self.total / max(1, self.tokens)
-        return Inputs(self.tensors, self.absmax.cpu().numpy(), mean.float().cpu().numpy(), self.tokens)
+            return Inputs(self.tensors, none, none, 0, none)
+        # Squares of what bfloat16 holds may be more than float32 does.
+        largest = float(np.finfo(np.float32).max)
+        means = [(sums / max(1, self.tokens)).clamp(max=largest) for sums in (self.total, self.squares)]
+        mean, square = (each.float().cpu().numpy() for each in means)
+        return Inputs(self.tensors, self.absmax.cpu().numpy(), mean, self.tokens, square)
 
 
-def _magnitudes(values: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Of values [..., in] the largest magnitudes [in], the sums of them, and how many there are."""
-    magnitudes = values.reshape(-1, values.shape[-1]).abs()
-    sums = magnitudes.sum(0, dtype=torch.float32).double()
-    return magnitudes.amax(0).float(), sums, len(magnitudes)
+def _magnitudes(values: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Of values [..., in] the largest magnitudes [in], the sums of them and of squares, and how many there are."""
+    magnitudes = values.reshape(-1, values.shape[-1]).abs().float()
+    largest, sums = magnitudes.amax(0), magnitudes.sum(0).double()
+    return largest, sums, magnitudes.square_().sum(0).double(), len(magnitudes)
 
 
 class Observer(Interception[Seen]):
@@ -84,7 +90,7 @@ class Observer(Interception[Seen]):
     def __init__(self, model: nn.Module, layers: Mapping[str, Seen], experts: Mapping[str, Experts[Seen]]) -> None:
         super().__init__(model, layers, experts)
         # Of the last activations: q, k and v have the same, gate and up too.
-        self._last: tuple[Tensor, tuple[Tensor, Tensor, int]] | None = None
+        self._last: tuple[Tensor, tuple[Tensor, Tensor, Tensor, int]] | None = None
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -288,9 +294,9 @@ def _packed(seen: list[Seen]) -> bytes:
     """What a process has seen, for another one."""
     arrays: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = {}
     for number, each in enumerate(seen):
-        if each.absmax is not None and each.total is not None:
+        if each.absmax is not None and each.total is not None and each.squares is not None:
             tokens = torch.full_like(each.total, each.tokens)
-            arrays[str(number)] = torch.stack([each.absmax.double(), each.total, tokens]).cpu().numpy()
+            arrays[str(number)] = torch.stack([each.absmax.double(), each.total, each.squares, tokens]).cpu().numpy()
     file = io.BytesIO()
     np.savez(file, allow_pickle=False, **arrays)
     return file.getvalue()
@@ -299,7 +305,7 @@ def _packed(seen: list[Seen]) -> bytes:
 def _add(seen: list[Seen], data: bytes) -> None:
     with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
         for number in arrays.files:
-            absmax, total, tokens = (torch.from_numpy(row.astype(np.float64)) for row in arrays[number])
+            absmax, total, squares, tokens = (torch.from_numpy(row.astype(np.float64)) for row in arrays[number])
             each = seen[int(number)]
             device = "cpu" if each.absmax is None else each.absmax.device
-            each.add(absmax.float().to(device), total.to(device), int(tokens[0]))
+            each.add(absmax.float().to(device), total.to(device), squares.to(device), int(tokens[0]))

@@ -43,12 +43,14 @@ class Inputs:
         absmax: float32 [in], the largest magnitude of each.
         mean: float32 [in], the mean magnitude of each.
         tokens: how many went in; none where no token was routed to any of the experts.
+        square: float32 [in], the mean square of each; None in the files of an earlier openquant.
     """
 
     tensors: tuple[str, ...]
     absmax: Floats
     mean: Floats
     tokens: int
+    square: Floats | None = None
 
     @property
     def largest(self) -> float:
@@ -93,10 +95,13 @@ class Calibration:
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def to_bytes(self) -> bytes:
-        """Its file: `N.absmax` and `N.mean`, float32 [in], of each of the inputs; metadata says which they are."""
+        """Its file: `N.absmax`, `N.mean` and `N.square`, float32 [in], of each of the inputs; metadata says which they
+        are."""
         tensors: dict[str, Floats] = {}
         for number, each in enumerate(self.inputs):
             tensors |= {f"{number}.absmax": each.absmax, f"{number}.mean": each.mean}
+            if each.square is not None:
+                tensors[f"{number}.square"] = each.square
         facts = {
             "model": self.model,
             "texts": dict(self.texts),
@@ -117,7 +122,7 @@ def stand_in(tensors: Iterable[str], texts: Mapping[str, Any]) -> Calibration:
     """
     ones, names = np.ones(1, np.float32), tuple(tensors)
     numbers = {int(part) for name in names for part in name.split(".") if part.isdecimal() and len(part) < 10}
-    return Calibration((Inputs(names, ones, ones, 1),), "", texts, dict.fromkeys(sorted(numbers), (1.0, 1.0)))
+    return Calibration((Inputs(names, ones, ones, 1, ones),), "", texts, dict.fromkeys(sorted(numbers), (1.0, 1.0)))
 
 
 def read_calibration(path: Path) -> Calibration:
@@ -157,15 +162,15 @@ def _cached(path: Path, number: str, both: Any) -> tuple[float, float]:
 
 def _inputs(path: Path, number: int, said: Mapping[str, Any], tensors: Mapping[str, Floats]) -> Inputs:
     names, tokens = said["tensors"], said["tokens"]
-    absmax, mean = tensors[f"{number}.absmax"], tensors[f"{number}.mean"]
+    absmax, mean, square = tensors[f"{number}.absmax"], tensors[f"{number}.mean"], tensors.get(f"{number}.square")
     if type(tokens) is not int or tokens < 0 or not _all_text(names):
         raise TypeError
-    for part in (absmax, mean):
+    for part in (absmax, mean) if square is None else (absmax, mean, square):
         if part.dtype != np.float32 or part.ndim != 1 or part.shape != absmax.shape:
             raise TypeError
         if not (np.isfinite(part).all() and (part >= 0).all()):
             raise SourceError(f"{path}: magnitudes of {', '.join(names[:1])} are negative or not finite", _AGAIN)
-    return Inputs(tuple(names), absmax, mean, tokens)
+    return Inputs(tuple(names), absmax, mean, tokens, square)
 
 
 def _all_text(names: object) -> bool:

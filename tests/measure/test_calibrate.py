@@ -27,7 +27,7 @@ from openquant.forward.kept import Kept
 from openquant.forward.products import products_in_float32
 from openquant.forward.scratch import Scratch
 from openquant.forward.streamed import StreamedModel
-from openquant.measure.calibrate import RangedCache, calibrate
+from openquant.measure.calibrate import RangedCache, Seen, calibrate
 from openquant.plan.fates import Options
 from openquant.plan.plan import make_plan
 from openquant.texts.corpus import Corpus, Document
@@ -79,6 +79,7 @@ def test_linears_are_seen_as_in_an_ordinary_pass(tmp_path: Path) -> None:
             assert each.tokens == len(values) == 3 * 40
             assert torch.equal(torch.from_numpy(each.absmax), values.amax(0))
             assert torch.allclose(torch.from_numpy(each.mean), values.mean(0), rtol=1e-5)
+            assert torch.allclose(torch.from_numpy(each.square), values.square().mean(0), rtol=1e-5)
     assert seen.of("lm_head.weight") is None
 
 
@@ -320,3 +321,11 @@ def test_processes_see_together_what_one_does(tmp_path: Path, size: int) -> None
         streamed = StreamedModel(open_checkpoint(root))
         inputs, cached = calibrate(streamed, corpus(IDS), team=Team(rank, size, given))
     assert Calibration(inputs, "", {}, cached).to_bytes() == found(root).to_bytes()
+
+
+def test_squares_of_what_is_as_large_as_bfloat16_holds_are_numbers() -> None:
+    seen = Seen(("a.weight",), 2)
+    seen.add(torch.tensor([1e38, 1.0]), torch.tensor([1e38, 1.0]).double(), torch.tensor([torch.inf, 1.0]).double(), 1)
+    square = seen.inputs().square
+    assert square is not None
+    assert square.tolist() == [torch.finfo(torch.float32).max, 1.0]

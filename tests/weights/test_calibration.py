@@ -21,7 +21,8 @@ CACHED = {0: (21.5, 0.1), 2: (900.0, 0.0)}
 
 
 def some() -> Calibration:
-    first = Inputs(("a.weight", "b.weight"), np.array([1.5, 0], np.float32), np.array([0.5, 0], np.float32), 7)
+    absmax, mean, square = (np.array([value, 0], np.float32) for value in (1.5, 0.5, 0.75))
+    first = Inputs(("a.weight", "b.weight"), absmax, mean, 7, square)
     unseen = Inputs(("c.weight",), np.zeros(3, np.float32), np.zeros(3, np.float32), 0)
     return Calibration((first, unseen), "5f", {"files": ["a.txt"], "documents": 2, "length": 16}, CACHED)
 
@@ -37,6 +38,10 @@ def test_what_was_written_comes_back(tmp_path: Path) -> None:
         assert seen is not None
         assert (seen.largest, seen.tokens) == (1.5, 7)
         assert seen.mean.tolist() == [0.5, 0]
+        assert seen.square is not None
+        assert seen.square.tolist() == [0.75, 0]
+    # Earlier ones have no squares.
+    assert found.inputs[1].square is None
     assert found.of("c.weight") is None
     assert found.of("d.weight") is None
 
@@ -81,6 +86,9 @@ WRONG = "{path}: magnitudes of a.weight are negative or not finite"
         (FACTS, {"0_absmax": np.array([1, -1], np.float32)}, WRONG),
         (FACTS, {"0_mean": np.array([1, np.nan], np.float32)}, WRONG),
         (FACTS, {"0_absmax": np.array([1, np.inf], np.float32)}, WRONG),
+        (FACTS, {"0_square": np.zeros(3, np.float32)}, NONE_OF_OURS),
+        (FACTS, {"0_square": np.array([1, -1], np.float32)}, WRONG),
+        (FACTS, {"0_square": np.array([1, np.inf], np.float32)}, WRONG),
     ],
 )
 def test_what_no_calibration_holds_is_refused(tmp_path: Path, facts: Any, tensors: Any, message: str) -> None:
