@@ -22,12 +22,12 @@ from ..errors import PlanError, SourceError
 from ..files.output import OutputDirectory
 from ..files.shardfile import ALIGNMENT, AlignedBuffer, Bytes, FinishedShard, ShardFile
 from ..formats.format import grid_of
-from ..formats.kernels import pack_words, scale_values
+from ..formats.kernels import from_float32, pack_words, scale_values
 from ..formats.numbers import Floats
 from ..formats.ranges import ranged
 from ..formats.schemes import Scheme
 from ..formats.search import searched
-from ..plan.layout import Copy, CopyScale, Decode, Encode, Job, Layout, Piece, Put, Shard, Unstack, stored_as
+from ..plan.layout import Copy, CopyScale, Decode, Encode, Fold, Job, Layout, Piece, Put, Shard, Unstack, stored_as
 from ..plan.plan import Plan
 from ..threads import FirstFailure, Helpers, in_threads
 from ..weights.reading import BUFFER, SMALLEST_SCALE, Reader, check_scales, consumed, memory_of
@@ -269,8 +269,11 @@ class _Worker:
                 self._copy_scale(job, file)
             case Put():
                 file.write(np.frombuffer(job.data, np.uint8), job.target)
+                self.conversion.advance(job.nbytes)
             case Unstack():
                 self._unstack(job, file)
+            case Fold():
+                self._fold(job, file)
             case Decode() if job.weight.transposed:
                 self._turn(job, file)
             case Decode():
@@ -313,6 +316,17 @@ class _Worker:
             slot = self._slot()
             part = slot.take(place, bits.nbytes)
             part[:] = bits.reshape(-1).view(np.uint8)
+            slot.send(file, part, place)
+            place += part.nbytes
+            self.conversion.advance(consumed(job.weight, len(bits)))
+
+    def _fold(self, job: Fold, file: Target) -> None:
+        place = job.target
+        for bits in self.reader.rows(job.weight, 1):
+            slot = self._slot()
+            made = from_float32(bits.view(np.float32), job.weight.source.dtype)
+            part = slot.take(place, made.nbytes)
+            part[:] = made.reshape(-1).view(np.uint8)
             slot.send(file, part, place)
             place += part.nbytes
             self.conversion.advance(consumed(job.weight, len(bits)))

@@ -100,6 +100,16 @@ def to_float32(bits: Bits, dtype: str) -> Floats:
     return bits.view(np.float32)
 
 
+def from_float32(values: Floats, dtype: str) -> Bits:
+    """The bits of float32 values in a dtype of BITS_TYPE, rounded to the nearest; too large ones become infinity."""
+    if dtype == "BF16":
+        return nearest_bfloat16(values).astype(np.uint16)
+    if dtype == "F16":
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16).view(np.uint16)
+    return values.view(np.uint32)
+
+
 def scale_values(stored: Codes, dtype: str) -> Floats:
     """Stored scales as float32: of a dtype of BITS_TYPE, or bytes that are exponents (E8M0, of which 255 is NaN).
 

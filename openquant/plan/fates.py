@@ -11,6 +11,7 @@ from ..files.tensors import TensorInfo
 from ..formats.schemes import Scheme
 from ..patterns import compile_any, template
 from ..weights.calibration import Calibration
+from ..weights.tuning import Tunings
 from ..weights.weight import Weight
 
 FEW_AXES = "fewer than two axes"
@@ -26,6 +27,7 @@ class Kept(NamedTuple):
         weight: as the source has it quantized; None if it is copied as it is.
         made: what it holds where the source has no such tensor: a number, or the one that is in a tensor of another
             name.
+        changed: what becomes of it where inputs of layers are folded: what it then holds, or itself with its tuning.
     """
 
     tensor: TensorInfo
@@ -33,6 +35,7 @@ class Kept(NamedTuple):
     why: str
     weight: Weight | None = None
     made: float | TensorInfo | None = None
+    changed: bytes | Weight | None = None
 
     @property
     def small(self) -> bool:
@@ -74,6 +77,7 @@ class Options:
         head: whether the output head is quantized too.
         calibration: how large activations are, for stored scales of them.
         cached: whether keys and values are cached in FP8, with scales of theirs.
+        tunings: what a calibration changes about weights before they are rounded.
     """
 
     ignore: tuple[str, ...] = ()
@@ -82,6 +86,7 @@ class Options:
     head: bool = False
     calibration: Calibration | None = None
     cached: bool = False
+    tunings: Tunings | None = None
 
     @property
     def stays(self) -> Callable[[str], bool]:

@@ -47,16 +47,28 @@ class CopyScale:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Bytes that the plan knows, such as `weight_shape` of a weight whose words of codes do not tell its shape."""
+    """Bytes that the plan knows, such as `weight_shape` of a weight whose words of codes do not tell its shape.
+
+    `nbytes` of the source have become them.
+    """
 
     label: str
     data: bytes
     target: int
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Unstack:
     """One expert's part of a stack, to be written unquantized."""
+
+    weight: Weight
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """A plain weight to be written unquantized in its own dtype, with its rows and columns multiplied."""
 
     weight: Weight
     target: int
@@ -103,7 +115,7 @@ class Encode:
 
 
 # The unit of work.
-Job = Copy | CopyScale | Put | Unstack | Decode | Encode
+Job = Copy | CopyScale | Put | Unstack | Fold | Decode | Encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +271,12 @@ def _jobs(
         if item.made is not None:
             yield Put(item.tensor.name, struct.pack("<f", item.made), target)
             return
+        if isinstance(item.changed, bytes):
+            yield Put(item.tensor.name, item.changed, target, item.tensor.nbytes)
+            return
+        if item.changed is not None:
+            yield Fold(item.changed, target)
+            return
         place = where[item.tensor.name]
         if item.weight is None:
             yield Copy(item.tensor.name, place.shard, place.offset, item.tensor.nbytes, target)
@@ -269,7 +287,9 @@ def _jobs(
             yield Decode(matrix, target + number * size)
     for weight in layers_of(item):
         scheme, name = fates.of(weight.module).scheme, f"{weight.module}.weight"
-        if scheme is None and weight.format is None and weight.expert < 0:
+        if scheme is None and weight.format is None and weight.folded:
+            yield Fold(weight, places[name])
+        elif scheme is None and weight.format is None and weight.expert < 0:
             place = where[name]
             yield Copy(name, place.shard, place.offset, weight.nbytes, places[name])
         elif scheme is None:
@@ -325,4 +345,5 @@ def weight_kinds(fates: Fates) -> list[Weight]:
     """One weight of each dtype, shape and format, among all that are read by rows."""
     kinds = {weight.kind: weight for weight in fates.layers.values()}
     kinds |= {kept.weight.kind: kept.weight for kept in fates.kept if kept.weight}
+    kinds |= {kept.changed.kind: kept.changed for kept in fates.kept if isinstance(kept.changed, Weight)}
     return list(kinds.values())

@@ -22,6 +22,7 @@ from ..models import GENERIC, MODELS, SGLANG, Model, Refusal
 from ..patterns import collapse, compile_pattern, template
 from ..version import __version__
 from ..weights.find import decoded_view, leftovers, without_cache_scales
+from ..weights.tuning import Tunings
 from ..weights.weight import Weight
 from . import layout
 from .cache import add_scales, cache_layers, serving_note
@@ -37,6 +38,7 @@ from .roles import Entry
 from .serving import Serving, serving
 from .settle import asked_by, asked_for, no_input_scale, problem_finder, refuse_size, settle
 from .sort import sort_tensors
+from .tuned import tune
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Plan:
         parallel: what each tensor-parallel size meets.
         notes: for the user.
         identity: what tells the source from another with the same headers.
+        tunings: what a calibration changes about weights before they are rounded, and other tensors.
     """
 
     source: Checkpoint
@@ -62,6 +65,7 @@ class Plan:
     parallel: tuple[ParallelSize, ...]
     notes: tuple[str, ...]
     identity: str
+    tunings: Tunings | None = None
 
     @property
     def model(self) -> Model:
@@ -267,6 +271,7 @@ class Plan:
             self.source.headers,
             self.identity,
             *([dict(self.fates.inputs)] if self.fates.inputs else []),
+            *([self.tunings.sha256] if self.tunings else []),
             *([[repr(kept) for kept in self.fates.kept if kept.made is not None]] if self.cached else []),
         ]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
@@ -339,6 +344,7 @@ def make_plan(
             f"scales of activations are those of a calibration with {options.calibration.described}, twice as large: "
             "headroom costs nothing, and what lies beyond is cut off"
         )
+    notes += options.tunings.notes if options.tunings else ()
     if model.rest:
         notes.insert(0, "decided from names and shapes alone: look at the plan, and at what the engine makes of it")
     # Where a layer stays unquantized, any part of it can be split off.
@@ -347,7 +353,7 @@ def make_plan(
     settings = scheme.config(ignored_names(entry, fates), targets(entry, fates))
     if options.cached:
         settings = with_fp8_cache(settings)
-    return Plan(checkpoint, seen, entry, fates, settings, parallel, tuple(notes), identity)
+    return Plan(checkpoint, seen, entry, fates, settings, parallel, tuple(notes), identity, options.tunings)
 
 
 def _decide(
@@ -365,6 +371,8 @@ def _decide(
     """
     settled = bool(weights) and all(weight.is_held_by(scheme.format) for weight in weights.values())
     items, layers = sort_tensors(checkpoint, weights, entry, found.stays if found else options.stays, settled)
+    if options.tunings is not None:
+        tune(items, layers, options.tunings)
     sets, config = entry.joined_sets(layers), text_config(checkpoint, entry.model)
     scales: list[str] = []
     if options.cached:

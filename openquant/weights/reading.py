@@ -48,7 +48,8 @@ def memory_of(weight: Weight, multiple: int) -> tuple[int, int]:
     """Bytes of the buffer that rows of a weight are read into, and of what is held beside it meanwhile."""
     piece = rows_at_once(weight, multiple) * weight.shape[1] * BITS_TYPE[weight.dtype].itemsize
     if weight.format is None:
-        return piece, piece if weight.transposed else 0
+        # As it is turned around; and as float32, before and after its exponents are in their place.
+        return piece, piece * (weight.transposed + 2 * weight.folded)
     # Codes, a quarter of the weights that they become at most, and scales for as few as 32 of these.
     held, columns = piece // 2, weight.format.columns
     if columns is not None:
@@ -86,14 +87,27 @@ class Reader:
         return SourceFile(self.path(shard), shard)
 
     def rows(self, weight: Weight, multiple: int) -> Iterator[Bits]:
-        """The weight in runs of rows [n, in], each a multiple of `multiple` rows and about a buffer long.
+        """The weight in runs of rows [n, in], each a multiple of `multiple` rows and about a buffer long; folded, where
+        its tuning says so.
 
         Raises:
             SourceError: it cannot be read, or a code or scale stands for no value.
         """
+        step, tuning = rows_at_once(weight, multiple), weight.tuning
+        if tuning is None or not tuning.folds:
+            yield from self._stored(weight, step)
+            return
+        plain, low = weight._replace(tuning=None), 0
+        for bits in self._stored(plain, step):
+            values = kernels.to_float32(bits, plain.dtype)
+            tuning.apply(values, low)
+            low += len(values)
+            yield values.view(np.uint32)
+
+    def _stored(self, weight: Weight, step: int) -> Iterator[Bits]:
+        """The weight without its tuning, so many rows at a time."""
         rows, cols = weight.shape
-        extent = weight.rows(self.where)
-        kind, step = BITS_TYPE[weight.dtype], rows_at_once(weight, multiple)
+        extent, kind = weight.rows(self.where), BITS_TYPE[weight.dtype]
         pitch = cols * kind.itemsize
         if self._buffer.nbytes < step * pitch:
             self._buffer = self._memory(step * pitch)
@@ -286,7 +300,9 @@ class Reader:
     def keeps_scale(self, joined: Sequence[Weight], scheme: Scheme) -> bool:
         """Whether weights that share a scale in a scheme all have the same one already, and engines load it."""
         form = scheme.format
-        if not all(weight.format is not None and weight.format.group == form.group for weight in joined):
+        if not all(
+            weight.format is not None and not weight.folded and weight.format.group == form.group for weight in joined
+        ):
             return False
         if form.global_scale is not None:
             held = all(weight.is_held_by(form) for weight in joined)
@@ -318,5 +334,5 @@ def check_scales(scale: Floats, name: str, shard: str, least: float) -> None:
 def consumed(weight: Weight, rows: int) -> int:
     """Bytes of the source that `rows` rows take, without their scales."""
     if weight.format is None:
-        return rows * weight.shape[1] * BITS_TYPE[weight.dtype].itemsize
+        return rows * weight.shape[1] * BITS_TYPE[weight.source.dtype].itemsize
     return rows * (weight.shape[1] // weight.format.number.per_byte)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ..files.tensors import DTYPE_BITS, Location, TensorInfo
 from ..formats.format import Format, grid_of
+from .tuning import Tuning
 
 
 class Extent(NamedTuple):
@@ -42,6 +43,7 @@ class Weight(NamedTuple):
             words perhaps a tensor that holds [out, in]; () for plain elements. Checks have fewer where scales are
             missing.
         input_scale: the scale of its activations, if the checkpoint has one.
+        tuning: what a calibration changes about it as it is read; None if nothing.
     """
 
     module: str
@@ -54,11 +56,17 @@ class Weight(NamedTuple):
     format: Format | None = None
     parts: tuple[TensorInfo, ...] = ()
     input_scale: TensorInfo | None = None
+    tuning: Tuning | None = None
+
+    @property
+    def folded(self) -> bool:
+        """Whether its rows or columns are multiplied as they are read."""
+        return self.tuning is not None and self.tuning.folds
 
     @property
     def dtype(self) -> str:
-        """What its rows are read as: the dtype they are stored in, or "F32" for codes, which are decoded to that."""
-        return self.source.dtype if self.format is None else "F32"
+        """What its rows are read as: the dtype they are stored in, or "F32" for what is computed: decoded or folded."""
+        return self.source.dtype if self.format is None and not self.folded else "F32"
 
     @property
     def nbytes(self) -> int:
@@ -100,11 +108,11 @@ class Weight(NamedTuple):
     @property
     def kind(self) -> tuple[object, ...]:
         """How it is read: equal for two weights of one dtype, shape and format."""
-        return self.source.dtype, self.shape, self.transposed, self.format
+        return self.source.dtype, self.shape, self.transposed, self.format, self.folded
 
     def is_held_by(self, form: Format) -> bool:
         """Whether it is stored as a format stores it, so that codes need no change."""
-        return self.format is not None and form.holds(self.format)
+        return self.format is not None and not self.folded and form.holds(self.format)
 
     def input_scale_for(self, form: Format) -> TensorInfo | None:
         """The scale of its activations, if a format stores one and means the same by it."""

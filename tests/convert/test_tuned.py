@@ -1,0 +1,152 @@
+"""Plans with tunings: weights are rounded with their rows and columns multiplied, and small tensors are what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from converted import Shelf
+from openquant.api import _work
+from openquant.files.checkpoint import Checkpoint, open_checkpoint
+from openquant.formats.reference import encode, group_absmax
+from openquant.formats.schemes import SCHEMES, Scheme
+from openquant.hub.source import Source
+from openquant.options import Run
+from openquant.plan.fates import Options
+from openquant.plan.plan import Plan, make_plan
+from openquant.weights.tuning import Tuning, Tunings
+
+Weights = dict[str, torch.Tensor]
+RANDOM = np.random.default_rng(5)
+
+
+def carried_out(root: Path, out: Path, scheme: Scheme, options: Options) -> Plan:
+    """What compress() does with a plan of these options."""
+    plans = []
+
+    def make(source: Source, checkpoint: Checkpoint) -> Plan:
+        plans.append(make_plan(checkpoint, scheme, options, source.identity))
+        return plans[-1]
+
+    _work(Run(root, out, workers=2), make, None, None)
+    return plans[-1]
+
+
+def powers(count: int) -> np.ndarray:
+    return np.exp2(RANDOM.integers(-4, 5, count)).astype(np.float32)
+
+
+def tuned(weights: Weights, modules: dict[str, bool]) -> tuple[Tunings, Weights]:
+    """Random factors for these modules, with or without rows, and norms of the first layer halved; and both done."""
+    found, expected = {}, dict(weights)
+    for module, rows in modules.items():
+        name = f"{module}.weight"
+        out, width = weights[name].shape
+        found[module] = Tuning(powers(out) if rows else None, powers(width))
+        values = weights[name].float().numpy().copy()
+        found[module].apply(values, 0)
+        expected[name] = torch.from_numpy(values).to(weights[name].dtype)
+    norm = "model.layers.0.input_layernorm.weight"
+    expected[norm] = weights[norm] / 2
+    data = expected[norm].view(torch.int16).numpy().tobytes()
+    return Tunings(found, {norm: data}, ("folded by hand",)), expected
+
+
+MOE = {
+    "model.layers.0.self_attn.v_proj": True,
+    "model.layers.0.self_attn.o_proj": False,
+    # A router, which stays unquantized.
+    "model.layers.1.mlp.gate": False,
+    "model.layers.1.mlp.experts.0.up_proj": True,
+}
+
+
+@pytest.mark.parametrize("scheme", [SCHEMES["int8"], SCHEMES["tensor"], SCHEMES["int4"]], ids=lambda each: each.name)
+def test_weights_are_rounded_as_they_are_folded(shelf: Shelf, tmp_path: Path, scheme: Scheme) -> None:
+    source = shelf.source("Qwen3MoeForCausalLM")
+    weights = tiny.read(source)
+    tunings, expected = tuned(weights, MOE)
+    plan = carried_out(source, tmp_path / "out", scheme, Options(tunings=tunings))
+    assert "folded by hand" in plan.notes
+    found = tiny.read(tmp_path / "out")
+    # As if the source were the folded model.
+    (tmp_path / "folded").mkdir()
+    for path in source.iterdir():
+        (tmp_path / "folded" / path.name).write_bytes(path.read_bytes())
+    tiny.change_weights(tmp_path / "folded", lambda held: held.update({name: expected[name] for name in held}))
+    carried_out(tmp_path / "folded", tmp_path / "plain", scheme, Options())
+    other = tiny.read(tmp_path / "plain")
+    assert found.keys() == other.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == other[name].dtype
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)), name
+    assert not torch.equal(found["model.layers.1.mlp.gate.weight"], weights["model.layers.1.mlp.gate.weight"])
+
+
+def test_codes_are_those_of_torch(shelf: Shelf, tmp_path: Path) -> None:
+    source, scheme = shelf.source("Qwen3ForCausalLM"), SCHEMES["int8"]
+    tunings, _ = tuned(tiny.read(source), {"model.layers.0.mlp.down_proj": False})
+    carried_out(source, tmp_path / "out", scheme, Options(tunings=tunings))
+    name, found = "model.layers.0.mlp.down_proj.weight", tiny.read(tmp_path / "out")
+    columns = tunings.weights["model.layers.0.mlp.down_proj"].columns
+    assert columns is not None
+    folded = tiny.read(source)[name].float() * torch.from_numpy(columns)
+    scale = torch.from_numpy(scheme.format.scales(group_absmax(folded, scheme.format.group).numpy()))
+    assert torch.equal(found[name], encode(folded, scale, scheme.format).view(torch.int8))
+    assert torch.equal(found[f"{name}_scale"], scale)
+
+
+@pytest.mark.parametrize("ignored", ["**.o_proj", "**.experts.**"])
+def test_what_stays_unquantized_is_folded_too(shelf: Shelf, tmp_path: Path, ignored: str) -> None:
+    source = shelf.source("Qwen3MoeForCausalLM")
+    tunings, expected = tuned(tiny.read(source), MOE)
+    carried_out(source, tmp_path / "out", SCHEMES["int8"], Options((ignored,), tunings=tunings))
+    found = tiny.read(tmp_path / "out")
+    for name in (f"{module}.weight" for module in MOE):
+        if found[name].dtype == torch.bfloat16:
+            assert torch.equal(found[name], expected[name]), name
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_routers_keep_their_dtype(tmp_path: Path, dtype: str) -> None:
+    source = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM", dtype=dtype)
+    weights = tiny.read(source)
+    name, columns = "model.layers.1.mlp.gate.weight", powers(tiny.HIDDEN)
+    tunings = Tunings({"model.layers.1.mlp.gate": Tuning(columns=columns)})
+    carried_out(source, tmp_path / "out", SCHEMES["int8"], Options(tunings=tunings))
+    found = tiny.read(tmp_path / "out")[name]
+    assert torch.equal(found, (weights[name].float() * torch.from_numpy(columns)).to(weights[name].dtype))
+
+
+def test_stacks_are_folded_by_expert(shelf: Shelf, tmp_path: Path) -> None:
+    source = shelf.source("Llama4ForCausalLM")
+    module, columns = "model.layers.1.feed_forward.experts.2.up_proj", powers(tiny.HIDDEN)
+    found = []
+    for number, tunings in enumerate([None, Tunings({module: Tuning(columns=columns)})]):
+        out = tmp_path / str(number)
+        carried_out(source, out, SCHEMES["int8"], Options(("**.experts.**",), tunings=tunings))
+        found.append(tiny.read(out)[f"{module}.weight"])
+    assert torch.equal(found[1], (found[0].float() * torch.from_numpy(columns)).bfloat16())
+
+
+def test_a_plan_is_known_by_its_tunings(shelf: Shelf) -> None:
+    checkpoint = open_checkpoint(shelf.source("Qwen3ForCausalLM"))
+    module, norm = "model.layers.0.self_attn.q_proj", "model.norm.weight"
+    ones = np.ones(tiny.HIDDEN, np.float32)
+    kinds = [
+        Tunings(),
+        Tunings({module: Tuning(rows=ones)}),
+        Tunings({module: Tuning(columns=ones)}),
+        Tunings({module: Tuning(columns=2 * ones)}),
+        Tunings({module: Tuning(importance=ones)}),
+        Tunings({module.replace("q", "k"): Tuning(columns=ones)}),
+        Tunings({}, {norm: bytes(2 * tiny.HIDDEN)}),
+        Tunings({}, {norm: b"1" * 2 * tiny.HIDDEN}),
+    ]
+    plans = [make_plan(checkpoint, SCHEMES["int8"], Options(tunings=each)) for each in (None, *kinds)]
+    assert len({plan.digest for plan in plans}) == len(plans)
+    assert len({plan.output_bytes for plan in plans}) == 1
