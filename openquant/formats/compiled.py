@@ -29,6 +29,9 @@ u8, u16, u32, i32, f32 = np.uint8, np.uint16, np.uint32, np.int32, np.float32
 # Beside it the last bit of a float32 is worth one: added and subtracted, it rounds to integers, to the even of two.
 _ROUNDS = 1.5 * 2.0**23
 
+# In place of what squares count, where all count alike.
+_NONE = np.empty((0, 0), f32)
+
 # How `_scales` rounds.
 _ROUNDINGS = {"BF16": u32(1), "F8_E4M3": u32(2)}
 
@@ -140,10 +143,18 @@ def first_unsound(codes: Codes, number: Number) -> int | None:
     return None if sound else kernels.first_unsound(codes, number)
 
 
-def best(bits: Bits, dtype: str, usual: Floats, scales: Floats, number: Number) -> Floats:
+def best(bits: Bits, dtype: str, usual: Floats, scales: Floats, number: Number, shares: Floats | None = None) -> Floats:
     """As kernels.best."""
     found = usual.copy()
-    _best(bits, *_kind(dtype), usual, scales, *_range(number), found)
+    _best(
+        bits,
+        *_kind(dtype),
+        usual,
+        scales,
+        *_range(number),
+        found,
+        _NONE if shares is None else np.array(shares.T, order="C"),
+    )
     return found
 
 
@@ -426,6 +437,7 @@ def _best(
     normal: Any,
     rounds: Any,
     found: Any,
+    shares: Any,
 ) -> None:
     # A column for each of so many groups, which are worked on at once: each sum adds in the order of the weights.
     groups, width = bits.shape
@@ -436,24 +448,38 @@ def _best(
     one, scale, chosen = np.ones(together, f32), np.ones(together, f32), np.zeros(together, u32)
     share, unit = np.ones(together, f32), np.ones(together, f32)
     error, smallest = np.empty(together, f32), np.empty(together, f32)
+    weighs, which = shares.size > 0, np.zeros(together, i32)
+    weighed = np.zeros((turned.shape[0] if weighs else 0, together), f32)
     for first in range(0, groups, together):
         count = min(together, groups - first)
         one[:count] = usual[first : first + count]
         chosen[:] = u32(0)
         smallest[:] = f32(np.inf)
+        if weighs:
+            for j in range(count):
+                which[j] = (first + j) % shares.shape[1]
         _turn(bits[first : first + count], raw)
         for k in range(width):
             line = turned[k]
             _load(raw[k], half, below, line)
             for j in range(together):
                 line[j] /= one[j]
+            if weighs:
+                counts, row = weighed[k], shares[k]
+                for j in range(count):
+                    counts[j] = row[which[j]]
         for ratio in range(scales.shape[0]):
             scale[:count] = scales[ratio, first : first + count]
             for j in range(together):
                 share[j] = scale[j] / one[j]
                 unit[j] = f32(1) / share[j]
                 error[j] = f32(0)
-            for k in range(0, turned.shape[0], 4):
+            for k in range(turned.shape[0] if weighs else 0):
+                line, counts = turned[k], weighed[k]
+                for j in range(together):
+                    off = _square(f32(line[j] * unit[j]), least, most, lowest, rounds)
+                    error[j] = f32(error[j] + f32(off * counts[j]))
+            for k in range(0, 0 if weighs else turned.shape[0], 4):
                 line, second, third, fourth = turned[k], turned[k + 1], turned[k + 2], turned[k + 3]
                 for j in range(together):
                     by = unit[j]

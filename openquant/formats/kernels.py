@@ -68,7 +68,16 @@ class Loops(Protocol):
     def first_unsound(self, codes: Codes, number: Number, /) -> int | None:
         """As below."""
 
-    def best(self, bits: Bits, dtype: str, usual: Floats, scales: Floats, number: Number, /) -> Floats:
+    def best(
+        self,
+        bits: Bits,
+        dtype: str,
+        usual: Floats,
+        scales: Floats,
+        number: Number,
+        shares: Floats | None = None,
+        /,
+    ) -> Floats:
         """As below."""
 
     def to_bfloat16(self, values: Floats, out: npt.NDArray[np.uint16], /) -> None:
@@ -262,7 +271,7 @@ def pack_words(codes: Codes, number: Number) -> npt.NDArray[np.uint32]:
     return np.ascontiguousarray(along.view(np.uint32).T)
 
 
-def best(bits: Bits, dtype: str, usual: Floats, scales: Floats, number: Number) -> Floats:
+def best(bits: Bits, dtype: str, usual: Floats, scales: Floats, number: Number, shares: Floats | None = None) -> Floats:
     """The scale of each group with the least squared error, of several, float32 [groups]; of equals the first.
 
     Sums add in the order of the weights, whatever the CPU.
@@ -273,6 +282,8 @@ def best(bits: Bits, dtype: str, usual: Floats, scales: Floats, number: Number) 
         usual: the scales [groups] that their largest weights make.
         scales: those to choose from, [ratios, groups].
         number: what the codes are.
+        shares: [n, width], at most 1, what each square counts in the groups 0, n, 2n, .., in 1, n + 1, .. and so on;
+            all alike if None.
     """
     found = np.empty_like(usual)
     step = max(1, CHUNK // bits.shape[1])
@@ -280,11 +291,13 @@ def best(bits: Bits, dtype: str, usual: Floats, scales: Floats, number: Number) 
         part = slice(low, low + step)
         # A column for each group: what is computed for each of them runs along memory. It is always a copy.
         weights = np.array(to_float32(bits[part], dtype).T, order="C")
-        found[part] = _best(weights, usual[part], scales[:, part], number)
+        groups = np.arange(low, low + weights.shape[1])
+        weighed = None if shares is None else np.take(shares.T, groups % len(shares), axis=1)
+        found[part] = _best(weights, usual[part], scales[:, part], number, weighed)
     return found
 
 
-def _best(weights: Floats, usual: Floats, scales: Floats, number: Number) -> Floats:
+def _best(weights: Floats, usual: Floats, scales: Floats, number: Number, weighed: Floats | None) -> Floats:
     """The same for groups that are the columns of weights, which are changed."""
     # In units of the usual scale no square overflows, and none of a group that is not zero is lost.
     weights /= usual
@@ -295,6 +308,8 @@ def _best(weights: Floats, usual: Floats, scales: Floats, number: Number) -> Flo
         np.multiply(weights, np.float32(1) / share, out=quotients)
         quotients -= number.nearest(quotients)
         quotients *= quotients
+        if weighed is not None:
+            quotients *= weighed
         # Where there is one column numpy adds halves to each other.
         total = quotients.sum(axis=0) if len(usual) > 1 else np.add.accumulate(quotients[:, 0])[-1:]
         error = total * share * share

@@ -13,12 +13,15 @@ import numpy as np
 from .format import Format
 from .kernels import Bits, to_float32
 from .numbers import Floats
+from .search import shares_of
 
 # Weights looked at together, as in search.py.
 PIECE = 1 << 18
 
 
-def ranged(bits: Bits, dtype: str, form: Format, ratios: tuple[float, ...] = ()) -> tuple[Floats, Floats]:
+def ranged(
+    bits: Bits, dtype: str, form: Format, ratios: tuple[float, ...] = (), importance: Floats | None = None
+) -> tuple[Floats, Floats]:
     """The scale of each group, and the value of the code that stands for zero, float32 [rows, cols/width].
 
     The same on any CPU: each sum of squares adds in the order of the row.
@@ -29,21 +32,24 @@ def ranged(bits: Bits, dtype: str, form: Format, ratios: tuple[float, ...] = ())
         form: how they are stored; groups are parts of rows.
         ratios: shares of the least and largest weight that are tried, of two as good the first is taken; these
             themselves if there are none.
+        importance: float32 [cols], what the squared errors of each column count; all alike if None.
     """
     width = form.group[1] or bits.shape[1]
     step = max(1, PIECE // bits.shape[1])
     shape = len(bits), bits.shape[1] // width
     scale, zero = np.empty(shape, np.float32), np.empty(shape, np.float32)
+    shares = None if importance is None else shares_of(importance, width)
     for start in range(0, len(bits), step):
         part = to_float32(bits[start : start + step], dtype).reshape(-1, width)
         # A column for each group, as in search.py.
-        found = _best(np.array(part.T, order="C"), form, ratios or (1.0,))
+        weighed = None if shares is None else np.tile(shares.T, (1, len(part) // shape[1]))
+        found = _best(np.array(part.T, order="C"), form, ratios or (1.0,), weighed)
         for grid, values in zip((scale, zero), found, strict=True):
             grid[start : start + step] = values.reshape(-1, shape[1])
     return scale, zero
 
 
-def _best(weights: Floats, form: Format, ratios: tuple[float, ...]) -> tuple[Floats, Floats]:
+def _best(weights: Floats, form: Format, ratios: tuple[float, ...], weighed: Floats | None) -> tuple[Floats, Floats]:
     """The best scale and zero point of each column of weights [width, groups], which are changed."""
     low, high = weights.min(axis=0), weights.max(axis=0)
     usual, best_zero = form.ranges(low, high)
@@ -60,6 +66,8 @@ def _best(weights: Floats, form: Format, ratios: tuple[float, ...]) -> tuple[Flo
         quotients += zero
         quotients -= form.number.nearest(quotients)
         quotients *= quotients
+        if weighed is not None:
+            quotients *= weighed
         error = quotients.sum(axis=0) * share * share
         best, best_zero = np.where(error < least, scale, best), np.where(error < least, zero, best_zero)
         least = np.minimum(error, least)

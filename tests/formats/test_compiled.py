@@ -90,8 +90,10 @@ def test_the_same_of_several_scales_is_best(number: Number, width: int, groups: 
         usual = np.full(groups, 2 / number.span, np.float32)
         # As near to each other as float32 can tell.
         scales = usual * generator.uniform(1 - 2.0**-20, 1 + 2.0**-20, (9, groups)).astype(np.float32)
-        found = [loops.best(bits, "BF16", usual, scales, number) for loops in (kernels, compiled)]
-        np.testing.assert_array_equal(found[1], found[0])
+        shares = generator.uniform(0, 1, (7, width)).astype(np.float32)
+        for weighed in ((), (shares,)):
+            found = [loops.best(bits, "BF16", usual, scales, number, *weighed) for loops in (kernels, compiled)]
+            np.testing.assert_array_equal(found[1], found[0])
 
 
 @pytest.mark.parametrize("scheme", VARIANTS, ids=lambda scheme: scheme.suffix)

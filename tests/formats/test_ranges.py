@@ -42,8 +42,10 @@ def skewed(seed: int, magnitude: int = 0, rows: int = 16, cols: int = 384) -> to
     return weight * 2.0**magnitude
 
 
-def of(weight: torch.Tensor, scheme: Scheme, ratios: tuple[float, ...] = ()) -> tuple[np.ndarray, np.ndarray]:
-    return ranged(weight.numpy().view(np.uint32), "F32", scheme.format, ratios)
+def of(
+    weight: torch.Tensor, scheme: Scheme, ratios: tuple[float, ...] = (), counts: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    return ranged(weight.numpy().view(np.uint32), "F32", scheme.format, ratios, counts)
 
 
 def test_golden_bytes() -> None:
@@ -119,16 +121,18 @@ def test_kernels_are_what_torch_computes(scheme: Scheme, seed: int, magnitude: i
 
 
 @each
-@given(seed=st.integers(0, 2**31), magnitude=st.integers(-60, 60))
-def test_no_other_ratio_is_better(scheme: Scheme, seed: int, magnitude: int) -> None:
+@given(seed=st.integers(0, 2**31), magnitude=st.integers(-60, 60), weighed=st.booleans())
+def test_no_other_ratio_is_better(scheme: Scheme, seed: int, magnitude: int, weighed: bool) -> None:
     weight, form = skewed(seed, magnitude, rows=8, cols=256), scheme.format
-    found = of(weight, scheme, RATIOS)
+    counts = np.exp(2 * np.random.default_rng(seed).standard_normal(256)).astype(np.float32)
+    found = of(weight, scheme, RATIOS, counts if weighed else None)
 
     def errors(scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
         grouped = weight.numpy().astype(np.float64).reshape(*scale.shape, -1)
         spread, shift = scale.astype(np.float64)[..., None], zero[..., None]
         codes = np.clip(np.rint(grouped / spread + shift), -8, 7)
-        return np.square((codes - shift) * spread - grouped).sum(axis=2)
+        squares = np.square((codes - shift) * spread - grouped)
+        return (squares * counts.reshape(grouped.shape[1:]) if weighed else squares).sum(axis=2)
 
     grouped = weight.numpy().reshape(8, -1, form.group[1] or 256)
     low, high = grouped.min(axis=2), grouped.max(axis=2)
@@ -140,10 +144,11 @@ def test_no_other_ratio_is_better(scheme: Scheme, seed: int, magnitude: int) -> 
 
 @pytest.mark.parametrize("piece", [1, 300, 4096])
 def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
-    weight = skewed(3)
-    whole = of(weight, INT4_SHIFTED, RATIOS)
+    weight, counts = skewed(3), np.linspace(0, 1, 384, dtype=np.float32)
+    whole = [of(weight, INT4_SHIFTED, RATIOS, each) for each in (None, counts)]
     monkeypatch.setattr(ranges, "PIECE", piece)
-    assert all(map(np.array_equal, of(weight, INT4_SHIFTED, RATIOS), whole))
+    for found, each in zip(whole, (None, counts), strict=True):
+        assert all(map(np.array_equal, of(weight, INT4_SHIFTED, RATIOS, each), found))
 
 
 @pytest.mark.parametrize("number", [INT4, INT8_WORDS], ids=["int4", "int8"])

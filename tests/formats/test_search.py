@@ -22,15 +22,24 @@ def noise(seed: int, rows: int = 8, cols: int = 256, magnitude: int = 0) -> torc
     return (made.pow(3) * 2.0**magnitude).float()
 
 
-def found_in(weight: torch.Tensor, scheme: Scheme, divisor: np.ndarray | None = None) -> np.ndarray:
+def importance(seed: int, cols: int = 256) -> np.ndarray:
+    """Of which most is nearly nothing."""
+    return np.exp(4 * np.random.default_rng(seed).standard_normal(cols)).astype(np.float32)
+
+
+def found_in(
+    weight: torch.Tensor, scheme: Scheme, divisor: np.ndarray | None = None, counts: np.ndarray | None = None
+) -> np.ndarray:
     bits, form = weight.numpy().view(np.uint32), scheme.format
     absmax = kernels.absmax(bits, "F32", form.group)
-    found, same = (searched(bits, "F32", absmax, form, scheme.ratios, divisor, loops) for loops in (kernels, compiled))
+    found, same = (
+        searched(bits, "F32", absmax, form, scheme.ratios, divisor, loops, counts) for loops in (kernels, compiled)
+    )
     np.testing.assert_array_equal(same, found)
     return found
 
 
-def errors(weight: torch.Tensor, scale: np.ndarray, form: Format) -> np.ndarray:
+def errors(weight: torch.Tensor, scale: np.ndarray, form: Format, counts: np.ndarray | None = None) -> np.ndarray:
     """Squared errors of each group under its scale, in float64."""
     grouped = weight.numpy().astype(np.float64).reshape(*scale.shape, -1)
     spread = scale.astype(np.float64)[..., None]
@@ -39,31 +48,44 @@ def errors(weight: torch.Tensor, scale: np.ndarray, form: Format) -> np.ndarray:
         codes = values[np.abs((grouped / spread)[..., None] - values).argmin(axis=-1)]
     else:
         codes = np.clip(np.rint(grouped / spread), -8, 7)
-    return np.square(codes * spread - grouped).sum(axis=2)
+    squares = np.square(codes * spread - grouped)
+    return (squares if counts is None else squares * counts.reshape(grouped.shape[1:])).sum(axis=2)
 
 
 @pytest.mark.parametrize("scheme", SEARCHED, ids=lambda scheme: scheme.suffix)
-@given(seed=st.integers(0, 2**31), magnitude=st.integers(-60, 60), joined=st.floats(1, 64))
-def test_no_other_ratio_is_better(scheme: Scheme, seed: int, magnitude: int, joined: float) -> None:
+@given(seed=st.integers(0, 2**31), magnitude=st.integers(-60, 60), joined=st.floats(1, 64), weighed=st.booleans())
+def test_no_other_ratio_is_better(scheme: Scheme, seed: int, magnitude: int, joined: float, weighed: bool) -> None:
+    counts = importance(seed) if weighed else None
     form, weight = scheme.format, noise(seed, magnitude=magnitude)
     absmax = kernels.absmax(weight.numpy().view(np.uint32), "F32", form.group)
     # As if what it is joined with had a weight so many times as large.
     divisor = form.divisor(absmax.max(keepdims=True) * np.float32(joined))
-    scale = found_in(weight, scheme, divisor)
+    scale = found_in(weight, scheme, divisor, counts)
     tried = [form.scales(absmax * np.float32(ratio), divisor) for ratio in scheme.ratios]
     assert np.any([scale == each for each in tried], axis=0).all()
-    least = np.min([errors(weight, each, form) for each in tried], axis=0)
-    assert (errors(weight, scale, form) <= least * (1 + 1e-5)).all()
+    least = np.min([errors(weight, each, form, counts) for each in tried], axis=0)
+    assert (errors(weight, scale, form, counts) <= least * (1 + 1e-5)).all()
 
 
 @pytest.mark.parametrize("scheme", SEARCHED, ids=lambda scheme: scheme.suffix)
 @pytest.mark.parametrize("piece", [2, 30, 100])
 def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch, scheme: Scheme, piece: int) -> None:
-    weight = noise(3, 16, 512)
-    whole = found_in(weight, scheme)
+    weight, counts = noise(3, 16, 512), importance(3, 512)
+    whole, weighed = found_in(weight, scheme), found_in(weight, scheme, counts=counts)
+    assert not np.array_equal(whole, weighed)
     monkeypatch.setattr(kernels, "CHUNK", piece * 40)
     monkeypatch.setattr(search, "PIECE", piece)
     assert np.array_equal(found_in(weight, scheme), whole)
+    assert np.array_equal(found_in(weight, scheme, counts=counts), weighed)
+
+
+@pytest.mark.parametrize("scheme", SEARCHED, ids=lambda scheme: scheme.suffix)
+@pytest.mark.parametrize("count", [0.0, 2.0**-126, 2.0**126])
+def test_where_all_inputs_count_alike_scales_are_those_of_the_weights(scheme: Scheme, count: float) -> None:
+    """Also where nothing ever goes in."""
+    weight = noise(6)
+    found = found_in(weight, scheme, counts=np.full(256, count, np.float32))
+    assert np.array_equal(found, found_in(weight, scheme))
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
