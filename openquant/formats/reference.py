@@ -97,6 +97,17 @@ def _beside(scale: Tensor, weight: Tensor, group: Group) -> Tensor:
     return scale.float().reshape(down, 1, along, 1)
 
 
+def nearest(quotient: Tensor, number: Number) -> Tensor:
+    """The values of the codes nearest to finite float32 values, as Number.nearest: clamped, of two as near the even."""
+    near = quotient.clamp(-number.largest, 2 * number.span - number.largest)
+    if not number.normal:
+        return near.round()
+    binade = (near.view(torch.int32) & 0x7F800000).view(torch.float32).clamp(min=number.normal)
+    # As additions round beside a number of which only whole steps of the quotient are left.
+    beside = binade * (1.5 * 2**23 * number.smallest / number.normal)
+    return near + beside - beside
+
+
 def _e2m1(quotient: Tensor) -> Tensor:
     """The codes nearest to quotients, a byte each: of two as near the even one."""
     size = quotient.abs()

@@ -1,0 +1,118 @@
+"""GPTQ: weights rounded one column after another, each with what the columns before it have made wrong put right.
+
+How wrong a layer's outputs are is the trace of E H E', where E is what rounding does to the weights [out, in] and H the
+Gram matrix X' X of the layer's inputs. With H = R R', R upper triangular, that is the sum of squares of E R, and in
+column k of it stands R[k, k] times E[k] plus what the errors of earlier columns bring there: rounding the weight plus
+that to the nearest code makes each as small as it can be. It is what Frantar et al. compute from the inverse of H
+(arXiv 2210.17323), in an order that needs no inverse (Chee et al., arXiv 2307.13304, theorem 6).
+
+    feedback = find_feedback(gram)
+    quotients = carried(weight, scale, feedback, form)      # the values of codes, [out, in]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..formats.format import Format
+from ..formats.reference import nearest
+
+# Added to the diagonal, as a share of its mean, and how many times as much where that is not enough.
+DAMPING, MORE = 0.01, 10.0
+# Columns that are rounded one by one before others are told of them, all at once: larger parts by halves.
+LEAST = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Feedback:
+    """What errors of some columns of a weight do to others.
+
+    Attributes:
+        order: int64 [in], the columns in the order in which they are rounded: those of large inputs first, as their
+            errors count most and are put right by most others.
+        shares: [in, in], upper triangular in that order: what a later column gets of an earlier one's error.
+    """
+
+    order: Tensor
+    shares: Tensor
+
+
+def find_feedback(gram: Tensor, dtype: torch.dtype = torch.float32) -> Feedback:
+    """What to carry from column to column for inputs with this Gram matrix.
+
+    Inputs that are always zero have no part in it. The diagonal is raised by a hundredth of its mean, and by more where
+    rounding in the matrix itself leaves it with no root.
+
+    Args:
+        gram: [in, in], finite.
+        dtype: of the shares.
+    """
+    diagonal = gram.diagonal().double()
+    live = diagonal > 0
+    mean = float(diagonal[live].mean()) if bool(live.any()) else 1.0
+    order = torch.argsort(diagonal, descending=True, stable=True)
+    # Turned around, since torch finds lower triangular roots.
+    turned = order.flip(0)
+    # A matrix at a time, in float64.
+    root = gram[turned][:, turned].double()
+    root.diagonal()[~live[turned]] = mean
+    damping = DAMPING
+    while True:
+        raised = root.clone()
+        raised.diagonal().add_(damping * mean)
+        found, failed = torch.linalg.cholesky_ex(raised)
+        if not int(failed):
+            break
+        damping *= MORE
+    del root, raised
+    found /= found.diagonal().clone()
+    return Feedback(order, found.to(dtype).flip(0, 1))
+
+
+def carried(weight: Tensor, scale: Tensor, feedback: Feedback, form: Format, zero: Tensor | None = None) -> Tensor:
+    """The values of the codes [out, in] that weights are rounded to, without the scale and before zero points are
+    taken away: float32, what `Number.encode` makes codes of.
+
+    Args:
+        weight: [out, in], in the dtype that is computed in.
+        scale: float32 [out / height, in / width], that of each group.
+        feedback: from inputs of as many columns.
+        form: how they are stored.
+        zero: the values of the codes that stand for zero, shaped as scale.
+    """
+    rows, cols = weight.shape
+    order = feedback.order
+    # Columns lie in rows, in their order.
+    sums = weight.T[order].contiguous()
+    errors = sums.clone()
+    group = torch.div(order, form.group[1] or cols, rounding_mode="floor").tolist()
+    height = form.group[0] or rows
+    scales = scale.T.repeat_interleave(height, 1)[:, :rows].contiguous()
+    zeros = None if zero is None else zero.T.repeat_interleave(height, 1)[:, :rows].contiguous()
+
+    def settle(low: int, high: int) -> None:
+        if high - low > LEAST:
+            middle = (low + high) // 2
+            settle(low, middle)
+            sums[middle:high].addmm_(feedback.shares[low:middle, middle:high].T, errors[low:middle])
+            settle(middle, high)
+            return
+        for at in range(low, high):
+            step = scales[group[at]]
+            quotients = sums[at] / step
+            if zeros is not None:
+                quotients += zeros[group[at]]
+            found = nearest(quotients.float(), form.number)
+            sums[at] = found
+            values = found if zeros is None else found - zeros[group[at]]
+            errors[at] -= values * step
+            if at + 1 < high:
+                sums[at + 1 : high].addr_(feedback.shares[at, at + 1 : high], errors[at])
+
+    settle(0, cols)
+    found = torch.empty(rows, cols, dtype=torch.float32, device=weight.device)
+    found.T[order] = sums.float()
+    return found
