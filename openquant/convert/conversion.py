@@ -429,12 +429,12 @@ class _Worker:
                 amax = self.kernels.absmax(loaded, weight.dtype, form.group)
                 self._require_small(weight, amax, scheme)
                 # On a CPU whatever the device, so that all of them find the same.
-                ratios = scheme.ratios
+                ratios, importance = scheme.ratios, weight.tuning.importance if weight.tuning else None
                 if zero_place is not None:
-                    scale, zero = ranged(bits, weight.dtype, form, ratios)
+                    scale, zero = ranged(bits, weight.dtype, form, ratios, importance)
                     zero_place = _write_zeros(zero, scheme, file, zero_place)
                 elif ratios:
-                    scale = searched(bits, weight.dtype, amax, form, ratios, divisor, self.loops)
+                    scale = searched(bits, weight.dtype, amax, form, ratios, divisor, self.loops, importance)
                 else:
                     scale = self.loops.scales(form, amax, divisor)
                 stored = self.loops.stored(form, scale, divisor)

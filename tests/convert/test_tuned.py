@@ -12,8 +12,11 @@ import tiny
 from converted import Shelf
 from openquant.api import _work
 from openquant.files.checkpoint import Checkpoint, open_checkpoint
+from openquant.formats import kernels
+from openquant.formats.ranges import ranged
 from openquant.formats.reference import encode, group_absmax
-from openquant.formats.schemes import SCHEMES, Scheme
+from openquant.formats.schemes import SCHEMES, Scheme, find_scheme
+from openquant.formats.search import searched
 from openquant.hub.source import Source
 from openquant.options import Run
 from openquant.plan.fates import Options
@@ -150,3 +153,22 @@ def test_a_plan_is_known_by_its_tunings(shelf: Shelf) -> None:
     plans = [make_plan(checkpoint, SCHEMES["int8"], Options(tunings=each)) for each in (None, *kinds)]
     assert len({plan.digest for plan in plans}) == len(plans)
     assert len({plan.output_bytes for plan in plans}) == 1
+
+
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_scales_are_searched_for_by_what_goes_in(shelf: Shelf, tmp_path: Path, asymmetric: bool) -> None:
+    source, scheme = shelf.source("Qwen3ForCausalLM"), find_scheme("int4", asymmetric=asymmetric)
+    module, form = "model.layers.0.self_attn.o_proj", scheme.format
+    weight = tiny.read(source)[f"{module}.weight"]
+    importance = np.exp(RANDOM.standard_normal(weight.shape[1])).astype(np.float32)
+    tunings = Tunings({module: Tuning(importance=importance)})
+    carried_out(source, tmp_path / "out", scheme, Options(tunings=tunings))
+    bits, scales = weight.view(torch.int16).numpy().view(np.uint16), []
+    for counts in (importance, None):
+        if asymmetric:
+            scales.append(ranged(bits, "BF16", form, scheme.ratios, counts)[0])
+        else:
+            absmax = kernels.absmax(bits, "BF16", form.group)
+            scales.append(searched(bits, "BF16", absmax, form, scheme.ratios, importance=counts))
+    assert not np.array_equal(*scales)
+    assert np.array_equal(tiny.read(tmp_path / "out")[f"{module}.weight_scale"].float().numpy(), scales[0])
