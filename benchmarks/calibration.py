@@ -1,14 +1,14 @@
-"""Time a calibration and the writing of its FP8 output, in turns with llm-compressor's sequential pass.
+"""Time a calibrated compression, in turns with llm-compressor's `oneshot`: the whole job, saving included.
 
     python benchmarks/make_checkpoint.py qwen3-0.6b DIR/q06
     python -m venv DIR/peer && DIR/peer/bin/pip install llmcompressor==0.14.0.1 numpy torch
-    python benchmarks/calibration.py DIR/q06 --peer DIR/peer/bin/python --turns 3
+    python benchmarks/calibration.py DIR/q06 --peer DIR/peer/bin/python --method fp8
 
-Both find the largest magnitude of what goes into each Linear of the decoder layers on the same random tokens, and
-write FP8 with one scale per tensor. llm-compressor does it in one process, with the model's weights offloaded to disk,
-and saves. openquant does it in two: the streamed pass, up to the last layer, and `openquant compress`; their seconds
-are added, and the larger memory counts. One thread each: threads that wait for one another on a busy machine burn
-seconds.
+Both read the same texts and write FP8 with one static scale for the activations of each layer (`--method fp8`), or
+INT4 in groups of 128 by AWQ or GPTQ (`--method awq`, `gptq`).
+openquant is one command, `openquant compress` with its defaults on one worker. llm-compressor has the model in memory,
+as it does by default; with `--offloaded` it keeps the weights on disk instead. A checkpoint without a tokenizer is
+given that of examples/tiny-qwen3. One thread each: threads that wait for one another on a busy machine burn seconds.
 
 On processors that do not multiply bfloat16, openquant computes products in float32. So does llm-compressor here, by
 openquant's own means, unless `--as-it-is`; it takes some eight times as long without.
@@ -23,23 +23,44 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-LARGEST_CODE = 448
-TOKENS = 32_000
+TOKENIZER = ROOT / "examples" / "tiny-qwen3"
+
+# By method, what openquant is asked for.
+OURS = {
+    "fp8": ("--activation-scheme", "static"),
+    "awq": ("--scheme", "int4", "--awq"),
+    "gptq": ("--scheme", "int4", "--gptq"),
+}
+
+
+def recipe(method: str) -> list[Any]:
+    """What llm-compressor is asked for, of the same method."""
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+
+    made: dict[str, Callable[[], list[Any]]] = {
+        "fp8": lambda: [QuantizationModifier(targets="Linear", scheme="FP8", ignore=["lm_head"])],
+        "awq": lambda: [AWQModifier(), QuantizationModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])],
+        "gptq": lambda: [GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])],
+    }
+    return made[method]()
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One or several processes, one after the other.
+    """One process.
 
     Attributes:
-        cpu: processor seconds of all.
+        cpu: processor seconds.
         wall: seconds.
-        peak: bytes of memory, of the largest.
+        peak: bytes of memory.
         disk: most bytes of files beside the output.
     """
 
@@ -48,18 +69,14 @@ class Measured:
     peak: int
     disk: int
 
-    def then(self, other: Measured) -> Measured:
-        """Both, in order."""
-        return Measured(
-            self.cpu + other.cpu, self.wall + other.wall, max(self.peak, other.peak), max(self.disk, other.disk)
-        )
-
 
 def measure(command: list[str], scratch: Path, log: Path) -> Measured:
     """Run a command, with an empty directory for its temporary files."""
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch), "PYTHONPATH": str(ROOT)}
+    # transformers would take kernels.py beside this file for the package of that name.
+    environment["PYTHONSAFEPATH"] = "1"
     begin, disk, reaped = time.monotonic(), 0, 0
     with log.open("ab") as sink:
         process = subprocess.Popen(command, stdout=sink, stderr=sink, env=environment)
@@ -85,72 +102,53 @@ def size(directory: Path) -> int:
     return total
 
 
-def token_ids(samples: int, length: int) -> Any:
-    """The same tokens for both, shape (samples, length)."""
-    import torch
-
-    return torch.randint(4, TOKENS, (samples, length), generator=torch.Generator().manual_seed(0))
-
-
-def calibrate(source: Path, into: Path, samples: int, length: int) -> None:
-    """Write the input scale of each Linear of the decoder layers, found in a streamed pass."""
-    import torch
-
+def write_tokens(source: Path, into: Path, samples: int, length: int) -> None:
+    """The tokens that openquant calibrates on, as JSON lists; the source has a tokenizer then."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if not (source / name).exists():
+            shutil.copy(TOKENIZER / name, source / name)
     from openquant.files.checkpoint import open_checkpoint
-    from openquant.forward.products import products_in_float32
-    from openquant.forward.streamed import Pass, StreamedModel, run
+    from openquant.hub.source import find_source
+    from openquant.options import CalibrationTexts
+    from openquant.passes import find_tokenizer
+    from openquant.texts.corpus import read
 
-    streamed = StreamedModel(open_checkpoint(source))
-    largest: dict[str, torch.Tensor] = {}
-    # Of the last input: q, k and v, gate and up take the same tensor.
-    last: list[torch.Tensor] = []
-
-    def observe(name: str) -> Any:
-        def hook(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            if not (last and last[0] is args[0]):
-                low, high = torch.aminmax(args[0])
-                last[:] = [args[0], torch.maximum(high, -low)]
-            largest[name] = torch.maximum(largest[name], last[1]) if name in largest else last[1]
-
-        return hook
-
-    layers = [name for name in streamed.units if name.rpartition(".")[2].isdigit()]
-    for layer in layers:
-        for name, module in streamed.units[layer].named_modules():
-            if isinstance(module, torch.nn.Linear):
-                module.register_forward_pre_hook(observe(f"{layer}.{name}"))
-    passes = [
-        Pass(streamed, lambda ids=ids: streamed.model(input_ids=ids, use_cache=False), products_in_float32)
-        for ids in token_ids(samples, length).split(1)
-    ]
-    run([[each] for each in passes], finished=lambda *_: None, until=layers[-1])
-    into.write_text(json.dumps({name: float(value) / LARGEST_CODE for name, value in largest.items()}))
+    tokenizer = find_tokenizer(find_source(str(source)), open_checkpoint(source))
+    corpus = read(CalibrationTexts(samples=samples, length=length), tokenizer, "calibration")
+    into.write_text(json.dumps([list(document.ids) for document in corpus.documents]))
 
 
-def peer(source: Path, output: Path, offload: Path, samples: int, length: int, as_it_is: bool) -> None:
-    """llm-compressor's calibration with weights on disk, and its saving; run by its own interpreter."""
+def peer(method: str, source: Path, output: Path, work: Path, offloaded: bool, as_it_is: bool) -> None:
+    """llm-compressor's calibration and saving; run by its own interpreter."""
     from contextlib import nullcontext
 
     import torch
     from compressed_tensors.offload import load_offloaded_model
     from llmcompressor import oneshot
-    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.pipelines.cache import IntermediatesCache
     from torch.utils.data import DataLoader
     from transformers import AutoModelForCausalLM
 
     from openquant.forward.products import products_in_float32
 
-    with load_offloaded_model():
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype="auto", device_map="auto_offload", max_memory={"cpu": 1 << 20}, offload_folder=str(offload)
-        )
+    disk: dict[str, Any] = {
+        "device_map": "auto_offload",
+        "max_memory": {"cpu": 1 << 20},
+        "offload_folder": str(work / "scratch"),
+    }
+    with load_offloaded_model() if offloaded else nullcontext():
+        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", **(disk if offloaded else {}))
+    texts = [torch.tensor([ids]) for ids in json.loads((work / "tokens.json").read_text())]
     data = DataLoader(
-        [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in token_ids(samples, length)]
+        [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in texts],
+        batch_size=None,
     )
-    recipe = QuantizationModifier(targets="Linear", scheme="FP8", ignore=["lm_head"])
+    if method == "awq":
+        # Its memory is pinned, which fails without an accelerator.
+        IntermediatesCache.pin_memory = lambda *_: None
     with nullcontext() if as_it_is else products_in_float32():
         # It asks for a processor, and does not use it.
-        oneshot(model=model, dataset=data, recipe=recipe, pipeline="sequential", processor=object())
+        oneshot(model=model, dataset=data, recipe=recipe(method), processor=object())
     model.save_pretrained(output)
 
 
@@ -158,38 +156,45 @@ def main() -> None:
     """The command line; `--run` is what it runs itself with."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path)
+    parser.add_argument("--method", choices=OURS, default="fp8")
     parser.add_argument("--peer", type=Path, help="an interpreter with llm-compressor")
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--offloaded", action="store_true", help="keep llm-compressor's weights on disk")
     parser.add_argument("--as-it-is", action="store_true", help="leave llm-compressor's products in bfloat16")
-    parser.add_argument("--run", choices=("openquant", "peer"), help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=("openquant", "llm-compressor"), help="measure one of them")
+    parser.add_argument("--run", choices=("tokens", "peer"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    work = options.source.with_name(f"{options.source.name}-calibration")
-    scratch, output, scales = work / "scratch", work / "output", work / "scales.json"
-    if options.run == "openquant":
-        calibrate(options.source, scales, options.samples, options.length)
+    work = options.source.with_name(f"{options.source.name}-{options.method}")
+    output = work / "output"
+    if options.run == "tokens":
+        write_tokens(options.source, work / "tokens.json", options.samples, options.length)
         return
     if options.run == "peer":
-        peer(options.source, output, scratch, options.samples, options.length, options.as_it_is)
+        peer(options.method, options.source, output, work, options.offloaded, options.as_it_is)
         return
-    work.mkdir(exist_ok=True)
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
     itself = [__file__, *sys.argv[1:], "--run"]
-    compress = [sys.executable, "-m", "openquant", "compress", "-m", str(options.source), "-o", str(output), "-q"]
-    runs: dict[str, list[Measured]] = {"openquant": [], "llm-compressor": []}
+    texts = ["--samples", str(options.samples), "--length", str(options.length)]
+    asked = ["compress", "-m", str(options.source), "-o", str(output), "-q", "--workers", "1", *OURS[options.method]]
+    commands = {"openquant": [sys.executable, "-m", "openquant", *asked, *texts]}
+    if options.peer:
+        commands["llm-compressor"] = [str(options.peer), *itself, "peer"]
+    subprocess.run([sys.executable, *itself, "tokens"], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    runs: dict[str, list[Measured]] = {name: [] for name in commands if options.only in (None, name)}
     for turn in range(options.turns):
         for name, found in runs.items():
             shutil.rmtree(output, ignore_errors=True)
-            if name == "openquant":
-                calibration = measure([sys.executable, *itself, "openquant"], scratch, work / "log")
-                found.append(calibration.then(measure([*compress, "--workers", "1"], scratch, work / "log")))
-            elif options.peer:
-                found.append(measure([str(options.peer), *itself, "peer"], scratch, work / "log"))
-            print(f"turn {turn + 1} {name}: {found[-1:]}", file=sys.stderr, flush=True)
+            for kept in work.glob("*.calibration.safetensors*"):
+                kept.unlink()
+            found.append(measure(commands[name], work / "scratch", work / "log"))
+            print(f"turn {turn + 1} {name}: {found[-1]}", file=sys.stderr, flush=True)
     shutil.rmtree(work)
     columns = ("least of each", "CPU s", "wall s", "peak RSS MB", "disk beside the output MB")
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    least = {name: best(found) for name, found in runs.items() if found}
+    least = {name: best(found) for name, found in runs.items()}
     for name, found in least.items():
         print(f"| {name} | {found.cpu:.1f} | {found.wall:.1f} | {found.peak / 1e6:.0f} | {found.disk / 1e6:.0f} |")
     if len(least) == 2:

@@ -19,7 +19,8 @@ from .files.fingerprint import Fingerprint
 from .files.inputs import read_small
 from .files.journal import explained, finished_files
 from .files.output import refuse_overlap, refuse_root
-from .formats.schemes import SCHEMES, find_others, find_scheme
+from .formats.names import UNCHANGED
+from .formats.schemes import SCHEMES, Scheme, find_others, find_scheme
 from .hub.fetch import memory_needed
 from .hub.publish import Published, Publisher
 from .hub.source import Source, find_source, silent
@@ -34,6 +35,7 @@ from .plan.calibrated import UncalibratedError
 from .plan.fates import Options
 from .plan.plan import Plan, make_plain_plan, make_plan
 from .plan.serving import as_json
+from .plan.unchanged import make_unchanged_plan
 from .report.reporter import Reporter
 from .report.result import Result
 from .run import Prepared, carry_out, take_evaluation
@@ -98,6 +100,34 @@ def compress(
     # The arguments by their names, which are those of fields (tests/test_options.py).
     given = locals()
     recipe, texts = Recipe(**values_for(Recipe, given)), CalibrationTexts(**values_for(CalibrationTexts, given))
+    if recipe.kv_cache not in ("fp8", "auto"):
+        raise UsageError(f"{recipe.kv_cache} is not a cache", "choose fp8 or auto")
+    chosen, others = _schemes(recipe)
+    cached = recipe.kv_cache == "fp8"
+    asked = "--calibrate" if recipe.calibrate else "--calibration" if recipe.calibration is not None else None
+    scaled = cached or any(each.format.input_scale for each in (chosen, *(other for _, other in others)) if each)
+    if asked and not scaled:
+        raise UsageError(
+            f"nothing uses {asked}",
+            f"give --activation-scheme static, --scheme nvfp4-w4a4 or --kv-cache fp8 too, or leave {asked} out",
+        )
+    options = Options(tuple(recipe.ignore), others, recipe.tp, recipe.quantize_lm_head, cached=cached)
+
+    def plan(source: Source, checkpoint: Checkpoint, seen: Calibration | None) -> Plan:
+        known = replace(options, calibration=seen)
+        if chosen is None:
+            return make_unchanged_plan(checkpoint, known, source.identity, recipe.architecture)
+        return make_plan(checkpoint, chosen, known, source.identity, recipe.architecture)
+
+    run = Run(**values_for(Run, given))
+    making = _Calibrated(run, recipe, texts, plan)
+    return _work(run, making.make, ranks, reporter, making.calibrate)
+
+
+def _schemes(recipe: Recipe) -> tuple[Scheme | None, tuple[tuple[str, Scheme], ...]]:
+    """The scheme that is asked for, None for weights as they are; and those of patterns over module names."""
+    if recipe.scheme == UNCHANGED:
+        return None, ()
     scheme_for = recipe.scheme_for or {}
     grouped = {name for name, known in SCHEMES.items() if known.group_size}
     # What belongs to one of these goes to those that are mixed in, where that is the only place for it.
@@ -113,25 +143,7 @@ def compress(
                 f"use --scheme {', '.join(most)} or {last}, or leave --no-search out",
             )
         chosen, others = chosen.unsearched, tuple((pattern, other.unsearched) for pattern, other in others)
-    if recipe.kv_cache not in ("fp8", "auto"):
-        raise UsageError(f"{recipe.kv_cache} is not a cache", "choose fp8 or auto")
-    cached = recipe.kv_cache == "fp8"
-    asked = "--calibrate" if recipe.calibrate else "--calibration" if recipe.calibration is not None else None
-    scaled = cached or any(each.format.input_scale for each in (chosen, *(other for _, other in others)))
-    if asked and not scaled:
-        raise UsageError(
-            f"nothing uses {asked}",
-            f"give --activation-scheme static, --scheme nvfp4-w4a4 or --kv-cache fp8 too, or leave {asked} out",
-        )
-    options = Options(tuple(recipe.ignore), others, recipe.tp, recipe.quantize_lm_head, cached=cached)
-
-    def plan(source: Source, checkpoint: Checkpoint, seen: Calibration | None) -> Plan:
-        known = replace(options, calibration=seen)
-        return make_plan(checkpoint, chosen, known, source.identity, recipe.architecture)
-
-    run = Run(**values_for(Run, given))
-    making = _Calibrated(run, recipe, texts, plan)
-    return _work(run, making.make, ranks, reporter, making.calibrate)
+    return chosen, others
 
 
 class _Calibrated:
@@ -275,7 +287,7 @@ def _work(
                 model=os.fspath(run.model),
                 revision=prepared.source.revision,
                 output=str(prepared.target),
-                scheme=plan.scheme.name if plan.scheme else "bf16",
+                scheme=plan.scheme_name,
                 schemes=plan.scheme_names,
                 kv_cache="fp8" if plan.cached else "auto",
                 architecture=plan.model.name,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
 
 from .errors import UsageError
-from .formats.names import SCHEME_NAMES
+from .formats.names import SCHEME_NAMES, UNCHANGED
 
 # Titles in --help.
 WEIGHTS = "what the weights become"
@@ -207,11 +207,12 @@ class Recipe:
     scheme: str = field(
         default="tensor",
         metadata=said(
-            f"{', '.join(SCHEME_NAMES)} (default: tensor)",
+            ", ".join((*SCHEME_NAMES, UNCHANGED)).replace("tensor", "tensor (default)", 1),
             WEIGHTS,
-            ", ".join(f'"{name}" ({named.stored})' for name, named in SCHEME_NAMES.items()),
+            ", ".join(f'"{name}" ({named.stored})' for name, named in SCHEME_NAMES.items())
+            + f'; "{UNCHANGED}" (weights as they are, where scales of keys and values are all that is asked for)',
             value="NAME",
-            choices=tuple(SCHEME_NAMES),
+            choices=(*SCHEME_NAMES, UNCHANGED),
         ),
     )
     format: str | None = field(
@@ -368,6 +369,27 @@ class Recipe:
             raise UsageError("--architecture is empty", "name an architecture, or leave --architecture out")
         if self.calibrate and self.calibration is not None:
             raise UsageError("--calibrate and --calibration are both given", "give one of them")
+        if self.scheme == UNCHANGED:
+            self._refuse_others()
+
+    def _refuse_others(self) -> None:
+        """Where weights stay as they are, what says how they would be stored."""
+        for each in fields(self):
+            given = getattr(self, each.name) or each.default
+            if each.name not in _OF_UNCHANGED and given != each.default:
+                flag = flags_of(each.name, each.metadata["option"])[0]
+                raise UsageError(
+                    f"--scheme {UNCHANGED} leaves weights as they are, and {flag} is given", "leave one of them out"
+                )
+        if self.kv_cache == "auto":
+            raise UsageError(
+                f"--scheme {UNCHANGED} leaves weights as they are, and nothing else is asked for",
+                "give --kv-cache fp8 too, for scales of keys and values, or choose another scheme",
+            )
+
+
+# What can be asked for of a recipe that leaves weights as they are.
+_OF_UNCHANGED = ("scheme", "kv_cache", "calibration", "calibrate", "tp", "architecture")
 
 
 @dataclass(frozen=True)

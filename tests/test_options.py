@@ -23,6 +23,7 @@ import pytest
 import openquant
 from conftest import ROOT
 from openquant.errors import UsageError
+from openquant.formats.names import UNCHANGED
 from openquant.formats.schemes import SCHEMES
 from openquant.options import (
     Calibrate,
@@ -101,7 +102,7 @@ def test_the_docstring_of_push_tells_of_every_field() -> None:
 
 
 def test_all_schemes_can_be_asked_for() -> None:
-    assert options_of(Recipe)["scheme"].choices == tuple(SCHEMES)
+    assert options_of(Recipe)["scheme"].choices == (*SCHEMES, UNCHANGED)
 
 
 def openquant_prints(*words: str, **environment: str) -> str:

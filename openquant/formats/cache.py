@@ -29,6 +29,15 @@ _SAID: Mapping[str, tuple[str, Any]] = {
     ),
     "fp8": ("kv_cache_quant_algo", "FP8"),
 }
+# What stays as it is, beside scales of keys and values: vLLM 0.32.0 compressed_tensors.py:1018 and SGLang 0.5.23
+# compressed_tensors.py:1171 then look for no layer, and need no list of them.
+DENSE: Mapping[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "dense",
+    "quantization_status": "compressed",
+    "config_groups": {},
+    "ignore": [],
+}
 # Of keys, of values or of both, as vLLM 0.32.0 renames them (layers/quantization/base_config.py:217-247).
 _SCALE = re.compile(
     r"(?:.*\.)?layers\.(\d{1,9})\..*?(?:([kv])_scale|([kv])_proj\.output_scale|([kv])_cache\.scale|kv_scale)"

@@ -22,6 +22,8 @@ class Named(NamedTuple):
     mixes: bool = True
 
 
+# What leaves all weights as they are is called like a scheme.
+UNCHANGED = "none"
 SCHEME_NAMES: dict[str, Named] = {
     "tensor": Named("one scale per joined set", "-FP8"),
     "channel": Named("one per output row", "-FP8-dynamic"),

@@ -58,7 +58,8 @@ class Quantization:
 
     Attributes:
         method: its quant_method.
-        groups: what layers are stored as, each with the targets it applies to.
+        groups: what layers are stored as, each with the targets it applies to; none where it says only that keys and
+            values are cached in FP8.
         inputs: how the activations of each group's layers are quantized, in the words of compressed-tensors; None for
             those that stay as they are.
         expressions: those among the targets.
@@ -78,7 +79,7 @@ class Quantization:
     @property
     def title(self) -> str:
         """What shares a scale in its groups: "one scale per channel and one scale per 128x128 block"."""
-        return " and ".join(dict.fromkeys(form.label for _, form in self.groups))
+        return " and ".join(dict.fromkeys(form.label for _, form in self.groups)) or "weights as they are"
 
     @property
     def checkable(self) -> bool:
@@ -90,7 +91,7 @@ class Quantization:
     @property
     def scheme(self) -> Scheme | None:
         """The scheme of ours in which all that no other group names is stored; None if none is."""
-        form = self.groups[0][1]
+        form = self.groups[0][1] if self.groups else None
         return next(
             (
                 scheme
@@ -223,7 +224,7 @@ def _read_compressed_tensors(method: str, found: dict[str, Any]) -> Quantization
         stored = group.get("format") or found.get("format")
         groups.append((tuple(_names(group, "targets")), _read_group(name, weights, stored, activations)))
         inputs.append(activations or None)
-    if not groups:
+    if not groups and (config_groups or not found.get("kv_cache_scheme")):
         raise UsageError("config.json has no config_groups", _KNOWN_GROUPS)
     ignored = Ignored("ignore", _names(found, "ignore"), by_experts=False)
     expressions = Expressions(target for targets, _ in groups for target in targets)

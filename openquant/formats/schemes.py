@@ -30,7 +30,6 @@ class Scheme:
         ignored_keys: where it lists those.
         engines: who serves it.
         transformers: what transformers does wrong with it; None if it reads it.
-        package: what transformers needs to read it; None for nothing else.
         transformers_experts: what it does wrong with experts; None if it reads them.
         expert_engines: who loads routed experts that are stored so.
         head: whether they load an output head that is.
@@ -51,7 +50,6 @@ class Scheme:
     ignored_keys: tuple[str, ...]
     engines: tuple[str, ...]
     transformers: str | None = None
-    package: str | None = None
     transformers_experts: str | None = None
     expert_engines: tuple[str, ...] = ("vLLM", "SGLang")
     head: bool = False
@@ -184,7 +182,6 @@ CHANNEL = Scheme(
     settings=_compressed_tensors({"strategy": "channel"}, {"strategy": "token"}),
     ignored_keys=("ignore",),
     engines=("vLLM", "SGLang"),
-    package="compressed-tensors",
     head=True,
     tag="fp8-channel",
 )
@@ -207,7 +204,6 @@ TENSOR_COMPRESSED = replace(
     ignored_keys=("ignore",),
     engines=("vLLM", "SGLang"),
     transformers=None,
-    package="compressed-tensors",
     # vLLM 0.32.0 wants a static scale for the activations of such experts
     # (compressed_tensors/compressed_tensors_moe/compressed_tensors_moe_w8a8_fp8.py:58-104).
     expert_engines=(),
@@ -222,7 +218,6 @@ BLOCK_COMPRESSED = replace(
     ),
     ignored_keys=("ignore",),
     engines=("vLLM", "SGLang"),
-    package="compressed-tensors",
     # transformers 5.23 integrations/compressed_tensors.py: an expert's codes times its scales, which only rows fit.
     transformers_experts="does not multiply experts by the scales of blocks",
     # vLLM 0.32.0 models/llama4.py:805-844 reorders a `weight_scale` as if each row of the weight had one there.
@@ -248,7 +243,6 @@ MXFP8 = Scheme(
     settings=_compressed_tensors(_MX, _MX, "mxfp8-quantized"),
     ignored_keys=("ignore",),
     engines=("vLLM",),
-    package="compressed-tensors",
     transformers_experts="does not multiply experts by the scales of blocks",
     head=True,
     tag="fp8-mxfp8",
@@ -262,7 +256,6 @@ INT8_W8A8 = Scheme(
     settings=_compressed_tensors({"strategy": "channel"}, {"strategy": "token"}, "int-quantized", "int"),
     ignored_keys=("ignore",),
     engines=("vLLM", "SGLang"),
-    package="compressed-tensors",
     # SGLang 0.5.23 compressed_tensors.py:979-987 has them for NPUs only.
     expert_engines=("vLLM",),
     transformers_experts="does not read experts in INT8",
@@ -286,7 +279,6 @@ INT8_W8A16 = Scheme(
     settings=_compressed_tensors({"strategy": "channel"}, None, "pack-quantized", "int"),
     ignored_keys=("ignore",),
     engines=("vLLM", "SGLang"),
-    package="compressed-tensors",
     transformers_experts="does not read experts in INT8",
     head=True,
     tag="int8-w8a16",
@@ -307,7 +299,6 @@ MXFP4 = Scheme(
     settings=_compressed_tensors({"num_bits": 4, **_MX}, None, "mxfp4-pack-quantized"),
     ignored_keys=("ignore",),
     engines=("vLLM",),
-    package="compressed-tensors",
     expert_engines=("vLLM",),
     transformers_experts="does not read experts in FP4",
     head=True,
@@ -345,7 +336,6 @@ NVFP4 = Scheme(
     settings=_compressed_tensors(_NV, None, "nvfp4-pack-quantized"),
     ignored_keys=("ignore",),
     engines=("vLLM", "SGLang"),
-    package="compressed-tensors",
     transformers_experts="does not read experts in FP4",
     head=True,
     # The largest weight as 6; as 4, since from there to 6 is a wide step; or a step of the scale beside these. Of the
@@ -412,7 +402,6 @@ def _int4(size: int | None, suffix: str, fallback: Scheme | None = None, asymmet
         settings=_compressed_tensors({"num_bits": 4, **weights}, None, "pack-quantized", "int"),
         ignored_keys=("ignore",),
         engines=("vLLM", "SGLang"),
-        package="compressed-tensors",
         head=True,
         fallback=fallback,
         # Smaller steps and smaller ones take a hundredth off the error at most.

@@ -117,7 +117,7 @@ def _walk(settings: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Mappin
         yield (), settings, {**_FP8, "scale_fmt": (None, "float", "ue8m0", *more)}
         return
     yield (), settings, _COMPRESSED
-    for name, group in settings["config_groups"].items():
+    for name, group in (settings.get("config_groups") or {}).items():
         path = "config_groups", name
         yield path, group, _GROUP
         weights = group["weights"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..formats.schemes import Scheme
-from ..models import Model, Refusal
+from ..models import Model, Refusal, SGLang
 from ..patterns import collapse
 from .fates import Fates
 from .parallel import text_config
@@ -20,7 +20,7 @@ def unread_by_sglang(entry: Entry, fates: Fates) -> Refusal | None:
     """Why SGLang does not load what is decided, and what it loads instead; None if it does or nothing is quantized."""
     scheme, sglang = fates.scheme, entry.model.sglang
     if scheme is None:
-        return None
+        return _unread_cache(sglang, fates)
     quantized = [(weight.module, scheme) for weight, scheme in fates.kinds if not is_head(weight.module)]
     for module, chosen in quantized:
         if "SGLang" not in chosen.engines:
@@ -43,10 +43,9 @@ def unread_by_sglang(entry: Entry, fates: Fates) -> Refusal | None:
     uneven = any(fate.scheme is None or not is_head(module) for module, fate in fates.others.items())
     if quantized and uneven and scheme.method in sglang.alike:
         return Refusal(None, None, "it finds none of these layers by name", "with all layers alike it loads")
-    made = [kept.made for kept in fates.kept if kept.made is not None] if sglang.cache is not None else []
-    if sglang.cache is not None and (any(each != 1.0 for each in made) if sglang.cache_of_ones else made):
-        hint = "without --calibration it loads" if sglang.cache_of_ones else "without --kv-cache it loads"
-        return Refusal(None, None, sglang.cache, hint)
+    unread = _unread_cache(sglang, fates)
+    if unread is not None:
+        return unread
     # Such experts ask the whole config for its format (compressed_tensors_wNa16_moe.py:75-84).
     mixed = len({chosen.settings.get("format") for _, chosen in fates.kinds}) > 1
     words = (module for module, chosen in quantized if chosen.settings.get("format") == WORDS and entry.experts(module))
@@ -58,6 +57,15 @@ def unread_by_sglang(entry: Entry, fates: Fates) -> Refusal | None:
     if scheme.name != "block" and any(blocks):
         return Refusal(None, None, "it loads blocks only where most layers have them", "-w 128 with --scheme-for loads")
     return None
+
+
+def _unread_cache(sglang: SGLang, fates: Fates) -> Refusal | None:
+    """Why it does not load an output for its scales of keys and values; None if it does or there are none."""
+    made = [kept.made for kept in fates.kept if kept.made is not None] if sglang.cache is not None else []
+    if sglang.cache is None or not (any(each != 1.0 for each in made) if sglang.cache_of_ones else made):
+        return None
+    hint = "without --calibration it loads" if sglang.cache_of_ones else "without --kv-cache it loads"
+    return Refusal(None, None, sglang.cache, hint)
 
 
 def _named(patterns: tuple[str, ...]) -> str:

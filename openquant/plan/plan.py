@@ -16,6 +16,7 @@ from ..errors import PlanError, UsageError
 from ..files.checkpoint import Checkpoint
 from ..files.tensors import TensorInfo
 from ..formats.cache import says_fp8_cache, with_fp8_cache
+from ..formats.names import UNCHANGED
 from ..formats.quantization import find_quantization
 from ..formats.schemes import Scheme
 from ..models import GENERIC, MODELS, SGLANG, Model, Refusal
@@ -154,7 +155,7 @@ class Plan:
     def title(self) -> str:
         """What shares a scale: "one scale per tensor, 16 of 28 layers one scale per output row"."""
         if self.scheme is None:
-            return "bfloat16 weights"
+            return "weights as they are" if self.quantization_config else "bfloat16 weights"
         most, *others = self.schemes
         total = self.quantized_tensors
         found = [most.title]
@@ -171,9 +172,8 @@ class Plan:
     @property
     def suffix(self) -> str:
         """What the output's name ends in if the user gives none: "-FP8"."""
-        if self.scheme is None:
-            return "-BF16"
-        return f"{self.scheme.suffix}-KV8" if self.cached else self.scheme.suffix
+        own = self.scheme.suffix if self.scheme else "" if self.quantization_config else "-BF16"
+        return f"{own}-KV8" if self.cached else own
 
     @property
     def cached(self) -> bool:
@@ -187,9 +187,22 @@ class Plan:
 
     @property
     def numbers(self) -> str:
-        """What the weights are called: "FP8", "FP8 and INT8", or "BF16"."""
+        """What the weights are called: "FP8", "FP8 and INT8", or "BF16"; "unchanged" where all of them are."""
         titles = dict.fromkeys(scheme.format.number.title for scheme in self.schemes)
-        return " and ".join(titles) if self.quantization_config else "BF16"
+        return (" and ".join(titles) or "unchanged") if self.quantization_config else "BF16"
+
+    @property
+    def package(self) -> str | None:
+        """What transformers needs to read the output; None for nothing else."""
+        name = "compressed-tensors"
+        return name if self.quantization_config.get("quant_method") == name else None
+
+    @property
+    def scheme_name(self) -> str:
+        """What the user calls the scheme of most: "tensor", "none" where weights stay as they are, "bf16" without."""
+        if self.scheme is None:
+            return UNCHANGED if self.quantization_config else "bf16"
+        return self.scheme.name
 
     @cached_property
     def unread_by_sglang(self) -> Refusal | None:
@@ -218,11 +231,13 @@ class Plan:
 
     @cached_property
     def serving(self) -> tuple[Serving, Serving] | None:
-        """What it takes to serve the source, and the output; None without a scheme, as then no entry is asked."""
-        if self.scheme is None:
+        """What it takes to serve the source, and the output; None for one to decode, of which no entry is asked."""
+        if not self.quantization_config:
             return None
         groups = ((layer, layer.format.whole if layer.format else (1, 1)) for layer in self.layers.values())
         before = [one.size for one in parallel_sizes(self.seen, self.entry, groups, None) if one.problem is None]
+        if self.scheme is None:
+            before = self.parallel_sizes
         config = text_config(self.seen, self.model)
         return (
             serving(self.lines, self.entry, config, before, output=False),
@@ -302,7 +317,7 @@ def make_plan(
         UsageError: a pattern that matches nothing or is malformed, or a size that is none.
     """
     options = options or Options()
-    model = _find_model(architecture or checkpoint.architecture)
+    model = find_model(architecture or checkpoint.architecture)
     others = [other for _, other in options.scheme_for] + list(found.schemes.values() if found else ())
     for asked in dict.fromkeys([scheme, *others]):
         refusal = model.refusal(asked.name, asked.method)
@@ -417,7 +432,8 @@ def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
         PlanError: nothing is quantized, or in an unknown way.
     """
     seen, weights = decoded_view(checkpoint)
-    if not weights:
+    # With scales of keys and values alone it is as good as quantized: engines cache them in FP8.
+    if not weights and seen.config == checkpoint.config:
         raise PlanError(f"nothing in {checkpoint.root} is quantized", "there is nothing to dequantize")
     seen = without_cache_scales(seen)
     items: dict[str, list[Item]] = {shard: [] for shard in seen.shards}
@@ -460,7 +476,12 @@ def _made_anew(fates: Fates) -> list[str]:
     return notes
 
 
-def _find_model(architecture: str) -> Model:
+def find_model(architecture: str) -> Model:
+    """The registry's entry of that name.
+
+    Raises:
+        PlanError: there is none.
+    """
     if architecture == GENERIC.name:
         return GENERIC
     if architecture not in MODELS:

@@ -47,7 +47,7 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
     # An entry without a value is no tag.
     known = [tag for tag in ([tags] if isinstance(tags, str) else tags) if tag and isinstance(tag, str)]
     # Compressed-tensors directories are searched for by that tag.
-    package = [plan.scheme.package] if plan.scheme and plan.scheme.package else []
+    package = [plan.package] if plan.package else []
     # What was true of a quantized source.
     known = [
         tag for tag in known if not re.match(r"fp8|mxfp|int[48]|w[48]a|quantized|compressed-tensors|[48]-bit", tag)
@@ -173,12 +173,11 @@ def readers(plan: Plan) -> str:
     of_experts = (found.transformers_experts for found in plan.expert_schemes.values())
     of_layers = (found.transformers for found in plan.schemes)
     problem = next(filter(None, (*of_layers, *of_experts)), None)
-    if problem is None and plan.quantization_config and not plan.model.transformers_reads_blocks:
+    if problem is None and plan.scheme and not plan.model.transformers_reads_blocks:
         problem = "finds no weights for experts stored one by one"
     if problem is not None:
         return f"{engines}. Do not load it with transformers, which {problem}."
-    package = plan.scheme and plan.scheme.package
-    return f"{engines}; transformers loads it too{f', with {package} installed' if package else ''}."
+    return f"{engines}; transformers loads it too{f', with {plan.package} installed' if plan.package else ''}."
 
 
 def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list[str]:
@@ -198,7 +197,7 @@ def _section(plan: Plan, name: str, repo: str | None, revision: str | None, dire
     activations = plan.scheme.activations if plan.scheme else ""
     serialized = f"{activations} (`quant_method: {settings['quant_method']}`)" if settings else ""
     left = ["Not quantized: norms and biases, and", "", *[f"- {line}" for line in unquantized(plan)], ""]
-    left = left if settings else []
+    left = left if plan.scheme else []
     # Neither may break the heading or the table it stands in.
     name = " ".join(name.split()).replace("|", "\\|")
     origin = f"[{repo}](https://huggingface.co/{repo})" if repo else name

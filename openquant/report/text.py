@@ -65,9 +65,10 @@ def _row(line: Line) -> tuple[str, str, str, str, str, str]:
 
 
 def _facts(plan: Plan, download: Download, notes: Sequence[str]) -> list[str]:
+    unchanged = plan.scheme is None and plan.quantization_config
+    layers = "" if unchanged else f" ({plan.quantized_tensors or plan.decoded_tensors} layers)"
     lines = [
-        f"weights:  {gigabytes(plan.source_bytes)} -> {gigabytes(plan.output_bytes)}, {_share(plan)} "
-        f"({plan.quantized_tensors or plan.decoded_tensors} layers)",
+        f"weights:  {gigabytes(plan.source_bytes)} -> {gigabytes(plan.output_bytes)}, {_share(plan)}{layers}",
         f"disk:     {gigabytes(plan.output_bytes + sum(plan.files.values()))} in "
         f"{_count(len(plan.shards), 'shard')} and {_count(len(plan.files), 'other file')}",
     ]
@@ -118,8 +119,8 @@ def short(count: int) -> str:
 
 def _share(plan: Plan) -> str:
     """How much of the source a run quantizes: "84.2 % of the bytes quantized"."""
-    if not plan.quantization_config:
-        return "all weights in bfloat16"
+    if plan.scheme is None:
+        return f"all {plan.title}" if plan.quantization_config else "all weights in bfloat16"
     return f"{100 * plan.source_weight_bytes_quantized / plan.source_bytes:.1f} % of the bytes quantized"
 
 

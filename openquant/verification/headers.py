@@ -12,10 +12,10 @@ from ..errors import PlanError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint, read_json
 from ..files.names import INDEX_FILE
 from ..files.tensors import TensorInfo
-from ..formats.cache import SCALES, cache_scales, says_fp8_cache, without_fp8_cache
+from ..formats.cache import DENSE, SCALES, cache_scales, says_fp8_cache, with_fp8_cache, without_fp8_cache
 from ..formats.format import FLOATS, INPUT_SCALE, Format
 from ..formats.quantization import IN_COLUMNS, Quantization, quantization_places
-from ..formats.schemes import MIXED, as_written, without_targets
+from ..formats.schemes import CHANNEL, MIXED, as_written, without_targets
 from ..formats.settings import unread
 from ..models import NOT_LINEAR, ROUTER, Model
 from ..plan.cache import cache_layers
@@ -88,6 +88,8 @@ class Headers:
         settings = self.quantization.settings
         if self.scheme is not None and as_written(self.scheme, settings):
             return
+        if self.scheme is None and {**settings, "ignore": []} == with_fp8_cache(DENSE):
+            return
         if not self.ours:
             # Other tools write one list of unquantized modules, or other settings.
             self.scheme = None
@@ -143,7 +145,8 @@ class Headers:
             if form is not None and form.columns is not None:
                 self._add_columns(pair, form)
                 continue
-            number = form.number if form else self.quantization.groups[0][1].number
+            first = self.quantization.groups[0][1] if self.quantization.groups else None
+            number = (form or first or CHANNEL.format).number
             misnamed = f" called {pair.name}" if pair.packed and number.per_item == 1 else ""
             if info.dtype == number.dtype and number.per_item > 1 and not pair.packed:
                 misnamed = f" called {pair.name}_packed"
@@ -188,7 +191,7 @@ class Headers:
                 f"{respelled} scales are called weight_scale_inv although they are one per tensor; "
                 "vLLM 0.32.0 reads that for Mistral 3 models only"
             )
-        if not self.codes:
+        if not self.codes and self.quantization.groups:
             self.notes.append("nothing is quantized")
 
     def _add_columns(self, pair: Pair, form: Format) -> None:

@@ -33,6 +33,7 @@ from ..patterns import collapse, template
 from ..plan.fates import Found, Options
 from ..plan.plan import Plan, make_plan
 from ..plan.roles import Entry
+from ..plan.unchanged import make_unchanged_plan
 from ..weights.find import decoded_view, own_file, with_own_file
 from ..weights.weight import Weight
 from .configs import differences, judged
@@ -300,6 +301,9 @@ class _Verification:
         if source.architecture not in MODELS:
             return
         try:
+            if not self.headers.quantization.groups:
+                self.plan = make_unchanged_plan(origin, Options())
+                return
             # Of another tool's layers only the names count, which any scheme of the format has.
             fp8 = self.headers.quantization.method == "fp8"
             scheme = self.scheme or (TENSOR if fp8 else CHANNEL)
@@ -428,7 +432,7 @@ class _Verification:
         self.equal_tensors = contents.equal
         self.absmax = contents.absmax
         self.compared, self.same = contents.compared, contents.same
-        if self.ours and self.full and not self.remakes:
+        if self.codes and self.ours and self.full and not self.remakes:
             self.notes.append(
                 "codes and scales were not made again, since the source was quantized already: errors were held "
                 "against what rounding explains"

@@ -33,7 +33,7 @@ MADE: dict[str, dict[str, Any]] = {
     "int4": {"scheme": "int4"},
     "int4, ones": {"scheme": "int4", "kv_cache": "fp8"},
     # Weights as they are.
-    "ones alone": {"scheme": "channel", "kv_cache": "fp8", "ignore": ["**"]},
+    "ones alone": {"scheme": "none", "kv_cache": "fp8"},
 }
 # Of one whose scales are those of a calibration, what they are multiplied by.
 WRONG = {"small": 1 / 32, "large": 2.0**16}
@@ -108,6 +108,8 @@ LOADED = (
     ("Qwen3NextForCausalLM", "channel"),
     ("Qwen3MoeForCausalLM", "tensor"),
     ("Gemma4ForCausalLM", "channel"),
+    ("Qwen3MoeForCausalLM", "none"),
+    ("Llama4ForCausalLM", "none"),
 )
 
 
@@ -131,7 +133,7 @@ def test_vllm_loads_the_scales_of_all_layers(tmp_path: Path) -> None:
 
 def test_sglang_loads_the_scales_of_all_layers(tmp_path: Path) -> None:
     """Its classes of Llama do; some others take 1 in their place (docs/calibration.md)."""
-    written = dict(numbered(tmp_path, "LlamaForCausalLM", scheme) for scheme in ("channel", "tensor"))
+    written = dict(numbered(tmp_path, "LlamaForCausalLM", scheme) for scheme in ("channel", "tensor", "none"))
     for output in written:
         dequantize(output, output.with_name(f"{output.name}-plain"))
     pairs = [(output, output.with_name(f"{output.name}-plain")) for output in written]

@@ -21,9 +21,9 @@ OTHER = "model.layers.1.self_attn.k_scale"
 MISSING = "is missing: keys and values are cached in FP8, as config.json says"
 
 
-@pytest.fixture(scope="module", params=["channel", "tensor"])
+@pytest.fixture(scope="module", params=["channel", "tensor", "none"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A source, and an output with scales in compressed-tensors or in fp8."""
+    """A source, and an output with scales in compressed-tensors or in fp8, or beside weights as they are."""
     root = tmp_path_factory.mktemp("made")
     source = tiny.write(root / "source")
     compress(source, root / "out", request.param, kv_cache="fp8")
@@ -72,6 +72,7 @@ def test_what_is_off_is_named(
     assert any(problem in found for found in problems), problems
 
 
+@pytest.mark.parametrize("made", ["channel", "tensor"], indirect=True)
 def test_a_config_that_does_not_say_it(made: tuple[Path, Path], tmp_path: Path) -> None:
     """Scales that no config speaks of are nothing of the source's."""
     source, out = made

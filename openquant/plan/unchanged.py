@@ -1,0 +1,71 @@
+"""Plan to leave all weights as they are, and to add the scales of keys and values that an FP8 cache needs.
+
+make_unchanged_plan(open_checkpoint(Path("Qwen3-8B")), Options(cached=True))
+"""
+
+from __future__ import annotations
+
+from ..errors import PlanError
+from ..files.checkpoint import Checkpoint
+from ..formats.cache import DENSE, with_fp8_cache
+from ..formats.names import UNCHANGED
+from ..models import SGLANG
+from ..patterns import template
+from ..weights.find import decoded_view
+from .cache import add_scales, cache_layers
+from .engines import unread_by_sglang
+from .fates import Fates, Item, Kept, Options, Stack
+from .parallel import parallel_sizes, text_config
+from .plan import Plan, find_model
+from .roles import Entry
+from .settle import refuse_size
+from .sort import sort_tensors
+
+_WHY = f"--scheme {UNCHANGED}"
+
+
+def make_unchanged_plan(
+    checkpoint: Checkpoint, options: Options, identity: str = "", architecture: str | None = None
+) -> Plan:
+    """Decide to copy every tensor, and where the scales of keys and values go.
+
+    Args:
+        checkpoint: the opened source.
+        options: of which the calibration counts, and the tensor-parallel size.
+        identity: as for make_plan.
+        architecture: likewise.
+
+    Raises:
+        PlanError: weights of the source are quantized, which layers cache keys and values is not known, or engines load
+            no scales of theirs.
+        SourceError: the source is quantized, and its scales do not belong to its codes.
+        UsageError: a size that is none.
+    """
+    model = find_model(architecture or checkpoint.architecture)
+    seen, stored = decoded_view(checkpoint)
+    if stored:
+        raise PlanError(
+            f"{len(stored)} weights of {checkpoint.root} are quantized, and {_WHY} writes unquantized ones",
+            "give --kv-cache fp8 with the scheme that they have, which keeps their codes, or dequantize it first",
+        )
+    entry, config = Entry(model), text_config(seen, model)
+    sorted_, layers = sort_tensors(seen, {}, entry, lambda _: True, settled=False)
+    items: dict[str, list[Item]] = {shard: [_kept(item) for item in held] for shard, held in sorted_.items()}
+    cached = cache_layers((info.module for info in seen.tensors.values()), entry, config)
+    notes = add_scales(items, seen, cached, options.calibration)
+    if options.tp is not None:
+        refuse_size(entry, layers, config, options.tp)
+    fates = Fates(None, items, {}, {}, {})
+    unread = unread_by_sglang(entry, fates)
+    if unread is not None:
+        notes.append(f"{SGLANG} does not load this output: {unread.why}; {unread.hint}")
+    parallel = parallel_sizes(seen, entry, ((layer, (1, 1)) for layer in layers.values()), options.tp)
+    return Plan(checkpoint, seen, entry, fates, with_fp8_cache(DENSE), parallel, tuple(notes), identity)
+
+
+def _kept(item: Item) -> Kept:
+    """A tensor as it is, whatever could be made of it."""
+    if isinstance(item, Kept):
+        return item
+    source = item.tensor if isinstance(item, Stack) else item.source
+    return Kept(source, template(source.module), _WHY)
