@@ -25,6 +25,7 @@ from openquant.errors import OpenQuantError, OutputError, SourceError, UsageErro
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.fingerprint import fingerprint
 from openquant.measure import answers
+from openquant.plan.plan import Plan
 from openquant.weights.calibration import Calibration, Inputs, read_calibration
 
 SMALL: dict[str, Any] = {"samples": 2, "length": 64}
@@ -36,6 +37,7 @@ class Told(Reporter):
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.notes: tuple[str, ...] = ()
 
     def calibrating(self, about: str) -> None:
         self.lines.append(about)
@@ -43,8 +45,9 @@ class Told(Reporter):
     def calibrated(self, done: int, total: int) -> None:
         self.lines.append(f"{done} of {total}")
 
-    def planned(self, *_: Any) -> None:
+    def planned(self, plan: Plan, *_: Any) -> None:
         self.lines.append("planned")
+        self.notes = plan.notes
 
 
 @pytest.fixture(scope="module")
@@ -241,6 +244,25 @@ def test_what_engines_put_together_has_one_scale(tmp_path: Path) -> None:
         assert {found[name] for name in together} == {largest(*together)}
     assert largest(*first) != largest(*down)
     assert not verify(tmp_path / "out").problems
+
+
+def test_the_plan_names_experts_that_saw_no_token(tmp_path: Path) -> None:
+    def routed(inputs: dict[str, Inputs]) -> None:
+        # The first layer has no experts.
+        for name in inputs:
+            if ".experts." in name and not name.endswith("down_proj.weight"):
+                inputs[name] = replace(inputs[name], routed=(5, 0, 4, 0))
+
+    root, calibration = mixture(tmp_path, routed)
+    told = Told()
+    compress(root, tmp_path / "out", activation_scheme="static", calibration=calibration, dry_run=True, reporter=told)
+    assert (
+        "2 experts saw no token and have the scale of the others of their layer: model.layers.1.mlp.experts.{1,3}; "
+        "more texts (--samples) would reach them"
+    ) in told.notes
+    root, calibration = mixture(tmp_path / "all")
+    compress(root, tmp_path / "out", activation_scheme="static", calibration=calibration, dry_run=True, reporter=told)
+    assert not any("saw no token" in note for note in told.notes)
 
 
 def test_layers_that_nothing_went_into_stay_unquantized(tmp_path: Path) -> None:

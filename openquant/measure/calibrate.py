@@ -44,6 +44,8 @@ class Seen:
         total: float64 [in], the sum of magnitudes.
         squares: float64 [in], the sum of squares.
         tokens: how many.
+        routed: int64 [experts], how many tokens were routed to each; None for what is no stack of experts, or one whose
+            module is not told.
     """
 
     tensors: tuple[str, ...]
@@ -52,6 +54,11 @@ class Seen:
     total: Tensor | None = None
     squares: Tensor | None = None
     tokens: int = 0
+    routed: Tensor | None = None
+
+    def add_routed(self, counts: Tensor) -> None:
+        """Add how many other tokens were routed to each expert."""
+        self.routed = counts if self.routed is None else self.routed + counts
 
     def add(self, absmax: Tensor, total: Tensor, squares: Tensor, tokens: int) -> None:
         """Add what other tokens are: their largest magnitudes, the sums of these and of squares, and how many."""
@@ -70,11 +77,12 @@ class Seen:
         if self.absmax is None or self.total is None or self.squares is None:
             none = np.zeros(self.width, np.float32)
             return Inputs(self.tensors, none, none, 0, none)
+        routed = None if self.routed is None else tuple(self.routed.tolist())
         # Squares of what bfloat16 holds may be more than float32 does.
         largest = float(np.finfo(np.float32).max)
         means = [(sums / max(1, self.tokens)).clamp(max=largest) for sums in (self.total, self.squares)]
         mean, square = (each.float().cpu().numpy() for each in means)
-        return Inputs(self.tensors, self.absmax.cpu().numpy(), mean, self.tokens, square)
+        return Inputs(self.tensors, self.absmax.cpu().numpy(), mean, self.tokens, square, routed)
 
 
 def _magnitudes(values: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -91,6 +99,22 @@ class Observer(Interception[Seen]):
         super().__init__(model, layers, experts)
         # Of the last activations: q, k and v have the same, gate and up too.
         self._last: tuple[Tensor, tuple[Tensor, Tensor, Tensor, int]] | None = None
+        for name, both in experts.items():
+            module = model.get_submodule(name)
+            if both.first is not None:
+                module.register_forward_pre_hook(self._routing(both.first, _stacked(module)), with_kwargs=True)
+
+    def _routing(self, into: Seen, experts: int) -> Callable[..., None]:
+        """Count the tokens of each expert: modules of stacked ones are told the experts of each token after what goes
+        into them, but for those that all tokens go through."""
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            chosen = (*args, *kwargs.values(), None)[1]
+            if self._active and isinstance(chosen, Tensor) and not chosen.is_floating_point():
+                # Some routers choose one that does nothing, beyond the last.
+                into.add_routed(torch.bincount(chosen.reshape(-1), minlength=experts)[:experts].cpu())
+
+        return before
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -250,7 +274,9 @@ def _together(inputs: Iterable[Inputs]) -> tuple[Inputs, ...]:
         apart = "" if each.tokens else each.tensors[0]
         key = each.absmax.tobytes(), each.mean.tobytes(), each.tokens, apart
         other = found.get(key)
-        found[key] = each if other is None else replace(other, tensors=(*other.tensors, *each.tensors))
+        if other is not None:
+            each = replace(each, tensors=(*other.tensors, *each.tensors), routed=other.routed or each.routed)
+        found[key] = each
     return tuple(found.values())
 
 
@@ -290,6 +316,11 @@ def _stack(model: StreamedModel, name: str, module: nn.Module, parameters: tuple
     return Seen(tuple(dict.fromkeys(tensors)), sizes[0] if getattr(module, "is_transposed", False) else sizes[1])
 
 
+def _stacked(module: nn.Module) -> int:
+    """How many experts a module holds."""
+    return next(len(held) for name in FIRST if (held := getattr(module, name, None)) is not None)
+
+
 def _packed(seen: list[Seen]) -> bytes:
     """What a process has seen, for another one."""
     arrays: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = {}
@@ -297,6 +328,8 @@ def _packed(seen: list[Seen]) -> bytes:
         if each.absmax is not None and each.total is not None and each.squares is not None:
             tokens = torch.full_like(each.total, each.tokens)
             arrays[str(number)] = torch.stack([each.absmax.double(), each.total, each.squares, tokens]).cpu().numpy()
+        if each.routed is not None:
+            arrays[f"{number} routed"] = each.routed.double().numpy()
     file = io.BytesIO()
     np.savez(file, allow_pickle=False, **arrays)
     return file.getvalue()
@@ -304,8 +337,12 @@ def _packed(seen: list[Seen]) -> bytes:
 
 def _add(seen: list[Seen], data: bytes) -> None:
     with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-        for number in arrays.files:
-            absmax, total, squares, tokens = (torch.from_numpy(row.astype(np.float64)) for row in arrays[number])
+        for name in arrays.files:
+            number, _, routed = name.partition(" ")
             each = seen[int(number)]
+            if routed:
+                each.add_routed(torch.from_numpy(arrays[name].astype(np.int64)))
+                continue
+            absmax, total, squares, tokens = (torch.from_numpy(row.astype(np.float64)) for row in arrays[name])
             device = "cpu" if each.absmax is None else each.absmax.device
             each.add(absmax.float().to(device), total.to(device), squares.to(device), int(tokens[0]))

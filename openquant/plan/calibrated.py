@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ..errors import PlanError
 from ..weights.calibration import Calibration
 from ..weights.weight import Weight
 from .roles import Entry
+
+# Layers of which a note says the experts.
+MOST = 4
 
 
 class UncalibratedError(PlanError):
@@ -40,3 +43,30 @@ def largest_inputs(
         if seen is not None:
             together[keys[module]] = max(seen.largest, together.get(keys[module], 0.0))
     return {module: together[key] for module, key in keys.items() if key in together}
+
+
+def unrouted(calibration: Calibration, entry: Entry, modules: Iterable[str], layers: Mapping[str, Weight]) -> list[str]:
+    """A note of the experts that no token was routed to, whose scale is that of the others of their layer; none where
+    each saw some.
+
+    Args:
+        calibration: what was seen.
+        entry: the registry's.
+        modules: those that have a scale of it.
+        layers: the weights of these, by module.
+    """
+    found: dict[str, set[int]] = {}
+    for module in modules:
+        experts, seen = entry.experts(module), calibration.of(layers[module].source.name)
+        if experts and seen is not None and seen.routed is not None:
+            number = module.removeprefix(f"{experts}.").partition(".")[0]
+            if number.isdecimal() and seen.routed[int(number) : int(number) + 1] == (0,):
+                found.setdefault(experts, set()).add(int(number))
+    if not found:
+        return []
+    said = [f"{experts}.{{{','.join(map(str, sorted(numbers)))}}}" for experts, numbers in list(found.items())[:MOST]]
+    more = f" and in {len(found) - MOST} more layers" if len(found) > MOST else ""
+    return [
+        f"{sum(map(len, found.values()))} experts saw no token and have the scale of the others of their layer: "
+        f"{', '.join(said)}{more}; more texts (--samples) would reach them"
+    ]

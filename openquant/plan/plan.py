@@ -27,7 +27,7 @@ from ..weights.tuning import Tunings
 from ..weights.weight import Weight
 from . import layout
 from .cache import add_scales, cache_layers, serving_note
-from .calibrated import UncalibratedError, largest_inputs
+from .calibrated import UncalibratedError, largest_inputs, unrouted
 from .engines import refuse_experts, refuse_head, unread_by_sglang
 from .fates import FEW_AXES, Fates, Found, Item, Kept, Options
 from .lacking import lacking
@@ -359,6 +359,7 @@ def make_plan(
             f"scales of activations are those of a calibration with {options.calibration.described}, twice as large: "
             "headroom costs nothing, and what lies beyond is cut off"
         )
+        notes += unrouted(options.calibration, entry, fates.inputs, fates.layers)
     notes += options.tunings.notes if options.tunings else ()
     if model.rest:
         notes.insert(0, "decided from names and shapes alone: look at the plan, and at what the engine makes of it")

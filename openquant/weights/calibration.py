@@ -44,6 +44,7 @@ class Inputs:
         mean: float32 [in], the mean magnitude of each.
         tokens: how many went in; none where no token was routed to any of the experts.
         square: float32 [in], the mean square of each; None in the files of an earlier openquant.
+        routed: how many tokens were routed to each expert; None where that is not known, or there are none.
     """
 
     tensors: tuple[str, ...]
@@ -51,6 +52,7 @@ class Inputs:
     mean: Floats
     tokens: int
     square: Floats | None = None
+    routed: tuple[int, ...] | None = None
 
     @property
     def largest(self) -> float:
@@ -105,7 +107,10 @@ class Calibration:
         facts = {
             "model": self.model,
             "texts": dict(self.texts),
-            "inputs": [{"tensors": each.tensors, "tokens": each.tokens} for each in self.inputs],
+            "inputs": [
+                {"tensors": each.tensors, "tokens": each.tokens} | ({"routed": each.routed} if each.routed else {})
+                for each in self.inputs
+            ],
             "cached": {str(number): list(both) for number, both in self.cached.items()},
         }
         # safetensors writes metadata in an order of its own: one entry keeps the bytes the same.
@@ -161,16 +166,22 @@ def _cached(path: Path, number: str, both: Any) -> tuple[float, float]:
 
 
 def _inputs(path: Path, number: int, said: Mapping[str, Any], tensors: Mapping[str, Floats]) -> Inputs:
-    names, tokens = said["tensors"], said["tokens"]
+    names, tokens, routed = said["tensors"], said["tokens"], said.get("routed")
     absmax, mean, square = tensors[f"{number}.absmax"], tensors[f"{number}.mean"], tensors.get(f"{number}.square")
-    if type(tokens) is not int or tokens < 0 or not _all_text(names):
+    if not _is_count(tokens) or not _all_text(names):
+        raise TypeError
+    if routed is not None and not (isinstance(routed, list) and all(map(_is_count, routed))):
         raise TypeError
     for part in (absmax, mean) if square is None else (absmax, mean, square):
         if part.dtype != np.float32 or part.ndim != 1 or part.shape != absmax.shape:
             raise TypeError
         if not (np.isfinite(part).all() and (part >= 0).all()):
             raise SourceError(f"{path}: magnitudes of {', '.join(names[:1])} are negative or not finite", _AGAIN)
-    return Inputs(tuple(names), absmax, mean, tokens, square)
+    return Inputs(tuple(names), absmax, mean, tokens, square, None if routed is None else tuple(routed))
+
+
+def _is_count(number: object) -> bool:
+    return type(number) is int and number >= 0
 
 
 def _all_text(names: object) -> bool:

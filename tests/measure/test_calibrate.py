@@ -90,6 +90,7 @@ def test_experts_are_seen_together(tmp_path: Path) -> None:
         def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
             states, chosen = (*args, *kwargs.values())[:2]
             add(f"{name}.first", states)
+            add(f"{name}.routed", torch.bincount(chosen.reshape(-1), minlength=4)[None])
             for expert in range(len(module.gate_up_proj)):
                 tokens = (chosen == expert).any(-1)
                 gate, up = (states[tokens] @ module.gate_up_proj[expert].T).chunk(2, -1)
@@ -112,6 +113,8 @@ def test_experts_are_seen_together(tmp_path: Path) -> None:
     # Products in another order.
     assert torch.allclose(torch.from_numpy(down.absmax), expected[f"{place}.down"].abs().amax(0), rtol=0.02)
     assert down.tokens == len(expected[f"{place}.down"])
+    assert gate.routed == tuple(expected[f"{place}.routed"].sum(0).int().tolist())
+    assert sum(gate.routed) == down.tokens
 
 
 class Ended(Exception):

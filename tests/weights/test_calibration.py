@@ -22,7 +22,7 @@ CACHED = {0: (21.5, 0.1), 2: (900.0, 0.0)}
 
 def some() -> Calibration:
     absmax, mean, square = (np.array([value, 0], np.float32) for value in (1.5, 0.5, 0.75))
-    first = Inputs(("a.weight", "b.weight"), absmax, mean, 7, square)
+    first = Inputs(("a.weight", "b.weight"), absmax, mean, 7, square, (4, 0, 3))
     unseen = Inputs(("c.weight",), np.zeros(3, np.float32), np.zeros(3, np.float32), 0)
     return Calibration((first, unseen), "5f", {"files": ["a.txt"], "documents": 2, "length": 16}, CACHED)
 
@@ -40,8 +40,10 @@ def test_what_was_written_comes_back(tmp_path: Path) -> None:
         assert seen.mean.tolist() == [0.5, 0]
         assert seen.square is not None
         assert seen.square.tolist() == [0.75, 0]
+        assert seen.routed == (4, 0, 3)
     # Earlier ones have no squares.
     assert found.inputs[1].square is None
+    assert found.inputs[1].routed is None
     assert found.of("c.weight") is None
     assert found.of("d.weight") is None
 
@@ -71,6 +73,8 @@ WRONG = "{path}: magnitudes of a.weight are negative or not finite"
         ({**FACTS, "inputs": [{"tensors": ["a.weight"], "tokens": -1}]}, {}, NONE_OF_OURS),
         ({**FACTS, "inputs": [{"tensors": ["a.weight"], "tokens": True}]}, {}, NONE_OF_OURS),
         ({**FACTS, "inputs": [{"tensors": ["a.weight"], "tokens": 0.5}]}, {}, NONE_OF_OURS),
+        ({**FACTS, "inputs": [{"tensors": ["a.weight"], "tokens": 7, "routed": 7}]}, {}, NONE_OF_OURS),
+        ({**FACTS, "inputs": [{"tensors": ["a.weight"], "tokens": 7, "routed": [7, -1]}]}, {}, NONE_OF_OURS),
         ({**FACTS, "cached": [1]}, {}, NONE_OF_OURS),
         ({**FACTS, "cached": {"a": [1.0, 1.0]}}, {}, NONE_OF_OURS),
         ({**FACTS, "cached": {"0": [1.0]}}, {}, NONE_OF_OURS),
