@@ -218,6 +218,7 @@ class SGLang:
         alike: the formats in which it finds no layer by its name, so that all must be stored alike.
         cache: why it fails on scales of keys and values; None if it loads them, or takes 1 in their place.
         cache_of_ones: whether it does so only where they are not 1.
+        ones: whether it takes 1 in their place without a word.
     """
 
     refused: tuple[Refusal, ...] = ()
@@ -227,6 +228,7 @@ class SGLang:
     alike: tuple[str, ...] = ()
     cache: str | None = None
     cache_of_ones: bool = False
+    ones: bool = False
 
     def refusal(self, scheme: str, format: str) -> Refusal | None:
         """What forbids a scheme in a format; None if nothing does."""
@@ -424,6 +426,14 @@ HEAD_IN_BFLOAT16 = "it builds the output head in bfloat16 whatever is stored"
 # Their load_weights look for a parameter of every name.
 NO_CACHE = "it has no place for scales of keys and values"
 NO_SCALES = SGLang(cache=NO_CACHE)
+# Their attention is built without such scales (RadixAttention without quant_config), or load_weights skips them.
+SGLANG_ONES = (
+    *("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM"),
+    *("Glm4ForCausalLM", "Glm4MoeForCausalLM", "Starcoder2ForCausalLM", "PhiForCausalLM", "GraniteMoeForCausalLM"),
+    *("HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "ExaoneMoeForCausalLM", "AfmoeForCausalLM"),
+    *("Llama4ForCausalLM", "Llama4ForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+    *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+)
 # models/olmo.py and stablelm.py give no quantization to their attention.
 PLAIN_ATTENTION = SGLang(plain=(".self_attn.*",), head=HEAD_IN_BFLOAT16, cache=NO_CACHE)
 # Run on its Transformers backend, whose names it prefixes, "Linear" among them.
@@ -1073,7 +1083,9 @@ DENSE_NAMES = {
     SGLang(head=HEAD_IN_BFLOAT16, alike=FORMATS): ("HunYuanDenseV1",),
 }
 MODELS: dict[str, Model] = {
-    entry.name: replace(entry, folds=FOLDS.get(entry.name, ()))
+    entry.name: replace(
+        entry, folds=FOLDS.get(entry.name, ()), sglang=replace(entry.sglang, ones=entry.name in SGLANG_ONES)
+    )
     for entry in (
         *(
             replace(DENSE, name=f"{name}ForCausalLM", sglang=sglang, windows=WINDOWS.get(name, Windows()))

@@ -17,11 +17,10 @@ from ..files.tensors import TensorInfo
 from ..formats.cache import FLAG, SCALES, cache_scales, scale_for
 from ..formats.format import FLOATS
 from ..formats.numbers import E4M3
-from ..formats.schemes import Scheme
-from ..models import absolute
+from ..models import SGLANG, Model, absolute
 from ..patterns import MAX_DIGITS, compile_pattern, template
 from ..weights.calibration import Calibration
-from .fates import Item, Kept
+from .fates import Fates, Item, Kept
 from .roles import Entry
 from .serving import own_layers
 from .sort import draft_finder
@@ -152,6 +151,11 @@ def _calibrated(calibration: Calibration, layers: Mapping[int, str]) -> str:
     )
 
 
-def serving_note(scheme: Scheme) -> list[str]:
-    """What engines have to be told of a cache in FP8 beside the config."""
-    return [] if scheme.method != "fp8" else [f"vLLM reads no cache in FP8 off this format: serve with {FLAG}"]
+def serving_notes(model: Model, fates: Fates) -> list[str]:
+    """What engines have to be told of a cache in FP8 beside the config, and who does not use its scales."""
+    notes = []
+    if fates.scheme is not None and fates.scheme.method == "fp8":
+        notes.append(f"vLLM reads no cache in FP8 off this format: serve with {FLAG}")
+    if model.sglang.ones and any(kept.made not in (None, 1.0) for kept in fates.kept):
+        notes.append(f"{SGLANG} takes 1 in place of these scales of keys and values, without a word")
+    return notes

@@ -26,7 +26,7 @@ from ..weights.find import decoded_view, leftovers, without_cache_scales
 from ..weights.tuning import Tunings
 from ..weights.weight import Weight
 from . import layout
-from .cache import add_scales, cache_layers, serving_note
+from .cache import add_scales, cache_layers, serving_notes
 from .calibrated import UncalibratedError, largest_inputs, unrouted
 from .engines import refuse_experts, refuse_head, unread_by_sglang
 from .fates import FEW_AXES, Fates, Found, Item, Kept, Options
@@ -345,7 +345,7 @@ def make_plan(
     if unread is not None:
         notes.append(f"{SGLANG} does not load this output: {unread.why}; {unread.hint}")
     if options.cached:
-        notes += serving_note(scheme)
+        notes += serving_notes(model, fates)
     elif weights and (find_quantization(checkpoint.config) or {}).get("kv_cache_scheme"):
         notes.append(
             "kv_cache_scheme is left out; its scales stay, and engines use them with --kv-cache-dtype fp8, "

@@ -12,7 +12,7 @@ from ..formats.names import UNCHANGED
 from ..models import SGLANG
 from ..patterns import template
 from ..weights.find import decoded_view
-from .cache import add_scales, cache_layers
+from .cache import add_scales, cache_layers, serving_notes
 from .engines import unread_by_sglang
 from .fates import Fates, Item, Kept, Options, Stack
 from .parallel import parallel_sizes, text_config
@@ -56,6 +56,7 @@ def make_unchanged_plan(
     if options.tp is not None:
         refuse_size(entry, layers, config, options.tp)
     fates = Fates(None, items, {}, {}, {})
+    notes += serving_notes(model, fates)
     unread = unread_by_sglang(entry, fates)
     if unread is not None:
         notes.append(f"{SGLANG} does not load this output: {unread.why}; {unread.hint}")

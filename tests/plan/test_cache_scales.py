@@ -15,7 +15,7 @@ from openquant import compress, dequantize
 from openquant.errors import PlanError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import CHANNEL, TENSOR, VARIANTS, Scheme
-from openquant.models import MODELS
+from openquant.models import MODELS, SGLANG_ONES
 from openquant.plan.cache import cache_layers
 from openquant.plan.fates import Options
 from openquant.plan.parallel import text_config
@@ -145,6 +145,17 @@ def test_where_sglang_takes_scales_of_one_alone(shelf: Shelf) -> None:
     assert planned(source).unread_by_sglang is None
     unread = planned(source, options=Options(cached=True, calibration=two)).unread_by_sglang
     assert unread is not None and unread.why == "it takes no scales of keys and values but 1"
+
+
+def test_where_sglang_takes_one_in_their_place_the_plan_says_so(shelf: Shelf) -> None:
+    note = "SGLang 0.5.23 takes 1 in place of these scales of keys and values, without a word"
+    two = Options(cached=True, calibration=seen((900.0, 1.0), (900.0, 1.0)))
+    # The first has no such scales in its attention, the second leaves them as they were made.
+    for name in ("Qwen3ForCausalLM", "Qwen2ForCausalLM"):
+        assert note in planned(shelf.source(name), options=two).notes
+        assert note not in planned(shelf.source(name)).notes
+    assert note not in planned(shelf.source("LlamaForCausalLM"), options=two).notes
+    assert {name for name, entry in MODELS.items() if entry.sglang.ones} == set(SGLANG_ONES)
 
 
 def test_calibrated_scales_are_powers_of_two(tmp_path: Path) -> None:

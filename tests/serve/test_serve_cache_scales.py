@@ -6,6 +6,7 @@ The divergence of text is 0.0011 larger with it: channel 0.0019 -> 0.0030, tenso
 from __future__ import annotations
 
 import json
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -132,12 +133,15 @@ def test_vllm_loads_the_scales_of_all_layers(tmp_path: Path) -> None:
 
 
 def test_sglang_loads_the_scales_of_all_layers(tmp_path: Path) -> None:
-    """Its classes of Llama do; some others take 1 in their place (docs/calibration.md)."""
+    """Its classes of Llama do; some others take 1 in their place (models.py)."""
     written = dict(numbered(tmp_path, "LlamaForCausalLM", scheme) for scheme in ("channel", "tensor", "none"))
+    unread = dict(numbered(tmp_path, name, "channel") for name in ("Qwen3ForCausalLM", "Qwen2ForCausalLM"))
+    written |= unread
     for output in written:
         dequantize(output, output.with_name(f"{output.name}-plain"))
     pairs = [(output, output.with_name(f"{output.name}-plain")) for output in written]
     for (output, scales), answer in zip(written.items(), find_loader().load(pairs, tmp_path / "answers"), strict=True):
         assert not isinstance(answer, EngineError), f"{output}: {answer}"
-        assert sorted(answer["cache"].values()) == scales
         assert not answer["unfilled"] and not answer["differing"]
+        found = sorted(each for each in answer["cache"].values() if not isnan(each))
+        assert found == ([] if output in unread else scales)
