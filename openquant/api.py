@@ -10,12 +10,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from .calibration import calibrated
 from .convert.conversion import COMPILED_MEMORY, worker_memory, worth_compiling
 from .convert.ranks import CONTINUES, Ranks, attempt
 from .errors import SourceError, UsageError
+from .files.cards import card_of, says_folds
 from .files.checkpoint import Checkpoint, open_checkpoint, readable
-from .files.fingerprint import Fingerprint
 from .files.inputs import read_small
 from .files.journal import explained, finished_files
 from .files.output import refuse_overlap, refuse_root
@@ -30,8 +29,7 @@ from .measure.advice import with_advice
 from .measure.diagnose import diagnose as measure
 from .measure.diagnose import needs
 from .measure.diagnosis import Diagnosis
-from .options import Calibrate, CalibrationTexts, Diagnose, Push, Recipe, Run, documented, values_for
-from .plan.calibrated import UncalibratedError
+from .options import CalibrationTexts, Diagnose, Push, Recipe, Run, documented, values_for
 from .plan.fates import Options
 from .plan.plan import Plan, make_plain_plan, make_plan
 from .plan.serving import as_json
@@ -39,12 +37,15 @@ from .plan.unchanged import make_unchanged_plan
 from .report.reporter import Reporter
 from .report.result import Result
 from .run import Prepared, carry_out, take_evaluation
+from .tuning import Calibrated
 from .verification.finished import require_sound
-from .weights.calibration import SUFFIX, Calibration, read_calibration, stand_in
-from .weights.find import decoded_view
+from .weights.calibration import Calibration
+from .weights.tuning import Tunings
 
 # More do not make a disk faster, and each takes memory.
 MOST_WORKERS, MOST_GPU_WORKERS = 16, 4
+# Of what is decoded.
+FOLDED = "norms stay as the output has them, folded with the weights: both together are the model, neither alone"
 
 
 @documented
@@ -58,6 +59,7 @@ def compress(
     activation_scheme: str = "dynamic",
     calibration: str | os.PathLike[str] | None = None,
     calibrate: bool = False,
+    smooth: float | None = None,
     kv_cache: str = "auto",
     group_size: str | None = None,
     asymmetric: bool = False,
@@ -106,22 +108,36 @@ def compress(
     cached = recipe.kv_cache == "fp8"
     asked = "--calibrate" if recipe.calibrate else "--calibration" if recipe.calibration is not None else None
     scaled = cached or any(each.format.input_scale for each in (chosen, *(other for _, other in others)) if each)
-    if asked and not scaled:
+    if recipe.smooth is not None:
+        _require_smooth(recipe.scheme, recipe.smooth)
+    elif asked and not scaled:
         raise UsageError(
             f"nothing uses {asked}",
-            f"give --activation-scheme static, --scheme nvfp4-w4a4 or --kv-cache fp8 too, or leave {asked} out",
+            "give --activation-scheme static, --scheme nvfp4-w4a4, --kv-cache fp8 or --smooth 0.5 too, or leave "
+            f"{asked} out",
         )
     options = Options(tuple(recipe.ignore), others, recipe.tp, recipe.quantize_lm_head, cached=cached)
 
-    def plan(source: Source, checkpoint: Checkpoint, seen: Calibration | None) -> Plan:
-        known = replace(options, calibration=seen)
+    def plan(source: Source, checkpoint: Checkpoint, seen: Calibration | None, tunings: Tunings | None) -> Plan:
+        known = replace(options, calibration=seen, tunings=tunings)
         if chosen is None:
             return make_unchanged_plan(checkpoint, known, source.identity, recipe.architecture)
         return make_plan(checkpoint, chosen, known, source.identity, recipe.architecture)
 
     run = Run(**values_for(Run, given))
-    making = _Calibrated(run, recipe, texts, plan)
+    making = Calibrated(run, recipe, texts, plan)
     return _work(run, making.make, ranks, reporter, making.calibrate)
+
+
+def _require_smooth(scheme: str, exponent: float) -> None:
+    """Refuse an exponent that is none, and schemes whose activations are not rounded to INT8."""
+    if not 0 < exponent <= 1:
+        raise UsageError(f"--smooth {exponent:g} is not above 0 and at most 1", "give --smooth 0.5")
+    if scheme != "int8":
+        raise UsageError(
+            f"--smooth brings --scheme {scheme} nothing: it is for activations that engines round to INT8",
+            "use --scheme int8, or leave --smooth out",
+        )
 
 
 def _schemes(recipe: Recipe) -> tuple[Scheme | None, tuple[tuple[str, Scheme], ...]]:
@@ -144,60 +160,6 @@ def _schemes(recipe: Recipe) -> tuple[Scheme | None, tuple[tuple[str, Scheme], .
             )
         chosen, others = chosen.unsearched, tuple((pattern, other.unsearched) for pattern, other in others)
     return chosen, others
-
-
-class _Calibrated:
-    """Makes the plans of a run of compress(), which may need to know how large activations are.
-
-    Args:
-        run: what was asked for.
-        recipe: what is made.
-        texts: for a calibration.
-        plan: makes a plan with one, or with none.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        recipe: Recipe,
-        texts: CalibrationTexts,
-        plan: Callable[[Source, Checkpoint, Calibration | None], Plan],
-    ) -> None:
-        self._run, self._recipe, self._texts, self._plan = run, recipe, texts, plan
-        self._wanted = recipe.calibrate
-        self._seen = read_calibration(Path(recipe.calibration)) if recipe.calibration is not None else None
-
-    def make(self, source: Source, checkpoint: Checkpoint) -> Plan:
-        """The plan; where a calibration is still to be made, as it will be but for the scales themselves."""
-        seen = self._seen
-        if seen is not None and seen.model != Fingerprint(checkpoint, source.remote).hexdigest():
-            raise UsageError(
-                f"{self._recipe.calibration} is a calibration of another model than {self._run.model}",
-                "make one of this model: openquant calibrate MODEL -o FILE",
-            )
-        if seen is not None or not self._wanted:
-            try:
-                plan = self._plan(source, checkpoint, seen)
-            except UncalibratedError:
-                self._wanted = True
-            else:
-                if not self._wanted and self._texts != CalibrationTexts():
-                    raise UsageError(
-                        "texts are given, and nothing is calibrated", "give --calibrate too, or leave them out"
-                    )
-                return plan
-        size = {"documents": self._texts.samples, "length": self._texts.length}
-        return self._plan(source, checkpoint, stand_in(decoded_view(checkpoint)[0].tensors, size))
-
-    def calibrate(self, prepared: Prepared, ranks: Ranks, reporter: Reporter) -> bool:
-        """Run the texts, if a plan needs it; whether that is to be made again."""
-        if self._seen is not None or not self._wanted:
-            return False
-        run, target = self._run, prepared.target.parent / f"{prepared.source.name}{SUFFIX}"
-        how = Calibrate(run.model, stream=run.stream, device=prepared.device, max_memory=run.max_memory)
-        source, checkpoint = prepared.source, prepared.checkpoint
-        self._seen = calibrated(source, checkpoint, target, how, self._texts, run.overwrite, ranks, reporter)
-        return True
 
 
 @documented
@@ -231,7 +193,8 @@ def dequantize(
     run = Run(**values_for(Run, locals()))
 
     def make(source: Source, checkpoint: Checkpoint) -> Plan:
-        return make_plain_plan(checkpoint, source.identity)
+        plan = make_plain_plan(checkpoint, source.identity)
+        return replace(plan, notes=(*plan.notes, FOLDED)) if says_folds(card_of(checkpoint)) else plan
 
     return _work(run, make, ranks, reporter)
 

@@ -93,6 +93,13 @@ def nats(text: str) -> float:
     return float(text)
 
 
+def share(text: str) -> float:
+    """A number above 0, at most 1."""
+    if not re.fullmatch(r"0?\.\d{1,9}|1(\.0{1,9})?", text) or not float(text):
+        raise argparse.ArgumentTypeError(f"{text} is no number above 0 and at most 1, such as 0.5")
+    return float(text)
+
+
 def filled(text: str) -> str:
     """Any text but the empty one, which a script's unset variable leaves behind."""
     if not text:
@@ -254,7 +261,7 @@ class Recipe:
             "for scales of activations and KV: from calibrate",
             WEIGHTS,
             "a file that calibrate() wrote of this model, for the stored scales of activations: static ones, and those "
-            "of nvfp4-w4a4; and for those of keys and values in FP8",
+            "of nvfp4-w4a4; for those of keys and values in FP8; and for `smooth`",
             value="FILE",
             read=filled,
             completes="file",
@@ -263,10 +270,22 @@ class Recipe:
     calibrate: bool = field(
         default=False,
         metadata=said(
-            "find such scales on texts first; static implies it",
+            "calibrate first; static and --smooth imply it",
             WEIGHTS,
             "run texts through the model first, as calibrate() does, for such scales; implied by static activations "
-            "that neither a file nor the source has scales for",
+            "that neither a file nor the source has scales for, and by `smooth` without a file",
+        ),
+    )
+    smooth: float | None = field(
+        default=None,
+        metadata=said(
+            "int8: fold outliers into weights, such as 0.5",
+            WEIGHTS,
+            "for int8 the exponent of SmoothQuant, such as 0.5: inputs of layers are divided in the norms and "
+            "projections before them, and columns of weights multiplied by as much, by powers of two that a "
+            "calibration says. Implies one, as static activations do",
+            value="ALPHA",
+            read=share,
         ),
     )
     kv_cache: str = field(

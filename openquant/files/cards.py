@@ -8,6 +8,10 @@ from typing import Any
 
 import yaml
 
+from .checkpoint import Checkpoint, readable
+from .inputs import MAX_SMALL, read_small
+from .names import CARD_FILE
+
 # Entries that describe the base model and would be wrong here, or that this program sets itself.
 REPLACED = ("base_model", "base_model_relation", "library_name", "pipeline_tag", "tags", "model-index", "new_version")
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\r?\n(.*?)(?:^|\n)---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
@@ -36,12 +40,26 @@ _TYPED = tuple(f"{_TAG}{kind}" for kind in ("null", "bool", "int", "float", "tim
 _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
 
 
+def card_of(checkpoint: Checkpoint) -> str:
+    """A directory's README.md; empty if there is none of a usual size, or it lies elsewhere."""
+    if not 0 < checkpoint.files.get(CARD_FILE, 0) <= MAX_SMALL or not (checkpoint.root / CARD_FILE).is_file():
+        return ""
+    with readable():
+        return read_small(checkpoint.root / CARD_FILE, CARD_FILE).decode(errors="replace")
+
+
 def source_of(card: str) -> str | None:
     """What a card that this program wrote for a quantized output says of the source; None if it wrote none there."""
     found = SECTION.search(card)
     if found is None or found.group(1) == "BF16":
         return None
     return next(line for line in found.group().splitlines() if line.startswith("| source |"))
+
+
+def says_folds(card: str) -> bool:
+    """Whether the section of ours in a card says that inputs of layers are divided in norms before them."""
+    found = SECTION.search(card)
+    return found is not None and any(line.startswith("| folded |") for line in found.group().splitlines())
 
 
 def split_card(card: str) -> tuple[str, dict[str, Any], str]:

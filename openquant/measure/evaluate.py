@@ -160,6 +160,12 @@ class _Evaluating:
         notes = []
         if self.settings.prompts is not None and not self.prompts:
             notes.append("--prompts were not answered: a model takes more than half of the free memory")
+        notes += [
+            f"{output.of.name}: its weights are folded, and were not held against the source's one by one; openquant "
+            "verify --source --full does that"
+            for output in self.outputs
+            if output.folded
+        ]
         return results(self.found, self._answers(), notes)
 
     def _answers(self) -> list[list[dict[str, Any]]]:
@@ -202,7 +208,8 @@ class _Evaluating:
     def _compare_weights(self, unit: str, number: int) -> None:
         """Hold an output's weights of a unit against the source's, while both are loaded."""
         output = next((each for each in self.outputs if each.first == number), None)
-        if output is None or (unit, number) in self.compared:
+        # Of a folded one each weight is another, and what rounding explains cannot be told by it alone.
+        if output is None or (unit, number) in self.compared or output.folded:
             return
         self.compared.add((unit, number))
         models = self.model, output.served.model

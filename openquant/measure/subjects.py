@@ -9,10 +9,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import nn
 
 from ..errors import SourceError, UsageError
+from ..files.cards import card_of, says_folds
 from ..files.checkpoint import Checkpoint
 from ..files.fingerprint import Fingerprint
 from ..forward.scratch import Scratch
@@ -102,6 +104,11 @@ class Output:
     first: int
     passes: int
     changes: list[Change] = field(default_factory=list)
+
+    @cached_property
+    def folded(self) -> bool:
+        """Whether its card says that inputs of layers are divided in norms, and weights multiplied by as much."""
+        return says_folds(card_of(self.of.checkpoint))
 
     @property
     def needs(self) -> Needs:

@@ -45,6 +45,11 @@ class Folding:
         """What the columns of readers are multiplied by, [in], where channels are divided by a scale [channels]."""
         return np.repeat(scale.reshape(-1, self.head), self.repeats, axis=0).reshape(-1)
 
+    def largest(self, values: Floats) -> Floats:
+        """The largest of the values [in] of those columns that read a channel, [channels]."""
+        found: Floats = values.reshape(-1, self.repeats, self.head).max(axis=1).reshape(-1)
+        return found
+
 
 def foldings(model: Model, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> tuple[Folding, ...]:
     """All foldings of a checkpoint; none where a module is missing or has another shape than the entry lets expect.

@@ -210,6 +210,7 @@ def _section(plan: Plan, name: str, repo: str | None, revision: str | None, dire
         *([f"| revision | `{revision}` |"] if revision else []),
         f"| format | {plan.description}{serialized} |",
         *([f"| KV cache | FP8, {cache_text(plan)} |"] if plan.cached else []),
+        *([f"| folded | {plan.tunings.title} |"] if plan.tunings and plan.tunings.title else []),
         f"| size | {gigabytes(plan.source_bytes)} -> {gigabytes(plan.output_bytes)} |",
         f"| made with | openquant {__version__} |",
         "",

@@ -17,7 +17,7 @@ from ..files.checkpoint import Checkpoint
 from ..files.shardfile import Bytes
 from ..files.tensors import TensorInfo
 from ..formats.format import FLOATS
-from ..formats.kernels import Bits, to_bfloat16, to_float32
+from ..formats.kernels import Bits, from_float32, to_bfloat16, to_float32
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
 from ..measure.error import Comparison, ErrorSum, LayerError
@@ -37,15 +37,15 @@ class Task:
     Attributes:
         info: the tensor.
         weight: what it is if it holds codes; None for one that must equal the source's.
-        original: the source's weight. One of codes without it is not decoded, any other tensor is held against the
-            source's tensor of the same name.
+        original: the source's weight, or the bytes that a fold makes of the source's tensor. One of codes without it is
+            not decoded, any other tensor is held against the source's tensor of the same name.
         scheme: what it was quantized in, if quantizing the source again must give the same; None if others made it.
         scale: whether it is a scale by itself, of keys or values.
     """
 
     info: TensorInfo
     weight: Weight | None = None
-    original: Weight | None = None
+    original: Weight | bytes | None = None
     scheme: Scheme | None = None
     scale: bool = False
 
@@ -126,6 +126,7 @@ class _Reading:
                 if task.scale:
                     worker.check_scale(number, task.info)
                 elif task.weight is not None:
+                    assert not isinstance(task.original, bytes)
                     worker.check(number, task.weight, task.original, task.scheme)
                 else:
                     worker.compare(number, task.info, task.original)
@@ -165,18 +166,19 @@ class _Worker:
             self._buffers[name] = np.empty(nbytes, np.uint8)
         return self._buffers[name][:nbytes]
 
-    def compare(self, number: int, info: TensorInfo, original: Weight | None) -> None:
-        """Hold a copied tensor against the source: against a weight of it, or the tensor of the same name."""
+    def compare(self, number: int, info: TensorInfo, original: Weight | bytes | None) -> None:
+        """Hold a tensor against the source: against a weight of it, what it is folded to, or that of the same name."""
         place, low = self.checkpoint.where[info.name], 0
         with self.output.open(place.shard) as file:
-            for wanted in self._tensor(info) if original is None else self._weight(original):
+            for wanted in self._wanted(info, original):
                 if self.reading.stopped.is_set():
                     return
                 part = self._buffer("output", wanted.size)
                 file.read(part, place.offset + low, info.name)
                 if not np.array_equal(part, wanted):
                     first = low + int((part != wanted).argmax())
-                    name = original.rows(self.source.where).label if original else "the source's"
+                    name = original.rows(self.source.where).label if isinstance(original, Weight) else "the source's"
+                    name = f"what folding makes of {name}" if _is_folded(original) else name
                     self.reading.say(
                         number,
                         f"{self.reading.place(info.name)} differs from {name}, first in byte {first} of {info.nbytes}",
@@ -185,7 +187,15 @@ class _Worker:
                 low += part.size
                 self.reading.advance(part.size)
         with self.reading.lock:
-            self.reading.contents.equal += 1
+            self.reading.contents.equal += not _is_folded(original)
+
+    def _wanted(self, info: TensorInfo, original: Weight | bytes | None) -> Iterator[Bytes]:
+        """What must be there, in pieces."""
+        if original is None:
+            return self._tensor(info)
+        if isinstance(original, bytes):
+            return iter([np.frombuffer(original, np.uint8)])
+        return self._weight(original)
 
     def _tensor(self, info: TensorInfo) -> Iterator[Bytes]:
         """The bytes of the source's tensor of the same name, in pieces."""
@@ -201,7 +211,8 @@ class _Worker:
         for matrix in weight.matrices:
             for bits in self.source.rows(matrix, 1):
                 if matrix.format is None:
-                    yield bits.reshape(-1).view(np.uint8)
+                    plain = from_float32(bits.view(np.float32), matrix.source.dtype) if matrix.folded else bits
+                    yield plain.reshape(-1).view(np.uint8)
                 else:
                     plain = np.empty(bits.shape, np.uint16)
                     to_bfloat16(bits.view(np.float32), plain)
@@ -375,6 +386,10 @@ class _Worker:
             self.reading.errors.append((number, found))
             self.reading.contents.compared += math.prod(comparison.shape)
             self.reading.contents.same += math.prod(comparison.shape) - comparison.differing
+
+
+def _is_folded(original: Weight | bytes | None) -> bool:
+    return isinstance(original, bytes) or (original is not None and original.folded)
 
 
 def _reader(checkpoint: Checkpoint) -> Reader:

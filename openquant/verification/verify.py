@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ..errors import PlanError, SourceError, UsageError
-from ..files.cards import QUANTIZED, source_of
+from ..files.cards import QUANTIZED, card_of, says_folds, source_of
 from ..files.checkpoint import Checkpoint, open_checkpoint, read_config, readable
 from ..files.evaluation import find_evaluation
-from ..files.inputs import MAX_SMALL, read_small
 from ..files.journal import read_journal
 from ..files.tensors import TensorInfo
 from ..formats.format import Format
@@ -28,6 +27,7 @@ from ..formats.quantization import read_quantization
 from ..formats.schemes import CHANNEL, MIXED, SCHEMES, TENSOR, Scheme
 from ..machine import available_cpus
 from ..measure.error import LayerError
+from ..measure.unfold import unfold
 from ..models import MODELS
 from ..patterns import collapse, template
 from ..plan.fates import Found, Options
@@ -35,11 +35,15 @@ from ..plan.plan import Plan, make_plan
 from ..plan.roles import Entry
 from ..plan.unchanged import make_unchanged_plan
 from ..weights.find import decoded_view, own_file, with_own_file
+from ..weights.tuning import Tunings
 from ..weights.weight import Weight
 from .configs import differences, judged
 from .contents import Progress, Task, read_contents
 from .extras import extra_files, extra_weights
 from .headers import Headers, described
+
+# A tensor that is not quantized, and what it must equal.
+Pair = tuple[TensorInfo, Weight | bytes | None]
 
 
 @dataclass(frozen=True)
@@ -162,10 +166,12 @@ def verify(
         return Report(os.fspath(directory), told, None, form, (error.message,), notes, seconds=_since(begin))
     written = set(journal["files"]) if journal else set()
     model = MODELS.get(checkpoint.architecture)
-    card = source_of(_card(checkpoint))
+    text = card_of(checkpoint)
+    card = source_of(text)
     headers = Headers(checkpoint, quantization, model, written, ours=journal is not None or card is not None)
     headers.check()
-    work = _Verification(headers, origin, full, remakes=headers.ours and QUANTIZED not in (card or ""))
+    remakes = headers.ours and QUANTIZED not in (card or "")
+    work = _Verification(headers, origin, full, remakes, says_folds(text))
     work.run(workers or available_cpus(), progress)
     return Report(
         directory=os.fspath(directory),
@@ -188,14 +194,6 @@ def verify(
     )
 
 
-def _card(checkpoint: Checkpoint) -> str:
-    """The directory's README.md; empty if there is none of a usual size."""
-    if not 0 < checkpoint.files.get("README.md", 0) <= MAX_SMALL:
-        return ""
-    with readable():
-        return read_small(checkpoint.root / "README.md", "README.md").decode(errors="replace")
-
-
 def _since(begin: float) -> float:
     return round(time.monotonic() - begin, 3)
 
@@ -206,8 +204,9 @@ class _Verification:
     What it finds goes where the headers' problems and notes are.
     """
 
-    def __init__(self, headers: Headers, source: Checkpoint | None, full: bool, remakes: bool) -> None:
+    def __init__(self, headers: Headers, source: Checkpoint | None, full: bool, remakes: bool, folded: bool) -> None:
         self.headers = headers
+        self.folded = folded
         self.checkpoint = headers.checkpoint
         self.origin = source
         # With the weights that are quantized there as what they stand for, and these.
@@ -222,6 +221,7 @@ class _Verification:
         self.codes, self.scheme, self._place = headers.codes, headers.scheme, headers.place
         self.values: dict[str, float] = {}
         self.plan: Plan | None = None
+        self.tunings = Tunings()
         self.originals: dict[str, Weight] = {}
         self.equal_tensors = 0
         self.equal_files = 0
@@ -232,7 +232,7 @@ class _Verification:
 
     def run(self, workers: int, progress: Progress | None) -> None:
         """Find all that is off: files, config, source, tensors, then what is shared between layers."""
-        pairs: list[tuple[TensorInfo, Weight | None]] = []
+        pairs: list[Pair] = []
         self._open_with_library()
         self._check_extra_files()
         if self.source is not None:
@@ -307,14 +307,31 @@ class _Verification:
             # Of another tool's layers only the names count, which any scheme of the format has.
             fp8 = self.headers.quantization.method == "fp8"
             scheme = self.scheme or (TENSOR if fp8 else CHANNEL)
-            self.plan = make_plan(
-                origin, scheme, Options(head=self.headers.head, cached=self.headers.cached), found=self._found()
-            )
+            options, found = Options(head=self.headers.head, cached=self.headers.cached), self._found()
+            self.plan = make_plan(origin, scheme, options, found=found)
+            if self.ours:
+                self._unfold(self.plan)
+                self.plan = make_plan(origin, scheme, replace(options, tunings=self.tunings), found=found)
         except (PlanError, UsageError) as error:
             self.notes.append(f"no plan can be made of the source, tensors were compared by name: {error.message}")
             return
         for module, layer in self.plan.layers.items():
             self.originals[module] = layer
+
+    def _unfold(self, plan: Plan) -> None:
+        """By what inputs of layers are divided in the norms and projections before them."""
+        try:
+            found = unfold(plan, self.checkpoint, self.codes, self.folded)
+        except SourceError as error:
+            self.problems.append(error.message)
+            return
+        self.problems += found.problems
+        self.tunings = found.tunings
+        if found.tunings.weights:
+            self.notes.append(
+                f"inputs of layers are folded: {len(found.tunings.tensors)} norms and biases and "
+                f"{len(found.tunings.weights)} matrices were held against what that makes of the source's"
+            )
 
     def _found(self) -> Found:
         """What is unquantized, and what is stored in another scheme than most."""
@@ -335,9 +352,10 @@ class _Verification:
                 schemes[weight.module if len(alike[name]) > 1 else name] = other
         return Found(unquantized, schemes)
 
-    def _pair(self, source: Checkpoint) -> list[tuple[TensorInfo, Weight | None]]:
-        """Unquantized tensors, with the weight each must equal, None for the source's tensor of that name."""
-        pairs: list[tuple[TensorInfo, Weight | None]] = []
+    def _pair(self, source: Checkpoint) -> list[Pair]:
+        """Unquantized tensors, with the weight or bytes each must equal, None for the source's tensor of that name."""
+        pairs: list[Pair] = []
+        changed = {kept.tensor.name: kept.changed for kept in self.plan.fates.kept} if self.plan else {}
         foreign: list[str] = []
         recast: list[str] = []
         added = {info.name for info in self.headers.cache} if self.headers.cached else set()
@@ -358,10 +376,11 @@ class _Verification:
                 if info.shape != shape:
                     self._mismatch(found, dtype, shape)
                 elif weight is None and original is not None and len(shape) == 2 and dtype in BITS_TYPE:
-                    plain = Weight(info.module, info.module, original, (shape[0], shape[1]))
-                    self.originals[info.module] = self.decoded.get(info.name, plain)
+                    matrix = Weight(info.module, info.module, original, (shape[0], shape[1]))
+                    self.originals[info.module] = self.decoded.get(info.name, matrix)
             elif (info.dtype, info.shape) == (dtype, shape):
-                pairs.append((info, self.decoded.get(info.name) if original else weight))
+                plain = self.decoded.get(info.name) if original else weight
+                pairs.append((info, changed.get(info.name) or plain))
             elif info.shape == shape and not self.ours:
                 recast.append(info.name)
             else:
@@ -416,7 +435,7 @@ class _Verification:
 
     # The tensors' contents.
 
-    def _read(self, pairs: list[tuple[TensorInfo, Weight | None]], workers: int, progress: Progress | None) -> None:
+    def _read(self, pairs: list[Pair], workers: int, progress: Progress | None) -> None:
         tasks = [Task(info, original=original) for info, original in pairs]
         for weight in self.codes.values():
             original = self.originals.get(weight.module) if self.full else None

@@ -54,11 +54,13 @@ class Tunings:
         weights: by module, of matrices that stay unquantized too, such as routers.
         tensors: what norms and biases hold, by name, in the dtype and shape that they have.
         notes: for the user.
+        title: what the card says of folds; empty where there are none.
     """
 
     weights: Mapping[str, Tuning] = field(default_factory=dict)
     tensors: Mapping[str, bytes] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    title: str = ""
 
     @cached_property
     def sha256(self) -> str:

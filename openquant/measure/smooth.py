@@ -1,0 +1,116 @@
+"""SmoothQuant: factors by which inputs of layers are divided, so that rounding them to INT8 loses less.
+
+A channel's factor is max|x|^a / max|w|^(1 - a), x what goes into the layers, w the columns that read it (Xiao et al.,
+SmoothQuant, equation 4), rounded to a power of two. Inputs are rounded by tokens: a few that are far larger than all
+others leave these a coarse grid.
+
+    found = smooth(folding, plan, reader, calibration, 0.5)     # float32 [channels], or why there is none
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import SourceError
+from ..formats.kernels import to_float32
+from ..formats.numbers import Floats
+from ..plan.folding import Folding
+from ..plan.plan import Plan
+from ..weights.calibration import Calibration, Inputs
+from ..weights.reading import Reader
+from ..weights.tuning import Tuning
+from ..weights.weight import Weight
+from .folds import live, powers
+
+
+class _Layer(NamedTuple):
+    """One reader of a fold.
+
+    Attributes:
+        weight: its weight.
+        inputs: what the calibration has seen of it.
+        largest: float32 [in], the largest magnitude of each column.
+        energy: float64 [in], the sum of squares of each column.
+    """
+
+    weight: Weight
+    inputs: Inputs
+    largest: Floats
+    energy: np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+def smooth(folding: Folding, plan: Plan, reader: Reader, calibration: Calibration, exponent: float) -> Floats | str:
+    """The scale of a fold, float32 [channels] of powers of two; why there is none, for a note, where there is not.
+
+    Args:
+        folding: where inputs are divided.
+        plan: what becomes of the layers.
+        reader: reads the source.
+        calibration: what goes into the layers.
+        exponent: how much of the difficulty goes from activations to weights, 0 to 1.
+
+    Raises:
+        SourceError: a weight cannot be read, or the calibration is not of these layers.
+    """
+    layers = []
+    for module in folding.readers:
+        # What stays unquantized, such as a router, loses nothing.
+        if (weight := plan.layers.get(module)) is None:
+            continue
+        inputs = calibration.of(weight.source.name)
+        scheme = plan.fates.of(module).scheme
+        if scheme is None or scheme.name != "int8":
+            return "a layer is stored in another scheme"
+        if inputs is None:
+            return "the calibration has seen nothing of a layer"
+        if inputs.square is None or inputs.absmax.shape != (weight.shape[1],):
+            raise SourceError(
+                f"the calibration has no mean squares of {weight.shape[1]} inputs of {weight.source.name}",
+                "make it again: openquant calibrate MODEL -o FILE",
+            )
+        layers.append(_Layer(weight, inputs, *_columns(weight, reader)))
+    if not layers:
+        return "no layer that reads them is quantized"
+    inputs_most = folding.largest(np.max([layer.inputs.absmax for layer in layers], axis=0))
+    weights_most = folding.largest(np.max([layer.largest for layer in layers], axis=0))
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        ideal = inputs_most**exponent / weights_most ** (1 - exponent)
+    ideal[(inputs_most == 0) | (weights_most == 0)] = 0
+    scale = live(folding, powers(ideal), plan, reader)
+    if (scale == 1).all():
+        return "all their factors would be 1"
+    columns = folding.columns(scale)
+    before = sum(_error(layer, None, reader) for layer in layers)
+    after = sum(_error(layer, columns, reader) for layer in layers)
+    # False for NaN too.
+    return scale if after < before else "the layers' estimated error would not be lower"
+
+
+def _columns(weight: Weight, reader: Reader) -> tuple[Floats, np.ndarray[tuple[int], np.dtype[np.float64]]]:
+    """The largest magnitude and the sum of squares of each column."""
+    largest, energy = np.zeros(weight.shape[1], np.float32), np.zeros(weight.shape[1], np.float64)
+    for bits in reader.rows(weight, 1):
+        values = np.abs(to_float32(bits, weight.dtype))
+        np.maximum(largest, values.max(axis=0), out=largest)
+        np.square(values, out=values)
+        energy += values.sum(axis=0, dtype=np.float64)
+    return largest, energy
+
+
+def _error(layer: _Layer, columns: Floats | None, reader: Reader) -> float:
+    """An estimate of the squared error of a layer's outputs for a token, in units of a step's twelfth part squared.
+
+    Each weight is off by up to half a step of its row, the largest weight of it over 127; each input by up to half a
+    step of its token, taken to be the largest of all inputs over 127.
+    """
+    assert layer.inputs.square is not None
+    weight = layer.weight._replace(tuning=Tuning(columns=columns))
+    steps = 0.0
+    for bits in reader.rows(weight, 1):
+        largest = np.abs(to_float32(bits, weight.dtype)).max(axis=1)
+        steps += float(np.square(largest, dtype=np.float64).sum())
+    by = np.ones(1) if columns is None else columns.astype(np.float64)
+    inputs, squares = layer.inputs.absmax / by, layer.inputs.square / by**2
+    return steps * float(squares.sum()) + float(inputs.max()) ** 2 * float((layer.energy * by**2).sum())

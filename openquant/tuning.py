@@ -1,0 +1,217 @@
+"""Between planning and writing: a plan that needs a calibration gets it; what that changes about weights is decided.
+
+That takes reading them. The plan is then made again, and carries it out.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from .calibration import calibrated
+from .convert.ranks import Ranks, attempt
+from .errors import PlanError, UsageError
+from .files.checkpoint import Checkpoint
+from .files.fingerprint import Fingerprint
+from .formats.numbers import Floats
+from .hub.source import Source
+from .hub.supplied import supplied
+from .measure.folds import Part, Places, fold, shards_of, together, usable
+from .measure.smooth import smooth
+from .options import Calibrate, CalibrationTexts, Recipe, Run
+from .patterns import collapse
+from .plan.calibrated import UncalibratedError
+from .plan.folding import Folding
+from .plan.plan import Plan
+from .report.reporter import Reporter
+from .run import Prepared
+from .threads import in_threads
+from .weights.calibration import SUFFIX, Calibration, read_calibration, stand_in
+from .weights.find import decoded_view
+from .weights.reading import Reader
+from .weights.tuning import Tunings
+
+_UNDECIDED = "which inputs are divided, and by how much, is decided once the weights are read: not in a dry run"
+
+# Chooses the scale of a fold, or says why there is none.
+Choose = Callable[[Folding, Plan, Reader], Floats | str]
+# Decides what a calibration changes about weights.
+Tune = Callable[[Prepared, Calibration, Ranks], Tunings]
+
+
+def _tuning(recipe: Recipe) -> Tune | None:
+    """What a calibration changes about weights; None if nothing."""
+    exponent = recipe.smooth
+    if exponent is None:
+        return None
+    return lambda prepared, calibration, ranks: smoothed(prepared, calibration, exponent, ranks)
+
+
+class Calibrated:
+    """Makes the plans of a run of compress(), which may need to know how large activations are.
+
+    Args:
+        run: what was asked for.
+        recipe: what is made.
+        texts: for a calibration.
+        plan: makes a plan with one, or with none, and with what that changes about weights.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        recipe: Recipe,
+        texts: CalibrationTexts,
+        plan: Callable[[Source, Checkpoint, Calibration | None, Tunings | None], Plan],
+    ) -> None:
+        self._run, self._recipe, self._texts, self._plan = run, recipe, texts, plan
+        tune = self._tune = _tuning(recipe)
+        self._wanted = recipe.calibrate or (tune is not None and recipe.calibration is None)
+        self._seen = read_calibration(Path(recipe.calibration)) if recipe.calibration is not None else None
+        self._tunings = None if tune is None else Tunings(notes=(_UNDECIDED,))
+        self._tuned = tune is None
+
+    def make(self, source: Source, checkpoint: Checkpoint) -> Plan:
+        """The plan; where a calibration is still to be made, as it will be but for the scales themselves."""
+        seen = self._seen
+        if seen is not None and seen.model != Fingerprint(checkpoint, source.remote).hexdigest():
+            raise UsageError(
+                f"{self._recipe.calibration} is a calibration of another model than {self._run.model}",
+                "make one of this model: openquant calibrate MODEL -o FILE",
+            )
+        if seen is not None or not self._wanted:
+            try:
+                plan = self._plan(source, checkpoint, seen, self._tunings)
+            except UncalibratedError:
+                self._wanted = True
+            else:
+                if not self._wanted and self._texts != CalibrationTexts():
+                    raise UsageError(
+                        "texts are given, and nothing is calibrated", "give --calibrate too, or leave them out"
+                    )
+                return plan
+        size = {"documents": self._texts.samples, "length": self._texts.length}
+        known = stand_in(decoded_view(checkpoint)[0].tensors, size)
+        return self._plan(source, checkpoint, known, self._tunings)
+
+    def calibrate(self, prepared: Prepared, ranks: Ranks, reporter: Reporter) -> bool:
+        """Run the texts and decide what they change, if a plan needs it; whether that is to be made again."""
+        made = self._seen is None and self._wanted
+        if made:
+            self._find(prepared, ranks, reporter)
+        if self._tune is None or self._tuned:
+            return made
+        assert self._seen is not None
+        self._tunings, self._tuned = self._tune(prepared, self._seen, ranks), True
+        return True
+
+    def _find(self, prepared: Prepared, ranks: Ranks, reporter: Reporter) -> None:
+        """Run the texts."""
+        run, target = self._run, prepared.target.parent / f"{prepared.source.name}{SUFFIX}"
+        how = Calibrate(run.model, stream=run.stream, device=prepared.device, max_memory=run.max_memory)
+        source, checkpoint = prepared.source, prepared.checkpoint
+        self._seen = calibrated(source, checkpoint, target, how, self._texts, run.overwrite, ranks, reporter)
+
+
+def smoothed(prepared: Prepared, calibration: Calibration, exponent: float, ranks: Ranks) -> Tunings:
+    """What SmoothQuant changes about a model.
+
+    Args:
+        prepared: the run, with a plan that folds nothing.
+        calibration: what goes into the layers.
+        exponent: how much of the difficulty goes from activations to weights.
+        ranks: this process among several, each of which finds the same.
+
+    Raises:
+        PlanError: the source is quantized.
+        SourceError: a weight cannot be read, or the calibration is not of these layers.
+    """
+    plan = prepared.plan
+    if plan.decodes:
+        raise PlanError(
+            f"{prepared.source.name} is quantized already: what its rounding lost no factor brings back",
+            "start from the unquantized model, or leave --smooth out",
+        )
+
+    def choose(folding: Folding, plan: Plan, reader: Reader) -> Floats | str:
+        return smooth(folding, plan, reader, calibration, exponent)
+
+    return folded(prepared, f"SmoothQuant {exponent:g}", choose, ranks)
+
+
+def folded(prepared: Prepared, name: str, choose: Choose, ranks: Ranks) -> Tunings:
+    """What dividing inputs of layers by chosen scales changes about a model, with notes of what was left out, and why.
+
+    Args:
+        prepared: the run, with a plan that folds nothing.
+        name: of the method, such as "SmoothQuant 0.5".
+        choose: chooses each fold's scale; from several threads at once.
+        ranks: this process among several.
+    """
+    plan = prepared.plan
+    places = usable(plan)
+    found = _Choosing(prepared, places, choose, ranks).run()
+    parts = [each for each in found if isinstance(each, Part)]
+    left = {why: list(sources) for why, sources in places.left.items()}
+    for folding, each in zip(places.foldings, found, strict=True):
+        if isinstance(each, str):
+            left.setdefault(each, []).append(folding.source)
+    known = len(found) + sum(map(len, places.left.values()))
+    if not known:
+        notes = [f"{name} changes nothing: where inputs of {plan.model.name} can be divided is not known"]
+    else:
+        notes = [f"{name}: inputs of layers are divided by powers of two at {len(parts)} of {known} places"]
+    notes += [f"not folded into {', '.join(collapse(sources))}: {why}" for why, sources in left.items()]
+    tunings = together(parts, plan)
+    title = f"{name}: inputs divided by powers of two in {len(parts)} norms and projections" if parts else ""
+    return Tunings(tunings.weights, tunings.tensors, tuple(notes), title)
+
+
+class _Choosing:
+    """One call of `folded`: the folds still to look at, and what was chosen so far."""
+
+    def __init__(self, prepared: Prepared, places: Places, choose: Choose, ranks: Ranks) -> None:
+        self.prepared, self.foldings, self.choose, self.ranks = prepared, places.foldings, choose, ranks
+        self.found: dict[int, Part | str] = {}
+        self.needs = {str(number): shards_of(each, prepared.plan) for number, each in enumerate(places.foldings)}
+        self.lock = threading.Lock()
+        self.stopped = threading.Event()
+
+    def run(self) -> list[Part | str]:
+        """What was chosen for each fold."""
+        run, source = self.prepared.run, self.prepared.source
+        with ExitStack() as stack:
+            place = self.prepared.target.absolute().parent
+            needs = self.needs if source.remote else {}
+            if needs and run.stream:
+                place.mkdir(parents=True, exist_ok=True)
+            supplies = supplied([(source, needs)], run.stream, place, times=self.ranks.local_size)
+            [self.supply] = stack.enter_context(supplies)
+            self.tasks = self._tasks()
+            in_threads(self._work, self.prepared.workers, self.stopped)
+        return [self.found[number] for number in range(len(self.foldings))]
+
+    def _tasks(self) -> Iterator[int]:
+        for number in range(len(self.foldings)):
+            self.supply.wait_for(str(number), lambda: self.stopped.is_set() or attempt(self.ranks.check)[1] is not None)
+            self.ranks.check()
+            if self.stopped.is_set():
+                return
+            yield number
+
+    def _work(self) -> None:
+        plan = self.prepared.plan
+        reader = Reader(plan.seen.where, self.supply.path, lambda nbytes: np.empty(nbytes, np.uint8))
+        while True:
+            with self.lock:
+                number = next(self.tasks, None)
+            if number is None:
+                return
+            folding = self.foldings[number]
+            chosen = self.choose(folding, plan, reader)
+            self.found[number] = chosen if isinstance(chosen, str) else fold(folding, chosen, plan, reader)
+            self.supply.finished(str(number))
