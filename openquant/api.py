@@ -60,6 +60,7 @@ def compress(
     calibration: str | os.PathLike[str] | None = None,
     calibrate: bool = False,
     smooth: float | None = None,
+    awq: bool = False,
     kv_cache: str = "auto",
     group_size: str | None = None,
     asymmetric: bool = False,
@@ -110,10 +111,12 @@ def compress(
     scaled = cached or any(each.format.input_scale for each in (chosen, *(other for _, other in others)) if each)
     if recipe.smooth is not None:
         _require_smooth(recipe.scheme, recipe.smooth)
-    elif asked and not scaled:
+    if recipe.awq:
+        _require_awq(recipe)
+    elif asked and not scaled and recipe.smooth is None:
         raise UsageError(
             f"nothing uses {asked}",
-            "give --activation-scheme static, --scheme nvfp4-w4a4, --kv-cache fp8 or --smooth 0.5 too, or leave "
+            "give --activation-scheme static, --scheme nvfp4-w4a4, --kv-cache fp8, --smooth 0.5 or --awq too, or leave "
             f"{asked} out",
         )
     options = Options(tuple(recipe.ignore), others, recipe.tp, recipe.quantize_lm_head, cached=cached)
@@ -138,6 +141,17 @@ def _require_smooth(scheme: str, exponent: float) -> None:
             f"--smooth brings --scheme {scheme} nothing: it is for activations that engines round to INT8",
             "use --scheme int8, or leave --smooth out",
         )
+
+
+def _require_awq(recipe: Recipe) -> None:
+    """Refuse AWQ where nothing is stored in groups of INT4, and beside SmoothQuant."""
+    if "int4" not in (recipe.scheme, *(recipe.scheme_for or {}).values()):
+        raise UsageError(
+            f"--awq brings --scheme {recipe.scheme} nothing: it is for groups of INT4",
+            "use --scheme int4, or leave --awq out",
+        )
+    if recipe.smooth is not None:
+        raise UsageError("--smooth and --awq both divide inputs of layers", "give one of them")
 
 
 def _schemes(recipe: Recipe) -> tuple[Scheme | None, tuple[tuple[str, Scheme], ...]]:

@@ -288,6 +288,16 @@ class Recipe:
             read=share,
         ),
     )
+    awq: bool = field(
+        default=False,
+        metadata=said(
+            "int4: the same by AWQ, and scales by activations",
+            WEIGHTS,
+            "for int4: inputs of layers are divided as `smooth` does it, by AWQ's factors, where less is lost of what "
+            "comes out of layers, and the search for scales weighs errors by what goes into each column. Implies a "
+            "calibration, as static activations do",
+        ),
+    )
     kv_cache: str = field(
         default="auto",
         metadata=said(

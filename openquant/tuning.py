@@ -20,6 +20,7 @@ from .files.fingerprint import Fingerprint
 from .formats.numbers import Floats
 from .hub.source import Source
 from .hub.supplied import supplied
+from .measure.awq import awq, weighed
 from .measure.folds import Part, Places, fold, shards_of, together, usable
 from .measure.smooth import smooth
 from .options import Calibrate, CalibrationTexts, Recipe, Run
@@ -46,6 +47,8 @@ Tune = Callable[[Prepared, Calibration, Ranks], Tunings]
 def _tuning(recipe: Recipe) -> Tune | None:
     """What a calibration changes about weights; None if nothing."""
     exponent = recipe.smooth
+    if recipe.awq:
+        return activation_aware
     if exponent is None:
         return None
     return lambda prepared, calibration, ranks: smoothed(prepared, calibration, exponent, ranks)
@@ -141,6 +144,24 @@ def smoothed(prepared: Prepared, calibration: Calibration, exponent: float, rank
         return smooth(folding, plan, reader, calibration, exponent)
 
     return folded(prepared, f"SmoothQuant {exponent:g}", choose, ranks)
+
+
+def activation_aware(prepared: Prepared, calibration: Calibration, ranks: Ranks) -> Tunings:
+    """What AWQ changes about a model: folds, and what the search for scales weighs errors by.
+
+    Args:
+        prepared: the run, with a plan that folds nothing.
+        calibration: what goes into the layers.
+        ranks: this process among several, each of which finds the same.
+
+    Raises:
+        SourceError: a weight cannot be read, or the calibration is not of these layers.
+    """
+
+    def choose(folding: Folding, plan: Plan, reader: Reader) -> Floats | str:
+        return awq(folding, plan, reader, calibration)
+
+    return weighed(folded(prepared, "AWQ", choose, ranks), prepared.plan, calibration)
 
 
 def folded(prepared: Prepared, name: str, choose: Choose, ranks: Ranks) -> Tunings:

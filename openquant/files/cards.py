@@ -62,6 +62,12 @@ def says_folds(card: str) -> bool:
     return found is not None and any(line.startswith("| folded |") for line in found.group().splitlines())
 
 
+def says_weighed(card: str) -> bool:
+    """Whether the section of ours in a card says that a calibration weighed errors in the search for scales."""
+    found = SECTION.search(card)
+    return found is not None and any(line.startswith("| scales |") for line in found.group().splitlines())
+
+
 def split_card(card: str) -> tuple[str, dict[str, Any], str]:
     """Metadata without the entries that are replaced, all of its entries, and the text.
 

@@ -68,7 +68,7 @@ class Comparison:
         zeros: the values of the codes that stand for zero, as many; None where zero stands for itself.
         absmax: the largest absolute weight of each group.
         made: the scales that the source makes, where they can be searched for: in either way, that which is there if
-            it is one of the two.
+            it is one of the two, or one that was tried if what errors counted is not known.
         made_zeros: likewise the zero points.
         finite: whether all weights of the source are.
         differing: number of codes that are not what the source makes under these scales.
@@ -86,9 +86,10 @@ class Comparison:
         ratios: tuple[float, ...] = (),
         zeros: Floats | None = None,
         divisor: Floats | None = None,
+        weighed: bool = False,
     ) -> None:
         self.shape = shape
-        self.form, self.ratios, self.divisor = form, ratios, divisor
+        self.form, self.ratios, self.divisor, self.weighed = form, ratios, divisor, weighed
         self.number = form.number
         height, width = form.group
         self.group = height, width if width is not None and width < shape[1] else None
@@ -139,6 +140,9 @@ class Comparison:
                 # Each may have been made in either way.
                 best = searched(bits, dtype, largest, self.form, self.ratios, self.divisor)
                 usual = np.where(usual == scale, usual, best)
+            for ratio in self.ratios if self.weighed else ():
+                tried = self.form.scales(largest * np.float32(ratio), self.divisor)
+                usual = np.where(tried == scale, tried, usual)
             self.made[rows] = usual
         fits = bool((largest <= scale * np.float32(self.number.largest * (1 + 2.0**-20))).all())
         weight = to_float32(np.ascontiguousarray(bits[:, :cols]), dtype)
@@ -172,11 +176,13 @@ class Comparison:
 
     def _range(self, rows: slice, bits: Bits, dtype: str, zero: Floats) -> None:
         """Make the scales and zero points of some rows."""
-        usual, best = ranged(bits, dtype, self.form), ranged(bits, dtype, self.form, self.ratios)
-        same = (usual[0] == self.grid[rows]) & (usual[1] == zero)
-        self.made[rows], self.made_zeros[rows] = (
-            np.where(same, one, other) for one, other in zip(usual, best, strict=True)
-        )
+        best = ranged(bits, dtype, self.form, self.ratios)
+        # All of a single ratio.
+        for ratio in ((1.0,), *((each,) for each in self.ratios if self.weighed)):
+            tried = ranged(bits, dtype, self.form, ratio)
+            same = (tried[0] == self.grid[rows]) & (tried[1] == zero)
+            best = np.where(same, tried[0], best[0]), np.where(same, tried[1], best[1])
+        self.made[rows], self.made_zeros[rows] = best
 
     def _bound(self, top: int, weight: Floats, error: Floats, scale: Floats) -> None:
         """Look for weights that are farther off than rounding explains, these with their zero points added."""

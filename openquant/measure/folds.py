@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..errors import SourceError
 from ..files.tensors import TensorInfo
 from ..formats.kernels import BITS_TYPE, from_float32, to_float32
 from ..formats.numbers import Floats
@@ -23,8 +24,10 @@ from ..patterns import compile_any
 from ..plan.folding import Folding, foldings
 from ..plan.parallel import text_config
 from ..plan.plan import Plan
+from ..weights.calibration import Calibration, Inputs
 from ..weights.reading import Reader
 from ..weights.tuning import Tuning, Tunings
+from ..weights.weight import Weight
 
 # Factors are 2**-MOST to 2**MOST.
 MOST = 8
@@ -110,6 +113,21 @@ def _small(module: str, plan: Plan) -> list[str]:
     """The names of a module's tensors of fewer than two axes."""
     names = (f"{module}.{last}" for last in ("weight", "bias"))
     return [name for name in names if name in plan.seen.tensors and len(plan.seen.tensors[name].shape) < 2]
+
+
+def inputs_of(weight: Weight, calibration: Calibration) -> Inputs | None:
+    """What a calibration has seen go into a weight's layer, mean squares included; None where it has seen nothing.
+
+    Raises:
+        SourceError: it has no mean squares, or other inputs than the layer.
+    """
+    inputs = calibration.of(weight.source.name)
+    if inputs is not None and (inputs.square is None or inputs.square.shape != (weight.shape[1],)):
+        raise SourceError(
+            f"the calibration has no mean squares of {weight.shape[1]} inputs of {weight.source.name}",
+            "make it again: openquant calibrate MODEL -o FILE",
+        )
+    return inputs
 
 
 def powers(ideal: Floats) -> Floats:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import SourceError
 from ..formats.kernels import to_float32
 from ..formats.numbers import Floats
 from ..plan.folding import Folding
@@ -22,7 +21,7 @@ from ..weights.calibration import Calibration, Inputs
 from ..weights.reading import Reader
 from ..weights.tuning import Tuning
 from ..weights.weight import Weight
-from .folds import live, powers
+from .folds import inputs_of, live, powers
 
 
 class _Layer(NamedTuple):
@@ -59,17 +58,12 @@ def smooth(folding: Folding, plan: Plan, reader: Reader, calibration: Calibratio
         # What stays unquantized, such as a router, loses nothing.
         if (weight := plan.layers.get(module)) is None:
             continue
-        inputs = calibration.of(weight.source.name)
+        inputs = inputs_of(weight, calibration)
         scheme = plan.fates.of(module).scheme
         if scheme is None or scheme.name != "int8":
             return "a layer is stored in another scheme"
         if inputs is None:
             return "the calibration has seen nothing of a layer"
-        if inputs.square is None or inputs.absmax.shape != (weight.shape[1],):
-            raise SourceError(
-                f"the calibration has no mean squares of {weight.shape[1]} inputs of {weight.source.name}",
-                "make it again: openquant calibrate MODEL -o FILE",
-            )
         layers.append(_Layer(weight, inputs, *_columns(weight, reader)))
     if not layers:
         return "no layer that reads them is quantized"

@@ -19,6 +19,8 @@ from ..plan.plan import Plan
 from ..version import __version__
 from .escape import markdown, terminal
 
+WEIGHED = "searched for by what goes into each column of {} layers"
+
 
 def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revision: str | None, directory: str) -> str:
     """The output's README.md.
@@ -211,6 +213,7 @@ def _section(plan: Plan, name: str, repo: str | None, revision: str | None, dire
         f"| format | {plan.description}{serialized} |",
         *([f"| KV cache | FP8, {cache_text(plan)} |"] if plan.cached else []),
         *([f"| folded | {plan.tunings.title} |"] if plan.tunings and plan.tunings.title else []),
+        *([f"| scales | {WEIGHED.format(plan.tunings.weighed)} |"] if plan.tunings and plan.tunings.weighed else []),
         f"| size | {gigabytes(plan.source_bytes)} -> {gigabytes(plan.output_bytes)} |",
         f"| made with | openquant {__version__} |",
         "",

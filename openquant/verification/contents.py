@@ -40,6 +40,7 @@ class Task:
         original: the source's weight, or the bytes that a fold makes of the source's tensor. One of codes without it is
             not decoded, any other tensor is held against the source's tensor of the same name.
         scheme: what it was quantized in, if quantizing the source again must give the same; None if others made it.
+        weighed: whether its scales were searched for by what is not known here.
         scale: whether it is a scale by itself, of keys or values.
     """
 
@@ -47,6 +48,7 @@ class Task:
     weight: Weight | None = None
     original: Weight | bytes | None = None
     scheme: Scheme | None = None
+    weighed: bool = False
     scale: bool = False
 
 
@@ -127,7 +129,7 @@ class _Reading:
                     worker.check_scale(number, task.info)
                 elif task.weight is not None:
                     assert not isinstance(task.original, bytes)
-                    worker.check(number, task.weight, task.original, task.scheme)
+                    worker.check(number, task.weight, task.original, task.scheme, task.weighed)
                 else:
                     worker.compare(number, task.info, task.original)
             except SourceError as error:
@@ -218,7 +220,7 @@ class _Worker:
                     to_bfloat16(bits.view(np.float32), plain)
                     yield plain.reshape(-1).view(np.uint8)
 
-    def check(self, number: int, weight: Weight, original: Weight | None, scheme: Scheme | None) -> None:
+    def check(self, number: int, weight: Weight, original: Weight | None, scheme: Scheme | None, weighed: bool) -> None:
         """Look at a quantized weight's codes and scale; decode it, and quantize it again, if that is asked for."""
         if weight.format is not None and weight.format.columns is not None:
             self._check_columns(number, weight, original)
@@ -240,7 +242,9 @@ class _Worker:
         whole = weight.format is not None and (zeros is not None or weight.format.zero_point is None)
         if original is not None and scale is not None and weight.format and whole and weight.scale is not None:
             ratios = () if scheme is None else scheme.ratios
-            comparison = Comparison(original.shape, weight.format, scale, weight.scale.dtype, ratios, zeros, divisor)
+            comparison = Comparison(
+                original.shape, weight.format, scale, weight.scale.dtype, ratios, zeros, divisor, weighed
+            )
         pitch = info.nbytes // math.prod(info.shape[:-1])
         broken: int | None = None
         with self.output.open(place.shard) as file:

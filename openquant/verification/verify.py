@@ -16,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ..errors import PlanError, SourceError, UsageError
-from ..files.cards import QUANTIZED, card_of, says_folds, source_of
+from ..files.cards import QUANTIZED, card_of, says_folds, says_weighed, source_of
 from ..files.checkpoint import Checkpoint, open_checkpoint, read_config, readable
 from ..files.evaluation import find_evaluation
 from ..files.journal import read_journal
@@ -171,7 +171,7 @@ def verify(
     headers = Headers(checkpoint, quantization, model, written, ours=journal is not None or card is not None)
     headers.check()
     remakes = headers.ours and QUANTIZED not in (card or "")
-    work = _Verification(headers, origin, full, remakes, says_folds(text))
+    work = _Verification(headers, origin, full, remakes, text)
     work.run(workers or available_cpus(), progress)
     return Report(
         directory=os.fspath(directory),
@@ -204,9 +204,9 @@ class _Verification:
     What it finds goes where the headers' problems and notes are.
     """
 
-    def __init__(self, headers: Headers, source: Checkpoint | None, full: bool, remakes: bool, folded: bool) -> None:
+    def __init__(self, headers: Headers, source: Checkpoint | None, full: bool, remakes: bool, card: str) -> None:
         self.headers = headers
-        self.folded = folded
+        self.folded, self.weighed = says_folds(card), says_weighed(card)
         self.checkpoint = headers.checkpoint
         self.origin = source
         # With the weights that are quantized there as what they stand for, and these.
@@ -440,7 +440,8 @@ class _Verification:
         for weight in self.codes.values():
             original = self.originals.get(weight.module) if self.full else None
             original = original if original and original.shape == weight.source.shape else None
-            tasks.append(Task(weight.codes, weight, original, self._scheme_of(weight) if self.remakes else None))
+            scheme = self._scheme_of(weight) if self.remakes else None
+            tasks.append(Task(weight.codes, weight, original, scheme, self.weighed))
         tasks += [Task(info, scale=True) for info in self.headers.cache]
         # In the order of the files, which is how disks like it.
         tasks.sort(key=lambda task: self.checkpoint.where[task.info.name])

@@ -62,6 +62,11 @@ class Tunings:
     notes: tuple[str, ...] = ()
     title: str = ""
 
+    @property
+    def weighed(self) -> int:
+        """Of how many weights the search for scales knows what goes into each column."""
+        return sum(tuning.importance is not None for tuning in self.weights.values())
+
     @cached_property
     def sha256(self) -> str:
         """Of all that it changes, hexadecimal."""

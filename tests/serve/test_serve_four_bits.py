@@ -23,9 +23,12 @@ from engine_client import (
 from engine_layers import UNBUILT, Layers, built, written
 
 import tiny
+from calibrated import Planned, skewed
 from conftest import EXAMPLE
 from openquant import compress, dequantize
+from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import find_scheme
+from openquant.plan.plan import make_plan
 
 pytestmark = pytest.mark.serve
 
@@ -39,6 +42,8 @@ SERVED = tuple(
 # Beside FP8, whose activations are rounded; and with zero points.
 BESIDE = tuple(f"{MOE}-{scheme}-beside-channel" for scheme in SCHEMES if MOE in SERVED)
 ASYMMETRIC = tuple(f"{name}-int4-asymmetric" for name in SERVED if name == MOE)
+# With inputs divided in norms and projections, and scales searched for by what goes in.
+AWQ = tuple(f"{name}-int4-awq" for name in SERVED if name != MOE)
 # Random weights: 0.025 to 0.05, in mxfp4 up to 0.06; equal ones 0.
 TO_SOURCE = 0.1
 LOADED = tuple(
@@ -71,6 +76,14 @@ def outputs(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         if name in SERVED:
             found[f"{name}-{scheme}-plain"] = root / f"{name}-{scheme}-plain"
             dequantize(output, found[f"{name}-{scheme}-plain"])
+    for name in AWQ:
+        source, told = found[name.partition("-")[0]], Planned()
+        calibration = skewed(make_plan(open_checkpoint(source), find_scheme("int4")), root / f"{name}.safetensors")
+        found[name], found[f"{name}-plain"] = root / name, root / f"{name}-plain"
+        compress(source, found[name], "int4", awq=True, calibration=calibration, reporter=told)
+        assert told.plan.tunings is not None
+        assert any(tuning.folds for tuning in told.plan.tunings.weights.values())
+        dequantize(found[name], found[f"{name}-plain"])
     for name in (*BESIDE, *ASYMMETRIC):
         found[name], found[f"{name}-plain"] = root / name, root / f"{name}-plain"
         options = {"asymmetric": True} if name in ASYMMETRIC else {"scheme_for": {"**.self_attn.*": "channel"}}
@@ -144,6 +157,12 @@ def test_experts_compute_beside_attention_in_fp8(name: str, logprobs: Answers) -
 def test_experts_compute_with_zero_points(name: str, logprobs: Answers) -> None:
     assert logprobs.between(f"{name}-plain", name) <= TO_DEQUANTIZED["tensor"]
     assert logprobs.between(MOE, name) <= TO_SOURCE
+
+
+@pytest.mark.parametrize("name", AWQ)
+def test_folded_norms_and_weights_belong_together(name: str, logprobs: Answers) -> None:
+    assert logprobs.between(f"{name}-plain", name) <= TO_DEQUANTIZED["tensor"]
+    assert logprobs.between(name.partition("-")[0], name) <= TO_SOURCE
 
 
 # A server takes as long as the log-probabilities of ten models.

@@ -26,6 +26,7 @@ CASES: dict[str, tuple[Mapping[str, Any], float]] = {
     "int4-channel": ({"scheme": "int4", "group_size": "channel"}, 0.0110),
     "asymmetric": ({"scheme": "int4", "asymmetric": True}, 0.0091),
     "asymmetric-no-search": ({"scheme": "int4", "asymmetric": True, "no_search": True}, 0.0097),
+    "awq": ({"scheme": "int4", "awq": True, "samples": 16, "length": 256}, 0.0095),
     "falls-back": ({"scheme": "int4", "tp": 4}, 0.0089),
     "attention-in-fp8": ({"scheme": "int4", "scheme_for": {"**.self_attn.*": "channel"}}, 0.0069),
     "mlp-in-int4": ({"scheme": "channel", "scheme_for": {"**.mlp.*": "int4"}}, 0.0069),
