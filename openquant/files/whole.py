@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+import tempfile
 from pathlib import Path
 
 from ..errors import OutputError, UsageError
@@ -38,8 +39,12 @@ def require_place(path: Path, told: str, elsewhere: str = "give another place") 
     parent = next(parent for parent in path.absolute().parents if parent.exists())
     if not parent.is_dir():
         raise UsageError(f"{told}: {parent} is no directory", elsewhere)
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UsageError(f"{told}: {parent} cannot be written to", f"check its permissions, or {elsewhere}")
+    try:
+        # What permissions say is not all: below /proc nobody makes a file.
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError:
+        raise UsageError(f"{told}: {parent} cannot be written to", f"check its permissions, or {elsewhere}") from None
 
 
 def write_whole(path: Path, data: bytes) -> None:
