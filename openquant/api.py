@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from .convert.conversion import COMPILED_MEMORY, worker_memory, worth_compiling
 from .convert.ranks import CONTINUES, Ranks, attempt
@@ -36,7 +37,7 @@ from .plan.serving import as_json
 from .plan.unchanged import make_unchanged_plan
 from .report.reporter import Reporter
 from .report.result import Result
-from .run import Prepared, carry_out, take_evaluation
+from .run import Prepared, Rounding, carry_out, take_evaluation
 from .tuning import Calibrated
 from .verification.finished import require_sound
 from .weights.calibration import Calibration
@@ -61,6 +62,7 @@ def compress(
     calibrate: bool = False,
     smooth: float | None = None,
     awq: bool = False,
+    gptq: bool = False,
     kv_cache: str = "auto",
     group_size: str | None = None,
     asymmetric: bool = False,
@@ -109,6 +111,8 @@ def compress(
     cached = recipe.kv_cache == "fp8"
     asked = "--calibrate" if recipe.calibrate else "--calibration" if recipe.calibration is not None else None
     scaled = cached or any(each.format.input_scale for each in (chosen, *(other for _, other in others)) if each)
+    if recipe.gptq:
+        _require_texts(recipe, ranks, scaled or recipe.awq or recipe.smooth is not None)
     if recipe.smooth is not None:
         _require_smooth(recipe.scheme, recipe.smooth)
     if recipe.awq:
@@ -121,15 +125,32 @@ def compress(
         )
     options = Options(tuple(recipe.ignore), others, recipe.tp, recipe.quantize_lm_head, cached=cached)
 
-    def plan(source: Source, checkpoint: Checkpoint, seen: Calibration | None, tunings: Tunings | None) -> Plan:
-        known = replace(options, calibration=seen, tunings=tunings)
+    def plan(
+        source: Source,
+        checkpoint: Checkpoint,
+        seen: Calibration | None,
+        tunings: Tunings | None,
+        read: Mapping[str, Any] | None,
+    ) -> Plan:
+        known = replace(options, calibration=seen, tunings=tunings, gptq=read)
         if chosen is None:
             return make_unchanged_plan(checkpoint, known, source.identity, recipe.architecture)
         return make_plan(checkpoint, chosen, known, source.identity, recipe.architecture)
 
     run = Run(**values_for(Run, given))
     making = Calibrated(run, recipe, texts, plan)
-    return _work(run, making.make, ranks, reporter, making.calibrate)
+    return _work(run, making.make, ranks, reporter, making.calibrate, making.rounding)
+
+
+def _require_texts(recipe: Recipe, ranks: Ranks | None, calibrated: bool) -> None:
+    """Refuse what GPTQ cannot read its texts with: several processes, or a calibration that nothing else uses."""
+    if ranks is not None and ranks.size > 1:
+        raise UsageError("--gptq works in one process, not in several ranks", "run it without torchrun or srun")
+    if recipe.calibration is not None and not calibrated:
+        raise UsageError(
+            "GPTQ needs more of the texts than a calibration has: nothing uses --calibration",
+            "leave it out, and name texts with --text or --dataset: GPTQ reads them itself",
+        )
 
 
 def _require_smooth(scheme: str, exponent: float) -> None:
@@ -219,6 +240,7 @@ def _work(
     ranks: Ranks | None,
     reporter: Reporter | None,
     before: Callable[[Prepared, Ranks, Reporter], bool] = lambda *_: False,
+    rounding: Callable[[], Rounding | None] = lambda: None,
 ) -> Result:
     """What was done: the source opened, planned and converted, or with `dry_run` planned only.
 
@@ -228,6 +250,7 @@ def _work(
         ranks: this process among several.
         reporter: is told of it.
         before: does what must come before anything is written; whether the plan is then to be made again.
+        rounding: what rounds layers before they are converted, if something does.
     """
     begin = time.monotonic()
     reporter = reporter or Reporter()
@@ -291,7 +314,7 @@ def _work(
             return result(resumed=False, published=None)
         _, error = attempt(lambda: prepared.source.fetch_files(plan.files))
         ranks.agree(error)
-        outcome = carry_out(prepared, ranks, reporter)
+        outcome = carry_out(prepared, ranks, reporter, rounding())
         done = result(outcome.resumed, outcome.published)
         reporter.finished(done, outcome.already_complete)
         return done

@@ -103,7 +103,7 @@ def _calibrated(
     checkpoint = open_checkpoint(source.root, source.remote, source.absent)
     target = Path(asked.out) if asked.out is not None else Path(f"{source.name}{SUFFIX}")
     require_place(target, str(target), "name another file with -o")
-    corpus = _agreed(source, checkpoint, texts, ranks)
+    corpus = agreed_texts(source, checkpoint, texts, ranks)
     _run(source, checkpoint, corpus, target, asked, ranks, begun, progress)
     return target
 
@@ -136,7 +136,7 @@ def calibrated(
         OutputError: the file cannot be written, or hidden states found no room.
     """
     require_place(target, str(target), "name another output with -o")
-    corpus, known = _agreed(source, checkpoint, texts, ranks), None
+    corpus, known = agreed_texts(source, checkpoint, texts, ranks), None
     if target.exists() and not overwrite:
         known = read_calibration(target)
         if (known.model, known.texts.get("sha256")) != (
@@ -165,7 +165,7 @@ def calibrated(
     return read_calibration(target)
 
 
-def _agreed(source: Source, checkpoint: Checkpoint, texts: CalibrationTexts, ranks: Ranks) -> Corpus:
+def agreed_texts(source: Source, checkpoint: Checkpoint, texts: CalibrationTexts, ranks: Ranks) -> Corpus:
     """The texts, which are the same in all ranks."""
     from .texts.corpus import read
 

@@ -205,6 +205,7 @@ class Terminal(Reporter):
 
     def started(self, total: int, done: int) -> None:
         """Begin to show progress."""
+        self.close()
         if not self.silent:
             self.progress = Progress(total, done, sys.stderr)
 

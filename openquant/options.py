@@ -298,6 +298,15 @@ class Recipe:
             "calibration, as static activations do",
         ),
     )
+    gptq: bool = field(
+        default=False,
+        metadata=said(
+            "round by GPTQ with what texts show, less is lost",
+            WEIGHTS,
+            "round each column of a weight so that it makes up for what rounding those before it did to the layer's "
+            "outputs on the texts (GPTQ), which runs through the model once; not for experts",
+        ),
+    )
     kv_cache: str = field(
         default="auto",
         metadata=said(

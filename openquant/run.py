@@ -6,10 +6,10 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from .convert.conversion import Progress, convert
 from .convert.ranks import Ranks, attempt
@@ -85,6 +85,19 @@ def source_needs(source: Source, plan: Plan, outputs: Sequence[str] | None = Non
     return {output: sorted(plan.sources(output)) for output in outputs}
 
 
+class Rounding(Protocol):
+    """Rounds layers of a run before the conversion, which then copies them."""
+
+    def missing(self, prepared: Prepared) -> int:
+        """Bytes of disk that it will take."""
+
+    def run(self, prepared: Prepared, reporter: Reporter) -> Plan:
+        """The plan with the layers rounded."""
+
+    def remove(self, prepared: Prepared) -> None:
+        """Remove what it has made."""
+
+
 class Outcome(NamedTuple):
     """What became of a run.
 
@@ -123,8 +136,15 @@ class _Traffic:
             self.publisher.finished(output)
 
 
-def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter) -> Outcome:
-    """Write the output and publish it, together with the other ranks."""
+def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, rounding: Rounding | None = None) -> Outcome:
+    """Write the output and publish it, together with the other ranks.
+
+    Args:
+        prepared: what is to be written.
+        ranks: this process among several.
+        reporter: is told of it.
+        rounding: rounds layers before the conversion, if something is to be converted.
+    """
     plan, source, push = prepared.plan, prepared.source, prepared.run.push
     shards = {shard.name: shard.nbytes for shard in plan.shards}
     # Made before anything is converted, so that nothing about them can fail after hours.
@@ -139,7 +159,8 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter) -> Outcome:
         prepared.run.overwrite,
         elsewhere=publisher.elsewhere if publisher else frozenset,
         at_once=AT_ONCE if push and push.only else None,
-        scratch=scratch_bytes(source, source_needs(source, plan)) * ranks.size if prepared.run.stream else 0,
+        scratch=(scratch_bytes(source, source_needs(source, plan)) * ranks.size if prepared.run.stream else 0)
+        + (rounding.missing(prepared) if rounding else 0),
         sources=lambda: {**prepared.stamps, **source.digests(prepared.checkpoint)},
     )
     with ExitStack() as stack:
@@ -175,6 +196,11 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter) -> Outcome:
         if publisher:
             publisher.repo = repo
             stack.enter_context(publisher)
+        if rounding is not None and (todo or moved):
+            found, error = attempt(lambda: rounding.run(prepared, reporter))
+            ranks.agree(error)
+            assert found is not None
+            plan, prepared = found, replace(prepared, plan=found)
         if todo is not None or moved:
             if not ranks.first:
                 stack.enter_context(directory.joined())
@@ -231,6 +257,8 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter) -> Outcome:
 
         published, error = attempt(finish)
         ranks.agree(error)
+        if rounding is not None:
+            rounding.remove(prepared)
     return Outcome(directory.resumed, todo is None, published)
 
 
@@ -328,6 +356,9 @@ def _write_others(
     # another time of change.
     moved = {name for name, (*times, _) in stamps.items() if prepared.stamps[name][:-1] != times}
     shards = [shard for shard in plan.shards if plan.sources(shard.name) & moved]
+    if moved and plan.gptq is not None:
+        # What was rounded before stays as it is, and would not show it.
+        raise SourceError(f"{source.root / min(moved)} changed while it was being converted", REPLACE)
     gone = [shard.name for shard in shards if not directory.folder.is_file(shard.name)]
     if gone:
         raise SourceError(

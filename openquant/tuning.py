@@ -6,18 +6,20 @@ That takes reading them. The plan is then made again, and carries it out.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .calibration import calibrated
+from .calibration import agreed_texts, calibrated
 from .convert.ranks import Ranks, attempt
 from .errors import PlanError, UsageError
 from .files.checkpoint import Checkpoint
 from .files.fingerprint import Fingerprint
 from .formats.numbers import Floats
+from .gptq import Gptq
 from .hub.source import Source
 from .hub.supplied import supplied
 from .measure.awq import awq, weighed
@@ -35,6 +37,9 @@ from .weights.calibration import SUFFIX, Calibration, read_calibration, stand_in
 from .weights.find import decoded_view
 from .weights.reading import Reader
 from .weights.tuning import Tunings
+
+if TYPE_CHECKING:
+    from .texts.corpus import Corpus
 
 _UNDECIDED = "which inputs are divided, and by how much, is decided once the weights are read: not in a dry run"
 
@@ -61,7 +66,8 @@ class Calibrated:
         run: what was asked for.
         recipe: what is made.
         texts: for a calibration.
-        plan: makes a plan with one, or with none, and with what that changes about weights.
+        plan: makes a plan with one, or with none, with what that changes about weights, and with the texts by which
+            GPTQ rounds, if it does.
     """
 
     def __init__(
@@ -69,7 +75,7 @@ class Calibrated:
         run: Run,
         recipe: Recipe,
         texts: CalibrationTexts,
-        plan: Callable[[Source, Checkpoint, Calibration | None, Tunings | None], Plan],
+        plan: Callable[[Source, Checkpoint, Calibration | None, Tunings | None, Mapping[str, Any] | None], Plan],
     ) -> None:
         self._run, self._recipe, self._texts, self._plan = run, recipe, texts, plan
         tune = self._tune = _tuning(recipe)
@@ -77,6 +83,8 @@ class Calibrated:
         self._seen = read_calibration(Path(recipe.calibration)) if recipe.calibration is not None else None
         self._tunings = None if tune is None else Tunings(notes=(_UNDECIDED,))
         self._tuned = tune is None
+        # What GPTQ reads, as soon as that is known.
+        self._corpus: Corpus | None = None
 
     def make(self, source: Source, checkpoint: Checkpoint) -> Plan:
         """The plan; where a calibration is still to be made, as it will be but for the scales themselves."""
@@ -88,24 +96,41 @@ class Calibrated:
             )
         if seen is not None or not self._wanted:
             try:
-                plan = self._plan(source, checkpoint, seen, self._tunings)
+                plan = self._plan(source, checkpoint, seen, self._tunings, self._read)
             except UncalibratedError:
                 self._wanted = True
             else:
-                if not self._wanted and self._texts != CalibrationTexts():
+                if not self._wanted and not self._recipe.gptq and self._texts != CalibrationTexts():
                     raise UsageError(
                         "texts are given, and nothing is calibrated", "give --calibrate too, or leave them out"
                     )
                 return plan
-        size = {"documents": self._texts.samples, "length": self._texts.length}
-        known = stand_in(decoded_view(checkpoint)[0].tensors, size)
-        return self._plan(source, checkpoint, known, self._tunings)
+        known = stand_in(decoded_view(checkpoint)[0].tensors, self._asked)
+        return self._plan(source, checkpoint, known, self._tunings, self._read)
+
+    @property
+    def _asked(self) -> dict[str, Any]:
+        return {"documents": self._texts.samples, "length": self._texts.length}
+
+    @property
+    def _read(self) -> Mapping[str, Any] | None:
+        """The texts by which GPTQ rounds; how many are asked for, before they are read."""
+        if not self._recipe.gptq:
+            return None
+        return self._asked if self._corpus is None else self._corpus.account
+
+    def rounding(self) -> Gptq | None:
+        """What rounds layers before they are converted."""
+        return None if self._corpus is None else Gptq(self._corpus)
 
     def calibrate(self, prepared: Prepared, ranks: Ranks, reporter: Reporter) -> bool:
         """Run the texts and decide what they change, if a plan needs it; whether that is to be made again."""
         made = self._seen is None and self._wanted
         if made:
             self._find(prepared, ranks, reporter)
+        if self._recipe.gptq and self._corpus is None:
+            self._corpus = agreed_texts(prepared.source, prepared.checkpoint, self._texts, ranks)
+            made = True
         if self._tune is None or self._tuned:
             return made
         assert self._seen is not None

@@ -20,6 +20,7 @@ FLOORS = (
     ("report",),
     ("passes",),
     ("run", "calibration", "evaluation", "arguments"),
+    ("gptq",),
     ("tuning",),
     ("console",),
     ("api",),

@@ -18,19 +18,42 @@ from typing import Protocol
 
 import numpy as np
 
-from ..errors import PlanError, SourceError
+from ..errors import PlanError
 from ..files.output import OutputDirectory
-from ..files.shardfile import ALIGNMENT, AlignedBuffer, Bytes, FinishedShard, ShardFile
+from ..files.shardfile import ALIGNMENT, AlignedBuffer, Bytes, FinishedShard, ShardFile, SourceFile
 from ..formats.format import grid_of
 from ..formats.kernels import from_float32, pack_words, scale_values
 from ..formats.numbers import Floats
 from ..formats.ranges import ranged
 from ..formats.schemes import Scheme
 from ..formats.search import searched
-from ..plan.layout import Copy, CopyScale, Decode, Encode, Fold, Job, Layout, Piece, Put, Shard, Unstack, stored_as
+from ..plan.layout import (
+    Copy,
+    CopyRounded,
+    CopyScale,
+    Decode,
+    Encode,
+    Fold,
+    Job,
+    Layout,
+    Piece,
+    Put,
+    Shard,
+    Unstack,
+    stored_as,
+)
 from ..plan.plan import Plan
 from ..threads import FirstFailure, Helpers, in_threads
-from ..weights.reading import BUFFER, SMALLEST_SCALE, Reader, check_scales, consumed, memory_of
+from ..weights.reading import (
+    BUFFER,
+    SMALLEST_SCALE,
+    Reader,
+    check_scales,
+    consumed,
+    memory_of,
+    require_finite,
+    require_small,
+)
 from ..weights.weight import Weight
 from .devices import CpuKernels, TorchKernels, loops
 from .written import verify_shard
@@ -264,7 +287,12 @@ class _Worker:
         """Carry out one job; its last pieces may still be on their way to the disk."""
         match job:
             case Copy():
-                self._copy(job, file)
+                with self.reader.open(job.shard) as source:
+                    self._copy(job, source, file)
+            case CopyRounded():
+                with SourceFile(job.path, job.path.name) as source:
+                    self._copy(job, source, file)
+                self.conversion.advance(job.consumed)
             case CopyScale():
                 self._copy_scale(job, file)
             case Put():
@@ -290,16 +318,15 @@ class _Worker:
         self.slots.reverse()
         return self.slots[0]
 
-    def _copy(self, job: Copy, file: Target) -> None:
+    def _copy(self, job: Copy | CopyRounded, source: SourceFile, file: Target) -> None:
         done = 0
-        with self.reader.open(job.shard) as source:
-            while done < job.nbytes:
-                slot = self._slot()
-                part = slot.take(job.target + done, min(BUFFER, job.nbytes - done))
-                source.read(part, job.offset + done, job.label)
-                slot.send(file, part, job.target + done)
-                done += part.nbytes
-                self.conversion.advance(part.nbytes)
+        while done < job.nbytes:
+            slot = self._slot()
+            part = slot.take(job.target + done, min(BUFFER, job.nbytes - done))
+            source.read(part, job.offset + done, job.label)
+            slot.send(file, part, job.target + done)
+            done += part.nbytes
+            self.conversion.advance(part.nbytes if isinstance(job, Copy) else 0)
 
     def _copy_scale(self, job: CopyScale, file: Target) -> None:
         raw = np.empty(job.nbytes, np.uint8)
@@ -405,7 +432,7 @@ class _Worker:
             for bits in self.reader.rows(weight, 1):
                 loaded = self.kernels.load(bits, weight.dtype)
                 amax = self.kernels.absmax(loaded, weight.dtype, (None, None))
-                self._require_finite(weight, amax)
+                require_finite(weight, amax, self.reader.where)
                 largest = np.maximum(largest, amax)
                 self.conversion.advance(0)
         limit = job.scheme.largest
@@ -427,7 +454,7 @@ class _Worker:
             loaded = self.kernels.load(bits, weight.dtype)
             if shared is None or not form.shared:
                 amax = self.kernels.absmax(loaded, weight.dtype, form.group)
-                self._require_small(weight, amax, scheme)
+                require_small(weight, amax, scheme, self.reader.where)
                 # On a CPU whatever the device, so that all of them find the same.
                 ratios, importance = scheme.ratios, weight.tuning.importance if weight.tuning else None
                 if zero_place is not None:
@@ -448,26 +475,6 @@ class _Worker:
             slot.send(file, codes, place)
             place += codes.nbytes
             self.conversion.advance(consumed(weight, len(bits)))
-
-    def _require_small(self, weight: Weight, amax: Floats, scheme: Scheme) -> None:
-        # False for NaN too.
-        if (amax <= scheme.largest).all():
-            return
-        self._require_finite(weight, amax)
-        extent = weight.rows(self.reader.where)
-        raise PlanError(
-            f"{extent.label} in {extent.shard}: a weight reaches {amax.max():g}, engines load at most "
-            f"{scheme.largest:g} with {scheme.title}",
-            "the weights are damaged: download or save them again, or leave this layer as it is with --ignore",
-        )
-
-    def _require_finite(self, weight: Weight, amax: Floats) -> None:
-        if not np.isfinite(amax).all():
-            extent = weight.rows(self.reader.where)
-            raise SourceError(
-                f"{extent.label} in {extent.shard} holds NaN or infinity",
-                "the weights are damaged: download or save them again, or leave this layer as it is with --ignore",
-            )
 
 
 def _write_zeros(zero: Floats, scheme: Scheme, file: Target, place: int) -> int:

@@ -27,6 +27,8 @@ _FLAGS = r"(?: --kv-cache-dtype fp8)?"
 COMMANDS = {"vLLM": "vllm serve", "SGLang": "python -m sglang.launch_server --model-path"}
 # What a card adds to the name of a source that is quantized itself.
 QUANTIZED = ", which is quantized already"
+# What a card says of weights that are not rounded to nearest.
+ROUNDED_BY_GPTQ = "GPTQ"
 # Of metadata; that of models with results of many benchmarks has a few hundred kilobytes.
 _MOST_METADATA = 1 << 20
 # Collections within each other, and letters of a number or a date; all else is no card but an attack on its readers.
@@ -66,6 +68,12 @@ def says_weighed(card: str) -> bool:
     """Whether the section of ours in a card says that a calibration weighed errors in the search for scales."""
     found = SECTION.search(card)
     return found is not None and any(line.startswith("| scales |") for line in found.group().splitlines())
+
+
+def is_rounded_by_gptq(card: str) -> bool:
+    """Whether a card that this program wrote says so of the weights."""
+    found = SECTION.search(card)
+    return found is not None and f"\n| rounded by | {ROUNDED_BY_GPTQ}, " in found.group()
 
 
 def split_card(card: str) -> tuple[str, dict[str, Any], str]:

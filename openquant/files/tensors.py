@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import SourceError
@@ -191,9 +191,14 @@ def _check_entry(file: str, tensor: str, entry: Any) -> tuple[str, tuple[int, ..
     return info.dtype, info.shape, info.nbytes
 
 
-def make_header(tensors: list[TensorInfo]) -> tuple[bytes, int]:
-    """The bytes before the first tensor, and how many they are; padded to 8 as the format asks."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def make_header(tensors: list[TensorInfo], metadata: Mapping[str, str] | None = None) -> tuple[bytes, int]:
+    """The bytes before the first tensor, and how many they are; padded to 8 as the format asks.
+
+    Args:
+        tensors: in file order.
+        metadata: what the file says beside them; that torch reads it if None.
+    """
+    entries: dict[str, Any] = {"__metadata__": metadata or {"format": "pt"}}
     offset = 0
     for info in tensors:
         entries[info.name] = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-import tempfile
 from pathlib import Path
 
 from ..errors import OutputError, UsageError
@@ -39,16 +38,12 @@ def require_place(path: Path, told: str, elsewhere: str = "give another place") 
     parent = next(parent for parent in path.absolute().parents if parent.exists())
     if not parent.is_dir():
         raise UsageError(f"{told}: {parent} is no directory", elsewhere)
-    try:
-        # What permissions say is not all: below /proc nobody makes a file.
-        with tempfile.TemporaryFile(dir=parent):
-            pass
-    except OSError:
-        raise UsageError(f"{told}: {parent} cannot be written to", f"check its permissions, or {elsewhere}") from None
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{told}: {parent} cannot be written to", f"check its permissions, or {elsewhere}")
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file, whole or not at all; in a directory that is made if it is missing.
+def write_whole(path: Path, *parts: bytes | memoryview) -> None:
+    """Write a file of these parts, whole or not at all; in a directory that is made if it is missing.
 
     Raises:
         OutputError: it cannot be written.
@@ -62,7 +57,7 @@ def write_whole(path: Path, data: bytes) -> None:
         try:
             handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             with os.fdopen(handle, "wb") as file:
-                file.write(data)
+                file.writelines(parts)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, path)

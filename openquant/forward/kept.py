@@ -92,6 +92,11 @@ class Kept:
         except _DAMAGED as error:
             raise SourceError(f"{self.path} cannot be continued: {error}", "remove it to begin again") from None
 
+    @property
+    def done(self) -> frozenset[str]:
+        """The units that passes were through as they were kept."""
+        return frozenset(self._gave)
+
     def begin(self, unit: str) -> bool:
         """See passes come to a unit; whether it was done, before the one that they were kept at."""
         self._able = self._able and unit not in self._begun

@@ -59,15 +59,14 @@ def find_feedback(gram: Tensor, dtype: torch.dtype = torch.float32) -> Feedback:
     # A matrix at a time, in float64.
     root = gram[turned][:, turned].double()
     root.diagonal()[~live[turned]] = mean
-    damping = DAMPING
+    damping = DAMPING * mean
     while True:
-        raised = root.clone()
-        raised.diagonal().add_(damping * mean)
-        found, failed = torch.linalg.cholesky_ex(raised)
+        root.diagonal().add_(damping)
+        found, failed = torch.linalg.cholesky_ex(root)
         if not int(failed):
             break
         damping *= MORE
-    del root, raised
+    del root
     found /= found.diagonal().clone()
     return Feedback(order, found.to(dtype).flip(0, 1))
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ..files.rounded import Place
 from ..files.tensors import TensorInfo
 from ..formats.schemes import Scheme
 from ..patterns import compile_any, template
@@ -78,6 +79,8 @@ class Options:
         calibration: how large activations are, for stored scales of them.
         cached: whether keys and values are cached in FP8, with scales of theirs.
         tunings: what a calibration changes about weights before they are rounded.
+        gptq: the texts by which GPTQ rounds, as eval.json has them: {"documents": 128, "length": 512, ..}; None if
+            weights are rounded to nearest.
     """
 
     ignore: tuple[str, ...] = ()
@@ -87,6 +90,7 @@ class Options:
     calibration: Calibration | None = None
     cached: bool = False
     tunings: Tunings | None = None
+    gptq: Mapping[str, Any] | None = None
 
     @property
     def stays(self) -> Callable[[str], bool]:
@@ -122,6 +126,7 @@ class Fates:
         sets: the joined set, by module, of each that engines merge with others; itself included.
         others: the fates, by module, of those that are not stored in the plan's own scheme.
         inputs: the largest magnitude that goes into each layer, by module, where a calibration says it.
+        rounded: where tensors lie that were rounded before the conversion, by name.
     """
 
     scheme: Scheme | None
@@ -130,6 +135,7 @@ class Fates:
     sets: dict[str, tuple[str, ...]]
     others: dict[str, Fate]
     inputs: Mapping[str, float] = field(default_factory=dict)
+    rounded: Mapping[str, Place] = field(default_factory=dict)
 
     def of(self, module: str) -> Fate:
         """What becomes of a weight that could be quantized."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ..files.tensors import DTYPE_BITS, Location, TensorInfo, make_header
 from ..formats.format import Format
@@ -26,6 +27,21 @@ class Copy:
     offset: int
     nbytes: int
     target: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRounded:
+    """A tensor of a weight that was rounded before: `nbytes` from `offset` of a file on, to `target`.
+
+    `consumed` bytes of the source have become it.
+    """
+
+    label: str
+    path: Path
+    offset: int
+    nbytes: int
+    target: int
+    consumed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +131,7 @@ class Encode:
 
 
 # The unit of work.
-Job = Copy | CopyScale | Put | Unstack | Fold | Decode | Encode
+Job = Copy | CopyRounded | CopyScale | Put | Unstack | Fold | Decode | Encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +311,12 @@ def _jobs(
         elif scheme is None:
             kind = Unstack if weight.format is None else Decode
             yield kind(weight, places[name])
+        elif f"{weight.module}.{scheme.format.codes}" in fates.rounded:
+            stored = weight.stored
+            for info in written(weight, scheme):
+                if file := fates.rounded.get(info.name):
+                    yield CopyRounded(info.name, file.path, file.offset, info.nbytes, places[info.name], stored)
+                    stored = 0
         elif weight.module not in done:
             joined = [fates.layers[module] for module in fates.sets.get(weight.module, (weight.module,))]
             here = [member for member in joined if where[member.source.name].shard == where[weight.source.name].shard]

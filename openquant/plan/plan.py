@@ -8,12 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from ..errors import PlanError, UsageError
 from ..files.checkpoint import Checkpoint
+from ..files.rounded import Place
 from ..files.tensors import TensorInfo
 from ..formats.cache import says_fp8_cache, with_fp8_cache
 from ..formats.names import UNCHANGED
@@ -28,6 +30,7 @@ from ..weights.weight import Weight
 from . import layout
 from .cache import add_scales, cache_layers, serving_notes
 from .calibrated import UncalibratedError, largest_inputs, unrouted
+from .carried import carried_notes, carried_weights
 from .engines import refuse_experts, refuse_head, unread_by_sglang
 from .fates import FEW_AXES, Fates, Found, Item, Kept, Options
 from .lacking import lacking
@@ -56,6 +59,7 @@ class Plan:
         notes: for the user.
         identity: what tells the source from another with the same headers.
         tunings: what a calibration changes about weights before they are rounded, and other tensors.
+        gptq: the texts by which GPTQ rounds; None if weights are rounded to nearest.
     """
 
     source: Checkpoint
@@ -67,6 +71,7 @@ class Plan:
     notes: tuple[str, ...]
     identity: str
     tunings: Tunings | None = None
+    gptq: Mapping[str, Any] | None = None
 
     @property
     def model(self) -> Model:
@@ -249,6 +254,15 @@ class Plan:
         """The weights that could be quantized, by module; each knows where it lies in the source."""
         return self.fates.layers
 
+    @cached_property
+    def carried(self) -> list[tuple[Weight, Scheme]]:
+        """The weights that GPTQ rounds, each with its scheme."""
+        return [] if self.gptq is None else carried_weights(self.fates, self.entry)
+
+    def with_rounded(self, places: Mapping[str, Place]) -> Plan:
+        """The same plan, of which these tensors are rounded already, and only copied."""
+        return replace(self, fates=replace(self.fates, rounded=places))
+
     @property
     def weight_kinds(self) -> list[Weight]:
         """One weight of each dtype, shape and format, among all that are read by rows."""
@@ -287,6 +301,7 @@ class Plan:
             self.identity,
             *([dict(self.fates.inputs)] if self.fates.inputs else []),
             *([self.tunings.sha256] if self.tunings else []),
+            *([["GPTQ", self.gptq]] if self.gptq else []),
             *([[repr(kept) for kept in self.fates.kept if kept.made is not None]] if self.cached else []),
         ]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
@@ -361,6 +376,7 @@ def make_plan(
         )
         notes += unrouted(options.calibration, entry, fates.inputs, fates.layers)
     notes += options.tunings.notes if options.tunings else ()
+    notes += carried_notes(fates, entry, options.gptq) if options.gptq else ()
     if model.rest:
         notes.insert(0, "decided from names and shapes alone: look at the plan, and at what the engine makes of it")
     # Where a layer stays unquantized, any part of it can be split off.
@@ -369,7 +385,9 @@ def make_plan(
     settings = scheme.config(ignored_names(entry, fates), targets(entry, fates))
     if options.cached:
         settings = with_fp8_cache(settings)
-    return Plan(checkpoint, seen, entry, fates, settings, parallel, tuple(notes), identity, options.tunings)
+    return Plan(
+        checkpoint, seen, entry, fates, settings, parallel, tuple(notes), identity, options.tunings, options.gptq
+    )
 
 
 def _decide(

@@ -11,10 +11,11 @@ from typing import Any
 
 import yaml
 
-from ..files.cards import COMMANDS, QUANTIZED, SECTION, served, shell_word, split_card
+from ..files.cards import COMMANDS, QUANTIZED, ROUNDED_BY_GPTQ, SECTION, served, shell_word, split_card
 from ..formats.cache import FLAG
 from ..models import SGLANG
 from ..patterns import collapse
+from ..plan.carried import tokens_of
 from ..plan.plan import Plan
 from ..version import __version__
 from .escape import markdown, terminal
@@ -211,6 +212,7 @@ def _section(plan: Plan, name: str, repo: str | None, revision: str | None, dire
         f"| | |\n|---|---|\n| source | {origin} |",
         *([f"| revision | `{revision}` |"] if revision else []),
         f"| format | {plan.description}{serialized} |",
+        *([f"| rounded by | {ROUNDED_BY_GPTQ}, {tokens_of(plan.gptq)} |"] if plan.gptq else []),
         *([f"| KV cache | FP8, {cache_text(plan)} |"] if plan.cached else []),
         *([f"| folded | {plan.tunings.title} |"] if plan.tunings and plan.tunings.title else []),
         *([f"| scales | {WEIGHED.format(plan.tunings.weighed)} |"] if plan.tunings and plan.tunings.weighed else []),

@@ -8,6 +8,7 @@ from pathlib import Path
 from ..hub.fetch import Download
 from ..patterns import collapse
 from ..plan.cache import CACHED
+from ..plan.carried import rounded_bytes
 from ..plan.lines import Line
 from ..plan.plan import Plan
 from ..plan.serving import GPU_GB, Serving
@@ -70,7 +71,8 @@ def _facts(plan: Plan, download: Download, notes: Sequence[str]) -> list[str]:
     lines = [
         f"weights:  {gigabytes(plan.source_bytes)} -> {gigabytes(plan.output_bytes)}, {_share(plan)}{layers}",
         f"disk:     {gigabytes(plan.output_bytes + sum(plan.files.values()))} in "
-        f"{_count(len(plan.shards), 'shard')} and {_count(len(plan.files), 'other file')}",
+        f"{_count(len(plan.shards), 'shard')} and {_count(len(plan.files), 'other file')}"
+        + (f", and {gigabytes(rounded_bytes(plan.carried))} meanwhile for rounded layers" if plan.carried else ""),
     ]
     if download.nbytes:
         others = (

@@ -42,6 +42,7 @@ class Task:
         scheme: what it was quantized in, if quantizing the source again must give the same; None if others made it.
         weighed: whether its scales were searched for by what is not known here.
         scale: whether it is a scale by itself, of keys or values.
+        carried: whether GPTQ rounded it: then only its scales can be made again.
     """
 
     info: TensorInfo
@@ -49,6 +50,7 @@ class Task:
     original: Weight | bytes | None = None
     scheme: Scheme | None = None
     weighed: bool = False
+    carried: bool = False
     scale: bool = False
 
 
@@ -129,7 +131,7 @@ class _Reading:
                     worker.check_scale(number, task.info)
                 elif task.weight is not None:
                     assert not isinstance(task.original, bytes)
-                    worker.check(number, task.weight, task.original, task.scheme, task.weighed)
+                    worker.check(number, task.weight, task.original, task.scheme, task.weighed, task.carried)
                 else:
                     worker.compare(number, task.info, task.original)
             except SourceError as error:
@@ -220,7 +222,9 @@ class _Worker:
                     to_bfloat16(bits.view(np.float32), plain)
                     yield plain.reshape(-1).view(np.uint8)
 
-    def check(self, number: int, weight: Weight, original: Weight | None, scheme: Scheme | None, weighed: bool) -> None:
+    def check(
+        self, number: int, weight: Weight, original: Weight | None, scheme: Scheme | None, weighed: bool, carried: bool
+    ) -> None:
         """Look at a quantized weight's codes and scale; decode it, and quantize it again, if that is asked for."""
         if weight.format is not None and weight.format.columns is not None:
             self._check_columns(number, weight, original)
@@ -268,8 +272,8 @@ class _Worker:
                 self.reading.say(number, f"{extent.label} in the source's {extent.shard} holds NaN or infinity")
                 return
             if scheme is not None:
-                self._report_remade(number, weight, comparison, scheme, divisor)
-            self._report(number, weight, comparison, bounded=scheme is None)
+                self._report_remade(number, weight, comparison, scheme, divisor, carried)
+            self._report(number, weight, comparison, bounded=scheme is None and not carried, carried=carried)
 
     def _check_columns(self, number: int, weight: Weight, original: Weight | None) -> None:
         """Decode a weight whose codes lie in columns, which refuses what is unsound; hold it against the source's."""
@@ -331,7 +335,13 @@ class _Worker:
         return values
 
     def _report_remade(
-        self, number: int, weight: Weight, comparison: Comparison, scheme: Scheme, divisor: Floats | None
+        self,
+        number: int,
+        weight: Weight,
+        comparison: Comparison,
+        scheme: Scheme,
+        divisor: Floats | None,
+        carried: bool,
     ) -> None:
         """Note which codes and scales differ from those that quantizing the source again gives."""
         info, scale = weight.codes, weight.scale
@@ -354,7 +364,7 @@ class _Worker:
                     f"({int(wrong.sum())} of {wrong.size} scales differ)",
                 )
             self._report_zeros(number, weight, comparison)
-        if comparison.first is not None:
+        if comparison.first is not None and not carried:
             (row, col), found, made_code = comparison.first
             self.reading.say(
                 number,
@@ -376,7 +386,7 @@ class _Worker:
             f"{right} ({int(wrong.sum())} of {wrong.size} zero points differ)",
         )
 
-    def _report(self, number: int, weight: Weight, comparison: Comparison, bounded: bool) -> None:
+    def _report(self, number: int, weight: Weight, comparison: Comparison, bounded: bool, carried: bool) -> None:
         info = weight.codes
         if bounded and comparison.wrong is not None:
             (row, col), error, bound, count = comparison.wrong
@@ -388,8 +398,9 @@ class _Worker:
         found = comparison.error.of(weight.module, comparison.shape)
         with self.reading.lock:
             self.reading.errors.append((number, found))
-            self.reading.contents.compared += math.prod(comparison.shape)
-            self.reading.contents.same += math.prod(comparison.shape) - comparison.differing
+            if not carried:
+                self.reading.contents.compared += math.prod(comparison.shape)
+                self.reading.contents.same += math.prod(comparison.shape) - comparison.differing
 
 
 def _is_folded(original: Weight | bytes | None) -> bool:

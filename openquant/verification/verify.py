@@ -16,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ..errors import PlanError, SourceError, UsageError
-from ..files.cards import QUANTIZED, card_of, says_folds, says_weighed, source_of
+from ..files.cards import QUANTIZED, card_of, is_rounded_by_gptq, says_folds, says_weighed, source_of
 from ..files.checkpoint import Checkpoint, open_checkpoint, read_config, readable
 from ..files.evaluation import find_evaluation
 from ..files.journal import read_journal
@@ -30,6 +30,7 @@ from ..measure.error import LayerError
 from ..measure.unfold import unfold
 from ..models import MODELS
 from ..patterns import collapse, template
+from ..plan.carried import carried_weights
 from ..plan.fates import Found, Options
 from ..plan.plan import Plan, make_plan
 from ..plan.roles import Entry
@@ -207,6 +208,8 @@ class _Verification:
     def __init__(self, headers: Headers, source: Checkpoint | None, full: bool, remakes: bool, card: str) -> None:
         self.headers = headers
         self.folded, self.weighed = says_folds(card), says_weighed(card)
+        # Whether GPTQ rounded what it can: no codes of these are made again.
+        self.carried = is_rounded_by_gptq(card)
         self.checkpoint = headers.checkpoint
         self.origin = source
         # With the weights that are quantized there as what they stand for, and these.
@@ -437,11 +440,12 @@ class _Verification:
 
     def _read(self, pairs: list[Pair], workers: int, progress: Progress | None) -> None:
         tasks = [Task(info, original=original) for info, original in pairs]
+        carried = self._carried()
         for weight in self.codes.values():
             original = self.originals.get(weight.module) if self.full else None
             original = original if original and original.shape == weight.source.shape else None
             scheme = self._scheme_of(weight) if self.remakes else None
-            tasks.append(Task(weight.codes, weight, original, scheme, self.weighed))
+            tasks.append(Task(weight.codes, weight, original, scheme, self.weighed, weight.module in carried))
         tasks += [Task(info, scale=True) for info in self.headers.cache]
         # In the order of the files, which is how disks like it.
         tasks.sort(key=lambda task: self.checkpoint.where[task.info.name])
@@ -457,10 +461,20 @@ class _Verification:
                 "codes and scales were not made again, since the source was quantized already: errors were held "
                 "against what rounding explains"
             )
+        if self.full and carried:
+            self.notes.append(f"{len(carried)} layers were rounded by GPTQ, whose codes are not made again")
         if self.full:
             skipped = sum(weight.module not in self.originals for weight in self.codes.values())
             if skipped:
                 self.notes.append(f"{skipped} quantized tensors were not decoded: the source has no matrix for them")
+
+    def _carried(self) -> set[str]:
+        """The modules that GPTQ rounded; all, where it did and no plan says which."""
+        if not self.carried:
+            return set()
+        if self.plan is None:
+            return {weight.module for weight in self.codes.values()}
+        return {weight.module for weight, _ in carried_weights(self.plan.fates, self.plan.entry)}
 
     def _check_shared_scales(self, entry: Entry) -> None:
         """Layers that engines merge must have one scale, or vLLM rounds them a second time at load."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import SourceError
+from ..errors import PlanError, SourceError
 from ..files.shardfile import Bytes, SourceFile
 from ..files.tensors import Location, TensorInfo
 from ..formats import kernels
@@ -328,6 +328,39 @@ def check_scales(scale: Floats, name: str, shard: str, least: float) -> None:
         raise SourceError(
             f"{name} in {shard} holds {scale[wrong][0]:g}, which no scale can be",
             "the scales are damaged: download or save them again",
+        )
+
+
+def require_small(weight: Weight, largest: Floats, scheme: Scheme, where: Mapping[str, Location]) -> None:
+    """Refuse weights that a scheme cannot hold, given the largest magnitudes of their groups.
+
+    Raises:
+        SourceError: one is NaN or infinite.
+        PlanError: one is too large.
+    """
+    # False for NaN too.
+    if (largest <= scheme.largest).all():
+        return
+    require_finite(weight, largest, where)
+    extent = weight.rows(where)
+    raise PlanError(
+        f"{extent.label} in {extent.shard}: a weight reaches {largest.max():g}, engines load at most "
+        f"{scheme.largest:g} with {scheme.title}",
+        "the weights are damaged: download or save them again, or leave this layer as it is with --ignore",
+    )
+
+
+def require_finite(weight: Weight, largest: Floats, where: Mapping[str, Location]) -> None:
+    """Refuse NaN and infinity, given the largest magnitudes of groups.
+
+    Raises:
+        SourceError: there is one.
+    """
+    if not np.isfinite(largest).all():
+        extent = weight.rows(where)
+        raise SourceError(
+            f"{extent.label} in {extent.shard} holds NaN or infinity",
+            "the weights are damaged: download or save them again, or leave this layer as it is with --ignore",
         )
 
 

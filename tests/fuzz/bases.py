@@ -26,8 +26,6 @@ OUTPUTS = [
     ("LlamaForCausalLM", {"scheme": "mxfp8"}),
     ("Qwen3ForCausalLM", {"scheme": "int4", "asymmetric": True}),
     ("Qwen3ForCausalLM", {"scheme": "nvfp4-w4a4"}),
-    ("Gemma3ForConditionalGeneration", {"scheme": "channel", "kv_cache": "fp8"}),
-    ("Llama4ForCausalLM", {"scheme": "none", "kv_cache": "fp8"}),
 ]
 
 

@@ -172,7 +172,6 @@ SCHEMES = [
     ["--scheme", "mxfp4"], ["--scheme", "nvfp4"], ["--scheme", "nvfp4-w4a4"],
     ["-w", "128", "--format", "compressed-tensors"], ["-w", "128", "--scale-format", "ue8m0"],
     ["--activation-scheme", "static"], ["--activation-scheme", "static", "--format", "compressed-tensors"],
-    ["--kv-cache", "fp8"], ["--scheme", "channel", "--kv-cache", "fp8"], ["--scheme", "none", "--kv-cache", "fp8"],
 ]  # fmt: skip
 OPTIONS = [
     *[[]] * 12, ["--architecture", "generic"], ["--architecture", "LlamaForCausalLM"], ["--tp", "2"], ["--tp", "3"],

@@ -1,0 +1,97 @@
+"""What GPTQ does for a run of compress(): texts run through the model, and layers are rounded before the conversion.
+
+They lie in `OUTPUT.rounded` beside the output until that is finished, a file for each decoder layer.
+
+transformers is imported by the modules that run models, and these when they are needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .convert.devices import loops
+from .convert.ranks import Ranks
+from .files.rounded import RoundedFolder
+from .hub.supplied import supplied
+from .passes import Arriving, hidden_bytes, scratch_for
+from .plan.carried import rounded_bytes
+from .plan.plan import Plan
+from .report.reporter import Reporter
+from .run import Prepared
+
+if TYPE_CHECKING:
+    from .texts.corpus import Corpus
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """GPTQ, for run.carry_out.
+
+    Attributes:
+        corpus: the texts.
+    """
+
+    corpus: Corpus
+
+    def missing(self, prepared: Prepared) -> int:
+        """Bytes of disk that rounded layers will take, those that are there left out."""
+        folder = folder_of(prepared.target)
+        return max(0, rounded_bytes(prepared.plan.carried) - folder.nbytes)
+
+    def run(self, prepared: Prepared, reporter: Reporter) -> Plan:
+        """The plan, with the layers that GPTQ rounds rounded; those that an earlier run left are taken.
+
+        Raises:
+            SourceError: the model cannot be read or computed, or what an earlier run left is damaged.
+            OutputError: a layer found no room on disk, or hidden states did not.
+        """
+        # Only now is torch imported.
+        from .forward.kept import Kept
+        from .forward.streamed import StreamedModel
+        from .measure.gptq import round_layers
+        from .measure.subjects import needs
+
+        plan, source, run, corpus = prepared.plan, prepared.source, prepared.run, self.corpus
+        facts = [plan.digest, dict(prepared.stamps), [version(name) for name in ("torch", "transformers")]]
+        about = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        folder = folder_of(prepared.target, about)
+        folder.claim()
+        kept = Kept(folder.passes, lambda: {"run": about})
+        continued = () if kept.found is None else ("an earlier run is continued",)
+        reporter.calibrating("; ".join((f"GPTQ with {corpus.described}", *corpus.notes, *continued)))
+        streamed = StreamedModel(prepared.checkpoint, device=prepared.device)
+        place = prepared.target.absolute().parent
+        hidden = hidden_bytes(prepared.checkpoint, len(corpus.documents) * corpus.length)
+        with ExitStack() as stack:
+            room = scratch_for(hidden, place, run.max_memory, asked=False)
+            held = stack.enter_context(room) if room else None
+            supplies = supplied([(source, needs(streamed))], run.stream, place, hidden if room else 0)
+            [supply] = stack.enter_context(supplies)
+            streamed.traffic = Arriving(supply, source.name, None, Ranks())
+            found = round_layers(
+                streamed,
+                plan,
+                corpus,
+                folder,
+                loops(prepared.fast),
+                scratch=held,
+                progress=reporter.calibrated,
+                kept=kept,
+            )
+        kept.remove()
+        return plan.with_rounded(found)
+
+    def remove(self, prepared: Prepared) -> None:
+        """Remove the rounded layers, which the output has."""
+        folder_of(prepared.target).remove()
+
+
+def folder_of(target: Path, about: str = "") -> RoundedFolder:
+    """Where an output's layers lie as GPTQ has rounded them: in `OUTPUT.rounded`."""
+    return RoundedFolder(target.with_name(f"{target.name}.rounded"), about)

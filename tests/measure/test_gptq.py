@@ -1,0 +1,162 @@
+"""GPTQ's pass: each layer is rounded by the inputs that an ordinary forward pass of transformers gives it."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import tiny
+from converted import Shelf
+from openquant import dequantize
+from openquant.api import _work
+from openquant.errors import SourceError
+from openquant.files.checkpoint import Checkpoint
+from openquant.formats.schemes import SCHEMES, Scheme, find_scheme
+from openquant.gptq import Gptq
+from openquant.hub.source import Source
+from openquant.options import Run
+from openquant.plan.fates import Options
+from openquant.plan.plan import Plan, make_plan
+from openquant.texts.corpus import Corpus, Document
+from openquant.weights.tuning import Tuning, Tunings
+
+IDS = [tuple((7 * at * at + 31 * number) % 500 for at in range(150)) for number in range(4)]
+CORPUS = Corpus(tuple(Document("some", f"some {at}", each) for at, each in enumerate(IDS)), "", {})
+WANTED = [SCHEMES[name] for name in ("int4", "int8", "int8-weights", "nvfp4", "tensor", "channel", "block", "mxfp4")]
+
+
+def compressed(root: Path, out: Path, scheme: Scheme, gptq: bool, tunings: Tunings | None = None) -> Plan:
+    """What compress() does, by GPTQ with the texts above or not; the plan, for what it says."""
+    plans = []
+    options = Options(tunings=tunings, gptq=CORPUS.account if gptq else None)
+
+    def make(source: Source, checkpoint: Checkpoint) -> Plan:
+        plans.append(make_plan(checkpoint, scheme, options, source.identity))
+        return plans[-1]
+
+    _work(Run(root, out), make, None, None, rounding=lambda: Gptq(CORPUS) if gptq else None)
+    return plans[-1]
+
+
+def grams(root: Path) -> dict[str, Tensor]:
+    """Of an ordinary model's Linears, float64, by the name of the weight."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(root, dtype=torch.bfloat16)
+    found: dict[str, Tensor] = {}
+
+    def hook(name: str):
+        def before(_: object, args: tuple[Tensor]) -> None:
+            values = args[0].reshape(-1, args[0].shape[-1]).double()
+            found[name] = found.get(name, 0) + values.T @ values
+
+        return before
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(hook(f"{name}.weight"))
+    with torch.inference_mode():
+        for ids in IDS:
+            model(input_ids=torch.tensor([ids]), use_cache=False)
+    return found
+
+
+def losses(root: Path, out: Path, found: dict[str, Tensor]) -> dict[str, float]:
+    """The squared error of each layer's outputs, by the name of the weight."""
+    dequantize(out, out.with_name(f"{out.name}-plain"))
+    before, after = tiny.read(root), tiny.read(out.with_name(f"{out.name}-plain"))
+    errors = {name: (after[name].double() - before[name].double()) for name in found if ".layers." in name}
+    return {name: float((error @ found[name] * error).sum()) for name, error in errors.items()}
+
+
+@pytest.fixture(scope="module")
+def found(all_converted: Shelf) -> dict[str, Tensor]:
+    return grams(all_converted.source("Qwen3ForCausalLM"))
+
+
+@pytest.mark.parametrize("scheme", [*WANTED, find_scheme("int4", asymmetric=True)], ids=lambda scheme: scheme.suffix)
+def test_outputs_of_all_layers_are_nearer(
+    shelf: Shelf, tmp_path: Path, scheme: Scheme, found: dict[str, Tensor]
+) -> None:
+    source = shelf.source("Qwen3ForCausalLM")
+    plan = compressed(source, tmp_path / "gptq", scheme, gptq=True)
+    compressed(source, tmp_path / "nearest", scheme, gptq=False)
+    layers = 7 * tiny.LAYERS
+    assert f"{layers} layers are rounded by GPTQ, with the inputs that 4 x 150 tokens give them" in plan.notes
+    assert [path.name for path in tmp_path.glob("*.rounded")] == []
+    one, other = tiny.read(tmp_path / "gptq"), tiny.read(tmp_path / "nearest")
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in one.items()} == {
+        name: (tensor.dtype, tensor.shape) for name, tensor in other.items()
+    }
+    # Scales are those of the weights, and what is not rounded stays.
+    codes = scheme.format.codes
+    for name, tensor in one.items():
+        same = torch.equal(tensor.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8))
+        assert same == (not (name.endswith(f"_proj.{codes}") and ".layers." in name)), name
+    before, after = (losses(source, tmp_path / kind, found) for kind in ("nearest", "gptq"))
+    assert len(after) == layers
+    assert all(after[name] < before[name] for name in before)
+    assert sum(after.values()) < 0.8 * sum(before.values())
+
+
+def test_folded_weights_are_rounded_by_divided_inputs(shelf: Shelf, tmp_path: Path, found: dict[str, Tensor]) -> None:
+    source, name = shelf.source("Qwen3ForCausalLM"), "model.layers.0.mlp.down_proj.weight"
+    columns = np.exp2(np.random.default_rng(5).integers(-3, 4, tiny.MLP)).astype(np.float32)
+    tunings = Tunings({name.removesuffix(".weight"): Tuning(columns=columns)})
+    lost = []
+    for gptq in (False, True):
+        out = tmp_path / str(gptq)
+        compressed(source, out, SCHEMES["int4"], gptq, tunings)
+        dequantize(out, tmp_path / f"{gptq}-plain")
+        factors = torch.from_numpy(columns).double()
+        error = tiny.read(tmp_path / f"{gptq}-plain")[name].double() - tiny.read(source)[name].double() * factors
+        lost.append(float((error @ (found[name] / factors / factors[:, None]) * error).sum()))
+    assert lost[1] < 0.7 * lost[0]
+
+
+def test_experts_are_rounded_to_nearest(shelf: Shelf, tmp_path: Path) -> None:
+    source = shelf.source("Qwen3MoeForCausalLM")
+    plan = compressed(source, tmp_path / "gptq", SCHEMES["nvfp4"], gptq=True)
+    compressed(source, tmp_path / "nearest", SCHEMES["nvfp4"], gptq=False)
+    note = f"{3 * tiny.EXPERTS} layers are experts, which GPTQ leaves out: they are rounded to nearest"
+    assert note in plan.notes
+    one, other = tiny.read(tmp_path / "gptq"), tiny.read(tmp_path / "nearest")
+    differ = {name for name in one if not torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8))}
+    assert {name.rpartition(".")[2] for name in differ} == {"weight_packed"}
+    assert {".experts." in name for name in differ} == {False}
+    assert len(differ) == 4 * tiny.LAYERS + 3
+
+
+def test_a_quantized_source_is_rounded_anew_or_keeps_its_codes(shelf: Shelf, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    compressed(shelf.source("Qwen3ForCausalLM"), source, SCHEMES["channel"], gptq=False)
+    compressed(source, tmp_path / "kept", SCHEMES["channel"], gptq=True)
+    codes = tiny.read(source)
+    assert all(
+        torch.equal(tensor.view(torch.uint8), codes[name].view(torch.uint8))
+        for name, tensor in tiny.read(tmp_path / "kept").items()
+    )
+    for gptq in (True, False):
+        compressed(source, tmp_path / str(gptq), SCHEMES["int4"], gptq)
+    one, other = (tiny.read(tmp_path / str(gptq)) for gptq in (True, False))
+    name = "model.layers.1.mlp.up_proj.weight_packed"
+    assert not torch.equal(one[name], other[name])
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source")
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def spoil(weights: dict[str, Tensor]) -> None:
+        weights[name][3, 4] = float("nan")
+
+    tiny.change_weights(source, spoil)
+    with pytest.raises(SourceError) as caught:
+        compressed(source, tmp_path / "out", SCHEMES["int4"], gptq=True)
+    assert caught.value.message.startswith((f"{name} in ", "what goes into model.layers.1.mlp.down_proj.weight"))

@@ -1,0 +1,270 @@
+"""`openquant compress --gptq`."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from conftest import EXAMPLE, ROOT
+from openquant import Reporter, compress, evaluate, verify
+from openquant.cli import main
+from openquant.convert.ranks import Ranks
+from openquant.errors import OpenQuantError, OutputError, SourceError, UsageError
+from openquant.forward import kept
+from openquant.measure import answers
+
+SMALL: dict[str, Any] = {"samples": 2, "length": 64}
+TEXTS = ("--samples", "2", "--length", "64")
+
+
+def shards(root: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in root.glob("*.safetensors")}
+
+
+class Told(Reporter):
+    """What a reporter is told of the pass."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def calibrating(self, about: str) -> None:
+        self.lines.append(about)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example by GPTQ with a few texts."""
+    out = tmp_path_factory.mktemp("gptq") / "out"
+    compress(EXAMPLE, out, "int4", gptq=True, **SMALL)
+    return out
+
+
+def test_it_halves_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Answers take most of the time.
+    monkeypatch.setattr(answers, "BUILT_IN", 1)
+    for gptq in (False, True):
+        texts = {"samples": 8, "length": 256} if gptq else {}
+        compress(EXAMPLE, tmp_path / str(gptq), "int4", gptq=gptq, **texts)
+    found = evaluate([tmp_path / "False", tmp_path / "True"], EXAMPLE, samples=4, length=128)
+    nearest, carried = (output["kl"]["mean"] for output in found.outputs)
+    assert carried < 0.6 * nearest
+
+
+def test_the_command_says_what_it_does(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["compress", "-m", str(EXAMPLE), "-o", "out", "--scheme", "int4", "--gptq", *TEXTS]
+    monkeypatch.chdir(tmp_path)
+    assert main([*words, "--dry-run"]) == 0
+    said = capsys.readouterr()
+    note = "note: 28 layers are rounded by GPTQ, with the inputs that 2 x 64 tokens give them\n"
+    assert note in said.out
+    assert " meanwhile for rounded layers\n" in said.out
+    assert not list(tmp_path.iterdir())
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert note in said.out
+    assert "GPTQ with 2 documents of 64 tokens: code (1), docs (1); no text was given: " in said.err
+    assert shards(tmp_path / "out") == shards(made)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert "| rounded by | GPTQ, 2 x 64 tokens |\n" in (made / "README.md").read_text()
+
+
+def test_a_finished_output_needs_no_pass(made: Path, tmp_path: Path) -> None:
+    told = Told()
+    assert compress(EXAMPLE, made, "int4", gptq=True, reporter=told, **SMALL).resumed
+    assert told.lines == []
+    for others in ({"gptq": False}, {"gptq": True, "samples": 3, "length": 64}):
+        with pytest.raises(OutputError, match="holds the output of another run"):
+            compress(EXAMPLE, made, "int4", **others)
+
+
+def test_verify_makes_scales_again_and_no_codes(made: Path, tmp_path: Path) -> None:
+    report = verify(made, EXAMPLE, full=True)
+    assert (report.problems, report.recomputed, report.compared_codes) == ((), True, 0)
+    assert report.notes == ("28 layers were rounded by GPTQ, whose codes are not made again",)
+    assert len(report.errors) == 28
+    assert max(error.relative for error in report.errors) < 0.2
+    # Without the card they would have to be those of the source.
+    spoiled = tmp_path / "spoiled"
+    spoiled.mkdir()
+    for path in made.iterdir():
+        (spoiled / path.name).write_bytes(path.read_bytes())
+    name = "model.layers.0.mlp.up_proj.weight_scale"
+
+    def double(weights: dict[str, Any]) -> None:
+        if name in weights:
+            weights[name] *= 2
+
+    tiny.change_weights(spoiled, double)
+    [problem] = verify(spoiled, EXAMPLE, full=True).problems
+    assert f": {name} holds " in problem
+    card = (made / "README.md").read_text()
+    (spoiled / "README.md").write_text(card.replace("| rounded by | GPTQ, ", "| rounded by | hand, "))
+    assert len(verify(spoiled, EXAMPLE, full=True).problems) > 28
+
+
+# Keeps passes after every layer, and is killed as the second layer's file gets its name.
+KILLED = """
+import os, signal, sys
+from openquant.forward import kept
+from openquant.cli import main
+kept.EVERY = kept.TIMES = 0
+replace = os.replace
+def replaced(old, new, **more):
+    if str(new).endswith("001.safetensors"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(old, new, **more)
+os.replace = replaced
+main(sys.argv[1:])
+"""
+
+
+class Stopped(Exception):
+    """Ends a run."""
+
+
+class Stopping(Told):
+    """Ends a run once the first layer's file is there and passes are kept, or as the conversion begins."""
+
+    def __init__(self, folder: Path, late: bool = False) -> None:
+        super().__init__()
+        self.folder, self.late = folder, late
+
+    def calibrated(self, done: int, total: int) -> None:
+        del done, total
+        if not self.late and list(self.folder.glob("*.passes")):
+            raise Stopped
+
+    def started(self, total: int, done: int) -> None:
+        del total, done
+        raise Stopped
+
+
+class Watching(Told):
+    """Has the times of files of layers as the conversion begins."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder, self.stamps = folder, dict[str, int]()
+
+    def started(self, total: int, done: int) -> None:
+        del total, done
+        self.stamps = stamps(self.folder)
+
+
+def stamps(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
+
+
+@pytest.fixture
+def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a run leaves beside its output that ended after the first layer."""
+    monkeypatch.setattr(kept, "EVERY", 0)
+    monkeypatch.setattr(kept, "TIMES", 0)
+    folder = tmp_path / "out.rounded"
+    with pytest.raises(Stopped):
+        compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, reporter=Stopping(folder), **SMALL)
+    return folder
+
+
+def test_a_killed_run_goes_on(made: Path, tmp_path: Path) -> None:
+    words = ["compress", "-m", str(EXAMPLE), "-o", "out", "--scheme", "int4", "--gptq", *TEXTS]
+    command = [sys.executable, "-c", KILLED, *words]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+    assert done.returncode == -signal.SIGKILL
+    folder = tmp_path / "out.rounded"
+    left = stamps(folder)
+    assert list(left) == ["000.safetensors"]
+    assert len(list(folder.glob("*.partial"))) == len(list(folder.glob("*.passes"))) == 1
+    told = Watching(folder)
+    compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, reporter=told, **SMALL)
+    assert told.lines[0].endswith("; an earlier run is continued")
+    assert (told.stamps.items() & left.items(), len(told.stamps)) == (left.items(), 4)
+    assert shards(tmp_path / "out") == shards(made)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_run_that_was_stopped_while_it_converted_has_all_layers(made: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out.rounded"
+    with pytest.raises(Stopped):
+        compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, reporter=Stopping(folder, late=True), **SMALL)
+    left, told = stamps(folder), Watching(folder)
+    compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, reporter=told, **SMALL)
+    assert told.stamps == left
+    assert len(left) == 4
+    assert shards(tmp_path / "out") == shards(made)
+
+
+def test_layers_of_other_texts_are_not_taken(stopped: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    left = stamps(stopped)
+    told = Watching(stopped)
+    compress(EXAMPLE, out, "int4", gptq=True, samples=3, length=32, reporter=told)
+    assert "an earlier run is continued" not in told.lines[0]
+    assert not left.items() & told.stamps.items()
+    assert not stopped.exists()
+
+
+def test_damaged_and_foreign_files_are_named(stopped: Path, tmp_path: Path) -> None:
+    folder, first = stopped, stopped / "000.safetensors"
+    sound = first.read_bytes()
+
+    def refusal() -> OpenQuantError:
+        with pytest.raises(OpenQuantError) as caught:
+            compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, **SMALL)
+        return caught.value
+
+    for damaged in (sound[:-1] + bytes([sound[-1] ^ 1]), sound[:-1], b"", sound.replace(b"up_proj", b"xp_proj")):
+        first.write_bytes(damaged)
+        error = refusal()
+        assert isinstance(error, SourceError)
+        assert (error.message, error.hint) == (f"{first} is damaged", "remove it: its layers are rounded again")
+    first.unlink()
+    assert refusal().message.endswith(f".passes goes on after layers whose files are gone from {folder}")
+    first.symlink_to(EXAMPLE / "config.json")
+    assert refusal().message == f"{first} was not made by openquant"
+    first.unlink()
+    first.write_bytes(sound)
+    (folder / "mine.txt").write_text("something of the user's")
+    assert refusal().message == f"{folder / 'mine.txt'} was not made by openquant"
+    assert (folder / "mine.txt").exists()
+
+
+def test_a_full_disk_is_named_and_leaves_nothing_half_written(made: Path, tmp_path: Path) -> None:
+    # Writing beyond this size fails as a full disk does.
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (130_000, usual[1]))
+    try:
+        with pytest.raises(OutputError) as caught:
+            compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, **SMALL)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert caught.value.message == f"{tmp_path}/out.rounded/000.safetensors cannot be written: File too large"
+    assert list((tmp_path / "out.rounded").iterdir()) == []
+    compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, **SMALL)
+    assert shards(tmp_path / "out") == shards(made)
+
+
+def test_what_it_cannot_do_is_said(tmp_path: Path) -> None:
+    def refused(**options: Any) -> tuple[str, str | None]:
+        with pytest.raises(UsageError) as caught:
+            compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, **options)
+        return caught.value.message, caught.value.hint
+
+    assert refused(calibration=tmp_path / "some.safetensors") == (
+        "GPTQ needs more of the texts than a calibration has: nothing uses --calibration",
+        "leave it out, and name texts with --text or --dataset: GPTQ reads them itself",
+    )
+    assert refused(ranks=Ranks(0, 2)) == (
+        "--gptq works in one process, not in several ranks",
+        "run it without torchrun or srun",
+    )
