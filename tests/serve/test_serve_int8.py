@@ -7,6 +7,7 @@ plugin of shim/ multiplies by what they stand for.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,13 @@ import pytest
 from engine_client import Answers, compressed_examples, find_engine, rewrite
 
 import tiny
+from conftest import EXAMPLE
+from openquant import compress
+from openquant.files.checkpoint import open_checkpoint
+from openquant.measure.evaluate import evaluate
+from openquant.measure.subjects import Settings, Subject
+from openquant.texts.corpus import Corpus, Document
+from outliers import twin
 
 pytestmark = pytest.mark.serve
 
@@ -32,13 +40,23 @@ CASES: dict[str, tuple[Mapping[str, Any], float, float]] = {
 
 
 @pytest.fixture(scope="module")
-def logprobs(tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """Of the source, each case, `<it>-plain` and with scales a quarter too large."""
-    engine, root = find_engine(), tmp_path_factory.mktemp("int8")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The source, each case, `<it>-plain` and with scales a quarter too large; the twin, and what is made of that."""
+    find_engine()
+    root = tmp_path_factory.mktemp("int8")
     models = compressed_examples(root, {name: options for name, (options, _, _) in CASES.items()})
     for name in ("int8", "int8-weights"):
         models[f"{name}-larger"] = larger_scales(models[name], root / f"{name}-larger")
-    return engine.logprobs(models, root / "answers", "text")
+    models |= {name: root / name for name in ("twin", "twin-int8", "twin-smooth")}
+    twin(EXAMPLE, models["twin"])
+    compress(models["twin"], models["twin-int8"], "int8")
+    compress(models["twin"], models["twin-smooth"], "int8", smooth=0.5, samples=16)
+    return models
+
+
+@pytest.fixture(scope="module")
+def logprobs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    return find_engine().logprobs(models, tmp_path_factory.mktemp("answers") / "int8", "text")
 
 
 def larger_scales(source: Path, target: Path) -> Path:
@@ -59,3 +77,19 @@ def test_computes_what_codes_and_scales_stand_for(name: str, logprobs: Answers) 
 @pytest.mark.parametrize("name", ["int8", "int8-weights"])
 def test_control_larger_scales_show(name: str, logprobs: Answers) -> None:
     assert logprobs.between("source", f"{name}-larger") > 0.01
+
+
+def test_outliers_are_folded_into_weights(logprobs: Answers) -> None:
+    # The twin is the example but for the size of what goes into its layers.
+    assert logprobs.between("source", "twin") < 0.0005
+    assert logprobs.between("twin", "twin-int8") > 0.01
+    assert logprobs.between("twin", "twin-smooth") <= 0.0008
+
+
+def test_openquant_eval_says_the_same(models: dict[str, Path], logprobs: Answers) -> None:
+    ids = json.loads((Path(__file__).parent / "text_prompts.json").read_text())
+    texts = Corpus(tuple(Document("code", str(at), tuple(each)) for at, each in enumerate(ids)), "", {})
+    names = ("twin-int8", "twin-smooth")
+    source, *outputs = (Subject(each, open_checkpoint(models[each])) for each in ("twin", *names))
+    for name, found in zip(names, evaluate(source, outputs, texts, Settings()).outputs, strict=True):
+        assert found["kl"]["mean"] == pytest.approx(logprobs.between("twin", name), rel=0.1)
