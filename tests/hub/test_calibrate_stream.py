@@ -12,6 +12,7 @@ import pytest
 from conftest import EXAMPLE, ROOT
 from loopback_hub import LoopbackHub
 from openquant import calibrate, compress
+from outliers import twin
 
 WORDS = ("--samples", "2", "--length", "32")
 
@@ -42,3 +43,23 @@ def test_a_repository_gives_the_bytes_of_a_directory(tmp_path: Path, stream: tup
     compress(EXAMPLE, tmp_path / "local", activation_scheme="static", calibration=expected)
     for path in (tmp_path / "local").glob("*.safetensors"):
         assert path.read_bytes() == (here / "out" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize("stream", [(), ("--stream",)])
+def test_weights_of_a_repository_are_folded_alike(tmp_path: Path, stream: tuple[str, ...]) -> None:
+    source = twin(EXAMPLE, tmp_path / "twin")
+    found = calibrate(source, tmp_path / "of", samples=2, length=32)
+    compress(source, tmp_path / "local", "int8", smooth=0.5, calibration=found)
+    with LoopbackHub(tmp_path / "hub") as hub:
+        hub.repositories["org/name"] = source
+        settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+        environment = {**os.environ, **settings, "PYTHONPATH": str(ROOT)}
+        words = ("compress", "-m", "org/name", "-o", "made/out", "--scheme", "int8", "--smooth", "0.5")
+        command = [sys.executable, "-m", "openquant", *words, "--calibration", str(found), *stream]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment)
+        assert done.returncode == 0, done.stderr
+    assert "SmoothQuant 0.5: inputs of layers are divided by powers of two at 16 of 16 places" in done.stdout
+    assert bool(list((tmp_path / "hf").rglob("*.safetensors"))) == (not stream)
+    assert [path.name for path in (tmp_path / "made").iterdir()] == ["out"]
+    for path in (tmp_path / "local").glob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "made" / "out" / path.name).read_bytes()

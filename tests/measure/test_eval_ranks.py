@@ -20,6 +20,7 @@ from conftest import EXAMPLE, ROOT
 from forked_ranks import Job, Rank
 from openquant import calibrate, compress, evaluate
 from openquant.measure import answers
+from outliers import twin
 
 # `openquant`, rather than what ranks are otherwise.
 OPENQUANT = """
@@ -107,6 +108,27 @@ def test_ranks_calibrate_and_go_on_together(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {name, "out"}
     one = calibrate(EXAMPLE, tmp_path / "one", samples=3, length=64)
     assert (tmp_path / name).read_bytes() == one.read_bytes()
+
+
+def test_ranks_fold_alike(tmp_path: Path) -> None:
+    source = twin(EXAMPLE, tmp_path / "twin")
+    given = (
+        "-m",
+        source,
+        "-o",
+        tmp_path / "out",
+        "--scheme",
+        "int8",
+        "--smooth",
+        "0.5",
+        *("--samples", 2, "--length", 64),
+    )
+    with forked_ranks.job() as job:
+        done = job.finish(2, *map(str, given))
+    assert done.returncode == 0, done.stderr
+    compress(source, tmp_path / "one", "int8", smooth=0.5, calibration=tmp_path / "twin.calibration.safetensors")
+    for path in (tmp_path / "one").glob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
 
 
 # With experts, and a cache and activations that stored scales do not hold.
