@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from conftest import EXAMPLE, ROOT, change_json, heed_ctrl_c
-from openquant import OpenQuantError, compress, evaluate
+from openquant import OpenQuantError, calibrate, compress, evaluate
 from openquant.cli import main
 from openquant.errors import OutputError, SourceError, UsageError
 from openquant.evaluation import _place as place_of
@@ -99,6 +99,32 @@ def test_a_command_tells_of_all_outputs_and_writes_to_one_file(
     largest = max(each["kl"]["mean"] for each in found["outputs"])
     assert run_main(capsys, *words, *more[:-4], "--fail-above", f"{1.01 * largest:.15f}")[0] == 0
     assert not (output / "eval.json").exists()
+
+
+def test_schemes_and_what_calibration_changes_lie_in_one_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Memory, divergence and texts, as docs/evaluation.md has them side by side."""
+    seen = {"calibration": calibrate(EXAMPLE, tmp_path / "found", samples=4, length=64)}
+    made: dict[str, dict[str, Any]] = {
+        "INT8": {"scheme": "int8"},
+        "INT4": {"scheme": "int4"},
+        "INT4-AWQ": {"scheme": "int4", "awq": True, **seen},
+        "FP8": {},
+        "FP8-static": {"activation_scheme": "static", **seen},
+    }
+    for name, options in made.items():
+        compress(EXAMPLE, tmp_path / name, **options)
+    code, stdout, _ = run_main(capsys, "eval", *(tmp_path / name for name in made), "--source", EXAMPLE, *WORDS)
+    rows = re.findall(r"^(\S+) +([\d.]+) MB +([\d.e-]+) +\[.*  (\w+)$", stdout, re.MULTILINE)
+    assert [name for name, *_ in rows] == list(made)
+    size = {name: float(each) for name, each, *_ in rows}
+    divergence = {name: float(each) for name, _, each, _ in rows}
+    assert size["INT4"] == size["INT4-AWQ"] < size["FP8"] < size["INT8"] < 8.39
+    assert divergence["INT8"] < divergence["FP8"] < divergence["INT4"]
+    assert divergence["FP8-static"] == pytest.approx(divergence["FP8"], rel=0.2)
+    assert divergence["INT4-AWQ"] != divergence["INT4"]
+    assert stdout.count("\n  prompt ") == len(made)
 
 
 def test_texts_and_prompts_of_one_s_own(output: Path, tmp_path: Path) -> None:
