@@ -116,6 +116,7 @@ def test_schemes_and_what_calibration_changes_lie_in_one_table(
     for name, options in made.items():
         compress(EXAMPLE, tmp_path / name, **options)
     code, stdout, _ = run_main(capsys, "eval", *(tmp_path / name for name in made), "--source", EXAMPLE, *WORDS)
+    assert code == 0
     rows = re.findall(r"^(\S+) +([\d.]+) MB +([\d.e-]+) +\[.*  (\w+)$", stdout, re.MULTILINE)
     assert [name for name, *_ in rows] == list(made)
     size = {name: float(each) for name, each, *_ in rows}
