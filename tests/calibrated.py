@@ -20,11 +20,11 @@ class Planned(Reporter):
         self.plan = plan
 
 
-def skewed(plan: Plan, path: Path) -> Path:
+def skewed(plan: Plan, path: Path, spread: float = 2.0) -> Path:
     """The file of a calibration in which some inputs of each layer are far larger than others."""
     random, found = np.random.default_rng(3), dict[str, Inputs]()
     for weight in plan.layers.values():
-        mean = np.exp(random.normal(0, 2, weight.shape[1])).astype(np.float32)
+        mean = np.exp(random.normal(0, spread, weight.shape[1])).astype(np.float32)
         found.setdefault(weight.source.name, Inputs((weight.source.name,), 4 * mean, mean, 9, 2 * mean**2))
     made = Calibration(tuple(found.values()), fingerprint(plan.source), {"documents": 1, "length": 9})
     path.write_bytes(made.to_bytes())

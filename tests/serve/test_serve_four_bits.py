@@ -78,7 +78,7 @@ def outputs(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> dict[st
             dequantize(output, found[f"{name}-{scheme}-plain"])
     for name in AWQ:
         source, told = found[name.partition("-")[0]], Planned()
-        calibration = skewed(make_plan(open_checkpoint(source), find_scheme("int4")), root / f"{name}.safetensors")
+        calibration = skewed(make_plan(open_checkpoint(source), find_scheme("int4")), root / f"{name}.safetensors", 1)
         found[name], found[f"{name}-plain"] = root / name, root / f"{name}-plain"
         compress(source, found[name], "int4", awq=True, calibration=calibration, reporter=told)
         assert told.plan.tunings is not None
@@ -162,7 +162,9 @@ def test_experts_compute_with_zero_points(name: str, logprobs: Answers) -> None:
 @pytest.mark.parametrize("name", AWQ)
 def test_folded_norms_and_weights_belong_together(name: str, logprobs: Answers) -> None:
     assert logprobs.between(f"{name}-plain", name) <= TO_DEQUANTIZED["tensor"]
-    assert logprobs.between(name.partition("-")[0], name) <= TO_SOURCE
+    # By what was said to go in, and does not, 1.25 times as far as without; with norms as they were 1.7 times.
+    source = name.partition("-")[0]
+    assert logprobs.between(source, name) <= 1.4 * logprobs.between(source, name.removesuffix("-awq"))
 
 
 # A server takes as long as the log-probabilities of ten models.
