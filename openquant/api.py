@@ -290,6 +290,7 @@ def _work(
                 scheme=plan.scheme_name,
                 schemes=plan.scheme_names,
                 kv_cache="fp8" if plan.cached else "auto",
+                folded=(plan.tunings and plan.tunings.title) or None,
                 architecture=plan.model.name,
                 dry_run=run.dry_run,
                 source_bytes=plan.source_bytes,

@@ -28,7 +28,7 @@ from openquant import __version__, compress
 from openquant.errors import UsageError
 
 KEYS = [
-    "model", "revision", "output", "scheme", "schemes", "kv_cache", "architecture", "dry_run", "source_bytes", "output_bytes",
+    "model", "revision", "output", "scheme", "schemes", "kv_cache", "folded", "architecture", "dry_run", "source_bytes", "output_bytes",
     "download_bytes", "repository", "pushed_to", "pushed_revision", "quantized_tensors", "decoded_tensors", "ignored_layers", "shards", "tensor_parallel", "serving", "seconds", "peak_rss_bytes", "resumed",
 ]  # fmt: skip
 
@@ -90,6 +90,7 @@ def test_json_is_one_object_for_runs_and_dry_runs(run: Run, tmp_path: Path) -> N
         "scheme": "block",
         "schemes": {"block": 28},
         "kv_cache": "auto",
+        "folded": None,
         "architecture": "Qwen3ForCausalLM",
         "dry_run": False,
         "source_bytes": 8394240,

@@ -166,7 +166,8 @@ def fold(folding: Folding, scale: Floats, plan: Plan, reader: Reader) -> Part:
             made, scale = divided_norm(held, scale, folding.offset, info.dtype)
         else:
             made = held.copy()
-            made[rows] /= scale
+            with np.errstate(over="ignore"):
+                made[rows] /= scale
         tensors[name] = from_float32(made, info.dtype).tobytes()
     return Part(folding, scale, tensors)
 
@@ -186,7 +187,8 @@ def divided_norm(held: Floats, scale: Floats, offset: float, dtype: str) -> tupl
     The weight stays where it, or what would become of it, lets nothing through.
     """
     whole = held.astype(np.float64) + offset
-    wanted = from_float32((whole / scale - offset).astype(np.float32), dtype)
+    with np.errstate(over="ignore"):
+        wanted = from_float32((whole / scale - offset).astype(np.float32), dtype)
     made = to_float32(wanted, dtype)
     after = made.astype(np.float64) + offset
     same = (whole == 0) | (after == 0) | ~np.isfinite(after)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..formats.kernels import to_float32
+from ..formats.kernels import absmax, to_float32
 from ..formats.numbers import Floats
 from ..plan.folding import Folding
 from ..plan.plan import Plan
@@ -32,12 +32,29 @@ class _Layer(NamedTuple):
         inputs: what the calibration has seen of it.
         largest: float32 [in], the largest magnitude of each column.
         energy: float64 [in], the sum of squares of each column.
+        steps: the sum of squares of the largest magnitude of each row.
     """
 
     weight: Weight
     inputs: Inputs
     largest: Floats
     energy: np.ndarray[tuple[int], np.dtype[np.float64]]
+    steps: float
+
+    def error(self, by: Floats, steps: float) -> float:
+        """An estimate of the squared error of the layer's outputs for a token, times 12 and 127 squared.
+
+        Each weight is off by up to half a step of its row, the largest weight of it over 127; each input by up to half
+        a step of its token, taken to be the largest of all inputs over 127.
+
+        Args:
+            by: what columns are multiplied by, and inputs divided, [in].
+            steps: as above, of the columns multiplied so.
+        """
+        assert self.inputs.square is not None
+        squares = np.square(by, dtype=np.float64)
+        largest = float((self.inputs.absmax / by).max())
+        return steps * float((self.inputs.square / squares).sum()) + largest**2 * float((self.energy * squares).sum())
 
 
 def smooth(folding: Folding, plan: Plan, reader: Reader, calibration: Calibration, exponent: float) -> Floats | str:
@@ -64,7 +81,7 @@ def smooth(folding: Folding, plan: Plan, reader: Reader, calibration: Calibratio
             return "a layer is stored in another scheme"
         if inputs is None:
             return "the calibration has seen nothing of a layer"
-        layers.append(_Layer(weight, inputs, *_columns(weight, reader)))
+        layers.append(_layer(weight, inputs, reader))
     if not layers:
         return "no layer that reads them is quantized"
     inputs_most = folding.largest(np.max([layer.inputs.absmax for layer in layers], axis=0))
@@ -76,35 +93,28 @@ def smooth(folding: Folding, plan: Plan, reader: Reader, calibration: Calibratio
     if (scale == 1).all():
         return "all their factors would be 1"
     columns = folding.columns(scale)
-    before = sum(_error(layer, None, reader) for layer in layers)
-    after = sum(_error(layer, columns, reader) for layer in layers)
+    before = sum(layer.error(np.ones_like(columns), layer.steps) for layer in layers)
+    after = sum(layer.error(columns, _steps(layer.weight, columns, reader)) for layer in layers)
     # False for NaN too.
     return scale if after < before else "the layers' estimated error would not be lower"
 
 
-def _columns(weight: Weight, reader: Reader) -> tuple[Floats, np.ndarray[tuple[int], np.dtype[np.float64]]]:
-    """The largest magnitude and the sum of squares of each column."""
-    largest, energy = np.zeros(weight.shape[1], np.float32), np.zeros(weight.shape[1], np.float64)
+def _layer(weight: Weight, inputs: Inputs, reader: Reader) -> _Layer:
+    largest, energy, steps = np.zeros(weight.shape[1], np.float32), np.zeros(weight.shape[1], np.float64), 0.0
     for bits in reader.rows(weight, 1):
         values = np.abs(to_float32(bits, weight.dtype))
         np.maximum(largest, values.max(axis=0), out=largest)
-        np.square(values, out=values)
-        energy += values.sum(axis=0, dtype=np.float64)
-    return largest, energy
+        steps += float(np.square(values.max(axis=1), dtype=np.float64).sum())
+        # Too large a weight is one for the conversion to refuse.
+        with np.errstate(over="ignore"):
+            energy += np.square(values, out=values).sum(axis=0)
+    return _Layer(weight, inputs, largest, energy, steps)
 
 
-def _error(layer: _Layer, columns: Floats | None, reader: Reader) -> float:
-    """An estimate of the squared error of a layer's outputs for a token, in units of a step's twelfth part squared.
-
-    Each weight is off by up to half a step of its row, the largest weight of it over 127; each input by up to half a
-    step of its token, taken to be the largest of all inputs over 127.
-    """
-    assert layer.inputs.square is not None
-    weight = layer.weight._replace(tuning=Tuning(columns=columns))
+def _steps(weight: Weight, columns: Floats, reader: Reader) -> float:
+    """The sum of squares of the largest magnitude of each row, of the columns multiplied."""
     steps = 0.0
-    for bits in reader.rows(weight, 1):
-        largest = np.abs(to_float32(bits, weight.dtype)).max(axis=1)
+    for bits in reader.rows(weight._replace(tuning=Tuning(columns=columns)), 1):
+        largest = absmax(bits, "F32", (1, None))
         steps += float(np.square(largest, dtype=np.float64).sum())
-    by = np.ones(1) if columns is None else columns.astype(np.float64)
-    inputs, squares = layer.inputs.absmax / by, layer.inputs.square / by**2
-    return steps * float(squares.sum()) + float(inputs.max()) ** 2 * float((layer.energy * by**2).sum())
+    return steps

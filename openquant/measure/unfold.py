@@ -83,8 +83,14 @@ class _Unfolding:
         """Whether the output has what makes the channels in the source's shape, quantized where the plan says so."""
         name = f"{folding.source}.weight"
         if folding.source in self.plan.layers:
-            return name in self.codes and self.codes[name].shape == self.plan.layers[folding.source].shape
+            return self._fits(folding.source)
         return self.checkpoint.tensors.get(name) == self.plan.seen.tensors[name]
+
+    def _fits(self, module: str) -> bool:
+        """Whether the output has codes of a module with scales, in the shape that the source has it."""
+        stored = self.codes.get(f"{module}.weight")
+        whole = stored is not None and stored.format is not None and stored.scale is not None
+        return whole and stored is not None and stored.shape == self.plan.layers[module].shape
 
     def _norm(self, folding: Folding) -> Part:
         """A fold of a norm: the powers of two nearest to what its elements are divided by."""
@@ -113,12 +119,11 @@ class _Unfolding:
 
     def _check_columns(self, part: Part, tunings: Mapping[str, Tuning]) -> None:
         """Hold factors against the columns of a layer that reads them, as far as its first rows show these."""
-        module = next((each for each in part.folding.readers if f"{each}.weight" in self.codes), None)
+        layers = (each for each in part.folding.readers if each in self.plan.layers)
+        module = next((each for each in layers if self._fits(each)), None)
         if module is None:
             return
         stored, weight = self.codes[f"{module}.weight"], self.plan.layers[module]._replace(tuning=tunings[module])
-        if stored.shape != weight.shape:
-            return
         wanted, found = (
             next(reader.rows(each, 1)).view(np.float32)
             for reader, each in ((self.source, weight), (self.output, stored))
@@ -151,8 +156,9 @@ def _powers(before: Floats, after: Floats) -> Floats:
 
 def _sizes(reader: Reader, weight: Weight) -> Floats:
     """The root of the sum of squares of each row, float32."""
-    sums = [np.square(to_float32(bits, weight.dtype)).sum(axis=1, dtype=np.float64) for bits in reader.rows(weight, 1)]
-    found: Floats = np.sqrt(np.concatenate(sums)).astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        sums = [np.square(to_float32(bits, weight.dtype)).sum(axis=1) for bits in reader.rows(weight, 1)]
+    found: Floats = np.sqrt(np.concatenate(sums))
     return found
 
 

@@ -17,6 +17,8 @@ class Result:
         scheme: the name of the scheme, such as "tensor"; "bf16" for a run that dequantizes.
         schemes: number of weights stored in each scheme: that one, and others that some layers have instead.
         kv_cache: "fp8" where the output has scales for keys and values in FP8, "auto" where it has none.
+        folded: where inputs of layers are divided in the norms and projections before them, "SmoothQuant 0.5: inputs
+            divided by powers of two in 16 norms and projections"; None where they are not.
         architecture: the registry's entry that the plan was made by.
         dry_run: whether nothing was written.
         source_bytes: size of the source's tensors.
@@ -43,6 +45,7 @@ class Result:
     scheme: str
     schemes: dict[str, int]
     kv_cache: str
+    folded: str | None
     architecture: str
     dry_run: bool
     source_bytes: int

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+
 from ..formats.numbers import Floats
 
 
@@ -40,10 +42,12 @@ class Tuning:
 
     def apply(self, values: Floats, low: int) -> None:
         """Change float32 rows [n, in] of the weight in place, the first of which is row `low`."""
-        if self.columns is not None:
-            values *= self.columns
-        if self.rows is not None:
-            values /= self.rows[low : low + len(values), None]
+        # What is too large then is refused where it is rounded.
+        with np.errstate(over="ignore", invalid="ignore"):
+            if self.columns is not None:
+                values *= self.columns
+            if self.rows is not None:
+                values /= self.rows[low : low + len(values), None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from openquant.files.checkpoint import Checkpoint, open_checkpoint
 from openquant.formats import kernels
 from openquant.formats.ranges import ranged
 from openquant.formats.reference import encode, group_absmax
-from openquant.formats.schemes import SCHEMES, Scheme, find_scheme
+from openquant.formats.schemes import SCHEMES, TENSOR, Scheme, find_scheme
 from openquant.formats.search import searched
 from openquant.hub.source import Source
 from openquant.options import Run
@@ -172,3 +172,19 @@ def test_scales_are_searched_for_by_what_goes_in(shelf: Shelf, tmp_path: Path, a
             scales.append(searched(bits, "BF16", absmax, form, scheme.ratios, importance=counts))
     assert not np.array_equal(*scales)
     assert np.array_equal(tiny.read(tmp_path / "out")[f"{module}.weight_scale"].float().numpy(), scales[0])
+
+
+def test_codes_of_a_source_do_not_pass_folded(shelf: Shelf, tmp_path: Path) -> None:
+    """All three would keep the scale that they share."""
+    source = shelf.converted("Qwen3ForCausalLM", TENSOR).output
+    path = "model.layers.0.self_attn"
+    columns = powers(tiny.HIDDEN)
+    tunings = Tunings({f"{path}.{name}_proj": Tuning(columns=columns) for name in "qkv"})
+    carried_out(source, tmp_path / "out", TENSOR, Options(tunings=tunings))
+    stored, found = tiny.read(source), tiny.read(tmp_path / "out")
+    for name in (f"{path}.{each}_proj.weight" for each in "qkv"):
+        wanted = stored[name].float() * stored[f"{name}_scale"] * torch.from_numpy(columns)
+        made = found[name].float() * found[f"{name}_scale"]
+        assert (made - wanted).norm() < 0.04 * wanted.norm()
+    other = "model.layers.1.mlp.up_proj.weight"
+    assert torch.equal(stored[other].view(torch.uint8), found[other].view(torch.uint8))

@@ -52,7 +52,8 @@ class Twin:
         self.source = twin(EXAMPLE, root / "source")
         self.calibration = calibrate(self.source, root / "of.safetensors", **SMALL)
         self.output, self.told = root / "out", Planned()
-        compress(self.source, self.output, "int8", smooth=0.5, calibration=self.calibration, reporter=self.told)
+        options: dict[str, Any] = {"calibration": self.calibration, "reporter": self.told}
+        self.result = compress(self.source, self.output, "int8", smooth=0.5, **options)
 
     def copied(self, root: Path, change: Callable[[Weights], Any]) -> Path:
         """The output with its weights changed."""
@@ -82,6 +83,7 @@ def test_outliers_no_longer_cost_a_thing(made: Twin, tmp_path: Path, monkeypatch
 
 def test_its_plan_and_its_card_say_so(made: Twin) -> None:
     assert "SmoothQuant 0.5: inputs of layers are divided by powers of two at 16 of 16 places" in made.told.notes
+    assert made.result.folded == "SmoothQuant 0.5: inputs divided by powers of two in 16 norms and projections"
     line = "| folded | SmoothQuant 0.5: inputs divided by powers of two in 16 norms and projections |"
     assert line in (made.output / "README.md").read_text().splitlines()
     # Engines read nothing that they do not without folds.
@@ -142,6 +144,45 @@ def test_a_changed_row_shows(made: Twin, tmp_path: Path) -> None:
     assert any("up_proj.weight does not fit model.layers.1.mlp.down_proj" in found for found in report.problems)
     damaged = made.copied(tmp_path / "y", lambda held: held["model.layers.1.mlp.up_proj.weight_scale"][5].fill_(np.nan))
     assert "holds nan" in "; ".join(verify(damaged, made.source).problems)
+
+
+def without(name: str) -> Callable[[Weights], Any]:
+    return lambda weights: weights.pop(name)
+
+
+def with_shape(name: str, *shape: int) -> Callable[[Weights], Any]:
+    return lambda weights: weights.update({name: torch.ones(shape, dtype=weights[name].dtype)})
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (without("model.layers.1.mlp.up_proj.weight_scale"), "model.layers.1.mlp.up_proj.weight_scale"),
+        (without("model.layers.1.self_attn.k_proj.weight_scale"), "model.layers.1.self_attn.k_proj.weight_scale"),
+        (without("model.layers.1.mlp.up_proj.weight"), "model.layers.1.mlp.up_proj.weight"),
+        (without("model.layers.1.mlp.down_proj.weight"), "model.layers.1.mlp.down_proj.weight"),
+        (without(NORM), f"{NORM} is missing"),
+        (with_shape(NORM, 128), f"{NORM} is BF16 [128], the source has BF16 [256]"),
+        (with_shape("model.layers.1.self_attn.v_proj.weight", 64, 256), "v_proj"),
+    ],
+)
+def test_what_is_damaged_is_reported(
+    made: Twin, tmp_path: Path, change: Callable[[Weights], Any], problem: str
+) -> None:
+    problems = verify(made.copied(tmp_path / "x", change), made.source, full=True).problems
+    assert any(problem in found for found in problems), problems
+
+
+def test_what_grows_beyond_float32_is_refused(made: Twin, tmp_path: Path) -> None:
+    source = twin(EXAMPLE, tmp_path / "source")
+    tiny.change_weights(source, lambda held: held["model.layers.0.mlp.up_proj.weight"][3, :].fill_(3e38))
+    found = replace(read_calibration(made.calibration), model=fingerprint(open_checkpoint(source)))
+    (tmp_path / "of").write_bytes(found.to_bytes())
+    told = Planned()
+    # Folded columns would be infinite: the estimate leaves that one out.
+    compress(source, tmp_path / "out", "int8", smooth=0.5, calibration=tmp_path / "of", reporter=told)
+    assert "model.layers.0.post_attention_layernorm: the layers' estimated error would not be" in "; ".join(told.notes)
+    assert verify(tmp_path / "out", source, full=True).problems == ()
 
 
 def test_a_fold_that_is_none_is_a_change(shelf: Shelf, tmp_path: Path) -> None:
