@@ -56,17 +56,15 @@ def find_feedback(gram: Tensor, dtype: torch.dtype = torch.float32) -> Feedback:
     order = torch.argsort(diagonal, descending=True, stable=True)
     # Turned around, since torch finds lower triangular roots.
     turned = order.flip(0)
-    # A matrix at a time, in float64.
-    root = gram[turned][:, turned].double()
-    root.diagonal()[~live[turned]] = mean
-    damping = DAMPING * mean
-    while True:
+    damping, failed = DAMPING * mean, torch.ones((), dtype=torch.int32, device=gram.device)
+    while int(failed):
+        root = gram[turned[:, None], turned].double()
+        root.diagonal()[~live[turned]] = mean
         root.diagonal().add_(damping)
-        found, failed = torch.linalg.cholesky_ex(root)
-        if not int(failed):
-            break
+        # In its own place: turned over it lies in memory as LAPACK has matrices.
+        torch.linalg.cholesky_ex(root.mT, out=(root.mT, failed))
         damping *= MORE
-    del root
+    found = root.mT
     found /= found.diagonal().clone()
     return Feedback(order, found.to(dtype).flip(0, 1))
 
