@@ -243,3 +243,24 @@ def test_what_it_is_not_for_is_refused(made: Twin, tmp_path: Path) -> None:
     (tmp_path / "old").write_bytes(old.to_bytes())
     with pytest.raises(SourceError, match="the calibration has no mean squares of 256 inputs of model.layers.0"):
         compress(made.source, tmp_path / "out", "int4", awq=True, calibration=tmp_path / "old")
+
+
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_whatever_a_calibration_says_is_computed_with(tmp_path: Path, asymmetric: bool) -> None:
+    """As large as float32 is, next to nothing, or nothing at all."""
+    source, told = tiny.write(tmp_path / "source"), Planned()
+    path = skewed(make_plan(open_checkpoint(source), SCHEMES["int4"]), tmp_path / "of.safetensors")
+    found = read_calibration(path)
+    extreme = [np.float32(each) for each in (3e38, 1e-45, 0, 1)]
+    for number, each in enumerate(found.inputs):
+        for part in (each.absmax, each.mean, each.square):
+            assert part is not None
+            part[:] = np.resize(np.roll(extreme, number)[: 1 + number % 4], part.shape)
+    path.write_bytes(found.to_bytes())
+    compress(source, tmp_path / "out", "int4", awq=True, asymmetric=asymmetric, calibration=path, reporter=told)
+    report = verify(tmp_path / "out", source, full=True)
+    assert (report.problems, report.equal_share) == ((), 1)
+    assert told.plan.tunings is not None
+    assert all(
+        np.isfinite(each.importance).all() for each in told.plan.tunings.weights.values() if each.importance is not None
+    )
