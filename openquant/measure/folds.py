@@ -65,7 +65,7 @@ def usable(plan: Plan) -> Places:
     Those of values are left out where keys and values are cached in FP8, with scales of what they were.
     """
     seen, fates = plan.seen, plan.fates
-    shapes = {info.module: info.shape for info in seen.tensors.values() if info.name != info.module}
+    shapes = {info.module: info.shape for info in seen.tensors.values() if info.name != info.module and info.shape}
     shapes |= {module: weight.shape for module, weight in plan.layers.items()}
     kept = {item.tensor.module: item for item in fates.kept}
     values = compile_any(absolute(plan.model, [each.pattern for each in plan.model.cached]) if plan.cached else [])
@@ -89,6 +89,8 @@ def usable(plan: Plan) -> Places:
     for folding in foldings(plan.model, shapes, text_config(seen, plan.model)):
         members = (folding.source, *folding.readers)
         why = next(filter(None, (problem(module, folding) for module in members)), None)
+        if not all(_is_alike(seen.tensors[name], shapes[folding.source]) for name in _small(folding.source, plan)):
+            why = "a tensor is stored in a way that is not changed"
         if values.fullmatch(folding.source):
             why = "keys and values are cached in FP8"
         if why is not None:
@@ -107,6 +109,11 @@ def shards_of(folding: Folding, plan: Plan) -> list[str]:
         weight = plan.layers.get(module)
         names.append(weight.source.name if weight is not None else f"{module}.weight")
     return sorted({plan.seen.where[name].shard for name in names})
+
+
+def _is_alike(info: TensorInfo, shape: tuple[int, ...]) -> bool:
+    """Whether a norm or a bias has plain numbers, one for each row of what it belongs to."""
+    return info.dtype in BITS_TYPE and info.shape == shape[:1]
 
 
 def _small(module: str, plan: Plan) -> list[str]:

@@ -304,6 +304,24 @@ def test_any_architecture_is_verified(tmp_path: Path, architecture: str) -> None
         assert "v_proj.bias differs from what folding makes of the source's" in problem
 
 
+@pytest.mark.parametrize(
+    ("architecture", "name", "tensor"),
+    [
+        ("Qwen2ForCausalLM", "model.layers.0.self_attn.v_proj.bias", torch.zeros(tiny.KV_HEADS * tiny.HEAD_DIM).int()),
+        ("Qwen2ForCausalLM", "model.layers.0.self_attn.v_proj.bias", torch.zeros(3).bfloat16()),
+        ("Qwen3ForCausalLM", "model.layers.0.input_layernorm.weight", torch.zeros(tiny.HIDDEN).int()),
+        ("Qwen3ForCausalLM", "model.layers.0.input_layernorm.weight", torch.tensor(1.0)),
+    ],
+    ids=["integers", "short", "norm", "number"],
+)
+def test_what_cannot_be_divided_is_not(tmp_path: Path, architecture: str, name: str, tensor: torch.Tensor) -> None:
+    source = tiny.write(tmp_path / "source", architecture)
+    all_places = usable(make_plan(open_checkpoint(source), INT8)).foldings
+    tiny.change_weights(source, lambda weights: weights.update({name: tensor}))
+    places = usable(make_plan(open_checkpoint(source), INT8)).foldings
+    assert {each.source for each in all_places} - {each.source for each in places} == {name.rpartition(".")[0]}
+
+
 def test_a_dry_run_runs_no_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = Planned()
     result = compress(EXAMPLE, tmp_path / "out", "int8", smooth=0.5, dry_run=True, reporter=told)
