@@ -110,6 +110,7 @@ def test_schemes_and_what_calibration_changes_lie_in_one_table(
         "INT8": {"scheme": "int8"},
         "INT4": {"scheme": "int4"},
         "INT4-AWQ": {"scheme": "int4", "awq": True, **seen},
+        "INT4-GPTQ": {"scheme": "int4", "gptq": True, "samples": 16, "length": 128},
         "FP8": {},
         "FP8-static": {"activation_scheme": "static", **seen},
     }
@@ -121,10 +122,10 @@ def test_schemes_and_what_calibration_changes_lie_in_one_table(
     assert [name for name, *_ in rows] == list(made)
     size = {name: float(each) for name, each, *_ in rows}
     divergence = {name: float(each) for name, _, each, _ in rows}
-    assert size["INT4"] == size["INT4-AWQ"] < size["FP8"] < size["INT8"] < 8.39
+    assert size["INT4"] == size["INT4-AWQ"] == size["INT4-GPTQ"] < size["FP8"] < size["INT8"] < 8.39
     assert divergence["INT8"] < divergence["FP8"] < divergence["INT4"]
     assert divergence["FP8-static"] == pytest.approx(divergence["FP8"], rel=0.2)
-    assert divergence["INT4-AWQ"] != divergence["INT4"]
+    assert divergence["INT4-GPTQ"] < divergence["INT4"] != divergence["INT4-AWQ"]
     assert stdout.count("\n  prompt ") == len(made)
 
 
