@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,6 +86,42 @@ def test_a_finished_output_needs_no_pass(made: Path, tmp_path: Path) -> None:
     for others in ({"gptq": False}, {"gptq": True, "samples": 3, "length": 64}):
         with pytest.raises(OutputError, match="holds the output of another run"):
             compress(EXAMPLE, made, "int4", **others)
+
+
+def test_an_output_is_held_against_a_source_that_was_touched(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(EXAMPLE, source, copy_function=shutil.copyfile)
+    compress(source, tmp_path / "out", "int4", gptq=True, **SMALL)
+    before = shards(tmp_path / "out")
+    for path in source.glob("*.safetensors"):
+        os.utime(path, ns=(1, 1))
+    told = Told()
+    compress(source, tmp_path / "out", "int4", gptq=True, reporter=told, **SMALL)
+    assert len(told.lines) == 1
+    assert shards(tmp_path / "out") == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+    def change(weights: dict[str, Any]) -> None:
+        for name in weights.keys() & {"model.layers.0.mlp.up_proj.weight"}:
+            weights[name] *= -1
+
+    tiny.change_weights(source, change)
+    with pytest.raises(SourceError, match="changed since"):
+        compress(source, tmp_path / "out", "int4", gptq=True, **SMALL)
+
+
+def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(EXAMPLE, source, copy_function=shutil.copyfile)
+
+    class Changing(Told):
+        def started(self, total: int, done: int) -> None:
+            del total, done
+            for path in source.glob("*.safetensors"):
+                os.utime(path, ns=(1, 1))
+
+    with pytest.raises(SourceError, match="changed while it was being converted"):
+        compress(source, tmp_path / "out", "int4", gptq=True, reporter=Changing(), **SMALL)
 
 
 def test_verify_makes_scales_again_and_no_codes(made: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import SourceError
 from ..files.rounded import Place, RoundedFolder
@@ -91,7 +91,10 @@ class Gram:
 class Summing(Interception[Gram]):
     """Adds up Gram matrices of what goes into layers, while it is on."""
 
-    _last: Tensor | None = None
+    def __init__(self, model: nn.Module, layers: Mapping[str, Gram]) -> None:
+        super().__init__(model, layers, {})
+        # What went into each last: joined layers have one input, and one matrix.
+        self._last: dict[int, Tensor] = {}
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -100,15 +103,14 @@ class Summing(Interception[Gram]):
             with super().on():
                 yield
         finally:
-            self._last = None
+            self._last.clear()
 
     def put(self, values: Tensor, into: Gram, place: str) -> Tensor:
         """Activations, which stay as they are."""
         del place
-        # Joined layers have one input, and one matrix.
-        if self._last is not values:
+        if self._last.get(id(into)) is not values:
             into.add(values)
-        self._last = values
+        self._last[id(into)] = values
         return values
 
 
@@ -160,7 +162,7 @@ def round_layers(
         raise SourceError(
             f"{kept.path} goes on after layers whose files are gone from {folder.path}", "remove it to begin again"
         )
-    summing = Summing(model.model, {name: gram for grams in left.values() for name, gram in grams.items()}, {})
+    summing = Summing(model.model, {name: gram for grams in left.values() for name, gram in grams.items()})
     reader = Reader(plan.seen.where, lambda shard: model.traffic.path(shard), _memory, loops)
 
     @contextmanager

@@ -63,3 +63,19 @@ def test_weights_of_a_repository_are_folded_alike(tmp_path: Path, stream: tuple[
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["out"]
     for path in (tmp_path / "local").glob("*.safetensors"):
         assert path.read_bytes() == (tmp_path / "made" / "out" / path.name).read_bytes()
+
+
+def test_layers_of_a_streamed_repository_are_rounded_by_gptq_alike(tmp_path: Path) -> None:
+    compress(EXAMPLE, tmp_path / "local", "int4", gptq=True, samples=2, length=32)
+    with LoopbackHub(tmp_path / "hub") as hub:
+        hub.repositories["org/name"] = EXAMPLE
+        settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+        environment = {**os.environ, **settings, "PYTHONPATH": str(ROOT)}
+        words = ("compress", "-m", "org/name", "-o", "made/out", "--scheme", "int4", "--gptq", *WORDS, "--stream")
+        command = [sys.executable, "-m", "openquant", *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment)
+        assert done.returncode == 0, done.stderr
+    assert not list((tmp_path / "hf").rglob("*.safetensors"))
+    assert [path.name for path in (tmp_path / "made").iterdir()] == ["out"]
+    for path in (tmp_path / "local").glob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "made" / "out" / path.name).read_bytes()

@@ -105,6 +105,21 @@ def test_outputs_of_all_layers_are_nearer(
     assert sum(after.values()) < 0.8 * sum(before.values())
 
 
+@pytest.mark.parametrize("name", ["CohereForCausalLM", "DeepseekV3ForCausalLM", "Gemma3ForConditionalGeneration"])
+def test_layers_that_share_an_input_without_being_joined_are_rounded_too(
+    shelf: Shelf, tmp_path: Path, name: str
+) -> None:
+    source = shelf.source(name)
+    plan = compressed(source, tmp_path / "gptq", SCHEMES["int8-weights"], gptq=True)
+    compressed(source, tmp_path / "nearest", SCHEMES["int8-weights"], gptq=False)
+    one, other = (tiny.read(tmp_path / kind) for kind in ("gptq", "nearest"))
+    found = {weight.module for weight, _ in plan.carried}
+    same = {module for module in found if torch.equal(*(each[f"{module}.weight_packed"] for each in (one, other)))}
+    # Those of towers are in no decoder layer, nor are draft layers run.
+    assert {module for module in same if ".layers." in module and "vision" not in module} == set()
+    assert len(found) > len(same)
+
+
 def test_folded_weights_are_rounded_by_divided_inputs(shelf: Shelf, tmp_path: Path, found: dict[str, Tensor]) -> None:
     source, name = shelf.source("Qwen3ForCausalLM"), "model.layers.0.mlp.down_proj.weight"
     columns = np.exp2(np.random.default_rng(5).integers(-3, 4, tiny.MLP)).astype(np.float32)
