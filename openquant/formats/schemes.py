@@ -266,7 +266,7 @@ INT8_W8A8 = Scheme(
         "INT8 activations are for NVIDIA GPUs from Turing to Hopper, in SGLang from Ampere on, and for CPUs in vLLM; "
         "vLLM 0.32.0 fails with them on Blackwell, where FP8 is as small",
         "where some channels of the activations are outliers, one INT8 scale for each token loses more than FP8 does: "
-        "measure the result, fold them into weights with --smooth 0.5, or use --scheme int8-weights",
+        "measure the result; --smooth 0.5 folds them into weights, --scheme int8-weights leaves activations alone",
     ),
 )
 INT8_W8A16 = Scheme(
