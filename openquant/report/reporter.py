@@ -18,7 +18,9 @@ class Reporter:
     """
 
     def calibrating(self, about: str) -> None:
-        """The plan needs to know how large activations are, which texts show first: a line about these."""
+        """The plan needs to know how large activations are, which texts show first: a line about these. GPTQ's texts
+        come after the plan, before the conversion.
+        """
 
     def calibrated(self, done: int, total: int) -> None:
         """Of that: bytes of weights that texts are through, and how many there are."""
