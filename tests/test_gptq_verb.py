@@ -291,6 +291,19 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_written(made: Path, tmp_pa
     assert shards(tmp_path / "out") == shards(made)
 
 
+def test_too_small_a_disk_is_found_before_the_pass(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Enough for the output alone.
+    room = sum(path.stat().st_size for path in made.iterdir()) + 100_000
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=room))
+    told = Told()
+    with pytest.raises(OutputError, match=r"out needs [0-9,]+ bytes, its disk has [0-9,]+ free"):
+        compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, reporter=told, **SMALL)
+    assert told.lines == []
+    assert not list(tmp_path.iterdir())
+    compress(EXAMPLE, tmp_path / "out", "int4")
+
+
 def test_what_it_cannot_do_is_said(tmp_path: Path) -> None:
     def refused(**options: Any) -> tuple[str, str | None]:
         with pytest.raises(UsageError) as caught:

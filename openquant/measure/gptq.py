@@ -189,7 +189,7 @@ def round_layers(
             progress(int(model.nbytes * min(1.0, done / (groups * len(model.units)))), model.nbytes)
 
     def body(ids: Tensor) -> None:
-        model.model.model(input_ids=ids[None], use_cache=False)
+        model.model(input_ids=ids[None], use_cache=False)
 
     run(
         [[Pass(model, partial(body, ids), around)] for ids in texts],

@@ -16,11 +16,16 @@ from converted import Shelf
 from openquant import dequantize
 from openquant.api import _work
 from openquant.errors import SourceError
-from openquant.files.checkpoint import Checkpoint
+from openquant.files.checkpoint import Checkpoint, open_checkpoint
+from openquant.files.rounded import RoundedFolder
+from openquant.formats import kernels
 from openquant.formats.schemes import SCHEMES, Scheme, find_scheme
+from openquant.forward.streamed import StreamedModel
 from openquant.gptq import Gptq
 from openquant.hub.source import Source
+from openquant.measure.gptq import round_layers
 from openquant.options import Run
+from openquant.plan.carried import made_of
 from openquant.plan.fates import Options
 from openquant.plan.plan import Plan, make_plan
 from openquant.texts.corpus import Corpus, Document
@@ -118,6 +123,20 @@ def test_layers_that_share_an_input_without_being_joined_are_rounded_too(
     # Those of towers are in no decoder layer, nor are draft layers run.
     assert {module for module in same if ".layers." in module and "vision" not in module} == set()
     assert len(found) > len(same)
+
+
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_all_layers_of_every_architecture_are_found(shelf: Shelf, tmp_path: Path, name: str) -> None:
+    names = ("int8", "channel", "tensor", "block", "mxfp8")
+    scheme = next(SCHEMES[each] for each in names if tiny.refused(name, SCHEMES[each]) is None)
+    checkpoint = open_checkpoint(shelf.source(name))
+    plan = make_plan(checkpoint, scheme, Options(gptq=CORPUS.account))
+    folder = RoundedFolder(tmp_path / "rounded", "0" * 64)
+    folder.claim()
+    few = Corpus(CORPUS.documents[:1], "", {})
+    found = round_layers(StreamedModel(checkpoint), plan, few, folder, kernels)
+    assert plan.carried
+    assert found.keys() == {info.name for weight, _ in plan.carried for info in made_of(weight, scheme)}
 
 
 def test_folded_weights_are_rounded_by_divided_inputs(shelf: Shelf, tmp_path: Path, found: dict[str, Tensor]) -> None:
