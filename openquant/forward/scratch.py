@@ -184,16 +184,13 @@ class Holder(Protocol):
 
 
 class Store:
-    """Which groups' hidden states wait in memory, and which in a file: the first stay, as long as they fit.
-
-    Attributes:
-        held: bytes of those that stay, of the groups that went through the current unit.
-    """
+    """Which groups' hidden states wait in memory, and which in a file: the first stay, as long as they fit."""
 
     def __init__(self, scratch: Scratch | None, groups: int) -> None:
         self._scratch = scratch
         self._groups = groups
-        self.held = 0
+        # Bytes of each group that waits in memory: before the current unit, or after it with more.
+        self._held: dict[int, int] = {}
 
     def put_away(self, group: Sequence[Holder]) -> None:
         """Note what a group holds that waits now, and put it into the file where memory has no room for it."""
@@ -201,11 +198,13 @@ class Store:
             return
         waiting = [each for each in group if not each.done]
         size = sum(each.held.note(each.call) for each in waiting)
-        self.held += size
-        if self.held > self._scratch.budget:
-            self._scratch.require_room(size * self._groups)
-            for each in waiting:
-                each.held.put_away(self._scratch)
+        self._held.pop(id(group), None)
+        if sum(self._held.values()) + size <= self._scratch.budget:
+            self._held[id(group)] = size
+            return
+        self._scratch.require_room(size * self._groups)
+        for each in waiting:
+            each.held.put_away(self._scratch)
 
     def bring_back(self, group: Sequence[Holder]) -> None:
         """Have a group's hidden states in memory."""

@@ -412,7 +412,6 @@ def _drive(
             model.load(unit)
             if not last:
                 model.expect(model.following[unit])
-        store.held = 0
         for at, group in enumerate(groups):
             store.bring_back(group)
             now = [each for each in group if not each.done and units[id(each.of.model)][1] == each.unit]
@@ -451,7 +450,6 @@ def _go_on(
     model, unit = waiting[0].of.model, waiting[0].unit
     if not kept.begin(unit):
         calls = kept.bring_back(unit, [(each.group, each.number, each.call) for each in waiting], model.device)
-        store.held = 0
         for each, call in zip(waiting, calls, strict=False):
             each.call = call
             if each is groups[each.group][-1]:
@@ -477,7 +475,6 @@ def _keep(groups: list[list[_Suspended[T]]], store: Store, kept: Kept) -> None:
         store.put_away(groups[group])
 
     if len(units) == 1 and not any(each.done for group in groups for each in group):
-        store.held = 0
         kept.write(units.pop(), [[each.call for each in group] for group in groups], at_hand)
 
 

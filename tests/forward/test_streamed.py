@@ -24,7 +24,7 @@ from openquant.errors import OpenQuantError, OutputError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.forward import scratch as scratch_module
 from openquant.forward import streamed as module
-from openquant.forward.scratch import Held, Scratch
+from openquant.forward.scratch import Held, Scratch, Store
 from openquant.forward.slices import Slices
 from openquant.forward.streamed import Pass, StreamedModel, run
 from streamed import all_equal, forward, plain_logits, streamed_logits
@@ -109,6 +109,38 @@ def test_what_a_file_holds_takes_no_memory(tmp_path: Path) -> None:
         assert hidden.untyped_storage().nbytes() == 0
         held.bring_back(scratch)
     assert torch.equal(view, value.view(-1))
+
+
+class Waiting:
+    """A pass that waits with its hidden states, and after a unit with as many more: embeddings that are used again."""
+
+    done = False
+
+    def __init__(self) -> None:
+        self.call: list[torch.Tensor] = [torch.randn(64, 1024)]
+        self.held = Held()
+
+    @property
+    def in_memory(self) -> int:
+        return sum(each.untyped_storage().nbytes() for each in self.call)
+
+
+def test_what_waits_before_a_unit_counts_beside_what_waits_after_it(tmp_path: Path) -> None:
+    groups = [[Waiting()] for _ in range(8)]
+    budget = 10 * groups[0][0].in_memory
+    with Scratch(tmp_path, budget, asked=True) as scratch:
+        store = Store(scratch, len(groups))
+        for group in groups:
+            store.put_away(group)
+        assert scratch._end == 0
+        for unit in range(3):
+            for group in groups:
+                store.bring_back(group)
+                group[0].call = [group[0].call[0], torch.randn(64, 1024)]
+                store.put_away(group)
+                assert sum(each.in_memory for [each] in groups) <= budget
+            # No more is put away than must be.
+            assert sum(each.in_memory for [each] in groups) > budget - groups[0][0].call[0].numel() * 8, unit
 
 
 def test_a_scratch_directory_in_memory_must_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
