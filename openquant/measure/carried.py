@@ -18,12 +18,15 @@ import torch
 from torch import Tensor
 
 from ..formats.format import Format
+from ..formats.numbers import Number
 from ..formats.reference import nearest
 
 # Added to the diagonal, as a share of its mean, and how many times as much where that is not enough.
 DAMPING, MORE = 0.01, 10.0
 # Columns that are rounded one by one before others are told of them, all at once: larger parts by halves.
 LEAST = 16
+# Rows of a matrix that are turned around at once.
+PANEL = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +69,12 @@ def find_feedback(gram: Tensor, dtype: torch.dtype = torch.float32) -> Feedback:
         damping *= MORE
     found = root.mT
     found /= found.diagonal().clone()
-    return Feedback(order, found.to(dtype).flip(0, 1))
+    # Some rows at a time, since both are there meanwhile.
+    shares, size = torch.empty_like(gram, dtype=dtype), len(gram)
+    for low in range(0, size, PANEL):
+        high = min(low + PANEL, size)
+        shares[size - high : size - low] = found[low:high].flip(0, 1)
+    return Feedback(order, shares)
 
 
 def carried(weight: Tensor, scale: Tensor, feedback: Feedback, form: Format, zero: Tensor | None = None) -> Tensor:
@@ -81,35 +89,62 @@ def carried(weight: Tensor, scale: Tensor, feedback: Feedback, form: Format, zer
         zero: the values of the codes that stand for zero, shaped as scale.
     """
     rows, cols = weight.shape
-    order = feedback.order
+    order, height = feedback.order, form.group[0] or rows
     # Columns lie in rows, in their order.
     sums = weight.T[order].contiguous()
-    errors = sums.clone()
-    group = torch.div(order, form.group[1] or cols, rounding_mode="floor").tolist()
-    height = form.group[0] or rows
-    scales = scale.T.repeat_interleave(height, 1)[:, :rows].contiguous()
-    zeros = None if zero is None else zero.T.repeat_interleave(height, 1)[:, :rows].contiguous()
-
-    def settle(low: int, high: int) -> None:
-        if high - low > LEAST:
-            middle = (low + high) // 2
-            settle(low, middle)
-            sums[middle:high].addmm_(feedback.shares[low:middle, middle:high].T, errors[low:middle])
-            settle(middle, high)
-            return
-        for at in range(low, high):
-            step = scales[group[at]]
-            quotients = sums[at] / step
-            if zeros is not None:
-                quotients += zeros[group[at]]
-            found = nearest(quotients.float(), form.number)
-            sums[at] = found
-            values = found if zeros is None else found - zeros[group[at]]
-            errors[at] -= values * step
-            if at + 1 < high:
-                sums[at + 1 : high].addr_(feedback.shares[at, at + 1 : high], errors[at])
-
-    settle(0, cols)
+    columns = _Columns(
+        sums,
+        sums.clone(),
+        feedback.shares,
+        form.number,
+        torch.div(order, form.group[1] or cols, rounding_mode="floor").tolist(),
+        scale.T.repeat_interleave(height, 1)[:, :rows].contiguous(),
+        None if zero is None else zero.T.repeat_interleave(height, 1)[:, :rows].contiguous(),
+    )
+    columns.settle(0, cols)
     found = torch.empty(rows, cols, dtype=torch.float32, device=weight.device)
     found.T[order] = sums.float()
     return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Columns:
+    """The columns of a weight as they are rounded, in their order, each a row.
+
+    Attributes:
+        sums: [in, out], weights with what earlier errors bring them; of columns that are done the values of codes.
+        errors: [in, out], weights less what their codes stand for; weights where a column is not done.
+        shares: see Feedback.
+        number: what the codes are.
+        group: of each column, the row of scales that it has.
+        scales: [groups, out].
+        zeros: likewise, the values of the codes that stand for zero; None where zero stands for itself.
+    """
+
+    sums: Tensor
+    errors: Tensor
+    shares: Tensor
+    number: Number
+    group: list[int]
+    scales: Tensor
+    zeros: Tensor | None
+
+    def settle(self, low: int, high: int) -> None:
+        """Round so many columns, which earlier ones have brought all that they bring."""
+        if high - low > LEAST:
+            middle = (low + high) // 2
+            self.settle(low, middle)
+            self.sums[middle:high].addmm_(self.shares[low:middle, middle:high].T, self.errors[low:middle])
+            self.settle(middle, high)
+            return
+        for at in range(low, high):
+            step = self.scales[self.group[at]]
+            quotients = self.sums[at] / step
+            if self.zeros is not None:
+                quotients += self.zeros[self.group[at]]
+            found = nearest(quotients.float(), self.number)
+            self.sums[at] = found
+            values = found if self.zeros is None else found - self.zeros[self.group[at]]
+            self.errors[at] -= values * step
+            if at + 1 < high:
+                self.sums[at + 1 : high].addr_(self.shares[at, at + 1 : high], self.errors[at])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -133,6 +136,34 @@ def test_without_any_input_each_weight_has_its_nearest_code() -> None:
     scale, _ = grids(weight, form)
     found = carried(weight, scale, find_feedback(torch.zeros(128, 128)), form)
     assert torch.equal(found, nearest(weight / scale, form.number))
+
+
+def test_large_matrices_are_turned_around_in_parts() -> None:
+    inputs = correlated(700, 300)
+    gram = inputs.T @ inputs
+    found = find_feedback(gram, torch.float64)
+    diagonal = gram.diagonal()
+    assert torch.equal(found.order, torch.argsort(diagonal, descending=True, stable=True))
+    raised = gram + DAMPING * diagonal.mean() * torch.eye(300, dtype=torch.float64)
+    turned = found.order.flip(0)
+    # H = R R', R upper triangular.
+    root = torch.linalg.cholesky(raised[turned][:, turned]).flip(0, 1)
+    assert torch.allclose(found.shares, root / root.diagonal())
+
+
+def test_nothing_is_left_behind_for_the_collector() -> None:
+    weight, scheme = weights(8, 256), INT4_W4A16
+    inputs = correlated(300, 256)
+    feedback = find_feedback((inputs.T @ inputs).float())
+    left = weakref.ref(feedback)
+    scale, zero = grids(weight, scheme.format)
+    gc.disable()
+    try:
+        carried(weight, scale, feedback, scheme.format, zero)
+        del feedback
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_a_matrix_that_has_no_root_is_raised_further() -> None:
