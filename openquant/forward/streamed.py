@@ -429,6 +429,10 @@ def _drive(
                 progress(waiting[0].unit, at + 1, len(groups))
             if not last:
                 store.put_away(group)
+                continue
+            # What came back from the file for this unit has no use after it.
+            for each in now:
+                each.abandon()
         for model, unit in units.values():
             model.free(unit)
         give_memory_back()

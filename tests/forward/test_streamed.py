@@ -111,6 +111,20 @@ def test_what_a_file_holds_takes_no_memory(tmp_path: Path) -> None:
     assert torch.equal(view, value.view(-1))
 
 
+def test_a_pass_ends_with_its_last_unit(model: StreamedModel, tmp_path: Path) -> None:
+    left: list[int] = []
+
+    def after(unit: str, *_: object) -> None:
+        if unit == "model.layers.1":
+            left.append(len(passes_left()))
+
+    # What came back from the file is not held until all others are through.
+    with Scratch(tmp_path, 0, asked=True) as scratch:
+        passes = [[forward(model, ids)] for ids in BATCHES]
+        run(passes, finished=lambda *_: None, after_unit=after, until="model.layers.1", scratch=scratch)
+    assert left == [3, 2, 1]
+
+
 class Waiting:
     """A pass that waits with its hidden states, and after a unit with as many more: embeddings that are used again."""
 
