@@ -258,7 +258,8 @@ class _Suspended(Generic[T]):
         self._mine.acquire()
         result, self._result = self._result, None
         if isinstance(result, _Abandoned):
-            raise result
+            # Another one: what it goes through would hold it, and it all that goes through.
+            raise _Abandoned
         return result
 
     def _work(self) -> None:
@@ -268,6 +269,8 @@ class _Suspended(Generic[T]):
             torch.set_num_threads(1)
             with torch.inference_mode():
                 self.value = self.of.body()
+        except _Abandoned:
+            pass
         except BaseException as error:
             self._error = error
         self.done = True

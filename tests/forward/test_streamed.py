@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
 import sys
 import threading
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -111,17 +113,26 @@ def test_what_a_file_holds_takes_no_memory(tmp_path: Path) -> None:
     assert torch.equal(view, value.view(-1))
 
 
-def test_a_pass_ends_with_its_last_unit(model: StreamedModel, tmp_path: Path) -> None:
+def test_a_pass_ends_with_its_last_unit_and_holds_nothing(model: StreamedModel, tmp_path: Path) -> None:
     left: list[int] = []
+    held: list[weakref.ref[torch.Tensor]] = []
 
-    def after(unit: str, *_: object) -> None:
+    def after(unit: str, group: int, number: int, hidden: torch.Tensor) -> None:
+        del number
+        if unit == "model.layers.0":
+            held.append(weakref.ref(hidden))
         if unit == "model.layers.1":
             left.append(len(passes_left()))
+            # What came back from the file is gone before all others are through, without the collector.
+            assert [each() is None for each in held[:group]] == [True] * group
 
-    # What came back from the file is not held until all others are through.
-    with Scratch(tmp_path, 0, asked=True) as scratch:
-        passes = [[forward(model, ids)] for ids in BATCHES]
-        run(passes, finished=lambda *_: None, after_unit=after, until="model.layers.1", scratch=scratch)
+    gc.disable()
+    try:
+        with Scratch(tmp_path, 0, asked=True) as scratch:
+            passes = [[forward(model, ids)] for ids in BATCHES]
+            run(passes, finished=lambda *_: None, after_unit=after, until="model.layers.1", scratch=scratch)
+    finally:
+        gc.enable()
     assert left == [3, 2, 1]
 
 
