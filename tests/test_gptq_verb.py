@@ -21,6 +21,7 @@ from openquant.convert.ranks import Ranks
 from openquant.errors import OpenQuantError, OutputError, SourceError, UsageError
 from openquant.forward import kept
 from openquant.measure import answers
+from openquant.report.text import verification_text
 
 SMALL: dict[str, Any] = {"samples": 2, "length": 64}
 TEXTS = ("--samples", "2", "--length", "64")
@@ -130,6 +131,9 @@ def test_verify_makes_scales_again_and_no_codes(made: Path, tmp_path: Path) -> N
     assert report.notes == ("28 layers were rounded by GPTQ, whose codes are not made again",)
     assert len(report.errors) == 28
     assert max(error.relative for error in report.errors) < 0.2
+    printed = verification_text(report)
+    assert "28 layers decoded: relative error" in printed
+    assert "of the codes" not in printed
     # Without the card they would have to be those of the source.
     spoiled = tmp_path / "spoiled"
     spoiled.mkdir()

@@ -195,7 +195,9 @@ def _errors_table(report: Report) -> list[str]:
         table.append("  ".join([row[0].ljust(widths[0]), *cells]))
     mean = sum(error.relative for error in report.errors) / len(report.errors)
     table.append(f"{_count(len(report.errors), 'layer')} decoded: relative error {100 * mean:.3f} % on average")
-    share = report.equal_share or 0.0
+    share = report.equal_share
+    if share is None:
+        return table
     if report.recomputed:
         table.append(f"quantizing the source again gives {_percent(share)} of the codes")
     else:
