@@ -219,7 +219,6 @@ def calibrate(
         if kept.found is not None:
             with kept.sound():
                 _add(every, kept.found)
-    done = 0
 
     @contextmanager
     def around() -> Iterator[None]:
@@ -235,13 +234,6 @@ def calibrate(
                     "the model overflows there: look at its weights with openquant diagnose",
                 )
 
-    def advanced(unit: str, group: int, groups: int) -> None:
-        nonlocal done
-        del unit, group
-        done += 1
-        if progress is not None:
-            progress(int(model.nbytes * min(1.0, done / (groups * len(model.units)))), model.nbytes)
-
     def body(ids: Tensor) -> None:
         cache = RangedCache(model.model.config, caches) if caches else None
         model.model(input_ids=ids[None], use_cache=cache is not None, past_key_values=cache)
@@ -254,7 +246,7 @@ def calibrate(
         after_unit=after_unit,
         scratch=scratch,
         until=decoding[-1],
-        progress=advanced,
+        progress=by_bytes(model, progress),
         kept=kept,
     )
     if team is not None:
@@ -264,6 +256,21 @@ def calibrate(
     cached = {number: (keys.largest, values.largest) for number, (keys, values) in caches.items() if keys.tokens}
     apart = {id(each) for both in caches.values() for each in both}
     return _together(each.inputs() for each in every if id(each) not in apart), cached
+
+
+def by_bytes(model: StreamedModel, progress: Callable[[int, int], None] | None) -> Callable[[str, int, int], None]:
+    """For a pass of one text a group, what tells `progress` how many bytes of weights texts are through, and how many
+    there are."""
+    done = 0
+
+    def advanced(unit: str, group: int, groups: int) -> None:
+        nonlocal done
+        del unit, group
+        done += 1
+        if progress is not None:
+            progress(int(model.nbytes * min(1.0, done / (groups * len(model.units)))), model.nbytes)
+
+    return advanced
 
 
 def _together(inputs: Iterable[Inputs]) -> tuple[Inputs, ...]:

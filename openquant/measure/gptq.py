@@ -37,7 +37,7 @@ from ..plan.plan import Plan
 from ..texts.corpus import Corpus
 from ..weights.reading import Reader, require_small
 from ..weights.weight import Weight
-from .calibrate import decoder_layers, find_sites
+from .calibrate import by_bytes, decoder_layers, find_sites
 from .carried import Feedback, carried, find_feedback
 from .interception import Interception
 
@@ -179,15 +179,6 @@ def round_layers(
         tensors = [each for gram in _each(left[unit]) for each in _rounded(gram, reader)]
         places.update({info.name: place for info, place in folder.write(decoding.index(unit), tensors).items()})
 
-    done = 0
-
-    def advanced(unit: str, group: int, groups: int) -> None:
-        nonlocal done
-        del unit, group
-        done += 1
-        if progress is not None:
-            progress(int(model.nbytes * min(1.0, done / (groups * len(model.units)))), model.nbytes)
-
     def body(ids: Tensor) -> None:
         model.model(input_ids=ids[None], use_cache=False)
 
@@ -197,7 +188,7 @@ def round_layers(
         after_unit=after_unit,
         scratch=scratch,
         until=list(left)[-1],
-        progress=advanced,
+        progress=by_bytes(model, progress),
         kept=kept,
     )
     return places
