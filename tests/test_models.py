@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 import tiny
+from openquant.architectures.entry import Model
 from openquant.errors import PlanError
 from openquant.formats.schemes import BLOCK, BLOCK_COMPRESSED, BLOCK_UE8M0, CHANNEL, TENSOR, TENSOR_COMPRESSED, VARIANTS
-from openquant.models import MODELS, Model
+from openquant.models import MODELS
 from openquant.patterns import translate
 from openquant.plan.fates import Options
 from openquant.plan.plan import make_plan

@@ -8,10 +8,11 @@ import torch
 import tiny
 import zoo
 from converted import Shelf, covering
+from openquant.architectures.entry import Model
 from openquant.formats.format import Format
 from openquant.formats.reference import decode
 from openquant.formats.schemes import Scheme
-from openquant.models import MODELS, Model
+from openquant.models import MODELS
 
 
 def split(weights: dict[str, torch.Tensor], model: Model) -> dict[str, torch.Tensor]:

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import zoo
+from openquant.architectures.entry import Refusal
 from openquant.formats.schemes import Scheme
-from openquant.models import MODELS, Refusal
+from openquant.models import MODELS
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS, EXPERTS = 256, 4, 2, 64, 512, 2, 4
 VISION = 128

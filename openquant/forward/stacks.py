@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..architectures.entry import Stacked
 from ..files.tensors import TensorInfo
-from ..models import MODELS, Stacked
+from ..models import MODELS
 
 
 class Member(NamedTuple):

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from ..architectures.entry import absolute
 from ..formats.format import Format
 from ..formats.kernels import to_float32
 from ..formats.numbers import Floats
-from ..models import absolute
 from ..patterns import compile_any
 from ..plan.folding import Folding
 from ..plan.plan import Plan

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..architectures.entry import absolute
 from ..errors import SourceError
 from ..files.tensors import TensorInfo
 from ..formats.kernels import BITS_TYPE, from_float32, to_float32
 from ..formats.numbers import Floats
-from ..models import absolute
 from ..patterns import compile_any
 from ..plan.folding import Folding, foldings
 from ..plan.parallel import text_config

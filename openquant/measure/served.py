@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..architectures.entry import NEVER_QUANTIZED
 from ..errors import SourceError
 from ..files.checkpoint import Checkpoint
 from ..files.tensors import TensorInfo
@@ -22,7 +23,7 @@ from ..formats.quantization import Quantization, quantization_places, read_quant
 from ..forward.products import products_in_float32
 from ..forward.slices import Slices
 from ..forward.streamed import Pass, StreamedModel
-from ..models import GENERIC, MODELS, NEVER_QUANTIZED
+from ..models import GENERIC, MODELS
 from ..plan.roles import Entry
 from ..weights.find import decoded_view, with_own_file
 from .interception import DOWN, FIRST, Experts, holds_experts

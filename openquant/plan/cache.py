@@ -11,13 +11,13 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..architectures.entry import SGLANG, Model, absolute
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..files.tensors import TensorInfo
 from ..formats.cache import FLAG, SCALES, cache_scales, scale_for
 from ..formats.format import FLOATS
 from ..formats.numbers import E4M3
-from ..models import SGLANG, Model, absolute
 from ..patterns import MAX_DIGITS, compile_pattern, template
 from ..weights.calibration import Calibration
 from .fates import Fates, Item, Kept

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ..architectures.entry import Model, Refusal, SGLang
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..formats.schemes import Scheme
-from ..models import Model, Refusal, SGLang
 from ..patterns import collapse
 from .fates import Fates
 from .parallel import text_config

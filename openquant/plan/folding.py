@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from ..architectures.entry import Fold, Model, Split, absolute
 from ..formats.numbers import Floats
-from ..models import Fold, Model, Split, absolute
 from ..patterns import compile_any, compile_pattern
 
 

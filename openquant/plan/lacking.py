@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from ..architectures.entry import Model
 from ..files.inputs import shown
-from ..models import Model
 from ..patterns import collapse, compile_pattern
 from ..weights.weight import Weight
 from .fates import Kept

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..architectures.entry import Model, Split
 from ..files.checkpoint import Checkpoint
 from ..files.inputs import shown
 from ..formats.format import Group
-from ..models import Model, Split
 from ..weights.weight import Weight
 from .roles import Entry
 

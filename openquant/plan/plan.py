@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from ..architectures.entry import SGLANG, Model, Refusal
 from ..errors import PlanError, UsageError
 from ..files.checkpoint import Checkpoint
 from ..files.rounded import Place
@@ -21,7 +22,7 @@ from ..formats.cache import says_fp8_cache, with_fp8_cache
 from ..formats.names import UNCHANGED
 from ..formats.quantization import find_quantization
 from ..formats.schemes import Scheme
-from ..models import GENERIC, MODELS, SGLANG, Model, Refusal
+from ..models import GENERIC, MODELS
 from ..patterns import collapse, compile_pattern, template
 from ..version import __version__
 from ..weights.find import decoded_view, leftovers, without_cache_scales
@@ -507,6 +508,6 @@ def find_model(architecture: str) -> Model:
         raise PlanError(
             f"{architecture} is not a known architecture; known are {', '.join(sorted(MODELS))}",
             "if it is one of them by another name, say which with --architecture; --architecture generic goes by "
-            "names and shapes alone; or add an entry to openquant/models.py (README: Adding an architecture)",
+            "names and shapes alone; or add an entry to openquant/architectures (README: Adding an architecture)",
         )
     return MODELS[architecture]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ..models import HEAD, Experts, Model, Split, Stacked, absolute
+from ..architectures.entry import HEAD, Experts, Model, Split, Stacked, absolute
 from ..patterns import MAX_DIGITS, compile_any, compile_pattern, template
 
 

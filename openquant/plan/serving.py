@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
+from ..architectures.entry import DRAFT, Cached, State, absolute
+from ..architectures.parts import HEADS
 from ..files.inputs import shown
-from ..models import DRAFT, HEADS, Cached, State, absolute
 from ..patterns import MAX_DIGITS, compile_pattern
 from .lines import Line
 from .parallel import parts_of

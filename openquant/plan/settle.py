@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
+from ..architectures.entry import Model
 from ..errors import PlanError, UsageError
 from ..formats.format import FLOATS, Format
 from ..formats.schemes import Scheme
-from ..models import Model
 from ..patterns import collapse, compile_pattern
 from ..weights.weight import Weight
 from .fates import Fate, Found, Options

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ..architectures.entry import DRAFT, NEVER_QUANTIZED, Experts, Model, Stacked
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..files.tensors import TensorInfo
-from ..models import DRAFT, NEVER_QUANTIZED, Experts, Model, Stacked
 from ..patterns import MAX_DIGITS, collapse, compile_pattern, template
 from ..weights.weight import Weight
 from .fates import FEW_AXES, Item, Kept, Stack
@@ -113,7 +113,7 @@ def _raise_misfits(model: Model, misfits: dict[str, str]) -> None:
     named = any(problem.startswith("matches") for problem in misfits.values())
     raise PlanError(
         "; ".join(problems),
-        "list it under compress or keep in openquant/models.py, or leave it as it is with --ignore"
+        "list it under compress or keep in openquant/architectures, or leave it as it is with --ignore"
         if named
         else "save the model again with these weights as other checkpoints of this architecture have them",
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..architectures.entry import DRAFT
 from ..files.checkpoint import Checkpoint
 from ..formats.format import Group
-from ..models import DRAFT, GENERIC, MODELS
+from ..models import GENERIC, MODELS
 from ..weights.find import decoded_view
 from ..weights.weight import Weight
 from .fates import FEW_AXES, Fates, Item, Kept

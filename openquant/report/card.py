@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
+from ..architectures.entry import SGLANG
 from ..files.cards import COMMANDS, QUANTIZED, ROUNDED_BY_GPTQ, SECTION, served, shell_word, split_card
 from ..formats.cache import FLAG
-from ..models import SGLANG
 from ..patterns import collapse
 from ..plan.carried import tokens_of
 from ..plan.plan import Plan

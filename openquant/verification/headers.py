@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..architectures.entry import NOT_LINEAR, ROUTER, Model
 from ..errors import PlanError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint, read_json
 from ..files.names import INDEX_FILE
@@ -17,7 +18,6 @@ from ..formats.format import FLOATS, INPUT_SCALE, Format
 from ..formats.quantization import IN_COLUMNS, Quantization, quantization_places
 from ..formats.schemes import CHANNEL, MIXED, as_written, without_targets
 from ..formats.settings import unread
-from ..models import NOT_LINEAR, ROUTER, Model
 from ..plan.cache import cache_layers
 from ..plan.parallel import text_config
 from ..plan.roles import Entry, is_head

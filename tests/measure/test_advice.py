@@ -12,8 +12,9 @@ import torch
 import tiny
 from conftest import run_openquant
 from openquant import Diagnosis, dequantize, diagnose, verify
+from openquant.architectures.entry import Refusal
 from openquant.cli import main
-from openquant.models import MODELS, Refusal
+from openquant.models import MODELS
 from openquant.patterns import compile_any, patterns_of
 
 Weights = dict[str, torch.Tensor]

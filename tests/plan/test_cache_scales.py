@@ -12,10 +12,11 @@ import torch
 import tiny
 from converted import Shelf
 from openquant import compress, dequantize
+from openquant.architectures.parts import SGLANG_ONES
 from openquant.errors import PlanError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import CHANNEL, TENSOR, VARIANTS, Scheme
-from openquant.models import MODELS, SGLANG_ONES
+from openquant.models import MODELS
 from openquant.plan.cache import cache_layers
 from openquant.plan.fates import Options
 from openquant.plan.parallel import text_config

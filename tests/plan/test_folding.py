@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 from converted import Shelf
-from openquant.models import FOLDS, MODELS
+from openquant.architectures.folds import FOLDS
+from openquant.models import MODELS
 from openquant.plan.folding import Folding, foldings
 
 Weights = dict[str, torch.Tensor]

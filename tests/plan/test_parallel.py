@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 import tiny
+from openquant.architectures.entry import Split
+from openquant.architectures.parts import HEADS, KV_HEADS
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.format import Group
 from openquant.formats.schemes import TENSOR
-from openquant.models import HEADS, KV_HEADS, MODELS, Split
+from openquant.models import MODELS
 from openquant.plan.parallel import ParallelSize, indivisible, parallel_sizes, parts_of, text_config
 from openquant.plan.plan import make_plan
 from openquant.plan.roles import Entry

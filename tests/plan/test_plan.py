@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 import tiny
 from conftest import EXAMPLE
 from openquant import compress
+from openquant.architectures.entry import Refusal
 from openquant.errors import PlanError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import (
@@ -33,7 +34,7 @@ from openquant.formats.schemes import (
     TENSOR_COMPRESSED,
     Scheme,
 )
-from openquant.models import MODELS, Refusal
+from openquant.models import MODELS
 from openquant.plan.fates import Options
 from openquant.plan.plan import Plan, make_plain_plan, make_plan
 
@@ -87,7 +88,7 @@ def test_unknown_architecture_lists_the_known_ones(source: Path) -> None:
     )
     assert caught.value.hint == (
         "if it is one of them by another name, say which with --architecture; --architecture generic goes by names and "
-        "shapes alone; or add an entry to openquant/models.py (README: Adding an architecture)"
+        "shapes alone; or add an entry to openquant/architectures (README: Adding an architecture)"
     )
 
 
@@ -105,7 +106,7 @@ def test_all_misfits_are_listed_at_once(tmp_path: Path) -> None:
         "model.extra, model.layers.{0..1}.mlp.router.weight matches no pattern of Qwen3ForCausalLM"
     )
     assert caught.value.hint == (
-        "list it under compress or keep in openquant/models.py, or leave it as it is with --ignore"
+        "list it under compress or keep in openquant/architectures, or leave it as it is with --ignore"
     )
 
 

@@ -1,0 +1,143 @@
+"""Dense decoders: attention and an MLP in every layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .entry import DRAFT, Cached, Joined, Keep, SGLang, Split, Windows
+from .parts import (
+    ATTENTION,
+    FORMATS,
+    FUSED_NAMES,
+    GATE_UP_TENSOR,
+    HEAD_IN_BFLOAT16,
+    HEADS,
+    IF_ASKED,
+    KV_HEADS,
+    MLP,
+    NAMELESS,
+    NO_GROUPS,
+    NO_SCALES,
+    PATTERN,
+    PLAIN_ATTENTION,
+    SCALES_LOST,
+    Part,
+    attention,
+    gated,
+    model,
+    plain,
+)
+
+WINDOWS = {
+    "Cohere2": Windows(4, PATTERN),
+    "Cwm": Windows(4, first=True),
+    "Exaone4": Windows(4, PATTERN),
+    "Gemma2": Windows(2),
+    "Gemma3": Windows(6, PATTERN),
+    "Olmo3": Windows(4),
+    "Qwen2": IF_ASKED,
+    "Qwen3": IF_ASKED,
+    "SmolLM3": IF_ASKED,
+}
+
+LLAMA = model("LlamaForCausalLM", ATTENTION, MLP, sglang=SCALES_LOST)
+DENSE = replace(LLAMA, sglang=SGLang())
+
+# Qwen2 with a draft layer of its own name, which vLLM 0.32.0 models/mimo_mtp.py:115 builds as the one after the last;
+# all that is published has 36. It has no packed_modules_mapping. SGLang 0.5.23 models/mimo_mtp.py:98 builds it without
+# a name, so its speculative decoding cannot be told to leave it as it is.
+MIMO_DRAFT = "model.mtp_layers.*"
+MIMO = replace(
+    DENSE,
+    name="MiMoForCausalLM",
+    windows=IF_ASKED,
+    keep=(*DENSE.keep, Keep(f"{MIMO_DRAFT}.**", DRAFT)),
+    joined=(
+        *DENSE.joined,
+        Joined(f"{MIMO_DRAFT}.self_attn.{{q,k,v}}_proj", "qkv_proj"),
+        Joined(f"{MIMO_DRAFT}.mlp.{{gate,up}}_proj", "gate_up_proj"),
+    ),
+    renames=(("model.mtp_layers.0.", "model.layers.36."),),
+    sglang=NO_SCALES,
+)
+
+# On disk as vLLM has them (0.32.0 models/phi3.py); each of what they hold must divide.
+PHI3 = model(
+    "Phi3ForCausalLM",
+    Part(
+        (".self_attn.{qkv_proj,o_proj}",),
+        splits=(
+            Split(".self_attn.qkv_proj", "out", replicated=True, parts=(HEADS, KV_HEADS, KV_HEADS)),
+            Split(".self_attn.o_proj", "in", HEADS),
+        ),
+        cached=(Cached(".self_attn.qkv_proj", KV_HEADS),),
+    ),
+    GATE_UP_TENSOR,
+    renames=FUSED_NAMES,
+    sglang=SCALES_LOST,
+)
+
+# No gate in the MLP.
+ARCEE = model("ArceeForCausalLM", ATTENTION, plain(".mlp"))
+
+# vLLM 0.32.0 models/stablelm.py has no packed_modules_mapping.
+STABLELM = model(
+    "StableLmForCausalLM",
+    attention(listed_as="qkv_proj"),
+    gated(".mlp", listed_as="gate_up_proj"),
+    sglang=PLAIN_ATTENTION,
+)
+
+# Mixtures of experts.
+
+# Layers with a second input, of a table of embeddings of its own. Those that attend to everything have heads of their
+# own, and in the larger ones no projection of values.
+GEMMA4 = model(
+    "Gemma4ForCausalLM",
+    replace(
+        ATTENTION,
+        cached=(
+            replace(ATTENTION.cached[0], full_heads="num_global_key_value_heads", keys_as_values="attention_k_eq_v"),
+        ),
+    ),
+    MLP,
+    keep=(
+        Keep("{model,model.language_model}.embed_tokens_per_layer", "embedding"),
+        Keep("{model,model.language_model}.per_layer_model_projection", "embedding"),
+        Keep(".{per_layer_input_gate,per_layer_projection}", "embedding"),
+    ),
+    windows=Windows(6),
+)
+
+# By what SGLang does not load of them.
+DENSE_NAMES = {
+    SCALES_LOST: ("Llama", "Mistral", "Ministral3"),
+    SGLang(): ("Qwen2", "Qwen3", "Gemma3", "Exaone4", "Cohere", "Cohere2"),
+    NO_SCALES: ("Gemma", "Olmo2", "Olmo3", "Granite"),
+    PLAIN_ATTENTION: ("Olmo",),
+    NO_GROUPS: ("SmolLM3", "SeedOss", "Cwm", "Ernie4_5"),
+    NAMELESS: ("Gemma2",),
+    SGLang(head=HEAD_IN_BFLOAT16, alike=FORMATS): ("HunYuanDenseV1",),
+}
+ENTRIES = (
+    *(
+        replace(DENSE, name=f"{name}ForCausalLM", sglang=sglang, windows=WINDOWS.get(name, Windows()))
+        for sglang, names in DENSE_NAMES.items()
+        for name in names
+    ),
+    MIMO,
+    PHI3,
+    model("Glm4ForCausalLM", ATTENTION, GATE_UP_TENSOR, renames=FUSED_NAMES[3:]),
+    model("GlmForCausalLM", ATTENTION, GATE_UP_TENSOR),
+    ARCEE,
+    replace(ARCEE, name="ApertusForCausalLM"),
+    model("Starcoder2ForCausalLM", ATTENTION, plain(".mlp", "c_fc", "c_proj")),
+    model(
+        "PhiForCausalLM",
+        attention("dense"),
+        plain(".mlp", "fc1", "fc2"),
+        sglang=SGLang(head=HEAD_IN_BFLOAT16, alike=FORMATS),
+    ),
+    STABLELM,
+    GEMMA4,
+)

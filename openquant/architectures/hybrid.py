@@ -1,0 +1,178 @@
+"""Linear attention, state spaces and convolutions beside attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .entry import ROUTER, Cached, Experts, Joined, Keep, Refusal, SGLang, Split, State
+from .experts import GRANITE_EXPERTS, MTP, ROUTED, SHARED_EXPERT, STACKED_EXPERTS
+from .parts import ATTENTION, HEADS, KV_HEADS, MLP, NO_CACHE, Part, attention, gated, model, plain, routed
+
+CONVOLUTION = "convolution"
+KEY_HEADS, VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
+# vLLM 0.32.0 models/config.py:856 reads the dtype of a state in Qwen3.5, and 717 that of Nemotron-H.
+DELTA_STATE = State(
+    ".linear_attn.conv1d", (VALUE_HEADS, "linear_value_head_dim", "linear_key_head_dim"), "mamba_ssm_dtype"
+)
+# vLLM 0.32.0 layers/mamba/gdn/qwen_gdn_linear_attn.py:524: ba_proj has no block form. It has a few rows.
+GATED_DELTA = Part(
+    (".linear_attn.{in_proj_qkvz,out_proj}",),
+    splits=(
+        Split(".linear_attn.in_proj_qkvz", "out", KEY_HEADS),
+        Split(".linear_attn.out_proj", "in", VALUE_HEADS),
+    ),
+    keep=(Keep(".linear_attn.in_proj_ba", "gates of a row per head"), Keep(".linear_attn.conv1d", CONVOLUTION)),
+    states=(DELTA_STATE,),
+)
+QWEN3_NEXT = model(
+    "Qwen3NextForCausalLM",
+    ATTENTION,
+    GATED_DELTA,
+    MLP,
+    SHARED_EXPERT,
+    ROUTED,
+    keep=(MTP,),
+    # models/qwen3_next.py:851
+    head_refused="vLLM 0.32.0 builds it without a quantization",
+    sglang=SGLang(
+        (Refusal("tensor", "fp8", "it asks in_proj_qkvz for four scales", "--scheme channel and -w 128 load"),),
+        # SGLang 0.5.23 models/qwen3_next.py:311
+        unpacked=(".linear_attn.in_proj_qkvz",),
+        # models/qwen3_next.py:1266
+        cache="it takes no scales of keys and values but 1",
+        cache_of_ones=True,
+    ),
+)
+
+# The same in pieces: qkv and z are joined, and qkv holds three of the four that the engine makes of them (:664).
+GATED_DELTA_PIECES = Part(
+    (".linear_attn.{in_proj_qkv,in_proj_z,out_proj}",),
+    joined=(Joined(".linear_attn.{in_proj_qkv,in_proj_z}", sglang="in_proj_qkvz"),),
+    splits=(
+        Split(".linear_attn.in_proj_qkv", "out", parts=(KEY_HEADS, KEY_HEADS, VALUE_HEADS)),
+        Split(".linear_attn.in_proj_z", "out", VALUE_HEADS),
+        Split(".linear_attn.out_proj", "in", VALUE_HEADS),
+    ),
+    keep=(Keep(".linear_attn.in_proj_{a,b}", "gates of a row per head"), Keep(".linear_attn.conv1d", CONVOLUTION)),
+    states=(DELTA_STATE,),
+)
+# Saved without its tower it keeps the wrapper's names.
+EITHER = "{model,model.language_model}.layers.*"
+HEAD_SCALE_LOST = SGLang(head="it drops the scale of the output head without a word")
+QWEN3_5 = model(
+    "Qwen3_5ForCausalLM", ATTENTION, GATED_DELTA_PIECES, MLP, layers=EITHER, keep=(MTP,), sglang=HEAD_SCALE_LOST
+)
+QWEN3_5_MOE = model(
+    "Qwen3_5MoeForCausalLM",
+    ATTENTION,
+    GATED_DELTA_PIECES,
+    MLP,
+    SHARED_EXPERT,
+    STACKED_EXPERTS,
+    layers=EITHER,
+    keep=(MTP,),
+    sglang=HEAD_SCALE_LOST,
+)
+
+# in_proj holds five pieces that vLLM divides by rules of their own (layers/mamba/mamba_mixer2.py).
+STATE_SPACE = "state space inputs, of several kinds"
+GRANITE_HYBRID = model(
+    "GraniteMoeHybridForCausalLM",
+    ATTENTION,
+    Part(
+        (".mamba.out_proj",),
+        splits=(Split(".mamba.out_proj", "in", "mamba_n_heads"),),
+        keep=(Keep(".mamba.in_proj", STATE_SPACE, divided=True), Keep(".mamba.conv1d", CONVOLUTION)),
+        states=(State(".mamba.conv1d", ("mamba_n_heads", "mamba_d_head", "mamba_d_state")),),
+    ),
+    GRANITE_EXPERTS,
+    Part(
+        (".shared_mlp.{input_linear,output_linear}",),
+        splits=(
+            Split(".shared_mlp.input_linear", "out", parts=(None, None)),
+            Split(".shared_mlp.output_linear", "in"),
+        ),
+    ),
+    # vLLM 0.32.0 models/granitemoehybrid.py asks for its linears under this name.
+    renames=((".mamba.", ".mixer."),),
+    transformers_reads_blocks=False,
+    sglang=SGLang(
+        (Refusal(None, "fp8", "its loader of this architecture fails on the fp8 format", "--scheme channel loads"),),
+        cache=NO_CACHE,
+    ),
+)
+
+LFM2_MIXERS = (
+    attention("out_proj"),
+    Part(
+        (".conv.out_proj",),
+        splits=(Split(".conv.out_proj", "in"),),
+        keep=(Keep(".conv.in_proj", "three inputs of a convolution", divided=True), Keep(".conv.conv", CONVOLUTION)),
+        states=(State(".conv.conv"),),
+    ),
+)
+# models/lfm2.py:193
+NAMELESS_CACHE = "vLLM 0.32.0 builds its attention without quantization"
+LFM2 = model("Lfm2ForCausalLM", *LFM2_MIXERS, gated(".feed_forward", "w1", "w3", "w2"), cache_refused=NAMELESS_CACHE)
+LFM2_MOE = model(
+    "Lfm2MoeForCausalLM",
+    *LFM2_MIXERS,
+    gated(".feed_forward", "w1", "w3", "w2"),
+    # vLLM 0.32.0 models/lfm2_moe.py builds the router with quant_config.
+    routed(".feed_forward.experts", "w1", "w3", "w2"),
+    cache_refused=NAMELESS_CACHE,
+    # SGLang 0.5.23 models/lfm2_moe.py.
+    renames=tuple(
+        (f".feed_forward.{one}", f".feed_forward.{other}_proj")
+        for one, other in (("w1", "gate"), ("w3", "up"), ("w2", "down"))
+    ),
+)
+
+# One mixer for each layer: attention, state space, MLP or experts without a gate.
+NEMOTRON_H = model(
+    "NemotronHForCausalLM",
+    Part(
+        (".mixer.{q,k,v,o}_proj", ".mixer.out_proj"),
+        joined=(Joined(".mixer.{q,k,v}_proj", sglang="qkv_proj"),),
+        splits=(
+            Split(".mixer.q_proj", "out", HEADS),
+            Split(".mixer.{k,v}_proj", "out", KV_HEADS, replicated=True),
+            Split(".mixer.o_proj", "in", HEADS),
+            Split(".mixer.out_proj", "in", "mamba_num_heads"),
+        ),
+        keep=(Keep(".mixer.in_proj", STATE_SPACE, divided=True), Keep(".mixer.conv1d", CONVOLUTION)),
+        cached=(Cached(".mixer.{k,v}_proj", KV_HEADS),),
+        states=(
+            State(
+                ".mixer.conv1d",
+                ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"),
+                "mamba_ssm_cache_dtype",
+                usual="float32",
+            ),
+        ),
+    ),
+    plain(".mixer"),
+    plain(".mixer.shared_experts"),
+    replace(
+        plain(".mixer.experts.*"),
+        experts=(Experts(".mixer.experts"),),
+        keep=(
+            Keep(".mixer.gate", ROUTER),
+            Keep(".mixer.fc{1,2}_latent_proj", "to and from the experts' narrower space"),
+        ),
+    ),
+    layers="backbone.layers.*",
+    keep=(Keep("backbone.embeddings", "embedding"), MTP),
+    # transformers 5 builds it as model.
+    spellings=(("backbone.", "model."),),
+)
+
+ENTRIES = (
+    QWEN3_NEXT,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    GRANITE_HYBRID,
+    LFM2,
+    LFM2_MOE,
+    NEMOTRON_H,
+)
