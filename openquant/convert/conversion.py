@@ -21,6 +21,7 @@ import numpy as np
 from ..errors import PlanError
 from ..files.output import OutputDirectory
 from ..files.shardfile import ALIGNMENT, AlignedBuffer, Bytes, FinishedShard, ShardFile, SourceFile
+from ..files.tensors import DTYPE_BITS
 from ..formats.format import grid_of
 from ..formats.kernels import from_float32, pack_words, scale_values
 from ..formats.numbers import Floats
@@ -83,7 +84,7 @@ def worker_memory(plan: Plan, device: str) -> int:
         piece, held = max(memory_of(weight, multiple) for multiple in multiples)
         largest = max(largest, piece)
         # What is decoded and turned around is held whole.
-        turned = weight.shape[0] * weight.shape[1] * 2 if weight.format and weight.transposed else 0
+        turned = weight.shape[0] * weight.shape[1] * 2 if weight.turned else 0
         beside = max(beside, held + turned)
     # torch takes pinned memory in powers of two.
     buffer = largest if device == "cpu" else 1 << (largest + ALIGNMENT - 1).bit_length()
@@ -302,7 +303,7 @@ class _Worker:
                 self._unstack(job, file)
             case Fold():
                 self._fold(job, file)
-            case Decode() if job.weight.transposed:
+            case Decode() if job.weight.turned:
                 self._turn(job, file)
             case Decode():
                 self._decode(job, file)
@@ -384,8 +385,8 @@ class _Worker:
 
     def _scales_done(self, weight: Weight) -> None:
         if weight.format is not None:
-            down, _ = grid_of(weight.format.group, weight.shape)
-            self.conversion.advance(down * weight.scales(self.reader.where).pitch)
+            down, along = grid_of(weight.format.group, weight.shape)
+            self.conversion.advance(down * along * DTYPE_BITS[weight.parts[1].dtype] // 8)
 
     def _encode(self, job: Encode, file: Target) -> None:
         stays = not job.joined or self.reader.keeps_scale(job.joined, job.scheme)
@@ -401,18 +402,18 @@ class _Worker:
         """Write the source's codes unchanged, and its scales as the scheme stores them."""
         weight, scale_place = piece.weight, piece.scale_target
         assert weight.format is not None
-        group, extent = weight.format.group, weight.rows(self.reader.where)
+        group, extent, pitch = weight.format.group, weight.rows(self.reader.where), weight.row_bytes
         height, zero_place = max(group[0] or 1, scheme.format.height), piece.zero_target
-        step = max(1, BUFFER // (extent.pitch * height)) * height
+        step = max(1, BUFFER // (pitch * height)) * height
         divisor = self.reader.divisor(weight)
         if scheme.format.global_scale is not None and piece.tied_target is not None:
             file.write(divisor, piece.tied_target)
         with self.reader.open(extent.shard) as source:
             for low in range(0, weight.shape[0], step):
                 count = min(step, weight.shape[0] - low)
-                place = piece.target + low * extent.pitch
+                place = piece.target + low * pitch
                 slot = self._slot()
-                codes = slot.take(place, count * extent.pitch)
+                codes = slot.take(place, count * pitch)
                 self.reader.codes(source, weight, low, codes)
                 scale = self.reader.scales(weight, low, count, SMALLEST_SCALE, scheme.format.scale.power_of_two)
                 zero = self.reader.zeros(weight, low, count)

@@ -136,7 +136,7 @@ class Slices:
             low = 0
             for bits in reader.rows(matrix, 1):
                 high = low + len(bits)
-                if matrix.transposed:
+                if matrix.turned:
                     part = np.empty(bits.shape, np.uint16)
                     kernels.to_bfloat16(bits.view(np.float32), part)
                     target[:, low:high] = part.T

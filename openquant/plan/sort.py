@@ -7,6 +7,7 @@ the plan; all such are named together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from ..architectures.entry import DRAFT, NEVER_QUANTIZED, Experts, Model, Stacked
@@ -80,7 +81,7 @@ def sort_tensors(
 def _sort(info: TensorInfo, module: str, role: Role, stored: Weight | None, settled: bool) -> Item | str:
     """What is made from a tensor; or a text that says what is wrong with it, "matches no pattern"."""
     axes = len(info.shape)
-    if settled and stored is not None and role.keep not in NEVER_QUANTIZED:
+    if settled and stored is not None and axes == 2 and role.keep not in NEVER_QUANTIZED:
         return stored._replace(alike=role.alike)
     if axes < 2 and not (role.compress and info.name != module) and role.stack is None:
         return Kept(info, info.name, FEW_AXES)
@@ -96,11 +97,18 @@ def _sort(info: TensorInfo, module: str, role: Role, stored: Weight | None, sett
         return stored._replace(alike=role.alike)
     if role.compress:
         return Weight(module, role.alike, info, (info.shape[0], info.shape[1]))
-    if stored is not None:
+    if stored is not None and (stored.turned or stored.codes.shape != info.shape):
         return f"is stored as {stored.parts[0].dtype} {list(stored.parts[0].shape)}, which is not read"
     if role.stack is None or not _is_stack(info, role.stack[1]):
         return f"is not a stack of experts but {list(info.shape)}"
-    return Stack(info, tuple(_unstack(info, *role.stack)))
+    layers = _unstack(info, *role.stack)
+    if stored is not None and stored.format is not None:
+        down, along = stored.format.group
+        form = replace(stored.format, group=(along, down)) if layers[0].transposed else stored.format
+        if len(role.stack[1].parts) > 1 and layers[0].shape[0] % (form.group[0] or 1):
+            return f"has blocks that reach over {' and '.join(role.stack[1].parts)}"
+        layers = [layer._replace(format=form, parts=stored.parts, input_scale=stored.input_scale) for layer in layers]
+    return Stack(info, tuple(layers))
 
 
 def _raise_misfits(model: Model, misfits: dict[str, str]) -> None:

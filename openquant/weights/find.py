@@ -5,6 +5,7 @@ have unquantized, with its scales out of sight. The plan is made of that, and wh
 
 Layouts:
     FP8, int8  X.weight [out, in], X.weight_scale or X.weight_scale_inv (formats/ says which has what shape)
+               stacks of experts X [experts, .., ..], X_scale_inv, X_scale or X_weight_scale, by expert or one for all
     int4, int8 X.weight_packed int32 [out, in / 8] or [out, in / 4], X.weight_scale, X.weight_shape: eight or four in a
            word, the first lowest, each 8 or 128 above its value (compressed-tensors 0.20,
            compressors/pack_quantized/helpers.py); asymmetric ones also X.weight_zero_point int32 [out / 8, groups]
@@ -51,6 +52,8 @@ _CACHE_SCALE = re.compile(
 _LEFTOVERS = (".act_scale", ".output_scale", ".weight_zero_point", ".input_zero_point", ".output_zero_point")
 # Mistral calls the scale of a whole tensor so, Qwen's and MiniMax's MXFP8 that of its groups.
 _SCALES = ("_scale", "_scale_inv")
+# modelopt's names of what lies beside a stack, whose own has no last part (vLLM 0.32.0 models/llama4.py:650).
+_OF_STACKS = ("_weight_scale", f"_{INPUT_SCALE}")
 # Mistral's name for the first is the second.
 _BESIDE = (INPUT_SCALE, "activation_scale", "input_global_scale", "weight_shape")
 _DAMAGED = "the checkpoint is damaged or incomplete: download or save it again"
@@ -119,11 +122,11 @@ def pairs(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> Iter
             continue
         module = name.removesuffix(".weight")
         form = quantization.format_of(module)
-        named = [*([form.scale_of(name)] if form else []), *(name + last for last in _SCALES)]
+        named = [*([form.scale_of(name)] if form else []), *(name + last for last in (*_SCALES, _OF_STACKS[0]))]
         scales = _present(tensors, named)
         above = tensors.get(f"{module}.{form.global_scale.name}") if form and form.global_scale else None
         zeros = tensors.get(f"{module}.{form.zero_point}") if form and form.zero_point else None
-        beside = _present(tensors, [f"{module}.{last}" for last in _BESIDE])
+        beside = _present(tensors, [*(f"{module}.{last}" for last in _BESIDE), name + _OF_STACKS[1]])
         yield Pair(name, info, form, scales[0] if scales else None, above, zeros, tuple(beside))
 
 
@@ -262,7 +265,7 @@ def _find(checkpoint: Checkpoint, quantization: Quantization) -> Iterator[Stored
             )
         elif pair.packed or info.dtype == "U8":
             weight = _blocks(pair) if info.name.endswith("_blocks") else _packed(checkpoint, pair)
-        elif info.name.endswith(".weight") and info.dtype in CODES:
+        elif info.dtype in CODES and (info.name.endswith(".weight") or len(info.shape) == 3):
             weight = _whole(pair)
         else:
             raise PlanError(f"{_described(info)}, which is not read here", "start from the unquantized model")
@@ -271,18 +274,42 @@ def _find(checkpoint: Checkpoint, quantization: Quantization) -> Iterator[Stored
 
 def _whole(pair: Pair) -> Weight:
     """A weight whose codes have an element each."""
-    info = pair.codes
-    if len(info.shape) != 2:
-        raise PlanError(
-            f"{_described(info)}: quantized stacks of experts are not read here", "start from the unquantized model"
-        )
-    form = _form(pair)
+    info, form = pair.codes, _form(pair)
+    if len(info.shape) not in (2, 3) or 0 in info.shape:
+        raise SourceError(f"{_described(info)}, neither a matrix nor a stack of them", _DAMAGED)
     if form.number.dtype != info.dtype:
         raise SourceError(
             f"{info.name} is {info.dtype}, but config.json has its layer as {form.number.title}", _DAMAGED
         )
-    shape = info.shape[0], info.shape[1]
+    shape = info.shape[-2], info.shape[-1]
+    if len(info.shape) == 3:
+        return _stack(pair, shape, form)
     return _weight(pair, shape, form, _scale(pair, form, shape))._replace(input_scale=_input_scale(pair))
+
+
+def _stack(pair: Pair, shape: tuple[int, int], form: Format) -> Weight:
+    """A stack of experts, each of which has scales of its own, unless there is one for all."""
+    scale = _found_scale(pair, form)
+    experts, (rows, cols) = pair.codes.shape[0], shape
+    if form.shared:
+        known = dict.fromkeys(((), (1,), (experts,), (experts, 1), (experts, 1, 1)), form.group)
+    elif form.group == (1, None):
+        # Those of outputs, which are the rows of one layout and the columns of another.
+        known = {(experts, rows, 1): (1, None), (experts, 1, cols): (None, 1)}
+        known |= {(experts, rows): (1, None), (experts, cols): (None, 1)} if rows != cols else {}
+    else:
+        known = {(experts, *grid_of(form.group, shape)): form.group}
+    if scale.shape not in known:
+        wanted = " or ".join(str(list(each)) for each in known if len(each) == 3)
+        raise SourceError(
+            f"{scale.name} is {list(scale.shape)}, for {list(pair.codes.shape)} with {form.label} it must be {wanted}",
+            _STRANGE,
+        )
+    inputs = _input_scale(pair)
+    return _weight(pair, shape, replace(form, group=known[scale.shape]), scale)._replace(
+        source=TensorInfo(pair.name, DECODED_DTYPE, pair.codes.shape),
+        input_scale=inputs if inputs is not None and math.prod(inputs.shape) == 1 else None,
+    )
 
 
 def _input_scale(pair: Pair) -> TensorInfo | None:
@@ -367,7 +394,7 @@ def _blocks(pair: Pair) -> Weight:
     if (scale.dtype, scale.shape) != ("U8", info.shape[:3]):
         raise SourceError(f"{_described(scale)}, for {info.name} it must be U8 {list(info.shape[:3])}", _DAMAGED)
     source = TensorInfo(pair.name, DECODED_DTYPE, (experts, groups * 32, rows))
-    return _weight(pair, (rows, groups * 32), form, scale)._replace(source=source, transposed=True)
+    return _weight(pair, (rows, groups * 32), form, scale)._replace(source=source, turned=True)
 
 
 def _weight(pair: Pair, shape: tuple[int, int], form: Format, scale: TensorInfo) -> Weight:
@@ -384,9 +411,7 @@ def _form(pair: Pair) -> Format:
 
 def _scale(pair: Pair, form: Format, shape: tuple[int, int]) -> TensorInfo:
     """The scale of a weight [out, in], which must have as many values as its grid."""
-    scale = pair.scale
-    if scale is None:
-        raise SourceError(f"{pair.codes.name} has no scale: {form.scale_of(pair.name)} is missing", _STRANGE)
+    scale = _found_scale(pair, form)
     wanted = grid_of(form.group, shape)
     # Those of rows may have one axis; of modelopt's blocks, four (vLLM 0.32.0 layers/quantization/modelopt.py:2246).
     if tuple(size for size in scale.shape if size != 1) != tuple(size for size in wanted if size != 1):
@@ -394,6 +419,14 @@ def _scale(pair: Pair, form: Format, shape: tuple[int, int]) -> TensorInfo:
             f"{scale.name} is {list(scale.shape)}, for {list(shape)} with {form.label} it must be {list(wanted)}",
             _STRANGE,
         )
+    return scale
+
+
+def _found_scale(pair: Pair, form: Format) -> TensorInfo:
+    """The scale of a weight, of whatever shape."""
+    scale = pair.scale
+    if scale is None:
+        raise SourceError(f"{pair.codes.name} has no scale: {form.scale_of(pair.name)} is missing", _STRANGE)
     if scale.dtype not in form.scale_dtypes and scale.dtype not in ("F32", "F8_E8M0"):
         raise SourceError(f"{scale.name} is {scale.dtype}, not {' or '.join(form.scale_dtypes)}", _DAMAGED)
     return scale

@@ -11,14 +11,14 @@ import numpy as np
 
 from ..errors import PlanError, SourceError
 from ..files.shardfile import Bytes, SourceFile
-from ..files.tensors import Location, TensorInfo
+from ..files.tensors import DTYPE_BITS, Location, TensorInfo
 from ..formats import kernels
-from ..formats.format import Format
+from ..formats.format import Format, grid_of
 from ..formats.kernels import BITS_TYPE, Bits, Loops
 from ..formats.numbers import CODES, Floats
 from ..formats.schemes import Scheme
 from .columns import ALIKE, STRIP, ColumnReader
-from .weight import Weight
+from .weight import Extent, Weight
 
 BUFFER = 4 << 20
 # A transposed matrix is read in columns: longer pieces of each stored row make fewer system calls.
@@ -36,7 +36,7 @@ def rows_at_once(weight: Weight, multiple: int) -> int:
     rows, cols = weight.shape
     form = weight.format
     limit = BUFFER if form is None else 2 * BUFFER
-    if weight.transposed and form is None:
+    if weight.transposed:
         limit = TRANSPOSED_BUFFER
     if form is not None and form.columns is not None:
         # Words may hold the codes, and do hold the zero points, of several rows.
@@ -51,7 +51,7 @@ def memory_of(weight: Weight, multiple: int) -> tuple[int, int]:
         # As it is turned around; and as float32, before and after its exponents are in their place.
         return piece, piece * (weight.transposed + 2 * weight.folded)
     # Codes, a quarter of the weights that they become at most, and scales for as few as 32 of these.
-    held, columns = piece // 2, weight.format.columns
+    held, columns = piece // 2 + (piece // 4 if weight.transposed else 0), weight.format.columns
     if columns is not None:
         # What is turned around, before, between and after; and if need be a scale and a zero point for each weight.
         held += 4 * STRIP + (2 * piece if columns.scattered else 0)
@@ -112,13 +112,13 @@ class Reader:
         if self._buffer.nbytes < step * pitch:
             self._buffer = self._memory(step * pitch)
         # Once for all pieces: the system clears memory that is new.
-        held = np.empty(step * extent.pitch if weight.format is not None else 0, np.uint8)
+        held = np.empty(step * weight.row_bytes if weight.format is not None else 0, np.uint8)
         with self.open(extent.shard) as source:
             for low in range(0, rows, step):
                 count = min(step, rows - low)
                 part = self._buffer[: count * pitch]
                 if weight.format is not None:
-                    codes = held[: count * extent.pitch].reshape(count, extent.pitch)
+                    codes = held[: count * weight.row_bytes].reshape(count, weight.row_bytes)
                     self.codes(source, weight, low, codes.reshape(-1))
                     scale = self.scales(weight, low, count)
                     self._decode(
@@ -130,10 +130,7 @@ class Reader:
                         part.view(np.float32).reshape(count, cols),
                     )
                 elif weight.transposed:
-                    width = count * kind.itemsize
-                    for col in range(cols):
-                        piece = part[col * width : (col + 1) * width]
-                        source.read(piece, extent.offset + col * extent.pitch + low * kind.itemsize, extent.label)
+                    _read_columns(source, extent, low * kind.itemsize, part.reshape(cols, -1))
                     yield np.ascontiguousarray(part.view(kind).reshape(cols, count).T)
                     continue
                 else:
@@ -148,7 +145,7 @@ class Reader:
         """
         assert weight.format is not None
         if scale.max() >= _beyond(weight.format):
-            rows = codes.reshape(-1, weight.rows(self.where).pitch)
+            rows = codes.reshape(-1, weight.row_bytes)
             self._decode(weight, rows, scale, zero, low, np.empty((len(rows), weight.shape[1]), np.float32))
 
     def _decode(self, weight: Weight, codes: Bytes, scale: Floats, zero: Floats | None, low: int, out: Floats) -> None:
@@ -180,7 +177,12 @@ class Reader:
         if weight.format is not None and weight.format.columns is not None:
             self._columns.codes(source, weight, low, into)
             return None
-        source.read(into, extent.offset + low * extent.pitch, extent.label)
+        if weight.format is not None and weight.transposed:
+            columns = np.empty((weight.row_bytes, into.size // weight.row_bytes), np.uint8)
+            _read_columns(source, extent, low, columns)
+            into.reshape(columns.shape[::-1])[:] = columns.T
+        else:
+            source.read(into, extent.offset + low * extent.pitch, extent.label)
         # Checks have codes of no known format, too, which were found by their dtype.
         number = weight.format.number if weight.format else CODES.get(weight.codes.dtype)
         return None if number is None else self.loops.first_unsound(into, number)
@@ -237,10 +239,17 @@ class Reader:
             self._check_shape(weight)
         height = weight.format.group[0] or low + count
         first, last = low // height, (low + count - 1) // height
-        raw = np.empty((last + 1 - first) * extent.pitch, np.uint8)
+        count = last + 1 - first
         with self.open(extent.shard) as source:
-            source.read(raw, extent.offset + first * extent.pitch, extent.label)
-        scale = kernels.scale_values(raw, info.dtype).reshape(last + 1 - first, -1)
+            if weight.transposed:
+                itemsize = DTYPE_BITS[info.dtype] // 8
+                columns = np.empty((grid_of(weight.format.group, weight.shape)[1], count * itemsize), np.uint8)
+                _read_columns(source, extent, first * itemsize, columns)
+                scale = kernels.scale_values(columns.reshape(-1), info.dtype).reshape(-1, count).T
+            else:
+                raw = np.empty(count * extent.pitch, np.uint8)
+                source.read(raw, extent.offset + first * extent.pitch, extent.label)
+                scale = kernels.scale_values(raw, info.dtype).reshape(count, -1)
         check_scales(scale, extent.label, extent.shard, least)
         if weight.format.global_scale is not None:
             scale = scale / self.divisor(weight)
@@ -310,6 +319,12 @@ class Reader:
         scales = {self.scales(weight, 0, 1).item() for weight in joined}
         scale = scales.pop()
         return not scales and scale >= form.scale.floor and scale * form.number.largest <= scheme.largest
+
+
+def _read_columns(source: SourceFile, extent: Extent, at: int, into: Bytes) -> None:
+    """Read a piece of each stored row, from byte `at` of it on: [stored rows, bytes]."""
+    for number, piece in enumerate(into):
+        source.read(piece, extent.offset + number * extent.pitch + at, extent.label)
 
 
 def _beyond(form: Format) -> np.float32:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -37,7 +38,8 @@ class Weight(NamedTuple):
         shape: (out, in).
         expert: its number in a stack; -1 outside of one, and for a stack of codes as a whole.
         part: which of several projections side by side in a stack.
-        transposed: plain rows are stored as columns; of codes, they become columns where they are written unquantized.
+        transposed: its rows are stored as columns.
+        turned: rows of codes become columns where they are written unquantized.
         format: how it is stored; None for plain elements.
         parts: the codes, their scales, the global scale or the zero points if the format has them, and of codes in
             words perhaps a tensor that holds [out, in]; () for plain elements. Checks have fewer where scales are
@@ -53,6 +55,7 @@ class Weight(NamedTuple):
     expert: int = -1
     part: int = 0
     transposed: bool = False
+    turned: bool = False
     format: Format | None = None
     parts: tuple[TensorInfo, ...] = ()
     input_scale: TensorInfo | None = None
@@ -76,7 +79,20 @@ class Weight(NamedTuple):
     @property
     def stored(self) -> int:
         """Size of what the checkpoint holds for it, in bytes."""
-        return sum(part.nbytes for part in self.parts) if self.format else self.nbytes
+        if self.format is None:
+            return self.nbytes
+        if self.expert < 0:
+            return sum(part.nbytes for part in self.parts)
+        (down, along), scale = grid_of(self.format.group, self.shape), self.parts[1]
+        return (
+            self.shape[0] * self.shape[1] // self.format.number.per_byte + down * along * DTYPE_BITS[scale.dtype] // 8
+        )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that the codes of one row take."""
+        assert self.format is not None
+        return self.shape[1] // self.format.number.per_byte
 
     @property
     def codes(self) -> TensorInfo:
@@ -108,7 +124,7 @@ class Weight(NamedTuple):
     @property
     def kind(self) -> tuple[object, ...]:
         """How it is read: equal for two weights of one dtype, shape and format."""
-        return self.source.dtype, self.shape, self.transposed, self.format, self.folded
+        return self.source.dtype, self.shape, self.transposed, self.turned, self.format, self.folded
 
     def is_held_by(self, form: Format) -> bool:
         """Whether it is stored as a format stores it, so that codes need no change."""
@@ -128,23 +144,30 @@ class Weight(NamedTuple):
 
     def rows(self, where: Mapping[str, Location]) -> Extent:
         """Where its elements lie, or its codes."""
-        info, (rows, cols) = self.parts[0] if self.format else self.source, self.shape
+        info, rows = self.parts[0] if self.format else self.source, self.shape[0]
         place = where[info.name]
         label = f"{info.name}[{self.expert}]" if self.expert >= 0 else info.name
-        expert = max(self.expert, 0)
-        if self.format is not None:
-            pitch = cols // self.format.number.per_byte
-            return Extent(label, place.shard, place.offset + expert * rows * pitch, pitch)
+        stack = self.expert * (info.nbytes // info.shape[0]) if self.expert >= 0 else 0
         itemsize = DTYPE_BITS[info.dtype] // 8
-        pitch = info.shape[-1] * itemsize
+        in_rows = self.format is not None and not self.transposed
+        pitch = self.row_bytes if in_rows else info.shape[-1] * itemsize
         along = itemsize if self.transposed else pitch
-        stack = info.shape[1] * pitch if self.expert >= 0 else 0
-        return Extent(label, place.shard, place.offset + expert * stack + self.part * rows * along, pitch)
+        return Extent(label, place.shard, place.offset + stack + self.part * rows * along, pitch)
 
     def scales(self, where: Mapping[str, Location]) -> Extent:
-        """Where its scales lie, a row for each row of groups."""
+        """Where its scales lie, a row for each row of groups; of a stack, a column where its rows are columns."""
         assert self.format is not None
         info = self.parts[1]
-        place, grid = where[info.name], grid_of(self.format.group, self.shape)
-        pitch = grid[1] * DTYPE_BITS[info.dtype] // 8
-        return Extent(info.name, place.shard, place.offset + max(self.expert, 0) * grid[0] * pitch, pitch)
+        place, (down, along), itemsize = (
+            where[info.name],
+            grid_of(self.format.group, self.shape),
+            DTYPE_BITS[info.dtype] // 8,
+        )
+        if self.expert < 0 or math.prod(info.shape) == 1:
+            return Extent(info.name, place.shard, place.offset, along * itemsize)
+        # Projections side by side may share theirs.
+        stack = info.nbytes // info.shape[0]
+        sides = stack // (down * along * itemsize)
+        pitch = down * sides * itemsize if self.transposed else along * itemsize
+        beside = self.part % sides * down * (itemsize if self.transposed else pitch)
+        return Extent(info.name, place.shard, place.offset + self.expert * stack + beside, pitch)
