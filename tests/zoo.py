@@ -9,184 +9,33 @@ import json
 import re
 import tempfile
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from safetensors import safe_open
 
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Small:
-    """A small model.
-
-    Attributes:
-        model_type: as in config.json.
-        config: what config.json says beside or instead of tiny.COMMON; where it has a text_config, that does.
-        vision: its vision_config, for wrappers.
-        made_as: the architecture and model type that transformers makes it as, where it knows it by another name.
-        drop: expression of names that published files do not hold.
-        copies: prefixes of tensors and of their likes that files hold as well (draft layers).
-        extra: other tensors.
-        zero_norms: norms add one to their weight.
-    """
-
-    model_type: str
-    config: Mapping[str, Any] = field(default_factory=dict)
-    vision: Mapping[str, Any] | None = None
-    made_as: tuple[str, str] | None = None
-    drop: str | None = None
-    copies: Mapping[str, str] = field(default_factory=dict)
-    extra: Mapping[str, Shape] = field(default_factory=dict)
-    zero_norms: bool = False
-
-
-HYBRID = ["linear_attention", "full_attention"]
-SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 512}
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
-LOCAL_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
-QWEN_MOE = {**MOE, "shared_expert_intermediate_size": 128, "decoder_sparse_step": 1, "mlp_only_layers": []}
-DEEPSEEK_MOE = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 128,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0,
-    "num_nextn_predict_layers": 1,
-}
-MLA = {
-    **DEEPSEEK_MOE,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 128,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 64,
-    "moe_layer_freq": 1,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-}
-DRAFT = {
-    "copies": {"model.layers.1.": "model.layers.2."},
-    "extra": {
-        "model.layers.2.eh_proj.weight": (256, 512),
-        "model.layers.2.enorm.weight": (256,),
-        "model.layers.2.hnorm.weight": (256,),
-        "model.layers.2.shared_head.norm.weight": (256,),
-    },
-}
-INDEXER = {"index_n_heads": 4, "index_head_dim": 128, "index_topk": 64}
-GATED_DELTA = {
-    "layer_types": HYBRID,
-    "full_attention_interval": 2,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "linear_conv_kernel_dim": 4,
-    "partial_rotary_factor": 0.25,
-    "attn_output_gate": True,
-}
-MTP = {
-    "mtp.fc.weight": (256, 512),
-    "mtp.norm.weight": (256,),
-    "mtp.pre_fc_norm_embedding.weight": (256,),
-    "mtp.pre_fc_norm_hidden.weight": (256,),
-}
-MAMBA = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 64,
-    "mamba_d_state": 64,
-    "mamba_n_groups": 1,
-    "mamba_expand": 2,
-    "mamba_d_conv": 4,
-}
-ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
-MROPE = {"rope_parameters": {**ROPE, "mrope_section": [8, 12, 12]}}
-MROPE_PARTIAL = {
-    "rope_parameters": {
-        **ROPE,
-        "mrope_section": [4, 2, 2],
-        "mrope_interleaved": True,
-        "partial_rotary_factor": 0.25,
-    }
-}
-QWEN_VISION = {
-    "depth": 1,
-    "hidden_size": 128,
-    "num_heads": 2,
-    "patch_size": 14,
-    "temporal_patch_size": 2,
-    "spatial_merge_size": 2,
-    "in_channels": 3,
-    "intermediate_size": 256,
-    "out_hidden_size": 256,
-    "hidden_act": "silu",
-}
-QWEN3_VISION = {
-    **QWEN_VISION,
-    "patch_size": 16,
-    "num_position_embeddings": 16,
-    "deepstack_visual_indexes": [0],
-    "hidden_act": "gelu_pytorch_tanh",
-}
-QWEN3_5_VISION = {**QWEN3_VISION, "deepstack_visual_indexes": []}
-PIXTRAL = {
-    "model_type": "pixtral",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "head_dim": 64,
-    "image_size": 56,
-    "patch_size": 14,
-}
-GEMMA = {
-    "tie_word_embeddings": True,
-    "hidden_act": "gelu_pytorch_tanh",
-    "hidden_activation": "gelu_pytorch_tanh",
-}
-GEMMA4 = {
-    **GEMMA,
-    **SLIDING,
-    "global_head_dim": 128,
-    "vocab_size_per_layer_input": 512,
-    "hidden_size_per_layer_input": 64,
-    "num_kv_shared_layers": 0,
-    "rope_parameters": {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-        "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
-    },
-}
-GEMMA4_VISION = {
-    "model_type": "gemma4_vision",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "patch_size": 16,
-    "position_embedding_size": 64,
-    "pooling_kernel_size": 1,
-}
-COHERE = {"tie_word_embeddings": True, "layer_norm_eps": 1e-05, "logit_scale": 0.0625}
-QWEN3_5 = {**GATED_DELTA, **MROPE_PARTIAL}
-QWEN3_5_DRAFT = {"model.language_model.layers.1.": "mtp.layers.0."}
-
-
-def stacks(path: str, transposed: bool = False) -> dict[str, Shape]:
-    """Gate and up, and down, of four experts in each of two layers."""
-    shapes = {"gate_up_proj": (4, 256, 256), "down_proj": (4, 128, 256) if transposed else (4, 256, 128)}
-    return {f"{path}.{layer}.mlp.experts.{name}": shape for layer in (0, 1) for name, shape in shapes.items()}
-
+from small import (
+    COHERE,
+    DEEPSEEK_MOE,
+    DRAFT,
+    GATED_DELTA,
+    GEMMA,
+    GEMMA4,
+    INDEXER,
+    LOCAL_MOE,
+    MAMBA,
+    MLA,
+    MOE,
+    MTP,
+    QWEN3_5,
+    QWEN_MOE,
+    ROPE,
+    SLIDING,
+    Shape,
+    Small,
+    stacks,
+)
+from zoo_wrappers import WRAPPERS
 
 ZOO = {
     "Ministral3ForCausalLM": Small(
@@ -394,55 +243,7 @@ ZOO = {
         },
     ),
     "Gemma4ForCausalLM": Small("gemma4_text", GEMMA4),
-    "Gemma4ForConditionalGeneration": Small(
-        "gemma4", {**GEMMA4, "model_type": "gemma4_text", "hidden_size_per_layer_input": 0}, vision=GEMMA4_VISION
-    ),
-    "Mistral3ForConditionalGeneration": Small(
-        "mistral3", {"model_type": "mistral", "sliding_window": None}, vision=PIXTRAL
-    ),
-    "Qwen2VLForConditionalGeneration": Small(
-        "qwen2_vl",
-        {"model_type": "qwen2_vl_text", **MROPE},
-        vision={
-            "depth": 1,
-            "embed_dim": 128,
-            "hidden_size": 256,
-            "num_heads": 2,
-            "mlp_ratio": 2,
-            "patch_size": 14,
-            "in_chans": 3,
-        },
-    ),
-    "Qwen2_5_VLForConditionalGeneration": Small(
-        "qwen2_5_vl", {"model_type": "qwen2_5_vl_text", **MROPE}, vision=QWEN_VISION
-    ),
-    "Qwen3VLForConditionalGeneration": Small("qwen3_vl", {"model_type": "qwen3_vl_text", **MROPE}, vision=QWEN3_VISION),
-    "Qwen3VLMoeForConditionalGeneration": Small(
-        "qwen3_vl_moe",
-        {**MOE, "decoder_sparse_step": 1, "mlp_only_layers": [], "model_type": "qwen3_vl_moe_text", **MROPE},
-        vision=QWEN3_VISION,
-        # transformers 5 saves the stacks the other way around.
-        drop=r".*\.experts\..*",
-        extra=stacks("model.language_model.layers", transposed=True),
-    ),
-    "Qwen3_5ForConditionalGeneration": Small(
-        "qwen3_5",
-        {**QWEN3_5, "model_type": "qwen3_5_text"},
-        vision=QWEN3_5_VISION,
-        copies=QWEN3_5_DRAFT,
-        extra=MTP,
-        zero_norms=True,
-    ),
-    "Qwen3_5MoeForConditionalGeneration": Small(
-        "qwen3_5_moe",
-        {**QWEN3_5, **QWEN_MOE, "model_type": "qwen3_5_moe_text"},
-        vision=QWEN3_5_VISION,
-        # The Hub's files stack the body's experts, not the draft's.
-        copies=QWEN3_5_DRAFT,
-        drop=r"model\..*\.experts\..*",
-        extra={**MTP, **stacks("model.language_model.layers")},
-        zero_norms=True,
-    ),
+    **WRAPPERS,
 }
 
 
@@ -450,11 +251,12 @@ def config(architecture: str, common: dict[str, Any]) -> dict[str, Any]:
     """config.json of a small model."""
     small = ZOO[architecture]
     top: dict[str, Any] = {"architectures": [architecture], "model_type": small.model_type}
-    if small.vision is None:
-        return {**top, **common, **small.config}
     text = {**common, **small.config}
+    if small.vision is None and not small.beside:
+        return {**top, **text}
+    towers = {"vision_config": dict(small.vision)} if small.vision else {}
     rest = {key: text[key] for key in ("dtype", "tie_word_embeddings")}
-    return {**top, "text_config": text, "vision_config": dict(small.vision), **rest}
+    return {**top, "text_config": text, **towers, **rest, **small.beside}
 
 
 @cache
