@@ -12,6 +12,8 @@ Layouts:
     NVFP4      X.weight_packed uint8 [out, in / 2], X.weight_scale E4M3 [out, in / 16] and X.weight_global_scale, by
            which those are divided (compressed-tensors); or X.weight, X.weight_scale and X.weight_scale_2, by which they
            are multiplied (modelopt)
+    DeepSeek V4  FP8 as above, its scales X.scale; experts in MXFP4 beside it, X.weight int8 [out, in / 2] of two codes
+               each, the first lowest, and X.scale E8M0 [out, in / 32], which its config.json does not say
     AWQ, GPTQ  X.qweight, X.qzeros, X.scales, X.g_idx (columns.py)
     MXFP4      X.weight_packed uint8 [out, in / 2], X.weight_scale (compressed-tensors), or X_blocks uint8
            [experts, out, in / 32, 16] and X_scales: two in a byte, the first lowest; unquantized these stacks are
@@ -30,9 +32,10 @@ from typing import Any, NamedTuple
 from ..errors import PlanError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint, read_json
 from ..files.tensors import TensorInfo
-from ..formats.format import INPUT_SCALE, Format, grid_of
-from ..formats.numbers import CODES, E2M1
+from ..formats.format import EXPONENTS, INPUT_SCALE, Format, grid_of
+from ..formats.numbers import CODES, E2M1, E4M3
 from ..formats.quantization import Quantization, quantization_places, read_quantization
+from ..formats.schemes import MXFP4
 from ..patterns import template
 from .columns import columns_of
 from .weight import Weight
@@ -66,7 +69,7 @@ _STRAYS = (
     ".weight_scale", ".weight_scale_inv", "_scales", f".{INPUT_SCALE}", ".weight_global_scale", ".weight_scale_2",
     ".input_global_scale", ".qzeros", ".g_idx",
 )  # fmt: skip
-# DeepSeek V4 has its scales by other names, MiMo V2 more of them than blocks.
+# MiMo V2 has more of them than blocks.
 _STRANGE = "download it again if it is damaged; if its maker lays it out so, start from the unquantized model"
 
 
@@ -123,7 +126,7 @@ def pairs(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> Iter
         module = name.removesuffix(".weight")
         form = quantization.format_of(module)
         named = [*([form.scale_of(name)] if form else []), *(name + last for last in (*_SCALES, _OF_STACKS[0]))]
-        scales = _present(tensors, named)
+        scales = _present(tensors, [*named, f"{module}.scale"])
         above = tensors.get(f"{module}.{form.global_scale.name}") if form and form.global_scale else None
         zeros = tensors.get(f"{module}.{form.zero_point}") if form and form.zero_point else None
         beside = _present(tensors, [*(f"{module}.{last}" for last in _BESIDE), name + _OF_STACKS[1]])
@@ -265,6 +268,8 @@ def _find(checkpoint: Checkpoint, quantization: Quantization) -> Iterator[Stored
             )
         elif pair.packed or info.dtype == "U8":
             weight = _blocks(pair) if info.name.endswith("_blocks") else _packed(checkpoint, pair)
+        elif _is_nibbles(pair):
+            weight = _nibbles(pair)
         elif info.dtype in CODES and (info.name.endswith(".weight") or len(info.shape) == 3):
             weight = _whole(pair)
         else:
@@ -395,6 +400,18 @@ def _blocks(pair: Pair) -> Weight:
         raise SourceError(f"{_described(scale)}, for {info.name} it must be U8 {list(info.shape[:3])}", _DAMAGED)
     source = TensorInfo(pair.name, DECODED_DTYPE, (experts, groups * 32, rows))
     return _weight(pair, (rows, groups * 32), form, scale)._replace(source=source, turned=True)
+
+
+def _is_nibbles(pair: Pair) -> bool:
+    """Whether it is MXFP4 as DeepSeek V4 has its experts: no other layer in FP8 has bytes, or exponents, so."""
+    codes, scale, form = pair.codes, pair.scale, pair.form
+    beside = form is not None and form.number == E4M3 and scale is not None and scale.dtype in EXPONENTS
+    return beside and codes.dtype == "I8" and len(codes.shape) == 2
+
+
+def _nibbles(pair: Pair) -> Weight:
+    form, shape = MXFP4.format, (pair.codes.shape[0], pair.codes.shape[1] * 2)
+    return _weight(pair, shape, form, _scale(pair, form, shape))
 
 
 def _weight(pair: Pair, shape: tuple[int, int], form: Format, scale: TensorInfo) -> Weight:
