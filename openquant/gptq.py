@@ -54,7 +54,7 @@ class Gptq:
         # Only now is torch imported.
         from .forward.kept import Kept
         from .forward.streamed import StreamedModel
-        from .measure.gptq import round_layers
+        from .improve.gptq import round_layers
         from .measure.subjects import needs
 
         plan, source, run, corpus = prepared.plan, prepared.source, prepared.run, self.corpus

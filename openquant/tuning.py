@@ -22,9 +22,9 @@ from .formats.numbers import Floats
 from .gptq import Gptq
 from .hub.source import Source
 from .hub.supplied import supplied
-from .measure.awq import awq, weighed
-from .measure.folds import Part, Places, fold, shards_of, together, usable
-from .measure.smooth import smooth
+from .improve.awq import awq, weighed
+from .improve.folds import Part, Places, fold, shards_of, together, usable
+from .improve.smooth import smooth
 from .options import Calibrate, CalibrationTexts, Recipe, Run
 from .patterns import collapse
 from .plan.calibrated import UncalibratedError

@@ -17,6 +17,7 @@ FLOORS = (
     ("plan",),
     ("convert", "hub", "forward", "texts"),
     ("measure",),
+    ("improve",),
     ("verification",),
     ("report",),
     ("passes",),

@@ -324,6 +324,15 @@ def change_weights(root: Path, change: Callable[[dict[str, torch.Tensor]], Any])
         index.write_text(json.dumps(found))
 
 
+def changed_copy(root: Path, out: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+    """A copy of a directory with its tensors changed."""
+    out.mkdir()
+    for path in root.iterdir():
+        (out / path.name).write_bytes(path.read_bytes())
+    change_weights(out, change)
+    return out
+
+
 def read_names(path: Path) -> set[str]:
     """The tensor names of one file."""
     from safetensors import safe_open

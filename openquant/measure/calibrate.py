@@ -97,8 +97,6 @@ class Observer(Interception[Seen]):
 
     def __init__(self, model: nn.Module, layers: Mapping[str, Seen], experts: Mapping[str, Experts[Seen]]) -> None:
         super().__init__(model, layers, experts)
-        # Of the last activations: q, k and v have the same, gate and up too.
-        self._last: tuple[Tensor, tuple[Tensor, Tensor, Tensor, int]] | None = None
         for name, both in experts.items():
             module = model.get_submodule(name)
             if both.first is not None:
@@ -116,23 +114,11 @@ class Observer(Interception[Seen]):
 
         return before
 
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Look meanwhile; for Pass.around."""
-        try:
-            with super().on():
-                yield
-        finally:
-            self._last = None
-
     def put(self, values: Tensor, into: Seen, place: str) -> Tensor:
         """Activations, which stay as they are."""
         del place
-        if self._last is None or self._last[0] is not values:
-            if values.numel() == 0:
-                return values
-            self._last = values, _magnitudes(values)
-        into.add(*self._last[1])
+        if values.numel():
+            into.add(*self._once(None, values, lambda: _magnitudes(values)))
         return values
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 # Parameters of stacked experts, by what goes into them.
 FIRST, DOWN = ("gate_up_proj", "gate_proj", "up_proj"), ("down_proj",)
@@ -49,6 +50,8 @@ class Interception(ABC, Generic[T]):
 
     def __init__(self, model: nn.Module, layers: Mapping[str, T], experts: Mapping[str, Experts[T]]) -> None:
         self._active = False
+        # The last activations and what was made of them, by a key that each kind of interception has for itself.
+        self._last: dict[Any, tuple[Tensor, Any]] = {}
         for name, each in layers.items():
             model.get_submodule(name).register_forward_pre_hook(self._hook(each, name), with_kwargs=True)
         for name, both in experts.items():
@@ -76,6 +79,15 @@ class Interception(ABC, Generic[T]):
             yield
         finally:
             self._active = False
+            self._last.clear()
+
+    def _once(self, key: Any, values: Tensor, make: Callable[[], R]) -> R:
+        """What `make` gives for activations, made once where several layers have the same: q, k and v, gate and up."""
+        last = self._last.get(key)
+        if last is None or last[0] is not values:
+            last = self._last[key] = values, make()
+        found: R = last[1]
+        return found
 
     def _hook(self, into: T, place: str) -> Callable[..., Any]:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

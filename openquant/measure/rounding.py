@@ -9,8 +9,7 @@ Codes are decoded at once, to the model's dtype, so a forward pass computes with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,32 +123,22 @@ class Rounding(Interception[Layer]):
         super().__init__(model, layers, experts)
         self._clipped = clipped or Clipped()
         self._scales: dict[Callable[[], float], float] = {}
-        # Of the last activations: q, k and v have the same, gate and up too.
-        self._last: tuple[Tensor, Layer, Tensor] | None = None
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Round meanwhile; for Pass.around."""
-        try:
-            with super().on():
-                yield
-        finally:
-            self._last = None
 
     def put(self, values: Tensor, into: Layer, place: str) -> Tensor:
         """What the codes of activations stand for."""
-        last = self._last
-        if last is not None and last[0] is values and last[1] == into:
-            return last[2]
+        if into not in self._last:
+            # One at a time: each takes as much memory as the activations.
+            self._last.clear()
+        return self._once(into, values, lambda: self._rounded(values, into, place))
+
+    def _rounded(self, values: Tensor, into: Layer, place: str) -> Tensor:
         scale = None
         if into.scale is not None:
             if into.scale not in self._scales:
                 self._scales[into.scale] = into.scale()
             scale = self._scales[into.scale]
             self._clipped.add(place, values, into.inputs.largest(scale))
-        found = rounded(values, into.inputs, scale)
-        self._last = values, into, found
-        return found
+        return rounded(values, into.inputs, scale)
 
 
 class RoundedCache(DynamicCache):  # type: ignore[misc]  # mypy does not read transformers

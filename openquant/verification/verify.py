@@ -25,9 +25,9 @@ from ..formats.format import Format
 from ..formats.kernels import BITS_TYPE
 from ..formats.quantization import read_quantization
 from ..formats.schemes import CHANNEL, MIXED, SCHEMES, TENSOR, Scheme
+from ..improve.unfold import unfold
 from ..machine import available_cpus
 from ..measure.error import LayerError
-from ..measure.unfold import unfold
 from ..models import MODELS
 from ..patterns import collapse, template
 from ..plan.carried import carried_weights

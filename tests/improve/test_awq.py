@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ from openquant.errors import SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.reference import decode, encode, group_absmax, group_ranges
 from openquant.formats.schemes import INT4_SHIFTED, INT4_W4A16, SCHEMES, Scheme
+from openquant.improve.awq import EXPONENTS, Sampled, best_powers, sampled_rows
+from openquant.improve.folds import powers
 from openquant.measure import answers
-from openquant.measure.awq import EXPONENTS, Sampled, best_powers, sampled_rows
-from openquant.measure.folds import powers
 from openquant.plan.folding import Folding
 from openquant.plan.plan import make_plan
 from openquant.weights.calibration import read_calibration
@@ -111,14 +110,6 @@ class Twin:
         compress(self.source, self.plain, "int4")
         compress(self.source, self.output, "int4", awq=True, calibration=self.calibration, reporter=self.told)
 
-    def copied(self, root: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
-        """The output with its tensors changed."""
-        root.mkdir()
-        for path in self.output.iterdir():
-            (root / path.name).write_bytes(path.read_bytes())
-        tiny.change_weights(root, change)
-        return root
-
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Twin:
@@ -173,11 +164,11 @@ def test_its_scales_are_among_those_that_were_tried(made: Twin, tmp_path: Path) 
     def moved(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.1.mlp.up_proj.weight_scale"][5, 1] *= 0.98
 
-    [scale, *_] = verify(made.copied(tmp_path / "x", moved), made.source, full=True).problems
+    [scale, *_] = verify(tiny.changed_copy(made.output, tmp_path / "x", moved), made.source, full=True).problems
     assert "up_proj.weight_scale holds" in scale
     assert "at [5, 1], the source makes it" in scale
     # Where nothing says that a calibration had a part in it they are others than the source makes.
-    plain = made.copied(tmp_path / "y", lambda _: None)
+    plain = tiny.changed_copy(made.output, tmp_path / "y", lambda _: None)
     card = (plain / "README.md").read_text().splitlines(keepends=True)
     (plain / "README.md").write_text("".join(line for line in card if not line.startswith("| scales |")))
     assert len(verify(plain, made.source, full=True).problems) > 4

@@ -27,7 +27,7 @@ from openquant.formats.schemes import (
     TENSOR,
     Scheme,
 )
-from openquant.measure.carried import DAMPING, carried, find_feedback
+from openquant.improve.carried import DAMPING, carried, find_feedback
 
 SCHEMES = (INT4_W4A16, INT4_SHIFTED, INT4_W4A16_CHANNEL, INT8_W8A8, INT8_W8A16, NVFP4, TENSOR, CHANNEL, BLOCK)
 

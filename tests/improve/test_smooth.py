@@ -22,9 +22,9 @@ from openquant.errors import OutputError, PlanError, SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.fingerprint import fingerprint
 from openquant.formats.schemes import SCHEMES
+from openquant.improve.folds import divided_norm, fold, powers, together, usable
+from openquant.improve.smooth import smooth
 from openquant.measure import answers
-from openquant.measure.folds import divided_norm, fold, powers, together, usable
-from openquant.measure.smooth import smooth
 from openquant.plan.fates import Options
 from openquant.plan.plan import Plan, make_plan
 from openquant.weights.calibration import Calibration, Inputs, read_calibration
@@ -54,14 +54,6 @@ class Twin:
         self.output, self.told = root / "out", Planned()
         options: dict[str, Any] = {"calibration": self.calibration, "reporter": self.told}
         self.result = compress(self.source, self.output, "int8", smooth=0.5, **options)
-
-    def copied(self, root: Path, change: Callable[[Weights], Any]) -> Path:
-        """The output with its weights changed."""
-        root.mkdir()
-        for path in self.output.iterdir():
-            (root / path.name).write_bytes(path.read_bytes())
-        tiny.change_weights(root, change)
-        return root
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +93,7 @@ def test_factors_are_recognized(made: Twin, tmp_path: Path) -> None:
         )
         assert report.equal_share == (1 if full else None)
     # Without a word of it in the card, too.
-    plain = made.copied(tmp_path / "plain", lambda _: None)
+    plain = tiny.changed_copy(made.output, tmp_path / "plain", lambda _: None)
     (plain / "README.md").write_text("A model\n")
     assert verify(plain, made.source, full=True).problems == ()
 
@@ -131,7 +123,7 @@ def another_bit(weights: Weights) -> None:
     ids=["no_power", "no_columns", "no_fold"],
 )
 def test_a_changed_norm_is_named(made: Twin, tmp_path: Path, change: Callable[[Weights], Any], problem: str) -> None:
-    problems = verify(made.copied(tmp_path / "x", change), made.source).problems
+    problems = verify(tiny.changed_copy(made.output, tmp_path / "x", change), made.source).problems
     name = NORM if change is not another_bit else "q_norm"
     assert any(name in found and problem in found for found in problems), problems
 
@@ -140,9 +132,11 @@ def test_a_changed_row_shows(made: Twin, tmp_path: Path) -> None:
     def change(weights: Weights) -> None:
         weights["model.layers.1.mlp.up_proj.weight_scale"][5] *= 2
 
-    report = verify(made.copied(tmp_path / "x", change), made.source, full=True)
+    report = verify(tiny.changed_copy(made.output, tmp_path / "x", change), made.source, full=True)
     assert any("up_proj.weight does not fit model.layers.1.mlp.down_proj" in found for found in report.problems)
-    damaged = made.copied(tmp_path / "y", lambda held: held["model.layers.1.mlp.up_proj.weight_scale"][5].fill_(np.nan))
+    damaged = tiny.changed_copy(
+        made.output, tmp_path / "y", lambda held: held["model.layers.1.mlp.up_proj.weight_scale"][5].fill_(np.nan)
+    )
     assert "holds nan" in "; ".join(verify(damaged, made.source).problems)
 
 
@@ -169,7 +163,7 @@ def with_shape(name: str, *shape: int) -> Callable[[Weights], Any]:
 def test_what_is_damaged_is_reported(
     made: Twin, tmp_path: Path, change: Callable[[Weights], Any], problem: str
 ) -> None:
-    problems = verify(made.copied(tmp_path / "x", change), made.source, full=True).problems
+    problems = verify(tiny.changed_copy(made.output, tmp_path / "x", change), made.source, full=True).problems
     assert any(problem in found for found in problems), problems
 
 

@@ -23,7 +23,7 @@ from openquant.formats.schemes import SCHEMES, Scheme, find_scheme
 from openquant.forward.streamed import StreamedModel
 from openquant.gptq import Gptq
 from openquant.hub.source import Source
-from openquant.measure.gptq import round_layers
+from openquant.improve.gptq import round_layers
 from openquant.options import Run
 from openquant.plan.carried import made_of
 from openquant.plan.fates import Options

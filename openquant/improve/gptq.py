@@ -32,14 +32,14 @@ from ..forward.kept import Kept
 from ..forward.products import products_in_float32
 from ..forward.scratch import Scratch
 from ..forward.streamed import Pass, StreamedModel, run
+from ..measure.calibrate import by_bytes, decoder_layers, find_sites
+from ..measure.interception import Interception
 from ..plan.carried import made_of
 from ..plan.plan import Plan
 from ..texts.corpus import Corpus
 from ..weights.reading import Reader, require_small
 from ..weights.weight import Weight
-from .calibrate import by_bytes, decoder_layers, find_sites
 from .carried import Feedback, carried, find_feedback
-from .interception import Interception
 
 # Weights of a layer that are rounded together, all of some rows.
 AT_ONCE = 1 << 24
@@ -93,24 +93,12 @@ class Summing(Interception[Gram]):
 
     def __init__(self, model: nn.Module, layers: Mapping[str, Gram]) -> None:
         super().__init__(model, layers, {})
-        # What went into each last: joined layers have one input, and one matrix.
-        self._last: dict[int, Tensor] = {}
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Add meanwhile; for Pass.around."""
-        try:
-            with super().on():
-                yield
-        finally:
-            self._last.clear()
 
     def put(self, values: Tensor, into: Gram, place: str) -> Tensor:
         """Activations, which stay as they are."""
         del place
-        if self._last.get(id(into)) is not values:
-            into.add(values)
-        self._last[id(into)] = values
+        # Joined layers have one input, and one matrix.
+        self._once(id(into), values, lambda: into.add(values))
         return values
 
 
