@@ -417,7 +417,8 @@ def diagnose(
         scheme: what the layers would be stored in, and other schemes are held against.
         ignore: patterns over module names that would stay unquantized.
         full: measure all rows of each layer, not some that are spread over it.
-        architecture: plan by this entry of the registry although config.json names another class, or "generic".
+        architecture: plan by this entry of the registry although config.json names another class; "auto" goes by
+            names and shapes where that class has no entry.
         revision: branch, tag or commit of a Hub repository.
         stream: keep only a few shards of a Hub repository on disk, and none in the Hub's cache.
         scratch: the directory in which these lie meanwhile; the working directory if None.

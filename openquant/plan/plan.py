@@ -33,6 +33,7 @@ from .cache import add_scales, cache_layers, serving_notes
 from .calibrated import UncalibratedError, largest_inputs, unrouted
 from .carried import carried_notes, carried_weights
 from .engines import refuse_experts, refuse_head, unread_by_sglang
+from .entries import find_model
 from .fates import FEW_AXES, Fates, Found, Item, Kept, Options
 from .lacking import lacking
 from .layout import Layout, Shard
@@ -323,7 +324,7 @@ def make_plan(
         scheme: the scheme of all layers that have no other.
         options: what the user asks for beside it; nothing if None.
         identity: what tells this source from another with the same headers; it goes into the plan's digest.
-        architecture: the registry's entry to go by, or "generic"; the one of the checkpoint's own name if None.
+        architecture: the registry's entry to go by, "auto" or "generic", as find_model takes it.
         found: the fates that a written directory has its modules in, to be had again, in place of what options ask for.
 
     Raises:
@@ -333,7 +334,7 @@ def make_plan(
         UsageError: a pattern that matches nothing or is malformed, or a size that is none.
     """
     options = options or Options()
-    model = find_model(architecture or checkpoint.architecture)
+    model = find_model(checkpoint, architecture)
     others = [other for _, other in options.scheme_for] + list(found.schemes.values() if found else ())
     for asked in dict.fromkeys([scheme, *others]):
         refusal = model.refusal(asked.name, asked.method)
@@ -494,20 +495,3 @@ def _made_anew(fates: Fates) -> list[str]:
     if scattered:
         notes.append(f"{scattered} layers have their groups in an order of their own: they are quantized again")
     return notes
-
-
-def find_model(architecture: str) -> Model:
-    """The registry's entry of that name.
-
-    Raises:
-        PlanError: there is none.
-    """
-    if architecture == GENERIC.name:
-        return GENERIC
-    if architecture not in MODELS:
-        raise PlanError(
-            f"{architecture} is not a known architecture; known are {', '.join(sorted(MODELS))}",
-            "if it is one of them by another name, say which with --architecture; --architecture generic goes by "
-            "names and shapes alone; or add an entry to openquant/architectures (README: Adding an architecture)",
-        )
-    return MODELS[architecture]

@@ -14,9 +14,10 @@ from ..patterns import template
 from ..weights.find import decoded_view
 from .cache import add_scales, cache_layers, serving_notes
 from .engines import unread_by_sglang
+from .entries import find_model
 from .fates import Fates, Item, Kept, Options, Stack
 from .parallel import parallel_sizes, text_config
-from .plan import Plan, find_model
+from .plan import Plan
 from .roles import Entry
 from .settle import refuse_size
 from .sort import sort_tensors
@@ -41,7 +42,7 @@ def make_unchanged_plan(
         SourceError: the source is quantized, and its scales do not belong to its codes.
         UsageError: a size that is none.
     """
-    model = find_model(architecture or checkpoint.architecture)
+    model = find_model(checkpoint, architecture)
     seen, stored = decoded_view(checkpoint)
     if stored:
         raise PlanError(

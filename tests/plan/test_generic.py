@@ -11,7 +11,10 @@ import tiny
 from conftest import Run, tree
 from openquant import OpenQuantError, compress
 from openquant.errors import PlanError
+from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import TENSOR
+from openquant.models import GENERIC, MODELS
+from openquant.plan.entries import find_model
 from openquant.plan.plan import Plan, make_plan
 from published import NAMES, published, with_few_experts
 
@@ -50,10 +53,10 @@ def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
 NOTE = "decided from names and shapes alone: look at the plan, and at what the engine makes of it"
 
 
-@pytest.mark.parametrize("how", ["", "--json", "-q"])
-def test_generic_says_so_unless_told_to_be_quiet(run: Run, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(("name", "how"), [("generic", ""), ("auto", ""), ("auto", "--json"), ("auto", "-q")])
+def test_names_and_shapes_say_so_unless_told_to_be_quiet(run: Run, tmp_path: Path, name: str, how: str) -> None:
     source = renamed(tmp_path / "mine", "Qwen3MoeForCausalLM", "MyForCausalLM")
-    done = run("-m", source, "-o", "out", "--architecture", "generic", *how.split())
+    done = run("-m", source, "-o", "out", "--architecture", name, *how.split())
     assert done.returncode == 0, done.stderr
     said = {"": done.stdout, "--json": done.stderr, "-q": done.stderr}[how]
     assert (f"note: {NOTE}\n" in said) == (how != "-q")
@@ -61,6 +64,15 @@ def test_generic_says_so_unless_told_to_be_quiet(run: Run, tmp_path: Path, how: 
     compress(tiny.write(tmp_path / "plain", "Qwen3MoeForCausalLM"), tmp_path / "expected")
     expected = (tmp_path / "expected" / "model.safetensors").read_bytes()
     assert (tmp_path / "here" / "out" / "model.safetensors").read_bytes() == expected
+
+
+def test_auto_goes_by_an_entry_where_there_is_one(tmp_path: Path) -> None:
+    known = open_checkpoint(tiny.write(tmp_path / "plain", "Qwen3ForCausalLM"))
+    assert find_model(known, "auto") is MODELS["Qwen3ForCausalLM"]
+    assert find_model(known, "generic") is GENERIC
+    assert (
+        find_model(open_checkpoint(renamed(tmp_path / "mine", "Qwen3ForCausalLM", "MyForCausalLM")), "auto") is GENERIC
+    )
 
 
 @pytest.mark.parametrize("name", FILES)

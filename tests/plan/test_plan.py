@@ -87,7 +87,7 @@ def test_unknown_architecture_lists_the_known_ones(source: Path) -> None:
         f"FooForCausalLM is not a known architecture; known are {', '.join(sorted(MODELS))}"
     )
     assert caught.value.hint == (
-        "if it is one of them by another name, say which with --architecture; --architecture generic goes by names and "
+        "if it is one of them by another name, say which with --architecture; --architecture auto goes by names and "
         "shapes alone; or add an entry to openquant/architectures (README: Adding an architecture)"
     )
 

@@ -1,0 +1,44 @@
+"""Which entry of the registry a plan goes by: the class's own, the one that is asked for, or one for what has none.
+
+find_model(checkpoint).name                  # "Qwen3ForCausalLM"
+find_model(unknown, "auto").name             # "generic"
+"""
+
+from __future__ import annotations
+
+from ..architectures.entry import Model
+from ..errors import PlanError
+from ..files.checkpoint import Checkpoint
+from ..models import GENERIC, MODELS
+
+# The class's own entry where there is one, else what unlisted() makes.
+AUTO = "auto"
+
+
+def find_model(checkpoint: Checkpoint, asked: str | None = None) -> Model:
+    """The entry that a plan of a checkpoint goes by.
+
+    Args:
+        checkpoint: the opened source.
+        asked: a class that has an entry, "auto" or "generic"; that of the checkpoint's own class if None.
+
+    Raises:
+        PlanError: there is no such entry.
+    """
+    name = asked or checkpoint.architecture
+    if name == AUTO:
+        return MODELS.get(checkpoint.architecture) or unlisted(checkpoint)
+    if name == GENERIC.name:
+        return GENERIC
+    if name not in MODELS:
+        raise PlanError(
+            f"{name} is not a known architecture; known are {', '.join(sorted(MODELS))}",
+            "if it is one of them by another name, say which with --architecture; --architecture auto goes by names "
+            "and shapes alone; or add an entry to openquant/architectures (README: Adding an architecture)",
+        )
+    return MODELS[name]
+
+
+def unlisted(_: Checkpoint) -> Model:
+    """What stands for the entry of a checkpoint whose class has none: projections are known by their usual names."""
+    return GENERIC
