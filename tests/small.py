@@ -23,6 +23,7 @@ class Small:
         copies: prefixes of tensors and of their likes that files hold as well (draft layers).
         extra: other tensors.
         zero_norms: norms add one to their weight.
+        streamed: whether transformers computes with it under its own name.
     """
 
     model_type: str
@@ -34,6 +35,7 @@ class Small:
     copies: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Shape] = field(default_factory=dict)
     zero_norms: bool = False
+    streamed: bool = True
 
 
 HYBRID = ["linear_attention", "full_attention"]

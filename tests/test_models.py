@@ -98,6 +98,9 @@ MORE: dict[str, tuple[int | tuple[int, int], list[int]]] = {
     "Qwen3VLMoeForConditionalGeneration": (18624, [1, 2]),
     "Qwen3_5ForConditionalGeneration": (400, [1, 2, 4, 8]),
     "Qwen3_5MoeForConditionalGeneration": (30970, [1, 2, 4]),
+    "MiMoV2FlashForCausalLM": (48 * 4 + 3 + 47 * 256 * 3, [1, 2]),
+    "Step3p5ForCausalLM": (45 * 4 + 3 * 3 + 42 * (1 + 288) * 3, [1, 2]),
+    "KimiK25ForConditionalGeneration": ((69547, 69425), [1, 2, 4, 8, 16]),
 }
 
 

@@ -73,6 +73,8 @@ HAND_MADE = (
     "Llama4ForConditionalGeneration",
 )
 ARCHITECTURES = (*HAND_MADE, *zoo.ZOO)
+# Those that transformers has.
+STREAMED = (*HAND_MADE, *(name for name, small in zoo.ZOO.items() if small.streamed))
 
 
 def config(architecture: str, vocab: int = 512) -> dict[str, Any]:

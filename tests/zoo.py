@@ -35,6 +35,7 @@ from small import (
     Small,
     stacks,
 )
+from zoo_mixed import MIXED
 from zoo_wrappers import WRAPPERS
 
 ZOO = {
@@ -243,6 +244,7 @@ ZOO = {
         },
     ),
     "Gemma4ForCausalLM": Small("gemma4_text", GEMMA4),
+    **MIXED,
     **WRAPPERS,
 }
 

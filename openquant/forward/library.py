@@ -69,8 +69,13 @@ _IGNORED = re.compile(
     r"|_?name_or_path|_?output_attentions|output_hidden_states|output_router_logits|use_return_dict|return_dict"
     r"|torchscript|gradient_checkpointing|_commit_hash|dtype|torch_dtype|num_labels|id2label|label2id"
 )
-# Architectures and model types whose own code adds nothing but draft layers to one of transformers.
-_SAME = {"MiMoForCausalLM": "Qwen2ForCausalLM", "mimo": "qwen2"}
+# Architectures and model types whose own code adds nothing but draft layers to one of transformers, or that it calls
+# otherwise.
+_SAME = {
+    "MiMoForCausalLM": "Qwen2ForCausalLM",
+    "mimo": "qwen2",
+    "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
+}
 # What classes of stacked experts say of themselves where transformers computes them as all others, for those that
 # compute in a way of their own.
 _OF_STACKS = {"Llama4TextExperts": {"is_concatenated": True, "is_transposed": True, "has_gate": True}}

@@ -149,9 +149,9 @@ def _wrongly_stacked(stacks: Iterable[Stack]) -> dict[str, str]:
     """
     widths: dict[str, tuple[str, tuple[int, ...]]] = {}
     misfits: dict[str, str] = {}
-    for name, first, last in ((stack.tensor.name, stack.layers[0], stack.layers[-1]) for stack in stacks):
-        path, widths_here = first.module.rsplit(".", 1)[0], first.shape
-        if last.part == 0:
+    for name, first in ((stack.tensor.name, stack.layers[0]) for stack in stacks):
+        (path, part), widths_here = first.module.rsplit(".", 1), first.shape
+        if part == "down_proj":
             widths_here = widths_here[::-1]
         other, widths_there = widths.setdefault(path, (name, widths_here))
         if widths_here != widths_there:

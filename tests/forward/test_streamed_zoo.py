@@ -26,7 +26,7 @@ from streamed import all_equal, computes_the_same, streamed_logits
 OLDEST = "OPENQUANT_OLDEST_TRANSFORMERS"
 
 
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", tiny.STREAMED)
 def test_logits_are_those_of_from_pretrained(shelf: Shelf, architecture: str) -> None:
     assert computes_the_same(shelf.source(architecture))
 
@@ -37,7 +37,7 @@ def test_logits_are_those_of_from_pretrained_in_the_oldest_transformers(shelf: S
     if not folder:
         assert os.environ.get("OPENQUANT_REQUIRE_SERVE") != "1", f"{OLDEST} is not set, and must be here"
         pytest.skip(f"{OLDEST} names no directory with transformers {TESTED[0]}.0 (.ci/run makes one)")
-    sources = [shelf.source(architecture) for architecture in tiny.ARCHITECTURES]
+    sources = [shelf.source(architecture) for architecture in tiny.STREAMED]
     path = os.pathsep.join([folder, str(ROOT), str(ROOT / "tests")])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     found = subprocess.run([sys.executable, "-c", "import transformers as t; print(t.__version__)"], env=environment,

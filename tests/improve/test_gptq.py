@@ -125,7 +125,7 @@ def test_layers_that_share_an_input_without_being_joined_are_rounded_too(
     assert len(found) > len(same)
 
 
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("name", tiny.STREAMED)
 def test_all_layers_of_every_architecture_are_found(shelf: Shelf, tmp_path: Path, name: str) -> None:
     names = ("int8", "channel", "tensor", "block", "mxfp8")
     scheme = next(SCHEMES[each] for each in names if tiny.refused(name, SCHEMES[each]) is None)

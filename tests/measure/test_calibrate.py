@@ -139,7 +139,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_module, "TIMES", 0)
 
 
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", tiny.STREAMED)
 @pytest.mark.usefixtures("at_once")
 def test_every_layer_of_a_plan_is_seen(shelf: Shelf, tmp_path: Path, architecture: str) -> None:
     """However transformers computes it, experts and what it merges or splits among them; what was ended goes on, of

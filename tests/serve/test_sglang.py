@@ -52,7 +52,11 @@ EVERYTHING = os.environ.get("OPENQUANT_ALL") == "1"
 NOT_RUN = {
     "Gemma4ForCausalLM": "'head_dim' is a per-layer attribute and may vary across layers",
     "GlmForCausalLM": "Unsupported TP style 'colwise_gather_output' for Transformers backend",
+    "KimiK25ForConditionalGeneration": "'NoneType' object is not subscriptable",
     "Llama4ForCausalLM": "in bfloat16 it leaves .*experts.* unfilled",
+    # The rotary parameters of each kind of layers, as transformers 5 has them.
+    "MiMoV2FlashForCausalLM": "unhashable type: 'dict'",
+    "Step3p5ForCausalLM": "'num_attention_heads' is a per-layer attribute and may vary across layers",
 }
 QWEN3, QWEN3_MOE, GEMMA3 = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForConditionalGeneration"
 DEEPSEEK, LLAMA4_WRAPPED = "DeepseekV3ForCausalLM", "Llama4ForConditionalGeneration"

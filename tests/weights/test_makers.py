@@ -12,6 +12,9 @@ import torch
 import tiny
 from openquant import compress, dequantize, verify
 from openquant.errors import SourceError
+from openquant.formats.schemes import CHANNEL
+from openquant.plan.plan import make_plain_plan, make_plan
+from published import published, with_few_experts
 from stored import BLOCKS, FP8, Weights, is_layer, store
 from tiny import change_weights
 
@@ -132,3 +135,18 @@ def test_what_is_not_quite_deepseek_v4(tmp_path: Path, change: Callable[[Weights
     with pytest.raises(SourceError) as caught:
         dequantize(source, tmp_path / "out")
     assert caught.value.message == message
+
+
+# With four experts a layer: how many weights are quantized there, and how many in an output with one scale per row.
+PUBLISHED = {"KimiK25ForConditionalGeneration": (60 * 4 * 3, 247 + 60 * 5 * 3)}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_layouts(name: str) -> None:
+    checkpoint = with_few_experts(published(f"quantized/{name}"))
+    stored, quantized = PUBLISHED[name]
+    assert make_plan(checkpoint, CHANNEL).quantized_tensors == quantized
+    plain = make_plain_plan(checkpoint)
+    assert plain.decoded_tensors == stored
+    outputs = {info.name: info for shard in plain.shards for info in plain.outputs(shard.name)}
+    assert outputs == with_few_experts(published(name)).tensors

@@ -1,0 +1,108 @@
+"""Small models of architectures that are published in several formats, or whose layers are of two kinds."""
+
+from __future__ import annotations
+
+from small import DEEPSEEK_MOE, MLA, Small
+
+_KINDS = ("sliding_attention", "full_attention")
+MIXED = {
+    "MiMoV2FlashForCausalLM": Small(
+        "mimo_v2_flash",
+        {
+            **{
+                key: value
+                for key, value in DEEPSEEK_MOE.items()
+                if key not in ("n_shared_experts", "first_k_dense_replace")
+            },
+            "layer_types": list(_KINDS),
+            "hybrid_layer_pattern": [1, 0],
+            "sliding_window": 513,
+            "sliding_window_size": 512,
+            "mlp_layer_types": ["dense", "sparse"],
+            "moe_layer_freq": [0, 1],
+            "v_head_dim": 64,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 4,
+            "swa_head_dim": 64,
+            "swa_v_head_dim": 64,
+            "add_swa_attention_sink_bias": True,
+            "layernorm_epsilon": 1e-6,
+            "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in _KINDS},
+        },
+    ),
+    "Step3p5ForCausalLM": Small(
+        "step3p5",
+        {
+            "num_attention_groups": 2,
+            "use_moe": True,
+            "moe_intermediate_size": 128,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+            "moe_every_n_layer": 1,
+            "moe_layers_enum": "1",
+            "share_expert_dim": 128,
+            "moe_router_activation": "sigmoid",
+            "use_head_wise_attn_gate": True,
+            "layer_types": list(_KINDS),
+            "sliding_window": 512,
+            "attention_other_setting": {
+                "attention_type": "sliding_attention",
+                "num_attention_heads": 6,
+                "num_attention_groups": 2,
+                "head_dim": 64,
+            },
+            "rope_theta": 10000.0,
+        },
+        made_as=("LlamaForCausalLM", "llama"),
+        streamed=False,
+        drop=r"model\.layers\..*",
+        extra={
+            **{
+                f"model.layers.{layer}.{name}.weight": shape
+                for layer, heads in ((0, 6), (1, 4))
+                for name, shape in {
+                    "input_layernorm": (256,),
+                    "post_attention_layernorm": (256,),
+                    "self_attn.q_norm": (64,),
+                    "self_attn.k_norm": (64,),
+                    "self_attn.q_proj": (64 * heads, 256),
+                    "self_attn.k_proj": (128, 256),
+                    "self_attn.v_proj": (128, 256),
+                    "self_attn.o_proj": (256, 64 * heads),
+                    "self_attn.g_proj": (heads, 256),
+                }.items()
+            },
+            **{
+                f"model.layers.{path}.{name}.weight": (*number, *((256, rows) if name == "down_proj" else (rows, 256)))
+                for path, number, rows in (("0.mlp", (), 512), ("1.share_expert", (), 128), ("1.moe", (4,), 128))
+                for name in ("gate_proj", "up_proj", "down_proj")
+            },
+            "model.layers.1.moe.gate.weight": (4, 256),
+            "model.layers.1.moe.router_bias": (4,),
+        },
+    ),
+    "KimiK25ForConditionalGeneration": Small(
+        "kimi_k25",
+        {**MLA, "model_type": "deepseek_v3", "num_nextn_predict_layers": 0},
+        vision={
+            "model_type": "kimi_k25_vision",
+            "patch_size": 14,
+            "pos_emb_height": 4,
+            "pos_emb_width": 4,
+            "pos_emb_time": 4,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 1,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+        },
+        beside={"projection_hidden_size": 128, "image_token_id": 5, "video_token_id": 6},
+        made_as=("Kimi_K25ForConditionalGeneration", "kimi_k25"),
+        # transformers 5.23 saves all layers as blocks, which only the tower's are, and puts two modules elsewhere.
+        copies={
+            "language_model.model.blocks.": "language_model.model.layers.",
+            "model.mm_projector.": "mm_projector.",
+            "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
+        },
+        drop=r"language_model\.model\.blocks\..*|model\.mm_projector.*|vision_tower\.encoder\.patch_embed.*",
+    ),
+}
