@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .calibration import calibrate
     from .errors import OpenQuantError
     from .evaluation import evaluate
+    from .explanation import explain
     from .measure.diagnosis import Diagnosis
     from .measure.results import Evaluation
     from .options import Push
@@ -34,6 +35,7 @@ __all__ = [
     "dequantize",
     "diagnose",
     "evaluate",
+    "explain",
     "push",
     "verify",
 ]
@@ -53,6 +55,7 @@ _HOMES = {
     "dequantize": "api",
     "diagnose": "api",
     "evaluate": "evaluation",
+    "explain": "explanation",
     "push": "api",
     "verify": "verification.verify",
 }

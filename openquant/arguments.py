@@ -17,6 +17,7 @@ from .options import (
     Command,
     Diagnose,
     Evaluate,
+    Explain,
     Option,
     Push,
     Recipe,
@@ -145,6 +146,8 @@ EXAMPLES = (
 ALONE = ("block_size", "rendezvous_timeout", "quiet", "verbose")
 # And those for people to look at.
 PAGES = ("report", "figure")
+# What of Run a plan does not ask for.
+_ONLY_WRITING = ("output", "dry_run", "device", "workers", "max_memory", "overwrite", "stream", "push")
 COMPLETION = """in ~/.bashrc, ~/.zshrc, ~/.config/fish/config.fish:
   eval "$(openquant completion bash)"
   eval "$(openquant completion zsh)"
@@ -219,6 +222,21 @@ def verb_parser() -> Parser:
         Command,
         without=("block_size", "rendezvous_timeout", "quiet", "figure"),
         verbose={"help": "list every layer"},
+    )
+    explain = add(
+        "explain",
+        "Say what becomes of a layer, and which rule says so.",
+        "MODEL LAYER [options]",
+        "Qwen/Qwen3-32B model.layers.0.self_attn.q_proj",
+        "Qwen3-32B '**.down_proj' -w 128 --json",
+    )
+    explain.add_options(
+        Recipe,
+        Run,
+        Explain,
+        Command,
+        without=(*_ONLY_WRITING, "rendezvous_timeout", "quiet", "verbose", *PAGES),
+        model={"flags": ("model",)},
     )
     calibrate = add(
         "calibrate",

@@ -22,6 +22,7 @@ from .options import (
     Command,
     Diagnose,
     Evaluate,
+    Explain,
     Push,
     Recipe,
     Run,
@@ -267,6 +268,20 @@ def _diagnose(given: Given, interrupts: Interrupts) -> int:
     return 0
 
 
+def _explain(given: Given, interrupts: Interrupts) -> int:
+    from .explanation import explain
+
+    recipe = {**values_for(Recipe, given), **_scheme(given), "scheme_for": _mapping(given.get("scheme_for", ()))}
+    found = explain(**recipe, **values_for(Run, given), **values_for(Explain, given))
+    if _command(given).json:
+        print_json(found.to_json(), interrupts)
+    else:
+        from .report.explained import explanation_text
+
+        require_told(say(explanation_text(found), sys.stdout))
+    return 0
+
+
 def _calibrate(given: Given, interrupts: Interrupts) -> int:
     from .calibration import calibrate
 
@@ -378,6 +393,7 @@ VERBS: Mapping[str, Callable[[Given, Interrupts], int]] = {
     "dequantize": _dequantize,
     "push": _push,
     "diagnose": _diagnose,
+    "explain": _explain,
     "calibrate": _calibrate,
     "eval": _eval,
     "verify": _verify,

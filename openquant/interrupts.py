@@ -9,7 +9,7 @@ import sys
 INTERRUPTED = 130
 MESSAGE = "interrupted"
 # Verbs that only read, and keep nothing of what they have computed.
-_FROM_THE_BEGINNING = ("diagnose", "eval", "verify")
+_FROM_THE_BEGINNING = ("diagnose", "explain", "eval", "verify")
 
 
 def hint(verb: str = "") -> str:

@@ -722,6 +722,21 @@ class Diagnose:
 
 
 @dataclass(frozen=True)
+class Explain:
+    """Which layer is asked about."""
+
+    layer: str = field(
+        metadata=said(
+            "a module's name, or a pattern as for --ignore",
+            PLACES,
+            flags=("layer",),
+            value="LAYER",
+            read=filled,
+        )
+    )
+
+
+@dataclass(frozen=True)
 class Evaluate:
     """What is held against what, and how."""
 

@@ -26,6 +26,7 @@ FLOORS = (
     ("tuning",),
     ("console",),
     ("api",),
+    ("explanation",),
     ("cli",),
     ("start",),
     ("__init__", "__main__"),

@@ -121,7 +121,7 @@ def test_openquant_alone_prints_its_help() -> None:
     shown = openquant_prints()
     assert shown == openquant_prints("--help")
     assert shown.startswith("usage: openquant VERB [options]\n")
-    verbs = ["compress", "dequantize", "push", "diagnose", "calibrate", "eval", "verify", "completion"]
+    verbs = ["compress", "dequantize", "push", "diagnose", "explain", "calibrate", "eval", "verify", "completion"]
     assert re.findall(r"^  (\w+)  +[A-Z]", shown, re.MULTILINE) == verbs
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-m", "openquant"], stdout=full, stderr=subprocess.PIPE, text=True)

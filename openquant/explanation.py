@@ -1,0 +1,47 @@
+"""explain(): what becomes of a layer, asked of the plan of a run that writes nothing."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from .api import compress
+from .plan.explained import Explanation, explained
+from .plan.plan import Plan
+from .report.reporter import Reporter
+
+
+class _Planned(Reporter):
+    """Keeps the plan."""
+
+    def planned(self, plan: Plan, *_: object) -> None:
+        self.plan = plan
+
+
+def explain(
+    model: str | os.PathLike[str], layer: str, scheme: str = "tensor", *, revision: str | None = None, **options: Any
+) -> Explanation:
+    """Say what compress() makes of a layer, and why; of a model only config, index and headers are read.
+
+    Args:
+        model: a local directory, or a Hub repository `org/name` or `org/name@revision`.
+        layer: a module's name, with or without `.weight`, or a pattern as in `ignore`.
+        scheme: as for compress().
+        revision: branch, tag or commit of a Hub repository.
+        options: what else says what is made, as for compress().
+
+    Returns:
+        An answer for all layers that are alike; `to_json()` is what `--json` prints.
+
+    Raises:
+        OpenQuantError: there is no such layer, or compress() would refuse the model or the options.
+    """
+    reporter = _Planned()
+    result = compress(model, None, scheme, revision=revision, dry_run=True, reporter=reporter, **options)
+    return Explanation(
+        model=result.model,
+        revision=result.revision,
+        architecture=result.architecture,
+        scheme=result.scheme,
+        layers=explained(reporter.plan, layer),
+    )
