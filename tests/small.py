@@ -19,6 +19,7 @@ class Small:
         vision: its vision_config, for wrappers.
         beside: what config.json of a wrapper says beside these two, such as an audio_config.
         made_as: the architecture and model type that transformers makes it as, where it knows it by another name.
+        renames: prefixes that transformers saves, as published files have them.
         drop: expression of names that published files do not hold.
         copies: prefixes of tensors and of their likes that files hold as well (draft layers).
         extra: other tensors.
@@ -31,6 +32,7 @@ class Small:
     vision: Mapping[str, Any] | None = None
     beside: Mapping[str, Any] = field(default_factory=dict)
     made_as: tuple[str, str] | None = None
+    renames: Mapping[str, str] = field(default_factory=dict)
     drop: str | None = None
     copies: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Shape] = field(default_factory=dict)
@@ -104,6 +106,7 @@ MAMBA = {
 }
 ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
 MROPE = {"rope_parameters": {**ROPE, "mrope_section": [8, 12, 12]}}
+GLM_MROPE = {"rope_parameters": {**ROPE, "mrope_section": [4, 6, 6], "partial_rotary_factor": 0.5}}
 MROPE_PARTIAL = {
     "rope_parameters": {
         **ROPE,

@@ -276,6 +276,8 @@ def shapes(architecture: str, config: str) -> dict[str, Shape]:
         model.save_pretrained(root)
         with safe_open(f"{root}/model.safetensors", "pt") as file:
             found: dict[str, Shape] = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    for prefix, other in small.renames.items():
+        found = {re.sub(f"^{prefix}", other, name): shape for name, shape in found.items()}
     for prefix, other in small.copies.items():
         found |= {other + name.removeprefix(prefix): shape for name, shape in found.items() if name.startswith(prefix)}
     kept = {name: shape for name, shape in found.items() if not small.drop or not re.fullmatch(small.drop, name)}

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from small import (
+    COHERE,
+    DEEPSEEK_MOE,
+    GEMMA,
     GEMMA4,
     GEMMA4_VISION,
+    GLM_MROPE,
     MOE,
     MROPE,
     MTP,
@@ -15,9 +19,39 @@ from small import (
     QWEN3_VISION,
     QWEN_MOE,
     QWEN_VISION,
+    SLIDING,
     Small,
     stacks,
 )
+
+CLIP = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 56,
+    "patch_size": 14,
+}
+SIGLIP = {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False}
+IDEFICS = {**CLIP, "model_type": "idefics3_vision"}
+INTERNVL = {**CLIP, "model_type": "internvl_vision", "image_size": [56, 56], "patch_size": [14, 14]}
+GLM_VISION = {
+    "depth": 1,
+    "hidden_size": 128,
+    "num_heads": 2,
+    "image_size": 56,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "intermediate_size": 256,
+    "out_hidden_size": 256,
+}
+TOKEN = {"image_token_id": 7}
+
+# transformers 5 leaves vision_model out as it saves.
+VISION_MODEL = {"vision_tower.": "vision_tower.vision_model."}
+MODEL_VISION_MODEL = {"model.vision_tower.": "model.vision_tower.vision_model."}
 
 WRAPPERS = {
     "Gemma4ForConditionalGeneration": Small(
@@ -68,5 +102,129 @@ WRAPPERS = {
         drop=r"model\..*\.experts\..*",
         extra={**MTP, **stacks("model.language_model.layers")},
         zero_norms=True,
+    ),
+    "InternVLForConditionalGeneration": Small("internvl", {"model_type": "qwen2"}, vision=INTERNVL, beside=TOKEN),
+    "LlavaForConditionalGeneration": Small(
+        "llava", {"model_type": "llama"}, vision=CLIP, beside={"image_token_index": 7}, renames=VISION_MODEL
+    ),
+    "LlavaNextForConditionalGeneration": Small(
+        "llava_next",
+        {"model_type": "mistral"},
+        vision=CLIP,
+        beside={"image_token_index": 7, "image_grid_pinpoints": [[56, 112]]},
+        renames=VISION_MODEL,
+    ),
+    "LlavaNextVideoForConditionalGeneration": Small(
+        "llava_next_video",
+        {"model_type": "llama"},
+        vision=CLIP,
+        beside={
+            "image_token_index": 7,
+            "video_token_index": 8,
+            "image_grid_pinpoints": [[56, 112]],
+            "spatial_pool_mode": "average",
+            "spatial_pool_stride": 2,
+        },
+        renames=VISION_MODEL,
+    ),
+    "LlavaOnevisionForConditionalGeneration": Small(
+        "llava_onevision",
+        {"model_type": "qwen2"},
+        vision=SIGLIP,
+        beside={"image_token_index": 7, "video_token_index": 8, "image_grid_pinpoints": [[56, 112]]},
+        renames=VISION_MODEL,
+    ),
+    "PaliGemmaForConditionalGeneration": Small(
+        "paligemma",
+        {**GEMMA, "model_type": "gemma"},
+        vision=SIGLIP,
+        beside={"image_token_index": 7, "projection_dim": 256, "hidden_size": 256},
+        zero_norms=True,
+        renames=VISION_MODEL,
+    ),
+    "Idefics3ForConditionalGeneration": Small(
+        "idefics3", {"model_type": "llama"}, vision=IDEFICS, beside={"image_token_id": 7, "scale_factor": 2}
+    ),
+    "SmolVLMForConditionalGeneration": Small(
+        "smolvlm",
+        {"model_type": "llama"},
+        vision={**IDEFICS, "model_type": "smolvlm_vision"},
+        beside={"image_token_id": 7, "scale_factor": 2},
+    ),
+    "Cohere2VisionForConditionalGeneration": Small(
+        "cohere2_vision",
+        {**COHERE, **SLIDING, "model_type": "cohere2"},
+        vision=SIGLIP,
+        beside={"image_token_id": 7, "alignment_intermediate_size": 256},
+        renames=MODEL_VISION_MODEL,
+    ),
+    "Lfm2VlForConditionalGeneration": Small(
+        "lfm2_vl",
+        {
+            "model_type": "lfm2",
+            "layer_types": ["conv", "full_attention"],
+            "conv_L_cache": 3,
+            "conv_dim": 256,
+            "block_dim": 256,
+            "block_multiple_of": 256,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_ff_dim": 512,
+            "block_auto_adjust_ff_dim": False,
+            "norm_eps": 1e-05,
+        },
+        vision={**SIGLIP, "model_type": "siglip2_vision_model", "num_patches": 16, "patch_size": 14},
+        beside={"image_token_id": 7, "projector_hidden_size": 256},
+        renames=MODEL_VISION_MODEL,
+    ),
+    "Qwen2AudioForConditionalGeneration": Small(
+        "qwen2_audio",
+        {"model_type": "qwen2"},
+        beside={
+            "audio_token_index": 7,
+            "audio_config": {
+                "model_type": "qwen2_audio_encoder",
+                "num_mel_bins": 16,
+                "encoder_layers": 1,
+                "encoder_attention_heads": 2,
+                "encoder_ffn_dim": 256,
+                "d_model": 128,
+                "max_source_positions": 16,
+            },
+        },
+    ),
+    "Glm4vForConditionalGeneration": Small(
+        "glm4v",
+        {"model_type": "glm4v_text", **GLM_MROPE},
+        vision={**GLM_VISION, "model_type": "glm4v_vision"},
+        beside=TOKEN,
+    ),
+    "Glm4vMoeForConditionalGeneration": Small(
+        "glm4v_moe",
+        {"model_type": "glm4v_moe_text", **DEEPSEEK_MOE, "use_qk_norm": False, **GLM_MROPE},
+        vision={**GLM_VISION, "model_type": "glm4v_moe_vision"},
+        beside=TOKEN,
+    ),
+    "GlmOcrForConditionalGeneration": Small(
+        "glm_ocr",
+        {"model_type": "glm_ocr_text", **GLM_MROPE},
+        vision={**GLM_VISION, "model_type": "glm_ocr_vision"},
+        beside=TOKEN,
+    ),
+    "Exaone4_5_ForConditionalGeneration": Small(
+        "exaone4_5",
+        {**SLIDING, "sliding_window_pattern": "LG", "model_type": "exaone4"},
+        vision={**QWEN_VISION, "model_type": "exaone4_5_vision", "num_key_value_heads": 1},
+        beside=TOKEN,
+    ),
+    "Gemma4UnifiedForConditionalGeneration": Small(
+        "gemma4_unified",
+        {**GEMMA4, "model_type": "gemma4_unified_text", "hidden_size_per_layer_input": 0},
+        vision={
+            "model_type": "gemma4_unified_vision",
+            "mm_embed_dim": 128,
+            "mm_posemb_size": 64,
+            "output_proj_dims": 128,
+        },
+        beside={"audio_config": {"model_type": "gemma4_unified_audio", "audio_embed_dim": 64}},
     ),
 }

@@ -77,6 +77,8 @@ PHI3 = model(
     sglang=SCALES_LOST,
 )
 
+GLM4 = model("Glm4ForCausalLM", ATTENTION, GATE_UP_TENSOR, renames=FUSED_NAMES[3:])
+
 # No gate in the MLP.
 ARCEE = model("ArceeForCausalLM", ATTENTION, plain(".mlp"))
 
@@ -127,7 +129,7 @@ ENTRIES = (
     ),
     MIMO,
     PHI3,
-    model("Glm4ForCausalLM", ATTENTION, GATE_UP_TENSOR, renames=FUSED_NAMES[3:]),
+    GLM4,
     model("GlmForCausalLM", ATTENTION, GATE_UP_TENSOR),
     ARCEE,
     replace(ARCEE, name="ApertusForCausalLM"),

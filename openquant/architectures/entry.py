@@ -321,7 +321,9 @@ def absolute(model: Model, patterns: Iterable[str]) -> list[str]:
     return [model.layers + pattern if pattern.startswith(".") else pattern for pattern in patterns]
 
 
-EMBEDDING = Keep("{model,language_model.model,model.language_model}.embed_tokens", "embedding", divided=True)
+EMBEDDING = Keep(
+    "{model,language_model.model,model.language_model,model.text_model}.embed_tokens", "embedding", divided=True
+)
 HEAD = Keep("{lm_head,language_model.lm_head}", "output head", divided=True)
 ROUTER = "router"
 DRAFT = "draft layer"

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .dense import GEMMA4, LLAMA, WINDOWS
-from .entry import Experts, Refusal, SGLang, Stacked
-from .experts import LLAMA4, QWEN3_MOE
-from .hybrid import EITHER, QWEN3_5, QWEN3_5_MOE
+from .dense import GEMMA4, GLM4, LLAMA, WINDOWS
+from .entry import Experts, Joined, Refusal, SGLang, Stacked
+from .experts import GLM4_MOE, LLAMA4, MTP, QWEN3_MOE
+from .hybrid import EITHER, LFM2, QWEN3_5, QWEN3_5_MOE
 from .parts import IF_ASKED, NO_CACHE, RENAMED, wrapped
 
-# vLLM 0.32.0 models/gemma3_mm.py builds the tower with quant_config as vision_tower.vision_model.encoder,
-# models/siglip.py; transformers 5 leaves vision_model out.
+# vLLM 0.32.0 builds such a tower with quant_config as vision_tower.vision_model.encoder (models/siglip.py, clip.py);
+# transformers 5 leaves vision_model out.
+TOWER = ("vision_tower.vision_model.", "vision_tower.", "model.vision_tower.vision_model.", "model.vision_tower.")
+LANGUAGE_MODEL = ("language_model.model.", "model.language_model.")
 GEMMA3_WRAPPED = wrapped(
     replace(LLAMA, windows=WINDOWS["Gemma3"]),
     "Gemma3ForConditionalGeneration",
     "vision_tower",
     "multi_modal_projector",
-    spellings=(
-        ("language_model.model.", "model.language_model."),
-        (
-            "vision_tower.vision_model.",
-            "vision_tower.",
-            "model.vision_tower.vision_model.",
-            "model.vision_tower.",
-        ),
-    ),
+    spellings=(LANGUAGE_MODEL, TOWER),
 )
 # vLLM 0.32.0 models/mistral3.py:431 renames every weight_scale_inv to weight_scale, which a block has not.
 MISTRAL3_WRAPPED = wrapped(
@@ -98,7 +92,67 @@ LLAMA4_WRAPPED = wrapped(
     ),
 )
 
+PROJECTED = ("vision_tower", "multi_modal_projector")
+# Whatever language model is in it, dense or with experts: Qwen2, Qwen3, Llama (vLLM 0.32.0 models/interns1.py:613).
+INTERNVL = wrapped(QWEN3_MOE, "InternVLForConditionalGeneration", *PROJECTED, spellings=(LANGUAGE_MODEL,))
+# vLLM 0.32.0 joins them in such towers too; models/llava_onevision.py and lfm2_vl.py have no packed_modules_mapping.
+TOWER_QKV = Joined(
+    f"{{{','.join(tower.rstrip('.') for tower in TOWER)}}}.encoder.layers.*.self_attn.{{q,k,v}}_proj", "qkv_proj"
+)
+CLIP = replace(LLAMA, joined=(*LLAMA.joined, TOWER_QKV))
+LLAVA = wrapped(CLIP, "LlavaForConditionalGeneration", *PROJECTED, spellings=(LANGUAGE_MODEL, TOWER))
+# vLLM 0.32.0 models/lfm2_vl.py:716 names the language model so that its layers are language.model.layers.
+LFM2_VL = wrapped(
+    replace(LFM2, joined=(*LFM2.joined, TOWER_QKV)),
+    "Lfm2VlForConditionalGeneration",
+    *PROJECTED,
+    spellings=((*LANGUAGE_MODEL, "language.model."), TOWER),
+)
+IDEFICS3 = wrapped(
+    LLAMA,
+    "Idefics3ForConditionalGeneration",
+    "vision_model",
+    "connector",
+    layers="model.text_model.layers.*",
+)
+# vLLM 0.32.0 knows no members of gate_up_proj, which the language model has as one (models/glm4_1v.py:1744), and calls
+# the tower's qkv what attention has (models/glm_ocr.py:129).
+VISUAL = "{visual,model.visual}"
+GLM4V = wrapped(
+    replace(
+        GLM4,
+        joined=(
+            *GLM4.joined,
+            Joined(f"{VISUAL}.blocks.*.mlp.{{gate,up}}_proj", "gate_up_proj"),
+            Joined(f"{VISUAL}.merger.{{gate,up}}_proj", "gate_up_proj"),
+        ),
+    ),
+    "Glm4vForConditionalGeneration",
+    "visual",
+    renames=(*GLM4.renames, (".attn.qkv", ".attn.qkv_proj")),
+)
+
 ENTRIES = (
+    LLAVA,
+    *(
+        replace(LLAVA, name=f"{name}ForConditionalGeneration")
+        for name in ("LlavaNext", "LlavaNextVideo", "LlavaOnevision", "PaliGemma")
+    ),
+    replace(LLAVA, name="Cohere2VisionForConditionalGeneration", windows=WINDOWS["Cohere2"]),
+    INTERNVL,
+    LFM2_VL,
+    IDEFICS3,
+    replace(IDEFICS3, name="SmolVLMForConditionalGeneration"),
+    GLM4V,
+    replace(GLM4V, name="GlmOcrForConditionalGeneration"),
+    wrapped(GLM4_MOE, "Glm4vMoeForConditionalGeneration", "visual"),
+    wrapped(
+        replace(LLAMA, windows=WINDOWS["Exaone4"], keep=(*LLAMA.keep, MTP)),
+        "Exaone4_5_ForConditionalGeneration",
+        "visual",
+    ),
+    wrapped(GEMMA4, "Gemma4UnifiedForConditionalGeneration", "vision_embedder", "embed_vision", "embed_audio"),
+    wrapped(LLAMA, "Qwen2AudioForConditionalGeneration", "audio_tower", "multi_modal_projector"),
     GEMMA3_WRAPPED,
     MISTRAL3_WRAPPED,
     QWEN2_VL,
