@@ -8,7 +8,7 @@ from .dense import GEMMA4, GLM4, LLAMA, WINDOWS
 from .entry import Experts, Joined, Refusal, SGLang, Stacked
 from .experts import GLM4_MOE, LLAMA4, MTP, QWEN3_MOE
 from .hybrid import EITHER, LFM2, QWEN3_5, QWEN3_5_MOE
-from .parts import IF_ASKED, NO_CACHE, RENAMED, wrapped
+from .parts import IF_ASKED, NO_CACHE, NO_GROUPS, RENAMED, wrapped
 
 # vLLM 0.32.0 builds such a tower with quant_config as vision_tower.vision_model.encoder (models/siglip.py, clip.py);
 # transformers 5 leaves vision_model out.
@@ -94,19 +94,23 @@ LLAMA4_WRAPPED = wrapped(
 
 PROJECTED = ("vision_tower", "multi_modal_projector")
 # Whatever language model is in it, dense or with experts: Qwen2, Qwen3, Llama (vLLM 0.32.0 models/interns1.py:613).
-INTERNVL = wrapped(QWEN3_MOE, "InternVLForConditionalGeneration", *PROJECTED, spellings=(LANGUAGE_MODEL,))
+INTERNVL = wrapped(
+    QWEN3_MOE, "InternVLForConditionalGeneration", *PROJECTED, spellings=(LANGUAGE_MODEL,), sglang=NO_GROUPS
+)
 # vLLM 0.32.0 joins them in such towers too; models/llava_onevision.py and lfm2_vl.py have no packed_modules_mapping.
 TOWER_QKV = Joined(
     f"{{{','.join(tower.rstrip('.') for tower in TOWER)}}}.encoder.layers.*.self_attn.{{q,k,v}}_proj", "qkv_proj"
 )
 CLIP = replace(LLAMA, joined=(*LLAMA.joined, TOWER_QKV))
-LLAVA = wrapped(CLIP, "LlavaForConditionalGeneration", *PROJECTED, spellings=(LANGUAGE_MODEL, TOWER))
+LLAVA = wrapped(CLIP, "LlavaForConditionalGeneration", *PROJECTED, spellings=(LANGUAGE_MODEL, TOWER), sglang=NO_GROUPS)
 # vLLM 0.32.0 models/lfm2_vl.py:716 names the language model so that its layers are language.model.layers.
 LFM2_VL = wrapped(
     replace(LFM2, joined=(*LFM2.joined, TOWER_QKV)),
     "Lfm2VlForConditionalGeneration",
     *PROJECTED,
     spellings=((*LANGUAGE_MODEL, "language.model."), TOWER),
+    # SGLang 0.5.23 models/lfm2_vl.py:69.
+    sglang=SGLang((Refusal(None, None, "it builds the projector without a name, and quantizes it", "vLLM loads it"),)),
 )
 IDEFICS3 = wrapped(
     LLAMA,
@@ -114,6 +118,7 @@ IDEFICS3 = wrapped(
     "vision_model",
     "connector",
     layers="model.text_model.layers.*",
+    sglang=NO_GROUPS,
 )
 # vLLM 0.32.0 knows no members of gate_up_proj, which the language model has as one (models/glm4_1v.py:1744), and calls
 # the tower's qkv what attention has (models/glm_ocr.py:129).
@@ -132,27 +137,30 @@ GLM4V = wrapped(
     renames=(*GLM4.renames, (".attn.qkv", ".attn.qkv_proj")),
 )
 
+AUDIO = ("audio_tower", "multi_modal_projector")
+
 ENTRIES = (
     LLAVA,
     *(
         replace(LLAVA, name=f"{name}ForConditionalGeneration")
         for name in ("LlavaNext", "LlavaNextVideo", "LlavaOnevision", "PaliGemma")
     ),
-    replace(LLAVA, name="Cohere2VisionForConditionalGeneration", windows=WINDOWS["Cohere2"]),
+    replace(LLAVA, name="Cohere2VisionForConditionalGeneration", windows=WINDOWS["Cohere2"], sglang=SGLang()),
     INTERNVL,
     LFM2_VL,
     IDEFICS3,
     replace(IDEFICS3, name="SmolVLMForConditionalGeneration"),
     GLM4V,
     replace(GLM4V, name="GlmOcrForConditionalGeneration"),
-    wrapped(GLM4_MOE, "Glm4vMoeForConditionalGeneration", "visual"),
+    wrapped(GLM4_MOE, "Glm4vMoeForConditionalGeneration", "visual", sglang=GLM4_MOE.sglang),
     wrapped(
         replace(LLAMA, windows=WINDOWS["Exaone4"], keep=(*LLAMA.keep, MTP)),
         "Exaone4_5_ForConditionalGeneration",
         "visual",
+        sglang=NO_GROUPS,
     ),
     wrapped(GEMMA4, "Gemma4UnifiedForConditionalGeneration", "vision_embedder", "embed_vision", "embed_audio"),
-    wrapped(LLAMA, "Qwen2AudioForConditionalGeneration", "audio_tower", "multi_modal_projector"),
+    wrapped(LLAMA, "Qwen2AudioForConditionalGeneration", *AUDIO),
     GEMMA3_WRAPPED,
     MISTRAL3_WRAPPED,
     QWEN2_VL,

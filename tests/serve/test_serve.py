@@ -114,6 +114,7 @@ FURTHER = {
     "ExaoneMoeForCausalLM": 0.01,
     "Gemma4ForCausalLM": 0.1,
     "Gemma4ForConditionalGeneration": 0.1,
+    "Gemma4UnifiedForConditionalGeneration": 0.1,
     "GraniteForCausalLM": 0.03,
     "GraniteMoeForCausalLM": 0.05,
     "HunYuanMoEV1ForCausalLM": 0.02,

@@ -51,8 +51,12 @@ EVERYTHING = os.environ.get("OPENQUANT_ALL") == "1"
 # What SGLang 0.5.23 does not load in bfloat16 either, or not from these small models' config.json.
 NOT_RUN = {
     "Gemma4ForCausalLM": "'head_dim' is a per-layer attribute and may vary across layers",
+    "Cohere2VisionForConditionalGeneration": "'Cohere2Config' object has no attribute 'num_experts'",
+    "Gemma4UnifiedForConditionalGeneration": "'Gemma4VisionConfig' object has no attribute 'model_patch_size'",
     "GlmForCausalLM": "Unsupported TP style 'colwise_gather_output' for Transformers backend",
     "KimiK25ForConditionalGeneration": "'NoneType' object is not subscriptable",
+    "GlmOcrForConditionalGeneration": "in bfloat16 it leaves .*visual.embeddings.* unfilled",
+    "LlavaForConditionalGeneration": "'Conv2d' object has no attribute 'num_embeddings'",
     "Llama4ForCausalLM": "in bfloat16 it leaves .*experts.* unfilled",
     # The rotary parameters of each kind of layers, as transformers 5 has them.
     "MiMoV2FlashForCausalLM": "unhashable type: 'dict'",
