@@ -1,0 +1,187 @@
+"""What an engine says of an architecture: vLLM, in an interpreter of its own, builds the class and is watched.
+
+The engine is no part of this program, and its answers are held to be hostile: bounded, and checked before use.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import PlanError
+
+PROBE = Path(__file__).parent / "engine_probe.py"
+SECONDS = 600
+MAX_BYTES = 1 << 26
+# Bases of vLLM's classes that say how tensor parallelism divides a layer.
+AXES = {"ColumnParallelLinear": "out", "RowParallelLinear": "in"}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What an engine is asked about.
+
+    Attributes:
+        config: config.json, of a small model if there are shapes.
+        shapes: of every tensor of its checkpoint; empty if they are not known.
+        listed: modules that its quantization_config lists.
+    """
+
+    config: Mapping[str, Any]
+    shapes: Mapping[str, Sequence[int]]
+    listed: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of vLLM that may be quantized.
+
+    Attributes:
+        path: where the model has it.
+        kinds: its class, and those it is derived from.
+        prefix: its name as it asks for a quantization.
+        asked: whether it asks for one.
+        skipped: whether what is listed leaves it as it is; None where some of its parts are listed only.
+        divided: whether ranks have a part of it each.
+        experts: how many experts it holds; 0 if none.
+        holds: what is loaded into its weights, in its order: a tensor, its first row there, and how many of its rows.
+    """
+
+    path: str
+    kinds: tuple[str, ...]
+    prefix: str
+    asked: bool
+    skipped: bool | None
+    divided: bool
+    experts: int
+    holds: tuple[tuple[str, int, int], ...]
+
+    @property
+    def axis(self) -> str | None:
+        """How tensor parallelism divides it, as Split.axis says; None if it does not."""
+        return next((AXES[kind] for kind in self.kinds if kind in AXES), None) if self.divided else None
+
+    @property
+    def linear(self) -> bool:
+        """Whether it is quantized where nothing else is said: a linear layer or experts, no embedding and no head."""
+        return self.asked and (self.experts > 0 or "LinearBase" in self.kinds)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What an engine says of one model.
+
+    Attributes:
+        layers: all it builds.
+        unread: tensors that it loads into nothing.
+        packed: members of its merged layers, by their names, as far as the class says so.
+        renamed: names of modules that it changes.
+    """
+
+    layers: tuple[Layer, ...]
+    unread: tuple[str, ...]
+    packed: Mapping[str, tuple[str, ...]]
+    renamed: Mapping[str, str | None]
+
+    def by_module(self) -> dict[str, Layer]:
+        """The layer that each module of the checkpoint is loaded into; the last, of a weight that several have."""
+        return {name.removesuffix(".weight"): layer for layer in self.layers for name, _, _ in layer.holds}
+
+
+class EngineFailed(PlanError):
+    """The engine cannot build a model, or did not answer."""
+
+
+def ask(questions: Sequence[Question], interpreter: Path, *paths: Path) -> list[Asked | EngineFailed]:
+    """What vLLM says of each model: all are asked of one process, which imports vLLM once.
+
+    Args:
+        questions: the models.
+        interpreter: a Python that has vLLM.
+        paths: directories for its import path.
+
+    Raises:
+        EngineFailed: it has no vLLM, or did not end.
+    """
+    with tempfile.TemporaryDirectory(prefix="openquant-asked-") as place:
+        root, output = Path(place), Path(place, "answers")
+        output.mkdir()
+        directories = []
+        for number, question in enumerate(questions):
+            directory = root / str(number)
+            directory.mkdir()
+            quantization = {"quant_method": "asked", "ignored_layers": list(question.listed)}
+            config = {**question.config, "quantization_config": quantization}
+            (directory / "config.json").write_text(json.dumps(config))
+            if question.shapes:
+                (directory / "shapes.json").write_text(json.dumps({k: list(v) for k, v in question.shapes.items()}))
+            directories.append(str(directory))
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+        command = [str(interpreter), str(PROBE), str(output), *directories]
+        try:
+            done = subprocess.run(
+                command, cwd=root, env=environment, capture_output=True, text=True, errors="replace", timeout=SECONDS
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise EngineFailed(
+                f"{interpreter} does not say what vLLM builds: {error}", "it must be a Python with vLLM"
+            ) from error
+        if done.returncode:
+            raise EngineFailed(
+                f"{interpreter} does not say what vLLM builds:\n{done.stderr[-2000:]}", "it must be a Python with vLLM"
+            )
+        return [_read(output / str(number)) for number in range(len(questions))]
+
+
+def _read(path: Path) -> Asked | EngineFailed:
+    hint = "vLLM's own message says what it lacks"
+    failed = path.with_suffix(".error")
+    if failed.exists():
+        return EngineFailed(f"vLLM cannot build it:\n{failed.read_text(errors='replace')[-4000:]}", hint)
+    try:
+        with path.with_suffix(".json").open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
+        if len(text) > MAX_BYTES:
+            raise ValueError("the answer is too long")
+        return _parse(json.loads(text))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        return EngineFailed(f"vLLM died, or its answer cannot be read: {error!r}", hint)
+
+
+def _parse(found: Any) -> Asked:
+    layers = [
+        Layer(
+            path=_text(path),
+            kinds=tuple(map(_text, layer["kinds"])),
+            prefix=_text(layer["prefix"]),
+            asked=layer["asked"] is True,
+            skipped=layer["skipped"] if isinstance(layer["skipped"], bool) else None,
+            divided=layer["divided"] is True,
+            experts=int(layer["experts"]),
+            holds=tuple(
+                (_text(name), int(row), int(rows))
+                for key, runs in layer["holds"].items()
+                if "weight" in key
+                for name, row, rows in runs
+            ),
+        )
+        for path, layer in found["layers"].items()
+    ]
+    return Asked(
+        layers=tuple(layers),
+        unread=tuple(map(_text, found["unread"])),
+        packed={_text(name): tuple(map(_text, members)) for name, members in found["packed"].items()},
+        renamed={name: None if other is None else _text(other) for name, other in found["mapper"].items()},
+    )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value

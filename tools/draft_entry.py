@@ -1,0 +1,236 @@
+"""Asks vLLM about an architecture, and drafts what the registry needs of it.
+
+    OPENQUANT_VLLM=DIR/bin/python python tools/draft_entry.py ARCHITECTURE [--model CONFIG.json] [--layers]
+
+Prints the small model that it asks with, as tests/zoo.py has it; the entries that say the same as the engine; a draft
+of one from the engine's answers; and where there is an entry, what that says otherwise. vLLM builds the class small on
+the CPU and loads numbers into it under the names that transformers saves: each tells which row of which tensor it is.
+Nothing is taken from what a class says of itself, and no weights are needed. docs/adding-an-architecture.md says more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pprint
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import tiny  # noqa: E402
+import zoo  # noqa: E402
+from openquant.errors import OpenQuantError, UsageError  # noqa: E402
+from openquant.models import MODELS  # noqa: E402
+from openquant.plan.asked import Asked, EngineFailed, Question, ask  # noqa: E402
+from openquant.plan.drafted import differences, draft, tell  # noqa: E402
+from openquant.plan.roles import Entry  # noqa: E402
+from small import Small  # noqa: E402
+
+STUB = ROOT / "tests" / "serve" / "stub"
+# What makes a configuration small, by its keys; the first that matches. What tiny.COMMON has is left to it.
+SMALL: tuple[tuple[str, Any], ...] = (
+    (r"(num_|n_routed_|moe_)?(local_|routed_|num_)?experts|num_experts|moe_num_experts|num_local_experts", 4),
+    (r"num_experts_per_tok(en)?|moe_k|moe_topk|top_k_experts|num_selected_experts|moe_top_k", 2),
+    (r"(moe|expert|shared_expert|moe_shared_expert)_intermediate_size", 128),
+    (r"(n|num|moe_num)_shared_experts?", 1),
+    (r"n_group|topk_group|n_groups|mamba_n_groups", 1),
+    (r"first_k_dense_replace|num_nextn_predict_layers", 1),
+    (r"q_lora_rank", 128),
+    (r"kv_lora_rank", 512),
+    (r"qk_(nope|rope)_head_dim|v_head_dim", 64),
+    (r"sliding_window|attention_chunk_size", 512),
+    (r"linear_num_key_heads", 2),
+    (r"linear_num_value_heads", 4),
+    (r"linear_(key|value)_head_dim|mamba_d_head|mamba_head_dim|mamba_d_state|ssm_state_size", 64),
+    (r"mamba_n_heads|mamba_num_heads", 8),
+)
+# Weights of a small model at most.
+LARGEST = 100_000_000
+TOWER: Mapping[str, Any] = {
+    "depth": 1,
+    "num_hidden_layers": 1,
+    "num_layers": 1,
+    "hidden_size": 128,
+    "embed_dim": 128,
+    "d_model": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_heads": 2,
+    "head_dim": 64,
+    "image_size": 56,
+    "patch_size": 14,
+    "out_hidden_size": 256,
+}
+
+
+def shrunk(known: Mapping[str, Any]) -> dict[str, Any]:
+    """What a small model of this configuration says beside tiny.COMMON."""
+    found: dict[str, Any] = {}
+    count = known.get("num_hidden_layers")
+    for key, value in known.items():
+        small = next((small for pattern, small in SMALL if re.fullmatch(pattern, key)), None)
+        if small is not None and isinstance(value, int):
+            found[key] = small
+        elif isinstance(value, list) and len(value) == count and count:
+            kinds = list(dict.fromkeys(value))[: tiny.LAYERS]
+            found[key] = [*kinds, *kinds[-1:] * (tiny.LAYERS - len(kinds))]
+        elif key.endswith(("eps", "epsilon", "_act", "activation", "activation_function")):
+            found |= {key: value} if key not in tiny.COMMON or "act" in key else {}
+    return found
+
+
+def small_model(architecture: str, config: Mapping[str, Any] | None) -> Small:
+    """The small model of zoo.py; a draft of one where there is none.
+
+    Raises:
+        UsageError: transformers does not have the class.
+    """
+    if architecture in zoo.ZOO:
+        return zoo.ZOO[architecture]
+    import transformers
+
+    if config is None:
+        made = getattr(transformers, architecture, None)
+        if made is None:
+            raise UsageError(
+                f"transformers {transformers.__version__} has no {architecture}",
+                "--model CONFIG.json of a published model; or write its lines in tests/zoo.py first, with made_as",
+            )
+        config = made.config_class().to_dict()
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return Small(str(config.get("model_type")), shrunk(config))
+    towers = {
+        key: {**{k: v for k, v in TOWER.items() if k in value}, "model_type": value.get("model_type")}
+        for key, value in config.items()
+        if key.endswith("_config") and key != "text_config" and isinstance(value, dict)
+    }
+    vision = towers.pop("vision_config", None)
+    return Small(
+        str(config.get("model_type")),
+        {"model_type": text.get("model_type"), **shrunk(text)},
+        vision=vision,
+        beside=towers,
+    )
+
+
+def question(architecture: str, listed: list[str]) -> Question:
+    """What the engine is asked: of what transformers saves, if that has the class."""
+    try:
+        if architecture not in tiny.HAND_MADE:
+            hold_small(architecture)
+        shapes = tiny.shapes(architecture)
+    except (AttributeError, KeyError, ValueError, TypeError) as error:
+        print(f"# transformers does not make it: {error!r}; the engine is asked for names alone\n")
+        shapes = {}
+    return Question(tiny.config(architecture), shapes, listed)
+
+
+def hold_small(architecture: str) -> None:
+    """Raises:
+    UsageError: what transformers would make is no small model.
+    """
+    import torch
+    import transformers
+
+    made_as, model_type = zoo.ZOO[architecture].made_as or (architecture, zoo.ZOO[architecture].model_type)
+    known = {key: value for key, value in tiny.config(architecture).items() if key != "model_type"}
+    with torch.device("meta"):
+        model = getattr(transformers, made_as)(transformers.AutoConfig.for_model(model_type, **known))
+    count = sum(weight.numel() for weight in model.parameters())
+    if count > LARGEST:
+        raise UsageError(
+            f"the small model of {architecture} would have {count:,} weights",
+            "write it in tests/zoo.py: parts of its configuration still have their usual sizes",
+        )
+
+
+def answer(found: Asked | EngineFailed) -> Asked:
+    """It, or the error."""
+    if isinstance(found, EngineFailed):
+        raise found
+    return found
+
+
+def main() -> None:
+    """Ask, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("architecture")
+    parser.add_argument("--model", type=Path, help="config.json, or a directory with one, to make the small model from")
+    parser.add_argument("--layers", action="store_true", help="print every layer that the engine builds")
+    arguments = parser.parse_args()
+    try:
+        report(arguments.architecture, arguments.model, arguments.layers)
+    except OpenQuantError as error:
+        sys.exit(f"{error.message}\n{error.hint}")
+
+
+def report(architecture: str, given: Path | None, every: bool) -> None:
+    """Print all that the module says."""
+    interpreter = os.environ.get("OPENQUANT_VLLM")
+    if not interpreter:
+        raise UsageError("OPENQUANT_VLLM names no interpreter", "tests/serve/install_vllm.sh installs one")
+    config = None
+    if given is not None:
+        config = json.loads((given / "config.json" if given.is_dir() else given).read_text())
+    if architecture not in tiny.ARCHITECTURES:
+        small = zoo.ZOO[architecture] = small_model(architecture, config)
+        print("# tests/zoo.py: compare it with a published config.json")
+        fields = [f'"{small.model_type}"', pprint.pformat(dict(small.config), width=100, sort_dicts=False)]
+        fields += [f"{key}={value!r}" for key in ("vision", "beside") if (value := getattr(small, key))]
+        print(f'"{architecture}": Small({", ".join(fields)}),\n')
+    entry = MODELS.get(architecture)
+    asking = question(architecture, [])
+    modules = [name.removesuffix(".weight") for name, shape in asking.shapes.items() if len(shape) > 1]
+    if entry is not None:
+        asked_entry = Entry(entry)
+        kept = [module for module in modules if asked_entry.role(module).keep is not None]
+        asking = question(architecture, asked_entry.engine_names(kept))
+    asked = answer(ask([asking], Path(interpreter), STUB)[0])
+    if every or not asking.shapes:
+        for layer in asked.layers:
+            print(f"# {layer.path}: {layer.kinds[0]}, asked by {layer.prefix if layer.asked else None}")
+        print(f"# packed_modules_mapping: {dict(asked.packed)}")
+    if not asking.shapes:
+        return
+    told = tell(asked, asking.shapes)
+    if entry is not None:
+        print("# what the entry says otherwise than the engine")
+        for text, where in differences(entry, told).items():
+            print(f"#   {text}: {', '.join(where)}")
+    made = draft(architecture, asked, asking.shapes, tiny.HIDDEN)
+    fitting = [other for other in MODELS.values() if not misfits(other, told)]
+    same = [other.name for other in sorted(fitting, key=lambda other: len(other.compress))][:8]
+    print(f"# entries that say the same as the engine: {', '.join(same) or 'none'}\n")
+    print(f'model(\n    "{architecture}",')
+    for piece in made.pieces:
+        print(f"    {piece},")
+    if made.entry.layers != "model.layers.*":
+        print(f'    layers="{made.entry.layers}",')
+    if made.keep:
+        print("    keep=(")
+        for keep in made.keep:
+            why = "ROUTER" if keep.why == "router" else f'"{keep.why}"'
+            print(f'        Keep("{keep.pattern}", {why}{", divided=True" if keep.divided else ""}),')
+        print("    ),")
+    print(")\n")
+    for text in made.questions:
+        print(f"# {text}")
+    for text, where in misfits(made.entry, told).items():
+        print(f"# the draft is otherwise than the engine: {text}: {', '.join(where)}")
+
+
+def misfits(entry: Any, told: Any) -> dict[str, list[str]]:
+    """Differences without those of lists, which were not asked for."""
+    return {text: where for text, where in differences(entry, told).items() if not text.startswith("kept, and not")}
+
+
+if __name__ == "__main__":
+    main()
