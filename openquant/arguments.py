@@ -206,7 +206,7 @@ def verb_parser() -> Parser:
         Check,
         Push,
         Command,
-        without=("source", "full", "workers", "only", *ALONE, *PAGES),
+        without=("source", "full", "workers", "only", "progress", *ALONE, *PAGES),
         directory={"help": "what compress wrote", "group": PLACES},
         name={"flags": ("name",)},
     )
@@ -235,7 +235,7 @@ def verb_parser() -> Parser:
         Run,
         Explain,
         Command,
-        without=(*_ONLY_WRITING, "rendezvous_timeout", "quiet", "verbose", *PAGES),
+        without=(*_ONLY_WRITING, "rendezvous_timeout", "quiet", "verbose", "progress", *PAGES),
         model={"flags": ("model",)},
     )
     calibrate = add(
@@ -267,6 +267,6 @@ def verb_parser() -> Parser:
     completion.epilog = COMPLETION
     shell = completion.add_argument_group("shell")
     shell.add_argument("shell", metavar="SHELL", choices=SHELLS, help="bash, zsh or fish")
-    completion.add_information(shell)
+    completion.add_options(Command, without=("progress", *ALONE, *PAGES))
     parser.add_information(parser.add_argument_group("options"))
     return parser

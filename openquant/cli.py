@@ -230,7 +230,8 @@ def _run_and_report(work: Callable[..., Result], given: Given, interrupts: Inter
     ranks = _ranks(given, command)
     silent = command.quiet or not ranks.first
     report = _find_report(command)
-    reporter = Terminal(interrupts, silent or command.json, silent, command.verbose and not command.json)
+    lines = command.progress == "json"
+    reporter = Terminal(interrupts, silent or command.json, silent, command.verbose and not command.json, lines)
     try:
         result = work(**values_for(Run, given), push=_find_push(given), ranks=ranks, reporter=reporter)
     finally:
@@ -252,7 +253,7 @@ def _diagnose(given: Given, interrupts: Interrupts) -> int:
 
     command = _command(given)
     page = _find_report(command)
-    with _bar(interrupts, command.json, "diagnosing", "diagnosed") as advanced:
+    with _bar(interrupts, command, "diagnosing", "diagnosed") as advanced:
         found = diagnose(**values_for(Diagnose, given), progress=advanced)
     if page is not None:
         from .report.html import write_page
@@ -292,7 +293,7 @@ def _calibrate(given: Given, interrupts: Interrupts) -> int:
         if not silent:
             say(about, sys.stderr)
 
-    with _bar(interrupts, silent, "calibrating", "calibrated") as advanced:
+    with _bar(interrupts, command, "calibrating", "calibrated", ranks.first) as advanced:
         values = {**values_for(Calibrate, given), **values_for(CalibrationTexts, given)}
         written = calibrate(**values, begun=begun, progress=advanced, ranks=ranks)
     if ranks.first and command.json:
@@ -317,7 +318,7 @@ def _eval(given: Given, interrupts: Interrupts) -> int:
         if not silent:
             say(about, sys.stderr)
 
-    with _bar(interrupts, silent, "evaluating", "evaluated") as advanced:
+    with _bar(interrupts, command, "evaluating", "evaluated", ranks.first) as advanced:
         values = {**values_for(Evaluate, given), **values_for(Texts, given)}
         found = evaluate(**values, begun=begun, progress=advanced, ranks=ranks)
     limit = asked.fail_above
@@ -339,15 +340,19 @@ def _eval(given: Given, interrupts: Interrupts) -> int:
 
 
 @contextmanager
-def _bar(interrupts: Interrupts, silent: bool, doing: str, did: str) -> Iterator[Callable[[int, int], None]]:
+def _bar(
+    interrupts: Interrupts, command: Command, doing: str, did: str, first: bool = True
+) -> Iterator[Callable[[int, int], None]]:
     """What is to be told the bytes done so far and in all: it shows a bar, unless nobody looks at this process."""
     bar: Progress | None = None
+    lines = command.progress == "json"
+    silent = not first or (command.json and not lines)
 
     def advanced(done: int, total: int) -> None:
         nonlocal bar
         interrupts.check()
         if not silent:
-            bar = bar or Progress(total, 0, sys.stderr, doing, did)
+            bar = bar or Progress(total, 0, sys.stderr, doing, did, lines)
             bar.advance(done - bar.done)
 
     try:
@@ -360,15 +365,16 @@ def _bar(interrupts: Interrupts, silent: bool, doing: str, did: str) -> Iterator
 def _verify(given: Given, interrupts: Interrupts) -> int:
     from .verification.verify import verify
 
-    as_json, page = _command(given).json, _find_report(_command(given))
-    with _bar(interrupts, as_json, "verifying", "verified") as advanced:
+    command = _command(given)
+    page = _find_report(command)
+    with _bar(interrupts, command, "verifying", "verified") as advanced:
         report = verify(**values_for(Check, given), progress=advanced)
     if page is not None:
         from .report.html import write_page
         from .report.pages import verified_page
 
         write_page(page, verified_page(report, Path(given["directory"])))
-    if as_json:
+    if command.json:
         print_json(report.to_json(), interrupts)
     else:
         from .report.text import verification_text
@@ -384,7 +390,10 @@ def _completion(given: Given, interrupts: Interrupts) -> int:
         raise UsageError("completion needs shtab, which is not installed", "pip install shtab") from None
     scripts = [shtab.complete(parser, given["shell"]) for parser in (verb_parser(), compress_parser("compress-fp8"))]
     interrupts.check()
-    require_told(say("\n".join(scripts), sys.stdout))
+    if _command(given).json:
+        print_json({"shell": given["shell"], "script": "\n".join(scripts)}, interrupts)
+    else:
+        require_told(say("\n".join(scripts), sys.stdout))
     return 0
 
 

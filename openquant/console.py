@@ -157,16 +157,18 @@ class Terminal(Reporter):
         quiet: no plan and no summary.
         silent: no progress either.
         verbose: more of the plan.
+        lines: whether progress is lines of JSON.
 
     Attributes:
         untold: what first prevented something from being printed on stdout, None if nothing did.
     """
 
-    def __init__(self, interrupts: Interrupts, quiet: bool, silent: bool, verbose: bool) -> None:
+    def __init__(self, interrupts: Interrupts, quiet: bool, silent: bool, verbose: bool, lines: bool = False) -> None:
         self.interrupts = interrupts
         self.quiet = quiet
         self.silent = silent
         self.verbose = verbose
+        self.lines = lines
         self.progress: Progress | None = None
         self.plan: Plan | None = None
         self.untold: OSError | None = None
@@ -200,14 +202,14 @@ class Terminal(Reporter):
         """Show progress, which is at an end once all is done; raise KeyboardInterrupt if one was asked for."""
         self.interrupts.check()
         if not self.silent:
-            self.progress = self.progress or Progress(total, 0, sys.stderr, "calibrating", "calibrated")
+            self.progress = self.progress or Progress(total, 0, sys.stderr, "calibrating", "calibrated", self.lines)
             self.progress.advance(done - self.progress.done)
 
     def started(self, total: int, done: int) -> None:
         """Begin to show progress."""
         self.close()
         if not self.silent:
-            self.progress = Progress(total, done, sys.stderr)
+            self.progress = Progress(total, done, sys.stderr, lines=self.lines)
 
     def advanced(self, nbytes: int) -> None:
         """Show progress; raise KeyboardInterrupt if one was asked for."""
@@ -237,7 +239,8 @@ class Terminal(Reporter):
 
 
 class Progress:
-    """A bar over bytes on a terminal, a line now and then elsewhere: "42 % converted".
+    """A bar over bytes on a terminal, a line now and then elsewhere: "42 % converted"; or for a program JSON, an object
+    on each line: {"stage": "compressing", "done": 42, "total": 100, "unit": "bytes", "seconds": 1.5}.
 
     Args:
         total: bytes to do in all.
@@ -245,20 +248,34 @@ class Progress:
         stream: where to draw.
         doing: what stands before the bar.
         did: what stands in a line.
+        lines: whether a program reads it.
     """
 
     SECONDS_BETWEEN_LINES = 10.0
+    SECONDS_BETWEEN_OBJECTS = 1.0
 
     def __init__(
-        self, total: int, done: int, stream: TextIO, doing: str = "compressing", did: str = "converted"
+        self,
+        total: int,
+        done: int,
+        stream: TextIO,
+        doing: str = "compressing",
+        did: str = "converted",
+        lines: bool = False,
     ) -> None:
         self.total = total
         self.did = did
         self.done = done
         self.stream = stream
         self.bar: Any = None
-        self.next_line = time.monotonic() + self.SECONDS_BETWEEN_LINES
-        if stream.isatty():
+        self.doing = doing
+        self.lines = lines
+        self.begun = time.monotonic()
+        self.between = self.SECONDS_BETWEEN_OBJECTS if lines else self.SECONDS_BETWEEN_LINES
+        self.next_line = self.begun + self.between
+        if lines:
+            self._object()
+        elif stream.isatty():
             from tqdm import tqdm
 
             self.bar = tqdm(total=total, initial=done, unit="B", unit_scale=True, desc=doing, file=stream, leave=False)
@@ -274,11 +291,21 @@ class Progress:
             except OSError:
                 self.bar = None  # nobody looks any more
         elif time.monotonic() >= self.next_line:
-            self.next_line = time.monotonic() + self.SECONDS_BETWEEN_LINES
-            say(f"{100 * self.done / self.total:.0f} % {self.did}", self.stream)
+            self.next_line = time.monotonic() + self.between
+            if self.lines:
+                self._object()
+            else:
+                say(f"{100 * self.done / self.total:.0f} % {self.did}", self.stream)
+
+    def _object(self) -> None:
+        seconds = round(time.monotonic() - self.begun, 3)
+        told = {"stage": self.doing, "done": self.done, "total": self.total, "unit": "bytes", "seconds": seconds}
+        say(json.dumps(told), self.stream)
 
     def close(self) -> None:
-        """Take the bar off the terminal."""
+        """Take the bar off the terminal, or say how far all came."""
+        if self.lines:
+            self._object()
         if self.bar is not None:
             with suppress(OSError):
                 self.bar.close()

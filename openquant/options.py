@@ -884,6 +884,10 @@ class Command:
         ),
     )
     json: bool = field(default=False, metadata=said("print one JSON object on stdout and nothing else", OUTPUT))
+    progress: str = field(
+        default="auto",
+        metadata=said("json: progress as lines of JSON on stderr", OUTPUT, value="KIND", choices=("auto", "json")),
+    )
     report: str | None = field(
         default=None,
         metadata=said(
