@@ -67,7 +67,8 @@ def streamed(options: argparse.Namespace, batches: Any) -> tuple[float, float]:
     from openquant.files.checkpoint import open_checkpoint
     from openquant.forward.products import products_in_float32
     from openquant.forward.scratch import Scratch
-    from openquant.forward.streamed import Pass, StreamedModel, run
+    from openquant.forward.streamed import StreamedModel
+    from openquant.forward.suspended import Pass, run
 
     model = StreamedModel(open_checkpoint(options.model))
     loading = 0.0

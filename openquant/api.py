@@ -31,6 +31,7 @@ from .measure.diagnose import diagnose as measure
 from .measure.diagnose import needs
 from .measure.diagnosis import Diagnosis
 from .options import CalibrationTexts, Diagnose, Push, Recipe, Run, documented, values_for
+from .plan.carried import carried_memory
 from .plan.fates import Options
 from .plan.plan import Plan, make_plain_plan, make_plan
 from .plan.serving import as_json
@@ -112,7 +113,7 @@ def compress(
     asked = "--calibrate" if recipe.calibrate else "--calibration" if recipe.calibration is not None else None
     scaled = cached or any(each.format.input_scale for each in (chosen, *(other for _, other in others)) if each)
     if recipe.gptq:
-        _require_texts(recipe, ranks, scaled or recipe.awq or recipe.smooth is not None)
+        _require_texts(recipe, scaled or recipe.awq or recipe.smooth is not None)
     if recipe.smooth is not None:
         _require_smooth(recipe.scheme, recipe.smooth)
     if recipe.awq:
@@ -142,10 +143,8 @@ def compress(
     return _work(run, making.make, ranks, reporter, making.calibrate, making.rounding)
 
 
-def _require_texts(recipe: Recipe, ranks: Ranks | None, calibrated: bool) -> None:
-    """Refuse what GPTQ cannot read its texts with: several processes, or a calibration that nothing else uses."""
-    if ranks is not None and ranks.size > 1:
-        raise UsageError("--gptq works in one process, not in several ranks", "run it without torchrun or srun")
+def _require_texts(recipe: Recipe, calibrated: bool) -> None:
+    """Refuse a calibration that nothing uses: GPTQ reads texts itself."""
     if recipe.calibration is not None and not calibrated:
         raise UsageError(
             "GPTQ needs more of the texts than a calibration has: nothing uses --calibration",
@@ -380,6 +379,11 @@ def _affordable(workers: int, plan: Plan, max_memory: int | None, fetching: int,
         raise UsageError(
             f"a memory of {max_memory:,} bytes is too little: this model takes {held + each:,} with a single worker",
             "give a larger --max-memory",
+        )
+    if max_memory < (needed := peak_rss() + carried_memory(plan.carried)):
+        raise UsageError(
+            f"a memory of {max_memory:,} bytes is too little for GPTQ: the largest layer takes {needed:,}",
+            "give a larger --max-memory, or leave --gptq out",
         )
     workers = min(workers, (max_memory - held) // each)
     return workers, fast and max_memory >= held + workers * each + COMPILED_MEMORY

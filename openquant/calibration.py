@@ -24,7 +24,7 @@ from .hub.source import Source, find_source
 from .hub.supplied import supplied
 from .machine import find_device
 from .options import Calibrate, CalibrationTexts, values_for
-from .passes import Arriving, find_tokenizer, hidden_bytes, scratch_for, vocabulary_of
+from .passes import Arriving, find_tokenizer, hidden_bytes, scratch_for, share_of, vocabulary_of
 from .report.reporter import Reporter
 from .version import __version__
 from .weights.calibration import SUFFIX, Calibration, read_calibration
@@ -215,7 +215,8 @@ def _run(
         refuse_memory(place, "shards")
     hidden = hidden_bytes(checkpoint, -(-len(corpus.documents) // ranks.size) * corpus.length)
     with ExitStack() as stack:
-        room = scratch_for(hidden, place, asked.max_memory, asked.scratch is not None)
+        # As much again for the weights of a layer and for logits, of which nothing is known yet.
+        room = scratch_for(hidden, place, share_of(asked.max_memory, 2), asked.scratch is not None)
         held = stack.enter_context(room) if room else None
         more = hidden if room else 0
         supplies = supplied([(source, needs(streamed))], asked.stream, place, more, ranks.local_size)

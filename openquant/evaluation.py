@@ -24,7 +24,7 @@ from .hub.source import Source, find_source
 from .hub.supplied import Needs, supplied
 from .machine import find_device
 from .options import Evaluate, Texts, values_for
-from .passes import Arriving, find_tokenizer, hidden_bytes, scratch_for, vocabulary_of
+from .passes import Arriving, find_tokenizer, hidden_bytes, scratch_for, share_of, vocabulary_of
 
 if TYPE_CHECKING:
     from .forward.traffic import Traffic
@@ -137,7 +137,8 @@ def _evaluated(
         # The source twice, each output twice.
         tokens = -(-len(corpus.documents) // ranks.size) * corpus.length
         hidden = 2 * len(checkpoints) * hidden_bytes(checkpoints[0], tokens)
-        room = scratch_for(hidden, place, asked.max_memory, asked.scratch is not None)
+        # As much again for the weights of a layer and for logits, of which nothing is known yet.
+        room = scratch_for(hidden, place, share_of(asked.max_memory, 2), asked.scratch is not None)
 
         @contextmanager
         def supply(needs: Sequence[Needs]) -> Iterator[list[Traffic]]:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .convert.devices import loops
-from .convert.ranks import Ranks
-from .files.rounded import RoundedFolder
+from .convert.ranks import Ranks, attempt
+from .files.rounded import Place, RoundedFolder
 from .hub.supplied import supplied
-from .passes import Arriving, hidden_bytes, scratch_for
+from .passes import Arriving, hidden_bytes, scratch_for, share_of
 from .plan.carried import rounded_bytes
 from .plan.plan import Plan
 from .report.reporter import Reporter
@@ -44,13 +44,27 @@ class Gptq:
         folder = folder_of(prepared.target)
         return max(0, rounded_bytes(prepared.plan.carried) - folder.nbytes)
 
-    def run(self, prepared: Prepared, reporter: Reporter) -> Plan:
+    def run(self, prepared: Prepared, ranks: Ranks, reporter: Reporter) -> Plan:
         """The plan, with the layers that GPTQ rounds rounded; those that an earlier run left are taken.
+
+        The first of several ranks does it; all others wait, and take what it has written.
 
         Raises:
             SourceError: the model cannot be read or computed, or what an earlier run left is damaged.
             OutputError: a layer found no room on disk, or hidden states did not.
         """
+        places, error = attempt(lambda: self._rounded(prepared, ranks, reporter) if ranks.first else None)
+        ranks.agree(error)
+        if places is None:
+            places = folder_of(prepared.target, self._about(prepared)).places()
+        return prepared.plan.with_rounded(places)
+
+    def _about(self, prepared: Prepared) -> str:
+        """What the rounded layers of a run are known by."""
+        facts = [prepared.plan.digest, dict(prepared.stamps), [version(name) for name in ("torch", "transformers")]]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+    def _rounded(self, prepared: Prepared, ranks: Ranks, reporter: Reporter) -> dict[str, Place]:
         # Only now is torch imported.
         from .forward.kept import Kept
         from .forward.streamed import StreamedModel
@@ -58,34 +72,42 @@ class Gptq:
         from .measure.subjects import needs
 
         plan, source, run, corpus = prepared.plan, prepared.source, prepared.run, self.corpus
-        facts = [plan.digest, dict(prepared.stamps), [version(name) for name in ("torch", "transformers")]]
-        about = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        about = self._about(prepared)
         folder = folder_of(prepared.target, about)
         folder.claim()
         kept = Kept(folder.passes, lambda: {"run": about})
         continued = () if kept.found is None else ("an earlier run is continued",)
         reporter.calibrating("; ".join((f"GPTQ with {corpus.described}", *corpus.notes, *continued)))
+
+        def advanced(done: int, total: int) -> None:
+            ranks.check()
+            reporter.calibrated(done, total)
+
         streamed = StreamedModel(prepared.checkpoint, device=prepared.device)
         place = prepared.target.absolute().parent
         hidden = hidden_bytes(prepared.checkpoint, len(corpus.documents) * corpus.length)
         with ExitStack() as stack:
-            room = scratch_for(hidden, place, run.max_memory, asked=False)
+            # For hidden states, for Gram matrices, and for a layer's weights with what rounds them.
+            share = share_of(run.max_memory, 3)
+            room = scratch_for(hidden, place, share, asked=False)
             held = stack.enter_context(room) if room else None
             supplies = supplied([(source, needs(streamed))], run.stream, place, hidden if room else 0)
             [supply] = stack.enter_context(supplies)
-            streamed.traffic = Arriving(supply, source.name, None, Ranks())
+            streamed.traffic = Arriving(supply, source.name, None, ranks)
             found = round_layers(
                 streamed,
                 plan,
                 corpus,
                 folder,
                 loops(prepared.fast),
+                room=share,
                 scratch=held,
-                progress=reporter.calibrated,
+                progress=advanced,
                 kept=kept,
+                say=reporter.calibrating,
             )
         kept.remove()
-        return plan.with_rounded(found)
+        return found
 
     def remove(self, prepared: Prepared) -> None:
         """Remove the rounded layers, which the output has."""

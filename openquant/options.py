@@ -304,7 +304,7 @@ class Recipe:
             "round by GPTQ with what texts show, less is lost",
             WEIGHTS,
             "round each column of a weight so that it makes up for what rounding those before it did to the layer's "
-            "outputs on the texts (GPTQ), which runs through the model once; not for experts",
+            "outputs on the texts (GPTQ), which run through the model; of each expert on the tokens that come to it",
         ),
     )
     kv_cache: str = field(

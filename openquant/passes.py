@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .forward.scratch import Scratch
     from .texts.tokenizer import Tokenizer
 
-# Bytes of hidden states that wait in memory, if nobody says how much of it there is.
+# Bytes of hidden states that wait in memory, and of Gram matrices, if nobody says how much of it there is.
 BUDGET = 4 << 30
 
 
@@ -54,13 +54,18 @@ def hidden_bytes(checkpoint: Checkpoint, tokens: int) -> int:
     return 2 * tokens * (size if isinstance(size, int) else 0) * 2
 
 
-def scratch_for(hidden: int, place: Path, max_memory: int | None, asked: bool) -> Scratch | None:
+def share_of(max_memory: int | None, parts: int) -> int:
+    """Bytes of the memory that is left for a pass, of which so many things take as much each."""
+    return BUDGET if max_memory is None else max(0, (max_memory - peak_rss()) // parts)
+
+
+def scratch_for(hidden: int, place: Path, budget: int, asked: bool) -> Scratch | None:
     """A file for so many bytes of hidden states, where they may be more than memory has room for.
 
     Args:
         hidden: bytes.
         place: the directory it would lie in.
-        max_memory: bytes that this process may hold in memory; None if nobody said.
+        budget: bytes of them that memory has room for.
         asked: whether the user named the directory.
 
     Raises:
@@ -68,8 +73,6 @@ def scratch_for(hidden: int, place: Path, max_memory: int | None, asked: bool) -
     """
     from .forward.scratch import Scratch
 
-    # As much again for the weights of a layer and for logits, of which nothing is known yet.
-    budget = BUDGET if max_memory is None else max(0, (max_memory - peak_rss()) // 2)
     return None if hidden <= budget else Scratch(place, budget, asked)
 
 

@@ -91,8 +91,8 @@ class Rounding(Protocol):
     def missing(self, prepared: Prepared) -> int:
         """Bytes of disk that it will take."""
 
-    def run(self, prepared: Prepared, reporter: Reporter) -> Plan:
-        """The plan with the layers rounded."""
+    def run(self, prepared: Prepared, ranks: Ranks, reporter: Reporter) -> Plan:
+        """The plan with the layers rounded; in all ranks, which call it together."""
 
     def remove(self, prepared: Prepared) -> None:
         """Remove what it has made."""
@@ -197,7 +197,7 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, rounding: Ro
             publisher.repo = repo
             stack.enter_context(publisher)
         if rounding is not None and (todo or moved):
-            found, error = attempt(lambda: rounding.run(prepared, reporter))
+            found, error = attempt(lambda: rounding.run(prepared, ranks, reporter))
             ranks.agree(error)
             assert found is not None
             plan, prepared = found, replace(prepared, plan=found)
@@ -257,7 +257,7 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, rounding: Ro
 
         published, error = attempt(finish)
         ranks.agree(error)
-        if rounding is not None:
+        if rounding is not None and ranks.first:
             rounding.remove(prepared)
     return Outcome(directory.resumed, todo is None, published)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from openquant.files.checkpoint import open_checkpoint
-from openquant.forward.streamed import Pass, StreamedModel, run
+from openquant.forward.streamed import StreamedModel
+from openquant.forward.suspended import Pass, run
 
 # The second is longer than what small models pick from or take at a time (64), the last than all windows (512).
 SHORT, LONG, BEYOND = (

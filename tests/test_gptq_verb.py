@@ -8,19 +8,28 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import forked_ranks
 import tiny
+import upcycled
 from conftest import EXAMPLE, ROOT
+from forked_ranks import Job
 from openquant import Reporter, compress, evaluate, verify
 from openquant.cli import main
-from openquant.convert.ranks import Ranks
 from openquant.errors import OpenQuantError, OutputError, SourceError, UsageError
+from openquant.files.checkpoint import open_checkpoint
+from openquant.files.rounded import RoundedFolder
+from openquant.formats.schemes import INT4_W4A16
 from openquant.forward import kept
 from openquant.measure import answers
+from openquant.plan.carried import carried_memory
+from openquant.plan.fates import Options
+from openquant.plan.plan import make_plan
 from openquant.report.text import verification_text
 
 SMALL: dict[str, Any] = {"samples": 2, "length": 64}
@@ -156,6 +165,9 @@ def test_verify_makes_scales_again_and_no_codes(made: Path, tmp_path: Path) -> N
 # Keeps passes after every layer, and is killed as the second layer's file gets its name.
 KILLED = """
 import os, signal, sys
+from openquant.files.checkpoint import open_checkpoint
+from openquant.files.rounded import RoundedFolder
+from openquant.formats.schemes import INT4_W4A16
 from openquant.forward import kept
 from openquant.cli import main
 kept.EVERY = kept.TIMES = 0
@@ -318,7 +330,99 @@ def test_what_it_cannot_do_is_said(tmp_path: Path) -> None:
         "GPTQ needs more of the texts than a calibration has: nothing uses --calibration",
         "leave it out, and name texts with --text or --dataset: GPTQ reads them itself",
     )
-    assert refused(ranks=Ranks(0, 2)) == (
-        "--gptq works in one process, not in several ranks",
-        "run it without torchrun or srun",
+
+
+def test_memory_counts_gram_matrices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    carried = make_plan(open_checkpoint(EXAMPLE), INT4_W4A16, Options(gptq={})).carried
+    assert carried_memory(carried) == 16 * 768**2
+    assert carried_memory([]) == 0
+    monkeypatch.setattr("openquant.api.carried_memory", lambda found: (8 << 30) * (len(found) == len(carried)))
+    with pytest.raises(UsageError) as caught:
+        compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, max_memory=8 << 30)
+    assert caught.value.message.startswith(
+        "a memory of 8,589,934,592 bytes is too little for GPTQ: the largest layer takes "
     )
+    assert caught.value.hint == "give a larger --max-memory, or leave --gptq out"
+    compress(EXAMPLE, tmp_path / "out", "int4", max_memory=8 << 30)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return upcycled.make(tmp_path_factory.mktemp("experts") / "source")
+
+
+def test_it_halves_the_loss_of_experts(experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "BUILT_IN", 1)
+    told = Told()
+    compress(experts, tmp_path / "nearest", "int4", no_search=True)
+    compress(experts, tmp_path / "gptq", "int4", no_search=True, gptq=True, samples=8, length=128, reporter=told)
+    # Of 1024 tokens, each with two experts, some hundreds came to each.
+    assert len(told.lines) == 1
+    found = evaluate([tmp_path / "nearest", tmp_path / "gptq"], experts, samples=4, length=128)
+    nearest, carried = (output["kl"]["mean"] for output in found.outputs)
+    assert carried < 0.6 * nearest
+    # Prompts are answered too.
+    assert found.outputs[0]["texts"]
+    report = verify(tmp_path / "gptq", experts, full=True)
+    assert (report.problems, report.compared_codes) == ((), 0)
+    assert report.notes == ("64 layers were rounded by GPTQ, whose codes are not made again",)
+
+
+def test_a_run_that_is_killed_between_experts_goes_on(
+    experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"no_search": True, "gptq": True, **SMALL}
+    told = Told()
+    compress(experts, tmp_path / "whole", "int4", reporter=told, **options)
+    assert told.lines[1] == "fewer than 256 tokens came to 16 of 16 experts, none to 0: more texts may help"
+    monkeypatch.setattr("openquant.gptq.share_of", lambda *_: 10 << 20)
+    write = RoundedFolder.write
+
+    def ended(folder: RoundedFolder, number: int, *more: Any) -> Any:
+        if number == 1 and list(folder.path.glob("001-*")):
+            raise Stopped
+        return write(folder, number, *more)
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(RoundedFolder, "write", ended)
+        compress(experts, tmp_path / "out", "int4", **options)
+    left = stamps(tmp_path / "out.rounded")
+    assert [name for name in sorted(left) if name.startswith("001")] == ["001-0.safetensors"]
+    watching = Watching(tmp_path / "out.rounded")
+    compress(experts, tmp_path / "out", "int4", reporter=watching, **options)
+    assert left.items() <= watching.stamps.items()
+    assert shards(tmp_path / "out") == shards(tmp_path / "whole")
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with forked_ranks.forks("torch", "transformers"), forked_ranks.job() as found:
+        yield found
+
+
+def test_the_first_rank_rounds_for_all(made: Path, job: Job, tmp_path: Path) -> None:
+    done = job.finish(2, "-m", EXAMPLE, "-o", tmp_path / "out", "--scheme", "int4", "--gptq", *TEXTS)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("GPTQ with 2 documents of 64 tokens") == 1
+    assert shards(tmp_path / "out") == shards(made)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_no_rank_outlives_another_in_the_pass(made: Path, job: Job, tmp_path: Path, victim: int) -> None:
+    words = ["-m", EXAMPLE, "-o", tmp_path / "out", "--scheme", "int4", "--gptq", *TEXTS]
+    brisk = "from openquant.convert import board\nboard.BEAT, board.SILENCE = 0.2, 10\n"
+    fails = "from openquant.files import rounded\ndef full(*_): raise OSError(28, 'No space left on device')\n"
+    fails += "rounded.write_whole = full\n"
+    dies = "import os, signal\nfrom openquant import gptq\ngptq.Gptq.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+    ranks = [
+        job.start(rank, *words, first=brisk + ("" if rank != victim else dies if victim else fails))
+        for rank in range(2)
+    ]
+    printed = [rank.communicate(120) for rank in ranks]
+    assert all(rank.wait(0) != 0 for rank in ranks)
+    assert not (tmp_path / "out" / "config.json").exists()
+    assert victim == 1 or "No space left" in printed[0][1]
+    done = forked_ranks.finish(job.start(0, *words, size=1))
+    assert done.returncode == 0, done.stderr
+    assert shards(tmp_path / "out") == shards(made)

@@ -1,4 +1,4 @@
-"""Layers that were rounded before the conversion, each unit's in a file of a directory beside the output.
+"""Layers that were rounded before the conversion, each unit's in a file or more of a directory beside the output.
 
 A file is whole or not there; it says what it belongs to and what its tensors hash to, so that a run which goes on
 takes its own and no others.
@@ -7,7 +7,7 @@ takes its own and no others.
     folder.claim()
     info = TensorInfo("model.layers.0.mlp.up_proj.weight_packed", "I32", (8, 1))
     folder.write(0, [(info, data)])         # {info: Place(.../000.safetensors, 184)}
-    folder.read(0)                          # the same; None where this run has not written it
+    folder.read(0)                          # {.../000.safetensors: the same}; {} where this run has not written it
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .whole import write_whole
 
 _KIND = "openquant rounded"
 # What a run has there: units, passes that wait, and either half-written.
-_OURS = re.compile(r"\d{3,}\.safetensors|[0-9a-f]{16}\.passes(\.new)?|\.openquant-[0-9a-f]{16}\.partial")
+_OURS = re.compile(r"\d{3,}(-\d+)?\.safetensors|[0-9a-f]{16}\.passes(\.new)?|\.openquant-[0-9a-f]{16}\.partial")
 # Bytes that are hashed at a time.
 _PIECE = 1 << 22
 
@@ -64,10 +64,6 @@ class RoundedFolder:
         """Bytes of the units that are there, this run's or another's."""
         return sum(found.stat().st_size for found in self.path.glob("*.safetensors"))
 
-    def name(self, number: int) -> str:
-        """The file of a unit: "007.safetensors"."""
-        return f"{number:03d}.safetensors"
-
     def claim(self) -> None:
         """Make the directory, or remove what other runs left there.
 
@@ -88,31 +84,53 @@ class RoundedFolder:
                     if not keeps and not name.startswith(self.passes.name):
                         folder.remove(name)
 
-    def read(self, number: int) -> dict[TensorInfo, Place] | None:
-        """The tensors of a unit, and where they lie; None if this run has not rounded it.
+    def read(self, number: int) -> dict[Path, dict[TensorInfo, Place]]:
+        """The tensors of a unit in each of its files, and where they lie; nothing if this run has rounded none of it.
 
         Raises:
-            SourceError: the file is damaged.
+            SourceError: a file is damaged.
         """
-        name = self.name(number)
-        with explained(self.path / name, "read"), Folder(self.path) as folder:
-            if folder.stat(name) is None:
-                return None
-            found = self._header(folder, name)
+        return {path: found for path in self._paths(number) if (found := self._read(path)) is not None}
+
+    def places(self) -> dict[str, Place]:
+        """Where the tensors of all units lie that this run has rounded, by name; unread, as another process made them.
+
+        Raises:
+            SourceError: a file is damaged.
+        """
+        found: dict[str, Place] = {}
+        with explained(self.path, "read"), Folder(self.path) as folder:
+            for name in sorted(folder.names()):
+                header = self._header(folder, name) if name.endswith(".safetensors") else None
+                for info, offset in () if header is None else header[1]:
+                    found[info.name] = Place(self.path / name, offset)
+        return found
+
+    def _paths(self, number: int) -> list[Path]:
+        """The files of a unit that are there: 007.safetensors, or of its parts 007-0.safetensors and so on."""
+        return sorted(self.path.glob(f"{number:03d}.safetensors")) + sorted(
+            self.path.glob(f"{number:03d}-*.safetensors")
+        )
+
+    def _read(self, path: Path) -> dict[TensorInfo, Place] | None:
+        with explained(path, "read"), Folder(self.path) as folder:
+            found = self._header(folder, path.name)
             if found is None:
                 return None
             said, tensors = found
             digest = hashlib.sha256()
-            with os.fdopen(folder.open(name, os.O_RDONLY), "rb") as file:
+            with os.fdopen(folder.open(path.name, os.O_RDONLY), "rb") as file:
                 file.seek(tensors[0][1] if tensors else 0)
                 while data := file.read(_PIECE):
                     digest.update(data)
         if tensors and digest.hexdigest() != said:
-            raise self.damaged(number)
-        return {info: Place(self.path / name, offset) for info, offset in tensors}
+            raise damaged(path)
+        return {info: Place(path, offset) for info, offset in tensors}
 
-    def write(self, number: int, tensors: Sequence[tuple[TensorInfo, Bytes]]) -> dict[TensorInfo, Place]:
-        """Write the tensors of a unit; where they lie.
+    def write(
+        self, number: int, tensors: Sequence[tuple[TensorInfo, Bytes]], part: int | None = None
+    ) -> dict[TensorInfo, Place]:
+        """Write the tensors of a unit, or of a part of it, by a number of its own; where they lie.
 
         Raises:
             OutputError: there is no room, or the file cannot be written.
@@ -122,7 +140,7 @@ class RoundedFolder:
             digest.update(data.data)
         facts = json.dumps({"about": self.about, "sha256": digest.hexdigest()})
         header, start = make_header([info for info, _ in tensors], {_KIND: facts})
-        path = self.path / self.name(number)
+        path = self.path / f"{number:03d}{'' if part is None else f'-{part}'}.safetensors"
         write_whole(path, header, *(data.data for _, data in tensors))
         places = {}
         for info, data in tensors:
@@ -130,10 +148,6 @@ class RoundedFolder:
             places[info] = Place(path, start)
             start += info.nbytes
         return places
-
-    def damaged(self, number: int) -> SourceError:
-        """What is said of a file that is not what was written."""
-        return _damaged(self.path / self.name(number))
 
     def remove(self) -> None:
         """Remove what runs have there, and the directory if that was all."""
@@ -150,7 +164,7 @@ class RoundedFolder:
         with os.fdopen(handle, "rb") as file:
             found = os.fstat(handle)
             if not stat.S_ISREG(found.st_mode):
-                raise _damaged(self.path / name)
+                raise damaged(self.path / name)
 
             def read(offset: int, length: int) -> bytes:
                 file.seek(offset)
@@ -162,9 +176,10 @@ class RoundedFolder:
                 facts = json.loads(header["__metadata__"][_KIND])
                 about, said = facts["about"], facts["sha256"]
             except (SourceError, ValueError, LookupError, TypeError):
-                raise _damaged(self.path / name) from None
+                raise damaged(self.path / name) from None
         return (str(said), tensors) if about == self.about else None
 
 
-def _damaged(path: Path) -> SourceError:
+def damaged(path: Path) -> SourceError:
+    """What is said of a file that is not what was written."""
     return SourceError(f"{path} is damaged", "remove it: its layers are rounded again")

@@ -9,18 +9,17 @@ written to a file of their own, which the conversion copies from, and the matric
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import SourceError
-from ..files.rounded import Place, RoundedFolder
+from ..files.rounded import Place, RoundedFolder, damaged
 from ..files.shardfile import Bytes
 from ..files.tensors import TensorInfo
 from ..formats.kernels import BITS_TYPE, Bits, Loops, absmax, pack, pack_words, to_float32
@@ -31,75 +30,21 @@ from ..formats.search import searched
 from ..forward.kept import Kept
 from ..forward.products import products_in_float32
 from ..forward.scratch import Scratch
-from ..forward.streamed import Pass, StreamedModel, run
-from ..measure.calibrate import by_bytes, decoder_layers, find_sites
-from ..measure.interception import Interception
+from ..forward.streamed import StreamedModel
+from ..forward.suspended import Pass, run
+from ..measure.calibrate import by_bytes, decoder_layers
 from ..plan.carried import made_of
 from ..plan.plan import Plan
 from ..texts.corpus import Corpus
 from ..weights.reading import Reader, require_small
 from ..weights.weight import Weight
 from .carried import Feedback, carried, find_feedback
+from .gram import Gram, Summing, find_grams, parts_of
 
 # Weights of a layer that are rounded together, all of some rows.
 AT_ONCE = 1 << 24
-# Columns that are multiplied with those from them on: a Gram matrix is the same on both sides of its diagonal.
-PANEL = 256
-
-
-@dataclass
-class Gram:
-    """The Gram matrix of what goes into some layers, so far.
-
-    Attributes:
-        weights: what is multiplied by it and will be rounded, each with its scheme.
-        sums: float32 [in, in], what is on and above the diagonal; None before the first text.
-    """
-
-    weights: list[tuple[Weight, Scheme]]
-    sums: Tensor | None = None
-
-    @property
-    def tensors(self) -> Iterator[TensorInfo]:
-        """What becomes of its weights."""
-        for weight, scheme in self.weights:
-            yield from made_of(weight, scheme)
-
-    def add(self, values: Tensor) -> None:
-        """Add activations [..., in]."""
-        tokens = values.reshape(-1, values.shape[-1]).float()
-        width = tokens.shape[1]
-        if self.sums is None:
-            self.sums = torch.zeros(width, width, device=tokens.device)
-        for low in range(0, width, PANEL):
-            high = min(low + PANEL, width)
-            self.sums[low:high, low:].addmm_(tokens[:, low:high].T, tokens[:, low:])
-
-    def take(self) -> Tensor:
-        """The whole matrix, which is nothing any more here."""
-        sums, self.sums = self.sums, None
-        if sums is None:
-            # No text went there.
-            width = self.weights[0][0].shape[1]
-            return torch.zeros(width, width)
-        for low in range(0, len(sums), PANEL):
-            high = min(low + PANEL, len(sums))
-            sums[high:, low:high] = sums[low:high, high:].T
-        return sums
-
-
-class Summing(Interception[Gram]):
-    """Adds up Gram matrices of what goes into layers, while it is on."""
-
-    def __init__(self, model: nn.Module, layers: Mapping[str, Gram]) -> None:
-        super().__init__(model, layers, {})
-
-    def put(self, values: Tensor, into: Gram, place: str) -> Tensor:
-        """Activations, which stay as they are."""
-        del place
-        # Joined layers have one input, and one matrix.
-        self._once(id(into), values, lambda: into.add(values))
-        return values
+# Tokens below which an expert is told to have seen few.
+FEW = 256
 
 
 def round_layers(
@@ -109,21 +54,25 @@ def round_layers(
     folder: RoundedFolder,
     loops: Loops,
     *,
+    room: int,
     scratch: Scratch | None = None,
     progress: Callable[[int, int], None] | None = None,
     kept: Kept | None = None,
+    say: Callable[[str], object] = str,
 ) -> dict[str, Place]:
-    """Round the weights of a plan that GPTQ rounds, as far as they are Linears of the model.
+    """Round the weights of a plan that GPTQ rounds, as far as they are Linears of the model or experts that are seen.
 
     Args:
         model: the source's.
         plan: what becomes of its weights.
         corpus: the texts.
-        folder: where each decoder layer's weights are written; those that are there are not rounded again.
+        folder: where weights are written, layer by layer; those that are there are not rounded again.
         loops: what searches for scales.
+        room: bytes of Gram matrices at a time; a layer with more of them is computed several times.
         scratch: where hidden states go beyond a budget; None for nowhere.
         progress: told bytes of weights that texts are through, and how many there are.
         kept: where passes are kept now and then, and gone on from.
+        say: is told in a line to how many experts few tokens came.
 
     Returns:
         Where each tensor of them lies, by name.
@@ -134,24 +83,28 @@ def round_layers(
         OutputError: a layer's file cannot be written, or hidden states found no room on disk.
     """
     decoding = decoder_layers(model)
-    units = _find_grams(model, plan)
+    units = find_grams(model, plan)
     places: dict[str, Place] = {}
-    left = dict(units)
-    for unit in units:
-        found = folder.read(decoding.index(unit))
-        if found is None:
-            continue
-        if found.keys() != {info for gram in _each(left.pop(unit)) for info in gram.tensors}:
-            raise folder.damaged(decoding.index(unit))
-        places |= {info.name: place for info, place in found.items()}
+    left: dict[str, list[Gram]] = {}
+    for unit, found in units.items():
+        rest = found.grams
+        for path, tensors in folder.read(decoding.index(unit)).items():
+            there = [gram for gram in rest if not tensors.keys().isdisjoint(gram.tensors)]
+            if tensors.keys() != {info for gram in there for info in gram.tensors}:
+                raise damaged(path)
+            places |= {info.name: place for info, place in tensors.items()}
+            rest = [gram for gram in rest if gram not in there]
+        if rest:
+            left[unit] = rest
     if not left:
         return places
     if kept is not None and kept.done & left.keys():
         raise SourceError(
             f"{kept.path} goes on after layers whose files are gone from {folder.path}", "remove it to begin again"
         )
-    summing = Summing(model.model, {name: gram for grams in left.values() for name, gram in grams.items()})
+    summing = Summing(model.model, units.values())
     reader = Reader(plan.seen.where, lambda shard: model.traffic.path(shard), _memory, loops)
+    parts = {unit: parts_of(grams, room) for unit, grams in left.items()}
 
     @contextmanager
     def around() -> Iterator[None]:
@@ -160,12 +113,35 @@ def round_layers(
 
     texts = [torch.tensor(document.ids, device=model.device) for document in corpus.documents]
 
+    seen: list[int] = []
+
+    def finish(unit: str, part: list[Gram]) -> None:
+        """Round what texts were through, and write it."""
+        seen.extend(gram.tokens for gram in part if gram.beside is not None)
+        number, grams = decoding.index(unit), units[unit].grams
+        tensors = [each for gram in part for each in _rounded(gram, reader)]
+        written = folder.write(number, tensors, None if part == grams else grams.index(part[0]))
+        places.update({info.name: place for info, place in written.items()})
+
+    def again(unit: str) -> bool:
+        """Whether texts go through a layer once more after this time, which is for the next part of its matrices."""
+        if unit not in parts:
+            return False
+        begun = parts[unit][0][0].open
+        if begun:
+            finish(unit, parts[unit].pop(0))
+        for gram in units[unit].wholes:
+            gram.open = not begun
+        for gram in parts[unit][0]:
+            gram.open = True
+        return len(parts[unit]) > 1
+
     def after_unit(unit: str, group: int, number: int, hidden: Tensor) -> None:
         del number, hidden
-        if unit not in left or group + 1 < len(texts):
-            return
-        tensors = [each for gram in _each(left[unit]) for each in _rounded(gram, reader)]
-        places.update({info.name: place for info, place in folder.write(decoding.index(unit), tensors).items()})
+        if unit in parts and group + 1 == len(texts):
+            finish(unit, parts[unit].pop(0))
+            for gram in units[unit].wholes:
+                gram.sums = None
 
     def body(ids: Tensor) -> None:
         model.model(input_ids=ids[None], use_cache=False)
@@ -175,40 +151,19 @@ def round_layers(
         finished=lambda *_: None,
         after_unit=after_unit,
         scratch=scratch,
-        until=list(left)[-1],
+        until=list(parts)[-1],
         progress=by_bytes(model, progress),
         kept=kept,
+        again=again,
     )
+    if any(tokens < FEW for tokens in seen):
+        few, none = (sum(tokens < most for tokens in seen) for most in (FEW, 1))
+        say(f"fewer than {FEW} tokens came to {few} of {len(seen)} experts, none to {none}: more texts may help")
     return places
 
 
 def _memory(nbytes: int) -> Bytes:
     return np.empty(nbytes, np.uint8)
-
-
-def _each(grams: Mapping[str, Gram]) -> Iterator[Gram]:
-    """Each Gram matrix of a unit once."""
-    return iter({id(gram): gram for gram in grams.values()}.values())
-
-
-def _find_grams(model: StreamedModel, plan: Plan) -> dict[str, dict[str, Gram]]:
-    """The Gram matrices of each decoder layer, by the module that its inputs go into; joined layers have one."""
-    wanted = {weight.source.name: (weight, scheme) for weight, scheme in plan.carried}
-    units: dict[str, dict[str, Gram]] = {}
-    together: dict[tuple[str, ...], Gram] = {}
-    for name, seen in find_sites(model)[0].items():
-        found = [wanted[tensor] for tensor in seen.tensors if tensor in wanted]
-        if not found or any(weight.shape[1] != seen.width for weight, _ in found):
-            continue
-        module = found[0][0].module
-        gram = together.setdefault(plan.fates.sets.get(module, (module,)), Gram([]))
-        gram.weights += found
-        units.setdefault(model.unit_of(name), {})[name] = gram
-    # Of a scale that joined layers share all parts are made here, or none.
-    for key, gram in together.items():
-        modules = {weight.module for weight, _ in gram.weights}
-        gram.weights = [each for each in gram.weights if not each[1].format.tied or modules.issuperset(key)]
-    return units
 
 
 def _rounded(gram: Gram, reader: Reader) -> Iterator[tuple[TensorInfo, Bytes]]:

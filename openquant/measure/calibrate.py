@@ -26,7 +26,8 @@ from ..forward import library
 from ..forward.kept import Kept
 from ..forward.products import products_in_float32
 from ..forward.scratch import Scratch
-from ..forward.streamed import Pass, StreamedModel, run
+from ..forward.streamed import StreamedModel
+from ..forward.suspended import Pass, run
 from ..texts.corpus import Corpus
 from ..weights.calibration import Inputs
 from .interception import DOWN, FIRST, Experts, Interception, holds_experts
@@ -44,8 +45,8 @@ class Seen:
         total: float64 [in], the sum of magnitudes.
         squares: float64 [in], the sum of squares.
         tokens: how many.
-        routed: int64 [experts], how many tokens were routed to each; None for what is no stack of experts, or one whose
-            module is not told.
+        told: whether it is what goes into the experts of a module, which is told which of them each token goes to.
+        routed: int64 [experts], how many tokens were routed to each; None where that is not known.
     """
 
     tensors: tuple[str, ...]
@@ -54,6 +55,7 @@ class Seen:
     total: Tensor | None = None
     squares: Tensor | None = None
     tokens: int = 0
+    told: bool = False
     routed: Tensor | None = None
 
     def add_routed(self, counts: Tensor) -> None:
@@ -95,28 +97,10 @@ def _magnitudes(values: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
 class Observer(Interception[Seen]):
     """Looks at what goes into layers, while it is on."""
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, Seen], experts: Mapping[str, Experts[Seen]]) -> None:
-        super().__init__(model, layers, experts)
-        for name, both in experts.items():
-            module = model.get_submodule(name)
-            if both.first is not None:
-                module.register_forward_pre_hook(self._routing(both.first, _stacked(module)), with_kwargs=True)
-
-    def _routing(self, into: Seen, experts: int) -> Callable[..., None]:
-        """Count the tokens of each expert: modules of stacked ones are told the experts of each token after what goes
-        into them, but for those that all tokens go through."""
-
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            chosen = (*args, *kwargs.values(), None)[1]
-            if self._active and isinstance(chosen, Tensor) and not chosen.is_floating_point():
-                # Some routers choose one that does nothing, beyond the last.
-                into.add_routed(torch.bincount(chosen.reshape(-1), minlength=experts)[:experts].cpu())
-
-        return before
-
     def put(self, values: Tensor, into: Seen, place: str) -> Tensor:
         """Activations, which stay as they are."""
-        del place
+        if into.told and (routing := self._routed[place]) is not None and (counts := routing.counts()) is not None:
+            into.add_routed(counts)
         if values.numel():
             into.add(*self._once(None, values, lambda: _magnitudes(values)))
         return values
@@ -251,8 +235,9 @@ def by_bytes(model: StreamedModel, progress: Callable[[int, int], None] | None) 
 
     def advanced(unit: str, group: int, groups: int) -> None:
         nonlocal done
-        del unit, group
-        done += 1
+        del unit
+        # Where a unit is computed several times only the last counts.
+        done += group > 0
         if progress is not None:
             progress(int(model.nbytes * min(1.0, done / (groups * len(model.units)))), model.nbytes)
 
@@ -294,7 +279,10 @@ def find_sites(model: StreamedModel) -> tuple[dict[str, Seen], dict[str, Experts
         if isinstance(module, nn.Linear) and (tensors := model.made_of.get(f"{name}.weight")):
             layers[name] = Seen(tensors, module.in_features)
         elif holds_experts(module):
-            experts[name] = Experts(_stack(model, name, module, FIRST), _stack(model, name, module, DOWN))
+            first = _stack(model, name, module, FIRST)
+            experts[name] = Experts(
+                None if first is None else replace(first, told=True), _stack(model, name, module, DOWN)
+            )
     return layers, experts
 
 
@@ -307,11 +295,6 @@ def _stack(model: StreamedModel, name: str, module: nn.Module, parameters: tuple
     # The experts, their outputs and their inputs, or the last two the other way round.
     sizes = getattr(module, held[0]).shape[1:]
     return Seen(tuple(dict.fromkeys(tensors)), sizes[0] if getattr(module, "is_transposed", False) else sizes[1])
-
-
-def _stacked(module: nn.Module) -> int:
-    """How many experts a module holds."""
-    return next(len(held) for name in FIRST if (held := getattr(module, name, None)) is not None)
 
 
 def _packed(seen: list[Seen]) -> bytes:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from ..forward import library
 from ..forward.products import products_in_float32
 from ..forward.skeleton import REST
-from ..forward.streamed import Pass, StreamedModel, run
+from ..forward.streamed import StreamedModel
+from ..forward.suspended import Pass, run
 from ..texts.corpus import Corpus
 from ..texts.prompts import Prompt
 from .answers import answers, asked
@@ -194,8 +195,11 @@ class _Evaluating:
         @contextmanager
         def around() -> Iterator[None]:
             self.found.routes.number = number
-            with products_in_float32(self.settings.device), inner():
-                yield
+            try:
+                with products_in_float32(self.settings.device), inner():
+                    yield
+            finally:
+                self.found.routes.number = None
 
         return around
 

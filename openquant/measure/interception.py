@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -19,6 +20,48 @@ R = TypeVar("R")
 
 # Parameters of stacked experts, by what goes into them.
 FIRST, DOWN = ("gate_up_proj", "gate_proj", "up_proj"), ("down_proj",)
+
+
+@dataclass
+class Routing:
+    """Which tokens go to which experts of a module, as it is called.
+
+    Attributes:
+        experts: how many it holds.
+        chosen: int64 [tokens, k], the experts of each token; some routers choose one that does nothing, beyond the
+            last. None where all experts get as many rows, one below the other, of zeros where a token is not theirs.
+        passed: how many rows have come that are sorted by experts.
+    """
+
+    experts: int
+    chosen: Tensor | None
+    passed: int = 0
+
+    def counts(self) -> Tensor | None:
+        """How many tokens each expert has, int64 [experts]; None where that is not told."""
+        if self.chosen is None:
+            return None
+        return torch.bincount(self.chosen.reshape(-1), minlength=self.experts)[: self.experts].cpu()
+
+    def of(self, expert: int, rows: Tensor) -> Tensor:
+        """Those that go to an expert, of rows [n, in] that go into gate and up."""
+        if self.chosen is None:
+            own = rows.reshape(self.experts, -1, rows.shape[-1])[expert]
+            return own[own.any(-1)]
+        return rows[(self.chosen.reshape(len(rows), -1) == expert).any(-1)]
+
+    def of_sorted(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The next rows [n, in] that go into down, by expert: all at once, or those of one expert after another."""
+        counts = self.counts()
+        if counts is None:
+            yield from ((expert, self.of(expert, rows)) for expert in range(self.experts))
+            return
+        begin, end = self.passed, 0
+        self.passed += len(rows)
+        for expert, count in enumerate(counts.tolist()):
+            low, end = end, end + count
+            if end > begin and low < self.passed:
+                yield expert, rows[max(low - begin, 0) : end - begin]
 
 
 @dataclass(frozen=True)
@@ -54,8 +97,11 @@ class Interception(ABC, Generic[T]):
         self._last: dict[Any, tuple[Tensor, Any]] = {}
         for name, each in layers.items():
             model.get_submodule(name).register_forward_pre_hook(self._hook(each, name), with_kwargs=True)
+        # How each module of experts is called, while it computes.
+        self._routed: dict[str, Routing | None] = {}
         for name, both in experts.items():
             module = model.get_submodule(name)
+            module.register_forward_pre_hook(self._routing(name), with_kwargs=True)
             if both.first is not None:
                 module.register_forward_pre_hook(self._hook(both.first, name), with_kwargs=True)
             if both.down is not None:
@@ -80,6 +126,7 @@ class Interception(ABC, Generic[T]):
         finally:
             self._active = False
             self._last.clear()
+            self._routed.clear()
 
     def _once(self, key: Any, values: Tensor, make: Callable[[], R]) -> R:
         """What `make` gives for activations, made once where several layers have the same: q, k and v, gate and up."""
@@ -88,6 +135,22 @@ class Interception(ABC, Generic[T]):
             last = self._last[key] = values, make()
         found: R = last[1]
         return found
+
+    def _routing(self, place: str) -> Callable[..., None]:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not self._active:
+                return
+            # After what goes into them, modules of stacked experts are told the experts of each token.
+            _, *others = (*args, *kwargs.values())
+            experts = next(len(held) for name in (*FIRST, *DOWN) if (held := getattr(module, name, None)) is not None)
+            if not others:
+                self._routed[place] = Routing(experts, None)
+            elif isinstance(others[0], Tensor) and not others[0].is_floating_point():
+                self._routed[place] = Routing(experts, others[0])
+            else:
+                self._routed[place] = None
+
+        return before
 
     def _hook(self, into: T, place: str) -> Callable[..., Any]:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -22,7 +22,8 @@ from ..formats.cache import cache_scales, says_fp8_cache
 from ..formats.quantization import Quantization, quantization_places, read_quantization
 from ..forward.products import products_in_float32
 from ..forward.slices import Slices
-from ..forward.streamed import Pass, StreamedModel
+from ..forward.streamed import StreamedModel
+from ..forward.suspended import Pass
 from ..models import GENERIC, MODELS
 from ..plan.roles import Entry
 from ..weights.find import decoded_view, with_own_file

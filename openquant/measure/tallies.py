@@ -79,11 +79,11 @@ class Routes:
     """Which experts tokens go to, by module and pass.
 
     Attributes:
-        number: the pass that is computed now; that of the source, 0, comes first.
+        number: the pass that is computed now; that of the source, 0, comes first. None while it is none of a text's.
     """
 
     def __init__(self) -> None:
-        self.number = 0
+        self.number: int | None = None
         self._source: dict[str, Tensor] = {}
         self._counts: dict[tuple[str, int], list[int]] = {}
 
@@ -95,6 +95,8 @@ class Routes:
 
     def _hook(self, name: str) -> Callable[..., None]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self.number is None:
+                return
             chosen = _chosen(module, *args, **kwargs)
             if self.number == 0:
                 self._source[name] = chosen

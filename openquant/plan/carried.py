@@ -12,16 +12,16 @@ from .fates import Fates
 from .roles import Entry, is_head
 
 
-def carried_weights(fates: Fates, entry: Entry) -> list[tuple[Weight, Scheme]]:
+def carried_weights(fates: Fates) -> list[tuple[Weight, Scheme]]:
     """The weights that GPTQ rounds where it is asked for, each with its scheme.
 
-    Experts each see a part of the tokens, and the output head is no decoder layer: these are rounded to nearest. What
-    the source has in the scheme already keeps its codes, which are nearest and on its own grid.
+    The output head is no decoder layer: it is rounded to nearest. What the source has in the scheme already keeps its
+    codes, which are nearest and on its own grid.
     """
     return [
         (weight, scheme)
         for weight, scheme in fates.quantized
-        if not entry.experts(weight.module) and not is_head(weight.module) and not weight.is_held_by(scheme.format)
+        if not is_head(weight.module) and not weight.is_held_by(scheme.format)
     ]
 
 
@@ -38,6 +38,11 @@ def rounded_bytes(carried: list[tuple[Weight, Scheme]]) -> int:
     return sum(info.nbytes for weight, scheme in carried for info in made_of(weight, scheme))
 
 
+def carried_memory(carried: list[tuple[Weight, Scheme]]) -> int:
+    """Bytes that rounding one of them takes at most: a Gram matrix, its root in float64, and what is carried."""
+    return 16 * max((weight.shape[1] for weight, _ in carried), default=0) ** 2
+
+
 def tokens_of(texts: Mapping[str, Any]) -> str:
     """How much was read: "128 x 512 tokens"."""
     return f"{texts.get('documents')} x {texts.get('length')} tokens"
@@ -45,9 +50,12 @@ def tokens_of(texts: Mapping[str, Any]) -> str:
 
 def carried_notes(fates: Fates, entry: Entry, texts: Mapping[str, Any]) -> list[str]:
     """What the user is told of GPTQ."""
-    found = carried_weights(fates, entry)
+    found = carried_weights(fates)
     notes = [f"{len(found)} layers are rounded by GPTQ, with the inputs that {tokens_of(texts)} give them"]
-    experts = sum(bool(entry.experts(weight.module)) for weight, _ in fates.quantized)
+    experts = sum(bool(entry.experts(weight.module)) for weight, _ in found)
     if experts:
-        notes.append(f"{experts} layers are experts, which GPTQ leaves out: they are rounded to nearest")
+        notes.append(
+            f"{experts} of them are experts, each rounded with the tokens that come to it; those without any with "
+            "what goes into their layer, but for down, to nearest"
+        )
     return notes

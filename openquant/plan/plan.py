@@ -259,7 +259,7 @@ class Plan:
     @cached_property
     def carried(self) -> list[tuple[Weight, Scheme]]:
         """The weights that GPTQ rounds, each with its scheme."""
-        return [] if self.gptq is None else carried_weights(self.fates, self.entry)
+        return [] if self.gptq is None else carried_weights(self.fates)
 
     def with_rounded(self, places: Mapping[str, Place]) -> Plan:
         """The same plan, of which these tensors are rounded already, and only copied."""

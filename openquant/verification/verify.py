@@ -474,7 +474,7 @@ class _Verification:
             return set()
         if self.plan is None:
             return {weight.module for weight in self.codes.values()}
-        return {weight.module for weight, _ in carried_weights(self.plan.fates, self.plan.entry)}
+        return {weight.module for weight, _ in carried_weights(self.plan.fates)}
 
     def _check_shared_scales(self, entry: Entry) -> None:
         """Layers that engines merge must have one scale, or vLLM rounds them a second time at load."""

@@ -26,9 +26,11 @@ from openquant.errors import OpenQuantError, OutputError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.forward import scratch as scratch_module
 from openquant.forward import streamed as module
+from openquant.forward import suspended
 from openquant.forward.scratch import Held, Scratch, Store
 from openquant.forward.slices import Slices
-from openquant.forward.streamed import Pass, StreamedModel, run
+from openquant.forward.streamed import StreamedModel
+from openquant.forward.suspended import Pass, run
 from streamed import all_equal, forward, plain_logits, streamed_logits
 
 BATCHES = [
@@ -453,6 +455,6 @@ def test_while_a_model_computes_no_file_of_the_other_is_in_memory(
 
 def test_what_was_freed_is_given_back_after_each_unit(model: StreamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[None] = []
-    monkeypatch.setattr(module, "give_memory_back", lambda: given.append(None))
+    monkeypatch.setattr(suspended, "give_memory_back", lambda: given.append(None))
     streamed_logits(model, BATCHES)
     assert len(given) == len(model.units)

@@ -28,6 +28,7 @@ from openquant.formats.schemes import (
     Scheme,
 )
 from openquant.improve.carried import DAMPING, carried, find_feedback
+from textbook import by_hand, spread
 
 SCHEMES = (INT4_W4A16, INT4_SHIFTED, INT4_W4A16_CHANNEL, INT8_W8A8, INT8_W8A16, NVFP4, TENSOR, CHANNEL, BLOCK)
 
@@ -52,32 +53,6 @@ def grids(weight: Tensor, form: Format) -> tuple[Tensor, Tensor | None]:
         scale, zero = ranged(bits, "F32", form)
         return torch.from_numpy(scale), torch.from_numpy(zero)
     return torch.from_numpy(form.scales(absmax(bits, "F32", form.group))), None
-
-
-def spread(grid: Tensor, form: Format, shape: torch.Size) -> Tensor:
-    """A grid over the weights it belongs to."""
-    rows, cols = shape
-    height, width = form.group[0] or rows, form.group[1] or cols
-    return grid.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :cols]
-
-
-def by_hand(weight: Tensor, scale: Tensor, gram: Tensor, form: Format, zero: Tensor | None) -> Tensor:
-    """As Frantar et al. have it: the inverse of the Gram matrix by its Cholesky root, column by column."""
-    cols = weight.shape[1]
-    left, found = weight.double().clone(), torch.zeros_like(weight)
-    scales = spread(scale, form, weight.shape)
-    zeros = torch.zeros_like(scales) if zero is None else spread(zero, form, weight.shape)
-    raised = gram.double() + DAMPING * gram.diagonal().mean() * torch.eye(cols, dtype=torch.float64)
-    order = torch.argsort(gram.diagonal(), descending=True, stable=True)
-    root = torch.linalg.cholesky(torch.linalg.inv(raised[order][:, order]), upper=True)
-    left = left[:, order]
-    for at in range(cols):
-        column = int(order[at])
-        quotients = left[:, at] / scales[:, column] + zeros[:, column]
-        found[:, column] = torch.from_numpy(form.number.nearest(quotients.float().numpy()))
-        error = left[:, at] - (found[:, column] - zeros[:, column]).double() * scales[:, column]
-        left[:, at:] -= (error / root[at, at])[:, None] * root[at, at:]
-    return found
 
 
 def loss(weight: Tensor, quotients: Tensor, scale: Tensor, gram: Tensor, form: Format, zero: Tensor | None) -> float:

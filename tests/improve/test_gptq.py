@@ -20,16 +20,22 @@ from openquant.files.checkpoint import Checkpoint, open_checkpoint
 from openquant.files.rounded import RoundedFolder
 from openquant.formats import kernels
 from openquant.formats.schemes import SCHEMES, Scheme, find_scheme
+from openquant.forward.products import products_in_float32
 from openquant.forward.streamed import StreamedModel
 from openquant.gptq import Gptq
 from openquant.hub.source import Source
+from openquant.improve import gptq as gptq_module
+from openquant.improve import gram as gram_module
+from openquant.improve.carried import find_feedback
 from openquant.improve.gptq import round_layers
+from openquant.improve.gram import Gram
 from openquant.options import Run
 from openquant.plan.carried import made_of
 from openquant.plan.fates import Options
 from openquant.plan.plan import Plan, make_plan
 from openquant.texts.corpus import Corpus, Document
 from openquant.weights.tuning import Tuning, Tunings
+from textbook import by_hand
 
 IDS = [tuple((7 * at * at + 31 * number) % 500 for at in range(150)) for number in range(4)]
 CORPUS = Corpus(tuple(Document("some", f"some {at}", each) for at, each in enumerate(IDS)), "", {})
@@ -134,7 +140,7 @@ def test_all_layers_of_every_architecture_are_found(shelf: Shelf, tmp_path: Path
     folder = RoundedFolder(tmp_path / "rounded", "0" * 64)
     folder.claim()
     few = Corpus(CORPUS.documents[:1], "", {})
-    found = round_layers(StreamedModel(checkpoint), plan, few, folder, kernels)
+    found = round_layers(StreamedModel(checkpoint), plan, few, folder, kernels, room=1 << 30)
     assert plan.carried
     assert found.keys() == {info.name for weight, _ in plan.carried for info in made_of(weight, scheme)}
 
@@ -154,17 +160,85 @@ def test_folded_weights_are_rounded_by_divided_inputs(shelf: Shelf, tmp_path: Pa
     assert lost[1] < 0.7 * lost[0]
 
 
-def test_experts_are_rounded_to_nearest(shelf: Shelf, tmp_path: Path) -> None:
-    source = shelf.source("Qwen3MoeForCausalLM")
+def test_experts_are_rounded_by_their_own_tokens(shelf: Shelf, tmp_path: Path) -> None:
+    source, place = shelf.source("Qwen3MoeForCausalLM"), "model.layers.1.mlp.experts"
     plan = compressed(source, tmp_path / "gptq", SCHEMES["nvfp4"], gptq=True)
     compressed(source, tmp_path / "nearest", SCHEMES["nvfp4"], gptq=False)
-    note = f"{3 * tiny.EXPERTS} layers are experts, which GPTQ leaves out: they are rounded to nearest"
-    assert note in plan.notes
+    experts = 3 * tiny.EXPERTS
+    assert (
+        f"{4 * tiny.LAYERS + 3 + experts} layers are rounded by GPTQ, with the inputs that 4 x 150 " in plan.notes[-2]
+    )
+    assert plan.notes[-1] == (
+        f"{experts} of them are experts, each rounded with the tokens that come to it; those without any with what goes "
+        "into their layer, but for down, to nearest"
+    )
     one, other = tiny.read(tmp_path / "gptq"), tiny.read(tmp_path / "nearest")
     differ = {name for name in one if not torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8))}
     assert {name.rpartition(".")[2] for name in differ} == {"weight_packed"}
-    assert {".experts." in name for name in differ} == {False}
-    assert len(differ) == 4 * tiny.LAYERS + 3
+    assert len(differ) == 4 * tiny.LAYERS + 3 + experts
+    for out in (tmp_path / "gptq", tmp_path / "nearest"):
+        dequantize(out, out.with_name(f"{out.name}-plain"))
+    before, nearest, after = (tiny.read(root) for root in (source, *sorted(tmp_path.glob("*-plain"), reverse=True)))
+    for expert, inputs in experts_inputs(source).items():
+        for names, gram in zip((("gate_proj", "up_proj"), ("down_proj",)), inputs, strict=True):
+            for name in (f"{place}.{expert}.{each}.weight" for each in names):
+                lost = []
+                for made in (nearest, after):
+                    error = made[name].double() - before[name].double()
+                    lost.append(float((error @ gram * error).sum()))
+                assert lost[1] < 0.8 * lost[0], name
+
+
+def experts_inputs(root: Path) -> dict[int, tuple[Tensor, Tensor]]:
+    """Of each expert of the second layer of an ordinary model the Gram matrices of what goes into gate and up, and into
+    down, float64."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(root, dtype=torch.bfloat16)
+    seen: list[tuple[Tensor, Tensor]] = []
+    experts = model.model.layers[1].mlp.experts
+    experts.register_forward_pre_hook(lambda _, args: seen.append(args[:2]))
+    # Or a token goes elsewhere.
+    with torch.inference_mode(), products_in_float32():
+        for ids in IDS:
+            model(input_ids=torch.tensor([ids]), use_cache=False)
+        found = {}
+        for expert in range(tiny.EXPERTS):
+            states = torch.cat([each[(chosen == expert).any(-1)] for each, chosen in seen])
+            gate, up = (states @ experts.gate_up_proj[expert].T).chunk(2, -1)
+            first, down = states.double(), (torch.nn.functional.silu(gate) * up).double()
+            found[expert] = first.T @ first, down.T @ down
+    return found
+
+
+def test_an_expert_s_codes_are_those_of_the_textbook_s_loop(
+    shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # All in float64, as the textbook's loop is, by Gram matrices that are those of an ordinary pass but for rounding.
+    source, place, scheme = shelf.source("Qwen3MoeForCausalLM"), "model.layers.1.mlp.experts", SCHEMES["int8-weights"]
+    monkeypatch.setattr(gptq_module, "find_feedback", lambda gram: find_feedback(gram, torch.float64))
+    taken: dict[str, Tensor] = {}
+    take = Gram.take
+
+    def noted(gram: Gram) -> Tensor:
+        found = take(gram)
+        taken[gram.weights[0][0].module] = found.clone()
+        return found
+
+    monkeypatch.setattr(Gram, "take", noted)
+    values = gptq_module.to_float32
+    monkeypatch.setattr(gptq_module, "to_float32", lambda *args: values(*args).astype(np.float64))
+    monkeypatch.setattr(gram_module, "BESIDE", 0)
+    compressed(source, tmp_path / "out", scheme, gptq=True)
+    out, weights = tiny.read(tmp_path / "out"), tiny.read(source)
+    for expert, inputs in experts_inputs(source).items():
+        for name, gram in zip(("gate_proj", "down_proj"), inputs, strict=True):
+            module = f"{place}.{expert}.{name}"
+            assert (taken[module].double() - gram).norm() < 0.02 * gram.norm()
+            scale, weight = out[f"{module}.weight_scale"].float(), weights[f"{module}.weight"].float()
+            textbook = by_hand(weight, scale, taken[module].double(), scheme.format, None)
+            codes = out[f"{module}.weight_packed"].view(torch.uint8).to(torch.int16) - 128
+            assert torch.equal(codes.reshape(weight.shape).float(), textbook), module
 
 
 def test_a_quantized_source_is_rounded_anew_or_keeps_its_codes(shelf: Shelf, tmp_path: Path) -> None:
