@@ -41,8 +41,8 @@ def covering() -> list[tuple[str, Scheme]]:
     found = []
     for number, name in enumerate(tiny.ARCHITECTURES):
         first = 2 * number % len(others)
-        served = [scheme for scheme in (*others[first:], *others[:first]) if tiny.refused(name, scheme) is None]
-        found += [(name, scheme) for scheme in (TENSOR, *served[:2])]
+        served = [scheme for scheme in (TENSOR, *others[first:], *others[:first]) if tiny.refused(name, scheme) is None]
+        found += [(name, scheme) for scheme in served[:3]]
     return found
 
 

@@ -5,6 +5,42 @@ from __future__ import annotations
 from small import DEEPSEEK_MOE, MLA, Small
 
 _KINDS = ("sliding_attention", "full_attention")
+_M3 = {
+    "intermediate_size": 128,
+    "dense_intermediate_size": 512,
+    "shared_intermediate_size": 128,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "hidden_act": "swigluoai",
+    "swiglu_alpha": 1.702,
+    "swiglu_beta": 1.0,
+    "swiglu_limit": 7.0,
+    "use_gemma_norm": True,
+    "use_qk_norm": True,
+    "qk_norm_type": "per_head",
+    "rotary_dim": 32,
+    "partial_rotary_factor": 0.5,
+    "use_routing_bias": True,
+    "scoring_func": "sigmoid",
+    "moe_layer_freq": [0, 1],
+    "mlp_layer_types": ["dense", "sparse"],
+    "layer_types": ["full_attention", "minimax_m3_sparse"],
+    "index_n_heads": 2,
+    "index_head_dim": 64,
+    "sparse_attention_config": {
+        "use_sparse_attention": True,
+        "sparse_index_dim": 64,
+        "sparse_num_index_heads": 2,
+        "sparse_topk_blocks": 16,
+        "sparse_block_size": 128,
+        "sparse_disable_index_value": [0, 1],
+        "sparse_score_type": "max",
+        "sparse_init_block": 0,
+        "sparse_local_block": 1,
+        "sparse_attention_freq": [0, 1],
+    },
+}
 MIXED = {
     "MiMoV2FlashForCausalLM": Small(
         "mimo_v2_flash",
@@ -104,5 +140,32 @@ MIXED = {
             "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
         },
         drop=r"language_model\.model\.blocks\..*|model\.mm_projector.*|vision_tower\.encoder\.patch_embed.*",
+    ),
+    "MiniMaxM3SparseForConditionalGeneration": Small(
+        "minimax_m3_vl",
+        {**_M3, "model_type": "minimax_m3_vl_text"},
+        vision={
+            "model_type": "minimax_m3_vl_vision",
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 56,
+            "patch_size": 14,
+            # As published files say it.
+            "num_channels": 3,
+            "hidden_act": "gelu",
+            "layer_norm_eps": 1e-5,
+            "position_embedding_type": "rope",
+            "rope_mode": "3d",
+            "rope_theta": 10000.0,
+            "vision_segment_max_frames": 4,
+            "img_token_compression_config": {
+                "image_token_compression_method": "patch_merge",
+                "spatial_merge_size": 2,
+                "temporal_patch_size": 2,
+            },
+        },
+        beside={"image_token_index": 5, "video_token_index": 6, "projector_hidden_size": 256},
     ),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .entry import DRAFT, ROUTER, Cached, Experts, Keep, Stacked, Windows
+from .entry import DRAFT, ROUTER, Cached, Experts, Joined, Keep, Refusal, Split, Stacked, Windows
 from .experts import ROUTED
 from .latent import DEEPSEEK_V3
 from .parts import KV_HEADS, MLP, attention, gated, model, routed, wrapped
@@ -57,4 +57,58 @@ KIMI_K25 = wrapped(
     renames=(("mm_projector.proj.0", "mm_projector.linear_1"), ("mm_projector.proj.2", "mm_projector.linear_2")),
 )
 
-ENTRIES = (MIMO_V2_FLASH, STEP3P5, KIMI_K25)
+# The index over the tokens is a part of the layer that q, k and v are joined to (vLLM 0.32.0 model_executor/layers/
+# linear.py:1352).
+INDEXED = ".self_attn.{q_proj,k_proj,v_proj,index_q_proj,index_k_proj}"
+M3_ATTENTION = replace(
+    attention(),
+    compress=(INDEXED, ".self_attn.o_proj"),
+    joined=(Joined(INDEXED, "qkv_proj", "qkv_proj"),),
+    splits=(*attention().splits, Split(".self_attn.index_q_proj", "out", KV_HEADS, replicated=True)),
+    cached=(*attention().cached, Cached(".self_attn.index_k_proj", None)),
+)
+# Published inside its wrapper only.
+MINIMAX_M3 = model(
+    "",
+    M3_ATTENTION,
+    MLP,
+    gated(".block_sparse_moe.shared_experts"),
+    routed(".block_sparse_moe.experts", "w1", "w3", "w2"),
+    refused=(
+        # models/minimax_m3/nvidia/model.py:975
+        Refusal(
+            "block",
+            "fp8",
+            "vLLM 0.32.0 renames its block scales",
+            "use --scheme channel, or --format compressed-tensors",
+        ),
+        # model_executor/parameter.py:115
+        *(
+            Refusal(scheme, None, "vLLM 0.32.0 has no place for a single scale of its index", "use --scheme channel")
+            for scheme in ("tensor", "nvfp4", "nvfp4-w4a4")
+        ),
+    ),
+    transformers_reads_blocks=False,
+    # models/minimax_m3/nvidia/model.py:401, which registers its cache itself.
+    cache_refused="vLLM 0.32.0 gives its sparse attention none",
+)
+
+ENTRIES = (
+    MIMO_V2_FLASH,
+    STEP3P5,
+    KIMI_K25,
+    wrapped(
+        MINIMAX_M3,
+        "MiniMaxM3SparseForConditionalGeneration",
+        "vision_tower",
+        "multi_modal_projector",
+        "patch_merge_mlp",
+        layers="language_model.model.layers.*",
+        # models/minimax_m3/nvidia/model.py:1129
+        spellings=(
+            ("multi_modal_projector.", "vision_tower.multi_modal_projector."),
+            ("patch_merge_mlp.", "vision_tower.patch_merge_mlp."),
+        ),
+        renames=((".mlp.fc1", ".fc1"), (".mlp.fc2", ".fc2")),
+    ),
+)

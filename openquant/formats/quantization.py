@@ -314,6 +314,12 @@ def _read_mxfp4(method: str, found: dict[str, Any]) -> Quantization:
     return _alone(method, found, replace(MXFP4.format, scale=scale, codes="weight"), None)
 
 
+def _read_mxfp8(method: str, found: dict[str, Any]) -> Quantization:
+    # As MiniMax M3 has it (vLLM 0.32.0 layers/quantization/modelopt.py:1215, models/minimax_m3/nvidia/model.py:975).
+    scale = replace(MXFP8.format.scale, name="weight_scale_inv")
+    return _alone(method, found, replace(MXFP8.format, scale=scale), MXFP8.group["input_activations"])
+
+
 def _read_awq(method: str, found: dict[str, Any]) -> Quantization:
     key = IGNORE_KEYS[1]
     return replace(_alone(method, found, read_awq(found), None), ignored=IgnoredParts(key, _names(found, key)))
@@ -337,6 +343,7 @@ _READERS: dict[str, Callable[[str, dict[str, Any]], Quantization]] = {
     "modelopt_mxfp8": _read_modelopt,
     "modelopt_fp4": _read_modelopt,
     "mxfp4": _read_mxfp4,
+    "mxfp8": _read_mxfp8,
     "awq": _read_awq,
     "gptq": lambda method, found: _alone(method, found, read_gptq(found), None),
 }

@@ -54,4 +54,5 @@ def written(directory: Path) -> set[str]:
     # vLLM goes by its own name for a layer's experts, and by the checkpoint's for its modules.
     for part, other in MODELS[json.loads((directory / "config.json").read_text())["architectures"][0]].renames:
         modules = {module.replace(part, other) if ".experts" in module else module for module in modules}
-    return {usual(module) for module in modules}
+    # MiniMax M3's index over the tokens is a part of its qkv_proj, without a name of its own.
+    return {usual(module) for module in modules if not module.endswith((".index_q_proj", ".index_k_proj"))}

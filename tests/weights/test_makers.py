@@ -137,8 +137,32 @@ def test_what_is_not_quite_deepseek_v4(tmp_path: Path, change: Callable[[Weights
     assert caught.value.message == message
 
 
+def test_mxfp8_as_minimax_m3_has_it(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+
+    def make(weight: torch.Tensor) -> Weights:
+        rows, cols = weight.shape
+        codes = torch.randint(0, 0x7F, (rows, cols), generator=generator).to(torch.uint8).view(FP8)
+        return {"weight": codes, "weight_scale_inv": exponents((rows, cols // 32), generator).view(torch.uint8)}
+
+    source = store(tmp_path / "source", make, {"quant_method": "mxfp8", "ignored_layers": ["lm_head"]})
+    dequantize(source, tmp_path / "plain")
+    compress(source, tmp_path / "out", "mxfp8")
+    assert verify(tmp_path / "out", source).problems == ()
+    stored, plain, found = (tiny.read(tmp_path / name) for name in ("source", "plain", "out"))
+    for name in filter(is_layer, plain):
+        scale = stored[f"{name}_scale_inv"]
+        wide = powers(scale).repeat_interleave(32, 1)
+        assert torch.equal(plain[name], (stored[name].double() * wide).to(torch.bfloat16)), name
+        assert torch.equal(found[name].view(torch.uint8), stored[name].view(torch.uint8)), name
+        assert torch.equal(found[f"{name}_scale"], scale), name
+
+
 # With four experts a layer: how many weights are quantized there, and how many in an output with one scale per row.
-PUBLISHED = {"KimiK25ForConditionalGeneration": (60 * 4 * 3, 247 + 60 * 5 * 3)}
+PUBLISHED = {
+    "KimiK25ForConditionalGeneration": (60 * 4 * 3, 247 + 60 * 5 * 3),
+    "MiniMaxM3SparseForConditionalGeneration": (363 + 57 * 5 * 3, 363 + 57 * 5 * 3),
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
