@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from chosen import CHOSEN
 from safetensors.torch import save_file
 
 import openquant
@@ -33,9 +34,6 @@ from openquant.formats.reference import decode
 from openquant.models import MODELS
 
 HERE = Path(__file__).parent
-# OPENQUANT_ONLY=MiMoForCausalLM,PhiMoEForCausalLM leaves the others out: a new architecture takes a minute.
-_ONLY = os.environ.get("OPENQUANT_ONLY", "").split(",")
-CHOSEN = tuple(name for name in tiny.ARCHITECTURES if _ONLY == [""] or name in _ONLY)
 MISSING = "{} does not name an interpreter with {} (tests/serve/install_{}.sh installs one)"
 # A quantized model's missing parameters are no error to vLLM without this.
 TRACKED = json.dumps({"enable_weights_track": True})

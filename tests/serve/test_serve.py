@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chosen import CHOSEN
 from engine_client import (
-    CHOSEN,
     TO_DEQUANTIZED,
     TO_SOURCE,
     Answers,

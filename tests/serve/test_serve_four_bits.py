@@ -10,8 +10,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from chosen import CHOSEN
 from engine_client import (
-    CHOSEN,
     TO_DEQUANTIZED,
     Answers,
     Engine,

@@ -6,7 +6,6 @@ Nothing is computed: no kernel of SGLang's runs on a CPU. OPENQUANT_ALL=1 asks f
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_client import CHOSEN, EngineError, find_loader, rewrite, table_cells
+from chosen import CHOSEN, EVERYTHING
+from engine_client import EngineError, find_loader, rewrite, table_cells
 
 import openquant
 import tiny
@@ -47,7 +47,6 @@ SCHEMES: dict[str, dict[str, Any]] = {
 }
 COLUMNS = tuple(SCHEMES)[:5]
 EACH_SCHEME = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForConditionalGeneration")
-EVERYTHING = os.environ.get("OPENQUANT_ALL") == "1"
 # What SGLang 0.5.23 does not load in bfloat16 either, or not from these small models' config.json.
 NOT_RUN = {
     "Gemma4ForCausalLM": "'head_dim' is a per-layer attribute and may vary across layers",

@@ -1,0 +1,53 @@
+"""Which architectures the tests here ask engines about.
+
+In every run one of each kind; all of them with OPENQUANT_ALL=1, which takes an hour; a few with
+OPENQUANT_ONLY=MiMoForCausalLM,PhiMoEForCausalLM, which takes a minute each.
+"""
+
+from __future__ import annotations
+
+import os
+
+import tiny
+
+# What each stands for: some way of storing, naming, joining or computing that the others do not have.
+KINDS = {
+    "LlamaForCausalLM": "dense; SGLang drops scales of blocks",
+    "MistralForCausalLM": "dense; served in four bits",
+    "Qwen3ForCausalLM": "dense, q and k with norms; every scheme in SGLang",
+    "Gemma3ForCausalLM": "norms of 1 + w, windows",
+    "Phi3ForCausalLM": "q, k and v, gate and up joined on disk",
+    "Olmo2ForCausalLM": "vLLM's Transformers backend",
+    "StableLmForCausalLM": "merged layers that the engine cannot derive",
+    "Qwen3MoeForCausalLM": "experts one by one, a router built quantized",
+    "HunYuanMoEV1ForCausalLM": "experts in the Transformers backend, a router by another name",
+    "MiniMaxM2ForCausalLM": "experts by another name in the engine",
+    "DeepseekV3ForCausalLM": "latent attention, draft layers",
+    "Llama4ForCausalLM": "rows that engines reorder, experts stacked and transposed",
+    "Qwen3NextForCausalLM": "linear attention in one piece, shared experts",
+    "Qwen3_5ForCausalLM": "linear attention in pieces",
+    "GraniteMoeHybridForCausalLM": "state spaces, stacks beside the experts' module",
+    "NemotronHForCausalLM": "a mixer of one kind in each layer",
+    "Lfm2MoeForCausalLM": "convolutions",
+    "Gemma3ForConditionalGeneration": "a wrapper whose tower is built quantized",
+    "Mistral3ForConditionalGeneration": "a wrapper that loses scales of blocks",
+    "Qwen2_5_VLForConditionalGeneration": "a wrapper's tower by several names",
+    "Qwen3VLMoeForConditionalGeneration": "a wrapper with stacked experts",
+}
+EVERYTHING = os.environ.get("OPENQUANT_ALL") == "1"
+
+
+def choose(only: str, everything: bool) -> tuple[str, ...]:
+    """Architectures, in the registry's order: those named (with commas), else all, else one of each kind.
+
+    An unknown name is a ValueError: a misspelled one would leave nothing to fail.
+    """
+    if only:
+        named = only.split(",")
+        if unknown := sorted({*named} - {*tiny.ARCHITECTURES}):
+            raise ValueError(f"OPENQUANT_ONLY: tests/zoo.py has no {', '.join(unknown)}")
+        return tuple(name for name in tiny.ARCHITECTURES if name in named)
+    return tuple(name for name in tiny.ARCHITECTURES if everything or name in KINDS)
+
+
+CHOSEN = choose(os.environ.get("OPENQUANT_ONLY", ""), EVERYTHING)
