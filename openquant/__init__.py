@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from .packed import PackedLinear
     from .report.reporter import Reporter
     from .report.result import Result
-    from .verification.verify import Report, verify
+    from .verification.outcome import Report
+    from .verification.verify import verify
 
 __all__ = [
     "Diagnosis",

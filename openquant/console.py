@@ -195,6 +195,7 @@ class Terminal(Reporter):
 
     def calibrating(self, about: str) -> None:
         """Say on which texts, and where what they show is kept."""
+        self.close()
         if not self.silent:
             say(about, sys.stderr)
 

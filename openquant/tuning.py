@@ -46,7 +46,7 @@ _UNDECIDED = "which inputs are divided, and by how much, is decided once the wei
 # Chooses the scale of a fold, or says why there is none.
 Choose = Callable[[Folding, Plan, Reader], Floats | str]
 # Decides what a calibration changes about weights.
-Tune = Callable[[Prepared, Calibration, Ranks], Tunings]
+Tune = Callable[[Prepared, Calibration, Ranks, Reporter], Tunings]
 
 
 def _tuning(recipe: Recipe) -> Tune | None:
@@ -56,7 +56,7 @@ def _tuning(recipe: Recipe) -> Tune | None:
         return activation_aware
     if exponent is None:
         return None
-    return lambda prepared, calibration, ranks: smoothed(prepared, calibration, exponent, ranks)
+    return lambda prepared, calibration, ranks, reporter: smoothed(prepared, calibration, exponent, ranks, reporter)
 
 
 class Calibrated:
@@ -134,7 +134,7 @@ class Calibrated:
         if self._tune is None or self._tuned:
             return made
         assert self._seen is not None
-        self._tunings, self._tuned = self._tune(prepared, self._seen, ranks), True
+        self._tunings, self._tuned = self._tune(prepared, self._seen, ranks, reporter), True
         return True
 
     def _find(self, prepared: Prepared, ranks: Ranks, reporter: Reporter) -> None:
@@ -145,7 +145,9 @@ class Calibrated:
         self._seen = calibrated(source, checkpoint, target, how, self._texts, run.overwrite, ranks, reporter)
 
 
-def smoothed(prepared: Prepared, calibration: Calibration, exponent: float, ranks: Ranks) -> Tunings:
+def smoothed(
+    prepared: Prepared, calibration: Calibration, exponent: float, ranks: Ranks, reporter: Reporter
+) -> Tunings:
     """What SmoothQuant changes about a model.
 
     Args:
@@ -153,6 +155,7 @@ def smoothed(prepared: Prepared, calibration: Calibration, exponent: float, rank
         calibration: what goes into the layers.
         exponent: how much of the difficulty goes from activations to weights.
         ranks: this process among several, each of which finds the same.
+        reporter: is told of it.
 
     Raises:
         PlanError: the source is quantized.
@@ -168,16 +171,17 @@ def smoothed(prepared: Prepared, calibration: Calibration, exponent: float, rank
     def choose(folding: Folding, plan: Plan, reader: Reader) -> Floats | str:
         return smooth(folding, plan, reader, calibration, exponent)
 
-    return folded(prepared, f"SmoothQuant {exponent:g}", choose, ranks)
+    return folded(prepared, f"SmoothQuant {exponent:g}", choose, ranks, reporter)
 
 
-def activation_aware(prepared: Prepared, calibration: Calibration, ranks: Ranks) -> Tunings:
+def activation_aware(prepared: Prepared, calibration: Calibration, ranks: Ranks, reporter: Reporter) -> Tunings:
     """What AWQ changes about a model: folds, and what the search for scales weighs errors by.
 
     Args:
         prepared: the run, with a plan that folds nothing.
         calibration: what goes into the layers.
         ranks: this process among several, each of which finds the same.
+        reporter: is told of it.
 
     Raises:
         SourceError: a weight cannot be read, or the calibration is not of these layers.
@@ -186,10 +190,10 @@ def activation_aware(prepared: Prepared, calibration: Calibration, ranks: Ranks)
     def choose(folding: Folding, plan: Plan, reader: Reader) -> Floats | str:
         return awq(folding, plan, reader, calibration)
 
-    return weighed(folded(prepared, "AWQ", choose, ranks), prepared.plan, calibration)
+    return weighed(folded(prepared, "AWQ", choose, ranks, reporter), prepared.plan, calibration)
 
 
-def folded(prepared: Prepared, name: str, choose: Choose, ranks: Ranks) -> Tunings:
+def folded(prepared: Prepared, name: str, choose: Choose, ranks: Ranks, reporter: Reporter) -> Tunings:
     """What dividing inputs of layers by chosen scales changes about a model, with notes of what was left out, and why.
 
     Args:
@@ -197,10 +201,13 @@ def folded(prepared: Prepared, name: str, choose: Choose, ranks: Ranks) -> Tunin
         name: of the method, such as "SmoothQuant 0.5".
         choose: chooses each fold's scale; from several threads at once.
         ranks: this process among several.
+        reporter: is told of it.
     """
     plan = prepared.plan
     places = usable(plan)
-    found = _Choosing(prepared, places, choose, ranks).run()
+    if places.foldings:
+        reporter.calibrating(f"{name}: by how much inputs are divided is chosen at {len(places.foldings)} places")
+    found = _Choosing(prepared, places, choose, ranks, reporter).run()
     parts = [each for each in found if isinstance(each, Part)]
     left = {why: list(sources) for why, sources in places.left.items()}
     for folding, each in zip(places.foldings, found, strict=True):
@@ -220,9 +227,14 @@ def folded(prepared: Prepared, name: str, choose: Choose, ranks: Ranks) -> Tunin
 class _Choosing:
     """One call of `folded`: the folds still to look at, and what was chosen so far."""
 
-    def __init__(self, prepared: Prepared, places: Places, choose: Choose, ranks: Ranks) -> None:
+    def __init__(self, prepared: Prepared, places: Places, choose: Choose, ranks: Ranks, reporter: Reporter) -> None:
         self.prepared, self.foldings, self.choose, self.ranks = prepared, places.foldings, choose, ranks
+        self.reporter = reporter
         self.found: dict[int, Part | str] = {}
+        layers = prepared.plan.layers
+        members = [[layers[name] for name in (each.source, *each.readers) if name in layers] for each in self.foldings]
+        self.sizes = [sum(weight.nbytes for weight in found) for found in members]
+        self.done = 0
         self.needs = {str(number): shards_of(each, prepared.plan) for number, each in enumerate(places.foldings)}
         self.lock = threading.Lock()
         self.stopped = threading.Event()
@@ -261,3 +273,6 @@ class _Choosing:
             chosen = self.choose(folding, plan, reader)
             self.found[number] = chosen if isinstance(chosen, str) else fold(folding, chosen, plan, reader)
             self.supply.finished(str(number))
+            with self.lock:
+                self.done += self.sizes[number]
+                self.reporter.calibrated(self.done, sum(self.sizes))

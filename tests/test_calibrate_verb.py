@@ -366,3 +366,15 @@ def test_what_cannot_be_calibrated(tmp_path: Path, options: dict[str, Any], mess
     with pytest.raises(OpenQuantError, match=message):
         calibrate(EXAMPLE, **{**SMALL, "out": tmp_path / "x", **options})
     assert not (tmp_path / "x").exists()
+
+
+def test_choosing_factors_shows_how_far_it_is(calibration: Path, tmp_path: Path) -> None:
+    told = Told()
+    compress(EXAMPLE, tmp_path / "out", "int8", smooth=0.5, calibration=calibration, reporter=told)
+    # Two norms, values and up in each of four layers.
+    assert told.lines[0] == "SmoothQuant 0.5: by how much inputs are divided is chosen at 16 places"
+    steps = [tuple(map(int, line.split(" of "))) for line in told.lines[1:-1]]
+    assert len(steps) == 16
+    assert [done for done, _ in steps] == sorted({done for done, _ in steps})
+    assert steps[-1][0] == steps[-1][1] == steps[0][1]
+    assert told.lines[-1] == "planned"

@@ -14,7 +14,7 @@ from ..files.whole import write_whole
 from ..plan.plan import Plan
 from ..plan.serving import as_json
 from ..plan.stored import stored_serving
-from ..verification.verify import Report
+from ..verification.outcome import Report
 from .card import serve_commands
 from .html import Page, write_page
 from .result import Result

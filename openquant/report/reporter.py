@@ -23,7 +23,7 @@ class Reporter:
         """
 
     def calibrated(self, done: int, total: int) -> None:
-        """Of that: bytes of weights that texts are through, and how many there are."""
+        """Of that: bytes of weights that are done with, and how many there are; after each `calibrating` anew."""
 
     def planned(self, plan: Plan, source: Source, output: Path) -> None:
         """The plan is made; nothing is written yet."""

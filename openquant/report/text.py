@@ -12,7 +12,7 @@ from ..plan.carried import rounded_bytes
 from ..plan.lines import Line
 from ..plan.plan import Plan
 from ..plan.serving import GPU_GB, Serving
-from ..verification.verify import Report
+from ..verification.outcome import Report
 from .card import gigabytes, readers, serve_commands
 from .result import Result
 

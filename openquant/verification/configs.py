@@ -136,3 +136,12 @@ def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
     """Parameters of RoPE by their newer names."""
     kind = parameters.pop("type", None)
     return {"rope_type": kind or "default", **parameters}
+
+
+def unquantized(config: dict[str, Any]) -> dict[str, Any]:
+    """A config without its quantization_config, which is looked at by itself."""
+    hidden = ("quantization_config", "compression_config")
+    found = {key: value for key, value in config.items() if key not in hidden}
+    if isinstance(found.get("text_config"), dict):
+        found["text_config"] = {key: value for key, value in found["text_config"].items() if key not in hidden}
+    return found
