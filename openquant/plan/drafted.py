@@ -29,12 +29,14 @@ class Told(NamedTuple):
         joined: all modules that are loaded into the same, itself included, in the engine's order; empty if none.
         reordered: whether its rows come there in another order.
         read: whether it is loaded at all. Draft layers are not: they are a class of their own.
+        merged: the engine's name for what it is joined into, as Joined.listed_as says; None where it derives that.
     """
 
     layer: Layer | None
     joined: tuple[str, ...]
     reordered: bool
     read: bool
+    merged: str | None
 
 
 def tell(asked: Asked, shapes: Mapping[str, Sequence[int]]) -> dict[str, Told]:
@@ -55,26 +57,29 @@ def tell(asked: Asked, shapes: Mapping[str, Sequence[int]]) -> dict[str, Told]:
                 weights = dict.fromkeys(tensor.removesuffix(".weight") for tensor, _, _ in layer.holds)
                 joined = tuple(weights) if len(weights) > 1 else ()
         reordered = layer is not None and not layer.experts and (len(starts) > 1 or starts[:1] != [0])
-        found[module] = Told(layer, joined, reordered, module not in unread)
+        merged = _merged(layer, joined, asked) if layer is not None and joined else None
+        found[module] = Told(layer, joined, reordered, module not in unread, merged)
     return found
 
 
 def differences(entry: Model, told: Mapping[str, Told]) -> dict[str, list[str]]:
     """What an entry says otherwise than an engine: the modules, named by templates, of each difference."""
     asked = Entry(entry)
-    sets = asked.joined_sets(told)
+    sets = {module: members for module, members in asked.joined_sets(told).items() if len(members) > 1}
     found: dict[str, dict[str, None]] = {}
     for module, one in told.items():
         role, layer = asked.role(module), one.layer
         quantized = role.compress or role.stack is not None
         wrong = []
-        if role.patterns != 1:
+        if one.read and role.patterns != 1:
             wrong.append("no pattern matches" if not role.patterns else "more than one pattern matches")
         if quantized and one.read and (layer is None or not layer.asked):
             wrong.append("quantized, and the engine builds it without a quantization")
         if layer is not None and quantized:
-            if (layer.experts > 0) != (role.below > 0 or role.stack is not None):
-                wrong.append(f"{'no ' if layer.experts else ''}experts, otherwise than the engine")
+            if layer.experts and not (role.below or role.stack):
+                wrong.append("experts to the engine, and not to the entry")
+            if not layer.experts and (role.below or role.stack):
+                wrong.append("experts to the entry, and not to the engine")
             if not layer.experts and layer.asked:
                 if {*sets.get(module, ())} != {*one.joined}:
                     wrong.append(
@@ -84,7 +89,11 @@ def differences(entry: Model, told: Mapping[str, Told]) -> dict[str, list[str]]:
                     wrong.append(
                         f"the engine splits it along {layer.axis}, not {role.split.axis if role.split else None}"
                     )
-            if one.reordered and not role.reordered:
+                if one.merged and one.merged not in role.listed_as:
+                    wrong.append(
+                        f"the engine does not derive {one.merged} from its members, and listed_as does not say it"
+                    )
+            if one.reordered and not role.reordered and not (role.split and role.split.parts):
                 wrong.append("the engine puts its rows in another order")
         if layer is not None and not quantized and layer.linear and layer.skipped is not True:
             wrong.append(f"kept, and not listed under the engine's name {template(layer.prefix)}")
@@ -149,7 +158,8 @@ def draft(name: str, asked: Asked, shapes: Mapping[str, Sequence[int]], hidden: 
             _outside(module, one, keep)
             continue
         below = template(module).removeprefix(layers)
-        routers = one.layer is not None and shapes[_tensor(module, shapes)][0] in _experts_of(asked)
+        shape = shapes[_tensor(module, shapes)]
+        routers = one.layer is not None and len(shape) == 2 and shape[0] in _experts_of(asked)
         if one.layer is not None and one.layer.linear and not routers:
             kinds.linear.setdefault(below, (module, one))
         else:
@@ -157,7 +167,7 @@ def draft(name: str, asked: Asked, shapes: Mapping[str, Sequence[int]], hidden: 
             keep[below] = Keep(below, ROUTER if routers else UNKNOWN)
     left = dict(kinds.linear)
     experts = _routed(left, shapes, hidden)
-    for found in (_attention(left, asked), _gated(left, asked), _rest(left, asked), experts):
+    for found in (_attention(left), _gated(left), _rest(left), experts):
         pieces |= found
     # The router comes with the experts, where it has the usual name.
     brought = {one.pattern for part in pieces.values() for one in part.keep}
@@ -223,12 +233,11 @@ def _renamed(asked: Asked, told: Mapping[str, Told]) -> set[tuple[str, str]]:
     return found
 
 
-def _merged(one: Told, asked: Asked) -> str | None:
+def _merged(layer: Layer, joined: Sequence[str], asked: Asked) -> str | None:
     """What Joined.listed_as is: None where packed_modules_mapping has the members, as the engine names them."""
-    assert one.layer is not None
-    name = one.layer.prefix.rpartition(".")[2]
-    members = tuple((asked.renamed.get(module) or module).rpartition(".")[2] for module in one.joined)
-    return None if asked.packed.get(name) == members else name
+    name = layer.prefix.rpartition(".")[2]
+    members = {(asked.renamed.get(module) or module).rpartition(".")[2] for module in joined}
+    return None if {*asked.packed.get(name, ())} == members else name
 
 
 Linear = dict[str, tuple[str, Told]]
@@ -264,7 +273,7 @@ def _routed(left: Linear, shapes: Mapping[str, Sequence[int]], hidden: int) -> d
     for name, (module, _) in experts.items():
         stacked = len(shapes[_tensor(module, shapes)]) > 2
         paths.setdefault(_parent(name) if stacked else _parent(_parent(name)), []).append(name)
-    for path, names in paths.items():
+    for path, names in list(paths.items()):
         _take(left, *names)
         module, one = experts[names[0]]
         assert one.layer is not None
@@ -280,8 +289,13 @@ def _routed(left: Linear, shapes: Mapping[str, Sequence[int]], hidden: int) -> d
                 parts: tuple[str, ...] = ("gate_proj", "up_proj") if first else ("down_proj",)
                 stacks.append(Stacked(last, parts, transposed))
                 texts.append(f'Stacked("{last}", {parts}{", transposed=True" if transposed else ""})')
-            text = f'routed("{path}", experts=Experts("{path}", stacked=({", ".join(texts)},)))'
-            found[text] = routed(path, experts=Experts(path, stacked=tuple(stacks)))
+            # Where the engine's name for the experts is none of the tensors' parents, these lie beside it.
+            last = one.layer.prefix.rpartition(".")[2]
+            beside = last != path.rpartition(".")[2]
+            path = f"{path}.{last}" if beside else path
+            more = ", beside=True" if beside else ""
+            text = f'routed("{path}", experts=Experts("{path}", stacked=({", ".join(texts)},){more}))'
+            found[text] = routed(path, experts=Experts(path, stacked=tuple(stacks), beside=beside))
         elif len(order) == 3:
             down = order[-1]
             gate, up = order[:2]
@@ -293,20 +307,20 @@ def _routed(left: Linear, shapes: Mapping[str, Sequence[int]], hidden: int) -> d
     return found
 
 
-def _attention(left: Linear, asked: Asked) -> dict[str, Part]:
+def _attention(left: Linear) -> dict[str, Part]:
     found: dict[str, Part] = {}
     for name in [name for name, (_, one) in left.items() if _lasts(one) == ["q_proj", "k_proj", "v_proj"]]:
         parent, out = _parent(name), _row_parallel(left, _parent(name))
         if name not in left or parent != ".self_attn" or len(out) != 1:
             continue
-        last, merged = out[0].rpartition(".")[2], _merged(left[name][1], asked)
+        last, merged = out[0].rpartition(".")[2], left[name][1].merged
         text = _call("attention", *(() if last == "o_proj" else (last,)), listed_as=merged)
         found["ATTENTION" if text == "attention()" else text] = attention(last, merged)
         _take(left, *(f"{parent}.{part}_proj" for part in "qkv"), out[0])
     return found
 
 
-def _gated(left: Linear, asked: Asked) -> dict[str, Part]:
+def _gated(left: Linear) -> dict[str, Part]:
     found: dict[str, Part] = {}
     for name in list(left):
         if name not in left:
@@ -316,7 +330,7 @@ def _gated(left: Linear, asked: Asked) -> dict[str, Part]:
         if one.layer is None or one.layer.axis != "out":
             continue
         if len(lasts) == 2 and len(down) == 1:
-            gate, up, last, merged = *lasts, down[0].rpartition(".")[2], _merged(one, asked)
+            gate, up, last, merged = *lasts, down[0].rpartition(".")[2], one.merged
             usual = (gate, up, last) == ("gate_proj", "up_proj", "down_proj")
             text = _call("gated", parent, *(() if usual else (gate, up, last)), listed_as=merged)
             found["MLP" if text == 'gated(".mlp")' else text] = gated(parent, gate, up, last, listed_as=merged)
@@ -331,13 +345,13 @@ def _gated(left: Linear, asked: Asked) -> dict[str, Part]:
     return found
 
 
-def _rest(left: Linear, asked: Asked) -> dict[str, Part]:
+def _rest(left: Linear) -> dict[str, Part]:
     """What is no usual piece: by the module that it lies in."""
     found: dict[str, Part] = {}
     for parent in dict.fromkeys(map(_parent, left)):
         names = {name: one for name, (_, one) in left.items() if _parent(name) == parent}
         joined: dict[tuple[str, ...], str | None] = {
-            tuple(_lasts(one)): _merged(one, asked) for one in names.values() if one.joined
+            tuple(_lasts(one)): one.merged for one in names.values() if one.joined
         }
         axes: dict[tuple[str, str | None], list[str]] = {}
         for name, one in names.items():

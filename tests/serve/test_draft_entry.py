@@ -1,0 +1,169 @@
+"""Every entry of the registry held against vLLM: what it quantizes, joins, splits and lists is what the engine builds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engine_client import HERE, find_engine
+from engine_layers import UNBUILT
+
+import tiny
+from conftest import ROOT
+from openquant.architectures.entry import Joined, Model, Split
+from openquant.files.checkpoint import open_checkpoint
+from openquant.formats.schemes import find_scheme
+from openquant.models import MODELS
+from openquant.plan.asked import Asked, EngineFailed, Question, ask
+from openquant.plan.drafted import Told, differences, draft, tell
+from openquant.plan.plan import make_plan
+from openquant.plan.roles import Entry
+
+pytestmark = pytest.mark.serve
+
+BUILT = tuple(name for name in tiny.ARCHITECTURES if name not in UNBUILT)
+# What an entry says otherwise than the engine, and why that is right.
+EXPLAINED: Mapping[str, Mapping[str, str]] = {}
+LLAMA, LLAMA4 = "LlamaForCausalLM", "Llama4ForCausalLM"
+QWEN3_MOE, DEEPSEEK = "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"
+UNLISTED = f"{QWEN3_MOE}-unlisted"
+
+
+def listed(architecture: str, root: Path) -> list[str]:
+    """What an output's config lists in the fp8 format."""
+    source = tiny.write(root / architecture, architecture)
+    plan = make_plan(open_checkpoint(source), find_scheme("tensor"))
+    return list(plan.config["quantization_config"]["ignored_layers"])
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Asked]:
+    """What vLLM says of every architecture, and of one whose list was left out."""
+    root, interpreter = tmp_path_factory.mktemp("asked"), find_engine().python
+    questions = {name: Question(tiny.config(name), tiny.shapes(name), listed(name, root)) for name in BUILT}
+    questions[UNLISTED] = replace(questions[QWEN3_MOE], listed=())
+    found = dict(zip(questions, ask(list(questions.values()), interpreter, HERE / "stub"), strict=True))
+    failed = {name: one.message for name, one in found.items() if isinstance(one, EngineFailed)}
+    assert failed == {}
+    return {name: one for name, one in found.items() if isinstance(one, Asked)}
+
+
+@pytest.fixture(scope="module")
+def told(asked: dict[str, Asked]) -> dict[str, dict[str, Told]]:
+    """The same by the checkpoint's modules."""
+    return {name: tell(one, tiny.shapes(name.removesuffix("-unlisted"))) for name, one in asked.items()}
+
+
+@pytest.mark.parametrize("architecture", BUILT)
+def test_an_entry_says_what_the_engine_does(architecture: str, told: dict[str, dict[str, Told]]) -> None:
+    assert any(one.layer is not None and one.layer.linear for one in told[architecture].values())
+    assert differences(MODELS[architecture], told[architecture]).keys() == EXPLAINED.get(architecture, {}).keys()
+
+
+def without(entry: Model, *joined: str) -> Model:
+    return replace(entry, joined=tuple(one for one in entry.joined if one.pattern not in joined))
+
+
+def quantizing(entry: Model, pattern: str) -> Model:
+    keep = tuple(one for one in entry.keep if one.pattern != pattern)
+    assert len(keep) < len(entry.keep)
+    return replace(entry, compress=(*entry.compress, pattern), keep=keep)
+
+
+def splitting(entry: Model, pattern: str, axis: str) -> Model:
+    return replace(entry, splits=(Split(pattern, axis), *entry.splits))
+
+
+STABLELM, GRANITE = "StableLmForCausalLM", "GraniteMoeForCausalLM"
+QKV = ".self_attn.{q,k,v}_proj"
+MUTATIONS = {
+    "joined left out": (LLAMA, without(MODELS[LLAMA], QKV), "the engine joins q_proj, k_proj, v_proj, not "),
+    "joined too much": (
+        LLAMA,
+        replace(MODELS[LLAMA], joined=(Joined(".mlp.{gate,up,down}_proj"),)),
+        "the engine joins it with nothing, not gate_proj, up_proj, down_proj",
+    ),
+    "rows for columns": (
+        LLAMA,
+        splitting(MODELS[LLAMA], ".mlp.{gate,up}_proj", "in"),
+        "the engine splits it along out, not in",
+    ),
+    "columns for rows": (
+        LLAMA,
+        splitting(MODELS[LLAMA], ".mlp.down_proj", "out"),
+        "the engine splits it along in, not out",
+    ),
+    "router quantized": (
+        DEEPSEEK,
+        quantizing(MODELS[DEEPSEEK], ".mlp.gate"),
+        "quantized, and the engine builds it without a quantization",
+    ),
+    "merged name left out": (
+        STABLELM,
+        replace(MODELS[STABLELM], joined=tuple(Joined(one.pattern) for one in MODELS[STABLELM].joined)),
+        "the engine does not derive qkv_proj from its members, and listed_as does not say it",
+    ),
+    "order left out": (
+        LLAMA4,
+        replace(MODELS[LLAMA4], reordered=()),
+        "the engine puts its rows in another order",
+    ),
+    "experts called layers": (
+        QWEN3_MOE,
+        replace(MODELS[QWEN3_MOE], experts=()),
+        "experts to the engine, and not to the entry",
+    ),
+    "tensor without a rule": (
+        LLAMA,
+        replace(MODELS[LLAMA], compress=MODELS[LLAMA].compress[:1]),
+        "no pattern matches",
+    ),
+    "router not listed": (
+        UNLISTED,
+        MODELS[QWEN3_MOE],
+        "kept, and not listed under the engine's name model.layers.*.mlp.gate",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_control_a_wrong_entry_shows(mutation: str, told: dict[str, dict[str, Told]]) -> None:
+    architecture, entry, wrong = MUTATIONS[mutation]
+    found = differences(entry, told[architecture])
+    assert wrong in found
+    assert found[wrong]
+
+
+# Each has another way of joining, stacking or naming, and none has layers that are kept although the engine would
+# quantize them: those are decisions, which the engine does not know of.
+DRAFTED = (
+    *(LLAMA, QWEN3_MOE, STABLELM, GRANITE, "MixtralForCausalLM", "Phi3ForCausalLM", "PhiForCausalLM"),
+    *("Qwen3VLForConditionalGeneration", "Gemma3ForConditionalGeneration", "Starcoder2ForCausalLM"),
+)
+
+
+@pytest.mark.parametrize("architecture", DRAFTED)
+def test_a_draft_quantizes_what_the_written_entry_does(
+    architecture: str, asked: dict[str, Asked], told: dict[str, dict[str, Told]]
+) -> None:
+    shapes = tiny.shapes(architecture)
+    made = draft(architecture, asked[architecture], shapes, tiny.HIDDEN)
+    assert differences(made.entry, told[architecture]) == {}
+    for module, one in told[architecture].items():
+        if one.read:
+            drafted, written = Entry(made.entry).role(module), Entry(MODELS[architecture]).role(module)
+            assert (drafted.compress, drafted.stack, drafted.below) == (written.compress, written.stack, written.below)
+
+
+def test_the_tool_prints_a_draft() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "draft_entry.py"), LLAMA]
+    environment = {**os.environ, "OPENQUANT_VLLM": str(find_engine().python)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert 'model(\n    "LlamaForCausalLM",\n    ATTENTION,\n    MLP,\n)' in done.stdout
+    assert "otherwise than the engine\n#   " not in done.stdout
