@@ -150,7 +150,7 @@ def _read(path: Path) -> Asked | EngineFailed:
         if len(text) > MAX_BYTES:
             raise ValueError("the answer is too long")
         return _parse(json.loads(text))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ArithmeticError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         return EngineFailed(f"vLLM died, or its answer cannot be read: {error!r}", hint)
 
 
