@@ -172,6 +172,7 @@ SCHEMES = [
     ["--scheme", "mxfp4"], ["--scheme", "nvfp4"], ["--scheme", "nvfp4-w4a4"],
     ["-w", "128", "--format", "compressed-tensors"], ["-w", "128", "--scale-format", "ue8m0"],
     ["--activation-scheme", "static"], ["--activation-scheme", "static", "--format", "compressed-tensors"],
+    ["--scheme", "int4", "--awq"], ["--scheme", "int8", "--smooth", "0.5"], ["--scheme", "int4", "--gptq"],
 ]  # fmt: skip
 OPTIONS = [
     *[[]] * 12, ["--architecture", "generic"], ["--architecture", "LlamaForCausalLM"], ["--tp", "2"], ["--tp", "3"],
