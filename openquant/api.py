@@ -36,6 +36,7 @@ from .plan.fates import Options
 from .plan.plan import Plan, make_plain_plan, make_plan
 from .plan.serving import as_json
 from .plan.unchanged import make_unchanged_plan
+from .recipes import written
 from .report.reporter import Reporter
 from .report.result import Result
 from .run import Prepared, Rounding, carry_out, take_evaluation
@@ -135,8 +136,10 @@ def compress(
     ) -> Plan:
         known = replace(options, calibration=seen, tunings=tunings, gptq=read)
         if chosen is None:
-            return make_unchanged_plan(checkpoint, known, source.identity, recipe.architecture)
-        return make_plan(checkpoint, chosen, known, source.identity, recipe.architecture)
+            made = make_unchanged_plan(checkpoint, known, source.identity, recipe.architecture)
+        else:
+            made = make_plan(checkpoint, chosen, known, source.identity, recipe.architecture)
+        return replace(made, recipe=written(recipe, texts))
 
     run = Run(**values_for(Run, given))
     making = Calibrated(run, recipe, texts, plan)

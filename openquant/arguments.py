@@ -21,6 +21,7 @@ from .options import (
     Option,
     Push,
     Recipe,
+    Repeat,
     Run,
     Texts,
     flags_of,
@@ -157,8 +158,15 @@ COMPLETION = """in ~/.bashrc, ~/.zshrc, ~/.config/fish/config.fish:
 def compress_parser(prog: str) -> Parser:
     """The arguments of `compress-fp8` and `python compress_fp8.py`."""
     parser = Parser(prog, MODEL, EXAMPLES, version=True, description=COMPRESS)
-    parser.add_options(Recipe, Run, Push, CalibrationTexts, Command, without=("figure",))
+    parser.add_options(Recipe, Repeat, Run, Push, CalibrationTexts, Command, without=("figure",))
     parser.set_defaults(verb="compress")
+    return parser
+
+
+def recipe_parser() -> Parser:
+    """The arguments that a recipe may have."""
+    parser = Parser("openquant compress", "[options]")
+    parser.add_options(Recipe, CalibrationTexts)
     return parser
 
 
@@ -179,7 +187,7 @@ def verb_parser() -> Parser:
         return verbs.add_parser(name, help=about.rstrip("."), description=about, usage=usage, examples=examples)
 
     compress = add("compress", COMPRESS, MODEL, *EXAMPLES)
-    compress.add_options(Recipe, Run, Push, CalibrationTexts, Command, without=("figure",))
+    compress.add_options(Recipe, Repeat, Run, Push, CalibrationTexts, Command, without=("figure",))
     dequantize = add(
         "dequantize",
         "Turn a quantized checkpoint back into bfloat16 weights.",
@@ -232,6 +240,7 @@ def verb_parser() -> Parser:
     )
     explain.add_options(
         Recipe,
+        Repeat,
         Run,
         Explain,
         Command,

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import Parser, compress_parser, verb_parser
+from .arguments import Parser, compress_parser, recipe_parser, verb_parser
 from .console import Interrupts, Progress, Terminal, fail, mend_streams, print_json, require_told, say
 from .errors import OpenQuantError, UsageError
 from .interrupts import INTERRUPTED, MESSAGE, hint
@@ -196,11 +196,27 @@ def _push(given: Given, interrupts: Interrupts) -> int:
     return 0
 
 
+def _recipe(given: Given) -> dict[str, Any]:
+    """What is to be made: as a recipe has it, but for what else is given."""
+    said = {**values_for(Recipe, given), **_scheme(given), **values_for(CalibrationTexts, given)}
+    repeated: dict[str, Any] = {}
+    if given.get("recipe") is not None:
+        from .recipes import read
+
+        repeated = vars(recipe_parser().parse_args(read(Path(given["recipe"]))))
+        for names in (("calibration", "calibrate"), ("text", "dataset")):
+            # Of two that exclude each other, the one that is given.
+            if any(name in said for name in names):
+                repeated = {name: value for name, value in repeated.items() if name not in names}
+    recipe = {**repeated, **said}
+    recipe["scheme_for"] = _mapping(recipe.get("scheme_for", ()))
+    return recipe
+
+
 def _compress(given: Given, interrupts: Interrupts) -> int:
-    recipe = {**values_for(Recipe, given), **_scheme(given), **values_for(CalibrationTexts, given)}
+    recipe = _recipe(given)
     from .api import compress
 
-    recipe["scheme_for"] = _mapping(given.get("scheme_for", ()))
     return _run_and_report(partial(compress, **recipe), given, interrupts)
 
 
@@ -272,8 +288,7 @@ def _diagnose(given: Given, interrupts: Interrupts) -> int:
 def _explain(given: Given, interrupts: Interrupts) -> int:
     from .explanation import explain
 
-    recipe = {**values_for(Recipe, given), **_scheme(given), "scheme_for": _mapping(given.get("scheme_for", ()))}
-    found = explain(**recipe, **values_for(Run, given), **values_for(Explain, given))
+    found = explain(**_recipe(given), **values_for(Run, given), **values_for(Explain, given))
     if _command(given).json:
         print_json(found.to_json(), interrupts)
     else:

@@ -722,6 +722,22 @@ class Diagnose:
 
 
 @dataclass(frozen=True)
+class Repeat:
+    """A recipe whose options hold where no others are given."""
+
+    recipe: str | None = field(
+        default=None,
+        metadata=said(
+            "made as an output was: its .openquant.json",
+            WEIGHTS,
+            value="FILE",
+            read=filled,
+            completes="file",
+        ),
+    )
+
+
+@dataclass(frozen=True)
 class Explain:
     """Which layer is asked about."""
 

@@ -162,6 +162,7 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, rounding: Ro
         scratch=(scratch_bytes(source, source_needs(source, plan)) * ranks.size if prepared.run.stream else 0)
         + (rounding.missing(prepared) if rounding else 0),
         sources=lambda: {**prepared.stamps, **source.digests(prepared.checkpoint)},
+        recipe=plan.recipe,
     )
     with ExitStack() as stack:
         if source.remote or publisher:

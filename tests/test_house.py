@@ -13,7 +13,7 @@ FLOORS = (
     ("files",),
     ("formats",),
     ("options",),
-    ("weights", "packed"),
+    ("weights", "packed", "recipes"),
     ("plan",),
     ("convert", "hub", "forward", "texts"),
     ("measure",),

@@ -60,6 +60,7 @@ class OutputDirectory:
         scratch: bytes of other files that will be there for a while.
         sources: gives what every file of the source looks like: its digest, or a list of sizes and times. These may
             change though the bytes do not.
+        recipe: the options that all was asked for with; None where that is of no use.
 
     Attributes:
         resumed: whether an earlier run's work is continued, or already complete.
@@ -79,6 +80,7 @@ class OutputDirectory:
         at_once: int | None = None,
         scratch: int = 0,
         sources: Callable[[], Mapping[str, object]] = dict,
+        recipe: Mapping[str, object] | None = None,
     ) -> None:
         self.path = path
         self.digest = digest
@@ -90,6 +92,7 @@ class OutputDirectory:
         self.at_once = at_once
         self.scratch = scratch
         self._look = sources
+        self.recipe = recipe
         self.resumed = False
         self.complete = False
         self.moved: Set[str] = frozenset()
@@ -256,6 +259,8 @@ class OutputDirectory:
     def _journal(self, done: bool) -> bytes:
         files, sources = sorted(self.files), dict(sorted(self.sources.items()))
         record = {"format": FORMAT, "digest": self.digest, "done": done, "files": files, "sources": sources}
+        if self.recipe is not None:
+            record["recipe"] = self.recipe
         return (json.dumps(record, indent=1) + "\n").encode()
 
     def _read_journal(self) -> dict[str, Any] | None:

@@ -62,6 +62,7 @@ class Plan:
         identity: what tells the source from another with the same headers.
         tunings: what a calibration changes about weights before they are rounded, and other tensors.
         gptq: the texts by which GPTQ rounds; None if weights are rounded to nearest.
+        recipe: the options that it was made with, as the output has them; None if nobody asks for them again.
     """
 
     source: Checkpoint
@@ -74,6 +75,7 @@ class Plan:
     identity: str
     tunings: Tunings | None = None
     gptq: Mapping[str, Any] | None = None
+    recipe: Mapping[str, Any] | None = None
 
     @property
     def model(self) -> Model:

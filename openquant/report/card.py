@@ -17,6 +17,7 @@ from ..formats.cache import FLAG
 from ..patterns import collapse
 from ..plan.carried import tokens_of
 from ..plan.plan import Plan
+from ..recipes import command
 from ..version import __version__
 from .escape import markdown, terminal
 
@@ -218,6 +219,7 @@ def _section(plan: Plan, name: str, repo: str | None, revision: str | None, dire
         *([f"| scales | {WEIGHED.format(plan.tunings.weighed)} |"] if plan.tunings and plan.tunings.weighed else []),
         f"| size | {gigabytes(plan.source_bytes)} -> {gigabytes(plan.output_bytes)} |",
         f"| made with | openquant {__version__} |",
+        *([f"| recipe | {markdown(command(plan.recipe['options']))} |"] if plan.recipe else []),
         "",
         *left,
         readers(plan),

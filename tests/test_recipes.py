@@ -1,0 +1,165 @@
+"""Recipes: an output says what it was made with, and the same can be asked for again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from conftest import EXAMPLE, Run, tree
+from openquant import OpenQuantError, compress, dequantize, verify
+from openquant.arguments import recipe_parser
+from openquant.errors import UsageError
+from openquant.options import CalibrationTexts, Recipe, values_for
+from openquant.recipes import MAX_LETTERS, command, read, written
+
+FULL: dict[str, Any] = {
+    "scheme": "int4",
+    "group_size": "32",
+    "asymmetric": True,
+    "no_search": True,
+    "ignore": ["**.layers.0.**", "-- odd | `name`"],
+    "scheme_for": {"**.down_proj": "channel"},
+    "tp": 1,
+    "smooth": 0.25,
+    "samples": 7,
+    "dataset": "org/texts:train",
+}
+
+
+def recipe_in(out: Path) -> Any:
+    return json.loads((out / ".openquant.json").read_text())["recipe"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"scheme": "block", "ignore": ["**.o_proj"], "tp": 1},
+        {
+            "scheme": "channel",
+            "scheme_for": {"model.layers.{0,1}.mlp.*": "int8", "**.o_proj": "int4"},
+            "group_size": "64",
+        },
+        {"scheme": "none", "kv_cache": "fp8"},
+    ],
+)
+def test_a_recipe_gives_the_same_bytes(run: Run, tmp_path: Path, options: dict[str, Any]) -> None:
+    compress(EXAMPLE, tmp_path / "first", **options)
+    found = recipe_in(tmp_path / "first")
+    assert found["options"] == {"scheme": "tensor", **options}
+    for place in ("first", "first/.openquant.json"):
+        done = run("-m", EXAMPLE, "-o", "again", "--overwrite", "--recipe", tmp_path / place)
+        assert done.returncode == 0, done.stderr
+        assert tree(tmp_path / "here" / "again") == tree(tmp_path / "first")
+    assert verify(tmp_path / "first").problems == ()
+    assert "\n| recipe | &#45;-scheme " in (tmp_path / "first" / "README.md").read_text()
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    made = written(Recipe(**values_for(Recipe, FULL)), CalibrationTexts(**values_for(CalibrationTexts, FULL)))
+    assert made["options"] == FULL
+    (tmp_path / "alone.json").write_text(json.dumps(made))
+    read_again = vars(recipe_parser().parse_args(read(tmp_path / "alone.json")))
+    assert {**read_again, "scheme_for": dict(read_again["scheme_for"])} == FULL
+    assert command({"scheme": "int4", "ignore": ["**.a b"], "gptq": True}) == "--scheme int4 --ignore '**.a b' --gptq"
+
+
+def test_a_recipe_holds_nothing_of_the_machine(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    texts = CalibrationTexts(text=[tmp_path / "mine.jsonl"])
+    local = CalibrationTexts(dataset=f"{tmp_path / 'texts'}:train", samples=3)
+    recipe = Recipe("int8", calibration=tmp_path / "c.safetensors", smooth=0.5)
+    assert written(recipe, texts)["options"] == {
+        "scheme": "int8", "smooth": 0.5, "text": ["mine.jsonl"], "calibrate": True
+    }  # fmt: skip
+    assert written(recipe, local)["options"]["dataset"] == "texts:train"
+    compress(EXAMPLE, tmp_path / "out", "tensor")
+    dequantize(tmp_path / "out", tmp_path / "plain")
+    assert str(tmp_path) not in json.dumps(recipe_in(tmp_path / "out"))
+    assert "recipe" not in json.loads((tmp_path / "plain" / ".openquant.json").read_text())
+
+
+def test_options_beside_a_recipe_override_it(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text(json.dumps(written(Recipe("channel", ignore=["**.o_proj"]), CalibrationTexts())))
+    words = ("-m", EXAMPLE, "--recipe", tmp_path / "r.json", "--dry-run", "--json")
+    assert json.loads(run(*words).stdout)["schemes"] == {"channel": 24}
+    assert json.loads(run(*words, "--scheme", "int8").stdout)["schemes"] == {"int8": 24}
+    assert json.loads(run(*words, "-w", "128").stdout)["schemes"] == {"block": 24}
+    assert json.loads(run(*words, "--ignore", "**.k_proj").stdout)["schemes"] == {"channel": 16}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "recipe", "message"),
+    [
+        ("Qwen3ForCausalLM", Recipe("tensor", ignore=["**.experts.**"]), "--ignore **.experts.** matches no module"),
+        ("Qwen3ForCausalLM", Recipe("block", tp=7), "--tp 7 cannot serve this model: "),
+        ("Qwen3ForCausalLM", Recipe("tensor", architecture="NoClass"), "NoClass is not a known architecture; "),
+        (
+            "Mistral3ForConditionalGeneration",
+            Recipe("block"),
+            "Mistral3ForConditionalGeneration cannot be served with ",
+        ),
+    ],
+)
+def test_a_recipe_that_does_not_fit_is_refused_with_the_reason(
+    run: Run, tmp_path: Path, architecture: str, recipe: Recipe, message: str
+) -> None:
+    source = tiny.write(tmp_path / "source", architecture)
+    (tmp_path / "r.json").write_text(json.dumps(written(recipe, CalibrationTexts())))
+    done = run("-m", source, "-o", "out", "--recipe", tmp_path / "r.json")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {message}")
+
+
+BROKEN: list[tuple[object, str]] = [
+    ([], "{} holds no recipe"),
+    ({"digest": "x"}, "{} holds no recipe"),
+    ({"format": 1, "options": []}, "{} holds no recipe"),
+    ({"format": 2, "openquant": "9", "options": {}}, "{} is a recipe of format 2, this openquant reads 1"),
+    ({"format": 1, "options": {"push": "org/name"}}, "{} has 'push', which is no option of compress that a recipe has"),
+    ({"format": 1, "options": {"overwrite": True}}, "{} has 'overwrite', which is no option of compress"),
+    ({"format": 1, "options": {"calibration": "/etc/passwd"}}, "{} has 'calibration', which is no option of compress"),
+    ({"format": 1, "options": {"scheme": ["tensor"]}}, "{}: scheme is ['tensor'], which --scheme does not take"),
+    ({"format": 1, "options": {"gptq": "yes"}}, "{}: gptq is 'yes', which --gptq does not take"),
+    ({"format": 1, "options": {"tp": True}}, "{}: tp is True, which --tp does not take"),
+    ({"format": 1, "options": {"ignore": "a"}}, "{}: ignore is 'a', which --ignore does not take"),
+    ({"format": 1, "options": {"ignore": [1]}}, "{}: ignore is [1], which --ignore does not take"),
+    ({"format": 1, "options": {"scheme_for": {"a": 1}}}, "{}: scheme_for is {{'a': 1}}, which --scheme-for does not"),
+    ({"format": 1, "options": {"architecture": "x" * (MAX_LETTERS + 1)}}, "{}: architecture is 'xxx"),
+]
+
+
+@pytest.mark.parametrize(("held", "message"), BROKEN)
+def test_what_is_no_recipe_is_refused(tmp_path: Path, held: object, message: str) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(held))
+    with pytest.raises(UsageError) as caught:
+        read(path)
+    assert caught.value.message.startswith(message.format(path))
+
+
+def test_values_are_those_of_the_command(tmp_path: Path) -> None:
+    for options, message in (
+        ({"scheme": "int3"}, "argument --scheme: invalid choice: 'int3'"),
+        ({"tp": "many"}, "argument --tp: invalid int value: 'many'"),
+        ({"ignore": ["--push-to-hub"]}, None),
+    ):
+        (tmp_path / "r.json").write_text(json.dumps({"format": 1, "options": options}))
+        words = read(tmp_path / "r.json")
+        if message is None:
+            assert vars(recipe_parser().parse_args(words)) == options
+        else:
+            with pytest.raises(UsageError) as caught:
+                recipe_parser().parse_args(words)
+            assert caught.value.message.startswith(message)
+
+
+def test_a_recipe_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text("{")
+    for path in (tmp_path / "nowhere", tmp_path / "r.json", tmp_path):
+        with pytest.raises(OpenQuantError, match=str(path)):
+            read(path)
