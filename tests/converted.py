@@ -9,7 +9,6 @@ from typing import NamedTuple
 import tiny
 from openquant import Result, compress
 from openquant.formats.schemes import TENSOR, VARIANTS, Scheme
-from openquant.models import MODELS
 
 Stamps = dict[Path, tuple[int, int, int]]
 
@@ -69,7 +68,8 @@ class Shelf:
         key = (architecture, shards, scheme.suffix)
         if key not in self._made:
             output = source.parent / f"source{scheme.suffix}"
-            ignore = ["**.experts.**"] if MODELS[architecture].experts and not scheme.expert_engines else []
+            experts = any(".experts." in name for name in tiny.shapes(architecture))
+            ignore = ["**.experts.**"] if experts and not scheme.expert_engines else []
             result = compress(source, output, **asking(scheme), ignore=ignore)
             self._keep(output)
             self._made[key] = Converted(source, output, result)

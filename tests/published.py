@@ -9,6 +9,7 @@ from pathlib import Path
 
 from openquant.files.checkpoint import Checkpoint
 from openquant.files.tensors import Location, TensorInfo
+from openquant.models import MODELS
 
 NAMES = Path(__file__).parent / "names"
 _RANGES = re.compile(r"\{([\d.,]+)\}")
@@ -50,8 +51,9 @@ def described(text: str, architecture: str) -> Checkpoint:
     for full, info in tensors.items():
         where[full] = Location("model.safetensors", offset)
         offset += info.nbytes
-    if architecture.endswith("ForConditionalGeneration"):
-        config = {"text_config": config}
+    inside = MODELS[architecture].text_config if architecture in MODELS else None
+    for key in reversed(inside.split(".")) if inside else ():
+        config = {key: config}
     if quantization is not None:
         config["quantization_config"] = quantization
     return Checkpoint(

@@ -18,6 +18,7 @@ class Small:
         config: what config.json says beside or instead of tiny.COMMON; where it has a text_config, that does.
         vision: its vision_config, for wrappers.
         beside: what config.json of a wrapper says beside these two, such as an audio_config.
+        inside: the key of config.json under which these are, where that is not its top.
         made_as: the architecture and model type that transformers makes it as, where it knows it by another name.
         renames: prefixes that transformers saves, as published files have them.
         drop: expression of names that published files do not hold.
@@ -31,6 +32,7 @@ class Small:
     config: Mapping[str, Any] = field(default_factory=dict)
     vision: Mapping[str, Any] | None = None
     beside: Mapping[str, Any] = field(default_factory=dict)
+    inside: str | None = None
     made_as: tuple[str, str] | None = None
     renames: Mapping[str, str] = field(default_factory=dict)
     drop: str | None = None

@@ -258,7 +258,10 @@ def config(architecture: str, common: dict[str, Any]) -> dict[str, Any]:
         return {**top, **text}
     towers = {"vision_config": dict(small.vision)} if small.vision else {}
     rest = {key: text[key] for key in ("dtype", "tie_word_embeddings")}
-    return {**top, "text_config": text, **towers, **rest, **small.beside}
+    found = {"text_config": text, **towers, **rest}
+    if small.inside:
+        found = {small.inside: {**found, **small.beside[small.inside]}}
+    return {**top, **small.beside, **found}
 
 
 @cache

@@ -19,6 +19,7 @@ from small import (
     QWEN3_VISION,
     QWEN_MOE,
     QWEN_VISION,
+    ROPE,
     SLIDING,
     Small,
     stacks,
@@ -36,6 +37,7 @@ CLIP = {
 SIGLIP = {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False}
 IDEFICS = {**CLIP, "model_type": "idefics3_vision"}
 INTERNVL = {**CLIP, "model_type": "internvl_vision", "image_size": [56, 56], "patch_size": [14, 14]}
+QIANFAN = {**CLIP, "model_type": "qianfan_ocr_vision"}
 GLM_VISION = {
     "depth": 1,
     "hidden_size": 128,
@@ -49,6 +51,25 @@ GLM_VISION = {
 }
 TOKEN = {"image_token_id": 7}
 
+AUDIO = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_mel_bins": 16,
+    "max_source_positions": 16,
+}
+WHISPER = {
+    "d_model": 128,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 256,
+    "num_mel_bins": 16,
+    "max_source_positions": 16,
+}
+
+LANGUAGE_LAYERS = {"language_model.model.encoder.": "language_model.model."}
+TALKER = {"talker.model.layers.0.self_attn.q_proj.weight": (128, 128)}
 # transformers 5 leaves vision_model out as it saves.
 VISION_MODEL = {"vision_tower.": "vision_tower.vision_model."}
 MODEL_VISION_MODEL = {"model.vision_tower.": "model.vision_tower.vision_model."}
@@ -226,5 +247,184 @@ WRAPPERS = {
             "output_proj_dims": 128,
         },
         beside={"audio_config": {"model_type": "gemma4_unified_audio", "audio_embed_dim": 64}},
+    ),
+    "AudioFlamingo3ForConditionalGeneration": Small(
+        "audioflamingo3",
+        {"model_type": "qwen2"},
+        beside={"audio_token_id": 7, "audio_config": {**AUDIO, "model_type": "audioflamingo3_encoder"}},
+        # transformers lists it among no language models.
+        streamed=False,
+    ),
+    "GlmAsrForConditionalGeneration": Small(
+        "glmasr",
+        {"model_type": "llama"},
+        beside={
+            "audio_token_id": 7,
+            "audio_config": {
+                "model_type": "glmasr_encoder",
+                "hidden_size": 128,
+                "intermediate_size": 512,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_mel_bins": 16,
+                "max_position_embeddings": 16,
+            },
+        },
+    ),
+    "GraniteSpeechForConditionalGeneration": Small(
+        "granite_speech",
+        {"model_type": "granite"},
+        beside={
+            "audio_token_index": 7,
+            "has_lora_adapter": False,
+            "encoder_config": {
+                "model_type": "granite_speech_encoder",
+                "num_layers": 1,
+                "hidden_dim": 128,
+                "num_heads": 2,
+                "dim_head": 64,
+                "output_dim": 8,
+                "input_dim": 32,
+            },
+            "projector_config": {
+                "model_type": "blip_2_qformer",
+                "hidden_size": 128,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "intermediate_size": 256,
+                "encoder_hidden_size": 128,
+            },
+        },
+    ),
+    "PaddleOCRVLForConditionalGeneration": Small(
+        "paddleocr_vl",
+        {"model_type": "paddleocr_vl_text", **MROPE, "use_bias": False},
+        vision={**CLIP, "model_type": "paddleocr_vl_vision"},
+        beside=TOKEN,
+    ),
+    "QianfanOCRForConditionalGeneration": Small(
+        "qianfan_ocr",
+        {"model_type": "qwen3"},
+        vision=QIANFAN,
+        beside=TOKEN,
+        renames=LANGUAGE_LAYERS,
+    ),
+    "MiniCPMV4_6ForConditionalGeneration": Small(
+        "minicpmv4_6",
+        {**QWEN3_5, "model_type": "qwen3_5_text"},
+        vision={**SIGLIP, "model_type": "minicpmv4_6_vision", "insert_layer_id": 0},
+        beside={"image_token_id": 7, "insert_layer_id": 0},
+        zero_norms=True,
+    ),
+    "MiniCPMV4_7ForConditionalGeneration": Small(
+        "minicpmv4_7",
+        {**QWEN3_5, "model_type": "qwen3_5_text"},
+        vision={**SIGLIP, "model_type": "minicpmv4_7_vision", "insert_layer_id": 0},
+        beside={"image_token_id": 7, "insert_layer_id": 0},
+        zero_norms=True,
+    ),
+    "CohereCompassForConditionalGeneration": Small(
+        "cohere_compass",
+        {
+            **COHERE,
+            **SLIDING,
+            "rope_parameters": dict.fromkeys(SLIDING["layer_types"], MROPE["rope_parameters"]),
+            "model_type": "cohere_compass_text",
+        },
+        vision={**QWEN3_VISION, "model_type": "cohere_compass_vision"},
+        beside=TOKEN,
+    ),
+    "Ernie4_5_VLMoeForConditionalGeneration": Small(
+        "ernie4_5_vl_moe",
+        {
+            "model_type": "ernie4_5_vl_moe_text",
+            "use_bias": False,
+            "moe_intermediate_size": [256, 128],
+            "moe_k": 2,
+            "moe_num_experts": 4,
+            "moe_num_shared_experts": 1,
+            "mlp_layer_types": ["dense", "sparse"],
+            "rope_parameters": {**ROPE, "mrope_section": [11, 11, 10]},
+        },
+        vision={
+            "model_type": "ernie4_5_vl_moe_vision",
+            "embed_dim": 128,
+            "in_chans": 3,
+            "mlp_ratio": 2,
+            "depth": 1,
+            "hidden_size": 128,
+            "num_heads": 2,
+            "patch_size": 14,
+            "intermediate_size": 256,
+            "spatial_merge_size": 2,
+            "temporal_merge_size": 2,
+        },
+        beside={"image_token_id": 7},
+    ),
+    "Granite4VisionForConditionalGeneration": Small(
+        "granite4_vision",
+        {"model_type": "granite4_vision_text", "embedding_multiplier": 12.0},
+        vision={**SIGLIP, "num_hidden_layers": 2},
+        beside={
+            "image_token_index": 7,
+            "downsample_rate": "1/2",
+            "deepstack_layer_map": [[-1, 0]],
+            "image_grid_pinpoints": [[56, 112]],
+        },
+        renames=MODEL_VISION_MODEL,
+    ),
+    "InternVLChatModel": Small(
+        "qianfan_ocr",
+        {"model_type": "qwen2"},
+        vision=QIANFAN,
+        beside={**TOKEN, "ps_version": "v2"},
+        made_as=("QianfanOCRForConditionalGeneration", "qianfan_ocr"),
+        renames=LANGUAGE_LAYERS,
+        streamed=False,
+    ),
+    "Qwen2_5OmniForConditionalGeneration": Small(
+        "qwen2_5_omni",
+        {"model_type": "qwen2_5_omni_text", **MROPE},
+        vision={**QWEN_VISION, "model_type": "qwen2_5_omni_vision_encoder"},
+        beside={
+            "enable_audio_output": False,
+            "thinker_config": {
+                "model_type": "qwen2_5_omni_thinker",
+                "audio_config": {
+                    **WHISPER,
+                    "model_type": "qwen2_5_omni_audio_encoder",
+                    "output_dim": 256,
+                    "n_window": 8,
+                },
+            },
+        },
+        inside="thinker_config",
+        extra=TALKER,
+        streamed=False,
+    ),
+    "Qwen3OmniMoeForConditionalGeneration": Small(
+        "qwen3_omni_moe",
+        {**MOE, "model_type": "qwen3_omni_moe_text", "decoder_sparse_step": 1, "mlp_only_layers": [], **MROPE},
+        vision={
+            **QWEN3_VISION,
+            "model_type": "qwen3_omni_moe_vision_encoder",
+            "image_size": 64,
+            "apply_vit_abs_pos_embed": True,
+        },
+        beside={
+            "enable_audio_output": False,
+            "thinker_config": {
+                "model_type": "qwen3_omni_moe_thinker",
+                "audio_config": {
+                    **WHISPER,
+                    "model_type": "qwen3_omni_moe_audio_encoder",
+                    "output_dim": 256,
+                    "downsample_hidden_size": 32,
+                },
+            },
+        },
+        inside="thinker_config",
+        extra=TALKER,
+        streamed=False,
     ),
 }

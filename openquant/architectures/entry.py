@@ -245,7 +245,8 @@ class Model:
         joined: sets that engines merge.
         experts: routed experts.
         splits: tensor parallelism.
-        text_config: config.json key under which the language model's sizes are; None for the top level.
+        text_config: config.json key under which the language model's sizes are, or several joined by dots; None for
+            the top level.
         draft_layers: config key that counts the decoder layers, where files hold more: those beyond are draft
             layers (multi-token prediction), which stay as they are. The number is `layers`'s first `*`.
         spellings: groups of equivalent prefixes. A listed module whose name begins with one prefix of a group
@@ -322,9 +323,11 @@ def absolute(model: Model, patterns: Iterable[str]) -> list[str]:
 
 
 EMBEDDING = Keep(
-    "{model,language_model.model,model.language_model,model.text_model}.embed_tokens", "embedding", divided=True
+    "{model,language_model.model,model.language_model,model.text_model,thinker.model}.embed_tokens",
+    "embedding",
+    divided=True,
 )
-HEAD = Keep("{lm_head,language_model.lm_head}", "output head", divided=True)
+HEAD = Keep("{lm_head,language_model.lm_head,thinker.lm_head}", "output head", divided=True)
 ROUTER = "router"
 DRAFT = "draft layer"
 # What engines never build as a quantized Linear, listed or not.

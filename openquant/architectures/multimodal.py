@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .dense import GEMMA4, GLM4, LLAMA, WINDOWS
-from .entry import Experts, Joined, Refusal, SGLang, Stacked
-from .experts import GLM4_MOE, LLAMA4, MTP, QWEN3_MOE
+from .entry import ROUTER, Experts, Joined, Keep, Refusal, SGLang, Stacked
+from .experts import ERNIE_MOE, GLM4_MOE, LLAMA4, MTP, NAMELESS_HEAD, QWEN3_MOE
 from .hybrid import EITHER, LFM2, QWEN3_5, QWEN3_5_MOE
 from .parts import IF_ASKED, NO_CACHE, NO_GROUPS, RENAMED, wrapped
 
@@ -139,6 +139,74 @@ GLM4V = wrapped(
 
 AUDIO = ("audio_tower", "multi_modal_projector")
 
+QWEN2_AUDIO = wrapped(LLAMA, "Qwen2AudioForConditionalGeneration", *AUDIO, spellings=(LANGUAGE_MODEL,))
+PADDLE_OCR = wrapped(
+    replace(
+        LLAMA,
+        # vLLM 0.32.0 models/paddleocr_vl.py has no packed_modules_mapping.
+        joined=(*LLAMA.joined, Joined("visual.vision_model.encoder.layers.*.self_attn.{q,k,v}_proj", "qkv_proj")),
+    ),
+    "PaddleOCRVLForConditionalGeneration",
+    "visual",
+    "mlp_AR",
+    layers="model.layers.*",
+)
+# Whatever language model is in it, dense or with experts, as in INTERNVL (vLLM 0.32.0 models/internvl.py:615).
+QIANFAN = wrapped(
+    QWEN3_MOE,
+    "QianfanOCRForConditionalGeneration",
+    "vision_model",
+    "mlp1",
+    layers="language_model.model.layers.*",
+    # transformers 5.23 cuts the tower's qkv apart, which it refuses where anything is quantized.
+    transformers_reads_blocks=False,
+)
+# What listens and thinks; vLLM 0.32.0 leaves out what speaks (models/qwen3_omni_moe_thinker.py:1635). It builds the
+# towers without "thinker.".
+OMNI_TOWERS = ("visual", "audio_tower")
+QWEN2_5_OMNI = wrapped(
+    replace(LLAMA, joined=(*LLAMA.joined, Joined("thinker.visual.blocks.*.attn.{q,k,v}", "qkv"))),
+    "Qwen2_5OmniForConditionalGeneration",
+    *(f"thinker.{tower}" for tower in OMNI_TOWERS),
+    "talker",
+    "token2wav",
+    layers="thinker.model.layers.*",
+    text_config="thinker_config.text_config",
+    towers=OMNI_TOWERS,
+    transformers_reads_blocks=False,
+)
+QWEN3_OMNI = wrapped(
+    QWEN3_MOE,
+    "Qwen3OmniMoeForConditionalGeneration",
+    *(f"thinker.{tower}" for tower in OMNI_TOWERS),
+    "talker",
+    "code2wav",
+    layers="thinker.model.layers.*",
+    text_config="thinker_config.text_config",
+    towers=OMNI_TOWERS,
+    # models/qwen3_omni_moe_thinker.py:1152
+    head_refused=NAMELESS_HEAD,
+    sglang=SGLang(
+        (Refusal(None, None, "it quantizes the towers, which it looks up by names not in the list", "vLLM loads it"),)
+    ),
+    transformers_reads_blocks=False,
+)
+# Experts of texts, then those of images, which are smaller; each half has a router and a name of its own in vLLM 0.32.0
+# (models/ernie45_vl_moe.py:243).
+ERNIE_VL = wrapped(
+    replace(ERNIE_MOE, keep=(*ERNIE_MOE.keep, Keep(".mlp.gate.weight_1", ROUTER))),
+    "Ernie4_5_VLMoeForConditionalGeneration",
+    "vision_model",
+    "resampler_model",
+    layers="model.layers.*",
+    transformers_reads_blocks=False,
+    renames=tuple(
+        (f".mlp.{part}", f".mlp.{half}_experts{end}")
+        for part, end in (("experts", ""), ("gate", "_gate"))
+        for half in ("text", "vision")
+    ),
+)
+
 ENTRIES = (
     LLAVA,
     *(
@@ -160,7 +228,28 @@ ENTRIES = (
         sglang=NO_GROUPS,
     ),
     wrapped(GEMMA4, "Gemma4UnifiedForConditionalGeneration", "vision_embedder", "embed_vision", "embed_audio"),
-    wrapped(LLAMA, "Qwen2AudioForConditionalGeneration", *AUDIO),
+    QWEN2_AUDIO,
+    replace(QWEN2_AUDIO, name="GlmAsrForConditionalGeneration"),
+    replace(QWEN2_AUDIO, name="AudioFlamingo3ForConditionalGeneration", sglang=NO_GROUPS),
+    wrapped(LLAMA, "GraniteSpeechForConditionalGeneration", "encoder", "projector", sglang=NO_GROUPS),
+    wrapped(
+        CLIP,
+        "Granite4VisionForConditionalGeneration",
+        "vision_tower",
+        "layerwise_projectors",
+        "spatial_projectors",
+        spellings=(LANGUAGE_MODEL, TOWER),
+    ),
+    *(wrapped(QWEN3_5, f"MiniCPMV4_{number}ForConditionalGeneration", "vision_tower", "merger") for number in (6, 7)),
+    PADDLE_OCR,
+    QIANFAN,
+    replace(QIANFAN, name="InternVLChatModel", text_config="llm_config"),
+    QWEN2_5_OMNI,
+    QWEN3_OMNI,
+    wrapped(
+        replace(LLAMA, windows=WINDOWS["Cohere2"]), "CohereCompassForConditionalGeneration", "visual", sglang=NO_GROUPS
+    ),
+    ERNIE_VL,
     GEMMA3_WRAPPED,
     MISTRAL3_WRAPPED,
     QWEN2_VL,

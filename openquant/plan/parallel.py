@@ -26,7 +26,9 @@ class ParallelSize:
 
 def text_config(checkpoint: Checkpoint, model: Model) -> dict[str, Any]:
     """The part of config.json with the language model's sizes; older files have them all at the top."""
-    inner = checkpoint.config.get(model.text_config) if model.text_config else None
+    inner: Any = checkpoint.config
+    for key in model.text_config.split(".") if model.text_config else ():
+        inner = inner.get(key) if isinstance(inner, dict) else None
     return inner if isinstance(inner, dict) else checkpoint.config
 
 

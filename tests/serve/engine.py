@@ -63,6 +63,7 @@ CPUS = {int(number) for number in os.environ["ENGINE_CPUS"].split()}
 def vocabulary_of(directory: Path) -> int:
     """How many tokens a model knows."""
     config = json.loads((directory / "config.json").read_text())
+    config = config.get("thinker_config", config)
     return config.get("text_config", config)["vocab_size"]
 
 

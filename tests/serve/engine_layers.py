@@ -15,7 +15,14 @@ import tiny
 from openquant.models import MODELS
 
 # vLLM's CPU build has no sparse attention.
-UNBUILT = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+UNBUILT = (
+    "DeepseekV32ForCausalLM",
+    "GlmMoeDsaForCausalLM",
+    # Its moe_num_experts[0] is a number in transformers' configuration (models/ernie45_vl_moe.py:209).
+    "Ernie4_5_VLMoeForConditionalGeneration",
+    # "You cannot pass text prompts when `skip_tokenizer_init=True`"; it is what Qianfan-OCR derives from, which is served.
+    "InternVLChatModel",
+)
 
 # What engine.py's `layers` says, by model.
 Layers = Mapping[str, "dict[str, Any] | EngineError"]
@@ -23,7 +30,7 @@ Layers = Mapping[str, "dict[str, Any] | EngineError"]
 
 def usual(module: str) -> str:
     """A name without what tells the engine's from the checkpoint's."""
-    module = re.sub(r"^(model\.language_model|language_model(\.model)?|model|backbone)\.", "", module)
+    module = re.sub(r"^(thinker(\.model)?|model\.language_model|language_model(\.model)?|model|backbone)\.", "", module)
     return module.replace(".short_conv.", ".conv.").replace(".moe.share_expert.", ".share_expert.")
 
 

@@ -46,7 +46,9 @@ QWEN3_MOE = "Qwen3MoeForCausalLM"
 NOT_RUN = {
     "DeepseekV32ForCausalLM": "sparse attention",
     "Ernie4_5_MoeForCausalLM": "FP8 experts with a bias",
+    "Ernie4_5_VLMoeForConditionalGeneration": "not built",
     "GlmMoeDsaForCausalLM": "sparse attention",
+    "InternVLChatModel": "not built",
     # '_lib_fn_wrapper' object has no attribute 'get', in vllm/triton_utils/dispatcher.py:139.
     "KimiK25ForConditionalGeneration": "what the class imports, among which it looks for kernels to replace",
     "MiniMaxM2ForCausalLM": "a router with sigmoids",
@@ -115,8 +117,10 @@ FURTHER = {
     "Gemma4ForCausalLM": 0.1,
     "Gemma4ForConditionalGeneration": 0.1,
     "Gemma4UnifiedForConditionalGeneration": 0.1,
+    "Granite4VisionForConditionalGeneration": 0.03,
     "GraniteForCausalLM": 0.03,
     "GraniteMoeForCausalLM": 0.05,
+    "GraniteSpeechForConditionalGeneration": 0.03,
     "HunYuanMoEV1ForCausalLM": 0.02,
     "MixtralForCausalLM": 0.02,
     # 0.0074 per tensor, 0.0088 in blocks: its router leaves experts out by a threshold.
