@@ -322,6 +322,8 @@ WRAPPERS = {
         vision={**SIGLIP, "model_type": "minicpmv4_7_vision", "insert_layer_id": 0},
         beside={"image_token_id": 7, "insert_layer_id": 0},
         zero_norms=True,
+        # transformers 5.16, the oldest that models are run with, has it not.
+        streamed=False,
     ),
     "CohereCompassForConditionalGeneration": Small(
         "cohere_compass",
