@@ -9,6 +9,7 @@ import json
 import re
 import tempfile
 import warnings
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -38,6 +39,20 @@ from small import (
 from zoo_mixed import MIXED
 from zoo_wrappers import WRAPPERS
 
+LLAMA_ALIAS = Small("llama", made_as=("LlamaForCausalLM", "llama"))
+LLAMA_LIKE = replace(LLAMA_ALIAS, streamed=False)
+EXAONE_MOE = Small(
+    "exaone_moe",
+    {
+        **MOE,
+        **SLIDING,
+        "num_shared_experts": 1,
+        "mlp_layer_types": ["dense", "sparse"],
+        "is_moe_layer": [False, True],
+        "n_group": 1,
+        "topk_group": 1,
+    },
+)
 ZOO = {
     "Ministral3ForCausalLM": Small(
         "ministral3",
@@ -57,6 +72,23 @@ ZOO = {
             "model.mtp_layers.0.final_layernorm.weight": (256,),
         },
     ),
+    # Only their own code reads their model types, or none does any more.
+    "LLaMAForCausalLM": LLAMA_ALIAS,
+    "InternLM3ForCausalLM": LLAMA_ALIAS,
+    "IQuestCoderForCausalLM": LLAMA_ALIAS,
+    "TeleChat3ForCausalLM": LLAMA_ALIAS,
+    "SolarForCausalLM": replace(
+        LLAMA_LIKE, config={"bskcn_1": [], "bskcn_2": [], "bskcn_3": [], "bskcn_4": [], "bskcn_tv": [0.9, 0.8]}
+    ),
+    "MiniCPMForCausalLM": replace(LLAMA_LIKE, config={"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 128}),
+    "OrionForCausalLM": replace(
+        LLAMA_LIKE,
+        extra={
+            "model.norm.bias": (256,),
+            **{f"model.layers.{n}.{at}_layernorm.bias": (256,) for n in (0, 1) for at in ("input", "post_attention")},
+        },
+    ),
+    "PanguEmbeddedForCausalLM": replace(LLAMA_LIKE, config={"attention_bias": True}),
     "GemmaForCausalLM": Small("gemma", GEMMA, zero_norms=True),
     "Gemma2ForCausalLM": Small(
         "gemma2", {**GEMMA, "query_pre_attn_scalar": 64, "sliding_window": 512}, zero_norms=True
@@ -65,6 +97,7 @@ ZOO = {
     "Olmo2ForCausalLM": Small("olmo2"),
     "Olmo3ForCausalLM": Small("olmo3", SLIDING),
     "GraniteForCausalLM": Small("granite"),
+    "GraniteSWAForCausalLM": Small("granite_swa", {**SLIDING, "attention_sinks": True}),
     "SmolLM3ForCausalLM": Small("smollm3", {"no_rope_layers": [1, 0]}),
     "Exaone4ForCausalLM": Small("exaone4", {**SLIDING, "sliding_window_pattern": "LG"}),
     "CohereForCausalLM": Small("cohere", COHERE),
@@ -78,6 +111,24 @@ ZOO = {
     "GlmForCausalLM": Small("glm"),
     "ArceeForCausalLM": Small("arcee", {"hidden_act": "relu2"}),
     "ApertusForCausalLM": Small("apertus", {"hidden_act": "xielu"}),
+    "NemotronForCausalLM": Small("nemotron", {"hidden_act": "relu2", "norm_eps": 1e-05, "partial_rotary_factor": 0.5}),
+    "Jais2ForCausalLM": Small("jais2", {"hidden_act": "relu2", "attention_bias": True, "mlp_bias": True}),
+    "HyperCLOVAXForCausalLM": Small("hyperclovax", {"attention_multiplier": 0.125}),
+    "Rnj1ForCausalLM": Small(
+        "gemma3_text",
+        {
+            **GEMMA,
+            **SLIDING,
+            "rope_parameters": GEMMA4["rope_parameters"],
+            "query_pre_attn_scalar": 64,
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": False,
+        },
+        made_as=("Gemma3ForCausalLM", "gemma3_text"),
+        zero_norms=True,
+        streamed=False,
+    ),
+    "VaultGemmaForCausalLM": Small("vaultgemma", {**GEMMA, **SLIDING, "query_pre_attn_scalar": 64}, zero_norms=True),
     "Starcoder2ForCausalLM": Small(
         "starcoder2",
         {"use_bias": True, "norm_epsilon": 1e-05, "hidden_act": "gelu_pytorch_tanh", "sliding_window": None},
@@ -114,6 +165,10 @@ ZOO = {
     "Qwen2MoeForCausalLM": Small("qwen2_moe", QWEN_MOE),
     "OlmoeForCausalLM": Small("olmoe", {**MOE, "intermediate_size": 128, "num_key_value_heads": 4}),
     "GraniteMoeForCausalLM": Small("granitemoe", LOCAL_MOE),
+    "GraniteMoeSharedForCausalLM": Small("granitemoeshared", {**LOCAL_MOE, "shared_intermediate_size": 256}),
+    "GraniteMoeSWAForCausalLM": Small(
+        "granitemoe_swa", {**LOCAL_MOE, **SLIDING, "shared_intermediate_size": 256, "attention_sinks": True}
+    ),
     "HunYuanMoEV1ForCausalLM": Small(
         "hunyuan_v1_moe",
         {
@@ -138,18 +193,8 @@ ZOO = {
             "use_bias": False,
         },
     ),
-    "ExaoneMoeForCausalLM": Small(
-        "exaone_moe",
-        {
-            **MOE,
-            **SLIDING,
-            "num_shared_experts": 1,
-            "mlp_layer_types": ["dense", "sparse"],
-            "is_moe_layer": [False, True],
-            "n_group": 1,
-            "topk_group": 1,
-        },
-    ),
+    "ExaoneMoeForCausalLM": EXAONE_MOE,
+    "ExaoneMoEForCausalLM": replace(EXAONE_MOE, made_as=("ExaoneMoeForCausalLM", "exaone_moe")),
     "AfmoeForCausalLM": Small(
         "afmoe",
         {

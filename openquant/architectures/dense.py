@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .entry import DRAFT, Cached, Joined, Keep, SGLang, Split, Windows
+from .entry import DRAFT, Cached, Joined, Keep, Refusal, SGLang, Split, Windows
 from .parts import (
     ATTENTION,
     FORMATS,
@@ -34,7 +34,10 @@ WINDOWS = {
     "Exaone4": Windows(4, PATTERN),
     "Gemma2": Windows(2),
     "Gemma3": Windows(6, PATTERN),
+    "GraniteSWA": Windows(4, first=True),
     "Olmo3": Windows(4),
+    "Rnj1": Windows(6, PATTERN),
+    "VaultGemma": Windows(2),
     "Qwen2": IF_ASKED,
     "Qwen3": IF_ASKED,
     "SmolLM3": IF_ASKED,
@@ -111,15 +114,19 @@ GEMMA4 = model(
     windows=Windows(6),
 )
 
+# SGLang has no class of these.
+SGLANG_HAS_NONE = ("LLaMA", "TeleChat3", "PanguEmbedded", "Rnj1")
 # By what SGLang does not load of them.
 DENSE_NAMES = {
-    SCALES_LOST: ("Llama", "Mistral", "Ministral3"),
-    SGLang(): ("Qwen2", "Qwen3", "Gemma3", "Exaone4", "Cohere", "Cohere2"),
-    NO_SCALES: ("Gemma", "Olmo2", "Olmo3", "Granite"),
+    SCALES_LOST: ("Llama", "Mistral", "Ministral3", "InternLM3", "IQuestCoder"),
+    SGLang(): ("Qwen2", "Qwen3", "Gemma3", "Exaone4", "Cohere", "Cohere2", *SGLANG_HAS_NONE),
+    NO_SCALES: ("Gemma", "Olmo2", "Olmo3", "Granite", "GraniteSWA", "MiniCPM"),
     PLAIN_ATTENTION: ("Olmo",),
-    NO_GROUPS: ("SmolLM3", "SeedOss", "Cwm", "Ernie4_5"),
+    NO_GROUPS: ("SmolLM3", "SeedOss", "Cwm", "Ernie4_5", "HyperCLOVAX", "VaultGemma"),
     NAMELESS: ("Gemma2",),
     SGLang(head=HEAD_IN_BFLOAT16, alike=FORMATS): ("HunYuanDenseV1",),
+    # SGLang 0.5.23 models/solar.py:407 has pairs in packed_modules_mapping.
+    SGLang((Refusal(None, None, "its table of joined layers is broken", "vLLM loads it"),)): ("Solar",),
 }
 ENTRIES = (
     *(
@@ -133,6 +140,7 @@ ENTRIES = (
     model("GlmForCausalLM", ATTENTION, GATE_UP_TENSOR),
     ARCEE,
     replace(ARCEE, name="ApertusForCausalLM"),
+    *(replace(ARCEE, name=f"{name}ForCausalLM", sglang=NO_GROUPS) for name in ("Nemotron", "Jais2")),
     model("Starcoder2ForCausalLM", ATTENTION, plain(".mlp", "c_fc", "c_proj")),
     model(
         "PhiForCausalLM",
@@ -141,5 +149,7 @@ ENTRIES = (
         sglang=SGLang(head=HEAD_IN_BFLOAT16, alike=FORMATS),
     ),
     STABLELM,
+    # models/orion.py has no packed_modules_mapping either; transformers 5.23 has no such class.
+    replace(STABLELM, name="OrionForCausalLM", sglang=NO_SCALES, transformers_reads_blocks=False),
     GEMMA4,
 )

@@ -73,6 +73,35 @@ GRANITE_EXPERTS = replace(
 )
 # transformers 5.23 wants its stacks.
 GRANITE_MOE = model("GraniteMoeForCausalLM", ATTENTION, GRANITE_EXPERTS, transformers_reads_blocks=False)
+# Gate and up are one tensor in what they all read as well.
+GRANITE_SHARED = Part(
+    (".shared_mlp.{input_linear,output_linear}",),
+    splits=(
+        Split(".shared_mlp.input_linear", "out", parts=(None, None)),
+        Split(".shared_mlp.output_linear", "in"),
+    ),
+)
+GRANITE_MOE_SHARED = model(
+    "GraniteMoeSharedForCausalLM", ATTENTION, GRANITE_EXPERTS, GRANITE_SHARED, transformers_reads_blocks=False
+)
+# The same with experts as transformers 5 has them, gate and up in one stack.
+GRANITE_MOE_SWA = model(
+    "GraniteMoeSWAForCausalLM",
+    ATTENTION,
+    replace(
+        routed(
+            ".block_sparse_moe.experts",
+            experts=Experts(
+                ".block_sparse_moe.experts",
+                stacked=(Stacked("gate_up_proj", ("gate_proj", "up_proj")), Stacked("down_proj", ("down_proj",))),
+            ),
+        ),
+        keep=(Keep(".block_sparse_moe.router", ROUTER),),
+    ),
+    GRANITE_SHARED,
+    transformers_reads_blocks=False,
+    windows=Windows(4, first=True),
+)
 
 # The router is `gate.wg`, which vLLM's Transformers backend quantizes unless it is listed.
 HUNYUAN_MOE = model(
@@ -204,9 +233,12 @@ ENTRIES = (
     QWEN3_MOE,
     model("OlmoeForCausalLM", ATTENTION, ROUTED, sglang=NO_SCALES),
     GRANITE_MOE,
+    GRANITE_MOE_SHARED,
+    GRANITE_MOE_SWA,
     HUNYUAN_MOE,
     ERNIE_MOE,
     EXAONE_MOE,
+    replace(EXAONE_MOE, name="ExaoneMoEForCausalLM"),
     AFMOE,
     GLM4_MOE,
     GPT_OSS,

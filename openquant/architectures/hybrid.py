@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .entry import ROUTER, Cached, Experts, Joined, Keep, Refusal, SGLang, Split, State
-from .experts import GRANITE_EXPERTS, MTP, ROUTED, SHARED_EXPERT, STACKED_EXPERTS
+from .experts import GRANITE_EXPERTS, GRANITE_SHARED, MTP, ROUTED, SHARED_EXPERT, STACKED_EXPERTS
 from .parts import ATTENTION, HEADS, KV_HEADS, MLP, NO_CACHE, Part, attention, gated, model, plain, routed
 
 CONVOLUTION = "convolution"
@@ -86,13 +86,7 @@ GRANITE_HYBRID = model(
         states=(State(".mamba.conv1d", ("mamba_n_heads", "mamba_d_head", "mamba_d_state")),),
     ),
     GRANITE_EXPERTS,
-    Part(
-        (".shared_mlp.{input_linear,output_linear}",),
-        splits=(
-            Split(".shared_mlp.input_linear", "out", parts=(None, None)),
-            Split(".shared_mlp.output_linear", "in"),
-        ),
-    ),
+    GRANITE_SHARED,
     # vLLM 0.32.0 models/granitemoehybrid.py asks for its linears under this name.
     renames=((".mamba.", ".mixer."),),
     transformers_reads_blocks=False,

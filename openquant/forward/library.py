@@ -75,6 +75,9 @@ _SAME = {
     "MiMoForCausalLM": "Qwen2ForCausalLM",
     "mimo": "qwen2",
     "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
+    "InternLM3ForCausalLM": "LlamaForCausalLM",
+    "IQuestCoderForCausalLM": "LlamaForCausalLM",
+    "TeleChat3ForCausalLM": "LlamaForCausalLM",
 }
 # What classes of stacked experts say of themselves where transformers computes them as all others, for those that
 # compute in a way of their own.

@@ -22,6 +22,8 @@ UNBUILT = (
     "Ernie4_5_VLMoeForConditionalGeneration",
     # "You cannot pass text prompts when `skip_tokenizer_init=True`"; it is what Qianfan-OCR derives from, which is served.
     "InternVLChatModel",
+    # Its attention asks for a chunk_lookback, which the CPU build's does not take (models/rnj1.py).
+    "Rnj1ForCausalLM",
 )
 
 # What engine.py's `layers` says, by model.
