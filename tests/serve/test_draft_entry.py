@@ -26,7 +26,9 @@ from openquant.plan.roles import Entry
 
 pytestmark = pytest.mark.serve
 
-BUILT = tuple(name for name in tiny.ARCHITECTURES if name not in UNBUILT)
+# "No Unquantized MoE backend supports the deployment configuration": it has experts with this activation in FP8 only.
+UNASKED = ("MiniMaxM3SparseForConditionalGeneration",)
+BUILT = tuple(name for name in tiny.ARCHITECTURES if name not in (*UNBUILT, *UNASKED))
 # What an entry says otherwise than the engine, and why that is right.
 EXPLAINED: Mapping[str, Mapping[str, str]] = {}
 LLAMA, LLAMA4 = "LlamaForCausalLM", "Llama4ForCausalLM"
