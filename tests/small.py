@@ -43,7 +43,7 @@ class Small:
 
 
 HYBRID = ["linear_attention", "full_attention"]
-SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 512}
+SLIDING: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 512}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
 LOCAL_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 QWEN_MOE = {**MOE, "shared_expert_intermediate_size": 128, "decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -71,7 +71,7 @@ MLA = {
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
 }
-DRAFT = {
+DRAFT: dict[str, Any] = {
     "copies": {"model.layers.1.": "model.layers.2."},
     "extra": {
         "model.layers.2.eh_proj.weight": (256, 512),
@@ -107,7 +107,7 @@ MAMBA = {
     "mamba_d_conv": 4,
 }
 ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
-MROPE = {"rope_parameters": {**ROPE, "mrope_section": [8, 12, 12]}}
+MROPE: dict[str, Any] = {"rope_parameters": {**ROPE, "mrope_section": [8, 12, 12]}}
 GLM_MROPE = {"rope_parameters": {**ROPE, "mrope_section": [4, 6, 6], "partial_rotary_factor": 0.5}}
 MROPE_PARTIAL = {
     "rope_parameters": {

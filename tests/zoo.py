@@ -329,4 +329,4 @@ def shapes(architecture: str, config: str) -> dict[str, Shape]:
     for prefix, other in small.copies.items():
         found |= {other + name.removeprefix(prefix): shape for name, shape in found.items() if name.startswith(prefix)}
     kept = {name: shape for name, shape in found.items() if not small.drop or not re.fullmatch(small.drop, name)}
-    return kept | small.extra
+    return {**kept, **small.extra}
