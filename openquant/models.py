@@ -17,6 +17,10 @@ MODELS: dict[str, Model] = {
     for entry in kind.ENTRIES
 }
 
+_MODELS = (
+    *("model", "language_model.model", "model.language_model", "model.text_model", "thinker.model"),
+    *("transformer", "backbone", "gpt_neox"),
+)
 _EXPERTS = "{mlp,block_sparse_moe,feed_forward}.experts"
 GENERIC = model(
     "generic",
@@ -34,7 +38,7 @@ GENERIC = model(
     gated(".{mlp,block_sparse_moe,feed_forward}.{shared_expert,shared_experts,shared_mlp}"),
     replace(routed(f".{_EXPERTS}"), keep=()),
     replace(routed(f".{_EXPERTS}", "w1", "w3", "w2"), keep=(), experts=()),
-    layers="{model,language_model.model,model.language_model,transformer,backbone,gpt_neox}.{layers,h,blocks}.*",
+    layers=f"{{{','.join(_MODELS)}}}.{{layers,h,blocks}}.*",
     draft_layers="num_hidden_layers",
     rest="not known to be a projection of attention or MLP",
 )

@@ -126,7 +126,9 @@ def pairs(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> Iter
         module = name.removesuffix(".weight")
         form = quantization.format_of(module)
         named = [*([form.scale_of(name)] if form else []), *(name + last for last in (*_SCALES, _OF_STACKS[0]))]
-        scales = _present(tensors, [*named, f"{module}.scale"])
+        # DeepSeek V4's name, and exponents as there: scales of another kind by that name are found by no engine.
+        own = tensors.get(f"{module}.scale")
+        scales = _present(tensors, [*named, *([own.name] if own and own.dtype in EXPONENTS else [])])
         above = tensors.get(f"{module}.{form.global_scale.name}") if form and form.global_scale else None
         zeros = tensors.get(f"{module}.{form.zero_point}") if form and form.zero_point else None
         beside = _present(tensors, [*(f"{module}.{last}" for last in _BESIDE), name + _OF_STACKS[1]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 
@@ -131,6 +132,15 @@ def test_layers_that_share_an_input_without_being_joined_are_rounded_too(
     assert len(found) > len(same)
 
 
+def uncalled(architecture: str, module: str) -> bool:
+    """Whether it is what comes last in one of the experts of images, the latter four of eight: a text is sent to none,
+    and what is known of their inputs is the layer's only.
+    """
+    return architecture == "Ernie4_5_VLMoeForConditionalGeneration" and bool(
+        re.search(r"[.]experts[.][4-7][.]down_proj$", module)
+    )
+
+
 @pytest.mark.parametrize("name", tiny.STREAMED)
 def test_all_layers_of_every_architecture_are_found(shelf: Shelf, tmp_path: Path, name: str) -> None:
     names = ("int8", "channel", "tensor", "block", "mxfp8")
@@ -141,8 +151,9 @@ def test_all_layers_of_every_architecture_are_found(shelf: Shelf, tmp_path: Path
     folder.claim()
     few = Corpus(CORPUS.documents[:1], "", {})
     found = round_layers(StreamedModel(checkpoint), plan, few, folder, kernels, room=1 << 30)
-    assert plan.carried
-    assert found.keys() == {info.name for weight, _ in plan.carried for info in made_of(weight, scheme)}
+    called = [weight for weight, _ in plan.carried if not uncalled(name, weight.module)]
+    assert called
+    assert found.keys() == {info.name for weight in called for info in made_of(weight, scheme)}
 
 
 def test_folded_weights_are_rounded_by_divided_inputs(shelf: Shelf, tmp_path: Path, found: dict[str, Tensor]) -> None:

@@ -83,7 +83,8 @@ def alone(root: Path) -> dict[tuple[str, int], tuple[Tensor, Tensor]]:
         for hook in hooks:
             hook.remove()
         found = {}
-        for name, module in stacks.items():
+        # A text is sent to none of the experts of images that one architecture has.
+        for name, module in ((name, stacks[name]) for name in calls):
             for expert in range(len(module.down_proj)):
                 first, down = zip(*(_of_one(module, expert, *call) for call in calls[name]), strict=True)
                 found[name, expert] = torch.cat(first), torch.cat(down)
@@ -112,6 +113,9 @@ def test_each_expert_has_its_own(shelf: Shelf, name: str) -> None:
         assert both.down is not None
         for stack, at in ((both.first, 0), (both.down, 1)):
             for expert, gram in stack.grams.items():
+                if (place, expert) not in expected:  # of images
+                    assert gram.tokens == 0
+                    continue
                 inputs = expected[place, expert][at].double()
                 assert gram.tokens == len(inputs)
                 counted += bool(len(inputs))
