@@ -58,11 +58,13 @@ def test_converts(shelf: Shelf, architecture: str, scheme: Scheme) -> None:
     modules = [name.removesuffix(ending) for name, tensor in named.items() if tensor.dtype == dtype]
     codes = {f"{module}.weight": module for module in modules}
     assert codes
-    # What does not divide into groups of 128 has groups of 32.
+    # What does not divide, and q_a_proj beside a kv_a_proj_with_mqa that does not, has what the scheme falls back to.
+    misfits = {name for name in codes if form.misfit(tuple(weights[name].shape))}
+    misfits |= {name.replace("kv_a_proj_with_mqa", "q_a_proj") for name in misfits} & codes.keys()
     forms = dict.fromkeys(codes, form)
-    for name in codes if scheme.group_size else ():
-        if form.misfit(tuple(weights[name].shape)):
-            forms[name] = scheme.fallback.format
+    for name in misfits:
+        assert scheme.fallback
+        forms[name] = scheme.fallback.format
     parts = {
         info.name: info
         for name, module in codes.items()
