@@ -48,7 +48,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import ModelRegistry
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.outputs import LogprobsTensors
 
 # A quantized checkpoint's missing parameters are no error without this (model_loader/default_loader.py:505).
 TRACKED = {"enable_weights_track": True}
@@ -94,15 +97,19 @@ def logprobs(directory: Path, prompts: list[list[int]], cached: str = "auto") ->
         skip_tokenizer_init=True,
     )
     HELD.append(engine)
-    sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=-1, flat_logprobs=True, detokenize=False)
+    sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=-1, detokenize=False)
     answers = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling)
-    tables = [np.full((length, vocabulary), np.nan, np.float32) for _ in answers]
+    # Nothing precedes the first token of a prompt.
+    tables = [np.full((length - 1, vocabulary), np.nan, np.float32) for _ in answers]
     for answer, table in zip(answers, tables, strict=True):
         found = answer.prompt_logprobs
-        for row, start, end in zip(range(length), found.start_indices, found.end_indices, strict=True):
-            table[row, found.token_ids[start:end]] = found.logprobs[start:end]
-    # Nothing precedes the first token of a prompt.
-    return np.concatenate([table[1:] for table in tables])
+        np.put_along_axis(table, found.logprob_token_ids.numpy().astype(np.int64), found.logprobs.numpy(), 1)
+    return np.concatenate(tables)
+
+
+def keep_tensors(self: LogprobsProcessor, found: LogprobsTensors) -> None:
+    """For vLLM's method: a prompt's log-probabilities as they are, whose lists in Python take longer than the model."""
+    self.prompt_logprobs = found
 
 
 def layers(directory: Path) -> dict[str, Any]:
@@ -181,6 +188,10 @@ def main() -> None:
     mode, output, *directories = sys.argv[1:]
     # What each fork would import.
     importlib.import_module("vllm.v1.worker.cpu_worker")
+    # What each would look for in all that is imported.
+    current_platform.register_triton_kernel_overrides()
+    current_platform.register_triton_kernel_overrides = lambda: None
+    LogprobsProcessor._update_prompt_logprobs = keep_tensors
     # Else each fork goes through all that was imported, again and again.
     gc.freeze()
     fork = multiprocessing.get_context("fork")
