@@ -13,7 +13,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -276,13 +276,20 @@ def rewrite(
     return target
 
 
-def compressed_examples(root: Path, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, Path]:
-    """The example as `source`, what compress() makes of it with each case's options, and `<case>-plain`, that dequantized."""
+def compressed_examples(
+    root: Path, cases: Mapping[str, Mapping[str, Any]], plain: Collection[str] | None = None
+) -> dict[str, Path]:
+    """The example as `source`, what compress() makes of it with each case's options, and `<case>-plain`, that dequantized.
+
+    Only cases of `plain` are dequantized; all of them if it is None.
+    """
     models = {"source": EXAMPLE}
     for name, options in cases.items():
-        models[name], models[f"{name}-plain"] = root / name, root / f"{name}-plain"
+        models[name] = root / name
         openquant.compress(EXAMPLE, models[name], **options)
-        openquant.dequantize(models[name], models[f"{name}-plain"])
+        if plain is None or name in plain:
+            models[f"{name}-plain"] = root / f"{name}-plain"
+            openquant.dequantize(models[name], models[f"{name}-plain"])
     return models
 
 
