@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chosen import CHOSEN
+from chosen import CHOSEN, EVERYTHING
 from engine_client import (
     TO_DEQUANTIZED,
     TO_SOURCE,
@@ -192,7 +192,14 @@ def test_the_table_says_which_are_served() -> None:
 # Answers over HTTP.
 
 
-@pytest.mark.parametrize(("name", "scheme"), [run for run in RUN if run[0] in (TRAINED, QWEN3_MOE)])
+# A server takes as long as forty models. One per tensor answers in test_serve_from_hub.py.
+ANSWERING = ((TRAINED, "channel"), (TRAINED, "block"), (QWEN3_MOE, "tensor"))
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [run for run in RUN if run in ANSWERING or (EVERYTHING and run[0] in (TRAINED, QWEN3_MOE))],
+)
 def test_answers(name: str, scheme: str, engine: Engine, compressed: dict[str, Path], tmp_path: Path) -> None:
     model = compressed[f"{name}-{scheme}"]
     with engine.serve(model, tmp_path / "log", shim=scheme == "tensor") as address:
