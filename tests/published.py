@@ -67,3 +67,9 @@ def with_few_experts(checkpoint: Checkpoint) -> Checkpoint:
         name: info for name, info in checkpoint.tensors.items() if not re.search(r"\.experts\.(\d\d|[4-9])", name)
     }
     return replace(checkpoint, tensors=tensors, where={name: checkpoint.where[name] for name in tensors})
+
+
+def lines_of(file: str) -> list[str]:
+    """A list beside this file, without comments and empty lines."""
+    lines = (Path(__file__).parent / file).read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]

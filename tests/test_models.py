@@ -17,7 +17,7 @@ from openquant.models import MODELS
 from openquant.patterns import translate
 from openquant.plan.fates import Options
 from openquant.plan.plan import make_plan
-from published import NAMES, published
+from published import NAMES, lines_of, published
 
 # Layers quantized, modules kept (as in ignored_layers, one spelling each), tensor-parallel sizes for blocks.
 EXPECTED = {
@@ -313,10 +313,16 @@ def test_the_table_has_a_row_for_each_architecture() -> None:
 
 
 def test_what_is_not_covered_has_a_reason() -> None:
-    lines = (Path(__file__).parent / "not_covered.txt").read_text().splitlines()
-    listed = [line.split("  ", 1) for line in lines if line and not line.startswith("#")]
+    listed = [line.split("  ", 1) for line in lines_of("not_covered.txt")]
     assert all(len(entry) == 2 and entry[1] for entry in listed)
-    assert not {entry[0] for entry in listed} & set(MODELS)
+    names = [entry[0] for entry in listed]
+    assert len(names) == len(set(names))
+    assert not {*names} & {*MODELS}
+
+
+def test_every_class_of_the_engine_has_an_entry_or_a_reason() -> None:
+    reasons = {line.split("  ", 1)[0] for line in lines_of("not_covered.txt")}
+    assert {*lines_of("engine_classes.txt")} - {*MODELS} - reasons == set()
 
 
 def test_published_models_fall_back_where_their_blocks_do_not_divide() -> None:
