@@ -83,6 +83,7 @@ MORE: dict[str, tuple[int | tuple[int, int], list[int]]] = {
     "DeepseekV32ForCausalLM": ((44971, 44849), [1, 2, 4, 8, 16]),
     "GlmMoeDsaForCausalLM": ((58146, 57990), [1, 2, 4, 8, 16]),
     "Qwen3NextForCausalLM": (73992, [1, 2, 4]),
+    "KimiLinearForCausalLM": ((20250, 20143), [1, 2, 4, 8]),
     "Qwen3_5ForCausalLM": (150, [1, 2, 4, 8]),
     "Qwen3_5MoeForCausalLM": (30970, [1, 2, 4]),
     "GraniteMoeHybridForCausalLM": (7812, [1, 2, 4]),

@@ -13,6 +13,7 @@ from openquant.formats.format import Format
 from openquant.formats.reference import decode
 from openquant.formats.schemes import Scheme
 from openquant.models import MODELS
+from openquant.plan.roles import Entry
 
 
 def split(weights: dict[str, torch.Tensor], model: Model) -> dict[str, torch.Tensor]:
@@ -58,9 +59,10 @@ def test_converts(shelf: Shelf, architecture: str, scheme: Scheme) -> None:
     modules = [name.removesuffix(ending) for name, tensor in named.items() if tensor.dtype == dtype]
     codes = {f"{module}.weight": module for module in modules}
     assert codes
-    # What does not divide, and q_a_proj beside a kv_a_proj_with_mqa that does not, has what the scheme falls back to.
+    # What does not divide, and what engines join with it, has what the scheme falls back to.
     misfits = {name for name in codes if form.misfit(tuple(weights[name].shape))}
-    misfits |= {name.replace("kv_a_proj_with_mqa", "q_a_proj") for name in misfits} & codes.keys()
+    sets = Entry(model).joined_sets(modules)
+    misfits |= {f"{other}.weight" for name in misfits for other in sets.get(codes[name], ())}
     forms = dict.fromkeys(codes, form)
     for name in misfits:
         assert scheme.fallback

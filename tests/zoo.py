@@ -233,6 +233,39 @@ ZOO = {
         extra=stacks("model.layers"),
         zero_norms=True,
     ),
+    "KimiLinearForCausalLM": Small(
+        "kimi_linear",
+        {
+            # As published: vLLM counts heads and layers in linear_attn_config, from 1.
+            "linear_attn_config": {
+                "full_attn_layers": [2],
+                "kda_layers": [1],
+                "head_dim": 64,
+                "num_heads": 4,
+                "short_conv_kernel_size": 4,
+            },
+            "num_experts": 4,
+            "num_experts_per_token": 2,
+            "moe_intermediate_size": 128,
+            "num_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "moe_layer_freq": 1,
+            "moe_renormalize": True,
+            "moe_router_activation_func": "sigmoid",
+            "routed_scaling_factor": 1.0,
+            "num_expert_group": 1,
+            "topk_group": 1,
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 64,
+            "mla_use_nope": True,
+        },
+        # transformers saves the dense layer by the name of the others.
+        renames={"model.layers.0.block_sparse_moe.": "model.layers.0.mlp."},
+    ),
     "GraniteMoeHybridForCausalLM": Small(
         "granitemoehybrid",
         {

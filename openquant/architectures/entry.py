@@ -132,7 +132,8 @@ class State:
 
     Attributes:
         pattern: the convolutions, weights [channels, 1, width], of which the last width - 1 inputs are kept.
-        sizes: config keys whose product is the size of the recurrent state; empty if there is none.
+        sizes: config keys, joined by dots where one lies inside another, whose product is the size of the recurrent
+            state; empty if there is none.
         dtype: config key that names its dtype.
         usual: its dtype where config.json says nothing.
     """

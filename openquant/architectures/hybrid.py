@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from .entry import ROUTER, Cached, Experts, Joined, Keep, Refusal, SGLang, Split, State
 from .experts import GRANITE_EXPERTS, GRANITE_SHARED, MTP, ROUTED, SHARED_EXPERT, STACKED_EXPERTS
+from .latent import LATENT
 from .parts import ATTENTION, HEADS, KV_HEADS, MLP, NO_CACHE, Part, attention, gated, model, plain, routed
 
 CONVOLUTION = "convolution"
@@ -72,6 +73,31 @@ QWEN3_5_MOE = model(
     layers=EITHER,
     keep=(MTP,),
     sglang=HEAD_SCALE_LOST,
+)
+
+# vLLM 0.32.0 layers/mamba/gdn/kimi_gdn_linear_attn.py: all that reads the layer's input but g_a_proj is one layer
+# there, in which f_a_proj is whole on every rank. Both kinds of attention have 32 heads.
+KIMI_DELTA = Part(
+    (".self_attn.{k_proj,v_proj,b_proj,f_a_proj,f_b_proj,g_a_proj,g_b_proj}",),
+    joined=(Joined(".self_attn.{q,k,v,b,f_a}_proj", sglang="qkv_proj"),),
+    splits=(Split(".self_attn.{k_proj,v_proj,b_proj,f_b_proj,g_b_proj}", "out", HEADS),),
+    keep=(Keep(".self_attn.{q,k,v}_conv1d", CONVOLUTION), Keep(".self_attn.A_log", "decay of a state")),
+    states=(
+        State(
+            ".self_attn.q_conv1d",
+            tuple(f"linear_attn_config.{key}" for key in ("num_heads", "head_dim", "head_dim")),
+            usual="float32",
+        ),
+        State(".self_attn.{k,v}_conv1d"),
+    ),
+)
+KIMI_LINEAR = model(
+    "KimiLinearForCausalLM",
+    LATENT,
+    KIMI_DELTA,
+    MLP,
+    gated(".block_sparse_moe.shared_experts"),
+    routed(".block_sparse_moe.experts", "w1", "w3", "w2"),
 )
 
 # in_proj holds five pieces that vLLM divides by rules of their own (layers/mamba/mamba_mixer2.py).
@@ -166,6 +192,7 @@ ENTRIES = (
     QWEN3_5,
     QWEN3_5_MOE,
     GRANITE_HYBRID,
+    KIMI_LINEAR,
     LFM2,
     LFM2_MOE,
     NEMOTRON_H,

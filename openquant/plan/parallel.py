@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +26,16 @@ class ParallelSize:
 
 def text_config(checkpoint: Checkpoint, model: Model) -> dict[str, Any]:
     """The part of config.json with the language model's sizes; older files have them all at the top."""
-    inner: Any = checkpoint.config
-    for key in model.text_config.split(".") if model.text_config else ():
-        inner = inner.get(key) if isinstance(inner, dict) else None
+    inner = said(checkpoint.config, model.text_config)
     return inner if isinstance(inner, dict) else checkpoint.config
+
+
+def said(config: Mapping[str, Any], key: str | None) -> Any:
+    """What config.json says under a key, or under several joined by dots; None if nothing."""
+    inner: Any = config
+    for part in key.split(".") if key else ():
+        inner = inner.get(part) if isinstance(inner, Mapping) else None
+    return inner if key else None
 
 
 def parts_of(shape: tuple[int, int], split: Split | None, config: dict[str, Any]) -> list[tuple[int, str | None]]:

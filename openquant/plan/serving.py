@@ -17,7 +17,7 @@ from ..architectures.parts import HEADS
 from ..files.inputs import shown
 from ..patterns import MAX_DIGITS, compile_pattern
 from .lines import Line
-from .parallel import parts_of
+from .parallel import parts_of, said
 from .roles import Entry
 
 # What GPUs hold, in units of 10^9 bytes, so that none is promised more than it has.
@@ -255,7 +255,7 @@ def own_layers(config: Mapping[str, Any]) -> int | None:
 
 def _count(config: Mapping[str, Any], key: str | None) -> int | None:
     """A number that config.json says, if it is one that can be right."""
-    value = config.get(key) if key else None
+    value = said(config, key)
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 10**12 else None
 
 

@@ -16,6 +16,7 @@ from published import described, published, with_few_experts
 
 MAMBA = {"mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128}
 DELTA = {"linear_num_value_heads": 32, "linear_value_head_dim": 128, "linear_key_head_dim": 128}
+KDA = {"linear_attn_config": {"num_heads": 32, "head_dim": 128}}
 GLOBAL = {"attention_k_eq_v": True, "sliding_window": 1024}
 SCOUT = {"num_hidden_layers": 48, "attention_chunk_size": 8192, "max_position_embeddings": 10485760}
 
@@ -108,6 +109,8 @@ def dense(architecture: str, layers: int, keys: int, hidden: int = 64) -> Checkp
             36 * (3 * 8192 * 2 + 32 * 128 * 128 * 4),
         ),
         ("NemotronHForCausalLM", MAMBA, 6 * 2 * 256 * 2, 23 * (3 * 6144 * 2 + 64 * 64 * 128 * 4)),
+        # Counted inside linear_attn_config; the seven others keep a vector of 512 + 64.
+        ("KimiLinearForCausalLM", KDA, 7 * 576 * 2, 20 * (3 * 3 * 4096 * 2 + 32 * 128 * 128 * 4)),
         ("Lfm2ForCausalLM", {}, 6 * 2 * 512 * 2, 10 * 2 * 2048 * 2),
     ],
 )
@@ -150,6 +153,11 @@ def test_a_cache_in_fp8_takes_half_but_where_a_kernel_has_a_layout_of_its_own() 
         ("Qwen3NextForCausalLM", {**DELTA, "mamba_ssm_dtype": "int3"}, "the size of a state"),
         ("Qwen3NextForCausalLM", {**DELTA, "mamba_ssm_dtype": ["float32"]}, "the size of a state"),
         ("Qwen3NextForCausalLM", {**DELTA, "linear_key_head_dim": 10**40}, "the size of a state"),
+        (
+            "KimiLinearForCausalLM",
+            {"linear_attn_config": 3},
+            "the size of a state: config.json's linear_attn_config.num",
+        ),
         ("Gemma4ForConditionalGeneration", {"sliding_window": 1024}, "keys and no values"),
         ("Qwen2ForCausalLM", {"sliding_window": 4096, "use_sliding_window": True}, "which layers have a window"),
         ("MistralForCausalLM", {"sliding_window": "wide"}, "config.json's sliding_window is 'wide'"),

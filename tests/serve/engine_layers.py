@@ -24,6 +24,8 @@ UNBUILT = (
     "InternVLChatModel",
     # Its attention asks for a chunk_lookback, which the CPU build's does not take (models/rnj1.py).
     "Rnj1ForCausalLM",
+    # "torch.cuda.Stream requires CUDA support" (vllm/models/kimi_k3/nvidia/model.py:1155).
+    "KimiLinearForCausalLM",
 )
 
 # What engine.py's `layers` says, by model.

@@ -42,6 +42,11 @@ from sglang.srt.server_args import ServerArgs
 
 # Codes, an element each, or several in one.
 CODES = (torch.float8_e4m3fn, torch.int8, torch.int32, torch.uint8)
+# What it joins only where nothing is quantized (models/kimi_linear.py:259).
+APART = {
+    "fused_qkvbfg_a_proj": ("qkv_proj", "b_proj", "f_a_proj", "g_a_proj"),
+    "fused_fg_b_proj": ("f_b_proj", "g_b_proj"),
+}
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # What has no attention in its first layer is refused with most.
 BACKENDS = {"lfm2": "torch_native", "lfm2_moe": "torch_native"}
@@ -158,16 +163,17 @@ def compare(directory: Path, plain: Path) -> dict[str, Any]:
     model = load(directory)
     # Words stand for the weight that they are named after.
     parameters = {name.removesuffix("_packed"): parameter for name, parameter in model.named_parameters()}
-    unfilled, differing = [], []
+    unfilled, differing, codes = [], [], 0
     for name, expected in reference.items():
-        columns = expected.shape[-1]
-        value = values(model, name, parameters[name], columns).bfloat16() if name in parameters else None
+        path, last = name.removesuffix(".weight").rpartition(".")[::2]
+        parts = [name] if name in parameters else [f"{path}.{part}.weight" for part in APART.get(last, ())]
+        found = [values(model, part, parameters[part], expected.shape[-1]) for part in parts]
+        value = torch.cat(found).reshape(expected.shape).bfloat16() if found else None
+        codes += sum(each.numel() for part, each in zip(parts, found, strict=True) if parameters[part].dtype in CODES)
         if value is not None and value.isnan().any():
             unfilled.append(name)
         elif value is None or not torch.equal(value, expected.bfloat16()):
             differing.append(name)
-    quantized = [name for name, parameter in parameters.items() if parameter.dtype in CODES]
-    codes = sum(reference[name].numel() for name in quantized if name in reference)
     cache = {
         name: float(parameter) for name, parameter in parameters.items() if name.endswith((".k_scale", ".v_scale"))
     }
