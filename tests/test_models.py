@@ -129,6 +129,7 @@ MORE: dict[str, tuple[int | tuple[int, int], list[int]]] = {
     "Qwen3_5ForConditionalGeneration": (400, [1, 2, 4, 8]),
     "Qwen3_5MoeForConditionalGeneration": (30970, [1, 2, 4]),
     "MiMoV2FlashForCausalLM": (48 * 4 + 3 + 47 * 256 * 3, [1, 2]),
+    "HYV3ForCausalLM": (80 * 4 + 3 + 79 * 193 * 3, [1, 2, 4]),
     "Step3p5ForCausalLM": (45 * 4 + 3 * 3 + 42 * (1 + 288) * 3, [1, 2]),
     "MiniMaxM3SparseForConditionalGeneration": (60 * 4 + 57 * 2 + 3 * 3 + 57 * 129 * 3, [1, 2, 4, 8]),
     "KimiK25ForConditionalGeneration": ((69547, 69425), [1, 2, 4, 8, 16]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from small import DEEPSEEK_MOE, MLA, Small
+from small import DEEPSEEK_MOE, DRAFT, MLA, Small
 
 _KINDS = ("sliding_attention", "full_attention")
 _M3 = {
@@ -42,6 +42,27 @@ _M3 = {
     },
 }
 MIXED = {
+    "HYV3ForCausalLM": Small(
+        "hy_v3",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": 128,
+            "expert_hidden_dim": 128,
+            "first_k_dense_replace": 1,
+            "mlp_layer_types": ["dense", "sparse"],
+            "qk_norm": True,
+            "route_norm": True,
+            "router_scaling_factor": 1.0,
+            "num_nextn_predict_layers": 1,
+        },
+        copies=DRAFT["copies"],
+        extra={
+            "model.layers.2.eh_proj.weight": (256, 512),
+            **{f"model.layers.2.{name}.weight": (256,) for name in ("enorm", "hnorm", "final_layernorm")},
+        },
+    ),
     "MiMoV2FlashForCausalLM": Small(
         "mimo_v2_flash",
         {

@@ -141,6 +141,15 @@ GLM4_MOE = model(
     sglang=SGLang(unpacked=(".mlp.shared_experts.**",)),
 )
 
+# vLLM 0.32.0 models/hy_v3_mtp.py has no packed_modules_mapping either.
+HY_V3 = model(
+    "HYV3ForCausalLM",
+    attention(listed_as="qkv_proj"),
+    *(gated(path, listed_as="gate_up_proj") for path in (".mlp", ".mlp.shared_mlp")),
+    replace(ROUTED, keep=(Keep(".mlp.router.gate", ROUTER),)),
+    draft_layers="num_hidden_layers",
+)
+
 NAMELESS_HEAD = "vLLM 0.32.0 builds it without a name to find its scheme by"
 # The router is `router.gate`.
 AFMOE = model(
@@ -241,6 +250,7 @@ ENTRIES = (
     replace(EXAONE_MOE, name="ExaoneMoEForCausalLM"),
     AFMOE,
     GLM4_MOE,
+    HY_V3,
     GPT_OSS,
     LLAMA4,
 )
