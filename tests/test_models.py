@@ -83,6 +83,7 @@ MORE: dict[str, tuple[int | tuple[int, int], list[int]]] = {
     "DeepseekV32ForCausalLM": ((44971, 44849), [1, 2, 4, 8, 16]),
     "GlmMoeDsaForCausalLM": ((58146, 57990), [1, 2, 4, 8, 16]),
     "Qwen3NextForCausalLM": (73992, [1, 2, 4]),
+    "FalconH1ForCausalLM": (352, [1, 2, 4]),
     "KimiLinearForCausalLM": ((20250, 20143), [1, 2, 4, 8]),
     "Qwen3_5ForCausalLM": (150, [1, 2, 4, 8]),
     "Qwen3_5MoeForCausalLM": (30970, [1, 2, 4]),
@@ -193,6 +194,17 @@ def test_published_names_plan_without_a_misfit(name: str) -> None:
     for each in plans:
         assert sum(line.bytes_before for line in each.lines) == each.source_bytes
         assert sum(line.bytes_after for line in each.lines) == each.output_bytes
+
+
+def test_state_spaces_of_falcon_are_listed_as_layers_beyond_the_last() -> None:
+    """By as many layers as config.json counts, and in a nonsensical number by none."""
+    checkpoint = published("FalconH1ForCausalLM")
+    ignored = set(make_plan(checkpoint, TENSOR).ignored_layers)
+    assert {f"model.{44 + layer}.mixer.in_proj" for layer in range(44)} <= ignored
+    assert "model.88.mixer.in_proj" not in ignored
+    for layers in (10**9, -3, "44", None):
+        odd = replace(checkpoint, config={**checkpoint.config, "num_hidden_layers": layers})
+        assert not any(name.startswith("model.4") for name in make_plan(odd, TENSOR).ignored_layers)
 
 
 def test_refused_schemes_say_why_and_what_to_do() -> None:

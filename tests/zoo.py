@@ -266,6 +266,19 @@ ZOO = {
         # transformers saves the dense layer by the name of the others.
         renames={"model.layers.0.block_sparse_moe.": "model.layers.0.mlp."},
     ),
+    "FalconH1ForCausalLM": Small(
+        "falcon_h1",
+        {
+            **MAMBA,
+            "mamba_d_ssm": 512,
+            "mamba_rms_norm": False,
+            "mamba_norm_before_gate": False,
+            "key_multiplier": 0.5,
+            "lm_head_multiplier": 0.25,
+            "mlp_multipliers": [0.5, 0.5],
+            "ssm_multipliers": [0.5, 0.25, 0.25, 0.5, 0.5],
+        },
+    ),
     "GraniteMoeHybridForCausalLM": Small(
         "granitemoehybrid",
         {

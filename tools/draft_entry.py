@@ -190,7 +190,7 @@ def report(architecture: str, given: Path | None, every: bool) -> None:
     asking = question(architecture, [])
     modules = [name.removesuffix(".weight") for name, shape in asking.shapes.items() if len(shape) > 1]
     if entry is not None:
-        asked_entry = Entry(entry)
+        asked_entry = Entry(entry.counted(tiny.LAYERS))
         kept = [module for module in modules if asked_entry.role(module).keep is not None]
         asking = question(architecture, asked_entry.engine_names(kept))
     asked = answer(ask([asking], Path(interpreter), STUB)[0])

@@ -253,6 +253,8 @@ class Model:
         spellings: groups of equivalent prefixes. A listed module whose name begins with one prefix of a group
             is listed under the others too, because engines build the module under another of these names.
         renames: parts of names, and how an engine's names have it; a listed module is listed under both.
+        beyond: parts of names below a decoder layer, and how an engine's names begin instead: {} is the layer's number
+            counted on from how many layers there are.
         refused: schemes and formats that engines cannot load it in.
         towers: modules of which nothing is quantized and inside of which engines have names of their own; listed as
             they are and, in the compressed-tensors format, as an expression.
@@ -279,6 +281,7 @@ class Model:
     draft_layers: str | None = None
     spellings: tuple[tuple[str, ...], ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
+    beyond: tuple[tuple[str, str], ...] = ()
     refused: tuple[Refusal, ...] = ()
     towers: tuple[str, ...] = ()
     rest: str | None = None
@@ -296,6 +299,15 @@ class Model:
         """The same with the output head among what is quantized."""
         keep = tuple(keep for keep in self.keep if keep != HEAD)
         return replace(self, compress=(*self.compress, HEAD.pattern), keep=keep)
+
+    def counted(self, layers: int) -> Model:
+        """The same with the names of what engines count on from so many decoder layers among its spellings."""
+        found = (
+            (self.layers.replace("*", str(layer)) + part, other.format(layers + layer))
+            for part, other in self.beyond
+            for layer in range(layers)
+        )
+        return replace(self, spellings=(*self.spellings, *found)) if self.beyond else self
 
     def names_of(self, module: str) -> list[str]:
         """A module's name, and the others that engines know it by."""

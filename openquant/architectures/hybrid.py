@@ -102,15 +102,16 @@ KIMI_LINEAR = model(
 
 # in_proj holds five pieces that vLLM divides by rules of their own (layers/mamba/mamba_mixer2.py).
 STATE_SPACE = "state space inputs, of several kinds"
+MAMBA2 = Part(
+    (".mamba.out_proj",),
+    splits=(Split(".mamba.out_proj", "in", "mamba_n_heads"),),
+    keep=(Keep(".mamba.in_proj", STATE_SPACE, divided=True), Keep(".mamba.conv1d", CONVOLUTION)),
+    states=(State(".mamba.conv1d", ("mamba_n_heads", "mamba_d_head", "mamba_d_state")),),
+)
 GRANITE_HYBRID = model(
     "GraniteMoeHybridForCausalLM",
     ATTENTION,
-    Part(
-        (".mamba.out_proj",),
-        splits=(Split(".mamba.out_proj", "in", "mamba_n_heads"),),
-        keep=(Keep(".mamba.in_proj", STATE_SPACE, divided=True), Keep(".mamba.conv1d", CONVOLUTION)),
-        states=(State(".mamba.conv1d", ("mamba_n_heads", "mamba_d_head", "mamba_d_state")),),
-    ),
+    MAMBA2,
     GRANITE_EXPERTS,
     GRANITE_SHARED,
     # vLLM 0.32.0 models/granitemoehybrid.py asks for its linears under this name.
@@ -120,6 +121,19 @@ GRANITE_HYBRID = model(
         (Refusal(None, "fp8", "its loader of this architecture fails on the fp8 format", "--scheme channel loads"),),
         cache=NO_CACHE,
     ),
+)
+
+# Attention and a state space side by side. vLLM 0.32.0 models/falcon_h1.py:133, 263 and 346: it names attention after
+# the layer itself, and state spaces as if they were layers beyond the last. SGLang 0.5.23: .mixer, .mlp.
+FALCON_H1 = model(
+    "FalconH1ForCausalLM",
+    ATTENTION,
+    MAMBA2,
+    gated(".feed_forward"),
+    renames=((".self_attn.", "."), (".mamba.", ".mixer."), (".feed_forward.", ".mlp.")),
+    beyond=((".mamba.", "model.{}.mixer."),),
+    # models/falcon_h1.py:597
+    head_refused="vLLM 0.32.0 builds it without a quantization",
 )
 
 LFM2_MIXERS = (
@@ -193,6 +207,7 @@ ENTRIES = (
     QWEN3_5_MOE,
     GRANITE_HYBRID,
     KIMI_LINEAR,
+    FALCON_H1,
     LFM2,
     LFM2_MOE,
     NEMOTRON_H,

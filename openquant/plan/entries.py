@@ -10,7 +10,9 @@ from ..architectures.entry import Model
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..models import GENERIC, MODELS
+from .parallel import said, text_config
 
+MOST_LAYERS = 10_000
 # The class's own entry where there is one, else what unlisted() makes.
 AUTO = "auto"
 
@@ -27,7 +29,7 @@ def find_model(checkpoint: Checkpoint, asked: str | None = None) -> Model:
     """
     name = asked or checkpoint.architecture
     if name == AUTO:
-        return MODELS.get(checkpoint.architecture) or unlisted(checkpoint)
+        return counted(MODELS.get(checkpoint.architecture) or unlisted(checkpoint), checkpoint)
     if name == GENERIC.name:
         return GENERIC
     if name not in MODELS:
@@ -36,7 +38,13 @@ def find_model(checkpoint: Checkpoint, asked: str | None = None) -> Model:
             "if it is one of them by another name, say which with --architecture; --architecture auto goes by names "
             "and shapes alone; or add an entry to openquant/architectures (README: Adding an architecture)",
         )
-    return MODELS[name]
+    return counted(MODELS[name], checkpoint)
+
+
+def counted(model: Model, checkpoint: Checkpoint) -> Model:
+    """An entry with the names that depend on how many layers config.json counts; of nonsense there is none."""
+    layers = said(text_config(checkpoint, model), "num_hidden_layers") if model.beyond else 0
+    return model.counted(layers) if isinstance(layers, int) and layers <= MOST_LAYERS else model
 
 
 def unlisted(_: Checkpoint) -> Model:

@@ -19,6 +19,7 @@ from ..formats.quantization import IN_COLUMNS, Quantization, quantization_places
 from ..formats.schemes import CHANNEL, MIXED, as_written, without_targets
 from ..formats.settings import unread
 from ..plan.cache import cache_layers
+from ..plan.entries import counted
 from ..plan.parallel import text_config
 from ..plan.roles import Entry, is_head
 from ..weights.columns import columns_of
@@ -69,7 +70,7 @@ class Headers:
         self.head = quantization.method != "fp8" and any(is_head(pair.module) for pair in self._pairs)
         if model and self.head and model.head_refused is None:
             model = model.with_head()
-        self.entry = Entry(model) if model else None
+        self.entry = Entry(counted(model, checkpoint)) if model else None
         self.problems: list[str] = list(quantization.problems)
         self.notes: list[str] = []
         self._check_settings()

@@ -60,6 +60,7 @@ NOT_RUN = {
     "Qwen2_5OmniForConditionalGeneration": "for this kind of AutoModel: AutoModel.",
     "GlmForCausalLM": "Unsupported TP style 'colwise_gather_output' for Transformers backend",
     "KimiK25ForConditionalGeneration": "'NoneType' object is not subscriptable",
+    "FalconH1ForCausalLM": "in bfloat16 it leaves .*q_norm.* unfilled",
     "GlmOcrForConditionalGeneration": "in bfloat16 it leaves .*visual.embeddings.* unfilled",
     "LlavaForConditionalGeneration": "'Conv2d' object has no attribute 'num_embeddings'",
     **{
