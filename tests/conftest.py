@@ -55,6 +55,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     return found
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Add what a worker of pytest-xdist counted; one that died counted for nothing."""
+    for path, each in getattr(node, "workeroutput", {}).get("seconds", {}).items():
+        seconds[Path(path)] = seconds.get(Path(path), 0.0) + each
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell pytest-xdist what was counted, where this is a worker of it."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["seconds"] = {str(path): each for path, each in seconds.items()}
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say what the suite costs, engines apart: it is to stay quick enough to be run often."""
     rooms: dict[str, float] = {}
