@@ -35,6 +35,7 @@ KINDS = {
     "Qwen3VLMoeForConditionalGeneration": "a wrapper with stacked experts",
 }
 EVERYTHING = os.environ.get("OPENQUANT_ALL") == "1"
+NAMED = os.environ.get("OPENQUANT_ONLY", "")
 
 
 def choose(only: str, everything: bool) -> tuple[str, ...]:
@@ -50,4 +51,4 @@ def choose(only: str, everything: bool) -> tuple[str, ...]:
     return tuple(name for name in tiny.ARCHITECTURES if everything or name in KINDS)
 
 
-CHOSEN = choose(os.environ.get("OPENQUANT_ONLY", ""), EVERYTHING)
+CHOSEN = choose(NAMED, EVERYTHING)
