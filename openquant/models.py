@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .architectures import dense, experts, hybrid, latent, mixed, multimodal
+from .architectures import dense, experts, fused, hybrid, latent, mixed, multimodal
 from .architectures.entry import Joined, Model
 from .architectures.folds import FOLDS
 from .architectures.parts import ATTENTION, GATE_UP_TENSOR, MLP, SGLANG_ONES, Part, gated, model, routed
@@ -13,7 +13,7 @@ MODELS: dict[str, Model] = {
     entry.name: replace(
         entry, folds=FOLDS.get(entry.name, ()), sglang=replace(entry.sglang, ones=entry.name in SGLANG_ONES)
     )
-    for kind in (dense, experts, latent, hybrid, mixed, multimodal)
+    for kind in (dense, fused, experts, latent, hybrid, mixed, multimodal)
     for entry in kind.ENTRIES
 }
 

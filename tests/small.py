@@ -16,6 +16,7 @@ class Small:
     Attributes:
         model_type: as in config.json.
         config: what config.json says beside or instead of tiny.COMMON; where it has a text_config, that does.
+        without: what of tiny.COMMON it does not say.
         vision: its vision_config, for wrappers.
         beside: what config.json of a wrapper says beside these two, such as an audio_config.
         inside: the key of config.json under which these are, where that is not its top.
@@ -30,6 +31,7 @@ class Small:
 
     model_type: str
     config: Mapping[str, Any] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
     vision: Mapping[str, Any] | None = None
     beside: Mapping[str, Any] = field(default_factory=dict)
     inside: str | None = None

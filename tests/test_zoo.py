@@ -13,6 +13,7 @@ from openquant.formats.format import Format
 from openquant.formats.reference import decode
 from openquant.formats.schemes import Scheme
 from openquant.models import MODELS
+from openquant.plan.parallel import out_of_turn
 from openquant.plan.roles import Entry
 
 
@@ -59,10 +60,14 @@ def test_converts(shelf: Shelf, architecture: str, scheme: Scheme) -> None:
     modules = [name.removesuffix(ending) for name, tensor in named.items() if tensor.dtype == dtype]
     codes = {f"{module}.weight": module for module in modules}
     assert codes
-    # What does not divide, and what engines join with it, has what the scheme falls back to.
-    misfits = {name for name in codes if form.misfit(tuple(weights[name].shape))}
-    sets = Entry(model).joined_sets(modules)
-    misfits |= {f"{other}.weight" for name in misfits for other in sets.get(codes[name], ())}
+    # What does not divide, or is sorted by heads, and all it is joined with has what the scheme falls back to.
+    entry, config = Entry(model), tiny.config(architecture)
+    sets = entry.joined_sets(modules)
+    misfits = set()
+    for name, module in codes.items():
+        rows, columns = weights[name].shape
+        if form.misfit((rows, columns)) or out_of_turn((rows, columns), entry.role(module).split, config, form):
+            misfits |= {f"{other}.weight" for other in sets.get(module, (module,))}
     forms = dict.fromkeys(codes, form)
     for name in misfits:
         assert scheme.fallback

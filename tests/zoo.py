@@ -145,6 +145,10 @@ ZOO = {
         },
     ),
     "StableLmForCausalLM": Small("stablelm", {"layer_norm_eps": 1e-05, "use_qkv_bias": False}),
+    "FalconForCausalLM": Small("falcon", {"num_kv_heads": 2, "new_decoder_architecture": True}, without=("head_dim",)),
+    # Heads of 128, whole blocks; vLLM finds no head of its own.
+    "BloomForCausalLM": Small("bloom", {"num_attention_heads": 2, "tie_word_embeddings": True}),
+    "GPTNeoXForCausalLM": Small("gpt_neox", {"attention_bias": True, "hidden_act": "gelu"}),
     "MixtralForCausalLM": Small("mixtral", LOCAL_MOE),
     "MiniMaxM2ForCausalLM": Small(
         "minimax_m2",
@@ -344,7 +348,7 @@ def config(architecture: str, common: dict[str, Any]) -> dict[str, Any]:
     """config.json of a small model."""
     small = ZOO[architecture]
     top: dict[str, Any] = {"architectures": [architecture], "model_type": small.model_type}
-    text = {**common, **small.config}
+    text = {key: value for key, value in {**common, **small.config}.items() if key not in small.without}
     if small.vision is None and not small.beside:
         return {**top, **text}
     towers = {"vision_config": dict(small.vision)} if small.vision else {}

@@ -2,7 +2,7 @@
 
 entry    the types: Model is an entry, whose fields say what to quantize, join and divide, and where engines differ
 parts    attention, gated, routed, wrapped...: pieces of a decoder layer, each with what engines join and divide of it
-dense, experts, latent, hybrid, mixed, multimodal    the entries, by kind
+dense, fused, experts, latent, hybrid, mixed, multimodal    the entries, by kind
 folds    where layers have their inputs from
 
 An entry of a model that is like another is a line (docs/adding-an-architecture.md):

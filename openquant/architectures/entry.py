@@ -96,6 +96,11 @@ class Split:
         replicated: heads are copied where there are fewer than ranks (key and value heads).
         parts: of a tensor that holds several layers one below the other, each of which is divided: the config
             key that the rows of each are in proportion to, or None where all are equal.
+        where: other parts, by the config key that must be true for them; the first that is counts. True is one.
+        turns: whether a head's queries, key and value lie together, and the parts so by turns, which an engine sorts
+            as it loads the layer: what shares a scale must then lie within a head.
+        turns_all: whether it does so to every tensor of the layer, and fails on those that have no rows for each head,
+            as a single scale.
     """
 
     pattern: str
@@ -103,6 +108,9 @@ class Split:
     heads: str | None = None
     replicated: bool = False
     parts: tuple[str | None, ...] = ()
+    where: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
+    turns: bool = False
+    turns_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,12 +118,14 @@ class Cached:
     """Projections of which an engine keeps, for each token of a sequence, what they make of it.
 
     Attributes:
-        pattern: which modules; the numbers kept of a token are as many as they have rows.
+        pattern: which modules; the numbers kept of a token are as many as they have rows, or the last two of their
+            parts (Split.parts).
         heads: config key that counts the heads those rows divide into; None if every rank keeps all of them.
         fp8: bytes of a token in an FP8 cache; None for one byte a number.
         bf16: bytes of a token in a bfloat16 cache; None for two bytes a number.
         full_heads: config key that counts the heads of layers that attend to everything, where that is another.
         keys_as_values: config key that says that layers without a projection of values make them of their keys.
+        two_of: how many parts of equal size such a projection has, two of which are kept, where Split does not say.
     """
 
     pattern: str
@@ -124,6 +134,7 @@ class Cached:
     bf16: int | None = None
     full_heads: str | None = None
     keys_as_values: str | None = None
+    two_of: int = 0
 
 
 @dataclass(frozen=True)

@@ -208,6 +208,7 @@ TENSOR_COMPRESSED = replace(
     # (compressed_tensors/compressed_tensors_moe/compressed_tensors_moe_w8a8_fp8.py:58-104).
     expert_engines=(),
     head=True,
+    fallback=CHANNEL,
 )
 BLOCK_COMPRESSED = replace(
     BLOCK,
@@ -447,6 +448,7 @@ TENSOR_COMPRESSED_STATIC = replace(
     suffix="-FP8-static-CT",
     settings=_compressed_tensors({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False}),
     expert_engines=("vLLM", "SGLang"),
+    fallback=None,
 )
 
 # The default of each name.

@@ -9,7 +9,7 @@ from typing import Any
 from ..architectures.entry import Model, Split
 from ..files.checkpoint import Checkpoint
 from ..files.inputs import shown
-from ..formats.format import Group
+from ..formats.format import Format, Group
 from ..weights.weight import Weight
 from .roles import Entry
 
@@ -25,9 +25,20 @@ class ParallelSize:
 
 
 def text_config(checkpoint: Checkpoint, model: Model) -> dict[str, Any]:
-    """The part of config.json with the language model's sizes; older files have them all at the top."""
+    """The part of config.json with the language model's sizes, by the usual names; older files have all at the top."""
     inner = said(checkpoint.config, model.text_config)
-    return inner if isinstance(inner, dict) else checkpoint.config
+    found = inner if isinstance(inner, dict) else checkpoint.config
+    return {usual: found[key] for key, usual in _OTHERWISE.items() if key in found} | found
+
+
+# Names of configurations that transformers reads, or engines, by the usual ones.
+_OTHERWISE = {
+    "n_head": "num_attention_heads",
+    "n_head_kv": "num_kv_heads",
+    "n_layer": "num_hidden_layers",
+    "num_layers": "num_hidden_layers",
+    "multi_query_group_num": "num_key_value_heads",
+}
 
 
 def said(config: Mapping[str, Any], key: str | None) -> Any:
@@ -46,12 +57,37 @@ def parts_of(shape: tuple[int, int], split: Split | None, config: dict[str, Any]
     """
     if split is None or not split.parts:
         return [(shape[0], split.heads if split else None)]
-    shares = [1 if key is None else config.get(key) for key in split.parts]
-    counts = [share if isinstance(share, int) and share > 0 else 0 for share in shares]
+    keys, counts = _counted(split, config)
     whole = all(counts) and shape[0] % sum(counts) == 0
-    return [
-        (shape[0] // sum(counts) * count if whole else 0, key) for count, key in zip(counts, split.parts, strict=True)
-    ]
+    return [(shape[0] // sum(counts) * count if whole else 0, key) for count, key in zip(counts, keys, strict=True)]
+
+
+def _counted(split: Split, config: dict[str, Any]) -> tuple[tuple[str | None, ...], list[int]]:
+    """The config keys of a tensor's parts, and what they say; 0 where they say no number."""
+    keys = next((parts for key, parts in split.where if config.get(key) is True), split.parts)
+    shares = [1 if key is None else config.get(key) for key in keys]
+    return keys, [share if isinstance(share, int) and share > 0 else 0 for share in shares]
+
+
+def out_of_turn(shape: tuple[int, int], split: Split | None, config: dict[str, Any], form: Format) -> str | None:
+    """Why a weight [out, in] in a format does not follow as an engine sorts its rows, "an engine puts the rows of its
+    heads in another order, and 64 of them are not whole groups of 128"; None if it does, or its rows stay as they are.
+    """
+    if split is None or not split.turns:
+        return None
+    heads = sum(_counted(split, config)[1])
+    if not heads or shape[0] % heads:
+        return "config.json does not tell the sizes of what it holds" if form.height > 1 or split.turns_all else None
+    if shape[0] // heads % form.height:
+        return f"{_SORTED}, and {shape[0] // heads} of them are not whole groups of {form.height}"
+    if split.turns_all:
+        for info in form.parts("", shape):
+            if not info.shape or info.shape[0] % heads:
+                return f"{_SORTED}, and fails on its {info.name.lstrip('.')}, which has no row for each"
+    return None
+
+
+_SORTED = "an engine puts the rows of its heads in another order"
 
 
 def parallel_sizes(

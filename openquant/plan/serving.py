@@ -262,10 +262,12 @@ def _count(config: Mapping[str, Any], key: str | None) -> int | None:
 def _cached_rows(line: Line, what: Cached, entry: Entry, config: Mapping[str, Any]) -> list[int]:
     """How many numbers a projection makes for the cache: of a fused one, keys and values."""
     split = entry.role(line.names[0]).split
+    if what.two_of:
+        return [line.shape[0] // what.two_of] * 2
     if split is None or not split.parts:
         return [line.shape[0]]
     shape = (line.shape[0], line.shape[1])
-    found = [rows for rows, heads in parts_of(shape, split, dict(config)) if heads == what.heads]
+    found = [rows for rows, _ in parts_of(shape, split, dict(config))[-2:]]
     if not all(found):
         raise _Unknown(f"what {line.names[0]} holds: config.json does not count its heads")
     return found

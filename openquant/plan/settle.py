@@ -17,7 +17,7 @@ from ..formats.schemes import Scheme
 from ..patterns import collapse, compile_pattern
 from ..weights.weight import Weight
 from .fates import Fate, Found, Options
-from .parallel import indivisible, parts_of
+from .parallel import indivisible, out_of_turn, parts_of
 from .roles import Entry, is_head
 
 _SHARES = "shares its status with "
@@ -68,6 +68,7 @@ def problem_finder(
             problem = problem or scheme.format.misfit((rows, layer.shape[1]))
             if not rows and scheme.format.whole[0] not in (1, None):
                 problem = problem or "config.json does not tell the sizes of what it holds"
+        problem = problem or out_of_turn(layer.shape, split, config, scheme.format)
         if problem is None and size is not None:
             problem = indivisible(layer.shape, split, config, scheme.format.whole, size)
             return problem and f"--tp {size}: {problem}"
@@ -231,9 +232,12 @@ def settle(
     elif unfit:
         ranks = f" on {size} ranks" if size is not None else ""
         parts = "blocks" if (scheme.format.group[0] or 1) > 1 else "groups"
+        splits = [split for module in unfit if (split := entry.role(module).split) is not None]
+        turns = len(splits) == len(unfit) and all(split.turns for split in splits)
+        others = "channel" if any(split.turns_all for split in splits) else "tensor or channel"
         notes.append(
-            f"{parts} do not divide{ranks}, which leaves {_share(unfit, layers)} unquantized; "
-            "--scheme tensor or channel quantizes them too"
+            f"{'engines sort rows by heads' if turns else f'{parts} do not divide{ranks}'}, which leaves "
+            f"{_share(unfit, layers)} unquantized; --scheme {others} quantizes them too"
         )
     return fates, notes
 

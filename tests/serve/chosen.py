@@ -17,6 +17,7 @@ KINDS = {
     "Qwen3ForCausalLM": "dense, q and k with norms; every scheme in SGLang",
     "Gemma3ForCausalLM": "norms of 1 + w, windows",
     "Phi3ForCausalLM": "q, k and v, gate and up joined on disk",
+    "BloomForCausalLM": "q, k and v head by head on disk, which the engine sorts",
     "Olmo2ForCausalLM": "vLLM's Transformers backend",
     "StableLmForCausalLM": "merged layers that the engine cannot derive",
     "Qwen3MoeForCausalLM": "experts one by one, a router built quantized",

@@ -34,7 +34,9 @@ Layers = Mapping[str, "dict[str, Any] | EngineError"]
 
 def usual(module: str) -> str:
     """A name without what tells the engine's from the checkpoint's."""
-    module = re.sub(r"^(thinker(\.model)?|model\.language_model|language_model(\.model)?|model|backbone)\.", "", module)
+    module = re.sub(
+        r"^(thinker(\.model)?|model\.language_model|language_model(\.model)?|model|backbone|gpt_neox)\.", "", module
+    )
     module = module.replace(".short_conv.", ".conv.").replace(".mamba.mamba.", ".mamba.")
     return module.replace(".moe.share_expert.", ".share_expert.")
 

@@ -1,0 +1,129 @@
+"""Layers whose queries, keys and values lie head by head, which engines sort as they load them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from openquant.architectures.entry import Model, Split
+from openquant.architectures.parts import HEADS
+from openquant.files.checkpoint import open_checkpoint
+from openquant.formats.schemes import (
+    BLOCK,
+    BLOCK_COMPRESSED,
+    CHANNEL,
+    INT4_SHIFTED,
+    INT4_W4A16,
+    MXFP8,
+    NVFP4,
+    TENSOR,
+    TENSOR_COMPRESSED,
+    Scheme,
+)
+from openquant.models import MODELS
+from openquant.plan.fates import Options
+from openquant.plan.parallel import out_of_turn, parts_of
+from openquant.plan.plan import Plan, make_plan
+
+FALCON, BLOOM = "FalconForCausalLM", "BloomForCausalLM"
+SORTED = "an engine puts the rows of its heads in another order"
+
+
+def split_of(name: str) -> Split:
+    return next(split for split in MODELS[name].splits if split.turns)
+
+
+def without_turns(model: Model) -> Model:
+    return replace(model, splits=tuple(replace(split, turns=False, turns_all=False) for split in model.splits))
+
+
+def plan_of(root: Path, scheme: Scheme) -> Plan:
+    return make_plan(open_checkpoint(root), scheme, Options())
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "head", "problem"),
+    [
+        # What has an axis of outputs is sorted, a single scale is let be.
+        (FALCON, TENSOR, 64, None),
+        (FALCON, CHANNEL, 64, None),
+        (FALCON, MXFP8, 64, None),
+        (FALCON, INT4_W4A16, 64, None),
+        (FALCON, BLOCK, 128, None),
+        (FALCON, BLOCK, 64, f"{SORTED}, and 64 of them are not whole groups of 128"),
+        # Zero points of eight rows share a word.
+        (FALCON, INT4_SHIFTED, 64, None),
+        (FALCON, INT4_SHIFTED, 4, f"{SORTED}, and 4 of them are not whole groups of 8"),
+        # Whatever there is is sorted.
+        (BLOOM, CHANNEL, 64, None),
+        (BLOOM, MXFP8, 64, None),
+        (BLOOM, BLOCK, 128, None),
+        (BLOOM, BLOCK, 64, f"{SORTED}, and 64 of them are not whole groups of 128"),
+        (BLOOM, TENSOR, 64, f"{SORTED}, and fails on its weight_scale, which has no row for each"),
+        (BLOOM, INT4_W4A16, 64, f"{SORTED}, and fails on its weight_shape, which has no row for each"),
+        (BLOOM, NVFP4, 64, f"{SORTED}, and fails on its weight_global_scale, which has no row for each"),
+    ],
+)
+def test_what_shares_a_scale_must_stay_within_a_head(name: str, scheme: Scheme, head: int, problem: str | None) -> None:
+    config = {HEADS: 4, "num_kv_heads": 2, "new_decoder_architecture": True}
+    rows = (12 if name == BLOOM else 8) * head
+    assert out_of_turn((rows, 256), split_of(name), config, scheme.format) == problem
+    assert out_of_turn((rows, 256), replace(split_of(name), turns=False), config, scheme.format) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "rows"),
+    [
+        ({"new_decoder_architecture": True, "multi_query": True, "num_kv_heads": 2}, [256, 128, 128]),
+        # One key for all heads, whatever num_kv_heads says.
+        ({"multi_query": True, "num_kv_heads": 4}, [256, 64, 64]),
+        ({"multi_query": False}, [256, 256, 256]),
+    ],
+)
+def test_parts_depend_on_what_config_says(config: dict[str, Any], rows: list[int]) -> None:
+    found = parts_of((sum(rows), 256), split_of(FALCON), {HEADS: 4, **config})
+    assert [count for count, _ in found] == rows
+
+
+def test_without_sizes_only_what_needs_none_is_stored() -> None:
+    unknown = "config.json does not tell the sizes of what it holds"
+    for config in ({}, {HEADS: 5}, {HEADS: "4"}):
+        assert out_of_turn((768, 256), split_of(BLOOM), config, CHANNEL.format) == unknown
+        assert out_of_turn((768, 256), split_of(FALCON), config, BLOCK.format) == unknown
+        assert out_of_turn((768, 256), split_of(FALCON), config, CHANNEL.format) is None
+
+
+def test_a_layer_falls_back_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, layer = tiny.write(tmp_path / "a", FALCON), "transformer.h.0.self_attention.query_key_value"
+    note = "engines sort rows by heads, which leaves 2 of 8 layers (18.2 % of their bytes) unquantized"
+    plan = plan_of(root, BLOCK)
+    assert plan.schemes == {BLOCK: 6}
+    assert plan.notes == (f"{note}; --scheme tensor or channel quantizes them too",)
+    assert layer in plan.ignored_layers
+    assert plan_of(root, BLOCK_COMPRESSED).schemes == {BLOCK_COMPRESSED: 6, CHANNEL: 2}
+    assert plan_of(root, TENSOR).schemes == {TENSOR: 8}
+    bloom = tiny.write(tmp_path / "b", BLOOM)
+    assert plan_of(bloom, BLOCK).schemes == {BLOCK: 8}
+    plan = plan_of(bloom, TENSOR)
+    assert plan.schemes == {TENSOR: 6}
+    assert plan.notes[0].endswith("unquantized; --scheme channel quantizes them too")
+    assert plan_of(bloom, TENSOR_COMPRESSED).schemes == {TENSOR_COMPRESSED: 6, CHANNEL: 2}
+    # Without the field all of it would be stored, and no engine could load it.
+    for name in (FALCON, BLOOM):
+        monkeypatch.setitem(MODELS, name, without_turns(MODELS[name]))
+    assert plan_of(root, BLOCK).schemes == {BLOCK: 8}
+    assert plan_of(bloom, TENSOR).schemes == {TENSOR: 8}
+
+
+def test_sizes_are_found_by_older_names(tmp_path: Path) -> None:
+    """As transformers 5 writes BLOOM's: n_head, n_layer."""
+    root = tiny.write(tmp_path / "a", BLOOM)
+    file = root / "config.json"
+    text = file.read_text()
+    file.write_text(text.replace("num_attention_heads", "n_head").replace("num_hidden_layers", "n_layer"))
+    assert file.read_text() != text
+    assert plan_of(root, CHANNEL).schemes == {CHANNEL: 8}
