@@ -27,6 +27,7 @@ class Small:
         extra: other tensors.
         zero_norms: norms add one to their weight.
         streamed: whether transformers computes with it under its own name.
+        newer: whether the oldest transformers that models are run with has it not.
     """
 
     model_type: str
@@ -42,6 +43,7 @@ class Small:
     extra: Mapping[str, Shape] = field(default_factory=dict)
     zero_norms: bool = False
     streamed: bool = True
+    newer: bool = False
 
 
 HYBRID = ["linear_attention", "full_attention"]

@@ -269,6 +269,7 @@ ZOO = {
         },
         # transformers saves the dense layer by the name of the others.
         renames={"model.layers.0.block_sparse_moe.": "model.layers.0.mlp."},
+        newer=True,
     ),
     "FalconH1ForCausalLM": Small(
         "falcon_h1",

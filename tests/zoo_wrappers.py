@@ -322,8 +322,7 @@ WRAPPERS = {
         vision={**SIGLIP, "model_type": "minicpmv4_7_vision", "insert_layer_id": 0},
         beside={"image_token_id": 7, "insert_layer_id": 0},
         zero_norms=True,
-        # transformers 5.16, the oldest that models are run with, has it not.
-        streamed=False,
+        newer=True,
     ),
     "CohereCompassForConditionalGeneration": Small(
         "cohere_compass",

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import tiny
+import zoo
 from conftest import ROOT
 from converted import Shelf
 from openquant import dequantize
@@ -37,7 +38,8 @@ def test_logits_are_those_of_from_pretrained_in_the_oldest_transformers(shelf: S
     if not folder:
         assert os.environ.get("OPENQUANT_REQUIRE_SERVE") != "1", f"{OLDEST} is not set, and must be here"
         pytest.skip(f"{OLDEST} names no directory with transformers {TESTED[0]}.0 (.ci/run makes one)")
-    sources = [shelf.source(architecture) for architecture in tiny.STREAMED]
+    newer = {name for name, small in zoo.ZOO.items() if small.newer}
+    sources = [shelf.source(architecture) for architecture in tiny.STREAMED if architecture not in newer]
     path = os.pathsep.join([folder, str(ROOT), str(ROOT / "tests")])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     found = subprocess.run([sys.executable, "-c", "import transformers as t; print(t.__version__)"], env=environment,
