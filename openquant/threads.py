@@ -71,10 +71,20 @@ def in_threads(work: Callable[[], None], count: int, stopped: threading.Event) -
         BaseException: the first that `work` raised.
     """
     failure = FirstFailure(stopped.set)
+    changed = threading.Condition()
+    working = 0
 
     def run() -> None:
+        nonlocal working
+        with changed:
+            if stopped.is_set():
+                return
+            working += 1
         with failure.kept():
             work()
+        with changed:
+            working -= 1
+            changed.notify_all()
 
     threads: list[threading.Thread] = []
     try:
@@ -92,6 +102,10 @@ def in_threads(work: Callable[[], None], count: int, stopped: threading.Event) -
                     thread.join(0.2)
     finally:
         stopped.set()
+        # One may be at work that is not listed: an interrupt can come out of the call that starts it.
+        with changed:
+            while working:
+                changed.wait()
         for thread in threads:
             thread.join()
     failure.check()

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,26 @@ def test_what_a_thread_raises_is_raised() -> None:
 
     with pytest.raises(MemoryError):
         in_threads(work, 3, stopped)
+
+
+def test_an_interrupt_out_of_the_call_that_starts_a_thread_waits_for_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, stopped, ended, start = threading.Event(), threading.Event(), threading.Event(), threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        assert begun.wait(60)
+        raise KeyboardInterrupt
+
+    def work() -> None:
+        begun.set()
+        stopped.wait(60)
+        time.sleep(0.2)
+        ended.set()
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        in_threads(work, 2, stopped)
+    assert ended.is_set()
 
 
 def test_helpers_do_all_they_were_given() -> None:
