@@ -144,6 +144,11 @@ ZOO = {
             "partial_rotary_factor": 0.5,
         },
     ),
+    "OPTForCausalLM": Small(
+        "opt",
+        {"ffn_dim": 512, "activation_function": "relu", "tie_word_embeddings": True},
+        without=("num_key_value_heads", "intermediate_size", "head_dim", "hidden_act"),
+    ),
     "StableLmForCausalLM": Small("stablelm", {"layer_norm_eps": 1e-05, "use_qkv_bias": False}),
     "FalconForCausalLM": Small("falcon", {"num_kv_heads": 2, "new_decoder_architecture": True}, without=("head_dim",)),
     # Heads of 128, whole blocks; vLLM finds no head of its own.
@@ -168,6 +173,20 @@ ZOO = {
     ),
     "Qwen2MoeForCausalLM": Small("qwen2_moe", QWEN_MOE),
     "OlmoeForCausalLM": Small("olmoe", {**MOE, "intermediate_size": 128, "num_key_value_heads": 4}),
+    "FlexOlmoForCausalLM": Small("flex_olmo", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}),
+    "Cohere2MoeForCausalLM": Small(
+        "cohere2_moe",
+        {
+            **COHERE,
+            **SLIDING,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 1,
+            "mlp_layer_types": ["dense", "sparse"],
+            "expert_selection_fn": "sigmoid",
+            "shared_expert_combination_strategy": "average",
+        },
+    ),
     "GraniteMoeForCausalLM": Small("granitemoe", LOCAL_MOE),
     "GraniteMoeSharedForCausalLM": Small("granitemoeshared", {**LOCAL_MOE, "shared_intermediate_size": 256}),
     "GraniteMoeSWAForCausalLM": Small(

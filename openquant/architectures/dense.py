@@ -128,6 +128,22 @@ DENSE_NAMES = {
     # SGLang 0.5.23 models/solar.py:407 has pairs in packed_modules_mapping.
     SGLang((Refusal(None, None, "its table of joined layers is broken", "vLLM loads it"),)): ("Solar",),
 }
+# vLLM 0.32.0 models/opt.py: an MLP without a module of its own; files of before transformers 4.23 have no prefix. Where
+# embeddings are narrower than layers, two projections lie between.
+OPT = model(
+    "OPTForCausalLM",
+    attention("out_proj"),
+    plain("", "fc1", "fc2"),
+    layers="{model.decoder,decoder}.layers.*",
+    keep=(
+        Keep("{model.decoder,decoder}.embed_tokens", "embedding", divided=True),
+        Keep("{model.decoder,decoder}.{embed_positions,project_in,project_out}", "embedding"),
+    ),
+    spellings=(("model.decoder.", "decoder."),),
+    # models/opt.py:376
+    head_refused="vLLM 0.32.0 builds it without a quantization",
+)
+
 ENTRIES = (
     *(
         replace(DENSE, name=f"{name}ForCausalLM", sglang=sglang, windows=WINDOWS.get(name, Windows()))
@@ -148,6 +164,7 @@ ENTRIES = (
         plain(".mlp", "fc1", "fc2"),
         sglang=SGLang(head=HEAD_IN_BFLOAT16, alike=FORMATS),
     ),
+    OPT,
     STABLELM,
     # models/orion.py has no packed_modules_mapping either; transformers 5.23 has no such class.
     replace(STABLELM, name="OrionForCausalLM", sglang=NO_SCALES, transformers_reads_blocks=False),

@@ -241,6 +241,9 @@ ENTRIES = (
     QWEN2_MOE,
     QWEN3_MOE,
     model("OlmoeForCausalLM", ATTENTION, ROUTED, sglang=NO_SCALES),
+    # OLMoE with OLMo 2's norms, on vLLM's Transformers backend.
+    model("FlexOlmoForCausalLM", ATTENTION, ROUTED),
+    model("Cohere2MoeForCausalLM", ATTENTION, MLP, SHARED_EXPERTS, ROUTED, windows=Windows(4, PATTERN)),
     GRANITE_MOE,
     GRANITE_MOE_SHARED,
     GRANITE_MOE_SWA,
