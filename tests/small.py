@@ -183,6 +183,26 @@ GEMMA4_VISION = {
 COHERE = {"tie_word_embeddings": True, "layer_norm_eps": 1e-05, "logit_scale": 0.0625}
 QWEN3_5 = {**GATED_DELTA, **MROPE_PARTIAL}
 QWEN3_5_DRAFT = {"model.language_model.layers.1.": "mtp.layers.0."}
+# Tables of n-grams in the linear layer, an index over the tokens in the other.
+QWEN4_EXP = {
+    **QWEN3_5,
+    **QWEN_MOE,
+    "hc_count": 2,
+    "hc_lowrank": 64,
+    "ple_layer_ids": [1],
+    "ple_embed_dim": 64,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 61,
+    "make_ngram_vocab_size_divisible_by": 64,
+    "split_ngram_parts": 2,
+    "indexer_n_heads": 1,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 64,
+    # SGLang 0.5.23 knows no less.
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
+    "output_gate_type": "sigmoid",
+}
 
 
 def stacks(path: str, transposed: bool = False) -> dict[str, Shape]:

@@ -84,6 +84,8 @@ MORE: dict[str, tuple[int | tuple[int, ...], list[int]]] = {
     "DeepseekV32ForCausalLM": ((44971, 44849), [1, 2, 4, 8, 16]),
     "GlmMoeDsaForCausalLM": ((58146, 57990), [1, 2, 4, 8, 16]),
     "Qwen3NextForCausalLM": (73992, [1, 2, 4]),
+    "Qwen4ExpForCausalLM": (36 * 3 + 12 * 5 + 48 * 513 * 3, [1]),
+    "Qwen4ExpForConditionalGeneration": (36 * 3 + 12 * 5 + 48 * 513 * 3, [1]),
     "FalconH1ForCausalLM": (352, [1, 2, 4]),
     "KimiLinearForCausalLM": ((20250, 20143), [1, 2, 4, 8]),
     "Qwen3_5ForCausalLM": (150, [1, 2, 4, 8]),

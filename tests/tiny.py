@@ -263,6 +263,8 @@ def tensors(architecture: str, seed: int = 0, dtype: str = "bfloat16", vocab: in
         if "norm" in name and len(shape) == 1 and name.endswith("weight"):
             value += centre
         found[name] = value.to(getattr(torch, dtype))
+    if architecture in zoo.ZOO:
+        found |= zoo.constants(architecture, json.dumps(config(architecture, vocab)))
     return found
 
 

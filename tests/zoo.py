@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import torch
 from safetensors import safe_open
 
 from small import (
@@ -29,6 +30,7 @@ from small import (
     MOE,
     MTP,
     QWEN3_5,
+    QWEN4_EXP,
     QWEN_MOE,
     ROPE,
     SLIDING,
@@ -256,6 +258,14 @@ ZOO = {
         extra=stacks("model.layers"),
         zero_norms=True,
     ),
+    "Qwen4ExpForCausalLM": Small(
+        "qwen4_exp_text",
+        QWEN4_EXP,
+        drop=r".*\.experts\..*",
+        extra=stacks("model.layers"),
+        zero_norms=True,
+        newer=True,
+    ),
     "KimiLinearForCausalLM": Small(
         "kimi_linear",
         {
@@ -380,8 +390,8 @@ def config(architecture: str, common: dict[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def shapes(architecture: str, config: str) -> dict[str, Shape]:
-    """Every tensor of a small model: what transformers saves, as changed by its entry."""
+def saved(architecture: str, config: str) -> dict[str, tuple[Shape, torch.Tensor | None]]:
+    """Every tensor of a small model: what transformers saves, as changed by its entry; whole numbers with their values."""
     import transformers
 
     small = ZOO[architecture]
@@ -392,11 +402,24 @@ def shapes(architecture: str, config: str) -> dict[str, Shape]:
         warnings.simplefilter("ignore")
         model = getattr(transformers, made_as)(transformers.AutoConfig.for_model(model_type, **known))
         model.save_pretrained(root)
+        found: dict[str, tuple[Shape, torch.Tensor | None]] = {}
         with safe_open(f"{root}/model.safetensors", "pt") as file:
-            found: dict[str, Shape] = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_slice(name)
+                found[name] = tuple(part.get_shape()), file.get_tensor(name) if part.get_dtype() == "I64" else None
     for prefix, other in small.renames.items():
-        found = {re.sub(f"^{prefix}", other, name): shape for name, shape in found.items()}
+        found = {re.sub(f"^{prefix}", other, name): each for name, each in found.items()}
     for prefix, other in small.copies.items():
-        found |= {other + name.removeprefix(prefix): shape for name, shape in found.items() if name.startswith(prefix)}
-    kept = {name: shape for name, shape in found.items() if not small.drop or not re.fullmatch(small.drop, name)}
-    return {**kept, **small.extra}
+        found |= {other + name.removeprefix(prefix): each for name, each in found.items() if name.startswith(prefix)}
+    kept = {name: each for name, each in found.items() if not small.drop or not re.fullmatch(small.drop, name)}
+    return {**kept, **{name: (shape, None) for name, shape in small.extra.items()}}
+
+
+def shapes(architecture: str, config: str) -> dict[str, Shape]:
+    """The shapes of every tensor of a small model."""
+    return {name: shape for name, (shape, _) in saved(architecture, config).items()}
+
+
+def constants(architecture: str, config: str) -> dict[str, torch.Tensor]:
+    """What a small model holds of whole numbers, which are the same in all of its kind."""
+    return {name: value for name, (_, value) in saved(architecture, config).items() if value is not None}

@@ -17,6 +17,7 @@ from small import (
     QWEN3_5_DRAFT,
     QWEN3_5_VISION,
     QWEN3_VISION,
+    QWEN4_EXP,
     QWEN_MOE,
     QWEN_VISION,
     ROPE,
@@ -123,6 +124,15 @@ WRAPPERS = {
         drop=r"model\..*\.experts\..*",
         extra={**MTP, **stacks("model.language_model.layers")},
         zero_norms=True,
+    ),
+    "Qwen4ExpForConditionalGeneration": Small(
+        "qwen4_exp",
+        {**QWEN4_EXP, "model_type": "qwen4_exp_text"},
+        vision=QWEN3_5_VISION,
+        drop=r"model\..*\.experts\..*",
+        extra=stacks("model.language_model.layers"),
+        zero_norms=True,
+        newer=True,
     ),
     "InternVLForConditionalGeneration": Small("internvl", {"model_type": "qwen2"}, vision=INTERNVL, beside=TOKEN),
     "LlavaForConditionalGeneration": Small(

@@ -75,6 +75,35 @@ QWEN3_5_MOE = model(
     sglang=HEAD_SCALE_LOST,
 )
 
+# Several streams of hidden states, tables of n-grams, and an index over the tokens, which vLLM 0.32.0 joins to q, k
+# and v and every rank has whole (models/qwen4_exp/nvidia/qsa.py:67). SGLang 0.5.23 has it beside them.
+QSA = ".self_attn.{q_proj,k_proj,v_proj,indexer.index_qk_proj}"
+QWEN4_EXP = model(
+    "Qwen4ExpForCausalLM",
+    replace(
+        ATTENTION,
+        compress=(QSA, ".self_attn.o_proj"),
+        joined=(Joined(QSA, sglang="qkv_proj"),),
+        # models/qwen4_exp/common/qsa_cache.py:870: a key of 128 numbers in bfloat16 for four tokens.
+        cached=(*ATTENTION.cached, Cached(".self_attn.indexer.index_qk_proj", None, fp8=64, bf16=64)),
+    ),
+    GATED_DELTA_PIECES,
+    SHARED_EXPERT,
+    STACKED_EXPERTS,
+    layers=EITHER,
+    keep=(
+        MTP,
+        Keep(".ple.**", "tables of n-grams"),
+        # models/qwen4_exp/nvidia/hyperconnection.py:106 builds them without a quantization.
+        Keep(".{attn,mlp}_hyper_connection.*", "mixes streams of hidden states"),
+        Keep("{model,model.language_model}.hyper_connection_mixer.*", "mixes streams of hidden states"),
+    ),
+    # models/qwen4_exp/nvidia/model.py:751
+    head_refused="vLLM 0.32.0 builds it without a quantization",
+    # SGLang 0.5.23 models/qwen4_exp.py:1826
+    renames=((".self_attn.indexer.", ".indexer."),),
+)
+
 # vLLM 0.32.0 layers/mamba/gdn/kimi_gdn_linear_attn.py: all that reads the layer's input but g_a_proj is one layer
 # there, in which f_a_proj is whole on every rank. Both kinds of attention have 32 heads.
 KIMI_DELTA = Part(
@@ -205,6 +234,7 @@ ENTRIES = (
     QWEN3_NEXT,
     QWEN3_5,
     QWEN3_5_MOE,
+    QWEN4_EXP,
     GRANITE_HYBRID,
     KIMI_LINEAR,
     FALCON_H1,

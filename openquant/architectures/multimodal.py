@@ -7,7 +7,7 @@ from dataclasses import replace
 from .dense import GEMMA4, GLM4, LLAMA, WINDOWS
 from .entry import ROUTER, Experts, Joined, Keep, Refusal, SGLang, Stacked
 from .experts import ERNIE_MOE, GLM4_MOE, LLAMA4, MTP, NAMELESS_HEAD, QWEN3_MOE
-from .hybrid import EITHER, LFM2, QWEN3_5, QWEN3_5_MOE
+from .hybrid import EITHER, LFM2, QWEN3_5, QWEN3_5_MOE, QWEN4_EXP
 from .parts import IF_ASKED, NO_CACHE, NO_GROUPS, RENAMED, wrapped
 
 # vLLM 0.32.0 builds such a tower with quant_config as vision_tower.vision_model.encoder (models/siglip.py, clip.py);
@@ -266,5 +266,14 @@ ENTRIES = (
     ),
     wrapped(QWEN3_5, "Qwen3_5ForConditionalGeneration", QWEN_VISION),
     wrapped(QWEN3_5_MOE, "Qwen3_5MoeForConditionalGeneration", QWEN_VISION),
+    wrapped(
+        QWEN4_EXP,
+        "Qwen4ExpForConditionalGeneration",
+        QWEN_VISION,
+        # SGLang 0.5.23 models/qwen4_exp.py:124
+        sglang=SGLang(
+            (Refusal(None, "fp8", "it takes the tables of n-grams for FP8", "--format compressed-tensors loads"),)
+        ),
+    ),
     LLAMA4_WRAPPED,
 )

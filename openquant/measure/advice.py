@@ -133,7 +133,8 @@ def _units(plan: Plan) -> list[_Unit]:
         elif len(joined) == 1:
             place = path, f".{last}"
         else:
-            place = path, f".{{{','.join(module.rpartition('.')[2] for module in joined)}}}"
+            path = weight.module.rsplit(".", plan.entry.role(weight.module).under)[0]
+            place = path, f".{{{','.join(module.removeprefix(path)[1:] for module in joined)}}}"
         together.setdefault(place, []).append(weight)
     return [_Unit(path, rest, tuple(layers)) for (path, rest), layers in together.items()]
 

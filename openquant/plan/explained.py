@@ -245,10 +245,9 @@ def _ranks(plan: Plan, shape: tuple[int, int], split: Split | None, group: Group
 
 def _engines(entry: Entry, module: str) -> dict[str, tuple[str, ...]]:
     """The names of a module, and of what each engine merges it into where that is what it looks up."""
-    path = module.rpartition(".")[0]
-    pattern = entry.role(module).joined
-    joined = next((one for one in entry.model.joined if one.pattern == pattern), None)
-    merged = f"{path}.{joined.sglang}" if joined and joined.sglang else module
+    role = entry.role(module)
+    joined = next((one for one in entry.model.joined if one.pattern == role.joined), None)
+    merged = f"{module.rsplit('.', role.under)[0]}.{joined.sglang}" if joined and joined.sglang else module
     names = {"vLLM": entry.looked_up(module), "SGLang": merged}
     return {
         engine: tuple(dict.fromkeys((*entry.model.names_of(name), *entry.model.names_of(module))))

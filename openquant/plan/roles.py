@@ -21,6 +21,8 @@ class Role(NamedTuple):
         stack: the experts it is a stacked tensor of, and which of their stacks; None if it is none.
         keep: why it stays as it is; None if it does not.
         joined: the pattern of the set that engines merge it into; None if they do not.
+        under: how many parts of its name come after the module in which engines have what they merge it into: 1, or
+            2 for "indexer.index_qk_proj" beside q_proj; 1 if they do not.
         below: how many parts of its name come after the path of its experts: 2 in "model.layers.0.mlp.experts.7.w1";
             0 if it is no expert's.
         split: how tensor parallelism divides it; None if it does not.
@@ -38,6 +40,7 @@ class Role(NamedTuple):
     stack: tuple[Experts, Stacked] | None
     keep: str | None
     joined: str | None
+    under: int
     below: int
     split: Split | None
     listed_as: tuple[str, ...]
@@ -65,7 +68,8 @@ class Entry:
         places = [f"{experts.place}.{stacked.name}" for experts, stacked in stacks]
         self._stacks = list(zip(_compiled(model, places), stacks, strict=True))
         self._keeps = list(zip(_compiled(model, (keep.pattern for keep in model.keep)), model.keep, strict=True))
-        self._joined = list(zip(_compiled(model, (one.pattern for one in model.joined)), model.joined, strict=True))
+        sets = [one.pattern for one in model.joined]
+        self._joined = list(zip(_compiled(model, sets), _compiled(model, map(_place, sets)), model.joined, strict=True))
         self._splits = list(zip(_compiled(model, (one.pattern for one in model.splits)), model.splits, strict=True))
         self._experts = _compiled(model, (experts.path for experts in model.experts))
         # By the template of the parent and the last part of the name. Neighbours have the same parent.
@@ -88,7 +92,8 @@ class Entry:
         compress = self._compress.fullmatch(module) is not None
         stacks = [stack for pattern, stack in self._stacks if pattern.fullmatch(module)]
         keeps = [keep for pattern, keep in self._keeps if pattern.fullmatch(module)]
-        joined = [joined for pattern, joined in self._joined if pattern.fullmatch(module)]
+        found = [(place, joined) for pattern, place, joined in self._joined if pattern.fullmatch(module)]
+        joined = [one for _, one in found]
         # Stacks beside the module of the experts are looked up as that.
         looked_up = [one.listed_as for one in joined] + [e.path.rpartition(".")[2] for e, _ in stacks if e.beside]
         split = next((split for pattern, split in self._splits if pattern.fullmatch(module)), None)
@@ -99,7 +104,8 @@ class Entry:
             stack=stacks[0] if stacks else None,
             keep=keeps[0].why if keeps else None,
             joined=joined[0].pattern if joined else None,
-            below=self._below(module),
+            under=_below(module, [found[0][0]]) if found else 1,
+            below=_below(module, self._experts),
             split=split,
             listed_as=tuple(dict.fromkeys(name for one in joined for name in one.names)),
             looked_up=next(filter(None, looked_up), None),
@@ -109,14 +115,6 @@ class Entry:
             divided=split is not None or is_head(module) or any(keep.divided for keep in keeps),
         )
 
-    def _below(self, module: str) -> int:
-        parts = module.split(".")
-        for count in range(1, len(parts) if self._experts else 0):
-            path = ".".join(parts[:-count])
-            if any(pattern.fullmatch(path) for pattern in self._experts):
-                return count
-        return 0
-
     def experts(self, module: str) -> str | None:
         """The path of the experts that a module belongs to: "model.layers.0.mlp.experts"; None if to none."""
         below = self.role(module).below
@@ -124,17 +122,17 @@ class Entry:
 
     def looked_up(self, module: str) -> str:
         """The name that vLLM looks a module up under: its own, or that of the layer it is merged into."""
-        last = self.role(module).looked_up
-        return module if last is None else f"{module.rpartition('.')[0]}.{last}"
+        role = self.role(module)
+        return module if role.looked_up is None else f"{module.rsplit('.', role.under)[0]}.{role.looked_up}"
 
     def joined_sets(self, modules: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """For every module that engines merge with others, all there are of its set, itself included, in that order."""
         # By pattern and parent. Sets are many, and have few members.
         found: dict[tuple[str, str], tuple[str, ...]] = {}
         for module in modules:
-            joined = self.role(module).joined
-            if joined is not None:
-                key = joined, module.rpartition(".")[0]
+            role = self.role(module)
+            if role.joined is not None:
+                key = role.joined, module.rsplit(".", role.under)[0]
                 found[key] = (*found.get(key, ()), module)
         return {module: members for members in found.values() for module in members}
 
@@ -143,13 +141,29 @@ class Entry:
         found: dict[str, None] = {}
         for name in names:
             found[name] = None
-            for last in self.role(name).listed_as:
-                found[f"{name.rpartition('.')[0]}.{last}"] = None
+            role = self.role(name)
+            for last in role.listed_as:
+                found[f"{name.rsplit('.', role.under)[0]}.{last}"] = None
         return list(dict.fromkeys(itertools.chain(found, *map(self.model.names_of, found))))
 
 
 def _compiled(model: Model, patterns: Iterable[str]) -> list[re.Pattern[str]]:
     return [compile_pattern(pattern) for pattern in absolute(model, patterns)]
+
+
+def _place(pattern: str) -> str:
+    """What is before a pattern's last alternatives: ".self_attn" of ".self_attn.{q,k,v}_proj"."""
+    return pattern[: pattern.rindex("{")].rpartition(".")[0]
+
+
+def _below(module: str, places: Iterable[re.Pattern[str]]) -> int:
+    """How many parts of a module's name come after the longest that one of the places matches; 0 if none does."""
+    parts = module.split(".")
+    for count in range(1, len(parts)):
+        path = ".".join(parts[:-count])
+        if any(pattern.fullmatch(path) for pattern in places):
+            return count
+    return 0
 
 
 def is_head(module: str) -> bool:

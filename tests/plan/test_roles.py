@@ -36,6 +36,16 @@ def test_sets_hold_what_is_there_in_its_order() -> None:
     assert sets == {both[0]: both, both[1]: both, layer.format(1, "q"): (layer.format(1, "q"),)}
 
 
+def test_a_set_may_reach_into_a_submodule() -> None:
+    """The index over the tokens is a part of the layer that q, k and v are joined to."""
+    entry = Entry(MODELS["Qwen4ExpForCausalLM"])
+    names = ("q_proj", "k_proj", "v_proj", "indexer.index_qk_proj")
+    third, seventh = (tuple(f"model.layers.{layer}.self_attn.{name}" for name in names) for layer in (3, 7))
+    sets = entry.joined_sets([*third, *seventh, "model.layers.3.self_attn.o_proj"])
+    assert sets == {**dict.fromkeys(third, third), **dict.fromkeys(seventh, seventh)}
+    assert "model.layers.3.self_attn.qkv_proj" in entry.engine_names([third[3]])
+
+
 def test_names_of_engines_come_after_the_checkpoint_s() -> None:
     entry = Entry(MODELS["Qwen3ForCausalLM"])
     layer = "model.layers.0.mlp"

@@ -111,6 +111,13 @@ def dense(architecture: str, layers: int, keys: int, hidden: int = 64) -> Checkp
         ("NemotronHForCausalLM", MAMBA, 6 * 2 * 256 * 2, 23 * (3 * 6144 * 2 + 64 * 64 * 128 * 4)),
         # Counted inside linear_attn_config; the seven others keep a vector of 512 + 64.
         ("KimiLinearForCausalLM", KDA, 7 * 576 * 2, 20 * (3 * 3 * 4096 * 2 + 32 * 128 * 128 * 4)),
+        # The index keeps a key of 128 numbers for four tokens.
+        (
+            "Qwen4ExpForCausalLM",
+            {**DELTA, "linear_num_value_heads": 48, "mamba_ssm_dtype": "float32"},
+            12 * (2 * 2 * 256 * 2 + 64),
+            36 * (3 * 10240 * 2 + 48 * 128 * 128 * 4),
+        ),
         ("Lfm2ForCausalLM", {}, 6 * 2 * 512 * 2, 10 * 2 * 2048 * 2),
     ],
 )

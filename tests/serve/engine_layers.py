@@ -26,6 +26,9 @@ UNBUILT = (
     "Rnj1ForCausalLM",
     # "torch.cuda.Stream requires CUDA support" (vllm/models/kimi_k3/nvidia/model.py:1155).
     "KimiLinearForCausalLM",
+    # "no pinned memory allocator is available on this system" (vllm/models/qwen4_exp/common/ngram_embedding.py:461).
+    "Qwen4ExpForCausalLM",
+    "Qwen4ExpForConditionalGeneration",
 )
 
 # What engine.py's `layers` says, by model.

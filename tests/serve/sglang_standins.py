@@ -33,6 +33,9 @@ class Nothing(metaclass=StandIn):
     def __init__(self, *arguments: object, **options: object) -> None:
         del arguments, options
 
+    def __call__(self, *arguments: object, **options: object) -> Any:
+        return Nothing(*arguments, **options)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
