@@ -32,6 +32,7 @@ from .measure.diagnose import needs
 from .measure.diagnosis import Diagnosis
 from .options import CalibrationTexts, Diagnose, Push, Recipe, Run, documented, values_for
 from .plan.carried import carried_memory
+from .plan.decided import Deciding
 from .plan.fates import Options
 from .plan.plan import Plan, make_plain_plan, make_plan
 from .plan.serving import as_json
@@ -126,6 +127,7 @@ def compress(
             f"{asked} out",
         )
     options = Options(tuple(recipe.ignore), others, recipe.tp, recipe.quantize_lm_head, cached=cached)
+    suffix = f"{chosen.suffix if chosen else ''}{'-KV8' if cached else ''}"
 
     def plan(
         source: Source,
@@ -135,13 +137,14 @@ def compress(
         read: Mapping[str, Any] | None,
     ) -> Plan:
         known = replace(options, calibration=seen, tunings=tunings, gptq=read)
+        entry = deciding.entry(checkpoint, None if run.overwrite else _target(run, source, suffix))
         if chosen is None:
-            made = make_unchanged_plan(checkpoint, known, source.identity, recipe.architecture)
+            made = make_unchanged_plan(checkpoint, known, source.identity, entry)
         else:
-            made = make_plan(checkpoint, chosen, known, source.identity, recipe.architecture)
-        return replace(made, recipe=written(recipe, texts))
+            made = make_plan(checkpoint, chosen, known, source.identity, entry)
+        return replace(made, recipe=written(recipe, texts), unlisted=deciding.kept)
 
-    run = Run(**values_for(Run, given))
+    run, deciding = Run(**values_for(Run, given)), Deciding(recipe.architecture)
     making = Calibrated(run, recipe, texts, plan)
     return _work(run, making.make, ranks, reporter, making.calibrate, making.rounding)
 
@@ -334,7 +337,7 @@ def _prepare(run: Run, make: Callable[[Source, Checkpoint], Plan], workers: int,
     with _without_collector():
         stamps = source.stamps(checkpoint)
         plan = make(source, checkpoint)
-    target = Path(run.output) if run.output is not None else _default_output(source, plan)
+    target = _target(run, source, plan.suffix)
     refuse_overlap(source.root, target)
     workers, fast = _affordable(workers, plan, run.max_memory, memory_needed(source, run.stream), device)
     return Prepared(run, source, checkpoint, stamps, plan, target, workers, device, fast)
@@ -424,8 +427,8 @@ def diagnose(
         scheme: what the layers would be stored in, and other schemes are held against.
         ignore: patterns over module names that would stay unquantized.
         full: measure all rows of each layer, not some that are spread over it.
-        architecture: plan by this entry of the registry although config.json names another class; "auto" goes by
-            names and shapes where that class has no entry.
+        architecture: plan by this entry of the registry although config.json names another class; "auto" asks vLLM
+            where that class has no entry, or goes by names and shapes.
         revision: branch, tag or commit of a Hub repository.
         stream: keep only a few shards of a Hub repository on disk, and none in the Hub's cache.
         scratch: the directory in which these lie meanwhile; the working directory if None.
@@ -443,7 +446,7 @@ def diagnose(
     source, checkpoint = _open(begun.model, begun.revision, begun.stream)
     options = Options(tuple(begun.ignore))
     with _without_collector():
-        plan = make_plan(checkpoint, chosen, options, source.identity, begun.architecture)
+        plan = make_plan(checkpoint, chosen, options, source.identity, Deciding(begun.architecture).entry(checkpoint))
     with supplied([(source, needs(plan))], begun.stream, begun.scratch) as [supply]:
         threads = begun.workers or min(MOST_WORKERS, available_cpus())
         layers = measure(plan, supply, threads, begun.full, progress)
@@ -485,9 +488,11 @@ def push(directory: str | os.PathLike[str], target: Push) -> str:
             return publisher.finish(sorted(others), path.resolve().name).address
 
 
-def _default_output(source: Source, plan: Plan) -> Path:
-    """Where the output goes if nobody says: "Qwen3-8B-FP8", in the working directory."""
-    name = source.name + plan.suffix
+def _target(run: Run, source: Source, suffix: str) -> Path:
+    """Where the output goes; if nobody says, to "Qwen3-8B-FP8" in the working directory."""
+    if run.output is not None:
+        return Path(run.output)
+    name = source.name + suffix
     here = Path.cwd().resolve()
     root = source.root.resolve()
     # From inside the source (`-m .`) the output goes beside it, since it must not lie in it.

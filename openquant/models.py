@@ -41,5 +41,6 @@ GENERIC = model(
     layers=f"{{{','.join(_MODELS)}}}.{{layers,h,blocks}}.*",
     draft_layers="num_hidden_layers",
     rest="not known to be a projection of attention or MLP",
+    decided="decided from names and shapes alone: look at the plan, and at what the engine makes of it",
 )
 """For what has no entry, when the user asks for it: projections by their usual names, and nothing else."""

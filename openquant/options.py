@@ -391,10 +391,11 @@ class Recipe:
     architecture: str | None = field(
         default=None,
         metadata=said(
-            "plan as for this class; auto: by names, shapes",
+            "plan as for this class; auto: as vLLM builds it",
             WEIGHTS,
-            'plan by this entry of the registry although config.json names another class; "auto" goes by names and '
-            'shapes where that class has no entry, "generic" in any case',
+            'plan by this entry of the registry although config.json names another class; "auto" asks vLLM what it '
+            "builds of a class without an entry (OPENQUANT_VLLM names a Python that has it, or it is installed here), "
+            'and goes by names and shapes where there is none; "generic" goes by these in any case',
             value="NAME",
             read=filled,
         ),
@@ -696,7 +697,7 @@ class Diagnose:
     full: bool = field(default=False, metadata=said("measure all rows of each layer", CHECKED))
     architecture: str | None = field(
         default=None,
-        metadata=said("plan as for this class; auto: by names, shapes", CHECKED, value="NAME", read=filled),
+        metadata=said("plan as for this class; auto: as vLLM builds it", CHECKED, value="NAME", read=filled),
     )
     revision: str | None = field(
         default=None, metadata=said("branch, tag or commit of a Hub repository", PLACES, value="REV", read=filled)

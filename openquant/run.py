@@ -163,6 +163,7 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, rounding: Ro
         + (rounding.missing(prepared) if rounding else 0),
         sources=lambda: {**prepared.stamps, **source.digests(prepared.checkpoint)},
         recipe=plan.recipe,
+        entry=plan.unlisted,
     )
     with ExitStack() as stack:
         if source.remote or publisher:

@@ -3,9 +3,9 @@
     OPENQUANT_VLLM=DIR/bin/python python tools/draft_entry.py ARCHITECTURE [--model CONFIG.json] [--layers]
 
 Prints the small model that it asks with, as tests/zoo.py has it; the entries that say the same as the engine; a draft
-of one from the engine's answers; and where there is an entry, what that says otherwise. vLLM builds the class small on
-the CPU and loads numbers into it under the names that transformers saves: each tells which row of which tensor it is.
-Nothing is taken from what a class says of itself, and no weights are needed. docs/adding-an-architecture.md says more.
+of one from the engine's answers; and where there is an entry, what that says otherwise. vLLM builds the class small
+and loads tensors into it under the names that transformers saves: where their rows go is watched. Nothing is taken from
+what a class says of itself, and no weights are needed. docs/adding-an-architecture.md says more.
 """
 
 from __future__ import annotations

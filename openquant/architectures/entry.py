@@ -9,7 +9,7 @@ are copied. Facts about an engine name the version and file they were read from.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 SGLANG = "SGLang 0.5.23"
 
@@ -279,6 +279,8 @@ class Model:
         states: what is kept of each sequence.
         windows: which layers forget what is long ago.
         folds: where layers have their inputs from; nothing of what is not known to be exact.
+        decided: who decided all this, for whom a plan is made by it, where the registry did not. No part of the
+            decision: a reason that names a file differs from run to run.
     """
 
     name: str
@@ -305,6 +307,7 @@ class Model:
     states: tuple[State, ...] = ()
     windows: Windows = Windows()
     folds: tuple[Fold, ...] = ()
+    decided: str | None = field(default=None, repr=False, compare=False)
 
     def with_head(self) -> Model:
         """The same with the output head among what is quantized."""

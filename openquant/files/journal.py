@@ -77,6 +77,7 @@ def journal_in(folder: Folder) -> dict[str, Any] | None:
             and isinstance(journal["files"], list)
             and isinstance(journal.get("sources", {}), dict)
             and isinstance(journal.get("recipe", {}), dict)
+            and isinstance(journal.get("entry", {}), dict)
             and all(_is_ours(name) for name in journal["files"])
         )
     except (SourceError, TypeError, KeyError):

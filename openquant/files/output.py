@@ -61,6 +61,7 @@ class OutputDirectory:
         sources: gives what every file of the source looks like: its digest, or a list of sizes and times. These may
             change though the bytes do not.
         recipe: the options that all was asked for with; None where that is of no use.
+        entry: what it was planned by where the registry has nothing; None otherwise.
 
     Attributes:
         resumed: whether an earlier run's work is continued, or already complete.
@@ -81,6 +82,7 @@ class OutputDirectory:
         scratch: int = 0,
         sources: Callable[[], Mapping[str, object]] = dict,
         recipe: Mapping[str, object] | None = None,
+        entry: Mapping[str, object] | None = None,
     ) -> None:
         self.path = path
         self.digest = digest
@@ -93,6 +95,7 @@ class OutputDirectory:
         self.scratch = scratch
         self._look = sources
         self.recipe = recipe
+        self.entry = entry
         self.resumed = False
         self.complete = False
         self.moved: Set[str] = frozenset()
@@ -261,6 +264,8 @@ class OutputDirectory:
         record = {"format": FORMAT, "digest": self.digest, "done": done, "files": files, "sources": sources}
         if self.recipe is not None:
             record["recipe"] = self.recipe
+        if self.entry is not None:
+            record["entry"] = self.entry
         return (json.dumps(record, indent=1) + "\n").encode()
 
     def _read_journal(self) -> dict[str, Any] | None:

@@ -87,7 +87,7 @@ def with_advice(found: Diagnosis, plan: Plan, ignore: Sequence[str]) -> Diagnosi
             ),
         )
         try:
-            better = make_plan(plan.source, base, options, architecture=plan.model.name)
+            better = make_plan(plan.source, base, options, architecture=plan.model)
         except (PlanError, UsageError) as error:
             refusal = refusal or error.message
             continue

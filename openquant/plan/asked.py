@@ -5,14 +5,17 @@ The engine is no part of this program, and its answers are held to be hostile: b
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..errors import PlanError
 
@@ -50,6 +53,9 @@ class Layer:
         skipped: whether what is listed leaves it as it is; None where some of its parts are listed only.
         divided: whether ranks have a part of it each.
         experts: how many experts it holds; 0 if none.
+        sizes: rows of each of its parts; one number where it has none.
+        own: whether a list that names the modules of all that is loaded into it has it.
+        named: whether one does that names its prefix too.
         holds: what is loaded into its weights, in its order: a tensor, its first row there, and how many of its rows.
     """
 
@@ -60,6 +66,9 @@ class Layer:
     skipped: bool | None
     divided: bool
     experts: int
+    sizes: tuple[int, ...]
+    own: bool
+    named: bool
     holds: tuple[tuple[str, int, int], ...]
 
     @property
@@ -82,12 +91,14 @@ class Asked:
         unread: tensors that it loads into nothing.
         packed: members of its merged layers, by their names, as far as the class says so.
         renamed: names of modules that it changes.
+        version: of vLLM.
     """
 
     layers: tuple[Layer, ...]
     unread: tuple[str, ...]
     packed: Mapping[str, tuple[str, ...]]
     renamed: Mapping[str, str | None]
+    version: str
 
     def by_module(self) -> dict[str, Layer]:
         """The layer that each module of the checkpoint is loaded into; the last, of a weight that several have."""
@@ -98,13 +109,16 @@ class EngineFailed(PlanError):
     """The engine cannot build a model, or did not answer."""
 
 
-def ask(questions: Sequence[Question], interpreter: Path, *paths: Path) -> list[Asked | EngineFailed]:
+def ask(
+    questions: Sequence[Question], interpreter: Path, *paths: Path, seconds: float = SECONDS
+) -> list[Asked | EngineFailed]:
     """What vLLM says of each model: all are asked of one process, which imports vLLM once.
 
     Args:
         questions: the models.
         interpreter: a Python that has vLLM.
         paths: directories for its import path.
+        seconds: that it may take.
 
     Raises:
         EngineFailed: it has no vLLM, or did not end.
@@ -124,19 +138,42 @@ def ask(questions: Sequence[Question], interpreter: Path, *paths: Path) -> list[
             directories.append(str(directory))
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
         command = [str(interpreter), str(PROBE), str(output), *directories]
-        try:
-            done = subprocess.run(
-                command, cwd=root, env=environment, capture_output=True, text=True, errors="replace", timeout=SECONDS
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise EngineFailed(
-                f"{interpreter} does not say what vLLM builds: {error}", "it must be a Python with vLLM"
-            ) from error
-        if done.returncode:
-            raise EngineFailed(
-                f"{interpreter} does not say what vLLM builds:\n{done.stderr[-2000:]}", "it must be a Python with vLLM"
-            )
+        with (root / "messages").open("w+b") as messages:
+            try:
+                status = _run(command, root, environment, messages, seconds)
+            except OSError as error:
+                raise EngineFailed(
+                    f"{interpreter} does not say what vLLM builds: {error}", "it must be a Python with vLLM"
+                ) from error
+            if status:
+                messages.seek(max(0, messages.tell() - 2000))
+                said = messages.read().decode(errors="replace").strip()
+                raise EngineFailed(
+                    f"{interpreter} does not say what vLLM builds:\n{said}", "it must be a Python with vLLM"
+                )
         return [_read(output / str(number)) for number in range(len(questions))]
+
+
+def _run(command: list[str], root: Path, environment: Mapping[str, str], messages: BinaryIO, seconds: float) -> int:
+    """Run it; when the time is over, or its messages are too long, it ends with all that it has started."""
+    with subprocess.Popen(
+        command, cwd=root, env=environment, stdin=subprocess.DEVNULL, stdout=messages, stderr=messages,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        end = time.monotonic() + seconds
+        try:
+            while True:
+                try:
+                    return process.wait(min(0.2, max(0.0, end - time.monotonic())))
+                except subprocess.TimeoutExpired:
+                    if os.fstat(messages.fileno()).st_size > MAX_BYTES:
+                        raise OSError("its messages are too long") from None
+                    if time.monotonic() >= end:
+                        raise OSError(f"no answer in {seconds:g} s") from None
+        finally:
+            messages.seek(0, os.SEEK_END)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _read(path: Path) -> Asked | EngineFailed:
@@ -164,6 +201,9 @@ def _parse(found: Any) -> Asked:
             skipped=layer["skipped"] if isinstance(layer["skipped"], bool) else None,
             divided=layer["divided"] is True,
             experts=int(layer["experts"]),
+            sizes=tuple(map(int, layer["sizes"])),
+            own=layer["own"] is True,
+            named=layer["named"] is True,
             holds=tuple(
                 (_text(name), int(row), int(rows))
                 for key, runs in layer["holds"].items()
@@ -178,6 +218,7 @@ def _parse(found: Any) -> Asked:
         unread=tuple(map(_text, found["unread"])),
         packed={_text(name): tuple(map(_text, members)) for name, members in found["packed"].items()},
         renamed={name: None if other is None else _text(other) for name, other in found["mapper"].items()},
+        version=_text(found["version"])[:100],
     )
 
 

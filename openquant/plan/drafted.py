@@ -140,7 +140,7 @@ def draft(name: str, asked: Asked, shapes: Mapping[str, Sequence[int]], hidden: 
         hidden: hidden_size, which tells the axes of stacked experts apart.
     """
     told = tell(asked, shapes)
-    layers = _layers(told)
+    layers = decoder_layers(told)
     pieces: dict[str, Part] = {}
     keep: dict[str, Keep] = {}
     questions: dict[str, None] = {}
@@ -166,7 +166,7 @@ def draft(name: str, asked: Asked, shapes: Mapping[str, Sequence[int]], hidden: 
             kinds.others.setdefault(below, (module, one))
             keep[below] = Keep(below, ROUTER if routers else UNKNOWN)
     left = dict(kinds.linear)
-    experts = _routed(left, shapes, hidden)
+    experts = routed_parts(left, shapes, hidden)
     for found in (_attention(left), _gated(left), _rest(left), experts):
         pieces |= found
     # The router comes with the experts, where it has the usual name.
@@ -192,17 +192,18 @@ def _experts_of(asked: Asked) -> set[int]:
     return {layer.experts for layer in asked.layers if layer.experts}
 
 
-def _layers(told: Mapping[str, Told]) -> str:
+def decoder_layers(told: Mapping[str, Told]) -> str:
     """The pattern of a decoder layer: what most layers that may be quantized begin with, up to their first number."""
     found = Counter(
         template(module).partition(".*")[0]
         for module, one in told.items()
-        if one.layer is not None and one.layer.linear and ".*" in template(module) and not _tower(module)
+        if one.layer is not None and one.layer.linear and ".*" in template(module) and not is_tower(module)
     )
     return f"{found.most_common(1)[0][0]}.*" if found else "model.layers.*"
 
 
-def _tower(module: str) -> bool:
+def is_tower(module: str) -> bool:
+    """Whether a module's name says that it sees or hears."""
     return any(word in module for word in ("vision", "visual", "audio", "image", "speech"))
 
 
@@ -216,7 +217,7 @@ def _outside(module: str, one: Told, keep: dict[str, Keep]) -> None:
     else:
         parts = template(module).split(".")
         top = ".".join(parts[: 2 if parts[0] in ("model", "thinker") else 1])
-        keep[f"{top}.**"] = Keep(f"{top}.**", "vision or audio" if _tower(module) else UNKNOWN)
+        keep[f"{top}.**"] = Keep(f"{top}.**", "vision or audio" if is_tower(module) else UNKNOWN)
 
 
 def _renamed(asked: Asked, told: Mapping[str, Told]) -> set[tuple[str, str]]:
@@ -266,7 +267,14 @@ def _take(left: Linear, *names: str) -> None:
         left.pop(name, None)
 
 
-def _routed(left: Linear, shapes: Mapping[str, Sequence[int]], hidden: int) -> dict[str, Part]:
+def routed_parts(left: Linear, shapes: Mapping[str, Sequence[int]], hidden: int) -> dict[str, Part]:
+    """The routed experts among linear layers, which are taken out, by what Python says of them.
+
+    Args:
+        left: by template, each with one of its modules and what is said of that.
+        shapes: of the checkpoint.
+        hidden: hidden_size, which tells the axes of stacks apart.
+    """
     found: dict[str, Part] = {}
     experts = {name: (module, one) for name, (module, one) in left.items() if one.layer and one.layer.experts}
     paths: dict[str, list[str]] = {}
@@ -287,6 +295,9 @@ def _routed(left: Linear, shapes: Mapping[str, Sequence[int]], hidden: int) -> d
                 first = last != order[-1]
                 transposed = shape[1 if first else 2] == hidden and shape[2 if first else 1] != hidden
                 parts: tuple[str, ...] = ("gate_proj", "up_proj") if first else ("down_proj",)
+                if len(order) == 3:
+                    # Gate and up are stacks of their own.
+                    parts = (("gate_proj", "up_proj", "down_proj")[order.index(last)],)
                 stacks.append(Stacked(last, parts, transposed))
                 texts.append(f'Stacked("{last}", {parts}{", transposed=True" if transposed else ""})')
             # Where the engine's name for the experts is none of the tensors' parents, these lie beside it.

@@ -2,6 +2,8 @@
 
 find_model(checkpoint).name                  # "Qwen3ForCausalLM"
 find_model(unknown, "auto").name             # "generic"
+
+Where an engine is asked what it builds of a class that has none (built.py), its entry is given instead of a name.
 """
 
 from __future__ import annotations
@@ -17,16 +19,19 @@ MOST_LAYERS = 10_000
 AUTO = "auto"
 
 
-def find_model(checkpoint: Checkpoint, asked: str | None = None) -> Model:
+def find_model(checkpoint: Checkpoint, asked: str | Model | None = None) -> Model:
     """The entry that a plan of a checkpoint goes by.
 
     Args:
         checkpoint: the opened source.
-        asked: a class that has an entry, "auto" or "generic"; that of the checkpoint's own class if None.
+        asked: a class that has an entry, "auto" or "generic"; that of the checkpoint's own class if None; an entry
+            that was found before as it is.
 
     Raises:
         PlanError: there is no such entry.
     """
+    if isinstance(asked, Model):
+        return asked
     name = asked or checkpoint.architecture
     if name == AUTO:
         return counted(MODELS.get(checkpoint.architecture) or unlisted(checkpoint), checkpoint)
@@ -35,8 +40,9 @@ def find_model(checkpoint: Checkpoint, asked: str | None = None) -> Model:
     if name not in MODELS:
         raise PlanError(
             f"{name} is not a known architecture; known are {', '.join(sorted(MODELS))}",
-            "if it is one of them by another name, say which with --architecture; --architecture auto goes by names "
-            "and shapes alone; or add an entry to openquant/architectures (README: Adding an architecture)",
+            "if it is one of them by another name, say which with --architecture; --architecture auto asks vLLM what "
+            "it builds of the class (OPENQUANT_VLLM names a Python that has it), or goes by names and shapes alone; or "
+            "add an entry to openquant/architectures (README: Adding an architecture)",
         )
     return counted(MODELS[name], checkpoint)
 

@@ -63,6 +63,7 @@ class Plan:
         tunings: what a calibration changes about weights before they are rounded, and other tensors.
         gptq: the texts by which GPTQ rounds; None if weights are rounded to nearest.
         recipe: the options that it was made with, as the output has them; None if nobody asks for them again.
+        unlisted: the entry that it was made by, as the output has it; None where that is the registry's.
     """
 
     source: Checkpoint
@@ -76,6 +77,7 @@ class Plan:
     tunings: Tunings | None = None
     gptq: Mapping[str, Any] | None = None
     recipe: Mapping[str, Any] | None = None
+    unlisted: Mapping[str, Any] | None = None
 
     @property
     def model(self) -> Model:
@@ -316,7 +318,7 @@ def make_plan(
     scheme: Scheme,
     options: Options | None = None,
     identity: str = "",
-    architecture: str | None = None,
+    architecture: str | Model | None = None,
     found: Found | None = None,
 ) -> Plan:
     """Decide what becomes of every tensor.
@@ -326,7 +328,7 @@ def make_plan(
         scheme: the scheme of all layers that have no other.
         options: what the user asks for beside it; nothing if None.
         identity: what tells this source from another with the same headers; it goes into the plan's digest.
-        architecture: the registry's entry to go by, "auto" or "generic", as find_model takes it.
+        architecture: the registry's entry to go by, "auto" or "generic", or an entry, as find_model takes it.
         found: the fates that a written directory has its modules in, to be had again, in place of what options ask for.
 
     Raises:
@@ -370,8 +372,7 @@ def make_plan(
             "kv_cache_scheme is left out; its scales stay, and engines use them with --kv-cache-dtype fp8, "
             "or by themselves with --kv-cache fp8 here"
         )
-    notes += _left_behind(checkpoint, weights)
-    notes += _made_anew(fates)
+    notes += [*_left_behind(checkpoint, weights), *_made_anew(fates)]
     notes += dict.fromkeys(note for scheme in fates.schemes for note in scheme.notes)
     if options.calibration is not None and fates.inputs:
         notes.append(
@@ -381,8 +382,7 @@ def make_plan(
         notes += unrouted(options.calibration, entry, fates.inputs, fates.layers)
     notes += options.tunings.notes if options.tunings else ()
     notes += carried_notes(fates, entry, options.gptq) if options.gptq else ()
-    if model.rest:
-        notes.insert(0, "decided from names and shapes alone: look at the plan, and at what the engine makes of it")
+    notes[:0] = [model.decided] if model.decided else []
     # Where a layer stays unquantized, any part of it can be split off.
     groups = ((layer, fate.scheme.format.whole if fate.scheme else (1, 1)) for layer, fate in fates.each())
     parallel = parallel_sizes(seen, entry, groups, options.tp)

@@ -5,7 +5,7 @@ make_unchanged_plan(open_checkpoint(Path("Qwen3-8B")), Options(cached=True))
 
 from __future__ import annotations
 
-from ..architectures.entry import SGLANG
+from ..architectures.entry import SGLANG, Model
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..formats.cache import DENSE, with_fp8_cache
@@ -26,7 +26,7 @@ _WHY = f"--scheme {UNCHANGED}"
 
 
 def make_unchanged_plan(
-    checkpoint: Checkpoint, options: Options, identity: str = "", architecture: str | None = None
+    checkpoint: Checkpoint, options: Options, identity: str = "", architecture: str | Model | None = None
 ) -> Plan:
     """Decide to copy every tensor, and where the scales of keys and values go.
 
@@ -61,6 +61,8 @@ def make_unchanged_plan(
     unread = unread_by_sglang(entry, fates)
     if unread is not None:
         notes.append(f"{SGLANG} does not load this output: {unread.why}; {unread.hint}")
+    if model.decided is not None:
+        notes.insert(0, model.decided)
     parallel = parallel_sizes(seen, entry, ((layer, (1, 1)) for layer in layers.values()), options.tp)
     return Plan(checkpoint, seen, entry, fates, with_fp8_cache(DENSE), parallel, tuple(notes), identity)
 

@@ -9,7 +9,7 @@ from ..errors import OutputError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint, open_checkpoint, readable
 from ..files.names import INDEX_FILE
 from ..formats.quantization import quantization_places, read_quantization
-from ..models import MODELS
+from ..models import GENERIC, MODELS
 from ..plan.plan import Plan
 from .configs import differences
 from .headers import Headers
@@ -36,7 +36,7 @@ def check_finished(root: Path, plan: Plan) -> None:
         problems.append(f"config.json: {difference.text('the plan has')}")
     if plan.quantization_config and not problems:
         # What goes by names and shapes alone knows nothing of engines.
-        model = None if plan.model.rest else plan.model
+        model = None if plan.model.name == GENERIC.name else plan.model
         headers = Headers(checkpoint, read_quantization(checkpoint.config), model, set(plan.files), ours=True)
         headers.check()
         problems = headers.problems

@@ -25,7 +25,7 @@ def layer(path: str, kind: str, *members: str) -> dict[str, Any]:
     parent = path.rpartition(".")[0]
     holds = [[f"{parent}.{member}.weight", 0, 256] for member in members or (path.rpartition(".")[2],)]
     known = {"kinds": [kind, "LinearBase"], "asked": True, "prefix": path, "skipped": False, "divided": True}
-    return {**known, "experts": 0, "holds": {"weight": holds}}
+    return {**known, "experts": 0, "sizes": [256], "own": True, "named": True, "holds": {"weight": holds}}
 
 
 LAYERS = {
@@ -38,7 +38,7 @@ LAYERS = {
     )
 }
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-GOOD = {"layers": LAYERS, "unread": [], "packed": PACKED, "mapper": {}}
+GOOD = {"layers": LAYERS, "unread": [], "packed": PACKED, "mapper": {}, "version": "0.32.0"}
 
 
 def answering(root: Path, answer: str, suffix: str = "json", status: int = 0) -> list[Asked | EngineFailed]:

@@ -87,8 +87,9 @@ def test_unknown_architecture_lists_the_known_ones(source: Path) -> None:
         f"FooForCausalLM is not a known architecture; known are {', '.join(sorted(MODELS))}"
     )
     assert caught.value.hint == (
-        "if it is one of them by another name, say which with --architecture; --architecture auto goes by names and "
-        "shapes alone; or add an entry to openquant/architectures (README: Adding an architecture)"
+        "if it is one of them by another name, say which with --architecture; --architecture auto asks vLLM what it "
+        "builds of the class (OPENQUANT_VLLM names a Python that has it), or goes by names and shapes alone; or add an "
+        "entry to openquant/architectures (README: Adding an architecture)"
     )
 
 

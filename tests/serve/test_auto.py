@@ -1,0 +1,118 @@
+"""--architecture auto of a class without an entry: what vLLM says of it is what the entry would have said, and is served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from engine_client import HERE, TO_SOURCE, Answers, find_engine
+
+import tiny
+from openquant import compress
+from openquant.architectures.entry import Model
+from openquant.files.checkpoint import Checkpoint, open_checkpoint
+from openquant.formats.schemes import find_scheme
+from openquant.models import MODELS
+from openquant.plan.asked import Asked, Question, ask
+from openquant.plan.built import built_all
+from openquant.plan.drafted import differences, tell
+from openquant.plan.plan import Plan, make_plan
+
+pytestmark = pytest.mark.serve
+
+LLAMA4, FALCON = "Llama4ForCausalLM", "FalconForCausalLM"
+QWEN3_MOE, QWEN3_VL = "Qwen3MoeForCausalLM", "Qwen3VLForConditionalGeneration"
+# Of each kind one: q, k and v apart and together on disk, experts one by one and stacked, latent attention beside draft
+# layers, linear attention, a wrapper, one whose towers vLLM has under other names.
+ALIKE = (
+    *("LlamaForCausalLM", "Phi3ForCausalLM", QWEN3_MOE, "GraniteMoeForCausalLM", "DeepseekV3ForCausalLM"),
+    *("Qwen3NextForCausalLM", QWEN3_VL, "PaliGemmaForConditionalGeneration"),
+)
+# Rows in an order that only an entry tells.
+TURNED = (LLAMA4, FALCON, "BloomForCausalLM")
+SERVED = (QWEN3_MOE, QWEN3_VL, FALCON)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: open_checkpoint(tiny.write(root / name, name, vocab=2048)) for name in (*ALIKE, *TURNED)}
+
+
+@pytest.fixture(scope="module")
+def found(checkpoints: dict[str, Checkpoint]) -> dict[str, Model]:
+    """What vLLM's answers make an entry of."""
+    entries = built_all(list(checkpoints.values()), find_engine().python, HERE / "stub")
+    return {name: one for name, one in zip(checkpoints, entries, strict=True) if isinstance(one, Model)}
+
+
+@pytest.fixture(scope="module")
+def asked(checkpoints: dict[str, Checkpoint], found: dict[str, Model]) -> dict[str, Asked]:
+    """What it says once all is listed that these leave as it is."""
+    questions = {
+        name: Question(
+            checkpoint.config,
+            {info.name: info.shape for info in checkpoint.tensors.values()},
+            planned(checkpoint, found[name]).ignored_layers,
+        )
+        for name, checkpoint in checkpoints.items()
+    }
+    answers = ask(list(questions.values()), find_engine().python, HERE / "stub")
+    return {name: one for name, one in zip(questions, answers, strict=True) if isinstance(one, Asked)}
+
+
+def planned(checkpoint: Checkpoint, entry: Model | None = None) -> Plan:
+    return make_plan(checkpoint, find_scheme("tensor"), architecture=entry)
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_the_plan_is_that_of_the_entry(
+    name: str, checkpoints: Mapping[str, Checkpoint], found: Mapping[str, Model]
+) -> None:
+    ours, theirs = planned(checkpoints[name], found[name]), planned(checkpoints[name])
+    assert {weight.module for weight, _ in ours.fates.quantized} == {one.module for one, _ in theirs.fates.quantized}
+    assert ours.fates.sets == theirs.fates.sets
+    assert ours.parallel_sizes == theirs.parallel_sizes
+
+
+@pytest.mark.parametrize("name", (*ALIKE, *TURNED))
+def test_what_stays_is_listed_and_what_is_quantized_is_not(
+    name: str, checkpoints: Mapping[str, Checkpoint], found: Mapping[str, Model], asked: Mapping[str, Asked]
+) -> None:
+    told = tell(asked[name], {info.name: info.shape for info in checkpoints[name].tensors.values()})
+    assert differences(found[name], told).keys() <= {"no pattern matches"}
+    quantized = {weight.source.module for weight, _ in planned(checkpoints[name], found[name]).fates.quantized}
+    assert quantized
+    assert not [module for module in quantized if (layer := told[module].layer) is None or layer.skipped is not False]
+
+
+@pytest.mark.parametrize("name", TURNED)
+def test_rows_in_another_order_stay_as_they_are(
+    name: str, checkpoints: Mapping[str, Checkpoint], found: Mapping[str, Model]
+) -> None:
+    plan = planned(checkpoints[name], found[name])
+    kept = {one.tensor.module.rpartition(".")[2] for one in plan.fates.kept if "in another order" in one.why}
+    assert kept == ({"q_proj", "k_proj", "v_proj"} if name == LLAMA4 else {"query_key_value"})
+
+
+@pytest.fixture(scope="module")
+def logprobs(checkpoints: dict[str, Checkpoint], tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """Of each source, and of what is made of it where it has no entry, `-auto`."""
+    root, engine = tmp_path_factory.mktemp("served"), find_engine()
+    script = root / "python"
+    script.write_text(f'#!/bin/sh\nexec env PYTHONPATH={HERE / "stub"} {engine.python} "$@"\n')
+    script.chmod(0o755)
+    models: dict[str, Path] = {}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("OPENQUANT_VLLM", str(script))
+        for name in SERVED:
+            patched.delitem(MODELS, name)
+            models |= {name: checkpoints[name].root, f"{name}-auto": root / name}
+            assert compress(checkpoints[name].root, root / name, architecture="auto").architecture == name
+    return engine.logprobs(models, root / "answers")
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_it_is_served(name: str, logprobs: Answers) -> None:
+    assert logprobs.between(name, f"{name}-auto") <= TO_SOURCE
