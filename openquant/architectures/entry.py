@@ -222,7 +222,7 @@ class SGLang:
 
     Attributes:
         refused: schemes and formats.
-        plain: modules that it builds in bfloat16, whatever is stored.
+        plain: modules that it builds in bfloat16, whatever is stored, or computes as if they were.
         unpacked: modules of which it takes no codes that share a byte or a word.
         head: why it loads no quantized output head; None if it does.
         alike: the formats in which it finds no layer by its name, so that all must be stored alike.

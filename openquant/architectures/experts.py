@@ -161,13 +161,8 @@ AFMOE = model(
     replace(ROUTED, keep=(Keep(".mlp.router.gate", ROUTER),)),
     # models/afmoe.py:513
     head_refused=NAMELESS_HEAD,
-    # SGLang 0.5.23 models/afmoe.py:257, where experts are layers of their own, found by other names.
-    sglang=SGLang(
-        tuple(
-            Refusal(scheme, None, "it takes no packed codes for experts", "--scheme channel loads")
-            for scheme in ("int8-weights", "int4", "nvfp4")
-        )
-    ),
+    # SGLang 0.5.23 models/afmoe.py:285 computes with what its experts' codes are, and hands no scale on.
+    sglang=SGLang(plain=(".mlp.experts.**",)),
     windows=Windows(4, "global_attn_every_n_layers"),
 )
 

@@ -616,7 +616,12 @@ FIRST = ("**.layers.0.**",)
         ("DeepseekV3ForCausalLM", NVFP4, Options(), UNPACKED),
         ("DeepseekV3ForCausalLM", NVFP4, Options(("**.q_a_proj",)), None),
         ("DeepseekV3ForCausalLM", CHANNEL, Options(), None),
-        ("AfmoeForCausalLM", INT4_W4A16, Options(), "it takes no packed codes for experts; --scheme channel loads"),
+        (
+            "AfmoeForCausalLM",
+            TENSOR,
+            Options(),
+            "it builds **.mlp.experts.** in bfloat16; with --ignore for that it loads",
+        ),
     ],
 )
 def test_the_plan_says_what_sglang_does_not_load(

@@ -33,6 +33,7 @@ from sglang.srt.configs import update_config
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import bootstrap
+from sglang.srt.layers import linear
 from sglang.srt.layers.rotary_embedding import factory
 from sglang.srt.managers.scheduler import spawn_world_rank
 from sglang.srt.model_loader.loader import DefaultModelLoader, _get_quantization_config, _initialize_model
@@ -63,6 +64,8 @@ factory.get_rope_cpu = rotary
 torch.set_num_threads(1)
 # On a CPU it would pad what does not divide into blocks.
 update_config.may_get_weight_block_size = lambda *_: None
+# Nor pad zero points, which it counts as rows, of what files hold joined (layers/linear.py:919).
+linear._is_cpu = False
 
 
 def model_config(directory: Path) -> ModelConfig:

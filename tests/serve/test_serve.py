@@ -138,7 +138,8 @@ FURTHER = {
     # 0.0074 per tensor, 0.0088 in blocks: its router leaves experts out by a threshold.
     "PhiMoEForCausalLM": 0.02,
     "Qwen3NextForCausalLM": 0.01,
-    # 0.0051 in blocks where AMX computes; bfloat16 of the dequantized weights is as far.
+    # 0.0051 and 0.0053 in blocks where AMX computes; bfloat16 of the dequantized weights is as far.
+    "Qwen3OmniMoeForConditionalGeneration": 0.01,
     "Qwen3VLMoeForConditionalGeneration": 0.01,
     "Qwen3_5MoeForCausalLM": 0.02,
     "Qwen3_5MoeForConditionalGeneration": 0.02,
