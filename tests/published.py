@@ -39,7 +39,9 @@ def described(text: str, architecture: str) -> Checkpoint:
         if line.startswith("# quantization_config "):
             quantization = json.loads(line.removeprefix("# quantization_config "))
         elif line.startswith("#"):
-            config |= {key: int(value) for key, value in re.findall(r"(\bn_\w+|\w*(?:num_|heads)\w*) (\d+)", line)}
+            config |= {
+                key: int(value) for key, value in re.findall(r"(\bn_\w+|\w*(?:num_|heads|groups)\w*) (\d+)", line)
+            }
             config |= dict.fromkeys(re.findall(r"(\w+_\w+) true\b", line), True)
         if line.startswith("#"):
             continue

@@ -28,6 +28,7 @@ class Small:
         zero_norms: norms add one to their weight.
         streamed: whether transformers computes with it under its own name.
         newer: whether the oldest transformers that models are run with has it not.
+        indices: ends of names of tensors that hold whole numbers, and the number that all are below.
     """
 
     model_type: str
@@ -44,6 +45,7 @@ class Small:
     zero_norms: bool = False
     streamed: bool = True
     newer: bool = False
+    indices: Mapping[str, int] = field(default_factory=dict)
 
 
 HYBRID = ["linear_attention", "full_attention"]

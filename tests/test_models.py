@@ -16,7 +16,7 @@ from openquant.formats.schemes import BLOCK, BLOCK_COMPRESSED, BLOCK_UE8M0, CHAN
 from openquant.models import MODELS
 from openquant.patterns import translate
 from openquant.plan.fates import Options
-from openquant.plan.plan import make_plan
+from openquant.plan.plan import make_plain_plan, make_plan
 from published import NAMES, lines_of, published
 
 # Layers quantized, modules kept (as in ignored_layers, one spelling each), tensor-parallel sizes for blocks.
@@ -82,6 +82,7 @@ MORE: dict[str, tuple[int | tuple[int, ...], list[int]]] = {
     "DeepseekV3ForCausalLM": ((44971, 44849), [1, 2, 4, 8, 16]),
     "Glm4MoeLiteForCausalLM": ((9161, 9067), [1, 2, 4]),
     "DeepseekV32ForCausalLM": ((44971, 44849), [1, 2, 4, 8, 16]),
+    "DeepseekV4ForCausalLM": (61 * 8 + 30 + 61 * 384 * 3, [1, 2, 4, 8]),
     "GlmMoeDsaForCausalLM": ((58146, 57990), [1, 2, 4, 8, 16]),
     "Qwen3NextForCausalLM": (73992, [1, 2, 4]),
     "Qwen4ExpForCausalLM": (36 * 3 + 12 * 5 + 48 * 513 * 3, [1]),
@@ -308,6 +309,24 @@ def test_llama4_wrapper_lists_the_engine_s_own_names() -> None:
     } <= set(plan.ignored_layers)
 
 
+def test_draft_layers_are_listed_under_the_numbers_that_engines_count_on_to() -> None:
+    """vLLM 0.32.0 vllm/models/deepseek_v4/nvidia/mtp.py."""
+    listed = {*make_plan(published("DeepseekV4ForCausalLM"), BLOCK).ignored_layers}
+    layer = "model.layers.61"
+    assert {
+        f"{layer}.{name}" for name in ("e_proj", "h_proj", "attn.fused_wqa_wkv", "attn.wq_b", "ffn.experts")
+    } <= listed
+    assert {f"{layer}.ffn.shared_experts.{name}" for name in ("gate_up_proj", "down_proj")} <= listed
+    assert not any(name.startswith(("model.layers.60.attn.w", "model.layers.60.ffn.experts")) for name in listed)
+
+
+def test_what_engines_read_beside_the_quantization_is_written() -> None:
+    checkpoint = published("DeepseekV4ForCausalLM")
+    assert make_plan(checkpoint, BLOCK).config["expert_dtype"] == "fp8"
+    assert "expert_dtype" not in make_plain_plan(published("quantized/DeepseekV4ForCausalLM")).config
+    assert "expert_dtype" not in make_plan(published("DeepseekV3ForCausalLM"), BLOCK).config
+
+
 @pytest.mark.parametrize("entry", MODELS.values(), ids=MODELS)
 def test_entries_are_sound(entry: Model) -> None:
     patterns = [*entry.compress, *(keep.pattern for keep in entry.keep), *(joined.pattern for joined in entry.joined)]
@@ -330,6 +349,7 @@ def test_the_table_has_a_row_for_each_architecture() -> None:
     rows = dict(re.findall(r"^\| `(\w+)`[^|]*\| ([^|]+) \|", table, re.MULTILINE))
     assert {name for name in rows if name in MODELS} == set(MODELS)
     assert {name for name, cell in rows.items() if cell == "refused"} == {
+        "DeepseekV4ForCausalLM",
         "GptOssForCausalLM",
         "MiniMaxM3SparseForConditionalGeneration",
     }

@@ -257,8 +257,13 @@ def tensors(architecture: str, seed: int = 0, dtype: str = "bfloat16", vocab: in
     generator = torch.Generator().manual_seed(seed)
     zero_norms = zoo.ZOO[architecture].zero_norms if architecture in zoo.ZOO else architecture.startswith("Gemma3")
     centre = 0.0 if zero_norms else 1.0
+    indices = zoo.ZOO[architecture].indices if architecture in zoo.ZOO else {}
     found = {}
     for name, shape in shapes(architecture, vocab).items():
+        below = next((below for end, below in indices.items() if name.endswith(end)), None)
+        if below is not None:
+            found[name] = torch.randint(below, shape, generator=generator)
+            continue
         value = torch.randn(shape, generator=generator) * 0.05
         if "norm" in name and len(shape) == 1 and name.endswith("weight"):
             value += centre

@@ -264,8 +264,8 @@ class Model:
         spellings: groups of equivalent prefixes. A listed module whose name begins with one prefix of a group
             is listed under the others too, because engines build the module under another of these names.
         renames: parts of names, and how an engine's names have it; a listed module is listed under both.
-        beyond: parts of names below a decoder layer, and how an engine's names begin instead: {} is the layer's number
-            counted on from how many layers there are.
+        beyond: parts of names below a decoder layer, or beginnings of names with `*` for a layer's number, and how an
+            engine's names begin instead: {} is that number counted on from how many layers there are.
         refused: schemes and formats that engines cannot load it in.
         towers: modules of which nothing is quantized and inside of which engines have names of their own; listed as
             they are and, in the compressed-tensors format, as an expression.
@@ -279,6 +279,8 @@ class Model:
         states: what is kept of each sequence.
         windows: which layers forget what is long ago.
         folds: where layers have their inputs from; nothing of what is not known to be exact.
+        writes: scheme, key and value: what config.json says in that scheme beside its quantization_config, for engines
+            that read it there.
         decided: who decided all this, for whom a plan is made by it, where the registry did not. No part of the
             decision: a reason that names a file differs from run to run.
     """
@@ -307,6 +309,7 @@ class Model:
     states: tuple[State, ...] = ()
     windows: Windows = Windows()
     folds: tuple[Fold, ...] = ()
+    writes: tuple[tuple[str, str, str], ...] = ()
     decided: str | None = field(default=None, repr=False, compare=False)
 
     def with_head(self) -> Model:
@@ -316,9 +319,11 @@ class Model:
 
     def counted(self, layers: int) -> Model:
         """The same with the names of what engines count on from so many decoder layers among its spellings."""
+        patterns = absolute(self, (part for part, _ in self.beyond))
+        others = [other for _, other in self.beyond]
         found = (
-            (self.layers.replace("*", str(layer)) + part, other.format(layers + layer))
-            for part, other in self.beyond
+            (pattern.replace("*", str(layer)), other.format(layers + layer))
+            for pattern, other in zip(patterns, others, strict=True)
             for layer in range(layers)
         )
         return replace(self, spellings=(*self.spellings, *found)) if self.beyond else self

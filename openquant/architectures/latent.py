@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .entry import Cached, Joined, Keep, Refusal, SGLang, Split
+from .entry import DRAFT, EMBEDDING, HEAD, ROUTER, Cached, Experts, Joined, Keep, Refusal, SGLang, Split
 from .experts import DRAFTED_MLPS, ROUTED
-from .parts import HEADS, Part, model
+from .parts import HEADS, Part, gated, model, routed
 
 # Latent attention. vLLM 0.32.0 multiplies kv_b_proj out as it loads (layers/quantization/utils/quant_utils.py:511):
 # in FP8 it would cost accuracy and save nothing.
@@ -46,6 +46,65 @@ DEEPSEEK_V32 = replace(
     ),
 )
 
+# One head of keys that are values too, queries and outputs through low ranks; vLLM 0.32.0 models/deepseek_v4.
+SHARED_KEYS = Part(
+    (".attn.{wq_a,wkv,wq_b,wo_a,wo_b}", ".attn.indexer.wq_b"),
+    joined=(Joined(".attn.{wq_a,wkv}"),),
+    splits=(
+        Split(".attn.wq_b", "out", HEADS),
+        Split(".attn.wo_a", "out", "o_groups"),
+        Split(".attn.wo_b", "in", "o_groups"),
+    ),
+    keep=(
+        # compressor.py:276 and attention.py:986 build them without a quantization.
+        Keep(".attn{,.indexer}.compressor.{wkv,wgate,ape}", "compresses keys and values"),
+        Keep(".attn.indexer.weights_proj", "chooses the tokens attended to"),
+    ),
+)
+# nvidia/mtp.py, which has no packed_modules_mapping.
+V4_DRAFTS = Part(
+    (),
+    joined=(
+        Joined("mtp.*.attn.{wq_a,wkv}", "fused_wqa_wkv"),
+        Joined("mtp.*.ffn.shared_experts.{w1,w3}", "gate_up_proj"),
+    ),
+    experts=(Experts("mtp.*.ffn.experts"),),
+    keep=(Keep("mtp.**", DRAFT),),
+)
+DEEPSEEK_V4 = model(
+    "DeepseekV4ForCausalLM",
+    SHARED_KEYS,
+    V4_DRAFTS,
+    gated(".ffn.shared_experts", "w1", "w3", "w2"),
+    replace(routed(".ffn.experts", "w1", "w3", "w2"), keep=(Keep(".ffn.gate{,.tid2eid}", ROUTER),)),
+    layers="layers.*",
+    keep=(
+        Keep("embed", EMBEDDING.why, divided=True),
+        Keep("head", HEAD.why, divided=True),
+        Keep("hc_head_fn", "mixes residual streams"),
+        Keep(".hc_{attn,ffn}_fn", "mixes residual streams"),
+    ),
+    beyond=(
+        ("mtp.*.ffn.shared_experts.w2", "model.layers.{}.ffn.shared_experts.down_proj"),
+        ("mtp.*.", "model.layers.{}."),
+    ),
+    spellings=(("layers.", "model.layers."),),
+    renames=((".shared_experts.w2", ".shared_experts.down_proj"),),
+    # nvidia/model.py:1862 builds it without a quantization.
+    head_refused="vLLM 0.32.0 builds it without a quantization",
+    transformers_reads_blocks=False,
+    refused=(
+        # nvidia/ops/o_proj.py:83 has codes multiplied with the scales of blocks; of others, the CPU's loader looks for
+        # names that they do not have (cpu/model.py:810).
+        Refusal("tensor", "fp8", "vLLM 0.32.0 multiplies by its wo_a in 128x128 blocks", "-w 128 loads"),
+        Refusal(
+            None, "compressed-tensors", "vLLM 0.32.0 looks for scales of the fp8 format", "-w 128 in that format loads"
+        ),
+    ),
+    # quant_config.py:66, where experts are MXFP4 unless it says otherwise.
+    writes=(("block", "expert_dtype", "fp8"),),
+)
+
 ENTRIES = (
     replace(DEEPSEEK_V3, name="DeepseekV2ForCausalLM"),
     DEEPSEEK_V3,
@@ -59,4 +118,5 @@ ENTRIES = (
     ),
     DEEPSEEK_V32,
     replace(DEEPSEEK_V32, name="GlmMoeDsaForCausalLM"),
+    DEEPSEEK_V4,
 )

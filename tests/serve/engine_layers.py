@@ -41,7 +41,9 @@ def usual(module: str) -> str:
         r"^(thinker(\.model)?|model\.language_model|language_model(\.model)?|model|backbone|gpt_neox)\.", "", module
     )
     module = module.replace(".short_conv.", ".conv.").replace(".mamba.mamba.", ".mamba.")
-    return module.replace(".moe.share_expert.", ".share_expert.")
+    return module.replace(".moe.share_expert.", ".share_expert.").replace(
+        ".ffn.shared_experts.down_proj", ".ffn.shared_experts.w2"
+    )
 
 
 def built(answer: dict[str, Any] | EngineError, written: set[str]) -> set[str]:

@@ -27,8 +27,9 @@ from openquant.plan.roles import Entry
 
 pytestmark = pytest.mark.serve
 
-# "No Unquantized MoE backend supports the deployment configuration": it has experts with this activation in FP8 only.
-UNASKED = ("MiniMaxM3SparseForConditionalGeneration",)
+# "No Unquantized MoE backend supports the deployment configuration": it has MiniMax M3's in FP8 only. DeepSeek V4 is
+# refused in the single scale that all are asked in.
+UNASKED = ("DeepseekV4ForCausalLM", "MiniMaxM3SparseForConditionalGeneration")
 BUILT = tuple(name for name in tiny.ARCHITECTURES if name not in (*UNBUILT, *UNASKED))
 # All in every run: one costs a second. Where some are named, these alone.
 HELD = tuple(name for name in BUILT if name in CHOSEN or not NAMED)

@@ -45,6 +45,8 @@ QWEN3_MOE = "Qwen3MoeForCausalLM"
 # What vLLM's CPU build cannot run, some of it in bfloat16 either. All else is.
 NOT_RUN = {
     "DeepseekV32ForCausalLM": "sparse attention",
+    # v1/attention/ops/metadata.py:43
+    "DeepseekV4ForCausalLM": "a kernel in Triton before its attention",
     "Ernie4_5_MoeForCausalLM": "FP8 experts with a bias",
     "Ernie4_5_VLMoeForConditionalGeneration": "not built",
     "GlmMoeDsaForCausalLM": "sparse attention",

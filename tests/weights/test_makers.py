@@ -12,7 +12,7 @@ import torch
 import tiny
 from openquant import compress, dequantize, verify
 from openquant.errors import SourceError
-from openquant.formats.schemes import CHANNEL
+from openquant.formats.schemes import BLOCK, CHANNEL
 from openquant.plan.plan import make_plain_plan, make_plan
 from published import published, with_few_experts
 from stored import BLOCKS, FP8, Weights, is_layer, store
@@ -174,3 +174,14 @@ def test_published_layouts(name: str) -> None:
     assert plain.decoded_tensors == stored
     outputs = {info.name: info for shard in plain.shards for info in plain.outputs(shard.name)}
     assert outputs == with_few_experts(published(name)).tensors
+
+
+def test_published_deepseek_v4() -> None:
+    """FP8 in blocks beside experts in MXFP4, of which its config.json says nothing."""
+    checkpoint = with_few_experts(published("quantized/DeepseekV4ForCausalLM"))
+    # Draft layers are decoded, and stay so.
+    assert make_plan(checkpoint, BLOCK).quantized_tensors == 61 * 8 + 30 + 61 * 4 * 3
+    plain = make_plain_plan(checkpoint)
+    assert plain.decoded_tensors == 62 * 8 + 30 + 2 + 62 * 4 * 3
+    outputs = {info.name: info for shard in plain.shards for info in plain.outputs(shard.name)}
+    assert outputs == with_few_experts(published("DeepseekV4ForCausalLM")).tensors
