@@ -38,6 +38,7 @@ DECODED = ("kv_b_proj",)
 # Of linear attention, which ranks divide by them.
 STATE_HEADS = "linear_num_key_heads"
 WORDS = re.compile(r"[\w.-]+")
+FEW = "narrow"
 TURNED = "the engine puts its rows in another order"
 PARTS = "the engine cuts it into parts of sizes that no rule tells"
 APART = "the engine joins it with what lies elsewhere"
@@ -195,6 +196,8 @@ class _Making:
             alike, why = template(module), self._stays(module, one)
             if alike not in self.kinds or (why and self.kinds[alike].why is None):
                 self.kinds[alike] = _Module(module, one, why)
+        # Of each template all that are joined with it.
+        self.sets: dict[str, tuple[str, ...]] = {}
         self._together()
         self.attention = {
             _parent(alike)
@@ -236,7 +239,7 @@ class _Making:
         if one.reordered:
             return TURNED
         if min(shape) < NARROW:
-            return "narrow"
+            return FEW
         if module.rpartition(".")[2] in DECODED:
             return "engines decode it when they load it"
         if _cut(layer, one) and module.rpartition(".")[0] in self.mixers:
@@ -254,19 +257,21 @@ class _Making:
         return (None,) * len(layer.sizes) if alike else None
 
     def _together(self) -> None:
-        """What is joined stays as it is together, and where no rule can say so."""
-        changed = True
-        while changed:
-            changed = False
-            for alike, (name, one, why) in list(self.kinds.items()):
-                members = [template(member) for member in one.joined]
-                if why is not None or not members:
-                    continue
-                others = [self.kinds[member].why for member in members if self.kinds[member].why is not None]
-                if others or len({*map(_parent, members)}) > 1:
-                    stays = others[0] if others else APART
-                    self.kinds[alike] = _Module(name, one, stays)
-                    changed = True
+        """What is joined, in any layer, has one fate; and stays as it is where no rule can say what is joined."""
+        for module in self.told:
+            members = [template(member) for member in self.told[module].joined if template(member) in self.kinds]
+            if template(module) in members:
+                found = dict.fromkeys(each for member in members for each in (*self.sets.get(member, ()), member))
+                self.sets |= dict.fromkeys(found, tuple(found))
+        for together in dict.fromkeys(self.sets.values()):
+            reasons = dict.fromkeys(why for member in together if (why := self.kinds[member].why) is not None)
+            if len({*map(_parent, together)}) > 1:
+                reasons = {APART: None}
+            elif any(self.kinds[member].why is None for member in together):
+                # Beside others it is no gate.
+                reasons.pop(FEW, None)
+            for member in together:
+                self.kinds[member] = self.kinds[member]._replace(why=next(iter(reasons), None))
 
     def split(self) -> dict[str, Sequence[int]]:
         """Shapes of the tensors of an output, whose experts lie one by one."""
@@ -330,10 +335,12 @@ class _Making:
         cached: list[Cached] = []
         joined: dict[tuple[str, ...], Joined] = {}
         for alike, (name, one, why) in self.kinds.items():
-            members = tuple(dict.fromkeys(map(template, one.joined)))
+            members = self.sets.get(alike, ())
+            said = all(WORDS.fullmatch(self.kinds[member].name) for member in members)
             # Also of what stays as it is, which is listed under the name of what it is merged into.
-            if members and all(map(WORDS.fullmatch, one.joined)) and len({*map(_parent, members)}) == 1:
-                joined[members] = Joined(_either(members), one.merged)
+            if members and said and len({*map(_parent, members)}) == 1:
+                merged = next(filter(None, (self.kinds[member].told.merged for member in members)), None)
+                joined[members] = Joined(_either(members), merged)
             if why is not None and one.layer is not None and one.layer.experts:
                 raise PlanError(f"{name} cannot be quantized, nor left out: {why}", ADD)
             if why is not None:
@@ -373,7 +380,7 @@ class _Making:
             parts = self._parts(layer, self.shapes[f"{name}.weight"])
             assert parts is not None
             yield Split(alike, "out", replicated=parts[0] is not None, parts=parts)
-        elif "QKVParallelLinear" in layer.kinds and len(one.joined) == 3 and template(one.joined[0]) != alike:
+        elif "QKVParallelLinear" in layer.kinds and len(one.joined) > 1 and template(one.joined[0]) != alike:
             yield Split(alike, "out", KV_HEADS, replicated=True)
         else:
             mixer = STATE_HEADS if _parent(name) in self.mixers and STATE_HEADS in self.text else None
@@ -391,8 +398,9 @@ class _Making:
         for layer in wanted:
             module = layer.holds[0][0].removesuffix(".weight")
             own, other = self._engine_name(module, layer).split("."), layer.prefix.split(".")
+            tail: list[str] = []
             while len(own) > 1 and len(other) > 1 and own[-1] == other[-1]:
-                own, other = own[:-1], other[:-1]
+                own, other, tail = own[:-1], other[:-1], own[-1:]
             same = 0
             while same < min(len(own), len(other)) and own[same] == other[same]:
                 same += 1
@@ -402,6 +410,9 @@ class _Making:
                 spellings[f"{'.'.join(own)}.", f"{'.'.join(other)}."] = None
             elif same < min(len(own), len(other)):
                 renames[f".{'.'.join(own[same - 1 :])}", f".{'.'.join(other[same - 1 :])}"] = None
+            elif tail:
+                # One has a part that the other leaves out.
+                renames[f".{'.'.join(own[same:] + tail)}", f".{'.'.join(other[same:] + tail)}"] = None
         fused = tuple(rename for rename in FUSED_NAMES if any(alike.endswith(rename[0]) for alike in entry.compress))
         entry = replace(entry, spellings=tuple(spellings), renames=(*renames, *fused))
         asked = Entry(entry)

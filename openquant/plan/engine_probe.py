@@ -61,13 +61,25 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 CPUS = {int(number) for number in os.environ["ENGINE_CPUS"].split()}
-# Of a process, in bytes: a config may say any size.
-LIMITS = {resource.RLIMIT_CORE: 0, resource.RLIMIT_AS: 8 << 30, resource.RLIMIT_FSIZE: 1 << 26}
+# Bytes that a process may take beside what the imports have, and that it may write: a config may say any size.
+MEMORY, FILE = 8 << 30, 1 << 26
 # Rows that a tensor may have.
 ROWS = 1 << 32
 # Numbers of a tensor that has memory.
 LARGEST = 1 << 16
 COPIES = (torch.ops.aten.clone, torch.ops.aten._to_copy, torch.ops.aten._unsafe_view, torch.ops.aten._reshape_copy)
+
+
+class Experts(UnquantizedFusedMoEMethod):  # type: ignore[misc]
+    """Makes weights of experts whatever they compute: not every engine has a kernel for that without a quantization."""
+
+    def __init__(self, moe: Any) -> None:
+        super(UnquantizedFusedMoEMethod, self).__init__(moe)
+        self.supports_pre_processed_weights = False
+
+    def maybe_roundup_sizes(self, hidden_size: int, intermediate_size: int, *_: Any, **__: Any) -> tuple[int, int]:
+        """As they are."""
+        return hidden_size, intermediate_size
 
 
 @register_quantization_config("asked")
@@ -117,7 +129,7 @@ class Asking(QuantizationConfig):  # type: ignore[misc]
         if isinstance(layer, LinearBase):
             return UnquantizedLinearMethod()
         if isinstance(layer, RoutedExperts):
-            return UnquantizedFusedMoEMethod(layer.moe_config)
+            return Experts(layer.moe_config)
         return UnquantizedEmbeddingMethod() if isinstance(layer, VocabParallelEmbedding) else None
 
     def skipped(self, prefix: str) -> bool | None:
@@ -364,7 +376,8 @@ def places(tensor: str) -> list[str]:
 def answer(directory: Path, output: Path) -> None:
     """Write `output`.json, or `output`.error with the traceback."""
     os.sched_setaffinity(0, CPUS)
-    for what, most in LIMITS.items():
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    for what, most in ((resource.RLIMIT_AS, held + MEMORY), (resource.RLIMIT_FSIZE, FILE), (resource.RLIMIT_CORE, 0)):
         resource.setrlimit(what, (most, most))
     try:
         # Else vLLM starts an interpreter to look at the class.

@@ -185,6 +185,19 @@ def test_what_is_joined_across_modules_stays(source: Path, tmp_path: Path, engin
     }
 
 
+def test_what_some_layers_join_with_more_is_one_set_in_all(source: Path, tmp_path: Path, engine: Engine) -> None:
+    found, at = answer(), "model.layers.1"
+    qkv = [f"{at}.self_attn.{part}_proj" for part in "qkv"]
+    del found["layers"][f"{at}.self_attn.o_proj"]
+    more = layer(f"{at}.self_attn.qkv_proj", *qkv, f"{at}.self_attn.o_proj", kind="QKVParallelLinear")
+    found["layers"][more["prefix"]] = more
+    # One of them has its rows in another order, in that layer alone.
+    name, _, rows = more["holds"]["weight"].pop()
+    more["holds"]["weight"] += [[name, 8, rows - 8], [name, 0, 8]]
+    answering(engine, tmp_path, found)
+    assert {name.rpartition(".")[2] for name in plan_of(source).layers} == {f"{p}_proj" for p in ("gate", "up", "down")}
+
+
 def test_what_has_to_stay_and_cannot_be_listed_is_refused(source: Path, tmp_path: Path, engine: Engine) -> None:
     found = answer()
     router = {"own": False, "named": False, "prefix": "elsewhere.qkv_proj"}
