@@ -156,6 +156,7 @@ MORE: dict[str, tuple[int | tuple[int, ...], list[int]]] = {
     "Jais2ForCausalLM": (192, [1, 2]),
     "VaultGemmaForCausalLM": (182, [1, 2]),
     "OPTForCausalLM": (192, [1, 2, 4, 8, 16]),
+    "Blip2ForConditionalGeneration": (192, [1, 2, 4]),
     "FlexOlmoForCausalLM": (32 * (4 + 7 * 3), [1, 2]),
     "Cohere2MoeForCausalLM": (40 * 4 + 3 + 39 * 9 * 3, [1, 2, 4, 8, 16]),
     "FalconForCausalLM": ((320, 240), [1, 2, 4]),

@@ -135,6 +135,25 @@ WRAPPERS = {
         newer=True,
     ),
     "InternVLForConditionalGeneration": Small("internvl", {"model_type": "qwen2"}, vision=INTERNVL, beside=TOKEN),
+    "Blip2ForConditionalGeneration": Small(
+        "blip-2",
+        {"model_type": "opt", "ffn_dim": 512, "activation_function": "relu", "tie_word_embeddings": True},
+        vision={**CLIP, "model_type": "blip_2_vision_model"},
+        beside={
+            "qformer_config": {
+                "model_type": "blip_2_qformer",
+                "hidden_size": 128,
+                "intermediate_size": 256,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "encoder_hidden_size": 128,
+            },
+            "num_query_tokens": 4,
+            "image_token_index": 7,
+        },
+        # It computes nothing without an image.
+        streamed=False,
+    ),
     "LlavaForConditionalGeneration": Small(
         "llava", {"model_type": "llama"}, vision=CLIP, beside={"image_token_index": 7}, renames=VISION_MODEL
     ),

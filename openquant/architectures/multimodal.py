@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .dense import GEMMA4, GLM4, LLAMA, WINDOWS
+from .dense import GEMMA4, GLM4, LLAMA, OPT, WINDOWS
 from .entry import ROUTER, Experts, Joined, Keep, Refusal, SGLang, Stacked
 from .experts import ERNIE_MOE, GLM4_MOE, LLAMA4, MTP, NAMELESS_HEAD, QWEN3_MOE
 from .hybrid import EITHER, LFM2, QWEN3_5, QWEN3_5_MOE, QWEN4_EXP
@@ -207,7 +207,23 @@ ERNIE_VL = wrapped(
     ),
 )
 
+BLIP2_TEXT = "language_model.model.decoder"
+# vLLM 0.32.0 models/blip2.py:532 builds the tower without a name.
+BLIP2 = wrapped(
+    replace(
+        OPT,
+        keep=tuple(
+            replace(keep, pattern=keep.pattern.replace("{model.decoder,decoder}", BLIP2_TEXT)) for keep in OPT.keep
+        ),
+    ),
+    "Blip2ForConditionalGeneration",
+    *("vision_model", "qformer", "language_projection", "query_tokens"),
+    layers=f"{BLIP2_TEXT}.layers.*",
+    spellings=(("vision_model.", "."),),
+)
+
 ENTRIES = (
+    BLIP2,
     LLAVA,
     *(
         replace(LLAVA, name=f"{name}ForConditionalGeneration")
