@@ -205,6 +205,37 @@ QWEN4_EXP = {
     "indexer_compress_ratio": 4,
     "output_gate_type": "sigmoid",
 }
+GLM5_NEXT = {
+    **{key: value for key, value in MLA.items() if key not in ("first_k_dense_replace", "moe_layer_freq")},
+    **INDEXER,
+    "qk_rope_head_dim": 0,
+    "layer_types": ["linear_attention", "indexed_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+    "indexer_types": ["full", "full"],
+    "index_kpool": 4,
+    "index_kpool_always_select_tail": True,
+    "hc_mult": 2,
+    # As published.
+    "linear_attn_config": {
+        "num_heads": 4,
+        "head_dim": 64,
+        "short_conv_kernel_size": 4,
+        "gate_lower_bound": -5.0,
+        "kda_layers": [0],
+        "full_attn_layers": [1],
+    },
+}
+GLM5_NEXT_VISION = {
+    "model_type": "glm5_next_vision",
+    "depth": 1,
+    "hidden_size": 128,
+    "num_heads": 2,
+    "image_size": 56,
+    "intermediate_size": 256,
+    "out_hidden_size": 256,
+    "projection_intermediate_size": 256,
+    "swiglu_limit": 10.0,
+}
 
 
 def stacks(path: str, transposed: bool = False) -> dict[str, Shape]:

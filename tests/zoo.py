@@ -23,6 +23,8 @@ from small import (
     GATED_DELTA,
     GEMMA,
     GEMMA4,
+    GLM5_NEXT,
+    GLM5_NEXT_VISION,
     INDEXER,
     LOCAL_MOE,
     MAMBA,
@@ -323,6 +325,16 @@ ZOO = {
         extra=stacks("model.layers"),
         zero_norms=True,
         newer=True,
+    ),
+    # transformers has the wrapper alone.
+    "Glm5NextForCausalLM": Small(
+        "glm5_next_text",
+        {**GLM5_NEXT, "vision_config": GLM5_NEXT_VISION},
+        made_as=("Glm5NextForConditionalGeneration", "glm5_next"),
+        renames={r"model\.language_model\.": "model."},
+        drop=r"model\.visual\..*",
+        streamed=False,
+        **DRAFT,
     ),
     "KimiLinearForCausalLM": Small(
         "kimi_linear",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from small import DEEPSEEK_MOE, DRAFT, MLA, Small
+from small import DEEPSEEK_MOE, DRAFT, INDEXER, MLA, Small
 
 _KINDS = ("sliding_attention", "full_attention")
 _M3 = {
@@ -42,6 +42,26 @@ _M3 = {
     },
 }
 MIXED = {
+    "HYV4ForCausalLM": Small(
+        "hy_v4",
+        {
+            **{key: value for key, value in MLA.items() if key not in ("first_k_dense_replace", "moe_layer_freq")},
+            **INDEXER,
+            "num_experts": 4,
+            "mlp_layer_types": ["dense", "sparse"],
+            "indexer_types": ["full", "shared"],
+            "hc_mult": 2,
+        },
+        # transformers 5.23 saves some under names that are not the published ones.
+        renames={
+            r"(model\.layers\.\d+\.)hc_pre\.(hc_(?:attn|mlp)_layer\.)": r"\1\2hc_pre.",
+            r"model\.hc_pre\.hc_head\.": "model.hc_head.",
+            r"(model\.layers\.\d+\.mlp\.(?:shared_experts\.)?)linear_gate": r"\1gate_proj",
+        },
+        copies={"model.layers.1.self_attn.": "model.mtp_layers.0.self_attn."},
+        extra={"model.mtp_layers.0.eh_proj.weight": (256, 512)},
+        newer=True,
+    ),
     "HYV3ForCausalLM": Small(
         "hy_v3",
         {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .entry import ROUTER, Cached, Experts, Joined, Keep, Refusal, SGLang, Split, State
-from .experts import GRANITE_EXPERTS, GRANITE_SHARED, MTP, ROUTED, SHARED_EXPERT, STACKED_EXPERTS
-from .latent import LATENT
-from .parts import ATTENTION, HEADS, KV_HEADS, MLP, NO_CACHE, Part, attention, gated, model, plain, routed
+from .experts import DRAFTED_MLPS, GRANITE_EXPERTS, GRANITE_SHARED, MTP, ROUTED, SHARED_EXPERT, STACKED_EXPERTS
+from .latent import INDEXER, LATENT
+from .parts import ATTENTION, HEADS, KV_HEADS, MLP, NO_CACHE, STREAMS, Part, attention, gated, model, plain, routed
 
 CONVOLUTION = "convolution"
 KEY_HEADS, VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
@@ -95,8 +95,8 @@ QWEN4_EXP = model(
         MTP,
         Keep(".ple.**", "tables of n-grams"),
         # models/qwen4_exp/nvidia/hyperconnection.py:106 builds them without a quantization.
-        Keep(".{attn,mlp}_hyper_connection.*", "mixes streams of hidden states"),
-        Keep("{model,model.language_model}.hyper_connection_mixer.*", "mixes streams of hidden states"),
+        Keep(".{attn,mlp}_hyper_connection.*", STREAMS),
+        Keep("{model,model.language_model}.hyper_connection_mixer.*", STREAMS),
     ),
     # models/qwen4_exp/nvidia/model.py:751
     head_refused="vLLM 0.32.0 builds it without a quantization",
@@ -127,6 +127,46 @@ KIMI_LINEAR = model(
     MLP,
     gated(".block_sparse_moe.shared_experts"),
     routed(".block_sparse_moe.experts", "w1", "w3", "w2"),
+)
+
+# vLLM 0.32.0 models/glm5next/common/model.py:397 and kda.py:211 build all attention without a quantization, whatever
+# the files hold.
+NO_ATTENTION = "vLLM 0.32.0 builds it without a quantization"
+GLM5_NEXT = model(
+    "Glm5NextForCausalLM",
+    Part(
+        (),
+        # SGLang 0.5.23 models/glm5_next.py:457, which builds them with one.
+        joined=(
+            Joined(".self_attn.{q,k,v}_proj", sglang="qkv_proj"),
+            Joined(".self_attn.{q_a_proj,kv_a_proj_with_mqa}", sglang="fused_qkv_a_proj_with_mqa"),
+        ),
+        keep=(
+            Keep(
+                ".self_attn.{q_proj,k_proj,v_proj,b_proj,f_b_proj,g_b_proj,q_b_proj,kv_b_proj,o_proj}",
+                NO_ATTENTION,
+                divided=True,
+            ),
+            Keep(".self_attn.{f_a_proj,g_a_proj,q_a_proj,kv_a_proj_with_mqa}", NO_ATTENTION),
+            Keep(".self_attn.{q,k,v}_conv1d", CONVOLUTION),
+            Keep(
+                ".self_attn.indexer.{wq_b,wk,weights_proj,index_kpool_compress_ape,index_kpool_compress_gate}",
+                INDEXER.why,
+            ),
+            Keep(".hc_{attn,ffn}_fn", STREAMS),
+        ),
+        # models/glm5next/common/attention.py:117: 128 codes and a scale of the index for every four tokens.
+        cached=(
+            Cached(".self_attn.kv_a_proj_with_mqa", None),
+            Cached(".self_attn.indexer.wk", None, fp8=33, bf16=33),
+        ),
+        states=KIMI_DELTA.states,
+    ),
+    *DRAFTED_MLPS,
+    ROUTED,
+    draft_layers="num_hidden_layers",
+    # transformers 5.23 has the wrapper alone, whose logits are not as close as those of others.
+    transformers_reads_blocks=False,
 )
 
 # in_proj holds five pieces that vLLM divides by rules of their own (layers/mamba/mamba_mixer2.py).
@@ -237,6 +277,7 @@ ENTRIES = (
     QWEN4_EXP,
     GRANITE_HYBRID,
     KIMI_LINEAR,
+    GLM5_NEXT,
     FALCON_H1,
     LFM2,
     LFM2_MOE,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .entry import DRAFT, EMBEDDING, HEAD, ROUTER, Cached, Experts, Joined, Keep, Refusal, SGLang, Split
-from .experts import DRAFTED_MLPS, ROUTED
-from .parts import HEADS, Part, gated, model, routed
+from .experts import DRAFTED_MLPS, ROUTED, STACKED_EXPERTS
+from .parts import HEADS, STREAMS, Part, gated, model, routed
 
 # Latent attention. vLLM 0.32.0 multiplies kv_b_proj out as it loads (layers/quantization/utils/quant_utils.py:511):
 # in FP8 it would cost accuracy and save nothing.
@@ -105,6 +105,37 @@ DEEPSEEK_V4 = model(
     writes=(("block", "expert_dtype", "fp8"),),
 )
 
+# A gate after attention, and several streams of hidden states.
+HY_V4_DRAFT = "model.mtp_layers.*"
+HY_V4 = model(
+    "HYV4ForCausalLM",
+    replace(LATENT, cached=DEEPSEEK_V32.cached),
+    Part((".self_attn.linear_gate",), splits=(Split(".self_attn.linear_gate", "out", HEADS),)),
+    *DRAFTED_MLPS,
+    STACKED_EXPERTS,
+    keep=(
+        INDEXER,
+        # vLLM 0.32.0 models/hy_v4/nvidia/hc.py:63 builds them without a quantization.
+        Keep(".hc_{attn,mlp}_layer.hc_pre.hc_fn", STREAMS),
+        Keep("model.hc_head.hc_head_fn", STREAMS),
+        Keep(f"{HY_V4_DRAFT}.**", DRAFT),
+    ),
+    # models/hy_v4/nvidia/mtp.py:267, which so renames what one of the formats lists; all that is published has 78.
+    renames=(("model.mtp_layers.0.", "model.layers.78."),),
+    # SGLang 0.5.23 models/hunyuan_v4.py:799
+    sglang=SGLang(
+        tuple(
+            Refusal(scheme, format, "it takes every scale for one of blocks in the fp8 format", "-w 128 loads")
+            for scheme, format in (
+                ("block", "compressed-tensors"),
+                *((scheme, None) for scheme in ("tensor", "channel", "mxfp8", "int8", "int8-weights", "int4")),
+                *((scheme, None) for scheme in ("mxfp4", "nvfp4", "nvfp4-w4a4")),
+            )
+        )
+    ),
+    transformers_reads_blocks=False,
+)
+
 ENTRIES = (
     replace(DEEPSEEK_V3, name="DeepseekV2ForCausalLM"),
     DEEPSEEK_V3,
@@ -119,4 +150,5 @@ ENTRIES = (
     DEEPSEEK_V32,
     replace(DEEPSEEK_V32, name="GlmMoeDsaForCausalLM"),
     DEEPSEEK_V4,
+    HY_V4,
 )

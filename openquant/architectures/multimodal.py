@@ -7,7 +7,7 @@ from dataclasses import replace
 from .dense import GEMMA4, GLM4, LLAMA, OPT, WINDOWS
 from .entry import ROUTER, Experts, Joined, Keep, Refusal, SGLang, Stacked
 from .experts import ERNIE_MOE, GLM4_MOE, LLAMA4, MTP, NAMELESS_HEAD, QWEN3_MOE
-from .hybrid import EITHER, LFM2, QWEN3_5, QWEN3_5_MOE, QWEN4_EXP
+from .hybrid import EITHER, GLM5_NEXT, LFM2, QWEN3_5, QWEN3_5_MOE, QWEN4_EXP
 from .parts import IF_ASKED, NO_CACHE, NO_GROUPS, RENAMED, wrapped
 
 # vLLM 0.32.0 builds such a tower with quant_config as vision_tower.vision_model.encoder (models/siglip.py, clip.py);
@@ -291,5 +291,6 @@ ENTRIES = (
             (Refusal(None, "fp8", "it takes the tables of n-grams for FP8", "--format compressed-tensors loads"),)
         ),
     ),
+    wrapped(GLM5_NEXT, "Glm5NextForConditionalGeneration", QWEN_VISION),
     LLAMA4_WRAPPED,
 )

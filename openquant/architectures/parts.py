@@ -75,6 +75,9 @@ WRAPPED = "{language_model.model,model.language_model}.layers.*"
 
 HEADS, KV_HEADS = "num_attention_heads", "num_key_value_heads"
 
+# What layers are connected by that have more than one stream of hidden states.
+STREAMS = "mixes streams of hidden states"
+
 
 def attention(out: str = "o_proj", listed_as: str | None = None) -> Part:
     """q, k and v, which engines join, and the projection after them."""

@@ -207,6 +207,10 @@ def empty_model(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype, de
                 parameter._is_hf_initialized = True
             model._move_missing_keys_from_meta_to_device(stored_buffers(model), {"": device}, None, None)
             model._initialize_missing_keys(False)
+            # Models ask weights that are not loaded yet what to compute in; some stay in float32.
+            for part, kept in model._get_dtype_plan(dtype).items():
+                for name, parameter in model.named_parameters():
+                    parameter.data = parameter.data.to(kept) if part in name else parameter.data
     except Exception as error:
         raise SourceError(
             f"transformers {_installed()} cannot make {kind.__name__} of this config.json: {_first_line(error)}",

@@ -26,6 +26,9 @@ UNBUILT = (
     "Rnj1ForCausalLM",
     # "torch.cuda.Stream requires CUDA support" (vllm/models/kimi_k3/nvidia/model.py:1155).
     "KimiLinearForCausalLM",
+    # "--mamba-block-size can only be set with --enable-prefix-caching", which it does itself.
+    "Glm5NextForCausalLM",
+    "Glm5NextForConditionalGeneration",
     # "no pinned memory allocator is available on this system" (vllm/models/qwen4_exp/common/ngram_embedding.py:461).
     "Qwen4ExpForCausalLM",
     "Qwen4ExpForConditionalGeneration",

@@ -49,7 +49,10 @@ NOT_RUN = {
     "DeepseekV4ForCausalLM": "a kernel in Triton before its attention",
     "Ernie4_5_MoeForCausalLM": "FP8 experts with a bias",
     "Ernie4_5_VLMoeForConditionalGeneration": "not built",
+    "Glm5NextForCausalLM": "not built",
+    "Glm5NextForConditionalGeneration": "not built",
     "GlmMoeDsaForCausalLM": "sparse attention",
+    "HYV4ForCausalLM": "sparse attention",
     "InternVLChatModel": "not built",
     # '_lib_fn_wrapper' object has no attribute 'get', in vllm/triton_utils/dispatcher.py:139.
     "KimiK25ForConditionalGeneration": "what the class imports, among which it looks for kernels to replace",
