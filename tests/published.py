@@ -40,7 +40,8 @@ def described(text: str, architecture: str) -> Checkpoint:
             quantization = json.loads(line.removeprefix("# quantization_config "))
         elif line.startswith("#"):
             config |= {
-                key: int(value) for key, value in re.findall(r"(\bn_\w+|\w*(?:num_|heads|groups)\w*) (\d+)", line)
+                key: int(value)
+                for key, value in re.findall(r"(\bn_\w+|\w*(?:num_|heads|head_dim|groups)\w*) (\d+)", line)
             }
             config |= dict.fromkeys(re.findall(r"(\w+_\w+) true\b", line), True)
         if line.startswith("#"):

@@ -136,6 +136,7 @@ MORE: dict[str, tuple[int | tuple[int, ...], list[int]]] = {
     "Qwen3VLMoeForConditionalGeneration": (18624, [1, 2]),
     "Qwen3_5ForConditionalGeneration": (400, [1, 2, 4, 8]),
     "Qwen3_5MoeForConditionalGeneration": (30970, [1, 2, 4]),
+    "MiMoV2ForCausalLM": (70 * 4 + 3 + 69 * 384 * 3, [1, 2, 4]),
     "MiMoV2FlashForCausalLM": (48 * 4 + 3 + 47 * 256 * 3, [1, 2]),
     "HYV3ForCausalLM": (80 * 4 + 3 + 79 * 193 * 3, [1, 2, 4]),
     "Step3p5ForCausalLM": (45 * 4 + 3 * 3 + 42 * (1 + 288) * 3, [1, 2]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from small import DEEPSEEK_MOE, DRAFT, INDEXER, MLA, Small
 
 _KINDS = ("sliding_attention", "full_attention")
@@ -41,6 +43,30 @@ _M3 = {
         "sparse_attention_freq": [0, 1],
     },
 }
+MIMO_V2_FLASH = Small(
+    "mimo_v2_flash",
+    {
+        **{
+            key: value
+            for key, value in DEEPSEEK_MOE.items()
+            if key not in ("n_shared_experts", "first_k_dense_replace")
+        },
+        "layer_types": list(_KINDS),
+        "hybrid_layer_pattern": [1, 0],
+        "sliding_window": 513,
+        "sliding_window_size": 512,
+        "mlp_layer_types": ["dense", "sparse"],
+        "moe_layer_freq": [0, 1],
+        "v_head_dim": 64,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 64,
+        "swa_v_head_dim": 64,
+        "add_swa_attention_sink_bias": True,
+        "layernorm_epsilon": 1e-6,
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in _KINDS},
+    },
+)
 MIXED = {
     "HYV4ForCausalLM": Small(
         "hy_v4",
@@ -83,30 +109,9 @@ MIXED = {
             **{f"model.layers.2.{name}.weight": (256,) for name in ("enorm", "hnorm", "final_layernorm")},
         },
     ),
-    "MiMoV2FlashForCausalLM": Small(
-        "mimo_v2_flash",
-        {
-            **{
-                key: value
-                for key, value in DEEPSEEK_MOE.items()
-                if key not in ("n_shared_experts", "first_k_dense_replace")
-            },
-            "layer_types": list(_KINDS),
-            "hybrid_layer_pattern": [1, 0],
-            "sliding_window": 513,
-            "sliding_window_size": 512,
-            "mlp_layer_types": ["dense", "sparse"],
-            "moe_layer_freq": [0, 1],
-            "v_head_dim": 64,
-            "swa_num_attention_heads": 4,
-            "swa_num_key_value_heads": 4,
-            "swa_head_dim": 64,
-            "swa_v_head_dim": 64,
-            "add_swa_attention_sink_bias": True,
-            "layernorm_epsilon": 1e-6,
-            "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in _KINDS},
-        },
-    ),
+    "MiMoV2FlashForCausalLM": MIMO_V2_FLASH,
+    # Only its own code reads its model_type, mimo_v2; its files are Flash's but for what is stored as one in FP8.
+    "MiMoV2ForCausalLM": replace(MIMO_V2_FLASH, made_as=("MiMoV2FlashForCausalLM", "mimo_v2_flash"), streamed=False),
     "Step3p5ForCausalLM": Small(
         "step3p5",
         {

@@ -114,6 +114,24 @@ class Split:
 
 
 @dataclass(frozen=True)
+class Ranked:
+    """A tensor in FP8 blocks that holds several projections, in a part for each of some ranks with scales of its own.
+
+    Attributes:
+        pattern: the tensor's module.
+        members: the projections, in the order that a part has their rows in, as they are named one by one.
+        ranks: config key that counts the parts.
+        sizes: config keys that count the heads of each member, and the rows of a head; those of several kinds of
+            layers, of which the ones count that account for all rows.
+    """
+
+    pattern: str
+    members: tuple[str, ...]
+    ranks: str
+    sizes: tuple[tuple[tuple[str, str], ...], ...]
+
+
+@dataclass(frozen=True)
 class Cached:
     """Projections of which an engine keeps, for each token of a sequence, what they make of it.
 
@@ -281,6 +299,7 @@ class Model:
         folds: where layers have their inputs from; nothing of what is not known to be exact.
         writes: scheme, key and value: what config.json says in that scheme beside its quantization_config, for engines
             that read it there.
+        ranked: what files hold in parts for ranks, and is read as if it were not.
         decided: who decided all this, for whom a plan is made by it, where the registry did not. No part of the
             decision: a reason that names a file differs from run to run.
     """
@@ -310,6 +329,7 @@ class Model:
     windows: Windows = Windows()
     folds: tuple[Fold, ...] = ()
     writes: tuple[tuple[str, str, str], ...] = ()
+    ranked: Ranked | None = None
     decided: str | None = field(default=None, repr=False, compare=False)
 
     def with_head(self) -> Model:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .entry import DRAFT, ROUTER, Cached, Experts, Joined, Keep, Refusal, Split, Stacked, Windows
+from .entry import DRAFT, ROUTER, Cached, Experts, Joined, Keep, Ranked, Refusal, Split, Stacked, Windows
 from .experts import ROUTED
 from .latent import DEEPSEEK_V3
 from .parts import KV_HEADS, MLP, attention, gated, model, routed, wrapped
@@ -18,6 +18,30 @@ MIMO_V2_FLASH = model(
     # models/mimo_v2_mtp.py
     keep=(Keep("model.mtp.**", DRAFT),),
     windows=Windows(flags="hybrid_layer_pattern", size="sliding_window_size"),
+)
+# Published with q, k and v as one, which the engine reads so in FP8 blocks alone (models/mimo_v2.py:886) and one by one
+# in all formats; its packed_modules_mapping has only the first.
+MIMO_V2 = replace(
+    MIMO_V2_FLASH,
+    name="MiMoV2ForCausalLM",
+    joined=tuple(
+        replace(joined, listed_as="qkv_proj") if "q,k,v" in joined.pattern else joined
+        for joined in MIMO_V2_FLASH.joined
+    ),
+    # models/mimo_v2.py:527-617
+    ranked=Ranked(
+        "model.{layers,mtp.layers}.*.self_attn.qkv_proj",
+        ("q_proj", "k_proj", "v_proj"),
+        KV_HEADS,
+        tuple(
+            (
+                (f"{kind}num_attention_heads", f"{kind}head_dim"),
+                (f"{kind}{KV_HEADS}", f"{kind}head_dim"),
+                (f"{kind}{KV_HEADS}", f"{kind}v_head_dim"),
+            )
+            for kind in ("", "swa_")
+        ),
+    ),
 )
 
 # Stacks [E, out, in] of one projection each beside the router, which vLLM 0.32.0 (models/step3p5.py:683) also reads one
@@ -95,6 +119,7 @@ MINIMAX_M3 = model(
 
 ENTRIES = (
     MIMO_V2_FLASH,
+    MIMO_V2,
     STEP3P5,
     KIMI_K25,
     wrapped(

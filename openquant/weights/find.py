@@ -14,6 +14,7 @@ Layouts:
            are multiplied (modelopt)
     DeepSeek V4  FP8 as above, its scales X.scale; experts in MXFP4 beside it, X.weight int8 [out, in / 2] of two codes
                each, the first lowest, and X.scale E8M0 [out, in / 32], which its config.json does not say
+    MiMo V2.5  q, k and v in FP8 as one, in parts (ranked.py)
     AWQ, GPTQ  X.qweight, X.qzeros, X.scales, X.g_idx (columns.py)
     MXFP4      X.weight_packed uint8 [out, in / 2], X.weight_scale (compressed-tensors), or X_blocks uint8
            [experts, out, in / 32, 16] and X_scales: two in a byte, the first lowest; unquantized these stacks are
@@ -29,6 +30,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..architectures.entry import absolute
 from ..errors import PlanError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint, read_json
 from ..files.tensors import TensorInfo
@@ -36,8 +38,10 @@ from ..formats.format import EXPONENTS, INPUT_SCALE, Format, grid_of
 from ..formats.numbers import CODES, E2M1, E4M3
 from ..formats.quantization import Quantization, quantization_places, read_quantization
 from ..formats.schemes import MXFP4
-from ..patterns import template
+from ..models import MODELS
+from ..patterns import compile_any, template
 from .columns import columns_of
+from .ranked import members
 from .weight import Weight
 
 # What modelopt wrote beside config.json before config.json held the same.
@@ -69,7 +73,6 @@ _STRAYS = (
     ".weight_scale", ".weight_scale_inv", "_scales", f".{INPUT_SCALE}", ".weight_global_scale", ".weight_scale_2",
     ".input_global_scale", ".qzeros", ".g_idx",
 )  # fmt: skip
-# MiMo V2 has more of them than blocks.
 _STRANGE = "download it again if it is damaged; if its maker lays it out so, start from the unquantized model"
 
 
@@ -203,22 +206,25 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Weight]]
     if quantization is None:
         _refuse_unexplained(checkpoint)
         return checkpoint, {}
-    found = {entry.weight.parts[0].name: entry for entry in _find(checkpoint, quantization)}
-    hidden = {name for entry in found.values() for name in entry.hidden}
-    hidden.update(leftovers(checkpoint.tensors, (entry.weight for entry in found.values())))
+    # Of one tensor mostly one.
+    found: dict[str, list[Weight]] = {}
+    hidden: set[str] = set()
+    for entry in _find(checkpoint, quantization):
+        found.setdefault(entry.weight.parts[0].name, []).append(entry.weight)
+        hidden.update(entry.hidden)
+    hidden.update(leftovers(checkpoint.tensors, (weight for held in found.values() for weight in held)))
     tensors: dict[str, TensorInfo] = {}
     where = dict(checkpoint.where)
     weights: dict[str, Weight] = {}
     for info in checkpoint.tensors.values():
-        entry = found.get(info.name)
-        if entry is not None:
-            source = entry.weight.source
+        for weight in found.get(info.name, ()):
+            source = weight.source
             if source.name != info.name and source.name in checkpoint.tensors:
                 raise SourceError(f"{source.name} is there twice, as {info.name} too", _DAMAGED)
             tensors[source.name] = source
             where[source.name] = checkpoint.where[info.name]
-            weights[source.name] = entry.weight
-        elif info.name not in hidden:
+            weights[source.name] = weight
+        if info.name not in found and info.name not in hidden:
             tensors[info.name] = info
     _refuse_strays(tensors, weights)
     config = {key: value for key, value in checkpoint.config.items() if not _tells_quantization(key)}
@@ -260,8 +266,16 @@ def _read(checkpoint: Checkpoint) -> Quantization | None:
 
 
 def _find(checkpoint: Checkpoint, quantization: Quantization) -> Iterator[Stored]:
+    model = MODELS.get(checkpoint.architecture)
+    ranked = model.ranked if model else None
+    in_parts = compile_any(absolute(model, [ranked.pattern])) if model and ranked else None
     for pair in pairs(checkpoint.tensors, quantization):
         info = pair.codes
+        if in_parts and ranked and info.dtype == E4M3.dtype and in_parts.fullmatch(pair.module):
+            form = _form(pair)
+            for weight in members(pair.module, info, _found_scale(pair, form), form, ranked, checkpoint.config):
+                yield Stored(weight, tuple(part.name for part in (*weight.parts, *pair.beside)))
+            continue
         if pair.form is not None and pair.form.columns is not None:
             weight = _columns(checkpoint, pair, pair.form)
         elif info.name.endswith(".qweight"):

@@ -118,17 +118,13 @@ class Reader:
                 count = min(step, rows - low)
                 part = self._buffer[: count * pitch]
                 if weight.format is not None:
-                    codes = held[: count * weight.row_bytes].reshape(count, weight.row_bytes)
-                    self.codes(source, weight, low, codes.reshape(-1))
-                    scale = self.scales(weight, low, count)
-                    self._decode(
-                        weight,
-                        codes,
-                        scale,
-                        self.zeros(weight, low, count),
-                        low,
-                        part.view(np.float32).reshape(count, cols),
-                    )
+                    out, done = part.view(np.float32).reshape(count, cols), 0
+                    for inner, at, some in weight.pieces(low, count):
+                        codes = held[: some * weight.row_bytes].reshape(some, weight.row_bytes)
+                        self.codes(source, inner, at, codes.reshape(-1))
+                        scale, zero = self.scales(inner, at, some), self.zeros(inner, at, some)
+                        self._decode(inner, codes, scale, zero, at, out[done : done + some])
+                        done += some
                 elif weight.transposed:
                     _read_columns(source, extent, low * kind.itemsize, part.reshape(cols, -1))
                     yield np.ascontiguousarray(part.view(kind).reshape(cols, count).T)

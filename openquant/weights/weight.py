@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from ..files.tensors import DTYPE_BITS, Location, TensorInfo
@@ -46,6 +46,8 @@ class Weight(NamedTuple):
             missing.
         input_scale: the scale of its activations, if the checkpoint has one.
         tuning: what a calibration changes about it as it is read; None if nothing.
+        within: the first of its rows in each part of a tensor that lies in parts for ranks, and the one after its
+            last; codes and scales are then [parts, ..., ...]. None if its rows are all there are.
     """
 
     module: str
@@ -60,6 +62,7 @@ class Weight(NamedTuple):
     parts: tuple[TensorInfo, ...] = ()
     input_scale: TensorInfo | None = None
     tuning: Tuning | None = None
+    within: tuple[int, int] | None = None
 
     @property
     def folded(self) -> bool:
@@ -81,6 +84,10 @@ class Weight(NamedTuple):
         """Size of what the checkpoint holds for it, in bytes."""
         if self.format is None:
             return self.nbytes
+        if self.within is not None:
+            rows = self.parts[0].shape[1]
+            first, last = ([part.nbytes * row // rows for part in self.parts] for row in self.within)
+            return sum(last) - sum(first)
         if self.expert < 0:
             return sum(part.nbytes for part in self.parts)
         (down, along), scale = grid_of(self.format.group, self.shape), self.parts[1]
@@ -128,7 +135,7 @@ class Weight(NamedTuple):
 
     def is_held_by(self, form: Format) -> bool:
         """Whether it is stored as a format stores it, so that codes need no change."""
-        return self.format is not None and not self.folded and form.holds(self.format)
+        return self.format is not None and not self.folded and self.within is None and form.holds(self.format)
 
     def input_scale_for(self, form: Format) -> TensorInfo | None:
         """The scale of its activations, if a format stores one and means the same by it."""
@@ -141,6 +148,19 @@ class Weight(NamedTuple):
         if self.format is None or len(self.source.shape) < 3 or self.expert >= 0:
             return [self]
         return [self._replace(expert=number) for number in range(self.source.shape[0])]
+
+    def pieces(self, low: int, count: int) -> Iterator[tuple[Weight, int, int]]:
+        """Where so many rows from `low` on lie: weights, the first row in each and how many."""
+        if self.within is None:
+            yield self, low, count
+            return
+        first, last = self.within
+        whole = self._replace(within=None, shape=(self.parts[0].shape[1], self.shape[1]))
+        while count:
+            part, at = divmod(low, last - first)
+            rows = min(count, last - first - at)
+            yield whole._replace(expert=part), first + at, rows
+            low, count = low + rows, count - rows
 
     def rows(self, where: Mapping[str, Location]) -> Extent:
         """Where its elements lie, or its codes."""

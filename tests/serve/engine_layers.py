@@ -53,7 +53,9 @@ def built(answer: dict[str, Any] | EngineError, written: set[str]) -> set[str]:
     """What vLLM quantizes, in the names of what is `written`; the routed experts of a layer are one of them."""
     if isinstance(answer, EngineError):
         raise answer
-    members = {"gate_up_proj": ["gate_proj", "up_proj"], "qkv_proj": ["q_proj", "k_proj", "v_proj"], **answer["packed"]}
+    members = {"gate_up_proj": ["gate_proj", "up_proj"], "qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    # MiMo V2 says a joined layer is itself.
+    members |= {name: held for name, held in answer["packed"].items() if held != [name]}
     found = set()
     for path, quantized in answer["quantized"].items():
         module = usual(path)
