@@ -359,6 +359,10 @@ class Model:
             found[module.replace(part, other)] = None
         return list(found)
 
+    def written(self, scheme: str | None) -> dict[str, str]:
+        """What config.json says of a scheme beside its quantization_config."""
+        return {key: value for name, key, value in self.writes if name == scheme}
+
     def refusal(self, scheme: str, format: str) -> Refusal | None:
         """What forbids a scheme in a format; None if nothing does."""
         return _first(self.refused, scheme, format)

@@ -93,12 +93,7 @@ class Plan:
     def config(self) -> dict[str, Any]:
         """The output's config.json."""
         ours = {"quantization_config": self.quantization_config} if self.quantization_config else {}
-        return {**self.seen.config, **self._said, **ours}
-
-    @property
-    def _said(self) -> dict[str, str]:
-        """What the entry has config.json say of the scheme."""
-        return {key: value for scheme, key, value in self.model.writes if self.scheme and self.scheme.name == scheme}
+        return {**self.seen.config, **self.model.written(self.scheme.name if self.scheme else None), **ours}
 
     @property
     def files(self) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..formats.settings import shown
@@ -138,9 +138,19 @@ def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
     return {"rope_type": kind or "default", **parameters}
 
 
-def unquantized(config: dict[str, Any]) -> dict[str, Any]:
-    """A config without its quantization_config, which is looked at by itself."""
-    hidden = ("quantization_config", "compression_config")
+def unsaid(config: Mapping[str, Any], written: Mapping[str, str]) -> list[str]:
+    """What a config must say of how its weights are quantized beside its quantization_config, and does not."""
+    return [
+        f"config.json: {key} is {shown(config[key]) if key in config else 'missing'}, but must be {shown(value)}: "
+        "engines read it"
+        for key, value in written.items()
+        if config.get(key) != value
+    ]
+
+
+def unquantized(config: dict[str, Any], written: Iterable[str] = ()) -> dict[str, Any]:
+    """A config without its quantization_config and what is written beside it, which are looked at by themselves."""
+    hidden = ("quantization_config", "compression_config", *written)
     found = {key: value for key, value in config.items() if key not in hidden}
     if isinstance(found.get("text_config"), dict):
         found["text_config"] = {key: value for key, value in found["text_config"].items() if key not in hidden}

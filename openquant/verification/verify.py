@@ -37,7 +37,7 @@ from ..plan.unchanged import make_unchanged_plan
 from ..weights.find import decoded_view, own_file, with_own_file
 from ..weights.tuning import Tunings
 from ..weights.weight import Weight
-from .configs import differences, judged, unquantized
+from .configs import differences, judged, unquantized, unsaid
 from .contents import Progress, Task, read_contents
 from .extras import extra_files, extra_weights
 from .headers import Headers, described
@@ -155,6 +155,8 @@ class _Verification:
         self.remakes = full and remakes and headers.scheme is not None
         self.problems, self.notes = headers.problems, headers.notes
         self.codes, self.scheme, self._place = headers.codes, headers.scheme, headers.place
+        entry, scheme = headers.entry, headers.scheme
+        self.written = entry.model.written(scheme.name) if entry and scheme else {}
         self.values: dict[str, float] = {}
         self.plan: Plan | None = None
         self.tunings = Tunings()
@@ -171,6 +173,7 @@ class _Verification:
         pairs: list[Pair] = []
         self._open_with_library()
         self._check_extra_files()
+        self.problems += unsaid(self.checkpoint.config, self.written)
         if self.source is not None:
             self._compare_config(self.source)
             self._compare_files(self.source)
@@ -212,7 +215,7 @@ class _Verification:
     # The source.
 
     def _compare_config(self, source: Checkpoint) -> None:
-        ours, theirs = (unquantized(config) for config in (self.checkpoint.config, source.config))
+        ours, theirs = (unquantized(config, self.written) for config in (self.checkpoint.config, source.config))
         if self.ours:
             for difference in differences(ours, theirs):
                 self.problems.append(f"config.json: {difference.text('the source has')}")

@@ -75,6 +75,18 @@ def test_outputs_are_clean(shelf: Shelf, architecture: str, scheme: Scheme) -> N
     assert all(least < error.relative < most for error in full.errors)
 
 
+def test_what_engines_read_beside_the_quantization_must_be_there(shelf: Shelf, tmp_path: Path) -> None:
+    _, output = shelf.copied("DeepseekV4ForCausalLM", BLOCK, tmp_path)
+    config = json.loads((output / "config.json").read_text())
+    for held, found in (({}, "missing"), ({"expert_dtype": "fp4"}, '"fp4"')):
+        del config["expert_dtype"]
+        config |= held
+        (output / "config.json").write_text(json.dumps(config))
+        problem = f'config.json: expert_dtype is {found}, but must be "fp8": engines read it'
+        assert verify(output).problems == (problem,)
+        config.setdefault("expert_dtype", "")
+
+
 @pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Gemma3ForConditionalGeneration", "Llama4ForCausalLM"])
 def test_ignored_layers_are_clean(tmp_path: Path, architecture: str) -> None:
     source = tiny.write(tmp_path / "source", architecture)
