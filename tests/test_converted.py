@@ -44,7 +44,9 @@ def test_a_write_is_noticed(tmp_path: Path, place: str, write: Callable[[Path], 
 
 def test_pairs_cover_every_architecture_and_each_scheme_with_several() -> None:
     pairs = covering()
-    assert len(set(pairs)) == len(pairs) == 3 * len(tiny.ARCHITECTURES)
+    # DeepSeek V4 has two.
+    served = [sum(tiny.refused(name, scheme) is None for scheme in VARIANTS) for name in tiny.ARCHITECTURES]
+    assert len(set(pairs)) == len(pairs) == sum(min(count, 3) for count in served)
     default = {name for name in tiny.ARCHITECTURES if tiny.refused(name, TENSOR) is None}
     assert {name for name, scheme in pairs if scheme is TENSOR} == default
     for scheme in VARIANTS:
