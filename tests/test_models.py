@@ -163,6 +163,8 @@ MORE: dict[str, tuple[int | tuple[int, ...], list[int]]] = {
     "Blip2ForConditionalGeneration": (192, [1, 2, 4]),
     "FlexOlmoForCausalLM": (32 * (4 + 7 * 3), [1, 2]),
     "Cohere2MoeForCausalLM": (40 * 4 + 3 + 39 * 9 * 3, [1, 2, 4, 8, 16]),
+    "LagunaForCausalLM": (40 * 4 + 3 + 39 * 257 * 3, [1, 2, 4]),
+    "MellumForCausalLM": (28 * (4 + 64 * 3), [1]),
     "FalconForCausalLM": ((320, 240), [1, 2, 4]),
     "BloomForCausalLM": ((210, 280, 280), [1, 2, 4, 8, 16]),
     "GPTNeoXForCausalLM": (128, [1, 2, 4, 8, 16]),

@@ -237,6 +237,32 @@ ZOO = {
             "mup_enabled": False,
         },
     ),
+    "LagunaForCausalLM": Small(
+        "laguna",
+        {
+            **MOE,
+            **SLIDING,
+            # As published, twice as many where layers have a window.
+            "num_attention_heads_per_layer": [8, 4],
+            "shared_expert_intermediate_size": 128,
+            "mlp_layer_types": ["dense", "sparse"],
+            "moe_routed_scaling_factor": 1.0,
+            "gating": True,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+                "full_attention": {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 0.5},
+            },
+        },
+    ),
+    "MellumForCausalLM": Small(
+        "mellum",
+        {
+            **MOE,
+            **SLIDING,
+            "mlp_layer_types": ["dense", "sparse"],
+            "rope_parameters": GEMMA4["rope_parameters"],
+        },
+    ),
     "Glm4MoeForCausalLM": Small("glm4_moe", {**DEEPSEEK_MOE, "use_qk_norm": True}, **DRAFT),
     "DeepseekV2ForCausalLM": Small(
         "deepseek_v2", {**MLA, "q_lora_rank": None, "topk_method": "greedy", "scoring_func": "softmax"}

@@ -179,6 +179,17 @@ EXAONE_MOE = model(
     windows=Windows(4, PATTERN),
 )
 
+# Layers that attend to everything have fewer heads of queries. vLLM 0.32.0 models/laguna.py:86 has gate and up by
+# themselves, SGLang 0.5.23 joins them.
+LAGUNA = model(
+    "LagunaForCausalLM",
+    ATTENTION,
+    MLP,
+    gated(".mlp.shared_expert"),
+    ROUTED,
+    keep=(Keep(".self_attn.g_proj", "a gate for each head", divided=True),),
+)
+
 NO_EXPERTS = "vLLM 0.32.0 reads its experts as MXFP4 and its attention is a thirtieth of it"
 GPT_OSS = model(
     "GptOssForCausalLM",
@@ -247,6 +258,9 @@ ENTRIES = (
     EXAONE_MOE,
     replace(EXAONE_MOE, name="ExaoneMoEForCausalLM"),
     AFMOE,
+    LAGUNA,
+    # On vLLM's Transformers backend.
+    model("MellumForCausalLM", ATTENTION, MLP, ROUTED, keep=(MTP,)),
     GLM4_MOE,
     HY_V3,
     GPT_OSS,

@@ -34,6 +34,10 @@ BUILT = tuple(name for name in tiny.ARCHITECTURES if name not in (*UNBUILT, *UNA
 HELD = tuple(name for name in BUILT if name in CHOSEN or not NAMED)
 # What an entry says otherwise than the engine, and why that is right.
 EXPLAINED: Mapping[str, Mapping[str, str]] = {
+    # SGLang does, which has its own name for them.
+    "LagunaForCausalLM": {
+        "the engine joins it with nothing, not gate_proj, up_proj": "SGLang 0.5.23 joins them (models/laguna.py:617)",
+    },
     "MiniMaxM3SparseForConditionalGeneration": {
         "the engine splits it along out, not None": "each rank has all of index_k (0.32.0 layers/linear.py:1485)",
     },
