@@ -20,6 +20,7 @@ class Small:
         vision: its vision_config, for wrappers.
         beside: what config.json of a wrapper says beside these two, such as an audio_config.
         inside: the key of config.json under which these are, where that is not its top.
+        text: the key that the language model's config has there.
         made_as: the architecture and model type that transformers makes it as, where it knows it by another name.
         renames: prefixes that transformers saves, as published files have them.
         drop: expression of names that published files do not hold.
@@ -37,6 +38,7 @@ class Small:
     vision: Mapping[str, Any] | None = None
     beside: Mapping[str, Any] = field(default_factory=dict)
     inside: str | None = None
+    text: str = "text_config"
     made_as: tuple[str, str] | None = None
     renames: Mapping[str, str] = field(default_factory=dict)
     drop: str | None = None
@@ -224,6 +226,21 @@ GLM5_NEXT = {
         "kda_layers": [0],
         "full_attn_layers": [1],
     },
+}
+NEMOTRON_H = {
+    "hybrid_override_pattern": "M*-",
+    "num_hidden_layers": 3,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 64,
+    "n_groups": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "moe_shared_expert_intermediate_size": 128,
+    "n_shared_experts": 1,
+    "mlp_hidden_act": "relu2",
+    "layer_norm_epsilon": 1e-05,
 }
 GLM5_NEXT_VISION = {
     "model_type": "glm5_next_vision",

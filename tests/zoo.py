@@ -31,6 +31,7 @@ from small import (
     MLA,
     MOE,
     MTP,
+    NEMOTRON_H,
     QWEN3_5,
     QWEN4_EXP,
     QWEN_MOE,
@@ -446,24 +447,7 @@ ZOO = {
             "use_expert_bias": True,
         },
     ),
-    "NemotronHForCausalLM": Small(
-        "nemotron_h",
-        {
-            "hybrid_override_pattern": "M*-",
-            "num_hidden_layers": 3,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 64,
-            "ssm_state_size": 64,
-            "n_groups": 1,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 128,
-            "moe_shared_expert_intermediate_size": 128,
-            "n_shared_experts": 1,
-            "mlp_hidden_act": "relu2",
-            "layer_norm_epsilon": 1e-05,
-        },
-    ),
+    "NemotronHForCausalLM": Small("nemotron_h", NEMOTRON_H),
     "Gemma4ForCausalLM": Small("gemma4_text", GEMMA4),
     **MIXED,
     **WRAPPERS,
@@ -479,7 +463,7 @@ def config(architecture: str, common: dict[str, Any]) -> dict[str, Any]:
         return {**top, **text}
     towers = {"vision_config": dict(small.vision)} if small.vision else {}
     rest = {key: text[key] for key in ("dtype", "tie_word_embeddings")}
-    found = {"text_config": text, **towers, **rest}
+    found = {small.text: text, **towers, **rest}
     if small.inside:
         found = {small.inside: {**found, **small.beside[small.inside]}}
     return {**top, **small.beside, **found}

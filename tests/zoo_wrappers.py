@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from small import (
     COHERE,
     DEEPSEEK_MOE,
@@ -15,6 +17,7 @@ from small import (
     MOE,
     MROPE,
     MTP,
+    NEMOTRON_H,
     PIXTRAL,
     QWEN3_5,
     QWEN3_5_DRAFT,
@@ -25,6 +28,7 @@ from small import (
     QWEN_VISION,
     ROPE,
     SLIDING,
+    Shape,
     Small,
     stacks,
 )
@@ -72,11 +76,134 @@ WHISPER = {
     "max_source_positions": 16,
 }
 
+GRANITE_ENCODER = {
+    "num_layers": 1,
+    "hidden_dim": 128,
+    "num_heads": 2,
+    "dim_head": 64,
+    "output_dim": 8,
+    "input_dim": 32,
+}
+GRANITE_SPEECH = {
+    "audio_token_index": 7,
+    "has_lora_adapter": False,
+    "projector_config": {
+        "model_type": "blip_2_qformer",
+        "hidden_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 256,
+        "encoder_hidden_size": 128,
+    },
+}
+
 LANGUAGE_LAYERS = {"language_model.model.encoder.": "language_model.model."}
 TALKER = {"talker.model.layers.0.self_attn.q_proj.weight": (128, 128)}
 # transformers 5 leaves vision_model out as it saves.
 VISION_MODEL = {"vision_tower.": "vision_tower.vision_model."}
 MODEL_VISION_MODEL = {"model.vision_tower.": "model.vision_tower.vision_model."}
+
+
+def linear(name: str, rows: int, columns: int) -> dict[str, Shape]:
+    """A layer with a bias."""
+    return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+
+
+def normed(name: str, size: int) -> dict[str, Shape]:
+    """A norm with a bias."""
+    return {f"{name}.weight": (size,), f"{name}.bias": (size,)}
+
+
+def sense_voice(layer: str, inputs: int) -> dict[str, Shape]:
+    """A layer of SenseVoice's encoder."""
+    return {
+        **linear(f"{layer}.self_attn.linear_q_k_v", 1536, inputs),
+        **linear(f"{layer}.self_attn.linear_out", 512, 512),
+        f"{layer}.self_attn.fsmn_block.weight": (512, 1, 11),
+        **linear(f"{layer}.feed_forward.w_1", 256, 512),
+        **linear(f"{layer}.feed_forward.w_2", 512, 256),
+        **normed(f"{layer}.norm1", inputs),
+        **normed(f"{layer}.norm2", 512),
+    }
+
+
+def adaptor(layer: str) -> dict[str, Shape]:
+    """A layer of what is between SenseVoice and the language model."""
+    return {
+        **{
+            name: shape
+            for part in ("q", "k", "v", "out")
+            for name, shape in linear(f"{layer}.self_attn.linear_{part}", 1024, 1024).items()
+        },
+        **linear(f"{layer}.feed_forward.w_1", 256, 1024),
+        **linear(f"{layer}.feed_forward.w_2", 1024, 256),
+        **normed(f"{layer}.norm1", 1024),
+        **normed(f"{layer}.norm2", 1024),
+    }
+
+
+# Of sizes that vLLM 0.32.0 takes for granted (models/funasr.py:637).
+SENSE_VOICE = {
+    **sense_voice("audio_encoder.encoders0.0", 560),
+    **sense_voice("audio_encoder.encoders.0", 512),
+    **sense_voice("audio_encoder.tp_encoders.0", 512),
+    **normed("audio_encoder.after_norm", 512),
+    **normed("audio_encoder.tp_norm", 512),
+    **linear("audio_adaptor.linear1", 2048, 512),
+    **linear("audio_adaptor.linear2", 1024, 2048),
+    **adaptor("audio_adaptor.blocks.0"),
+    **adaptor("audio_adaptor.blocks.1"),
+}
+QWEN2_5_OMNI = Small(
+    "qwen2_5_omni",
+    {"model_type": "qwen2_5_omni_text", **MROPE},
+    vision={**QWEN_VISION, "model_type": "qwen2_5_omni_vision_encoder"},
+    beside={
+        "enable_audio_output": False,
+        "thinker_config": {
+            "model_type": "qwen2_5_omni_thinker",
+            "audio_config": {
+                **WHISPER,
+                "model_type": "qwen2_5_omni_audio_encoder",
+                "output_dim": 256,
+                "n_window": 8,
+            },
+        },
+    },
+    inside="thinker_config",
+    extra=TALKER,
+    streamed=False,
+)
+
+NEMOTRON_OMNI = Small(
+    "nemotron_h_omni",
+    {**NEMOTRON_H, "model_type": "nemotron_h"},
+    vision={
+        "model_type": "radio",
+        "hidden_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_img_size": 64,
+        "video_temporal_patch_size": 2,
+    },
+    beside={
+        "vision_hidden_size": 128,
+        "projector_hidden_size": 256,
+        "audio_config": {
+            "model_type": "parakeet_encoder",
+            "hidden_size": 128,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 256,
+            "num_mel_bins": 16,
+            "subsampling_conv_channels": 32,
+            "projection_hidden_size": 256,
+            "projection_bias": False,
+        },
+    },
+    text="llm_config",
+    newer=True,
+)
 
 WRAPPERS = {
     "Gemma4ForConditionalGeneration": Small(
@@ -84,6 +211,20 @@ WRAPPERS = {
     ),
     "Mistral3ForConditionalGeneration": Small(
         "mistral3", {"model_type": "mistral", "sliding_window": None}, vision=PIXTRAL
+    ),
+    "LightOnOCRForConditionalGeneration": Small(
+        "lighton_ocr",
+        {"model_type": "qwen3", "tie_word_embeddings": True},
+        vision=PIXTRAL,
+        beside={
+            "image_token_id": 7,
+            "image_token_index": 7,
+            "multimodal_projector_bias": False,
+            "projector_hidden_act": "gelu",
+            "vision_feature_layer": -1,
+            "spatial_merge_size": 2,
+        },
+        made_as=("LightOnOcrForConditionalGeneration", "lighton_ocr"),
     ),
     "Qwen2VLForConditionalGeneration": Small(
         "qwen2_vl",
@@ -314,28 +455,38 @@ WRAPPERS = {
     "GraniteSpeechForConditionalGeneration": Small(
         "granite_speech",
         {"model_type": "granite"},
-        beside={
-            "audio_token_index": 7,
-            "has_lora_adapter": False,
-            "encoder_config": {
-                "model_type": "granite_speech_encoder",
-                "num_layers": 1,
-                "hidden_dim": 128,
-                "num_heads": 2,
-                "dim_head": 64,
-                "output_dim": 8,
-                "input_dim": 32,
-            },
-            "projector_config": {
-                "model_type": "blip_2_qformer",
-                "hidden_size": 128,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "intermediate_size": 256,
-                "encoder_hidden_size": 128,
+        beside={**GRANITE_SPEECH, "encoder_config": {**GRANITE_ENCODER, "model_type": "granite_speech_encoder"}},
+    ),
+    "GraniteSpeechPlusForConditionalGeneration": Small(
+        "granite_speech_plus",
+        {"model_type": "granite"},
+        beside={**GRANITE_SPEECH, "encoder_config": {**GRANITE_ENCODER, "model_type": "granite_speech_plus_encoder"}},
+    ),
+    "FunASRForConditionalGeneration": Small(
+        "qwen3",
+        {
+            "audio_encoder_conf": {
+                "output_size": 512,
+                "attention_heads": 4,
+                "linear_units": 256,
+                "num_blocks": 2,
+                "tp_blocks": 1,
+                "kernel_size": 11,
+                "sanm_shift": 0,
             },
         },
+        made_as=("Qwen3ForCausalLM", "qwen3"),
+        renames={"model.": "llm.model.", "lm_head.": "llm.lm_head."},
+        extra=SENSE_VOICE,
+        streamed=False,
     ),
+    "NemotronH_Omni_Reasoning_V3": NEMOTRON_OMNI,
+    **{
+        f"NemotronH_{name}": replace(
+            NEMOTRON_OMNI, made_as=("NemotronH_Omni_Reasoning_V3", "nemotron_h_omni"), streamed=False
+        )
+        for name in ("Nano_VL_V2", "Nano_Omni_Reasoning_V3", "Super_Omni_Reasoning_V3")
+    },
     "PaddleOCRVLForConditionalGeneration": Small(
         "paddleocr_vl",
         {"model_type": "paddleocr_vl_text", **MROPE, "use_bias": False},
@@ -423,26 +574,8 @@ WRAPPERS = {
         renames=LANGUAGE_LAYERS,
         streamed=False,
     ),
-    "Qwen2_5OmniForConditionalGeneration": Small(
-        "qwen2_5_omni",
-        {"model_type": "qwen2_5_omni_text", **MROPE},
-        vision={**QWEN_VISION, "model_type": "qwen2_5_omni_vision_encoder"},
-        beside={
-            "enable_audio_output": False,
-            "thinker_config": {
-                "model_type": "qwen2_5_omni_thinker",
-                "audio_config": {
-                    **WHISPER,
-                    "model_type": "qwen2_5_omni_audio_encoder",
-                    "output_dim": 256,
-                    "n_window": 8,
-                },
-            },
-        },
-        inside="thinker_config",
-        extra=TALKER,
-        streamed=False,
-    ),
+    "Qwen2_5OmniForConditionalGeneration": QWEN2_5_OMNI,
+    "Qwen2_5OmniModel": replace(QWEN2_5_OMNI, made_as=("Qwen2_5OmniForConditionalGeneration", "qwen2_5_omni")),
     "Qwen3OmniMoeForConditionalGeneration": Small(
         "qwen3_omni_moe",
         {**MOE, "model_type": "qwen3_omni_moe_text", "decoder_sparse_step": 1, "mlp_only_layers": [], **MROPE},

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .dense import GEMMA4, GLM4, LLAMA, OPT, WINDOWS
-from .entry import ROUTER, Experts, Joined, Keep, Refusal, SGLang, Stacked
+from .entry import DRAFT, EMBEDDING, ROUTER, Experts, Joined, Keep, Refusal, SGLang, Stacked
 from .experts import ERNIE_MOE, GLM4_MOE, LLAMA4, MTP, NAMELESS_HEAD, QWEN3_MOE
-from .hybrid import EITHER, GLM5_NEXT, LFM2, QWEN3_5, QWEN3_5_MOE, QWEN4_EXP
+from .hybrid import EITHER, GLM5_NEXT, LFM2, NEMOTRON_H, QWEN3_5, QWEN3_5_MOE, QWEN4_EXP
 from .parts import IF_ASKED, NO_CACHE, NO_GROUPS, RENAMED, wrapped
 
 # vLLM 0.32.0 builds such a tower with quant_config as vision_tower.vision_model.encoder (models/siglip.py, clip.py);
@@ -37,6 +37,15 @@ MISTRAL3_WRAPPED = wrapped(
             "use --scheme tensor or channel, or --format compressed-tensors",
         ),
     ),
+)
+# As Mistral 3, by names of its own (vLLM 0.32.0 models/lightonocr.py:115).
+LIGHTON_OCR = wrapped(
+    LLAMA,
+    "LightOnOCRForConditionalGeneration",
+    "vision_encoder",
+    "vision_projection",
+    # SGLang 0.5.23 as if nothing were around it.
+    spellings=(("model.language_model.layers.", "model.layers."),),
 )
 # Files say model. and visual., newer ones model.language_model. and model.visual.; vLLM's mapper takes both.
 QWEN_VISION = "visual"
@@ -140,6 +149,17 @@ GLM4V = wrapped(
 AUDIO = ("audio_tower", "multi_modal_projector")
 
 QWEN2_AUDIO = wrapped(LLAMA, "Qwen2AudioForConditionalGeneration", *AUDIO, spellings=(LANGUAGE_MODEL,))
+# vLLM 0.32.0 builds the tower without a quantization (models/funasr.py), and has no packed_modules_mapping.
+FUN_ASR = wrapped(
+    replace(LLAMA, joined=tuple(replace(joined, listed_as=joined.sglang) for joined in LLAMA.joined)),
+    "FunASRForConditionalGeneration",
+    "audio_encoder",
+    "audio_adaptor",
+    layers="llm.model.layers.*",
+    text_config=None,
+    # transformers 5.23 has the class by other names (fun_asr_nano).
+    transformers_reads_blocks=False,
+)
 PADDLE_OCR = wrapped(
     replace(
         LLAMA,
@@ -207,6 +227,23 @@ ERNIE_VL = wrapped(
     ),
 )
 
+# vLLM 0.32.0 builds all around the language model without a quantization (models/nano_nemotron_vl.py:992-1034).
+NEMOTRON_OMNI = wrapped(
+    replace(
+        NEMOTRON_H,
+        keep=(
+            *(keep for keep in NEMOTRON_H.keep if not keep.pattern.startswith("backbone.")),
+            Keep("language_model.backbone.embeddings", EMBEDDING.why, divided=True),
+            Keep("language_model.mtp.**", DRAFT),
+        ),
+    ),
+    "NemotronH_Omni_Reasoning_V3",
+    *("vision_model", "vision_projector", "mlp1", "sound_encoder", "sound_projection"),
+    layers="language_model.backbone.layers.*",
+    text_config="llm_config",
+    spellings=(("language_model.backbone.", "language_model.model."),),
+)
+
 BLIP2_TEXT = "language_model.model.decoder"
 # vLLM 0.32.0 models/blip2.py:532 builds the tower without a name.
 BLIP2 = wrapped(
@@ -247,7 +284,10 @@ ENTRIES = (
     QWEN2_AUDIO,
     replace(QWEN2_AUDIO, name="GlmAsrForConditionalGeneration"),
     replace(QWEN2_AUDIO, name="AudioFlamingo3ForConditionalGeneration", sglang=NO_GROUPS),
-    wrapped(LLAMA, "GraniteSpeechForConditionalGeneration", "encoder", "projector", sglang=NO_GROUPS),
+    *(
+        wrapped(LLAMA, f"{name}ForConditionalGeneration", "encoder", "projector", sglang=NO_GROUPS)
+        for name in ("GraniteSpeech", "GraniteSpeechPlus")
+    ),
     wrapped(
         CLIP,
         "Granite4VisionForConditionalGeneration",
@@ -257,10 +297,18 @@ ENTRIES = (
         spellings=(LANGUAGE_MODEL, TOWER),
     ),
     *(wrapped(QWEN3_5, f"MiniCPMV4_{number}ForConditionalGeneration", "vision_tower", "merger") for number in (6, 7)),
+    FUN_ASR,
+    NEMOTRON_OMNI,
+    *(
+        replace(NEMOTRON_OMNI, name=f"NemotronH_{name}")
+        for name in ("Nano_VL_V2", "Nano_Omni_Reasoning_V3", "Super_Omni_Reasoning_V3")
+    ),
     PADDLE_OCR,
     QIANFAN,
     replace(QIANFAN, name="InternVLChatModel", text_config="llm_config"),
     QWEN2_5_OMNI,
+    # As it was first published.
+    replace(QWEN2_5_OMNI, name="Qwen2_5OmniModel"),
     QWEN3_OMNI,
     wrapped(
         replace(LLAMA, windows=WINDOWS["Cohere2"]), "CohereCompassForConditionalGeneration", "visual", sglang=NO_GROUPS
@@ -268,6 +316,7 @@ ENTRIES = (
     ERNIE_VL,
     GEMMA3_WRAPPED,
     MISTRAL3_WRAPPED,
+    LIGHTON_OCR,
     QWEN2_VL,
     replace(QWEN2_VL, name="Qwen2_5_VLForConditionalGeneration", sglang=RENAMED),
     QWEN3_VL,

@@ -20,6 +20,11 @@ UNBUILT = (
     "GlmMoeDsaForCausalLM",
     # Its moe_num_experts[0] is a number in transformers' configuration (models/ernie45_vl_moe.py:209).
     "Ernie4_5_VLMoeForConditionalGeneration",
+    # config.vit_hidden_size, which transformers' configuration class calls otherwise (models/nano_nemotron_vl.py:1005).
+    "NemotronH_Omni_Reasoning_V3",
+    "NemotronH_Nano_VL_V2",
+    "NemotronH_Nano_Omni_Reasoning_V3",
+    "NemotronH_Super_Omni_Reasoning_V3",
     # "You cannot pass text prompts when `skip_tokenizer_init=True`"; it is what Qianfan-OCR derives from, which is served.
     "InternVLChatModel",
     # Its attention asks for a chunk_lookback, which the CPU build's does not take (models/rnj1.py).
@@ -41,7 +46,9 @@ Layers = Mapping[str, "dict[str, Any] | EngineError"]
 def usual(module: str) -> str:
     """A name without what tells the engine's from the checkpoint's."""
     module = re.sub(
-        r"^(thinker(\.model)?|model\.language_model|language_model(\.model)?|model|backbone|gpt_neox)\.", "", module
+        r"^(thinker(\.model)?|model\.language_model|language_model(\.model)?|llm(\.model)?|model\.decoder|model|backbone|gpt_neox)\.",
+        "",
+        module,
     )
     module = module.replace(".short_conv.", ".conv.").replace(".mamba.mamba.", ".mamba.")
     return module.replace(".moe.share_expert.", ".share_expert.").replace(

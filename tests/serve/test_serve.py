@@ -59,6 +59,10 @@ NOT_RUN = {
     "KimiLinearForCausalLM": "not built",
     "LagunaForCausalLM": "a router with sigmoids",
     "MiniMaxM2ForCausalLM": "a router with sigmoids",
+    **{
+        f"NemotronH_{name}": "not built"
+        for name in ("Nano_VL_V2", *(f"{size}Omni_Reasoning_V3" for size in ("", "Nano_", "Super_")))
+    },
     "Qwen4ExpForCausalLM": "not built",
     "Qwen4ExpForConditionalGeneration": "not built",
     "Rnj1ForCausalLM": "CPUAttentionBackendImpl.__init__() got an unexpected keyword argument 'chunk_lookback'",
@@ -134,6 +138,7 @@ FURTHER = {
     "GraniteForCausalLM": 0.03,
     "GraniteMoeForCausalLM": 0.05,
     "GraniteSpeechForConditionalGeneration": 0.03,
+    "GraniteSpeechPlusForConditionalGeneration": 0.03,
     "GraniteMoeSharedForCausalLM": 0.05,
     "GraniteMoeSWAForCausalLM": 0.05,
     # Of rows, 0.026 and 0.025 to the source; its dequantized weights are half as far.
