@@ -29,6 +29,8 @@ CHUNK = 1 << 20
 RESAMPLES = 2000
 # The source's largest probability, in five bins.
 CONFIDENCE = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+# Where log-probabilities differ by more, exp of the difference is beyond float32, or the smaller probability is.
+FAR = 40
 # A position of more nats than this is told apart by eye.
 LARGE = 0.1
 # Edges of the histogram, four to a decade; what lies beyond counts for the outermost.
@@ -119,10 +121,13 @@ def _log_probabilities(logits: Tensor, low: int, name: str, model: str) -> Tenso
 
 def _figures(p: Tensor, q: Tensor, following: Tensor) -> tuple[Tensor, ...]:
     """The columns of a record, of log-probabilities [n, vocabulary] and the tokens that follow [n]."""
-    source, output = p.exp(), q.exp()
-    # The last two terms sum to nothing: both are probabilities. With them no term is negative, and what rounding did to
-    # the sum of all probabilities cancels, which near the floor is as large as the KL.
-    kl = (source * (p - q) - source + output).sum(-1, dtype=torch.float64)
+    source, gap = p.exp(), p - q
+    # Each term is source * gap, less source and plus output: these sum to nothing over all tokens, and make each term
+    # source * (gap + expm1(-gap)), of which none is negative and none lost to what float32 rounds off a probability.
+    kl = (source * (gap + torch.expm1(-gap))).sum(-1, dtype=torch.float64)
+    far = gap.amin(-1) < -FAR
+    if far.any():
+        kl[far] = (source * gap - source + q.exp())[far].sum(-1, dtype=torch.float64)
     top = p.argmax(-1, keepdim=True)
     above = (q > q.gather(-1, top)).sum(-1)
     token = following[:, None]

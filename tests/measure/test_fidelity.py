@@ -89,8 +89,20 @@ def test_a_small_kl_is_not_lost_in_float32() -> None:
     exact = (p.exp() * (p - q)).sum(-1).numpy()
     found = compare(source, output, torch.zeros(65, dtype=torch.int64), "", "", MODELS)
     assert exact.mean() < 6e-8
-    assert found.kl.mean() == pytest.approx(exact.mean(), rel=0.02)
+    assert found.kl.mean() == pytest.approx(exact.mean(), rel=1e-4)
     assert compare(source, source, torch.zeros(65, dtype=torch.int64), "", "", MODELS).kl.max() == 0
+
+
+def test_tokens_that_only_one_of_two_models_holds_possible() -> None:
+    # Up to where a probability, or the ratio of two, is no float32.
+    chance = torch.Generator().manual_seed(5)
+    source, output = torch.randn(9, 50, generator=chance), torch.randn(9, 50, generator=chance)
+    height = torch.tensor([30, 39, 41, 60, 87, 90, 110, 500])
+    source[:-1, 3] += height
+    output[:-1, 7] += height
+    p, q = source[:-1].double().log_softmax(-1), output[:-1].double().log_softmax(-1)
+    found = compare(source, output, torch.zeros(9, dtype=torch.int64), "", "", MODELS)
+    assert found.kl == pytest.approx((p.exp() * (p - q)).sum(-1).numpy(), rel=1e-5)
 
 
 def test_the_interval_is_that_of_documents_not_of_positions() -> None:
