@@ -39,6 +39,7 @@ GENERIC = model(
     replace(routed(f".{_EXPERTS}"), keep=()),
     replace(routed(f".{_EXPERTS}", "w1", "w3", "w2"), keep=(), experts=()),
     layers=f"{{{','.join(_MODELS)}}}.{{layers,h,blocks}}.*",
+    text_config="text_config",
     draft_layers="num_hidden_layers",
     rest="not known to be a projection of attention or MLP",
     decided="decided from names and shapes alone: look at the plan, and at what the engine makes of it",

@@ -99,6 +99,9 @@ def test_generic_quantizes_nothing_that_an_entry_keeps(name: str) -> None:
         chosen = set()
     # These have names of their own, or none, for what their layers are in.
     assert bool(chosen) == (not name.startswith(("NemotronH", "BloomForCausalLM", "FunASR")))
+    if name.startswith("Glm5Next"):
+        # vLLM builds its attention without a quantization, which neither names nor shapes tell.
+        chosen = {module for module in chosen if ".self_attn." not in module}
     assert chosen <= quantized(make_plan(checkpoint, TENSOR))
 
 
