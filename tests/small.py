@@ -28,8 +28,8 @@ class Small:
         extra: other tensors.
         zero_norms: norms add one to their weight.
         streamed: whether transformers computes with it under its own name.
-        newer: whether the oldest transformers that models are run with has it not.
-        indices: ends of names of tensors that hold whole numbers, and the number that all are below.
+        newer: whether the oldest transformers that models are run with has it not, or does not compute it.
+        indices: ends of names of tensors whose rows hold different whole numbers, and the number that all are below.
     """
 
     model_type: str
@@ -233,7 +233,8 @@ NEMOTRON_H = {
     "mamba_num_heads": 8,
     "mamba_head_dim": 64,
     "ssm_state_size": 64,
-    "n_groups": 1,
+    # As published: SGLang 0.5.23 takes that for any (configs/nemotron_h.py:277).
+    "n_groups": 8,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 128,

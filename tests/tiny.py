@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import zoo
 from openquant.architectures.entry import Refusal
-from openquant.formats.schemes import Scheme
+from openquant.formats.schemes import SCHEMES, Scheme
 from openquant.models import MODELS
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS, EXPERTS = 256, 4, 2, 64, 512, 2, 4
@@ -260,16 +260,15 @@ def tensors(architecture: str, seed: int = 0, dtype: str = "bfloat16", vocab: in
     indices = zoo.ZOO[architecture].indices if architecture in zoo.ZOO else {}
     found = {}
     for name, shape in shapes(architecture, vocab).items():
-        below = next((below for end, below in indices.items() if name.endswith(end)), None)
-        if below is not None:
-            found[name] = torch.randint(below, shape, generator=generator)
-            continue
         value = torch.randn(shape, generator=generator) * 0.05
         if "norm" in name and len(shape) == 1 and name.endswith("weight"):
             value += centre
         found[name] = value.to(getattr(torch, dtype))
     if architecture in zoo.ZOO:
         found |= zoo.constants(architecture, json.dumps(config(architecture, vocab)))
+    for name, below in ((name, below) for name in found for end, below in indices.items() if name.endswith(end)):
+        rows, chosen = found[name].shape
+        found[name] = torch.rand(rows, below, generator=generator).argsort(-1)[:, :chosen].contiguous()
     return found
 
 
@@ -348,6 +347,11 @@ def read_names(path: Path) -> set[str]:
 
     with safe_open(path, "pt") as file:
         return set(file.keys())
+
+
+def served_in(name: str, *schemes: str) -> Scheme:
+    """The first of these schemes that an architecture can be served in."""
+    return next(SCHEMES[scheme] for scheme in schemes if refused(name, SCHEMES[scheme]) is None)
 
 
 def refused(name: str, scheme: Scheme) -> Refusal | None:

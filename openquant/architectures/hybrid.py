@@ -100,6 +100,8 @@ QWEN4_EXP = model(
     ),
     # models/qwen4_exp/nvidia/model.py:751
     head_refused="vLLM 0.32.0 builds it without a quantization",
+    # models/qwen4_exp/nvidia/qsa.py:365, of a config with a kv_cache_scheme.
+    cache_refused="vLLM 0.32.0 refuses a config that says so",
     # SGLang 0.5.23 models/qwen4_exp.py:1826
     renames=((".self_attn.indexer.", ".indexer."),),
 )

@@ -93,6 +93,8 @@ DEEPSEEK_V4 = model(
     # nvidia/model.py:1862 builds it without a quantization.
     head_refused="vLLM 0.32.0 builds it without a quantization",
     transformers_reads_blocks=False,
+    # attention.py:93
+    cache_refused="vLLM 0.32.0 has scales of its own in its cache, which is in FP8 as it is",
     refused=(
         # nvidia/ops/o_proj.py:83 has codes multiplied with the scales of blocks; of others, the CPU's loader looks for
         # names that they do not have (cpu/model.py:810).

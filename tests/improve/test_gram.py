@@ -17,7 +17,6 @@ from converted import Shelf
 from openquant.files.checkpoint import Checkpoint, open_checkpoint
 from openquant.files.rounded import RoundedFolder
 from openquant.formats import kernels
-from openquant.formats.schemes import SCHEMES
 from openquant.forward.products import products_in_float32
 from openquant.forward.streamed import StreamedModel
 from openquant.forward.suspended import Pass, run
@@ -35,8 +34,7 @@ MOE = [name for name in tiny.STREAMED if MODELS[name].experts]
 
 
 def planned(root: Path, name: str) -> tuple[Checkpoint, Plan]:
-    schemes = (SCHEMES[each] for each in ("int8-weights", "channel", "tensor", "mxfp8"))
-    scheme = next(each for each in schemes if tiny.refused(name, each) is None)
+    scheme = tiny.served_in(name, "int8-weights", "channel", "tensor", "mxfp8", "block")
     checkpoint = open_checkpoint(root)
     return checkpoint, make_plan(checkpoint, scheme, Options(gptq=CORPUS.account))
 

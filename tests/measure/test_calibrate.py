@@ -20,7 +20,6 @@ import tiny
 from converted import Shelf
 from openquant.errors import OutputError, PlanError, SourceError
 from openquant.files.checkpoint import open_checkpoint
-from openquant.formats.schemes import CHANNEL
 from openquant.forward import kept as kept_module
 from openquant.forward import scratch as scratch_module
 from openquant.forward.kept import Kept
@@ -144,8 +143,8 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_layer_of_a_plan_is_seen(shelf: Shelf, tmp_path: Path, architecture: str) -> None:
     """However transformers computes it, experts and what it merges or splits among them; what was ended goes on, of
     whatever goes from layer to layer."""
-    root = shelf.source(architecture)
-    plan = make_plan(open_checkpoint(root), CHANNEL)
+    root, scheme = shelf.source(architecture), tiny.served_in(architecture, "channel", "block")
+    plan = make_plan(open_checkpoint(root), scheme)
     seen = found(root, IDS[:2])
     assert [layer.module for layer, _ in plan.fates.quantized if seen.of(layer.source.name) is None] == []
     ended_early(root, Kept(tmp_path / "x.part", dict))
@@ -154,7 +153,7 @@ def test_every_layer_of_a_plan_is_seen(shelf: Shelf, tmp_path: Path, architectur
     inputs, cached = calibrate(StreamedModel(open_checkpoint(root)), corpus(IDS[:2]), kept=kept)
     assert Calibration(inputs, "", {}, cached).to_bytes() == seen.to_bytes()
     try:
-        plan = make_plan(open_checkpoint(root), CHANNEL, Options(cached=True, calibration=replace(seen, model="this")))
+        plan = make_plan(open_checkpoint(root), scheme, Options(cached=True, calibration=replace(seen, model="this")))
     except PlanError as error:
         assert "(MLA)" in error.message or "no engine loads" in error.message
         assert seen.cached == {} or "(MLA)" not in error.message
