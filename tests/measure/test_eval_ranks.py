@@ -141,7 +141,7 @@ from openquant.measure.evaluate import evaluate
 from openquant.measure.subjects import Settings, Subject
 from openquant.texts.corpus import Corpus, Document
 
-ids = [tuple((7 * at * at + 31 * number) % 500 for at in range(32)) for number in range(2)]
+ids = [(3,) * 32, tuple(7 * at * at % 500 for at in range(32))]
 corpus = Corpus(tuple(Document(f"domain {at}", f"text {at}", each) for at, each in enumerate(ids)), "", {})
 source, output = (Subject(Path(path).name, open_checkpoint(Path(path))) for path in sys.argv[1:3])
 with Ranks.from_environment(os.environ) as ranks:
@@ -155,7 +155,7 @@ sys.exit()
 
 def test_more_ranks_than_texts_count_experts_and_what_is_clipped(job: Job, tmp_path: Path) -> None:
     weights = tiny.tensors("Qwen3MoeForCausalLM")
-    # Of the second layer's values many are beyond what FP8 holds, of the first text alone 0.17.
+    # Of the second layer's values many are beyond what FP8 holds, of the first text 0.23, of the other 0.17.
     weights["model.layers.1.self_attn.v_proj.weight"] = weights["model.layers.1.self_attn.v_proj.weight"] * 600
     source = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM", weights=weights)
     compress(source, tmp_path / "out", "channel")
@@ -164,7 +164,10 @@ def test_more_ranks_than_texts_count_experts_and_what_is_clipped(job: Job, tmp_p
     assert (alone.wait(0), trouble) == (0, "")
     found = json.loads(printed)[0]["outputs"][0]
     assert found["layers"][1]["routed_otherwise"] > 0
-    assert "model.layers.1: 0.18 of its activations lie beyond what their scale can hold" in found["reasons"]
+    (beyond,) = (each for each in found["reasons"] if "activations" in each)
+    said = beyond.split()
+    assert 0.18 < float(said.pop(1)) < 0.22
+    assert " ".join(said) == "model.layers.1: of its activations lie beyond what their scale can hold"
     begun = [job.start(rank, source, tmp_path / "out", size=3, first=WITHIN) for rank in range(3)]
     # All of them know what was found.
     assert [rank.communicate(120) for rank in begun] == [(printed, "")] * 3
