@@ -173,6 +173,12 @@ MORE: dict[str, tuple[int | tuple[int, ...], list[int]]] = {
     "MellumForCausalLM": (28 * (4 + 64 * 3), [1]),
     "FalconForCausalLM": ((320, 240), [1, 2, 4]),
     "BloomForCausalLM": ((210, 280, 280), [1, 2, 4, 8, 16]),
+    "LongcatFlashForCausalLM": ((28 * (8 + 6 + 512 * 3), 28 * (4 + 6 + 512 * 3)), [1, 2, 4, 8, 16]),
+    "Dots3NoteForCausalLM": ((46 * 4 + 3 + 45 * 257 * 3, 46 * 2 + 3 + 45 * 257 * 3), [1, 2, 4]),
+    "Gemma3nForCausalLM": (30 * 7, [1, 2, 4, 8]),
+    "HrmTextForCausalLM": (2 * 16 * 4, [1, 2, 4]),
+    "MuseGlimmerForCausalLM": (52 * 8, [1, 2, 4]),
+    "MuseGlimmerForConditionalGeneration": (52 * 8, [1, 2, 4]),
     "GPTNeoXForCausalLM": (128, [1, 2, 4, 8, 16]),
 }
 

@@ -27,7 +27,7 @@ ARCHITECTURES = [
     name for name in tiny.ARCHITECTURES if MODELS[name].transformers_reads_blocks and tiny.refused(name, BLOCK) is None
 ]
 # It leaves draft layers out: those of a model of two layers.
-DRAFT = ("model.layers.2.", "model.mtp_layers.")
+DRAFT = ("model.layers.2.", "model.language_model.layers.2.", "model.mtp_layers.")
 
 
 def dequantized(output: Path, target: Path, scheme: Scheme | None) -> Path:

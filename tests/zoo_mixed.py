@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from small import DEEPSEEK_MOE, DRAFT, INDEXER, MLA, Small
+from small import DEEPSEEK_MOE, DRAFT, GEMMA4, INDEXER, MLA, Small
 
 _KINDS = ("sliding_attention", "full_attention")
 _M3 = {
@@ -67,7 +67,153 @@ MIMO_V2_FLASH = Small(
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in _KINDS},
     },
 )
+MUSE_GLIMMER = {
+    "model_type": "muse_glimmer_text",
+    "hidden_activation": "silu",
+    "layer_types": list(_KINDS),
+    "layer_rope_theta": [10000.0, 0],
+    "sliding_window": 512,
+    "output_multiplier": 0.19611613513818404,
+    "qk_scale_factor": 3.87,
+    "final_logit_softcapping": 20.0,
+}
+MUSE_GLIMMER_VISION = {
+    "model_type": "muse_glimmer_vision",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "patch_size": 14,
+    # What SGLang reads.
+    "rope_parameters": {"rope_theta": 10000.0},
+    "layer_types": ["full_attention"],
+    # What vLLM reads of the sizes beside it.
+    "output_dim": 512,
+    "adapter_dim": 256,
+}
+MUSE_GLIMMER_BESIDE = {"out_hidden_size": 512, "projector_hidden_size": 256, "image_token_id": 7, "video_token_id": 8}
 MIXED = {
+    # As released: sizes of all kinds at the top.
+    "Dots3NoteForCausalLM": Small(
+        "dots3_note",
+        {
+            **MLA,
+            **{
+                f"swa_{key}": MLA[key]
+                for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
+            },
+            **INDEXER,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 4,
+            "swa_v_head_dim": 64,
+            "swa_head_dim": 128,
+            "mlp_layer_types": ["dense", "sparse"],
+            "layer_types": ["indexed_attention", "sliding_attention"],
+            "sliding_window": 512,
+            "shared_experts_intermediate_size": 128,
+            "vision_config": {
+                "hidden_size": 128,
+                "intermediate_size": 256,
+                "moe_intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "patch_size": 14,
+                "num_local_experts": 2,
+                "num_experts_per_tok": 1,
+                "mlp_layer_types": ["dense", "sparse"],
+                "adapter_in_dim": 128,
+                "adapter_out_dim": 256,
+            },
+            "audio_config": {
+                "hidden_size": 128,
+                "intermediate_size": 256,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "downsample_hidden_size": 16,
+                "adapter_input_size": 128,
+                "adapter_out_dim": 256,
+            },
+        },
+        made_as=("Dots3NoteForConditionalGeneration", "dots3_note"),
+        **DRAFT,
+        streamed=False,
+    ),
+    "HrmTextForCausalLM": Small(
+        "hrm_text",
+        {"H_cycles": 2, "L_cycles": 2, "num_layers_per_stack": 2, "num_hidden_layers": 12},
+        without=("num_key_value_heads",),
+        # streamed.py wants each layer asked for once; it goes through them several times.
+        streamed=False,
+    ),
+    # The last two layers read keys and values of the first two.
+    "Gemma3nForCausalLM": Small(
+        "gemma3n_text",
+        {
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": [*_KINDS, *_KINDS],
+            "intermediate_size": [512] * 4,
+            "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size_per_layer_input": 64,
+            "vocab_size_per_layer_input": 512,
+            "laurel_rank": 64,
+            "sliding_window": 512,
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": True,
+            "rope_parameters": GEMMA4["rope_parameters"],
+        },
+    ),
+    # transformers has the wrapper alone.
+    "MuseGlimmerForCausalLM": Small(
+        "muse_glimmer_text",
+        MUSE_GLIMMER,
+        made_as=("MuseGlimmerTextModel", "muse_glimmer_text"),
+        renames={"": "model."},
+        copies={"model.embed_tokens.": "lm_head."},
+        streamed=False,
+    ),
+    "MuseGlimmerForConditionalGeneration": Small(
+        "muse_glimmer", MUSE_GLIMMER, vision=MUSE_GLIMMER_VISION, beside=MUSE_GLIMMER_BESIDE
+    ),
+    "LongcatFlashForCausalLM": Small(
+        "longcat_flash",
+        {
+            "num_layers": 2,
+            "num_key_value_heads": 4,
+            "ffn_hidden_size": 512,
+            "expert_ffn_hidden_size": 128,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "zero_expert_type": "identity",
+            "moe_topk": 2,
+            "q_lora_rank": 128,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 64,
+            "mla_scale_q_lora": True,
+            "mla_scale_kv_lora": True,
+            "routed_scaling_factor": 1.0,
+        },
+        without=("num_hidden_layers", "intermediate_size"),
+        # transformers has rows of gate and up for experts that do nothing, which files do not hold.
+        drop=r".*\.experts\.[45]\..*",
+        copies={
+            "model.embed_tokens.": "model.mtp.embed_tokens.",
+            "model.layers.1.self_attn.1.": "model.mtp.layers.0.self_attn.",
+            "model.layers.1.mlps.1.": "model.mtp.layers.0.transformer_layer.mlp.",
+        },
+        extra={
+            "model.mtp.layers.0.eh_proj.weight": (256, 512),
+            "model.mtp.norm.weight": (256,),
+            **{
+                f"model.mtp.layers.0.{name}.weight": (256,)
+                for name in ("enorm.m", "hnorm.m", "input_layernorm", "post_attention_layernorm")
+            },
+        },
+        streamed=False,
+    ),
     "HYV4ForCausalLM": Small(
         "hy_v4",
         {

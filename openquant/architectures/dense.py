@@ -21,6 +21,7 @@ from .parts import (
     PATTERN,
     PLAIN_ATTENTION,
     SCALES_LOST,
+    STREAMS,
     Part,
     attention,
     gated,
@@ -114,6 +115,27 @@ GEMMA4 = model(
     windows=Windows(6),
 )
 
+# Several streams of hidden states, and a second input as Gemma 4 has; the last layers read keys and values of earlier
+# ones, so that vLLM 0.32.0 (models/gemma3n.py:294, 813) builds q_proj there alone and drops theirs.
+_GEMMA3N = "{model,model.language_model}"
+GEMMA3N = model(
+    "Gemma3nForCausalLM",
+    ATTENTION,
+    MLP,
+    keep=(
+        *GEMMA4.keep[2:],
+        # Four or sixteen rows, or columns.
+        Keep(".altup.{correction_coefs,prediction_coefs,modality_router}", STREAMS),
+        Keep(f"{_GEMMA3N}.{{altup_projections,altup_unembed_projections}}.*", STREAMS),
+        Keep(".laurel.{linear_left,linear_right}", "of a low rank"),
+    ),
+    # models/gemma3n.py:577, which has these in a module of their own.
+    spellings=tuple(
+        (f"model.{name}", f"model.self_decoder.{name}") for name in ("per_layer_model_projection", "altup_projections.")
+    ),
+    windows=Windows(5),
+)
+
 # SGLang has no class of these.
 SGLANG_HAS_NONE = ("LLaMA", "TeleChat3", "PanguEmbedded", "Rnj1")
 # By what SGLang does not load of them.
@@ -144,6 +166,39 @@ OPT = model(
     head_refused="vLLM 0.32.0 builds it without a quantization",
 )
 
+# Two stacks, each of which a token goes through several times (vLLM 0.32.0 models/hrm_text.py:160-187); a gate,
+# queries, keys and values in one tensor.
+HRM_STACKS = (("H", ("H_cycles",)), ("L", ("H_cycles", "L_cycles")))
+HRM_TEXT = model(
+    "HrmTextForCausalLM",
+    Part(
+        (".attn.{gqkv_proj,o_proj}",),
+        splits=(Split(".attn.gqkv_proj", "out", HEADS, parts=(None,) * 4), Split(".attn.o_proj", "in", HEADS)),
+        cached=tuple(
+            Cached(f"model.{stack}_module.layers.*.attn.gqkv_proj", HEADS, times=times) for stack, times in HRM_STACKS
+        ),
+    ),
+    GATE_UP_TENSOR,
+    layers="model.{H,L}_module.layers.*",
+    # models/hrm_text.py:516
+    renames=((".attn.", ".self_attn."),),
+    # transformers 5.23 cuts both joined tensors apart, which it refuses where anything is quantized.
+    transformers_reads_blocks=False,
+)
+
+# A gate for each head's output, which vLLM 0.32.0 models/muse_glimmer.py:1429 calls otherwise. Windows in three of four
+# layers; the last has none.
+MUSE_GLIMMER = model(
+    "MuseGlimmerForCausalLM",
+    ATTENTION,
+    Part((".self_attn.gate_proj",), splits=(Split(".self_attn.gate_proj", "out", HEADS),)),
+    MLP,
+    renames=((".self_attn.gate_proj", ".self_attn.output_gate_proj"),),
+    windows=Windows(4),
+    # transformers 5.23 has the wrapper alone.
+    transformers_reads_blocks=False,
+)
+
 ENTRIES = (
     *(
         replace(DENSE, name=f"{name}ForCausalLM", sglang=sglang, windows=WINDOWS.get(name, Windows()))
@@ -164,9 +219,12 @@ ENTRIES = (
         plain(".mlp", "fc1", "fc2"),
         sglang=SGLang(head=HEAD_IN_BFLOAT16, alike=FORMATS),
     ),
+    HRM_TEXT,
+    MUSE_GLIMMER,
     OPT,
     STABLELM,
     # models/orion.py has no packed_modules_mapping either; transformers 5.23 has no such class.
     replace(STABLELM, name="OrionForCausalLM", sglang=NO_SCALES, transformers_reads_blocks=False),
     GEMMA4,
+    GEMMA3N,
 )

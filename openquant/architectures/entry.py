@@ -144,6 +144,7 @@ class Cached:
         full_heads: config key that counts the heads of layers that attend to everything, where that is another.
         keys_as_values: config key that says that layers without a projection of values make them of their keys.
         two_of: how many parts of equal size such a projection has, two of which are kept, where Split does not say.
+        times: config keys whose product is how often a token goes through the layer; all of it is kept.
     """
 
     pattern: str
@@ -153,6 +154,7 @@ class Cached:
     full_heads: str | None = None
     keys_as_values: str | None = None
     two_of: int = 0
+    times: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,24 @@ from .entry import DRAFT, EMBEDDING, HEAD, ROUTER, Cached, Experts, Joined, Keep
 from .experts import DRAFTED_MLPS, ROUTED, STACKED_EXPERTS
 from .parts import HEADS, STREAMS, Part, gated, model, routed
 
+
 # Latent attention. vLLM 0.32.0 multiplies kv_b_proj out as it loads (layers/quantization/utils/quant_utils.py:511):
 # in FP8 it would cost accuracy and save nothing.
-LATENT = Part(
-    (".self_attn.{q_proj,q_a_proj,q_b_proj,kv_a_proj_with_mqa,o_proj}",),
-    # models/deepseek_v2.py:1051; SGLang 0.5.23 models/deepseek_v2.py
-    joined=(
-        Joined(".self_attn.{q_a_proj,kv_a_proj_with_mqa}", "fused_qkv_a_proj", sglang="fused_qkv_a_proj_with_mqa"),
-    ),
-    splits=(Split(".self_attn.{q_proj,q_b_proj}", "out", HEADS), Split(".self_attn.o_proj", "in", HEADS)),
-    keep=(Keep(".self_attn.kv_b_proj", "engines decode it when they load it", divided=True),),
-    cached=(Cached(".self_attn.kv_a_proj_with_mqa", None),),
-)
+def latent(path: str) -> Part:
+    """The projections below `path`."""
+    return Part(
+        (f"{path}.{{q_proj,q_a_proj,q_b_proj,kv_a_proj_with_mqa,o_proj}}",),
+        # models/deepseek_v2.py:1051; SGLang 0.5.23 models/deepseek_v2.py
+        joined=(
+            Joined(f"{path}.{{q_a_proj,kv_a_proj_with_mqa}}", "fused_qkv_a_proj", sglang="fused_qkv_a_proj_with_mqa"),
+        ),
+        splits=(Split(f"{path}.{{q_proj,q_b_proj}}", "out", HEADS), Split(f"{path}.o_proj", "in", HEADS)),
+        keep=(Keep(f"{path}.kv_b_proj", "engines decode it when they load it", divided=True),),
+        cached=(Cached(f"{path}.kv_a_proj_with_mqa", None),),
+    )
+
+
+LATENT = latent(".self_attn")
 # SGLang puts one of these behind the other whatever it is: shapes and global scales too.
 LATENT_UNPACKED = (".self_attn.q_a_proj",)
 DEEPSEEK_V3 = model(
@@ -138,7 +144,34 @@ HY_V4 = model(
     transformers_reads_blocks=False,
 )
 
+# Two attentions and two MLPs in a layer, under numbers, and experts that do nothing, which have no weights.
+LONGCAT_DRAFT = "model.mtp.layers.0."
+LONGCAT = model(
+    "LongcatFlashForCausalLM",
+    latent(".self_attn.*"),
+    gated(".mlps.*"),
+    replace(ROUTED, keep=(Keep(".mlp.router.classifier", ROUTER),)),
+    # vLLM 0.32.0 models/longcat_flash_mtp.py, which has no packed_modules_mapping.
+    Part(
+        (),
+        joined=(
+            Joined(f"{LONGCAT_DRAFT}self_attn.{{q_a_proj,kv_a_proj_with_mqa}}", "fused_qkv_a_proj"),
+            Joined(f"{LONGCAT_DRAFT}transformer_layer.mlp.{{gate,up}}_proj", "gate_up_proj"),
+        ),
+        keep=(Keep("model.mtp.**", DRAFT),),
+    ),
+    # :87 counts attentions on, not layers; all that is published has 28, two in each. :41 has no prefix.
+    renames=(
+        (f"{LONGCAT_DRAFT}transformer_layer.", "model.layers.56."),
+        (LONGCAT_DRAFT, "model.layers.56."),
+        (f"{LONGCAT_DRAFT}eh_proj", "eh_proj"),
+    ),
+    # transformers 5.23 modeling_longcat_flash.py:170 wants rows of gate and up for those that do nothing.
+    transformers_reads_blocks=False,
+)
+
 ENTRIES = (
+    LONGCAT,
     replace(DEEPSEEK_V3, name="DeepseekV2ForCausalLM"),
     DEEPSEEK_V3,
     replace(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .dense import GEMMA4, GLM4, LLAMA, OPT, WINDOWS
+from .dense import GEMMA4, GLM4, LLAMA, MUSE_GLIMMER, OPT, WINDOWS
 from .entry import DRAFT, EMBEDDING, ROUTER, Experts, Joined, Keep, Refusal, SGLang, Stacked
 from .experts import ERNIE_MOE, GLM4_MOE, LLAMA4, MTP, NAMELESS_HEAD, QWEN3_MOE
 from .hybrid import EITHER, GLM5_NEXT, LFM2, NEMOTRON_H, QWEN3_5, QWEN3_5_MOE, QWEN4_EXP
+from .latent import DEEPSEEK_V32
 from .parts import IF_ASKED, NO_CACHE, NO_GROUPS, RENAMED, wrapped
 
 # vLLM 0.32.0 builds such a tower with quant_config as vision_tower.vision_model.encoder (models/siglip.py, clip.py);
@@ -259,8 +260,30 @@ BLIP2 = wrapped(
     spellings=(("vision_model.", "."),),
 )
 
+# vLLM 0.32.0 vllm/models/dots3_note/nvidia/model.py: two kinds of latent attention, one of which has a window and keeps
+# larger vectors of a token; both keep as much of it as that does, in layouts of several kernels. A gate of a row for
+# each head, and towers without a quantization (multimodal.py:127).
+DOTS3_NOTE = wrapped(
+    replace(
+        DEEPSEEK_V32,
+        keep=(
+            *DEEPSEEK_V32.keep,
+            Keep(".self_attn.g_proj", "a gate for each head", divided=True),
+            Keep("model.mtp.**", DRAFT),
+        ),
+        cached=(),
+    ),
+    "Dots3NoteForCausalLM",
+    "vision_encoder",
+    "audio_encoder",
+    layers="model.layers.*",
+    text_config=None,
+    spellings=(("model.", "language_model.model."),),
+)
+
 ENTRIES = (
     BLIP2,
+    DOTS3_NOTE,
     LLAVA,
     *(
         replace(LLAVA, name=f"{name}ForConditionalGeneration")
@@ -314,6 +337,13 @@ ENTRIES = (
         replace(LLAMA, windows=WINDOWS["Cohere2"]), "CohereCompassForConditionalGeneration", "visual", sglang=NO_GROUPS
     ),
     ERNIE_VL,
+    wrapped(
+        MUSE_GLIMMER,
+        "MuseGlimmerForConditionalGeneration",
+        *("vision_tower", "vision_adapter", "vision_projection"),
+        layers="model.language_model.layers.*",
+        transformers_reads_blocks=True,
+    ),
     GEMMA3_WRAPPED,
     MISTRAL3_WRAPPED,
     LIGHTON_OCR,

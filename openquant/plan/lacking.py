@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from ..architectures.entry import Model
+from ..architectures.entry import Model, absolute
 from ..files.inputs import shown
-from ..patterns import collapse, compile_pattern
+from ..patterns import collapse, compile_any, compile_pattern
 from ..weights.weight import Weight
 from .fates import Kept
 
@@ -51,6 +51,7 @@ def lacking(
     if alone:
         notes.append(f"the source lacks what belongs to {', '.join(collapse(alone))} in other layers")
     experts: dict[str, int] = {}
+    where = compile_any(absolute(model, (each.path for each in model.experts)))
     # Experts are many: where all have the same parts, one of these tells.
     watched = {
         alike
@@ -63,7 +64,8 @@ def lacking(
             path = weight.module.rsplit(".", 2)[0]
             experts[path] = experts.get(path, 0) + 1
     most = max(experts.values(), default=0)
-    fewer = [path for path, found in experts.items() if found < most]
+    # Two attentions or MLPs under numbers are none.
+    fewer = [path for path, found in experts.items() if found < most and where.fullmatch(path)]
     if fewer:
         notes.append(f"the source lacks experts in {', '.join(collapse(fewer))}, beside other layers")
     return notes

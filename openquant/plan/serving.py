@@ -233,7 +233,7 @@ def find_cache(lines: Iterable[Line], entry: Entry, config: Mapping[str, Any]) -
     for (layer, what), numbers in rows.items():
         if own is None or layer < own:
             each = _kept(layer, what, numbers, windows(layer), config)
-            found[each] = found.get(each, 0) + 1
+            found[each] = found.get(each, 0) + _times(what, config)
     layers = (Layers(each.bf16 * times, each.fp8 * times, each.window, each.heads) for each, times in found.items())
     return Cache(tuple(layers), state, _count(config, LENGTH))
 
@@ -271,6 +271,15 @@ def _cached_rows(line: Line, what: Cached, entry: Entry, config: Mapping[str, An
     if not all(found):
         raise _Unknown(f"what {line.names[0]} holds: config.json does not count its heads")
     return found
+
+
+def _times(what: Cached, config: Mapping[str, Any]) -> int:
+    """How often a token goes through a layer."""
+    counts = [_count(config, key) for key in what.times]
+    known = [count for count in counts if count is not None]
+    if len(known) < len(counts):
+        raise _Unknown(f"how often a token goes through a layer: config.json's {', '.join(what.times)}")
+    return prod(known)
 
 
 def _kept(layer: int, what: Cached, numbers: list[int], window: int | None, config: Mapping[str, Any]) -> Layers:

@@ -119,6 +119,10 @@ def dense(architecture: str, layers: int, keys: int, hidden: int = 64) -> Checkp
             36 * (3 * 10240 * 2 + 48 * 128 * 128 * 4),
         ),
         ("Lfm2ForCausalLM", {}, 6 * 2 * 512 * 2, 10 * 2 * 2048 * 2),
+        # Two attentions in a layer.
+        ("LongcatFlashForCausalLM", {}, 28 * 2 * 576 * 2, 0),
+        # A token goes twice through one stack, six times through the other.
+        ("HrmTextForCausalLM", {"H_cycles": 2, "L_cycles": 3}, 16 * (2 + 6) * 2 * 1536 * 2, 0),
     ],
 )
 def test_what_is_kept_of_a_sequence(names: str, more: dict[str, Any], token: int, sequence: int) -> None:
@@ -172,6 +176,7 @@ def test_a_cache_in_fp8_takes_half_but_where_a_kernel_has_a_layout_of_its_own() 
         ("MistralForCausalLM", {"sliding_window": True}, "config.json's sliding_window is True"),
         ("Gemma2ForCausalLM", {"layer_types": ["sliding_attention"] * 26}, "config.json's sliding_window is None"),
         ("Phi3ForCausalLM", {"num_key_value_heads": None}, "does not count its heads"),
+        ("HrmTextForCausalLM", {"L_cycles": 3}, "how often a token goes through a layer: config.json's H_cycles"),
     ],
 )
 def test_what_is_not_known_is_not_guessed(names: str, more: dict[str, Any], why: str) -> None:

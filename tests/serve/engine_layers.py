@@ -29,6 +29,8 @@ UNBUILT = (
     "InternVLChatModel",
     # Its attention asks for a chunk_lookback, which the CPU build's does not take (models/rnj1.py).
     "Rnj1ForCausalLM",
+    # "vllm.vllm_flash_attn requires the CUDA flash attention extensions", of its towers.
+    "Dots3NoteForCausalLM",
     # "torch.cuda.Stream requires CUDA support" (vllm/models/kimi_k3/nvidia/model.py:1155).
     "KimiLinearForCausalLM",
     # "--mamba-block-size can only be set with --enable-prefix-caching", which it does itself.
@@ -50,6 +52,8 @@ def usual(module: str) -> str:
         "",
         module,
     )
+    module = re.sub(r"^([HL]_module\..*)\.self_attn\.", r"\1.attn.", module)
+    module = module.replace(".output_gate_proj", ".gate_proj")
     module = module.replace(".short_conv.", ".conv.").replace(".mamba.mamba.", ".mamba.")
     return module.replace(".moe.share_expert.", ".share_expert.").replace(
         ".ffn.shared_experts.down_proj", ".ffn.shared_experts.w2"
@@ -61,6 +65,8 @@ def built(answer: dict[str, Any] | EngineError, written: set[str]) -> set[str]:
     if isinstance(answer, EngineError):
         raise answer
     members = {"gate_up_proj": ["gate_proj", "up_proj"], "qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    # Of LongCat-Flash, it says nothing of this one.
+    members["fused_qkv_a_proj"] = ["q_a_proj", "kv_a_proj_with_mqa"]
     # MiMo V2 says a joined layer is itself.
     members |= {name: held for name, held in answer["packed"].items() if held != [name]}
     found = set()

@@ -43,8 +43,9 @@ from sglang.srt.server_args import ServerArgs
 
 # Codes, an element each, or several in one.
 CODES = (torch.float8_e4m3fn, torch.int8, torch.int32, torch.uint8)
-# What it joins only where nothing is quantized (models/kimi_linear.py:259).
+# What it joins only where nothing is quantized (models/kimi_linear.py:259, models/muse_glimmer.py:189).
 APART = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "fused_qkvbfg_a_proj": ("qkv_proj", "b_proj", "f_a_proj", "g_a_proj"),
     "fused_fg_b_proj": ("f_b_proj", "g_b_proj"),
 }
