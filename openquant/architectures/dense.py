@@ -116,7 +116,7 @@ GEMMA4 = model(
 )
 
 # Several streams of hidden states, and a second input as Gemma 4 has; the last layers read keys and values of earlier
-# ones, so that vLLM 0.32.0 (models/gemma3n.py:294, 813) builds q_proj there alone and drops theirs.
+# ones, so that vLLM 0.32.0 (models/gemma3n.py:316, 813) builds q_proj there alone and drops theirs.
 _GEMMA3N = "{model,model.language_model}"
 GEMMA3N = model(
     "Gemma3nForCausalLM",
@@ -180,13 +180,13 @@ HRM_TEXT = model(
     ),
     GATE_UP_TENSOR,
     layers="model.{H,L}_module.layers.*",
-    # models/hrm_text.py:516
+    # models/hrm_text.py:470
     renames=((".attn.", ".self_attn."),),
     # transformers 5.23 cuts both joined tensors apart, which it refuses where anything is quantized.
     transformers_reads_blocks=False,
 )
 
-# A gate for each head's output, which vLLM 0.32.0 models/muse_glimmer.py:1429 calls otherwise. Windows in three of four
+# A gate for each head's output, which vLLM 0.32.0 models/muse_glimmer.py:1430 calls otherwise. Windows in three of four
 # layers; the last has none.
 MUSE_GLIMMER = model(
     "MuseGlimmerForCausalLM",

@@ -160,7 +160,7 @@ LONGCAT = model(
         ),
         keep=(Keep("model.mtp.**", DRAFT),),
     ),
-    # :87 counts attentions on, not layers; all that is published has 28, two in each. :41 has no prefix.
+    # :85 counts attentions on, not layers; all that is published has 28, two in each. :45 has no prefix of it.
     renames=(
         (f"{LONGCAT_DRAFT}transformer_layer.", "model.layers.56."),
         (LONGCAT_DRAFT, "model.layers.56."),

@@ -262,7 +262,7 @@ BLIP2 = wrapped(
 
 # vLLM 0.32.0 vllm/models/dots3_note/nvidia/model.py: two kinds of latent attention, one of which has a window and keeps
 # larger vectors of a token; both keep as much of it as that does, in layouts of several kernels. A gate of a row for
-# each head, and towers without a quantization (multimodal.py:127).
+# each head, and towers without a quantization (multimodal.py:133).
 DOTS3_NOTE = wrapped(
     replace(
         DEEPSEEK_V32,

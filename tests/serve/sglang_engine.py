@@ -43,7 +43,7 @@ from sglang.srt.server_args import ServerArgs
 
 # Codes, an element each, or several in one.
 CODES = (torch.float8_e4m3fn, torch.int8, torch.int32, torch.uint8)
-# What it joins only where nothing is quantized (models/kimi_linear.py:259, models/muse_glimmer.py:189).
+# What it joins only where nothing is quantized (models/kimi_linear.py:259, models/muse_glimmer.py:194).
 APART = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "fused_qkvbfg_a_proj": ("qkv_proj", "b_proj", "f_a_proj", "g_a_proj"),
