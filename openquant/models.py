@@ -19,6 +19,7 @@ MODELS: dict[str, Model] = {
 
 _MODELS = (
     *("model", "language_model.model", "model.language_model", "model.text_model", "thinker.model"),
+    *("llm.model", "text_model.model"),
     *("model.decoder", "language_model.model.decoder", "transformer", "backbone", "gpt_neox"),
 )
 _EXPERTS = "{mlp,block_sparse_moe,feed_forward}.experts"

@@ -487,6 +487,57 @@ WRAPPERS = {
         )
         for name in ("Nano_VL_V2", "Nano_Omni_Reasoning_V3", "Super_Omni_Reasoning_V3")
     },
+    "Emu3ForConditionalGeneration": Small(
+        "emu3",
+        {"model_type": "emu3_text_model"},
+        beside={
+            "vocabulary_map": {"<image>": 7},
+            "vq_config": {
+                "model_type": "emu3_vqgan",
+                "codebook_size": 64,
+                "base_channels": 32,
+                "channel_multiplier": [1, 1],
+                "num_res_blocks": 1,
+                "attn_resolutions": [1],
+                "hidden_size": 32,
+            },
+        },
+    ),
+    "HunYuanVLForConditionalGeneration": Small(
+        "hunyuan_vl",
+        {"model_type": "hunyuan_vl_text", "rope_parameters": {**ROPE, "mrope_section": [8, 12, 12]}},
+        vision={
+            **{
+                key: CLIP[key]
+                for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+            },
+            "model_type": "hunyuan_vl_vision",
+            "out_hidden_size": 256,
+            "text_hidden_size": 256,
+            "max_image_size": 64,
+            "min_image_size": 32,
+            "max_vit_seq_len": 16,
+            "img_max_token_num": 16,
+        },
+        beside=TOKEN,
+    ),
+    "VibeVoiceAsrForConditionalGeneration": Small(
+        "vibevoice_asr",
+        {"model_type": "qwen2"},
+        beside={
+            "audio_token_id": 7,
+            **{
+                f"{kind}_tokenizer_encoder_config": {
+                    "model_type": "vibevoice_acoustic_tokenizer_encoder",
+                    "hidden_size": 64,
+                    "num_filters": 8,
+                    "depths": [1, 1],
+                    "downsampling_ratios": [2],
+                }
+                for kind in ("acoustic", "semantic")
+            },
+        },
+    ),
     "PaddleOCRVLForConditionalGeneration": Small(
         "paddleocr_vl",
         {"model_type": "paddleocr_vl_text", **MROPE, "use_bias": False},

@@ -381,11 +381,13 @@ def absolute(model: Model, patterns: Iterable[str]) -> list[str]:
 
 
 EMBEDDING = Keep(
-    "{model,language_model.model,model.language_model,model.text_model,thinker.model,llm.model}.embed_tokens",
+    "{model,language_model.model,model.language_model,model.text_model,thinker.model,llm.model,text_model.model}.embed_tokens",
     "embedding",
     divided=True,
 )
-HEAD = Keep("{lm_head,language_model.lm_head,thinker.lm_head,llm.lm_head}", "output head", divided=True)
+HEAD = Keep(
+    "{lm_head,language_model.lm_head,thinker.lm_head,llm.lm_head,text_model.lm_head}", "output head", divided=True
+)
 ROUTER = "router"
 DRAFT = "draft layer"
 # What engines never build as a quantized Linear, listed or not.

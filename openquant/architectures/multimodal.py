@@ -245,6 +245,22 @@ NEMOTRON_OMNI = wrapped(
     spellings=(("language_model.backbone.", "language_model.model."),),
 )
 
+EMU3 = wrapped(LLAMA, "Emu3ForConditionalGeneration", "vqmodel", layers="text_model.model.layers.*", sglang=NO_GROUPS)
+HUNYUAN_VL = wrapped(
+    LLAMA,
+    "HunYuanVLForConditionalGeneration",
+    "vit",
+    "vision_tower",
+    layers="{model,model.language_model}.layers.*",
+    sglang=NO_GROUPS,
+)
+VIBEVOICE_ASR = wrapped(
+    LLAMA,
+    "VibeVoiceAsrForConditionalGeneration",
+    *("acoustic_tokenizer_encoder", "semantic_tokenizer_encoder", "multi_modal_projector"),
+    sglang=NO_GROUPS,
+)
+
 BLIP2_TEXT = "language_model.model.decoder"
 # vLLM 0.32.0 models/blip2.py:532 builds the tower without a name.
 BLIP2 = wrapped(
@@ -326,6 +342,9 @@ ENTRIES = (
         replace(NEMOTRON_OMNI, name=f"NemotronH_{name}")
         for name in ("Nano_VL_V2", "Nano_Omni_Reasoning_V3", "Super_Omni_Reasoning_V3")
     ),
+    EMU3,
+    HUNYUAN_VL,
+    VIBEVOICE_ASR,
     PADDLE_OCR,
     QIANFAN,
     replace(QIANFAN, name="InternVLChatModel", text_config="llm_config"),

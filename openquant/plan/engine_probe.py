@@ -58,6 +58,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_s
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.transformers.multimodal import MultiModalProcessingInfo
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 CPUS = {int(number) for number in os.environ["ENGINE_CPUS"].split()}
@@ -393,6 +394,8 @@ def answer(directory: Path, output: Path) -> None:
 def main() -> None:
     """A fork for each directory: nothing is left from one to the next, and one that dies takes no other down."""
     output, *directories = sys.argv[1:]
+    # Else the Transformers backend loads a processor, to see whether that takes images or sounds.
+    MultiModalProcessingInfo._get_supported_modalities = lambda _: ["image"]
     gc.freeze()
     fork = multiprocessing.get_context("fork")
     running: list[Any] = []

@@ -49,6 +49,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.transformers.multimodal import MultiModalProcessingInfo
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.engine.logprobs import LogprobsProcessor
@@ -207,6 +208,8 @@ def main() -> None:
     mode, output, *directories = sys.argv[1:]
     # What each fork would import.
     importlib.import_module("vllm.v1.worker.cpu_worker")
+    # Small models have no processor, which the Transformers backend asks whether it takes images or sounds.
+    MultiModalProcessingInfo._get_supported_modalities = lambda _: ["image"]
     # What each would look for in all that is imported.
     current_platform.register_triton_kernel_overrides()
     current_platform.register_triton_kernel_overrides = lambda: None
