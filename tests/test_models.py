@@ -174,6 +174,14 @@ MORE: dict[str, tuple[int | tuple[int, ...], list[int]]] = {
     "Cohere2MoeForCausalLM": (40 * 4 + 3 + 39 * 9 * 3, [1, 2, 4, 8, 16]),
     "LagunaForCausalLM": (40 * 4 + 3 + 39 * 257 * 3, [1, 2, 4]),
     "MellumForCausalLM": (28 * (4 + 64 * 3), [1]),
+    "AXK1ForCausalLM": ((61 * 4 + 3 + 60 * 193 * 3, 61 * 2 + 3 + 60 * 193 * 3), [1, 2, 4, 8, 16]),
+    "MiniCPM3ForCausalLM": ((62 * 7, 62 * 6), [1, 2]),
+    # 2880 rows of linear layers are no blocks.
+    "OlmoHybridForCausalLM": ((24 * 5 + 8 * 4 + 32 * 3, 24 + 8 * 4 + 32 * 3), [1]),
+    "Mamba2ForCausalLM": (64, [1, 2, 4, 8, 16]),
+    "JambaForCausalLM": (4 * 4 + 16 * 3 + 16 * 16 * 3, [1, 2, 4, 8, 16]),
+    # 21824 is no multiple of 128.
+    "TeleFLMForCausalLM": ((64 * 7, 64 * 4), [1, 2, 4, 8, 16]),
     "FalconForCausalLM": ((320, 240), [1, 2, 4]),
     "BloomForCausalLM": ((210, 280, 280), [1, 2, 4, 8, 16]),
     "LongcatFlashForCausalLM": ((28 * (8 + 6 + 512 * 3), 28 * (4 + 6 + 512 * 3)), [1, 2, 4, 8, 16]),

@@ -85,6 +85,9 @@ ZOO = {
     "SolarForCausalLM": replace(
         LLAMA_LIKE, config={"bskcn_1": [], "bskcn_2": [], "bskcn_3": [], "bskcn_4": [], "bskcn_tv": [0.9, 0.8]}
     ),
+    "TeleFLMForCausalLM": replace(
+        LLAMA_LIKE, config={"use_mup": True, "mup_scale_factor": 2.0, "output_mult": 2.0, "input_mult": 1.0}
+    ),
     "MiniCPMForCausalLM": replace(LLAMA_LIKE, config={"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 128}),
     "OrionForCausalLM": replace(
         LLAMA_LIKE,
@@ -269,6 +272,28 @@ ZOO = {
         "deepseek_v2", {**MLA, "q_lora_rank": None, "topk_method": "greedy", "scoring_func": "softmax"}
     ),
     "DeepseekV3ForCausalLM": Small("deepseek_v3", MLA, **DRAFT),
+    "AXK1ForCausalLM": Small(
+        "axk1",
+        {
+            **{key: value for key, value in MLA.items() if key not in ("first_k_dense_replace", "moe_layer_freq")},
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+        # Of dense layers too, which do not use it.
+        extra={"model.layers.0.post_mlp_layernorm.weight": (256,)},
+    ),
+    "MiniCPM3ForCausalLM": Small(
+        "minicpm3",
+        {
+            **{key: MLA[key] for key in ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
+            "kv_lora_rank": 256,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "scale_emb": 12,
+            "scale_depth": 1.4,
+            "dim_model_base": 128,
+        },
+        without=("head_dim",),
+    ),
     "Glm4MoeLiteForCausalLM": Small("glm4_moe_lite", MLA, **DRAFT),
     "DeepseekV32ForCausalLM": Small("deepseek_v32", {**MLA, **INDEXER}, **DRAFT),
     "GlmMoeDsaForCausalLM": Small("glm_moe_dsa", {**MLA, **INDEXER}, **DRAFT),
@@ -398,6 +423,59 @@ ZOO = {
         # transformers saves the dense layer by the name of the others.
         renames={"model.layers.0.block_sparse_moe.": "model.layers.0.mlp."},
         newer=True,
+    ),
+    "OlmoHybridForCausalLM": Small(
+        "olmo_hybrid",
+        # transformers 5.23 saves its convolutions in three equal parts.
+        {
+            **{key: GATED_DELTA[key] for key in ("layer_types", "linear_key_head_dim", "linear_value_head_dim")},
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4,
+            "linear_conv_kernel_dim": 4,
+            "linear_allow_neg_eigval": True,
+        },
+        # As its converter has them, and vLLM.
+        renames={
+            r"(model\.layers\.\d+)\.attention_layer_norm": r"\1.input_layernorm",
+            r"(model\.layers\.\d+)\.feedforward_layer_norm": r"\1.post_attention_layernorm",
+        },
+        without=("head_dim",),
+    ),
+    "Mamba2ForCausalLM": Small(
+        "mamba2",
+        {
+            "num_heads": 8,
+            "head_dim": 64,
+            "state_size": 64,
+            "n_groups": 1,
+            "expand": 2,
+            "conv_kernel": 4,
+            "chunk_size": 256,
+            "layer_norm_epsilon": 1e-05,
+            "rms_norm": True,
+            "use_bias": False,
+            "use_conv_bias": True,
+        },
+        without=("num_attention_heads", "num_key_value_heads", "intermediate_size", "rope_parameters"),
+    ),
+    "JambaForCausalLM": Small(
+        "jamba",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 16,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_dt_rank": 16,
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": False,
+            "use_mamba_kernels": False,
+        },
+        without=("head_dim", "rope_parameters"),
     ),
     "FalconH1ForCausalLM": Small(
         "falcon_h1",

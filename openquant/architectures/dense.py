@@ -140,7 +140,7 @@ GEMMA3N = model(
 SGLANG_HAS_NONE = ("LLaMA", "TeleChat3", "PanguEmbedded", "Rnj1")
 # By what SGLang does not load of them.
 DENSE_NAMES = {
-    SCALES_LOST: ("Llama", "Mistral", "Ministral3", "InternLM3", "IQuestCoder"),
+    SCALES_LOST: ("Llama", "Mistral", "Ministral3", "InternLM3", "IQuestCoder", "TeleFLM"),
     SGLang(): ("Qwen2", "Qwen3", "Gemma3", "Exaone4", "Cohere", "Cohere2", *SGLANG_HAS_NONE),
     NO_SCALES: ("Gemma", "Olmo2", "Olmo3", "Granite", "GraniteSWA", "MiniCPM"),
     PLAIN_ATTENTION: ("Olmo",),

@@ -292,6 +292,8 @@ class Model:
         rest: why modules that no pattern covers are kept; None where there may not be any.
         transformers_reads_blocks: whether transformers loads a 128x128 block output of this architecture.
         reordered: modules whose rows an engine puts in another order as it loads them.
+        nameless: modules that vLLM builds without a name, and so finds in no list: it takes them to be stored as most
+            layers are.
         head_refused: why engines load no quantized output head; None if they do.
         cache_refused: why engines load no scales of keys and values; None if they do.
         sglang: what SGLang does not load.
@@ -323,6 +325,7 @@ class Model:
     rest: str | None = None
     transformers_reads_blocks: bool = True
     reordered: tuple[str, ...] = ()
+    nameless: tuple[str, ...] = ()
     head_refused: str | None = None
     cache_refused: str | None = None
     sglang: SGLang = SGLang()

@@ -57,6 +57,24 @@ GATED_DELTA_PIECES = Part(
     keep=(Keep(".linear_attn.in_proj_{a,b}", "gates of a row per head"), Keep(".linear_attn.conv1d", CONVOLUTION)),
     states=(DELTA_STATE,),
 )
+# The same with q, k, v and a gate by themselves, each with a convolution but the gate (vLLM 0.32.0 layers/mamba/gdn/
+# olmo_gdn_linear_attn.py:94).
+OLMO_DELTA = Part(
+    (".linear_attn.{q_proj,k_proj,v_proj,g_proj,o_proj}",),
+    joined=(Joined(".linear_attn.{q,k,v,g}_proj"),),
+    splits=(
+        Split(".linear_attn.{q,k}_proj", "out", KEY_HEADS),
+        Split(".linear_attn.{v,g}_proj", "out", VALUE_HEADS),
+        Split(".linear_attn.o_proj", "in", VALUE_HEADS),
+    ),
+    keep=(
+        Keep(".linear_attn.{a,b}_proj", "gates of a row per head", divided=True),
+        Keep(".linear_attn.{q,k,v}_conv1d", CONVOLUTION),
+    ),
+    states=(replace(DELTA_STATE, pattern=".linear_attn.q_conv1d"), State(".linear_attn.{k,v}_conv1d")),
+)
+OLMO_HYBRID = model("OlmoHybridForCausalLM", ATTENTION, OLMO_DELTA, MLP)
+
 # Saved without its tower it keeps the wrapper's names.
 EITHER = "{model,model.language_model}.layers.*"
 HEAD_SCALE_LOST = SGLang(head="it drops the scale of the output head without a word")
@@ -171,6 +189,8 @@ GLM5_NEXT = model(
     transformers_reads_blocks=False,
 )
 
+# models/lfm2.py:193
+NAMELESS_CACHE = "vLLM 0.32.0 builds its attention without quantization"
 # in_proj holds five pieces that vLLM divides by rules of their own (layers/mamba/mamba_mixer2.py).
 STATE_SPACE = "state space inputs, of several kinds"
 MAMBA2 = Part(
@@ -192,6 +212,44 @@ GRANITE_HYBRID = model(
         (Refusal(None, "fp8", "its loader of this architecture fails on the fp8 format", "--scheme channel loads"),),
         cache=NO_CACHE,
     ),
+)
+
+# Nothing but state spaces.
+MAMBA2_ALONE = model(
+    "Mamba2ForCausalLM",
+    Part(
+        (".mixer.out_proj",),
+        splits=(Split(".mixer.out_proj", "in", "num_heads"),),
+        keep=(Keep(".mixer.in_proj", STATE_SPACE, divided=True), Keep(".mixer.conv1d", CONVOLUTION)),
+        states=(State(".mixer.conv1d", ("num_heads", "head_dim", "state_size")),),
+    ),
+    layers="backbone.layers.*",
+    keep=(Keep("backbone.embeddings", "embedding", divided=True),),
+    # models/mamba2.py:202
+    head_refused="vLLM 0.32.0 builds it without a quantization",
+    cache_refused="it keeps states alone",
+)
+
+# State spaces, of which vLLM 0.32.0 quantizes nothing (layers/mamba/mamba_mixer.py:98), and attention, which it names
+# after the layer itself and builds without scales of keys and values (models/jamba.py:233-259).
+JAMBA = model(
+    "JambaForCausalLM",
+    ATTENTION,
+    Part(
+        (),
+        keep=(
+            Keep(".mamba.{in_proj,x_proj,dt_proj,out_proj}", NO_ATTENTION, divided=True),
+            Keep(".mamba.conv1d", CONVOLUTION),
+            Keep(".mamba.A_log", "decay of a state"),
+        ),
+        states=(State(".mamba.conv1d", ("mamba_expand", "hidden_size", "mamba_d_state")),),
+    ),
+    gated(".feed_forward"),
+    replace(routed(".feed_forward.experts"), keep=(Keep(".feed_forward.router", ROUTER),)),
+    renames=((".self_attn.", "."),),
+    # models/jamba.py:426
+    head_refused="vLLM 0.32.0 builds it without a quantization",
+    cache_refused=NAMELESS_CACHE,
 )
 
 # Attention and a state space side by side. vLLM 0.32.0 models/falcon_h1.py:133, 263 and 346: it names attention after
@@ -216,8 +274,6 @@ LFM2_MIXERS = (
         states=(State(".conv.conv"),),
     ),
 )
-# models/lfm2.py:193
-NAMELESS_CACHE = "vLLM 0.32.0 builds its attention without quantization"
 LFM2 = model("Lfm2ForCausalLM", *LFM2_MIXERS, gated(".feed_forward", "w1", "w3", "w2"), cache_refused=NAMELESS_CACHE)
 LFM2_MOE = model(
     "Lfm2MoeForCausalLM",
@@ -274,6 +330,9 @@ NEMOTRON_H = model(
 
 ENTRIES = (
     QWEN3_NEXT,
+    OLMO_HYBRID,
+    MAMBA2_ALONE,
+    JAMBA,
     QWEN3_5,
     QWEN3_5_MOE,
     QWEN4_EXP,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from .entry import DRAFT, EMBEDDING, HEAD, ROUTER, Cached, Experts, Joined, Keep, Refusal, SGLang, Split
 from .experts import DRAFTED_MLPS, ROUTED, STACKED_EXPERTS
-from .parts import HEADS, STREAMS, Part, gated, model, routed
+from .parts import HEADS, MLP, STREAMS, Part, gated, model, routed
 
 
 # Latent attention. vLLM 0.32.0 multiplies kv_b_proj out as it loads (layers/quantization/utils/quant_utils.py:511):
@@ -170,10 +170,22 @@ LONGCAT = model(
     transformers_reads_blocks=False,
 )
 
+# vLLM 0.32.0 models/minicpm3.py:88 joins none of it, builds q_a_proj without a name, and keeps keys and values of every
+# head: keys as wide as queries, and values filled up to that. SGLang 0.5.23 decodes kv_b_proj (models/minicpm3.py:505).
+MINICPM3 = model(
+    "MiniCPM3ForCausalLM",
+    replace(LATENT, joined=(), cached=(Cached(".self_attn.q_b_proj", HEADS, two_of=1),)),
+    MLP,
+    nameless=(".self_attn.q_a_proj",),
+)
+
 ENTRIES = (
     LONGCAT,
     replace(DEEPSEEK_V3, name="DeepseekV2ForCausalLM"),
     DEEPSEEK_V3,
+    # Another norm after its experts.
+    replace(DEEPSEEK_V3, name="AXK1ForCausalLM"),
+    MINICPM3,
     replace(
         DEEPSEEK_V3,
         name="Glm4MoeLiteForCausalLM",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -204,9 +205,14 @@ def calibrate(
                     "the model overflows there: look at its weights with openquant diagnose",
                 )
 
+    # Models of state spaces alone know a cache by another name.
+    known_as = next(
+        name for name in ("cache_params", "past_key_values") if name in signature(model.model.forward).parameters
+    )
+
     def body(ids: Tensor) -> None:
         cache = RangedCache(model.model.config, caches) if caches else None
-        model.model(input_ids=ids[None], use_cache=cache is not None, past_key_values=cache)
+        model.model(input_ids=ids[None], use_cache=cache is not None, **{known_as: cache})
 
     mine = share(len(corpus.documents), team)
     texts = [torch.tensor(corpus.documents[number].ids, device=model.device) for number in mine]

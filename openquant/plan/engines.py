@@ -90,6 +90,18 @@ def refuse_experts(entry: Entry, fates: Fates) -> None:
         )
 
 
+def refuse_nameless(entry: Entry, fates: Fates) -> None:
+    """Stop where a module that vLLM builds without a name is stored otherwise than it takes it to be."""
+    others = {module: fate.why for module, fate in fates.others.items() if entry.role(module).nameless}
+    if others:
+        why = next(iter(others.values()))
+        raise PlanError(
+            f"{', '.join(collapse(others))}: vLLM 0.32.0 builds it without a name to find its scheme by, so it is read "
+            f"as most layers are stored ({why})",
+            "leave it out of --ignore and --scheme-for, or use --scheme channel, which fits any shape",
+        )
+
+
 def refuse_head(checkpoint: Checkpoint, model: Model, scheme: Scheme) -> None:
     """Stop where the output head is to be quantized, and engines load none that is, or the source has none."""
     if scheme.method == "fp8":

@@ -32,7 +32,7 @@ from . import layout
 from .cache import add_scales, cache_layers, serving_notes
 from .calibrated import UncalibratedError, largest_inputs, unrouted
 from .carried import carried_notes, carried_weights
-from .engines import refuse_experts, refuse_head, unread_by_sglang
+from .engines import refuse_experts, refuse_head, refuse_nameless, unread_by_sglang
 from .entries import find_model
 from .fates import FEW_AXES, Fates, Found, Item, Kept, Options
 from .lacking import lacking
@@ -440,6 +440,7 @@ def _decide(
     fates = replace(fates, others=others, inputs=inputs)
     notes += [*lacking(entry.model, layers, fates.kept, sets, config), *scales]
     refuse_experts(entry, fates)
+    refuse_nameless(entry, fates)
     return fates, notes
 
 

@@ -29,6 +29,7 @@ class Role(NamedTuple):
         listed_as: last parts of the engines' names for what they merge it into, listed beside its own.
         looked_up: last part of the name that vLLM looks up instead of its own; None where it looks up its own.
         reordered: whether an engine puts its rows in another order.
+        nameless: whether vLLM builds it without a name.
         plain: whether SGLang builds it in bfloat16.
         unpacked: whether SGLang takes no codes of it that share a byte or a word.
         divided: whether tensor-parallel ranks have a part of it each.
@@ -46,6 +47,7 @@ class Role(NamedTuple):
     listed_as: tuple[str, ...]
     looked_up: str | None
     reordered: bool
+    nameless: bool
     plain: bool
     unpacked: bool
     divided: bool
@@ -62,6 +64,7 @@ class Entry:
         self.model = model
         self._compress = compile_any(absolute(model, model.compress))
         self._reordered = compile_any(absolute(model, model.reordered))
+        self._nameless = compile_any(absolute(model, model.nameless))
         self._plain = compile_any(absolute(model, model.sglang.plain))
         self._unpacked = compile_any(absolute(model, model.sglang.unpacked))
         stacks = [(experts, stacked) for experts in model.experts for stacked in experts.stacked]
@@ -110,6 +113,7 @@ class Entry:
             listed_as=tuple(dict.fromkeys(name for one in joined for name in one.names)),
             looked_up=next(filter(None, looked_up), None),
             reordered=self._reordered.fullmatch(module) is not None,
+            nameless=self._nameless.fullmatch(module) is not None,
             plain=self._plain.fullmatch(module) is not None,
             unpacked=self._unpacked.fullmatch(module) is not None,
             divided=split is not None or is_head(module) or any(keep.divided for keep in keeps),

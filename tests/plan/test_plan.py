@@ -920,6 +920,26 @@ def test_output_heads_that_engines_cannot_load_are_refused(
     assert caught.value.hint == (other_scheme if "fp8 format" in message else "leave --quantize-lm-head out")
 
 
+def test_what_vllm_builds_without_a_name_has_the_scheme_of_most_or_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "MiniCPM3ForCausalLM"
+    source = open_checkpoint(tiny.write(tmp_path / "a", name))
+    module = "model.layers.{0..1}.self_attn.q_a_proj"
+    why = "vLLM 0.32.0 builds it without a name to find its scheme by, so it is read as most layers are stored"
+    asked = {
+        "--ignore **.self_attn.*": Options(ignore=("**.self_attn.*",)),
+        "--scheme-for **.q_a_proj=block": Options(scheme_for=(("**.q_a_proj", BLOCK_COMPRESSED),)),
+    }
+    for option, options in asked.items():
+        with pytest.raises(PlanError) as caught:
+            make_plan(source, CHANNEL, options)
+        assert caught.value.message == f"{module}: {why} ({option})"
+    assert make_plan(source, CHANNEL, Options(ignore=("**.o_proj",))).quantized_tensors == 12
+    monkeypatch.setitem(MODELS, name, replace(MODELS[name], nameless=()))
+    assert make_plan(source, CHANNEL, asked["--ignore **.self_attn.*"]).quantized_tensors == 6
+
+
 def test_an_output_head_that_is_not_there_is_refused(tmp_path: Path) -> None:
     weights = tiny.tensors("Qwen3ForCausalLM")
     del weights["lm_head.weight"]

@@ -31,6 +31,9 @@ UNBUILT = (
     "Rnj1ForCausalLM",
     # "vllm.vllm_flash_attn requires the CUDA flash attention extensions", of its towers.
     "Dots3NoteForCausalLM",
+    # "module 'triton' has no attribute 'set_allocator'" (layers/mamba/gdn/olmo_gdn_linear_attn.py:169), and where it has,
+    # its loader of convolutions fails (:518).
+    "OlmoHybridForCausalLM",
     # "torch.cuda.Stream requires CUDA support" (vllm/models/kimi_k3/nvidia/model.py:1155).
     "KimiLinearForCausalLM",
     # "--mamba-block-size can only be set with --enable-prefix-caching", which it does itself.
@@ -54,6 +57,8 @@ def usual(module: str) -> str:
     )
     module = re.sub(r"^([HL]_module\..*)\.self_attn\.", r"\1.attn.", module)
     module = module.replace(".output_gate_proj", ".gate_proj")
+    # Jamba's attention has no module of its own.
+    module = re.sub(r"(?<=\d)\.(?=(qkv|o)_proj$)", ".self_attn.", module)
     module = module.replace(".short_conv.", ".conv.").replace(".mamba.mamba.", ".mamba.")
     return module.replace(".moe.share_expert.", ".share_expert.").replace(
         ".ffn.shared_experts.down_proj", ".ffn.shared_experts.w2"
