@@ -17,6 +17,7 @@ class Small:
         model_type: as in config.json.
         config: what config.json says beside or instead of tiny.COMMON; where it has a text_config, that does.
         without: what of tiny.COMMON it does not say.
+        also: keys that say what another does.
         vision: its vision_config, for wrappers.
         beside: what config.json of a wrapper says beside these two, such as an audio_config.
         inside: the key of config.json under which these are, where that is not its top.
@@ -35,6 +36,7 @@ class Small:
     model_type: str
     config: Mapping[str, Any] = field(default_factory=dict)
     without: tuple[str, ...] = ()
+    also: Mapping[str, str] = field(default_factory=dict)
     vision: Mapping[str, Any] | None = None
     beside: Mapping[str, Any] = field(default_factory=dict)
     inside: str | None = None

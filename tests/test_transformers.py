@@ -28,6 +28,9 @@ ARCHITECTURES = [
 ]
 # It leaves draft layers out: those of a model of two layers.
 DRAFT = ("model.layers.2.", "model.language_model.layers.2.", "model.mtp_layers.")
+# How far from its source an output is at least, where that is less than most: 0.0141 measured, and 0 from its dequantized
+# weights.
+NEARER = {"GPTBigCodeForCausalLM": 0.012}
 
 
 def dequantized(output: Path, target: Path, scheme: Scheme | None) -> Path:
@@ -103,7 +106,7 @@ def test_block_output_computes_what_its_dequantized_weights_do(
     bfloat16 = logits(source, tokens)
     assert (found - expected).norm() / expected.norm() < 0.01
     # The bound means something: the source itself is further away.
-    assert (found - bfloat16).norm() / bfloat16.norm() > 0.015
+    assert (found - bfloat16).norm() / bfloat16.norm() > NEARER.get(architecture, 0.015)
 
 
 @pytest.mark.parametrize("load", ["AutoModelForCausalLM", "LlamaForCausalLM"])

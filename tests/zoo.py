@@ -58,6 +58,91 @@ EXAONE_MOE = Small(
         "topk_group": 1,
     },
 )
+CHATGLM = replace(
+    LLAMA_LIKE,
+    model_type="chatglm",
+    config={
+        "ffn_hidden_size": 512,
+        "kv_channels": 64,
+        "multi_query_attention": True,
+        "multi_query_group_num": 2,
+        "add_bias_linear": False,
+        "add_qkv_bias": True,
+        "layernorm_epsilon": 1e-05,
+        "rmsnorm": True,
+        "post_layer_norm": True,
+        "original_rope": True,
+        "seq_length": 2048,
+    },
+    without=("num_key_value_heads", "head_dim", "intermediate_size", "hidden_act", "rms_norm_eps", "attention_bias"),
+    also={"num_layers": "num_hidden_layers", "padded_vocab_size": "vocab_size"},
+    renames={
+        r"model\.embed_tokens": "transformer.embedding.word_embeddings",
+        "lm_head": "transformer.output_layer",
+        r"model\.norm": "transformer.encoder.final_layernorm",
+        r"model\.(layers\.\d+)\.self_attn\.o_proj": r"transformer.encoder.\1.self_attention.dense",
+        r"model\.(layers\.\d+)\.mlp\.down_proj": r"transformer.encoder.\1.mlp.dense_4h_to_h",
+        r"model\.layers": "transformer.encoder.layers",
+    },
+    drop=r".*\.(([qkv]|gate|up)_proj|dense_4h_to_h)\.weight",
+    extra={
+        "transformer.rotary_pos_emb.inv_freq": (16,),
+        **{
+            f"transformer.encoder.layers.{n}.{name}": shape
+            for n in (0, 1)
+            for name, shape in {
+                "self_attention.query_key_value.weight": (512, 256),
+                "self_attention.query_key_value.bias": (512,),
+                "mlp.dense_h_to_4h.weight": (1024, 256),
+                "mlp.dense_4h_to_h.weight": (256, 512),
+            }.items()
+        },
+    },
+)
+# Engines read their configuration with the repository's own code alone; GLM-4.5's adds nothing to it.
+BAILING_MOE_V2 = Small(
+    "glm4_moe",
+    {
+        **DEEPSEEK_MOE,
+        "num_nextn_predict_layers": 0,
+        "num_experts": 4,
+        "num_shared_experts": 1,
+        "use_qk_norm": True,
+        "use_rmsnorm": True,
+        "use_bias": False,
+        "use_qkv_bias": False,
+        "embedding_dropout": 0.0,
+        "norm_head": False,
+        "score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    },
+    made_as=("Glm4MoeForCausalLM", "glm4_moe"),
+    renames={
+        r"model\.embed_tokens": "model.word_embeddings",
+        r"(.*)\.self_attn\.o_proj": r"\1.attention.dense",
+        r"(.*)\.self_attn\.q_norm": r"\1.attention.query_layernorm",
+        r"(.*)\.self_attn\.k_norm": r"\1.attention.key_layernorm",
+        r"(.*)\.e_score_correction_bias": r"\1.expert_bias",
+    },
+    drop=r".*\.[qkv]_proj\.weight",
+    extra={f"model.layers.{n}.attention.query_key_value.weight": (512, 256) for n in (0, 1)},
+    streamed=False,
+)
+EVA = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_heads": 2,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-06,
+    "in_channels": 3,
+    "image_size": 56,
+    "patch_size": 14,
+    "num_positions": 17,
+    "dropout_prob": 0.0,
+    "scaling_factor": 8,
+}
+EVA_LAYER = "transformer.vision.transformer.layers.0"
 ZOO = {
     "Ministral3ForCausalLM": Small(
         "ministral3",
@@ -94,6 +179,64 @@ ZOO = {
         extra={
             "model.norm.bias": (256,),
             **{f"model.layers.{n}.{at}_layernorm.bias": (256,) for n in (0, 1) for at in ("input", "post_attention")},
+        },
+    ),
+    # Its own layout: for each head of keys its queries, it and its value lie together.
+    "InternLM2ForCausalLM": replace(
+        LLAMA_LIKE,
+        renames={
+            r"model\.embed_tokens": "model.tok_embeddings",
+            "lm_head": "output",
+            r"(.*)\.self_attn\.o_proj": r"\1.attention.wo",
+            r"(.*)\.mlp\.gate_proj": r"\1.feed_forward.w1",
+            r"(.*)\.mlp\.down_proj": r"\1.feed_forward.w2",
+            r"(.*)\.mlp\.up_proj": r"\1.feed_forward.w3",
+            r"(.*)\.input_layernorm": r"\1.attention_norm",
+            r"(.*)\.post_attention_layernorm": r"\1.ffn_norm",
+        },
+        drop=r".*\.[qkv]_proj\.weight",
+        extra={f"model.layers.{n}.attention.wqkv.weight": (512, 256) for n in (0, 1)},
+    ),
+    "ChatGLMModel": CHATGLM,
+    "ChatGLMForConditionalGeneration": CHATGLM,
+    # Its files say one of the other two names, and a tower.
+    "GLM4VForCausalLM": replace(
+        CHATGLM,
+        config={
+            **CHATGLM.config,
+            "vision_config": EVA,
+            "boi_token_id": 5,
+            "eoi_token_id": 6,
+        },
+        extra={
+            **CHATGLM.extra,
+            "transformer.vision.patch_embedding.proj.weight": (128, 3, 14, 14),
+            "transformer.vision.patch_embedding.proj.bias": (128,),
+            "transformer.vision.patch_embedding.cls_embedding": (1, 128),
+            "transformer.vision.patch_embedding.position_embedding.weight": (17, 128),
+            **{
+                f"{EVA_LAYER}.{norm}_layernorm.{name}": (128,)
+                for norm in ("input", "post_attention")
+                for name in ("weight", "bias")
+            },
+            f"{EVA_LAYER}.attention.query_key_value.weight": (384, 128),
+            f"{EVA_LAYER}.attention.query_key_value.bias": (384,),
+            f"{EVA_LAYER}.attention.dense.weight": (128, 128),
+            f"{EVA_LAYER}.attention.dense.bias": (128,),
+            f"{EVA_LAYER}.mlp.fc1.weight": (256, 128),
+            f"{EVA_LAYER}.mlp.fc1.bias": (256,),
+            f"{EVA_LAYER}.mlp.fc2.weight": (128, 256),
+            f"{EVA_LAYER}.mlp.fc2.bias": (128,),
+            "transformer.vision.linear_proj.linear_proj.weight": (256, 256),
+            "transformer.vision.linear_proj.norm1.weight": (256,),
+            "transformer.vision.linear_proj.norm1.bias": (256,),
+            "transformer.vision.linear_proj.gate_proj.weight": (512, 256),
+            "transformer.vision.linear_proj.dense_h_to_4h.weight": (512, 256),
+            "transformer.vision.linear_proj.dense_4h_to_h.weight": (256, 512),
+            "transformer.vision.conv.weight": (256, 128, 2, 2),
+            "transformer.vision.conv.bias": (256,),
+            "transformer.vision.boi": (1, 1, 256),
+            "transformer.vision.eoi": (1, 1, 256),
         },
     ),
     "PanguEmbeddedForCausalLM": replace(LLAMA_LIKE, config={"attention_bias": True}),
@@ -152,6 +295,39 @@ ZOO = {
             "partial_rotary_factor": 0.5,
         },
     ),
+    # Heads of 128: its one key is a whole block.
+    "GPTBigCodeForCausalLM": Small(
+        "gpt_bigcode",
+        {
+            "num_attention_heads": 2,
+            "n_inner": 512,
+            "multi_query": True,
+            "activation_function": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+        },
+        without=("num_key_value_heads", "intermediate_size", "head_dim", "hidden_act", "rope_parameters"),
+    ),
+    "GPTJForCausalLM": Small(
+        "gptj",
+        {"n_inner": 512, "rotary_dim": 32, "activation_function": "gelu_new"},
+        without=("num_key_value_heads", "intermediate_size", "head_dim", "hidden_act"),
+    ),
+    "ExaoneForCausalLM": replace(
+        LLAMA_LIKE,
+        config={"activation_function": "silu", "layer_norm_epsilon": 1e-05},
+        renames={
+            r"model\.embed_tokens": "transformer.wte",
+            r"model\.norm": "transformer.ln_f",
+            r"model\.layers": "transformer.h",
+            r"(.*)\.input_layernorm": r"\1.ln_1",
+            r"(.*)\.post_attention_layernorm": r"\1.ln_2",
+            r"(.*)\.self_attn\.o_proj": r"\1.attn.attention.out_proj",
+            r"(.*)\.self_attn": r"\1.attn.attention",
+            r"(.*)\.gate_proj": r"\1.c_fc_0",
+            r"(.*)\.up_proj": r"\1.c_fc_1",
+            r"(.*)\.down_proj": r"\1.c_proj",
+        },
+    ),
     "OPTForCausalLM": Small(
         "opt",
         {"ffn_dim": 512, "activation_function": "relu", "tie_word_embeddings": True},
@@ -194,6 +370,19 @@ ZOO = {
             "expert_selection_fn": "sigmoid",
             "shared_expert_combination_strategy": "average",
         },
+    ),
+    "BailingMoeV2ForCausalLM": BAILING_MOE_V2,
+    # The older ones have no norms of queries and keys, and no bias of routers.
+    "BailingMoeForCausalLM": replace(
+        BAILING_MOE_V2,
+        config={
+            **{key: value for key, value in BAILING_MOE_V2.config.items() if key not in ("n_group", "topk_group")},
+            "use_qk_norm": False,
+            "norm_head": True,
+            "score_function": "softmax",
+            "moe_router_enable_expert_bias": False,
+        },
+        drop=rf"{BAILING_MOE_V2.drop}|.*\.expert_bias",
     ),
     "GraniteMoeForCausalLM": Small("granitemoe", LOCAL_MOE),
     "GraniteMoeSharedForCausalLM": Small("granitemoeshared", {**LOCAL_MOE, "shared_intermediate_size": 256}),
@@ -539,6 +728,7 @@ def config(architecture: str, common: dict[str, Any]) -> dict[str, Any]:
     small = ZOO[architecture]
     top: dict[str, Any] = {"architectures": [architecture], "model_type": small.model_type}
     text = {key: value for key, value in {**common, **small.config}.items() if key not in small.without}
+    text |= {key: text[other] for key, other in small.also.items()}
     if small.vision is None and not small.beside:
         return {**top, **text}
     towers = {"vision_config": dict(small.vision)} if small.vision else {}

@@ -165,6 +165,40 @@ OPT = model(
     # models/opt.py:376
     head_refused="vLLM 0.32.0 builds it without a quantization",
 )
+# vLLM 0.32.0 models/gpt_j.py; older files hold the mask.
+GPT_J = model(
+    "GPTJForCausalLM",
+    attention("out_proj", "qkv_proj", ".attn"),
+    plain(".mlp", "fc_in", "fc_out"),
+    layers="transformer.h.*",
+    keep=(
+        Keep("transformer.wte", "embedding", divided=True),
+        Keep(".attn.bias", "causal mask"),
+    ),
+    # models/gpt_j.py:290
+    sglang=SGLang(
+        (
+            Refusal(
+                None,
+                "fp8",
+                "it asks the format for scales of keys and values, which this one does not know of",
+                "--format compressed-tensors loads",
+            ),
+        )
+    ),
+)
+# vLLM 0.32.0 models/exaone.py:403 calls what it builds "model"; SGLang 0.5.23 models/exaone.py:205 the attention
+# self_attn. transformers 5.23 has no such class.
+EXAONE = model(
+    "ExaoneForCausalLM",
+    attention("out_proj", path=".attn.attention"),
+    gated(".mlp", "c_fc_0", "c_fc_1", "c_proj"),
+    layers="transformer.h.*",
+    keep=(Keep("transformer.wte", "embedding", divided=True),),
+    spellings=(("transformer.", "model."),),
+    renames=((".attn.attention.", ".self_attn."),),
+    transformers_reads_blocks=False,
+)
 
 # Two stacks, each of which a token goes through several times (vLLM 0.32.0 models/hrm_text.py:160-187); a gate,
 # queries, keys and values in one tensor.
@@ -222,6 +256,8 @@ ENTRIES = (
     HRM_TEXT,
     MUSE_GLIMMER,
     OPT,
+    GPT_J,
+    EXAONE,
     STABLELM,
     # models/orion.py has no packed_modules_mapping either; transformers 5.23 has no such class.
     replace(STABLELM, name="OrionForCausalLM", sglang=NO_SCALES, transformers_reads_blocks=False),

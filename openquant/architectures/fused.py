@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from .entry import Cached, Keep, Split
-from .parts import HEADS, NO_GROUPS, Part, model
+from dataclasses import replace
+
+from .entry import Cached, Keep, Refusal, SGLang, Split
+from .experts import ROUTED, SHARED_EXPERTS
+from .parts import HEADS, KV_HEADS, NO_GROUPS, Part, gated, model
 
 MLP = Part(
     (".mlp.{dense_h_to_4h,dense_4h_to_h}",),
@@ -77,4 +80,128 @@ GPT_NEOX = model(
     sglang=NO_GROUPS,
 )
 
-ENTRIES = (FALCON, BLOOM, GPT_NEOX)
+# For each key its queries, then it and its value: vLLM 0.32.0 models/internlm2.py:158 leaves rows as they lie and sorts
+# what they make. It gathers as many as there are heads, so none can be copied to ranks. transformers 5.23 has no such
+# class, nor those of ChatGLM and Ling.
+QKV = (HEADS, KV_HEADS, KV_HEADS)
+INTERNLM2 = model(
+    "InternLM2ForCausalLM",
+    Part(
+        (".attention.{wqkv,wo}",),
+        splits=(Split(".attention.wqkv", "out", parts=QKV), Split(".attention.wo", "in", HEADS)),
+        cached=(Cached(".attention.wqkv", KV_HEADS),),
+    ),
+    gated(".feed_forward", "w1", "w3", "w2"),
+    keep=(
+        Keep("model.tok_embeddings", "embedding", divided=True),
+        Keep("output", "output head", divided=True),
+    ),
+    head_refused="it is called output",
+    # models/internlm2.py:337-356 sorts every tensor whose name has "wqkv", and fails on those that have no row for each
+    # of the weight's.
+    sglang=SGLang(
+        tuple(
+            Refusal(scheme, None, "it fails on scales that are not by row, as it sorts them", "--scheme channel loads")
+            for scheme in ("tensor", "block", "int8-weights", "int4", "nvfp4", "nvfp4-w4a4")
+        )
+    ),
+    transformers_reads_blocks=False,
+)
+
+# One after another. Files of GLM-4V say either name too, and only its vision_config tells them apart; vLLM 0.32.0
+# (models/chatglm.py:441) is told GLM4VForCausalLM for them.
+CHATGLM = model(
+    "ChatGLMModel",
+    Part(
+        (".self_attention.{query_key_value,dense}",),
+        splits=(
+            Split(
+                ".self_attention.query_key_value",
+                "out",
+                replicated=True,
+                parts=(HEADS, HEADS, HEADS),
+                where=(("multi_query_attention", QKV),),
+            ),
+            Split(".self_attention.dense", "in", HEADS),
+        ),
+        cached=(Cached(".self_attention.query_key_value", KV_HEADS),),
+    ),
+    Part(
+        (".mlp.{dense_h_to_4h,dense_4h_to_h}",),
+        splits=(Split(".mlp.dense_h_to_4h", "out", parts=(None, None)), Split(".mlp.dense_4h_to_h", "in")),
+    ),
+    layers="transformer.encoder.layers.*",
+    keep=(
+        Keep("transformer.embedding.word_embeddings", "embedding", divided=True),
+        Keep("transformer.output_layer", "output head", divided=True),
+        Keep("transformer.vision.**", "vision or audio"),
+    ),
+    head_refused="it is called output_layer",
+    transformers_reads_blocks=False,
+)
+
+# Dense layers first, then experts. vLLM 0.32.0 models/bailing_moe.py.
+BAILING_MOE_V2 = model(
+    "BailingMoeV2ForCausalLM",
+    Part(
+        (".attention.{query_key_value,dense}",),
+        splits=(
+            Split(".attention.query_key_value", "out", replicated=True, parts=QKV),
+            Split(".attention.dense", "in", HEADS),
+        ),
+        cached=(Cached(".attention.query_key_value", KV_HEADS),),
+    ),
+    gated(".mlp"),
+    SHARED_EXPERTS,
+    ROUTED,
+    keep=(Keep("model.word_embeddings", "embedding", divided=True),),
+    draft_layers="num_hidden_layers",
+    # models/bailing_moe.py:560
+    head_refused="engines divide its columns by their length where config.json has norm_head",
+    transformers_reads_blocks=False,
+)
+
+# On vLLM's Transformers backend, which divides its attention as it finds it, and not its MLP, of which no plan tells
+# (models/transformers/base.py:480). Most have one key for all heads, which is counted by the flag that says so.
+GPT_BIGCODE = model(
+    "GPTBigCodeForCausalLM",
+    Part(
+        (".attn.{c_attn,c_proj}", ".mlp.{c_fc,c_proj}"),
+        splits=(
+            Split(
+                ".attn.c_attn",
+                "out",
+                replicated=True,
+                parts=(HEADS, HEADS, HEADS),
+                where=(("multi_query", (HEADS, "multi_query", "multi_query")),),
+            ),
+            Split(".attn.c_proj", "in", HEADS),
+        ),
+        cached=(Cached(".attn.c_attn", "multi_query"),),
+    ),
+    layers="transformer.h.*",
+    keep=(
+        Keep("transformer.wte", "embedding", divided=True),
+        Keep("transformer.wpe", "embedding"),
+    ),
+    # models/gpt_bigcode.py:295 loads the scales of c_attn whole, for each of queries, key and value.
+    sglang=SGLang(
+        tuple(
+            Refusal(scheme, None, "it takes one scale for what c_attn holds", "--scheme tensor loads")
+            for scheme in ("channel", "block", "mxfp8", "int8", "int8-weights", "int4", "mxfp4", "nvfp4", "nvfp4-w4a4")
+        )
+    ),
+)
+
+ENTRIES = (
+    FALCON,
+    BLOOM,
+    GPT_NEOX,
+    INTERNLM2,
+    CHATGLM,
+    replace(CHATGLM, name="ChatGLMForConditionalGeneration"),
+    replace(CHATGLM, name="GLM4VForCausalLM"),
+    GPT_BIGCODE,
+    BAILING_MOE_V2,
+    replace(BAILING_MOE_V2, name="BailingMoeForCausalLM"),
+)

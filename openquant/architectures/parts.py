@@ -79,17 +79,17 @@ HEADS, KV_HEADS = "num_attention_heads", "num_key_value_heads"
 STREAMS = "mixes streams of hidden states"
 
 
-def attention(out: str = "o_proj", listed_as: str | None = None) -> Part:
-    """q, k and v, which engines join, and the projection after them."""
+def attention(out: str = "o_proj", listed_as: str | None = None, path: str = ".self_attn") -> Part:
+    """q, k and v below `path`, which engines join, and the projection after them."""
     return Part(
-        compress=(f".self_attn.{{q_proj,k_proj,v_proj,{out}}}",),
-        joined=(Joined(".self_attn.{q,k,v}_proj", listed_as, "qkv_proj"),),
+        compress=(f"{path}.{{q_proj,k_proj,v_proj,{out}}}",),
+        joined=(Joined(f"{path}.{{q,k,v}}_proj", listed_as, "qkv_proj"),),
         splits=(
-            Split(".self_attn.q_proj", "out", HEADS),
-            Split(".self_attn.{k,v}_proj", "out", KV_HEADS, replicated=True),
-            Split(f".self_attn.{out}", "in", HEADS),
+            Split(f"{path}.q_proj", "out", HEADS),
+            Split(f"{path}.{{k,v}}_proj", "out", KV_HEADS, replicated=True),
+            Split(f"{path}.{out}", "in", HEADS),
         ),
-        cached=(Cached(".self_attn.{k,v}_proj", KV_HEADS),),
+        cached=(Cached(f"{path}.{{k,v}}_proj", KV_HEADS),),
     )
 
 

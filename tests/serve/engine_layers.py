@@ -51,7 +51,7 @@ Layers = Mapping[str, "dict[str, Any] | EngineError"]
 def usual(module: str) -> str:
     """A name without what tells the engine's from the checkpoint's."""
     module = re.sub(
-        r"^(thinker(\.model)?|model\.language_model|language_model(\.model)?|llm(\.model)?|(model\.)?text_model(\.model)?|model\.decoder|model|backbone|gpt_neox)\.",
+        r"^(thinker(\.model)?|model\.language_model|language_model(\.model)?|llm(\.model)?|(model\.)?text_model(\.model)?|model\.decoder|model|backbone|gpt_neox|transformer)\.",
         "",
         module,
     )

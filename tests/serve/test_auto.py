@@ -39,6 +39,7 @@ OTHERWISE = {
     "Lfm2VlForConditionalGeneration": "refused: conv.in_proj is looked up as short_conv.in_proj of another module",
     "GPTNeoXForCausalLM": "on the Transformers backend nothing tells that heads divide its query_key_value",
     "DeepseekV4ForCausalLM": "its compressors are built on CUDA alone",
+    "InternLM2ForCausalLM": "it gathers what wqkv makes as if no head were copied to ranks (models/internlm2.py:162)",
 }
 ALIKE = (
     tuple(name for name in tiny.ARCHITECTURES if name not in (*UNBUILT, *TURNED, *OTHERWISE)) if EVERYTHING else KINDS
