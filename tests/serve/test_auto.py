@@ -39,6 +39,14 @@ OTHERWISE = {
     "Lfm2VlForConditionalGeneration": "refused: conv.in_proj is looked up as short_conv.in_proj of another module",
     "GPTNeoXForCausalLM": "on the Transformers backend nothing tells that heads divide its query_key_value",
     "DeepseekV4ForCausalLM": "its compressors are built on CUDA alone",
+    "HrmTextForCausalLM": "of its two stacks one is taken for the decoder's layers, the other stays",
+    "LagunaForCausalLM": "vLLM names no gate_up_proj of it, so gate and up are not known to be one layer",
+    "Mamba2ForCausalLM": "nothing tells that heads divide its out_proj",
+    "MiniCPM3ForCausalLM": "its q_a_proj has no name, so nothing tells that it is one of the quantized",
+    **dict.fromkeys(
+        ("ChatGLMModel", "ChatGLMForConditionalGeneration", "GLM4VForCausalLM", "GPTBigCodeForCausalLM"),
+        "q, k and v stay: no rule tells into which sizes the engine cuts what holds them",
+    ),
     "InternLM2ForCausalLM": "it gathers what wqkv makes as if no head were copied to ranks (models/internlm2.py:162)",
 }
 ALIKE = (
