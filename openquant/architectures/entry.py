@@ -290,7 +290,8 @@ class Model:
         towers: modules of which nothing is quantized and inside of which engines have names of their own; listed as
             they are and, in the compressed-tensors format, as an expression.
         rest: why modules that no pattern covers are kept; None where there may not be any.
-        transformers_reads_blocks: whether transformers loads a 128x128 block output of this architecture.
+        transformers_reads_blocks: whether transformers loads a 128x128 block output of this architecture: not where it
+            has no class of it, or other names.
         reordered: modules whose rows an engine puts in another order as it loads them.
         nameless: modules that vLLM builds without a name, and so finds in no list: it takes them to be stored as most
             layers are.

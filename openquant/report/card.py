@@ -178,7 +178,7 @@ def readers(plan: Plan) -> str:
     of_layers = (found.transformers for found in plan.schemes)
     problem = next(filter(None, (*of_layers, *of_experts)), None)
     if problem is None and plan.scheme and not plan.model.transformers_reads_blocks:
-        problem = "finds no weights for experts stored one by one"
+        problem = "does not find all of its weights under these names"
     if problem is not None:
         return f"{engines}. Do not load it with transformers, which {problem}."
     return f"{engines}; transformers loads it too{f', with {plan.package} installed' if plan.package else ''}."

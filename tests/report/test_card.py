@@ -127,7 +127,7 @@ def test_compressed_blocks_of_experts_are_nothing_for_transformers(tmp_path: Pat
 
 def test_stacked_experts_are_nothing_for_transformers(tmp_path: Path) -> None:
     text = card(tmp_path, None, architecture="Llama4ForCausalLM")
-    assert "Do not load it with transformers, which finds no weights for experts stored one by one." in text
+    assert "Do not load it with transformers, which does not find all of its weights under these names." in text
 
 
 def test_known_repository_becomes_the_base_model(tmp_path: Path) -> None:
