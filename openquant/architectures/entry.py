@@ -338,6 +338,11 @@ class Model:
     ranked: Ranked | None = None
     decided: str | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def repeats(self) -> bool:
+        """Whether a token goes through its layers several times."""
+        return any(what.times for what in self.cached)
+
     def with_head(self) -> Model:
         """The same with the output head among what is quantized."""
         keep = tuple(keep for keep in self.keep if keep != HEAD)

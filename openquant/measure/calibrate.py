@@ -29,6 +29,7 @@ from ..forward.products import products_in_float32
 from ..forward.scratch import Scratch
 from ..forward.streamed import StreamedModel
 from ..forward.suspended import Pass, run
+from ..models import MODELS
 from ..texts.corpus import Corpus
 from ..weights.calibration import Inputs
 from .interception import DOWN, FIRST, Experts, Interception, holds_experts
@@ -166,9 +167,15 @@ def calibrate(
         kept: where what was seen so far is kept now and then, and gone on from.
 
     Raises:
-        SourceError: a weight cannot be read, or activations are not finite.
+        SourceError: a weight cannot be read, activations are not finite, or texts go through layers several times.
         OutputError: hidden states found no room on disk.
     """
+    entry = MODELS.get(model.checkpoint.architecture)
+    if entry is not None and entry.repeats:
+        raise SourceError(
+            f"{entry.name} runs its layers several times, and a calibration sees what goes into them once",
+            "convert it without one",
+        )
     layers, experts = find_sites(model)
     observer = Observer(model.model, layers, experts)
     decoding = decoder_layers(model)

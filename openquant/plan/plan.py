@@ -344,7 +344,7 @@ def make_plan(
         refusal = model.refusal(asked.name, asked.method)
         if refusal is not None:
             raise PlanError(f"{model.name} cannot be served with {asked.title}: {refusal.why}", refusal.hint)
-    if options.gptq and any(what.times for what in model.cached):
+    if options.gptq and model.repeats:
         raise PlanError(
             f"{model.name} runs its layers several times, and GPTQ rounds a layer once texts are through it",
             "leave --gptq out",

@@ -40,7 +40,6 @@ from textbook import by_hand
 
 IDS = [tuple((7 * at * at + 31 * number) % 500 for at in range(150)) for number in range(4)]
 CORPUS = Corpus(tuple(Document("some", f"some {at}", each) for at, each in enumerate(IDS)), "", {})
-REPEATED = "HrmTextForCausalLM"
 WANTED = [SCHEMES[name] for name in ("int4", "int8", "int8-weights", "nvfp4", "tensor", "channel", "block", "mxfp4")]
 
 
@@ -144,14 +143,14 @@ def uncalled(architecture: str, module: str) -> bool:
 
 def test_layers_that_run_several_times_are_refused(shelf: Shelf, tmp_path: Path) -> None:
     with pytest.raises(PlanError) as caught:
-        compressed(shelf.source(REPEATED), tmp_path / "out", SCHEMES["int4"], True)
+        compressed(shelf.source("HrmTextForCausalLM"), tmp_path / "out", SCHEMES["int4"], True)
     assert caught.value.message == (
         "HrmTextForCausalLM runs its layers several times, and GPTQ rounds a layer once texts are through it"
     )
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", [name for name in tiny.STREAMED if name != REPEATED])
+@pytest.mark.parametrize("name", tiny.STREAMED)
 def test_all_layers_of_every_architecture_are_found(shelf: Shelf, tmp_path: Path, name: str) -> None:
     names = ("int8", "channel", "tensor", "block", "mxfp8")
     scheme = next(SCHEMES[each] for each in names if tiny.refused(name, SCHEMES[each]) is None)

@@ -138,6 +138,14 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_module, "TIMES", 0)
 
 
+def test_layers_that_run_several_times_are_refused(shelf: Shelf) -> None:
+    with pytest.raises(SourceError) as caught:
+        found(shelf.source("HrmTextForCausalLM"), IDS[:1])
+    assert caught.value.message == (
+        "HrmTextForCausalLM runs its layers several times, and a calibration sees what goes into them once"
+    )
+
+
 @pytest.mark.parametrize("architecture", tiny.STREAMED)
 @pytest.mark.usefixtures("at_once")
 def test_every_layer_of_a_plan_is_seen(shelf: Shelf, tmp_path: Path, architecture: str) -> None:
