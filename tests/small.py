@@ -23,6 +23,7 @@ class Small:
         inside: the key of config.json under which these are, where that is not its top.
         text: the key that the language model's config has there.
         made_as: the architecture and model type that transformers makes it as, where it knows it by another name.
+        alone: whether it is the language model alone that transformers makes, of a wrapper.
         renames: prefixes that transformers saves, as published files have them.
         drop: expression of names that published files do not hold.
         copies: prefixes of tensors and of their likes that files hold as well (draft layers).
@@ -42,6 +43,7 @@ class Small:
     inside: str | None = None
     text: str = "text_config"
     made_as: tuple[str, str] | None = None
+    alone: bool = False
     renames: Mapping[str, str] = field(default_factory=dict)
     drop: str | None = None
     copies: Mapping[str, str] = field(default_factory=dict)

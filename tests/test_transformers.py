@@ -23,8 +23,12 @@ from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR, VARIANTS, Scheme, 
 from openquant.models import MODELS
 
 # The exceptions are in the registry (split experts that it wants stacked); the wrapped models are read as a whole.
+# Of what it makes the language model alone, it reads none as a whole.
+ALONE = [name for name, small in zoo.ZOO.items() if small.alone]
 ARCHITECTURES = [
-    name for name in tiny.ARCHITECTURES if MODELS[name].transformers_reads_blocks and tiny.refused(name, BLOCK) is None
+    name
+    for name in tiny.ARCHITECTURES
+    if name not in ALONE and MODELS[name].transformers_reads_blocks and tiny.refused(name, BLOCK) is None
 ]
 # It leaves draft layers out: those of a model of two layers.
 DRAFT = ("model.layers.2.", "model.language_model.layers.2.", "model.mtp_layers.")

@@ -746,7 +746,7 @@ def saved(architecture: str, config: str) -> dict[str, tuple[Shape, torch.Tensor
 
     small = ZOO[architecture]
     made_as, model_type = small.made_as or (architecture, small.model_type)
-    known = json.loads(config)
+    known = json.loads(config)[small.text] if small.alone else json.loads(config)
     known.pop("model_type")
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as root:
         warnings.simplefilter("ignore")

@@ -7,6 +7,43 @@ from dataclasses import replace
 from small import DEEPSEEK_MOE, DRAFT, GEMMA4, INDEXER, MLA, Small
 
 _KINDS = ("sliding_attention", "full_attention")
+# The last two layers read keys and values of the first two.
+_GEMMA3N = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": [*_KINDS, *_KINDS],
+    "intermediate_size": [512] * 4,
+    "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 64,
+    "vocab_size_per_layer_input": 512,
+    "laurel_rank": 64,
+    "sliding_window": 512,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+    "rope_parameters": GEMMA4["rope_parameters"],
+}
+_STEP = {
+    "num_attention_groups": 2,
+    "use_moe": True,
+    "moe_intermediate_size": 128,
+    "moe_num_experts": 4,
+    "moe_top_k": 2,
+    "moe_every_n_layer": 1,
+    "moe_layers_enum": "1",
+    "share_expert_dim": 128,
+    "moe_router_activation": "sigmoid",
+    "use_head_wise_attn_gate": True,
+    "layer_types": list(_KINDS),
+    "sliding_window": 512,
+    "attention_other_setting": {
+        "attention_type": "sliding_attention",
+        "num_attention_heads": 6,
+        "num_attention_groups": 2,
+        "head_dim": 64,
+    },
+    "rope_theta": 10000.0,
+}
 _M3 = {
     "intermediate_size": 128,
     "dense_intermediate_size": 512,
@@ -145,24 +182,78 @@ MIXED = {
         # streamed.py wants each layer asked for once; it goes through them several times.
         streamed=False,
     ),
-    # The last two layers read keys and values of the first two.
-    "Gemma3nForCausalLM": Small(
-        "gemma3n_text",
-        {
-            "num_hidden_layers": 4,
-            "num_kv_shared_layers": 2,
-            "layer_types": [*_KINDS, *_KINDS],
-            "intermediate_size": [512] * 4,
-            "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
-            "hidden_activation": "gelu_pytorch_tanh",
-            "hidden_size_per_layer_input": 64,
-            "vocab_size_per_layer_input": 512,
-            "laurel_rank": 64,
-            "sliding_window": 512,
-            "final_logit_softcapping": 30.0,
-            "tie_word_embeddings": True,
-            "rope_parameters": GEMMA4["rope_parameters"],
+    "Gemma3nForCausalLM": Small("gemma3n_text", _GEMMA3N),
+    # Neither transformers nor vLLM builds its tower without timm: that is a tensor of each kind.
+    "Gemma3nForConditionalGeneration": Small(
+        "gemma3n",
+        {**_GEMMA3N, "model_type": "gemma3n_text"},
+        vision={
+            "model_type": "gemma3n_vision",
+            "architecture": "mobilenetv5_300m_enc",
+            "hidden_size": 128,
+            "vocab_size": 8,
+            "vocab_offset": 496,
         },
+        beside={
+            "audio_config": {
+                "model_type": "gemma3n_audio",
+                "hidden_size": 128,
+                "conf_num_attention_heads": 2,
+                "conf_num_hidden_layers": 1,
+                "vocab_size": 8,
+                "vocab_offset": 504,
+                "input_feat_size": 16,
+            },
+        },
+        made_as=("Gemma3nForCausalLM", "gemma3n_text"),
+        alone=True,
+        renames={"model.": "model.language_model."},
+        extra={
+            **{
+                f"model.vision_tower.timm_model.{name}": shape
+                for name, shape in {
+                    "conv_stem.conv.weight": (16, 3, 3, 3),
+                    "conv_stem.conv.bias": (16,),
+                    "conv_stem.bn.weight": (16,),
+                    "blocks.0.0.conv_exp.weight": (64, 16, 3, 3),
+                    "blocks.0.0.conv_pwl.weight": (128, 64, 1, 1),
+                    "blocks.1.0.dw_start.conv.weight": (128, 1, 3, 3),
+                    "blocks.1.0.pw_exp.conv.weight": (256, 128, 1, 1),
+                    "blocks.1.0.pw_proj.conv.weight": (128, 256, 1, 1),
+                    "blocks.1.0.layer_scale.gamma": (128,),
+                    "blocks.1.1.attn.query.proj.weight": (128, 128, 1, 1),
+                    "blocks.1.1.attn.key.proj.weight": (64, 128, 1, 1),
+                    "blocks.1.1.attn.output.proj.weight": (128, 128, 1, 1),
+                    "msfa.ffn.pw_proj.conv.weight": (128, 256, 1, 1),
+                    "msfa.norm.weight": (128,),
+                }.items()
+            },
+            **{
+                f"model.audio_tower.{name}": shape
+                for name, shape in {
+                    "subsample_conv_projection.conv_0.conv.weight": (8, 1, 3, 3),
+                    "subsample_conv_projection.input_proj_linear.weight": (128, 128),
+                    "conformer.0.ffw_layer_start.ffw_layer_1.weight": (512, 128),
+                    "conformer.0.ffw_layer_start.ffw_layer_2.weight": (128, 512),
+                    "conformer.0.attention.attn.per_dim_scale": (64,),
+                    **{f"conformer.0.attention.attn.{part}_proj.weight": (128, 128) for part in "qkv"},
+                    "conformer.0.attention.post.weight": (128, 128),
+                    "conformer.0.lconv1d.depthwise_conv1d.weight": (128, 1, 5),
+                    "conformer.0.norm.weight": (128,),
+                }.items()
+            },
+            **{
+                f"model.embed_{kind}.{name}.weight": shape
+                for kind in ("vision", "audio")
+                for name, shape in {
+                    "embedding": (8, 128),
+                    "hard_embedding_norm": (128,),
+                    "soft_embedding_norm": (128,),
+                    "embedding_projection": (256, 128),
+                }.items()
+            },
+        },
+        streamed=False,
     ),
     # transformers has the wrapper alone.
     "MuseGlimmerForCausalLM": Small(
@@ -260,27 +351,7 @@ MIXED = {
     "MiMoV2ForCausalLM": replace(MIMO_V2_FLASH, made_as=("MiMoV2FlashForCausalLM", "mimo_v2_flash"), streamed=False),
     "Step3p5ForCausalLM": Small(
         "step3p5",
-        {
-            "num_attention_groups": 2,
-            "use_moe": True,
-            "moe_intermediate_size": 128,
-            "moe_num_experts": 4,
-            "moe_top_k": 2,
-            "moe_every_n_layer": 1,
-            "moe_layers_enum": "1",
-            "share_expert_dim": 128,
-            "moe_router_activation": "sigmoid",
-            "use_head_wise_attn_gate": True,
-            "layer_types": list(_KINDS),
-            "sliding_window": 512,
-            "attention_other_setting": {
-                "attention_type": "sliding_attention",
-                "num_attention_heads": 6,
-                "num_attention_groups": 2,
-                "head_dim": 64,
-            },
-            "rope_theta": 10000.0,
-        },
+        _STEP,
         made_as=("LlamaForCausalLM", "llama"),
         streamed=False,
         drop=r"model\.layers\..*",
@@ -308,6 +379,29 @@ MIXED = {
             "model.layers.1.moe.gate.weight": (4, 256),
             "model.layers.1.moe.router_bias": (4,),
         },
+    ),
+    "Step3p7ForConditionalGeneration": Small(
+        "step3p7",
+        {**_STEP, "model_type": "step3p5"},
+        vision={
+            "model_type": "perception_encoder",
+            "width": 128,
+            "layers": 1,
+            "heads": 2,
+            "image_size": 56,
+            "patch_size": 14,
+            "mlp_ratio": 2.0,
+            "ls_init_value": 0.1,
+            "use_cls_token": False,
+            "use_ln_pre": True,
+            "use_ln_post": False,
+            "use_abs_posemb": True,
+            "use_rope2d": True,
+            "output_dim": None,
+            "hidden_act": "quick_gelu",
+            "max_position_embeddings": 16,
+        },
+        beside={"projector_bias": False, "image_token_id": 7},
     ),
     "KimiK25ForConditionalGeneration": Small(
         "kimi_k25",

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from .entry import DRAFT, ROUTER, Cached, Experts, Joined, Keep, Ranked, Refusal, Split, Stacked, Windows
 from .experts import ROUTED
+from .hybrid import EITHER
 from .latent import DEEPSEEK_V3
 from .parts import KV_HEADS, MLP, attention, gated, model, routed, wrapped
 
@@ -70,6 +71,22 @@ STEP3P5 = model(
     renames=((".share_expert.", ".moe.share_expert."),),
     transformers_reads_blocks=False,
 )
+# Files have one of two spellings of all names. vLLM 0.32.0 builds the tower with quant_config, under names of its own
+# (models/step3p7.py:34) and before the language model tells what qkv_proj is made of.
+STEP3P7 = wrapped(
+    STEP3P5,
+    "Step3p7ForConditionalGeneration",
+    "vision_model",
+    "vit_large_projector",
+    layers=EITHER,
+    renames=(
+        *STEP3P5.renames,
+        # Files have in_proj_weight, which is no module that could be listed: where the one beside it is, it is too.
+        (".attn.out_proj", ".attn.qkv_proj"),
+        (".mlp.c_fc", ".mlp.fc1"),
+        (".mlp.c_proj", ".mlp.fc2"),
+    ),
+)
 
 # vLLM 0.32.0 models/kimi_k25.py:311.
 KIMI_K25 = wrapped(
@@ -121,6 +138,7 @@ ENTRIES = (
     MIMO_V2_FLASH,
     MIMO_V2,
     STEP3P5,
+    STEP3P7,
     KIMI_K25,
     wrapped(
         MINIMAX_M3,

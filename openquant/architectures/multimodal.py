@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .dense import GEMMA4, GLM4, LLAMA, MUSE_GLIMMER, OPT, WINDOWS
+from .dense import GEMMA3N, GEMMA4, GLM4, LLAMA, MUSE_GLIMMER, OPT, WINDOWS
 from .entry import DRAFT, EMBEDDING, ROUTER, Experts, Joined, Keep, Refusal, SGLang, Stacked
 from .experts import ERNIE_MOE, GLM4_MOE, LLAMA4, MTP, NAMELESS_HEAD, QWEN3_MOE
 from .hybrid import EITHER, GLM5_NEXT, LFM2, NEMOTRON_H, QWEN3_5, QWEN3_5_MOE, QWEN4_EXP
@@ -21,6 +21,16 @@ GEMMA3_WRAPPED = wrapped(
     "vision_tower",
     "multi_modal_projector",
     spellings=(LANGUAGE_MODEL, TOWER),
+)
+# vLLM 0.32.0 builds all around the language model without a quantization (models/gemma3n_mm.py:616-626).
+GEMMA3N_WRAPPED = wrapped(
+    GEMMA3N,
+    "Gemma3nForConditionalGeneration",
+    *("vision_tower", "audio_tower", "embed_vision", "embed_audio"),
+    layers="model.language_model.layers.*",
+    spellings=tuple(
+        tuple(name.replace("model.", "model.language_model.", 1) for name in group) for group in GEMMA3N.spellings
+    ),
 )
 # vLLM 0.32.0 models/mistral3.py:431 renames every weight_scale_inv to weight_scale, which a block has not.
 MISTRAL3_WRAPPED = wrapped(
@@ -364,6 +374,7 @@ ENTRIES = (
         transformers_reads_blocks=True,
     ),
     GEMMA3_WRAPPED,
+    GEMMA3N_WRAPPED,
     MISTRAL3_WRAPPED,
     LIGHTON_OCR,
     QWEN2_VL,

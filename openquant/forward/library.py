@@ -81,7 +81,10 @@ _SAME = {
 }
 # What classes of stacked experts say of themselves where transformers computes them as all others, for those that
 # compute in a way of their own.
-_OF_STACKS = {"Llama4TextExperts": {"is_concatenated": True, "is_transposed": True, "has_gate": True}}
+_OF_STACKS = {
+    "Llama4TextExperts": {"is_concatenated": True, "is_transposed": True, "has_gate": True},
+    "Step3p7Experts": {"is_concatenated": True, "is_transposed": False, "has_gate": True},
+}
 # Computed when a model is made, such as rotary frequencies; gigabytes of them are somebody's mistake.
 _MOST_BUFFERS = 1 << 30
 

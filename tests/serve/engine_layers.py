@@ -25,6 +25,11 @@ UNBUILT = (
     "NemotronH_Nano_VL_V2",
     "NemotronH_Nano_Omni_Reasoning_V3",
     "NemotronH_Super_Omni_Reasoning_V3",
+    # "'num_attention_heads' is a per-layer attribute", of transformers' configuration, which also calls
+    # config.vision_config.width otherwise (models/step_vl.py:361).
+    "Step3p7ForConditionalGeneration",
+    # Its tower is timm's (models/gemma3n_mm.py:617).
+    "Gemma3nForConditionalGeneration",
     # "You cannot pass text prompts when `skip_tokenizer_init=True`"; it is what Qianfan-OCR derives from, which is served.
     "InternVLChatModel",
     # Its attention asks for a chunk_lookback, which the CPU build's does not take (models/rnj1.py).

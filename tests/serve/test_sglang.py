@@ -95,13 +95,18 @@ NOT_RUN = {
     "LongcatFlashForCausalLM": "argument of type 'NoneType' is not iterable",
     "MuseGlimmerForCausalLM": "'MuseGlimmerTextConfig' object has no attribute 'output_soft_cap_temp'",
     # intermediate_size is a list.
-    "Gemma3nForCausalLM": "unsupported operand type(s) for %: 'list' and 'int'",
+    **dict.fromkeys(
+        ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"), "unsupported operand type(s) for %: 'list' and 'int'"
+    ),
     "Dots3NoteForCausalLM": "Dots3 model only supports CUDA backend.",
     "DeepseekV4ForCausalLM": "Torch not compiled with CUDA enabled",
     # The rotary parameters of each kind of layers, as transformers 5 has them.
     **dict.fromkeys(("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"), "unhashable type: 'dict'"),
     "MiniMaxM3SparseForConditionalGeneration": "in bfloat16 it leaves ['vision_tower.vision_model.post_layernorm.weight'",
-    "Step3p5ForCausalLM": "'num_attention_heads' is a per-layer attribute and may vary across layers",
+    **dict.fromkeys(
+        ("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"),
+        "'num_attention_heads' is a per-layer attribute and may vary across layers",
+    ),
 }
 # Whose experts it loads, and computes without their scales (models/afmoe.py:285).
 WITHOUT_SCALES = "AfmoeForCausalLM"
