@@ -21,6 +21,7 @@ class Small:
         vision: its vision_config, for wrappers.
         beside: what config.json of a wrapper says beside these two, such as an audio_config.
         inside: the key of config.json under which these are, where that is not its top.
+        outside: whether transformers has at its top what is inside.
         text: the key that the language model's config has there.
         made_as: the architecture and model type that transformers makes it as, where it knows it by another name.
         alone: whether it is the language model alone that transformers makes, of a wrapper.
@@ -41,6 +42,7 @@ class Small:
     vision: Mapping[str, Any] | None = None
     beside: Mapping[str, Any] = field(default_factory=dict)
     inside: str | None = None
+    outside: bool = False
     text: str = "text_config"
     made_as: tuple[str, str] | None = None
     alone: bool = False

@@ -123,6 +123,9 @@ MORE: dict[str, tuple[int | tuple[int, ...], list[int]]] = {
     "GlmAsrForConditionalGeneration": (196, [1, 2, 4, 8, 16]),
     "GraniteSpeechForConditionalGeneration": (280, [1, 2, 4]),
     "GraniteSpeechPlusForConditionalGeneration": (280, [1, 2, 4, 8, 16]),
+    "AriaForConditionalGeneration": (3780, [1]),
+    "Qwen3ASRForConditionalGeneration": (196, [1, 2, 4, 8, 16]),
+    "Qwen3ASRRealtimeGeneration": (196, [1, 2, 4, 8, 16]),
     "Emu3ForConditionalGeneration": (224, [1, 2, 4, 8, 16]),
     "HunYuanVLForConditionalGeneration": (168, [1, 2, 4]),
     "VibeVoiceAsrForConditionalGeneration": (196, [1, 2, 4]),
@@ -390,6 +393,7 @@ def test_the_table_has_a_row_for_each_architecture() -> None:
     rows = dict(re.findall(r"^\| `(\w+)`[^|]*\| ([^|]+) \|", table, re.MULTILINE))
     assert {name for name in rows if name in MODELS} == set(MODELS)
     assert {name for name, cell in rows.items() if cell == "refused"} == {
+        "AriaForConditionalGeneration",
         "DeepseekV4ForCausalLM",
         "GptOssForCausalLM",
         "MiniMaxM3SparseForConditionalGeneration",

@@ -175,6 +175,32 @@ QWEN2_5_OMNI = Small(
     streamed=False,
 )
 
+QWEN3_ASR = Small(
+    "qwen3_asr",
+    {"model_type": "qwen3", **MROPE},
+    beside={
+        "thinker_config": {
+            "model_type": "qwen3_asr_thinker",
+            "audio_config": {
+                **{key: value for key, value in WHISPER.items() if key != "max_source_positions"},
+                "model_type": "qwen3_asr_encoder",
+                "output_dim": 256,
+                "downsample_hidden_size": 32,
+            },
+        },
+    },
+    inside="thinker_config",
+    outside=True,
+    made_as=("Qwen3ASRForConditionalGeneration", "qwen3_asr"),
+    renames={
+        "lm_head": "thinker.lm_head",
+        r"model\.language_model": "thinker.model",
+        r"model\.audio_tower": "thinker.audio_tower",
+        r"model\.multi_modal_projector\.linear_": "thinker.audio_tower.proj",
+    },
+    streamed=False,
+)
+
 NEMOTRON_OMNI = Small(
     "nemotron_h_omni",
     {**NEMOTRON_H, "model_type": "nemotron_h"},
@@ -651,5 +677,13 @@ WRAPPERS = {
         inside="thinker_config",
         extra=TALKER,
         streamed=False,
+    ),
+    "Qwen3ASRForConditionalGeneration": QWEN3_ASR,
+    "Qwen3ASRRealtimeGeneration": QWEN3_ASR,
+    "AriaForConditionalGeneration": Small(
+        "aria",
+        {"model_type": "aria_text", "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+        vision=IDEFICS,
+        beside={"image_token_index": 7, "projector_patch_to_query_dict": {"16": 4}},
     ),
 }

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .dense import GEMMA3N, GEMMA4, GLM4, LLAMA, MUSE_GLIMMER, OPT, WINDOWS
-from .entry import DRAFT, EMBEDDING, ROUTER, Experts, Joined, Keep, Refusal, SGLang, Stacked
+from .entry import DRAFT, EMBEDDING, ROUTER, Experts, Joined, Keep, Refusal, SGLang, Split, Stacked
 from .experts import ERNIE_MOE, GLM4_MOE, LLAMA4, MTP, NAMELESS_HEAD, QWEN3_MOE
 from .hybrid import EITHER, GLM5_NEXT, LFM2, NEMOTRON_H, QWEN3_5, QWEN3_5_MOE, QWEN4_EXP
 from .latent import DEEPSEEK_V32
-from .parts import IF_ASKED, NO_CACHE, NO_GROUPS, RENAMED, wrapped
+from .parts import ATTENTION, IF_ASKED, NO_CACHE, NO_GROUPS, RENAMED, Part, gated, model, wrapped
 
 # vLLM 0.32.0 builds such a tower with quant_config as vision_tower.vision_model.encoder (models/siglip.py, clip.py);
 # transformers 5 leaves vision_model out.
@@ -222,6 +222,59 @@ QWEN3_OMNI = wrapped(
     ),
     transformers_reads_blocks=False,
 )
+# Built as Qwen3 Omni's, without "thinker." (vLLM 0.32.0 models/qwen3_asr.py:418-424).
+QWEN3_ASR = wrapped(
+    LLAMA,
+    "Qwen3ASRForConditionalGeneration",
+    "thinker.audio_tower",
+    layers="thinker.model.layers.*",
+    text_config="thinker_config.text_config",
+    towers=("audio_tower",),
+    # transformers 5.23 has its names as newer files do, without "thinker.".
+    transformers_reads_blocks=False,
+)
+# Experts [E, H, 2I] and [E, I, H]. vLLM 0.32.0 calls both the gate and the up of one gate_up_proj (models/llama.py:354)
+# and cuts what has that name in two (layers/fused_moe/routed_experts.py:1053): they stay one tensor, whose scales must
+# have rows. It builds the experts that all tokens share without a name (models/aria.py:214).
+ARIA_EXPERTS = Part(
+    (".mlp.experts.*.{gate_up_proj,down_proj}",),
+    splits=(
+        Split(".mlp.experts.*.gate_up_proj", "out", parts=(None, None)),
+        Split(".mlp.experts.*.down_proj", "in"),
+    ),
+    experts=(
+        Experts(
+            ".mlp.experts",
+            stacked=(
+                Stacked("fc1", ("gate_up_proj",), transposed=True),
+                Stacked("fc2", ("down_proj",), transposed=True),
+            ),
+        ),
+    ),
+    keep=(Keep(".mlp.router", ROUTER),),
+)
+ARIA = wrapped(
+    model(
+        "AriaForConditionalGeneration",
+        ATTENTION,
+        gated(".mlp.shared_experts"),
+        ARIA_EXPERTS,
+        nameless=(".mlp.shared_experts.*",),
+        refused=tuple(
+            Refusal(
+                scheme,
+                None,
+                "vLLM 0.32.0 cuts the scales of its experts in two, and fails on one that has no rows",
+                "--scheme channel, -w 128, int4 and mxfp4 load",
+            )
+            for scheme in ("tensor", "nvfp4", "nvfp4-w4a4")
+        ),
+    ),
+    "AriaForConditionalGeneration",
+    *PROJECTED,
+    spellings=(LANGUAGE_MODEL,),
+    transformers_reads_blocks=False,
+)
 # Experts of texts, then those of images, which are smaller; each half has a router and a name of its own in vLLM 0.32.0
 # (models/ernie45_vl_moe.py:243).
 ERNIE_VL = wrapped(
@@ -362,6 +415,10 @@ ENTRIES = (
     # As it was first published.
     replace(QWEN2_5_OMNI, name="Qwen2_5OmniModel"),
     QWEN3_OMNI,
+    QWEN3_ASR,
+    # The same files, where vLLM is told to take sound as it comes.
+    replace(QWEN3_ASR, name="Qwen3ASRRealtimeGeneration"),
+    ARIA,
     wrapped(
         replace(LLAMA, windows=WINDOWS["Cohere2"]), "CohereCompassForConditionalGeneration", "visual", sglang=NO_GROUPS
     ),

@@ -153,6 +153,8 @@ def _wrongly_stacked(stacks: Iterable[Stack]) -> dict[str, str]:
         (path, part), widths_here = first.module.rsplit(".", 1), first.shape
         if part == "down_proj":
             widths_here = widths_here[::-1]
+        elif part == "gate_up_proj":
+            widths_here = widths_here[0] // 2, *widths_here[1:]
         other, widths_there = widths.setdefault(path, (name, widths_here))
         if widths_here != widths_there:
             misfits[name] = f"does not fit {other}: are the experts stacked the other way around?"

@@ -76,7 +76,11 @@ NOT_RUN = {
     "Step3p5ForCausalLM": "a router with sigmoids",
     "Step3p7ForConditionalGeneration": "not built",
 }
-RANDOM = tuple(name for name in CHOSEN if name not in NOT_RUN and tiny.refused(name, find_scheme("tensor")) is None)
+RANDOM = tuple(
+    name
+    for name in CHOSEN
+    if name not in NOT_RUN and any(tiny.refused(name, find_scheme(scheme)) is None for scheme in SCHEMES)
+)
 EXPERTS_IGNORED = "**.experts.**"
 # Its experts are left in bfloat16: vLLM's CPU build has no FP8 kernel with apply_router_weight_on_input.
 PLAIN_EXPERTS = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
@@ -135,6 +139,8 @@ MIXTURES = {name: mixture for name, mixture in ALL_MIXTURES.items() if mixture.s
 
 # Factors on the logits or on what experts add, and experts chosen otherwise, make more of the same errors.
 FURTHER = {
+    # 0.0059 in blocks; bfloat16 of the dequantized weights is as far, 0.0060.
+    "AriaForConditionalGeneration": 0.01,
     # 0.0066 per tensor, 0.0058 in blocks: a norm after its experts makes what they add as large as all else.
     "AXK1ForCausalLM": 0.01,
     "ExaoneMoeForCausalLM": 0.01,

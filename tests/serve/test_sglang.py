@@ -59,7 +59,10 @@ NOT_RUN = {
     "QianfanOCRForConditionalGeneration": "No module or parameter named 'model.mlp1'",
     "Qwen2_5OmniForConditionalGeneration": "for this kind of AutoModel: AutoModel.",
     **dict.fromkeys(
-        ("Qwen2_5OmniModel", "FunASRForConditionalGeneration", "NemotronH_Super_Omni_Reasoning_V3"),
+        (
+            *("Qwen2_5OmniModel", "FunASRForConditionalGeneration", "NemotronH_Super_Omni_Reasoning_V3"),
+            "Qwen3ASRRealtimeGeneration",
+        ),
         "is not a registered model in the Transformers library",
     ),
     **{
@@ -74,6 +77,7 @@ NOT_RUN = {
     "KimiK25ForConditionalGeneration": "'NoneType' object is not subscriptable",
     # It knows dense layers by a key that transformers' configuration drops.
     "Cohere2MoeForCausalLM": "in bfloat16 it leaves ['model.layers.0.mlp.gate.weight'",
+    "AriaForConditionalGeneration": "No module or parameter named 'model.language_model.layers.0.mlp.experts.0'",
     "HunYuanVLForConditionalGeneration": "No module or parameter named 'model.vit'",
     "Blip2ForConditionalGeneration": "No module or parameter named 'model.language_model.decoder'",
     "FalconH1ForCausalLM": "in bfloat16 it leaves .*q_norm.* unfilled",
