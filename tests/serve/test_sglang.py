@@ -348,7 +348,8 @@ def test_the_table_says_which_sglang_loads(outputs: dict[str, Path], loaded: Loa
             answer = status(loaded[str(cell)], outputs[str(cell)]).partition(":")[0]
             found[cell.architecture][COLUMNS.index(cell.scheme)] = answer
     for cell in CELLS:
-        if cell.scheme == "block-compressed" and not cell.options and advised(cell.architecture):
+        advice = cell.scheme == "block-compressed" and not cell.options and advised(cell.architecture)
+        if advice and cell.architecture not in NOT_RUN:
             assert status(loaded[str(cell)], outputs[str(cell)]) == "loaded"
             found[cell.architecture][2] = "`--format compressed-tensors` loaded, else refused"
     assert said == found
