@@ -176,6 +176,7 @@ MORE: dict[str, tuple[int | tuple[int, ...], list[int]]] = {
     "ChatGLMModel": (112, [1]),
     "ChatGLMForConditionalGeneration": (160, [1]),
     "GLM4VForCausalLM": (160, [1]),
+    "DeepseekForCausalLM": ((28 * 4 + 3 + 27 * 65 * 3, 28 * 4 + 27 * 65 * 3), [1]),
     "BailingMoeV2ForCausalLM": (20 * 2 + 3 + 19 * 257 * 3, [1, 2, 4]),
     "BailingMoeForCausalLM": (28 * 2 + 28 * 65 * 3, [1]),
     "GPTBigCodeForCausalLM": (160, [1, 2, 4, 8, 16]),

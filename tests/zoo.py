@@ -457,6 +457,14 @@ ZOO = {
         },
     ),
     "Glm4MoeForCausalLM": Small("glm4_moe", {**DEEPSEEK_MOE, "use_qk_norm": True}, **DRAFT),
+    # Only its own code reads its model type. With sizes of latent attention missing, vLLM builds heads.
+    "DeepseekForCausalLM": Small(
+        "glm4_moe",
+        {**DEEPSEEK_MOE, "num_nextn_predict_layers": 0, "moe_layer_freq": 1, "scoring_func": "softmax"},
+        made_as=("Glm4MoeForCausalLM", "glm4_moe"),
+        drop=r".*\.e_score_correction_bias",
+        streamed=False,
+    ),
     "DeepseekV2ForCausalLM": Small(
         "deepseek_v2", {**MLA, "q_lora_rank": None, "topk_method": "greedy", "scoring_func": "softmax"}
     ),

@@ -115,6 +115,20 @@ HUNYUAN_MOE = model(
     sglang=SGLang(head=HEAD_IN_BFLOAT16, alike=FORMATS),
 )
 
+# DeepSeek's first, whose attention has heads; transformers 5.23 has no such class.
+DEEPSEEK = model(
+    "DeepseekForCausalLM",
+    ATTENTION,
+    MLP,
+    SHARED_EXPERTS,
+    ROUTED,
+    # vLLM 0.32.0 models/deepseek_v2.py:187-203.
+    nameless=(".self_attn.*",),
+    transformers_reads_blocks=False,
+    # SGLang 0.5.23 models/deepseek.py:166 takes the codes of all experts as one tensor, and hands no scale on (:215).
+    sglang=SGLang(plain=(".mlp.experts.**",)),
+)
+
 ERNIE_MOE = model(
     "Ernie4_5_MoeForCausalLM",
     ATTENTION,
@@ -250,6 +264,7 @@ ENTRIES = (
     # OLMoE with OLMo 2's norms, on vLLM's Transformers backend.
     model("FlexOlmoForCausalLM", ATTENTION, ROUTED),
     model("Cohere2MoeForCausalLM", ATTENTION, MLP, SHARED_EXPERTS, ROUTED, windows=Windows(4, PATTERN)),
+    DEEPSEEK,
     GRANITE_MOE,
     GRANITE_MOE_SHARED,
     GRANITE_MOE_SWA,

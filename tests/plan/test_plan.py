@@ -936,6 +936,12 @@ def test_what_vllm_builds_without_a_name_has_the_scheme_of_most_or_is_refused(
             make_plan(source, CHANNEL, options)
         assert caught.value.message == f"{module}: {why} ({option})"
     assert make_plan(source, CHANNEL, Options(ignore=("**.o_proj",))).quantized_tensors == 12
+    # Nothing of this one's attention has a name, and experts, which have, may be stored otherwise.
+    other = open_checkpoint(tiny.write(tmp_path / "b", "DeepseekForCausalLM"))
+    assert make_plan(other, CHANNEL, Options(scheme_for=(("**.experts.**", BLOCK_COMPRESSED),))).quantized_tensors == 26
+    for asked_of in (Options(ignore=("**.o_proj",)), Options(scheme_for=(("**.v_proj", BLOCK_COMPRESSED),))):
+        with pytest.raises(PlanError, match=why):
+            make_plan(other, CHANNEL, asked_of)
     monkeypatch.setitem(MODELS, name, replace(MODELS[name], nameless=()))
     assert make_plan(source, CHANNEL, asked["--ignore **.self_attn.*"]).quantized_tensors == 6
 

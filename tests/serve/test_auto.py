@@ -35,6 +35,7 @@ KINDS = (
 TURNED = (LLAMA4, "Llama4ForConditionalGeneration", FALCON, "BloomForCausalLM")
 # What else is otherwise than an entry says, and why.
 OTHERWISE = {
+    "DeepseekForCausalLM": "its attention has no name, so nothing tells that it is one of the quantized",
     "FalconH1ForCausalLM": "refused: in_proj has a name that is counted on from the last layer",
     "Lfm2VlForConditionalGeneration": "refused: conv.in_proj is looked up as short_conv.in_proj of another module",
     "GPTNeoXForCausalLM": "on the Transformers backend nothing tells that heads divide its query_key_value",

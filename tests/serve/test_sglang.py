@@ -112,8 +112,8 @@ NOT_RUN = {
         "'num_attention_heads' is a per-layer attribute and may vary across layers",
     ),
 }
-# Whose experts it loads, and computes without their scales (models/afmoe.py:285).
-WITHOUT_SCALES = "AfmoeForCausalLM"
+# Whose experts it loads, and computes without their scales (models/afmoe.py:285, deepseek.py:215).
+WITHOUT_SCALES = ("AfmoeForCausalLM", "DeepseekForCausalLM")
 QWEN3, QWEN3_MOE, GEMMA3 = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForConditionalGeneration"
 DEEPSEEK, LLAMA4_WRAPPED = "DeepseekV3ForCausalLM", "Llama4ForConditionalGeneration"
 IGNORED = {"ignore": ["**.layers.0.**"]}
