@@ -41,7 +41,9 @@ def described(text: str, architecture: str) -> Checkpoint:
         elif line.startswith("#"):
             config |= {
                 key: int(value)
-                for key, value in re.findall(r"(\bn_\w+|\w*(?:num_|_num|heads|head_dim|groups)\w*) (\d+)", line)
+                for key, value in re.findall(
+                    r"(\bn_\w+|\w*(?:num_|_num|heads|head_dim|groups|norm_size)\w*) (\d+)", line
+                )
             }
             config |= dict.fromkeys(re.findall(r"(\w+_\w+) true\b", line), True)
         if line.startswith("#"):

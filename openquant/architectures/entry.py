@@ -162,17 +162,20 @@ class State:
     """What an engine keeps of a sequence, however long it is: the last inputs of a convolution, and a recurrent state.
 
     Attributes:
-        pattern: the convolutions, weights [channels, 1, width], of which the last width - 1 inputs are kept.
+        pattern: the convolutions, weights [channels, 1, width], of which the last width - 1 inputs are kept; where
+            there are none, one weight of each layer that has a state.
         sizes: config keys, joined by dots where one lies inside another, whose product is the size of the recurrent
             state; empty if there is none.
         dtype: config key that names its dtype.
         usual: its dtype where config.json says nothing.
+        convolved: whether the pattern's modules are convolutions.
     """
 
     pattern: str
     sizes: tuple[str, ...] = ()
     dtype: str | None = None
     usual: str = "bfloat16"
+    convolved: bool = True
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from .entry import ROUTER, Cached, Experts, Joined, Keep, Refusal, SGLang, Split, State
 from .experts import DRAFTED_MLPS, GRANITE_EXPERTS, GRANITE_SHARED, MTP, ROUTED, SHARED_EXPERT, STACKED_EXPERTS
-from .latent import INDEXER, LATENT
+from .latent import INDEXER, LATENT, latent
 from .parts import ATTENTION, HEADS, KV_HEADS, MLP, NO_CACHE, STREAMS, Part, attention, gated, model, plain, routed
 
 CONVOLUTION = "convolution"
@@ -328,6 +328,42 @@ NEMOTRON_H = model(
     spellings=(("backbone.", "model."),),
 )
 
+# Lightning attention, which decays by head, beside latent attention. vLLM 0.32.0 models/bailing_moe_linear.py.
+LIGHTNING = Part(
+    (".attention.{query_key_value,g_proj}",),
+    splits=(
+        Split(".attention.query_key_value", "out", parts=(HEADS, HEADS, HEADS)),
+        # layers/mamba/linear/bailing_linear_attn.py:461: no more ranks than groups that its norm has.
+        Split(".attention.g_proj", "out", "group_norm_size"),
+    ),
+    states=(State(".attention.g_proj", (HEADS, "head_dim", "head_dim"), convolved=False),),
+)
+BAILING_MOE_LINEAR = model(
+    "BailingMoeV2_5ForCausalLM",
+    latent(".attention", "dense"),
+    LIGHTNING,
+    *DRAFTED_MLPS,
+    ROUTED,
+    keep=(Keep("model.word_embeddings", "embedding", divided=True),),
+    draft_layers="num_hidden_layers",
+    # models/bailing_moe_linear.py:590-605. SGLang 0.5.23 models/bailing_moe_linear.py:459-481 has three other names in
+    # layers of linear attention.
+    renames=(
+        (".attention.", ".self_attn."),
+        (".attention.dense", ".self_attn.o_proj"),
+        (".attention.dense", ".attention.o_proj"),
+        (".attention.dense", ".attention.out_proj"),
+        (".attention.query_key_value", ".attention.qkv_proj"),
+        (".attention.g_proj", ".attention.output_gate"),
+    ),
+    transformers_reads_blocks=False,
+    sglang=SGLang(
+        # SGLang 0.5.23 models/bailing_moe_linear.py:1533 concatenates what q_a_proj and kv_a_proj_with_mqa have.
+        (Refusal("tensor", None, "it puts the single scales of two projections end to end", "--scheme channel loads"),),
+        unpacked=(".attention.q_a_proj",),
+    ),
+)
+
 ENTRIES = (
     QWEN3_NEXT,
     OLMO_HYBRID,
@@ -343,4 +379,5 @@ ENTRIES = (
     LFM2,
     LFM2_MOE,
     NEMOTRON_H,
+    BAILING_MOE_LINEAR,
 )

@@ -11,15 +11,15 @@ from .parts import HEADS, MLP, STREAMS, Part, gated, model, routed
 
 # Latent attention. vLLM 0.32.0 multiplies kv_b_proj out as it loads (layers/quantization/utils/quant_utils.py:511):
 # in FP8 it would cost accuracy and save nothing.
-def latent(path: str) -> Part:
+def latent(path: str, out: str = "o_proj") -> Part:
     """The projections below `path`."""
     return Part(
-        (f"{path}.{{q_proj,q_a_proj,q_b_proj,kv_a_proj_with_mqa,o_proj}}",),
+        (f"{path}.{{q_proj,q_a_proj,q_b_proj,kv_a_proj_with_mqa,{out}}}",),
         # models/deepseek_v2.py:1051; SGLang 0.5.23 models/deepseek_v2.py
         joined=(
             Joined(f"{path}.{{q_a_proj,kv_a_proj_with_mqa}}", "fused_qkv_a_proj", sglang="fused_qkv_a_proj_with_mqa"),
         ),
-        splits=(Split(f"{path}.{{q_proj,q_b_proj}}", "out", HEADS), Split(f"{path}.o_proj", "in", HEADS)),
+        splits=(Split(f"{path}.{{q_proj,q_b_proj}}", "out", HEADS), Split(f"{path}.{out}", "in", HEADS)),
         keep=(Keep(f"{path}.kv_b_proj", "engines decode it when they load it", divided=True),),
         cached=(Cached(f"{path}.kv_a_proj_with_mqa", None),),
     )

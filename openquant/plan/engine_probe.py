@@ -317,7 +317,13 @@ def unravelled(at: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...
 def describe(directory: Path) -> dict[str, Any]:
     """What is asked and built of one directory."""
     config = EngineArgs(
-        model=str(directory), dtype="float32", enforce_eager=True, max_model_len=64, skip_tokenizer_init=True
+        model=str(directory),
+        dtype="float32",
+        enforce_eager=True,
+        # With latent attention and a state its CPU build turns it off after sizes were set that need it.
+        enable_prefix_caching=False,
+        max_model_len=64,
+        skip_tokenizer_init=True,
     ).create_engine_config()
     path = directory / "shapes.json"
     shapes: dict[str, list[int]] = json.loads(path.read_text()) if path.exists() else {}

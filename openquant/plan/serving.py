@@ -300,7 +300,7 @@ def _kept(layer: int, what: Cached, numbers: list[int], window: int | None, conf
 
 def _state_bytes(line: Line, kind: State, config: Mapping[str, Any]) -> int:
     """What a layer keeps of a sequence: the inputs of its convolution, in bfloat16, and its recurrent state."""
-    inputs = 2 * line.shape[0] * (line.shape[-1] - 1)
+    inputs = 2 * line.shape[0] * (line.shape[-1] - 1) if kind.convolved else 0
     sizes = [_count(config, key) for key in kind.sizes]
     named = config.get(kind.dtype, kind.usual) if kind.dtype else kind.usual
     width = DTYPE_BYTES.get(named) if isinstance(named, str) else None

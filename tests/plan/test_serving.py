@@ -118,6 +118,8 @@ def dense(architecture: str, layers: int, keys: int, hidden: int = 64) -> Checkp
             12 * (2 * 2 * 256 * 2 + 64),
             36 * (3 * 10240 * 2 + 48 * 128 * 128 * 4),
         ),
+        # A state without a convolution.
+        ("BailingMoeV2_5ForCausalLM", {"head_dim": 128}, 4 * 576 * 2, 28 * 32 * 128 * 128 * 2),
         ("Lfm2ForCausalLM", {}, 6 * 2 * 512 * 2, 10 * 2 * 2048 * 2),
         # Two attentions in a layer.
         ("LongcatFlashForCausalLM", {}, 28 * 2 * 576 * 2, 0),

@@ -62,6 +62,8 @@ def usual(module: str) -> str:
     )
     module = re.sub(r"^([HL]_module\..*)\.self_attn\.", r"\1.attn.", module)
     module = module.replace(".output_gate_proj", ".gate_proj")
+    # Ling 2.5 has two kinds, whose last projection has one name in files.
+    module = module.replace(".attention.", ".self_attn.").replace(".self_attn.dense", ".self_attn.o_proj")
     # Jamba's attention has no module of its own.
     module = re.sub(r"(?<=\d)\.(?=(qkv|o)_proj$)", ".self_attn.", module)
     module = module.replace(".short_conv.", ".conv.").replace(".mamba.mamba.", ".mamba.")

@@ -55,13 +55,14 @@ BACKENDS = {"lfm2": "torch_native", "lfm2_moe": "torch_native"}
 CPUS = os.sched_getaffinity(0)
 
 
-def rotary(*arguments: object, **options: object) -> torch.nn.Module:
+class Rotary(torch.nn.Identity):
     """Stands in for a rotary embedding, which has no weights and asks for kernels."""
-    del arguments, options
-    return torch.nn.Identity()
+
+    # What some classes take for its forward (models/bailing_moe_linear.py:111).
+    forward_cuda = torch.nn.Identity.forward
 
 
-factory.get_rope_cpu = rotary
+factory.get_rope_cpu = Rotary
 torch.set_num_threads(1)
 # On a CPU it would pad what does not divide into blocks.
 update_config.may_get_weight_block_size = lambda *_: None

@@ -45,6 +45,8 @@ QWEN3_MOE = "Qwen3MoeForCausalLM"
 # What vLLM's CPU build cannot run, some of it in bfloat16 either. All else is.
 NOT_RUN = {
     "DeepseekV32ForCausalLM": "sparse attention",
+    # "Aligned KV cache block size 128 is not supported by attention backend(s): CPU_MLA"; its other attention is Triton's.
+    "BailingMoeV2_5ForCausalLM": "latent attention beside a state",
     # v1/attention/ops/metadata.py:43
     "DeepseekV4ForCausalLM": "a kernel in Triton before its attention",
     "Dots3NoteForCausalLM": "not built",
