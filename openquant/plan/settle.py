@@ -210,8 +210,9 @@ def settle(
         problems = _look_at(modules, layers, chosen, find_problem)
         if problems and chosen.fallback is not None:
             own, chosen = problems, chosen.fallback
-            fallen.setdefault(chosen.title, []).extend(modules)
             problems = _look_at(modules, layers, chosen, find_problem)
+            if not problems:
+                fallen.setdefault(chosen.title, []).extend(modules)
         if problems:
             fates |= _alike(None, problems)
             unfit += modules

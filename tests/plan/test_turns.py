@@ -112,6 +112,10 @@ def test_a_layer_falls_back_and_says_why(tmp_path: Path, monkeypatch: pytest.Mon
     assert plan.schemes == {TENSOR: 6}
     assert plan.notes[0].endswith("unquantized; --scheme channel quantizes them too")
     assert plan_of(bloom, TENSOR_COMPRESSED).schemes == {TENSOR_COMPRESSED: 6, CHANNEL: 2}
+    # The next smaller groups are of no help, and nothing says that they were taken.
+    plan = plan_of(bloom, INT4_W4A16)
+    assert plan.schemes == {INT4_W4A16: 6}
+    assert plan.notes[0].startswith("engines sort rows by heads, which leaves 2 of 8 layers")
     # Without the field all of it would be stored, and no engine could load it.
     for name in (FALCON, BLOOM):
         monkeypatch.setitem(MODELS, name, without_turns(MODELS[name]))
