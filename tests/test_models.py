@@ -183,6 +183,7 @@ MORE: dict[str, tuple[int | tuple[int, ...], list[int]]] = {
     "GPTBigCodeForCausalLM": (160, [1, 2, 4, 8, 16]),
     "GPTJForCausalLM": (168, [1, 2, 4, 8, 16]),
     "ExaoneForCausalLM": (224, [1, 2, 4, 8, 16]),
+    "TeleChat2ForCausalLM": ((120, 180, 120), [1, 2, 4, 8, 16]),
     "OPTForCausalLM": (192, [1, 2, 4, 8, 16]),
     "Blip2ForConditionalGeneration": (192, [1, 2, 4]),
     "FlexOlmoForCausalLM": (32 * (4 + 7 * 3), [1, 2]),

@@ -327,6 +327,33 @@ ZOO = {
             r"(.*)\.down_proj": r"\1.c_proj",
         },
     ),
+    "TeleChat2ForCausalLM": replace(
+        LLAMA_LIKE,
+        config={"num_key_value_heads": 4},
+        also={
+            "n_layer": "num_hidden_layers",
+            "n_head": "num_attention_heads",
+            "ffn_hidden_size": "intermediate_size",
+            "layer_norm_epsilon": "rms_norm_eps",
+        },
+        renames={
+            r"model\.embed_tokens": "transformer.word_embeddings",
+            r"model\.norm": "transformer.ln_f",
+            r"model\.layers": "transformer.h",
+            r"(.*)\.self_attn\.o_proj": r"\1.self_attention.dense",
+            r"(.*)\.self_attn\.q_proj": r"\1.self_attention.query",
+        },
+        drop=r".*\.[kv]_proj\.weight",
+        extra={
+            f"transformer.h.{n}.{name}": shape
+            for n in (0, 1)
+            for name, shape in {
+                "self_attention.key_value.weight": (512, 256),
+                "self_attention.dense.bias": (256,),
+                "mlp.down_proj.bias": (256,),
+            }.items()
+        },
+    ),
     "OPTForCausalLM": Small(
         "opt",
         {"ffn_dim": 512, "activation_function": "relu", "tie_word_embeddings": True},

@@ -101,6 +101,8 @@ class Split:
             as it loads the layer: what shares a scale must then lie within a head.
         turns_all: whether it does so to every tensor of the layer, and fails on those that have no rows for each head,
             as a single scale.
+        turns_rows: whether it counts as many rows as the weight has in every tensor of the layer, and fails on those
+            that have fewer.
     """
 
     pattern: str
@@ -111,6 +113,7 @@ class Split:
     where: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
     turns: bool = False
     turns_all: bool = False
+    turns_rows: bool = False
 
 
 @dataclass(frozen=True)

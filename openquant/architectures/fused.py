@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .entry import Cached, Keep, Refusal, SGLang, Split
+from .entry import Cached, Joined, Keep, Refusal, SGLang, Split
 from .experts import ROUTED, SHARED_EXPERTS
 from .parts import HEADS, KV_HEADS, NO_GROUPS, Part, gated, model
 
@@ -193,6 +193,28 @@ GPT_BIGCODE = model(
     ),
 )
 
+# For each head its key, then its value, which vLLM 0.32.0 models/telechat2.py:64-86 cuts apart in every tensor of that
+# name, by counts of rows. It gives all but the joined layers the names that they are built under. transformers 5.23 has
+# no such class.
+TELECHAT2 = model(
+    "TeleChat2ForCausalLM",
+    Part(
+        (".self_attention.{query,key_value,dense}",),
+        (Joined(".self_attention.{query,key_value}", "qkv_proj"),),
+        (
+            Split(".self_attention.query", "out", HEADS),
+            Split(".self_attention.key_value", "out", parts=(None, None), turns=True, turns_rows=True),
+            Split(".self_attention.dense", "in", HEADS),
+        ),
+        cached=(Cached(".self_attention.key_value", KV_HEADS),),
+    ),
+    gated(".mlp"),
+    layers="transformer.h.*",
+    keep=(Keep("transformer.word_embeddings", "embedding", divided=True),),
+    renames=((".self_attention.dense", ".self_attention.o_proj"),),
+    transformers_reads_blocks=False,
+)
+
 ENTRIES = (
     FALCON,
     BLOOM,
@@ -202,6 +224,7 @@ ENTRIES = (
     replace(CHATGLM, name="ChatGLMForConditionalGeneration"),
     replace(CHATGLM, name="GLM4VForCausalLM"),
     GPT_BIGCODE,
+    TELECHAT2,
     BAILING_MOE_V2,
     replace(BAILING_MOE_V2, name="BailingMoeForCausalLM"),
 )

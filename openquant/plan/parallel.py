@@ -75,6 +75,10 @@ def out_of_turn(shape: tuple[int, int], split: Split | None, config: dict[str, A
     """
     if split is None or not split.turns:
         return None
+    if split.turns_rows:
+        short = (info.name.lstrip(".") for info in form.parts("", shape) if info.shape[:1] != shape[:1])
+        name = next(short, None)
+        return f"{_SORTED}, and fails on its {name}, which has not all of them" if name else None
     heads = sum(_counted(split, config)[1])
     if not heads or shape[0] % heads:
         return "config.json does not tell the sizes of what it holds" if form.height > 1 or split.turns_all else None

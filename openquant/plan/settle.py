@@ -191,7 +191,7 @@ def settle(
     fates: dict[str, Fate] = {}
     widened: dict[str, list[str]] = {}
     fallen: dict[str, list[str]] = {}
-    unfit: list[str] = []
+    unfit: list[list[str]] = []
     for modules in together.values():
         own = {module: ignored[module] for module in modules if module in ignored}
         if own:
@@ -215,7 +215,7 @@ def settle(
                 fallen.setdefault(chosen.title, []).extend(modules)
         if problems:
             fates |= _alike(None, problems)
-            unfit += modules
+            unfit.append(modules)
         elif chosen != scheme:
             fates |= _alike(chosen, own)
     notes = [
@@ -228,17 +228,19 @@ def settle(
     if len(reasons) == len(layers):
         _refuse_nothing(entry.model, reasons, asked)
         notes.append("nothing is quantized")
+    share = _share([module for modules in unfit for module in modules], layers) if unfit else ""
     if unfit and scheme.format.static:
-        notes.append(f"no usable input_scale is known for {_share(unfit, layers)}, which stay unquantized")
+        notes.append(f"no usable input_scale is known for {share}, which stay unquantized")
     elif unfit:
         ranks = f" on {size} ranks" if size is not None else ""
         parts = "blocks" if (scheme.format.group[0] or 1) > 1 else "groups"
-        splits = [split for module in unfit if (split := entry.role(module).split) is not None]
-        turns = len(splits) == len(unfit) and all(split.turns for split in splits)
-        others = "channel" if any(split.turns_all for split in splits) else "tensor or channel"
+        splits = [[split for each in modules if (split := entry.role(each).split) is not None] for modules in unfit]
+        turns = all(any(split.turns for split in each) for each in splits)
+        strict = any(split.turns_all or split.turns_rows for each in splits for split in each)
+        others = "channel" if strict else "tensor or channel"
         notes.append(
             f"{'engines sort rows by heads' if turns else f'{parts} do not divide{ranks}'}, which leaves "
-            f"{_share(unfit, layers)} unquantized; --scheme {others} quantizes them too"
+            f"{share} unquantized; --scheme {others} quantizes them too"
         )
     return fates, notes
 

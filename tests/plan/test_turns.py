@@ -29,7 +29,7 @@ from openquant.plan.fates import Options
 from openquant.plan.parallel import out_of_turn, parts_of
 from openquant.plan.plan import Plan, make_plan
 
-FALCON, BLOOM = "FalconForCausalLM", "BloomForCausalLM"
+FALCON, BLOOM, TELECHAT2 = "FalconForCausalLM", "BloomForCausalLM", "TeleChat2ForCausalLM"
 SORTED = "an engine puts the rows of its heads in another order"
 
 
@@ -66,6 +66,12 @@ def plan_of(root: Path, scheme: Scheme) -> Plan:
         (BLOOM, TENSOR, 64, f"{SORTED}, and fails on its weight_scale, which has no row for each"),
         (BLOOM, INT4_W4A16, 64, f"{SORTED}, and fails on its weight_shape, which has no row for each"),
         (BLOOM, NVFP4, 64, f"{SORTED}, and fails on its weight_global_scale, which has no row for each"),
+        # So is it, by counts of rows.
+        (TELECHAT2, CHANNEL, 64, None),
+        (TELECHAT2, MXFP8, 64, None),
+        (TELECHAT2, TENSOR, 64, f"{SORTED}, and fails on its weight_scale, which has not all of them"),
+        (TELECHAT2, BLOCK, 128, f"{SORTED}, and fails on its weight_scale_inv, which has not all of them"),
+        (TELECHAT2, INT4_W4A16, 64, f"{SORTED}, and fails on its weight_shape, which has not all of them"),
     ],
 )
 def test_what_shares_a_scale_must_stay_within_a_head(name: str, scheme: Scheme, head: int, problem: str | None) -> None:
@@ -116,11 +122,23 @@ def test_a_layer_falls_back_and_says_why(tmp_path: Path, monkeypatch: pytest.Mon
     plan = plan_of(bloom, INT4_W4A16)
     assert plan.schemes == {INT4_W4A16: 6}
     assert plan.notes[0].startswith("engines sort rows by heads, which leaves 2 of 8 layers")
+    telechat = tiny.write(tmp_path / "c", TELECHAT2)
+    # What queries are joined with is what is sorted.
+    note = "engines sort rows by heads, which leaves 4 of 12 layers (30.0 % of their bytes) unquantized"
+    for scheme in (TENSOR, BLOCK, INT4_W4A16):
+        plan = plan_of(telechat, scheme)
+        assert plan.schemes == {scheme: 8}
+        assert plan.notes[0] == f"{note}; --scheme channel quantizes them too"
+    assert {"transformer.h.1.self_attention.query", "transformer.h.1.self_attention.qkv_proj"} <= set(
+        plan.ignored_layers
+    )
+    assert plan_of(telechat, BLOCK_COMPRESSED).schemes == {BLOCK_COMPRESSED: 8, CHANNEL: 4}
     # Without the field all of it would be stored, and no engine could load it.
-    for name in (FALCON, BLOOM):
+    for name in (FALCON, BLOOM, TELECHAT2):
         monkeypatch.setitem(MODELS, name, without_turns(MODELS[name]))
     assert plan_of(root, BLOCK).schemes == {BLOCK: 8}
     assert plan_of(bloom, TENSOR).schemes == {TENSOR: 8}
+    assert plan_of(telechat, TENSOR).schemes == {TENSOR: 12}
 
 
 def test_sizes_are_found_by_older_names(tmp_path: Path) -> None:

@@ -62,6 +62,9 @@ def usual(module: str) -> str:
     )
     module = re.sub(r"^([HL]_module\..*)\.self_attn\.", r"\1.attn.", module)
     module = module.replace(".output_gate_proj", ".gate_proj")
+    # TeleChat2, whose names vLLM makes Llama's.
+    module = re.sub(r"^h\.(?=\d)", "layers.", module).replace(".self_attention.", ".self_attn.")
+    module = re.sub(r"(?<=\.self_attn\.)query$", "q_proj", module)
     # Ling 2.5 has two kinds, whose last projection has one name in files.
     module = module.replace(".attention.", ".self_attn.").replace(".self_attn.dense", ".self_attn.o_proj")
     # Jamba's attention has no module of its own.
@@ -104,4 +107,7 @@ def written(directory: Path) -> set[str]:
     for part, other in MODELS[json.loads((directory / "config.json").read_text())["architectures"][0]].renames:
         modules = {module.replace(part, other) if ".experts" in module else module for module in modules}
     # MiniMax M3's index over the tokens is a part of its qkv_proj, without a name of its own.
-    return {usual(module) for module in modules if not module.endswith((".index_q_proj", ".index_k_proj"))}
+    found = {usual(module) for module in modules if not module.endswith((".index_q_proj", ".index_k_proj"))}
+    # TeleChat2's keys and values are one tensor.
+    both = {module for module in found if module.endswith(".key_value")}
+    return found - both | {module.replace("key_value", f"{one}_proj") for module in both for one in "kv"}

@@ -32,7 +32,13 @@ KINDS = (
     *("Qwen3NextForCausalLM", QWEN3_VL, "PaliGemmaForConditionalGeneration"),
 )
 # Rows in an order that only an entry tells.
-TURNED = (LLAMA4, "Llama4ForConditionalGeneration", FALCON, "BloomForCausalLM")
+TURNED = {
+    LLAMA4: {"q_proj", "k_proj", "v_proj"},
+    "Llama4ForConditionalGeneration": {"q_proj", "k_proj", "v_proj"},
+    FALCON: {"query_key_value"},
+    "BloomForCausalLM": {"query_key_value"},
+    "TeleChat2ForCausalLM": {"query", "key_value"},
+}
 # What else is otherwise than an entry says, and why.
 OTHERWISE = {
     "DeepseekForCausalLM": "its attention has no name, so nothing tells that it is one of the quantized",
@@ -116,7 +122,7 @@ def test_rows_in_another_order_stay_as_they_are(
 ) -> None:
     plan = planned(checkpoints[name], found[name])
     kept = {one.tensor.module.rpartition(".")[2] for one in plan.fates.kept if "in another order" in one.why}
-    assert kept == ({"q_proj", "k_proj", "v_proj"} if "Llama4" in name else {"query_key_value"})
+    assert kept == TURNED[name]
 
 
 @pytest.fixture(scope="module")

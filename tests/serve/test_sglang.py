@@ -92,7 +92,7 @@ NOT_RUN = {
     "Mamba2ForCausalLM": "unsupported operand type(s) for %: 'NoneType' and 'int'",
     **{
         f"{name}ForCausalLM": "is not a registered model in the Transformers library"
-        for name in ("LLaMA", "TeleChat3", "PanguEmbedded", "Rnj1", "Glm5Next", "GLM4V")
+        for name in ("LLaMA", "TeleChat2", "TeleChat3", "PanguEmbedded", "Rnj1", "Glm5Next", "GLM4V")
     },
     "ChatGLMForConditionalGeneration": "is not a registered model in the Transformers library",
     "Llama4ForCausalLM": "in bfloat16 it leaves .*experts.* unfilled",
