@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..architectures.entry import EMBEDDING, HEAD, ROUTER, Cached, Joined, Keep, Model, Split
+from ..architectures.entry import EMBEDDING, HEAD, ROUTER, Cached, Experts, Joined, Keep, Model, Split, Stacked
 from ..architectures.parts import FUSED_NAMES, HEADS, KV_HEADS
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
@@ -42,6 +42,7 @@ FEW = "narrow"
 TURNED = "the engine puts its rows in another order"
 PARTS = "the engine cuts it into parts of sizes that no rule tells"
 APART = "the engine joins it with what lies elsewhere"
+SQUARE = "a stack of experts whose sizes do not tell which axis is which"
 STACKED = "a stack of experts that the engine does not load one by one"
 BESIDE = "not one of the decoder's layers"
 ADD = "add an entry to openquant/architectures (README: Adding an architecture)"
@@ -209,15 +210,30 @@ class _Making:
             for alike, one in self.kinds.items()
             if one.why is None and one.told.layer is not None and one.told.layer.experts
         }
+        # By template.
+        self.stacks = [alike for alike, (name, _) in left.items() if len(self._shape(name)) > 2]
         hidden = text.get("hidden_size")
         parts = routed_parts(left, shapes, hidden if isinstance(hidden, int) else 0)
         self.experts = [replace(part, keep=()) for part in parts.values()]
-        # By template: no names of weights.
-        self.stacks = [alike for alike, (name, _) in left.items() if name in shapes]
+        for alike in self.stacks:
+            if alike not in self._stacked():
+                self.kinds[alike] = self.kinds[alike]._replace(why=SQUARE)
+
+    def _shape(self, module: str) -> Sequence[int]:
+        return self.shapes.get(f"{module}.weight") or self.shapes[module]
+
+    def _stacked(self) -> dict[str, tuple[Experts, Stacked]]:
+        """By template the stacks that are cut into experts."""
+        return {
+            f"{experts.place}.{stacked.name}": (experts, stacked)
+            for part in self.experts
+            for experts in part.experts
+            for stacked in experts.stacked
+        }
 
     def _stays(self, module: str, one: Told) -> str | None:
         """Why a module stays as it is; None if it may be quantized."""
-        layer, shape = one.layer, self.shapes.get(f"{module}.weight") or self.shapes[module]
+        layer, shape = one.layer, self._shape(module)
         if is_head(module) or (layer is not None and HEAD_LAYER in layer.kinds):
             return HEAD.why
         if layer is not None and EMBEDDING_LAYER in layer.kinds:
@@ -275,19 +291,15 @@ class _Making:
 
     def split(self) -> dict[str, Sequence[int]]:
         """Shapes of the tensors of an output, whose experts lie one by one."""
-        stacks = {
-            f"{experts.place}.{stacked.name}": (experts, stacked)
-            for part in self.experts
-            for experts in part.experts
-            for stacked in experts.stacked
-        }
+        stacks = self._stacked()
         found: dict[str, Sequence[int]] = {}
         for name, shape in self.shapes.items():
-            if template(name) not in stacks:
+            module = name.removesuffix(".weight")
+            if template(module) not in stacks:
                 found[name] = shape
                 continue
-            experts, stacked = stacks[template(name)]
-            path = _parent(name) + (f".{experts.path.rpartition('.')[2]}" if experts.beside else "")
+            experts, stacked = stacks[template(module)]
+            path = _parent(module) + (f".{experts.path.rpartition('.')[2]}" if experts.beside else "")
             rows, columns = (shape[2], shape[1]) if stacked.transposed else (shape[1], shape[2])
             for number in range(shape[0]):
                 for part in stacked.parts:

@@ -273,7 +273,7 @@ def routed_parts(left: Linear, shapes: Mapping[str, Sequence[int]], hidden: int)
     Args:
         left: by template, each with one of its modules and what is said of that.
         shapes: of the checkpoint.
-        hidden: hidden_size, which tells the axes of stacks apart.
+        hidden: hidden_size, which tells the axes of stacks apart. Stacks of which none tells them are left out.
     """
     found: dict[str, Part] = {}
     experts = {name: (module, one) for name, (module, one) in left.items() if one.layer and one.layer.experts}
@@ -290,10 +290,17 @@ def routed_parts(left: Linear, shapes: Mapping[str, Sequence[int]], hidden: int)
         )
         if len(shapes[_tensor(module, shapes)]) > 2:
             stacks, texts = [], []
-            for name in names:
-                shape, last = shapes[_tensor(experts[name][0], shapes)], name.rpartition(".")[2]
+            told = {
+                shape[1 if name.rpartition(".")[2] != order[-1] else 2] == hidden
+                for name in names
+                if (shape := shapes[_tensor(experts[name][0], shapes)])[1:].count(hidden) == 1
+            }
+            if len(told) != 1:
+                continue
+            (transposed,) = told
+            for name in sorted(names, key=lambda name: order.index(name.rpartition(".")[2])):
+                last = name.rpartition(".")[2]
                 first = last != order[-1]
-                transposed = shape[1 if first else 2] == hidden and shape[2 if first else 1] != hidden
                 parts: tuple[str, ...] = ("gate_proj", "up_proj") if first else ("down_proj",)
                 if len(order) == 3:
                     # Gate and up are stacks of their own.

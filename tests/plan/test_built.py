@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tiny
 from openquant import OpenQuantError, compress, diagnose, explain, verify
@@ -216,6 +217,94 @@ def test_another_name_is_listed_too(source: Path, tmp_path: Path, engine: Engine
         one |= {"own": False, "prefix": one["prefix"].replace("model.", "inner.")}
     answering(engine, tmp_path, found)
     assert "inner.layers.0.mlp.down_proj" in plan_of(source, ignore=["**.down_proj"]).ignored_layers
+
+
+STACKS = ("gate_up_proj", "down_proj")
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def with_experts(*names: str, rows: int = 4) -> dict[str, Any]:
+    """What vLLM says where the weights of the experts' names below `mlp.experts` are loaded into one layer of experts."""
+    found = answer()
+    for number in range(tiny.LAYERS):
+        at = f"model.layers.{number}.mlp"
+        del found["layers"][f"{at}.gate_up_proj"]
+        one = found["layers"].pop(f"{at}.down_proj") | {"prefix": f"{at}.experts", "experts": 2}
+        weights = {"w13_weight": names[:-1], "w2_weight": names[-1:]}
+        one["holds"] = {key: [[f"{at}.experts.{name}", 0, rows] for name in those] for key, those in weights.items()}
+        found["layers"][one["prefix"]] = one
+    return found
+
+
+@pytest.fixture
+def stacked(source: Path) -> Callable[..., Path]:
+    """Has the model two experts in stacks [2, in, out] that end in `suffix`; `square`: each as wide as it is long."""
+
+    def change(suffix: str = "", square: bool = False) -> Path:
+        def stack(tensors: dict[str, torch.Tensor]) -> None:
+            for number in range(tiny.LAYERS):
+                at = f"model.layers.{number}.mlp"
+                gate, up, down = (tensors.pop(f"{at}.{name}.weight") for name in PROJECTIONS)
+                if square:
+                    size = down.shape[0]
+                    gate, up, down = (torch.ones(size, size, dtype=gate.dtype) for _ in range(3))
+                held = {"gate_up_proj": torch.cat([gate, up]), "down_proj": down}
+                if square:
+                    held = {"gate_proj": gate, "up_proj": up, "down_proj": down}
+                for name, one in held.items():
+                    tensors[f"{at}.experts.{name}{suffix}"] = torch.stack([one.T, one.T]).contiguous()
+
+        tiny.change_weights(source, stack)
+        return source
+
+    return change
+
+
+def answering_in_turn(engine: Engine, tmp_path: Path, *found: Any) -> None:
+    """One answer after the other."""
+    for number, one in enumerate(found):
+        (tmp_path / f"answer{number}").write_text(json.dumps(one))
+    counted = f'n=$(($(wc -l < "{tmp_path}/asked") - 1))'
+    engine(f'{counted}; cp "$3/shapes.json" "{tmp_path}/shapes$n"; cp "{tmp_path}/answer$n" "$2/0.json"')
+
+
+SINGLE = [f"{number}.{name}.weight" for name in PROJECTIONS for number in range(2)]
+
+
+@pytest.mark.parametrize("suffix", ["", ".weight"])
+def test_stacks_are_cut_where_the_engine_loads_their_experts_one_by_one(
+    suffix: str, stacked: Callable[..., Path], tmp_path: Path, engine: Engine
+) -> None:
+    source = stacked(suffix)
+    answering_in_turn(engine, tmp_path, with_experts(*(name + suffix for name in STACKS)), with_experts(*SINGLE))
+    weights = [one for one, _ in plan_of(source).fates.quantized if "mlp" in one.module]
+    assert {(one.module.partition("mlp.")[2], one.transposed) for one in weights} == {
+        (f"experts.{number}.{name}", True) for number in range(2) for name in PROJECTIONS
+    }
+    # It was asked a second time, about those.
+    asked = json.loads((tmp_path / "shapes1").read_text())
+    assert {name.partition("experts.")[2] for name in asked if "layers.0.mlp" in name} == {*SINGLE}
+
+
+@pytest.mark.parametrize("suffix", ["", ".weight"])
+def test_stacks_whose_experts_the_engine_puts_elsewhere_are_refused(
+    suffix: str, stacked: Callable[..., Path], tmp_path: Path, engine: Engine
+) -> None:
+    source = stacked(suffix)
+    # As of Aria: what holds up is loaded over what holds gate.
+    answering_in_turn(engine, tmp_path, with_experts(*(name + suffix for name in STACKS)), with_experts(*SINGLE[2:]))
+    why = "nor left out: a stack of experts that the engine does not load one by one"
+    with pytest.raises(PlanError, match=why):
+        plan_of(source)
+
+
+def test_stacks_of_which_none_tells_its_axes_are_refused(
+    stacked: Callable[..., Path], tmp_path: Path, engine: Engine
+) -> None:
+    source = stacked(square=True)
+    answering_in_turn(engine, tmp_path, with_experts(*PROJECTIONS), with_experts(*SINGLE))
+    with pytest.raises(PlanError, match="nor left out: a stack of experts whose sizes do not tell which axis is which"):
+        plan_of(source)
 
 
 FAILING = {
