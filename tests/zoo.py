@@ -243,7 +243,8 @@ ZOO = {
     "Gemma2ForCausalLM": Small(
         "gemma2", {**GEMMA, "query_pre_attn_scalar": 64, "sliding_window": 512}, zero_norms=True
     ),
-    "OlmoForCausalLM": Small("olmo"),
+    # SGLang 0.5.23 builds as many heads of keys as of queries (models/olmo.py:86), as all that is published has.
+    "OlmoForCausalLM": Small("olmo", {"num_key_value_heads": 4}),
     "Olmo2ForCausalLM": Small("olmo2"),
     "Olmo3ForCausalLM": Small("olmo3", SLIDING),
     "GraniteForCausalLM": Small("granite"),

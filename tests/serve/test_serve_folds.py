@@ -23,6 +23,9 @@ pytestmark = pytest.mark.serve
 
 # vLLM's CPU build has no kernel for experts in INT8.
 FOLDED = tuple(name for name in CHOSEN if MODELS[name].folds and not MODELS[name].experts)
+# 0.0096: its small model's scores are not divided by the root of a head's size, which makes six times the error of any
+# scheme (0.0027 in INT8 without SmoothQuant, 0.0146 in FP8; Llama 0.0005 and 0.0025).
+FURTHER = {"GraniteForCausalLM": 0.015}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +48,7 @@ def logprobs(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 @pytest.mark.parametrize("name", FOLDED)
 def test_folded_norms_and_weights_belong_together(name: str, logprobs: Answers) -> None:
     # Found: 0.0011 to 0.0032; without SmoothQuant 0.0003 to 0.0005, since nothing that goes in is as was said.
-    assert logprobs.between(name, f"{name}-int8") <= TO_SOURCE
+    assert logprobs.between(name, f"{name}-int8") <= FURTHER.get(name, TO_SOURCE)
 
 
 @pytest.mark.parametrize("name", FOLDED)
