@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from .asking.decided import Deciding
 from .convert.conversion import COMPILED_MEMORY, worker_memory, worth_compiling
 from .convert.ranks import CONTINUES, Ranks, attempt
 from .errors import SourceError, UsageError
@@ -32,7 +33,6 @@ from .measure.diagnose import needs
 from .measure.diagnosis import Diagnosis
 from .options import CalibrationTexts, Diagnose, Push, Recipe, Run, documented, values_for
 from .plan.carried import carried_memory
-from .plan.decided import Deciding
 from .plan.fates import Options
 from .plan.plan import Plan, make_plain_plan, make_plan
 from .plan.serving import as_json

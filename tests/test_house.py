@@ -15,7 +15,7 @@ FLOORS = (
     ("options",),
     ("weights", "packed", "recipes"),
     ("plan",),
-    ("convert", "hub", "forward", "texts"),
+    ("convert", "hub", "forward", "texts", "asking"),
     ("measure",),
     ("improve",),
     ("verification",),

@@ -25,10 +25,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import tiny  # noqa: E402
 import zoo  # noqa: E402
+from openquant.asking.asked import Asked, EngineFailed, Question, ask  # noqa: E402
+from openquant.asking.drafted import differences, draft, tell  # noqa: E402
 from openquant.errors import OpenQuantError, UsageError  # noqa: E402
 from openquant.models import MODELS  # noqa: E402
-from openquant.plan.asked import Asked, EngineFailed, Question, ask  # noqa: E402
-from openquant.plan.drafted import differences, draft, tell  # noqa: E402
 from openquant.plan.roles import Entry  # noqa: E402
 from small import Small  # noqa: E402
 

@@ -13,13 +13,13 @@ from engine_layers import UNBUILT
 import tiny
 from openquant import compress
 from openquant.architectures.entry import Model
+from openquant.asking.asked import Asked, Question, ask
+from openquant.asking.built import built_all
+from openquant.asking.drafted import differences, tell
 from openquant.errors import PlanError
 from openquant.files.checkpoint import Checkpoint, open_checkpoint
 from openquant.formats.schemes import find_scheme
 from openquant.models import MODELS
-from openquant.plan.asked import Asked, Question, ask
-from openquant.plan.built import built_all
-from openquant.plan.drafted import differences, tell
 from openquant.plan.plan import Plan, make_plan
 
 pytestmark = pytest.mark.serve

@@ -17,11 +17,11 @@ from engine_layers import UNBUILT
 import tiny
 from conftest import ROOT
 from openquant.architectures.entry import Joined, Model, Split
+from openquant.asking.asked import Asked, EngineFailed, Question, ask
+from openquant.asking.drafted import Told, differences, draft, tell
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import find_scheme
 from openquant.models import MODELS
-from openquant.plan.asked import Asked, EngineFailed, Question, ask
-from openquant.plan.drafted import Told, differences, draft, tell
 from openquant.plan.plan import make_plan
 from openquant.plan.roles import Entry
 

@@ -22,9 +22,9 @@ from ..files.checkpoint import Checkpoint
 from ..files.journal import read_journal
 from ..models import GENERIC, MODELS
 from ..patterns import compile_pattern
+from ..plan.entries import AUTO
 from .asked import EngineFailed
 from .built import built
-from .entries import AUTO
 
 # Of an entry in a journal, which may be anybody's.
 MOST, MAX_LETTERS = 10_000, 1_000

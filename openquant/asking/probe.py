@@ -1,6 +1,6 @@
 """Says what vLLM builds of models, and what it asks a quantization for. An interpreter with vLLM runs this by itself.
 
-    python engine_probe.py OUTPUT DIRECTORY...
+    python probe.py OUTPUT DIRECTORY...
 
 A directory has a config.json with a quantization_config of {"quant_method": "asked", "ignored_layers": [...]}, and may
 have a shapes.json: the shape of each tensor of a checkpoint. OUTPUT/<number>.json says of each directory

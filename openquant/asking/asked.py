@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from ..errors import PlanError
 
-PROBE = Path(__file__).parent / "engine_probe.py"
+PROBE = Path(__file__).parent / "probe.py"
 SECONDS = 600
 MAX_BYTES = 1 << 26
 # Bases of vLLM's classes that say how tensor parallelism divides a layer.

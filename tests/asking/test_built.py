@@ -17,11 +17,11 @@ import torch
 
 import tiny
 from openquant import OpenQuantError, compress, diagnose, explain, verify
+from openquant.asking import asked, built
+from openquant.asking.decided import Deciding, as_json, parsed
 from openquant.errors import PlanError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.models import GENERIC
-from openquant.plan import asked, built
-from openquant.plan.decided import Deciding, as_json, parsed
 from openquant.plan.plan import Plan
 from openquant.recipes import read
 from openquant.report.reporter import Reporter

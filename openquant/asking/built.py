@@ -20,11 +20,11 @@ from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..files.inputs import shown
 from ..patterns import compile_pattern, template
+from ..plan.roles import Entry, is_head
+from ..plan.sort import draft_finder
 from ..weights.find import decoded_view
 from .asked import Asked, EngineFailed, Layer, Question, ask
 from .drafted import EMBEDDING_LAYER, HEAD_LAYER, UNKNOWN, Told, decoder_layers, is_tower, routed_parts, tell
-from .roles import Entry, is_head
-from .sort import draft_finder
 
 # An honest answer takes a quarter of a minute, most of which is Python importing vLLM.
 SECONDS = 240

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from openquant.asking import asked
+from openquant.asking.asked import Asked, EngineFailed, Question, ask
+from openquant.asking.drafted import differences, draft, tell
 from openquant.models import MODELS
-from openquant.plan import asked
-from openquant.plan.asked import Asked, EngineFailed, Question, ask
-from openquant.plan.drafted import differences, draft, tell
 
 SHAPES = {
     "model.embed_tokens.weight": (512, 256),

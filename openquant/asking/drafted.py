@@ -14,8 +14,8 @@ from typing import NamedTuple
 from ..architectures.entry import EMBEDDING, HEAD, ROUTER, Experts, Joined, Keep, Model, Split, Stacked
 from ..architectures.parts import HEADS, Part, attention, gated, model, plain, routed
 from ..patterns import compile_pattern, template
+from ..plan.roles import Entry, is_head
 from .asked import Asked, Layer
-from .roles import Entry, is_head
 
 HEAD_LAYER, EMBEDDING_LAYER = "ParallelLMHead", "VocabParallelEmbedding"
 UNKNOWN = "the engine builds no quantized layer of it"
