@@ -23,6 +23,7 @@ class Small:
         inside: the key of config.json under which these are, where that is not its top.
         outside: whether transformers has at its top what is inside.
         text: the key that the language model's config has there.
+        known_as: the key that transformers has for it, where that is another.
         made_as: the architecture and model type that transformers makes it as, where it knows it by another name.
         alone: whether it is the language model alone that transformers makes, of a wrapper.
         renames: prefixes that transformers saves, as published files have them.
@@ -44,6 +45,7 @@ class Small:
     inside: str | None = None
     outside: bool = False
     text: str = "text_config"
+    known_as: str | None = None
     made_as: tuple[str, str] | None = None
     alone: bool = False
     renames: Mapping[str, str] = field(default_factory=dict)

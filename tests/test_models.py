@@ -124,6 +124,12 @@ MORE: dict[str, tuple[int | tuple[int, ...], list[int]]] = {
     "GraniteSpeechForConditionalGeneration": (280, [1, 2, 4]),
     "GraniteSpeechPlusForConditionalGeneration": (280, [1, 2, 4, 8, 16]),
     "AriaForConditionalGeneration": (3780, [1]),
+    "MossTranscribeDiarizeForConditionalGeneration": (196, [1, 2, 4, 8]),
+    **dict.fromkeys(
+        ("DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM", "UnlimitedOCRForCausalLM"), ((2196, 2193), [1])
+    ),
+    "Molmo2ForConditionalGeneration": (144, [1, 2, 4, 8, 16]),
+    "HCXVisionV2ForCausalLM": (504, [1]),
     "Qwen3ASRForConditionalGeneration": (196, [1, 2, 4, 8, 16]),
     "Qwen3ASRRealtimeGeneration": (196, [1, 2, 4, 8, 16]),
     "Emu3ForConditionalGeneration": (224, [1, 2, 4, 8, 16]),

@@ -815,6 +815,8 @@ def saved(architecture: str, config: str) -> dict[str, tuple[Shape, torch.Tensor
     small = ZOO[architecture]
     made_as, model_type = small.made_as or (architecture, small.model_type)
     known = json.loads(config)[small.text] if small.alone else json.loads(config)
+    if small.known_as:
+        known[small.known_as] = known.pop(small.text)
     if small.inside and small.outside:
         known |= known.pop(small.inside)
     known.pop("model_type")

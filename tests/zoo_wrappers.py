@@ -175,6 +175,57 @@ QWEN2_5_OMNI = Small(
     streamed=False,
 )
 
+# Published ones say that they attend without latent vectors.
+DEEPSEEK_OCR = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "n_shared_experts": 2,
+    "topk_method": "greedy",
+    "n_group": 1,
+    "topk_group": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), None),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0),
+    "use_mla": False,
+    "first_k_dense_replace": 1,
+    "mlp_layer_types": ["dense", "sparse"],
+}
+SAM = {
+    "hidden_size": 128,
+    "output_channels": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "mlp_dim": 256,
+    "image_size": 64,
+    "window_size": 2,
+    "global_attn_indexes": [0],
+    "downsample_channels": [64, 128],
+}
+OCR_PROJECTOR = {
+    "tile_tag": "2D",
+    "global_view_pos": "head",
+    "projector_config": {"projector_type": "linear", "input_dim": 256, "n_embed": 256},
+}
+UNLIMITED_OCR = Small(
+    "deepseek_vl_v2",
+    DEEPSEEK_OCR,
+    vision={
+        "model_type": "unlimited_ocr_vision",
+        "sam_config": SAM,
+        "encoder_config": {key: value for key, value in CLIP.items() if key != "model_type"},
+    },
+    beside=OCR_PROJECTOR,
+    text="language_config",
+    known_as="text_config",
+    made_as=("UnlimitedOcrForConditionalGeneration", "unlimited_ocr"),
+    streamed=False,
+    newer=True,
+)
+
 QWEN3_ASR = Small(
     "qwen3_asr",
     {"model_type": "qwen3", **MROPE},
@@ -680,6 +731,81 @@ WRAPPERS = {
     ),
     "Qwen3ASRForConditionalGeneration": QWEN3_ASR,
     "Qwen3ASRRealtimeGeneration": QWEN3_ASR,
+    "MossTranscribeDiarizeForConditionalGeneration": Small(
+        "moss_transcribe_diarize",
+        {"model_type": "qwen3", "tie_word_embeddings": True},
+        beside={
+            "audio_config": {**WHISPER, "model_type": "moss_transcribe_diarize_audio"},
+            "audio_merge_size": 4,
+            "audio_token_id": 7,
+        },
+        renames={
+            r"model\.audio_tower": "model.whisper_encoder",
+            r"model\.multi_modal_projector\.linear_1": "model.vq_adaptor.layers.0",
+            r"model\.multi_modal_projector\.linear_2": "model.vq_adaptor.layers.2",
+            r"model\.multi_modal_projector\.norm": "model.vq_adaptor.layers.3",
+        },
+        streamed=False,
+        newer=True,
+    ),
+    "Molmo2ForConditionalGeneration": Small(
+        "molmo2",
+        {
+            "model_type": "molmo2_text",
+            "additional_vocab_size": 128,
+            "qk_norm_type": "qwen3",
+            "rope_scaling_layers": [0, 1],
+        },
+        vision={
+            "model_type": "molmo2_vision",
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "image_size": [56, 56],
+            "num_position_embeddings": 16,
+        },
+        beside={
+            "adapter_config": {
+                "model_type": "molmo2_adapter",
+                "hidden_size": 128,
+                "text_hidden_size": 256,
+                "intermediate_size": 256,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 64,
+                "vision_feature_layer": [1, 0],
+            },
+            "image_patch_id": 7,
+        },
+        streamed=False,
+        newer=True,
+    ),
+    "DeepseekOCRForCausalLM": UNLIMITED_OCR,
+    "UnlimitedOCRForCausalLM": replace(UNLIMITED_OCR, model_type="unlimited-ocr"),
+    "DeepseekOCR2ForCausalLM": replace(
+        UNLIMITED_OCR,
+        vision={
+            "model_type": "deepseek_ocr2_vision",
+            "sam_config": SAM,
+            "encoder_config": {key: AUDIO[key] for key in AUDIO if key not in ("num_mel_bins", "max_source_positions")},
+        },
+        made_as=("DeepseekOcr2ForConditionalGeneration", "deepseek_ocr2"),
+    ),
+    "HCXVisionV2ForCausalLM": Small(
+        "hyperclovax_vision_v2",
+        {"model_type": "hyperclovax", "attention_multiplier": 0.125},
+        vision={**QWEN_VISION, "model_type": "qwen2_5_vl_vision"},
+        beside={"image_token_id": 7, "video_token_id": 8},
+        made_as=("HyperCLOVAXVisionV2ForConditionalGeneration", "hyperclovax_vision_v2"),
+        renames={
+            r"model\.vision_projector": "model.mm_projector",
+            r"model\.language_model\.(?!lm_head)": "model.language_model.model.",
+        },
+        streamed=False,
+    ),
     "AriaForConditionalGeneration": Small(
         "aria",
         {"model_type": "aria_text", "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},

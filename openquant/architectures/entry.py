@@ -287,8 +287,9 @@ class Model:
             the top level.
         draft_layers: config key that counts the decoder layers, where files hold more: those beyond are draft
             layers (multi-token prediction), which stay as they are. The number is `layers`'s first `*`.
-        spellings: groups of equivalent prefixes. A listed module whose name begins with one prefix of a group
-            is listed under the others too, because engines build the module under another of these names.
+        spellings: groups of equivalent prefixes, in each of which one `*` may stand for a number. A listed module whose
+            name begins with one prefix of a group is listed under the others too, because engines build the module
+            under another of these names.
         renames: parts of names, and how an engine's names have it; a listed module is listed under both.
         beyond: parts of names below a decoder layer, or beginnings of names with `*` for a layer's number, and how an
             engine's names begin instead: {} is that number counted on from how many layers there are.
@@ -369,9 +370,10 @@ class Model:
         """A module's name, and the others that engines know it by."""
         found = {module: None}
         for group in self.spellings:
-            prefix = next((prefix for prefix in group if module.startswith(prefix)), None)
-            if prefix is not None:
-                found |= {other + module.removeprefix(prefix): None for other in group}
+            begins = next(filter(None, (_begins(prefix, module) for prefix in group)), None)
+            if begins is not None:
+                number, rest = begins
+                found |= {other.replace("*", number) + rest: None for other in group}
         for part, other in self.renames:
             found[module.replace(part, other)] = None
         return list(found)
@@ -385,6 +387,19 @@ class Model:
         return _first(self.refused, scheme, format)
 
 
+def _begins(prefix: str, module: str) -> tuple[str, str] | None:
+    """The number that stands for the `*` of a prefix of a name, and the rest of that; None if it does not begin so."""
+    head, star, tail = prefix.partition("*")
+    if not module.startswith(head):
+        return None
+    rest = module.removeprefix(head)
+    if not star:
+        return "", rest
+    number = rest[: len(rest) - len(rest.lstrip("0123456789"))]
+    rest = rest.removeprefix(number)
+    return (number, rest.removeprefix(tail)) if number and rest.startswith(tail) else None
+
+
 def _first(refused: tuple[Refusal, ...], scheme: str, format: str) -> Refusal | None:
     found = (one for one in refused if one.scheme in (None, scheme) and one.format in (None, format))
     return next(found, None)
@@ -396,12 +411,15 @@ def absolute(model: Model, patterns: Iterable[str]) -> list[str]:
 
 
 EMBEDDING = Keep(
-    "{model,language_model.model,model.language_model,model.text_model,thinker.model,llm.model,text_model.model}.embed_tokens",
+    "{model,language_model.model,model.language_model,model.language_model.model,model.text_model,thinker.model,llm.model,text_model.model}"
+    ".embed_tokens",
     "embedding",
     divided=True,
 )
 HEAD = Keep(
-    "{lm_head,language_model.lm_head,thinker.lm_head,llm.lm_head,text_model.lm_head}", "output head", divided=True
+    "{lm_head,language_model.lm_head,model.language_model.lm_head,thinker.lm_head,llm.lm_head,text_model.lm_head}",
+    "output head",
+    divided=True,
 )
 ROUTER = "router"
 DRAFT = "draft layer"

@@ -5,11 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .dense import GEMMA3N, GEMMA4, GLM4, LLAMA, MUSE_GLIMMER, OPT, WINDOWS
-from .entry import DRAFT, EMBEDDING, ROUTER, Experts, Joined, Keep, Refusal, SGLang, Split, Stacked
+from .entry import DRAFT, EMBEDDING, ROUTER, Cached, Experts, Joined, Keep, Refusal, SGLang, Split, Stacked
 from .experts import ERNIE_MOE, GLM4_MOE, LLAMA4, MTP, NAMELESS_HEAD, QWEN3_MOE
+from .fused import QKV
 from .hybrid import EITHER, GLM5_NEXT, LFM2, NEMOTRON_H, QWEN3_5, QWEN3_5_MOE, QWEN4_EXP
 from .latent import DEEPSEEK_V32
-from .parts import ATTENTION, IF_ASKED, NO_CACHE, NO_GROUPS, RENAMED, Part, gated, model, wrapped
+from .parts import (
+    ATTENTION,
+    HEADS,
+    IF_ASKED,
+    KV_HEADS,
+    NO_CACHE,
+    NO_GROUPS,
+    RENAMED,
+    Part,
+    attention,
+    gated,
+    model,
+    routed,
+    wrapped,
+)
 
 # vLLM 0.32.0 builds such a tower with quant_config as vision_tower.vision_model.encoder (models/siglip.py, clip.py);
 # transformers 5 leaves vision_model out.
@@ -233,6 +248,97 @@ QWEN3_ASR = wrapped(
     # transformers 5.23 has its names as newer files do, without "thinker.".
     transformers_reads_blocks=False,
 )
+# vLLM 0.32.0 builds the tower without "model." (models/moss_transcribe_diarize.py:584-594), and a layer of it, which is
+# Whisper's, below one more name (models/whisper.py:524-538).
+MOSS_TOWER = ("model.whisper_encoder.layers.*", "whisper_encoder.layers.*.layers")
+MOSS = wrapped(
+    replace(LLAMA, joined=(*LLAMA.joined, Joined(f"{MOSS_TOWER[0]}.self_attn.{{q,k,v}}_proj", "qkv_proj"))),
+    "MossTranscribeDiarizeForConditionalGeneration",
+    "whisper_encoder",
+    "vq_adaptor",
+    spellings=(
+        LANGUAGE_MODEL,
+        tuple(f"{layer}.self_attn." for layer in MOSS_TOWER),
+        tuple(f"{layer}.{path}" for layer, path in zip(MOSS_TOWER, ("fc", "mlp.fc"), strict=True)),
+    ),
+    # transformers 5.23 has its names as newer files do.
+    transformers_reads_blocks=False,
+)
+# vLLM 0.32.0 drops "model.", and has another name for the tower (models/hyperclovax_vision_v2.py:385-387).
+HCX_VISION = wrapped(
+    LLAMA,
+    "HCXVisionV2ForCausalLM",
+    *("vision_model", "mm_projector", "discrete_vision_model"),
+    layers="model.language_model.model.layers.*",
+    spellings=(("model.language_model.", "language_model."), ("model.vision_model.", "visual.")),
+    # transformers 5.23 has another name for the projector in files (conversion_mapping.py:1651).
+    transformers_reads_blocks=False,
+)
+# q, k and v, and up and gate, as one tensor each, which vLLM 0.32.0 gives other names (models/molmo2.py:2305-2333). It
+# builds all layers of the language model without a name (models/molmo2.py:894-950, 1018-1034).
+MOLMO2_TOWER = "model.vision_backbone"
+MOLMO2 = wrapped(
+    model(
+        "Molmo2ForConditionalGeneration",
+        Part(
+            (".self_attn.{att_proj,attn_out}", ".mlp.{ff_proj,ff_out}"),
+            (
+                Joined(f"{MOLMO2_TOWER}.image_vit.transformer.resblocks.*.attention.{{wq,wk,wv}}", "merged_qkv"),
+                Joined(f"{MOLMO2_TOWER}.image_pooling_2d.{{wk,wv}}", "merged_kv"),
+                Joined(f"{MOLMO2_TOWER}.image_projector.{{w1,w3}}", "merged_linear"),
+            ),
+            (
+                Split(".self_attn.att_proj", "out", replicated=True, parts=QKV),
+                Split(".self_attn.attn_out", "in", HEADS),
+                Split(".mlp.ff_proj", "out", parts=(None, None)),
+                Split(".mlp.ff_out", "in"),
+            ),
+            keep=(Keep("model.transformer.wte.{embedding,new_embedding}", EMBEDDING.why, divided=True),),
+            cached=(Cached(".self_attn.att_proj", KV_HEADS),),
+        ),
+        nameless=(".self_attn.{att_proj,attn_out}", ".mlp.{ff_proj,ff_out}"),
+        head_refused=NAMELESS_HEAD,
+    ),
+    "Molmo2ForConditionalGeneration",
+    "vision_backbone",
+    layers="model.transformer.blocks.*",
+    spellings=(
+        (f"{MOLMO2_TOWER}.", "vision_backbone."),
+        *(
+            (f"{MOLMO2_TOWER}.{name}", f"vision_backbone.{other}_proj")
+            for name, other in {
+                "image_pooling_2d.wq": "image_pooling_2d.q",
+                "image_pooling_2d.wo": "image_pooling_2d.o",
+                "image_projector.w2": "image_projector.down",
+            }.items()
+        ),
+    ),
+    # transformers 5.23 cuts these tensors apart, which it refuses where anything is quantized.
+    transformers_reads_blocks=False,
+)
+# DeepSeek V2 with the usual attention, which vLLM 0.32.0 builds without a name (models/deepseek_v2.py:187). Its wrapper
+# has no packed_modules_mapping, and another name for the layers of its tower (models/deepencoder.py:820).
+DEEPSEEK_OCR = wrapped(
+    model(
+        "DeepseekOCRForCausalLM",
+        attention(listed_as="qkv_proj"),
+        gated(".mlp", listed_as="gate_up_proj"),
+        gated(".mlp.shared_experts", listed_as="gate_up_proj"),
+        routed(".mlp.experts"),
+        nameless=(".self_attn.{q,k,v,o}_proj",),
+    ),
+    "DeepseekOCRForCausalLM",
+    *("sam_model", "vision_model", "qwen2_model", "projector", "image_newline", "view_seperator"),
+    layers="model.layers.*",
+    text_config="language_config",
+    spellings=(
+        ("model.vision_model.transformer.", "vision_model.encoder."),
+        ("model.", "language_model.model."),
+        ("lm_head", "language_model.lm_head"),
+    ),
+    # transformers 5.23 has the class by other names (unlimited_ocr, deepseek_ocr2), and experts stacked.
+    transformers_reads_blocks=False,
+)
 # Experts [E, H, 2I] and [E, I, H]. vLLM 0.32.0 calls both the gate and the up of one gate_up_proj (models/llama.py:354)
 # and cuts what has that name in two (layers/fused_moe/routed_experts.py:1053): they stay one tensor, whose scales must
 # have rows. It builds the experts that all tokens share without a name (models/aria.py:214).
@@ -419,6 +525,10 @@ ENTRIES = (
     # The same files, where vLLM is told to take sound as it comes.
     replace(QWEN3_ASR, name="Qwen3ASRRealtimeGeneration"),
     ARIA,
+    MOSS,
+    HCX_VISION,
+    MOLMO2,
+    *(replace(DEEPSEEK_OCR, name=f"{name}ForCausalLM") for name in ("DeepseekOCR", "DeepseekOCR2", "UnlimitedOCR")),
     wrapped(
         replace(LLAMA, windows=WINDOWS["Cohere2"]), "CohereCompassForConditionalGeneration", "visual", sglang=NO_GROUPS
     ),

@@ -54,6 +54,16 @@ def test_names_of_engines_come_after_the_checkpoint_s() -> None:
     ]  # fmt: skip
 
 
+def test_a_prefix_may_have_a_number_in_it() -> None:
+    """Of a layer of Whisper's vLLM has the number, and then one more name."""
+    model = MODELS["MossTranscribeDiarizeForConditionalGeneration"]
+    layer, engine = "model.whisper_encoder.layers.12", "whisper_encoder.layers.12.layers"
+    for name, other in {"self_attn.q_proj": "self_attn.q_proj", "fc1": "mlp.fc1"}.items():
+        assert model.names_of(f"{layer}.{name}") == [f"{layer}.{name}", f"{engine}.{other}"]
+    for name in ("model.whisper_encoder.conv1", "model.whisper_encoder.layers.x.fc1", "model.whisper_encoder.layers.1"):
+        assert model.names_of(name) == [name]
+
+
 def test_a_module_that_patterns_contradict_each_other_of_says_so() -> None:
     assert Entry(GENERIC).role("model.layers.0.mlp.up_proj").patterns == 1
     assert Entry(GENERIC).role("model.layers.0.something").patterns == 0

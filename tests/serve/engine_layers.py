@@ -32,6 +32,11 @@ UNBUILT = (
     "Gemma3nForConditionalGeneration",
     # "You cannot pass text prompts when `skip_tokenizer_init=True`"; it is what Qianfan-OCR derives from, which is served.
     "InternVLChatModel",
+    # They ask for their tokenizer as they are built (models/deepseek_ocr.py:400, models/deepseek_ocr2.py:267), and their
+    # towers have one size.
+    *("DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM", "UnlimitedOCRForCausalLM"),
+    # Neither vLLM nor its transformers has the configuration.
+    "Molmo2ForConditionalGeneration",
     # Its attention asks for a chunk_lookback, which the CPU build's does not take (models/rnj1.py).
     "Rnj1ForCausalLM",
     # "vllm.vllm_flash_attn requires the CUDA flash attention extensions", of its towers.
@@ -56,7 +61,7 @@ Layers = Mapping[str, "dict[str, Any] | EngineError"]
 def usual(module: str) -> str:
     """A name without what tells the engine's from the checkpoint's."""
     module = re.sub(
-        r"^(thinker(\.model)?|model\.language_model|language_model(\.model)?|llm(\.model)?|(model\.)?text_model(\.model)?|model\.decoder|model|backbone|gpt_neox|transformer)\.",
+        r"^(thinker(\.model)?|(model\.)?language_model(\.model)?|llm(\.model)?|(model\.)?text_model(\.model)?|model\.decoder|model|backbone|gpt_neox|transformer)\.",
         "",
         module,
     )

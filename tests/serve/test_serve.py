@@ -44,6 +44,7 @@ TRAINED = "tiny-qwen3"
 QWEN3_MOE = "Qwen3MoeForCausalLM"
 # What vLLM's CPU build cannot run, some of it in bfloat16 either. All else is.
 NOT_RUN = {
+    **dict.fromkeys(("DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM", "UnlimitedOCRForCausalLM"), "not built"),
     "DeepseekV32ForCausalLM": "sparse attention",
     # "Aligned KV cache block size 128 is not supported by attention backend(s): CPU_MLA"; its other attention is Triton's.
     "BailingMoeV2_5ForCausalLM": "latent attention beside a state",
@@ -71,6 +72,7 @@ NOT_RUN = {
         f"NemotronH_{name}": "not built"
         for name in ("Nano_VL_V2", *(f"{size}Omni_Reasoning_V3" for size in ("", "Nano_", "Super_")))
     },
+    "Molmo2ForConditionalGeneration": "not built",
     "OlmoHybridForCausalLM": "not built",
     "Qwen4ExpForCausalLM": "not built",
     "Qwen4ExpForConditionalGeneration": "not built",
