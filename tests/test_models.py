@@ -163,6 +163,8 @@ MORE: dict[str, tuple[int | tuple[int, ...], list[int]]] = {
     "KimiK25ForConditionalGeneration": ((69547, 69425), [1, 2, 4, 8, 16]),
     "LLaMAForCausalLM": (224, [1, 2]),
     "InternLM3ForCausalLM": (336, [1, 2, 4, 8, 16]),
+    "IQuestLoopCoderForCausalLM": (560, [1, 2, 4, 8]),
+    "NemotronHPuzzleForCausalLM": (40 + 8 * 4 + 40 * 513 * 2, [1, 2]),
     "IQuestCoderForCausalLM": (560, [1, 2, 4, 8]),
     "TeleChat3ForCausalLM": (448, [1, 2, 4, 8, 16]),
     "SolarForCausalLM": (448, [1, 2]),

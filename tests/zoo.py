@@ -165,6 +165,15 @@ ZOO = {
     "LLaMAForCausalLM": LLAMA_ALIAS,
     "InternLM3ForCausalLM": LLAMA_ALIAS,
     "IQuestCoderForCausalLM": LLAMA_ALIAS,
+    "IQuestLoopCoderForCausalLM": replace(
+        LLAMA_LIKE,
+        config={"loop_num": 2, "loop_window_size": 64},
+        extra={
+            f"model.gate_projections.{n}.{name}": shape
+            for n in (0, 1)
+            for name, shape in (("weight", (4, 64)), ("bias", (4,)))
+        },
+    ),
     "TeleChat3ForCausalLM": LLAMA_ALIAS,
     "SolarForCausalLM": replace(
         LLAMA_LIKE, config={"bskcn_1": [], "bskcn_2": [], "bskcn_3": [], "bskcn_4": [], "bskcn_tv": [0.9, 0.8]}
@@ -785,6 +794,9 @@ ZOO = {
         },
     ),
     "NemotronHForCausalLM": Small("nemotron_h", NEMOTRON_H),
+    "NemotronHPuzzleForCausalLM": Small(
+        "nemotron_h", NEMOTRON_H, made_as=("NemotronHForCausalLM", "nemotron_h"), streamed=False
+    ),
     "Gemma4ForCausalLM": Small("gemma4_text", GEMMA4),
     **MIXED,
     **WRAPPERS,

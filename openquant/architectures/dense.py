@@ -220,6 +220,23 @@ HRM_TEXT = model(
     transformers_reads_blocks=False,
 )
 
+# A token goes twice through all layers, the second time with a window of its own beside what the first one kept, and a
+# gate between both, of a row for each head. vLLM 0.32.0 models/iquest_loopcoder.py.
+IQUEST_LOOP = model(
+    "IQuestLoopCoderForCausalLM",
+    replace(
+        attention(listed_as="qkv_proj"),
+        cached=(Cached(".self_attn.{k,v}_proj", KV_HEADS, times=("loop_num",), again="loop_window_size"),),
+    ),
+    gated(".mlp", listed_as="gate_up_proj"),
+    keep=(Keep("model.gate_projections.*", "gates of a row per head", divided=True),),
+    # :311
+    spellings=(("model.gate_projections.*", "model.gate_projections.*.gate_proj"),),
+    # :154
+    cache_refused="vLLM 0.32.0 has several caches of each layer, and looks their scales up by the name of one",
+    transformers_reads_blocks=False,
+)
+
 # A gate for each head's output, which vLLM 0.32.0 models/muse_glimmer.py:1430 calls otherwise. Windows in three of four
 # layers; the last has none.
 MUSE_GLIMMER = model(
@@ -254,6 +271,7 @@ ENTRIES = (
         sglang=SGLang(head=HEAD_IN_BFLOAT16, alike=FORMATS),
     ),
     HRM_TEXT,
+    IQUEST_LOOP,
     MUSE_GLIMMER,
     OPT,
     GPT_J,

@@ -148,6 +148,7 @@ class Cached:
         keys_as_values: config key that says that layers without a projection of values make them of their keys.
         two_of: how many parts of equal size such a projection has, two of which are kept, where Split does not say.
         times: config keys whose product is how often a token goes through the layer; all of it is kept.
+        again: config key of the tokens that all but the first time keep at most; None if they keep what that does.
     """
 
     pattern: str
@@ -158,6 +159,7 @@ class Cached:
     keys_as_values: str | None = None
     two_of: int = 0
     times: tuple[str, ...] = ()
+    again: str | None = None
 
 
 @dataclass(frozen=True)

@@ -379,5 +379,7 @@ ENTRIES = (
     LFM2,
     LFM2_MOE,
     NEMOTRON_H,
+    # Its layers have sizes of their own; only its own code reads its config.json.
+    replace(NEMOTRON_H, name="NemotronHPuzzleForCausalLM", transformers_reads_blocks=False),
     BAILING_MOE_LINEAR,
 )

@@ -8,7 +8,7 @@ says why.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
@@ -233,7 +233,12 @@ def find_cache(lines: Iterable[Line], entry: Entry, config: Mapping[str, Any]) -
     for (layer, what), numbers in rows.items():
         if own is None or layer < own:
             each = _kept(layer, what, numbers, windows(layer), config)
-            found[each] = found.get(each, 0) + _times(what, config)
+            passes = _times(what, config)
+            alike = 1 if what.again else passes
+            found[each] = found.get(each, 0) + alike
+            if what.again and passes > alike:
+                again = replace(each, window=_window(config, what.again))
+                found[again] = found.get(again, 0) + passes - alike
     layers = (Layers(each.bf16 * times, each.fp8 * times, each.window, each.heads) for each, times in found.items())
     return Cache(tuple(layers), state, _count(config, LENGTH))
 

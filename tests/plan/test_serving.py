@@ -118,6 +118,8 @@ def dense(architecture: str, layers: int, keys: int, hidden: int = 64) -> Checkp
             12 * (2 * 2 * 256 * 2 + 64),
             36 * (3 * 10240 * 2 + 48 * 128 * 128 * 4),
         ),
+        # The second time through its layers a token is kept while it is in a window.
+        ("IQuestLoopCoderForCausalLM", {"loop_window_size": 64}, 80 * 2 * 8 * 128 * 2, 80 * 2 * 8 * 128 * 2 * 64),
         # A state without a convolution.
         ("BailingMoeV2_5ForCausalLM", {"head_dim": 128}, 4 * 576 * 2, 28 * 32 * 128 * 128 * 2),
         ("Lfm2ForCausalLM", {}, 6 * 2 * 512 * 2, 10 * 2 * 2048 * 2),
