@@ -9,6 +9,7 @@ from typing import NamedTuple
 import tiny
 from openquant import Result, compress
 from openquant.formats.schemes import TENSOR, VARIANTS, Scheme
+from openquant.models import MODELS
 
 Stamps = dict[Path, tuple[int, int, int]]
 
@@ -68,7 +69,8 @@ class Shelf:
         key = (architecture, shards, scheme.suffix)
         if key not in self._made:
             output = source.parent / f"source{scheme.suffix}"
-            experts = any(".experts." in name for name in tiny.shapes(architecture))
+            stacks = tuple(f".{stack.name}.weight" for kind in MODELS[architecture].experts for stack in kind.stacked)
+            experts = any(".experts." in name or name.endswith(stacks) for name in tiny.shapes(architecture))
             ignore = ["**.experts.**"] if experts and not scheme.expert_engines else []
             result = compress(source, output, **asking(scheme), ignore=ignore)
             self._keep(output)
