@@ -167,6 +167,7 @@ MORE: dict[str, tuple[int | tuple[int, ...], list[int]]] = {
     "NemotronHPuzzleForCausalLM": (40 + 8 * 4 + 40 * 513 * 2, [1, 2]),
     "IQuestCoderForCausalLM": (560, [1, 2, 4, 8]),
     "TeleChat3ForCausalLM": (448, [1, 2, 4, 8, 16]),
+    "DeciLMForCausalLM": (49 * 4 + 80 * 3, [1, 2]),
     "SolarForCausalLM": (448, [1, 2]),
     "OrionForCausalLM": (280, [1, 2, 4, 8]),
     "MiniCPMForCausalLM": (280, [1]),

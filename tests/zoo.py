@@ -178,6 +178,26 @@ ZOO = {
     "SolarForCausalLM": replace(
         LLAMA_LIKE, config={"bskcn_1": [], "bskcn_2": [], "bskcn_3": [], "bskcn_4": [], "bskcn_tv": [0.9, 0.8]}
     ),
+    # As published ones, it has layers without attention, and MLPs of several sizes.
+    "DeciLMForCausalLM": replace(
+        LLAMA_LIKE,
+        model_type="nemotron-nas",
+        config={
+            "block_configs": [
+                {
+                    "attention": {"n_heads_in_group": group, "no_op": group is None, "replace_with_linear": False},
+                    "ffn": {"ffn_mult": times, "no_op": False, "replace_with_linear": False},
+                }
+                for group, times in ((2, 3.0), (None, 1.5))
+            ]
+        },
+        drop=r"model\.layers\.1\.(self_attn|input_layernorm|mlp)\..*",
+        extra={
+            "model.layers.1.mlp.gate_proj.weight": (256, 256),
+            "model.layers.1.mlp.up_proj.weight": (256, 256),
+            "model.layers.1.mlp.down_proj.weight": (256, 256),
+        },
+    ),
     "TeleFLMForCausalLM": replace(
         LLAMA_LIKE, config={"use_mup": True, "mup_scale_factor": 2.0, "output_mult": 2.0, "input_mult": 1.0}
     ),

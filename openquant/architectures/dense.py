@@ -136,6 +136,17 @@ GEMMA3N = model(
     windows=Windows(5),
 )
 
+# Llama's, some without attention or without an MLP, and those of several sizes, as block_configs says (vLLM 0.32.0
+# models/nemotron_nas.py:133). transformers 5.23 has no such class.
+DECILM = model(
+    "DeciLMForCausalLM",
+    ATTENTION,
+    MLP,
+    transformers_reads_blocks=False,
+    # models/nemotron_nas.py:416 asks of the format what only the other one has.
+    sglang=SGLang((Refusal(None, "fp8", "it fails on any file in it", "--format compressed-tensors loads"),)),
+)
+
 # SGLang has no class of these.
 SGLANG_HAS_NONE = ("LLaMA", "TeleChat3", "PanguEmbedded", "Rnj1")
 # By what SGLang does not load of them.
@@ -256,6 +267,7 @@ ENTRIES = (
         for sglang, names in DENSE_NAMES.items()
         for name in names
     ),
+    DECILM,
     MIMO,
     PHI3,
     GLM4,

@@ -33,6 +33,7 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "
 os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 os.environ |= {"ENGINE_CPUS": " ".join(map(str, os.sched_getaffinity(0)))}
 
+import configurations
 import numpy as np
 import torch  # Before vLLM, whose CPU build finds OpenMP through it.
 from vllm import LLM, SamplingParams
@@ -210,6 +211,7 @@ def main() -> None:
     mode, output, *directories = sys.argv[1:]
     # What each fork would import.
     importlib.import_module("vllm.v1.worker.cpu_worker")
+    configurations.register()
     # Small models have no processor, which the Transformers backend asks whether it takes images or sounds.
     MultiModalProcessingInfo._get_supported_modalities = lambda _: ["image"]
     # What each would look for in all that is imported.

@@ -198,6 +198,7 @@ def main() -> None:
     output, *pairs = sys.argv[1:]
     # What each fork would import.
     importlib.import_module("sglang.srt.models.registry")
+    importlib.import_module("configurations").register()
     gc.freeze()
     fork = multiprocessing.get_context("fork")
     running: dict[int, BaseProcess] = {}

@@ -49,6 +49,7 @@ REFUSED = {
 }
 # What else is otherwise than an entry says, and why.
 OTHERWISE = {
+    "DeciLMForCausalLM": "refused: only its own code reads its configuration",
     "DeepseekForCausalLM": "its attention has no name, so nothing tells that it is one of the quantized",
     "GPTNeoXForCausalLM": "on the Transformers backend nothing tells that heads divide its query_key_value",
     "DeepseekV4ForCausalLM": "its compressors are built on CUDA alone",
