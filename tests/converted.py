@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 import tiny
 from openquant import Result, compress
+from openquant.architectures.entry import absolute
 from openquant.formats.schemes import TENSOR, VARIANTS, Scheme
 from openquant.models import MODELS
+from openquant.patterns import compile_pattern
 
 Stamps = dict[Path, tuple[int, int, int]]
 
@@ -30,6 +32,15 @@ def asking(scheme: Scheme) -> dict[str, str | None]:
         "scale_format": scheme.scale_format,
         "group_size": scheme.group_size,
     }
+
+
+def experts_of(architecture: str) -> list[str]:
+    """Patterns of what its experts are in, one by one or in stacks, which may lie beside them."""
+    model = MODELS[architecture]
+    modules = [name.rpartition(".")[0] if name.endswith(".weight") else name for name in tiny.shapes(architecture)]
+    stacks = (f"{one.place}.{held.name}" for one in model.experts for held in one.stacked)
+    found = [*absolute(model, (f"{one.path}.**" for one in model.experts)), *absolute(model, stacks)]
+    return [pattern for pattern in dict.fromkeys(found) if any(map(compile_pattern(pattern).fullmatch, modules))]
 
 
 def covering() -> list[tuple[str, Scheme]]:
@@ -69,9 +80,7 @@ class Shelf:
         key = (architecture, shards, scheme.suffix)
         if key not in self._made:
             output = source.parent / f"source{scheme.suffix}"
-            stacks = tuple(f".{stack.name}.weight" for kind in MODELS[architecture].experts for stack in kind.stacked)
-            experts = any(".experts." in name or name.endswith(stacks) for name in tiny.shapes(architecture))
-            ignore = ["**.experts.**"] if experts and not scheme.expert_engines else []
+            ignore = [] if scheme.expert_engines else experts_of(architecture)
             result = compress(source, output, **asking(scheme), ignore=ignore)
             self._keep(output)
             self._made[key] = Converted(source, output, result)
