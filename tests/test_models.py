@@ -102,6 +102,7 @@ MORE: dict[str, tuple[int | tuple[int, ...], list[int]]] = {
     "NemotronH_Nano_VL_V2": (28 + 6 * 4 + 28 * 2, [1, 2, 4, 8]),
     "Gemma4ForCausalLM": (245, [1, 2, 4, 8]),
     "Gemma4ForConditionalGeneration": (410, [1, 2, 4, 8]),
+    "Gemma4ForConditionalGeneration-26b-a4b": ((11725, 115), [1, 2, 4, 8, 16]),
     "Mistral3ForConditionalGeneration": (280, [1, 2, 4, 8, 16]),
     "InternVLForConditionalGeneration": (196, [1, 2, 4]),
     "LlavaForConditionalGeneration": (224, [1, 2]),
@@ -128,6 +129,7 @@ MORE: dict[str, tuple[int | tuple[int, ...], list[int]]] = {
     **dict.fromkeys(
         ("DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM", "UnlimitedOCRForCausalLM"), ((2196, 2193), [1])
     ),
+    "DiffusionGemmaForBlockDiffusion": ((11725, 115), [1, 2, 4, 8, 16]),
     "Molmo2ForConditionalGeneration": (144, [1, 2, 4, 8, 16]),
     "HCXVisionV2ForCausalLM": (504, [1]),
     "Qwen3ASRForConditionalGeneration": (196, [1, 2, 4, 8, 16]),

@@ -286,6 +286,21 @@ WRAPPERS = {
     "Gemma4ForConditionalGeneration": Small(
         "gemma4", {**GEMMA4, "model_type": "gemma4_text", "hidden_size_per_layer_input": 0}, vision=GEMMA4_VISION
     ),
+    "DiffusionGemmaForBlockDiffusion": Small(
+        "diffusion_gemma",
+        {
+            **GEMMA4,
+            "model_type": "diffusion_gemma_text",
+            "hidden_size_per_layer_input": 0,
+            "num_global_key_value_heads": 2,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 128,
+        },
+        vision=GEMMA4_VISION,
+        streamed=False,
+        newer=True,
+    ),
     "Mistral3ForConditionalGeneration": Small(
         "mistral3", {"model_type": "mistral", "sliding_window": None}, vision=PIXTRAL
     ),

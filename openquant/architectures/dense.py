@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .entry import DRAFT, Cached, Joined, Keep, Refusal, SGLang, Split, Windows
+from .entry import DRAFT, ROUTER, Cached, Experts, Joined, Keep, Refusal, SGLang, Split, Stacked, Windows
 from .parts import (
     ATTENTION,
     FORMATS,
@@ -97,7 +97,7 @@ STABLELM = model(
 # Mixtures of experts.
 
 # Layers with a second input, of a table of embeddings of its own. Those that attend to everything have heads of their
-# own, and in the larger ones no projection of values.
+# own, and in the larger ones no projection of values. One has experts beside its MLP, [E, 2I, H] and [E, H, I].
 GEMMA4 = model(
     "Gemma4ForCausalLM",
     replace(
@@ -107,6 +107,17 @@ GEMMA4 = model(
         ),
     ),
     MLP,
+    replace(
+        gated(".experts.*", sglang=None),
+        experts=(
+            Experts(
+                ".experts",
+                (Stacked("gate_up_proj", ("gate_proj", "up_proj")), Stacked("down_proj", ("down_proj",))),
+                transformers=False,
+            ),
+        ),
+        keep=(Keep(".router.proj", ROUTER),),
+    ),
     keep=(
         Keep("{model,model.language_model}.embed_tokens_per_layer", "embedding"),
         Keep("{model,model.language_model}.per_layer_model_projection", "embedding"),

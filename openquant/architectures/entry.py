@@ -73,11 +73,13 @@ class Experts:
         path: the module that holds one layer's experts.
         stacked: tensors to be split into `<path>.<expert>.<part>.weight`, a 2-D [out, in] tensor each.
         beside: the stacked tensors lie beside the experts' module, not below it.
+        transformers: whether transformers finds them once they are split.
     """
 
     path: str
     stacked: tuple[Stacked, ...] = ()
     beside: bool = False
+    transformers: bool = True
 
     @property
     def place(self) -> str:

@@ -64,6 +64,33 @@ MISTRAL3_WRAPPED = wrapped(
         ),
     ),
 )
+# Layers of one name each, as which vLLM 0.32.0 builds those of an encoder and a decoder that share all but a number
+# (models/diffusion_gemma.py:156-164). What it is told of the last step it builds without a quantization (:80-92).
+DIFFUSION_GEMMA = wrapped(
+    GEMMA4,
+    "DiffusionGemmaForBlockDiffusion",
+    "encoder.vision_tower",
+    "encoder.embed_vision",
+    layers="model.decoder.layers.*",
+    spellings=(
+        ("model.encoder.vision_tower.", "vision_tower."),
+        ("model.encoder.embed_vision.", "embed_vision."),
+        ("model.decoder.", "model."),
+    ),
+    towers=("vision_tower", "embed_vision"),
+    # transformers 5.23 has experts stacked.
+    transformers_reads_blocks=False,
+)
+DIFFUSION_GEMMA = replace(
+    DIFFUSION_GEMMA,
+    # Whatever config.json says, which has no such key (models/diffusion_gemma.py:198).
+    cached=(replace(GEMMA4.cached[0], keys_as_values="num_global_key_value_heads"),),
+    keep=(
+        *DIFFUSION_GEMMA.keep,
+        Keep("model.decoder.embed_tokens", EMBEDDING.why, divided=True),
+        Keep("model.decoder.self_conditioning.*", "reads the last step's answer"),
+    ),
+)
 # As Mistral 3, by names of its own (vLLM 0.32.0 models/lightonocr.py:115).
 LIGHTON_OCR = wrapped(
     LLAMA,
@@ -556,6 +583,7 @@ ENTRIES = (
         "audio_tower",
         "embed_audio",
     ),
+    DIFFUSION_GEMMA,
     wrapped(QWEN3_5, "Qwen3_5ForConditionalGeneration", QWEN_VISION),
     wrapped(QWEN3_5_MOE, "Qwen3_5MoeForConditionalGeneration", QWEN_VISION),
     wrapped(

@@ -177,7 +177,8 @@ def readers(plan: Plan) -> str:
     of_experts = (found.transformers_experts for found in plan.expert_schemes.values())
     of_layers = (found.transformers for found in plan.schemes)
     problem = next(filter(None, (*of_layers, *of_experts)), None)
-    if problem is None and plan.scheme and not plan.model.transformers_reads_blocks:
+    split = plan.expert_schemes and not all(experts.transformers for experts in plan.model.experts)
+    if problem is None and plan.scheme and (split or not plan.model.transformers_reads_blocks):
         problem = "does not find all of its weights under these names"
     if problem is not None:
         return f"{engines}. Do not load it with transformers, which {problem}."

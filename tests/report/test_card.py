@@ -18,9 +18,10 @@ from openquant.errors import SourceError
 from openquant.files import cards
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.inputs import read_small
-from openquant.formats.schemes import TENSOR
+from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR
 from openquant.plan.plan import make_plan
-from openquant.report.card import evaluated_card, model_card
+from openquant.report.card import evaluated_card, model_card, readers
+from published import published
 
 BASE = """---
 license: llama3.1
@@ -128,6 +129,15 @@ def test_compressed_blocks_of_experts_are_nothing_for_transformers(tmp_path: Pat
 def test_stacked_experts_are_nothing_for_transformers(tmp_path: Path) -> None:
     text = card(tmp_path, None, architecture="Llama4ForCausalLM")
     assert "Do not load it with transformers, which does not find all of its weights under these names." in text
+
+
+def test_transformers_reads_what_has_no_experts_to_split() -> None:
+    """Gemma 4 is both; its experts, once split, transformers does not find."""
+    dense, sparse = (published(f"Gemma4ForConditionalGeneration{layout}") for layout in ("", "-26b-a4b"))
+    assert readers(make_plan(dense, BLOCK)).endswith("transformers loads it too.")
+    # Whose experts are too narrow for blocks.
+    assert readers(make_plan(sparse, BLOCK)).endswith("transformers loads it too.")
+    assert "does not find all of its weights" in readers(make_plan(sparse, CHANNEL))
 
 
 def test_known_repository_becomes_the_base_model(tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ UNBUILT = (
     # They ask for their tokenizer as they are built (models/deepseek_ocr.py:400, models/deepseek_ocr2.py:267), and their
     # towers have one size.
     *("DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM", "UnlimitedOCRForCausalLM"),
+    # "Model Runner V1 does not support: diffusion models" (config/vllm.py:2994).
+    "DiffusionGemmaForBlockDiffusion",
     # Neither vLLM nor its transformers has the configuration.
     "Molmo2ForConditionalGeneration",
     # Its attention asks for a chunk_lookback, which the CPU build's does not take (models/rnj1.py).
