@@ -268,3 +268,13 @@ def stacks(path: str, transposed: bool = False) -> dict[str, Shape]:
     """Gate and up, and down, of four experts in each of two layers."""
     shapes = {"gate_up_proj": (4, 256, 256), "down_proj": (4, 128, 256) if transposed else (4, 256, 128)}
     return {f"{path}.{layer}.mlp.experts.{name}": shape for layer in (0, 1) for name, shape in shapes.items()}
+
+
+def linear(name: str, rows: int, columns: int) -> dict[str, Shape]:
+    """A layer with a bias."""
+    return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+
+
+def normed(name: str, size: int) -> dict[str, Shape]:
+    """A norm with a bias."""
+    return {f"{name}.weight": (size,), f"{name}.bias": (size,)}

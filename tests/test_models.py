@@ -130,6 +130,7 @@ MORE: dict[str, tuple[int | tuple[int, ...], list[int]]] = {
         ("DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM", "UnlimitedOCRForCausalLM"), ((2196, 2193), [1])
     ),
     "DiffusionGemmaForBlockDiffusion": ((11725, 115), [1, 2, 4, 8, 16]),
+    "KimiVLForConditionalGeneration": ((5154, 5127), [1]),
     "Molmo2ForConditionalGeneration": (144, [1, 2, 4, 8, 16]),
     "HCXVisionV2ForCausalLM": (504, [1]),
     "Qwen3ASRForConditionalGeneration": (196, [1, 2, 4, 8, 16]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from small import DEEPSEEK_MOE, DRAFT, GEMMA4, INDEXER, MLA, Small
+from small import DEEPSEEK_MOE, DRAFT, GEMMA4, INDEXER, MLA, Small, linear, normed
 
 _KINDS = ("sliding_attention", "full_attention")
 # The last two layers read keys and values of the first two.
@@ -426,6 +426,42 @@ MIXED = {
             "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
         },
         drop=r"language_model\.model\.blocks\..*|model\.mm_projector.*|vision_tower\.encoder\.patch_embed.*",
+    ),
+    # transformers has the language model alone.
+    "KimiVLForConditionalGeneration": Small(
+        "kimi_vl",
+        {**MLA, "model_type": "deepseek_v3", "q_lora_rank": None, "num_nextn_predict_layers": 0},
+        vision={
+            "model_type": "moonvit",
+            "patch_size": 14,
+            "init_pos_emb_height": 4,
+            "init_pos_emb_width": 4,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 1,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "merge_kernel_size": [2, 2],
+        },
+        beside={"media_placeholder_token_id": 7},
+        made_as=("DeepseekV3ForCausalLM", "deepseek_v3"),
+        alone=True,
+        renames={"": "language_model."},
+        extra={
+            **linear("vision_tower.encoder.blocks.0.wqkv", 384, 128),
+            **linear("vision_tower.encoder.blocks.0.wo", 128, 128),
+            **linear("vision_tower.encoder.blocks.0.mlp.fc0", 256, 128),
+            **linear("vision_tower.encoder.blocks.0.mlp.fc1", 128, 256),
+            **normed("vision_tower.encoder.blocks.0.norm0", 128),
+            **normed("vision_tower.encoder.blocks.0.norm1", 128),
+            **normed("vision_tower.encoder.final_layernorm", 128),
+            **normed("multi_modal_projector.pre_norm", 128),
+            "vision_tower.patch_embed.pos_emb.weight": (4, 4, 128),
+            "vision_tower.patch_embed.proj.weight": (128, 3, 14, 14),
+            "vision_tower.patch_embed.proj.bias": (128,),
+            **linear("multi_modal_projector.linear_1", 512, 512),
+            **linear("multi_modal_projector.linear_2", 256, 512),
+        },
+        streamed=False,
     ),
     "MiniMaxM3SparseForConditionalGeneration": Small(
         "minimax_m3_vl",

@@ -30,6 +30,8 @@ from small import (
     SLIDING,
     Shape,
     Small,
+    linear,
+    normed,
     stacks,
 )
 
@@ -102,16 +104,6 @@ TALKER = {"talker.model.layers.0.self_attn.q_proj.weight": (128, 128)}
 # transformers 5 leaves vision_model out as it saves.
 VISION_MODEL = {"vision_tower.": "vision_tower.vision_model."}
 MODEL_VISION_MODEL = {"model.vision_tower.": "model.vision_tower.vision_model."}
-
-
-def linear(name: str, rows: int, columns: int) -> dict[str, Shape]:
-    """A layer with a bias."""
-    return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
-
-
-def normed(name: str, size: int) -> dict[str, Shape]:
-    """A norm with a bias."""
-    return {f"{name}.weight": (size,), f"{name}.bias": (size,)}
 
 
 def sense_voice(layer: str, inputs: int) -> dict[str, Shape]:

@@ -98,6 +98,17 @@ KIMI_K25 = wrapped(
     renames=(("mm_projector.proj.0", "mm_projector.linear_1"), ("mm_projector.proj.2", "mm_projector.linear_2")),
 )
 
+# vLLM 0.32.0 builds all around the language model without a quantization (models/kimi_vl.py:325-334).
+KIMI_VL = wrapped(
+    DEEPSEEK_V3,
+    "KimiVLForConditionalGeneration",
+    "vision_tower",
+    "multi_modal_projector",
+    layers="language_model.model.layers.*",
+    # transformers 5.23 has no class of it.
+    transformers_reads_blocks=False,
+)
+
 # The index over the tokens is a part of the layer that q, k and v are joined to (vLLM 0.32.0 model_executor/layers/
 # linear.py:1352).
 INDEXED = ".self_attn.{q_proj,k_proj,v_proj,index_q_proj,index_k_proj}"
@@ -140,6 +151,7 @@ ENTRIES = (
     STEP3P5,
     STEP3P7,
     KIMI_K25,
+    KIMI_VL,
     wrapped(
         MINIMAX_M3,
         "MiniMaxM3SparseForConditionalGeneration",
