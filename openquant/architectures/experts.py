@@ -12,6 +12,7 @@ from .parts import (
     HEADS,
     IF_ASKED,
     MLP,
+    NO_CACHE,
     NO_SCALES,
     PATTERN,
     SCALES_LOST,
@@ -126,7 +127,8 @@ DEEPSEEK = model(
     nameless=(".self_attn.*",),
     transformers_reads_blocks=False,
     # SGLang 0.5.23 models/deepseek.py:166 takes the codes of all experts as one tensor, and hands no scale on (:215).
-    sglang=SGLang(plain=(".mlp.experts.**",)),
+    # Its load_weights looks for a parameter of every name (:515).
+    sglang=SGLang(plain=(".mlp.experts.**",), cache=NO_CACHE),
 )
 
 ERNIE_MOE = model(

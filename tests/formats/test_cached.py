@@ -44,8 +44,15 @@ def test_scales_of_the_cache_have_several_names() -> None:
         "model.layers.10.self_attn.attn.v_scale",
         "model.layers.0.self_attn.q_scale",
         "model.layers.0.self_attn.k_proj.weight_scale",
+        "transformer.h.11.self_attention.v_scale",
     ]
-    expected = {0: (names[0], names[1]), 1: (names[2], names[2]), 2: (names[3], None), 10: (None, names[4])}
+    expected = {
+        0: (names[0], names[1]),
+        1: (names[2], names[2]),
+        2: (names[3], None),
+        10: (None, names[4]),
+        11: (None, names[7]),
+    }
     assert cache_scales(names) == expected
 
 

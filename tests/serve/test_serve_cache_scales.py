@@ -98,7 +98,8 @@ def test_openquant_eval_says_the_same(models: dict[str, Path], logprobs: Answers
         assert found["kl"]["mean"] == pytest.approx(logprobs.between("source", name), rel=0.1)
 
 
-# All heads alike, windows, a fused projection, mixers of several kinds, chunks, linear attention, experts.
+# All heads alike, windows, a fused projection, mixers of several kinds, chunks, linear attention, experts, layers that are
+# called h, and such without attention.
 LOADED = (
     ("Qwen3ForCausalLM", "channel"),
     ("Qwen3ForCausalLM", "tensor"),
@@ -111,6 +112,9 @@ LOADED = (
     ("Gemma4ForCausalLM", "channel"),
     ("Qwen3MoeForCausalLM", "none"),
     ("Llama4ForCausalLM", "none"),
+    ("FalconForCausalLM", "channel"),
+    ("TeleChat2ForCausalLM", "channel"),
+    ("DeciLMForCausalLM", "channel"),
 )
 
 
