@@ -18,9 +18,11 @@ from .parts import (
     NAMELESS,
     NO_GROUPS,
     NO_SCALES,
+    ONES_TAKEN,
     PATTERN,
     PLAIN_ATTENTION,
     SCALES_LOST,
+    SEVERAL_CACHES,
     STREAMS,
     Part,
     attention,
@@ -197,6 +199,7 @@ GPT_J = model(
         Keep("transformer.wte", "embedding", divided=True),
         Keep(".attn.bias", "causal mask"),
     ),
+    cache_refused=ONES_TAKEN,
     # models/gpt_j.py:290
     sglang=SGLang(
         (
@@ -236,6 +239,8 @@ HRM_TEXT = model(
     ),
     GATE_UP_TENSOR,
     layers="model.{H,L}_module.layers.*",
+    # models/hrm_text.py:217
+    cache_refused=SEVERAL_CACHES,
     # models/hrm_text.py:470
     renames=((".attn.", ".self_attn."),),
     # transformers 5.23 cuts both joined tensors apart, which it refuses where anything is quantized.
@@ -255,7 +260,7 @@ IQUEST_LOOP = model(
     # :311
     spellings=(("model.gate_projections.*", "model.gate_projections.*.gate_proj"),),
     # :154
-    cache_refused="vLLM 0.32.0 has several caches of each layer, and looks their scales up by the name of one",
+    cache_refused=SEVERAL_CACHES,
     transformers_reads_blocks=False,
 )
 

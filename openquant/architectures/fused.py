@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from .entry import Cached, Joined, Keep, Refusal, SGLang, Split
 from .experts import ROUTED, SHARED_EXPERTS
-from .parts import HEADS, KV_HEADS, NO_GROUPS, Part, gated, model
+from .parts import HEADS, KV_HEADS, NAMELESS_CACHE, NO_GROUPS, ONES_TAKEN, Part, gated, model
 
 MLP = Part(
     (".mlp.{dense_h_to_4h,dense_4h_to_h}",),
@@ -156,7 +156,9 @@ BAILING_MOE_V2 = model(
     ROUTED,
     keep=(Keep("model.word_embeddings", "embedding", divided=True),),
     draft_layers="num_hidden_layers",
-    # models/bailing_moe.py:560
+    # models/bailing_moe.py:147
+    cache_refused=NAMELESS_CACHE,
+    # :560
     head_refused="engines divide its columns by their length where config.json has norm_head",
     transformers_reads_blocks=False,
 )
@@ -184,6 +186,7 @@ GPT_BIGCODE = model(
         Keep("transformer.wte", "embedding", divided=True),
         Keep("transformer.wpe", "embedding"),
     ),
+    cache_refused=ONES_TAKEN,
     # models/gpt_bigcode.py:295 loads the scales of c_attn whole, for each of queries, key and value.
     sglang=SGLang(
         tuple(

@@ -7,7 +7,21 @@ from dataclasses import replace
 from .entry import ROUTER, Cached, Experts, Joined, Keep, Refusal, SGLang, Split, State
 from .experts import DRAFTED_MLPS, GRANITE_EXPERTS, GRANITE_SHARED, MTP, ROUTED, SHARED_EXPERT, STACKED_EXPERTS
 from .latent import INDEXER, LATENT, latent
-from .parts import ATTENTION, HEADS, KV_HEADS, MLP, NO_CACHE, STREAMS, Part, attention, gated, model, plain, routed
+from .parts import (
+    ATTENTION,
+    HEADS,
+    KV_HEADS,
+    MLP,
+    NAMELESS_CACHE,
+    NO_CACHE,
+    STREAMS,
+    Part,
+    attention,
+    gated,
+    model,
+    plain,
+    routed,
+)
 
 CONVOLUTION = "convolution"
 KEY_HEADS, VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
@@ -189,8 +203,6 @@ GLM5_NEXT = model(
     transformers_reads_blocks=False,
 )
 
-# models/lfm2.py:193
-NAMELESS_CACHE = "vLLM 0.32.0 builds its attention without quantization"
 # in_proj holds five pieces that vLLM divides by rules of their own (layers/mamba/mamba_mixer2.py).
 STATE_SPACE = "state space inputs, of several kinds"
 MAMBA2 = Part(

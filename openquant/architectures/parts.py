@@ -103,6 +103,11 @@ SCALES_LOST = SGLang(
     (Refusal("block", "fp8", "it drops the scales of blocks without a word", "--format compressed-tensors loads"),)
 )
 HEAD_IN_BFLOAT16 = "it builds the output head in bfloat16 whatever is stored"
+# Why vLLM 0.32.0 loads no scales of keys and values (tests/serve/test_serve_cache_scales.py asks it about all entries).
+# models/lfm2.py:193
+NAMELESS_CACHE = "vLLM 0.32.0 builds its attention without quantization"
+SEVERAL_CACHES = "vLLM 0.32.0 has several caches of each layer, and looks their scales up by the name of one"
+ONES_TAKEN = "vLLM 0.32.0 takes 1 in their place, without a word"
 # Their load_weights look for a parameter of every name.
 NO_CACHE = "it has no place for scales of keys and values"
 NO_SCALES = SGLang(cache=NO_CACHE)
