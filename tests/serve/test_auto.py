@@ -45,7 +45,9 @@ TURNED = {
 REFUSED = {
     "AriaForConditionalGeneration": "nor left out: a stack of experts that the engine does not load one by one",
     "FalconH1ForCausalLM": "in_proj",
+    "IQuestLoopCoderForCausalLM": "gate_projections",
     "Lfm2VlForConditionalGeneration": "short_conv",
+    "MossTranscribeDiarizeForConditionalGeneration": "whisper_encoder",
 }
 # What else is otherwise than an entry says, and why.
 OTHERWISE = {
