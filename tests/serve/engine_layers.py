@@ -48,7 +48,8 @@ UNBUILT = (
     "OlmoHybridForCausalLM",
     # "torch.cuda.Stream requires CUDA support" (vllm/models/kimi_k3/nvidia/model.py:1155).
     "KimiLinearForCausalLM",
-    # "--mamba-block-size can only be set with --enable-prefix-caching", which it does itself.
+    # "Sparse Attention is not supported on CPU" (platforms/cpu.py:150), once config.json has what vLLM asks of it and
+    # transformers' configuration lacks: mhc and mla_use_nope (vllm/models/glm5next/common/model.py:369, :400) are two.
     "Glm5NextForCausalLM",
     "Glm5NextForConditionalGeneration",
     # "no pinned memory allocator is available on this system" (vllm/models/qwen4_exp/common/ngram_embedding.py:461).
