@@ -191,6 +191,7 @@ MORE: dict[str, tuple[int | tuple[int, ...], list[int]]] = {
     "DeepseekForCausalLM": ((28 * 4 + 3 + 27 * 65 * 3, 28 * 4 + 27 * 65 * 3), [1]),
     "BailingMoeV2ForCausalLM": (20 * 2 + 3 + 19 * 257 * 3, [1, 2, 4]),
     "BailingMoeV2_5ForCausalLM": ((24004, 23996), [1, 2, 4, 8]),
+    "BailingMoeV3ForCausalLM": ((61839, 61685), [1, 2]),
     "BailingMoeForCausalLM": (28 * 2 + 28 * 65 * 3, [1]),
     "GPTBigCodeForCausalLM": (160, [1, 2, 4, 8, 16]),
     "GPTJForCausalLM": (168, [1, 2, 4, 8, 16]),

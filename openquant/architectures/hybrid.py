@@ -376,6 +376,37 @@ BAILING_MOE_LINEAR = model(
     ),
 )
 
+# Ling 3.0: Kimi's delta attention, its gates without low ranks, beside gated latent attention. vLLM 0.32.0
+# models/bailing_moe_v3.py:667 joins b_proj to q, k and v, unless the list of a block scheme has it.
+KIMI_DELTA_WHOLE = Part(
+    (".attention.{k_proj,v_proj,b_proj,f_proj,g_proj,o_proj}",),
+    joined=(Joined(".attention.{q,k,v,b}_proj"),),
+    splits=(
+        Split(".attention.{k_proj,v_proj,b_proj,f_proj,g_proj}", "out", HEADS),
+        Split(".attention.o_proj", "in", HEADS),
+    ),
+    keep=(Keep(".attention.{q,k,v}_conv1d", CONVOLUTION),),
+    states=(
+        State(".attention.q_conv1d", (HEADS, "head_dim", "head_dim"), usual="float32"),
+        State(".attention.{k,v}_conv1d"),
+    ),
+)
+BAILING_MOE_V3 = model(
+    "BailingMoeV3ForCausalLM",
+    latent(".attention", "dense"),
+    KIMI_DELTA_WHOLE,
+    *DRAFTED_MLPS,
+    ROUTED,
+    keep=(Keep("model.word_embeddings", "embedding", divided=True),),
+    draft_layers="num_hidden_layers",
+    renames=((".attention.", ".self_attn."),),
+    transformers_reads_blocks=False,
+    # models/kimi_linear.py:294
+    sglang=SGLang(
+        (Refusal(None, None, "it builds b_proj without quantization, which vLLM joins to q, k and v", "vLLM loads it"),)
+    ),
+)
+
 ENTRIES = (
     QWEN3_NEXT,
     OLMO_HYBRID,
@@ -394,4 +425,5 @@ ENTRIES = (
     # Its layers have sizes of their own; only its own code reads its config.json.
     replace(NEMOTRON_H, name="NemotronHPuzzleForCausalLM", transformers_reads_blocks=False),
     BAILING_MOE_LINEAR,
+    BAILING_MOE_V3,
 )

@@ -51,6 +51,7 @@ REFUSED = {
 }
 # What else is otherwise than an entry says, and why.
 OTHERWISE = {
+    "BailingMoeV3ForCausalLM": "g_proj stays: of its two kinds of layers, one has few rows there",
     "DeciLMForCausalLM": "refused: only its own code reads its configuration",
     "DeepseekForCausalLM": "its attention has no name, so nothing tells that it is one of the quantized",
     "GPTNeoXForCausalLM": "on the Transformers backend nothing tells that heads divide its query_key_value",

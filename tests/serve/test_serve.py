@@ -48,6 +48,7 @@ NOT_RUN = {
     "DeepseekV32ForCausalLM": "sparse attention",
     # "Aligned KV cache block size 128 is not supported by attention backend(s): CPU_MLA"; its other attention is Triton's.
     "BailingMoeV2_5ForCausalLM": "latent attention beside a state",
+    "BailingMoeV3ForCausalLM": "latent attention beside a state",
     # v1/attention/ops/metadata.py:43
     "DeepseekV4ForCausalLM": "a kernel in Triton before its attention",
     "DiffusionGemmaForBlockDiffusion": "not built",
