@@ -22,6 +22,7 @@ from ..errors import PlanError
 PROBE = Path(__file__).parent / "probe.py"
 SECONDS = 600
 MAX_BYTES = 1 << 26
+MAX_TEXT = 1 << 18
 # Bases of vLLM's classes that say how tensor parallelism divides a layer.
 AXES = {"ColumnParallelLinear": "out", "RowParallelLinear": "in"}
 
@@ -180,13 +181,17 @@ def _read(path: Path) -> Asked | EngineFailed:
     hint = "vLLM's own message says what it lacks"
     failed = path.with_suffix(".error")
     if failed.exists():
-        return EngineFailed(f"vLLM cannot build it:\n{failed.read_text(errors='replace')[-4000:]}", hint)
+        # A line may list all classes that vLLM has, after what is wrong.
+        lines = [line[:400] for line in failed.read_text(errors="replace")[-MAX_TEXT:].splitlines()[-40:]]
+        return EngineFailed("\n".join(["vLLM cannot build it:", *lines]), hint)
     try:
         with path.with_suffix(".json").open("rb") as file:
             text = file.read(MAX_BYTES + 1)
         if len(text) > MAX_BYTES:
             raise ValueError("the answer is too long")
         return _parse(json.loads(text))
+    except FileNotFoundError:
+        return EngineFailed("vLLM ended without an answer", hint)
     except (OSError, ArithmeticError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         return EngineFailed(f"vLLM died, or its answer cannot be read: {error!r}", hint)
 

@@ -332,9 +332,15 @@ class _Making:
         """It.
 
         Raises:
-            PlanError: the engine would quantize what has to stay as it is, whatever config.json lists.
+            PlanError: the engine would quantize what has to stay as it is, whatever config.json lists, or nothing.
         """
-        return self._named(self.unnamed())
+        found = self.unnamed()
+        if not found.compress:
+            raise PlanError(
+                f"vLLM {self.asked.version} builds no layer of {self.name} that could be quantized",
+                "--architecture generic goes by names and shapes alone",
+            )
+        return self._named(found)
 
     def unnamed(self) -> Model:
         """The same without other names.

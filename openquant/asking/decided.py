@@ -89,7 +89,7 @@ def _line(error: EngineFailed) -> str:
     """Its first line, and its last, which names the reason of a traceback; but for where pydantic has more to read."""
     lines = [line.strip() for line in error.message.splitlines() if "For further information" not in line]
     first, last = lines[0], next(filter(None, reversed(lines)), "")
-    text = first if last == first else f"{first.rstrip(':')}: {last}"
+    text = first.rstrip(":") if last == first else f"{first.rstrip(':')}: {last}"
     return "".join(letter if letter.isprintable() else " " for letter in text)[:400].strip()
 
 

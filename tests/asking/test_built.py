@@ -313,7 +313,13 @@ FAILING = {
         "vLLM cannot build it: ValueError: no such class",
     ),
     "garbage": ('echo garbage > "$2/0.json"', "vLLM died, or its answer cannot be read"),
-    "no answer": ("exit 0", "vLLM died, or its answer cannot be read"),
+    "no answer": ("exit 0", "as vLLM ended without an answer: look"),
+    "an empty error": ('printf "" > "$2/0.error"', "as vLLM cannot build it: look"),
+    "a list of all classes": (
+        'printf "Traceback\\nValueError: Nonsense is not supported. Known are: " > "$2/0.error"; '
+        'seq -s, 30000 >> "$2/0.error"',
+        "vLLM cannot build it: ValueError: Nonsense is not supported. Known are",
+    ),
     "a status": ("echo 'No module named vllm' >&2; exit 1", "does not say what vLLM builds: No module named vllm"),
     "control letters": ('printf "a\\033[31mb\\n" > "$2/0.error"', "vLLM cannot build it: a [31mb"),
 }
@@ -328,6 +334,13 @@ def test_names_decide_where_the_engine_fails_and_the_plan_says_why(how: str, sou
     assert plan.notes[0].startswith("decided from names and shapes alone, as ")
     assert why in plan.notes[0]
     assert plan.notes[0].isprintable()
+
+
+def test_names_do_not_decide_where_the_engine_quantizes_nothing(source: Path, engine: Engine, tmp_path: Path) -> None:
+    answering(engine, tmp_path, {**answer(), "layers": {}})
+    with pytest.raises(PlanError, match=rf"vLLM 9\.9 builds no layer of {NAME} that could be quantized") as raised:
+        plan_of(source)
+    assert raised.value.hint == "--architecture generic goes by names and shapes alone"
 
 
 def test_names_decide_where_there_is_no_engine(source: Path) -> None:
