@@ -355,8 +355,8 @@ def test_it_halves_the_loss_of_experts(experts: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr(answers, "BUILT_IN", 1)
     told = Told()
     compress(experts, tmp_path / "nearest", "int4", no_search=True)
-    compress(experts, tmp_path / "gptq", "int4", no_search=True, gptq=True, samples=8, length=128, reporter=told)
-    # Of 1024 tokens, each with two experts, some hundreds came to each.
+    compress(experts, tmp_path / "gptq", "int4", no_search=True, gptq=True, samples=12, length=128, reporter=told)
+    # Of 1536 tokens, each with two experts, some hundreds came to each.
     assert len(told.lines) == 1
     found = evaluate([tmp_path / "nearest", tmp_path / "gptq"], experts, samples=4, length=128)
     nearest, carried = (output["kl"]["mean"] for output in found.outputs)

@@ -45,7 +45,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
         pytest.skip("this is no git checkout: there is no telling what belongs to it")
     done = subprocess.run(["git", "archive", "--format=tar", "HEAD"], cwd=ROOT, capture_output=True, check=True)
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as tar:
-        tar.extractall(root / "checkout", filter="data")
+        # 3.11.4 and 3.10.12 are the first that have filters.
+        tar.extractall(root / "checkout", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     made = root / "made"
     made.mkdir()
     call([sys.executable, "-c", BUILD, made], cwd=root / "checkout")
