@@ -20,6 +20,7 @@ from ..files.checkpoint import Checkpoint, open_checkpoint, read_config, readabl
 from ..files.evaluation import find_evaluation
 from ..files.journal import read_journal
 from ..files.tensors import TensorInfo
+from ..formats.finite import can_be_non_finite
 from ..formats.format import Format
 from ..formats.kernels import BITS_TYPE
 from ..formats.quantization import read_quantization
@@ -38,7 +39,7 @@ from ..weights.find import decoded_view, own_file, with_own_file
 from ..weights.tuning import Tunings
 from ..weights.weight import Weight
 from .configs import differences, judged, unquantized, unsaid
-from .contents import Progress, Task, read_contents
+from .contents import Contents, Progress, Task, read_contents
 from .extras import extra_files, extra_weights
 from .headers import Headers, described
 from .outcome import Report
@@ -383,10 +384,17 @@ class _Verification:
             scheme = self._scheme_of(weight) if self.remakes else None
             tasks.append(Task(weight.codes, weight, original, scheme, self.weighed, weight.module in carried))
         tasks += [Task(info, scale=True) for info in self.headers.cache]
+        looked_at = {task.info.name for task in tasks} | self.headers.scales
+        tasks += [
+            Task(info, alone=True)
+            for info in self.checkpoint.tensors.values()
+            if can_be_non_finite(info.dtype) and info.name not in looked_at
+        ]
         # In the order of the files, which is how disks like it.
         tasks.sort(key=lambda task: self.checkpoint.where[task.info.name])
         contents = read_contents(self.checkpoint, self.source, tasks, workers, progress)
         self.problems += contents.problems
+        self._report_not_finite(contents)
         self.errors = contents.errors
         self.values = contents.scales
         self.equal_tensors = contents.equal
@@ -403,6 +411,16 @@ class _Verification:
             skipped = sum(weight.module not in self.originals for weight in self.codes.values())
             if skipped:
                 self.notes.append(f"{skipped} quantized tensors were not decoded: the source has no matrix for them")
+
+    def _report_not_finite(self, contents: Contents) -> None:
+        """NaN is a problem anywhere, and infinity in a weight; a mask or a bound may be infinite."""
+        for name, found in sorted(contents.not_finite.items()):
+            source = ", as the source has it" if name in contents.equal_names else ""
+            message = f"{self._place(name)} holds {found.text}{source}"
+            if found.nan or name.endswith(".weight"):
+                self.problems.append(f"{message}: the model answers NaN where it is used")
+            else:
+                self.notes.append(f"{message}: right in a mask or a bound only")
 
     def _carried(self) -> set[str]:
         """The modules that GPTQ rounded; all, where it did and no plan says which."""
