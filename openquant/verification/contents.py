@@ -268,7 +268,8 @@ class _Worker:
         if weight.format is not None and weight.format.global_scale is not None:
             above = weight.global_scale and self._scale(number, weight.global_scale)
             divisor = None if above is None else above.reshape(1, 1)
-            scale = None if scale is None or divisor is None else scale / divisor
+            with np.errstate(over="ignore"):
+                scale = None if scale is None or divisor is None else scale / divisor
         for known, data in weight.format.known(weight.module, weight.shape) if weight.format else ():
             self._hold(number, known, data)
         place = self.checkpoint.where[info.name]
@@ -297,7 +298,10 @@ class _Worker:
         if broken is not None:
             index = [int(axis) for axis in np.unravel_index(broken, info.shape)]
             self.reading.say(number, f"{self.reading.place(info.name)} holds NaN, first at {index}")
-        elif comparison is not None and original is not None:
+            return
+        if scale is not None and whole and weight.format is not None:
+            self.output.check_values(weight, scale)
+        if comparison is not None and original is not None:
             if not comparison.finite:
                 extent = original.rows(self.source.where)
                 self.reading.say(number, f"{extent.label} in the source's {extent.shard} holds NaN or infinity")

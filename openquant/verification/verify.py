@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -172,6 +173,7 @@ class _Verification:
     def run(self, workers: int, progress: Progress | None) -> None:
         """Find all that is off: files, config, source, tensors, then what is shared between layers."""
         pairs: list[Pair] = []
+        self._require_readable()
         self._open_with_library()
         self._check_extra_files()
         self.problems += unsaid(self.checkpoint.config, self.written)
@@ -185,6 +187,16 @@ class _Verification:
         if self.headers.entry is not None:
             self._check_shared_scales(self.headers.entry)
         self._check_remade_scales(self.headers.entry)
+
+    def _require_readable(self) -> None:
+        """Report what keeps the weights from being decoded, if nothing else is off."""
+        if not self.problems:
+            # What is stored in a way that is not read here may be read by engines.
+            with suppress(PlanError):
+                try:
+                    decoded_view(self.checkpoint)
+                except SourceError as error:
+                    self.problems.append(error.message)
 
     def _open_with_library(self) -> None:
         """Each shard must open with the safetensors library, which engines use, and hold the same tensors to it."""
