@@ -321,7 +321,11 @@ def _work(
         _, error = attempt(lambda: prepared.source.fetch_files(plan.files))
         ranks.agree(error)
         outcome = carry_out(prepared, ranks, reporter, rounding())
-        done = result(outcome.resumed, outcome.published)
+        done = replace(
+            result(outcome.resumed, outcome.published),
+            not_finite={name: found.text for name, found in sorted(outcome.not_finite.items())},
+            unread_shards=outcome.unread,
+        )
         reporter.finished(done, outcome.already_complete)
         return done
 
@@ -449,7 +453,7 @@ def diagnose(
         plan = make_plan(checkpoint, chosen, options, source.identity, Deciding(begun.architecture).entry(checkpoint))
     with supplied([(source, needs(plan))], begun.stream, begun.scratch) as [supply]:
         threads = begun.workers or min(MOST_WORKERS, available_cpus())
-        layers = measure(plan, supply, threads, begun.full, progress)
+        layers, not_finite = measure(plan, supply, threads, begun.full, progress)
     rows = sum(layer.shape[0] for layer in layers)
     found = Diagnosis(
         model=os.fspath(model),
@@ -458,6 +462,7 @@ def diagnose(
         scheme=chosen.name,
         rows_read=sum(layer.rows for layer in layers) / rows if rows else 1.0,
         layers=layers,
+        not_finite={name: held.text for name, held in not_finite.items()},
     )
     return with_advice(found, plan, begun.ignore)
 

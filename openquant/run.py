@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from .convert.conversion import Progress, convert
+from .convert.conversion import Progress, check_copied, convert
 from .convert.ranks import Ranks, attempt
 from .errors import OutputError, SourceError
 from .files.checkpoint import Checkpoint, open_checkpoint, readable
@@ -19,6 +19,7 @@ from .files.evaluation import find_evaluation
 from .files.inputs import read_small
 from .files.names import CARD_FILE, INDEX_FILE
 from .files.output import REPLACE, OutputDirectory
+from .formats.finite import NonFinite
 from .hub.fetch import Download, Supply, scratch_bytes
 from .hub.publish import AT_ONCE, Published, Publisher
 from .hub.source import Source, Stamp, silent
@@ -105,11 +106,15 @@ class Outcome(NamedTuple):
         resumed: whether it continued an earlier one.
         already_complete: whether that had left nothing to do.
         published: where the model was pushed, if it was.
+        not_finite: the tensors with NaN or infinity among those that stay unquantized, known to the first rank.
+        unread: how many shards were not looked at for these, since an earlier run has moved them to the Hub.
     """
 
     resumed: bool
     already_complete: bool
     published: Published | None
+    not_finite: Mapping[str, NonFinite]
+    unread: int
 
 
 class _Traffic:
@@ -217,6 +222,8 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, rounding: Ro
                 ranks.agree(error)
                 _, error = attempt(lambda: directory.renew() if ranks.first else None)
                 ranks.agree(error)
+        not_finite: dict[str, NonFinite] = {}
+        unread: list[str] = []
         if todo is not None:
             mine = ranks.share([shard for shard in plan.shards if shard.name in names])
 
@@ -227,14 +234,17 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, rounding: Ro
                     source.require_cache_space({name for names in needs.values() for name in names})
                 with Supply(source, needs, scratch) as supply:
                     traffic = _Traffic(supply, publisher, ranks)
-                    convert(
+                    found = convert(
                         plan, mine, traffic, directory, prepared.workers, prepared.device, advanced, fast=prepared.fast
                     )
+                not_finite.update(found)
                 if publisher:
                     publisher.drain()
 
             _, error = attempt(work)
             ranks.agree(error)
+            for data in ranks.gather(json.dumps(not_finite).encode()):
+                not_finite.update({name: NonFinite(*counts) for name, counts in json.loads(data).items()})
 
         def finish() -> Published | None:
             evaluation: list[str] = []
@@ -246,6 +256,12 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, rounding: Ro
                 if not (push and push.only):
                     _require_all(prepared.target, shards)
                     _check_finished(prepared.target, plan, directory.resumed)
+                for name in shards.keys() - names:
+                    # An earlier run has copied tensors into these.
+                    if directory.folder.is_file(name):
+                        not_finite.update(check_copied(prepared.target / name, plan.lay_out(name)))
+                    else:
+                        unread.append(name)
                 directory.finish()
             if publisher is None or push is None:
                 return None
@@ -261,7 +277,7 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, rounding: Ro
         ranks.agree(error)
         if rounding is not None and ranks.first:
             rounding.remove(prepared)
-    return Outcome(directory.resumed, todo is None, published)
+    return Outcome(directory.resumed, todo is None, published, not_finite, len(unread))
 
 
 def take_evaluation(publisher: Publisher) -> list[str]:

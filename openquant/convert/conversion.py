@@ -22,6 +22,7 @@ from ..errors import PlanError
 from ..files.output import OutputDirectory
 from ..files.shardfile import ALIGNMENT, AlignedBuffer, Bytes, FinishedShard, ShardFile, SourceFile
 from ..files.tensors import DTYPE_BITS
+from ..formats.finite import NonFinite, can_be_non_finite, count_non_finite
 from ..formats.format import grid_of
 from ..formats.kernels import from_float32, pack_words, scale_values
 from ..formats.numbers import Floats
@@ -123,7 +124,7 @@ def convert(
     progress: Progress | None = None,
     against: Mapping[str, str] | None = None,
     fast: bool = False,
-) -> None:
+) -> dict[str, NonFinite]:
     """Write shards of a plan, or hold finished ones against what would be written now.
 
     Args:
@@ -137,12 +138,50 @@ def convert(
         against: nothing is written, but each shard held against the source, of which these files changed.
         fast: whether its loops over weights are compiled, if they can be; they make the same bytes.
 
+    Returns:
+        The tensors with NaN or infinity among those that stay unquantized, which go to the output as they are.
+
     Raises:
-        SourceError: NaN or infinity in a weight, a source that cannot be read, or that a shard was not made from.
+        SourceError: NaN or infinity in a weight to be quantized, a source that cannot be read, or that a shard was not
+            made from.
         PlanError: a weight too large for the scheme.
         OutputError: the output cannot be written.
     """
-    _Conversion(plan, shards, traffic, output, device, progress, against, fast).run(workers)
+    return _Conversion(plan, shards, traffic, output, device, progress, against, fast).run(workers)
+
+
+def check_copied(path: Path, layout: Layout) -> dict[str, NonFinite]:
+    """The tensors with NaN or infinity among those of a finished shard that are not quantized.
+
+    Args:
+        path: the shard.
+        layout: what it is made of.
+
+    Raises:
+        SourceError: it cannot be read.
+    """
+    found: dict[str, NonFinite] = {}
+    buffer = np.empty(BUFFER, np.uint8)
+    with SourceFile(path, layout.name) as file:
+        for job in layout.jobs:
+            match job:
+                case Copy():
+                    name, nbytes, dtype = job.label, job.nbytes, job.dtype
+                case Unstack() | Fold():
+                    name, nbytes, dtype = _name(job.weight), job.weight.nbytes, job.weight.source.dtype
+                case _:
+                    continue
+            for low in range(0, nbytes if can_be_non_finite(dtype) else 0, BUFFER):
+                part = buffer[: min(BUFFER, nbytes - low)]
+                file.read(part, job.target + low, name)
+                if count := count_non_finite(part, dtype):
+                    found[name] = found.get(name, NonFinite()) + count
+    return found
+
+
+def _name(weight: Weight) -> str:
+    """The name under which a weight is written unquantized."""
+    return weight.source.name if weight.expert < 0 else f"{weight.module}.weight"
 
 
 class _Stopped(Exception):
@@ -177,6 +216,7 @@ class _Conversion:
         self.failure = FirstFailure(self.stopped.set)
         # Those begun and not finished: each holds its shard's layout.
         self.files: dict[str, Target] = {}
+        self.not_finite: dict[str, NonFinite] = {}
         self.tasks = self._tasks(shards)
 
     def _tasks(self, shards: Sequence[Shard]) -> Iterator[tuple[Target, Job]]:
@@ -202,7 +242,7 @@ class _Conversion:
         del self.files[shard]
         self.traffic.finished(shard)
 
-    def run(self, workers: int) -> None:
+    def run(self, workers: int) -> dict[str, NonFinite]:
         try:
             with Helpers(workers, "openquant-write") as writers:
                 in_threads(lambda: self._work(writers), workers, self.stopped)
@@ -210,6 +250,7 @@ class _Conversion:
             for file in self.files.values():
                 file.close()
         self.failure.check()
+        return self.not_finite
 
     def _work(self, writers: Helpers) -> None:
         worker = None
@@ -231,6 +272,12 @@ class _Conversion:
     def fail(self, error: BaseException) -> None:
         if not isinstance(error, _Stopped):
             self.failure.keep(error)
+
+    def check(self, name: str, data: Bytes, dtype: str) -> None:
+        """Note NaN and infinity in a piece of a tensor that stays unquantized."""
+        if found := count_non_finite(data, dtype):
+            with self.lock:
+                self.not_finite[name] = self.not_finite.get(name, NonFinite()) + found
 
     def advance(self, nbytes: int) -> None:
         if self.stopped.is_set():
@@ -325,6 +372,8 @@ class _Worker:
             slot = self._slot()
             part = slot.take(job.target + done, min(BUFFER, job.nbytes - done))
             source.read(part, job.offset + done, job.label)
+            if isinstance(job, Copy):
+                self.conversion.check(job.label, part, job.dtype)
             slot.send(file, part, job.target + done)
             done += part.nbytes
             self.conversion.advance(part.nbytes if isinstance(job, Copy) else 0)
@@ -344,6 +393,7 @@ class _Worker:
             slot = self._slot()
             part = slot.take(place, bits.nbytes)
             part[:] = bits.reshape(-1).view(np.uint8)
+            self.conversion.check(_name(job.weight), part, job.weight.source.dtype)
             slot.send(file, part, place)
             place += part.nbytes
             self.conversion.advance(consumed(job.weight, len(bits)))
@@ -355,6 +405,7 @@ class _Worker:
             made = from_float32(bits.view(np.float32), job.weight.source.dtype)
             part = slot.take(place, made.nbytes)
             part[:] = made.reshape(-1).view(np.uint8)
+            self.conversion.check(_name(job.weight), part, job.weight.source.dtype)
             slot.send(file, part, place)
             place += part.nbytes
             self.conversion.advance(consumed(job.weight, len(bits)))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ..formats.format import Format, Group
+from ..formats.format import Format, Group, grid_of
 from ..formats.reference import decode, encode, group_absmax, group_divisor, group_ranges, group_scale
 from ..formats.schemes import SCHEMES
 
@@ -25,6 +25,11 @@ CHUNK = 1 << 21
 PIECE = 1 << 24
 # A group is off where its error is so many times what rounding explains.
 OFF = 2.0
+# A group's scale is wrong where its weights are larger or smaller than the source's by this factor, half way to two.
+WRONG_SCALE = 2.0**0.5
+# Groups of less than this share of the mean energy in their row are not judged so: what GPTQ propagates into them from
+# other groups may be larger than they are.
+SMALL = 0.25
 # What storing float32 or float16 in bfloat16 may change.
 ROUNDED = 2.0**-8
 # Numbers that torch's kernels encode; others are a byte or a pair of a byte's halves, and go through numpy.
@@ -41,6 +46,8 @@ class Change:
         error: Frobenius norm of the difference over that of the source's weight.
         explained: the same of the source's weight stored in the output's format.
         off: share of the groups that have a scale whose error is more than OFF times what the format explains.
+        wrong_scales: share of the groups whose weights are WRONG_SCALE times the source's or more, or as much smaller,
+            as <source, output> / <source, source> has it; small groups not counted.
     """
 
     name: str
@@ -48,6 +55,7 @@ class Change:
     error: float
     explained: float
     off: float
+    wrong_scales: float = 0.0
 
 
 def compare_weights(
@@ -82,9 +90,10 @@ def compare_weights(
         return Change(name, False, error, 0.0, float(error > ROUNDED))
     if transposed:
         source, output = source.T, output.T
-    found, explained, signals = (torch.cat(column) for column in zip(*_grids(source, output, form), strict=True))
+    columns = [torch.cat(column) for column in zip(*_grids(source, output, form), strict=True)]
     if form.shared:
-        found, explained, signals = (column.sum(0, keepdim=True) for column in (found, explained, signals))
+        columns = [column.sum(0, keepdim=True) for column in columns]
+    found, explained, signals, products = columns
     total, signal = float(explained.sum()), float(signals.sum())
     usual = total / signal if signal else 0.0
     off = found > OFF**2 * torch.maximum(explained, usual * signals)
@@ -94,7 +103,22 @@ def compare_weights(
         _root(float(found.sum()), signal),
         _root(total, signal),
         float(off.double().mean()),
+        _wrong_scales(signals, products, grid_of(form.group, (source.shape[0], source.shape[1]))[1]),
     )
+
+
+def _wrong_scales(signals: Tensor, products: Tensor, along: int) -> float:
+    """Share of groups whose scale is wrong.
+
+    Args:
+        signals: <source, source> of each group, row by row.
+        products: <source, output> likewise.
+        along: groups in a row.
+    """
+    usual = signals.reshape(-1, along).mean(1, keepdim=True)
+    large = (signals.reshape(-1, along) > SMALL * usual).flatten()
+    sound = (products < WRONG_SCALE * signals) & (products > signals / WRONG_SCALE)
+    return float((large & ~sound).double().mean())
 
 
 def _equal(source: Tensor, output: Tensor, between: Callable[[], None]) -> bool:
@@ -112,8 +136,10 @@ def _root(noise: float, signal: float) -> float:
     return error if math.isfinite(error) else 1.0
 
 
-def _grids(source: Tensor, output: Tensor, form: Format) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Energies of the error, of what the format explains, and of the weight, by group, of some rows at a time."""
+def _grids(source: Tensor, output: Tensor, form: Format) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """By group, of some rows at a time: energies of the error, of what the format explains, and of the weight, and the
+    product of the weight with the output's.
+    """
     height, width = form.group
     largest = group_absmax(source, (None, None)) if form.tied else None
     divisor = None if largest is None else group_divisor(largest, form)
@@ -127,8 +153,13 @@ def _grids(source: Tensor, output: Tensor, form: Format) -> Iterator[tuple[Tenso
             largest if largest is not None and form.shared else group_absmax(weight, group), form, divisor
         )
         stored = _stored(weight, scale, form, group)
-        parts = [_energy(each, group) for each in (other - weight, stored - weight, weight)]
-        yield parts[0], parts[1], parts[2]
+        error, lost = other - weight, stored - weight
+        yield (
+            _sums(error * error, group),
+            _sums(lost * lost, group),
+            _sums(weight * weight, group),
+            _sums(weight * other, group),
+        )
 
 
 def _stored(weight: Tensor, scale: Tensor, form: Format, group: Group) -> Tensor:
@@ -153,10 +184,10 @@ def _padded(weight: Tensor, group: Group) -> Tensor:
     return nn.functional.pad(weight, (0, along, 0, down)) if down or along else weight
 
 
-def _energy(values: Tensor, group: Group) -> Tensor:
-    """Sum of squares of each group, float64, as one axis."""
+def _sums(values: Tensor, group: Group) -> Tensor:
+    """Sum of each group, float64, as one axis."""
     rows, cols = group
     assert rows is not None and cols is not None
-    grid = values.square().reshape(values.shape[0] // rows, rows, values.shape[1] // cols, cols)
+    grid = values.reshape(values.shape[0] // rows, rows, values.shape[1] // cols, cols)
     # At most CHUNK of them: float64 would take several times as long, and tell no more.
     return grid.sum((1, 3)).double().flatten().cpu()

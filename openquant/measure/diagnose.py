@@ -1,10 +1,10 @@
 """`openquant diagnose`: what quantizing does to each layer, from its weights alone.
 
 Every weight is read once: the largest, the mean, the deviation and all scales are the true ones, and NaN and infinity
-are found wherever they are. What schemes make of the weights is measured on rows a fixed number apart and on the row of
-the largest weight, or with `full` on all.
+are found wherever they are, in tensors that stay unquantized too. What schemes make of the weights is measured on rows
+a fixed number apart and on the row of the largest weight, or with `full` on all.
 
-    report = diagnose(plan, needs(plan), supply, workers=2)
+    diagnose(plan, supply, workers=2).layers
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from ..convert.conversion import worth_compiling
 from ..convert.devices import loops
 from ..errors import SourceError
+from ..files.tensors import TensorInfo
+from ..formats.finite import NonFinite, can_be_non_finite, count_non_finite
 from ..formats.kernels import CHUNK, to_float32
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
@@ -32,6 +35,8 @@ from .figures import Loss, Rows, Sums, Whole, diagnosed
 
 # So many weights of a layer are measured, of at least so many rows; all of a layer that has no more than WHOLE.
 SAMPLE_WEIGHTS, SAMPLE_ROWS, WHOLE = 1 << 16, 32, 1 << 18
+# Bytes of a tensor that stays unquantized, read at a time.
+PIECE = 4 << 20
 
 Progress = Callable[[int, int], None]
 
@@ -45,21 +50,38 @@ def sample_step(shape: tuple[int, int]) -> int:
     return 1 if count <= WHOLE else min(count // SAMPLE_WEIGHTS, shape[0] // SAMPLE_ROWS) | 1
 
 
+class Measured(NamedTuple):
+    """What was read of a checkpoint.
+
+    Attributes:
+        layers: the figures of every layer that a plan quantizes, in the order of the checkpoint.
+        not_finite: the NaN and infinities in tensors that stay unquantized, by name.
+    """
+
+    layers: tuple[LayerDiagnosis, ...]
+    not_finite: dict[str, NonFinite]
+
+
+# Layers that share a scale where a scheme has one per tensor; or a tensor that stays unquantized.
+Task = tuple[Weight, ...] | TensorInfo
+
+
 def needs(plan: Plan) -> dict[str, list[str]]:
-    """The shards with layers to be measured, and for each the source shards that these lie in, joined ones included."""
+    """The shards with tensors to be read, and for each the source shards that these lie in, joined ones included."""
     where = plan.seen.where
     found: dict[str, set[str]] = {}
-    for shard, joined in _tasks(plan):
-        for weight in joined:
+    for shard, task in _tasks(plan):
+        found.setdefault(shard, set()).add(shard)
+        for weight in () if isinstance(task, TensorInfo) else task:
             parts = weight.parts or (weight.source,)
-            found.setdefault(shard, set()).update(where[part.name].shard for part in parts)
+            found[shard].update(where[part.name].shard for part in parts)
     return {shard: sorted(names) for shard, names in found.items()}
 
 
 def diagnose(
     plan: Plan, traffic: Traffic, workers: int, full: bool = False, progress: Progress | None = None
-) -> tuple[LayerDiagnosis, ...]:
-    """Measure every layer that a plan quantizes, in the order of the checkpoint.
+) -> Measured:
+    """Measure every layer that a plan quantizes, and look for NaN and infinity in all other tensors.
 
     Args:
         plan: the plan; its scheme says which flags layers get.
@@ -69,23 +91,30 @@ def diagnose(
         progress: told the bytes read so far and in all, never from two threads at once.
 
     Raises:
-        SourceError: NaN or infinity in a weight, or a source that cannot be read.
+        SourceError: NaN or infinity in a weight to be quantized, or a source that cannot be read.
     """
     return _Diagnosing(plan, traffic, full, progress).run(workers)
 
 
-def _tasks(plan: Plan) -> list[tuple[str, tuple[Weight, ...]]]:
-    """Layers that share a scale where a scheme has one per tensor, with the shard that the first of them lies in.
+def _tasks(plan: Plan) -> list[tuple[str, Task]]:
+    """All that is read, each with the shard that it, or the first of its layers, lies in.
 
     Those of one shard come together.
     """
-    found: dict[str, list[tuple[Weight, ...]]] = {}
+    found: dict[str, list[Task]] = {}
     for weight, _ in plan.fates.quantized:
         modules = plan.fates.sets.get(weight.module, (weight.module,))
         if modules[0] == weight.module:
             shard = weight.rows(plan.seen.where).shard
             found.setdefault(shard, []).append(tuple(plan.layers[module] for module in modules))
-    return [(shard, joined) for shard, sets in found.items() for joined in sets]
+    # What the source stores as codes is read with its scales by whoever decodes it.
+    others = {weight.source.name for weight, _ in plan.fates.quantized}
+    others.update(weight.source.name for weight in plan.layers.values() if weight.format is not None)
+    others.update(kept.tensor.name for kept in plan.fates.kept if kept.weight is not None)
+    for info in plan.seen.tensors.values():
+        if info.name not in others and can_be_non_finite(info.dtype):
+            found.setdefault(plan.seen.where[info.name].shard, []).append(info)
+    return [(shard, task) for shard, tasks in found.items() for task in tasks]
 
 
 class _Stopped(Exception):
@@ -112,33 +141,39 @@ class _Diagnosing:
         self.loops = loops(worth_compiling(plan))
         self.done = 0
         # With all rows the weights are read twice: the scale must be known first.
-        self.total = sum(weight.nbytes for _, joined in tasks for weight in joined) * (2 if full else 1)
+        layers = [weight for _, task in tasks if not isinstance(task, TensorInfo) for weight in task]
+        self.total = sum(weight.nbytes for weight in layers) * (2 if full else 1)
+        self.total += sum(task.nbytes for _, task in tasks if isinstance(task, TensorInfo))
         self.found: dict[str, LayerDiagnosis] = {}
+        self.not_finite: dict[str, NonFinite] = {}
 
-    def _available(self, tasks: Sequence[tuple[str, tuple[Weight, ...]]]) -> Iterator[tuple[str, tuple[Weight, ...]]]:
+    def _available(self, tasks: Sequence[tuple[str, Task]]) -> Iterator[tuple[str, Task]]:
         last = None
-        for shard, joined in tasks:
+        for shard, task in tasks:
             if shard != last:
                 self.traffic.wait_for(shard, self.stopped.is_set)
                 last = shard
             if self.stopped.is_set():
                 return
-            yield shard, joined
+            yield shard, task
 
-    def run(self, workers: int) -> tuple[LayerDiagnosis, ...]:
+    def run(self, workers: int) -> Measured:
         in_threads(self._work, workers, self.stopped)
-        return tuple(self.found[module] for module in self.plan.layers if module in self.found)
+        layers = tuple(self.found[module] for module in self.plan.layers if module in self.found)
+        return Measured(layers, dict(sorted(self.not_finite.items())))
 
     def _work(self) -> None:
         reader = Reader(self.plan.seen.where, self.traffic.path, lambda nbytes: np.empty(nbytes, np.uint8))
         while True:
             with self.task_lock:
-                task = next(self.tasks, None)
-            if task is None:
+                following = next(self.tasks, None)
+            if following is None:
                 return
-            shard, joined = task
+            shard, task = following
             try:
-                layers = _Joined(self, reader, joined).measure()
+                layers = [] if isinstance(task, TensorInfo) else _Joined(self, reader, task).measure()
+                if isinstance(task, TensorInfo):
+                    self._check(task, reader)
             except _Stopped:
                 return
             with self.lock:
@@ -147,6 +182,20 @@ class _Diagnosing:
                 last = not self.left[shard]
             if last:
                 self.traffic.finished(shard)
+
+    def _check(self, info: TensorInfo, reader: Reader) -> None:
+        """Look for NaN and infinity in a tensor that stays unquantized."""
+        place, found = self.plan.seen.where[info.name], NonFinite()
+        buffer = np.empty(min(PIECE, info.nbytes), np.uint8)
+        with reader.open(place.shard) as file:
+            for low in range(0, info.nbytes, PIECE):
+                part = buffer[: min(PIECE, info.nbytes - low)]
+                file.read(part, place.offset + low, info.name)
+                found += count_non_finite(part, info.dtype)
+                self.advance(part.size)
+        if found:
+            with self.lock:
+                self.not_finite[info.name] = found
 
     def advance(self, nbytes: int) -> None:
         """Note that so many more bytes of weights were read, and report all so far."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 # Largest over mean magnitude: 5 to 9 in trained layers of examples/tiny-qwen3, 5 to 7 of normal weights.
@@ -100,6 +100,8 @@ class Diagnosis:
         bytes_before: size of the output's tensors without the advice.
         bytes_after: with it.
         notes: what engines make of the output with the advice.
+        not_finite: what tensors hold that stay unquantized and are not finite, by name:
+            {"model.norm.weight": "NaN (3 values)"}.
     """
 
     model: str
@@ -113,6 +115,7 @@ class Diagnosis:
     bytes_before: int = 0
     bytes_after: int = 0
     notes: tuple[str, ...] = ()
+    not_finite: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def worst(self) -> list[LayerDiagnosis]:

@@ -142,7 +142,7 @@ def _result(found: Findings, output: Output, floor: Mapping[str, Any]) -> dict[s
     layers = [_layer(found, name, output) for name in found.distances.layers]
     suspects = [
         *_by_files(found, output),
-        *suspects_by_weights(output.changes, output.served.kept),
+        *suspects_by_weights(output.changes, output.served.kept, output.by_gptq),
         *suspects_by_layers(layers),
     ]
     verdict = word(figures["kl"]["mean"], floor["kl"])

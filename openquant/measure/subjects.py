@@ -14,7 +14,7 @@ from functools import cached_property
 from torch import nn
 
 from ..errors import SourceError, UsageError
-from ..files.cards import card_of, says_folds
+from ..files.cards import card_of, is_rounded_by_gptq, says_folds
 from ..files.checkpoint import Checkpoint
 from ..files.fingerprint import Fingerprint
 from ..forward.scratch import Scratch
@@ -109,6 +109,11 @@ class Output:
     def folded(self) -> bool:
         """Whether its card says that inputs of layers are divided in norms, and weights multiplied by as much."""
         return says_folds(card_of(self.of.checkpoint))
+
+    @cached_property
+    def by_gptq(self) -> bool:
+        """Whether its card says that GPTQ rounded its weights."""
+        return is_rounded_by_gptq(card_of(self.of.checkpoint))
 
     @property
     def needs(self) -> Needs:

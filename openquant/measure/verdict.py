@@ -22,6 +22,10 @@ BROKEN = 0.5
 
 # How many times what its format explains a layer's error may be, and how many times its peers'.
 ERROR = 1.5
+# GPTQ moves weights farther than rounding to nearest does: where the median layer's error is more than so many times
+# what its format explains, or the card says GPTQ, layers are held against the median with another limit.
+MOVED = 1.1
+ERROR_MOVED = 2.0
 # How many times its peers' what a layer adds to the distance may be, and at least; beside the floor's.
 JUMP = 8.0
 LEAST_JUMP = 0.05
@@ -73,23 +77,27 @@ def word(kl: float, floor: float) -> str:
     return "changed" if kl <= BROKEN else "broken"
 
 
-def suspects_by_weights(changes: Sequence[Change], routers: Iterable[str]) -> list[Suspect]:
+def suspects_by_weights(changes: Sequence[Change], routers: Iterable[str], gptq: bool = False) -> list[Suspect]:
     """Modules whose weights differ from the source's by more than their formats explain, worst first.
 
     Args:
         changes: of all weights.
         routers: modules that no engine expects quantized weights of.
+        gptq: whether the card says that GPTQ rounded weights.
     """
     quantized = [change for change in changes if change.quantized]
     plain = [change for change in changes if not change.quantized]
     usual = statistics.median([_ratio(change) for change in quantized]) if quantized else 1.0
-    # Makers that move weights on purpose, to make up for one another, have groups off in most of their layers.
-    moves = bool(quantized) and statistics.median([change.off for change in quantized]) > 0
+    # Makers that move weights on purpose, to make up for one another, do so in most of their layers.
+    moves = bool(quantized) and (gptq or usual > MOVED or statistics.median([change.off for change in quantized]) > 0)
+    limit = (ERROR_MOVED if moves else ERROR) * max(1.0, usual)
     found = []
     for change in quantized:
         ratio = _ratio(change)
-        if ratio > ERROR * max(1.0, usual):
+        if ratio > limit:
             why = f"its weights are {change.error:.3g} off, its format explains {change.explained:.3g}"
+        elif change.wrong_scales and moves:
+            why = f"{change.wrong_scales:.2g} of its scales or their weights are not those of the source"
         elif change.off and not moves:
             why = f"{change.off:.2g} of its scales or their weights are off by more than its format explains"
         else:

@@ -20,13 +20,17 @@ from .fates import Fates, Item, Kept, Stack
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Bytes of the source that go to the output as they are: `nbytes` from `offset` of a shard on, to `target`."""
+    """Bytes of the source that go to the output as they are: `nbytes` from `offset` of a shard on, to `target`.
+
+    They are elements of `dtype`.
+    """
 
     label: str
     shard: str
     offset: int
     nbytes: int
     target: int
+    dtype: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +299,7 @@ def _jobs(
             return
         place = where[item.tensor.name]
         if item.weight is None:
-            yield Copy(item.tensor.name, place.shard, place.offset, item.tensor.nbytes, target)
+            yield Copy(item.tensor.name, place.shard, place.offset, item.tensor.nbytes, target, item.tensor.dtype)
             return
         # Each matrix of a stack by itself.
         for number, matrix in enumerate(item.weight.matrices):
@@ -307,7 +311,7 @@ def _jobs(
             yield Fold(weight, places[name])
         elif scheme is None and weight.format is None and weight.expert < 0:
             place = where[name]
-            yield Copy(name, place.shard, place.offset, weight.nbytes, places[name])
+            yield Copy(name, place.shard, place.offset, weight.nbytes, places[name], weight.source.dtype)
         elif scheme is None:
             kind = Unstack if weight.format is None else Decode
             yield kind(weight, places[name])

@@ -10,6 +10,7 @@ from ..measure.diagnosis import FLAGS, Advice, Diagnosis, LayerDiagnosis
 from ..patterns import collapse
 from .card import gigabytes
 from .escape import terminal
+from .text import not_finite_notes
 
 # Layers in a table, unless all are wanted.
 WORST = 10
@@ -45,7 +46,7 @@ def diagnosis_text(found: Diagnosis, every: bool) -> str:
         ("row error", *SCHEMES),
         [(layer.module, *(_percent(layer.row_errors[scheme]) for scheme in SCHEMES)) for layer in layers],
     )
-    lines += ["", *_flags(found.layers), *_advice(found)]
+    lines += ["", *not_finite_notes(found.not_finite), *_flags(found.layers), *_advice(found)]
     return "\n".join(lines)
 
 

@@ -37,7 +37,7 @@ def evaluation_text(found: Mapping[str, Any], notes: Sequence[str]) -> str:
     for output in outputs:
         lines += ["", f"{terminal(output['output']['name'])}: {output['verdict']}"]
         lines += [f"  {terminal(reason)}" for reason in output["reasons"]]
-        if output["verdict"] in ("same", "close"):
+        if output["verdict"] == "same":
             lines.append("  so near the floor the KL does not rank outputs by what benchmarks find of them")
         lines += [f"  {line}" for line in _where(output)]
         for text in output["texts"][:SHOWN]:

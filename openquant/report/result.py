@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -37,6 +37,9 @@ class Result:
         seconds: wall time.
         peak_rss_bytes: largest resident memory of the process so far.
         resumed: whether an earlier run's work was continued, or already complete.
+        not_finite: what tensors hold that stay unquantized and are not finite, by name, as the source has them:
+            {"model.norm.weight": "NaN (3 values)"}. Of an output that was complete already nothing was read.
+        unread_shards: number of shards not looked at for that, as an earlier run has moved them to the Hub.
     """
 
     model: str
@@ -63,6 +66,8 @@ class Result:
     seconds: float
     peak_rss_bytes: int
     resumed: bool
+    not_finite: dict[str, str] = field(default_factory=dict)
+    unread_shards: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The fields by name, as `--json` prints them."""

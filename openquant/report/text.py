@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..hub.fetch import Download
@@ -14,6 +14,7 @@ from ..plan.plan import Plan
 from ..plan.serving import GPU_GB, Serving
 from ..verification.outcome import Report
 from .card import gigabytes, readers, serve_commands
+from .escape import terminal
 from .result import Result
 
 
@@ -147,11 +148,38 @@ def summary_text(plan: Plan, result: Result, already_complete: bool) -> str:
         [
             done,
             *published,
+            *not_finite_notes(result.not_finite, result.unread_shards),
             readers(plan),
             "",
             *[f"  {command}" for command in commands],
         ]
     )
+
+
+# Tensors that a note names.
+NAMED = 3
+
+
+def not_finite_notes(found: Mapping[str, str], unread: int = 0) -> list[str]:
+    """Notes on tensors that stay unquantized and hold NaN or infinity.
+
+    Args:
+        found: what each holds, by name.
+        unread: number of shards that were not looked at.
+    """
+    notes = []
+    if found:
+        names = [f"{name} holds {held}" for name, held in list(found.items())[:NAMED]]
+        more = f" and {len(found) - NAMED} more hold NaN or infinity" if len(found) > NAMED else ""
+        notes.append(
+            f"note: of the tensors that are not quantized {', '.join(names)}{more}: with NaN, or infinity in a weight, "
+            "a model answers NaN"
+        )
+    if unread:
+        notes.append(
+            f"note: {_count(unread, 'shard')} of an earlier run, on the Hub already, not looked at for NaN and infinity"
+        )
+    return [terminal(note) for note in notes]
 
 
 def verification_text(report: Report) -> str:

@@ -16,6 +16,7 @@ from ..errors import SourceError
 from ..files.checkpoint import Checkpoint
 from ..files.shardfile import Bytes
 from ..files.tensors import TensorInfo
+from ..formats.finite import NonFinite, count_non_finite
 from ..formats.format import FLOATS
 from ..formats.kernels import Bits, from_float32, to_bfloat16, to_float32
 from ..formats.numbers import Floats
@@ -42,6 +43,7 @@ class Task:
         scheme: what it was quantized in, if quantizing the source again must give the same; None if others made it.
         weighed: whether its scales were searched for by what is not known here.
         scale: whether it is a scale by itself, of keys or values.
+        alone: whether it is held against nothing, only looked at for NaN and infinity.
         carried: whether GPTQ rounded it: then only its scales can be made again.
     """
 
@@ -52,6 +54,7 @@ class Task:
     weighed: bool = False
     carried: bool = False
     scale: bool = False
+    alone: bool = False
 
 
 @dataclass
@@ -67,6 +70,8 @@ class Contents:
             module.
         compared: number of codes that were made again from the source, under the scales that are there.
         same: how many of them are those that are there.
+        not_finite: the NaN and infinities in each unquantized tensor that has some, by name.
+        equal_names: which of these tensors equal the source's.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -76,6 +81,8 @@ class Contents:
     absmax: dict[str, float] = field(default_factory=dict)
     compared: int = 0
     same: int = 0
+    not_finite: dict[str, NonFinite] = field(default_factory=dict)
+    equal_names: set[str] = field(default_factory=set)
 
 
 def read_contents(
@@ -129,6 +136,8 @@ class _Reading:
             try:
                 if task.scale:
                     worker.check_scale(number, task.info)
+                elif task.alone:
+                    worker.check_finite(task.info)
                 elif task.weight is not None:
                     assert not isinstance(task.original, bytes)
                     worker.check(number, task.weight, task.original, task.scheme, task.weighed, task.carried)
@@ -145,6 +154,13 @@ class _Reading:
         """Note a problem that one task found."""
         with self.lock:
             self.found.append((number, message))
+
+    def check_finite(self, info: TensorInfo, data: Bytes) -> None:
+        """Note NaN and infinity in a piece of an unquantized tensor."""
+        if found := count_non_finite(data, info.dtype):
+            with self.lock:
+                so_far = self.contents.not_finite.get(info.name, NonFinite())
+                self.contents.not_finite[info.name] = so_far + found
 
     def advance(self, nbytes: int) -> None:
         """Note that so many more bytes were read, and report all so far."""
@@ -179,6 +195,7 @@ class _Worker:
                     return
                 part = self._buffer("output", wanted.size)
                 file.read(part, place.offset + low, info.name)
+                self.reading.check_finite(info, part)
                 if not np.array_equal(part, wanted):
                     first = low + int((part != wanted).argmax())
                     name = original.rows(self.source.where).label if isinstance(original, Weight) else "the source's"
@@ -192,6 +209,20 @@ class _Worker:
                 self.reading.advance(part.size)
         with self.reading.lock:
             self.reading.contents.equal += not _is_folded(original)
+            if info.name in self.reading.contents.not_finite and not _is_folded(original):
+                self.reading.contents.equal_names.add(info.name)
+
+    def check_finite(self, info: TensorInfo) -> None:
+        """Look for NaN and infinity in a tensor that is held against nothing."""
+        place = self.checkpoint.where[info.name]
+        with self.output.open(place.shard) as file:
+            for low in range(0, info.nbytes, PIECE):
+                if self.reading.stopped.is_set():
+                    return
+                part = self._buffer("output", min(PIECE, info.nbytes - low))
+                file.read(part, place.offset + low, info.name)
+                self.reading.check_finite(info, part)
+                self.reading.advance(part.size)
 
     def _wanted(self, info: TensorInfo, original: Weight | bytes | None) -> Iterator[Bytes]:
         """What must be there, in pieces."""
@@ -237,7 +268,8 @@ class _Worker:
         if weight.format is not None and weight.format.global_scale is not None:
             above = weight.global_scale and self._scale(number, weight.global_scale)
             divisor = None if above is None else above.reshape(1, 1)
-            scale = None if scale is None or divisor is None else scale / divisor
+            with np.errstate(over="ignore"):
+                scale = None if scale is None or divisor is None else scale / divisor
         for known, data in weight.format.known(weight.module, weight.shape) if weight.format else ():
             self._hold(number, known, data)
         place = self.checkpoint.where[info.name]
@@ -266,7 +298,10 @@ class _Worker:
         if broken is not None:
             index = [int(axis) for axis in np.unravel_index(broken, info.shape)]
             self.reading.say(number, f"{self.reading.place(info.name)} holds NaN, first at {index}")
-        elif comparison is not None and original is not None:
+            return
+        if scale is not None and whole and weight.format is not None:
+            self.output.check_values(weight, scale)
+        if comparison is not None and original is not None:
             if not comparison.finite:
                 extent = original.rows(self.source.where)
                 self.reading.say(number, f"{extent.label} in the source's {extent.shard} holds NaN or infinity")

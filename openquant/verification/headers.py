@@ -23,7 +23,7 @@ from ..plan.entries import counted
 from ..plan.parallel import text_config
 from ..plan.roles import Entry, is_head
 from ..weights.columns import columns_of
-from ..weights.find import Pair, leftovers, pairs
+from ..weights.find import Pair, leftovers, pairs, stored_twice
 from ..weights.weight import Weight
 from .configs import differences
 
@@ -187,6 +187,8 @@ class Headers:
                 input_scale=self._input_scale(pair, form),
             )
             self._check_known(info, form, pair.module, (shape[-2], shape[-1]))
+        twice = stored_twice(self.checkpoint.tensors, self._pairs)
+        self.problems += [f"{self.place(info.name)}: {message}" for info, message in twice if info.name in self.stored]
         if respelled:
             self.notes.append(
                 f"{respelled} scales are called weight_scale_inv although they are one per tensor; "

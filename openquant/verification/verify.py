@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from ..files.checkpoint import Checkpoint, open_checkpoint, read_config, readabl
 from ..files.evaluation import find_evaluation
 from ..files.journal import read_journal
 from ..files.tensors import TensorInfo
+from ..formats.finite import can_be_non_finite
 from ..formats.format import Format
 from ..formats.kernels import BITS_TYPE
 from ..formats.quantization import read_quantization
@@ -38,7 +40,7 @@ from ..weights.find import decoded_view, own_file, with_own_file
 from ..weights.tuning import Tunings
 from ..weights.weight import Weight
 from .configs import differences, judged, unquantized, unsaid
-from .contents import Progress, Task, read_contents
+from .contents import Contents, Progress, Task, read_contents
 from .extras import extra_files, extra_weights
 from .headers import Headers, described
 from .outcome import Report
@@ -171,6 +173,7 @@ class _Verification:
     def run(self, workers: int, progress: Progress | None) -> None:
         """Find all that is off: files, config, source, tensors, then what is shared between layers."""
         pairs: list[Pair] = []
+        self._require_readable()
         self._open_with_library()
         self._check_extra_files()
         self.problems += unsaid(self.checkpoint.config, self.written)
@@ -184,6 +187,16 @@ class _Verification:
         if self.headers.entry is not None:
             self._check_shared_scales(self.headers.entry)
         self._check_remade_scales(self.headers.entry)
+
+    def _require_readable(self) -> None:
+        """Report what keeps the weights from being decoded, if nothing else is off."""
+        if not self.problems:
+            # What is stored in a way that is not read here may be read by engines.
+            with suppress(PlanError):
+                try:
+                    decoded_view(self.checkpoint)
+                except SourceError as error:
+                    self.problems.append(error.message)
 
     def _open_with_library(self) -> None:
         """Each shard must open with the safetensors library, which engines use, and hold the same tensors to it."""
@@ -383,10 +396,17 @@ class _Verification:
             scheme = self._scheme_of(weight) if self.remakes else None
             tasks.append(Task(weight.codes, weight, original, scheme, self.weighed, weight.module in carried))
         tasks += [Task(info, scale=True) for info in self.headers.cache]
+        looked_at = {task.info.name for task in tasks} | self.headers.scales
+        tasks += [
+            Task(info, alone=True)
+            for info in self.checkpoint.tensors.values()
+            if can_be_non_finite(info.dtype) and info.name not in looked_at
+        ]
         # In the order of the files, which is how disks like it.
         tasks.sort(key=lambda task: self.checkpoint.where[task.info.name])
         contents = read_contents(self.checkpoint, self.source, tasks, workers, progress)
         self.problems += contents.problems
+        self._report_not_finite(contents)
         self.errors = contents.errors
         self.values = contents.scales
         self.equal_tensors = contents.equal
@@ -403,6 +423,16 @@ class _Verification:
             skipped = sum(weight.module not in self.originals for weight in self.codes.values())
             if skipped:
                 self.notes.append(f"{skipped} quantized tensors were not decoded: the source has no matrix for them")
+
+    def _report_not_finite(self, contents: Contents) -> None:
+        """NaN is a problem anywhere, and infinity in a weight; a mask or a bound may be infinite."""
+        for name, found in sorted(contents.not_finite.items()):
+            source = ", as the source has it" if name in contents.equal_names else ""
+            message = f"{self._place(name)} holds {found.text}{source}"
+            if found.nan or name.endswith(".weight"):
+                self.problems.append(f"{message}: the model answers NaN where it is used")
+            else:
+                self.notes.append(f"{message}: right in a mask or a bound only")
 
     def _carried(self) -> set[str]:
         """The modules that GPTQ rounded; all, where it did and no plan says which."""

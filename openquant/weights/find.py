@@ -138,6 +138,23 @@ def pairs(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> Iter
         yield Pair(name, info, form, scales[0] if scales else None, above, zeros, tuple(beside))
 
 
+def stored_twice(tensors: Mapping[str, TensorInfo], all_pairs: Iterable[Pair]) -> Iterator[tuple[TensorInfo, str]]:
+    """Codes of weights that are there in another form too, unquantized or as other codes, each with a message.
+
+    Args:
+        tensors: of the checkpoint, by name.
+        all_pairs: its codes.
+    """
+    forms: dict[str, str] = {}
+    for pair in all_pairs:
+        if not pair.packed:
+            continue
+        other = pair.name if pair.name in tensors else forms.get(pair.name)
+        if other is not None:
+            yield pair.codes, f"{other} is there twice, as {pair.codes.name} too"
+        forms[pair.name] = pair.codes.name
+
+
 def _unquantized(info: TensorInfo) -> str | None:
     """What a tensor of codes would be called unquantized; None if it holds none."""
     if info.name.endswith(".weight_packed"):
@@ -206,10 +223,13 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Weight]]
     if quantization is None:
         _refuse_unexplained(checkpoint)
         return checkpoint, {}
+    all_pairs = list(pairs(checkpoint.tensors, quantization))
+    for _, message in stored_twice(checkpoint.tensors, all_pairs):
+        raise SourceError(message, _DAMAGED)
     # Of one tensor mostly one.
     found: dict[str, list[Weight]] = {}
     hidden: set[str] = set()
-    for entry in _find(checkpoint, quantization):
+    for entry in _find(checkpoint, all_pairs):
         found.setdefault(entry.weight.parts[0].name, []).append(entry.weight)
         hidden.update(entry.hidden)
     hidden.update(leftovers(checkpoint.tensors, (weight for held in found.values() for weight in held)))
@@ -265,11 +285,11 @@ def _read(checkpoint: Checkpoint) -> Quantization | None:
         ) from None
 
 
-def _find(checkpoint: Checkpoint, quantization: Quantization) -> Iterator[Stored]:
+def _find(checkpoint: Checkpoint, all_pairs: Iterable[Pair]) -> Iterator[Stored]:
     model = MODELS.get(checkpoint.architecture)
     ranked = model.ranked if model else None
     in_parts = compile_any(absolute(model, [ranked.pattern])) if model and ranked else None
-    for pair in pairs(checkpoint.tensors, quantization):
+    for pair in all_pairs:
         info = pair.codes
         if in_parts and ranked and info.dtype == E4M3.dtype and in_parts.fullmatch(pair.module):
             form = _form(pair)

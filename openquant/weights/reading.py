@@ -144,6 +144,22 @@ class Reader:
             rows = codes.reshape(-1, weight.row_bytes)
             self._decode(weight, rows, scale, zero, low, np.empty((len(rows), weight.shape[1]), np.float32))
 
+    def check_values(self, weight: Weight, scale: Floats) -> None:
+        """Refuse a weight that stands for values beyond bfloat16; it is read only where a scale is so large.
+
+        Args:
+            weight: the weight.
+            scale: its scales, of any shape, divided by the global scale where it has one.
+
+        Raises:
+            SourceError: it does, or cannot be read.
+        """
+        assert weight.format is not None
+        if scale.max() >= _beyond(weight.format):
+            for matrix in weight.matrices:
+                for _ in self.rows(matrix, 1):
+                    pass
+
     def _decode(self, weight: Weight, codes: Bytes, scale: Floats, zero: Floats | None, low: int, out: Floats) -> None:
         form = weight.format
         assert form is not None
@@ -248,7 +264,8 @@ class Reader:
                 scale = kernels.scale_values(raw, info.dtype).reshape(count, -1)
         check_scales(scale, extent.label, extent.shard, least)
         if weight.format.global_scale is not None:
-            scale = scale / self.divisor(weight)
+            with np.errstate(over="ignore"):
+                scale = scale / self.divisor(weight)
             # Of two sound ones.
             check_scales(scale, extent.label, extent.shard, least)
         if power_of_two and (odd := np.frexp(scale)[0] != 0.5).any():

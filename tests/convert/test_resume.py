@@ -590,10 +590,11 @@ def during(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> No
     """Have something happen once all shards are converted."""
     convert = running.convert
 
-    def then(*arguments: Any, **options: Any) -> None:
-        convert(*arguments, **options)
+    def then(*arguments: Any, **options: Any) -> Any:
+        found = convert(*arguments, **options)
         monkeypatch.setattr(running, "convert", convert)
         happens()
+        return found
 
     monkeypatch.setattr(running, "convert", then)
 

@@ -60,6 +60,39 @@ def test_one_scale_too_large_is_off(scheme: Scheme) -> None:
     assert found.error > found.explained
 
 
+@pytest.mark.parametrize("scheme", [CHANNEL, BLOCK, INT4_W4A16, NVFP4], ids=lambda scheme: scheme.name)
+def test_a_scale_is_wrong_from_half_way_to_two_on(scheme: Scheme) -> None:
+    weight = weights()
+    codes, scale = stored(weight, scheme.format)
+    sound = decode(codes, scale, scheme.format).bfloat16()
+    assert compare_weights("up", weight, sound, scheme.format).wrong_scales == 0
+    for factor, wrong in ((1.3, 0), (1 / 1.3, 0), (2, 1), (0.5, 1), (0, 1), (-1, 1)):
+        other = scale.clone()
+        other[-1, -1] *= factor
+        made = decode(codes, other, scheme.format).bfloat16()
+        assert compare_weights("up", weight, made, scheme.format).wrong_scales == wrong / scale.numel()
+
+
+def test_weights_in_another_place_have_wrong_scales() -> None:
+    weight = weights()
+    codes, scale = stored(weight, INT4_W4A16.format)
+    made = decode(codes, scale, INT4_W4A16.format).bfloat16()
+    shifted = made.clone()
+    shifted[7] = made[7].roll(1)
+    assert compare_weights("up", weight, shifted, INT4_W4A16.format).wrong_scales == 1 / len(weight)
+    assert compare_weights("up", weight, made.flip(0), INT4_W4A16.format).wrong_scales > 0.9
+
+
+def test_groups_too_small_for_what_others_bring_are_not_judged_by_scale() -> None:
+    weight = weights()
+    weight[:, :128] *= 0.1
+    other = weight.clone()
+    other[:, :128] = 0
+    assert compare_weights("up", weight, other, INT4_W4A16.format).wrong_scales == 0
+    other[:, 128:256] = 0
+    assert compare_weights("up", weight, other, INT4_W4A16.format).wrong_scales == 1 / 3
+
+
 def test_stacks_lie_the_other_way_round() -> None:
     weight = weights()
     codes, scale = stored(weight, CHANNEL.format)

@@ -38,6 +38,7 @@ from openquant.formats.search import searched
 from openquant.measure.diagnose import sample_step
 from openquant.measure.diagnosis import DYNAMIC_RANGE, LayerDiagnosis
 from openquant.plan.plan import make_plan
+from openquant.report.diagnosis import diagnosis_text
 from stored import BLOCKS, by_blocks, store
 
 DOWN = "model.layers.0.mlp.down_proj"
@@ -302,6 +303,26 @@ def test_experts_of_stacks_are_layers(shelf: Shelf) -> None:
     assert sum(".experts." in module for module in layers) == 12
 
 
+def test_tensors_that_stay_unquantized_are_looked_at(tmp_path: Path) -> None:
+    source = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM", shards=5, vocab=128)
+    assert diagnose(source).not_finite == {}
+
+    def change(held: dict[str, torch.Tensor]) -> None:
+        held["model.norm.weight"][3] = math.nan
+        held["model.embed_tokens.weight"][-1, -2:] = math.inf
+        held["model.layers.1.self_attn.q_proj.weight"][0, 0] = math.nan
+
+    tiny.change_weights(source, change)
+    found = diagnose(source, ignore=["**.q_proj"], workers=3)
+    assert found.not_finite == {
+        "model.embed_tokens.weight": "infinity (2 values)",
+        "model.layers.1.self_attn.q_proj.weight": "NaN (1 value)",
+        "model.norm.weight": "NaN (1 value)",
+    }
+    assert found.to_json()["not_finite"] == found.not_finite
+    assert "model.embed_tokens.weight holds infinity (2 values), model.layers.1" in diagnosis_text(found, every=False)
+
+
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_every_architecture_has_all_its_layers_measured(shelf: Shelf, architecture: str) -> None:
     if tiny.refused(architecture, CHANNEL):
@@ -320,11 +341,12 @@ def test_every_architecture_has_all_its_layers_measured(shelf: Shelf, architectu
 def test_progress_and_an_end_before_all_is_read(example: Path) -> None:
     told: list[tuple[int, int]] = []
     weights = 6_291_456  # bytes of the layers, as README.md has it of their sum
+    others = sum(info.nbytes for info in open_checkpoint(example).tensors.values()) - weights
     diagnose(example, progress=lambda done, total: told.append((done, total)))
-    assert (told[-1], len({total for _, total in told})) == ((weights, weights), 1)
+    assert (told[-1], len({total for _, total in told})) == ((weights + others, weights + others), 1)
     told.clear()
     diagnose(example, full=True, progress=lambda done, total: told.append((done, total)))
-    assert told[-1] == (2 * weights, 2 * weights)
+    assert told[-1] == (2 * weights + others, 2 * weights + others)
 
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt

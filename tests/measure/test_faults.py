@@ -80,6 +80,13 @@ def swapped(one: str, other: str) -> Callable[[Path], None]:
     return weights(change)
 
 
+def rows_swapped(name: str, one: int, other: int) -> Callable[[Path], None]:
+    def change(held: Weights) -> None:
+        held[name][[one, other]] = held[name][[other, one]]
+
+    return weights(change)
+
+
 def zeroed(*names: str) -> Callable[[Path], None]:
     """Codes that are all zero."""
 
@@ -146,6 +153,8 @@ def largest_keys_and_values() -> list[tuple[float, float]]:
     return [(float(layer.keys.abs().max()), float(layer.values.abs().max())) for layer in cache.layers]
 
 
+# Of calibration.
+FEW_TEXTS: dict[str, Any] = {"samples": 16, "length": 128}
 # How each sound output is made: the arguments of compress(), and what is added.
 SCHEMES: dict[str, dict[str, Any]] = {
     "tensor": {"scheme": "tensor"},
@@ -157,6 +166,19 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "nvfp4": {"scheme": "nvfp4"},
     "mxfp4": {"scheme": "mxfp4"},
     "channel, some in blocks": {"scheme": "channel", "scheme_for": {"**.down_proj": "block"}},
+    "int4, GPTQ": {"scheme": "int4", "gptq": True, **FEW_TEXTS},
+    "int4, asymmetric, in groups of 32, GPTQ": {
+        "scheme": "int4",
+        "asymmetric": True,
+        "group_size": "32",
+        "gptq": True,
+        **FEW_TEXTS,
+    },
+    "channel, GPTQ": {"scheme": "channel", "gptq": True, **FEW_TEXTS},
+    "nvfp4, GPTQ": {"scheme": "nvfp4", "gptq": True, **FEW_TEXTS},
+    "int4, AWQ": {"scheme": "int4", "awq": True, **FEW_TEXTS},
+    "int4, AWQ and GPTQ": {"scheme": "int4", "awq": True, "gptq": True, **FEW_TEXTS},
+    "int8, SmoothQuant": {"scheme": "int8", "smooth": 0.5, **FEW_TEXTS},
     "int8, attention in FP8": {"scheme": "int8", "scheme_for": {"**.self_attn.*": "channel"}},
 }
 DENSE = {
@@ -175,6 +197,23 @@ DENSE = {
     ),
     "rope_theta changed": Fault(
         "tensor", config(lambda found: found["rope_parameters"].update(rope_theta=1e6)), {"config.json"}, ("changed",)
+    ),
+    "a scale twice too large, of one group that GPTQ rounded": Fault(
+        "int4, GPTQ", scaled(f"{UP}.weight_scale", 2, 5), {UP}
+    ),
+    "a scale half as large, of one row that GPTQ rounded": Fault(
+        "channel, GPTQ", scaled(f"{UP}.weight_scale", 0.5, 5), {UP}
+    ),
+    "a row that GPTQ rounded in another's place": Fault("int4, GPTQ", rows_swapped(f"{UP}.weight_packed", 5, 6), {UP}),
+    "matrices that GPTQ rounded swapped": Fault(
+        "int4, GPTQ",
+        swapped(f"{UP}.weight_packed", f"{UP.replace('up', 'gate')}.weight_packed"),
+        {UP, UP.replace("up", "gate")},
+        ("close", "changed", "broken"),
+        frozenset(["model.layers.2"]),
+    ),
+    "a scale twice too large, of one group, folded by AWQ": Fault(
+        "int4, AWQ", scaled(f"{UP}.weight_scale", 2), {"model.layers.2"}, ("changed", "broken")
     ),
     "KV scales fifty times too small": Fault(
         "channel",

@@ -13,9 +13,11 @@ from openquant.measure.verdict import (
     CLIPPED,
     CLOSE,
     ERROR,
+    ERROR_MOVED,
     JUMP,
     LEAST_JUMP,
     LEAST_ROUTED,
+    MOVED,
     ROUTED,
     Layer,
     Suspect,
@@ -45,6 +47,7 @@ def test_without_any_difference_it_is_the_same() -> None:
 
 def test_the_documented_limits_are_these() -> None:
     assert (AT_FLOOR, CLOSE, BROKEN) == (2, 0.05, 0.5)
+    assert (MOVED, ERROR_MOVED) == (1.1, 2)
     assert (ERROR, JUMP, LEAST_JUMP, CLIPPED, ROUTED, LEAST_ROUTED) == (1.5, 8, 0.05, 0.01, 4, 0.2)
 
 
@@ -76,6 +79,35 @@ def test_a_maker_who_moves_all_weights_leaves_no_suspect() -> None:
     moved = [quantized(f"layers.{number}.up", 0.045, off=0.02) for number in range(10)]
     assert suspects_by_weights(moved, []) == []
     assert names(suspects_by_weights([*moved, quantized("a", 0.15, off=0.9)], [])) == ["a"]
+
+
+def gptq(name: str, times: float, off: float = 0.0, wrong_scales: float = 0.0) -> Change:
+    """A layer whose error is so many times what its format explains."""
+    return Change(name, True, 0.11 * times, 0.11, off, wrong_scales)
+
+
+def test_gptq_leaves_no_suspect() -> None:
+    # As measured on the example, where groups are off in fewer than half of the layers.
+    sound = [gptq(f"layers.{number}.up", 1.16 + 0.03 * number, off=0.0007 * (number == 9)) for number in range(10)]
+    worst = [*sound, gptq("o_proj", 1.7, off=0.01)]
+    assert suspects_by_weights(worst, []) == []
+    assert suspects_by_weights(worst, [], gptq=True) == []
+    limit = ERROR_MOVED * 1.295
+    assert names(suspects_by_weights([*sound[:-1], gptq("a", limit * 0.99)], [])) == []
+    assert names(suspects_by_weights([*sound[:-1], gptq("a", limit * 1.01)], [])) == ["a"]
+
+
+def test_a_wrong_scale_stands_out_in_what_gptq_rounded() -> None:
+    sound = [gptq(f"layers.{number}.up", 1.3) for number in range(10)]
+    found = suspects_by_weights([*sound, gptq("a", 1.4, off=0.002, wrong_scales=0.001)], [])
+    assert found == [Suspect("a", "0.001 of its scales or their weights are not those of the source")]
+
+
+def test_the_card_says_gptq_where_most_layers_moved_little() -> None:
+    sound = [gptq(f"layers.{number}.up", 1.0) for number in range(10)]
+    one = [*sound, gptq("o_proj", 1.7, off=0.01)]
+    assert names(suspects_by_weights(one, [])) == ["o_proj"]
+    assert suspects_by_weights(one, [], gptq=True) == []
 
 
 def test_what_is_not_quantized_stands_out_where_most_stayed() -> None:

@@ -1,0 +1,131 @@
+"""NaN and infinity in tensors that stay unquantized: they go to the output as they are, and the run says so by name."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tiny
+from conftest import run_openquant, tree
+from openquant import compress, dequantize
+from openquant.convert import conversion
+from openquant.files.output import OutputDirectory
+
+NORM, EMBED = "model.norm.weight", "model.embed_tokens.weight"
+ROUTER = "model.layers.1.mlp.gate.weight"
+FOUND = {EMBED: "NaN (1 value) and infinity (1 value)", ROUTER: "infinity (2 values)", NORM: "NaN (1 value)"}
+SHARDS = 5
+
+
+def damage(held: dict[str, torch.Tensor]) -> None:
+    held[NORM][3] = math.nan
+    held[EMBED][1, :2] = torch.tensor([math.nan, math.inf])
+    held[ROUTER][0, :2] = -math.inf
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    root = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM", shards=SHARDS, vocab=128)
+    tiny.change_weights(root, damage)
+    return root
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_they_are_named_whatever_the_dtype(tmp_path: Path, dtype: str) -> None:
+    root = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM", dtype=dtype, vocab=128)
+    tiny.change_weights(root, damage)
+    assert compress(root, tmp_path / "out").not_finite == FOUND
+
+
+def test_the_run_names_them_and_copies_them(source: Path, tmp_path: Path) -> None:
+    result = compress(source, tmp_path / "out", workers=3)
+    assert (result.not_finite, result.unread_shards) == (FOUND, 0)
+    assert list(result.not_finite) == sorted(FOUND)
+    shard = next(path for path in (tmp_path / "out").glob("*.safetensors") if NORM in load_file(path))
+    assert load_file(shard)[NORM][3].isnan()
+    assert compress(tiny.write(tmp_path / "sound", "Qwen3MoeForCausalLM", vocab=128)).not_finite == {}
+
+
+def test_pieces_of_a_tensor_are_summed_up(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversion, "BUFFER", 512)
+    assert compress(source, tmp_path / "out").not_finite == FOUND
+
+
+def test_it_is_printed_and_in_json(source: Path, tmp_path: Path) -> None:
+    note = (
+        f"note: of the tensors that are not quantized {', '.join(f'{name} holds {held}' for name, held in FOUND.items())}"
+        ": with NaN, or infinity in a weight, a model answers NaN\n"
+    )
+    done = run_openquant("compress", "-m", source, "-o", tmp_path / "out")
+    assert (done.returncode, note in done.stdout + done.stderr) == (0, True), done.stderr
+    done = run_openquant("compress", "-m", source, "-o", tmp_path / "other", "--json")
+    assert json.loads(done.stdout)["not_finite"] == FOUND
+
+
+def test_a_note_names_three_and_counts_the_others(tmp_path: Path) -> None:
+    root = tiny.write(tmp_path / "source", "Qwen3ForCausalLM", vocab=128)
+
+    def change(held: dict[str, torch.Tensor]) -> None:
+        for name, tensor in held.items():
+            if name.endswith("norm.weight"):
+                tensor[0] = math.nan
+
+    tiny.change_weights(root, change)
+    done = run_openquant("compress", "-m", root, "-o", tmp_path / "out")
+    names = sorted(name for name in load_file(root / "model.safetensors") if name.endswith("norm.weight"))
+    some = ", ".join(f"{name} holds NaN (1 value)" for name in names[:3])
+    assert f"not quantized {some} and {len(names) - 3} more hold NaN or infinity: " in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("finished", range(1, SHARDS + 1))
+def test_a_run_that_is_continued_names_those_of_finished_shards(
+    source: Path, tmp_path: Path, finished: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stop(Exception):
+        pass
+
+    publish, published = OutputDirectory.publish, []
+
+    def stopping(self: OutputDirectory, name: str) -> None:
+        publish(self, name)
+        if name.endswith(".safetensors"):
+            published.append(name)
+            if len(published) == finished:
+                raise Stop
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OutputDirectory, "publish", stopping)
+        with pytest.raises(Stop):
+            compress(source, tmp_path / "out", workers=1)
+    result = compress(source, tmp_path / "out")
+    assert result.resumed and result.not_finite == FOUND
+    compress(source, tmp_path / "whole")
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def test_experts_that_stay_unquantized_are_named_one_by_one(tmp_path: Path) -> None:
+    root = tiny.write(tmp_path / "source", "Llama4ForCausalLM", vocab=128)
+    stack = next(name for name in load_file(root / "model.safetensors") if name.endswith("experts.down_proj"))
+
+    def change(held: dict[str, torch.Tensor]) -> None:
+        held[stack][2, 5, 7] = math.nan
+
+    tiny.change_weights(root, change)
+    result = compress(root, tmp_path / "out", ignore=["**.experts.**"])
+    assert result.not_finite == {f"{stack.replace('down_proj', '2.down_proj')}.weight": "NaN (1 value)"}
+
+
+def test_dequantize_names_them_too(tmp_path: Path) -> None:
+    root = tiny.write(tmp_path / "source", "Qwen3ForCausalLM", vocab=128)
+    compress(root, tmp_path / "fp8")
+
+    def change(held: dict[str, torch.Tensor]) -> None:
+        held[NORM][0] = math.inf
+
+    tiny.change_weights(tmp_path / "fp8", change)
+    assert dequantize(tmp_path / "fp8", tmp_path / "plain").not_finite == {NORM: "infinity (1 value)"}

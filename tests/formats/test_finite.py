@@ -1,0 +1,67 @@
+"""NaN and infinity counted by their bits, held against numpy's and torch's own answer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from openquant.files.tensors import DTYPE_BITS
+from openquant.formats import finite
+from openquant.formats.finite import NonFinite, can_be_non_finite, count_non_finite
+
+TORCH = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.float32,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}
+
+
+def expected(data: np.ndarray, dtype: str) -> NonFinite:
+    values = torch.from_numpy(data.copy()).view(TORCH[dtype]).double()
+    return NonFinite(int(values.isnan().sum()), int(values.isinf().sum()))
+
+
+@pytest.mark.parametrize("dtype", TORCH)
+def test_every_byte_or_pair_of_bytes_is_judged_as_torch_does(dtype: str) -> None:
+    size = DTYPE_BITS[dtype] // 8
+    pairs = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
+    data = pairs
+    if size > 2:
+        # The upper half decides, but for the mantissa's last bit, which alone tells NaN from infinity.
+        parts = 2 if dtype == "C64" else 1
+        wide = np.zeros((2, 1 << 16, size // parts), np.uint8)
+        wide[:, :, -2:] = pairs.reshape(-1, 2)
+        wide[1, :, 0] = 1
+        data = wide.reshape(-1)
+    found = count_non_finite(data, dtype)
+    assert found == expected(data, dtype)
+    assert found and can_be_non_finite(dtype)
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPE_BITS.keys() - TORCH.keys()))
+def test_integers_and_small_floats_hold_none(dtype: str) -> None:
+    assert not can_be_non_finite(dtype)
+    assert not count_non_finite(np.full(64, 0xFF, np.uint8), dtype)
+
+
+def test_pieces_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finite, "PIECE", 3)
+    values = np.ones(10, np.float32)
+    values[[0, 4, 9]] = np.nan
+    values[[3, 5]] = [np.inf, -np.inf]
+    assert count_non_finite(values.view(np.uint8), "F32") == NonFinite(3, 2)
+    assert count_non_finite(np.empty(0, np.uint8), "F32") == NonFinite()
+
+
+def test_what_is_found_is_said_in_words() -> None:
+    assert NonFinite(1, 0).text == "NaN (1 value)"
+    assert NonFinite(0, 2).text == "infinity (2 values)"
+    assert NonFinite(3, 1).text == "NaN (3 values) and infinity (1 value)"

@@ -1,0 +1,163 @@
+"""What dequantize refuses, verify reports: both for each kind of damage, and for many drawn by chance."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from conftest import ROOT
+from openquant import compress, dequantize, verify
+from openquant.errors import OpenQuantError
+from stored import SOURCES, asymmetric, asymmetric_config, awq, awq_config, gptq, gptq_config, store
+
+sys.path.insert(0, str(ROOT / "tests" / "fuzz"))
+import damage
+
+Weights = dict[str, torch.Tensor]
+UP = "model.layers.0.mlp.up_proj"
+SCHEMES = ["tensor", "channel", "block", "mxfp8", "int8", "int4", "mxfp4", "nvfp4"]
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A small model in every scheme."""
+    root = tmp_path_factory.mktemp("outputs")
+    source = tiny.write(root / "source", "Qwen3ForCausalLM", vocab=128)
+    for scheme in SCHEMES:
+        compress(source, root / scheme, scheme)
+    return {scheme: root / scheme for scheme in SCHEMES}
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints as other tools lay them out, those that verify calls sound and dequantize reads."""
+    root = tmp_path_factory.mktemp("foreign")
+    made = {
+        name: store(root / f"{number}", make, config)
+        for number, (name, (make, config, _)) in enumerate(SOURCES.items())
+    }
+    made["asymmetric"] = store(root / "asymmetric", asymmetric(), asymmetric_config())
+    made["awq"] = store(root / "awq", awq(), awq_config())
+    made["gptq"] = store(root / "gptq", gptq(act=True), gptq_config(act=True))
+    return {name: path for name, path in made.items() if refusal(path, root / "plain") is None and problems(path) == ()}
+
+
+def refusal(directory: Path, out: Path) -> str | None:
+    """Why dequantize refuses a directory; None if it does not."""
+    try:
+        dequantize(directory, out, workers=1)
+    except OpenQuantError as error:
+        return error.message
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
+    return None
+
+
+def problems(directory: Path) -> tuple[str, ...]:
+    """What verify reports, or why it refuses to look."""
+    try:
+        return verify(directory, workers=1).problems
+    except OpenQuantError as error:
+        return (error.message,)
+
+
+def scale_of(held: Weights) -> torch.Tensor:
+    return next(held[f"{UP}.{last}"] for last in ("weight_scale", "weight_scale_inv") if f"{UP}.{last}" in held)
+
+
+def codes_of(held: Weights) -> torch.Tensor:
+    return next(held[f"{UP}.{last}"] for last in ("weight", "weight_packed") if f"{UP}.{last}" in held)
+
+
+def overflowing(held: Weights) -> None:
+    scale = scale_of(held)
+    scale.fill_(torch.finfo(scale.dtype).max if scale.is_floating_point() else 254)
+
+
+def broken_scale(held: Weights) -> None:
+    scale_of(held).view(-1).view(torch.uint8)[:8] = 255
+
+
+def second(last: str) -> Callable[[Weights], None]:
+    """The weight in one more form."""
+
+    def change(held: Weights) -> None:
+        held[f"{UP}.{last}"] = codes_of(held).clone()
+
+    return change
+
+
+def without(*lasts: str) -> Callable[[Weights], None]:
+    def change(held: Weights) -> None:
+        for last in lasts:
+            held.pop(f"{UP}.{last}", None)
+
+    return change
+
+
+DAMAGE: dict[str, Callable[[Weights], None]] = {
+    "scales beyond bfloat16": overflowing,
+    "NaN in a scale": broken_scale,
+    "the unquantized weight too": lambda held: held.update(
+        {f"{UP}.weight": torch.ones(512, 256, dtype=torch.bfloat16)}
+    ),
+    "a qweight too": second("qweight"),
+    "packed codes too": second("weight_packed"),
+    "no scale": without("weight_scale", "weight_scale_inv"),
+    "no shape": without("weight_shape"),
+    "no global scale": without("weight_global_scale"),
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", DAMAGE)
+def test_what_dequantize_refuses_is_a_problem(outputs: dict[str, Path], tmp_path: Path, name: str, scheme: str) -> None:
+    root = tiny.changed_copy(outputs[scheme], tmp_path / "out", DAMAGE[name])
+    if refusal(root, tmp_path / "plain") is not None:
+        assert problems(root)
+
+
+def test_a_weight_beside_its_qweight(foreign: dict[str, Path], tmp_path: Path) -> None:
+    for name in ("awq", "gptq"):
+        owner = next(key for key in tiny.read(foreign[name]) if key.endswith(".qweight")).removesuffix(".qweight")
+        root = tiny.changed_copy(
+            foreign[name], tmp_path / name, lambda held, owner=owner: held.update({f"{owner}.weight": torch.ones(8, 8)})
+        )
+        message = f"{owner}.weight is there twice, as {owner}.qweight too"
+        assert refusal(root, tmp_path / "plain") == message
+        assert f"model.safetensors: {owner}.qweight: {message}" in problems(root)
+
+
+@pytest.mark.parametrize("scheme", ["int4", "channel", "block"])
+def test_scales_beyond_bfloat16(outputs: dict[str, Path], tmp_path: Path, scheme: str) -> None:
+    root = tiny.changed_copy(outputs[scheme], tmp_path / "out", overflowing)
+    message = refusal(root, tmp_path / "plain")
+    assert message is not None and "stands for weights beyond what bfloat16 holds: " in message
+    assert message in problems(root)
+
+
+def test_scales_that_a_global_scale_makes_infinite(outputs: dict[str, Path], tmp_path: Path) -> None:
+    root = tiny.changed_copy(
+        outputs["nvfp4"], tmp_path / "out", lambda held: held[f"{UP}.weight_global_scale"].fill_(2.0**-126)
+    )
+    message = f"{UP}.weight_scale in model.safetensors holds inf, which no scale can be"
+    assert refusal(root, tmp_path / "plain") == message
+    assert message in problems(root)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_damage_by_chance(outputs: dict[str, Path], foreign: dict[str, Path], tmp_path: Path, seed: int) -> None:
+    """A few of what tests/fuzz plays by the thousand."""
+    rng = random.Random(seed)
+    root = shutil.copytree(rng.choice([*outputs.values(), *foreign.values()]), tmp_path / "out")
+    ways = [damage._tensor, damage._tensor, damage._tensor, damage._header, damage._quantization, damage._bytes]
+    done = rng.choice(ways)(rng, root)
+    refused = refusal(root, tmp_path / "plain")
+    assert refused is None or problems(root), (done, refused)
