@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ..errors import PlanError
+from ..errors import PlanError, SourceError
 from ..weights.calibration import Calibration
 from ..weights.weight import Weight
 from .roles import Entry
@@ -15,6 +15,26 @@ MOST = 4
 
 class UncalibratedError(PlanError):
     """A plan needs to know how large activations are, and nobody says it."""
+
+
+def require_widths(calibration: Calibration, layers: Iterable[Weight]) -> None:
+    """Refuse a calibration that has seen another number of inputs than a layer has.
+
+    Args:
+        calibration: what was seen; anything goes of one that is still to be made.
+        layers: what could be quantized.
+
+    Raises:
+        SourceError: it names the file and the layer.
+    """
+    for weight in layers if calibration.model else ():
+        seen = calibration.of(weight.source.name)
+        if seen is not None and seen.absmax.shape != (weight.shape[1],):
+            raise SourceError(
+                f"{calibration.file}: {weight.source.name} has {weight.shape[1]} inputs, and the calibration "
+                f"{len(seen.absmax)}",
+                "make it again: openquant calibrate MODEL -o FILE",
+            )
 
 
 def largest_inputs(
