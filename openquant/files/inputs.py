@@ -11,8 +11,9 @@ import json
 import os
 import reprlib
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ..errors import SourceError
 
@@ -29,7 +30,7 @@ _SHOWN = 100
 _DAMAGED = "download or copy it again"
 
 
-def open_regular(path: Path, what: str, hint: str = _DAMAGED, *, links: bool = True) -> BinaryIO:
+def open_regular(path: Path, what: str, hint: str = _DAMAGED, *, links: bool = True) -> BufferedReader:
     """Open a regular file for reading. A pipe, a socket, a device or a directory is never waited for.
 
     Args:
