@@ -71,8 +71,8 @@ SHAPE: dict[str, Any] = {
         "length": COUNT,
         "positions": COUNT,
     },
-    "source": {"name": TEXT, "digest": TEXT, "stamp": TEXT},
-    "output": {"name": TEXT, "digest": TEXT, "stamp": TEXT},
+    "source": {"name": TEXT, "digest": TEXT, "stamp?": TEXT},
+    "output": {"name": TEXT, "digest": TEXT, "stamp?": TEXT},
 }
 
 
@@ -159,7 +159,7 @@ def find_evaluation(checkpoint: Checkpoint) -> Found | None:
             raise SourceError(f"{EVAL_FILE} is not a regular file", AGAIN)
         evaluation = read_evaluation(checkpoint.root)
         of = evaluation["output"]
-        if not Fingerprint(checkpoint).matches(of["digest"], of["stamp"]):
+        if not Fingerprint(checkpoint).matches(of["digest"], of.get("stamp", "")):
             raise SourceError(f"{EVAL_FILE} is of another model, or of what this one was before", AGAIN)
         name = identity(evaluation).encode()
         shows = (one for one in (EVAL_PAGE, EVAL_PICTURE) if folder.is_file(one))
