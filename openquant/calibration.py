@@ -139,10 +139,8 @@ def calibrated(
     corpus, known = agreed_texts(source, checkpoint, texts, ranks), None
     if target.exists() and not overwrite:
         known = read_calibration(target)
-        if (known.model, known.texts.get("sha256")) != (
-            Fingerprint(checkpoint, source.remote).hexdigest(),
-            corpus.sha256,
-        ):
+        fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
+        if known.texts.get("sha256") != corpus.sha256 or not fingerprint.matches(known.model, known.stamp):
             raise UsageError(
                 f"{target} is a calibration of another model or with other texts",
                 f"give --calibration {target} to use it, or --overwrite to replace it",
@@ -171,10 +169,14 @@ def agreed_texts(source: Source, checkpoint: Checkpoint, texts: CalibrationTexts
 
     tokenizer = find_tokenizer(source, checkpoint)
     corpus = read(texts, tokenizer, "calibration", vocabulary_of(checkpoint))
-    seen = ranks.agree(None, [corpus.sha256, dict(checkpoint.shards)])
+    _require_same(ranks.agree(None, [corpus.sha256, dict(checkpoint.shards)]))
+    return corpus
+
+
+def _require_same(seen: Sequence[object]) -> None:
+    """Refuse ranks of which one says something else than the first."""
     if any(other != seen[0] for other in seen):
         raise SourceError("ranks see different texts or checkpoints", "let all of them read the same files")
-    return corpus
 
 
 def _run(
@@ -195,11 +197,11 @@ def _run(
     from .measure.calibrate import calibrate as measure
     from .measure.subjects import needs
 
-    fingerprint = Fingerprint(checkpoint, source.remote)
+    fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
     part = target.with_name(f"{target.name}.part{f'-{ranks.rank}' if ranks.size > 1 else ''}")
     versions = f"openquant {__version__}, transformers {version('transformers')}"
     same = {"texts": corpus.sha256, "number of ranks": str(ranks.size), "versions of libraries": versions}
-    kept = Kept(part, lambda: {"weights": fingerprint.hexdigest(), **same})
+    kept = Kept(part, lambda: {"weights": fingerprint.stamp, **same})
     if begun is not None:
         continued = () if kept.found is None else ("an earlier run is continued",)
         begun("; ".join((corpus.described, *corpus.notes, *continued)))
@@ -219,13 +221,17 @@ def _run(
         room = scratch_for(hidden, place, share_of(asked.max_memory, 2), asked.scratch is not None)
         held = stack.enter_context(room) if room else None
         more = hidden if room else 0
-        supplies = supplied([(source, needs(streamed))], asked.stream, place, more, ranks.local_size)
+        shards = needs(streamed)
+        supplies = supplied([(source, shards)], asked.stream, place, more, ranks.local_size)
         [supply] = stack.enter_context(supplies)
-        streamed.traffic = Arriving(supply, source.name, fingerprint, ranks)
+        streamed.traffic = Arriving(supply, shards, source.name, fingerprint, ranks)
         team = ranks if ranks.size > 1 else None
         inputs, cached = measure(streamed, corpus, scratch=held, team=team, progress=advanced, kept=kept)
+    model = fingerprint.hexdigest()
+    fingerprint.require_unchanged()
+    _require_same(ranks.agree(None, model))
     if ranks.first:
-        write_whole(target, Calibration(inputs, fingerprint.hexdigest(), corpus.account, cached).to_bytes())
+        write_whole(target, Calibration(inputs, model, corpus.account, cached, fingerprint.stamp).to_bytes())
     # Only then may the others lose what they have.
     ranks.agree(None)
     kept.remove()

@@ -129,7 +129,10 @@ def _evaluated(
             raise SourceError("ranks see different texts or checkpoints", "let all of them read the same files")
         subjects = [
             Subject(
-                each.repo or each.name, checkpoint, tokenizer.differences(own), Fingerprint(checkpoint, each.remote)
+                each.repo or each.name,
+                checkpoint,
+                tokenizer.differences(own),
+                Fingerprint(checkpoint, each.remote, each.identity),
             )
             for each, checkpoint, own in zip(sources, checkpoints, tokenizers, strict=True)
         ]
@@ -146,8 +149,8 @@ def _evaluated(
             more = hidden if room else 0
             with supplied(pairs, asked.stream, place, more, ranks.local_size) as supplies:
                 yield [
-                    Arriving(each, subject.name, subject.fingerprint, ranks)
-                    for each, subject in zip(supplies, subjects, strict=True)
+                    Arriving(each, wanted, subject.name, subject.fingerprint, ranks)
+                    for each, wanted, subject in zip(supplies, needs, subjects, strict=True)
                 ]
 
         settings = Settings(
@@ -162,6 +165,8 @@ def _evaluated(
             team=ranks if ranks.size > 1 else None,
         )
         found = measure(subjects[0], subjects[1:], corpus, settings, begun, advanced)
+        for subject in subjects:
+            subject.fingerprint.require_unchanged()
     for target, value in targets(found) if targets is not None else ():
         write_json(target, value)
     return found

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from .convert.devices import loops
 from .convert.ranks import Ranks, attempt
+from .files.fingerprint import Fingerprint
 from .files.rounded import Place, RoundedFolder
 from .hub.supplied import supplied
 from .passes import Arriving, hidden_bytes, scratch_for, share_of
@@ -84,6 +85,8 @@ class Gptq:
             reporter.calibrated(done, total)
 
         streamed = StreamedModel(prepared.checkpoint, device=prepared.device)
+        shards = needs(streamed)
+        fingerprint = Fingerprint(prepared.checkpoint, source.remote, source.identity, prepared.stamps)
         place = prepared.target.absolute().parent
         hidden = hidden_bytes(prepared.checkpoint, len(corpus.documents) * corpus.length)
         with ExitStack() as stack:
@@ -91,9 +94,9 @@ class Gptq:
             share = share_of(run.max_memory, 3)
             room = scratch_for(hidden, place, share, asked=False)
             held = stack.enter_context(room) if room else None
-            supplies = supplied([(source, needs(streamed))], run.stream, place, hidden if room else 0)
+            supplies = supplied([(source, shards)], run.stream, place, hidden if room else 0)
             [supply] = stack.enter_context(supplies)
-            streamed.traffic = Arriving(supply, source.name, None, ranks)
+            streamed.traffic = Arriving(supply, shards, source.name, fingerprint, ranks, hashes=False)
             found = round_layers(
                 streamed,
                 plan,
@@ -106,6 +109,7 @@ class Gptq:
                 kept=kept,
                 say=reporter.calibrating,
             )
+        fingerprint.require_unchanged()
         kept.remove()
         return found
 

@@ -6,7 +6,7 @@ transformers is imported when it is needed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,13 +81,25 @@ class Arriving:
 
     Args:
         supply: brings them.
+        needs: the shards of each unit.
         name: the model's, for messages.
-        fingerprint: what counts for it is read of each shard that is here.
+        fingerprint: refuses shards that changed since it was made.
         ranks: this process among several, of which each streams for itself.
+        hashes: whether each shard is added to the fingerprint when it is here.
     """
 
-    def __init__(self, supply: Supply, name: str, fingerprint: Fingerprint | None, ranks: Ranks) -> None:
-        self.supply, self.name, self.fingerprint, self.ranks = supply, name, fingerprint, ranks
+    def __init__(
+        self,
+        supply: Supply,
+        needs: Mapping[str, Sequence[str]],
+        name: str,
+        fingerprint: Fingerprint,
+        ranks: Ranks,
+        *,
+        hashes: bool = True,
+    ) -> None:
+        self.supply, self.needs, self.name, self.ranks = supply, needs, name, ranks
+        self.fingerprint, self.hashes = fingerprint, hashes
         self.path = supply.path
         self._left = dict.fromkeys(supply.needs)
 
@@ -108,9 +120,10 @@ class Arriving:
             )
         self.supply.wait_for(what, lambda: stopped() or attempt(self.ranks.check)[1] is not None)
         self.ranks.check()
-        for shard in self.supply.needs.get(what, ()):
-            if self.fingerprint is not None:
-                self.fingerprint.look(shard, self.path(shard))
+        shards = self.needs.get(what, ())
+        self.fingerprint.require_unchanged(shards)
+        for shard in shards if self.hashes else ():
+            self.fingerprint.add(shard, self.path(shard))
 
     def finished(self, what: str) -> None:
         """Nothing more is read for this unit."""

@@ -16,13 +16,14 @@ from .convert.ranks import Ranks, attempt
 from .errors import OutputError, SourceError
 from .files.checkpoint import Checkpoint, open_checkpoint, readable
 from .files.evaluation import find_evaluation
+from .files.fingerprint import Stamp
 from .files.inputs import read_small
 from .files.names import CARD_FILE, INDEX_FILE
 from .files.output import REPLACE, OutputDirectory
 from .formats.finite import NonFinite
 from .hub.fetch import Download, Supply, scratch_bytes
 from .hub.publish import AT_ONCE, Published, Publisher
-from .hub.source import Source, Stamp, silent
+from .hub.source import Source, silent
 from .options import Run
 from .plan.layout import Shard
 from .plan.plan import Plan

@@ -89,7 +89,8 @@ class Calibrated:
     def make(self, source: Source, checkpoint: Checkpoint) -> Plan:
         """The plan; where a calibration is still to be made, as it will be but for the scales themselves."""
         seen = self._seen
-        if seen is not None and seen.model != Fingerprint(checkpoint, source.remote).hexdigest():
+        fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
+        if seen is not None and not fingerprint.matches(seen.model, seen.stamp):
             raise UsageError(
                 f"{self._recipe.calibration} is a calibration of another model than {self._run.model}",
                 "make one of this model: openquant calibrate MODEL -o FILE",

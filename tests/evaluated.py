@@ -72,8 +72,8 @@ def evaluation(digest: str = "0" * 64) -> dict[str, Any]:
             "text": {"files": ["prose.txt"], "sha256": "ab" * 32, "documents": 8, "length": 512, "positions": 1500},
             "versions": {"openquant": "0.1.0"},
             "seed": 0,
-            "source": {"name": "org/tiny", "digest": "1" * 64},
-            "output": {"name": "tiny-FP8", "digest": digest},
+            "source": {"name": "org/tiny", "digest": "1" * 64, "stamp": "1" * 64},
+            "output": {"name": "tiny-FP8", "digest": digest, "stamp": "2" * 64},
         }
     )
 

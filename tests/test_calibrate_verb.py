@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -378,3 +379,100 @@ def test_choosing_factors_shows_how_far_it_is(calibration: Path, tmp_path: Path)
     assert [done for done, _ in steps] == sorted({done for done, _ in steps})
     assert steps[-1][0] == steps[-1][1] == steps[0][1]
     assert told.lines[-1] == "planned"
+
+
+def other_byte(source: Path) -> None:
+    """Change the lowest bit of one weight, and leave size and time of modification as they were."""
+    shard = next(source.glob("*.safetensors"))
+    times, data = shard.stat(), bytearray(shard.read_bytes())
+    place = min(at.offset for at in open_checkpoint(source).where.values() if at.shard == shard.name)
+    data[place] ^= 1
+    shard.write_bytes(data)
+    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def test_a_fine_tune_of_one_weight_is_another_model(calibration: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(EXAMPLE, tmp_path / "source")
+    options: dict[str, Any] = {"activation_scheme": "static", "calibration": calibration, "dry_run": True}
+    compress(source, tmp_path / "out", **options)
+    other_byte(source)
+    with pytest.raises(UsageError, match="is a calibration of another model than"):
+        compress(source, tmp_path / "out", **options)
+
+
+@pytest.mark.parametrize("verb", ["calibrate", "eval", "gptq"])
+def test_a_shard_that_changes_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    monkeypatch.setattr(answers, "BUILT_IN", 1)
+    source = shutil.copytree(EXAMPLE, tmp_path / "source")
+    if verb == "eval":
+        compress(source, tmp_path / "out")
+    done: list[int] = []
+
+    def progress(*_: int) -> None:
+        if not done:
+            other_byte(source)
+        done.append(1)
+
+    class Changing(Reporter):
+        def calibrated(self, *_: int) -> None:
+            progress()
+
+    with pytest.raises(SourceError, match=rf"^{source}/\S+\.safetensors changed while it was being read$"):
+        if verb == "calibrate":
+            calibrate(source, tmp_path / "x", progress=progress, **SMALL)
+        elif verb == "eval":
+            evaluate([tmp_path / "out"], source, progress=progress, **SMALL)
+        else:
+            compress(source, tmp_path / "out", "int4", gptq=True, reporter=Changing(), **SMALL)
+    assert not (tmp_path / "x").exists()
+    assert not (tmp_path / "out" / "eval.json").exists()
+
+
+@pytest.mark.parametrize("width", [0, 3, 512])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation_scheme": "static"},
+        {"scheme": "channel", "kv_cache": "fp8"},
+        {"scheme": "none", "kv_cache": "fp8"},
+        {"scheme": "int8", "smooth": 0.5},
+        {"scheme": "int4", "awq": True},
+    ],
+)
+def test_inputs_of_another_width_are_refused(
+    calibration: Path, tmp_path: Path, options: dict[str, Any], width: int
+) -> None:
+    seen, name = read_calibration(calibration), "model.layers.0.self_attn.q_proj.weight"
+    some = np.ones(width, np.float32)
+    inputs = [
+        replace(each, absmax=some, mean=some, square=some) if name in each.tensors else each for each in seen.inputs
+    ]
+    (tmp_path / "x").write_bytes(replace(seen, inputs=tuple(inputs)).to_bytes())
+    with pytest.raises(SourceError) as caught:
+        compress(EXAMPLE, tmp_path / "out", calibration=tmp_path / "x", **options)
+    # Queries, keys and values have one input.
+    layer = r"model\.layers\.0\.self_attn\.[qkv]_proj\.weight"
+    said = rf"{tmp_path / 'x'}: {layer} has 256 inputs, and the calibration {width}"
+    assert re.fullmatch(said, caught.value.message)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["x.part", "x.part.new"])
+def test_a_pipe_in_place_of_what_is_kept_is_two_lines(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    done = run_openquant("calibrate", EXAMPLE, "-o", "x", *TEXTS, "--json", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == f"error: {name} is not a regular file\nhint: remove it to begin again\n"
+    assert json.loads(done.stdout)["error"] == f"{name} is not a regular file"
+
+
+def test_magnitudes_beyond_float32_are_two_lines(calibration: Path, tmp_path: Path) -> None:
+    seen = replace(read_calibration(calibration), cached={0: (2e41, 1.0)})
+    (tmp_path / "x").write_bytes(seen.to_bytes())
+    words = ("compress", "-m", EXAMPLE, "--scheme", "channel", "--kv-cache", "fp8", "--calibration", "x")
+    done = run_openquant(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: x: magnitudes of keys or values of layer 0 are negative or not finite\n"
+        "hint: make it again: openquant calibrate MODEL -o FILE\n"
+    )

@@ -426,3 +426,12 @@ def test_no_rank_outlives_another_in_the_pass(made: Path, job: Job, tmp_path: Pa
     done = forked_ranks.finish(job.start(0, *words, size=1))
     assert done.returncode == 0, done.stderr
     assert shards(tmp_path / "out") == shards(made)
+
+
+def test_a_dangling_link_among_rounded_layers_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "out.rounded"
+    folder.mkdir()
+    (folder / "000.safetensors").symlink_to("nowhere")
+    with pytest.raises(OutputError) as caught:
+        compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, **SMALL)
+    assert caught.value.message == f"{folder / '000.safetensors'} was not made by openquant"

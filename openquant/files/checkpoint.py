@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Protocol
 
 from ..errors import SourceError
 from ..threads import in_parallel
-from .inputs import MAX_INDEX, MAX_SMALL, parse_json, read_small, shown
+from .inputs import MAX_INDEX, MAX_SMALL, open_regular, parse_json, read_small, shown
 from .names import CARD_FILE, INDEX_FILE, SINGLE_FILE, left_out_part
 from .tensors import DAMAGED, MAX_TENSORS, TENSOR_NAME, Location, TensorInfo, read_header
 
@@ -57,9 +57,11 @@ class RemoteFile(Protocol):
 
     Attributes:
         size: in bytes.
+        digest: of its contents, in hexadecimal digits: of 64 digits it is the SHA-256.
     """
 
     size: int
+    digest: str
 
     def read(self, offset: int, length: int) -> bytes:
         """`length` bytes from `offset` on."""
@@ -152,7 +154,7 @@ def _read_remote(file: RemoteFile, name: str) -> tuple[str, list[tuple[TensorInf
 
 def _open_shard(path: Path, name: str) -> tuple[int, str, list[tuple[TensorInfo, int]]]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path, name) as file:
             size = os.fstat(file.fileno()).st_size
 
             def read(offset: int, length: int) -> bytes:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ..errors import SourceError
 from .checkpoint import Checkpoint, readable
-from .fingerprint import fingerprint
+from .fingerprint import Fingerprint
 from .folder import Folder
 from .inputs import MAX_SMALL, parse_json, read_small, shown
 from .names import EVAL_FILE, EVAL_PAGE, EVAL_PICTURE
@@ -71,8 +71,8 @@ SHAPE: dict[str, Any] = {
         "length": COUNT,
         "positions": COUNT,
     },
-    "source": {"name": TEXT, "digest": TEXT},
-    "output": {"name": TEXT, "digest": TEXT},
+    "source": {"name": TEXT, "digest": TEXT, "stamp?": TEXT},
+    "output": {"name": TEXT, "digest": TEXT, "stamp?": TEXT},
 }
 
 
@@ -158,7 +158,8 @@ def find_evaluation(checkpoint: Checkpoint) -> Found | None:
         if not folder.is_file(EVAL_FILE):
             raise SourceError(f"{EVAL_FILE} is not a regular file", AGAIN)
         evaluation = read_evaluation(checkpoint.root)
-        if evaluation["output"]["digest"] != fingerprint(checkpoint):
+        of = evaluation["output"]
+        if not Fingerprint(checkpoint).matches(of["digest"], of.get("stamp", "")):
             raise SourceError(f"{EVAL_FILE} is of another model, or of what this one was before", AGAIN)
         name = identity(evaluation).encode()
         shows = (one for one in (EVAL_PAGE, EVAL_PICTURE) if folder.is_file(one))

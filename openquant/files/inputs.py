@@ -11,6 +11,7 @@ import json
 import os
 import reprlib
 import stat
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,35 @@ _SHOWN = 100
 _DAMAGED = "download or copy it again"
 
 
+def open_regular(path: Path, what: str, hint: str = _DAMAGED, *, links: bool = True) -> BufferedReader:
+    """Open a regular file for reading. A pipe, a socket, a device or a directory is never waited for.
+
+    Args:
+        path: the file.
+        what: what messages call it, such as "config.json".
+        hint: what to do if it is something else.
+        links: whether a link to a file is one.
+
+    Raises:
+        SourceError: it is no regular file.
+        OSError: it is missing or cannot be read; `readable()` and `explained()` tell the user.
+    """
+    try:
+        # Opening a pipe would wait for its other end.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
+        handle = os.open(path, flags)
+    except OSError as error:
+        # What a socket, a device that nothing drives, and a link where none may be say to being opened.
+        kinds = (errno.ENXIO, errno.ENODEV, *(() if links else (errno.ELOOP,)))
+        if error.errno in kinds:
+            raise SourceError(f"{what} is not a regular file", hint) from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise SourceError(f"{what} is not a regular file", hint)
+    return os.fdopen(handle, "rb")
+
+
 def read_small(path: Path, what: str, limit: int = MAX_SMALL) -> bytes:
     """The contents of a regular file of at most `limit` bytes; links to one are followed.
 
@@ -41,18 +71,7 @@ def read_small(path: Path, what: str, limit: int = MAX_SMALL) -> bytes:
         SourceError: it is no regular file, or larger than that.
         OSError: it is missing or cannot be read; `readable()` and `explained()` tell the user.
     """
-    try:
-        # Opening a pipe would wait for its other end.
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        # What a socket says to being opened, and a device that nothing drives.
-        if error.errno in (errno.ENXIO, errno.ENODEV):
-            raise SourceError(f"{what} is not a regular file", _DAMAGED) from None
-        raise
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise SourceError(f"{what} is not a regular file", _DAMAGED)
-    with os.fdopen(handle, "rb") as file:
+    with open_regular(path, what) as file:
         # A file can grow while it is read, and some claim no size at all; asked for all at once, Python takes that much
         # memory first.
         parts, left = [], limit + 1

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 
 from ..errors import OutputError
 from .folder import Folder
+from .inputs import open_regular
 from .journal import (
     ELSEWHERE,
     FORMAT,
@@ -237,7 +238,7 @@ class OutputDirectory:
     def copy(self, source: Path, name: str) -> None:
         """Copy a file's contents (of a link, what it points to)."""
         try:
-            reader = source.open("rb")
+            reader = open_regular(source, str(source))
         except OSError as error:
             raise OutputError(
                 f"{source} cannot be read: {error.strerror}", "check the file and its permissions"

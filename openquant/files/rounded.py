@@ -62,7 +62,8 @@ class RoundedFolder:
     @property
     def nbytes(self) -> int:
         """Bytes of the units that are there, this run's or another's."""
-        return sum(found.stat().st_size for found in self.path.glob("*.safetensors"))
+        found = (os.lstat(path) for path in self.path.glob("*.safetensors"))
+        return sum(each.st_size for each in found if stat.S_ISREG(each.st_mode))
 
     def claim(self) -> None:
         """Make the directory, or remove what other runs left there.
@@ -118,12 +119,12 @@ class RoundedFolder:
             if found is None:
                 return None
             said, tensors = found
-            digest = hashlib.sha256()
+            digest = self._digest([info for info, _ in tensors])
             with os.fdopen(folder.open(path.name, os.O_RDONLY), "rb") as file:
-                file.seek(tensors[0][1] if tensors else 0)
+                file.seek(tensors[0][1] if tensors else 0, os.SEEK_SET if tensors else os.SEEK_END)
                 while data := file.read(_PIECE):
                     digest.update(data)
-        if tensors and digest.hexdigest() != said:
+        if digest.hexdigest() != said:
             raise damaged(path)
         return {info: Place(path, offset) for info, offset in tensors}
 
@@ -135,7 +136,7 @@ class RoundedFolder:
         Raises:
             OutputError: there is no room, or the file cannot be written.
         """
-        digest = hashlib.sha256()
+        digest = self._digest([info for info, _ in tensors])
         for _, data in tensors:
             digest.update(data.data)
         facts = json.dumps({"about": self.about, "sha256": digest.hexdigest()})
@@ -149,6 +150,10 @@ class RoundedFolder:
             start += info.nbytes
         return places
 
+    def _digest(self, tensors: Sequence[TensorInfo]) -> hashlib._Hash:
+        """The hash of a file's facts, to go on with its payload."""
+        return hashlib.sha256(json.dumps([self.about, tensors]).encode())
+
     def remove(self) -> None:
         """Remove what runs have there, and the directory if that was all."""
         with suppress(OSError), Folder(self.path) as folder:
@@ -159,7 +164,7 @@ class RoundedFolder:
             self.path.rmdir()
 
     def _header(self, folder: Folder, name: str) -> tuple[str, list[tuple[TensorInfo, int]]] | None:
-        """What the tensors of a file should hash to, and where they lie; None if it is another run's."""
+        """What a file should hash to, and where they lie; None if it is another run's."""
         handle = folder.open(name, os.O_RDONLY)
         with os.fdopen(handle, "rb") as file:
             found = os.fstat(handle)

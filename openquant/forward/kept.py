@@ -7,31 +7,40 @@ tests/measure/test_calibrate.py holds that for every architecture of the registr
 
     kept = Kept(Path("x.part"), lambda: {"texts": "5f70bf.."})
     run(passes, kept=kept, ...)         # and after it kept.remove()
+
+The file is a safetensors file whose last 32 bytes are the SHA-256 of all bytes before them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import stat
 import time
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-from zipfile import BadZipFile
+from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ..errors import OutputError, SourceError
+from ..files.inputs import open_regular
+from ..files.tensors import TensorInfo, read_header
 
 # Seconds between writings, and how many times as long as the last one took: what is lost is less than what it costs.
 EVERY, TIMES = 30.0, 20
 _KIND = "openquant passes"
-# What reading a damaged file raises: numpy's archives are zip files.
-_DAMAGED = (SafetensorError, BadZipFile, OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
+_DIGEST = hashlib.sha256().digest_size
+# Bytes that are hashed at a time.
+_PIECE = 1 << 22
+_AGAIN = "remove it to begin again"
+# What reading a file raises that is sound by its digest and has something else in it than what is written there.
+_WRONG = (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, MemoryError)
 _PLAIN = (type(None), bool, int, float, str)
 
 Json = Any
@@ -59,7 +68,7 @@ class Kept:
     def __init__(self, path: Path, about: Callable[[], Mapping[str, str]], own: Callable[[], bytes] = bytes) -> None:
         self.path, self.own = path, own
         self._new = path.with_name(f"{path.name}.new")
-        self.found: bytes | None = None
+        self.found: bytes | bytearray | None = None
         self._about, self._last, self._took = about, time.monotonic(), 0.0
         # What each unit gave, without its numbers.
         self._gave: dict[str, Json] = {}
@@ -68,15 +77,27 @@ class Kept:
         self._begun: set[str] = set()
         # Whether a file has all that goes from unit to unit, and a unit's name says where a pass is.
         self._able = True
+        # Of each tensor in the file offset and size.
+        self._places: dict[str, tuple[int, int]] = {}
+        for name in (path, self._new):
+            if os.path.lexists(name) and not stat.S_ISREG(os.lstat(name).st_mode):
+                raise SourceError(f"{name} is not a regular file", _AGAIN)
         if os.path.lexists(path):
             self._read()
 
     def _read(self) -> None:
-        with self.sound(), safe_open(self.path, "pt") as file:
-            facts = json.loads(file.metadata()[_KIND])
-            about: dict[str, str] = facts["about"]
-            self._gave, self._unit, self._calls = dict(facts["gave"]), str(facts["unit"]), dict(facts["calls"])
-            self.found = file.get_tensor("own").numpy().tobytes()
+        with self.sound(), self._open() as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < _DIGEST or not _is_sound(file, size):
+                raise ValueError("it is damaged or incomplete")
+            _, tensors = _header(file, size)
+            facts = json.loads(_metadata(file)[_KIND])
+            about = facts["about"]
+            if not (isinstance(about, dict) and isinstance(facts["unit"], str)):
+                raise TypeError("it says nothing of what was begun")
+            self._gave, self._unit, self._calls = dict(facts["gave"]), facts["unit"], dict(facts["calls"])
+            self._places = {info.name: (offset, info.nbytes) for info, offset in tensors}
+            self.found = self._bytes_of("own", file) if "own" in self._places else b""
         for name, value in self._about().items():
             if about.get(name) != value:
                 raise SourceError(
@@ -84,24 +105,67 @@ class Kept:
                     "remove it to begin again, or give what it was begun with",
                 )
 
+    def _open(self) -> BinaryIO:
+        return open_regular(self.path, str(self.path), _AGAIN, links=False)
+
+    def _bytes_of(self, name: str, file: BinaryIO) -> bytearray:
+        """The bytes of a tensor in the file."""
+        offset, nbytes = self._places[name]
+        found = bytearray(nbytes)
+        if os.preadv(file.fileno(), [found], offset) != nbytes:
+            raise ValueError(f"{name} ends early")
+        return found
+
     @contextmanager
     def sound(self) -> Iterator[None]:
-        """Say of what is raised meanwhile that the file is damaged."""
+        """Say of what is raised meanwhile that the file cannot be continued."""
         try:
             yield
-        except _DAMAGED as error:
-            raise SourceError(f"{self.path} cannot be continued: {error}", "remove it to begin again") from None
+        except _WRONG as error:
+            raise SourceError(f"{self.path} cannot be continued: {str(error)[:200]}", _AGAIN) from None
+
+    def require_units(self, units: Collection[str], last: str) -> None:
+        """Refuse what was kept of other units than a model has, or at none that is still to come.
+
+        Args:
+            units: of the model.
+            last: that which no pass goes beyond.
+
+        Raises:
+            SourceError: the message names one.
+        """
+        if self.found is None:
+            return
+        strange = sorted({self._unit, *self._gave} - set(units))
+        with self.sound():
+            if strange:
+                raise ValueError(f"the model has no {strange[0]}")
+            if self._unit in self._gave or last in self._gave:
+                raise ValueError(f"nothing is left to do at {self._unit}")
 
     @property
     def done(self) -> frozenset[str]:
         """The units that passes were through as they were kept."""
         return frozenset(self._gave)
 
-    def begin(self, unit: str) -> bool:
-        """See passes come to a unit; whether it was done, before the one that they were kept at."""
+    def begin(self, unit: str, embeds: bool = False) -> bool:
+        """See passes come to a unit; whether it was done, before the one that they were kept at.
+
+        Args:
+            unit: its name.
+            embeds: whether it is an embedding table, which is computed again.
+
+        Raises:
+            SourceError: it comes before the one that they were kept at, and was not done.
+        """
         self._able = self._able and unit not in self._begun
         self._begun.add(unit)
-        return bool(self._unit) and unit in self._gave
+        if not self._unit or unit == self._unit or embeds:
+            return False
+        with self.sound():
+            if unit not in self._gave:
+                raise ValueError(f"{unit} was not done, and comes before {self._unit}")
+        return True
 
     def stand_in(self, unit: str, device: str) -> Any:
         """Zeros in place of what a unit gave that was done."""
@@ -118,16 +182,28 @@ class Kept:
         if unit != self._unit:
             return
         self._unit = ""
-        with self.sound(), safe_open(self.path, "pt") as file:
+        with self.sound():
+            if self._calls.keys() != {f"{group}.{number}" for group, number, _ in waiting}:
+                raise ValueError(f"it has the calls of {unit} of other passes")
+        with self.sound():
+            file = self._open()
+        with file:
             for group, number, call in waiting:
 
                 def read(
                     place: int, shape: Sequence[int], dtype: torch.dtype, group: int = group, number: int = number
                 ) -> Tensor:
-                    flat: Tensor = file.get_tensor(f"{group}.{number}.{place}")
-                    return flat.clone().view(dtype).reshape(*shape).to(device)
+                    if 0 in shape:
+                        return torch.empty(*shape, dtype=dtype, device=device)
+                    flat = torch.frombuffer(self._bytes_of(f"{group}.{number}.{place}", file), dtype=torch.uint8)
+                    return flat.view(dtype).reshape(*shape).to(device)
 
-                yield _filled(self._calls[f"{group}.{number}"], call, read)
+                with self.sound():
+                    described = self._calls[f"{group}.{number}"]
+                    if not _is_like(described, call) or dict(described["tuple"][1]["dict"]).keys() != call[1].keys():
+                        raise ValueError(f"{unit} is called in another way")
+                    filled = _filled(described, call, read)
+                yield filled
 
     def note(self, unit: str, output: Any) -> None:
         """See what a unit gives, of which only the shapes are kept; they are those of all passes."""
@@ -171,7 +247,9 @@ class Kept:
         end = 0
         sizes = [("own", len(own))]
         sizes += [(name, tensor.numel() * tensor.element_size()) for each in tensors for name, tensor in each]
-        for name, size in sizes:
+        sizes += [("sha256", _DIGEST)]
+        # read_header takes none without elements.
+        for name, size in ((name, size) for name, size in sizes if size):
             header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [end, end + size]}
             end += size
         data = json.dumps(header).encode()
@@ -182,11 +260,18 @@ class Kept:
             new.unlink(missing_ok=True)
             handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             with os.fdopen(handle, "wb") as file:
-                file.write(len(data).to_bytes(8, "little") + data + own)
+                digest = hashlib.sha256()
+
+                def put(part: Any) -> None:
+                    digest.update(part)
+                    file.write(part)
+
+                put(len(data).to_bytes(8, "little") + data + own)
                 for at, each in enumerate(tensors):
                     with at_hand(at):
                         for _, tensor in each:
-                            file.write(_bytes(tensor))
+                            put(_bytes(tensor))
+                file.write(digest.digest())
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(new, self.path)
@@ -204,6 +289,62 @@ class Kept:
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
             self._new.unlink(missing_ok=True)
+
+
+def _is_sound(file: BinaryIO, size: int) -> bool:
+    """Whether the last bytes of a file are the digest of those before them."""
+    digest, left = hashlib.sha256(), size - _DIGEST
+    file.seek(0)
+    while left and (data := file.read(min(left, _PIECE))):
+        digest.update(data)
+        left -= len(data)
+    return file.read(_DIGEST + 1) == digest.digest()
+
+
+def _header(file: BinaryIO, size: int) -> tuple[str, list[tuple[TensorInfo, int]]]:
+    """What `read_header` finds.
+
+    Raises:
+        ValueError: it refuses it.
+    """
+
+    def read(offset: int, length: int) -> bytes:
+        file.seek(offset)
+        return file.read(length)
+
+    try:
+        return read_header(read, size, "it")
+    except SourceError as error:
+        raise ValueError(error.message) from None
+
+
+def _metadata(file: BinaryIO) -> Any:
+    file.seek(0)
+    return json.loads(file.read(int.from_bytes(file.read(8), "little")))["__metadata__"]
+
+
+def _is_like(described: Json, now: Any) -> bool:
+    """Whether a described value has the structure, the types and the shapes of tensors that another one has. What of it
+    can change may hold more: what units before this one have put there."""
+    [(kind, held)] = _kinds(described)
+    if kind == "own":
+        # What stood in for such a thing is None.
+        return now is None or bool(getattr(now, "holds_nothing", False))
+    if isinstance(now, Tensor):
+        dtype = str(now.dtype).removeprefix("torch.")
+        return kind == "tensor" and (described["shape"], described["dtype"]) == (list(now.shape), dtype)
+    if type(now) in _PLAIN:
+        return kind == "plain" and type(held) is type(now)
+    if type(now) is tuple:
+        return kind == "tuple" and len(held) == len(now) and all(map(_is_like, held, now))
+    if isinstance(now, (dict, UserDict)):
+        found = dict(held) if kind == ("dict" if isinstance(now, dict) else "shared") else {}
+        return all(key in found and _is_like(found[key], each) for key, each in now.items())
+    return False
+
+
+def _kinds(described: Json) -> list[tuple[str, Json]]:
+    return [(key, each) for key, each in described.items() if key not in ("shape", "dtype")]
 
 
 def _bytes(tensor: Tensor) -> Any:
@@ -247,7 +388,7 @@ def _filled(described: Json, now: Any, tensor: Callable[[int, Sequence[int], tor
         now: what is there now.
         tensor: gives the tensor of that number, shape and dtype.
     """
-    [(kind, held)] = [(key, each) for key, each in described.items() if key not in ("shape", "dtype")]
+    [(kind, held)] = _kinds(described)
     if kind == "tensor":
         dtype = getattr(torch, described["dtype"])
         if not isinstance(dtype, torch.dtype):

@@ -19,6 +19,7 @@ import torch
 
 from ..errors import OpenQuantError, SourceError
 from ..files.checkpoint import Checkpoint
+from ..files.inputs import open_regular
 from ..files.shardfile import Bytes
 from ..files.tensors import TensorInfo
 from ..formats import kernels
@@ -100,7 +101,7 @@ class Slices:
             return
         for shard, pieces in self.parts(names).items():
             try:
-                handle = os.open(self.path(shard), os.O_RDONLY | os.O_CLOEXEC)
+                handle = os.open(self.path(shard), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             except OSError:
                 continue  # it is still to come, or reading it will say why not
             try:
@@ -117,7 +118,7 @@ class Slices:
 
     def _mapped(self, shard: str) -> mmap.mmap:
         try:
-            with self.path(shard).open("rb") as file:
+            with open_regular(self.path(shard), shard, CHANGED) as file:
                 if os.fstat(file.fileno()).st_size != self.checkpoint.shards[shard]:
                     raise SourceError(f"{shard} has another size than before", CHANGED)
                 # Private pages, which torch takes for writable; nothing writes to them.

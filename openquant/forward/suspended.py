@@ -164,6 +164,9 @@ def run(
     # A thread's first use of torch takes over what another thread set last.
     threads = torch.get_num_threads()
     torch.set_num_threads(threads)
+    if kept is not None:
+        units = {unit for group in groups for each in group for unit in each.model.units}
+        kept.require_units(units, until or "")
     passes = [[_Suspended(each, at, number) for number, each in enumerate(group)] for at, group in enumerate(groups)]
     models = list({id(each.of.model): each.of.model for group in passes for each in group}.values())
     with memory_used_again(), library.sealed(), torch.inference_mode(), _Driver(models) as driver:
@@ -330,7 +333,7 @@ def _go_on(
     """Have passes of one model go on from where they were kept; whether the unit they wait for was done before."""
     waiting = [each for group in groups for each in group]
     model, unit = waiting[0].of.model, waiting[0].unit
-    if not kept.begin(unit):
+    if not kept.begin(unit, isinstance(model.units[unit], nn.Embedding)):
         calls = kept.bring_back(unit, [(each.group, each.number, each.call) for each in waiting], model.device)
         for each, call in zip(waiting, calls, strict=False):
             each.call = call
@@ -340,7 +343,8 @@ def _go_on(
     for at, group in enumerate(groups):
         for each in group:
             each.call = (), {}
-            driver.resume(each, kept.stand_in(unit, model.device))
+            with kept.sound():
+                driver.resume(each, kept.stand_in(unit, model.device))
         if progress is not None:
             progress(unit, at + 1, len(groups))
     return True

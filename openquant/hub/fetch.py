@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SourceError
+from ..files.inputs import open_regular
 from ..files.journal import explained
 from ..threads import FirstFailure
 from .refusals import Unreachable, explained_source, is_transient
@@ -473,7 +474,7 @@ class _Arrival:
 def _is_sound(path: Path, file: HubFile) -> bool:
     """Whether a file is what the Hub says it is."""
     digest = file.hasher()
-    with explained(path, "read"), path.open("rb") as here:
+    with explained(path, "read"), open_regular(path, str(path), "remove it", links=False) as here:
         # Each read and each update waits for the interpreter lock, which downloads keep busy.
         _feed(digest, here.fileno(), 0, file.size, memoryview(bytearray(4 * UNIT)))
         return os.fstat(here.fileno()).st_size == file.size and digest.hexdigest() == file.digest

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SourceError
 from ..files.cards import base_models, published_card
-from ..files.inputs import parse_json, read_small
+from ..files.inputs import open_regular, parse_json, read_small
 from ..files.journal import PUSHED, WORK, explained
 from ..options import Push
 from ..threads import FirstFailure
@@ -134,7 +134,7 @@ class Publisher:
             return bool(record["sha256"] == sha256)
         if not path.is_file():
             return False
-        with explained(path, "read"), path.open("rb") as file:
+        with explained(path, "read"), open_regular(path, name) as file:
             return hashlib.file_digest(file, "sha256").hexdigest() == sha256
 
     def __enter__(self) -> Publisher:

@@ -24,7 +24,8 @@ from urllib.parse import urlsplit
 
 from ..errors import SourceError, UsageError
 from ..files.checkpoint import Checkpoint, read_json, readable, refuse_without_weights
-from ..files.inputs import read_small
+from ..files.fingerprint import Stamp, stamps_of
+from ..files.inputs import open_regular, read_small
 from ..files.names import INDEX_FILE, SINGLE_FILE, left_out_part
 from ..threads import FirstFailure
 from ..weights.find import OWN_FILES
@@ -45,9 +46,6 @@ WAITS = (1, 2, 4, 8, 16)
 FIRST_WAITS = (1, 2)
 # Answers that an address gives once its signature has expired.
 _EXPIRED = (400, 401, 403, 410)
-
-# Of a file: size, times of its last modification and change (ns), inode. Where they are the same, so are the bytes.
-Stamp = list[int]
 
 
 @dataclass(frozen=True)
@@ -127,11 +125,7 @@ class Source:
 
     def stamps(self, checkpoint: Checkpoint) -> dict[str, Stamp]:
         """What the shards of a local source look like now; those of a repository are what its commit says."""
-        if self.revision is not None:
-            return {}
-        with readable():
-            found = {name: (self.root / name).stat() for name in checkpoint.shards}
-        return {name: [at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino] for name, at in found.items()}
+        return {} if self.revision is not None else stamps_of(self.root, checkpoint.shards)
 
     def digests(self, checkpoint: Checkpoint) -> dict[str, str]:
         """The SHA-256 of each file of a local source that is no shard; of a repository nothing, its commit says it."""
@@ -139,7 +133,7 @@ class Source:
 
     def _digest(self, name: str) -> str:
         digest = hashlib.sha256()
-        with readable(), (self.root / name).open("rb") as file:
+        with readable(), open_regular(self.root / name, name) as file:
             while data := file.read(1 << 20):
                 digest.update(data)
         return digest.hexdigest()

@@ -9,8 +9,7 @@ Every weight is read once, and only a layer's are in memory: a model larger than
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.numpy import load, save
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
@@ -34,6 +34,8 @@ from ..weights.calibration import Inputs
 from .interception import DOWN, FIRST, Experts, Interception, holds_experts
 from .shares import Team, share
 
+Statistics = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+
 
 @dataclass
 class Seen:
@@ -41,7 +43,7 @@ class Seen:
 
     Attributes:
         tensors: the weights, as the checkpoint names them.
-        width: how many inputs they have.
+        width: how many inputs they have; 0 of keys and values, where nobody asks.
         absmax: float32 [in].
         total: float64 [in], the sum of magnitudes.
         squares: float64 [in], the sum of squares.
@@ -187,7 +189,7 @@ def calibrate(
     latent = getattr(model.model.config.get_text_config(), "kv_lora_rank", None)
     caches: dict[int, tuple[Seen, Seen]] = {}
     for number, unit in enumerate(() if latent else decoding):
-        keys, values = (Seen((f"the cache of layer {number} as {kind}",), 1) for kind in ("keys", "values"))
+        keys, values = (Seen((f"the cache of layer {number} as {kind}",), 0) for kind in ("keys", "values"))
         caches[number] = keys, values
         seen[unit] += [keys, values]
     every = [each for found in seen.values() for each in found]
@@ -195,7 +197,8 @@ def calibrate(
         kept.own = lambda: _packed(every)
         if kept.found is not None:
             with kept.sound():
-                _add(every, kept.found)
+                _add(every, bytes(kept.found))
+                _require_done(seen, kept.done)
 
     @contextmanager
     def around() -> Iterator[None]:
@@ -306,26 +309,53 @@ def _stack(model: StreamedModel, name: str, module: nn.Module, parameters: tuple
 
 def _packed(seen: list[Seen]) -> bytes:
     """What a process has seen, for another one."""
-    arrays: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = {}
+    arrays: dict[str, Statistics] = {}
     for number, each in enumerate(seen):
+        rows = torch.zeros(4, 0, dtype=torch.float64)
         if each.absmax is not None and each.total is not None and each.squares is not None:
             tokens = torch.full_like(each.total, each.tokens)
-            arrays[str(number)] = torch.stack([each.absmax.double(), each.total, each.squares, tokens]).cpu().numpy()
+            rows = torch.stack([each.absmax.double(), each.total, each.squares, tokens])
+        arrays[str(number)] = rows.cpu().numpy()
         if each.routed is not None:
             arrays[f"{number} routed"] = each.routed.double().numpy()
-    file = io.BytesIO()
-    np.savez(file, allow_pickle=False, **arrays)
-    return file.getvalue()
+    return save(arrays)
 
 
 def _add(seen: list[Seen], data: bytes) -> None:
-    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-        for name in arrays.files:
-            number, _, routed = name.partition(" ")
-            each = seen[int(number)]
-            if routed:
-                each.add_routed(torch.from_numpy(arrays[name].astype(np.int64)))
-                continue
-            absmax, total, squares, tokens = (torch.from_numpy(row.astype(np.float64)) for row in arrays[name])
+    """Add what another process has seen of the same model.
+
+    Raises:
+        ValueError: it is of another model, or no process sees that.
+        SafetensorError: nothing at all can be read.
+    """
+    arrays = load(data)
+    if {name.removesuffix(" routed") for name in arrays} != {str(number) for number in range(len(seen))}:
+        raise ValueError("it has statistics of other layers")
+    for name, array in arrays.items():
+        each, routed = seen[int(name.removesuffix(" routed"))], name.endswith(" routed")
+        if array.dtype != np.float64 or array.ndim != 2 - routed or not (np.isfinite(array) & (array >= 0)).all():
+            raise ValueError(f"its statistics of {each.tensors[0]} are none")
+        if routed:
+            if not each.told or (each.routed is not None and len(each.routed) != len(array)):
+                raise ValueError(f"its statistics of {each.tensors[0]} are of other experts")
+            each.add_routed(torch.from_numpy(array.astype(np.int64)))
+            continue
+        if len(array) != 4 or array.shape[1] not in (0, each.width or array.shape[1]):
+            raise ValueError(f"its statistics of {each.tensors[0]} are of another width")
+        if array.shape[1]:
+            absmax, total, squares, tokens = (torch.from_numpy(row) for row in array)
             device = "cpu" if each.absmax is None else each.absmax.device
             each.add(absmax.float().to(device), total.to(device), squares.to(device), int(tokens[0]))
+
+
+def _require_done(seen: Mapping[str, Sequence[Seen]], done: Set[str]) -> None:
+    """Refuse statistics of layers that texts will go through again, and layers that are done without any.
+
+    Raises:
+        ValueError: there are such.
+    """
+    for unit, found in seen.items():
+        # Of keys and values the largest counts, which may come twice; towers for images shift their layers' numbers.
+        sites = [site for site in found if site.width]
+        if sites and any(site.absmax is not None for site in sites) != (unit in done):
+            raise ValueError(f"it has {'no ' if unit in done else ''}statistics of {unit}")

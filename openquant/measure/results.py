@@ -45,7 +45,7 @@ class Evaluation:
     """What was found.
 
     Attributes:
-        source: its name and digest.
+        source: its name, digest and stamp.
         floor: figures of the source beside itself with noise.
         outputs: what was found of each, as its eval.json has it.
         notes: what people should know of it.
@@ -117,7 +117,7 @@ def results(found: Findings, texts: Sequence[list[dict[str, Any]]], notes: Seque
     """
     seed = found.settings.seed
     floor = _brief(found.of(1), seed)
-    source = {"name": found.source.name, "digest": found.source.digest()}
+    source = found.source.identity()
     common = {
         "floor": floor,
         "text": found.corpus.account,
@@ -160,7 +160,7 @@ def _result(found: Findings, output: Output, floor: Mapping[str, Any]) -> dict[s
         "reasons": _reasons(figures, floor, suspects),
         "suspects": list(dict.fromkeys(suspect.layer for suspect in suspects)),
         "sizes": {"source": found.source.nbytes, "output": output.of.nbytes},
-        "output": {"name": output.of.name, "digest": output.of.digest()},
+        "output": output.of.identity(),
     }
 
 

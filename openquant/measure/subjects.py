@@ -37,26 +37,31 @@ class Subject:
         name: what it is called, for people.
         checkpoint: what it holds.
         tokenizer: in what its tokenizer does something else than the source's, such as "the chat template".
-        fingerprint: what will be known of shards that have gone; made of the checkpoint's directory if None.
+        own_fingerprint: tells its checkpoint from every other one; that of its directory if None.
     """
 
     name: str
     checkpoint: Checkpoint
     tokenizer: tuple[str, ...] = ()
-    fingerprint: Fingerprint | None = None
+    own_fingerprint: Fingerprint | None = None
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """Tells its checkpoint from every other one."""
+        return self.own_fingerprint or Fingerprint(self.checkpoint)
 
     @property
     def nbytes(self) -> int:
         """Size of its tensors."""
         return sum(info.nbytes for info in self.checkpoint.tensors.values())
 
-    def digest(self) -> str:
-        """What tells its checkpoint from every other one.
+    def identity(self) -> dict[str, str]:
+        """What eval.json has of it: name, and the digest and the stamp of its fingerprint.
 
         Raises:
             SourceError: a shard cannot be read.
         """
-        return (self.fingerprint or Fingerprint(self.checkpoint)).hexdigest()
+        return {"name": self.name, "digest": self.fingerprint.hexdigest(), "stamp": self.fingerprint.stamp}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ..errors import PlanError
+from ..errors import PlanError, SourceError
 from ..weights.calibration import Calibration
 from ..weights.weight import Weight
 from .roles import Entry
@@ -15,6 +15,29 @@ MOST = 4
 
 class UncalibratedError(PlanError):
     """A plan needs to know how large activations are, and nobody says it."""
+
+
+def require_widths(calibration: Calibration, layers: Iterable[Weight]) -> None:
+    """Refuse a calibration that has seen another number of inputs than a layer has.
+
+    Args:
+        calibration: what was seen; anything goes of one that is still to be made.
+        layers: what could be quantized.
+
+    Raises:
+        SourceError: it names the file and the layer.
+    """
+    by_name = {weight.source.name: weight for weight in layers} if calibration.model else {}
+    for seen in calibration.inputs:
+        found = [by_name[name] for name in seen.tensors if name in by_name]
+        # Of experts one is enough: Ernie 4.5 VL has narrower ones for images, which transformers' module does not tell
+        # from the others.
+        if seen.tokens and found and all(seen.absmax.shape != (weight.shape[1],) for weight in found):
+            raise SourceError(
+                f"{calibration.file}: {found[0].source.name} has {found[0].shape[1]} inputs, and the calibration "
+                f"{len(seen.absmax)}",
+                "make it again: openquant calibrate MODEL -o FILE",
+            )
 
 
 def largest_inputs(

@@ -30,7 +30,7 @@ from ..weights.tuning import Tunings
 from ..weights.weight import Weight
 from . import layout
 from .cache import add_scales, cache_layers, serving_notes
-from .calibrated import UncalibratedError, largest_inputs, unrouted
+from .calibrated import UncalibratedError, largest_inputs, require_widths, unrouted
 from .carried import carried_notes, carried_weights
 from .engines import refuse_experts, refuse_head, refuse_nameless, unread_by_sglang
 from .entries import find_model
@@ -414,6 +414,8 @@ def _decide(
     """
     settled = bool(weights) and all(weight.is_held_by(scheme.format) for weight in weights.values())
     items, layers = sort_tensors(checkpoint, weights, entry, found.stays if found else options.stays, settled)
+    if options.calibration is not None:
+        require_widths(options.calibration, layers.values())
     if options.tunings is not None:
         tune(items, layers, options.tunings)
     sets, config = entry.joined_sets(layers), text_config(checkpoint, entry.model)

@@ -13,6 +13,7 @@ from ..formats.names import UNCHANGED
 from ..patterns import template
 from ..weights.find import decoded_view
 from .cache import add_scales, cache_layers, serving_notes
+from .calibrated import require_widths
 from .engines import unread_by_sglang
 from .entries import find_model
 from .fates import Fates, Item, Kept, Options, Stack
@@ -51,6 +52,8 @@ def make_unchanged_plan(
         )
     entry, config = Entry(model), text_config(seen, model)
     sorted_, layers = sort_tensors(seen, {}, entry, lambda _: True, settled=False)
+    if options.calibration is not None:
+        require_widths(options.calibration, layers.values())
     items: dict[str, list[Item]] = {shard: [_kept(item) for item in held] for shard, held in sorted_.items()}
     cached = cache_layers((info.module for info in seen.tensors.values()), entry, config)
     notes = add_scales(items, seen, cached, options.calibration)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import os
-import stat
 import sysconfig
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any, TypeAlias
 
 from ..errors import OpenQuantError, SourceError, UsageError
 from ..files.checkpoint import readable
-from ..files.inputs import parse_json, shown
+from ..files.inputs import open_regular, parse_json, shown
 from ..machine import first_line
 from .templates import Message
 
@@ -93,18 +92,11 @@ def open_file(path: Path, name: str) -> Domain:
     Raises:
         SourceError: it is missing, empty, or no regular file.
     """
-    with readable():
-        # Opening a pipe would wait for its other end.
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            found = os.fstat(handle)
-        finally:
-            os.close(handle)
-    if not stat.S_ISREG(found.st_mode):
-        raise SourceError(f"{path} is not a regular file", "give files of text or JSON lines")
-    if not found.st_size:
+    with readable(), open_regular(path, str(path), "give files of text or JSON lines") as opened:
+        size = os.fstat(opened.fileno()).st_size
+    if not size:
         raise SourceError(f"{path} is empty", "give a longer text")
-    file = _File(path, found.st_size, max(2, -(-found.st_size // BLOCK)))
+    file = _File(path, size, max(2, -(-size // BLOCK)))
     return Domain(name, file.count, file.lines if path.suffix == ".jsonl" else file.text)
 
 

@@ -19,6 +19,7 @@ from ..errors import PlanError, SourceError, UsageError
 from ..files.cards import QUANTIZED, card_of, is_rounded_by_gptq, says_folds, says_weighed, source_of
 from ..files.checkpoint import Checkpoint, open_checkpoint, read_config, readable
 from ..files.evaluation import find_evaluation
+from ..files.inputs import open_regular
 from ..files.journal import read_journal
 from ..files.tensors import TensorInfo
 from ..formats.finite import can_be_non_finite
@@ -515,7 +516,7 @@ def _kind(form: Format) -> tuple[object, ...]:
 
 def _same(one: Path, other: Path) -> bool:
     """Whether two files have the same contents."""
-    with readable(), one.open("rb") as left, other.open("rb") as right:
+    with readable(), open_regular(one, str(one)) as left, open_regular(other, str(other)) as right:
         while True:
             piece = left.read(1 << 20)
             if piece != right.read(1 << 20):

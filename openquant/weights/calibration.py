@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,6 +30,7 @@ SUFFIX = ".calibration.safetensors"
 # What is read into memory at once. Deepseek-V3's takes 40 MB.
 MOST = 1 << 30
 _KIND = "openquant calibration"
+_LARGEST = float(np.finfo(np.float32).max)
 _AGAIN = "make it again: openquant calibrate MODEL -o FILE"
 
 
@@ -66,16 +66,21 @@ class Calibration:
 
     Attributes:
         inputs: of layers.
-        model: the fingerprint of the checkpoint (files/fingerprint.py), SHA-256 in hexadecimal.
+        model: the digest of the checkpoint (files/fingerprint.py), SHA-256 in hexadecimal; "" if it is still to be
+            made.
         cached: the largest magnitudes of keys and of values as they are cached, by the number of each decoder layer
             that has a cache of its own: {0: (21.5, 3.25)}.
         texts: what was read, as eval.json has it: {"files": ["wiki.txt"], "sha256": .., "documents": 128, ..}.
+        stamp: the checkpoint's stamp as the texts were run, by which it is known again without being read.
+        file: where it was read from, for messages.
     """
 
     inputs: tuple[Inputs, ...]
     model: str
     texts: Mapping[str, Any]
     cached: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    stamp: str = ""
+    file: str = ""
 
     @cached_property
     def _by_tensor(self) -> dict[str, Inputs]:
@@ -106,6 +111,7 @@ class Calibration:
                 tensors[f"{number}.square"] = each.square
         facts = {
             "model": self.model,
+            "stamp": self.stamp,
             "texts": dict(self.texts),
             "inputs": [
                 {"tensors": each.tensors, "tokens": each.tokens} | ({"routed": each.routed} if each.routed else {})
@@ -146,21 +152,37 @@ def read_calibration(path: Path) -> Calibration:
         raise SourceError(f"{path} is no safetensors file: {error}", _AGAIN) from None
     try:
         facts = parse_json(metadata[_KIND].encode(), str(path))
-        model, texts, inputs = facts["model"], facts["texts"], facts["inputs"]
-        if not (isinstance(model, str) and isinstance(texts, dict) and isinstance(inputs, list)):
+        if facts["model"] and "stamp" not in facts:
+            raise SourceError(
+                f"{path} is of an earlier openquant, which did not read all weights to know a model", _AGAIN
+            )
+        model, stamp, texts, inputs = facts["model"], facts["stamp"], facts["texts"], facts["inputs"]
+        if not (_all_text([model, stamp]) and isinstance(texts, dict) and isinstance(inputs, list)):
             raise TypeError
         found = tuple(_inputs(path, number, each, tensors) for number, each in enumerate(inputs))
-        cached = {int(number): _cached(path, number, both) for number, both in facts.get("cached", {}).items()}
+        cached = {_layer(number): _cached(path, number, both) for number, both in facts.get("cached", {}).items()}
+        names = [name for each in found for name in each.tensors]
+        if len(names) != len(set(names)):
+            raise TypeError
     except (KeyError, TypeError, ValueError, AttributeError):
         raise SourceError(f"{path} is no calibration", _AGAIN) from None
-    return Calibration(found, model, texts, cached)
+    return Calibration(found, model, texts, cached, stamp, str(path))
+
+
+def _layer(number: str) -> int:
+    """The number of a layer, as it is written without zeros before it."""
+    found = int(number)
+    if str(found) != number or found < 0:
+        raise ValueError
+    return found
 
 
 def _cached(path: Path, number: str, both: Any) -> tuple[float, float]:
     keys, values = both
     if type(keys) is not float or type(values) is not float:
         raise TypeError
-    if not (0 <= keys < math.inf and 0 <= values < math.inf):
+    # They were float32.
+    if not (0 <= keys <= _LARGEST and 0 <= values <= _LARGEST):
         raise SourceError(f"{path}: magnitudes of keys or values of layer {number} are negative or not finite", _AGAIN)
     return keys, values
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -12,13 +13,14 @@ import pytest
 import tiny
 from openquant.errors import SourceError
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.fingerprint import SAMPLE, Fingerprint, fingerprint
+from openquant.files.fingerprint import Fingerprint, fingerprint
 
 
 class InMemory:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, digest: str = "0" * 40) -> None:
         self.data = path.read_bytes()
         self.size = len(self.data)
+        self.digest = digest
 
     def read(self, offset: int, length: int) -> bytes:
         return self.data[offset : offset + length]
@@ -44,10 +46,10 @@ def test_shards_may_have_gone_by_then(tmp_path: Path) -> None:
     seen = Fingerprint(checkpoint, {elsewhere: InMemory(root / elsewhere)})
     for shard in (last, here):
         (root / shard).rename(tmp_path / "passing")
-        seen.look(shard, tmp_path / "passing")
+        seen.add(shard, tmp_path / "passing")
         (tmp_path / "passing").unlink()
         # Once is enough.
-        seen.look(shard, tmp_path / "passing")
+        seen.add(shard, tmp_path / "passing")
     (root / elsewhere).unlink()
     assert seen.hexdigest() == seen.hexdigest() == found
     assert (root / late).exists()
@@ -55,7 +57,19 @@ def test_shards_may_have_gone_by_then(tmp_path: Path) -> None:
         fingerprint(checkpoint)
 
 
-def test_another_config_and_other_weights_are_not(tmp_path: Path) -> None:
+def test_what_a_repository_says_of_a_shard_is_not_computed(tmp_path: Path) -> None:
+    root = tiny.write(tmp_path / "root")
+    checkpoint = open_checkpoint(root)
+    found, [shard] = fingerprint(checkpoint), checkpoint.shards
+    file = InMemory(root / shard, hashlib.sha256((root / shard).read_bytes()).hexdigest())
+    file.data = b""
+    (root / shard).unlink()
+    seen = Fingerprint(checkpoint, {shard: file}, "org/name@0123")
+    seen.add(shard, root / shard)
+    assert seen.hexdigest() == found
+
+
+def test_any_other_byte_is_another_checkpoint(tmp_path: Path) -> None:
     one = tiny.write(tmp_path / "one")
     found = {fingerprint(open_checkpoint(one))}
     config = json.loads((one / "config.json").read_text())
@@ -63,10 +77,55 @@ def test_another_config_and_other_weights_are_not(tmp_path: Path) -> None:
     found.add(fingerprint(open_checkpoint(one)))
     # Same names, shapes and sizes.
     found.add(fingerprint(open_checkpoint(tiny.write(tmp_path / "other", seed=1))))
-    shard = one / next(iter(open_checkpoint(one).shards))
-    for place in (shard.stat().st_size // 2, shard.stat().st_size - 1, shard.stat().st_size - SAMPLE):
-        data = bytearray(shard.read_bytes())
-        data[place] ^= 1
-        shard.write_bytes(data)
+    checkpoint = open_checkpoint(one)
+    [shard] = checkpoint.shards
+    whole = (one / shard).read_bytes()
+    start = min(place.offset for place in checkpoint.where.values())
+    for place in range(start, len(whole), (len(whole) - start) // 20):
+        (one / shard).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         found.add(fingerprint(open_checkpoint(one)))
-    assert len(found) == 6
+    assert len(found) == 3 + 21
+
+
+def test_the_stamp_needs_no_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tiny.write(tmp_path / "root", shards=2)
+    made = Fingerprint(open_checkpoint(root))
+    digest = made.hexdigest()
+    copy = shutil.copytree(root, tmp_path / "copy")
+    commits = [Fingerprint(open_checkpoint(each), None, "org/name@01").stamp for each in (root, copy)]
+    assert commits[0] == commits[1] != Fingerprint(open_checkpoint(copy), None, "org/name@02").stamp
+    copied = Fingerprint(open_checkpoint(copy))
+    assert copied.stamp != made.stamp
+    assert copied.matches(digest, made.stamp)
+    (copy / "config.json").write_text((copy / "config.json").read_text().replace("{", '{"a": 1,', 1))
+    assert not Fingerprint(open_checkpoint(copy)).matches(digest, made.stamp)
+    monkeypatch.setattr(Fingerprint, "hexdigest", lambda _: pytest.fail("all of it was read"))
+    assert Fingerprint(made.checkpoint).matches(digest, made.stamp)
+
+
+def test_a_shard_that_changed_is_named(tmp_path: Path) -> None:
+    root = tiny.write(tmp_path / "root", shards=2)
+    checkpoint = open_checkpoint(root)
+    seen = Fingerprint(checkpoint)
+    one, other = checkpoint.shards
+    seen.require_unchanged()
+    times, data = (root / other).stat(), (root / other).read_bytes()
+    (root / other).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    os.utime(root / other, ns=(times.st_atime_ns, times.st_mtime_ns))
+    seen.require_unchanged([one])
+    for names in (None, [other]):
+        with pytest.raises(SourceError) as caught:
+            seen.require_unchanged(names)
+        assert caught.value.message == f"{root / other} changed while it was being read"
+    # Of a repository its commit says it.
+    Fingerprint(checkpoint, None, "org/name@01").require_unchanged()
+
+
+def test_no_pipe_is_waited_for(tmp_path: Path) -> None:
+    root = tiny.write(tmp_path / "root")
+    checkpoint = open_checkpoint(root)
+    [shard] = checkpoint.shards
+    (root / shard).unlink()
+    os.mkfifo(root / shard)
+    with pytest.raises(SourceError, match=f"^{root / shard} is not a regular file$"):
+        Fingerprint(checkpoint).hexdigest()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
+import stat
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,8 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load, save
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -228,27 +233,121 @@ def test_what_is_kept_is_of_one_pass(source: Path, tmp_path: Path) -> None:
         f"{path} was begun with other weights",
         "remove it to begin again, or give what it was begun with",
     )
+
+
+@pytest.mark.usefixtures("at_once")
+def test_any_flipped_bit_of_what_is_kept_is_damage(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.part"
+    ended_early(source, Kept(path, dict))
     data = path.read_bytes()
-    for damaged in (
-        b"",
-        b"no file of ours",
-        data[:-1],
-        data.replace(b'"gave', b'"give'),
-        data.replace(b"unit", b"nuit"),
-    ):
+    flipped = (bytes([*data[:at], data[at] ^ 1, *data[at + 1 :]]) for at in range(0, len(data), len(data) // 40))
+    for damaged in (b"", b"no file of ours", data[:-1], data + b"\0", data[:-1] + bytes([data[-1] ^ 128]), *flipped):
         path.write_bytes(damaged)
-        with pytest.raises(SourceError, match=f"^{path} cannot be continued: "):
+        with pytest.raises(SourceError) as caught:
             Kept(path, dict)
-    # Found only when it is used.
-    for place, other in (
-        (b"bfloat16", b"Tensor\0\0"),
-        (b"bfloat16", b"float64\0"),
-        (b"tuple", b"tulip"),
-        (b"PK\1", b"PK\7"),
-    ):
-        path.write_bytes(data.replace(place, other.replace(b"\0", b" ")))
-        with pytest.raises(SourceError, match=f"^{path} cannot be continued: "):
-            calibrate(StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), kept=Kept(path, dict))
+        assert (caught.value.message, caught.value.hint) == (
+            f"{path} cannot be continued: it is damaged or incomplete",
+            "remove it to begin again",
+        )
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def sealed(path: Path, facts: Change = dict, own: Change = dict) -> None:
+    """Change what a file of passes says and has, and give it the digest of that."""
+    data = path.read_bytes()[:-32]
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:begin])
+    said = json.loads(header.pop("__metadata__")["openquant passes"])
+    tensors = {name: data[begin:][slice(*each["data_offsets"])] for name, each in header.items() if name != "sha256"}
+    statistics = load(tensors["own"])
+    own(statistics)
+    tensors["own"] = save(statistics)
+    # What a change gives is a list where that takes the place of all.
+    listed = facts(said)
+    text = json.dumps(listed if isinstance(listed, list) else said)
+    header, end = {"__metadata__": {"openquant passes": text}}, 0
+    for name, size in ((name, len(each)) for name, each in [*tensors.items(), ("sha256", bytes(32))]):
+        header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [end, end + size]}
+        end += size
+    start = json.dumps(header).encode()
+    data = b"".join((len(start).to_bytes(8, "little"), start, *tensors.values()))
+    path.write_bytes(data + hashlib.sha256(data).digest())
+
+
+FIRST, SECOND = "model.layers.0", "model.layers.1"
+
+
+@pytest.mark.parametrize(
+    ("what", "change", "said"),
+    [
+        ("facts", lambda facts: [facts], "list indices must be integers"),
+        ("facts", lambda facts: facts.update(about=[]), "it says nothing of what was begun"),
+        ("facts", lambda facts: facts.update(gave=[1]), "cannot convert dictionary update"),
+        ("facts", lambda facts: facts.update(unit="model.layers.7"), "the model has no model.layers.7"),
+        ("facts", lambda facts: facts["gave"].update({"x": {"plain": 1}}), "the model has no x"),
+        ("facts", lambda facts: facts["gave"].clear(), f"it has statistics of {FIRST}"),
+        ("facts", lambda facts: facts["gave"].update({SECOND: facts["gave"][FIRST]}), f"it has no statistics of {SECOND}"),
+        ("facts", lambda facts: facts.update(unit="lm_head"), f"{SECOND} was not done, and comes before lm_head"),
+        ("facts", lambda facts: facts.update(unit=FIRST), f"nothing is left to do at {FIRST}"),
+        ("facts", lambda facts: facts["gave"].update({FIRST: 7}), "'int' object has no attribute 'items'"),
+        ("facts", lambda facts: facts.update(calls={}), f"it has the calls of {SECOND} of other passes"),
+        ("facts", lambda facts: facts["calls"].update({"2.0": 1}), f"it has the calls of {SECOND} of other passes"),
+        ("facts", lambda facts: facts["calls"].update({"0.0": {"plain": 1}}), f"{SECOND} is called in another way"),
+        ("facts", lambda facts: facts["calls"].update({"0.0": 1}), "'int' object has no attribute 'items'"),
+        ("facts", lambda facts: facts["calls"]["0.0"]["tuple"].pop(), f"{SECOND} is called in another way"),
+        ("facts", lambda facts: facts["calls"]["0.0"]["tuple"][1]["dict"].append(["x", {"plain": 1}]), "is called in an"),
+        ("facts", lambda facts: facts["calls"]["0.0"]["tuple"][0]["tuple"][0].update(shape=[1, 1]), "is called in another"),
+        ("facts", lambda facts: facts["calls"]["0.0"]["tuple"][0]["tuple"][0].update(dtype="float64"), "is called in anot"),
+        ("facts", lambda facts: facts["calls"]["0.0"]["tuple"][0]["tuple"][0].update(tensor=77), "'0.0.77'"),
+        ("own", lambda own: own.pop("0"), "it has statistics of other layers"),
+        ("own", lambda own: own.update({"99": own["0"]}), "it has statistics of other layers"),
+        ("own", lambda own: own.update({"00": own["0"]}), "it has statistics of other layers"),
+        ("own", lambda own: own.update({n: e[:, :0] for n, e in own.items()}), f"it has no statistics of {FIRST}"),
+        ("own", lambda own: own.update({"0": own["0"][:, :-1]}), "are of another width"),
+        ("own", lambda own: own.update({"0": own["0"][:-1]}), "are of another width"),
+        ("own", lambda own: own.update({"0": -own["0"]}), "self_attn.q_proj.weight are none"),
+        ("own", lambda own: own.update({"0": own["0"] * np.inf}), "self_attn.q_proj.weight are none"),
+        ("own", lambda own: own.update({"0": own["0"].astype(np.float32)}), "self_attn.q_proj.weight are none"),
+        ("own", lambda own: own.update({"0 routed": np.ones(4)}), "are of other experts"),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("at_once")
+def test_what_no_pass_keeps_is_refused(source: Path, tmp_path: Path, what: str, change: Change, said: str) -> None:
+    path = tmp_path / "x.part"
+    ended_early(source, Kept(path, dict))
+    sealed(path, **{what: change})
+    with pytest.raises(SourceError) as caught:
+        calibrate(StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), kept=Kept(path, dict))
+    assert caught.value.message.startswith(f"{path} cannot be continued: ")
+    assert said in caught.value.message
+    assert caught.value.hint == "remove it to begin again"
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_sealed_file_without_a_change_goes_on(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.part"
+    ended_early(source, Kept(path, dict))
+    sealed(path)
+    inputs, cached = calibrate(StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), kept=Kept(path, dict))
+    assert Calibration(inputs, "", {}, cached).to_bytes() == found(source, IDS[:2]).to_bytes()
+
+
+@pytest.mark.parametrize("name", ["x.part", "x.part.new"])
+@pytest.mark.parametrize("kind", ["pipe", "socket", "directory", "link", "dangling", "device"])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str, kind: str) -> None:
+    path = tmp_path / name
+    if kind in ("link", "dangling", "device"):
+        (tmp_path / "file").touch()
+        path.symlink_to({"link": "file", "dangling": "nowhere", "device": "/dev/zero"}[kind])
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        os.mknod(path, 0o600 | (stat.S_IFIFO if kind == "pipe" else stat.S_IFSOCK))
+    with pytest.raises(SourceError) as caught:
+        Kept(tmp_path / "x.part", dict)
+    assert (caught.value.message, caught.value.hint) == (f"{path} is not a regular file", "remove it to begin again")
 
 
 @pytest.mark.usefixtures("at_once")

@@ -24,7 +24,7 @@ def some() -> Calibration:
     absmax, mean, square = (np.array([value, 0], np.float32) for value in (1.5, 0.5, 0.75))
     first = Inputs(("a.weight", "b.weight"), absmax, mean, 7, square, (4, 0, 3))
     unseen = Inputs(("c.weight",), np.zeros(3, np.float32), np.zeros(3, np.float32), 0)
-    return Calibration((first, unseen), "5f", {"files": ["a.txt"], "documents": 2, "length": 16}, CACHED)
+    return Calibration((first, unseen), "5f", {"files": ["a.txt"], "documents": 2, "length": 16}, CACHED, "a0")
 
 
 def test_what_was_written_comes_back(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_what_was_written_comes_back(tmp_path: Path) -> None:
     path.write_bytes(some().to_bytes())
     found = read_calibration(path)
     assert found.to_bytes() == some().to_bytes()
-    assert (found.model, found.described, found.cached) == ("5f", "2 x 16 tokens", CACHED)
+    assert (found.model, found.stamp, found.described, found.cached) == ("5f", "a0", "2 x 16 tokens", CACHED)
     for tensor in ("a.weight", "b.weight"):
         seen = found.of(tensor)
         assert seen is not None
@@ -53,7 +53,8 @@ def rewrite(path: Path, facts: Any, **tensors: Any) -> None:
     save_file({name: value for name, value in arrays.items() if value is not None}, path, {KIND: facts})
 
 
-FACTS = {"model": "5f", "texts": {}, "inputs": [{"tensors": ["a.weight"], "tokens": 7}]}
+FACTS = {"model": "5f", "stamp": "a0", "texts": {}, "inputs": [{"tensors": ["a.weight"], "tokens": 7}]}
+EARLIER = "{path} is of an earlier openquant, which did not read all weights to know a model"
 NONE_OF_OURS = "{path} is no calibration"
 WRONG_CACHE = "{path}: magnitudes of keys or values of layer 0 are negative or not finite"
 WRONG = "{path}: magnitudes of a.weight are negative or not finite"
@@ -63,7 +64,10 @@ WRONG = "{path}: magnitudes of a.weight are negative or not finite"
     ("facts", "tensors", "message"),
     [
         ({}, {}, NONE_OF_OURS),
+        ({name: value for name, value in FACTS.items() if name != "stamp"}, {}, EARLIER),
         ([], {}, NONE_OF_OURS),
+        (7, {}, NONE_OF_OURS),
+        ({**FACTS, "stamp": 1}, {}, NONE_OF_OURS),
         ({**FACTS, "model": 1}, {}, NONE_OF_OURS),
         ({**FACTS, "texts": []}, {}, NONE_OF_OURS),
         ({**FACTS, "inputs": {}}, {}, NONE_OF_OURS),
@@ -83,6 +87,11 @@ WRONG = "{path}: magnitudes of a.weight are negative or not finite"
         ({**FACTS, "cached": {"0": [1.0, -1.0]}}, {}, WRONG_CACHE),
         ({**FACTS, "cached": {"0": [math.inf, 1.0]}}, {}, WRONG_CACHE),
         ({**FACTS, "cached": {"0": [1.0, math.nan]}}, {}, WRONG_CACHE),
+        ({**FACTS, "cached": {"0": [2e41, 1.0]}}, {}, WRONG_CACHE),
+        ({**FACTS, "cached": {"00": [1.0, 1.0]}}, {}, NONE_OF_OURS),
+        ({**FACTS, "cached": {"-1": [1.0, 1.0]}}, {}, NONE_OF_OURS),
+        ({**FACTS, "cached": {"9" * 5000: [1.0, 1.0]}}, {}, NONE_OF_OURS),
+        ({**FACTS, "inputs": 2 * [{"tensors": ["a.weight"], "tokens": 7}]}, {"1_square": None}, NONE_OF_OURS),
         (FACTS, {"0_absmax": None}, NONE_OF_OURS),
         (FACTS, {"0_mean": np.zeros(3, np.float32)}, NONE_OF_OURS),
         (FACTS, {"0_mean": np.zeros(2)}, NONE_OF_OURS),
