@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -158,17 +159,27 @@ class Terminal(Reporter):
         silent: no progress either.
         verbose: more of the plan.
         lines: whether progress is lines of JSON.
+        opened: called with the source and the output once these are known, before any work.
 
     Attributes:
         untold: what first prevented something from being printed on stdout, None if nothing did.
     """
 
-    def __init__(self, interrupts: Interrupts, quiet: bool, silent: bool, verbose: bool, lines: bool = False) -> None:
+    def __init__(
+        self,
+        interrupts: Interrupts,
+        quiet: bool,
+        silent: bool,
+        verbose: bool,
+        lines: bool = False,
+        opened: Callable[[Source, Path], None] = lambda *_: None,
+    ) -> None:
         self.interrupts = interrupts
         self.quiet = quiet
         self.silent = silent
         self.verbose = verbose
         self.lines = lines
+        self._opened = opened
         self.progress: Progress | None = None
         self.plan: Plan | None = None
         self.untold: OSError | None = None
@@ -176,6 +187,10 @@ class Terminal(Reporter):
     def _print(self, text: str) -> None:
         failure = say(text, sys.stdout)
         self.untold = self.untold or failure
+
+    def opened(self, source: Source, output: Path) -> None:
+        """Call what the command is to do before any work."""
+        self._opened(source, output)
 
     def planned(self, plan: Plan, source: Source, output: Path) -> None:
         """Print the plan, or beside a program's result its notes."""
