@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arguments import Parser, compress_parser, recipe_parser, verb_parser
-from .console import Interrupts, Progress, Terminal, fail, mend_streams, print_json, require_told, say
+from .console import Interrupts, Progress, Terminal, fail, mend_streams, print_json, require_told, say, say_lines
 from .errors import OpenQuantError, UsageError
 from .files.destination import Destination, Protected, require_all
 from .interrupts import INTERRUPTED, MESSAGE, hint
@@ -203,7 +203,7 @@ def _push(given: Given, interrupts: Interrupts) -> int:
     if _command(given).json:
         print_json({"output": given["directory"], "pushed_to": address}, interrupts)
     else:
-        require_told(say(f"pushed to {address}", sys.stdout))
+        require_told(say_lines([f"pushed to {address}"], sys.stdout))
     return 0
 
 
@@ -330,7 +330,7 @@ def _calibrate(given: Given, interrupts: Interrupts) -> int:
 
     def begun(about: str) -> None:
         if not silent:
-            say(about, sys.stderr)
+            say_lines([about], sys.stderr)
 
     with _bar(interrupts, command, "calibrating", "calibrated", ranks.first) as advanced:
         values = {**values_for(Calibrate, given), **values_for(CalibrationTexts, given)}
@@ -338,7 +338,7 @@ def _calibrate(given: Given, interrupts: Interrupts) -> int:
     if ranks.first and command.json:
         print_json({"calibration": str(written)}, interrupts)
     elif ranks.first:
-        require_told(say(f"wrote {written}", sys.stdout))
+        require_told(say_lines([f"wrote {written}"], sys.stdout))
     return 0
 
 
@@ -352,7 +352,7 @@ def _eval(given: Given, interrupts: Interrupts) -> int:
 
     def begun(about: str) -> None:
         if not silent:
-            say(about, sys.stderr)
+            say_lines([about], sys.stderr)
 
     with _bar(interrupts, command, "evaluating", "evaluated", ranks.first) as advanced:
         values = {**values_for(Evaluate, given), **values_for(Texts, given)}

@@ -9,7 +9,7 @@ from ..formats.schemes import SCHEMES
 from ..measure.diagnosis import FLAGS, Advice, Diagnosis, LayerDiagnosis
 from ..patterns import collapse
 from .card import gigabytes
-from .escape import terminal
+from .escape import joined, terminal
 
 # Layers in a table, unless all are wanted.
 WORST = 10
@@ -46,7 +46,7 @@ def diagnosis_text(found: Diagnosis, every: bool) -> str:
         [(layer.module, *(_percent(layer.row_errors[scheme]) for scheme in SCHEMES)) for layer in layers],
     )
     lines += ["", *_flags(found.layers), *_advice(found)]
-    return "\n".join(lines)
+    return joined(lines)
 
 
 def _figures(layer: LayerDiagnosis, scheme: str) -> tuple[str, ...]:
