@@ -280,6 +280,9 @@ def _work(
             return prepared
 
         prepared = agreed()
+        opened = prepared
+        _, error = attempt(lambda: reporter.opened(opened.source, opened.target))
+        ranks.agree(error)
         if not run.dry_run:
             first = prepared
             again, error = attempt(lambda: before(first, ranks, reporter))
@@ -497,8 +500,4 @@ def _target(run: Run, source: Source, suffix: str) -> Path:
     """Where the output goes; if nobody says, to "Qwen3-8B-FP8" in the working directory."""
     if run.output is not None:
         return Path(run.output)
-    name = source.name + suffix
-    here = Path.cwd().resolve()
-    root = source.root.resolve()
-    # From inside the source (`-m .`) the output goes beside it, since it must not lie in it.
-    return root.parent / name if here == root or root in here.parents else Path(name)
+    return source.beside(source.name + suffix)

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING
 from .convert.ranks import Ranks, attempt
 from .errors import SourceError, UsageError
 from .files.checkpoint import Checkpoint, open_checkpoint
+from .files.destination import Destination, Protected
 from .files.fingerprint import Fingerprint
-from .files.whole import require_place, write_whole
-from .hub.source import Source, find_source
+from .hub.source import Source, find_source, model_folder
 from .hub.supplied import supplied
 from .machine import find_device
-from .options import Calibrate, CalibrationTexts, values_for
+from .options import Calibrate, CalibrationTexts, files_read, values_for
 from .passes import Arriving, find_tokenizer, hidden_bytes, scratch_for, share_of, vocabulary_of
 from .report.reporter import Reporter
 from .version import __version__
-from .weights.calibration import SUFFIX, Calibration, read_calibration
+from .weights.calibration import SUFFIX, Calibration, calibrations, read_calibration
 
 if TYPE_CHECKING:
     from .texts.corpus import Corpus
@@ -39,6 +39,7 @@ def calibrate(
     *,
     revision: str | None = None,
     stream: bool = False,
+    overwrite: bool = False,
     device: str = "cpu",
     max_memory: int | None = None,
     scratch: str | os.PathLike[str] | None = None,
@@ -54,9 +55,11 @@ def calibrate(
 
     Args:
         model: a local directory, or a Hub repository `org/name` or `org/name@revision`.
-        out: the file to write; if None `NAME.calibration.safetensors` in the working directory.
+        out: the file to write; if None `NAME.calibration.safetensors` in the working directory, or beside the model
+            where that is the model's own. An earlier calibration of the same model is replaced.
         revision: branch, tag or commit of a Hub repository.
         stream: keep only a few shards of a Hub repository on disk, and none in the Hub's cache.
+        overwrite: replace a calibration of another model too.
         device: where it is computed: "cpu", "cuda", "cuda:N" or "auto" (a GPU if there is one).
         max_memory: bytes that this process may hold in memory; what texts are in beyond that goes to a scratch file.
         scratch: the directory for that file and for streamed shards; that of `out` if None.
@@ -101,20 +104,49 @@ def _calibrated(
     if asked.stream and source.repo is None:
         raise UsageError(f"{asked.model} is a local directory, nothing of it can be streamed", "leave --stream out")
     checkpoint = open_checkpoint(source.root, source.remote, source.absent)
-    target = Path(asked.out) if asked.out is not None else Path(f"{source.name}{SUFFIX}")
-    require_place(target, str(target), "name another file with -o")
+    path = Path(asked.out) if asked.out is not None else source.beside(f"{source.name}{SUFFIX}")
+    option = "-o" if asked.out is not None else ""
+    target = destination(path, option, "name another file with -o", source, checkpoint, asked, texts)
+    target.require()
     corpus = agreed_texts(source, checkpoint, texts, ranks)
     _run(source, checkpoint, corpus, target, asked, ranks, begun, progress)
-    return target
+    return path
+
+
+def destination(
+    path: Path,
+    option: str,
+    elsewhere: str,
+    source: Source,
+    checkpoint: Checkpoint,
+    asked: Calibrate,
+    texts: CalibrationTexts,
+    outputs: Sequence[Path] = (),
+) -> Destination:
+    """The file of a calibration.
+
+    Args:
+        path: where it lies.
+        option: what names it on the command line, if something does.
+        elsewhere: how to name another.
+        source: where the model comes from.
+        checkpoint: its config, files and headers.
+        asked: how it is calibrated.
+        texts: what is read.
+        outputs: what the run writes besides.
+    """
+    fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
+    kind = calibrations(None if asked.overwrite else fingerprint.matches)
+    protected = Protected((model_folder(asked.model),), files_read(vars(texts)), outputs)
+    return Destination(path, option, kind, protected, elsewhere=elsewhere)
 
 
 def calibrated(
     source: Source,
     checkpoint: Checkpoint,
-    target: Path,
+    target: Destination,
     asked: Calibrate,
     texts: CalibrationTexts,
-    overwrite: bool,
     ranks: Ranks,
     reporter: Reporter,
 ) -> Calibration:
@@ -124,9 +156,8 @@ def calibrated(
         source: where the model comes from.
         checkpoint: its config, files and headers.
         target: the file.
-        asked: how it is to be done; not what is calibrated and where to.
+        asked: how it is to be done, and whether a file of other texts or of another model is replaced.
         texts: what is read.
-        overwrite: whether a file of other texts or of another model is replaced.
         ranks: this process among several, all of which get to know it.
         reporter: is told of it.
 
@@ -135,15 +166,16 @@ def calibrated(
         SourceError: the model or a text cannot be read.
         OutputError: the file cannot be written, or hidden states found no room.
     """
-    require_place(target, str(target), "name another output with -o")
+    path = target.path
+    replace(target, kind=calibrations()).require()
     corpus, known = agreed_texts(source, checkpoint, texts, ranks), None
-    if target.exists() and not overwrite:
-        known = read_calibration(target)
+    if path.exists() and path.stat().st_size and not asked.overwrite:
+        known = read_calibration(path)
         fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
         if known.texts.get("sha256") != corpus.sha256 or not fingerprint.matches(known.model, known.stamp):
             raise UsageError(
-                f"{target} is a calibration of another model or with other texts",
-                f"give --calibration {target} to use it, or --overwrite to replace it",
+                f"{path} is a calibration of another model or with other texts",
+                f"give --calibration {path} to use it, or --overwrite to replace it",
             )
     # Before one of them writes it.
     ranks.agree(None)
@@ -156,11 +188,11 @@ def calibrated(
         target,
         asked,
         ranks,
-        lambda about: reporter.calibrating(f"{about}; kept in {target}"),
+        lambda about: reporter.calibrating(f"{about}; kept in {path}"),
         reporter.calibrated,
     )
     ranks.agree(None)
-    return read_calibration(target)
+    return read_calibration(path)
 
 
 def agreed_texts(source: Source, checkpoint: Checkpoint, texts: CalibrationTexts, ranks: Ranks) -> Corpus:
@@ -183,7 +215,7 @@ def _run(
     source: Source,
     checkpoint: Checkpoint,
     corpus: Corpus,
-    target: Path,
+    target: Destination,
     asked: Calibrate,
     ranks: Ranks,
     begun: Callable[[str], None] | None,
@@ -198,7 +230,8 @@ def _run(
     from .measure.subjects import needs
 
     fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
-    part = target.with_name(f"{target.name}.part{f'-{ranks.rank}' if ranks.size > 1 else ''}")
+    path = target.path
+    part = path.with_name(f"{path.name}.part{f'-{ranks.rank}' if ranks.size > 1 else ''}")
     versions = f"openquant {__version__}, transformers {version('transformers')}"
     same = {"texts": corpus.sha256, "number of ranks": str(ranks.size), "versions of libraries": versions}
     kept = Kept(part, lambda: {"weights": fingerprint.stamp, **same})
@@ -212,7 +245,7 @@ def _run(
             progress(done, total)
 
     streamed = StreamedModel(checkpoint, device=asked.device)
-    place = Path(asked.scratch) if asked.scratch is not None else target.absolute().parent
+    place = Path(asked.scratch) if asked.scratch is not None else path.absolute().parent
     if asked.scratch is None and asked.stream and source.remote:
         refuse_memory(place, "shards")
     hidden = hidden_bytes(checkpoint, -(-len(corpus.documents) // ranks.size) * corpus.length)
@@ -231,7 +264,7 @@ def _run(
     fingerprint.require_unchanged()
     _require_same(ranks.agree(None, model))
     if ranks.first:
-        write_whole(target, Calibration(inputs, model, corpus.account, cached, fingerprint.stamp).to_bytes())
+        target.write(Calibration(inputs, model, corpus.account, cached, fingerprint.stamp).to_bytes())
     # Only then may the others lose what they have.
     ranks.agree(None)
     kept.remove()

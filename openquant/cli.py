@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arguments import Parser, compress_parser, recipe_parser, verb_parser
-from .console import Interrupts, Progress, Terminal, fail, mend_streams, print_json, require_told, say
+from .console import Interrupts, Progress, Terminal, fail, mend_streams, print_json, require_told, say, say_lines
 from .errors import OpenQuantError, UsageError
+from .files.destination import Destination, Protected, require_all
 from .interrupts import INTERRUPTED, MESSAGE, hint
 from .machine import reached_limit, require_room
 from .options import (
@@ -27,6 +28,7 @@ from .options import (
     Recipe,
     Run,
     Texts,
+    files_read,
     flags_of,
     options_of,
     values_for,
@@ -34,6 +36,7 @@ from .options import (
 
 if TYPE_CHECKING:
     from .convert.ranks import Ranks
+    from .hub.source import Source
     from .report.result import Result
 
 EXIT_PROBLEMS = 1
@@ -126,22 +129,30 @@ def _command(given: Given) -> Command:
     return Command(**values_for(Command, given))
 
 
-def _find_report(command: Command) -> Path | None:
-    """The page to be written; None for none.
+def _page(
+    given: Given, models: Sequence[str | os.PathLike[str] | None], outputs: Sequence[Path] = ()
+) -> Destination | None:
+    """The page of `--report`, which may be written; None for none.
+
+    Args:
+        given: what is given.
+        models: those that the run reads; None for none.
+        outputs: what it writes besides.
 
     Raises:
-        UsageError: it could not be.
+        UsageError: it must not, or cannot, be written.
     """
-    return _place("--report", command.report)
-
-
-def _place(option: str, name: str | None) -> Path | None:
+    name = _command(given).report
     if name is None:
         return None
-    from .report.html import require_tools
+    from .hub.source import model_folder
+    from .report.html import PAGE, require_tools
 
-    require_tools(Path(name), option)
-    return Path(name)
+    require_tools("--report")
+    folders = [model_folder(model) for model in models if model is not None]
+    page = Destination(Path(name), "--report", PAGE, Protected(folders, files_read(given), outputs))
+    page.require()
+    return page
 
 
 def _scheme(given: Given) -> dict[str, str]:
@@ -192,7 +203,7 @@ def _push(given: Given, interrupts: Interrupts) -> int:
     if _command(given).json:
         print_json({"output": given["directory"], "pushed_to": address}, interrupts)
     else:
-        require_told(say(f"pushed to {address}", sys.stdout))
+        require_told(say_lines([f"pushed to {address}"], sys.stdout))
     return 0
 
 
@@ -217,7 +228,7 @@ def _compress(given: Given, interrupts: Interrupts) -> int:
     recipe = _recipe(given)
     from .api import compress
 
-    return _run_and_report(partial(compress, **recipe), given, interrupts)
+    return _run_and_report(partial(compress, **recipe), {**given, **recipe}, interrupts)
 
 
 def _dequantize(given: Given, interrupts: Interrupts) -> int:
@@ -245,20 +256,33 @@ def _run_and_report(work: Callable[..., Result], given: Given, interrupts: Inter
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     ranks = _ranks(given, command)
     silent = command.quiet or not ranks.first
-    report = _find_report(command)
-    lines = command.progress == "json"
-    reporter = Terminal(interrupts, silent or command.json, silent, command.verbose and not command.json, lines)
+    if command.report is not None:
+        from .report.html import require_tools
+
+        require_tools("--report")
+    report: Destination | None = None
+
+    def opened(source: Source, output: Path) -> None:
+        nonlocal report
+        if ranks.first:
+            from .gptq import rounded_folder
+            from .tuning import calibration_of
+
+            report = _page(given, [given["model"]], [output, rounded_folder(output), calibration_of(source, output)])
+
+    lines, verbose = command.progress == "json", command.verbose and not command.json
+    reporter = Terminal(interrupts, silent or command.json, silent, verbose, lines, opened)
     try:
         result = work(**values_for(Run, given), push=_find_push(given), ranks=ranks, reporter=reporter)
     finally:
         reporter.close()
     require_told(reporter.untold)
-    if report is not None and ranks.first:
-        from .report.html import write_page
+    if report is not None:
+        from .report.html import render
         from .report.pages import planned_page
 
         assert reporter.plan is not None
-        write_page(report, planned_page(reporter.plan, result))
+        report.write(render(planned_page(reporter.plan, result)).encode())
     if command.json and ranks.first:
         print_json(result.to_json(), interrupts)
     return 0
@@ -268,14 +292,14 @@ def _diagnose(given: Given, interrupts: Interrupts) -> int:
     from .api import diagnose
 
     command = _command(given)
-    page = _find_report(command)
+    page = _page(given, [given["model"]])
     with _bar(interrupts, command, "diagnosing", "diagnosed") as advanced:
         found = diagnose(**values_for(Diagnose, given), progress=advanced)
     if page is not None:
-        from .report.html import write_page
+        from .report.html import render
         from .report.pages import diagnosed_page
 
-        write_page(page, diagnosed_page(found.to_json()))
+        page.write(render(diagnosed_page(found.to_json())).encode())
     if command.json:
         print_json(found.to_json(), interrupts)
     else:
@@ -306,7 +330,7 @@ def _calibrate(given: Given, interrupts: Interrupts) -> int:
 
     def begun(about: str) -> None:
         if not silent:
-            say(about, sys.stderr)
+            say_lines([about], sys.stderr)
 
     with _bar(interrupts, command, "calibrating", "calibrated", ranks.first) as advanced:
         values = {**values_for(Calibrate, given), **values_for(CalibrationTexts, given)}
@@ -314,7 +338,7 @@ def _calibrate(given: Given, interrupts: Interrupts) -> int:
     if ranks.first and command.json:
         print_json({"calibration": str(written)}, interrupts)
     elif ranks.first:
-        require_told(say(f"wrote {written}", sys.stdout))
+        require_told(say_lines([f"wrote {written}"], sys.stdout))
     return 0
 
 
@@ -322,16 +346,13 @@ def _eval(given: Given, interrupts: Interrupts) -> int:
     from .evaluation import evaluate
 
     command, asked = _command(given), Evaluate(**values_for(Evaluate, given))
-    page, figure = _find_report(command), _place("--figure", command.figure)
     ranks = _ranks(given, command)
     silent = command.json or not ranks.first
-    files = [Path(file).absolute() for file in (page, figure, asked.out) if file is not None]
-    if len(set(files)) < len(files):
-        raise UsageError("two of --out, --report and --figure name one file", "give each its own")
+    page, figure = _find_shown(given, asked)
 
     def begun(about: str) -> None:
         if not silent:
-            say(about, sys.stderr)
+            say_lines([about], sys.stderr)
 
     with _bar(interrupts, command, "evaluating", "evaluated", ranks.first) as advanced:
         values = {**values_for(Evaluate, given), **values_for(Texts, given)}
@@ -352,6 +373,34 @@ def _eval(given: Given, interrupts: Interrupts) -> int:
 
         write_evaluated(found.outputs, (asked.source, *asked.outputs), page, figure)
     return code
+
+
+def _find_shown(given: Given, asked: Evaluate) -> tuple[Destination | None, Destination | None]:
+    """The page and the picture that eval is to write; None for none.
+
+    Raises:
+        UsageError: one must not, or cannot, be written.
+    """
+    command = _command(given)
+    if command.report is None and command.figure is None:
+        return None, None
+    from .evaluation import output_of, protected_by
+    from .files.evaluation import EVALUATION
+    from .report.html import PAGE, PICTURE, require_tools
+
+    protected, beside = protected_by(asked, Texts(**values_for(Texts, given))), output_of(asked)
+    kinds = {"--out": EVALUATION, "--report": PAGE, "--figure": PICTURE}
+    names = zip(kinds, (asked.out, command.report, command.figure), strict=True)
+    found = {
+        option: Destination(Path(name), option, kinds[option], protected, beside)
+        for option, name in names
+        if name is not None
+    }
+    for option in ("--report", "--figure"):
+        if option in found:
+            require_tools(option)
+    require_all(list(found.values()))
+    return found.get("--report"), found.get("--figure")
 
 
 @contextmanager
@@ -381,14 +430,14 @@ def _verify(given: Given, interrupts: Interrupts) -> int:
     from .verification.verify import verify
 
     command = _command(given)
-    page = _find_report(command)
+    page = _page(given, [given["directory"], given.get("source")])
     with _bar(interrupts, command, "verifying", "verified") as advanced:
         report = verify(**values_for(Check, given), progress=advanced)
     if page is not None:
-        from .report.html import write_page
+        from .report.html import render
         from .report.pages import verified_page
 
-        write_page(page, verified_page(report, Path(given["directory"])))
+        page.write(render(verified_page(report, Path(given["directory"]))).encode())
     if command.json:
         print_json(report.to_json(), interrupts)
     else:

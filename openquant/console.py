@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -95,9 +96,15 @@ def mend_streams() -> None:
 
 
 def say(text: str, stream: TextIO, end: str = "\n") -> OSError | None:
-    """Print, and return the error that prevented it, None if none did: the work goes on (`| head`, a full disk)."""
+    """Print, and return the error that prevented it, None if none did: the work goes on (`| head`, a full disk).
+
+    Control characters are escaped, but for tabs and the newlines of a layout. What others wrote is escaped line by line
+    before it comes here (`escape.joined`).
+    """
+    from .report.escape import terminal
+
     try:
-        print(text, end=end, file=stream, flush=True)
+        print(terminal(text, kept="\n\t"), end=end, file=stream, flush=True)
     except OSError as error:
         # What the stream still holds would fail again at exit.
         with suppress(OSError, ValueError):
@@ -126,15 +133,20 @@ def _untold(failure: OSError) -> OutputError:
 def fail(message: str, hint: str, as_json: bool) -> None:
     """Print an error as its two lines on stderr, and as an object on stdout if a program asked for one."""
     if as_json:
-        say(json.dumps({"error": message, "hint": hint}), sys.stdout)
-    say(f"error: {_one_line(message)}\nhint: {_one_line(hint)}", sys.stderr)
+        say(_json({"error": message, "hint": hint}), sys.stdout)
+    say_lines([f"error: {message}", f"hint: {hint}"], sys.stderr)
 
 
-def _one_line(text: str) -> str:
-    """A message that a terminal shows and does not obey: it may quote what others wrote, a library's words too."""
-    from .report.escape import terminal
+def say_lines(lines: Iterable[str], stream: TextIO) -> OSError | None:
+    """Print lines that may quote what others wrote, a library's words too: newlines in them are escaped."""
+    from .report.escape import joined
 
-    return terminal(" ".join(text.split("\n")))
+    return say(joined(lines), stream)
+
+
+def _json(value: object) -> str:
+    # The one control character that JSON leaves as it is.
+    return json.dumps(value).replace("\x7f", "\\u007f")
 
 
 def print_json(value: dict[str, Any], interrupts: Interrupts) -> None:
@@ -144,7 +156,7 @@ def print_json(value: dict[str, Any], interrupts: Interrupts) -> None:
         OutputError: it reached nobody.
     """
     interrupts.told = True
-    failure = say(json.dumps(value), sys.stdout)
+    failure = say(_json(value), sys.stdout)
     if failure is not None:
         raise _untold(failure)
 
@@ -158,17 +170,27 @@ class Terminal(Reporter):
         silent: no progress either.
         verbose: more of the plan.
         lines: whether progress is lines of JSON.
+        opened: called with the source and the output once these are known, before any work.
 
     Attributes:
         untold: what first prevented something from being printed on stdout, None if nothing did.
     """
 
-    def __init__(self, interrupts: Interrupts, quiet: bool, silent: bool, verbose: bool, lines: bool = False) -> None:
+    def __init__(
+        self,
+        interrupts: Interrupts,
+        quiet: bool,
+        silent: bool,
+        verbose: bool,
+        lines: bool = False,
+        opened: Callable[[Source, Path], None] = lambda *_: None,
+    ) -> None:
         self.interrupts = interrupts
         self.quiet = quiet
         self.silent = silent
         self.verbose = verbose
         self.lines = lines
+        self._opened = opened
         self.progress: Progress | None = None
         self.plan: Plan | None = None
         self.untold: OSError | None = None
@@ -177,13 +199,17 @@ class Terminal(Reporter):
         failure = say(text, sys.stdout)
         self.untold = self.untold or failure
 
+    def opened(self, source: Source, output: Path) -> None:
+        """Call what the command is to do before any work."""
+        self._opened(source, output)
+
     def planned(self, plan: Plan, source: Source, output: Path) -> None:
         """Print the plan, or beside a program's result its notes."""
         self.close()
         self.plan = plan
         if self.quiet:
             for note in () if self.silent else (*plan.notes, *source.notes):
-                say(f"note: {note}", sys.stderr)
+                say_lines([f"note: {note}"], sys.stderr)
             return
         from .report.text import details_text, plan_text
         from .run import expected_download
@@ -197,7 +223,7 @@ class Terminal(Reporter):
         """Say on which texts, and where what they show is kept."""
         self.close()
         if not self.silent:
-            say(about, sys.stderr)
+            say_lines([about], sys.stderr)
 
     def calibrated(self, done: int, total: int) -> None:
         """Show progress, which is at an end once all is done; raise KeyboardInterrupt if one was asked for."""
@@ -222,7 +248,7 @@ class Terminal(Reporter):
         """Say where the rest goes now."""
         self.close()
         if not self.silent:
-            say(f"converted; uploading the rest to {repo}", sys.stderr)
+            say_lines([f"converted; uploading the rest to {repo}"], sys.stderr)
 
     def finished(self, result: Result, already_complete: bool) -> None:
         """Print the summary."""

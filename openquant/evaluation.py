@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 from .convert.ranks import Ranks, attempt
 from .errors import SourceError, UsageError
 from .files.checkpoint import open_checkpoint
+from .files.destination import Destination, Protected
+from .files.evaluation import EVALUATION
 from .files.fingerprint import Fingerprint
 from .files.names import EVAL_FILE, JOURNAL_FILE
-from .files.whole import require_place, write_whole
-from .hub.source import Source, find_source
+from .hub.source import Source, find_source, model_folder
 from .hub.supplied import Needs, supplied
 from .machine import find_device
-from .options import Evaluate, Texts, values_for
+from .options import Evaluate, Texts, files_read, values_for
 from .passes import Arriving, find_tokenizer, hidden_bytes, scratch_for, share_of, vocabulary_of
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def _evaluated(
     if asked.stream and all(each.repo is None for each in sources):
         raise UsageError("all models are local directories, nothing of them can be streamed", "leave --stream out")
     checkpoints = [open_checkpoint(each.root, each.remote, each.absent) for each in sources]
-    targets = _targets(asked, sources[1:]) if ranks.first else None
+    targets = _targets(asked, texts, sources[1:]) if ranks.first else None
     # Only now is transformers imported.
     from .measure.evaluate import evaluate as measure
     from .measure.subjects import Settings, Subject
@@ -168,7 +169,7 @@ def _evaluated(
         for subject in subjects:
             subject.fingerprint.require_unchanged()
     for target, value in targets(found) if targets is not None else ():
-        write_json(target, value)
+        target.write(f"{json.dumps(value, indent=1, allow_nan=False)}\n".encode())
     return found
 
 
@@ -185,37 +186,35 @@ def _place(asked: Evaluate, sources: Sequence[Source]) -> Path:
 
 
 def _targets(
-    asked: Evaluate, outputs: Sequence[Source]
-) -> Callable[[Evaluation], Iterator[tuple[Path, dict[str, object]]]]:
+    asked: Evaluate, texts: Texts, outputs: Sequence[Source]
+) -> Callable[[Evaluation], Iterator[tuple[Destination, dict[str, object]]]]:
     """Where what will be found goes, asked before anything is computed.
 
     Raises:
         UsageError: nothing can be written there.
     """
+    # Nothing is written into the Hub's cache.
+    ours = {each.root for each in outputs if each.repo is None and (each.root / JOURNAL_FILE).exists()}
+    protected = protected_by(asked, texts)
+
+    def place(path: Path, option: str, root: Path | None) -> Destination:
+        found = Destination(path, option, EVALUATION, protected, root, "name another file with --out")
+        found.require()
+        return found
+
     if asked.out is not None:
-        files = [Path(asked.out)]
-    else:
-        # Nothing is written into the Hub's cache.
-        ours = [each.root for each in outputs if each.repo is None]
-        files = [root / EVAL_FILE for root in ours if (root / JOURNAL_FILE).exists()]
-    for file in files:
-        require_place(file, f"--out {file}" if asked.out is not None else str(file), "name another file with --out")
-
-    def pairs(found: Evaluation) -> Iterator[tuple[Path, dict[str, object]]]:
-        if asked.out is not None:
-            yield files[0], found.outputs[0] if len(found.outputs) == 1 else found.to_json()
-            return
-        for output, value in zip(outputs, found.outputs, strict=True):
-            if output.root / EVAL_FILE in files:
-                yield output.root / EVAL_FILE, value
-
-    return pairs
+        one = place(Path(asked.out), "--out", output_of(asked))
+        return lambda found: iter([(one, found.outputs[0] if len(found.outputs) == 1 else found.to_json())])
+    files = [place(each.root / EVAL_FILE, "", each.root) if each.root in ours else None for each in outputs]
+    return lambda found: ((file, value) for file, value in zip(files, found.outputs, strict=True) if file is not None)
 
 
-def write_json(file: Path, value: dict[str, object]) -> None:
-    """Write a JSON file, whole or not at all.
+def protected_by(asked: Evaluate, texts: Texts) -> Protected:
+    """What no file that an evaluation writes may replace."""
+    models = [model_folder(each) for each in (asked.source, *asked.outputs)]
+    return Protected(models, files_read({**vars(asked), **vars(texts)}))
 
-    Raises:
-        OutputError: it cannot be written.
-    """
-    write_whole(file, f"{json.dumps(value, indent=1, allow_nan=False)}\n".encode())
+
+def output_of(asked: Evaluate) -> Path | None:
+    """The directory that an evaluation can lie in: that of an output, if there is only one."""
+    return Path(asked.outputs[0]) if len(asked.outputs) == 1 and Path(asked.outputs[0]).is_dir() else None

@@ -120,4 +120,9 @@ class Gptq:
 
 def folder_of(target: Path, about: str = "") -> RoundedFolder:
     """Where an output's layers lie as GPTQ has rounded them: in `OUTPUT.rounded`."""
-    return RoundedFolder(target.with_name(f"{target.name}.rounded"), about)
+    return RoundedFolder(rounded_folder(target), about)
+
+
+def rounded_folder(target: Path) -> Path:
+    """The directory of layers that GPTQ has rounded for an output."""
+    return target.with_name(f"{target.name}.rounded")

@@ -16,6 +16,7 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from .errors import UsageError
@@ -133,6 +134,27 @@ def flags_of(name: str, option: Option) -> tuple[str, ...]:
 def values_for(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Of these values those that a class has options for, as arguments for it or for a function that takes them."""
     return {name: values[name] for name in options_of(kind) if name in values}
+
+
+# Options that name files which a run reads, and what messages call these.
+_READ = {
+    "text": "a text",
+    "prompts": "the prompts",
+    "dataset": "the dataset",
+    "calibration": "the calibration",
+    "recipe": "the recipe",
+}
+
+
+def files_read(values: Mapping[str, Any]) -> list[tuple[Path, str]]:
+    """The files that options name as something to read, each with what it is: [(Path("wiki.txt"), "a text")]."""
+    found = []
+    for name, what in _READ.items():
+        value = values.get(name)
+        paths = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+        # Of a dataset, its subset and split come behind.
+        found += [(Path(str(path).partition(":")[0] if name == "dataset" else path), what) for path in paths]
+    return found
 
 
 def documented(target: Target) -> Target:
@@ -633,6 +655,10 @@ class Calibrate:
             PLACES,
             "keep only a few shards of a Hub repository on disk, and none in the Hub's cache",
         ),
+    )
+    overwrite: bool = field(
+        default=False,
+        metadata=said("replace a calibration of another model", PLACES),
     )
     device: str = field(
         default="cpu",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .calibration import agreed_texts, calibrated
+from .calibration import agreed_texts, calibrated, destination
 from .convert.ranks import Ranks, attempt
 from .errors import PlanError, UsageError
 from .files.checkpoint import Checkpoint
@@ -57,6 +57,11 @@ def _tuning(recipe: Recipe) -> Tune | None:
     if exponent is None:
         return None
     return lambda prepared, calibration, ranks, reporter: smoothed(prepared, calibration, exponent, ranks, reporter)
+
+
+def calibration_of(source: Source, output: Path) -> Path:
+    """Where a run of compress() has the calibration that it makes: beside the output."""
+    return output.parent / f"{source.name}{SUFFIX}"
 
 
 class Calibrated:
@@ -140,10 +145,17 @@ class Calibrated:
 
     def _find(self, prepared: Prepared, ranks: Ranks, reporter: Reporter) -> None:
         """Run the texts."""
-        run, target = self._run, prepared.target.parent / f"{prepared.source.name}{SUFFIX}"
-        how = Calibrate(run.model, stream=run.stream, device=prepared.device, max_memory=run.max_memory)
-        source, checkpoint = prepared.source, prepared.checkpoint
-        self._seen = calibrated(source, checkpoint, target, how, self._texts, run.overwrite, ranks, reporter)
+        run, source, checkpoint = self._run, prepared.source, prepared.checkpoint
+        how = Calibrate(
+            run.model,
+            stream=run.stream,
+            overwrite=run.overwrite,
+            device=prepared.device,
+            max_memory=run.max_memory,
+        )
+        path, elsewhere = calibration_of(source, prepared.target), "name another output with -o"
+        target = destination(path, "", elsewhere, source, checkpoint, how, self._texts, (prepared.target,))
+        self._seen = calibrated(source, checkpoint, target, how, self._texts, ranks, reporter)
 
 
 def smoothed(

@@ -200,21 +200,16 @@ def test_what_has_no_place_is_refused_before_it_is_computed(output: Path, tmp_pa
     assert "--out /dev/null is a link, a pipe or a device" in refused(UsageError, output, out="/dev/null")
 
 
-def test_files_of_one_name_are_refused(output: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--report", tmp_path / "x", "--out", tmp_path / "x")
-    code, _, stderr = run_main(capsys, "eval", output, "--source", EXAMPLE, *WORDS, *words)
-    assert (code, stderr.splitlines()[0]) == (2, "error: two of --out, --report and --figure name one file")
-
-
 def test_a_full_disk_is_told(output: Path) -> None:
     program = (
         "import resource, signal, sys\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "from openquant.errors import OutputError\n"
-        "from openquant.evaluation import write_json\n"
+        "from openquant.files.destination import Destination\n"
+        "from openquant.files.evaluation import EVALUATION\n"
         "from pathlib import Path\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
-        "try:\n    write_json(Path(sys.argv[1]), {str(number): number for number in range(1000)})\n"
+        "try:\n    Destination(Path(sys.argv[1]), '', EVALUATION).write(bytes(1000))\n"
         "except OutputError as error:\n    print(error.message)\n"
     )
     done = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from typing import Any
@@ -169,8 +170,18 @@ def _without(metadata: str, mapping: yaml.MappingNode) -> str | None:
 
 
 def shell_word(path: str) -> str:
-    """A path as it must be typed: quoted if need be, and never taken for an option."""
-    return shlex.quote(f"./{path}" if path.startswith("-") else path)
+    """A path as it must be typed: quoted if need be, on one line, and never taken for an option."""
+    word = f"./{path}" if path.startswith("-") else path
+    if word.isprintable():
+        return shlex.quote(word)
+    # As bash and zsh have it: $'a\x0ab'.
+    return f"$'{''.join(map(_typed, word))}'"
+
+
+def _typed(letter: str) -> str:
+    if letter in "'\\":
+        return f"\\{letter}"
+    return letter if letter.isprintable() else "".join(f"\\x{byte:02x}" for byte in os.fsencode(letter))
 
 
 def published_card(card: str, repo: str, revision: str | None) -> str:

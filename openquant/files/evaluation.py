@@ -11,10 +11,11 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from ..errors import SourceError
 from .checkpoint import Checkpoint, readable
+from .destination import Kind
 from .fingerprint import Fingerprint
 from .folder import Folder
 from .inputs import MAX_SMALL, parse_json, read_small, shown
@@ -127,6 +128,20 @@ def _is_plain(value: Any, kind: Any) -> bool:
     if kind is COUNT:
         return isinstance(value, int) and 0 <= value < 1 << 63
     return kind is NUMBER and (math.isfinite(value) if isinstance(value, float) else abs(value) < 1 << 63)
+
+
+def _is_evaluation(file: BinaryIO) -> bool:
+    """Whether a file has the figures of one output, or of several."""
+    try:
+        value = parse_json(file.read(MAX_SMALL + 1), EVAL_FILE)
+        if "outputs" in value:
+            value = value["outputs"][0]
+        return "openquant" in value["versions"] and "kl" in value
+    except (SourceError, LookupError, TypeError):
+        return False
+
+
+EVALUATION = Kind("an evaluation", _is_evaluation, EVAL_FILE)
 
 
 def identity(evaluation: Mapping[str, Any]) -> str:

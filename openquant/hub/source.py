@@ -118,6 +118,11 @@ class Source:
                 "use --stream, which keeps only a few shards on disk, or set HF_HOME to a larger one",
             )
 
+    def beside(self, name: str) -> Path:
+        """A name in the working directory; beside the source where that is the source, or lies in it."""
+        here, root = Path.cwd().resolve(), self.root.resolve()
+        return root.parent / name if root in (here, *here.parents) else Path(name)
+
     @property
     def identity(self) -> str:
         """What tells this source from any other: the commit; nothing of a local one."""
@@ -149,6 +154,18 @@ class Source:
         except (OSError, SourceError, ValueError):
             return None
         return commit if _COMMIT.fullmatch(commit) else None
+
+
+def model_folder(model: str | os.PathLike[str]) -> Path:
+    """The directory that holds the files of a model: its own, or that of its repository in the Hub's cache."""
+    path = Path(model)
+    with readable():
+        if path.exists():
+            return path
+    from huggingface_hub import constants
+
+    repo = os.fspath(model).partition("@")[0]
+    return Path(constants.HF_HUB_CACHE, f"models--{repo.replace('/', '--')}")
 
 
 def find_source(model: str, revision: str | None = None) -> Source:

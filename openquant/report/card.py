@@ -19,8 +19,10 @@ from ..plan.carried import tokens_of
 from ..plan.plan import Plan
 from ..recipes import command
 from ..version import __version__
-from .escape import markdown, terminal
+from .escape import joined, markdown
 
+# What may stand in a link.
+_REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 WEIGHED = "searched for by what goes into each column of {} layers"
 
 
@@ -60,7 +62,8 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
     numbers = [scheme.format.number.title.lower() for scheme in plan.schemes]
     added = [*numbers, "vllm", "quantized", *package, *schemes] if plan.quantization_config else []
     ours["tags"] = list(dict.fromkeys([*known, *added]))
-    front = kept + yaml.safe_dump(ours, sort_keys=False, allow_unicode=True)
+    plain = all(text.isprintable() for text in (repo or "", ours["pipeline_tag"], *ours["tags"]))
+    front = kept + yaml.safe_dump(ours, sort_keys=False, allow_unicode=plain)
     section = _section(plan, name, repo, revision, directory)
     body = f"{text.strip()}\n\n{section}" if text.strip() else section
     return f"---\n{front}---\n\n{body}"
@@ -96,7 +99,7 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any]) -> str:
     if evaluation["texts"]:
         lines += ["", *_told(evaluation["texts"][0])]
     lines += ["", "Intervals are of 95 %, over texts. Again:", "", "```", _again(repo, source, text), "```", ""]
-    return card.rstrip("\n") + "\n" + "\n".join(lines)
+    return card.rstrip("\n") + "\n" + joined(lines)
 
 
 # Letters of each text in a card.
@@ -140,7 +143,7 @@ def _again(repo: str, source: str, text: Mapping[str, Any]) -> str:
     words += [("--text", name) for name in text.get("files", ())]
     words += [("--dataset", text["dataset"])] if text.get("dataset") else []
     words += [("--samples", str(text["documents"])), ("--length", str(text["length"]))]
-    return " ".join(f"{flag} {shell_word(terminal(value))}" for flag, value in words)
+    return " ".join(f"{flag} {shell_word(value)}" for flag, value in words)
 
 
 def _percent(share: float) -> str:
@@ -204,14 +207,16 @@ def _section(plan: Plan, name: str, repo: str | None, revision: str | None, dire
     left = ["Not quantized: norms and biases, and", "", *[f"- {line}" for line in unquantized(plan)], ""]
     left = left if plan.scheme else []
     # Neither may break the heading or the table it stands in.
-    name = " ".join(name.split()).replace("|", "\\|")
-    origin = f"[{repo}](https://huggingface.co/{repo})" if repo else name
+    name = re.sub(r"[<\[]", lambda found: f"&#{ord(found[0])};", " ".join(name.split()).replace("|", "\\|"))
+    origin = f"[{repo}](https://huggingface.co/{repo})" if repo and _REPOSITORY.fullmatch(repo) else name
     # Where codes pass through, or were made of decoded ones, the unquantized model does not make the same.
     origin += QUANTIZED if settings and plan.decodes else ""
     lines = [
         f"# {name}: {plan.numbers} weights",
         "",
-        f"| | |\n|---|---|\n| source | {origin} |",
+        "| | |",
+        "|---|---|",
+        f"| source | {origin} |",
         *([f"| revision | `{revision}` |"] if revision else []),
         f"| format | {plan.description}{serialized} |",
         *([f"| rounded by | {ROUNDED_BY_GPTQ}, {tokens_of(plan.gptq)} |"] if plan.gptq else []),
@@ -230,4 +235,5 @@ def _section(plan: Plan, name: str, repo: str | None, revision: str | None, dire
         "```",
         "",
     ]
-    return "\n".join(lines)
+    # No value may end its line.
+    return joined(lines)

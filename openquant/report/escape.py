@@ -10,10 +10,9 @@ One function for each such place. What cannot be seen is written out as Python d
 
 from __future__ import annotations
 
-import html
-import json
 import re
 import unicodedata
+from collections.abc import Iterable
 
 # What joins letters into one sign, as Persian and families of emoji need it: invisible, and it moves nothing.
 _JOINERS = "\u200c\u200d"
@@ -34,24 +33,14 @@ def terminal(text: str, kept: str = "") -> str:
     return "".join(letter if _shown(letter) or letter in kept else _escape(letter) for letter in text)
 
 
+def joined(lines: Iterable[str]) -> str:
+    """A text of these lines as a terminal shows it: a newline that a line has, from a name say, is escaped too."""
+    return "\n".join(map(terminal, lines))
+
+
 def markdown(text: str) -> str:
     """The text as one line of Markdown that says it and does nothing else, in a paragraph or in a cell of a table."""
     return "<br>".join(map(_markdown_line, terminal(text, kept="\n\t").split("\n")))
-
-
-def markup(text: str) -> str:
-    """The text for HTML, between tags or in an attribute's quotes; newlines and tabs stay."""
-    return html.escape(terminal(text, kept="\n\t"), quote=True)
-
-
-def script(value: object) -> str:
-    """JSON of a value that can stand inside of <script>, as data or as an expression, whatever its strings hold.
-
-    Raises:
-        ValueError: the value holds a NaN or an infinity, which JSON does not have.
-    """
-    text = json.dumps(value, ensure_ascii=True, allow_nan=False)
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _shown(letter: str) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .card import SIDES, gigabytes, told_of
-from .escape import terminal
+from .escape import joined, terminal
 
 # Prompts whose answers are shown, and letters of each.
 SHOWN, LETTERS = 2, 300
@@ -45,7 +45,7 @@ def evaluation_text(found: Mapping[str, Any], notes: Sequence[str]) -> str:
     text = outputs[0]["text"]
     lines += ["", f"{text['positions']:,} positions of {text['documents']} texts, SHA-256 {text['sha256'][:16]}"]
     lines += [f"note: {terminal(note)}" for note in notes]
-    return "\n".join(lines)
+    return joined(lines)
 
 
 def _before(outputs: Sequence[Mapping[str, Any]]) -> float:

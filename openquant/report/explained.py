@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from ..patterns import collapse
 from ..plan.explained import Explained, Explanation, Ranks, Tensor
+from .escape import joined
 
 _AXES = {"out": "rows (column parallel)", "in": "columns (row parallel)"}
 
@@ -34,7 +35,7 @@ def _paragraph(layer: Explained, architecture: str) -> str:
     ]
     heading = ", ".join(collapse(layer.modules))
     more = f" ({len(layer.modules)} alike; below {layer.module})" if len(layer.modules) > 1 else ""
-    return "\n".join([f"{heading}{more}", *(f"  {name:<12} {value}" for name, value in rows if value)])
+    return joined([f"{heading}{more}", *(f"  {name:<12} {value}" for name, value in rows if value)])
 
 
 def _tensors(tensors: Iterable[Tensor]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from ..version import __version__
 from .card import gigabytes
 from .charts import STYLE, chart_name, draw_distribution, quiet
 
@@ -43,7 +44,7 @@ def picture(evaluation: Mapping[str, Any], title: str, identity: str) -> bytes:
             right.text(0.0, height, name, color="#444444")
             right.text(1.0, height, value, ha="right", fontweight="bold")
         target = io.BytesIO()
-        metadata: dict[str, Any] = {"Software": None, "Description": identity}
+        metadata: dict[str, Any] = {"Software": f"openquant {__version__}", "Description": identity}
         with quiet():
             figure.savefig(target, format="png", dpi=200, metadata=metadata)
     return target.getvalue()

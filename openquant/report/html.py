@@ -3,7 +3,8 @@
 All that others wrote (names, prompts, answers) is escaped by the template, which has no way around that but for the
 charts and the marks that are made here. A Content-Security-Policy lets no script run but the page's own.
 
-    write_page(Path("report.html"), Page("Qwen3-8B-FP8", evaluations=[evaluation]))
+    page = render(Page("Qwen3-8B-FP8", evaluations=[evaluation]))
+    Destination(Path("report.html"), "--report", PAGE).write(page.encode())
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module, resources
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..errors import UsageError
+from ..files.destination import Kind
 from ..files.evaluation import identity
-from ..files.whole import require_place, write_whole
+from ..files.names import EVAL_PAGE, EVAL_PICTURE
 from ..patterns import collapse, template
 from ..version import __version__
 from .card import gigabytes, shortened
@@ -34,6 +35,23 @@ if TYPE_CHECKING:
 MOST_LAYERS, MOST_TEXTS, MOST_LETTERS = 200, 50, 4000
 # The extra that brings them.
 _NEEDED = ("jinja2", "matplotlib")
+# What a page and a picture of ours begin with, within so many bytes.
+_BEGINNING = 1024
+_GENERATOR = b'<meta name="generator" content="openquant '
+_PNG, _SOFTWARE = b"\x89PNG\r\n\x1a\n", b"tEXtSoftware\0openquant "
+
+
+def _is_page(file: BinaryIO) -> bool:
+    return _GENERATOR in file.read(_BEGINNING)
+
+
+def _is_picture(file: BinaryIO) -> bool:
+    data = file.read(_BEGINNING)
+    return data.startswith(_PNG) and _SOFTWARE in data
+
+
+PAGE = Kind("a page", _is_page, EVAL_PAGE)
+PICTURE = Kind("a picture", _is_picture, EVAL_PICTURE)
 
 
 @dataclass(frozen=True)
@@ -63,15 +81,14 @@ class Page:
     commands: Sequence[str] = ()
 
 
-def require_tools(path: Path, option: str) -> None:
-    """Refuse, before anything is done, what could not be written at the end.
+def require_tools(option: str) -> None:
+    """Refuse, before anything is done, what could not be drawn at the end.
 
     Args:
-        path: the file to be written.
         option: what asks for it, "--report".
 
     Raises:
-        UsageError: the extra is not installed, or the file has no place.
+        UsageError: the extra is not installed.
     """
     try:
         for name in _NEEDED:
@@ -80,16 +97,6 @@ def require_tools(path: Path, option: str) -> None:
         raise UsageError(
             f"{option} needs {error.name}, which is not installed", "pip install 'openquant[report]'"
         ) from None
-    require_place(path, f"{option} {path}")
-
-
-def write_page(path: Path, page: Page) -> None:
-    """Write a report, whole or not at all.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    write_whole(path, render(page).encode())
 
 
 def render(page: Page) -> str:

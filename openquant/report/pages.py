@@ -9,14 +9,14 @@ from typing import Any
 
 from ..errors import OpenQuantError, SourceError
 from ..files.checkpoint import Checkpoint, open_checkpoint
+from ..files.destination import Destination
 from ..files.evaluation import find_evaluation, identity
-from ..files.whole import write_whole
 from ..plan.plan import Plan
 from ..plan.serving import as_json
 from ..plan.stored import stored_serving
 from ..verification.outcome import Report
 from .card import serve_commands
-from .html import Page, write_page
+from .html import Page, render
 from .result import Result
 
 
@@ -58,8 +58,8 @@ def verified_page(report: Report, directory: Path) -> Page:
 def write_evaluated(
     evaluations: Sequence[Mapping[str, Any]],
     models: Sequence[str | os.PathLike[str]],
-    page: Path | None,
-    figure: Path | None,
+    page: Destination | None,
+    figure: Destination | None,
 ) -> None:
     """Write what eval found as a page, and the first output's as a picture.
 
@@ -73,12 +73,12 @@ def write_evaluated(
         OutputError: it cannot be written.
     """
     if page is not None:
-        write_page(page, evaluated_page(evaluations, [Path(model) for model in models]))
+        page.write(render(evaluated_page(evaluations, [Path(model) for model in models])).encode())
     if figure is not None:
         from .figure import picture
 
         first = evaluations[0]
-        write_whole(figure, picture(first, first["output"]["name"], identity(first)))
+        figure.write(picture(first, first["output"]["name"], identity(first)))
 
 
 def evaluated_page(evaluations: Sequence[Mapping[str, Any]], models: Sequence[Path]) -> Page:

@@ -17,6 +17,9 @@ class Reporter:
     Override what is of interest. Calls may come from any thread, never from two at once; what they raise ends the run.
     """
 
+    def opened(self, source: Source, output: Path) -> None:
+        """The source is opened, and the output has a place; nothing is computed or written yet."""
+
     def calibrating(self, about: str) -> None:
         """The plan needs to know how large activations are, which texts show first: a line about these. GPTQ's texts
         come after the plan, before the conversion.

@@ -14,7 +14,7 @@ from ..plan.plan import Plan
 from ..plan.serving import GPU_GB, Serving
 from ..verification.outcome import Report
 from .card import gigabytes, readers, serve_commands
-from .escape import terminal
+from .escape import joined, terminal
 from .result import Result
 
 
@@ -52,7 +52,7 @@ def plan_text(plan: Plan, model: str, output: Path, download: Download, notes: S
         )
         lines.append("  ".join(cells).rstrip())
     lines += ["", *_facts(plan, download, notes)]
-    return "\n".join(lines)
+    return joined(lines)
 
 
 def _row(line: Line) -> tuple[str, str, str, str, str, str]:
@@ -130,7 +130,7 @@ def _share(plan: Plan) -> str:
 def details_text(plan: Plan) -> str:
     """For -v: every layer that stays unquantized, and every other file."""
     lines = [f"not quantized: {name}" for name in plan.ignored_layers]
-    return "\n".join(lines + [f"copied: {name}" for name in plan.files])
+    return joined(lines + [f"copied: {name}" for name in plan.files])
 
 
 def summary_text(plan: Plan, result: Result, already_complete: bool) -> str:
@@ -144,7 +144,7 @@ def summary_text(plan: Plan, result: Result, already_complete: bool) -> str:
     )
     commands = serve_commands(plan, result.repository or result.output, result.pushed_revision)
     published = [] if result.pushed_to is None else [f"pushed to {result.pushed_to}"]
-    return "\n".join(
+    return joined(
         [
             done,
             *published,
@@ -201,7 +201,7 @@ def verification_text(report: Report) -> str:
     lines += [f"problem: {problem}" for problem in report.problems]
     found = _count(len(report.problems), "problem") if report.problems else "no problems"
     lines.append(f"{found}, {report.seconds:.1f} s")
-    return "\n".join(lines)
+    return joined(lines)
 
 
 def _errors_table(report: Report) -> list[str]:

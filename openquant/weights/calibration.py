@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from ..errors import SourceError
+from ..errors import SourceError, UsageError
 from ..files.checkpoint import readable
+from ..files.destination import Kind
 from ..files.inputs import parse_json, read_small
+from ..files.tensors import MAX_HEADER
 from ..formats.numbers import Floats
 
 SUFFIX = ".calibration.safetensors"
@@ -121,6 +123,37 @@ class Calibration:
         }
         # safetensors writes metadata in an order of its own: one entry keeps the bytes the same.
         return save(tensors, {_KIND: json.dumps(facts, sort_keys=True)})
+
+
+def calibrations(matches: Callable[[str, str], bool] | None = None) -> Kind:
+    """What `openquant calibrate` writes.
+
+    Args:
+        matches: whether digest and stamp are those of the model, such as `Fingerprint.matches`, where a calibration of
+            another one is not to be replaced.
+    """
+
+    def recognizes(file: BinaryIO) -> bool:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            header = parse_json(file.read(length) if length <= MAX_HEADER else b"", "the header")
+            facts = header["__metadata__"][_KIND]
+        except (SourceError, LookupError, TypeError):
+            return False
+        if matches is None:
+            return True
+        try:
+            values = json.loads(facts)
+            same = matches(values["model"], values.get("stamp", ""))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            same = False
+        if not same:
+            raise UsageError(
+                f"{file.name} is a calibration of another model", "name another file with -o, or give --overwrite"
+            )
+        return True
+
+    return Kind("a calibration", recognizes)
 
 
 def stand_in(tensors: Iterable[str], texts: Mapping[str, Any]) -> Calibration:

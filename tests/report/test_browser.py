@@ -14,7 +14,7 @@ from evaluated import diagnosis, evaluation, hostile
 from openquant.formats.schemes import TENSOR
 from openquant.plan.plan import make_plan
 from openquant.plan.serving import as_json
-from openquant.report.html import Page, write_page
+from openquant.report.html import Page, render
 from published import published
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
@@ -41,7 +41,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("report") / "eval.html"
-    write_page(path, page(evaluation()))
+    path.write_text(render(page(evaluation())))
     return path.as_uri()
 
 
@@ -95,7 +95,7 @@ def test_a_click_sorts_a_table(browser: Browser, address: str) -> None:
 
 
 def test_nothing_that_others_wrote_runs_or_is_fetched(browser: Browser, tmp_path: Path) -> None:
-    write_page(tmp_path / "evil.html", page(hostile()))
+    (tmp_path / "evil.html").write_text(render(page(hostile())))
     browser.open((tmp_path / "evil.html").as_uri())
     assert browser.value("typeof window.pwned") == "undefined"
     assert browser.complaints == []
@@ -105,7 +105,7 @@ def test_nothing_that_others_wrote_runs_or_is_fetched(browser: Browser, tmp_path
 
 
 def test_the_policy_stops_what_would_have_come_through(browser: Browser, tmp_path: Path) -> None:
-    write_page(tmp_path / "evil.html", page(evaluation()))
+    (tmp_path / "evil.html").write_text(render(page(evaluation())))
     text = (tmp_path / "evil.html").read_text()
     planted = '<script>window.pwned = 1</script><img src="http://127.0.0.1:9/x" onerror="window.pwned = 1">'
     (tmp_path / "evil.html").write_text(text.replace("<h1>", f"{planted}<h1>"))

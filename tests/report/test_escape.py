@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from html.parser import HTMLParser
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -76,26 +74,8 @@ def test_what_a_terminal_shows() -> None:
     assert escape.terminal(sound) == sound
 
 
-@given(anything)
-def test_html_says_the_text_and_has_no_tags_of_it(text: str) -> None:
-    said = escape.markup(text)
-    inside, quoted = read(f"<b>{said}</b>"), read(f'<b title="{said}">')
-    assert inside.text == quoted.tags[0][1]["title"] == escape.terminal(text, kept="\n\t")
-    assert [tag for tag, _ in inside.tags] == ["b", "/b"]
-    assert read(f"<b title='{said}'>").tags == quoted.tags and len(quoted.tags) == 1
-
-
-@given(st.recursive(anything | st.integers() | st.none(), lambda inner: st.dictionaries(anything, inner)))
-def test_data_in_a_script_stays_in_it(value: object) -> None:
-    said = escape.script(value)
-    assert json.loads(said) == value
-    assert not set("<>&\u2028\u2029\n") & set(said)
-    assert said.isascii()
-
-
-def test_data_in_a_script_has_no_infinity() -> None:
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        escape.script([float("nan")])
+def test_a_newline_ends_a_line_and_no_text_does() -> None:
+    assert escape.joined(["a\nb", "\x9bc", "d\te"]) == "a\\nb\n\\x9bc\nd\\te"
 
 
 @example("\xa0")

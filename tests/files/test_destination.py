@@ -1,0 +1,186 @@
+"""What a file that a verb writes may replace."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from conftest import ROOT
+from evaluated import evaluation
+from openquant.errors import UsageError
+from openquant.files.destination import Destination, Kind, Protected, require_all
+from openquant.files.evaluation import EVALUATION
+from openquant.report.figure import picture
+from openquant.report.html import PAGE, PICTURE, Page, render
+from openquant.weights.calibration import Calibration, calibrations
+
+NOTE = b"a note of ours"
+
+
+def is_note(file: BinaryIO) -> bool:
+    return file.read() == NOTE
+
+
+KIND = Kind("a note", is_note, "note.txt")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    root = tmp_path / "model"
+    (root / "tokenizer").mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", "tokenizer/vocab.txt", "note.txt"):
+        (root / name).write_bytes(NOTE)
+    return root
+
+
+def refused(path: Path, protected: Protected, beside: Path | None = None) -> str:
+    """What is said of a file that is not written."""
+    before = path.read_bytes() if path.exists() else None
+    file = Destination(path, "--report", KIND, protected, beside)
+    with pytest.raises(UsageError) as caught:
+        file.require()
+    with pytest.raises(UsageError, match=r"."):
+        file.write(b"new")
+    assert (path.read_bytes() if path.exists() else None) == before
+    return caught.value.message.replace(str(path), "FILE", 1)
+
+
+def test_nothing_in_the_directory_of_a_model_is_written(model: Path, tmp_path: Path) -> None:
+    protected = Protected(models=(model,))
+    (tmp_path / "link").symlink_to(model)
+    for path in (
+        model / "config.json",
+        model / "new.html",
+        model / "tokenizer" / "vocab.txt",
+        model / "new" / "deeper.html",
+        model / ".." / "model" / "config.json",
+        tmp_path / "link" / "config.json",
+        tmp_path / "link" / "tokenizer" / "new.html",
+    ):
+        assert refused(path, protected) == f"--report FILE lies in the model {model}"
+
+
+def test_a_file_of_a_model_has_other_names(model: Path, tmp_path: Path) -> None:
+    os.link(model / "tokenizer" / "vocab.txt", tmp_path / "hard")
+    (tmp_path / "blobs").mkdir()
+    (model / "model.safetensors").rename(tmp_path / "blobs" / "5f70")
+    (model / "model.safetensors").symlink_to(tmp_path / "blobs" / "5f70")
+    protected = Protected(models=(model,))
+    assert refused(tmp_path / "hard", protected) == f"--report FILE is tokenizer/vocab.txt of the model {model}"
+    assert refused(tmp_path / "blobs" / "5f70", protected) == f"--report FILE is model.safetensors of the model {model}"
+
+
+def test_an_output_has_a_place_for_an_evaluation(model: Path, tmp_path: Path) -> None:
+    protected = Protected(models=(model,))
+    Destination(model / "note.txt", "--out", KIND, protected, model).write(b"new")
+    assert (model / "note.txt").read_bytes() == b"new"
+    with pytest.raises(UsageError) as caught:
+        Destination(model / "other.txt", "--out", KIND, protected, model).require()
+    assert caught.value.hint == f"give a place outside of it, or {model / 'note.txt'}"
+    (tmp_path / "other").mkdir()
+    assert "lies in the model" in refused(model / "config.json", protected, model)
+    assert "lies in the model" in refused(model / "tokenizer" / "note.txt", protected, model)
+    assert "lies in the model" in refused(model / "note.txt", protected, tmp_path / "other")
+
+
+def test_what_a_run_reads_is_not_written(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(NOTE)
+    (tmp_path / "data").mkdir()
+    protected = Protected(inputs=((tmp_path / "text", "a text"), (tmp_path / "data", "the dataset")))
+    os.link(tmp_path / "text", tmp_path / "hard")
+    for name in ("text", "hard", "data/../text"):
+        assert refused(tmp_path / name, protected) == "--report FILE is a text that this run reads"
+    assert refused(tmp_path / "data" / "new", protected) == "--report FILE lies in the dataset that this run reads"
+
+
+def test_what_a_run_writes_is_written_once(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "out"
+    protected = Protected(outputs=(out,))
+    assert refused(out, protected) == f"--report FILE is {out}, which this run writes"
+    assert refused(out / "a.html", protected) == f"--report FILE lies in {out}, which this run writes"
+    assert refused(tmp_path / "new", protected) == f"--report FILE has no place: this run writes {out}"
+    one = Destination(tmp_path / "a" / ".." / "b", "--out", KIND)
+    other = Destination(tmp_path / "b", "--figure", KIND)
+    with pytest.raises(UsageError, match="^--out and --figure name one file, "):
+        require_all([one, other])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_another_kind_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_bytes(b"mine")
+    assert refused(tmp_path / "mine.txt", Protected()) == "--report FILE exists and is not a note that openquant wrote"
+    (tmp_path / "empty").write_bytes(b"")
+    for name in ("empty", "empty", "new/one"):
+        Destination(tmp_path / name, "--report", KIND).write(NOTE)
+        assert (tmp_path / name).read_bytes() == NOTE
+
+
+def test_a_file_that_comes_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    file = Destination(tmp_path / "a", "--report", KIND)
+    file.require()
+    (tmp_path / "a").write_bytes(b"mine")
+    with pytest.raises(UsageError, match="exists and is not a note"):
+        file.write(NOTE)
+    assert (tmp_path / "a").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_stream_of_the_command_is_not_replaced(tmp_path: Path, number: int) -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom openquant.errors import UsageError\n"
+        "from openquant.files.destination import Destination, Kind\n"
+        "try:\n    Destination(Path(sys.argv[1]), '--out', Kind('a note', bool)).require()\n"
+        "except UsageError as error:\n    sys.exit(0 if error.message.endswith(sys.argv[2]) else 3)\n"
+    )
+    path = tmp_path / "out.json"
+    path.touch()
+    with path.open("r+b") as file:
+        streams = {name: file for at, name in enumerate(("stdin", "stdout", "stderr")) if at == number}
+        name = f"is {next(iter(streams))} of this command"
+        assert subprocess.run([sys.executable, "-c", code, path, name], cwd=ROOT, **streams).returncode == 0
+
+
+def test_what_openquant_writes_is_recognized_as_its_kind_alone(tmp_path: Path) -> None:
+    found = evaluation()
+    several = {"source": found["source"], "floor": found["floor"], "outputs": [found]}
+    kinds = {
+        "calibration": (calibrations(), Calibration((), "0" * 64, {}).to_bytes()),
+        "evaluation": (EVALUATION, json.dumps(found).encode()),
+        "several": (EVALUATION, json.dumps(several, indent=1).encode()),
+        "page": (PAGE, render(Page("x" * 5000, evaluations=[found] * 9)).encode()),
+        "picture": (PICTURE, picture(found, "x", "y")),
+    }
+    for name, (_, data) in kinds.items():
+        (tmp_path / name).write_bytes(data)
+    for data in (
+        b"{}",
+        b"[]",
+        b'{"outputs": []}',
+        b'{"versions": 1}',
+        b"\xff" * 9,
+        b"\2" + b"\0" * 7 + b"[]",
+        b"\x89PNG",
+    ):
+        (tmp_path / f"strange {data[:20]!r}").write_bytes(data)
+    for path in tmp_path.iterdir():
+        for kind in (calibrations(), EVALUATION, PAGE, PICTURE):
+            with path.open("rb") as file:
+                assert kind.recognizes(file) == (path.name in kinds and kinds[path.name][0].title == kind.title), path
+
+
+def test_a_calibration_of_another_model_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    path.write_bytes(Calibration((), "1" * 64, {}).to_bytes())
+    Destination(path, "-o", calibrations(lambda: "1" * 64)).require()
+    with pytest.raises(UsageError) as caught:
+        Destination(path, "-o", calibrations(lambda: "2" * 64)).require()
+    assert (caught.value.message, caught.value.hint) == (
+        f"{path} is a calibration of another model",
+        "name another file with -o, or give --overwrite",
+    )
