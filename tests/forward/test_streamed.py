@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import sys
-import threading
 import warnings
 import weakref
 from collections import Counter
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from greenlet import getcurrent, greenlet
 
 import stored
 import tiny
@@ -43,8 +43,9 @@ def model(source: Path) -> StreamedModel:
     return StreamedModel(open_checkpoint(source))
 
 
-def passes_left() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("openquant-pass")]
+def passes_left() -> list[greenlet]:
+    """Greenlets that are suspended, whoever refers to them."""
+    return [each for each in gc.get_objects() if type(each) is greenlet and each and each is not getcurrent()]
 
 
 @pytest.mark.parametrize("kind", list(stored.SOURCES))
