@@ -1,8 +1,8 @@
 """Passes through models side by side: each is suspended wherever a unit is called, and every weight is read once.
 
 A model's own `forward` runs once for each pass, in a greenlet that is suspended wherever a unit is called. The driver
-of the passes loads a unit, computes it for all passes that wait for it, and frees its weights; so only one unit's are in
-memory, and no architecture is known here.
+loads a unit, computes it for all passes that wait for it, and frees its weights; so only one unit's are in memory, and
+no architecture is known here.
 
 All greenlets run in the caller's thread and share its state: the driver enters inference mode once around all of them.
 Each has its own context variables, empty at first.

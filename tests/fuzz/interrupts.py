@@ -60,8 +60,9 @@ def preload() -> None:
     StreamedModel(open_checkpoint(EXAMPLE))
 
 
-def forked(do: Callable[[], int], log: Path, limit: float) -> int | None:
-    """The exit code of a function in a fork; None if it was still alive after so many seconds."""
+def forked(do: Callable[[], int], log: Path, limit: float, since: Path | None = None) -> int | None:
+    """The exit code of a function in a fork; None if it was still alive after so many seconds, or after so many since a
+    file appeared."""
     child = os.fork()
     if child == 0:
         code = 99
@@ -74,8 +75,10 @@ def forked(do: Callable[[], int], log: Path, limit: float) -> int | None:
             traceback.print_exc()
         finally:
             os._exit(code)
-    end = time.monotonic() + limit
+    waiting, end = since is not None, time.monotonic() + (limit if since is None else 300)
     while time.monotonic() < end:
+        if waiting and since is not None and since.exists():
+            waiting, end = False, time.monotonic() + limit
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return os.waitstatus_to_exitcode(status)
@@ -88,6 +91,7 @@ def forked(do: Callable[[], int], log: Path, limit: float) -> int | None:
 def command(verb: str, folder: Path, at: int, number: int) -> tuple[int, int]:
     """Run a verb, with a signal at a bytecode. Returns the exit code and how many bytecodes there were."""
     from openquant.cli import main
+    from openquant.interrupts import listen
 
     count = 0
 
@@ -108,9 +112,12 @@ def command(verb: str, folder: Path, at: int, number: int) -> tuple[int, int]:
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return opcode
 
+    sys.argv = ["openquant", *words(verb, folder)]
+    # As the command does before anything is imported.
+    listen()
     if at:
         sys.settrace(call)
-    code = main(words(verb, folder))
+    code = main()
     sys.settrace(None)
     return code, count
 
@@ -144,9 +151,7 @@ def case(verb: str, seed: int, expected: dict[str, bytes], total: int, scratch: 
     fresh(folder)
     sent.unlink(missing_ok=True)
     begin = time.monotonic()
-    code = forked(lambda: command(verb, folder, at, number)[0], log, 300) if False else _interrupted(
-        lambda: command(verb, folder, at, number)[0], log, sent
-    )
+    code = forked(lambda: command(verb, folder, at, number)[0], log, LIMIT, sent)
     told = f"{verb} {seed}: {signal.Signals(number).name} at {at} of {total}, {time.monotonic() - begin:.1f} s"
     if code is None:
         return f"{told}: still alive"
@@ -160,3 +165,30 @@ def case(verb: str, seed: int, expected: dict[str, bytes], total: int, scratch: 
     if contents(folder) != expected:
         return f"{told}: the next run gives other bytes"
     return None
+
+
+def main() -> int:
+    """The command line. Returns how many cases failed, at most 1."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("verbs", nargs="+", choices=("calibrate", "gptq", "eval"))
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--cases", type=int, default=100)
+    asked = parser.parse_args()
+    preload()
+    failed = 0
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        for verb in asked.verbs:
+            expected, total = measured(verb, scratch)
+            print(f"{verb}: {total} bytecodes", flush=True)
+            for seed in range(asked.first, asked.first + asked.cases):
+                problem = case(verb, seed, expected, total, scratch)
+                if problem is not None:
+                    failed += 1
+                    print(problem, flush=True)
+        print(f"{failed} failed of {asked.cases * len(asked.verbs)}")
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
