@@ -25,10 +25,15 @@ if TYPE_CHECKING:
     from .report.result import Result
 
 
+# Seconds that a process which is to end at once waits while its message is printed.
+TIME_TO_PRINT = 0.5
+
+
 class Interrupts:
     """SIGINT and SIGTERM. The first raises KeyboardInterrupt, the second ends the process at once.
 
-    Before `catching` is set the first ends the process too. After `finish` a signal ends it with the command's exit code.
+    Before `catching` is set the first ends the process too. After `finish` a signal ends it with the command's own exit
+    code.
 
     Python drops an exception that a handler raises at certain moments (in the import lock's own callbacks, for one),
     so the request is also remembered, for whoever asks.
@@ -118,8 +123,11 @@ class Interrupts:
     def end(self) -> NoReturn:
         """Say that the command was interrupted, unless that is said already, and end the process."""
         try:
+            # It is never released: of main thread and counting thread the second gives the first time to print.
             if self._explaining.acquire(blocking=False):
                 self.explain()
+            else:
+                self._explaining.acquire(timeout=TIME_TO_PRINT)
         finally:
             os._exit(INTERRUPTED)
 
