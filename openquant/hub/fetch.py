@@ -474,7 +474,7 @@ class _Arrival:
 def _is_sound(path: Path, file: HubFile) -> bool:
     """Whether a file is what the Hub says it is."""
     digest = file.hasher()
-    with explained(path, "read"), open_regular(path, str(path), "remove it", links=False) as here:
+    with explained(path, "read"), open_regular(path, str(path), "remove it") as here:
         # Each read and each update waits for the interpreter lock, which downloads keep busy.
         _feed(digest, here.fileno(), 0, file.size, memoryview(bytearray(4 * UNIT)))
         return os.fstat(here.fileno()).st_size == file.size and digest.hexdigest() == file.digest
