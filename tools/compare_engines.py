@@ -293,7 +293,7 @@ def resolve(tree: Tree, path: str) -> str | None:
 
 def mover(before: list[str], after: list[str]) -> Callable[[int], int | None]:
     """Where each line of a file lies in another version of it, counted from 1; None for one that changed."""
-    moved = {}
+    moved: dict[int, int] = {}
     for block in difflib.SequenceMatcher(None, before, after, autojunk=False).get_matching_blocks():
         moved |= {block.a + i + 1: block.b + i + 1 for i in range(block.size)}
     return moved.get
@@ -324,19 +324,19 @@ def compare_lines(old: Tree, new: Tree, diff: bool, move: bool) -> Iterator[str]
                 continue
             first, last = cited.lines
             places = [moved(name)(line) for line in range(first, last + 1)]
-            if None in places or places[-1] - places[0] != last - first:
+            there = [place for place in places if place is not None]
+            if len(there) < len(places) or there[-1] - there[0] != last - first:
                 lines.append(f"  ~ {where} changed")
                 if diff:
-                    ends = [place for place in places if place is not None]
                     lines += [f"      - {line}" for line in old.text(name).splitlines()[first - 1 : last]]
-                    span = (min(ends), max(ends)) if ends else (0, 0)
+                    span = (min(there), max(there)) if there else (0, 0)
                     lines.append(f"      = now {span[0]}-{span[1]}")
                     lines += [f"      + {line}" for line in new.text(name).splitlines()[max(span[0] - 1, 0) : span[1]]]
-            elif places[0] == first:
+            elif there[0] == first:
                 same += 1
             else:
                 shifted += 1
-                numbers = (places[0], places[-1])
+                numbers = (there[0], there[-1])
                 edits += [(span, str(number)) for span, number in zip(cited.spans, numbers, strict=False)]
         if lines:
             yield source.relative_to(ROOT).as_posix()
