@@ -38,7 +38,7 @@ except KeyboardInterrupt:
 
 
 def listen() -> None:
-    """End at SIGINT and SIGTERM until something else hears them."""
+    """End at SIGINT and SIGTERM until something else hears them; set how threads of libraries behave."""
     for number in (signal.SIGINT, signal.SIGTERM):
         # A shell has its background jobs ignore SIGINT, and so it stays.
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -46,3 +46,6 @@ def listen() -> None:
     # Nothing here multiplies matrices, and numpy's library for that starts a thread for each CPU as it is loaded; where
     # none can be started it raises SIGINT.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # Threads of OpenMP sleep while they wait. By default they spin, and beside other work that has the CPUs each product
+    # of a small layer waits for a thread that is not running, in four times the processor time. Read as torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")

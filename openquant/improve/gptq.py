@@ -28,6 +28,7 @@ from ..formats.ranges import ranged
 from ..formats.schemes import Scheme
 from ..formats.search import searched
 from ..forward.kept import Kept
+from ..forward.parallel import limited_threads, threads_for
 from ..forward.products import products_in_float32
 from ..forward.scratch import Scratch
 from ..forward.streamed import StreamedModel
@@ -146,16 +147,17 @@ def round_layers(
     def body(ids: Tensor) -> None:
         model.model(input_ids=ids[None], use_cache=False)
 
-    run(
-        [[Pass(model, partial(body, ids), around)] for ids in texts],
-        finished=lambda *_: None,
-        after_unit=after_unit,
-        scratch=scratch,
-        until=list(parts)[-1],
-        progress=by_bytes(model, progress),
-        kept=kept,
-        again=again,
-    )
+    with limited_threads(threads_for(model, corpus.length)):
+        run(
+            [[Pass(model, partial(body, ids), around)] for ids in texts],
+            finished=lambda *_: None,
+            after_unit=after_unit,
+            scratch=scratch,
+            until=list(parts)[-1],
+            progress=by_bytes(model, progress),
+            kept=kept,
+            again=again,
+        )
     if any(tokens < FEW for tokens in seen):
         few, none = (sum(tokens < most for tokens in seen) for most in (FEW, 1))
         say(f"fewer than {FEW} tokens came to {few} of {len(seen)} experts, none to {none}: more texts may help")

@@ -25,6 +25,7 @@ from transformers.cache_utils import DynamicCache
 from ..errors import SourceError
 from ..forward import library
 from ..forward.kept import Kept
+from ..forward.parallel import limited_threads, threads_for
 from ..forward.products import products_in_float32
 from ..forward.scratch import Scratch
 from ..forward.streamed import StreamedModel
@@ -223,15 +224,16 @@ def calibrate(
 
     mine = share(len(corpus.documents), team)
     texts = [torch.tensor(corpus.documents[number].ids, device=model.device) for number in mine]
-    run(
-        [[Pass(model, partial(body, ids), around)] for ids in texts],
-        finished=lambda *_: None,
-        after_unit=after_unit,
-        scratch=scratch,
-        until=decoding[-1],
-        progress=by_bytes(model, progress),
-        kept=kept,
-    )
+    with limited_threads(threads_for(model, corpus.length)):
+        run(
+            [[Pass(model, partial(body, ids), around)] for ids in texts],
+            finished=lambda *_: None,
+            after_unit=after_unit,
+            scratch=scratch,
+            until=decoding[-1],
+            progress=by_bytes(model, progress),
+            kept=kept,
+        )
     if team is not None:
         # Of the others: the first has its own already.
         for data in team.gather(_packed(every)):

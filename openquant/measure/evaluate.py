@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..forward import library
+from ..forward.parallel import limited_threads, threads_for
 from ..forward.products import products_in_float32
 from ..forward.skeleton import REST
 from ..forward.streamed import StreamedModel
@@ -124,7 +125,7 @@ class _Evaluating:
 
     def run(self) -> Evaluation:
         """What is found once all texts are through, the same in all processes that share them."""
-        with self._supplied():
+        with self._supplied(), limited_threads(threads_for(self.model, self.corpus.length)):
             return self._run()
 
     @contextmanager
