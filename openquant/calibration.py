@@ -48,6 +48,7 @@ def calibrate(
     length: int = 512,
     begun: Callable[[str], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    remaining: Callable[[float], None] | None = None,
     ranks: Ranks | None = None,
 ) -> Path:
     """Find how large the activations are that go into each layer of a model, for `compress(calibration=...)`.
@@ -67,7 +68,8 @@ def calibrate(
         samples: pieces of text in all.
         length: tokens of each.
         begun: told in a line what is to be done, before it starts.
-        progress: told how much is done, and how much there is to do.
+        progress: told how many tokens are through all layers, and how many there are.
+        remaining: told about how many seconds are left, once the first layer is computed and as it goes on.
         ranks: this process among several, as `Ranks.from_environment(os.environ)` finds it; each runs its share of the
             texts.
 
@@ -82,7 +84,7 @@ def calibrate(
     ranks = ranks or Ranks()
     with ranks:
         ranks.agree(None)
-        written, error = attempt(lambda: _calibrated(asked, texts, ranks, begun, progress))
+        written, error = attempt(lambda: _calibrated(asked, texts, ranks, begun, progress, remaining))
         ranks.agree(error)
         assert written is not None
         return written
@@ -94,6 +96,7 @@ def _calibrated(
     ranks: Ranks,
     begun: Callable[[str], None] | None,
     progress: Callable[[int, int], None] | None,
+    remaining: Callable[[float], None] | None,
 ) -> Path:
     """The file that the first rank has written."""
     asked = replace(asked, device=find_device(asked.device, ranks.local_rank))
@@ -104,7 +107,7 @@ def _calibrated(
     target = Path(asked.out) if asked.out is not None else Path(f"{source.name}{SUFFIX}")
     require_place(target, str(target), "name another file with -o")
     corpus = agreed_texts(source, checkpoint, texts, ranks)
-    _run(source, checkpoint, corpus, target, asked, ranks, begun, progress)
+    _run(source, checkpoint, corpus, target, asked, ranks, begun, progress, remaining)
     return target
 
 
@@ -160,6 +163,7 @@ def calibrated(
         ranks,
         lambda about: reporter.calibrating(f"{about}; kept in {target}"),
         reporter.calibrated,
+        reporter.remaining,
     )
     ranks.agree(None)
     return read_calibration(target)
@@ -186,6 +190,7 @@ def _run(
     ranks: Ranks,
     begun: Callable[[str], None] | None,
     progress: Callable[[int, int], None] | None,
+    remaining: Callable[[float], None] | None,
 ) -> None:
     """Run texts through a model; the first rank writes what all have seen."""
     # Only now is torch imported.
@@ -223,7 +228,9 @@ def _run(
         [supply] = stack.enter_context(supplies)
         streamed.traffic = Arriving(supply, source.name, fingerprint, ranks)
         team = ranks if ranks.size > 1 else None
-        inputs, cached = measure(streamed, corpus, scratch=held, team=team, progress=advanced, kept=kept)
+        inputs, cached = measure(
+            streamed, corpus, scratch=held, team=team, progress=advanced, remaining=remaining, kept=kept
+        )
     if ranks.first:
         write_whole(target, Calibration(inputs, fingerprint.hexdigest(), corpus.account, cached).to_bytes())
     # Only then may the others lose what they have.

@@ -46,6 +46,6 @@ def listen() -> None:
     # Nothing here multiplies matrices, and numpy's library for that starts a thread for each CPU as it is loaded; where
     # none can be started it raises SIGINT.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # Threads of OpenMP sleep while they wait. By default they spin, and beside other work that has the CPUs each product
-    # of a small layer waits for a thread that is not running, in four times the processor time. Read as torch is loaded.
+    # Threads of OpenMP spin while they wait, and beside other work that takes four times the processor time. So they
+    # sleep. torch reads this as it is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
