@@ -279,12 +279,14 @@ def _work(
             assert prepared is not None
             return prepared
 
-        prepared = agreed()
+        prepared, again = agreed(), None
         opened = prepared
         _, error = attempt(lambda: reporter.opened(opened.source, opened.target))
         ranks.agree(error)
         if not run.dry_run:
             first = prepared
+            # A calibration may take hours, and what it is for can be read meanwhile.
+            reporter.planned(first.plan, first.source, first.target)
             again, error = attempt(lambda: before(first, ranks, reporter))
             ranks.agree(error)
             prepared = agreed() if again else first
@@ -318,7 +320,8 @@ def _work(
                 resumed=resumed,
             )
 
-        reporter.planned(plan, prepared.source, prepared.target)
+        if run.dry_run or again:
+            reporter.planned(plan, prepared.source, prepared.target)
         if run.dry_run:
             return result(resumed=False, published=None)
         _, error = attempt(lambda: prepared.source.fetch_files(plan.files))

@@ -49,6 +49,7 @@ def calibrate(
     length: int = 512,
     begun: Callable[[str], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    remaining: Callable[[float], None] | None = None,
     ranks: Ranks | None = None,
 ) -> Path:
     """Find how large the activations are that go into each layer of a model, for `compress(calibration=...)`.
@@ -70,7 +71,8 @@ def calibrate(
         samples: pieces of text in all.
         length: tokens of each.
         begun: told in a line what is to be done, before it starts.
-        progress: told how much is done, and how much there is to do.
+        progress: told how many tokens are through all layers, and how many there are.
+        remaining: told about how many seconds are left, once the first layer is computed and as it goes on.
         ranks: this process among several, as `Ranks.from_environment(os.environ)` finds it; each runs its share of the
             texts.
 
@@ -85,7 +87,7 @@ def calibrate(
     ranks = ranks or Ranks()
     with ranks:
         ranks.agree(None)
-        written, error = attempt(lambda: _calibrated(asked, texts, ranks, begun, progress))
+        written, error = attempt(lambda: _calibrated(asked, texts, ranks, begun, progress, remaining))
         ranks.agree(error)
         assert written is not None
         return written
@@ -97,6 +99,7 @@ def _calibrated(
     ranks: Ranks,
     begun: Callable[[str], None] | None,
     progress: Callable[[int, int], None] | None,
+    remaining: Callable[[float], None] | None,
 ) -> Path:
     """The file that the first rank has written."""
     asked = replace(asked, device=find_device(asked.device, ranks.local_rank))
@@ -109,7 +112,7 @@ def _calibrated(
     target = destination(path, option, "name another file with -o", source, checkpoint, asked, texts)
     target.require()
     corpus = agreed_texts(source, checkpoint, texts, ranks)
-    _run(source, checkpoint, corpus, target, asked, ranks, begun, progress)
+    _run(source, checkpoint, corpus, target, asked, ranks, begun, progress, remaining)
     return path
 
 
@@ -190,6 +193,7 @@ def calibrated(
         ranks,
         lambda about: reporter.calibrating(f"{about}; kept in {path}"),
         reporter.calibrated,
+        reporter.remaining,
     )
     ranks.agree(None)
     return read_calibration(path)
@@ -220,6 +224,7 @@ def _run(
     ranks: Ranks,
     begun: Callable[[str], None] | None,
     progress: Callable[[int, int], None] | None,
+    remaining: Callable[[float], None] | None,
 ) -> None:
     """Run texts through a model; the first rank writes what all have seen."""
     # Only now is torch imported.
@@ -259,7 +264,9 @@ def _run(
         [supply] = stack.enter_context(supplies)
         streamed.traffic = Arriving(supply, shards, source.name, fingerprint, ranks)
         team = ranks if ranks.size > 1 else None
-        inputs, cached = measure(streamed, corpus, scratch=held, team=team, progress=advanced, kept=kept)
+        inputs, cached = measure(
+            streamed, corpus, scratch=held, team=team, progress=advanced, remaining=remaining, kept=kept
+        )
     model = fingerprint.hexdigest()
     fingerprint.require_unchanged()
     _require_same(ranks.agree(None, model))

@@ -295,8 +295,8 @@ def _diagnose(given: Given, interrupts: Interrupts) -> int:
 
     command = _command(given)
     page = _page(given, [given["model"]])
-    with _bar(interrupts, command, "diagnosing", "diagnosed") as advanced:
-        found = diagnose(**values_for(Diagnose, given), progress=advanced)
+    with _bar(interrupts, command, "diagnosing", "diagnosed") as bar:
+        found = diagnose(**values_for(Diagnose, given), progress=bar.advanced)
     if page is not None:
         from .report.html import render
         from .report.pages import diagnosed_page
@@ -334,9 +334,9 @@ def _calibrate(given: Given, interrupts: Interrupts) -> int:
         if not silent:
             say_lines([about], sys.stderr)
 
-    with _bar(interrupts, command, "calibrating", "calibrated", ranks.first) as advanced:
+    with _bar(interrupts, command, "calibrating", "calibrated", ranks.first, "tokens") as bar:
         values = {**values_for(Calibrate, given), **values_for(CalibrationTexts, given)}
-        written = calibrate(**values, begun=begun, progress=advanced, ranks=ranks)
+        written = calibrate(**values, begun=begun, progress=bar.advanced, remaining=bar.remaining, ranks=ranks)
     if ranks.first and command.json:
         print_json({"calibration": str(written)}, interrupts)
     elif ranks.first:
@@ -356,9 +356,9 @@ def _eval(given: Given, interrupts: Interrupts) -> int:
         if not silent:
             say_lines([about], sys.stderr)
 
-    with _bar(interrupts, command, "evaluating", "evaluated", ranks.first) as advanced:
+    with _bar(interrupts, command, "evaluating", "evaluated", ranks.first, "tokens") as bar:
         values = {**values_for(Evaluate, given), **values_for(Texts, given)}
-        found = evaluate(**values, begun=begun, progress=advanced, ranks=ranks)
+        found = evaluate(**values, begun=begun, progress=bar.advanced, remaining=bar.remaining, ranks=ranks)
     limit = asked.fail_above
     code = EXIT_PROBLEMS if limit is not None and any(each["kl"]["mean"] > limit for each in found.outputs) else 0
     if not ranks.first:
@@ -405,27 +405,51 @@ def _find_shown(given: Given, asked: Evaluate) -> tuple[Destination | None, Dest
     return found.get("--report"), found.get("--figure")
 
 
+class _Bar:
+    """Shows how far a verb is, and how long the rest takes.
+
+    Args:
+        interrupts: asked between pieces of work.
+        make: makes what is drawn, given the total; None where nobody looks at this process.
+    """
+
+    def __init__(self, interrupts: Interrupts, make: Callable[[int], Progress] | None) -> None:
+        self._interrupts, self._make = interrupts, make
+        self._progress: Progress | None = None
+
+    def advanced(self, done: int, total: int) -> None:
+        """So much is done, of so much in all; raise KeyboardInterrupt if one was asked for."""
+        self._interrupts.check()
+        if self._make is not None:
+            self._progress = self._progress or self._make(total)
+            self._progress.advance(done - self._progress.done)
+
+    def remaining(self, seconds: float) -> None:
+        """About so many seconds are left."""
+        if self._progress is not None:
+            self._progress.expect(seconds)
+
+    def close(self) -> None:
+        """Take it off the terminal."""
+        if self._progress is not None:
+            self._progress.close()
+
+
 @contextmanager
 def _bar(
-    interrupts: Interrupts, command: Command, doing: str, did: str, first: bool = True
-) -> Iterator[Callable[[int, int], None]]:
-    """What is to be told the bytes done so far and in all: it shows a bar, unless nobody looks at this process."""
-    bar: Progress | None = None
+    interrupts: Interrupts, command: Command, doing: str, did: str, first: bool = True, unit: str = "bytes"
+) -> Iterator[_Bar]:
+    """A bar over bytes or tokens, or lines for a program; nothing where nobody looks at this process."""
     lines = command.progress == "json"
-    silent = not first or (command.json and not lines)
 
-    def advanced(done: int, total: int) -> None:
-        nonlocal bar
-        interrupts.check()
-        if not silent:
-            bar = bar or Progress(total, 0, sys.stderr, doing, did, lines)
-            bar.advance(done - bar.done)
+    def make(total: int) -> Progress:
+        return Progress(total, 0, sys.stderr, doing, did, lines, unit)
 
+    bar = _Bar(interrupts, None if not first or (command.json and not lines) else make)
     try:
-        yield advanced
+        yield bar
     finally:
-        if bar is not None:
-            bar.close()
+        bar.close()
 
 
 def _verify(given: Given, interrupts: Interrupts) -> int:
@@ -433,8 +457,8 @@ def _verify(given: Given, interrupts: Interrupts) -> int:
 
     command = _command(given)
     page = _page(given, [given["directory"], given.get("source")])
-    with _bar(interrupts, command, "verifying", "verified") as advanced:
-        report = verify(**values_for(Check, given), progress=advanced)
+    with _bar(interrupts, command, "verifying", "verified") as bar:
+        report = verify(**values_for(Check, given), progress=bar.advanced)
     if page is not None:
         from .report.html import render
         from .report.pages import verified_page

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from .errors import OutputError
+from .forecast import spoken
 from .interrupts import INTERRUPTED, leave
 from .report.reporter import Reporter
 
@@ -257,6 +258,7 @@ class Terminal(Reporter):
         self._opened = opened
         self.progress: Progress | None = None
         self.plan: Plan | None = None
+        self.planned_lines: frozenset[str] = frozenset()
         self.untold: OSError | None = None
 
     def _print(self, text: str) -> None:
@@ -268,20 +270,29 @@ class Terminal(Reporter):
         self._opened(source, output)
 
     def planned(self, plan: Plan, source: Source, output: Path) -> None:
-        """Print the plan, or beside a program's result its notes."""
+        """Print the plan, or beside a program's result its notes; of a plan that has changed, the lines that have."""
         self.close()
-        self.plan = plan
+        before, self.plan = self.plan, plan
         if self.quiet:
-            for note in () if self.silent else (*plan.notes, *source.notes):
-                say_lines([f"note: {note}"], sys.stderr)
+            known = () if before is None else before.notes
+            notes = plan.notes if before is not None else (*plan.notes, *source.notes)
+            for note in () if self.silent else notes:
+                if note not in known:
+                    say_lines([f"note: {note}"], sys.stderr)
             return
         from .report.text import details_text, plan_text
         from .run import expected_download
 
+        known_lines = self.planned_lines
+
         name = f"{source.repo}@{source.revision}" if source.repo else str(source.root)
-        self._print(plan_text(plan, name, output, expected_download(source, plan), source.notes))
+        text = plan_text(plan, name, output, expected_download(source, plan), source.notes)
         if self.verbose:
-            self._print(details_text(plan))
+            text += f"\n{details_text(plan)}"
+        lines, self.planned_lines = text.split("\n"), frozenset(text.split("\n"))
+        new = [line for line in lines if line not in known_lines]
+        if new:
+            self._print("\n".join(new if known_lines else lines))
 
     def calibrating(self, about: str) -> None:
         """Say on which texts, and where what they show is kept."""
@@ -289,12 +300,19 @@ class Terminal(Reporter):
         if not self.silent:
             say_lines([about], sys.stderr)
 
-    def calibrated(self, done: int, total: int) -> None:
+    def calibrated(self, done: int, total: int, unit: str = "tokens") -> None:
         """Show progress, which is at an end once all is done; raise KeyboardInterrupt if one was asked for."""
         self.interrupts.check()
         if not self.silent:
-            self.progress = self.progress or Progress(total, 0, sys.stderr, "calibrating", "calibrated", self.lines)
+            self.progress = self.progress or Progress(
+                total, 0, sys.stderr, "calibrating", "calibrated", self.lines, unit=unit
+            )
             self.progress.advance(done - self.progress.done)
+
+    def remaining(self, seconds: float) -> None:
+        """Say once how long the pass takes, and show it beside the progress."""
+        if self.progress is not None:
+            self.progress.expect(seconds)
 
     def started(self, total: int, done: int) -> None:
         """Begin to show progress."""
@@ -330,16 +348,18 @@ class Terminal(Reporter):
 
 
 class Progress:
-    """A bar over bytes on a terminal, a line now and then elsewhere: "42 % converted"; or for a program JSON, an object
-    on each line: {"stage": "compressing", "done": 42, "total": 100, "unit": "bytes", "seconds": 1.5}.
+    """A bar on a terminal, a line now and then elsewhere: "42 % converted"; or for a program an object on each line:
+    {"stage": "compressing", "done": 42, "total": 100, "unit": "bytes", "seconds": 1.5, "seconds_left": 2.1}.
 
     Args:
-        total: bytes to do in all.
-        done: those an earlier run did.
+        total: what there is to do in all.
+        done: what an earlier run did.
         stream: where to draw.
         doing: what stands before the bar.
         did: what stands in a line.
         lines: whether a program reads it.
+        unit: what is counted: "bytes", "tokens" or "layers".
+        clock: seconds.
     """
 
     SECONDS_BETWEEN_LINES = 10.0
@@ -353,15 +373,22 @@ class Progress:
         doing: str = "compressing",
         did: str = "converted",
         lines: bool = False,
+        unit: str = "bytes",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total = total
         self.did = did
         self.done = done
+        self.before = done
         self.stream = stream
         self.bar: Any = None
         self.doing = doing
         self.lines = lines
-        self.begun = time.monotonic()
+        self.unit = unit
+        self.clock = clock
+        # When the work is expected to end, where somebody estimates it.
+        self.end: float | None = None
+        self.begun = clock()
         self.between = self.SECONDS_BETWEEN_OBJECTS if lines else self.SECONDS_BETWEEN_LINES
         self.next_line = self.begun + self.between
         if lines:
@@ -369,28 +396,63 @@ class Progress:
         elif stream.isatty():
             from tqdm import tqdm
 
-            self.bar = tqdm(total=total, initial=done, unit="B", unit_scale=True, desc=doing, file=stream, leave=False)
+            counted: dict[str, Any] = {"unit": "B", "unit_scale": True}
+            if unit != "bytes":
+                # Not the time that tqdm expects: it takes all that is counted to be equally long.
+                form = "{l_bar}{bar}| {n_fmt}/{total_fmt} {unit} [{elapsed}{postfix}]"
+                counted = {"unit": unit, "bar_format": form}
+            self.bar = tqdm(total=total, initial=done, desc=doing, file=stream, leave=False, **counted)
         elif done:
             say(f"continuing: {100 * done / total:.0f} % is already {did}", stream)
 
-    def advance(self, nbytes: int) -> None:
-        """Add to the bytes that are done, and draw that now and then."""
-        self.done += nbytes
+    def expect(self, seconds: float) -> None:
+        """About so many seconds are left, which is said the first time and then shown."""
+        if self.end is None and not self.lines:
+            text = f"{self.doing}: about {spoken(seconds)} left"
+            if self.bar is not None:
+                with suppress(OSError):
+                    self.bar.write(text, file=self.stream)
+            else:
+                say(text, self.stream)
+        self.end = self.clock() + seconds
+        if self.bar is not None:
+            self.bar.set_postfix_str(f"about {spoken(seconds)} left", refresh=False)
+
+    def advance(self, count: int) -> None:
+        """Add to what is done, and draw that now and then."""
+        self.done += count
         if self.bar is not None:
             try:
-                self.bar.update(nbytes)
+                self.bar.update(count)
             except OSError:
                 self.bar = None  # nobody looks any more
-        elif time.monotonic() >= self.next_line:
-            self.next_line = time.monotonic() + self.between
+        elif self.clock() >= self.next_line:
+            self.next_line = self.clock() + self.between
             if self.lines:
                 self._object()
             else:
-                say(f"{100 * self.done / self.total:.0f} % {self.did}", self.stream)
+                left = "" if self.end is None else f", about {spoken(max(0.0, self.end - self.clock()))} left"
+                say(f"{100 * self.done / self.total:.0f} % {self.did}{left}", self.stream)
+
+    def _seconds_left(self) -> float | None:
+        """As somebody estimates it; of bytes, which take equally long, by those that are done."""
+        if self.end is not None:
+            return max(0.0, self.end - self.clock())
+        done = self.done - self.before
+        if self.unit != "bytes" or not done:
+            return None
+        return (self.clock() - self.begun) / done * max(0, self.total - self.done)
 
     def _object(self) -> None:
-        seconds = round(time.monotonic() - self.begun, 3)
-        told = {"stage": self.doing, "done": self.done, "total": self.total, "unit": "bytes", "seconds": seconds}
+        left = self._seconds_left()
+        told = {
+            "stage": self.doing,
+            "done": self.done,
+            "total": self.total,
+            "unit": self.unit,
+            "seconds": round(self.clock() - self.begun, 3),
+            "seconds_left": None if left is None else round(left, 3),
+        }
         say(json.dumps(told), self.stream)
 
     def close(self) -> None:

@@ -51,6 +51,7 @@ def evaluate(
     length: int = 512,
     begun: Callable[[str], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    remaining: Callable[[float], None] | None = None,
     ranks: Ranks | None = None,
 ) -> Evaluation:
     """Hold outputs against their source: what they answer to texts, where it comes from, and a verdict in a word.
@@ -75,8 +76,9 @@ def evaluate(
         dataset: a dataset with a column `text` or `messages`, `NAME[:SUBSET[:SPLIT]]`.
         samples: pieces of text in all.
         length: tokens of each.
-        begun: told in a line what is to be done and how long it may take, before it starts.
-        progress: told how much is done, and how much there is to do.
+        begun: told in a line what is to be done, before it starts.
+        progress: told how many tokens are computed, and how many there are in all.
+        remaining: told about how many seconds are left, once the first layer is computed and as it goes on.
         ranks: this process among several, as `Ranks.from_environment(os.environ)` finds it; each runs its share of the
             texts.
 
@@ -91,7 +93,7 @@ def evaluate(
     ranks = ranks or Ranks()
     with ranks:
         ranks.agree(None)
-        found, error = attempt(lambda: _evaluated(asked, texts, ranks, begun, progress))
+        found, error = attempt(lambda: _evaluated(asked, texts, ranks, begun, progress, remaining))
         ranks.agree(error)
         assert found is not None
         return found
@@ -103,6 +105,7 @@ def _evaluated(
     ranks: Ranks,
     begun: Callable[[str], None] | None,
     progress: Callable[[int, int], None] | None,
+    remaining: Callable[[float], None] | None,
 ) -> Evaluation:
     """What all ranks have found; the first has written it."""
     chosen = find_device(asked.device, ranks.local_rank)
@@ -165,7 +168,7 @@ def _evaluated(
             again=not asked.stream,
             team=ranks if ranks.size > 1 else None,
         )
-        found = measure(subjects[0], subjects[1:], corpus, settings, begun, advanced)
+        found = measure(subjects[0], subjects[1:], corpus, settings, begun, advanced, remaining)
         for subject in subjects:
             subject.fingerprint.require_unchanged()
     for target, value in targets(found) if targets is not None else ():

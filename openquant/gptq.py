@@ -106,6 +106,7 @@ class Gptq:
                 room=share,
                 scratch=held,
                 progress=advanced,
+                remaining=reporter.remaining,
                 kept=kept,
                 say=reporter.calibrating,
             )

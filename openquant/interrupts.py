@@ -39,7 +39,7 @@ except KeyboardInterrupt:
 
 
 def listen() -> None:
-    """End at SIGINT and SIGTERM until something else hears them."""
+    """End at SIGINT and SIGTERM until something else hears them; set how threads of libraries behave."""
     for number in (signal.SIGINT, signal.SIGTERM):
         # A shell has its background jobs ignore SIGINT, and so it stays.
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -49,3 +49,6 @@ def listen() -> None:
     # Nothing here multiplies matrices, and numpy's library for that starts a thread for each CPU as it is loaded; where
     # none can be started it raises SIGINT.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # Threads of OpenMP spin while they wait, and beside other work that takes four times the processor time. So they
+    # sleep. torch reads this as it is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -18,6 +18,7 @@ from .convert.ranks import Ranks, attempt
 from .errors import PlanError, UsageError
 from .files.checkpoint import Checkpoint
 from .files.fingerprint import Fingerprint
+from .forecast import Forecast
 from .formats.numbers import Floats
 from .gptq import Gptq
 from .hub.source import Source
@@ -246,7 +247,10 @@ class _Choosing:
         self.found: dict[int, Part | str] = {}
         layers = prepared.plan.layers
         members = [[layers[name] for name in (each.source, *each.readers) if name in layers] for each in self.foldings]
-        self.sizes = [sum(weight.nbytes for weight in found) for found in members]
+        self.layers = [len(found) for found in members]
+        self.forecast = Forecast(
+            {str(number): float(sum(weight.nbytes for weight in found)) for number, found in enumerate(members)}
+        )
         self.done = 0
         self.needs = {str(number): shards_of(each, prepared.plan) for number, each in enumerate(places.foldings)}
         self.lock = threading.Lock()
@@ -287,5 +291,8 @@ class _Choosing:
             self.found[number] = chosen if isinstance(chosen, str) else fold(folding, chosen, plan, reader)
             self.supply.finished(str(number))
             with self.lock:
-                self.done += self.sizes[number]
-                self.reporter.calibrated(self.done, sum(self.sizes))
+                self.done += self.layers[number]
+                self.forecast.done(str(number))
+                self.reporter.calibrated(self.done, sum(self.layers), "layers")
+                if (left := self.forecast.remaining()) is not None:
+                    self.reporter.remaining(left)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import tiny
-from conftest import ROOT, heed_ctrl_c
+from conftest import EXAMPLE, ROOT, heed_ctrl_c
 from openquant.errors import OutputError
 from openquant.machine import reached_limit
 
@@ -123,6 +123,25 @@ def test_the_installed_commands_listen_first(tmp_path: Path, name: str, word: st
     )
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr == f"error: interrupted\nhint: run the same command again{hint}\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch has another OpenMP than GCC's")
+@pytest.mark.parametrize(("environment", "spins"), [({}, "0"), ({"OMP_WAIT_POLICY": "active"}, "30000000000")])
+def test_threads_that_wait_sleep_unless_the_user_says_otherwise(environment: dict[str, str], spins: str) -> None:
+    words = ["eval", EXAMPLE, "--source", EXAMPLE, "--samples", "1", "--length", "16", "--text", "missing"]
+    done = subprocess.run(
+        [sys.executable, "-m", "openquant", *map(str, words)],
+        # OpenMP prints its settings as it is loaded.
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_DISPLAY_ENV": "verbose", **environment},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert re.findall("GOMP_SPINCOUNT *= *'(.*)'", done.stderr) == [spins]
+
+
+def test_the_package_sets_no_environment_variable() -> None:
+    code = "import os; before = dict(os.environ); import openquant.api, openquant.cli; assert os.environ == before"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=60)
 
 
 def limited(kind: int, value: int, *arguments: object) -> subprocess.CompletedProcess[str]:

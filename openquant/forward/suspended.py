@@ -232,6 +232,8 @@ def _drive(
                 model.expect(model.following[unit])
         while again is not None and again(waiting[0].unit):
             _rehearse(driver, groups, store, progress)
+        # Of a pass that runs on it is the next one.
+        computed = waiting[0].unit
         for at, group in enumerate(groups):
             store.bring_back(group)
             now = [each for each in group if not each.done and units[id(each.of.model)][1] == each.unit]
@@ -246,7 +248,7 @@ def _drive(
                 del output
                 _end(each, finished)
             if progress is not None and now:
-                progress(waiting[0].unit, at + 1, len(groups))
+                progress(computed, at + 1, len(groups))
             if not last:
                 store.put_away(group)
                 continue

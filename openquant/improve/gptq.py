@@ -29,10 +29,12 @@ from ..formats.schemes import Scheme
 from ..formats.search import searched
 from ..forward.kept import Kept
 from ..forward.products import products_in_float32
+from ..forward.progress import Advanced, PassProgress, Remaining, layer_costs
 from ..forward.scratch import Scratch
 from ..forward.streamed import StreamedModel
 from ..forward.suspended import Pass, run
-from ..measure.calibrate import by_bytes, decoder_layers
+from ..forward.torch_threads import limited_threads, threads_for
+from ..measure.calibrate import decoder_layers
 from ..plan.carried import made_of
 from ..plan.plan import Plan
 from ..texts.corpus import Corpus
@@ -56,7 +58,8 @@ def round_layers(
     *,
     room: int,
     scratch: Scratch | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Advanced | None = None,
+    remaining: Remaining | None = None,
     kept: Kept | None = None,
     say: Callable[[str], object] = str,
 ) -> dict[str, Place]:
@@ -70,7 +73,8 @@ def round_layers(
         loops: what searches for scales.
         room: bytes of Gram matrices at a time; a layer with more of them is computed several times.
         scratch: where hidden states go beyond a budget; None for nowhere.
-        progress: told bytes of weights that texts are through, and how many there are.
+        progress: told how many tokens are through all layers, and how many there are.
+        remaining: told about how many seconds are left, from the first layer on.
         kept: where passes are kept now and then, and gone on from.
         say: is told in a line to how many experts few tokens came.
 
@@ -146,16 +150,23 @@ def round_layers(
     def body(ids: Tensor) -> None:
         model.model(input_ids=ids[None], use_cache=False)
 
-    run(
-        [[Pass(model, partial(body, ids), around)] for ids in texts],
-        finished=lambda *_: None,
-        after_unit=after_unit,
-        scratch=scratch,
-        until=list(parts)[-1],
-        progress=by_bytes(model, progress),
-        kept=kept,
-        again=again,
-    )
+    last = list(parts)[-1]
+    resumed = frozenset() if kept is None else kept.done
+    costs = layer_costs(model, [unit for unit in decoding[: decoding.index(last) + 1] if unit not in resumed])
+    # Texts go through a layer once for each part of its matrices, and rounding takes about as long as a part.
+    costs = {unit: cost * (1 + len(parts.get(unit, ()))) for unit, cost in costs.items()}
+    counted = PassProgress(costs, len(texts) * corpus.length, progress, remaining)
+    with limited_threads(threads_for(model, corpus.length)):
+        run(
+            [[Pass(model, partial(body, ids), around)] for ids in texts],
+            finished=lambda *_: None,
+            after_unit=after_unit,
+            scratch=scratch,
+            until=last,
+            progress=counted.layer_done,
+            kept=kept,
+            again=again,
+        )
     if any(tokens < FEW for tokens in seen):
         few, none = (sum(tokens < most for tokens in seen) for most in (FEW, 1))
         say(f"fewer than {FEW} tokens came to {few} of {len(seen)} experts, none to {none}: more texts may help")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,7 @@ def answers(
     outputs: Sequence[Served],
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[list[dict[str, Any]]]:
     """The texts of eval.json, for each output.
 
@@ -64,12 +65,20 @@ def answers(
         outputs: the outputs; their activations are rounded, and keys and values if they are in FP8.
         tokenizer: the source's.
         prompts: what `asked` gave.
+        progress: told which model answered, 0 for the source, and how many prompts it has answered.
 
     Raises:
         SourceError: a weight cannot be read.
     """
     last = ends(checkpoint.root, checkpoint.config)
 
-    ours = continued(source, prompts, last, around=partial(products_in_float32, source.device))
-    theirs = (continued(each.model, prompts, last, around=each.around, cache=each.cache) for each in outputs)
-    return [side_by_side(prompts, ours, answered, tokenizer) for answered in theirs]
+    def answered(model: int) -> Callable[[int], None] | None:
+        return None if progress is None else partial(progress, model)
+
+    around = partial(products_in_float32, source.device)
+    ours = continued(source, prompts, last, around=around, progress=answered(0))
+    theirs = (
+        continued(each.model, prompts, last, around=each.around, cache=each.cache, progress=answered(number))
+        for number, each in enumerate(outputs, 1)
+    )
+    return [side_by_side(prompts, ours, continuations, tokenizer) for continuations in theirs]

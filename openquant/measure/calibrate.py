@@ -9,7 +9,7 @@ Every weight is read once, and only a layer's are in memory: a model larger than
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,9 +25,11 @@ from ..errors import SourceError
 from ..forward import library
 from ..forward.kept import Kept
 from ..forward.products import products_in_float32
+from ..forward.progress import Advanced, PassProgress, Remaining, layer_costs
 from ..forward.scratch import Scratch
 from ..forward.streamed import StreamedModel
 from ..forward.suspended import Pass, run
+from ..forward.torch_threads import limited_threads, threads_for
 from ..models import MODELS
 from ..texts.corpus import Corpus
 from ..weights.calibration import Inputs
@@ -153,7 +155,8 @@ def calibrate(
     *,
     scratch: Scratch | None = None,
     team: Team | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Advanced | None = None,
+    remaining: Remaining | None = None,
     kept: Kept | None = None,
 ) -> tuple[tuple[Inputs, ...], dict[int, tuple[float, float]]]:
     """What goes into each Linear of a model's decoder layers, and into the experts of each; and the largest magnitudes
@@ -164,7 +167,8 @@ def calibrate(
         corpus: the texts.
         scratch: where hidden states go beyond a budget; None for nowhere.
         team: the processes that share the documents; None for this one alone. Only its first gets what all have seen.
-        progress: told bytes of weights that texts are through, and how many there are.
+        progress: told how many tokens are through all layers, and how many there are.
+        remaining: told about how many seconds are left, from the first layer on.
         kept: where what was seen so far is kept now and then, and gone on from.
 
     Raises:
@@ -220,15 +224,19 @@ def calibrate(
 
     mine = share(len(corpus.documents), team)
     texts = [torch.tensor(corpus.documents[number].ids, device=model.device) for number in mine]
-    run(
-        [[Pass(model, partial(body, ids), around)] for ids in texts],
-        finished=lambda *_: None,
-        after_unit=after_unit,
-        scratch=scratch,
-        until=decoding[-1],
-        progress=by_bytes(model, progress),
-        kept=kept,
-    )
+    resumed = frozenset() if kept is None else kept.done
+    costs = layer_costs(model, [unit for unit in decoding if unit not in resumed])
+    counted = PassProgress(costs, len(mine) * corpus.length, progress, remaining)
+    with limited_threads(threads_for(model, corpus.length)):
+        run(
+            [[Pass(model, partial(body, ids), around)] for ids in texts],
+            finished=lambda *_: None,
+            after_unit=after_unit,
+            scratch=scratch,
+            until=decoding[-1],
+            progress=counted.layer_done,
+            kept=kept,
+        )
     if team is not None:
         # Of the others: the first has its own already.
         for data in team.gather(_packed(every)):
@@ -236,22 +244,6 @@ def calibrate(
     cached = {number: (keys.largest, values.largest) for number, (keys, values) in caches.items() if keys.tokens}
     apart = {id(each) for both in caches.values() for each in both}
     return _together(each.inputs() for each in every if id(each) not in apart), cached
-
-
-def by_bytes(model: StreamedModel, progress: Callable[[int, int], None] | None) -> Callable[[str, int, int], None]:
-    """For a pass of one text a group, what tells `progress` how many bytes of weights texts are through, and how many
-    there are."""
-    done = 0
-
-    def advanced(unit: str, group: int, groups: int) -> None:
-        nonlocal done
-        del unit
-        # Where a unit is computed several times only the last counts.
-        done += group > 0
-        if progress is not None:
-            progress(int(model.nbytes * min(1.0, done / (groups * len(model.units)))), model.nbytes)
-
-    return advanced
 
 
 def _together(inputs: Iterable[Inputs]) -> tuple[Inputs, ...]:

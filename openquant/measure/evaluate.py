@@ -9,33 +9,41 @@ the keys.
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ..forward import library
 from ..forward.products import products_in_float32
+from ..forward.progress import Advanced, PassProgress, Remaining, layer_costs
 from ..forward.skeleton import REST
 from ..forward.streamed import StreamedModel
 from ..forward.suspended import Pass, run
+from ..forward.torch_threads import limited_threads, threads_for
 from ..texts.corpus import Corpus
 from ..texts.prompts import Prompt
 from .answers import answers, asked
 from .changes import compare_weights
 from .fidelity import Names, compare
-from .generate import along
+from .generate import TOKENS, along, continued
 from .noise import Noise
 from .results import Evaluation, Findings, results
 from .served import Served, logits
 from .shares import packed, share, unpacked
 from .subjects import Output, Settings, Subject, naming, needs, require_one_model
-from .work import Work, spoken
 
-# Told how many steps are done, and how many there are.
-Progress = Callable[[int, int], None]
+# Of the vocabulary, what is computed to learn how long the output head and the comparison of logits take.
+SOME_TOKENS = 2048
+# Tokens that are written to learn how long answers take.
+FIRST_TOKENS = 8
 
 
 def evaluate(
@@ -44,7 +52,8 @@ def evaluate(
     corpus: Corpus,
     settings: Settings | None = None,
     begun: Callable[[str], None] | None = None,
-    progress: Progress | None = None,
+    progress: Advanced | None = None,
+    remaining: Remaining | None = None,
 ) -> Evaluation:
     """Hold outputs against their source.
 
@@ -53,15 +62,16 @@ def evaluate(
         outputs: at least one.
         corpus: the texts.
         settings: how; the default is all that is needed.
-        begun: told in a line what is to be done and how long it may take.
-        progress: told how far it is.
+        begun: told in a line what is to be done.
+        progress: told how many tokens are computed, those that models write among them, and how many there are.
+        remaining: told about how many seconds are left, from the first layer on.
 
     Raises:
         SourceError: a checkpoint cannot be read or run, or answers with NaN.
         UsageError: the checkpoints are not of one model.
         OutputError: hidden states found no room on disk.
     """
-    evaluating = _Evaluating(source, outputs, corpus, settings or Settings(), progress)
+    evaluating = _Evaluating(source, outputs, corpus, settings or Settings(), progress, remaining)
     if begun is not None:
         begun(evaluating.about())
     return evaluating.run()
@@ -76,9 +86,10 @@ class _Evaluating:
         outputs: Sequence[Subject],
         corpus: Corpus,
         settings: Settings,
-        progress: Progress | None,
+        progress: Advanced | None,
+        remaining: Remaining | None,
     ) -> None:
-        self.source, self.corpus, self.settings, self.progress = source, corpus, settings, progress
+        self.source, self.corpus, self.settings = source, corpus, settings
         with naming(source):
             self.model = StreamedModel(source.checkpoint, device=settings.device)
         # Not with the noise's forward: models of outputs have none.
@@ -103,13 +114,27 @@ class _Evaluating:
         # Of the first document, the tokens that each model finds most likely to come next, by pass.
         self.likely: dict[int, list[int]] = {}
         self.held: Tensor | None = None
-        self.steps = 0
         table = self.model.model.get_input_embeddings()
         self.vocabulary = int(getattr(table, "num_embeddings", 0))
         self.prompts: Sequence[Prompt] = ()
         if settings.tokenizer is not None and settings.again:
             size = max(self.model.nbytes, *(each.served.model.nbytes for each in self.outputs))
             self.prompts = asked(settings.prompts, settings.tokenizer, self.vocabulary, size)
+        tokens = self.passes * len(self.mine) * corpus.length
+        more = TOKENS * len(self.prompts) * (1 + len(self.outputs)) if self.answers_here else 0
+        costs = layer_costs(self.model, [*self.layers, *self.head])
+        self.counted = PassProgress(costs, tokens, progress, remaining, more)
+
+    @property
+    def head(self) -> list[str]:
+        """The output head's name, if there is one."""
+        head = library.output_head(self.model.model)
+        return [name for name, module in self.model.units.items() if module is head]
+
+    @property
+    def answers_here(self) -> bool:
+        """Whether this process has models answer."""
+        return bool(self.prompts) and (self.settings.team is None or self.settings.team.rank == 0)
 
     @property
     def passes(self) -> int:
@@ -117,14 +142,12 @@ class _Evaluating:
         return self.outputs[-1].last + 1 if self.outputs else 2
 
     def about(self) -> str:
-        """What is to be done, and how long it may take: "16 documents of 512 tokens: .., 4 passes, about 5 minutes"."""
-        work = Work(self.model.nbytes, self.model.dtype.itemsize, self.vocabulary, self.passes, len(self.outputs))
-        took = work.seconds(len(self.mine) * self.corpus.length, self.settings.device)
-        return f"{self.corpus.described}; {self.passes} passes, about {spoken(took)}"
+        """What is to be done: "16 documents of 512 tokens: code (8), docs (8); 4 passes"."""
+        return f"{self.corpus.described}; {self.passes} passes"
 
     def run(self) -> Evaluation:
         """What is found once all texts are through, the same in all processes that share them."""
-        with self._supplied():
+        with self._supplied(), limited_threads(threads_for(self.model, self.corpus.length)):
             return self._run()
 
     @contextmanager
@@ -140,13 +163,59 @@ class _Evaluating:
                 model.traffic = traffic
             yield
 
+    def _measure_the_end(self) -> None:
+        """Learn how long what comes after the layers takes, from a part of it."""
+        for name in self.head:
+            self.counted.forecast.expect(name, len(self.mine) * self._seconds_of_head())
+        if self.answers_here:
+            for number, model in enumerate((self.model, *(output.served.model for output in self.outputs))):
+                self.counted.forecast.expect(f"answers {number}", self._seconds_of_answers(model))
+
+    def _seconds_of_head(self) -> float:
+        """About how long all models' logits of a document and their comparison take."""
+        table = self.model.model.get_input_embeddings().weight
+        some = min(SOME_TOKENS, self.vocabulary)
+        hidden = torch.ones(self.corpus.length, table.shape[1], dtype=table.dtype, device=table.device)
+        rows = torch.ones(some, table.shape[1], dtype=table.dtype, device=table.device)
+        ids = torch.zeros(self.corpus.length, dtype=torch.int64)
+        names = Names("the source", "an output")
+        seconds = []
+        with torch.inference_mode(), products_in_float32(self.settings.device):
+            # The first time is longer.
+            for _ in range(2):
+                begin = time.perf_counter()
+                found = functional.linear(hidden, rows)
+                between = time.perf_counter()
+                compare(found, found, ids, "", "", names)
+                seconds.append(self.passes * (between - begin) + (self.passes - 1) * (time.perf_counter() - between))
+        return seconds[-1] * self.vocabulary / some
+
+    def _seconds_of_answers(self, model: StreamedModel) -> float:
+        """About how long a model takes to be loaded as a whole and to answer all prompts."""
+        first = self.prompts[0]
+        one = replace(first, ids=first.ids[:1])
+        times = [time.perf_counter()]
+        continued(
+            model,
+            [one, one, first],
+            (),
+            FIRST_TOKENS,
+            partial(products_in_float32, self.settings.device),
+            progress=lambda _: times.append(time.perf_counter()),
+        )
+        loaded, written, all_read = (after - before for before, after in itertools.pairwise(times))
+        reading = max(0.0, all_read - written) / len(first.ids)
+        tokens = sum(len(prompt.ids) for prompt in self.prompts)
+        return max(0.0, loaded - written) + reading * tokens + written * TOKENS / FIRST_TOKENS * len(self.prompts)
+
     def _run(self) -> Evaluation:
+        self._measure_the_end()
         run(
             [self._group(number) for number in self.mine],
             finished=self._finished,
             after_unit=self._after_unit,
             scratch=self.settings.scratch,
-            progress=self._advanced,
+            progress=self.counted.layer_done,
         )
         team = self.settings.team
         if team is None:
@@ -176,9 +245,14 @@ class _Evaluating:
             return [[] for _ in self.outputs]
         if self.prompts:
             served = [output.served for output in self.outputs]
-            return answers(self.model, self.source.checkpoint, served, tokenizer, self.prompts)
+            return answers(self.model, self.source.checkpoint, served, tokenizer, self.prompts, self._answered)
         ids = self.corpus.documents[0].ids
         return [[along(ids, self.likely[0], self.likely[output.last], tokenizer)] for output in self.outputs]
+
+    def _answered(self, model: int, prompt: int) -> None:
+        if prompt == len(self.prompts):
+            self.counted.forecast.done(f"answers {model}")
+        self.counted.more_done(TOKENS)
 
     def _group(self, number: int) -> list[Pass[Tensor]]:
         ids = torch.tensor(self.corpus.documents[number].ids, device=self.settings.device)
@@ -256,11 +330,3 @@ class _Evaluating:
         self.found.records.setdefault(number, {})[at] = record
         if number + 1 == self.passes:
             self.held = None
-
-    def _advanced(self, unit: str, done: int, total: int) -> None:
-        del unit, done
-        self.steps += 1
-        if self.progress is not None:
-            # Of a model's own bytes, which is what bars show: each unit of it is as large as any other.
-            share = min(1.0, self.steps / (total * len(self.model.units)))
-            self.progress(int(share * self.model.nbytes), self.model.nbytes)

@@ -20,16 +20,17 @@ class Reporter:
     def opened(self, source: Source, output: Path) -> None:
         """The source is opened, and the output has a place; nothing is computed or written yet."""
 
-    def calibrating(self, about: str) -> None:
-        """The plan needs to know how large activations are, which texts show first: a line about these. GPTQ's texts
-        come after the plan, before the conversion.
-        """
-
-    def calibrated(self, done: int, total: int) -> None:
-        """Of that: bytes of weights that are done with, and how many there are; after each `calibrating` anew."""
-
     def planned(self, plan: Plan, source: Source, output: Path) -> None:
-        """The plan is made; nothing is written yet."""
+        """The plan is made; nothing is written yet. A second time where a calibration has changed it."""
+
+    def calibrating(self, about: str) -> None:
+        """A pass begins before the conversion: a line about it, such as on which texts."""
+
+    def calibrated(self, done: int, total: int, unit: str = "tokens") -> None:
+        """Of that: tokens that are through all layers and how many there are, or layers; from 0 after `calibrating`."""
+
+    def remaining(self, seconds: float) -> None:
+        """About so many seconds of that pass are left, told from its first layer on."""
 
     def started(self, total: int, done: int) -> None:
         """Conversion begins: bytes of source weights in all, and those an earlier run converted."""
