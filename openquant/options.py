@@ -908,7 +908,7 @@ class Command:
     report: str | None = field(
         default=None,
         metadata=said(
-            "also write a page to look at (pip install 'openquant[report]')",
+            "also write a page to look at (pip install -e '.[report]')",
             OUTPUT,
             value="FILE.html",
             read=filled,

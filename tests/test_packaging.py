@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,11 +23,11 @@ import pytest
 
 from conftest import EXAMPLE, ROOT
 from loopback_hub import LoopbackHub
-from openquant.version import __version__
+from openquant.version import DISTRIBUTION, __version__, install_hint
 
 BUILD = "import sys; from setuptools import build_meta as b; d = sys.argv[1]; b.build_wheel(d); b.build_sdist(d)"
 TOKEN = "hf_secretsecret"
-NAME = f"openquant-{__version__}"
+NAME = f"{DISTRIBUTION}-{__version__}"
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,33 @@ def call(command: list[object], cwd: Path, **environment: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_nothing_installs_the_name_that_another_project_has_on_the_index() -> None:
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("this is no git checkout: there is no telling what belongs to it")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    # After the verb of an installer and its options, or with an extra anywhere.
+    named = re.compile(rb"""(install|add|uvx)( +-\S+)* +['"]?openquant(?![\w-])|openquant\[\w""")
+    files = [ROOT / name for name in listed.split("\0") if name]
+    found = [
+        f"{path.relative_to(ROOT)}: {line.decode(errors='replace')}"
+        for path in files
+        if path.is_file()
+        for line in path.read_bytes().splitlines()
+        if named.search(line)
+    ]
+    assert found == []
+    assert install_hint("report") == "in the checkout of openquant: pip install -e '.[report]'"
+
+
+def test_the_project_has_one_name() -> None:
+    written = (ROOT / "pyproject.toml").read_text()
+    assert re.search(r'^name = "(.+)"$', written, re.MULTILINE)[1] == DISTRIBUTION
+    # Extras that hints name are there.
+    for path in (ROOT / "openquant").rglob("*.py"):
+        for extra in re.findall(r'install_hint\("(\w+)"\)', path.read_text()):
+            assert re.search(rf"^{extra} = \[", written, re.MULTILINE), extra
 
 
 def test_the_wheel_holds_every_package_and_no_tests(built: Built) -> None:

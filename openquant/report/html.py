@@ -22,7 +22,7 @@ from ..errors import UsageError
 from ..files.evaluation import identity
 from ..files.whole import require_place, write_whole
 from ..patterns import collapse, template
-from ..version import __version__
+from ..version import __version__, install_hint
 from .card import gigabytes, shortened
 from .escape import terminal
 from .text import short
@@ -77,9 +77,7 @@ def require_tools(path: Path, option: str) -> None:
         for name in _NEEDED:
             import_module(name)
     except ImportError as error:
-        raise UsageError(
-            f"{option} needs {error.name}, which is not installed", "pip install 'openquant[report]'"
-        ) from None
+        raise UsageError(f"{option} needs {error.name}, which is not installed", install_hint("report")) from None
     require_place(path, f"{option} {path}")
 
 
