@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import OpenQuantError, SourceError, UsageError
 
 # The oldest and the newest release whose private functions were tested; tests/forward/test_streamed_zoo.py runs both.
-TESTED = ("5.16", "5.23")
+TESTED = ("5.16", "5.24")
 
 
 def require_tested(found: str | None) -> None:
