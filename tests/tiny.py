@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import zoo
 from openquant.architectures.entry import Refusal
 from openquant.formats.schemes import SCHEMES, Scheme
+from openquant.forward import library
 from openquant.models import MODELS
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS, EXPERTS = 256, 4, 2, 64, 512, 2, 4
@@ -75,6 +77,9 @@ HAND_MADE = (
 ARCHITECTURES = (*HAND_MADE, *zoo.ZOO)
 # Those that transformers has.
 STREAMED = (*HAND_MADE, *(name for name, small in zoo.ZOO.items() if small.streamed))
+# Those of them that the installed release cannot run itself.
+FAILING = tuple(name for name, release in library.FAILING if version("transformers").startswith(f"{release}."))
+RUNNABLE = tuple(name for name in STREAMED if name not in FAILING)
 
 
 def config(architecture: str, vocab: int = 512) -> dict[str, Any]:

@@ -13,12 +13,17 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from inspect import signature
 from typing import Any
 
 from ..errors import OpenQuantError, SourceError, UsageError
 
 # The oldest and the newest release whose private functions were tested; tests/forward/test_streamed_zoo.py runs both.
 TESTED = ("5.16", "5.24")
+# Classes whose own forward pass fails in a release, and how.
+FAILING = {
+    ("Llama4ForConditionalGeneration", "5.24"): "its forward pass asks the text model for image outputs",
+}
 
 
 def require_tested(found: str | None) -> None:
@@ -127,6 +132,12 @@ def model_class(architecture: str, model_type: object) -> type[PreTrainedModel]:
         raise SourceError(
             f"transformers {_installed()} has no language model {architecture} (model_type {model_type!r})",
             "a newer transformers may have it; code that comes with a model is not executed",
+        )
+    release = ".".join((_installed() or "").split(".")[:2])
+    if (name, release) in FAILING:
+        raise SourceError(
+            f"{name} of transformers {_installed()} cannot be run: {FAILING[name, release]}",
+            f'pip install "transformers>={TESTED[0]},<{release}"',
         )
     import transformers
 
@@ -242,6 +253,15 @@ def is_layer(model: PreTrainedModel, name: str, module: nn.Module) -> bool:
     kinds = set(model._no_split_modules or ())
     numbered = name.rpartition(".")[2].isdigit()
     return numbered and (isinstance(module, GradientCheckpointingLayer) or type(module).__name__ in kinds)
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """The keyword under which a model's `forward` and `generate` take a KV cache.
+
+    `cache` from transformers 5.24 on; before that `cache_params` in state-space models, else `past_key_values`.
+    """
+    parameters = signature(model.forward).parameters
+    return next(name for name in ("cache", "cache_params", "past_key_values") if name in parameters)
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:

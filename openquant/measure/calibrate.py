@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -212,14 +211,9 @@ def calibrate(
                     "the model overflows there: look at its weights with openquant diagnose",
                 )
 
-    # Models of state spaces alone know a cache by another name.
-    known_as = next(
-        name for name in ("cache_params", "past_key_values") if name in signature(model.model.forward).parameters
-    )
-
     def body(ids: Tensor) -> None:
         cache = RangedCache(model.model.config, caches) if caches else None
-        model.model(input_ids=ids[None], use_cache=cache is not None, **{known_as: cache})
+        model.model(input_ids=ids[None], use_cache=cache is not None, **{library.cache_argument(model.model): cache})
 
     mine = share(len(corpus.documents), team)
     texts = [torch.tensor(corpus.documents[number].ids, device=model.device) for number in mine]

@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 
 from ..files.checkpoint import readable
 from ..files.inputs import parse_json, read_small
+from ..forward import library
 from ..forward.streamed import StreamedModel
 from ..texts.prompts import Prompt
 from ..texts.tokenizer import Tokenizer
@@ -95,7 +96,7 @@ def continued(
             for number, prompt in enumerate(prompts, 1):
                 ids = torch.tensor([prompt.ids], device=streamed.device)
                 kept = cache()
-                options = {} if kept is None else {"past_key_values": kept}
+                options = {} if kept is None else {library.cache_argument(resident): kept}
                 with around():
                     written = model.generate(
                         ids, attention_mask=torch.ones_like(ids), generation_config=config, **options

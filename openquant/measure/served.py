@@ -20,6 +20,7 @@ from ..files.checkpoint import Checkpoint
 from ..files.tensors import TensorInfo
 from ..formats.cache import cache_scales, says_fp8_cache
 from ..formats.quantization import Quantization, quantization_places, read_quantization
+from ..forward import library
 from ..forward.products import products_in_float32
 from ..forward.slices import Slices
 from ..forward.streamed import StreamedModel
@@ -192,6 +193,8 @@ def _either(found: Mapping[str, Layer], names: tuple[str, ...]) -> Layer | None:
 
 def logits(model: StreamedModel, ids: Tensor, cache: Any = None) -> Tensor:
     """A text's logits [length, vocabulary], in a pass."""
-    options: dict[str, Any] = {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
+    options: dict[str, Any] = {"use_cache": cache is not None}
+    if cache is not None:
+        options[library.cache_argument(model.model)] = cache
     found: Tensor = model.model(input_ids=ids[None], **options).logits[0]
     return found

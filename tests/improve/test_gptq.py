@@ -150,7 +150,7 @@ def test_layers_that_run_several_times_are_refused(shelf: Shelf, tmp_path: Path)
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", tiny.STREAMED)
+@pytest.mark.parametrize("name", tiny.RUNNABLE)
 def test_all_layers_of_every_architecture_are_found(shelf: Shelf, tmp_path: Path, name: str) -> None:
     names = ("int8", "channel", "tensor", "block", "mxfp8")
     scheme = next(SCHEMES[each] for each in names if tiny.refused(name, SCHEMES[each]) is None)

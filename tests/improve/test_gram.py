@@ -30,7 +30,7 @@ from openquant.texts.corpus import Corpus, Document
 
 IDS = [tuple((7 * at * at + 31 * number) % 500 for at in range(60)) for number in range(2)]
 CORPUS = Corpus(tuple(Document("some", f"some {at}", each) for at, each in enumerate(IDS)), "", {})
-MOE = [name for name in tiny.STREAMED if MODELS[name].experts]
+MOE = [name for name in tiny.RUNNABLE if MODELS[name].experts]
 
 
 def planned(root: Path, name: str) -> tuple[Checkpoint, Plan]:

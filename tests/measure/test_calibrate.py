@@ -23,6 +23,7 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.forward import kept as kept_module
 from openquant.forward import scratch as scratch_module
 from openquant.forward.kept import Kept
+from openquant.forward.library import cache_argument
 from openquant.forward.products import products_in_float32
 from openquant.forward.scratch import Scratch
 from openquant.forward.streamed import StreamedModel
@@ -146,7 +147,7 @@ def test_layers_that_run_several_times_are_refused(shelf: Shelf) -> None:
     )
 
 
-@pytest.mark.parametrize("architecture", tiny.STREAMED)
+@pytest.mark.parametrize("architecture", tiny.RUNNABLE)
 @pytest.mark.usefixtures("at_once")
 def test_every_layer_of_a_plan_is_seen(shelf: Shelf, tmp_path: Path, architecture: str) -> None:
     """However transformers computes it, experts and what it merges or splits among them; what was ended goes on, of
@@ -182,7 +183,7 @@ def test_keys_and_values_are_seen_as_they_are_cached(shelf: Shelf, architecture:
     for ids in IDS:
         with torch.inference_mode(), products_in_float32():
             answer = model(input_ids=torch.tensor([ids]), use_cache=True)
-            watched = model(input_ids=torch.tensor([ids]), use_cache=True, past_key_values=ranged)
+            watched = model(input_ids=torch.tensor([ids]), use_cache=True, **{cache_argument(model): ranged})
         assert torch.equal(answer.logits, watched.logits)
         ranged = RangedCache(model.config, {})
         for number, layer in enumerate(answer.past_key_values.layers):

@@ -15,6 +15,7 @@ from openquant.errors import UsageError
 from openquant.formats.inputs import Inputs
 from openquant.formats.numbers import E2M1, E4M3, INT8
 from openquant.formats.schemes import NVFP4_W4A4
+from openquant.forward.library import cache_argument
 from openquant.measure.rounding import (
     SMALLEST_SCALE,
     Experts,
@@ -231,7 +232,7 @@ def test_a_model_computes_with_rounded_keys_and_values() -> None:
             None if scale is None else RoundedCache(model.config, dict.fromkeys(range(2), (scale, scale)).__getitem__)
         )
         with torch.inference_mode():
-            return model(ids, use_cache=cache is not None, past_key_values=cache).logits.float()
+            return model(ids, use_cache=cache is not None, **{cache_argument(model): cache}).logits.float()
 
     plain, fine, small = answer(None), answer(0.05), answer(0.001)
     assert 0 < (fine - plain).norm() < 0.1 * plain.norm()
