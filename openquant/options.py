@@ -19,7 +19,15 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
 
 from .errors import UsageError
-from .formats.names import SCHEME_NAMES, UNCHANGED
+from .formats.names import (
+    SCHEME_NAMES,
+    UNCHANGED,
+    ActivationScheme,
+    CacheScheme,
+    FormatName,
+    ScaleFormat,
+    SchemeName,
+)
 
 # Titles in --help.
 WEIGHTS = "what the weights become"
@@ -160,6 +168,40 @@ def _account(options: Mapping[str, Option]) -> str:
     return "".join(wrap.fill(each) + "\n" for each in paragraphs)
 
 
+class OptionGroup:
+    """Options that are read where they are given in another form, such as max_memory="2GB" or ignore="lm_head".
+
+    Raises:
+        UsageError: a text cannot be read.
+    """
+
+    def __post_init__(self) -> None:
+        for name, option in options_of(type(self)).items():
+            given = getattr(self, name)
+            if option.repeated and isinstance(given, (str, os.PathLike)):
+                read: Any = (_read(name, option, given),)
+            elif option.repeated and isinstance(given, Sequence):
+                read = tuple(_read(name, option, each) for each in given)
+            else:
+                read = _read(name, option, given)
+            object.__setattr__(self, name, read)
+
+
+def _read(name: str, option: Option, value: object) -> object:
+    """The value of an option, made of a text as the command line makes it."""
+    if option.choices and isinstance(value, int):
+        return str(value)
+    if option.read is None or not isinstance(value, str):
+        return value
+    flag = flags_of(name, option)[-1]
+    try:
+        return option.read(value)
+    except argparse.ArgumentTypeError as problem:
+        raise UsageError(f"{flag}: {problem}", f"change {flag}, or leave it out") from None
+    except ValueError:
+        raise UsageError(f"{flag}: {value!r} is not a number", f"change {flag}, or leave it out") from None
+
+
 @documented
 @dataclass(frozen=True)
 class Push:
@@ -208,10 +250,10 @@ class Push:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(OptionGroup):
     """What is made of a checkpoint."""
 
-    scheme: str = field(
+    scheme: SchemeName = field(
         default="tensor",
         metadata=said(
             ", ".join((*SCHEME_NAMES, UNCHANGED)).replace("tensor", "tensor (default)", 1),
@@ -222,7 +264,7 @@ class Recipe:
             choices=(*SCHEME_NAMES, UNCHANGED),
         ),
     )
-    format: str | None = field(
+    format: FormatName | None = field(
         default=None,
         metadata=said(
             "fp8 (default where it can) or compressed-tensors",
@@ -233,7 +275,7 @@ class Recipe:
             choices=("fp8", "compressed-tensors"),
         ),
     )
-    scale_format: str | None = field(
+    scale_format: ScaleFormat | None = field(
         default=None,
         metadata=said(
             "float (default), or for block ue8m0: powers of two",
@@ -244,7 +286,7 @@ class Recipe:
             choices=("float", "ue8m0"),
         ),
     )
-    activation_scheme: str = field(
+    activation_scheme: ActivationScheme = field(
         default="dynamic",
         metadata=said(
             "dynamic (default), or static, which calibrates",
@@ -307,7 +349,7 @@ class Recipe:
             "outputs on the texts (GPTQ), which run through the model; of each expert on the tokens that come to it",
         ),
     )
-    kv_cache: str = field(
+    kv_cache: CacheScheme = field(
         default="auto",
         metadata=said(
             "fp8: with scales of keys and values; auto: without",
@@ -356,7 +398,7 @@ class Recipe:
             repeated=True,
         ),
     )
-    scheme_for: Mapping[str, str] | None = field(
+    scheme_for: Mapping[str, SchemeName] | None = field(
         default=None,
         metadata=said(
             "another scheme for modules that match; repeatable",
@@ -402,10 +444,13 @@ class Recipe:
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.ignore, str):
-            raise UsageError(f"ignore is {self.ignore!r}, not a list of patterns", f"give [{self.ignore!r}]")
-        if self.architecture == "":
-            raise UsageError("--architecture is empty", "name an architecture, or leave --architecture out")
+        super().__post_init__()
+        if self.scheme_for is not None and not isinstance(self.scheme_for, Mapping):
+            # Of equal patterns the first counts, as of any that match.
+            schemes: dict[str, SchemeName] = {}
+            for pattern, scheme in self.scheme_for:
+                schemes.setdefault(pattern, scheme)
+            object.__setattr__(self, "scheme_for", schemes)
         if self.calibrate and self.calibration is not None:
             raise UsageError("--calibrate and --calibration are both given", "give one of them")
         if self.scheme == UNCHANGED:
@@ -432,7 +477,7 @@ _OF_UNCHANGED = ("scheme", "kv_cache", "calibration", "calibrate", "tp", "archit
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(OptionGroup):
     """From where to where, and how."""
 
     model: str | os.PathLike[str] = field(
@@ -510,6 +555,7 @@ class Run:
     push: Push | None = field(default=None, metadata=said(about="publish the output on the Hub"))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not re.fullmatch(DEVICES, self.device):
             raise UsageError(f"{self.device} is not a device", "choose auto, cpu, cuda or cuda:N")
         if self.workers is not None and self.workers < 1:
@@ -517,7 +563,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Check:
+class Check(OptionGroup):
     """What verify() looks at."""
 
     directory: str | os.PathLike[str] = field(
@@ -543,7 +589,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Texts:
+class Texts(OptionGroup):
     """What a model is run on."""
 
     text: Sequence[str | os.PathLike[str]] = field(
@@ -574,8 +620,7 @@ class Texts:
     length: int = field(default=512, metadata=said("tokens of each (default: 512)", TEXTS, value="N", read=int))
 
     def __post_init__(self) -> None:
-        if isinstance(self.text, (str, os.PathLike)):
-            raise UsageError(f"text is {str(self.text)!r}, not a list of files", f"give [{str(self.text)!r}]")
+        super().__post_init__()
         if self.text and self.dataset:
             raise UsageError("--text and --dataset are both given", "give one of them")
         if not 1 <= self.samples <= MAX_SAMPLES:
@@ -597,7 +642,7 @@ class CalibrationTexts(Texts):
 
 
 @dataclass(frozen=True)
-class Calibrate:
+class Calibrate(OptionGroup):
     """What is calibrated, and how."""
 
     model: str | os.PathLike[str] = field(
@@ -666,12 +711,13 @@ class Calibrate:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not re.fullmatch(DEVICES, self.device):
             raise UsageError(f"{self.device} is not a device", "choose auto, cpu, cuda or cuda:N")
 
 
 @dataclass(frozen=True)
-class Diagnose:
+class Diagnose(OptionGroup):
     """What diagnose() looks at."""
 
     model: str | os.PathLike[str] = field(
@@ -684,7 +730,7 @@ class Diagnose:
             completes="directory",
         )
     )
-    scheme: str = field(
+    scheme: SchemeName = field(
         default="tensor",
         metadata=said(
             "what to hold others against (default: tensor)", CHECKED, value="NAME", choices=tuple(SCHEME_NAMES)
@@ -714,8 +760,7 @@ class Diagnose:
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.ignore, str):
-            raise UsageError(f"ignore is {self.ignore!r}, not a list of patterns", f"give [{self.ignore!r}]")
+        super().__post_init__()
         if self.workers is not None and self.workers < 1:
             raise UsageError(f"{self.workers} workers cannot work", "give --workers 1 or more")
         if self.scratch is not None and not self.stream:
@@ -754,7 +799,7 @@ class Explain:
 
 
 @dataclass(frozen=True)
-class Evaluate:
+class Evaluate(OptionGroup):
     """What is held against what, and how."""
 
     outputs: Sequence[str | os.PathLike[str]] = field(
@@ -812,7 +857,7 @@ class Evaluate:
             completes="file",
         ),
     )
-    kv_cache: str = field(
+    kv_cache: CacheScheme = field(
         default="auto",
         metadata=said(
             "fp8: keys and values in FP8; auto: as the config says",
@@ -868,8 +913,7 @@ class Evaluate:
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.outputs, (str, os.PathLike)):
-            raise UsageError(f"outputs is {str(self.outputs)!r}, not a list", f"give [{str(self.outputs)!r}]")
+        super().__post_init__()
         if not self.outputs:
             raise UsageError("no output is named", "give a directory that was made from the source")
         if len({os.fspath(output) for output in self.outputs}) < len(self.outputs):

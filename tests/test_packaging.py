@@ -126,6 +126,51 @@ def test_the_source_archive_holds_what_it_is_built_and_read_from(built: Built) -
     assert {"openquant/py.typed", "tests/conftest.py", "tools/names_file.py"} <= found
 
 
+EDITABLE = "import sys; from setuptools import build_meta as b; b.build_editable(sys.argv[1])"
+# What a caller writes, and the types that a checker then knows.
+CALLER = """
+import openquant
+from openquant import OpenQuantError, Push, SchemeName
+
+def small(model: str, scheme: SchemeName = "int4") -> float:
+    try:
+        made = openquant.compress(model, "out", scheme, group_size=64, max_memory="2GB", ignore="lm_head", dry_run=True)
+    except OpenQuantError as error:
+        raise SystemExit(error.hint)
+    reveal_type(made)
+    found = openquant.evaluate("out", model).outputs[0]
+    reveal_type(found["kl"]["mean"])
+    openquant.push("out", Push("you/model", create_pr=True))
+    return found["kl"]["mean"]
+
+openquant.compress("model", scheme="chanel")
+"""
+
+
+def test_type_checkers_follow_an_editable_install(built: Built, tmp_path: Path) -> None:
+    """A .pth file with a path: an import hook, which setuptools writes otherwise, is nothing a type checker runs."""
+    venv.create(tmp_path / "env", with_pip=False)
+    [site] = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    call([sys.executable, "-c", EDITABLE, tmp_path], cwd=built.checkout)
+    [wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as opened:
+        opened.extractall(site)
+    [path] = site.glob("*.pth")
+    assert path.read_text().strip() == str(built.checkout)
+    (tmp_path / "caller.py").write_text(CALLER)
+    python = tmp_path / "env" / "bin" / "python"
+    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "caller.py"]
+    done = subprocess.run([*map(str, command)], cwd=tmp_path, capture_output=True, text=True)
+    shown = [line.partition(": ")[2].partition("  [")[0] for line in done.stdout.splitlines() if ".py:" in line]
+    assert shown[:2] == [
+        'note: Revealed type is "openquant.report.result.Result"',
+        'note: Revealed type is "float"',
+    ]
+    assert len(shown) == 3 and shown[2].startswith('error: Argument "scheme" to "compress" has incompatible type'), (
+        shown
+    )
+
+
 @pytest.mark.parametrize("command", ["openquant", "compress-fp8", "-m openquant", "-m compress_fp8"])
 def test_every_command_knows_its_version_and_helps(command: str, scripts: Path, tmp_path: Path) -> None:
     words = command.split()

@@ -108,6 +108,7 @@ class _Diagnosing:
         self.stopped = threading.Event()
         tasks = _tasks(plan)
         self.left = Counter(shard for shard, _ in tasks)
+        self.count = len(tasks)
         self.tasks = self._available(tasks)
         self.loops = loops(worth_compiling(plan))
         self.done = 0
@@ -126,7 +127,7 @@ class _Diagnosing:
             yield shard, joined
 
     def run(self, workers: int) -> tuple[LayerDiagnosis, ...]:
-        in_threads(self._work, workers, self.stopped)
+        in_threads(self._work, min(workers, self.count), self.stopped)
         return tuple(self.found[module] for module in self.plan.layers if module in self.found)
 
     def _work(self) -> None:
