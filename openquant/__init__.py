@@ -1,4 +1,10 @@
-"""openquant: turn a Hugging Face checkpoint into an FP8, INT8, INT4 or FP4 directory that vLLM and SGLang load."""
+"""openquant: turn a Hugging Face checkpoint into an FP8, INT8, INT4 or FP4 directory that vLLM and SGLang load.
+
+    result = openquant.compress("Qwen/Qwen3-8B", "out", "int4", group_size=64, max_memory="2GB")
+    openquant.verify("out", "Qwen/Qwen3-8B").problems       # ()
+
+What a caller can mend is an `OpenQuantError`, which has a `hint`.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +15,44 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .api import compress, dequantize, diagnose, push
     from .calibration import calibrate
-    from .errors import OpenQuantError
+    from .convert.ranks import Ranks
+    from .errors import OpenQuantError, OutputError, PlanError, SourceError, UsageError
     from .evaluation import evaluate
     from .explanation import explain
+    from .formats.names import ActivationScheme, CacheScheme, FormatName, GroupSize, ScaleFormat, SchemeName
     from .measure.diagnosis import Diagnosis
+    from .measure.evaluated import OutputEvaluation
     from .measure.results import Evaluation
     from .options import Push
     from .packed import PackedLinear
+    from .plan.explained import Explanation
     from .report.reporter import Reporter
     from .report.result import Result
     from .verification.outcome import Report
     from .verification.verify import verify
 
 __all__ = [
+    "ActivationScheme",
+    "CacheScheme",
     "Diagnosis",
     "Evaluation",
+    "Explanation",
+    "FormatName",
+    "GroupSize",
     "OpenQuantError",
+    "OutputError",
+    "OutputEvaluation",
     "PackedLinear",
+    "PlanError",
     "Push",
+    "Ranks",
     "Report",
     "Reporter",
     "Result",
+    "ScaleFormat",
+    "SchemeName",
+    "SourceError",
+    "UsageError",
     "__version__",
     "calibrate",
     "compress",
@@ -43,29 +66,42 @@ __all__ = [
 
 # Imported when first used: torch alone takes longer to load than the command takes to start.
 _HOMES = {
+    **dict.fromkeys(("compress", "dequantize", "diagnose", "push"), "api"),
+    **dict.fromkeys(("OpenQuantError", "OutputError", "PlanError", "SourceError", "UsageError"), "errors"),
+    **dict.fromkeys(
+        ("ActivationScheme", "CacheScheme", "FormatName", "GroupSize", "ScaleFormat", "SchemeName"), "formats.names"
+    ),
     "Diagnosis": "measure.diagnosis",
     "Evaluation": "measure.results",
-    "OpenQuantError": "errors",
+    "Explanation": "plan.explained",
+    "OutputEvaluation": "measure.evaluated",
     "PackedLinear": "packed",
     "Push": "options",
-    "Report": "verification.verify",
+    "Ranks": "convert.ranks",
+    "Report": "verification.outcome",
     "Reporter": "report.reporter",
     "Result": "report.result",
     "calibrate": "calibration",
-    "compress": "api",
-    "dequantize": "api",
-    "diagnose": "api",
     "evaluate": "evaluation",
     "explain": "explanation",
-    "push": "api",
     "verify": "verification.verify",
 }
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def __getattr__(name: str) -> object:
     if name in _HOMES:
         from importlib import import_module
+        from types import FunctionType
 
         found: object = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        if isinstance(found, FunctionType):
+            from .keywords import python_errors
+
+            found = python_errors(found)
+        globals()[name] = found
         return found
     raise AttributeError(f"module 'openquant' has no attribute {name!r}")

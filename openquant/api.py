@@ -20,7 +20,7 @@ from .files.checkpoint import Checkpoint, open_checkpoint, readable
 from .files.inputs import read_small
 from .files.journal import explained, finished_files
 from .files.output import refuse_overlap, refuse_root
-from .formats.names import UNCHANGED
+from .formats.names import UNCHANGED, ActivationScheme, CacheScheme, FormatName, GroupSize, ScaleFormat, SchemeName
 from .formats.schemes import SCHEMES, Scheme, find_others, find_scheme
 from .hub.fetch import memory_needed
 from .hub.publish import Published, Publisher
@@ -56,33 +56,33 @@ FOLDED = "norms stay as the output has them, folded with the weights: both toget
 def compress(
     model: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
-    scheme: str = "tensor",
+    scheme: SchemeName = "tensor",
     *,
-    format: str | None = None,
-    scale_format: str | None = None,
-    activation_scheme: str = "dynamic",
+    format: FormatName | None = None,
+    scale_format: ScaleFormat | None = None,
+    activation_scheme: ActivationScheme = "dynamic",
     calibration: str | os.PathLike[str] | None = None,
     calibrate: bool = False,
     smooth: float | None = None,
     awq: bool = False,
     gptq: bool = False,
-    kv_cache: str = "auto",
-    group_size: str | None = None,
+    kv_cache: CacheScheme = "auto",
+    group_size: GroupSize | None = None,
     asymmetric: bool = False,
     no_search: bool = False,
-    ignore: Sequence[str] = (),
-    scheme_for: Mapping[str, str] | None = None,
+    ignore: str | Sequence[str] = (),
+    scheme_for: Mapping[str, SchemeName] | Sequence[tuple[str, SchemeName]] | None = None,
     tp: int | None = None,
     quantize_lm_head: bool = False,
     architecture: str | None = None,
-    text: Sequence[str | os.PathLike[str]] = (),
+    text: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     dataset: str | None = None,
     samples: int = 128,
     length: int = 512,
     dry_run: bool = False,
     device: str = "cpu",
     workers: int | None = None,
-    max_memory: int | None = None,
+    max_memory: int | str | None = None,
     revision: str | None = None,
     overwrite: bool = False,
     stream: bool = False,
@@ -209,7 +209,7 @@ def dequantize(
     *,
     dry_run: bool = False,
     workers: int | None = None,
-    max_memory: int | None = None,
+    max_memory: int | str | None = None,
     revision: str | None = None,
     overwrite: bool = False,
     stream: bool = False,
@@ -419,9 +419,9 @@ def _without_collector() -> Iterator[None]:
 
 def diagnose(
     model: str | os.PathLike[str],
-    scheme: str = "tensor",
+    scheme: SchemeName = "tensor",
     *,
-    ignore: Sequence[str] = (),
+    ignore: str | Sequence[str] = (),
     full: bool = False,
     architecture: str | None = None,
     revision: str | None = None,
@@ -458,7 +458,9 @@ def diagnose(
     with _without_collector():
         plan = make_plan(checkpoint, chosen, options, source.identity, Deciding(begun.architecture).entry(checkpoint))
     with supplied([(source, needs(plan))], begun.stream, begun.scratch) as [supply]:
-        threads = begun.workers or min(MOST_WORKERS, available_cpus())
+        # More than either brings nothing, and takes long to start.
+        most = max(MOST_WORKERS, available_cpus())
+        threads = min(begun.workers or min(MOST_WORKERS, available_cpus()), most)
         layers, not_finite = measure(plan, supply, threads, begun.full, progress)
     rows = sum(layer.shape[0] for layer in layers)
     found = Diagnosis(

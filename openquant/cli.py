@@ -169,14 +169,6 @@ def _scheme(given: Given) -> dict[str, str]:
     return {"scheme": "block"}
 
 
-def _mapping(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Patterns with their schemes; of equal patterns the first counts, as of any that match."""
-    found: dict[str, str] = {}
-    for pattern, scheme in pairs:
-        found.setdefault(pattern, scheme)
-    return found
-
-
 def _find_push(given: Given) -> Push | None:
     """Where to push, None for nowhere.
 
@@ -222,7 +214,6 @@ def _recipe(given: Given) -> dict[str, Any]:
             if any(name in said for name in names):
                 repeated = {name: value for name, value in repeated.items() if name not in names}
     recipe = {**repeated, **said}
-    recipe["scheme_for"] = _mapping(recipe.get("scheme_for", ()))
     return recipe
 
 

@@ -21,6 +21,7 @@ from .files.destination import Destination, Protected
 from .files.evaluation import EVALUATION
 from .files.fingerprint import Fingerprint
 from .files.names import EVAL_FILE, JOURNAL_FILE
+from .formats.names import CacheScheme
 from .hub.source import Source, find_source, model_folder
 from .hub.supplied import Needs, supplied
 from .machine import find_device
@@ -33,19 +34,19 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    outputs: Sequence[str | os.PathLike[str]],
+    outputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     source: str | os.PathLike[str],
     *,
     out: str | os.PathLike[str] | None = None,
     stream: bool = False,
     prompts: str | os.PathLike[str] | None = None,
-    kv_cache: str = "auto",
+    kv_cache: CacheScheme = "auto",
     device: str = "cpu",
-    max_memory: int | None = None,
+    max_memory: int | str | None = None,
     scratch: str | os.PathLike[str] | None = None,
     seed: int = 0,
     fail_above: float | None = None,
-    text: Sequence[str | os.PathLike[str]] = (),
+    text: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     dataset: str | None = None,
     samples: int = 16,
     length: int = 512,

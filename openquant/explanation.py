@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from .api import compress
+from .formats.names import SchemeName
 from .plan.explained import Explanation, explained
 from .plan.plan import Plan
 from .report.reporter import Reporter
@@ -19,7 +20,12 @@ class _Planned(Reporter):
 
 
 def explain(
-    model: str | os.PathLike[str], layer: str, scheme: str = "tensor", *, revision: str | None = None, **options: Any
+    model: str | os.PathLike[str],
+    layer: str,
+    scheme: SchemeName = "tensor",
+    *,
+    revision: str | None = None,
+    **options: Any,
 ) -> Explanation:
     """Say what compress() makes of a layer, and why; of a model only config, index and headers are read.
 

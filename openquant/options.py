@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from .errors import UsageError
-from .formats.names import SCHEME_NAMES, UNCHANGED
+from .formats.names import (
+    SCHEME_NAMES,
+    UNCHANGED,
+    ActivationScheme,
+    CacheScheme,
+    FormatName,
+    ScaleFormat,
+    SchemeName,
+)
 
 # Titles in --help.
 WEIGHTS = "what the weights become"
@@ -182,6 +190,40 @@ def _account(options: Mapping[str, Option]) -> str:
     return "".join(wrap.fill(each) + "\n" for each in paragraphs)
 
 
+class OptionGroup:
+    """Options that are read where they are given in another form, such as max_memory="2GB" or ignore="lm_head".
+
+    Raises:
+        UsageError: a text cannot be read.
+    """
+
+    def __post_init__(self) -> None:
+        for name, option in options_of(type(self)).items():
+            given = getattr(self, name)
+            if option.repeated and isinstance(given, (str, os.PathLike)):
+                read: Any = (_read(name, option, given),)
+            elif option.repeated and isinstance(given, Sequence):
+                read = tuple(_read(name, option, each) for each in given)
+            else:
+                read = _read(name, option, given)
+            object.__setattr__(self, name, read)
+
+
+def _read(name: str, option: Option, value: object) -> object:
+    """The value of an option, made of a text as the command line makes it."""
+    if option.choices and isinstance(value, int):
+        return str(value)
+    if option.read is None or not isinstance(value, str):
+        return value
+    flag = flags_of(name, option)[-1]
+    try:
+        return option.read(value)
+    except argparse.ArgumentTypeError as problem:
+        raise UsageError(f"{flag}: {problem}", f"change {flag}, or leave it out") from None
+    except ValueError:
+        raise UsageError(f"{flag}: {value!r} is not a number", f"change {flag}, or leave it out") from None
+
+
 @documented
 @dataclass(frozen=True)
 class Push:
@@ -230,10 +272,10 @@ class Push:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(OptionGroup):
     """What is made of a checkpoint."""
 
-    scheme: str = field(
+    scheme: SchemeName = field(
         default="tensor",
         metadata=said(
             ", ".join((*SCHEME_NAMES, UNCHANGED)).replace("tensor", "tensor (default)", 1),
@@ -244,7 +286,7 @@ class Recipe:
             choices=(*SCHEME_NAMES, UNCHANGED),
         ),
     )
-    format: str | None = field(
+    format: FormatName | None = field(
         default=None,
         metadata=said(
             "fp8 (default where it can) or compressed-tensors",
@@ -255,7 +297,7 @@ class Recipe:
             choices=("fp8", "compressed-tensors"),
         ),
     )
-    scale_format: str | None = field(
+    scale_format: ScaleFormat | None = field(
         default=None,
         metadata=said(
             "float (default), or for block ue8m0: powers of two",
@@ -266,7 +308,7 @@ class Recipe:
             choices=("float", "ue8m0"),
         ),
     )
-    activation_scheme: str = field(
+    activation_scheme: ActivationScheme = field(
         default="dynamic",
         metadata=said(
             "dynamic (default), or static, which calibrates",
@@ -329,7 +371,7 @@ class Recipe:
             "outputs on the texts (GPTQ), which run through the model; of each expert on the tokens that come to it",
         ),
     )
-    kv_cache: str = field(
+    kv_cache: CacheScheme = field(
         default="auto",
         metadata=said(
             "fp8: with scales of keys and values; auto: without",
@@ -378,7 +420,7 @@ class Recipe:
             repeated=True,
         ),
     )
-    scheme_for: Mapping[str, str] | None = field(
+    scheme_for: Mapping[str, SchemeName] | None = field(
         default=None,
         metadata=said(
             "another scheme for modules that match; repeatable",
@@ -424,10 +466,13 @@ class Recipe:
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.ignore, str):
-            raise UsageError(f"ignore is {self.ignore!r}, not a list of patterns", f"give [{self.ignore!r}]")
-        if self.architecture == "":
-            raise UsageError("--architecture is empty", "name an architecture, or leave --architecture out")
+        super().__post_init__()
+        if self.scheme_for is not None and not isinstance(self.scheme_for, Mapping):
+            # Of equal patterns the first counts, as of any that match.
+            schemes: dict[str, SchemeName] = {}
+            for pattern, scheme in self.scheme_for:
+                schemes.setdefault(pattern, scheme)
+            object.__setattr__(self, "scheme_for", schemes)
         if self.calibrate and self.calibration is not None:
             raise UsageError("--calibrate and --calibration are both given", "give one of them")
         if self.scheme == UNCHANGED:
@@ -454,7 +499,7 @@ _OF_UNCHANGED = ("scheme", "kv_cache", "calibration", "calibrate", "tp", "archit
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(OptionGroup):
     """From where to where, and how."""
 
     model: str | os.PathLike[str] = field(
@@ -532,6 +577,7 @@ class Run:
     push: Push | None = field(default=None, metadata=said(about="publish the output on the Hub"))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not re.fullmatch(DEVICES, self.device):
             raise UsageError(f"{self.device} is not a device", "choose auto, cpu, cuda or cuda:N")
         if self.workers is not None and self.workers < 1:
@@ -539,7 +585,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Check:
+class Check(OptionGroup):
     """What verify() looks at."""
 
     directory: str | os.PathLike[str] = field(
@@ -565,7 +611,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Texts:
+class Texts(OptionGroup):
     """What a model is run on."""
 
     text: Sequence[str | os.PathLike[str]] = field(
@@ -596,8 +642,7 @@ class Texts:
     length: int = field(default=512, metadata=said("tokens of each (default: 512)", TEXTS, value="N", read=int))
 
     def __post_init__(self) -> None:
-        if isinstance(self.text, (str, os.PathLike)):
-            raise UsageError(f"text is {str(self.text)!r}, not a list of files", f"give [{str(self.text)!r}]")
+        super().__post_init__()
         if self.text and self.dataset:
             raise UsageError("--text and --dataset are both given", "give one of them")
         if not 1 <= self.samples <= MAX_SAMPLES:
@@ -619,7 +664,7 @@ class CalibrationTexts(Texts):
 
 
 @dataclass(frozen=True)
-class Calibrate:
+class Calibrate(OptionGroup):
     """What is calibrated, and how."""
 
     model: str | os.PathLike[str] = field(
@@ -692,12 +737,13 @@ class Calibrate:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not re.fullmatch(DEVICES, self.device):
             raise UsageError(f"{self.device} is not a device", "choose auto, cpu, cuda or cuda:N")
 
 
 @dataclass(frozen=True)
-class Diagnose:
+class Diagnose(OptionGroup):
     """What diagnose() looks at."""
 
     model: str | os.PathLike[str] = field(
@@ -710,7 +756,7 @@ class Diagnose:
             completes="directory",
         )
     )
-    scheme: str = field(
+    scheme: SchemeName = field(
         default="tensor",
         metadata=said(
             "what to hold others against (default: tensor)", CHECKED, value="NAME", choices=tuple(SCHEME_NAMES)
@@ -740,8 +786,7 @@ class Diagnose:
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.ignore, str):
-            raise UsageError(f"ignore is {self.ignore!r}, not a list of patterns", f"give [{self.ignore!r}]")
+        super().__post_init__()
         if self.workers is not None and self.workers < 1:
             raise UsageError(f"{self.workers} workers cannot work", "give --workers 1 or more")
         if self.scratch is not None and not self.stream:
@@ -780,7 +825,7 @@ class Explain:
 
 
 @dataclass(frozen=True)
-class Evaluate:
+class Evaluate(OptionGroup):
     """What is held against what, and how."""
 
     outputs: Sequence[str | os.PathLike[str]] = field(
@@ -838,7 +883,7 @@ class Evaluate:
             completes="file",
         ),
     )
-    kv_cache: str = field(
+    kv_cache: CacheScheme = field(
         default="auto",
         metadata=said(
             "fp8: keys and values in FP8; auto: as the config says",
@@ -894,8 +939,7 @@ class Evaluate:
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.outputs, (str, os.PathLike)):
-            raise UsageError(f"outputs is {str(self.outputs)!r}, not a list", f"give [{str(self.outputs)!r}]")
+        super().__post_init__()
         if not self.outputs:
             raise UsageError("no output is named", "give a directory that was made from the source")
         if len({os.fspath(output) for output in self.outputs}) < len(self.outputs):
@@ -934,7 +978,7 @@ class Command:
     report: str | None = field(
         default=None,
         metadata=said(
-            "also write a page to look at (pip install 'openquant[report]')",
+            "also write a page to look at (pip install -e '.[report]')",
             OUTPUT,
             value="FILE.html",
             read=filled,

@@ -13,7 +13,7 @@ FLOORS = (
     ("files",),
     ("formats",),
     ("options",),
-    ("weights", "packed", "recipes"),
+    ("weights", "packed", "recipes", "keywords"),
     ("plan",),
     ("convert", "hub", "forward", "texts", "asking"),
     ("measure",),

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
 
 import pytest
 
@@ -19,6 +19,7 @@ from loopback_hub import LoopbackHub
 from openquant.arguments import verb_parser
 from openquant.cli import VERBS, main
 from openquant.measure.diagnosis import Advice
+from openquant.measure.evaluated import OutputEvaluation
 
 # What is printed under a heading of another name.
 HEADINGS = {"compress": "compress and dequantize", "dequantize": "compress and dequantize"}
@@ -98,6 +99,23 @@ def test_every_key_is_documented(out: Path, tmp_path: Path, capsys: pytest.Captu
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
     require("push", json.loads(done.stdout))
+
+
+def typed(kind: Any, path: str) -> Iterator[str]:
+    """The paths of keys of a TypedDict, as docs/json.md has them."""
+    if is_typeddict(kind):
+        for name, inner in get_type_hints(kind).items():
+            yield f"{path}.{name}"
+            yield from typed(inner, f"{path}.{name}")
+    elif get_origin(kind) is dict:
+        yield f"{path}.*"
+    elif get_origin(kind) is list:
+        yield from typed(get_args(kind)[0], f"{path}[]")
+
+
+def test_the_types_of_an_evaluation_are_those_that_are_documented() -> None:
+    known = {path for path in documented("eval") if path.startswith("outputs[].")}
+    assert set(typed(OutputEvaluation, "outputs[]")) == known
 
 
 def test_every_verb_takes_json_and_stands_in_the_document() -> None:

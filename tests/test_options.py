@@ -16,13 +16,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 import openquant
 from conftest import ROOT
 from openquant.errors import UsageError
+from openquant.formats import names
 from openquant.formats.names import UNCHANGED
 from openquant.formats.schemes import SCHEMES
 from openquant.options import (
@@ -42,10 +43,26 @@ from openquant.options import (
 TITLES = ("what the weights become", "where they come from and go", "the texts it reads", "how it runs", "output")
 
 
+# Of what a caller may give in several forms, beside the type that it is read as.
+PATHS = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
+FORMS = {
+    "group_size": "GroupSize | None",
+    "ignore": "str | Sequence[str]",
+    "max_memory": "int | str | None",
+    "outputs": PATHS,
+    "scheme_for": "Mapping[str, SchemeName] | Sequence[tuple[str, SchemeName]] | None",
+    "text": PATHS,
+}
+
+
 def said(kind: type, without: tuple[str, ...] = ()) -> list[tuple[str, str, Any]]:
     """Names, types and defaults of a class's fields, as they would stand in a signature."""
     return [
-        (each.name, str(each.type), inspect.Parameter.empty if each.default is MISSING else each.default)
+        (
+            each.name,
+            FORMS.get(each.name, str(each.type)),
+            inspect.Parameter.empty if each.default is MISSING else each.default,
+        )
         for each in fields(kind)
         if each.name not in without
     ]
@@ -235,8 +252,8 @@ def test_an_option_about_searching_needs_a_search(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         openquant.compress(source, tmp_path / "out", "channel", no_search=True, scheme_for={"**.mlp.*": "mxfp4"})
     assert (caught.value.message, caught.value.hint) == (
-        "--scheme channel searches for no scales",
-        "use --scheme int4, nvfp4 or nvfp4-w4a4, or leave --no-search out",
+        'scheme="channel" searches for no scales',
+        'use scheme="int4", nvfp4 or nvfp4-w4a4, or leave no_search out',
     )
     openquant.compress(source, "out", "channel", no_search=True, scheme_for={"**.mlp.*": "nvfp4"}, dry_run=True)
 
@@ -244,7 +261,6 @@ def test_an_option_about_searching_needs_a_search(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"text": "a.txt"}, "text is 'a.txt', not a list of files"),
         ({"text": ["a.txt"], "dataset": "wikitext"}, "--text and --dataset are both given"),
         ({"samples": 0}, "0 samples"),
         ({"samples": 100_001}, "100001 samples"),
@@ -255,6 +271,70 @@ def test_an_option_about_searching_needs_a_search(tmp_path: Path) -> None:
 def test_texts_that_make_no_sense(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
         Texts(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ({"max_memory": "2GB"}, {"max_memory": 2_000_000_000}),
+        ({"max_memory": 5000}, {"max_memory": 5000}),
+        ({"workers": "2"}, {"workers": 2}),
+        ({"group_size": 64}, {"group_size": "64"}),
+        ({"smooth": "0.5"}, {"smooth": 0.5}),
+        ({"ignore": "lm_head"}, {"ignore": ("lm_head",)}),
+        ({"ignore": ["lm_head", "**.o_proj"]}, {"ignore": ("lm_head", "**.o_proj")}),
+        ({"scheme_for": {"a": "block"}}, {"scheme_for": {"a": "block"}}),
+        ({"scheme_for": [("b", "block"), ("a", "int8"), ("b", "int4")]}, {"scheme_for": {"b": "block", "a": "int8"}}),
+        ({"scheme_for": "a=block"}, {"scheme_for": {"a": "block"}}),
+        ({"text": "a.txt"}, {"text": ("a.txt",)}),
+        ({"text": Path("a.txt")}, {"text": (Path("a.txt"),)}),
+        ({"text": [Path("a.txt"), "b"]}, {"text": (Path("a.txt"), "b")}),
+        ({"outputs": "a", "source": "b"}, {"outputs": ("a",)}),
+    ],
+)
+def test_values_come_in_either_form(given: dict[str, Any], read: dict[str, Any]) -> None:
+    [(name, value)] = read.items()
+    kind = next(each for each in (Recipe, Run, Texts, Evaluate) if name in options_of(each))
+    options = kind(**({"model": "m"} if kind is Run else {}), **given)
+    held = getattr(options, name)
+    assert (held, type(held)) == (value, type(value))
+    assert list(held) == list(value) if isinstance(value, dict) else True
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "message"),
+    [
+        (Run, {"model": "m", "max_memory": "2XB"}, "--max-memory: 2XB is not a size such as 500MB or 2GB"),
+        (Run, {"model": "m", "workers": "two"}, "--workers: 'two' is not a number"),
+        (Recipe, {"architecture": ""}, "--architecture: it is empty"),
+        (Texts, {"text": [""]}, "--text: it is empty"),
+    ],
+)
+def test_what_cannot_be_read_is_a_user_s_error(kind: type, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
+        kind(**given)
+
+
+def test_literal_types_are_the_choices() -> None:
+    def choices(name: str) -> set[object]:
+        return set(options_of(Recipe)[name].choices or ())
+
+    assert set(get_args(names.SchemeName)) == choices("scheme")
+    assert set(get_args(names.FormatName)) == choices("format")
+    assert set(get_args(names.ScaleFormat)) == choices("scale_format")
+    assert set(get_args(names.ActivationScheme)) == choices("activation_scheme")
+    assert (
+        set(get_args(names.CacheScheme)) == choices("kv_cache") == set(options_of(Evaluate)["kv_cache"].choices or ())
+    )
+    assert set(map(str, get_args(names.GroupSize))) == choices("group_size")
+
+
+def test_a_size_of_groups_may_be_a_number() -> None:
+    source = ROOT / "examples" / "tiny-qwen3"
+    with pytest.raises(UsageError) as caught:
+        openquant.compress(source, "out", "int4", group_size=48, dry_run=True)  # type: ignore[arg-type]
+    assert caught.value.message.endswith(" has no groups of 48")
+    openquant.compress(source, "out", "int4", group_size=64, max_memory="2GB", dry_run=True)
 
 
 def test_a_reporter_of_one_s_own_is_told_of_the_run(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,11 +23,11 @@ import pytest
 
 from conftest import EXAMPLE, ROOT
 from loopback_hub import LoopbackHub
-from openquant.version import __version__
+from openquant.version import DISTRIBUTION, __version__, install_hint
 
 BUILD = "import sys; from setuptools import build_meta as b; d = sys.argv[1]; b.build_wheel(d); b.build_sdist(d)"
 TOKEN = "hf_secretsecret"
-NAME = f"openquant-{__version__}"
+NAME = f"{DISTRIBUTION}-{__version__}"
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,33 @@ def call(command: list[object], cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
+def test_nothing_installs_the_name_that_another_project_has_on_the_index() -> None:
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("this is no git checkout: there is no telling what belongs to it")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    # After the verb of an installer and its options, or with an extra anywhere.
+    named = re.compile(rb"""(install|add|uvx)( +-\S+)* +['"]?openquant(?![\w-])|openquant\[\w""")
+    files = [ROOT / name for name in listed.split("\0") if name]
+    found = [
+        f"{path.relative_to(ROOT)}: {line.decode(errors='replace')}"
+        for path in files
+        if path.is_file()
+        for line in path.read_bytes().splitlines()
+        if named.search(line)
+    ]
+    assert found == []
+    assert install_hint("report") == "in the checkout of openquant: pip install -e '.[report]'"
+
+
+def test_the_project_has_one_name() -> None:
+    written = (ROOT / "pyproject.toml").read_text()
+    assert re.search(r'^name = "(.+)"$', written, re.MULTILINE)[1] == DISTRIBUTION
+    # Extras that hints name are there.
+    for path in (ROOT / "openquant").rglob("*.py"):
+        for extra in re.findall(r'install_hint\("(\w+)"\)', path.read_text()):
+            assert re.search(rf"^{extra} = \[", written, re.MULTILINE), extra
+
+
 def test_the_wheel_holds_every_package_and_no_tests(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as wheel:
         found = {name for name in wheel.namelist() if ".dist-info/" not in name}
@@ -96,6 +124,51 @@ def test_the_source_archive_holds_what_it_is_built_and_read_from(built: Built) -
     assert len(documents) >= 3
     assert {"README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml", "compress_fp8.py", *documents} <= found
     assert {"openquant/py.typed", "tests/conftest.py", "tools/names_file.py"} <= found
+
+
+EDITABLE = "import sys; from setuptools import build_meta as b; b.build_editable(sys.argv[1])"
+# What a caller writes, and the types that a checker then knows.
+CALLER = """
+import openquant
+from openquant import OpenQuantError, Push, SchemeName
+
+def small(model: str, scheme: SchemeName = "int4") -> float:
+    try:
+        made = openquant.compress(model, "out", scheme, group_size=64, max_memory="2GB", ignore="lm_head", dry_run=True)
+    except OpenQuantError as error:
+        raise SystemExit(error.hint)
+    reveal_type(made)
+    found = openquant.evaluate("out", model).outputs[0]
+    reveal_type(found["kl"]["mean"])
+    openquant.push("out", Push("you/model", create_pr=True))
+    return found["kl"]["mean"]
+
+openquant.compress("model", scheme="chanel")
+"""
+
+
+def test_type_checkers_follow_an_editable_install(built: Built, tmp_path: Path) -> None:
+    """A .pth file with a path: an import hook, which setuptools writes otherwise, is nothing a type checker runs."""
+    venv.create(tmp_path / "env", with_pip=False)
+    [site] = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    call([sys.executable, "-c", EDITABLE, tmp_path], cwd=built.checkout)
+    [wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as opened:
+        opened.extractall(site)
+    [path] = site.glob("*.pth")
+    assert path.read_text().strip() == str(built.checkout)
+    (tmp_path / "caller.py").write_text(CALLER)
+    python = tmp_path / "env" / "bin" / "python"
+    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "caller.py"]
+    done = subprocess.run([*map(str, command)], cwd=tmp_path, capture_output=True, text=True)
+    shown = [line.partition(": ")[2].partition("  [")[0] for line in done.stdout.splitlines() if ".py:" in line]
+    assert shown[:2] == [
+        'note: Revealed type is "openquant.report.result.Result"',
+        'note: Revealed type is "float"',
+    ]
+    assert len(shown) == 3 and shown[2].startswith('error: Argument "scheme" to "compress" has incompatible type'), (
+        shown
+    )
 
 
 @pytest.mark.parametrize("command", ["openquant", "compress-fp8", "-m openquant", "-m compress_fp8"])

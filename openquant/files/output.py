@@ -349,7 +349,7 @@ class OutputDirectory:
             except OSError as error:
                 raise OutputError(
                     f"{self.path} cannot be locked: {error.strerror}: its file system does not let programs lock files",
-                    "mount it with locks (Lustre: -o flock), or choose another disk with -o",
+                    "mount it with locks (Lustre: its option flock), or choose another disk with -o",
                 ) from None
             else:
                 # A run that finished in between removed the file we locked.

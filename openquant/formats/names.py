@@ -5,7 +5,7 @@ schemes.py has the schemes of these names.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 
 class Named(NamedTuple):
@@ -21,6 +21,16 @@ class Named(NamedTuple):
     suffix: str
     mixes: bool = True
 
+
+# For callers' type checkers; tests/test_options.py compares them with the choices of options.
+SchemeName: TypeAlias = Literal[
+    "tensor", "channel", "block", "mxfp8", "int8", "int8-weights", "int4", "mxfp4", "nvfp4", "nvfp4-w4a4", "none"
+]
+FormatName: TypeAlias = Literal["fp8", "compressed-tensors"]
+ScaleFormat: TypeAlias = Literal["float", "ue8m0"]
+ActivationScheme: TypeAlias = Literal["dynamic", "static"]
+CacheScheme: TypeAlias = Literal["auto", "fp8"]
+GroupSize: TypeAlias = Literal["32", "64", "128", "channel", 32, 64, 128]
 
 # What leaves all weights as they are is called like a scheme.
 UNCHANGED = "none"

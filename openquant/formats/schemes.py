@@ -497,7 +497,13 @@ def find_scheme(
             f"--scheme {name} has no {scale_format} scales in the {format} format",
             "leave --scale-format out: block in the fp8 format has both kinds, mxfp8 and mxfp4 ue8m0, all else float",
         )
+    sizes = [scheme.group_size for scheme in found if scheme.group_size]
     found = [scheme for scheme in found if group_size in (None, scheme.group_size)]
+    if not found and sizes:
+        *most, last = sizes
+        raise UsageError(
+            f"--scheme {name} has no groups of {group_size}", f"use --group-size {', '.join(most)} or {last}"
+        )
     if not found:
         raise UsageError(
             f"--scheme {name} has no groups of a size to choose",

@@ -137,6 +137,7 @@ class _Diagnosing:
         self.stopped = threading.Event()
         tasks = _tasks(plan)
         self.left = Counter(shard for shard, _ in tasks)
+        self.count = len(tasks)
         self.tasks = self._available(tasks)
         self.loops = loops(worth_compiling(plan))
         self.done = 0
@@ -158,7 +159,7 @@ class _Diagnosing:
             yield shard, task
 
     def run(self, workers: int) -> Measured:
-        in_threads(self._work, workers, self.stopped)
+        in_threads(self._work, min(workers, self.count), self.stopped)
         layers = tuple(self.found[module] for module in self.plan.layers if module in self.found)
         return Measured(layers, dict(sorted(self.not_finite.items())))
 

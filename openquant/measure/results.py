@@ -9,7 +9,7 @@ import platform
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ import transformers
 from ..forward.streamed import StreamedModel
 from ..texts.corpus import Corpus
 from ..version import __version__
+from .evaluated import Brief, Named, OutputEvaluation
 from .fidelity import EDGES, Record, histogram, summary
 from .subjects import Output, Settings, Subject
 from .tallies import Distances, Routes
@@ -51,9 +52,9 @@ class Evaluation:
         notes: what people should know of it.
     """
 
-    source: dict[str, Any]
-    floor: dict[str, Any]
-    outputs: list[dict[str, Any]]
+    source: Named
+    floor: Brief
+    outputs: list[OutputEvaluation]
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -127,14 +128,14 @@ def results(found: Findings, texts: Sequence[list[dict[str, Any]]], notes: Seque
         "source": source,
     }
     outputs = [
-        {**_result(found, output, floor), "texts": shown, **common}
+        cast(OutputEvaluation, {**_result(found, output, floor), "texts": shown, **common})
         for output, shown in zip(found.outputs, texts, strict=True)
     ]
     said = [*found.corpus.notes, *(note for output in found.outputs for note in output.served.notes), *notes]
     return Evaluation(source, floor, outputs, tuple(dict.fromkeys(said)))
 
 
-def _result(found: Findings, output: Output, floor: Mapping[str, Any]) -> dict[str, Any]:
+def _result(found: Findings, output: Output, floor: Brief) -> dict[str, Any]:
     weights, full = found.of(output.first), found.of(output.last)
     seed = found.settings.seed
     figures = summary(full, seed)
@@ -201,12 +202,13 @@ def _config_of(model: StreamedModel) -> dict[str, Any]:
     return found
 
 
-def _brief(records: Sequence[Record], seed: int) -> dict[str, Any]:
+def _brief(records: Sequence[Record], seed: int) -> Brief:
     """The figures of what stands beside others."""
     found = summary(records, seed)
+    kl = dict(found["kl"])
     return {
-        "kl": found["kl"]["mean"],
-        **{name: found["kl"][name] for name in ("interval", "median", "p90", "p99", "p999", "max", "share_above_0.1")},
+        "kl": kl.pop("mean"),
+        **kl,
         "top1": found["top1"],
         "top5": found["top5"],
         "perplexity": found["perplexity"]["output"],
@@ -219,7 +221,7 @@ def _layer_json(layer: Layer) -> dict[str, Any]:
     return found if layer.routed_otherwise is None else {**found, "routed_otherwise": layer.routed_otherwise}
 
 
-def _reasons(figures: Mapping[str, Any], floor: Mapping[str, Any], suspects: Sequence[Suspect]) -> list[str]:
+def _reasons(figures: Mapping[str, Any], floor: Brief, suspects: Sequence[Suspect]) -> list[str]:
     kl, ratio = figures["kl"]["mean"], figures["perplexity"]["ratio"]
     times = f", {kl / floor['kl']:.3g} times the floor" if floor["kl"] else ""
     beyond = " (broken is more than 0.5)" if kl > BROKEN else ""

@@ -22,6 +22,7 @@ from ..forward.streamed import StreamedModel
 from ..forward.traffic import Traffic
 from ..texts.tokenizer import Tokenizer
 from .changes import Change
+from .evaluated import Named
 from .served import Served
 from .shares import Team
 
@@ -55,7 +56,7 @@ class Subject:
         """Size of its tensors."""
         return sum(info.nbytes for info in self.checkpoint.tensors.values())
 
-    def identity(self) -> dict[str, str]:
+    def identity(self) -> Named:
         """What eval.json has of it: name, and the digest and the stamp of its fingerprint.
 
         Raises:

@@ -23,7 +23,7 @@ from ..files.destination import Kind
 from ..files.evaluation import identity
 from ..files.names import EVAL_PAGE, EVAL_PICTURE
 from ..patterns import collapse, template
-from ..version import __version__
+from ..version import __version__, install_hint
 from .card import gigabytes, shortened
 from .escape import terminal
 from .text import short
@@ -94,9 +94,7 @@ def require_tools(option: str) -> None:
         for name in _NEEDED:
             import_module(name)
     except ImportError as error:
-        raise UsageError(
-            f"{option} needs {error.name}, which is not installed", "pip install 'openquant[report]'"
-        ) from None
+        raise UsageError(f"{option} needs {error.name}, which is not installed", install_hint("report")) from None
 
 
 def render(page: Page) -> str:

@@ -21,6 +21,7 @@ from ..errors import OpenQuantError, SourceError, UsageError
 from ..files.checkpoint import readable
 from ..files.inputs import open_regular, parse_json, shown
 from ..machine import first_line
+from ..version import install_hint
 from .templates import Message
 
 # Bytes of a block; for a smaller text than two of these, half of it.
@@ -218,14 +219,12 @@ def open_dataset(name: str, count: int) -> Domain:
     try:
         import datasets
     except ImportError:
-        raise UsageError(
-            "--dataset needs datasets, which is not installed", "pip install 'openquant[datasets]'"
-        ) from None
+        raise UsageError("--dataset needs datasets, which is not installed", install_hint("datasets")) from None
     # Those before ran scripts of datasets.
     if int(datasets.__version__.partition(".")[0]) < 4:
         raise UsageError(
             f"--dataset needs datasets 4 or newer; {datasets.__version__} is installed",
-            "pip install -U 'openquant[datasets]'",
+            install_hint("datasets"),
         )
     path, _, rest = name.partition(":")
     subset, _, split = rest.partition(":")

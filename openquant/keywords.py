@@ -1,0 +1,129 @@
+"""Errors in words of Python: what messages call `--max-memory 2GB` is max_memory="2GB" to who calls a function.
+
+Messages name options as the command line does; errors of the functions that `openquant` exports are rewritten here.
+
+    in_python("give --kv-cache fp8 too, or leave --gptq out")   # 'give kv_cache="fp8" too, or leave gptq out'
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import ParamSpec, TypeVar
+
+from .errors import OpenQuantError
+from .options import (
+    Calibrate,
+    CalibrationTexts,
+    Check,
+    Diagnose,
+    Evaluate,
+    Option,
+    Push,
+    Recipe,
+    Run,
+    flags_of,
+    options_of,
+    pattern_and_scheme,
+)
+
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
+
+# Verbs that are functions of another name, and what only the command line has.
+_FUNCTIONS = {"eval": "evaluate"}
+_OTHERS = {"-w 128": 'scheme="block"', "--rendezvous-timeout": "`patience` of its Ranks"}
+_VERBS = "compress|dequantize|calibrate|diagnose|eval|explain|push|verify"
+_FLAG = r"(?<![\w-])--?[a-z][\w-]*"
+_PLACEHOLDER = r"[A-Z]+(?![\w.-])"
+# A command: a verb after `openquant`, or before a flag, with its words.
+_COMMAND = re.compile(
+    rf"\bopenquant (?P<verb>{_VERBS})\b(?P<words>(?: {_PLACEHOLDER}| {_FLAG})*)"
+    rf"|(?<![\w.])(?P<bare>{_VERBS})(?P<flags>(?: {_FLAG})+)"
+)
+_VALUE = r"(?: (?P<value>'[^']*'|[^\s,;:)]*[^\s,;:).]))?"
+
+
+def python_errors(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
+    """A function whose errors name options as its callers do."""
+    parameters = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def called(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
+        try:
+            return function(*args, **kwargs)
+        except OpenQuantError as error:
+            error.message, error.hint = in_python(error.message, parameters), in_python(error.hint, parameters)
+            error.args = (error.message,)
+            raise
+
+    # Where pickle finds it.
+    called.__module__ = __package__ or ""
+    return called
+
+
+def in_python(text: str, parameters: Collection[str] = ()) -> str:
+    """A message or hint with keywords in place of flags.
+
+    Args:
+        text: it names options as the command line does.
+        parameters: of the function that is called, which decide where two options have one flag, such as -o.
+    """
+    options = _options(parameters)
+    known = "|".join(re.escape(flag) for flag in sorted([*options, *_OTHERS], key=len, reverse=True))
+    flags = re.compile(rf"(?<![\w-])(?P<flag>{known})(?![\w-]){_VALUE}")
+
+    def command(match: re.Match[str]) -> str:
+        verb = match["verb"] or match["bare"]
+        words = re.findall(rf"{_FLAG}(?: {_PLACEHOLDER})?|{_PLACEHOLDER}", match["words"] or match["flags"] or "")
+        options = _options(("out",) if verb in ("calibrate", "eval") else ("output",))
+        given = [
+            flags.sub(functools.partial(keyword, options), word)
+            for word in words
+            if not word.startswith("-") or flags.match(word)
+        ]
+        return f"openquant.{_FUNCTIONS.get(verb, verb)}({', '.join(given)})"
+
+    def keyword(options: Mapping[str, tuple[str, Option]], match: re.Match[str]) -> str:
+        flag, value = match["flag"], match["value"]
+        if flag in _OTHERS:
+            return _OTHERS[flag] + (f" {value}" if value else "")
+        name, option = options[flag]
+        rest = "" if value is None else f" {value}"
+        if option.value is None:
+            left_out = match.string[match.end("flag") :].startswith(" out")
+            return (name if left_out else f"{name}=True") + rest
+        told = None if value is None else _literal(option, value)
+        return f"{name}{rest}" if told is None else f"{name}={told}"
+
+    return flags.sub(functools.partial(keyword, options), _COMMAND.sub(command, text))
+
+
+def _options(parameters: Collection[str]) -> dict[str, tuple[str, Option]]:
+    """Keywords and options by flag; those among the parameters before others."""
+    found: dict[str, tuple[str, Option]] = {}
+    for kind in (Push, Check, Diagnose, Evaluate, Calibrate, CalibrationTexts, Recipe, Run):
+        for name, option in options_of(kind).items():
+            for flag in flags_of(name, option):
+                if flag.startswith("-") and (flag not in found or found[flag][0] not in parameters):
+                    found[flag] = name, option
+    return found
+
+
+def _literal(option: Option, value: str) -> str | None:
+    """How a value of an option is written in Python; None if it is the next word of the sentence."""
+    if option.read is pattern_and_scheme:
+        pattern, equals, scheme = value.rpartition("=")
+        return f'{{"{pattern}": "{scheme}"}}' if equals else None
+    if re.fullmatch(_PLACEHOLDER, value):
+        return value
+    if re.fullmatch(r"[\d.]+", value):
+        return value
+    if option.choices:
+        return f'"{value}"' if value in option.choices else None
+    # A name, pattern or path, by what no English word has.
+    if value in ("auto", "generic", "cpu", "cuda") or re.search(r"[\d/*._~'=]", value):
+        return '"' + value.strip("'") + '"'
+    return None

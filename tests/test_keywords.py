@@ -1,0 +1,129 @@
+"""What a caller of a function is told names keywords, what the command line says flags; and what `openquant` exports."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pickle
+import pydoc
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import openquant
+from conftest import EXAMPLE, ROOT
+from openquant.cli import main
+from openquant.keywords import in_python
+from openquant.options import Calibrate, CalibrationTexts, Check, Diagnose, Evaluate, Recipe, Run, flags_of, options_of
+
+VERBS = ["calibrate", "compress", "dequantize", "diagnose", "evaluate", "explain", "push", "verify"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("give a larger --max-memory, or leave --gptq out", "give a larger max_memory, or leave gptq out"),
+        ("give --kv-cache fp8 too", 'give kv_cache="fp8" too'),
+        ("give --samples 12 or more", "give samples=12 or more"),
+        ("give --samples from 1 to 100,000", "give samples from 1 to 100,000"),
+        ("replace that output with --overwrite", "replace that output with overwrite=True"),
+        ("choose another directory with -o", "choose another directory with output"),
+        ("use -w 128, or --scheme tensor", 'use scheme="block", or scheme="tensor"'),
+        ("--ignore model.layers.9.** matches no module", 'ignore="model.layers.9.**" matches no module'),
+        ("say --ignore '**' if", 'say ignore="**" if'),
+        ("--scheme-for **.q=block matches", 'scheme_for={"**.q": "block"} matches'),
+        ("give --text FILE or --dataset NAME", "give text=FILE or dataset=NAME"),
+        ("leave it as it is with --ignore", "leave it as it is with ignore"),
+        ("--architecture auto asks vLLM", 'architecture="auto" asks vLLM'),
+        ("make it again: openquant calibrate MODEL -o FILE", "make it again: openquant.calibrate(MODEL, out=FILE)"),
+        ("openquant verify DIR --full looks at both", "openquant.verify(DIR, full=True) looks at both"),
+        ("run openquant eval again", "run openquant.evaluate() again"),
+        ("compress --dry-run -v lists them", "openquant.compress(dry_run=True) lists them"),
+        ("engines use them with --kv-cache-dtype fp8", "engines use them with --kv-cache-dtype fp8"),
+        ("ulimit -v is 100", "ulimit -v is 100"),
+        ("a-b - c --", "a-b - c --"),
+    ],
+)
+def test_messages_name_keywords(text: str, expected: str) -> None:
+    assert in_python(text, ("output",)) == expected
+    assert in_python(expected, ("output",)) == expected
+
+
+def test_one_flag_is_the_keyword_that_the_function_has() -> None:
+    hint = "name another file with -o"
+    assert in_python(hint, inspect.signature(openquant.calibrate).parameters) == "name another file with out"
+    assert in_python(hint, inspect.signature(openquant.compress).parameters) == "name another file with output"
+
+
+def texts() -> Iterator[str]:
+    """Every message and hint in the package, with what is put in as {}."""
+    for path in sorted((ROOT / "openquant").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "").endswith("Error"):
+                for argument in node.args:
+                    if isinstance(argument, ast.JoinedStr):
+                        yield "".join(
+                            str(each.value) if isinstance(each, ast.Constant) else "{}" for each in argument.values
+                        )
+                    elif isinstance(argument, ast.Constant):
+                        yield str(argument.value)
+
+
+def test_no_message_of_the_package_keeps_a_flag() -> None:
+    kinds = (Calibrate, CalibrationTexts, Check, Diagnose, Evaluate, Recipe, Run)
+    flags = {flag for kind in kinds for name, option in options_of(kind).items() for flag in flags_of(name, option)}
+    known = "|".join(sorted(flag for flag in flags if flag.startswith("-")))
+    named = re.compile(rf"(?<![\w-])({known})(?![\w-])")
+    found = [text for text in texts() if named.search(text)]
+    assert len(found) > 50
+    assert [text for text in found if named.search(in_python(text))] == []
+
+
+def test_who_calls_a_function_is_told_keywords_and_who_types_a_command_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("")
+    with pytest.raises(openquant.OutputError) as caught:
+        openquant.compress(EXAMPLE, tmp_path / "out")
+    assert main(["compress", "-m", str(EXAMPLE), "-o", str(tmp_path / "out")]) == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error == f"error: {caught.value}"
+    assert " -o" in hint
+    assert caught.value.hint == hint.removeprefix("hint: ").replace("-o", "output")
+    with pytest.raises(openquant.UsageError, match='^awq=True brings scheme="int8" nothing: '):
+        openquant.explain(EXAMPLE, "lm_head", "int8", awq=True)
+
+
+def test_what_is_exported_is_what_is_listed() -> None:
+    assert dir(openquant) == sorted(openquant.__all__)
+    assert [name for name in dir(openquant) if inspect.isfunction(getattr(openquant, name))] == VERBS
+    shown = pydoc.render_doc(openquant, renderer=pydoc.plaintext)
+    for verb in VERBS:
+        assert f"\n    {verb}(" in shown
+        assert pickle.loads(pickle.dumps(getattr(openquant, verb))) is getattr(openquant, verb)
+
+
+def test_importing_the_package_and_a_conversion_load_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    code = (
+        "import sys, openquant\n"
+        "dir(openquant)\n"
+        "print(sorted({'numpy', 'torch', 'transformers', 'typing'} & set(sys.modules)))\n"
+        f"openquant.compress({str(EXAMPLE)!r}, {str(tmp_path / 'out')!r})\n"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-S",
+            "-c",
+            code.replace("import sys", f"import sys; sys.path[:0] = {[str(ROOT), *sys.path]!r}; import sys", 1),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stderr, done.stdout) == ("", "[]\n[]\n")
