@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -182,7 +182,7 @@ def _place(asked: Evaluate, sources: Sequence[Source]) -> Path:
 
 def _targets(
     asked: Evaluate, outputs: Sequence[Source]
-) -> Callable[[Evaluation], Iterator[tuple[Path, dict[str, object]]]]:
+) -> Callable[[Evaluation], Iterator[tuple[Path, Mapping[str, object]]]]:
     """Where what will be found goes, asked before anything is computed.
 
     Raises:
@@ -197,7 +197,7 @@ def _targets(
     for file in files:
         require_place(file, f"--out {file}" if asked.out is not None else str(file), "name another file with --out")
 
-    def pairs(found: Evaluation) -> Iterator[tuple[Path, dict[str, object]]]:
+    def pairs(found: Evaluation) -> Iterator[tuple[Path, Mapping[str, object]]]:
         if asked.out is not None:
             yield files[0], found.outputs[0] if len(found.outputs) == 1 else found.to_json()
             return
@@ -208,7 +208,7 @@ def _targets(
     return pairs
 
 
-def write_json(file: Path, value: dict[str, object]) -> None:
+def write_json(file: Path, value: Mapping[str, object]) -> None:
     """Write a JSON file, whole or not at all.
 
     Raises:
