@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -191,7 +191,7 @@ def _place(asked: Evaluate, sources: Sequence[Source]) -> Path:
 
 def _targets(
     asked: Evaluate, texts: Texts, outputs: Sequence[Source]
-) -> Callable[[Evaluation], Iterator[tuple[Destination, dict[str, object]]]]:
+) -> Callable[[Evaluation], Iterator[tuple[Destination, Mapping[str, object]]]]:
     """Where what will be found goes, asked before anything is computed.
 
     Raises:

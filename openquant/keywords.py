@@ -107,7 +107,7 @@ def _options(parameters: Collection[str]) -> dict[str, tuple[str, Option]]:
     for kind in (Push, Check, Diagnose, Evaluate, Calibrate, CalibrationTexts, Recipe, Run):
         for name, option in options_of(kind).items():
             for flag in flags_of(name, option):
-                if flag.startswith("-") and (flag not in found or found[flag][0] not in parameters):
+                if flag.startswith("-") and (name in parameters or found.get(flag, ("",))[0] not in parameters):
                     found[flag] = name, option
     return found
 

@@ -183,7 +183,7 @@ def test_what_was_calibrated_is_used_again(calibration: Path, tmp_path: Path) ->
         compress(EXAMPLE, tmp_path / "out", activation_scheme="static", samples=3, length=64)
     assert (caught.value.message, caught.value.hint) == (
         f"{kept} is a calibration of another model or with other texts",
-        f"give --calibration {kept} to use it, or --overwrite to replace it",
+        f'give calibration="{kept}" to use it, or overwrite=True to replace it',
     )
 
 

@@ -365,7 +365,7 @@ def test_answers_that_cannot_be_written_are_no_success(source: Path, tmp_path: P
 
 
 def test_an_empty_architecture_is_refused(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="^--architecture: it is empty$"):
+    with pytest.raises(UsageError, match="^architecture: it is empty$"):
         compress(source, tmp_path / "out", architecture="")
     assert not (tmp_path / "out").exists()
 

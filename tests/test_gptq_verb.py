@@ -327,8 +327,8 @@ def test_what_it_cannot_do_is_said(tmp_path: Path) -> None:
         return caught.value.message, caught.value.hint
 
     assert refused(calibration=tmp_path / "some.safetensors") == (
-        "GPTQ needs more of the texts than a calibration has: nothing uses --calibration",
-        "leave it out, and name texts with --text or --dataset: GPTQ reads them itself",
+        "GPTQ needs more of the texts than a calibration has: nothing uses calibration",
+        "leave it out, and name texts with text or dataset: GPTQ reads them itself",
     )
 
 
@@ -342,7 +342,7 @@ def test_memory_counts_gram_matrices(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert caught.value.message.startswith(
         "a memory of 8,589,934,592 bytes is too little for GPTQ: the largest layer takes "
     )
-    assert caught.value.hint == "give a larger --max-memory, or leave --gptq out"
+    assert caught.value.hint == "give a larger max_memory, or leave gptq out"
     compress(EXAMPLE, tmp_path / "out", "int4", max_memory=8 << 30)
 
 

@@ -88,7 +88,7 @@ class Sizes(TypedDict):
 
 
 class Named(TypedDict):
-    """A model, the digest of its weights and files, and the stamp that says without reading whether they are the same."""
+    """A model; the digest of its weights and files, and the stamp, which is the same only where they are."""
 
     name: str
     digest: str

@@ -206,7 +206,7 @@ def _brief(records: Sequence[Record], seed: int) -> Brief:
     """The figures of what stands beside others."""
     found = summary(records, seed)
     kl = dict(found["kl"])
-    return {
+    figures = {
         "kl": kl.pop("mean"),
         **kl,
         "top1": found["top1"],
@@ -214,6 +214,7 @@ def _brief(records: Sequence[Record], seed: int) -> Brief:
         "perplexity": found["perplexity"]["output"],
         "rms_dp": found["rms_dp"],
     }
+    return cast(Brief, figures)
 
 
 def _layer_json(layer: Layer) -> dict[str, Any]:

@@ -340,7 +340,7 @@ def test_names_do_not_decide_where_the_engine_quantizes_nothing(source: Path, en
     answering(engine, tmp_path, {**answer(), "layers": {}})
     with pytest.raises(PlanError, match=rf"vLLM 9\.9 builds no layer of {NAME} that could be quantized") as raised:
         plan_of(source)
-    assert raised.value.hint == "--architecture generic goes by names and shapes alone"
+    assert raised.value.hint == 'architecture="generic" goes by names and shapes alone'
 
 
 def test_names_decide_where_there_is_no_engine(source: Path) -> None:
@@ -465,7 +465,7 @@ def test_a_class_with_an_entry_asks_nobody(tmp_path: Path, engine: Engine) -> No
 def test_an_unknown_class_says_that_an_engine_can_be_asked(source: Path) -> None:
     with pytest.raises(OpenQuantError) as raised:
         compress(source, dry_run=True)
-    assert "--architecture auto asks vLLM what it builds of the class (OPENQUANT_VLLM names" in str(raised.value.hint)
+    assert 'architecture="auto" asks vLLM what it builds of the class (OPENQUANT_VLLM names' in str(raised.value.hint)
 
 
 def test_a_few_layers_of_each_kind_are_asked_about() -> None:

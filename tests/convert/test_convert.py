@@ -327,7 +327,7 @@ def test_a_weight_whose_code_would_overflow_bfloat16_is_an_error_that_names_it(
     assert (caught.value.message, caught.value.hint) == (
         f"{name} in model.safetensors: a weight reaches {limit + 2.0**120:g}, engines load at most {limit:g} with "
         f"{scheme.title}",
-        "the weights are damaged: download or save them again, or leave this layer as it is with --ignore",
+        "the weights are damaged: download or save them again, or leave this layer as it is with ignore",
     )
     assert not (tmp_path / "no" / "model.safetensors").exists()
     weights[name][1, 2] = limit

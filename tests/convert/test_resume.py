@@ -259,7 +259,7 @@ def test_what_was_changed_since_it_was_written_is_no_fault_of_ours(
         f'{out} was written wrongly: config.json: model_type is "other", the plan has "qwen3_moe"; an earlier run wrote part '
         "of it"
     )
-    assert caught.value.hint == "if something changed it since, replace it with --overwrite"
+    assert caught.value.hint == "if something changed it since, replace it with overwrite=True"
     compress(source, out, overwrite=True)
     assert tree(out) == whole
 

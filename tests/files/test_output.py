@@ -169,7 +169,7 @@ def test_nothing_planted_is_followed(source: Path, out: Path, home: Path, plant:
     with pytest.raises(OutputError) as caught:
         compress(source, out, overwrite=overwrite)
     assert caught.value.message == f"{out / name} was not made by openquant and will not be overwritten"
-    assert caught.value.hint == "move it away, or choose another directory with -o"
+    assert caught.value.hint == "move it away, or choose another directory with output"
     assert (tree(home), sorted(os.listdir(home))) == (before, listed)
     assert {path: path.stat().st_mtime_ns for path in out.glob("*.safetensors")} == weights
 

@@ -258,5 +258,5 @@ def test_what_cannot_be_streamed_is_refused(output: Path, tmp_path: Path) -> Non
         evaluate([output], EXAMPLE, stream=True)
     assert (caught.value.message, caught.value.hint) == (
         "all models are local directories, nothing of them can be streamed",
-        "leave --stream out",
+        "leave stream out",
     )

@@ -327,10 +327,10 @@ def test_a_dry_run_runs_no_texts(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scheme": "channel"}, "--smooth brings --scheme channel nothing"),
-        ({"scheme": "int4"}, "--smooth brings --scheme int4 nothing"),
-        ({"smooth": 0.0}, "--smooth 0 is not above 0 and at most 1"),
-        ({"smooth": float("nan")}, "--smooth nan is not above 0 and at most 1"),
+        ({"scheme": "channel"}, 'smooth brings scheme="channel" nothing'),
+        ({"scheme": "int4"}, 'smooth brings scheme="int4" nothing'),
+        ({"smooth": 0.0}, "smooth=0 is not above 0 and at most 1"),
+        ({"smooth": float("nan")}, "smooth nan is not above 0 and at most 1"),
     ],
 )
 def test_what_it_is_not_for_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:

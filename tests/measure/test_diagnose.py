@@ -369,7 +369,7 @@ def test_sound_layers_raise_no_flag(example: Path) -> None:
     ("given", "message"),
     [
         ({"workers": 0}, "0 workers cannot work"),
-        ({"scratch": "there"}, "--scratch is where --stream keeps shards"),
+        ({"scratch": "there"}, "scratch is where stream=True keeps shards"),
         ({"scheme": "int3"}, "int3 is not a scheme"),
         ({"stream": True}, f"{EXAMPLE} is a local directory, nothing of it can be streamed"),
         ({"ignore": ["**"]}, None),
@@ -387,9 +387,9 @@ def test_options_that_do_not_go(example: Path, given: dict[str, object], message
 
 
 def test_names_are_listed_by_another_verb(example: Path) -> None:
-    with pytest.raises(UsageError, match="^--ignore zzz matches no module$") as caught:
+    with pytest.raises(UsageError, match="^ignore zzz matches no module$") as caught:
         diagnose(example, ignore=["zzz"])
-    assert caught.value.hint.endswith("; compress --dry-run -v lists them")
+    assert caught.value.hint.endswith("; openquant.compress(dry_run=True) lists them")
 
 
 def test_the_table_and_json(example: Path) -> None:

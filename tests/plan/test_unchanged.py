@@ -91,35 +91,35 @@ def test_another_output_of_it_is_the_same(tmp_path: Path) -> None:
 
 def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     compress(tiny.write(tmp_path / "source"), tmp_path / "fp8")
-    with pytest.raises(PlanError, match="14 weights of .* are quantized, and --scheme none writes unquantized ones"):
+    with pytest.raises(PlanError, match='14 weights of .* are quantized, and scheme="none" writes unquantized ones'):
         compress(tmp_path / "fp8", tmp_path / "out", "none", kv_cache="fp8")
 
 
 @pytest.mark.parametrize(
-    ("options", "flag"),
+    ("options", "named"),
     [
-        ({"group_size": "32"}, "--group-size"),
-        ({"ignore": ["**.up_proj"]}, "--ignore"),
-        ({"scheme_for": {"**.up_proj": "channel"}}, "--scheme-for"),
-        ({"activation_scheme": "static"}, "--activation-scheme"),
-        ({"quantize_lm_head": True}, "--quantize-lm-head"),
-        ({"format": "fp8"}, "--format"),
+        ({"group_size": "32"}, "group_size"),
+        ({"ignore": ["**.up_proj"]}, "ignore"),
+        ({"scheme_for": {"**.up_proj": "channel"}}, "scheme_for"),
+        ({"activation_scheme": "static"}, "activation_scheme"),
+        ({"quantize_lm_head": True}, "quantize_lm_head=True"),
+        ({"format": "fp8"}, "format"),
     ],
 )
-def test_what_says_how_weights_are_stored_is_refused(options: dict[str, Any], flag: str) -> None:
-    with pytest.raises(UsageError, match=f"--scheme none leaves weights as they are, and {flag} is given"):
+def test_what_says_how_weights_are_stored_is_refused(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(UsageError, match=f'scheme="none" leaves weights as they are, and {named} is given'):
         compress("anything", None, "none", kv_cache="fp8", **options)
 
 
 def test_alone_it_says_what_to_do() -> None:
     with pytest.raises(UsageError) as caught:
         compress("anything", None, "none")
-    assert caught.value.message == "--scheme none leaves weights as they are, and nothing else is asked for"
-    assert caught.value.hint == "give --kv-cache fp8 too, for scales of keys and values, or choose another scheme"
+    assert caught.value.message == 'scheme="none" leaves weights as they are, and nothing else is asked for'
+    assert caught.value.hint == 'give kv_cache="fp8" too, for scales of keys and values, or choose another scheme'
 
 
 def test_a_size_that_heads_do_not_divide_by_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="--tp 3 cannot serve this model"):
+    with pytest.raises(PlanError, match="tp=3 cannot serve this model"):
         compress(tiny.write(tmp_path / "source"), None, "none", kv_cache="fp8", tp=3)
 
 

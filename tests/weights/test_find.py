@@ -404,7 +404,7 @@ def test_layers_without_an_input_scale_cannot_be_static(tmp_path: Path) -> None:
         "static activations need scales: those of a calibration, or the input_scale tensors of a quantized source, "
         "of which this one has none"
     )
-    with pytest.raises(OpenQuantError, match="--scheme block has no static activations"):
+    with pytest.raises(OpenQuantError, match='scheme="block" has no static activations'):
         compress(source, tmp_path / "no", "block", activation_scheme="static")
 
 
@@ -422,10 +422,10 @@ def test_a_plan_that_quantizes_nothing_is_an_error_unless_asked_for(tmp_path: Pa
         compress(source, tmp_path / "out", activation_scheme="static")
     assert (caught.value.message, caught.value.hint) == (
         "nothing would be quantized: its input_scale is F32 [2], not a single float (14 layers)",
-        "choose other options, or say --ignore '**' if a copy is what you want",
+        'choose other options, or say ignore="**" if a copy is what you want',
     )
     assert not (tmp_path / "out").exists()
-    with pytest.raises(PlanError, match=r"^nothing would be quantized: --ignore model.layers.0.\*\* \(7 lay"):
+    with pytest.raises(PlanError, match=r'^nothing would be quantized: ignore="model.layers.0.\*\*" \(7 lay'):
         compress(source, tmp_path / "out", activation_scheme="static", ignore=["model.layers.0.**"])
     result = compress(source, tmp_path / "out", activation_scheme="static", ignore=["**"])
     assert result.quantized_tensors == 0
