@@ -20,11 +20,13 @@ from .files.fingerprint import Stamp
 from .files.inputs import read_small
 from .files.names import CARD_FILE, INDEX_FILE
 from .files.output import REPLACE, OutputDirectory
+from .files.space import require_space
 from .formats.finite import NonFinite
 from .hub.fetch import Download, Supply, scratch_bytes
 from .hub.publish import AT_ONCE, Published, Publisher
 from .hub.source import Source, silent
 from .options import Run
+from .plan.carried import rounded_bytes
 from .plan.layout import Shard
 from .plan.plan import Plan
 from .report.card import evaluated_card, model_card
@@ -155,22 +157,8 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, rounding: Ro
     shards = {shard.name: shard.nbytes for shard in plan.shards}
     # Made before anything is converted, so that nothing about them can fail after hours.
     made = _made_files(prepared)
-    others = {**plan.files, **{name: len(data) for name, data in made.items()}}
     publisher = Publisher(push, prepared.target, plan.digest, shards) if push else None
-    directory = OutputDirectory(
-        prepared.target,
-        plan.digest,
-        shards,
-        others,
-        prepared.run.overwrite,
-        elsewhere=publisher.elsewhere if publisher else frozenset,
-        at_once=AT_ONCE if push and push.only else None,
-        scratch=(scratch_bytes(source, source_needs(source, plan)) * ranks.size if prepared.run.stream else 0)
-        + (rounding.missing(prepared) if rounding else 0),
-        sources=lambda: {**prepared.stamps, **source.digests(prepared.checkpoint)},
-        recipe=plan.recipe,
-        entry=plan.unlisted,
-    )
+    directory = _output_directory(prepared, made, publisher, ranks, rounding.missing(prepared) if rounding else 0)
     with ExitStack() as stack:
         if source.remote or publisher:
             stack.enter_context(silent())
@@ -272,13 +260,60 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, rounding: Ro
                 evaluation = take_evaluation(publisher)
             reporter.publishing(publisher.repo)
             title = f"{source.name} in {plan.numbers} ({plan.title})"
-            return publisher.finish(sorted([*others, *evaluation]), title)
+            return publisher.finish(sorted([*plan.files.keys() | made.keys(), *evaluation]), title)
 
         published, error = attempt(finish)
         ranks.agree(error)
         if rounding is not None and ranks.first:
             rounding.remove(prepared)
     return Outcome(directory.resumed, todo is None, published, not_finite, len(unread))
+
+
+def _output_directory(
+    prepared: Prepared, made: Mapping[str, bytes], publisher: Publisher | None, ranks: Ranks, rounded: int
+) -> OutputDirectory:
+    """The directory of a run, in which so many bytes of rounded layers wait for a while."""
+    plan, source, run = prepared.plan, prepared.source, prepared.run
+    return OutputDirectory(
+        prepared.target,
+        plan.digest,
+        {shard.name: shard.nbytes for shard in plan.shards},
+        {**plan.files, **{name: len(data) for name, data in made.items()}},
+        run.overwrite,
+        elsewhere=publisher.elsewhere if publisher else frozenset,
+        at_once=AT_ONCE if run.push and run.push.only else None,
+        scratch=(scratch_bytes(source, source_needs(source, plan)) * ranks.size if run.stream else 0) + rounded,
+        sources=lambda: {**prepared.stamps, **source.digests(prepared.checkpoint)},
+        recipe=plan.recipe,
+        entry=plan.unlisted,
+    )
+
+
+def require_output(prepared: Prepared, ranks: Ranks, passing: int) -> None:
+    """Refuse an output that could not be written once passes over texts are through, before they begin.
+
+    Args:
+        prepared: the run, with a plan whose scales and rounded layers are still to come.
+        ranks: this process among several.
+        passing: bytes of hidden states that a pass writes beside the output: its scratch file and those it keeps.
+
+    Raises:
+        OutputError: the directory is not a run's or cannot be written to, or a disk has no room.
+    """
+    plan, target, source = prepared.plan, prepared.target, prepared.source
+    # The card and config.json of this plan are not final; they are small.
+    rounded = rounded_bytes(plan.carried) if plan.gptq is not None else 0
+    missing = _output_directory(prepared, {}, None, ranks, rounded).missing_bytes()
+    if not missing:
+        return
+    # Of a calibration there are three figures of each input of each layer.
+    calibration = sum(12 * weight.shape[1] for weight in plan.layers.values())
+    needs = [(target, missing), (target.absolute().parent, calibration)]
+    if source.remote and not prepared.run.stream:
+        needs.append((source.root, source.remote_bytes([*plan.source.shards, *plan.files])))
+    require_space(needs)
+    # What a pass writes is gone before the output is written.
+    require_space([(target.absolute().parent, passing + calibration), *needs[2:]])
 
 
 def take_evaluation(publisher: Publisher) -> list[str]:

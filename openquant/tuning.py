@@ -27,12 +27,13 @@ from .improve.awq import awq, weighed
 from .improve.folds import Part, Places, fold, shards_of, together, usable
 from .improve.smooth import smooth
 from .options import Calibrate, CalibrationTexts, Recipe, Run
+from .passes import hidden_bytes, share_of
 from .patterns import collapse
 from .plan.calibrated import UncalibratedError
 from .plan.folding import Folding
 from .plan.plan import Plan
 from .report.reporter import Reporter
-from .run import Prepared
+from .run import Prepared, require_output
 from .threads import in_threads
 from .weights.calibration import SUFFIX, Calibration, read_calibration, stand_in
 from .weights.find import decoded_view
@@ -133,6 +134,13 @@ class Calibrated:
     def calibrate(self, prepared: Prepared, ranks: Ranks, reporter: Reporter) -> bool:
         """Run the texts and decide what they change, if a plan needs it; whether that is to be made again."""
         made = self._seen is None and self._wanted
+        if made or self._recipe.gptq or not self._tuned:
+            tokens = self._texts.samples * self._texts.length
+            hidden = hidden_bytes(prepared.checkpoint, tokens)
+            # Passes that are kept are there twice while they are written anew, without what waits beside them.
+            passing = hidden + (hidden if hidden > share_of(self._run.max_memory, 2) else 0)
+            _, error = attempt(lambda: require_output(prepared, ranks, passing) if ranks.first else None)
+            ranks.agree(error)
         if made:
             self._find(prepared, ranks, reporter)
         if self._recipe.gptq and self._corpus is None:

@@ -11,6 +11,7 @@ refused, and so are links where our files lie (files/folder.py).
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -18,7 +19,7 @@ import secrets
 import shutil
 import stat
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +44,7 @@ from .journal import (
 )
 from .names import EVALUATION_FILES
 from .names import JOURNAL_FILE as JOURNAL
+from .space import existing_parent
 
 REPLACE = "choose another directory with -o, or replace that output with --overwrite"
 
@@ -148,6 +150,34 @@ class OutputDirectory:
 
     def __exit__(self, *exception: object) -> None:
         self._release()
+
+    def missing_bytes(self) -> int:
+        """Bytes of disk that the run has still to write there, less what it discards first; nothing is written.
+
+        Raises:
+            OutputError: the directory could not be claimed: it is not a run's, or cannot be written to. Whether it is
+                this run's own is not looked at, since the digest may not be final yet.
+        """
+        try:
+            with explained(self.path, "read"):
+                if self.path.exists() or self.path.is_symlink():
+                    if not self.path.is_dir():
+                        raise OutputError(f"{self.path} exists and is not a directory", ELSEWHERE)
+                    self._folder = Folder(self.path)
+            with explained(self.path):
+                place = existing_parent(self.path)
+                if not place.is_dir():
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+                if not os.access(place, os.W_OK | os.X_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            if self._folder is None:
+                return self._needed(())[0]
+            journal, _ = self._own_files()
+            needed, freed = self._needed(journal["files"] if journal and self.overwrite else ())
+            return max(0, needed - freed)
+        finally:
+            self._close()
+            self._folder = None
 
     @contextmanager
     def joined(self) -> Iterator[None]:
@@ -272,8 +302,8 @@ class OutputDirectory:
     def _read_journal(self) -> dict[str, Any] | None:
         return journal_in(self.folder)
 
-    def _inspect(self) -> dict[str, Any] | None:
-        """The journal of an earlier run that may be continued or overwritten; None for a fresh directory.
+    def _own_files(self) -> tuple[dict[str, Any] | None, list[tuple[str, int]]]:
+        """The journal of an earlier run, None for a fresh directory; and names and modes of what else is there.
 
         Raises:
             OutputError: the directory holds something else.
@@ -287,7 +317,7 @@ class OutputDirectory:
                     f"{self.path} is not empty and was not made by openquant: it holds {strange}",
                     "choose another directory with -o, or empty this one yourself",
                 )
-            return None
+            return None, []
         with explained(self.path, "read"):
             found = [(name, what.st_mode) for name, what in self.folder.walk() if name != JOURNAL]
         # An evaluation comes later, and says nothing any more of what is overwritten.
@@ -316,6 +346,17 @@ class OutputDirectory:
                 f"{self.path / min(clash)} was not made by openquant and will not be overwritten",
                 "move it away, or choose another directory with -o",
             )
+        return journal, found
+
+    def _inspect(self) -> dict[str, Any] | None:
+        """The journal of an earlier run that may be continued or overwritten; None for a fresh directory.
+
+        Raises:
+            OutputError: the directory holds something else.
+        """
+        journal, found = self._own_files()
+        if journal is None:
+            return None
         if not self.overwrite:
             made_from = journal.get("sources", {})
             self.moved = {name for name, look in self.sources.items() if made_from.get(name) != look}
@@ -331,7 +372,7 @@ class OutputDirectory:
                 f"{self.path} holds the output of another run: other options, another source or another version",
                 REPLACE,
             )
-        foreign = present - ours
+        foreign = present - {*journal["files"], *EVALUATION_FILES}
         if foreign and not journal["done"]:
             raise OutputError(
                 f"{self.path} holds {min(foreign)}, which this run did not write",
@@ -387,21 +428,32 @@ class OutputDirectory:
 
     def _require_space(self, discarded: Iterable[str]) -> None:
         """Refuse to start what the disk cannot hold, counting what will be discarded first as free."""
+        needed, freed = self._needed(discarded)
         with explained(self.path, "examined"):
-            gone = {name: found.st_size for name in discarded if (found := self.folder.stat(name)) is not None}
-            free = shutil.disk_usage(self.path).free + sum(gone.values())
-            missing = [name for name in self.files if name in gone or not self.is_finished(name)]
-            shards = sorted((self.files[name] for name in missing if name in self.shards), reverse=True)
-            needed = sum(self.files[name] for name in missing if name not in self.shards)
-            fetched = sum(
-                what.st_blocks * 512 for name, what in self.folder.walk() if name.startswith(f"{WORK}/{SOURCE}")
-            )
-            needed += sum(shards[: self.at_once]) + (max(0, self.scratch - fetched) if shards else 0)
+            free = shutil.disk_usage(self.path).free + freed
         if needed > free:
             raise OutputError(
                 f"{self.path} needs {needed:,} bytes, its disk has {free:,} free",
                 "free some space, or choose another disk with -o",
             )
+
+    def _needed(self, discarded: Iterable[str]) -> tuple[int, int]:
+        """Bytes that are still to be written, and bytes of what will be discarded first."""
+        if self._folder is None:
+            return self._bytes_of(list(self.files), 0), 0
+        with explained(self.path, "examined"):
+            gone = {name: found.st_size for name in discarded if (found := self.folder.stat(name)) is not None}
+            missing = [name for name in self.files if name in gone or not self.is_finished(name)]
+            fetched = sum(
+                what.st_blocks * 512 for name, what in self.folder.walk() if name.startswith(f"{WORK}/{SOURCE}")
+            )
+        return self._bytes_of(missing, fetched), sum(gone.values())
+
+    def _bytes_of(self, missing: Sequence[str], fetched: int) -> int:
+        """Bytes that these files take with what is there for a while, of which so many bytes are there already."""
+        shards = sorted((self.files[name] for name in missing if name in self.shards), reverse=True)
+        needed = sum(self.files[name] for name in missing if name not in self.shards)
+        return needed + sum(shards[: self.at_once]) + (max(0, self.scratch - fetched) if shards else 0)
 
     def _discard(self, journal: dict[str, Any]) -> None:
         """Remove what an earlier run wrote: first what makes the directory look like a model, the journal last."""
