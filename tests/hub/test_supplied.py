@@ -24,6 +24,8 @@ from loopback_hub import COMMIT, LoopbackHub
 from openquant import diagnose
 from openquant.convert.ranks import Ranks
 from openquant.errors import OutputError, SourceError, UsageError
+from openquant.files.checkpoint import Checkpoint
+from openquant.files.fingerprint import Fingerprint
 from openquant.hub.fetch import Supply
 from openquant.hub.source import Source
 from openquant.hub.supplied import supplied
@@ -191,7 +193,9 @@ class Broken(Ranks):
 
 
 def arriving(supply: Supply, ranks: Ranks | None = None) -> Arriving:
-    return Arriving(supply, "org/name", None, ranks or Ranks())
+    checkpoint = Checkpoint(Path(), {}, "", {}, {}, {}, {}, False, {}, ())
+    fingerprint = Fingerprint(checkpoint, commit=f"org/name@{COMMIT}")
+    return Arriving(supply, supply.needs, "org/name", fingerprint, ranks or Ranks(), hashes=False)
 
 
 def test_units_of_a_tower_are_passed_over_and_none_comes_twice(tmp_path: Path) -> None:
