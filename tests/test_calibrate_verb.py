@@ -43,7 +43,7 @@ class Told(Reporter):
     def calibrating(self, about: str) -> None:
         self.lines.append(about)
 
-    def calibrated(self, done: int, total: int) -> None:
+    def calibrated(self, done: int, total: int, unit: str = "tokens") -> None:
         self.lines.append(f"{done} of {total}")
 
     def planned(self, plan: Plan, *_: Any) -> None:
@@ -149,7 +149,7 @@ def test_a_killed_run_goes_on(calibration: Path, tmp_path: Path) -> None:
     assert caught.value.message == f"{tmp_path / name}.part was begun with other texts"
     told = Told()
     compress(EXAMPLE, tmp_path / "out", activation_scheme="static", reporter=told, **SMALL)
-    assert told.lines[0].endswith(f"; an earlier run is continued; kept in {tmp_path / name}")
+    assert told.lines[1].endswith(f"; an earlier run is continued; kept in {tmp_path / name}")
     assert (tmp_path / name).read_bytes() == calibration.read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", name]
 
@@ -175,7 +175,7 @@ def test_what_was_calibrated_is_used_again(calibration: Path, tmp_path: Path) ->
     kept.write_bytes(calibration.read_bytes())
     told = Told()
     made = compress(EXAMPLE, tmp_path / "out", "nvfp4-w4a4", calibrate=True, no_search=True, reporter=told, **SMALL)
-    assert told.lines == ["planned"]
+    assert told.lines == ["planned", "planned"]
     compress(EXAMPLE, tmp_path / "steps", "nvfp4-w4a4", calibration=calibration, no_search=True)
     for path in (tmp_path / "steps").glob("*.safetensors"):
         assert path.read_bytes() == Path(made.output, path.name).read_bytes()
@@ -193,7 +193,9 @@ def test_a_calibration_of_other_texts_is_replaced_if_asked_for(calibration: Path
     told = Told()
     compress(EXAMPLE, tmp_path / "out", activation_scheme="static", overwrite=True, reporter=told, **SMALL)
     assert kept.read_bytes() == calibration.read_bytes()
-    about, *between, last = told.lines
+    first, about, *between, last = told.lines
+    # The plan comes before the texts run, and once more with what they showed.
+    assert first == "planned"
     assert about.startswith("2 documents of 64 tokens: ")
     assert between
     assert all(re.fullmatch(r"\d+ of \d+", line) for line in between)
@@ -373,12 +375,12 @@ def test_choosing_factors_shows_how_far_it_is(calibration: Path, tmp_path: Path)
     told = Told()
     compress(EXAMPLE, tmp_path / "out", "int8", smooth=0.5, calibration=calibration, reporter=told)
     # Two norms, values and up in each of four layers.
-    assert told.lines[0] == "SmoothQuant 0.5: by how much inputs are divided is chosen at 16 places"
-    steps = [tuple(map(int, line.split(" of "))) for line in told.lines[1:-1]]
+    assert told.lines[1] == "SmoothQuant 0.5: by how much inputs are divided is chosen at 16 places"
+    steps = [tuple(map(int, line.split(" of "))) for line in told.lines[2:-1]]
     assert len(steps) == 16
     assert [done for done, _ in steps] == sorted({done for done, _ in steps})
     assert steps[-1][0] == steps[-1][1] == steps[0][1]
-    assert told.lines[-1] == "planned"
+    assert told.lines[0] == told.lines[-1] == "planned"
 
 
 def other_byte(source: Path) -> None:

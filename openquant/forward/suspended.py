@@ -169,9 +169,10 @@ class _Driver:
 
     def _stub(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if getcurrent() is not self.running:
+            current = getcurrent()
+            if current is not self.running or current.parent is None:
                 return forward(*args, **kwargs)
-            return getcurrent().parent.switch((name, args, kwargs))
+            return current.parent.switch((name, args, kwargs))
 
         return call
 
