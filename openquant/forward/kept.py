@@ -1,8 +1,9 @@
 """Passes kept in a file as they wait before a unit, so that what ends before its end goes on from there.
 
-A pass is a thread, which no file can hold. Continued passes begin at their beginning and compute embeddings; units that
-were done give zeros of the right shapes, and the first that was not is called with what the file has. So of a model's
-own code only what goes from unit to unit counts, all of which is in that call; its masks and angles are made anew.
+A pass is a suspended call stack, which no file can hold. Continued passes begin at their beginning and compute
+embeddings; units that were done give zeros of the right shapes, and the first that was not is called with what the
+file has. So of a model's own code only what goes from unit to unit counts, all of which is in that call; its masks and
+angles are made anew.
 tests/measure/test_calibrate.py holds that for every architecture of the registry.
 
     kept = Kept(Path("x.part"), lambda: {"texts": "5f70bf.."})

@@ -1,8 +1,11 @@
 """Passes through models side by side: each is suspended wherever a unit is called, and every weight is read once.
 
-A model's own `forward` runs once for each pass, on a thread that sleeps wherever a unit is called. What drives the
-passes loads a unit, computes it for all that wait for it, and gives its weights back; so only one unit's are in memory,
-and no architecture is known here.
+A model's own `forward` runs once for each pass, in a greenlet that is suspended wherever a unit is called. The driver
+loads a unit, computes it for all passes that wait for it, and frees its weights; so only one unit's are in memory, and
+no architecture is known here.
+
+All greenlets run in the caller's thread and share its state: the driver enters inference mode once around all of them.
+Each has its own context variables, empty at first.
 
     streamed = StreamedModel(open_checkpoint(path))
     passes = [Pass(streamed, lambda ids=ids: streamed.model(input_ids=ids, use_cache=False).logits) for ids in batches]
@@ -11,13 +14,13 @@ and no architecture is known here.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
+from greenlet import getcurrent, greenlet
 from torch import nn
 
 from ..errors import OpenQuantError
@@ -37,7 +40,7 @@ class Pass(Generic[T]):
 
     Attributes:
         model: what it runs.
-        body: calls `model.model` and makes of its output what is wanted; on a thread of its own, in inference mode.
+        body: calls `model.model` and makes of its output what is wanted; in a greenlet of its own, in inference mode.
         around: entered whenever one of the model's units is computed for this pass.
     """
 
@@ -46,12 +49,12 @@ class Pass(Generic[T]):
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-class _Abandoned(BaseException):
-    """Ends a pass that nobody waits for."""
-
-
 class _Suspended(Generic[T]):
-    """A pass on its thread, asleep wherever a unit is called."""
+    """A pass in its greenlet, suspended wherever a unit is called.
+
+    A greenlet is a call stack of its own. Control goes from one to the other in a single call, which an interrupt comes
+    before or after. What raises in the greenlet of a pass, KeyboardInterrupt too, raises in the driver that resumed it.
+    """
 
     def __init__(self, of: Pass[T], group: int, number: int) -> None:
         self.of, self.group, self.number = of, group, number
@@ -60,71 +63,30 @@ class _Suspended(Generic[T]):
         self.done = False
         self.value: T
         self.held = Held()
-        self._error: BaseException | None = None
-        self._result: Any = None
-        self._mine, self._theirs = threading.Semaphore(0), threading.Semaphore(0)
-        self._running = False
-        self.thread = threading.Thread(target=self._work, name=f"openquant-pass-{group}-{number}", daemon=True)
+        # Nothing on its stack refers to this object: without a cycle its frames are freed as soon as nobody needs it.
+        self.greenlet = greenlet(lambda _, body=of.body: body())
 
     def resume(self, result: Any = None) -> None:
-        """Let it run on to the next unit or to its end, with what the unit it waits for gave.
+        """Run it on to the next unit or to its end.
+
+        Args:
+            result: what the unit it waits for gave.
 
         Raises:
             BaseException: what it raised.
         """
-        self._result = result
-        del result
-        if self.thread.ident is None:
-            self.thread.start()
-        self._running = True
-        self._mine.release()
-        self._wait()
-        if self._error is not None:
-            raise self._error
-
-    def _wait(self) -> None:
-        self._theirs.acquire()
-        self._running = False
+        given = self.greenlet.switch(result)
+        if self.greenlet.dead:
+            self.value, self.done = given, True
+        else:
+            self.unit, args, kwargs = given
+            self.call = args, kwargs
 
     def abandon(self) -> None:
-        """End it, wherever it is."""
-        if self.thread.ident is None:
-            return
-        if self._running:
-            self._wait()
-        while not self.done:
-            self.call = (), {}
-            self._result = _Abandoned()
-            self._running = True
-            self._mine.release()
-            self._wait()
-        self.thread.join()
-
-    def suspended_at(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """In the pass's thread: hand a unit's call over and sleep until its output is there."""
-        self.unit, self.call = unit, (args, kwargs)
-        del args, kwargs
-        self._theirs.release()
-        self._mine.acquire()
-        result, self._result = self._result, None
-        if isinstance(result, _Abandoned):
-            # Another one: what it goes through would hold it, and it all that goes through.
-            raise _Abandoned
-        return result
-
-    def _work(self) -> None:
-        self._mine.acquire()
-        try:
-            # Of this thread only: each would start helpers of its own for what little is computed between units.
-            torch.set_num_threads(1)
-            with torch.inference_mode():
-                self.value = self.of.body()
-        except _Abandoned:
-            pass
-        except BaseException as error:
-            self._error = error
-        self.done = True
-        self._theirs.release()
+        """End it, wherever it is, and free what its frames hold."""
+        self.call, self.done = ((), {}), True
+        while not self.greenlet.dead:
+            self.greenlet.throw()
 
 
 def run(
@@ -161,9 +123,6 @@ def run(
         OpenQuantError: a weight is missing or cannot be read, or a unit cannot be computed.
         BaseException: what a body, `finished` or `after_unit` raised.
     """
-    # A thread's first use of torch takes over what another thread set last.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads)
     passes = [[_Suspended(each, at, number) for number, each in enumerate(group)] for at, group in enumerate(groups)]
     models = list({id(each.of.model): each.of.model for group in passes for each in group}.values())
     with memory_used_again(), library.sealed(), torch.inference_mode(), _Driver(models) as driver:
@@ -172,7 +131,6 @@ def run(
         finally:
             for each in (each for group in passes for each in group):
                 each.abandon()
-            torch.set_num_threads(threads)
 
 
 class _Driver:
@@ -180,7 +138,7 @@ class _Driver:
 
     def __init__(self, models: list[StreamedModel]) -> None:
         self.models = models
-        self.active: _Suspended[Any] | None = None
+        self.running: greenlet | None = None
         self.forwards: dict[tuple[int, str], Callable[..., Any]] = {}
         self._replaced: list[tuple[nn.Module, Callable[..., Any] | None]] = []
 
@@ -208,16 +166,15 @@ class _Driver:
 
     def _stub(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            active = self.active
-            if active is None or threading.current_thread() is not active.thread:
+            if getcurrent() is not self.running:
                 return forward(*args, **kwargs)
-            return active.suspended_at(name, args, kwargs)
+            return getcurrent().parent.switch((name, args, kwargs))
 
         return call
 
     def resume(self, each: _Suspended[Any], result: Any = None) -> None:
         """Let a pass run on."""
-        self.active = each
+        self.running = each.greenlet
         each.resume(result)
 
     def compute(self, each: _Suspended[Any]) -> Any:

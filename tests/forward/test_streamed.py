@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import sys
-import threading
 import warnings
 import weakref
 from collections import Counter
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from greenlet import getcurrent, greenlet
 
 import stored
 import tiny
@@ -43,8 +43,9 @@ def model(source: Path) -> StreamedModel:
     return StreamedModel(open_checkpoint(source))
 
 
-def passes_left() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("openquant-pass")]
+def passes_left() -> list[greenlet]:
+    """Greenlets that are suspended, whoever refers to them."""
+    return [each for each in gc.get_objects() if type(each) is greenlet and each and each is not getcurrent()]
 
 
 @pytest.mark.parametrize("kind", list(stored.SOURCES))
@@ -300,6 +301,43 @@ def test_an_error_ends_all_passes(model: StreamedModel, where: str, error: type[
     assert passes_left() == []
     # The model is as it was.
     assert len(streamed_logits(model, BATCHES)) == 3
+
+
+@pytest.mark.parametrize("function", ["resume", "call", "abandon"])
+def test_an_interrupt_at_any_bytecode_of_the_hand_over_ends_all_passes(model: StreamedModel, function: str) -> None:
+    at, count = 1, 1
+
+    def opcode(frame, event, argument):
+        nonlocal count
+        if event == "opcode":
+            count += 1
+            if count == at:
+                raise KeyboardInterrupt
+        return opcode
+
+    def call(frame, event, argument):
+        if frame.f_code.co_filename != suspended.__file__ or frame.f_code.co_name != function:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return opcode
+
+    expected = streamed_logits(model, BATCHES[:2])
+    traced = sys.gettrace()
+    while count >= at:
+        at, count = at + 1, 0
+        sys.settrace(call)
+        try:
+            streamed_logits(model, BATCHES[:2])
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(traced)
+        assert passes_left() == []
+        # A few calls of each function are enough.
+        if at == 60:
+            break
+    assert at > 20
+    assert all_equal(streamed_logits(model, BATCHES[:2]), expected)
 
 
 def test_resident_models_generate(source: Path, model: StreamedModel) -> None:
