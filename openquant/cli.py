@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .arguments import Parser, compress_parser, recipe_parser, verb_parser
 from .console import Interrupts, Progress, Terminal, fail, mend_streams, print_json, require_told, say
 from .errors import OpenQuantError, UsageError
-from .interrupts import INTERRUPTED, MESSAGE, hint
+from .interrupts import MESSAGE, hint
 from .machine import reached_limit, require_room
 from .options import (
     Calibrate,
@@ -85,18 +85,20 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
                 fail(told.message, told.hint, as_json and not interrupts.told)
             return EXIT_USER
 
-    with Interrupts() as interrupts:
+    def explain() -> None:
+        if ranks.speaks:
+            fail(MESSAGE, hint(given["verb"]), as_json and not interrupts.told)
+
+    with Interrupts(explain) as interrupts:
         try:
             interrupts.catching = True
             code = do_or_explain()
             interrupts.check()
-            interrupts.ignore()
+            interrupts.finish(code)
             return code
         except KeyboardInterrupt:
-            if ranks.speaks:
-                fail(MESSAGE, hint(given["verb"]), as_json and not interrupts.told)
-            # All is let go of. Python would wait for what huggingface_hub's pools still do, and die of another signal.
-            os._exit(INTERRUPTED)
+            # All is let go of. Python would wait for what huggingface_hub's pools still do.
+            interrupts.end()
 
 
 def _parsed(parser: Parser, words: Sequence[str]) -> dict[str, Any]:

@@ -8,13 +8,15 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from .errors import OutputError
-from .interrupts import leave
+from .interrupts import INTERRUPTED, leave
 from .report.reporter import Reporter
 
 if TYPE_CHECKING:
@@ -23,23 +25,39 @@ if TYPE_CHECKING:
     from .report.result import Result
 
 
+# Seconds that a process which is to end at once waits while its message is printed.
+TIME_TO_PRINT = 0.5
+
+
 class Interrupts:
-    """SIGINT and SIGTERM as KeyboardInterrupt, once, from when `catching` is set; before that they end the process.
+    """SIGINT and SIGTERM. The first raises KeyboardInterrupt, the second ends the process at once.
+
+    Before `catching` is set the first ends the process too. After `finish` a signal ends it with the command's own exit
+    code.
 
     Python drops an exception that a handler raises at certain moments (in the import lock's own callbacks, for one),
     so the request is also remembered, for whoever asks.
+
+    Python runs handlers in the main thread, between bytecodes; a matrix product or a read from a dead disk may keep it
+    from there for minutes. So a thread counts signals too, and ends the process at the second.
 
     Attributes:
         requested: whether one came.
         catching: whether KeyboardInterrupt is caught by now.
         told: whether a result was printed, after which nothing else is on stdout.
+        explain: prints that the command was interrupted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, explain: Callable[[], None] = lambda: None) -> None:
         self.requested = False
         self.catching = False
         self.told = False
+        self.explain = explain
         self.previous: dict[int, Any] = {}
+        self._code: int | None = None
+        self._explaining = threading.Lock()
+        self._ends: tuple[int, int] | None = None
+        self._wakeup = -1
 
     def __enter__(self) -> Interrupts:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -48,20 +66,70 @@ class Interrupts:
             if self.previous[number] is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
         sys.unraisablehook = self._unraisable
+        self._start_counting()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self._ends is not None:
+            signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+            # The thread reads the end of the pipe, and closes the other side.
+            os.close(self._ends[1])
         for number, handler in self.previous.items():
-            # Where the process ends now, its exit code is settled.
-            signal.signal(number, signal.SIG_IGN if handler is leave else handler)
+            # Where the process ends now, `_handle` stays: Python may wait long for threads of libraries.
+            if handler is not leave or self._code is None:
+                signal.signal(number, handler)
         sys.unraisablehook = sys.__unraisablehook__
 
     def _handle(self, *_: object) -> None:
+        if self._code is not None:
+            os._exit(self._code)
         if not self.catching:
             leave()
+        if self.requested:
+            self.end()
         self.requested = True
-        self.ignore()
         raise KeyboardInterrupt
+
+    def _start_counting(self) -> None:
+        try:
+            read, write = self._ends = os.pipe()
+        except OSError:
+            return  # no more files may be open: the handler alone has to do
+        os.set_blocking(write, False)
+        thread = threading.Thread(target=self._count, args=(read,), name="openquant-signals", daemon=True)
+        # Little is done there, and memory may be limited.
+        size = threading.stack_size(1 << 18)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError):
+            os.close(read)
+            os.close(write)
+            self._ends = None
+            return
+        finally:
+            threading.stack_size(size)
+        self._wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+    def _count(self, read: int) -> None:
+        count = 0
+        while numbers := os.read(read, 64):
+            if self._code is not None:
+                os._exit(self._code)
+            count += sum(number in self.previous for number in numbers)
+            if count > 1:
+                self.end()
+        os.close(read)
+
+    def end(self) -> NoReturn:
+        """Say that the command was interrupted, unless that is said already, and end the process."""
+        try:
+            # It is never released: of main thread and counting thread the second gives the first time to print.
+            if self._explaining.acquire(blocking=False):
+                self.explain()
+            else:
+                self._explaining.acquire(timeout=TIME_TO_PRINT)
+        finally:
+            os._exit(INTERRUPTED)
 
     @staticmethod
     def _unraisable(what: sys.UnraisableHookArgs) -> None:
@@ -69,12 +137,9 @@ class Interrupts:
         if what.exc_type is not KeyboardInterrupt:
             sys.__unraisablehook__(what)
 
-    def ignore(self) -> None:
-        """A second signal changes nothing: leaving is under way, and quick."""
-        for number, handler in self.previous.items():
-            # Not SIG_IGN: Python complains of a signal that came just before that.
-            if handler is not signal.SIG_IGN:
-                signal.signal(number, lambda *_: None)
+    def finish(self, code: int) -> None:
+        """The command is done: from now on a signal ends the process with this exit code."""
+        self._code = code
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if one was asked for."""

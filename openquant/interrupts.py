@@ -3,6 +3,7 @@
 What is imported here is loaded already when Python starts, but for `signal`.
 """
 
+import atexit
 import os
 import sys
 
@@ -43,6 +44,8 @@ def listen() -> None:
         # A shell has its background jobs ignore SIGINT, and so it stays.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, leave)
+            # Python gives signals back to the system as it ends, which would change a settled exit code.
+            atexit.register(signal.signal, number, signal.SIG_IGN)
     # Nothing here multiplies matrices, and numpy's library for that starts a thread for each CPU as it is loaded; where
     # none can be started it raises SIGINT.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -193,3 +194,81 @@ def test_a_job_in_the_background_keeps_ignoring_ctrl_c(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (130, "still here\n")
     assert done.stderr == "error: interrupted\nhint: run the same command again to continue\n"
+
+
+# A verb whose cleanup never ends: in Python, or in a C library that starts its wait again after each signal.
+STUCK = """
+import ctypes, sys, time
+from openquant.interrupts import listen
+listen()
+from openquant import cli
+
+def stuck(given, interrupts):
+    library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    try:
+        print("busy", file=sys.stderr, flush=True)
+        time.sleep(300)
+    finally:
+        print("cleanup", file=sys.stderr, flush=True)
+        if sys.argv[1] == "python":
+            time.sleep(300)
+        library.pthread_mutex_lock(mutex)
+
+cli.VERBS["verify"] = stuck
+sys.exit(cli.main(["verify", "x", "--json"]))
+"""
+
+
+@pytest.mark.parametrize("where", ["python", "library"])
+def test_a_second_signal_ends_a_command_that_is_stuck_in_its_cleanup(where: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK, where],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_ctrl_c,
+    )
+    try:
+        assert process.stderr is not None
+        for line, number in (("busy", signal.SIGINT), ("cleanup", signal.SIGTERM)):
+            assert process.stderr.readline() == f"{line}\n"
+            process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    hint = "run the same command again: it starts from the beginning"
+    assert (process.returncode, json.loads(out)) == (130, {"error": "interrupted", "hint": hint})
+    assert err == f"error: interrupted\nhint: {hint}\n"
+
+
+def test_a_signal_after_the_result_ends_a_command_that_python_waits_for() -> None:
+    code = (
+        "import sys, threading, time\n"
+        "from openquant.interrupts import listen\n"
+        "listen()\n"
+        "from openquant import cli\n"
+        "cli.VERBS['verify'] = lambda *_: 1\n"
+        "code = cli.main(['verify', 'x'])\n"
+        "threading.Thread(target=time.sleep, args=(300,)).start()\n"
+        "print('done', flush=True)\n"
+        "sys.exit(code)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_ctrl_c,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "done\n"
+        process.send_signal(signal.SIGTERM)
+        assert (process.communicate(timeout=60), process.returncode) == (("", ""), 1)
+    finally:
+        process.kill()
+        process.wait()
