@@ -1,0 +1,194 @@
+"""Commands that run models, interrupted at random bytecodes: they end within seconds, and the next run gives the same bytes.
+
+python interrupts.py [--first N] [--cases N] calibrate|gptq|eval...
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+EXAMPLE = ROOT / "examples" / "tiny-qwen3"
+TEXTS = ("--samples", "2", "--length", "32")
+# Seconds in which an interrupted command must have ended.
+LIMIT = 5.0
+# Where signals are placed: bytecodes of these, in the main thread, whichever greenlet runs there.
+TRACED = (str(ROOT / "openquant"), "threading.py", "contextlib.py")
+
+
+def words(verb: str, folder: Path) -> list[str]:
+    """The command line of a verb, which writes into a folder."""
+    return {
+        "calibrate": ["calibrate", str(EXAMPLE), "-o", str(folder / "out"), *TEXTS],
+        "gptq": ["compress", "-m", str(EXAMPLE), "-o", str(folder / "out"), "--scheme", "int4", "--gptq", *TEXTS],
+        "eval": ["eval", str(EXAMPLE), "--source", str(EXAMPLE), "--out", str(folder / "out"), *TEXTS],
+    }[verb]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All that a command wrote, by name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def preload() -> None:
+    """Import what commands import, so that each fork need not."""
+    import torch
+
+    torch.set_num_threads(1)
+    import openquant.api
+    import openquant.calibration
+    import openquant.cli
+    import openquant.evaluation
+    import openquant.gptq
+    import openquant.improve.gptq
+    import openquant.measure.calibrate
+    import openquant.measure.evaluate  # noqa: F401
+    from openquant.files.checkpoint import open_checkpoint
+    from openquant.forward.streamed import StreamedModel
+
+    StreamedModel(open_checkpoint(EXAMPLE))
+
+
+def forked(do: Callable[[], int], log: Path, limit: float, since: Path | None = None) -> int | None:
+    """The exit code of a function in a fork; None if it was still alive after so many seconds, or after so many since a
+    file appeared."""
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            file = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            code = do()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    waiting, end = since is not None, time.monotonic() + (limit if since is None else 300)
+    while time.monotonic() < end:
+        if waiting and since is not None and since.exists():
+            waiting, end = False, time.monotonic() + limit
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def command(verb: str, folder: Path, at: int, number: int) -> tuple[int, int]:
+    """Run a verb, with a signal at a bytecode. Returns the exit code and how many bytecodes there were."""
+    from openquant.cli import main
+    from openquant.interrupts import listen
+
+    count = 0
+
+    def opcode(frame, event, argument):
+        nonlocal count
+        if event == "opcode":
+            count += 1
+            if count == at:
+                # What follows is to take the time that it takes.
+                sys.settrace(None)
+                Path(folder / "../sent").write_text("")
+                os.kill(os.getpid(), number)
+        return opcode
+
+    def call(frame, event, argument):
+        if not frame.f_code.co_filename.startswith(TRACED[0]) and not frame.f_code.co_filename.endswith(TRACED[1:]):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return opcode
+
+    sys.argv = ["openquant", *words(verb, folder)]
+    # As the command does before anything is imported.
+    listen()
+    if at:
+        sys.settrace(call)
+    code = main()
+    sys.settrace(None)
+    return code, count
+
+
+def measured(verb: str, scratch: Path) -> tuple[dict[str, bytes], int]:
+    """What an uninterrupted run writes, and its number of bytecodes."""
+    folder, total = scratch / "folder", scratch / "total"
+
+    def do() -> int:
+        code, count = command(verb, folder, -1, 0)
+        total.write_text(str(count))
+        return code
+
+    fresh(folder)
+    code = forked(do, scratch / "log", 300)
+    assert code == 0, (code, (scratch / "log").read_text())
+    return contents(folder), int(total.read_text())
+
+
+def fresh(folder: Path) -> None:
+    """Have an empty folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+
+
+def case(verb: str, seed: int, expected: dict[str, bytes], total: int, scratch: Path) -> str | None:
+    """One interrupt; what is wrong with it, if anything is."""
+    dice = random.Random(f"{verb} {seed}")
+    at, number = dice.randrange(1, total + 1), dice.choice((signal.SIGINT, signal.SIGTERM))
+    folder, sent, log = scratch / "folder", scratch / "sent", scratch / "log"
+    fresh(folder)
+    sent.unlink(missing_ok=True)
+    begin = time.monotonic()
+    code = forked(lambda: command(verb, folder, at, number)[0], log, LIMIT, sent)
+    told = f"{verb} {seed}: {signal.Signals(number).name} at {at} of {total}, {time.monotonic() - begin:.1f} s"
+    if code is None:
+        return f"{told}: still alive"
+    if code not in (0, 130):
+        return f"{told}: exit code {code}\n{log.read_text()}"
+    if code == 130 and "interrupted" not in log.read_text():
+        return f"{told}: nothing was said"
+    again = forked(lambda: command(verb, folder, 0, 0)[0], log, 60)
+    if again != 0:
+        return f"{told}: the next run ends with {again}\n{log.read_text()}"
+    if contents(folder) != expected:
+        return f"{told}: the next run gives other bytes"
+    return None
+
+
+def main() -> int:
+    """The command line. Returns how many cases failed, at most 1."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("verbs", nargs="+", choices=("calibrate", "gptq", "eval"))
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--cases", type=int, default=100)
+    asked = parser.parse_args()
+    preload()
+    failed = 0
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        for verb in asked.verbs:
+            expected, total = measured(verb, scratch)
+            print(f"{verb}: {total} bytecodes", flush=True)
+            for seed in range(asked.first, asked.first + asked.cases):
+                problem = case(verb, seed, expected, total, scratch)
+                if problem is not None:
+                    failed += 1
+                    print(problem, flush=True)
+        print(f"{failed} failed of {asked.cases * len(asked.verbs)}")
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
