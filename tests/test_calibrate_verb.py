@@ -44,6 +44,7 @@ class Told(Reporter):
         self.lines.append(about)
 
     def calibrated(self, done: int, total: int, unit: str = "tokens") -> None:
+        del unit
         self.lines.append(f"{done} of {total}")
 
     def planned(self, plan: Plan, *_: Any) -> None:

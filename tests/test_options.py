@@ -79,8 +79,8 @@ def test_signatures_are_the_fields() -> None:
     assert taken(openquant.dequantize) == [*said(Run, without=("device",)), *beside]
     assert taken(openquant.verify)[:-1] == said(Check)
     assert taken(openquant.diagnose)[:-1] == said(Diagnose)
-    assert taken(openquant.evaluate)[:-3] == [*said(Evaluate), *said(Texts)]
-    assert taken(openquant.calibrate)[:-3] == [*said(Calibrate), *said(CalibrationTexts)]
+    assert taken(openquant.evaluate)[:-4] == [*said(Evaluate), *said(Texts)]
+    assert taken(openquant.calibrate)[:-4] == [*said(Calibrate), *said(CalibrationTexts)]
 
 
 def test_positional_arguments_stay() -> None:
