@@ -8,7 +8,8 @@ memory: its shards are not needed while units are computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -73,6 +74,14 @@ class Skeleton:
         config = library.make_config(kind, checkpoint.config, dtype)
         self.model: PreTrainedModel = library.empty_model(kind, config, dtype, device)
         self.units = find_units(self.model)
+        owners = {unit.rpartition(".")[0] for unit in self.units}
+        modules = {name: self.model.get_submodule(name) for name in owners}
+        # Of those that hold units alone; what else lies in a list is a part of the rest.
+        self._lists = {
+            name: module
+            for name, module in modules.items()
+            if isinstance(module, nn.ModuleList) and all(f"{name}.{last}" in self.units for last in module._modules)
+        }
         self._initial: dict[str, torch.Tensor] = dict.fromkeys(library.stored_buffers(self.model), torch.empty(0))
         for name in self._initial:
             self._initial[name] = self.model.get_buffer(name)
@@ -149,7 +158,8 @@ class Skeleton:
         slices = self.slices.of(needs.tensors)
         before = {other: self._get(other) for other in needs.borrowed.values()}
         try:
-            library.load(self.model, slices, self.dtype, self.device)
+            with self._only(unit, *map(self.unit_of, needs.borrowed.values())):
+                library.load(self.model, slices, self.dtype, self.device)
         finally:
             for piece in slices.values():
                 if piece.error is not None:
@@ -168,6 +178,21 @@ class Skeleton:
             if unit == REST and value is not self._initial[name]:
                 value.data = value.data.clone()
             value.requires_grad_(False)
+
+    @contextmanager
+    def _only(self, *units: str) -> Iterator[None]:
+        """Meanwhile lists of layers hold these units alone: for each load transformers walks all of the model it sees,
+        which for all units of a model of many layers would be their number squared.
+        """
+        whole = {name: layers._modules for name, layers in self._lists.items()}
+        for name, layers in self._lists.items():
+            lasts = [unit.rpartition(".")[2] for unit in units if unit.rpartition(".")[0] == name]
+            layers._modules = {last: whole[name][last] for last in lasts}
+        try:
+            yield
+        finally:
+            for name, layers in self._lists.items():
+                layers._modules = whole[name]
 
     def free(self, unit: str) -> None:
         """Put placeholders where the weights of a unit are."""

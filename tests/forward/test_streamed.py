@@ -496,3 +496,31 @@ def test_what_was_freed_is_given_back_after_each_unit(model: StreamedModel, monk
     monkeypatch.setattr(suspended, "give_memory_back", lambda: given.append(None))
     streamed_logits(model, BATCHES)
     assert len(given) == len(model.units)
+
+
+def test_loading_a_layer_takes_no_more_in_a_model_of_more_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' loader walks all of the model that it is given."""
+    visited: Counter[int] = Counter()
+    original = torch.nn.Module._save_to_state_dict
+    for layers in (2, 6):
+        weights = tiny.tensors("Qwen3ForCausalLM")
+        first = {name: weight for name, weight in weights.items() if name.startswith("model.layers.0.")}
+        for number in range(layers):
+            weights |= {name.replace(".0.", f".{number}.", 1): weight.clone() for name, weight in first.items()}
+        source = tiny.write(tmp_path / str(layers), "Qwen3ForCausalLM", weights=weights)
+        config = {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
+        change_json(source / "config.json", lambda known, config=config: known.update(config))
+        streamed = StreamedModel(open_checkpoint(source))
+
+        def counted(self: torch.nn.Module, *args: object, layers: int = layers) -> None:
+            visited[layers] += 1
+            original(self, *args)
+
+        monkeypatch.setattr(torch.nn.Module, "_save_to_state_dict", counted)
+        streamed.load("model.layers.1")
+        monkeypatch.undo()
+        assert not streamed.model.get_submodule("model.layers.1.mlp.up_proj").weight.isnan().any()
+        assert len(streamed.model.model.layers) == layers
+    assert visited[2] == visited[6] > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 from bisect import bisect
 from collections.abc import Callable
@@ -445,3 +446,14 @@ def test_names_do_not_move_the_cursor(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
     assert done.stdout.startswith(f"{tmp_path}/a\\x1b[31mb: ")
+
+
+def test_no_more_threads_are_started_than_there_is_work_for(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda self: (started.append(self), start(self)))
+    few = diagnose(example, workers=1)
+    alone = len(started)
+    started.clear()
+    assert diagnose(example, workers=100_000) == few
+    assert len(started) - alone < max(16, os.cpu_count() or 1)
