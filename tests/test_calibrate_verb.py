@@ -317,17 +317,17 @@ def test_activations_in_fp4_have_the_scales_of_a_calibration(calibration: Path, 
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"calibration": "CALIBRATION"}, UsageError, "nothing uses --calibration"),
+        ({"calibration": "CALIBRATION"}, UsageError, "nothing uses calibration"),
         (
             {"calibration": "missing", "activation_scheme": "static"},
             SourceError,
             "missing cannot be read: No such file",
         ),
-        ({"calibrate": True}, UsageError, "nothing uses --calibrate$"),
+        ({"calibrate": True}, UsageError, "nothing uses calibrate=True$"),
         (
             {"calibrate": True, "calibration": "CALIBRATION", "activation_scheme": "static"},
             UsageError,
-            "--calibrate and --calibration are both given$",
+            "calibrate=True and calibration are both given$",
         ),
         (
             {"calibration": "CALIBRATION", "activation_scheme": "static", "samples": 3},
@@ -338,7 +338,7 @@ def test_activations_in_fp4_have_the_scales_of_a_calibration(calibration: Path, 
         (
             {"calibration": "CALIBRATION", "activation_scheme": "static", "scheme": "block"},
             UsageError,
-            "--scheme block has no static activations",
+            "scheme="block" has no static activations",
         ),
     ],
 )

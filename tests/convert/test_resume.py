@@ -271,7 +271,7 @@ def test_other_options_or_another_source_are_refused(tmp_path: Path, source: Pat
         with pytest.raises(OutputError) as caught:
             compress(**({"model": source, "output": tmp_path / "whole"} | arguments))  # type: ignore[arg-type]
         assert caught.value.message == f"{tmp_path / 'whole'} {message}"
-        assert "--overwrite" in caught.value.hint
+        assert "overwrite=True" in caught.value.hint
     with pytest.raises(SourceError, match=f"in {other} changed since {tmp_path / 'whole'}/model-0000"):
         compress(other, tmp_path / "whole")
     assert tree(tmp_path / "whole") == whole
@@ -505,7 +505,7 @@ def test_what_a_finished_shard_was_made_from_may_not_change(tmp_path: Path, sour
         assert shard in made
         assert str(source) in made
         assert of == f"{out / finished(out)[0]} was made"
-        assert "--overwrite" in caught.value.hint
+        assert "overwrite=True" in caught.value.hint
     assert settled(out) == before
     compress(source, out, overwrite=True)
     compress(source, tmp_path / "fresh")
