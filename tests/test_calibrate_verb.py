@@ -338,7 +338,7 @@ def test_activations_in_fp4_have_the_scales_of_a_calibration(calibration: Path, 
         (
             {"calibration": "CALIBRATION", "activation_scheme": "static", "scheme": "block"},
             UsageError,
-            "scheme="block" has no static activations",
+            'scheme="block" has no static activations',
         ),
     ],
 )

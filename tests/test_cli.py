@@ -29,7 +29,7 @@ from openquant.errors import UsageError
 
 KEYS = [
     "model", "revision", "output", "scheme", "schemes", "kv_cache", "folded", "architecture", "dry_run", "source_bytes", "output_bytes",
-    "download_bytes", "repository", "pushed_to", "pushed_revision", "quantized_tensors", "decoded_tensors", "ignored_layers", "shards", "tensor_parallel", "serving", "seconds", "peak_rss_bytes", "resumed",
+    "download_bytes", "repository", "pushed_to", "pushed_revision", "quantized_tensors", "decoded_tensors", "ignored_layers", "shards", "tensor_parallel", "serving", "seconds", "peak_rss_bytes", "resumed", "not_finite", "unread_shards",
 ]  # fmt: skip
 
 SHOWN = "$ python compress_fp8.py -m examples/tiny-qwen3 --dry-run\n"
@@ -105,6 +105,8 @@ def test_json_is_one_object_for_runs_and_dry_runs(run: Run, tmp_path: Path) -> N
         "shards": 3,
         "tensor_parallel": [1],
         "resumed": False,
+        "not_finite": {},
+        "unread_shards": 0,
     }
     same = {key: value for key, value in json.loads(dry.stdout).items() if key in fixed}
     assert same == fixed | {"dry_run": True}
@@ -406,7 +408,7 @@ def test_a_background_job_keeps_ignoring_ctrl_c(tmp_path: Path, source: Path) ->
         "convert = run.convert\n"
         "def interrupted(*arguments, **options):\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    convert(*arguments, **options)\n"
+        "    return convert(*arguments, **options)\n"
         "run.convert = interrupted\n"
         "from openquant.cli import compress_main\n"
         "sys.exit(compress_main(sys.argv[1:]))"

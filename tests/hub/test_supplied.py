@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -86,7 +87,10 @@ def test_what_has_nothing_to_measure_is_not_fetched(hub: LoopbackHub, source: Pa
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")
     placed = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
-    wanted = {placed[f"{layer['module']}.weight"] for layer in json.loads(out)["layers"]}
+    measured = {f"{layer['module']}.weight" for layer in json.loads(out)["layers"]}
+    # Norms, embeddings and the head are looked through for NaN; ignored layers are not.
+    ignored = re.compile(r".*_proj\.weight|model\.layers\.1\..*|.*\.mlp\..*")
+    wanted = {shard for name, shard in placed.items() if name in measured or not ignored.fullmatch(name)}
     assert len(wanted) < SHARDS
     assert {path.name for path in (tmp_path / "hf").rglob("snapshots/*/*.safetensors")} == wanted
 

@@ -176,7 +176,7 @@ def test_more_ranks_than_texts_count_experts_and_what_is_clipped(job: Job, tmp_p
 BUSY = """
 import time
 from openquant.measure import evaluate
-def busy(source, outputs, corpus, settings, begun, progress):
+def busy(source, outputs, corpus, settings, begun, progress, remaining):
     print("busy", flush=True)
     while True:
         progress(1, 2)
