@@ -1,6 +1,6 @@
 """Commands that run models, interrupted at random bytecodes: they end within seconds, and the next run gives the same bytes.
 
-python interrupts.py [--first N] [--cases N] calibrate|gptq|eval...
+python interrupts.py [--first N] [--cases N] [--only openquant/forward/suspended.py] calibrate|gptq|eval...
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -23,8 +23,9 @@ EXAMPLE = ROOT / "examples" / "tiny-qwen3"
 TEXTS = ("--samples", "2", "--length", "32")
 # Seconds in which an interrupted command must have ended.
 LIMIT = 5.0
-# Where signals are placed: bytecodes of these, in the main thread, whichever greenlet runs there.
-TRACED = (str(ROOT / "openquant"), "threading.py", "contextlib.py")
+# Where signals are placed, unless --only says otherwise: bytecodes of files with this in their paths, in the main thread,
+# whichever greenlet runs there.
+TRACED = ("/openquant/", "/threading.py", "/contextlib.py")
 
 
 def words(verb: str, folder: Path) -> list[str]:
@@ -88,7 +89,7 @@ def forked(do: Callable[[], int], log: Path, limit: float, since: Path | None = 
     return None
 
 
-def command(verb: str, folder: Path, at: int, number: int) -> tuple[int, int]:
+def command(verb: str, folder: Path, at: int, number: int, traced: Sequence[str]) -> tuple[int, int]:
     """Run a verb, with a signal at a bytecode. Returns the exit code and how many bytecodes there were."""
     from openquant.cli import main
     from openquant.interrupts import listen
@@ -107,7 +108,7 @@ def command(verb: str, folder: Path, at: int, number: int) -> tuple[int, int]:
         return opcode
 
     def call(frame, event, argument):
-        if not frame.f_code.co_filename.startswith(TRACED[0]) and not frame.f_code.co_filename.endswith(TRACED[1:]):
+        if not any(each in frame.f_code.co_filename for each in traced):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return opcode
@@ -122,12 +123,12 @@ def command(verb: str, folder: Path, at: int, number: int) -> tuple[int, int]:
     return code, count
 
 
-def measured(verb: str, scratch: Path) -> tuple[dict[str, bytes], int]:
+def measured(verb: str, scratch: Path, traced: Sequence[str]) -> tuple[dict[str, bytes], int]:
     """What an uninterrupted run writes, and its number of bytecodes."""
     folder, total = scratch / "folder", scratch / "total"
 
     def do() -> int:
-        code, count = command(verb, folder, -1, 0)
+        code, count = command(verb, folder, -1, 0, traced)
         total.write_text(str(count))
         return code
 
@@ -143,7 +144,9 @@ def fresh(folder: Path) -> None:
     folder.mkdir()
 
 
-def case(verb: str, seed: int, expected: dict[str, bytes], total: int, scratch: Path) -> str | None:
+def case(
+    verb: str, seed: int, expected: dict[str, bytes], total: int, scratch: Path, traced: Sequence[str]
+) -> str | None:
     """One interrupt; what is wrong with it, if anything is."""
     dice = random.Random(f"{verb} {seed}")
     at, number = dice.randrange(1, total + 1), dice.choice((signal.SIGINT, signal.SIGTERM))
@@ -151,7 +154,7 @@ def case(verb: str, seed: int, expected: dict[str, bytes], total: int, scratch: 
     fresh(folder)
     sent.unlink(missing_ok=True)
     begin = time.monotonic()
-    code = forked(lambda: command(verb, folder, at, number)[0], log, LIMIT, sent)
+    code = forked(lambda: command(verb, folder, at, number, traced)[0], log, LIMIT, sent)
     told = f"{verb} {seed}: {signal.Signals(number).name} at {at} of {total}, {time.monotonic() - begin:.1f} s"
     if code is None:
         return f"{told}: still alive"
@@ -159,7 +162,7 @@ def case(verb: str, seed: int, expected: dict[str, bytes], total: int, scratch: 
         return f"{told}: exit code {code}\n{log.read_text()}"
     if code == 130 and "interrupted" not in log.read_text():
         return f"{told}: nothing was said"
-    again = forked(lambda: command(verb, folder, 0, 0)[0], log, 60)
+    again = forked(lambda: command(verb, folder, 0, 0, ())[0], log, 60)
     if again != 0:
         return f"{told}: the next run ends with {again}\n{log.read_text()}"
     if contents(folder) != expected:
@@ -173,16 +176,18 @@ def main() -> int:
     parser.add_argument("verbs", nargs="+", choices=("calibrate", "gptq", "eval"))
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--cases", type=int, default=100)
+    parser.add_argument("--only", action="append", help="part of the path of files that signals are placed in")
     asked = parser.parse_args()
+    traced = asked.only or TRACED
     preload()
     failed = 0
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         for verb in asked.verbs:
-            expected, total = measured(verb, scratch)
+            expected, total = measured(verb, scratch, traced)
             print(f"{verb}: {total} bytecodes", flush=True)
             for seed in range(asked.first, asked.first + asked.cases):
-                problem = case(verb, seed, expected, total, scratch)
+                problem = case(verb, seed, expected, total, scratch, traced)
                 if problem is not None:
                     failed += 1
                     print(problem, flush=True)
