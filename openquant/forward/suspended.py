@@ -169,8 +169,8 @@ class _Driver:
 
     def _stub(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            current = getcurrent()
-            if current is not self.running or current.parent is None:
+            current: Any = getcurrent()
+            if current is not self.running:
                 return forward(*args, **kwargs)
             return current.parent.switch((name, args, kwargs))
 
