@@ -143,6 +143,8 @@ class _Driver:
         self.models = models
         self.running: greenlet | None = None
         self.forwards: dict[tuple[int, str], Callable[..., Any]] = {}
+        # The greenlet that loads and computes units, the parent of all passes.
+        self.own: Any = getcurrent()
         self._replaced: list[tuple[nn.Module, Callable[..., Any] | None]] = []
 
     def __enter__(self) -> _Driver:
@@ -169,10 +171,9 @@ class _Driver:
 
     def _stub(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            current: Any = getcurrent()
-            if current is not self.running:
+            if getcurrent() is not self.running:
                 return forward(*args, **kwargs)
-            return current.parent.switch((name, args, kwargs))
+            return self.own.switch((name, args, kwargs))
 
         return call
 
