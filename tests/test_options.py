@@ -334,7 +334,7 @@ def test_a_size_of_groups_may_be_a_number() -> None:
     with pytest.raises(UsageError) as caught:
         openquant.compress(source, "out", "int4", group_size=48, dry_run=True)  # type: ignore[arg-type]
     assert caught.value.message.endswith(" has no groups of 48")
-    openquant.compress(source, "out", "int4", group_size=64, max_memory="2GB", dry_run=True)
+    openquant.compress(source, "out", "int4", group_size=64, max_memory="2TB", dry_run=True)
 
 
 def test_a_reporter_of_one_s_own_is_told_of_the_run(tmp_path: Path) -> None:
