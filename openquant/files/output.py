@@ -44,7 +44,7 @@ from .journal import (
 )
 from .names import EVALUATION_FILES
 from .names import JOURNAL_FILE as JOURNAL
-from .space import existing_parent
+from .space import existing_parent, require_space
 
 REPLACE = "choose another directory with -o, or replace that output with --overwrite"
 
@@ -429,13 +429,7 @@ class OutputDirectory:
     def _require_space(self, discarded: Iterable[str]) -> None:
         """Refuse to start what the disk cannot hold, counting what will be discarded first as free."""
         needed, freed = self._needed(discarded)
-        with explained(self.path, "examined"):
-            free = shutil.disk_usage(self.path).free + freed
-        if needed > free:
-            raise OutputError(
-                f"{self.path} needs {needed:,} bytes, its disk has {free:,} free",
-                "free some space, or choose another disk with -o",
-            )
+        require_space([(self.path, needed)], freed)
 
     def _needed(self, discarded: Iterable[str]) -> tuple[int, int]:
         """Bytes that are still to be written, and bytes of what will be discarded first."""

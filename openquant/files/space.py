@@ -20,11 +20,12 @@ def existing_parent(path: Path) -> Path:
     return next(parent for parent in (absolute, *absolute.parents) if parent.exists())
 
 
-def require_space(needs: Sequence[tuple[Path, int]]) -> None:
+def require_space(needs: Sequence[tuple[Path, int]], freed: int = 0) -> None:
     """Refuse to begin what disks cannot hold.
 
     Args:
         needs: directories, which may be missing, and bytes that will be written there; those on one file system add up.
+        freed: bytes that are removed there first.
 
     Raises:
         OutputError: a file system has less room. The first of its directories is named.
@@ -36,7 +37,7 @@ def require_space(needs: Sequence[tuple[Path, int]]) -> None:
     for found in disks.values():
         path, needed = found[0][0], sum(nbytes for _, nbytes in found)
         with explained(path, "examined"):
-            free = shutil.disk_usage(existing_parent(path)).free
+            free = shutil.disk_usage(existing_parent(path)).free + freed
         if needed > free:
             raise OutputError(
                 f"{path} needs {needed:,} bytes, its disk has {free:,} free",
