@@ -213,8 +213,7 @@ def _recipe(given: Given) -> dict[str, Any]:
             # Of two that exclude each other, the one that is given.
             if any(name in said for name in names):
                 repeated = {name: value for name, value in repeated.items() if name not in names}
-    recipe = {**repeated, **said}
-    return recipe
+    return {**repeated, **said}
 
 
 def _compress(given: Given, interrupts: Interrupts) -> int:

@@ -284,7 +284,6 @@ class Terminal(Reporter):
         from .run import expected_download
 
         known_lines = self.planned_lines
-
         name = f"{source.repo}@{source.revision}" if source.repo else str(source.root)
         text = plan_text(plan, name, output, expected_download(source, plan), source.notes)
         if self.verbose:
