@@ -38,6 +38,7 @@ from .plan.plan import Plan, make_plain_plan, make_plan
 from .plan.serving import as_json
 from .plan.unchanged import make_unchanged_plan
 from .recipes import written
+from .report.escape import terminal
 from .report.reporter import Reporter
 from .report.result import Result
 from .run import Prepared, Rounding, carry_out, take_evaluation
@@ -498,7 +499,7 @@ def push(directory: str | os.PathLike[str], target: Push) -> str:
         with explained(path, "read"):
             publisher.prepare(read_small(path / "README.md", f"{path}/README.md"))
         with publisher:
-            return publisher.finish(sorted(others), path.resolve().name).address
+            return publisher.finish(sorted(others), terminal(path.resolve().name)).address
 
 
 def _target(run: Run, source: Source, suffix: str) -> Path:

@@ -11,7 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arguments import Parser, compress_parser, recipe_parser, verb_parser
-from .console import Interrupts, Progress, Terminal, fail, mend_streams, print_json, require_told, say, say_lines
+from .console import (
+    Interrupts,
+    Progress,
+    Terminal,
+    escaped_libraries,
+    fail,
+    mend_streams,
+    print_json,
+    require_told,
+    say,
+    say_lines,
+)
 from .errors import OpenQuantError, UsageError
 from .files.destination import Destination, Protected, require_all
 from .interrupts import MESSAGE, hint
@@ -92,7 +103,7 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
         if ranks.speaks:
             fail(MESSAGE, hint(given["verb"]), as_json and not interrupts.told)
 
-    with Interrupts(explain) as interrupts:
+    with escaped_libraries(), Interrupts(explain) as interrupts:
         try:
             interrupts.catching = True
             code = do_or_explain()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import io
 import json
+import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -158,6 +160,39 @@ def mend_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def escaped_libraries() -> Iterator[None]:
+    """What libraries warn of and log, which may quote a model's files, is escaped as what is said here is."""
+    from .report.escape import terminal
+
+    make_record = logging.getLogRecordFactory()
+
+    def make(*arguments: Any, **options: Any) -> logging.LogRecord:
+        record = make_record(*arguments, **options)
+        # What cannot be formatted is reported by whoever prints it.
+        with suppress(TypeError, ValueError, KeyError):
+            record.msg, record.args = terminal(record.getMessage(), kept="\n\t"), ()
+        return record
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        say(warnings.formatwarning(message, category, filename, lineno, line), file or sys.stderr, end="")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        logging.setLogRecordFactory(make)
+        try:
+            yield
+        finally:
+            logging.setLogRecordFactory(make_record)
 
 
 def say(text: str, stream: TextIO, end: str = "\n") -> OSError | None:

@@ -30,6 +30,7 @@ from .plan.carried import rounded_bytes
 from .plan.layout import Shard
 from .plan.plan import Plan
 from .report.card import evaluated_card, model_card
+from .report.escape import terminal
 from .report.reporter import Reporter
 from .verification.finished import check_finished, require_sound
 
@@ -259,7 +260,7 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, rounding: Ro
                 require_sound(prepared.target, directory.files.keys())
                 evaluation = take_evaluation(publisher)
             reporter.publishing(publisher.repo)
-            title = f"{source.name} in {plan.numbers} ({plan.title})"
+            title = terminal(f"{source.name} in {plan.numbers} ({plan.title})")
             return publisher.finish(sorted([*plan.files.keys() | made.keys(), *evaluation]), title)
 
         published, error = attempt(finish)

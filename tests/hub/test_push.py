@@ -1019,3 +1019,13 @@ def test_push_of_what_push_only_left(hub: LoopbackHub, source: Path, tmp_path: P
         f"error: {tmp_path / 'out'} lacks model-00001-of-00005.safetensors",
         "hint: run the command that made it again, without --push-only",
     ]
+
+
+def test_the_title_of_a_commit_shows_what_a_directory_s_name_has(tmp_path: Path, hub: LoopbackHub) -> None:
+    name = "a\x1b[31m\nb"
+    assert ask(hub, tmp_path, *push_of(write(tmp_path / name), tmp_path)).returncode == 0
+    title, _ = hub.commits("user/name")[-1]
+    assert title.startswith("a\\x1b[31m\\nb in FP8") and title.isprintable()
+    (tmp_path / "out").rename(tmp_path / f"out{name}")
+    assert ask(hub, tmp_path, "push", tmp_path / f"out{name}", "user/other").returncode == 0
+    assert hub.commits("user/other")[-1][0] == "outa\\x1b[31m\\nb"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import subprocess
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import yaml
 
 from conftest import EXAMPLE
 from evaluated import evaluate as evaluated
-from openquant.cli import main
+from openquant.cli import VERBS, main
 from openquant.files.cards import shell_word, split_card
 from openquant.report.card import evaluated_card
 
@@ -124,3 +126,28 @@ def test_a_word_is_typed_on_one_line_and_means_the_same(name: str) -> None:
     assert word.isprintable()
     done = subprocess.run(["bash", "-c", f"printf %s {word}"], capture_output=True, check=True)
     assert done.stdout.decode(errors="surrogateescape").removeprefix("./") == name
+
+
+def test_what_libraries_warn_of_and_log_is_escaped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def verb(*_: object) -> int:
+        warnings.warn(f"warned {EVIL}", stacklevel=1)
+        logging.getLogger("library").error("%s", f"logged {EVIL}")
+        return 0
+
+    monkeypatch.setitem(VERBS, "explain", verb)
+    factory = logging.getLogRecordFactory()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert main(["explain", "model", "layer"]) == 0
+    assert logging.getLogRecordFactory() is factory
+    shown = capsys.readouterr().err
+    assert "warned a\\x1b[31m\n" in shown
+    assert {letter for letter in shown if not letter.isprintable()} == {"\n"}
+
+
+def test_progress_for_programs_is_plain(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compress", "-m", EVIL, "-o", f"out{EVIL}", "--awq", "--scheme", "int4", *SMALL, "--progress", "json"]
+    progress = [line for line in said(capsys, 0, *words).splitlines() if line.startswith("{")]
+    assert {json.loads(line)["stage"] for line in progress} >= {"calibrating", "compressing"}
