@@ -17,7 +17,7 @@ import pytest
 import forked_ranks
 import tiny
 import upcycled
-from conftest import EXAMPLE, ROOT
+from conftest import EXAMPLE, ROOT, tree
 from forked_ranks import Job
 from openquant import Reporter, compress, evaluate, verify
 from openquant.cli import main
@@ -318,6 +318,20 @@ def test_too_small_a_disk_is_found_before_the_pass(made: Path, tmp_path: Path, m
     assert told.lines == []
     assert not list(tmp_path.iterdir())
     compress(EXAMPLE, tmp_path / "out", "int4")
+
+
+def test_an_output_with_other_options_is_found_before_the_pass(made: Path, tmp_path: Path) -> None:
+    before = tree(shutil.copytree(made, tmp_path / "out"))
+    told = Told()
+    with pytest.raises(OutputError) as caught:
+        compress(EXAMPLE, tmp_path / "out", "int4", awq=True, gptq=True, reporter=told, **SMALL)
+    assert caught.value.message == (
+        f"{tmp_path / 'out'} holds the output of another run: other options, another source or another version"
+    )
+    assert told.lines == []
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert tree(tmp_path / "out") == before
+    compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, **SMALL)
 
 
 def test_what_it_cannot_do_is_said(tmp_path: Path) -> None:

@@ -155,8 +155,8 @@ class OutputDirectory:
         """Bytes of disk that the run has still to write there, less what it discards first; nothing is written.
 
         Raises:
-            OutputError: the directory could not be claimed: it is not a run's, or cannot be written to. Whether it is
-                this run's own is not looked at, since the digest may not be final yet.
+            OutputError: the directory could not be claimed: it is not a run's, is that of a run with other options, or
+                cannot be written to. The digest, which may not be final yet, is not looked at.
         """
         try:
             with explained(self.path, "read"):
@@ -172,7 +172,11 @@ class OutputDirectory:
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             if self._folder is None:
                 return self._needed(())[0]
-            journal, _ = self._own_files()
+            journal, found = self._own_files()
+            if journal and not self.overwrite and any(not is_work(name) for name, _ in found):
+                before, now = (recipe.get("options") for recipe in (journal.get("recipe") or {}, self.recipe or {}))
+                if before is not None and before != now:
+                    raise self._another_run()
             needed, freed = self._needed(journal["files"] if journal and self.overwrite else ())
             return max(0, needed - freed)
         finally:
@@ -368,10 +372,7 @@ class OutputDirectory:
         if self.overwrite:
             return journal
         if journal["digest"] != self.digest:
-            raise OutputError(
-                f"{self.path} holds the output of another run: other options, another source or another version",
-                REPLACE,
-            )
+            raise self._another_run()
         foreign = present - {*journal["files"], *EVALUATION_FILES}
         if foreign and not journal["done"]:
             raise OutputError(
@@ -379,6 +380,11 @@ class OutputDirectory:
                 "move it away, or choose another directory with -o",
             )
         return journal
+
+    def _another_run(self) -> OutputError:
+        return OutputError(
+            f"{self.path} holds the output of another run: other options, another source or another version", REPLACE
+        )
 
     def _take_lock(self) -> None:
         with explained(self.path / LOCK):

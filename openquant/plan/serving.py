@@ -8,9 +8,9 @@ says why.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, TypedDict
 
 from ..architectures.entry import DRAFT, Cached, State, absolute
 from ..architectures.parts import HEADS
@@ -33,6 +33,41 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # Config keys that count layers, and say what each is.
 LAYERS, TYPES, SHARED, LENGTH = ("num_hidden_layers", "layer_types", "num_kv_shared_layers", "max_position_embeddings")
 WINDOWED = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+
+
+class ByCache(TypedDict):
+    """Bytes with a cache in bfloat16, and with one in FP8."""
+
+    bf16: int
+    fp8: int
+
+
+class FitFigures(TypedDict):
+    """A `Fit` as `--json` has it."""
+
+    gpu_gb: int
+    gpus: int | None
+    tokens_bf16: int | None
+    tokens_fp8: int | None
+
+
+class CheckpointServing(TypedDict):
+    """A `Serving` as `--json` has it."""
+
+    weights_bytes: int
+    kv_bytes_per_token: ByCache | None
+    kv_bytes_per_sequence: ByCache | None
+    unknown: str | None
+    fits: list[FitFigures]
+
+
+class ServingFigures(TypedDict):
+    """What it takes to serve a source and an output, as `--json` has it; docs/serving.md says what each key means."""
+
+    gpu_memory_utilization: float
+    overhead_bytes_per_gpu: int
+    source: CheckpointServing
+    output: CheckpointServing
 
 
 @dataclass(frozen=True)
@@ -116,6 +151,15 @@ class Fit:
     tokens_bf16: int | None
     tokens_fp8: int | None
 
+    def to_json(self) -> FitFigures:
+        """The fields by name, as `--json` prints them."""
+        return {
+            "gpu_gb": self.gpu_gb,
+            "gpus": self.gpus,
+            "tokens_bf16": self.tokens_bf16,
+            "tokens_fp8": self.tokens_fp8,
+        }
+
 
 @dataclass(frozen=True)
 class Serving:
@@ -133,20 +177,22 @@ class Serving:
     unknown: str | None
     fits: tuple[Fit, ...]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> CheckpointServing:
         """As `--json` prints it; of a cache that is not known, None."""
-        known = self.cache
-        names = (("bf16", False), ("fp8", True))
+
+        def by_cache(size: Callable[[bool], int]) -> ByCache:
+            return {"bf16": size(False), "fp8": size(True)}
+
         return {
             "weights_bytes": self.weights_bytes,
-            "kv_bytes_per_token": {name: known.per_token(fp8) for name, fp8 in names} if known else None,
-            "kv_bytes_per_sequence": {name: known.per_sequence(fp8) for name, fp8 in names} if known else None,
+            "kv_bytes_per_token": by_cache(self.cache.per_token) if self.cache else None,
+            "kv_bytes_per_sequence": by_cache(self.cache.per_sequence) if self.cache else None,
             "unknown": self.unknown,
-            "fits": [asdict(fit) for fit in self.fits],
+            "fits": [fit.to_json() for fit in self.fits],
         }
 
 
-def as_json(source: Serving, output: Serving) -> dict[str, Any]:
+def as_json(source: Serving, output: Serving) -> ServingFigures:
     """Both as `--json` prints them, beside what they rest on."""
     return {
         "gpu_memory_utilization": UTILIZATION,

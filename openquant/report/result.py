@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..plan.serving import ServingFigures
+
 
 @dataclass(frozen=True)
 class Result:
@@ -62,7 +64,7 @@ class Result:
     ignored_layers: list[str]
     shards: int
     tensor_parallel: list[int]
-    serving: dict[str, Any] | None
+    serving: ServingFigures | None
     seconds: float
     peak_rss_bytes: int
     resumed: bool
