@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ..files.checkpoint import Checkpoint
@@ -23,7 +24,8 @@ from .skeleton import REST, Skeleton
 from .slices import Slices
 from .traffic import InPlace, Traffic
 
-# Bytes of an embedding table that is looked into piece by piece, and tokens of a piece.
+# Bytes of an embedding table that is looked into piece by piece, and tokens of a piece; and of an output head that is
+# multiplied in pieces of half as many.
 LARGE_TABLE = 1 << 26
 LOOKUPS = 64
 
@@ -133,6 +135,26 @@ class StreamedModel:
             found.append(forward(ids))
             self._skeleton.slices.let_go()
         return torch.cat(found, dim=1)
+
+    def project(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the output head's `forward` gives, some rows of its weight at a time where that is large.
+
+        The whole of a mapped weight would be in memory: of Qwen3-8B 1.2 GB.
+        """
+        head = library.output_head(self.model)
+        if not isinstance(head, nn.Linear) or getattr(forward, "__func__", None) is not nn.Linear.forward:
+            return forward(*args, **kwargs)
+        if len(args) != 1 or kwargs or self.device != "cpu" or head.weight.nbytes <= LARGE_TABLE:
+            return forward(*args, **kwargs)
+        found = args[0].new_empty(*args[0].shape[:-1], len(head.weight))
+        step = max(1, LARGE_TABLE // 2 // head.weight[0].nbytes)
+        for low in range(0, len(head.weight), step):
+            rows = slice(low, low + step)
+            found[..., rows] = functional.linear(
+                args[0], head.weight[rows], None if head.bias is None else head.bias[rows]
+            )
+            self._skeleton.slices.let_go()
+        return found
 
     def rest(self) -> None:
         """Have nothing of the files in memory until it is computed with again, while another model computes."""

@@ -195,6 +195,8 @@ class _Driver:
                 forward = self.forwards[id(model), each.unit]
                 if model.units[each.unit] is model.model.get_input_embeddings():
                     return model.look_up(forward, args, kwargs)
+                if model.units[each.unit] is library.output_head(model.model):
+                    return model.project(forward, args, kwargs)
                 return forward(*args, **kwargs)
         except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, NotImplementedError) as error:
             raise OpenQuantError(

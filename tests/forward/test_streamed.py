@@ -180,6 +180,11 @@ def test_a_scratch_directory_in_memory_must_be_asked_for(tmp_path: Path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
+def resident_files() -> int:
+    """Kilobytes of files in this process's memory."""
+    return sum(map(int, re.findall(r"Rss(?:File|Shmem):\s+(\d+)", Path("/proc/self/status").read_text())))
+
+
 def test_a_large_embedding_table_is_looked_into_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LARGE_TABLE", 1 << 20)
     weights = tiny.tensors("Qwen3ForCausalLM", vocab=65536)
@@ -188,19 +193,41 @@ def test_a_large_embedding_table_is_looked_into_piece_by_piece(tmp_path: Path, m
     hidden: list[torch.Tensor] = []
     grown: list[int] = []
 
-    def mapped() -> int:
-        """Kilobytes of files in this process's memory."""
-        return sum(map(int, re.findall(r"Rss(?:File|Shmem):\s+(\d+)", Path("/proc/self/status").read_text())))
-
     def note(_unit: str, _group: int, _number: int, value: torch.Tensor) -> None:
         hidden.append(value)
-        grown.append(mapped())
+        grown.append(resident_files())
 
-    before = mapped()
+    before = resident_files()
     run([[forward(model, ids)]], finished=lambda *_: None, after_unit=note, until="model.embed_tokens")
     assert torch.equal(hidden[0], weights["model.embed_tokens.weight"][ids])
     # Of 33 MB, of which looking up so many tokens at once brings in most.
     assert grown[0] - before < 8_000
+
+
+def test_a_large_output_head_is_multiplied_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = tiny.tensors("Qwen3ForCausalLM", vocab=65536)
+    model = StreamedModel(open_checkpoint(tiny.write(tmp_path / "source", weights=weights, vocab=65536)))
+    ids = torch.randint(65536, (1, 8), generator=torch.Generator().manual_seed(0))
+    found: list[torch.Tensor] = []
+    lets_go: list[int] = []
+
+    def finished(_group: int, _number: int, value: torch.Tensor) -> None:
+        found.append(value)
+
+    run([[forward(model, ids)]], finished=finished)
+    monkeypatch.setattr(module, "LARGE_TABLE", 1 << 20)
+    let_go = Slices.let_go
+
+    def counted(self: Slices) -> None:
+        lets_go.append(resident_files())
+        let_go(self)
+
+    monkeypatch.setattr(Slices, "let_go", counted)
+    run([[forward(model, ids)]], finished=finished)
+    # Of 33 MB, half a megabyte at a time; the embedding table is let go once.
+    assert len(lets_go) == 65
+    assert max(lets_go[1:]) - min(lets_go[1:]) < 8_000
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_passes_of_a_group_go_side_by_side(source: Path, model: StreamedModel) -> None:
