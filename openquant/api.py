@@ -31,8 +31,8 @@ from .measure.advice import with_advice
 from .measure.diagnose import diagnose as measure
 from .measure.diagnose import needs
 from .measure.diagnosis import Diagnosis
+from .memory import Step, memory_left
 from .options import CalibrationTexts, Diagnose, Push, Recipe, Run, documented, values_for
-from .plan.carried import carried_memory
 from .plan.fates import Options
 from .plan.plan import Plan, make_plain_plan, make_plan
 from .plan.serving import as_json
@@ -147,7 +147,7 @@ def compress(
 
     run, deciding = Run(**values_for(Run, given)), Deciding(recipe.architecture)
     making = Calibrated(run, recipe, texts, plan)
-    return _work(run, making.make, ranks, reporter, making.calibrate, making.rounding)
+    return _work(run, making.make, ranks, reporter, making.calibrate, making.rounding, making.steps)
 
 
 def _require_texts(recipe: Recipe, calibrated: bool) -> None:
@@ -247,6 +247,7 @@ def _work(
     reporter: Reporter | None,
     before: Callable[[Prepared, Ranks, Reporter], bool] = lambda *_: False,
     rounding: Callable[[], Rounding | None] = lambda: None,
+    steps: Callable[[Source, Checkpoint, Plan, Path], Sequence[Step]] = lambda *_: (),
 ) -> Result:
     """What was done: the source opened, planned and converted, or with `dry_run` planned only.
 
@@ -257,6 +258,7 @@ def _work(
         reporter: is told of it.
         before: does what must come before anything is written; whether the plan is then to be made again.
         rounding: what rounds layers before they are converted, if something does.
+        steps: what comes before the conversion and takes memory.
     """
     begin = time.monotonic()
     reporter = reporter or Reporter()
@@ -266,21 +268,21 @@ def _work(
         # Connects them, which takes memory that must not come on top of what workers may use.
         ranks.agree(None)
 
-        def prepare() -> Prepared:
+        def prepare(first: bool) -> Prepared:
             device = "cpu" if run.dry_run else find_device(run.device, ranks.local_rank)
             most = MOST_WORKERS if device == "cpu" else MOST_GPU_WORKERS
             workers = run.workers or min(most, max(1, available_cpus() // ranks.local_size))
-            return _prepare(run, make, workers, device)
+            return _prepare(run, make, steps, workers, device, first)
 
-        def agreed() -> Prepared:
-            prepared, error = attempt(prepare)
+        def agreed(first: bool) -> Prepared:
+            prepared, error = attempt(lambda: prepare(first))
             seen = ranks.agree(error, prepared and prepared.seen)
             if any(other != seen[0] for other in seen):
                 raise SourceError("ranks see different sources", "let all of them read the same files")
             assert prepared is not None
             return prepared
 
-        prepared, again = agreed(), None
+        prepared, again = agreed(first=True), None
         opened = prepared
         _, error = attempt(lambda: reporter.opened(opened.source, opened.target))
         ranks.agree(error)
@@ -290,7 +292,7 @@ def _work(
             reporter.planned(first.plan, first.source, first.target)
             again, error = attempt(lambda: before(first, ranks, reporter))
             ranks.agree(error)
-            prepared = agreed() if again else first
+            prepared = agreed(first=False) if again else first
         plan = prepared.plan
 
         def result(resumed: bool, published: Published | None) -> Result:
@@ -337,8 +339,24 @@ def _work(
         return done
 
 
-def _prepare(run: Run, make: Callable[[Source, Checkpoint], Plan], workers: int, device: str) -> Prepared:
-    """Open the source and plan; nothing is written, and of a repository only config, index and headers are fetched."""
+def _prepare(
+    run: Run,
+    make: Callable[[Source, Checkpoint], Plan],
+    steps: Callable[[Source, Checkpoint, Plan, Path], Sequence[Step]],
+    workers: int,
+    device: str,
+    first: bool,
+) -> Prepared:
+    """Open the source and plan; nothing is written, and of a repository only config, index and headers are fetched.
+
+    Args:
+        run: what was asked for.
+        make: makes the plan.
+        steps: what comes before the conversion and takes memory.
+        workers: how many threads, at most.
+        device: where codes are computed.
+        first: whether no step is done yet; what they took hours for is not thrown away for a lack of memory.
+    """
     if run.output is not None:
         if not os.fspath(run.output):
             raise UsageError("-o is empty", "give a directory, or leave -o out")
@@ -350,7 +368,10 @@ def _prepare(run: Run, make: Callable[[Source, Checkpoint], Plan], workers: int,
         plan = make(source, checkpoint)
     target = _target(run, source, plan.suffix)
     refuse_overlap(source.root, target)
-    workers, fast = _affordable(workers, plan, run.max_memory, memory_needed(source, run.stream), device)
+    before = steps(source, checkpoint, plan, target) if first else ()
+    converting = Step("converting with a single worker", worker_memory(plan, device), models=bool(before))
+    fetching = memory_needed(source, run.stream)
+    workers, fast = _affordable(workers, plan, run.max_memory, fetching, converting, before, first)
     return Prepared(run, source, checkpoint, stamps, plan, target, workers, device, fast)
 
 
@@ -381,29 +402,30 @@ def _without_own_log(checkpoint: Checkpoint, absent: Container[str]) -> Checkpoi
     return replace(checkpoint, files=files, left_out=tuple(sorted({*checkpoint.left_out, *logs})))
 
 
-def _affordable(workers: int, plan: Plan, max_memory: int | None, fetching: int, device: str) -> tuple[int, bool]:
+def _affordable(
+    workers: int,
+    plan: Plan,
+    max_memory: int | None,
+    fetching: int,
+    converting: Step,
+    before: Sequence[Step],
+    first: bool,
+) -> tuple[int, bool]:
     """How many threads, at most `workers`, the memory allows, of which downloads need `fetching` bytes; and whether
     compiled loops are worth it and take no thread's memory.
 
     Raises:
-        UsageError: it does not allow one.
+        UsageError: it does not allow one, or a step before the conversion.
     """
     fast = worth_compiling(plan)
     if max_memory is None:
         return workers, fast
-    held, each = peak_rss() + fetching, worker_memory(plan, device)
-    if max_memory < held + each:
-        raise UsageError(
-            f"a memory of {max_memory:,} bytes is too little: this model takes {held + each:,} with a single worker",
-            "give a larger --max-memory",
-        )
-    if max_memory < (needed := peak_rss() + carried_memory(plan.carried)):
-        raise UsageError(
-            f"a memory of {max_memory:,} bytes is too little for GPTQ: the largest layer takes {needed:,}",
-            "give a larger --max-memory, or leave --gptq out",
-        )
-    workers = min(workers, (max_memory - held) // each)
-    return workers, fast and max_memory >= held + workers * each + COMPILED_MEMORY
+    each = converting.nbytes
+    with_downloads = replace(converting, nbytes=fetching + each)
+    memory_left(max_memory, [with_downloads, *before], first)
+    room = max_memory - with_downloads.needed + each
+    workers = max(1, min(workers, room // each))
+    return workers, fast and room >= workers * each + COMPILED_MEMORY
 
 
 @contextmanager

@@ -23,8 +23,9 @@ from .files.fingerprint import Fingerprint
 from .hub.source import Source, find_source, model_folder
 from .hub.supplied import supplied
 from .machine import find_device
+from .memory import calibration_steps, memory_left
 from .options import Calibrate, CalibrationTexts, files_read, values_for
-from .passes import Arriving, find_tokenizer, hidden_bytes, scratch_for, share_of, vocabulary_of
+from .passes import BUDGET, Arriving, find_tokenizer, hidden_bytes, scratch_for, vocabulary_of
 from .report.reporter import Reporter
 from .version import __version__
 from .weights.calibration import SUFFIX, Calibration, calibrations, read_calibration
@@ -62,7 +63,8 @@ def calibrate(
         stream: keep only a few shards of a Hub repository on disk, and none in the Hub's cache.
         overwrite: replace a calibration of another model too.
         device: where it is computed: "cpu", "cuda", "cuda:N" or "auto" (a GPU if there is one).
-        max_memory: bytes that this process may hold in memory; what texts are in beyond that goes to a scratch file.
+        max_memory: bytes that this process may hold in memory: less than a layer or the output head takes is refused,
+            and hidden states that have no room wait in a scratch file.
         scratch: the directory for that file and for streamed shards; that of `out` if None.
         text: files, each a domain: .jsonl with `text` or `messages` in each line, all others text in UTF-8. Without
             any and without a dataset, the source and documentation of Python's own standard library. Evaluations never
@@ -111,6 +113,7 @@ def _calibrated(
     option = "-o" if asked.out is not None else ""
     target = destination(path, option, "name another file with -o", source, checkpoint, asked, texts)
     target.require()
+    memory_left(asked.max_memory, calibration_steps(checkpoint, texts.length))
     corpus = agreed_texts(source, checkpoint, texts, ranks)
     _run(source, checkpoint, corpus, target, asked, ranks, begun, progress, remaining)
     return path
@@ -255,8 +258,8 @@ def _run(
         refuse_memory(place, "shards")
     hidden = hidden_bytes(checkpoint, -(-len(corpus.documents) // ranks.size) * corpus.length)
     with ExitStack() as stack:
-        # As much again for the weights of a layer and for logits, of which nothing is known yet.
-        room = scratch_for(hidden, place, share_of(asked.max_memory, 2), asked.scratch is not None)
+        left = memory_left(asked.max_memory, calibration_steps(checkpoint, corpus.length))
+        room = scratch_for(hidden, place, BUDGET if left is None else left, asked.scratch is not None)
         held = stack.enter_context(room) if room else None
         more = hidden if room else 0
         shards = needs(streamed)

@@ -25,8 +25,9 @@ from .formats.names import CacheScheme
 from .hub.source import Source, find_source, model_folder
 from .hub.supplied import Needs, supplied
 from .machine import find_device
+from .memory import answering_room, evaluation_steps, memory_left
 from .options import Evaluate, Texts, files_read, values_for
-from .passes import Arriving, find_tokenizer, hidden_bytes, scratch_for, share_of, vocabulary_of
+from .passes import BUDGET, Arriving, find_tokenizer, hidden_bytes, scratch_for, vocabulary_of
 
 if TYPE_CHECKING:
     from .forward.traffic import Traffic
@@ -67,7 +68,8 @@ def evaluate(
         prompts: a file of prompts that source and outputs answer side by side; built-in ones if None.
         kv_cache: "fp8" to round keys and values to FP8, or "auto" to do so where an output's config says it.
         device: where it is computed: "cpu", "cuda", "cuda:N" or "auto" (a GPU if there is one).
-        max_memory: bytes that this process may hold in memory; what texts are in beyond that goes to a scratch file.
+        max_memory: bytes that this process may hold in memory: less than a layer or the output head takes is refused,
+            and hidden states that have no room wait in a scratch file.
         scratch: the directory for that file and for streamed shards; if None the parent of the first output that is a
             directory, or else the working directory.
         seed: of the floor's noise and of intervals.
@@ -115,6 +117,7 @@ def _evaluated(
         raise UsageError("all models are local directories, nothing of them can be streamed", "leave --stream out")
     checkpoints = [open_checkpoint(each.root, each.remote, each.absent) for each in sources]
     targets = _targets(asked, texts, sources[1:]) if ranks.first else None
+    memory_left(asked.max_memory, evaluation_steps(checkpoints, texts.length))
     # Only now is transformers imported.
     from .measure.evaluate import evaluate as measure
     from .measure.subjects import Settings, Subject
@@ -145,8 +148,8 @@ def _evaluated(
         # The source twice, each output twice.
         tokens = -(-len(corpus.documents) // ranks.size) * corpus.length
         hidden = 2 * len(checkpoints) * hidden_bytes(checkpoints[0], tokens)
-        # As much again for the weights of a layer and for logits, of which nothing is known yet.
-        room = scratch_for(hidden, place, share_of(asked.max_memory, 2), asked.scratch is not None)
+        left = memory_left(asked.max_memory, evaluation_steps(checkpoints, corpus.length))
+        room = scratch_for(hidden, place, BUDGET if left is None else left, asked.scratch is not None)
 
         @contextmanager
         def supply(needs: Sequence[Needs]) -> Iterator[list[Traffic]]:
@@ -168,6 +171,7 @@ def _evaluated(
             supply,
             again=not asked.stream,
             team=ranks if ranks.size > 1 else None,
+            answering=answering_room(asked.max_memory),
         )
         found = measure(subjects[0], subjects[1:], corpus, settings, begun, advanced, remaining)
         for subject in subjects:

@@ -15,12 +15,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .convert.conversion import COMPILED_MEMORY
 from .convert.devices import loops
 from .convert.ranks import Ranks, attempt
 from .files.fingerprint import Fingerprint
 from .files.rounded import Place, RoundedFolder
 from .hub.supplied import supplied
-from .passes import Arriving, hidden_bytes, scratch_for, share_of
+from .memory import gram_room, memory_left, rounding_steps
+from .passes import BUDGET, Arriving, hidden_bytes, scratch_for
 from .plan.carried import rounded_bytes
 from .plan.plan import Plan
 from .report.reporter import Reporter
@@ -90,8 +92,11 @@ class Gptq:
         place = prepared.target.absolute().parent
         hidden = hidden_bytes(prepared.checkpoint, len(corpus.documents) * corpus.length)
         with ExitStack() as stack:
-            # For hidden states, for Gram matrices, and for a layer's weights with what rounds them.
-            share = share_of(run.max_memory, 3)
+            left = memory_left(run.max_memory, rounding_steps(prepared.checkpoint, plan, corpus.length), refuse=False)
+            fast = prepared.fast and (left is None or left > COMPILED_MEMORY)
+            # For hidden states, and for more Gram matrices than the largest.
+            share = BUDGET if left is None else (left - fast * COMPILED_MEMORY) // 2
+            grams = BUDGET if left is None else gram_room(plan) + share
             room = scratch_for(hidden, place, share, asked=False)
             held = stack.enter_context(room) if room else None
             supplies = supplied([(source, shards)], run.stream, place, hidden if room else 0)
@@ -102,8 +107,8 @@ class Gptq:
                 plan,
                 corpus,
                 folder,
-                loops(prepared.fast),
-                room=share,
+                loops(fast),
+                room=grams,
                 scratch=held,
                 progress=advanced,
                 remaining=reporter.remaining,

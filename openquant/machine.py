@@ -119,17 +119,26 @@ def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+def resident() -> int:
+    """Resident memory of this process now, in bytes; where the system does not tell, the largest so far."""
+    return _status("VmRSS") or peak_rss()
+
+
 def peak_rss() -> int:
     """Largest resident memory of this process so far, in bytes."""
-    try:
-        # ru_maxrss begins at the parent's size; this does not.
-        with open("/proc/self/status") as status:
-            for line in status:
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-    except FileNotFoundError:
-        pass
+    # ru_maxrss begins at the parent's size; this does not.
+    if (found := _status("VmHWM")) is not None:
+        return found
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _status(name: str) -> int | None:
+    """What Linux says of this process's memory, in bytes; None elsewhere."""
+    with suppress(FileNotFoundError), open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return None
 
 
 @contextmanager

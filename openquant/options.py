@@ -551,9 +551,10 @@ class Run(OptionGroup):
     max_memory: int | None = field(
         default=None,
         metadata=said(
-            "fewer threads rather than more memory: 500MB, 2GB",
+            "fewer threads; too little is refused: 500MB, 2GB",
             RUNNING,
-            "bytes that this process may hold in memory; fewer workers are used if need be",
+            "bytes that this process may hold in memory; fewer workers are used if need be, and less than a step takes "
+            "is refused before anything is run",
             value="SIZE",
             read=size,
         ),
@@ -717,9 +718,10 @@ class Calibrate(OptionGroup):
     max_memory: int | None = field(
         default=None,
         metadata=said(
-            "hidden states beyond this go to disk: 500MB, 2GB",
+            "to hold at most; too little is refused: 500MB, 2GB",
             RUNNING,
-            "bytes that this process may hold in memory; what texts are in beyond that goes to a scratch file",
+            "bytes that this process may hold in memory: less than a layer or the output head takes is refused, and "
+            "hidden states that have no room wait in a scratch file",
             value="SIZE",
             read=size,
         ),
@@ -905,9 +907,10 @@ class Evaluate(OptionGroup):
     max_memory: int | None = field(
         default=None,
         metadata=said(
-            "hidden states beyond this go to disk: 500MB, 2GB",
+            "to hold at most; too little is refused: 500MB, 2GB",
             RUNNING,
-            "bytes that this process may hold in memory; what texts are in beyond that goes to a scratch file",
+            "bytes that this process may hold in memory: less than a layer or the output head takes is refused, and "
+            "hidden states that have no room wait in a scratch file",
             value="SIZE",
             read=size,
         ),

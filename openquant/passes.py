@@ -16,7 +16,6 @@ from .files.checkpoint import Checkpoint
 from .files.fingerprint import Fingerprint
 from .hub.fetch import Supply
 from .hub.source import Source
-from .machine import peak_rss
 
 if TYPE_CHECKING:
     from .forward.scratch import Scratch
@@ -52,11 +51,6 @@ def hidden_bytes(checkpoint: Checkpoint, tokens: int) -> int:
     inner = checkpoint.config.get("text_config")
     size = next((each.get("hidden_size") for each in (checkpoint.config, inner) if isinstance(each, dict)), 0)
     return 2 * tokens * (size if isinstance(size, int) else 0) * 2
-
-
-def share_of(max_memory: int | None, parts: int) -> int:
-    """Bytes of the memory that is left for a pass, of which so many things take as much each."""
-    return BUDGET if max_memory is None else max(0, (max_memory - peak_rss()) // parts)
 
 
 def scratch_for(hidden: int, place: Path, budget: int, asked: bool) -> Scratch | None:

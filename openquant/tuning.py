@@ -26,8 +26,10 @@ from .hub.supplied import supplied
 from .improve.awq import awq, weighed
 from .improve.folds import Part, Places, fold, shards_of, together, usable
 from .improve.smooth import smooth
+from .machine import resident
+from .memory import Step, calibration_steps, memory_left, rounding_steps, tuning_memory
 from .options import Calibrate, CalibrationTexts, Recipe, Run
-from .passes import hidden_bytes, share_of
+from .passes import BUDGET, hidden_bytes
 from .patterns import collapse
 from .plan.calibrated import UncalibratedError
 from .plan.folding import Folding
@@ -131,6 +133,18 @@ class Calibrated:
         """What rounds layers before they are converted."""
         return None if self._corpus is None else Gptq(self._corpus)
 
+    def steps(self, source: Source, checkpoint: Checkpoint, plan: Plan, target: Path) -> list[Step]:
+        """What comes before the conversion and takes memory."""
+        length, found = self._texts.length, []
+        if self._seen is None and self._wanted:
+            known = calibration_of(source, target).exists() and not self._run.overwrite
+            found += [Step("reading texts", 0)] if known else calibration_steps(checkpoint, length)
+        if self._recipe.gptq:
+            found += rounding_steps(checkpoint, plan, length)
+        if self._tune is not None:
+            found.append(Step("dividing inputs of layers", tuning_memory(plan), models=bool(found)))
+        return found
+
     def calibrate(self, prepared: Prepared, ranks: Ranks, reporter: Reporter) -> bool:
         """Run the texts and decide what they change, if a plan needs it; whether that is to be made again."""
         made = self._seen is None and self._wanted
@@ -138,7 +152,12 @@ class Calibrated:
             tokens = self._texts.samples * self._texts.length
             hidden = hidden_bytes(prepared.checkpoint, tokens)
             # Passes that are kept are there twice while they are written anew, without what waits beside them.
-            passing = hidden + (hidden if hidden > share_of(self._run.max_memory, 2) else 0)
+            left = memory_left(
+                self._run.max_memory,
+                self.steps(prepared.source, prepared.checkpoint, prepared.plan, prepared.target),
+                refuse=False,
+            )
+            passing = hidden + (hidden if hidden > (BUDGET if left is None else left // 2) else 0)
             _, error = attempt(lambda: require_output(prepared, ranks, passing) if ranks.first else None)
             ranks.agree(error)
         if made:
@@ -275,8 +294,14 @@ class _Choosing:
             supplies = supplied([(source, needs)], run.stream, place, times=self.ranks.local_size)
             [self.supply] = stack.enter_context(supplies)
             self.tasks = self._tasks()
-            in_threads(self._work, self.prepared.workers, self.stopped)
+            in_threads(self._work, self._workers(), self.stopped)
         return [self.found[number] for number in range(len(self.foldings))]
+
+    def _workers(self) -> int:
+        """How many threads memory allows."""
+        workers, limit = self.prepared.workers, self.prepared.run.max_memory
+        each = tuning_memory(self.prepared.plan)
+        return workers if limit is None or not each else max(1, min(workers, (limit - resident()) // each))
 
     def _tasks(self) -> Iterator[int]:
         for number in range(len(self.foldings)):

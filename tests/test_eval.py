@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from conftest import EXAMPLE, ROOT, change_json, heed_ctrl_c
-from openquant import OpenQuantError, calibrate, compress, evaluate
+from openquant import OpenQuantError, calibrate, compress, evaluate, evaluation
 from openquant.cli import main
 from openquant.errors import OutputError, SourceError, UsageError
 from openquant.evaluation import _place as place_of
@@ -293,16 +293,18 @@ def test_what_memory_has_no_room_for_waits_beside_the_output(
     before = sorted(path.name for path in tmp_path.iterdir())
     evaluate([output], EXAMPLE, **LONGER, out=tmp_path / "roomy.json", max_memory=1 << 40)
     assert places == []
-    evaluate([output], EXAMPLE, **LONGER, out=tmp_path / "tight.json", max_memory=1)
+    # As little as --max-memory leaves of a larger model.
+    monkeypatch.setattr(evaluation, "BUDGET", 1)
+    evaluate([output], EXAMPLE, **LONGER, out=tmp_path / "tight.json")
     assert set(places) == {output.parent}
     assert (tmp_path / "tight.json").read_bytes() == (tmp_path / "roomy.json").read_bytes()
     places.clear()
     # A place that is named may be memory.
     monkeypatch.setattr(scratch, "file_system", lambda _: "tmpfs")
-    evaluate([output], EXAMPLE, **LONGER, max_memory=1, scratch=tmp_path / "there")
+    evaluate([output], EXAMPLE, **LONGER, scratch=tmp_path / "there")
     assert set(places) == {tmp_path / "there"}
     message = f"{output.parent} is kept in memory, where there is no room for hidden states"
-    assert refused(OutputError, output, max_memory=1) == message
+    assert refused(OutputError, output) == message
     assert list((tmp_path / "there").iterdir()) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "roomy.json", "tight.json"])
 
@@ -319,7 +321,8 @@ def test_a_disk_without_room_is_told_before_layers_are_computed(
         assert done <= total // 6, "embeddings are looked up, no layer is computed"
 
     monkeypatch.setattr(scratch, "os", SimpleNamespace(**{**vars(os), "fstatvfs": little}))
-    message = refused(OutputError, output, **LONGER, max_memory=1, scratch=tmp_path, progress=advanced)
+    monkeypatch.setattr(evaluation, "BUDGET", 1)
+    message = refused(OutputError, output, **LONGER, scratch=tmp_path, progress=advanced)
     assert message.startswith("hidden states take ") and f" bytes in {tmp_path}, which has room for " in message
 
 
@@ -332,6 +335,8 @@ def reading(*given):
     print("busy", flush=True)
     read(*given)
 Scratch.read = reading
+from openquant import evaluation
+evaluation.BUDGET = 1
 from openquant.cli import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -348,8 +353,6 @@ def test_an_interrupt_in_the_middle_leaves_nothing(output: Path, tmp_path: Path,
         EXAMPLE,
         "--samples",
         "8",
-        "--max-memory",
-        "1MB",
         "--scratch",
         tmp_path / "there",
     ]

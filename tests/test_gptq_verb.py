@@ -22,14 +22,9 @@ from forked_ranks import Job
 from openquant import Reporter, compress, evaluate, verify
 from openquant.cli import main
 from openquant.errors import OpenQuantError, OutputError, SourceError, UsageError
-from openquant.files.checkpoint import open_checkpoint
 from openquant.files.rounded import RoundedFolder
-from openquant.formats.schemes import INT4_W4A16
 from openquant.forward import kept
 from openquant.measure import answers
-from openquant.plan.carried import carried_memory
-from openquant.plan.fates import Options
-from openquant.plan.plan import make_plan
 from openquant.report.text import verification_text
 
 SMALL: dict[str, Any] = {"samples": 2, "length": 64}
@@ -346,20 +341,6 @@ def test_what_it_cannot_do_is_said(tmp_path: Path) -> None:
     )
 
 
-def test_memory_counts_gram_matrices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    carried = make_plan(open_checkpoint(EXAMPLE), INT4_W4A16, Options(gptq={})).carried
-    assert carried_memory(carried) == 16 * 768**2
-    assert carried_memory([]) == 0
-    monkeypatch.setattr("openquant.api.carried_memory", lambda found: (8 << 30) * (len(found) == len(carried)))
-    with pytest.raises(UsageError) as caught:
-        compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, max_memory=8 << 30)
-    assert caught.value.message.startswith(
-        "a memory of 8,589,934,592 bytes is too little for GPTQ: the largest layer takes "
-    )
-    assert caught.value.hint == "give a larger max_memory, or leave gptq out"
-    compress(EXAMPLE, tmp_path / "out", "int4", max_memory=8 << 30)
-
-
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return upcycled.make(tmp_path_factory.mktemp("experts") / "source")
@@ -389,7 +370,7 @@ def test_a_run_that_is_killed_between_experts_goes_on(
     told = Told()
     compress(experts, tmp_path / "whole", "int4", reporter=told, **options)
     assert told.lines[1] == "fewer than 256 tokens came to 16 of 16 experts, none to 0: more texts may help"
-    monkeypatch.setattr("openquant.gptq.share_of", lambda *_: 10 << 20)
+    monkeypatch.setattr("openquant.gptq.BUDGET", 10 << 20)
     write = RoundedFolder.write
 
     def ended(folder: RoundedFolder, number: int, *more: Any) -> Any:

@@ -21,6 +21,7 @@ FLOORS = (
     ("verification",),
     ("report",),
     ("passes",),
+    ("memory",),
     ("run", "calibration", "evaluation", "arguments"),
     ("gptq",),
     ("tuning",),

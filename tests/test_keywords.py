@@ -26,7 +26,10 @@ VERBS = ["calibrate", "compress", "dequantize", "diagnose", "evaluate", "explain
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("give a larger --max-memory, or leave --gptq out", "give a larger max_memory, or leave gptq out"),
+        (
+            "give --max-memory 1.4GB or more, or leave --gptq out",
+            'give max_memory="1.4GB" or more, or leave gptq out',
+        ),
         ("give --kv-cache fp8 too", 'give kv_cache="fp8" too'),
         ("give --samples 12 or more", "give samples=12 or more"),
         ("give --samples from 1 to 100,000", "give samples from 1 to 100,000"),

@@ -107,7 +107,8 @@ def test_docstrings_tell_of_every_argument(function: Any) -> None:
     told = re.findall(r"^    (\w+): \S", section, re.MULTILINE)
     assert sorted(told) == sorted(inspect.signature(function).parameters)
     assert function in (openquant.diagnose, openquant.calibrate, openquant.evaluate) or (
-        "\n    max_memory: bytes that this process may hold in memory; fewer workers are used if need be.\n" in section
+        "\n    max_memory: bytes that this process may hold in memory; fewer workers are used if need be, and less than a step"
+        "\n        takes is refused before anything is run.\n" in section
     )
     assert max(map(len, section.splitlines())) <= 120
 

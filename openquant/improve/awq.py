@@ -98,7 +98,7 @@ def awq(folding: Folding, plan: Plan, reader: Reader, calibration: Calibration) 
     weights = [plan.layers[module] for module in folding.readers if module in plan.layers]
     if not weights:
         return "no layer that reads them is quantized"
-    most = max(16, min(ROWS, ALL_ROWS // len(weights)))
+    most = sampled_from(len(weights))
     sampled, means = [], []
     for weight in weights:
         scheme, inputs = plan.fates.of(weight.module).scheme, inputs_of(weight, calibration)
@@ -115,6 +115,11 @@ def awq(folding: Folding, plan: Plan, reader: Reader, calibration: Calibration) 
     if found is None:
         return "the layers' estimated error would not be lower"
     return live(folding, found, plan, reader)
+
+
+def sampled_from(layers: int) -> int:
+    """How many rows are looked at of each of so many layers that have one input, at most."""
+    return max(16, min(ROWS, ALL_ROWS // max(1, layers)))
 
 
 def sampled_rows(weight: Weight, reader: Reader, most: int) -> Floats:

@@ -22,13 +22,14 @@ UNASKED = 2 << 30
 BUILT_IN = 4
 
 
-def fits(nbytes: int, asked: bool) -> bool:
-    """Whether a model of so many bytes is to answer prompts, which were asked for or not."""
-    return nbytes <= available_memory() // 2 and (asked or nbytes <= UNASKED)
+def fits(nbytes: int, asked: bool, room: int | None = None) -> bool:
+    """Whether a model of so many bytes is to answer prompts, which were asked for or not, in so much memory."""
+    free = available_memory() // 2
+    return nbytes <= (free if room is None else min(free, room)) and (asked or nbytes <= UNASKED)
 
 
 def asked(
-    file: str | os.PathLike[str] | None, tokenizer: Tokenizer, vocabulary: int, nbytes: int
+    file: str | os.PathLike[str] | None, tokenizer: Tokenizer, vocabulary: int, nbytes: int, room: int | None = None
 ) -> tuple[Prompt, ...]:
     """The prompts to answer; none where a model of so many bytes has no room, or would take long without being asked.
 
@@ -38,15 +39,16 @@ def asked(
         tokenizer: the source's.
         vocabulary: tokens that the model has.
         nbytes: size of the largest model.
+        room: bytes that it may take; None where only the machine counts.
 
     Raises:
         SourceError: they cannot be read.
     """
-    room = fits(nbytes, asked=file is not None)
-    if file is None and not room:
+    fitting = fits(nbytes, file is not None, room)
+    if file is None and not fitting:
         return ()
     found = read(file, tokenizer, vocabulary)[: None if file is not None else BUILT_IN]
-    return found if room else ()
+    return found if fitting else ()
 
 
 def answers(

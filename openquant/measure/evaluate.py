@@ -119,7 +119,7 @@ class _Evaluating:
         self.prompts: Sequence[Prompt] = ()
         if settings.tokenizer is not None and settings.again:
             size = max(self.model.nbytes, *(each.served.model.nbytes for each in self.outputs))
-            self.prompts = asked(settings.prompts, settings.tokenizer, self.vocabulary, size)
+            self.prompts = asked(settings.prompts, settings.tokenizer, self.vocabulary, size, settings.answering)
         tokens = self.passes * len(self.mine) * corpus.length
         more = TOKENS * len(self.prompts) * (1 + len(self.outputs)) if self.answers_here else 0
         costs = layer_costs(self.model, [*self.layers, *self.head])
@@ -229,7 +229,10 @@ class _Evaluating:
     def _results(self) -> Evaluation:
         notes = []
         if self.settings.prompts is not None and not self.prompts:
-            notes.append("--prompts were not answered: a model takes more than half of the free memory")
+            notes.append(
+                "--prompts were not answered: a model takes more than half of the free memory, or more than "
+                "--max-memory leaves"
+            )
         notes += [
             f"{output.of.name}: its weights are folded, and were not held against the source's one by one; openquant "
             "verify --source --full does that"

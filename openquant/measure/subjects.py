@@ -80,6 +80,7 @@ class Settings:
             order; if None they lie in the checkpoints' directories.
         again: whether all weights can be had once more when texts are through, for models to answer.
         team: the processes that share the documents; None for this one alone.
+        answering: bytes that the weights of a model which answers prompts may take; None where only the machine counts.
     """
 
     seed: int = 0
@@ -91,6 +92,7 @@ class Settings:
     supply: Callable[[Sequence[Needs]], AbstractContextManager[Sequence[Traffic]]] | None = None
     again: bool = True
     team: Team | None = None
+    answering: int | None = None
 
 
 @dataclass

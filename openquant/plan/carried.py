@@ -38,11 +38,6 @@ def rounded_bytes(carried: list[tuple[Weight, Scheme]]) -> int:
     return sum(info.nbytes for weight, scheme in carried for info in made_of(weight, scheme))
 
 
-def carried_memory(carried: list[tuple[Weight, Scheme]]) -> int:
-    """Bytes that rounding one of them takes at most: a Gram matrix, its root in float64, and what is carried."""
-    return 16 * max((weight.shape[1] for weight, _ in carried), default=0) ** 2
-
-
 def tokens_of(texts: Mapping[str, Any]) -> str:
     """How much was read: "128 x 512 tokens"."""
     return f"{texts.get('documents')} x {texts.get('length')} tokens"

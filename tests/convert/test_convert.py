@@ -510,7 +510,7 @@ def test_max_memory_is_kept(tmp_path: Path, scheme: str, stored: str, dtype: tor
         "try:\n"
         "    peak(50_000_000)\n"
         "except openquant.OpenQuantError as error:\n"
-        "    pattern = 'a memory of 50,000,000 bytes is too little: this model takes ([0-9,]+) with a single'\n"
+        "    pattern = 'a memory of 50,000,000 bytes is too little: converting with a single worker takes up to ([0-9,]+)'\n"
         "    least = int(re.match(pattern, error.message)[1].replace(',', '')) + 500_000\n"
         "for limit in (least, 300_000_000):\n"
         "    print(peak(limit), limit)"
