@@ -53,6 +53,9 @@ def open_regular(path: Path, what: str, hint: str = _DAMAGED, *, links: bool = T
         if error.errno in kinds:
             raise SourceError(f"{what} is not a regular file", hint) from None
         raise
+    except ValueError:
+        # A null byte, or half of a surrogate pair, which JSON can hold.
+        raise SourceError(f"{what} is no name that a file can have", "give the name of a file") from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise SourceError(f"{what} is not a regular file", hint)
@@ -74,12 +77,12 @@ def read_small(path: Path, what: str, limit: int = MAX_SMALL) -> bytes:
     with open_regular(path, what) as file:
         # A file can grow while it is read, and some claim no size at all; asked for all at once, Python takes that much
         # memory first.
-        parts, left = [], limit + 1
+        parts, left = [], 0 if os.fstat(file.fileno()).st_size > limit else limit + 1
         while left and (part := file.read(min(left, 1 << 20))):
             parts.append(part)
             left -= len(part)
         data = b"".join(parts)
-    if len(data) > limit:
+    if left == 0:
         raise SourceError(f"{what} is larger than {limit:,} bytes", _DAMAGED)
     return data
 

@@ -1,4 +1,5 @@
 import os
+import resource
 import stat
 import sys
 
@@ -31,6 +32,21 @@ def test_what_is_no_small_regular_file_is_refused_at_once(tmp_path, kind):
     with pytest.raises(SourceError) as caught:
         read_small(path, "config.json", 3)
     assert caught.value.message == expected
+
+
+def test_what_is_too_large_is_refused_unread(tmp_path):
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(1 << 40)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(SourceError, match="^it is larger than 1,073,741,824 bytes"):
+        read_small(tmp_path / "sparse", "it", 1 << 30)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_what_is_no_name_of_a_file_is_an_error_of_the_source(tmp_path, name):
+    with pytest.raises(SourceError, match="^it is no name that a file can have$"):
+        read_small(tmp_path / name, "it")
 
 
 @pytest.mark.parametrize(
