@@ -18,6 +18,7 @@ from .convert.ranks import Ranks, attempt
 from .errors import PlanError, UsageError
 from .files.checkpoint import Checkpoint
 from .files.fingerprint import Fingerprint
+from .files.whole import make_directory
 from .forecast import Forecast
 from .formats.numbers import Floats
 from .gptq import Gptq
@@ -290,7 +291,7 @@ class _Choosing:
             place = self.prepared.target.absolute().parent
             needs = self.needs if source.remote else {}
             if needs and run.stream:
-                place.mkdir(parents=True, exist_ok=True)
+                make_directory(place)
             supplies = supplied([(source, needs)], run.stream, place, times=self.ranks.local_size)
             [self.supply] = stack.enter_context(supplies)
             self.tasks = self._tasks()

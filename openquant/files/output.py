@@ -45,6 +45,7 @@ from .journal import (
 from .names import EVALUATION_FILES
 from .names import JOURNAL_FILE as JOURNAL
 from .space import existing_parent, require_space
+from .whole import make_directory
 
 REPLACE = "choose another directory with -o, or replace that output with --overwrite"
 
@@ -127,7 +128,7 @@ class OutputDirectory:
                         return self
             with explained(self.path):
                 if self._made:
-                    self.path.mkdir(parents=True, exist_ok=True)
+                    make_directory(self.path)
                     self._folder = Folder(self.path)
                 self.folder.make(WORK)
             self._take_lock()

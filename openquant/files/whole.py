@@ -42,6 +42,17 @@ def require_place(path: Path, told: str, elsewhere: str = "give another place") 
         raise UsageError(f"{told}: {parent} cannot be written to", f"check its permissions, or {elsewhere}")
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory and all above it that are missing.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    # pathlib and os recurse once for each that is missing, and a path has room for 2,000.
+    for each in (*reversed(path.parents), path):
+        each.mkdir(exist_ok=True)
+
+
 def write_whole(path: Path, *parts: bytes | memoryview) -> None:
     """Write a file of these parts, whole or not at all; in a directory that is made if it is missing.
 
@@ -51,7 +62,7 @@ def write_whole(path: Path, *parts: bytes | memoryview) -> None:
     # Of a name that nobody else has: two runs may write the same file.
     partial = path.with_name(f".openquant-{secrets.token_hex(8)}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         if path.is_symlink():
             raise OutputError(f"{path} is a link", "give another place, or remove it")
         try:

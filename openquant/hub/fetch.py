@@ -22,6 +22,7 @@ from typing import Any
 from ..errors import SourceError
 from ..files.inputs import open_regular
 from ..files.journal import explained
+from ..files.whole import make_directory
 from ..threads import FirstFailure
 from .refusals import Unreachable, explained_source, is_transient
 from .source import HubFile, Source, is_refused_elsewhere, patiently
@@ -310,7 +311,7 @@ class Supply:
         assert self.scratch is not None
         target, file = self.scratch / name, self.source.remote[name]
         with explained(target):
-            self.scratch.mkdir(parents=True, exist_ok=True)
+            make_directory(self.scratch)
             if target.exists():
                 # Left by an earlier run, perhaps of another repository, perhaps on a disk that lost power.
                 if _is_sound(target, file):

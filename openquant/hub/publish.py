@@ -24,6 +24,7 @@ from ..errors import SourceError
 from ..files.cards import base_models, published_card
 from ..files.inputs import open_regular, parse_json, read_small
 from ..files.journal import PUSHED, WORK, explained
+from ..files.whole import make_directory
 from ..options import Push
 from ..threads import FirstFailure
 from ..version import __version__
@@ -359,7 +360,7 @@ class Publisher:
     def _remember(self, name: str, record: dict[str, Any]) -> None:
         path = self._record_path(name)
         with explained(path):
-            self.records.mkdir(parents=True, exist_ok=True)
+            make_directory(self.records)
             partial = path.with_suffix(".partial")
             partial.write_text(json.dumps(record))
             os.replace(partial, path)
