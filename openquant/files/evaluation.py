@@ -10,8 +10,9 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from ..errors import SourceError
 from .checkpoint import Checkpoint, readable
@@ -32,10 +33,16 @@ class Maybe(NamedTuple):
     kind: Any
 
 
-NUMBER, COUNT, TEXT = float, int, str
-INTERVAL = Maybe([NUMBER])
+class _Finite:
+    """A number that is not drawn, of any finite size."""
+
+
+# What is drawn is below 1e100: with numbers near the largest that there are matplotlib overflows.
+NUMBER, FINITE, COUNT, TEXT = float, _Finite, int, str
+_LARGEST = 1e100
+INTERVAL = Maybe((NUMBER, NUMBER))
 # What is read of it, by kind: a number, a count, a text, a list of one kind, an object. A key that ends in "?" may be
-# missing, and keys that are not here are not read.
+# missing, and keys that are not here are not read. A tuple is a list of so many.
 SHAPE: dict[str, Any] = {
     "kl": {
         "mean": NUMBER,
@@ -53,7 +60,7 @@ SHAPE: dict[str, Any] = {
     "kl_histogram": {"edges": [NUMBER], "output": [NUMBER], "floor": [NUMBER]},
     "top1": NUMBER,
     "top5": NUMBER,
-    "perplexity": {"source": NUMBER, "output": NUMBER, "ratio": NUMBER, "interval": INTERVAL},
+    "perplexity": {"source": FINITE, "output": FINITE, "ratio": FINITE, "interval": Maybe((FINITE, FINITE))},
     "rms_dp": NUMBER,
     "weights_only": {"kl": NUMBER, "top1": NUMBER},
     "floor": {"kl": NUMBER, "top1": NUMBER},
@@ -95,6 +102,7 @@ def checked(value: Any) -> dict[str, Any]:
         SourceError: it is not; the message names the key.
     """
     _check(value, SHAPE, "")
+    _check_histogram(value["kl_histogram"])
     found: dict[str, Any] = value
     return found
 
@@ -112,12 +120,30 @@ def _check(value: Any, kind: Any, where: str) -> None:
             elif key == name:
                 raise SourceError(f"{EVAL_FILE} has no {f'{where}.' if where else ''}{key}", AGAIN)
         return
+    if isinstance(kind, tuple) and isinstance(value, list) and len(value) == len(kind):
+        for number, one in enumerate(value):
+            _check(one, kind[number], f"{where}[{number}]")
+        return
     if isinstance(kind, list) and isinstance(value, list) and len(value) <= MOST:
         for number, one in enumerate(value):
             _check(one, kind[0], f"{where}[{number}]")
         return
     if not _is_plain(value, kind):
-        raise SourceError(f"{EVAL_FILE}: {where or 'it'} is {shown(value)}, which is not what eval writes there", AGAIN)
+        _refuse(value, where)
+
+
+def _refuse(value: Any, where: str) -> NoReturn:
+    raise SourceError(f"{EVAL_FILE}: {where or 'it'} is {shown(value)}, which is not what eval writes there", AGAIN)
+
+
+def _check_histogram(histogram: Mapping[str, list[float]]) -> None:
+    """Refuse edges of bins that do not ascend from above zero, and shares of other than all bins."""
+    edges = histogram["edges"]
+    if len(edges) < 2 or edges[0] <= 0 or any(low >= high for low, high in pairwise(edges)):
+        _refuse(edges, "kl_histogram.edges")
+    for name in ("output", "floor"):
+        if len(histogram[name]) != len(edges) - 1:
+            _refuse(histogram[name], f"kl_histogram.{name}")
 
 
 def _is_plain(value: Any, kind: Any) -> bool:
@@ -127,7 +153,9 @@ def _is_plain(value: Any, kind: Any) -> bool:
         return False
     if kind is COUNT:
         return isinstance(value, int) and 0 <= value < 1 << 63
-    return kind is NUMBER and (math.isfinite(value) if isinstance(value, float) else abs(value) < 1 << 63)
+    if isinstance(value, int):
+        return kind in (NUMBER, FINITE) and abs(value) < 1 << 63
+    return abs(value) < _LARGEST if kind is NUMBER else kind is FINITE and math.isfinite(value)
 
 
 def _is_evaluation(file: BinaryIO) -> bool:

@@ -58,6 +58,15 @@ def found(directory: Path) -> Found | None:
         (lambda one: one.update(reasons=[""] * (MOST + 1)), "reasons is ['', "),
         (lambda one: one["layers"][0].update(floor="low"), "layers[0].floor is 'low', which"),
         (lambda one: one["texts"][0].update(differs_at=-1), "texts[0].differs_at is -1, which"),
+        (lambda one: one["kl"].update(interval=[0.1]), "kl.interval is [0.1], which"),
+        (lambda one: one["perplexity"].update(interval=[1, 2, 3]), "perplexity.interval is [1, 2, 3], which"),
+        (lambda one: one["kl_histogram"]["floor"].pop(), "kl_histogram.floor is [0.03, "),
+        (lambda one: one["kl_histogram"]["output"].append(0.1), "kl_histogram.output is [0.0, "),
+        (lambda one: one["kl_histogram"].update(edges=[]), "kl_histogram.edges is [], which"),
+        (lambda one: one["kl_histogram"].update(edges=[1.0, 0.5]), "kl_histogram.edges is [1.0, 0.5], which"),
+        (lambda one: one["kl_histogram"].update(edges=[0, 0.5]), "kl_histogram.edges is [0, 0.5], which"),
+        (lambda one: one["kl_by_domain"][0].update(kl=1e308), "kl_by_domain[0].kl is 1e+308, which"),
+        (lambda one: one["layers"][0].update(distance=-1e200), "layers[0].distance is -1e+200, which"),
     ],
 )
 def test_what_is_no_evaluation_is_named(change: Change, said: str) -> None:
