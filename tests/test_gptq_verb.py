@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -262,6 +263,15 @@ def test_layers_of_other_texts_are_not_taken(stopped: Path, tmp_path: Path) -> N
     assert not stopped.exists()
 
 
+def deep_facts(data: bytes) -> bytes:
+    """A file of rounded layers whose facts no parser of JSON takes."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    header["__metadata__"]["openquant rounded"] = "[" * 100_000
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data[start:]
+
+
 def test_damaged_and_foreign_files_are_named(stopped: Path, tmp_path: Path) -> None:
     folder, first = stopped, stopped / "000.safetensors"
     sound = first.read_bytes()
@@ -271,7 +281,8 @@ def test_damaged_and_foreign_files_are_named(stopped: Path, tmp_path: Path) -> N
             compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, **SMALL)
         return caught.value
 
-    for damaged in (sound[:-1] + bytes([sound[-1] ^ 1]), sound[:-1], b"", sound.replace(b"up_proj", b"xp_proj")):
+    deep = deep_facts(sound)
+    for damaged in (sound[:-1] + bytes([sound[-1] ^ 1]), sound[:-1], b"", sound.replace(b"up_proj", b"xp_proj"), deep):
         first.write_bytes(damaged)
         error = refusal()
         assert isinstance(error, SourceError)

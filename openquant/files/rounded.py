@@ -24,10 +24,11 @@ from typing import Any, NamedTuple
 
 from ..errors import OutputError, SourceError
 from .folder import Folder
+from .inputs import parse_json
 from .journal import explained
 from .shardfile import Bytes
 from .tensors import TensorInfo, make_header, read_header
-from .whole import write_whole
+from .whole import make_directory, write_whole
 
 _KIND = "openquant rounded"
 # What a run has there: units, passes that wait, and either half-written.
@@ -72,7 +73,7 @@ class RoundedFolder:
             OutputError: it holds something that no run has there, or cannot be written.
         """
         with explained(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_directory(self.path)
             with Folder(self.path) as folder:
                 strange = [name for name in folder.names() if not _OURS.fullmatch(name) or not folder.is_file(name)]
                 if strange:
@@ -178,9 +179,9 @@ class RoundedFolder:
             try:
                 _, tensors = read_header(read, found.st_size, str(self.path / name))
                 header: dict[str, Any] = json.loads(read(8, int.from_bytes(read(0, 8), "little")))
-                facts = json.loads(header["__metadata__"][_KIND])
+                facts = parse_json(header["__metadata__"][_KIND].encode(), name)
                 about, said = facts["about"], facts["sha256"]
-            except (SourceError, ValueError, LookupError, TypeError):
+            except (SourceError, ValueError, LookupError, TypeError, AttributeError):
                 raise damaged(self.path / name) from None
         return (str(said), tensors) if about == self.about else None
 

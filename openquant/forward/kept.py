@@ -32,6 +32,8 @@ from torch import Tensor
 from ..errors import OutputError, SourceError
 from ..files.inputs import open_regular
 from ..files.tensors import TensorInfo, read_header
+from ..files.whole import make_directory
+from ..machine import first_line
 
 # Seconds between writings, and how many times as long as the last one took: what is lost is less than what it costs.
 EVERY, TIMES = 30.0, 20
@@ -41,7 +43,9 @@ _DIGEST = hashlib.sha256().digest_size
 _PIECE = 1 << 22
 _AGAIN = "remove it to begin again"
 # What reading a file raises that is sound by its digest and has something else in it than what is written there.
-_WRONG = (SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, MemoryError)
+_WRONG = (
+    SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, MemoryError, OverflowError,
+)  # fmt: skip
 _PLAIN = (type(None), bool, int, float, str)
 
 Json = Any
@@ -89,9 +93,10 @@ class Kept:
     def _read(self) -> None:
         with self.sound(), self._open() as file:
             size = os.fstat(file.fileno()).st_size
-            if size < _DIGEST or not _is_sound(file, size):
+            tensors = _tensors(file, size)
+            # A size that the header does not say may be so large that hashing never ends.
+            if tensors is None or not _is_sound(file, size):
                 raise ValueError("it is damaged or incomplete")
-            _, tensors = _header(file, size)
             facts = json.loads(_metadata(file)[_KIND])
             about = facts["about"]
             if not (isinstance(about, dict) and isinstance(facts["unit"], str)):
@@ -123,7 +128,7 @@ class Kept:
         try:
             yield
         except _WRONG as error:
-            raise SourceError(f"{self.path} cannot be continued: {str(error)[:200]}", _AGAIN) from None
+            raise SourceError(f"{self.path} cannot be continued: {first_line(error)[:200]}", _AGAIN) from None
 
     def require_units(self, units: Collection[str], last: str) -> None:
         """Refuse what was kept of other units than a model has, or at none that is still to come.
@@ -257,7 +262,7 @@ class Kept:
         data += b" " * (-len(data) % 8)
         new = self._new
         try:
-            new.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(new.parent)
             new.unlink(missing_ok=True)
             handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             with os.fdopen(handle, "wb") as file:
@@ -302,21 +307,17 @@ def _is_sound(file: BinaryIO, size: int) -> bool:
     return file.read(_DIGEST + 1) == digest.digest()
 
 
-def _header(file: BinaryIO, size: int) -> tuple[str, list[tuple[TensorInfo, int]]]:
-    """What `read_header` finds.
-
-    Raises:
-        ValueError: it refuses it.
-    """
+def _tensors(file: BinaryIO, size: int) -> list[tuple[TensorInfo, int]] | None:
+    """The tensors that a file of that size has, and their offsets; None if its header does not say so."""
 
     def read(offset: int, length: int) -> bytes:
         file.seek(offset)
         return file.read(length)
 
     try:
-        return read_header(read, size, "it")
-    except SourceError as error:
-        raise ValueError(error.message) from None
+        return read_header(read, size, "it")[1]
+    except SourceError:
+        return None
 
 
 def _metadata(file: BinaryIO) -> Any:

@@ -36,6 +36,8 @@ from ..weights.calibration import Inputs
 from .interception import DOWN, FIRST, Experts, Interception, holds_experts
 from .shares import Team, share
 
+# Tokens that any pass reads, of which float64 holds every number.
+MOST = 1 << 53
 Statistics = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 
@@ -325,7 +327,10 @@ def _add(seen: list[Seen], data: bytes) -> None:
         raise ValueError("it has statistics of other layers")
     for name, array in arrays.items():
         each, routed = seen[int(name.removesuffix(" routed"))], name.endswith(" routed")
-        if array.dtype != np.float64 or array.ndim != 2 - routed or not (np.isfinite(array) & (array >= 0)).all():
+        sound = array.dtype == np.float64 and array.ndim == 2 - routed and (np.isfinite(array) & (array >= 0)).all()
+        # The last row, as all of routed, are numbers of tokens; the first are float32.
+        counts = array if routed or not sound else array[3:]
+        if not sound or (counts != np.floor(counts)).any() or counts.max(initial=0) > MOST:
             raise ValueError(f"its statistics of {each.tensors[0]} are none")
         if routed:
             if not each.told or (each.routed is not None and len(each.routed) != len(array)):
@@ -335,6 +340,8 @@ def _add(seen: list[Seen], data: bytes) -> None:
         if len(array) != 4 or array.shape[1] not in (0, each.width or array.shape[1]):
             raise ValueError(f"its statistics of {each.tensors[0]} are of another width")
         if array.shape[1]:
+            if array[0].max() > np.finfo(np.float32).max or (array[3] != array[3, 0]).any():
+                raise ValueError(f"its statistics of {each.tensors[0]} are none")
             absmax, total, squares, tokens = (torch.from_numpy(row) for row in array)
             device = "cpu" if each.absmax is None else each.absmax.device
             each.add(absmax.float().to(device), total.to(device), squares.to(device), int(tokens[0]))

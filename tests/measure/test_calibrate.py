@@ -276,6 +276,16 @@ def sealed(path: Path, facts: Change = dict, own: Change = dict) -> None:
     path.write_bytes(data + hashlib.sha256(data).digest())
 
 
+@pytest.mark.usefixtures("at_once")
+def test_what_no_header_says_is_not_hashed(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.part"
+    ended_early(source, Kept(path, dict))
+    # More than can be read within hours.
+    os.truncate(path, 1 << 42)
+    with pytest.raises(SourceError, match="it is damaged or incomplete"):
+        Kept(path, dict)
+
+
 FIRST, SECOND = "model.layers.0", "model.layers.1"
 
 
@@ -305,10 +315,14 @@ FIRST, SECOND = "model.layers.0", "model.layers.1"
         ("own", lambda own: own.update({"99": own["0"]}), "it has statistics of other layers"),
         ("own", lambda own: own.update({"00": own["0"]}), "it has statistics of other layers"),
         ("own", lambda own: own.update({n: e[:, :0] for n, e in own.items()}), f"it has no statistics of {FIRST}"),
-        ("own", lambda own: own.update({"0": own["0"][:, :-1]}), "are of another width"),
+        ("own", lambda own: own.update({"0": own["0"][:, :-1].copy()}), "are of another width"),
         ("own", lambda own: own.update({"0": own["0"][:-1]}), "are of another width"),
         ("own", lambda own: own.update({"0": -own["0"]}), "self_attn.q_proj.weight are none"),
         ("own", lambda own: own.update({"0": own["0"] * np.inf}), "self_attn.q_proj.weight are none"),
+        ("own", lambda own: own.update({"0": own["0"] * 1e300}), "self_attn.q_proj.weight are none"),
+        ("own", lambda own: own.update({"0": own["0"] + 0.5}), "self_attn.q_proj.weight are none"),
+        ("own", lambda own: own["0"].__setitem__(0, 1e39), "self_attn.q_proj.weight are none"),
+        ("own", lambda own: own["0"].__setitem__((3, 0), 1), "self_attn.q_proj.weight are none"),
         ("own", lambda own: own.update({"0": own["0"].astype(np.float32)}), "self_attn.q_proj.weight are none"),
         ("own", lambda own: own.update({"0 routed": np.ones(4)}), "are of other experts"),
     ],
