@@ -38,11 +38,11 @@ def verify_shard(path: Path, layout: Layout) -> None:
                 found = file.get_slice(info.name)
                 if found.get_dtype() != info.dtype or tuple(found.get_shape()) != info.shape:
                     problems.append(f"{info.name} is {found.get_dtype()} {found.get_shape()}")
-                owner, _, last = info.name.rpartition(".")
-                if owner in quantized and last.startswith(_SCALES):
+                if info.name.rpartition(".")[0] in quantized and is_scale(info):
                     # numpy, and with it that library's own reading, has neither bfloat16 nor FP8.
                     own = info.dtype in ("BF16", "F8_E4M3")
-                    if not all(map(_sound, _pieces(path, place, info) if own else [file.get_tensor(info.name)])):
+                    sound = has_sound_scales(path, place, info) if own else _is_sound(file.get_tensor(info.name))
+                    if not sound:
                         problems.append(f"{info.name} is not finite and positive")
                 place += info.nbytes
     except SafetensorError as error:
@@ -51,7 +51,23 @@ def verify_shard(path: Path, layout: Layout) -> None:
         raise RuntimeError(f"{layout.name} was written wrongly: {'; '.join(problems)}")
 
 
-def _sound(scale: Floats) -> bool:
+def is_scale(info: TensorInfo) -> bool:
+    """Whether a tensor of a quantized layer holds scales."""
+    return info.name.rpartition(".")[2].startswith(_SCALES)
+
+
+def has_sound_scales(path: Path, offset: int, info: TensorInfo) -> bool:
+    """Whether all scales of a tensor are finite and positive.
+
+    Args:
+        path: the file it lies in.
+        offset: of its bytes, from the start of the file.
+        info: the tensor.
+    """
+    return all(map(_is_sound, _pieces(path, offset, info)))
+
+
+def _is_sound(scale: Floats) -> bool:
     return bool(np.isfinite(scale).all() and (scale > 0).all())
 
 

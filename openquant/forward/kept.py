@@ -44,7 +44,8 @@ _PIECE = 1 << 22
 _AGAIN = "remove it to begin again"
 # What reading a file raises that is sound by its digest and has something else in it than what is written there.
 _WRONG = (
-    SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, MemoryError, OverflowError,
+    SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, MemoryError,
+    OverflowError,
 )  # fmt: skip
 _PLAIN = (type(None), bool, int, float, str)
 

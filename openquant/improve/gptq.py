@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..convert.written import has_sound_scales, is_scale
 from ..errors import SourceError
 from ..files.rounded import Place, RoundedFolder, damaged
 from ..files.shardfile import Bytes
@@ -94,7 +95,10 @@ def round_layers(
         rest = found.grams
         for path, tensors in folder.read(decoding.index(unit)).items():
             there = [gram for gram in rest if not tensors.keys().isdisjoint(gram.tensors)]
-            if tensors.keys() != {info for gram in there for info in gram.tensors}:
+            scales = [(info, place) for info, place in tensors.items() if is_scale(info)]
+            if tensors.keys() != {info for gram in there for info in gram.tensors} or not all(
+                has_sound_scales(path, place.offset, info) for info, place in scales
+            ):
                 raise damaged(path)
             places |= {info.name: place for info, place in tensors.items()}
             rest = [gram for gram in rest if gram not in there]
