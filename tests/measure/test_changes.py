@@ -9,10 +9,11 @@ import torch
 
 from openquant.formats.format import Format
 from openquant.formats.numbers import E2M1, INT4
-from openquant.formats.reference import decode, encode, group_absmax, group_scale
+from openquant.formats.reference import decode, encode, group_absmax, group_ranges, group_scale
 from openquant.formats.schemes import (
     BLOCK,
     CHANNEL,
+    INT4_SHIFTED_32,
     INT4_W4A16,
     INT8_W8A8,
     INT8_W8A16,
@@ -71,6 +72,19 @@ def test_a_scale_is_wrong_from_half_way_to_two_on(scheme: Scheme) -> None:
         other[-1, -1] *= factor
         made = decode(codes, other, scheme.format).bfloat16()
         assert compare_weights("up", weight, made, scheme.format).wrong_scales == wrong / scale.numel()
+
+
+def test_rounding_with_zero_points_is_explained() -> None:
+    """Weights far from zero, for which codes without zero points have few values."""
+    weight = (weights().float() + 3).bfloat16()
+    scale, zero = group_ranges(weight, INT4_SHIFTED_32.format)
+    made = decode(encode(weight, scale, INT4_SHIFTED_32.format, zero), scale, INT4_SHIFTED_32.format, zero)
+    error = float((made - weight.float()).norm() / weight.float().norm())
+    found = compare_weights("up", weight, made, INT4_SHIFTED_32.format)
+    assert (found.error, found.explained) == (pytest.approx(error, rel=1e-4), pytest.approx(error, rel=1e-4))
+    assert (found.off, found.wrong_scales) == (0, 0)
+    even = replace(INT4_SHIFTED_32.format, zero_point=None)
+    assert compare_weights("up", weight, made, even).explained > 1.5 * error
 
 
 def test_weights_in_another_place_have_wrong_scales() -> None:
@@ -144,6 +158,11 @@ def test_nothing_left_of_a_weight_is_all_of_it() -> None:
     assert (change.error, change.off) == (1, 1)
 
 
+def test_what_zeros_became_is_not_explained() -> None:
+    weight = weights()
+    assert compare_weights("up", weight * 0, weight, CHANNEL.format) == Change("up", True, 1, 0, 1)
+
+
 def test_what_is_mapped_is_looked_at_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changes, "PIECE", 1000)
     monkeypatch.setattr(changes, "CHUNK", 1000)
@@ -155,3 +174,5 @@ def test_what_is_mapped_is_looked_at_in_pieces(monkeypatch: pytest.MonkeyPatch) 
     assert same.error == 0 < differs.error
     # Two of three pieces are the same; then all three are summed up.
     assert calls == ["same"] * 3 + ["differs"] * (2 + 3)
+    halved = compare_weights("norm", weight, weight / 2, None)
+    assert halved.error == pytest.approx(0.5, rel=1e-6)

@@ -18,7 +18,9 @@ from openquant.formats.schemes import NVFP4_W4A4
 from openquant.forward.library import cache_argument
 from openquant.measure.rounding import (
     SMALLEST_SCALE,
+    Clipped,
     Experts,
+    KeptCache,
     Layer,
     RoundedCache,
     Rounding,
@@ -91,6 +93,19 @@ def test_values_are_those_of_a_plain_implementation(inputs: Inputs, width: int) 
     assert (found != plainly(x, inputs)).float().mean() < 0.01
 
 
+@pytest.mark.parametrize(
+    ("power_of_two", "smallest"), [(True, 2.0**-17), (False, 1 / (448 * 512))], ids=["power of two", "any scale"]
+)
+def test_scales_have_a_smallest(power_of_two: bool, smallest: float) -> None:
+    """Below it values are multiples of the least code, 2**-9."""
+    x = torch.tensor([[1e-7, -3e-8, 2e-9, 0.0]])
+    least = smallest * 2.0**-9
+    expected = [[round(value / least) * least for value in row] for row in x.tolist()]
+    found = rounded(x, Inputs(E4M3, (1, None), power_of_two=power_of_two))
+    assert found.tolist() == [pytest.approx(row, rel=1e-6) for row in expected]
+    assert found[0, 0] > 0 == found[0, 2]
+
+
 def test_a_stored_scale_is_taken_as_it_is() -> None:
     x = values(2, 5, 64)
     torch.testing.assert_close(rounded(x, STATIC, 0.5), plainly(x, STATIC, 0.5), rtol=2**-7, atol=0)
@@ -144,6 +159,26 @@ def test_layers_are_rounded_while_it_is_on() -> None:
         assert torch.equal(model[0](input=x), nn.functional.linear(rounded(x, TOKEN), model[0].weight, model[0].bias))
     assert torch.equal(model(x), plain)
     assert asked == ["scale"]
+
+
+def test_activations_beyond_a_stored_scale_are_counted_by_module() -> None:
+    model, clipped = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Clipped()
+    layers = {"0": Layer(STATIC, lambda: 0.5), "1": Layer(STATIC, lambda: 1.0)}
+    rounding = Rounding(model, layers, {}, clipped)
+    # 224 is the largest that 0.5 holds.
+    x = torch.tensor([[224.0, -224.0, 225.0, -300.0], [0.0, 1.0, 2.0, 1000.0]])
+    with rounding.on():
+        model[0](x)
+        model[1](input=x)
+    assert clipped.counts() == [["0", 3, 8], ["1", 1, 8]]
+    assert clipped.share(lambda place: True) == 3 / 8
+    assert clipped.share(lambda place: place == "1") == 1 / 8
+    assert clipped.share(lambda place: place == "2") == 0
+    others = Clipped()
+    others.add_counts([["1", 7, 8], ["2", 0, 0]])
+    others.add_counts(clipped.counts())
+    assert others.counts() == [["1", 8, 16], ["2", 0, 0], ["0", 3, 8]]
+    assert others.share(lambda place: place != "0") == 0.5
 
 
 def test_what_several_layers_read_is_rounded_for_each_as_it_is_quantized() -> None:
@@ -222,6 +257,27 @@ def test_keys_and_values_are_rounded_and_nothing_is_kept() -> None:
     assert torch.equal(cache.update(keys, held, 1)[1], rounded(held, STATIC, 4.0))
     assert torch.equal(cache.update(keys, held, 0)[1], rounded(held, STATIC, 1.0))
     assert cache.get_seq_length() == 0
+
+
+def test_keys_and_values_beyond_a_stored_scale_are_counted_by_layer() -> None:
+    clipped = Clipped()
+    cache = RoundedCache(small_qwen3().config, {0: (1.0, 4.0), 1: (0.5, 0.5)}.__getitem__, clipped)
+    states = torch.full((1, 1, 2, 32), 448.0)
+    states[0, 0, 0, :3] = 449
+    cache.update(states, states, 0)
+    assert clipped.counts() == [[0, 3, 128]]
+    cache.update(states, -states, 1)
+    assert clipped.counts() == [[0, 3, 128], [1, 128, 128]]
+
+
+def test_a_continuation_reads_all_rounded_keys_and_values() -> None:
+    cache = KeptCache(small_qwen3().config, {0: (0.5, 4.0), 1: (1.0, 1.0)}.__getitem__)
+    first, second = values(1, 1, 8, 32), values(1, 1, 3, 32)
+    cache.update(first, first, 0)
+    keys, held = cache.update(second, second, 0)
+    assert torch.equal(keys, torch.cat([rounded(first, STATIC, 0.5), rounded(second, STATIC, 0.5)], -2))
+    assert torch.equal(held, torch.cat([rounded(first, STATIC, 4.0), rounded(second, STATIC, 4.0)], -2))
+    assert cache.get_seq_length() == 11
 
 
 def test_a_model_computes_with_rounded_keys_and_values() -> None:
