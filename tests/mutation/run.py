@@ -39,7 +39,7 @@ import coverage
 import coverage.exceptions
 import libcst as cst
 import pytest
-from libcst.metadata import MetadataWrapper, PositionProvider
+from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
 from mutmut.mutation.mutators import mutation_operators
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -78,8 +78,16 @@ class _Finder(cst.CSTVisitor):
 
     def __init__(self) -> None:
         self.found: list[tuple[int, int, cst.CSTNode, cst.CSTNode]] = []
+        # Lines of the statement that is walked: of one of several lines coverage may know the first alone.
+        self._statement: CodeRange | None = None
+
+    def on_leave(self, node: cst.CSTNode) -> None:
+        if isinstance(node, cst.SimpleStatementLine):
+            self._statement = None
 
     def on_visit(self, node: cst.CSTNode) -> bool:
+        if isinstance(node, cst.SimpleStatementLine):
+            self._statement = self.get_metadata(PositionProvider, node)
         if isinstance(node, (cst.Annotation, cst.Decorator, cst.Import, cst.ImportFrom)):
             return False
         # Types in quotes are no strings to anybody who runs them; TYPE_CHECKING is never true.
@@ -95,7 +103,7 @@ class _Finder(cst.CSTVisitor):
             changed.append(node.with_changes(test=negated))
         if isinstance(node, cst.Raise) or (isinstance(node, cst.Expr) and isinstance(node.value, cst.Call)):
             changed.append(cst.Pass())
-        place = self.get_metadata(PositionProvider, node, None)
+        place = self._statement or self.get_metadata(PositionProvider, node, None)
         if place is not None:
             self.found += [(place.start.line, place.end.line, node, new) for new in changed]
         return True
