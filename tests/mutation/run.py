@@ -48,7 +48,10 @@ CONTEXT = "OPENQUANT_TEST"
 # What a test may take beyond this process, and a mutant that never ends before it counts as found.
 MEMORY, PATIENCE = 16 << 30, 60.0
 # What is slow to import and not ours; pytest would rather import a plugin itself.
-IMPORTED = ("huggingface_hub", "hypothesis.extra.numpy", "safetensors.torch", "torch", "yaml")
+IMPORTED = (
+    *("huggingface_hub", "hypothesis.extra.numpy", "safetensors.torch", "torch", "yaml"),
+    *("transformers.modeling_utils", "transformers.models.auto.modeling_auto"),
+)
 OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "--tb=short", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 
 
