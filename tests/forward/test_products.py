@@ -94,3 +94,8 @@ def test_only_processors_without_such_products_need_it(monkeypatch: pytest.Monke
     for multiplies, device, expected in ((False, "cpu", True), (True, "cpu", False), (False, "cuda", False)):
         monkeypatch.setattr(products, "_multiplies_bfloat16", lambda multiplies=multiplies: multiplies)
         assert isinstance(products_in_float32(device), InFloat32) is expected
+
+
+def test_torch_says_which_processors_have_such_products() -> None:
+    multiplies = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert isinstance(products_in_float32("cpu"), InFloat32) is not multiplies
