@@ -20,6 +20,8 @@ CORPUS = Corpus((Document("a", "a", tuple(range(10, 42))), Document("b", "b", tu
 # Settings that change nothing of what a model computes.
 WITHOUT_EFFECT: dict[str, Any] = {
     "dtype": "float16",
+    "torch_dtype": "float16",
+    "_name_or_path": "somewhere",
     "transformers_version": "4.0",
     "use_cache": False,
     "initializer_range": 0.5,
