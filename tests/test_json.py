@@ -101,20 +101,24 @@ def test_every_key_is_documented(out: Path, tmp_path: Path, capsys: pytest.Captu
     require("push", json.loads(done.stdout))
 
 
-def typed(kind: Any, path: str) -> Iterator[str]:
-    """The paths of keys of a TypedDict, as docs/json.md has them."""
+def typed(kind: Any, path: str) -> Iterator[tuple[str, bool]]:
+    """The paths of keys of a TypedDict, as docs/json.md has them, and whether each is always there."""
     if is_typeddict(kind):
         for name, inner in get_type_hints(kind).items():
-            yield f"{path}.{name}"
+            yield f"{path}.{name}", name in kind.__required_keys__
             yield from typed(inner, f"{path}.{name}")
     elif get_origin(kind) is dict:
-        yield f"{path}.*"
+        yield f"{path}.*", True
     elif get_origin(kind) is list:
         yield from typed(get_args(kind)[0], f"{path}[]")
 
 
 def test_the_types_of_an_evaluation_are_those_that_are_documented() -> None:
-    known = {path for path in documented("eval") if path.startswith("outputs[].")}
+    known = {
+        (path, not about.startswith("only "))
+        for path, about in documented("eval").items()
+        if path.startswith("outputs[].")
+    }
     assert set(typed(OutputEvaluation, "outputs[]")) == known
 
 

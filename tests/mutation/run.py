@@ -225,6 +225,7 @@ SETTINGS = """[run]
 source = {tree}/openquant
 data_file = {data}/.coverage
 parallel = true
+concurrency = thread,greenlet
 context = ${{OPENQUANT_TEST-}}
 disable_warnings = no-data-collected, module-not-imported, module-not-measured
 """
