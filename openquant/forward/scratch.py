@@ -49,7 +49,7 @@ class Scratch:
             refuse_memory(directory, "hidden states")
         self.directory, self.budget = directory, budget
         with self._explained("written"):
-            self._file = tempfile.TemporaryFile(dir=directory, prefix=".openquant-")  # noqa: SIM115
+            self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
         self._end = 0
         self._free: dict[int, list[int]] = {}
 

@@ -32,12 +32,11 @@ from .verdict import (
     word,
 )
 
-# Settings that say nothing of what a model computes.
+# Settings that say nothing of what a model computes; others of that kind are never taken from config.json.
 _TOLD = frozenset(
-    ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "_name_or_path", "model_type",
-     "initializer_range", "tokenizer_class", "bos_token_id", "eos_token_id", "pad_token_id", "return_dict",
-     "output_attentions", "output_hidden_states", "attention_dropout", "chunk_size_feed_forward", "id2label",
-     "label2id", "problem_type", "is_encoder_decoder", "max_position_embeddings", "finetuning_task")
+    ("architectures", "model_type", "dtype", "use_cache", "initializer_range", "tokenizer_class", "bos_token_id",
+     "eos_token_id", "pad_token_id", "attention_dropout", "chunk_size_feed_forward", "problem_type",
+     "is_encoder_decoder", "max_position_embeddings", "finetuning_task")
 )  # fmt: skip
 
 
@@ -105,7 +104,8 @@ class Findings:
 
     def of(self, number: int) -> list[Record]:
         """The records of a pass, in the order of the documents."""
-        return [record for _, record in sorted(self.records[number].items(), key=lambda each: each[0])]
+        found = self.records[number]
+        return [found[document] for document in sorted(found)]
 
 
 def results(found: Findings, texts: Sequence[list[dict[str, Any]]], notes: Sequence[str] = ()) -> Evaluation:
