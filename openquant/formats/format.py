@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -135,7 +136,7 @@ class Format:
         """Whether joined layers share a scale, which their largest weight decides: the only one, or a global one."""
         return self.shared or self.global_scale is not None
 
-    @property
+    @cached_property
     def of_weights(self) -> Format:
         """The same without what it says of activations: two of which that is equal store weights alike."""
         return replace(self, static=False, local=None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -62,7 +62,7 @@ class Number(ABC):
             slack: how far the scale itself may be off, relatively.
         """
 
-    @property
+    @cached_property
     def smallest(self) -> float:
         """The smallest value above zero."""
         values = self.values()

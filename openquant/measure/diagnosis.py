@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 # Largest over mean magnitude: 5 to 9 in trained layers of examples/tiny-qwen3, 5 to 7 of normal weights.
@@ -126,11 +126,16 @@ class Diagnosis:
         """The fields by name, as `--json` prints them; a layer's `zero_share` and `subnormal_share` are those of the
         scheme.
         """
-        found = asdict(self)
-        for layer in found["layers"]:
-            layer["zero_share"] = layer["zero_shares"][self.scheme]
-            layer["subnormal_share"] = layer["subnormal_shares"][self.scheme]
-        return found
+        layers = tuple(
+            {
+                **vars(layer),
+                "zero_share": layer.zero_shares[self.scheme],
+                "subnormal_share": layer.subnormal_shares[self.scheme],
+            }
+            for layer in self.layers
+        )
+        # Not by asdict, which copies every value: of a model of many small experts that takes as long as measuring it.
+        return {**vars(self), "layers": layers, "advice": tuple(dict(vars(each)) for each in self.advice)}
 
 
 def _or_infinite(error: float | None) -> float:

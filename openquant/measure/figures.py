@@ -186,6 +186,7 @@ class Sums:
         self.count = self.zeros = self.energy = 0.0
         # How many magnitudes have each upper half of a float32: with bfloat16 weights, each value.
         self._magnitudes = np.zeros(1 << 15)
+        self._low, self._high = 1 << 15, 0
 
     def add(self, rows: Rows, values: Floats, energies: Energies) -> None:
         """Add some rows, given their weights as float32 and the energy of each."""
@@ -194,14 +195,22 @@ class Sums:
         self.count += values.shape[1] * (rows.times * len(values) - (rows.times - 1) * rows.alone)
         self.zeros += rows.counted(values == 0)
         upper = (values.view(np.uint32) >> 16).astype(np.intp) & 0x7FFF
-        self._magnitudes += rows.times * np.bincount(upper.reshape(-1), minlength=1 << 15)
+        self._count_magnitudes(upper.reshape(-1), rows.times)
         if rows.alone:
-            self._magnitudes -= (rows.times - 1) * np.bincount(upper[0], minlength=1 << 15)
+            self._count_magnitudes(upper[0], 1 - rows.times)
+
+    def _count_magnitudes(self, upper: npt.NDArray[np.intp], times: float) -> None:
+        # From the smallest to the largest: of a small layer they are few of the values that there are.
+        low = int(upper.min())
+        counts = np.bincount(upper - low)
+        self._magnitudes[low : low + len(counts)] += times * counts
+        self._low, self._high = min(low, self._low), max(low + len(counts), self._high)
 
     def percentile(self) -> float:
         """The first percentile of the nonzero magnitudes: one in a hundred is as small, or smaller; 0 without any."""
-        reached = np.cumsum(np.where(np.arange(1 << 15) > 0, self._magnitudes, 0))
-        place = int(np.searchsorted(reached, reached[-1] / 100)) if reached[-1] else 0
+        low = max(1, self._low)
+        reached = np.cumsum(self._magnitudes[low : self._high])
+        place = low + int(np.searchsorted(reached, reached[-1] / 100)) if reached.any() else 0
         return float(np.uint32(place << 16).view(np.float32))
 
 

@@ -16,6 +16,8 @@ from collections.abc import Iterable
 
 # What joins letters into one sign, as Persian and families of emoji need it: invisible, and it moves nothing.
 _JOINERS = "\u200c\u200d"
+# All but what every terminal shows: of a long text, few characters have to be looked at one by one.
+_UNCOMMON = re.compile(r"[^ -~]")
 # Whatever Markdown gives a meaning to inside of a line, GitHub's and the Hub's dialects too: links, emoji, formulas.
 _MARKED = re.compile(r"[\\`*_{}\[\]<>()#!|~&:@$^\"']|(?<=www)\.", re.IGNORECASE)
 # What would open a list, a heading or a rule at the beginning of one.
@@ -30,7 +32,12 @@ def terminal(text: str, kept: str = "") -> str:
         text: any text.
         kept: characters to leave as they are, such as a newline.
     """
-    return "".join(letter if _shown(letter) or letter in kept else _escape(letter) for letter in text)
+
+    def replacement(match: re.Match[str]) -> str:
+        letter = match[0]
+        return letter if _shown(letter) or letter in kept else _escape(letter)
+
+    return _UNCOMMON.sub(replacement, text)
 
 
 def joined(lines: Iterable[str]) -> str:
