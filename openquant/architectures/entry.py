@@ -128,12 +128,15 @@ class Ranked:
         ranks: config key that counts the parts.
         sizes: config keys that count the heads of each member, and the rows of a head; those of several kinds of
             layers, of which the ones count that account for all rows.
+        layout: config key that says that files hold such tensors, and its value where they hold the projections one by
+            one, as outputs do.
     """
 
     pattern: str
     members: tuple[str, ...]
     ranks: str
     sizes: tuple[tuple[tuple[str, str], ...], ...]
+    layout: tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -382,9 +385,17 @@ class Model:
             found[module.replace(part, other)] = None
         return list(found)
 
-    def written(self, scheme: str | None) -> dict[str, str]:
-        """What config.json says of a scheme beside its quantization_config."""
-        return {key: value for name, key, value in self.writes if name == scheme}
+    def written(self, scheme: str | None, config: Mapping[str, Any]) -> dict[str, str]:
+        """What config.json says of how weights are stored beside its quantization_config.
+
+        Args:
+            scheme: of the weights; None if they are not quantized.
+            config: the config.json that the output's is made of.
+        """
+        found = {key: value for name, key, value in self.writes if name == scheme}
+        if self.ranked and self.ranked.layout[0] in config:
+            found |= [self.ranked.layout]
+        return found
 
     def refusal(self, scheme: str, format: str) -> Refusal | None:
         """What forbids a scheme in a format; None if nothing does."""

@@ -42,6 +42,9 @@ MIMO_V2 = replace(
             )
             for kind in ("", "swa_")
         ),
+        # vLLM 0.33.0 models/mimo_v2.py:389 takes no projection by itself in FP8 blocks if config.json says "fused_qkv",
+        # and SGLang 0.5.23 configs/model_config.py:125 only so many ranks.
+        layout=("attention_projection_layout", "split"),
     ),
 )
 

@@ -93,7 +93,8 @@ class Plan:
     def config(self) -> dict[str, Any]:
         """The output's config.json."""
         ours = {"quantization_config": self.quantization_config} if self.quantization_config else {}
-        return {**self.seen.config, **self.model.written(self.scheme.name if self.scheme else None), **ours}
+        written = self.model.written(self.scheme.name if self.scheme else None, self.seen.config)
+        return {**self.seen.config, **written, **ours}
 
     @property
     def files(self) -> dict[str, int]:

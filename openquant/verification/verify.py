@@ -159,7 +159,9 @@ class _Verification:
         self.problems, self.notes = headers.problems, headers.notes
         self.codes, self.scheme, self._place = headers.codes, headers.scheme, headers.place
         entry, scheme = headers.entry, headers.scheme
-        self.written = entry.model.written(scheme.name) if entry and scheme else {}
+        # Other tools' outputs hold projections as their config says.
+        config = self.checkpoint.config if self.ours else {}
+        self.written = entry.model.written(scheme.name if scheme else None, config) if entry else {}
         self.values: dict[str, float] = {}
         self.plan: Plan | None = None
         self.tunings = Tunings()

@@ -121,3 +121,32 @@ def test_published() -> None:
     outputs = make_plain_plan(checkpoint)
     found = {info.name: info for shard in outputs.shards for info in outputs.outputs(shard.name)}
     assert found == with_few_experts(published(NAME)).tensors
+
+
+@pytest.mark.parametrize("scheme", [None, "block", "channel"])
+def test_the_config_says_that_projections_lie_one_by_one(tmp_path: Path, scheme: str | None) -> None:
+    """With "fused_qkv" vLLM 0.33 builds a layer in blocks that takes no projection by itself."""
+    joined(tmp_path / "source")
+    path = tmp_path / "source" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "attention_projection_layout": "fused_qkv"}))
+    if scheme is None:
+        dequantize(tmp_path / "source", tmp_path / "out")
+    else:
+        compress(tmp_path / "source", tmp_path / "out", scheme)
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    assert config["attention_projection_layout"] == "split"
+    if scheme is None:
+        return
+    assert verify(tmp_path / "out", tmp_path / "source").problems == ()
+
+    path.write_text(json.dumps({**config, "attention_projection_layout": "fused_qkv"}))
+    assert verify(tmp_path / "out", tmp_path / "source").problems == (
+        'config.json: attention_projection_layout is "fused_qkv", but must be "split": engines read it',
+    )
+
+
+def test_a_config_without_a_layout_gets_none(tmp_path: Path) -> None:
+    joined(tmp_path / "source")
+    compress(tmp_path / "source", tmp_path / "out", "block")
+    assert "attention_projection_layout" not in json.loads((tmp_path / "out" / "config.json").read_text())
