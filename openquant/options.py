@@ -29,6 +29,7 @@ from .formats.names import (
     ScaleFormat,
     SchemeName,
 )
+from .version import CITED
 
 # Titles in --help.
 WEIGHTS = "what the weights become"
@@ -398,7 +399,7 @@ class Recipe(OptionGroup):
             "int4 with a zero point beside each scale",
             WEIGHTS,
             "whether groups of int4 have a zero point beside their scale, which brings weights nearer and which "
-            "transformers 5.23 cannot load",
+            f"transformers {CITED['transformers']} cannot load",
         ),
     )
     no_search: bool = field(

@@ -210,7 +210,7 @@ QWEN4_EXP = {
     "indexer_n_heads": 1,
     "indexer_kv_heads": 1,
     "indexer_head_dim": 64,
-    # SGLang 0.5.23 knows no less.
+    # SGLang knows no less.
     "indexer_budget": 2048,
     "indexer_compress_ratio": 4,
     "output_gate_type": "sigmoid",
@@ -241,7 +241,7 @@ NEMOTRON_H = {
     "mamba_num_heads": 8,
     "mamba_head_dim": 64,
     "ssm_state_size": 64,
-    # As published: SGLang 0.5.23 takes that for any (configs/nemotron_h.py:277).
+    # As published: SGLang takes that for any (configs/nemotron_h.py:277).
     "n_groups": 8,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,

@@ -6,7 +6,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "openquant"
 # From the ground up: a module may import from its own room, and from every floor below.
 FLOORS = (
-    ("errors", "version", "architectures", "interrupts", "forecast"),
+    ("version",),
+    ("errors", "architectures", "interrupts", "forecast"),
     ("models",),
     ("patterns", "machine"),
     ("threads",),

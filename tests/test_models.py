@@ -17,6 +17,7 @@ from openquant.models import MODELS
 from openquant.patterns import translate
 from openquant.plan.fates import Options
 from openquant.plan.plan import make_plain_plan, make_plan
+from openquant.version import VLLM
 from published import NAMES, lines_of, published
 
 # Layers quantized, modules kept (as in ignored_layers, one spelling each), tensor-parallel sizes for blocks.
@@ -284,13 +285,13 @@ def test_refused_schemes_say_why_and_what_to_do() -> None:
             make_plan(wrapped, scheme)
         assert str(caught.value) == (
             f"Mistral3ForConditionalGeneration cannot be served with {scheme.title}: "
-            "vLLM 0.32.0 does not find its block scales"
+            f"{VLLM} does not find its block scales"
         )
         assert caught.value.hint == "use --scheme tensor or channel, or --format compressed-tensors"
     for scheme in (TENSOR, TENSOR_COMPRESSED, CHANNEL, BLOCK_COMPRESSED):
         assert make_plan(wrapped, scheme).quantized_tensors == 280
     for scheme in VARIANTS:
-        with pytest.raises(PlanError, match=r"GptOssForCausalLM cannot be served with .*: vLLM 0.32.0 reads its"):
+        with pytest.raises(PlanError, match=rf"GptOssForCausalLM cannot be served with .*: {VLLM} reads its"):
             make_plan(published("GptOssForCausalLM"), scheme)
 
 
@@ -370,7 +371,7 @@ def test_llama4_wrapper_lists_the_engine_s_own_names() -> None:
 
 
 def test_draft_layers_are_listed_under_the_numbers_that_engines_count_on_to() -> None:
-    """vLLM 0.32.0 vllm/models/deepseek_v4/nvidia/mtp.py."""
+    """vLLM vllm/models/deepseek_v4/nvidia/mtp.py."""
     listed = {*make_plan(published("DeepseekV4ForCausalLM"), BLOCK).ignored_layers}
     layer = "model.layers.61"
     assert {

@@ -124,7 +124,7 @@ def test_per_tensor_output_is_refused(shelf: Shelf, load: str) -> None:
 
 
 def test_zero_points_are_refused(tmp_path: Path) -> None:
-    """compressed-tensors 0.20 leaves them unpacked where it builds the shapes to be expected."""
+    """compressed-tensors leaves them unpacked where it builds the shapes to be expected."""
     import transformers
 
     output = tmp_path / "out"

@@ -272,7 +272,7 @@ ZOO = {
     "Gemma2ForCausalLM": Small(
         "gemma2", {**GEMMA, "query_pre_attn_scalar": 64, "sliding_window": 512}, zero_norms=True
     ),
-    # SGLang 0.5.23 builds as many heads of keys as of queries (models/olmo.py:86), as all that is published has.
+    # SGLang builds as many heads of keys as of queries (models/olmo.py:86), as all that is published has.
     "OlmoForCausalLM": Small("olmo", {"num_key_value_heads": 4}),
     "Olmo2ForCausalLM": Small("olmo2"),
     "Olmo3ForCausalLM": Small("olmo3", SLIDING),
@@ -316,7 +316,7 @@ ZOO = {
     "PhiForCausalLM": Small(
         "phi",
         {
-            # SGLang 0.5.23 knows no others.
+            # SGLang knows no others.
             "num_key_value_heads": 4,
             "intermediate_size": 1024,
             "layer_norm_eps": 1e-05,
@@ -755,7 +755,7 @@ ZOO = {
     ),
     "OlmoHybridForCausalLM": Small(
         "olmo_hybrid",
-        # transformers 5.23 saves its convolutions in three equal parts.
+        # transformers saves its convolutions in three equal parts.
         {
             **{key: GATED_DELTA[key] for key in ("layer_types", "linear_key_head_dim", "linear_value_head_dim")},
             "linear_num_key_heads": 4,
@@ -822,7 +822,7 @@ ZOO = {
     "GraniteMoeHybridForCausalLM": Small(
         "granitemoehybrid",
         {
-            # As the small ones: where vLLM 0.32.0 loads split experts, it does not count them as loaded.
+            # As the small ones: where vLLM loads split experts, it does not count them as loaded.
             "num_local_experts": 0,
             "num_experts_per_tok": 0,
             **MAMBA,

@@ -315,7 +315,7 @@ MIXED = {
             "indexer_types": ["full", "shared"],
             "hc_mult": 2,
         },
-        # transformers 5.23 saves some under names that are not the published ones.
+        # transformers saves some under names that are not the published ones.
         renames={
             r"(model\.layers\.\d+\.)hc_pre\.(hc_(?:attn|mlp)_layer\.)": r"\1\2hc_pre.",
             r"model\.hc_pre\.hc_head\.": "model.hc_head.",
@@ -419,7 +419,7 @@ MIXED = {
         },
         beside={"projection_hidden_size": 128, "image_token_id": 5, "video_token_id": 6},
         made_as=("Kimi_K25ForConditionalGeneration", "kimi_k25"),
-        # transformers 5.23 saves all layers as blocks, which only the tower's are, and puts two modules elsewhere.
+        # transformers saves all layers as blocks, which only the tower's are, and puts two modules elsewhere.
         copies={
             "language_model.model.blocks.": "language_model.model.layers.",
             "model.mm_projector.": "mm_projector.",

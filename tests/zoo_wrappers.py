@@ -134,7 +134,7 @@ def adaptor(layer: str) -> dict[str, Shape]:
     }
 
 
-# Of sizes that vLLM 0.32.0 takes for granted (models/funasr.py:637).
+# Of sizes that vLLM takes for granted (models/funasr.py:637).
 SENSE_VOICE = {
     **sense_voice("audio_encoder.encoders0.0", 560),
     **sense_voice("audio_encoder.encoders.0", 512),

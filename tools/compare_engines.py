@@ -236,12 +236,16 @@ BASES = (
     "model_executor/layers/quantization",
     "model_executor/layers/quantization/utils",
 )
-# A path with lines, which may be broken after a slash, or further lines of the last one.
+# A path with lines, which may be broken after a slash, or further lines of the last one, which may follow the first.
 CITED = re.compile(
     r"((?:[\w.]+/(?:\n\s*#?\s*)?)*\w+\.py)(?::(\d+)(?:-(\d+))?)?|(?<=[\s(]):(\d+)(?:-(\d+))?"
-    r"|(?<=\d), (\d{2,})(?:-(\d+))?(?=[,;).\s])"
+    r"|(?<=\d)(?:,| and) (\d{2,})(?:-(\d+))?(?=[,:;).\s])"
 )
-ENGINES = re.compile(r"\b(vLLM|SGLang|transformers|compressed-tensors|mcore-bridge|Megatron-Bridge)\b")
+# With a version where that is not the one of openquant/version.py.
+ENGINES = re.compile(
+    r"\b(vLLM|VLLM|SGLang|SGLANG|transformers|compressed-tensors|GPTQModel|mcore-bridge|Megatron-Bridge)\b"
+    r"(?: (\d[\d.]*\d))?"
+)
 
 
 @dataclass(frozen=True)
@@ -250,12 +254,14 @@ class Citation:
 
     Attributes:
         engine: as the text says it before the path; None if it does not.
+        version: of the engine, where the text says it.
         path: the file as it is cited.
         lines: first and last; None where only the file is cited.
         spans: where in our text each number lies.
     """
 
     engine: str | None
+    version: str | None
     path: str
     lines: tuple[int, int] | None
     spans: tuple[tuple[int, int], ...]
@@ -263,21 +269,24 @@ class Citation:
 
 def citations(text: str) -> Iterator[Citation]:
     """What a text cites, in order."""
-    path = None
+    path, end = None, 0
     for match in CITED.finditer(text):
         if match[1]:
             path = re.sub(r"\n\s*#?\s*", "", match[1])
-        if path is None:
+        # Any number after a comma would be one.
+        if path is None or (match[6] and match.start() != end):
             continue
+        end = match.end()
         groups = next(((i, i + 1) for i in (2, 4, 6) if match[i]), None)
         before = text[max(0, match.start() - 600) : match.start()].rsplit("\n\n", 1)[-1]
-        named = ENGINES.findall(before)
+        engine, version = (ENGINES.findall(before) or [(None, None)])[-1]
         if groups is None:
-            yield Citation(named[-1] if named else None, path, None, ())
+            yield Citation(engine, version or None, path, None, ())
         else:
             given = [i for i in groups if match[i]]
             first, last = int(match[given[0]]), int(match[given[-1]])
-            yield Citation(named[-1] if named else None, path, (first, last), tuple(match.span(i) for i in given))
+            spans = tuple(match.span(i) for i in given)
+            yield Citation(engine, version or None, path, (first, last), spans)
 
 
 def resolve(tree: Tree, path: str) -> str | None:
@@ -311,7 +320,7 @@ def compare_lines(old: Tree, new: Tree, diff: bool, move: bool) -> Iterator[str]
     for source in sorted([*ours, ROOT / "tests" / "not_covered.txt"]):
         text, edits, lines = source.read_text(), [], []
         for cited in citations(text):
-            if cited.engine not in (None, "vLLM") or cited.lines is None:
+            if cited.engine not in (None, "vLLM", "VLLM") or cited.version or cited.lines is None:
                 continue
             name = resolve(old, cited.path)
             where = f"{cited.path}:{'-'.join(map(str, dict.fromkeys(cited.lines)))}"

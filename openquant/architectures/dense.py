@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..version import VLLM
 from .entry import DRAFT, ROUTER, Cached, Experts, Joined, Keep, Refusal, SGLang, Split, Stacked, Windows
 from .parts import (
     ATTENTION,
@@ -49,8 +50,8 @@ WINDOWS = {
 LLAMA = model("LlamaForCausalLM", ATTENTION, MLP, sglang=SCALES_LOST)
 DENSE = replace(LLAMA, sglang=SGLang())
 
-# Qwen2 with a draft layer of its own name, which vLLM 0.32.0 models/mimo_mtp.py:115 builds as the one after the last;
-# all that is published has 36. It has no packed_modules_mapping. SGLang 0.5.23 models/mimo_mtp.py:98 builds it without
+# Qwen2 with a draft layer of its own name, which vLLM models/mimo_mtp.py:115 builds as the one after the last;
+# all that is published has 36. It has no packed_modules_mapping. SGLang models/mimo_mtp.py:98 builds it without
 # a name, so its speculative decoding cannot be told to leave it as it is.
 MIMO_DRAFT = "model.mtp_layers.*"
 MIMO = replace(
@@ -67,7 +68,7 @@ MIMO = replace(
     sglang=NO_SCALES,
 )
 
-# On disk as vLLM has them (0.32.0 models/phi3.py); each of what they hold must divide.
+# On disk as vLLM has them (models/phi3.py); each of what they hold must divide.
 PHI3 = model(
     "Phi3ForCausalLM",
     Part(
@@ -88,7 +89,7 @@ GLM4 = model("Glm4ForCausalLM", ATTENTION, GATE_UP_TENSOR, renames=FUSED_NAMES[3
 # No gate in the MLP.
 ARCEE = model("ArceeForCausalLM", ATTENTION, plain(".mlp"))
 
-# vLLM 0.32.0 models/stablelm.py has no packed_modules_mapping.
+# vLLM models/stablelm.py has no packed_modules_mapping.
 STABLELM = model(
     "StableLmForCausalLM",
     attention(listed_as="qkv_proj"),
@@ -129,7 +130,7 @@ GEMMA4 = model(
 )
 
 # Several streams of hidden states, and a second input as Gemma 4 has; the last layers read keys and values of earlier
-# ones, so that vLLM 0.32.0 (models/gemma3n.py:316, 813) builds q_proj there alone and drops theirs.
+# ones, so that vLLM (models/gemma3n.py:316, 813) builds q_proj there alone and drops theirs.
 _GEMMA3N = "{model,model.language_model}"
 GEMMA3N = model(
     "Gemma3nForCausalLM",
@@ -149,8 +150,8 @@ GEMMA3N = model(
     windows=Windows(5),
 )
 
-# Llama's, some without attention or without an MLP, and those of several sizes, as block_configs says (vLLM 0.32.0
-# models/nemotron_nas.py:133). transformers 5.23 has no such class.
+# Llama's, some without attention or without an MLP, and those of several sizes, as block_configs says (vLLM
+# models/nemotron_nas.py:133). transformers has no such class.
 DECILM = model(
     "DeciLMForCausalLM",
     ATTENTION,
@@ -171,10 +172,10 @@ DENSE_NAMES = {
     NO_GROUPS: ("SmolLM3", "SeedOss", "Cwm", "Ernie4_5", "HyperCLOVAX", "VaultGemma"),
     NAMELESS: ("Gemma2",),
     SGLang(head=HEAD_IN_BFLOAT16, alike=FORMATS): ("HunYuanDenseV1",),
-    # SGLang 0.5.23 models/solar.py:407 has pairs in packed_modules_mapping.
+    # SGLang models/solar.py:407 has pairs in packed_modules_mapping.
     SGLang((Refusal(None, None, "its table of joined layers is broken", "vLLM loads it"),)): ("Solar",),
 }
-# vLLM 0.32.0 models/opt.py: an MLP without a module of its own; files of before transformers 4.23 have no prefix. Where
+# vLLM models/opt.py: an MLP without a module of its own; files of before transformers 4.23 have no prefix. Where
 # embeddings are narrower than layers, two projections lie between.
 OPT = model(
     "OPTForCausalLM",
@@ -187,9 +188,9 @@ OPT = model(
     ),
     spellings=(("model.decoder.", "decoder."),),
     # models/opt.py:376
-    head_refused="vLLM 0.32.0 builds it without a quantization",
+    head_refused=f"{VLLM} builds it without a quantization",
 )
-# vLLM 0.32.0 models/gpt_j.py; older files hold the mask.
+# vLLM models/gpt_j.py; older files hold the mask.
 GPT_J = model(
     "GPTJForCausalLM",
     attention("out_proj", "qkv_proj", ".attn"),
@@ -212,8 +213,8 @@ GPT_J = model(
         )
     ),
 )
-# vLLM 0.32.0 models/exaone.py:403 calls what it builds "model"; SGLang 0.5.23 models/exaone.py:205 the attention
-# self_attn. transformers 5.23 has no such class.
+# vLLM models/exaone.py:403 calls what it builds "model"; SGLang models/exaone.py:205 the attention
+# self_attn. transformers has no such class; from 5.24 on it makes Llama's of these files.
 EXAONE = model(
     "ExaoneForCausalLM",
     attention("out_proj", path=".attn.attention"),
@@ -225,7 +226,7 @@ EXAONE = model(
     transformers_reads_blocks=False,
 )
 
-# Two stacks, each of which a token goes through several times (vLLM 0.32.0 models/hrm_text.py:160-187); a gate,
+# Two stacks, each of which a token goes through several times (vLLM models/hrm_text.py:160-187); a gate,
 # queries, keys and values in one tensor.
 HRM_STACKS = (("H", ("H_cycles",)), ("L", ("H_cycles", "L_cycles")))
 HRM_TEXT = model(
@@ -243,12 +244,12 @@ HRM_TEXT = model(
     cache_refused=SEVERAL_CACHES,
     # models/hrm_text.py:470
     renames=((".attn.", ".self_attn."),),
-    # transformers 5.23 cuts both joined tensors apart, which it refuses where anything is quantized.
+    # transformers cuts both joined tensors apart, which it refuses where anything is quantized.
     transformers_reads_blocks=False,
 )
 
 # A token goes twice through all layers, the second time with a window of its own beside what the first one kept, and a
-# gate between both, of a row for each head. vLLM 0.32.0 models/iquest_loopcoder.py.
+# gate between both, of a row for each head. vLLM models/iquest_loopcoder.py.
 IQUEST_LOOP = model(
     "IQuestLoopCoderForCausalLM",
     replace(
@@ -264,7 +265,7 @@ IQUEST_LOOP = model(
     transformers_reads_blocks=False,
 )
 
-# A gate for each head's output, which vLLM 0.32.0 models/muse_glimmer.py:1430 calls otherwise. Windows in three of four
+# A gate for each head's output, which vLLM models/muse_glimmer.py:1430 calls otherwise. Windows in three of four
 # layers; the last has none.
 MUSE_GLIMMER = model(
     "MuseGlimmerForCausalLM",
@@ -273,7 +274,7 @@ MUSE_GLIMMER = model(
     MLP,
     renames=((".self_attn.gate_proj", ".self_attn.output_gate_proj"),),
     windows=Windows(4),
-    # transformers 5.23 has the wrapper alone.
+    # transformers has the wrapper alone.
     transformers_reads_blocks=False,
 )
 
@@ -305,7 +306,7 @@ ENTRIES = (
     GPT_J,
     EXAONE,
     STABLELM,
-    # models/orion.py has no packed_modules_mapping either; transformers 5.23 has no such class.
+    # models/orion.py has no packed_modules_mapping either; transformers has no such class.
     replace(STABLELM, name="OrionForCausalLM", sglang=NO_SCALES, transformers_reads_blocks=False),
     GEMMA4,
     GEMMA3N,

@@ -3,15 +3,14 @@
 Patterns (see patterns.py) name modules as the checkpoint names them, that is tensor names without
 `.weight`. One that begins with a dot continues the entry's `layers` pattern, which matches one decoder
 layer. Every tensor of two or more axes must match exactly one of compress, experts or keep; all others
-are copied. Facts about an engine name the version and file they were read from.
+are copied. Facts about an engine name the file they were read from, of the version in version.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-
-SGLANG = "SGLang 0.5.23"
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -213,7 +212,7 @@ class Fold:
 class Windows:
     """Which decoder layers attend to a window of the last tokens only, where config.json has no `layer_types`.
 
-    As transformers 5.23 has it, whose configurations engines read; all of them, unless something here says otherwise.
+    As transformers has it, whose configurations engines read; all of them, unless something here says otherwise.
 
     Attributes:
         every: every so manieth layer attends to everything; None if none does.

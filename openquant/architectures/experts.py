@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..version import VLLM
 from .entry import DRAFT, ROUTER, Experts, Keep, Refusal, SGLang, Split, Stacked, Windows
 from .parts import (
     ATTENTION,
@@ -27,18 +28,18 @@ MIXTRAL = model(
     "MixtralForCausalLM",
     ATTENTION,
     routed(".block_sparse_moe.experts", "w1", "w3", "w2"),
-    # SGLang 0.5.23 models/mixtral.py:303.
+    # SGLang models/mixtral.py:303.
     spellings=(("model.layers.", "layers."),),
     sglang=SGLang(head=HEAD_IN_BFLOAT16),
 )
 
-# vLLM 0.32.0 models/phimoe.py; SGLang 0.5.23 models/phimoe.py.
+# vLLM models/phimoe.py; SGLang models/phimoe.py.
 PHI_MOE = replace(
     MIXTRAL,
     name="PhiMoEForCausalLM",
     spellings=(),
     # models/phimoe.py:511
-    head_refused="vLLM 0.32.0 builds it without a quantization",
+    head_refused=f"{VLLM} builds it without a quantization",
     sglang=SGLang(),
 )
 
@@ -54,13 +55,13 @@ QWEN3_MOE = model(
     # qwen3_moe.py:575 means to map gate_up_proj to its members where mlp_only_layers is not empty; the
     # built engine's quant_config has no such entry either way.
     gated(".mlp", listed_as="gate_up_proj"),
-    # vLLM 0.32.0 models/qwen3_moe.py:170 builds the router with quant_config.
+    # vLLM models/qwen3_moe.py:170 builds the router with quant_config.
     ROUTED,
     windows=IF_ASKED,
 )
 
 # Experts [E, 2I, H] and [E, H, I] beside the module that vLLM has them in; split they have the usual names there
-# (vLLM 0.32.0 models/granitemoehybrid.py:409, models/granitemoe.py:305).
+# (vLLM models/granitemoehybrid.py:409, models/granitemoe.py:305).
 GRANITE_EXPERTS = replace(
     routed(
         ".block_sparse_moe.experts",
@@ -72,7 +73,7 @@ GRANITE_EXPERTS = replace(
     ),
     keep=(Keep(".block_sparse_moe.router.layer", ROUTER),),
 )
-# transformers 5.23 wants its stacks.
+# transformers wants its stacks.
 GRANITE_MOE = model("GraniteMoeForCausalLM", ATTENTION, GRANITE_EXPERTS, transformers_reads_blocks=False)
 # Gate and up are one tensor in what they all read as well.
 GRANITE_SHARED = Part(
@@ -116,17 +117,17 @@ HUNYUAN_MOE = model(
     sglang=SGLang(head=HEAD_IN_BFLOAT16, alike=FORMATS),
 )
 
-# DeepSeek's first, whose attention has heads; transformers 5.23 has no such class.
+# DeepSeek's first, whose attention has heads; transformers has no such class.
 DEEPSEEK = model(
     "DeepseekForCausalLM",
     ATTENTION,
     MLP,
     SHARED_EXPERTS,
     ROUTED,
-    # vLLM 0.32.0 models/deepseek_v2.py:187-203.
+    # vLLM models/deepseek_v2.py:187-203.
     nameless=(".self_attn.*",),
     transformers_reads_blocks=False,
-    # SGLang 0.5.23 models/deepseek.py:166 takes the codes of all experts as one tensor, and hands no scale on (:215).
+    # SGLang models/deepseek.py:166 takes the codes of all experts as one tensor, and hands no scale on (:215).
     # Its load_weights looks for a parameter of every name (:515).
     sglang=SGLang(plain=(".mlp.experts.**",), cache=NO_CACHE),
 )
@@ -144,7 +145,7 @@ ERNIE_MOE = model(
     sglang=NO_SCALES,
 )
 
-# vLLM 0.32.0 models/glm4_moe_mtp.py and deepseek_mtp.py, which build the draft layers, have no
+# vLLM models/glm4_moe_mtp.py and deepseek_mtp.py, which build the draft layers, have no
 # packed_modules_mapping.
 DRAFTED_MLPS = tuple(gated(path, listed_as="gate_up_proj") for path in (".mlp", ".mlp.shared_experts"))
 GLM4_MOE = model(
@@ -153,11 +154,11 @@ GLM4_MOE = model(
     *DRAFTED_MLPS,
     ROUTED,
     draft_layers="num_hidden_layers",
-    # SGLang 0.5.23 models/glm4_moe.py:501
+    # SGLang models/glm4_moe.py:501
     sglang=SGLang(unpacked=(".mlp.shared_experts.**",)),
 )
 
-# vLLM 0.32.0 models/hy_v3_mtp.py has no packed_modules_mapping either.
+# vLLM models/hy_v3_mtp.py has no packed_modules_mapping either.
 HY_V3 = model(
     "HYV3ForCausalLM",
     attention(listed_as="qkv_proj"),
@@ -166,7 +167,7 @@ HY_V3 = model(
     draft_layers="num_hidden_layers",
 )
 
-NAMELESS_HEAD = "vLLM 0.32.0 builds it without a name to find its scheme by"
+NAMELESS_HEAD = f"{VLLM} builds it without a name to find its scheme by"
 # The router is `router.gate`.
 AFMOE = model(
     "AfmoeForCausalLM",
@@ -177,7 +178,7 @@ AFMOE = model(
     replace(ROUTED, keep=(Keep(".mlp.router.gate", ROUTER),)),
     # models/afmoe.py:513
     head_refused=NAMELESS_HEAD,
-    # SGLang 0.5.23 models/afmoe.py:285 computes with what its experts' codes are, and hands no scale on.
+    # SGLang models/afmoe.py:285 computes with what its experts' codes are, and hands no scale on.
     sglang=SGLang(plain=(".mlp.experts.**",)),
     windows=Windows(4, "global_attn_every_n_layers"),
 )
@@ -195,8 +196,8 @@ EXAONE_MOE = model(
     windows=Windows(4, PATTERN),
 )
 
-# Layers that attend to everything have fewer heads of queries. vLLM 0.32.0 models/laguna.py:86 has gate and up by
-# themselves, SGLang 0.5.23 joins them.
+# Layers that attend to everything have fewer heads of queries. vLLM models/laguna.py:86 has gate and up by
+# themselves, SGLang joins them.
 LAGUNA = model(
     "LagunaForCausalLM",
     ATTENTION,
@@ -206,17 +207,17 @@ LAGUNA = model(
     keep=(Keep(".self_attn.g_proj", "a gate for each head", divided=True),),
 )
 
-NO_EXPERTS = "vLLM 0.32.0 reads its experts as MXFP4 and its attention is a thirtieth of it"
+NO_EXPERTS = f"{VLLM} reads its experts as MXFP4 and its attention is a thirtieth of it"
 GPT_OSS = model(
     "GptOssForCausalLM",
     attention(),
     keep=(Keep(".mlp.router", ROUTER), Keep(".mlp.experts.**", "served as MXFP4")),
-    # vLLM 0.32.0 models/gpt_oss.py:825-1060.
+    # vLLM models/gpt_oss.py:825-1060.
     refused=(Refusal(None, None, NO_EXPERTS, "serve the MXFP4 original"),),
     windows=Windows(2),
 )
 
-# The Hub's files hold stacks [E, 2I, H] and [E, H, I], transformers 5.23 saves one module for each expert.
+# The Hub's files hold stacks [E, 2I, H] and [E, H, I], transformers saves one module for each expert.
 STACKED_EXPERTS = replace(
     ROUTED,
     experts=(
@@ -227,7 +228,7 @@ STACKED_EXPERTS = replace(
     ),
 )
 
-# [E, H, 2I] and [E, I, H] (vLLM 0.32.0 models/llama4.py:398). A checkpoint may not mix stacked and split
+# [E, H, 2I] and [E, I, H] (vLLM models/llama4.py:398). A checkpoint may not mix stacked and split
 # experts (llama4.py:583), so they are split wherever they appear.
 LLAMA4 = model(
     "Llama4ForCausalLM",
@@ -249,7 +250,7 @@ LLAMA4 = model(
     ),
     # transformers 5.19 finds no split experts and initialises new ones.
     transformers_reads_blocks=False,
-    # vLLM 0.32.0 models/llama4.py:805-844, for its rotary embedding.
+    # vLLM models/llama4.py:805-844, for its rotary embedding.
     reordered=(".self_attn.{q,k}_proj",),
     sglang=SCALES_LOST,
     windows=Windows(4, "no_rope_layer_interval", flags="no_rope_layers", size="attention_chunk_size"),
@@ -257,7 +258,7 @@ LLAMA4 = model(
 
 ENTRIES = (
     MIXTRAL,
-    # vLLM 0.32.0 models/minimax_m2.py calls the module mlp.
+    # vLLM models/minimax_m2.py calls the module mlp.
     replace(MIXTRAL, name="MiniMaxM2ForCausalLM", spellings=(), renames=((".block_sparse_moe.", ".mlp."),)),
     PHI_MOE,
     QWEN2_MOE,

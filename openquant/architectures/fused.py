@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..version import VLLM
 from .entry import Cached, Joined, Keep, Refusal, SGLang, Split
 from .experts import ROUTED, SHARED_EXPERTS
 from .parts import HEADS, KV_HEADS, NAMELESS_CACHE, NO_GROUPS, ONES_TAKEN, Part, gated, model
@@ -14,7 +15,7 @@ MLP = Part(
 )
 FALCON_KV = "num_kv_heads"
 
-# vLLM 0.32.0 models/falcon.py:407-436 sorts what has an axis of outputs: for each key its queries, then it and its
+# vLLM models/falcon.py:407-436 sorts what has an axis of outputs: for each key its queries, then it and its
 # value. Older ones have one key for all (multi_query, which counts it), or one for each query.
 FALCON = model(
     "FalconForCausalLM",
@@ -41,7 +42,7 @@ FALCON = model(
     keep=(Keep("transformer.word_embeddings", "embedding", divided=True),),
 )
 
-# vLLM 0.32.0 models/bloom.py:316-328 sorts every tensor by that name, whatever it is. Files of before transformers 4.50
+# vLLM models/bloom.py:316-328 sorts every tensor by that name, whatever it is. Files of before transformers 4.50
 # have no prefix.
 BLOOM_HEADS = (HEADS, HEADS, HEADS)
 BLOOM = model(
@@ -58,7 +59,7 @@ BLOOM = model(
     layers="{transformer.h,h}.*",
     keep=(Keep("{transformer.word_embeddings,word_embeddings}", "embedding", divided=True),),
     spellings=(("transformer.h.", "h."),),
-    head_refused="vLLM 0.32.0 builds it without a quantization",
+    head_refused=f"{VLLM} builds it without a quantization",
 )
 
 # On the engines' Transformers backends, which leave its rows, heads by turns, where they are.
@@ -80,8 +81,8 @@ GPT_NEOX = model(
     sglang=NO_GROUPS,
 )
 
-# For each key its queries, then it and its value: vLLM 0.32.0 models/internlm2.py:158 leaves rows as they lie and sorts
-# what they make. It gathers as many as there are heads, so none can be copied to ranks. transformers 5.23 has no such
+# For each key its queries, then it and its value: vLLM models/internlm2.py:158 leaves rows as they lie and sorts
+# what they make. It gathers as many as there are heads, so none can be copied to ranks. transformers has no such
 # class, nor those of ChatGLM and Ling.
 QKV = (HEADS, KV_HEADS, KV_HEADS)
 INTERNLM2 = model(
@@ -108,7 +109,7 @@ INTERNLM2 = model(
     transformers_reads_blocks=False,
 )
 
-# One after another. Files of GLM-4V say either name too, and only its vision_config tells them apart; vLLM 0.32.0
+# One after another. Files of GLM-4V say either name too, and only its vision_config tells them apart; vLLM
 # (models/chatglm.py:441) is told GLM4VForCausalLM for them.
 CHATGLM = model(
     "ChatGLMModel",
@@ -140,7 +141,7 @@ CHATGLM = model(
     transformers_reads_blocks=False,
 )
 
-# Dense layers first, then experts. vLLM 0.32.0 models/bailing_moe.py.
+# Dense layers first, then experts. vLLM models/bailing_moe.py.
 BAILING_MOE_V2 = model(
     "BailingMoeV2ForCausalLM",
     Part(
@@ -196,8 +197,8 @@ GPT_BIGCODE = model(
     ),
 )
 
-# For each head its key, then its value, which vLLM 0.32.0 models/telechat2.py:64-86 cuts apart in every tensor of that
-# name, by counts of rows. It gives all but the joined layers the names that they are built under. transformers 5.23 has
+# For each head its key, then its value, which vLLM models/telechat2.py:64-86 cuts apart in every tensor of that
+# name, by counts of rows. It gives all but the joined layers the names that they are built under. transformers has
 # no such class.
 TELECHAT2 = model(
     "TeleChat2ForCausalLM",

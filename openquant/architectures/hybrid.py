@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..version import VLLM
 from .entry import ROUTER, Cached, Experts, Joined, Keep, Refusal, SGLang, Split, State
 from .experts import DRAFTED_MLPS, GRANITE_EXPERTS, GRANITE_SHARED, MTP, ROUTED, SHARED_EXPERT, STACKED_EXPERTS
 from .latent import INDEXER, LATENT, latent
@@ -25,11 +26,11 @@ from .parts import (
 
 CONVOLUTION = "convolution"
 KEY_HEADS, VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
-# vLLM 0.32.0 models/config.py:856 reads the dtype of a state in Qwen3.5, and 717 that of Nemotron-H.
+# vLLM models/config.py:856 and 717 read the dtype of a state, in Qwen3.5 and in Nemotron-H.
 DELTA_STATE = State(
     ".linear_attn.conv1d", (VALUE_HEADS, "linear_value_head_dim", "linear_key_head_dim"), "mamba_ssm_dtype"
 )
-# vLLM 0.32.0 layers/mamba/gdn/qwen_gdn_linear_attn.py:524: ba_proj has no block form. It has a few rows.
+# vLLM layers/mamba/gdn/qwen_gdn_linear_attn.py:524: ba_proj has no block form. It has a few rows.
 GATED_DELTA = Part(
     (".linear_attn.{in_proj_qkvz,out_proj}",),
     splits=(
@@ -48,10 +49,10 @@ QWEN3_NEXT = model(
     ROUTED,
     keep=(MTP,),
     # models/qwen3_next.py:851
-    head_refused="vLLM 0.32.0 builds it without a quantization",
+    head_refused=f"{VLLM} builds it without a quantization",
     sglang=SGLang(
         (Refusal("tensor", "fp8", "it asks in_proj_qkvz for four scales", "--scheme channel and -w 128 load"),),
-        # SGLang 0.5.23 models/qwen3_next.py:311
+        # SGLang models/qwen3_next.py:311
         unpacked=(".linear_attn.in_proj_qkvz",),
         # models/qwen3_next.py:1266
         cache="it takes no scales of keys and values but 1",
@@ -71,7 +72,7 @@ GATED_DELTA_PIECES = Part(
     keep=(Keep(".linear_attn.in_proj_{a,b}", "gates of a row per head"), Keep(".linear_attn.conv1d", CONVOLUTION)),
     states=(DELTA_STATE,),
 )
-# The same with q, k, v and a gate by themselves, each with a convolution but the gate (vLLM 0.32.0 layers/mamba/gdn/
+# The same with q, k, v and a gate by themselves, each with a convolution but the gate (vLLM layers/mamba/gdn/
 # olmo_gdn_linear_attn.py:94).
 OLMO_DELTA = Part(
     (".linear_attn.{q_proj,k_proj,v_proj,g_proj,o_proj}",),
@@ -107,8 +108,8 @@ QWEN3_5_MOE = model(
     sglang=HEAD_SCALE_LOST,
 )
 
-# Several streams of hidden states, tables of n-grams, and an index over the tokens, which vLLM 0.32.0 joins to q, k
-# and v and every rank has whole (models/qwen4_exp/nvidia/qsa.py:67). SGLang 0.5.23 has it beside them.
+# Several streams of hidden states, tables of n-grams, and an index over the tokens, which vLLM joins to q, k
+# and v and every rank has whole (models/qwen4_exp/nvidia/qsa.py:67). SGLang has it beside them.
 QSA = ".self_attn.{q_proj,k_proj,v_proj,indexer.index_qk_proj}"
 QWEN4_EXP = model(
     "Qwen4ExpForCausalLM",
@@ -131,14 +132,14 @@ QWEN4_EXP = model(
         Keep("{model,model.language_model}.hyper_connection_mixer.*", STREAMS),
     ),
     # models/qwen4_exp/nvidia/model.py:751
-    head_refused="vLLM 0.32.0 builds it without a quantization",
+    head_refused=f"{VLLM} builds it without a quantization",
     # models/qwen4_exp/nvidia/qsa.py:365, of a config with a kv_cache_scheme.
-    cache_refused="vLLM 0.32.0 refuses a config that says so",
-    # SGLang 0.5.23 models/qwen4_exp.py:1826
+    cache_refused=f"{VLLM} refuses a config that says so",
+    # SGLang models/qwen4_exp.py:1826
     renames=((".self_attn.indexer.", ".indexer."),),
 )
 
-# vLLM 0.32.0 layers/mamba/gdn/kimi_gdn_linear_attn.py: all that reads the layer's input but g_a_proj is one layer
+# vLLM layers/mamba/gdn/kimi_gdn_linear_attn.py: all that reads the layer's input but g_a_proj is one layer
 # there, in which f_a_proj is whole on every rank. Both kinds of attention have 32 heads.
 KIMI_DELTA = Part(
     (".self_attn.{k_proj,v_proj,b_proj,f_a_proj,f_b_proj,g_a_proj,g_b_proj}",),
@@ -163,14 +164,14 @@ KIMI_LINEAR = model(
     routed(".block_sparse_moe.experts", "w1", "w3", "w2"),
 )
 
-# vLLM 0.32.0 models/glm5next/common/model.py:397 and kda.py:211 build all attention without a quantization, whatever
-# the files hold.
-NO_ATTENTION = "vLLM 0.32.0 builds it without a quantization"
+# vLLM models/glm5next/common/model.py:397 and models/glm5next/common/kda.py:211 build all attention without a
+# quantization, whatever the files hold.
+NO_ATTENTION = f"{VLLM} builds it without a quantization"
 GLM5_NEXT = model(
     "Glm5NextForCausalLM",
     Part(
         (),
-        # SGLang 0.5.23 models/glm5_next.py:457, which builds them with one.
+        # SGLang models/glm5_next.py:457, which builds them with one.
         joined=(
             Joined(".self_attn.{q,k,v}_proj", sglang="qkv_proj"),
             Joined(".self_attn.{q_a_proj,kv_a_proj_with_mqa}", sglang="fused_qkv_a_proj_with_mqa"),
@@ -199,7 +200,7 @@ GLM5_NEXT = model(
     *DRAFTED_MLPS,
     ROUTED,
     draft_layers="num_hidden_layers",
-    # transformers 5.23 has the wrapper alone, whose logits are not as close as those of others.
+    # transformers has the wrapper alone, whose logits are not as close as those of others.
     transformers_reads_blocks=False,
 )
 
@@ -217,7 +218,7 @@ GRANITE_HYBRID = model(
     MAMBA2,
     GRANITE_EXPERTS,
     GRANITE_SHARED,
-    # vLLM 0.32.0 models/granitemoehybrid.py asks for its linears under this name.
+    # vLLM models/granitemoehybrid.py asks for its linears under this name.
     renames=((".mamba.", ".mixer."),),
     transformers_reads_blocks=False,
     sglang=SGLang(
@@ -238,11 +239,11 @@ MAMBA2_ALONE = model(
     layers="backbone.layers.*",
     keep=(Keep("backbone.embeddings", "embedding", divided=True),),
     # models/mamba2.py:202
-    head_refused="vLLM 0.32.0 builds it without a quantization",
+    head_refused=f"{VLLM} builds it without a quantization",
     cache_refused="it keeps states alone",
 )
 
-# State spaces, of which vLLM 0.32.0 quantizes nothing (layers/mamba/mamba_mixer.py:98), and attention, which it names
+# State spaces, of which vLLM quantizes nothing (layers/mamba/mamba_mixer.py:98), and attention, which it names
 # after the layer itself and builds without scales of keys and values (models/jamba.py:233-259).
 JAMBA = model(
     "JambaForCausalLM",
@@ -260,12 +261,12 @@ JAMBA = model(
     replace(routed(".feed_forward.experts"), keep=(Keep(".feed_forward.router", ROUTER),)),
     renames=((".self_attn.", "."),),
     # models/jamba.py:426
-    head_refused="vLLM 0.32.0 builds it without a quantization",
+    head_refused=f"{VLLM} builds it without a quantization",
     cache_refused=NAMELESS_CACHE,
 )
 
-# Attention and a state space side by side. vLLM 0.32.0 models/falcon_h1.py:133, 263 and 346: it names attention after
-# the layer itself, and state spaces as if they were layers beyond the last. SGLang 0.5.23: .mixer, .mlp.
+# Attention and a state space side by side. vLLM models/falcon_h1.py:133, 263 and 346: it names attention after
+# the layer itself, and state spaces as if they were layers beyond the last. SGLang: .mixer, .mlp.
 FALCON_H1 = model(
     "FalconH1ForCausalLM",
     ATTENTION,
@@ -274,7 +275,7 @@ FALCON_H1 = model(
     renames=((".self_attn.", "."), (".mamba.", ".mixer."), (".feed_forward.", ".mlp.")),
     beyond=((".mamba.", "model.{}.mixer."),),
     # models/falcon_h1.py:597
-    head_refused="vLLM 0.32.0 builds it without a quantization",
+    head_refused=f"{VLLM} builds it without a quantization",
 )
 
 LFM2_MIXERS = (
@@ -291,10 +292,10 @@ LFM2_MOE = model(
     "Lfm2MoeForCausalLM",
     *LFM2_MIXERS,
     gated(".feed_forward", "w1", "w3", "w2"),
-    # vLLM 0.32.0 models/lfm2_moe.py builds the router with quant_config.
+    # vLLM models/lfm2_moe.py builds the router with quant_config.
     routed(".feed_forward.experts", "w1", "w3", "w2"),
     cache_refused=NAMELESS_CACHE,
-    # SGLang 0.5.23 models/lfm2_moe.py.
+    # SGLang models/lfm2_moe.py.
     renames=tuple(
         (f".feed_forward.{one}", f".feed_forward.{other}_proj")
         for one, other in (("w1", "gate"), ("w3", "up"), ("w2", "down"))
@@ -340,7 +341,7 @@ NEMOTRON_H = model(
     spellings=(("backbone.", "model."),),
 )
 
-# Lightning attention, which decays by head, beside latent attention. vLLM 0.32.0 models/bailing_moe_linear.py.
+# Lightning attention, which decays by head, beside latent attention. vLLM models/bailing_moe_linear.py.
 LIGHTNING = Part(
     (".attention.{query_key_value,g_proj}",),
     splits=(
@@ -358,7 +359,7 @@ BAILING_MOE_LINEAR = model(
     ROUTED,
     keep=(Keep("model.word_embeddings", "embedding", divided=True),),
     draft_layers="num_hidden_layers",
-    # models/bailing_moe_linear.py:590-605. SGLang 0.5.23 models/bailing_moe_linear.py:459-481 has three other names in
+    # models/bailing_moe_linear.py:590-605. SGLang models/bailing_moe_linear.py:459-481 has three other names in
     # layers of linear attention.
     renames=(
         (".attention.", ".self_attn."),
@@ -370,13 +371,13 @@ BAILING_MOE_LINEAR = model(
     ),
     transformers_reads_blocks=False,
     sglang=SGLang(
-        # SGLang 0.5.23 models/bailing_moe_linear.py:1533 concatenates what q_a_proj and kv_a_proj_with_mqa have.
+        # SGLang models/bailing_moe_linear.py:1533 concatenates what q_a_proj and kv_a_proj_with_mqa have.
         (Refusal("tensor", None, "it puts the single scales of two projections end to end", "--scheme channel loads"),),
         unpacked=(".attention.q_a_proj",),
     ),
 )
 
-# Ling 3.0: Kimi's delta attention, its gates without low ranks, beside gated latent attention. vLLM 0.32.0
+# Ling 3.0: Kimi's delta attention, its gates without low ranks, beside gated latent attention. vLLM
 # models/bailing_moe_v3.py:667 joins b_proj to q, k and v, unless the list of a block scheme has it.
 KIMI_DELTA_WHOLE = Part(
     (".attention.{k_proj,v_proj,b_proj,f_proj,g_proj,o_proj}",),

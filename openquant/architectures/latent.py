@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..version import VLLM
 from .entry import DRAFT, EMBEDDING, HEAD, ROUTER, Cached, Experts, Joined, Keep, Refusal, SGLang, Split
 from .experts import DRAFTED_MLPS, ROUTED, STACKED_EXPERTS
 from .parts import HEADS, MLP, STREAMS, Part, gated, model, routed
 
 
-# Latent attention. vLLM 0.32.0 multiplies kv_b_proj out as it loads (layers/quantization/utils/quant_utils.py:511):
+# Latent attention. vLLM multiplies kv_b_proj out as it loads (layers/quantization/utils/quant_utils.py:511):
 # in FP8 it would cost accuracy and save nothing.
 def latent(path: str, out: str = "o_proj") -> Part:
     """The projections below `path`."""
     return Part(
         (f"{path}.{{q_proj,q_a_proj,q_b_proj,kv_a_proj_with_mqa,{out}}}",),
-        # models/deepseek_v2.py:1051; SGLang 0.5.23 models/deepseek_v2.py
+        # models/deepseek_v2.py:1051; SGLang models/deepseek_v2.py
         joined=(
             Joined(f"{path}.{{q_a_proj,kv_a_proj_with_mqa}}", "fused_qkv_a_proj", sglang="fused_qkv_a_proj_with_mqa"),
         ),
@@ -37,14 +38,14 @@ DEEPSEEK_V3 = model(
     sglang=SGLang(unpacked=LATENT_UNPACKED),
 )
 
-# The projections of one layer's index over the tokens; small, and vLLM 0.32.0 (vllm/models/deepseek_v32) reads
+# The projections of one layer's index over the tokens; small, and vLLM (vllm/models/deepseek_v32) reads
 # two of the three unquantized.
 INDEXER = Keep(".self_attn.indexer.{wq_b,wk,weights_proj}", "chooses the tokens attended to")
 DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
     name="DeepseekV32ForCausalLM",
     keep=(*DEEPSEEK_V3.keep, INDEXER),
-    # vLLM 0.32.0 model_executor/layers/attention/mla_attention.py:1365: 512 codes, 4 scales, 64 numbers in bfloat16;
+    # vLLM model_executor/layers/attention/mla_attention.py:1365: 512 codes, 4 scales, 64 numbers in bfloat16;
     # of the index 128 codes and a scale, whatever the rest is in (vllm/models/deepseek_v32/common).
     cached=(
         Cached(".self_attn.kv_a_proj_with_mqa", None, fp8=656),
@@ -52,7 +53,7 @@ DEEPSEEK_V32 = replace(
     ),
 )
 
-# One head of keys that are values too, queries and outputs through low ranks; vLLM 0.32.0 models/deepseek_v4.
+# One head of keys that are values too, queries and outputs through low ranks; vLLM models/deepseek_v4.
 SHARED_KEYS = Part(
     (".attn.{wq_a,wkv,wq_b,wo_a,wo_b}", ".attn.indexer.wq_b"),
     joined=(Joined(".attn.{wq_a,wkv}"),),
@@ -62,7 +63,7 @@ SHARED_KEYS = Part(
         Split(".attn.wo_b", "in", "o_groups"),
     ),
     keep=(
-        # compressor.py:276 and attention.py:986 build them without a quantization.
+        # models/deepseek_v4/compressor.py:276 and models/deepseek_v4/attention.py:986: without a quantization.
         Keep(".attn{,.indexer}.compressor.{wkv,wgate,ape}", "compresses keys and values"),
         Keep(".attn.indexer.weights_proj", "chooses the tokens attended to"),
     ),
@@ -96,20 +97,20 @@ DEEPSEEK_V4 = model(
     ),
     spellings=(("layers.", "model.layers."),),
     renames=((".shared_experts.w2", ".shared_experts.down_proj"),),
-    # nvidia/model.py:1862 builds it without a quantization.
-    head_refused="vLLM 0.32.0 builds it without a quantization",
+    # models/deepseek_v4/nvidia/model.py:1831 builds it without a quantization.
+    head_refused=f"{VLLM} builds it without a quantization",
     transformers_reads_blocks=False,
-    # attention.py:93
-    cache_refused="vLLM 0.32.0 has scales of its own in its cache, which is in FP8 as it is",
+    # models/deepseek_v4/attention.py:93
+    cache_refused=f"{VLLM} has scales of its own in its cache, which is in FP8 as it is",
     refused=(
-        # nvidia/ops/o_proj.py:83 has codes multiplied with the scales of blocks; of others, the CPU's loader looks for
-        # names that they do not have (cpu/model.py:810).
-        Refusal("tensor", "fp8", "vLLM 0.32.0 multiplies by its wo_a in 128x128 blocks", "-w 128 loads"),
+        # models/deepseek_v4/nvidia/ops/o_proj.py:83 has codes multiplied with the scales of blocks; of others, the
+        # loader for CPUs looks for names that they do not have (models/deepseek_v4/cpu/model.py:810).
+        Refusal("tensor", "fp8", f"{VLLM} multiplies by its wo_a in 128x128 blocks", "-w 128 loads"),
         Refusal(
-            None, "compressed-tensors", "vLLM 0.32.0 looks for scales of the fp8 format", "-w 128 in that format loads"
+            None, "compressed-tensors", f"{VLLM} looks for scales of the fp8 format", "-w 128 in that format loads"
         ),
     ),
-    # quant_config.py:66, where experts are MXFP4 unless it says otherwise.
+    # models/deepseek_v4/quant_config.py:66, where experts are MXFP4 unless it says otherwise.
     writes=(("block", "expert_dtype", "fp8"),),
 )
 
@@ -123,14 +124,14 @@ HY_V4 = model(
     STACKED_EXPERTS,
     keep=(
         INDEXER,
-        # vLLM 0.32.0 models/hy_v4/nvidia/hc.py:63 builds them without a quantization.
+        # vLLM models/hy_v4/nvidia/hc.py:63 builds them without a quantization.
         Keep(".hc_{attn,mlp}_layer.hc_pre.hc_fn", STREAMS),
         Keep("model.hc_head.hc_head_fn", STREAMS),
         Keep(f"{HY_V4_DRAFT}.**", DRAFT),
     ),
     # models/hy_v4/nvidia/mtp.py:267, which so renames what one of the formats lists; all that is published has 78.
     renames=(("model.mtp_layers.0.", "model.layers.78."),),
-    # SGLang 0.5.23 models/hunyuan_v4.py:799
+    # SGLang models/hunyuan_v4.py:799
     sglang=SGLang(
         tuple(
             Refusal(scheme, format, "it takes every scale for one of blocks in the fp8 format", "-w 128 loads")
@@ -151,7 +152,7 @@ LONGCAT = model(
     latent(".self_attn.*"),
     gated(".mlps.*"),
     replace(ROUTED, keep=(Keep(".mlp.router.classifier", ROUTER),)),
-    # vLLM 0.32.0 models/longcat_flash_mtp.py, which has no packed_modules_mapping.
+    # vLLM models/longcat_flash_mtp.py, which has no packed_modules_mapping.
     Part(
         (),
         joined=(
@@ -166,12 +167,12 @@ LONGCAT = model(
         (LONGCAT_DRAFT, "model.layers.56."),
         (f"{LONGCAT_DRAFT}eh_proj", "eh_proj"),
     ),
-    # transformers 5.23 modeling_longcat_flash.py:170 wants rows of gate and up for those that do nothing.
+    # transformers modeling_longcat_flash.py:170 wants rows of gate and up for those that do nothing.
     transformers_reads_blocks=False,
 )
 
-# vLLM 0.32.0 models/minicpm3.py:88 joins none of it, builds q_a_proj without a name, and keeps keys and values of every
-# head: keys as wide as queries, and values filled up to that. SGLang 0.5.23 decodes kv_b_proj (models/minicpm3.py:505).
+# vLLM models/minicpm3.py:88 joins none of it, builds q_a_proj without a name, and keeps keys and values of every
+# head: keys as wide as queries, and values filled up to that. SGLang decodes kv_b_proj (models/minicpm3.py:505).
 MINICPM3 = model(
     "MiniCPM3ForCausalLM",
     replace(LATENT, joined=(), cached=(Cached(".self_attn.q_b_proj", HEADS, two_of=1),)),

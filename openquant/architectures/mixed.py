@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..version import VLLM
 from .entry import DRAFT, ROUTER, Cached, Experts, Joined, Keep, Ranked, Refusal, Split, Stacked, Windows
 from .experts import ROUTED
 from .hybrid import EITHER
 from .latent import DEEPSEEK_V3
 from .parts import KV_HEADS, MLP, attention, gated, model, routed, wrapped
 
-# Layers with a window have other heads of keys and values (vLLM 0.32.0 models/mimo_v2.py:345-395).
+# Layers with a window have other heads of keys and values (vLLM models/mimo_v2.py:345-395).
 MIMO_V2_FLASH = model(
     "MiMoV2FlashForCausalLM",
     replace(attention(), cached=(Cached(".self_attn.{k,v}_proj", "swa_num_key_value_heads", full_heads=KV_HEADS),)),
@@ -43,12 +44,12 @@ MIMO_V2 = replace(
             for kind in ("", "swa_")
         ),
         # vLLM 0.33.0 models/mimo_v2.py:389 takes no projection by itself in FP8 blocks if config.json says "fused_qkv",
-        # and SGLang 0.5.23 configs/model_config.py:125 only so many ranks.
+        # and SGLang configs/model_config.py:125 only so many ranks.
         layout=("attention_projection_layout", "split"),
     ),
 )
 
-# Stacks [E, out, in] of one projection each beside the router, which vLLM 0.32.0 (models/step3p5.py:683) also reads one
+# Stacks [E, out, in] of one projection each beside the router, which vLLM (models/step3p5.py:683) also reads one
 # by one below `moe.experts`.
 STEP_EXPERTS = replace(
     routed(
@@ -74,7 +75,7 @@ STEP3P5 = model(
     renames=((".share_expert.", ".moe.share_expert."),),
     transformers_reads_blocks=False,
 )
-# Files have one of two spellings of all names. vLLM 0.32.0 builds the tower with quant_config, under names of its own
+# Files have one of two spellings of all names. vLLM builds the tower with quant_config, under names of its own
 # (models/step3p7.py:34) and before the language model tells what qkv_proj is made of.
 STEP3P7 = wrapped(
     STEP3P5,
@@ -91,7 +92,7 @@ STEP3P7 = wrapped(
     ),
 )
 
-# vLLM 0.32.0 models/kimi_k25.py:311.
+# vLLM models/kimi_k25.py:311.
 KIMI_K25 = wrapped(
     DEEPSEEK_V3,
     "KimiK25ForConditionalGeneration",
@@ -101,18 +102,18 @@ KIMI_K25 = wrapped(
     renames=(("mm_projector.proj.0", "mm_projector.linear_1"), ("mm_projector.proj.2", "mm_projector.linear_2")),
 )
 
-# vLLM 0.32.0 builds all around the language model without a quantization (models/kimi_vl.py:325-334).
+# vLLM builds all around the language model without a quantization (models/kimi_vl.py:325-334).
 KIMI_VL = wrapped(
     DEEPSEEK_V3,
     "KimiVLForConditionalGeneration",
     "vision_tower",
     "multi_modal_projector",
     layers="language_model.model.layers.*",
-    # transformers 5.23 has no class of it.
+    # transformers has no class of it.
     transformers_reads_blocks=False,
 )
 
-# The index over the tokens is a part of the layer that q, k and v are joined to (vLLM 0.32.0 model_executor/layers/
+# The index over the tokens is a part of the layer that q, k and v are joined to (vLLM model_executor/layers/
 # linear.py:1352).
 INDEXED = ".self_attn.{q_proj,k_proj,v_proj,index_q_proj,index_k_proj}"
 M3_ATTENTION = replace(
@@ -134,18 +135,18 @@ MINIMAX_M3 = model(
         Refusal(
             "block",
             "fp8",
-            "vLLM 0.32.0 renames its block scales",
+            f"{VLLM} renames its block scales",
             "use --scheme channel, or --format compressed-tensors",
         ),
         # model_executor/parameter.py:115
         *(
-            Refusal(scheme, None, "vLLM 0.32.0 has no place for a single scale of its index", "use --scheme channel")
+            Refusal(scheme, None, f"{VLLM} has no place for a single scale of its index", "use --scheme channel")
             for scheme in ("tensor", "nvfp4", "nvfp4-w4a4")
         ),
     ),
     transformers_reads_blocks=False,
     # models/minimax_m3/nvidia/model.py:401, which registers its cache itself.
-    cache_refused="vLLM 0.32.0 gives its sparse attention none",
+    cache_refused=f"{VLLM} gives its sparse attention none",
 )
 
 ENTRIES = (

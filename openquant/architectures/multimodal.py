@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..version import VLLM
 from .dense import GEMMA3N, GEMMA4, GLM4, LLAMA, MUSE_GLIMMER, OPT, WINDOWS
 from .entry import DRAFT, EMBEDDING, ROUTER, Cached, Experts, Joined, Keep, Refusal, SGLang, Split, Stacked
 from .experts import ERNIE_MOE, GLM4_MOE, LLAMA4, MTP, NAMELESS_HEAD, QWEN3_MOE
@@ -26,7 +27,7 @@ from .parts import (
     wrapped,
 )
 
-# vLLM 0.32.0 builds such a tower with quant_config as vision_tower.vision_model.encoder (models/siglip.py, clip.py);
+# vLLM builds such a tower with quant_config as vision_tower.vision_model.encoder (models/siglip.py, clip.py);
 # transformers 5 leaves vision_model out.
 TOWER = ("vision_tower.vision_model.", "vision_tower.", "model.vision_tower.vision_model.", "model.vision_tower.")
 LANGUAGE_MODEL = ("language_model.model.", "model.language_model.")
@@ -37,7 +38,7 @@ GEMMA3_WRAPPED = wrapped(
     "multi_modal_projector",
     spellings=(LANGUAGE_MODEL, TOWER),
 )
-# vLLM 0.32.0 builds all around the language model without a quantization (models/gemma3n_mm.py:616-626).
+# vLLM builds all around the language model without a quantization (models/gemma3n_mm.py:616-626).
 GEMMA3N_WRAPPED = wrapped(
     GEMMA3N,
     "Gemma3nForConditionalGeneration",
@@ -47,24 +48,24 @@ GEMMA3N_WRAPPED = wrapped(
         tuple(name.replace("model.", "model.language_model.", 1) for name in group) for group in GEMMA3N.spellings
     ),
 )
-# vLLM 0.32.0 models/mistral3.py:431 renames every weight_scale_inv to weight_scale, which a block has not.
+# vLLM models/mistral3.py:431 renames every weight_scale_inv to weight_scale, which a block has not.
 MISTRAL3_WRAPPED = wrapped(
     LLAMA,
     "Mistral3ForConditionalGeneration",
     "vision_tower",
     "multi_modal_projector",
-    # SGLang 0.5.23 as if nothing were around it.
+    # SGLang as if nothing were around it.
     spellings=(("language_model.model.layers.", "model.language_model.layers.", "model.layers."),),
     refused=(
         Refusal(
             "block",
             "fp8",
-            "vLLM 0.32.0 does not find its block scales",
+            f"{VLLM} does not find its block scales",
             "use --scheme tensor or channel, or --format compressed-tensors",
         ),
     ),
 )
-# Layers of one name each, as which vLLM 0.32.0 builds those of an encoder and a decoder that share all but a number
+# Layers of one name each, as which vLLM builds those of an encoder and a decoder that share all but a number
 # (models/diffusion_gemma.py:156-164). What it is told of the last step it builds without a quantization (:80-92).
 DIFFUSION_GEMMA = wrapped(
     GEMMA4,
@@ -78,7 +79,7 @@ DIFFUSION_GEMMA = wrapped(
         ("model.decoder.", "model."),
     ),
     towers=("vision_tower", "embed_vision"),
-    # transformers 5.23 has experts stacked.
+    # transformers has experts stacked.
     transformers_reads_blocks=False,
 )
 DIFFUSION_GEMMA = replace(
@@ -91,13 +92,13 @@ DIFFUSION_GEMMA = replace(
         Keep("model.decoder.self_conditioning.*", "reads the last step's answer"),
     ),
 )
-# As Mistral 3, by names of its own (vLLM 0.32.0 models/lightonocr.py:115).
+# As Mistral 3, by names of its own (vLLM models/lightonocr.py:133).
 LIGHTON_OCR = wrapped(
     LLAMA,
     "LightOnOCRForConditionalGeneration",
     "vision_encoder",
     "vision_projection",
-    # SGLang 0.5.23 as if nothing were around it.
+    # SGLang as if nothing were around it.
     spellings=(("model.language_model.layers.", "model.layers."),),
 )
 # Files say model. and visual., newer ones model.language_model. and model.visual.; vLLM's mapper takes both.
@@ -112,7 +113,7 @@ QWEN2_VL = wrapped(
     sglang=replace(RENAMED, cache=NO_CACHE),
 )
 QWEN3_VL = wrapped(LLAMA, "Qwen3VLForConditionalGeneration", QWEN_VISION, sglang=RENAMED)
-# Experts [E, H, 2I] and [E, I, H] (vLLM 0.32.0 models/qwen3_vl_moe.py:76).
+# Experts [E, H, 2I] and [E, I, H] (vLLM models/qwen3_vl_moe.py:76).
 QWEN3_VL_MOE = wrapped(
     replace(
         QWEN3_MOE,
@@ -132,14 +133,14 @@ QWEN3_VL_MOE = wrapped(
     transformers_reads_blocks=False,
 )
 
-# vLLM 0.32.0 models/mllama4.py has no name mapper: it loads these names only, and looks them up as they are.
+# vLLM models/mllama4.py has no name mapper: it loads these names only, and looks them up as they are.
 LLAMA4_WRAPPED = wrapped(
     LLAMA4,
     "Llama4ForConditionalGeneration",
     "vision_model",
     "multi_modal_projector",
     layers="language_model.model.layers.*",
-    # SGLang 0.5.23 models/mllama4.py:607.
+    # SGLang models/mllama4.py:607.
     sglang=SGLang(
         (
             Refusal(
@@ -155,23 +156,23 @@ LLAMA4_WRAPPED = wrapped(
 )
 
 PROJECTED = ("vision_tower", "multi_modal_projector")
-# Whatever language model is in it, dense or with experts: Qwen2, Qwen3, Llama (vLLM 0.32.0 models/interns1.py:613).
+# Whatever language model is in it, dense or with experts: Qwen2, Qwen3, Llama (vLLM models/interns1.py:613).
 INTERNVL = wrapped(
     QWEN3_MOE, "InternVLForConditionalGeneration", *PROJECTED, spellings=(LANGUAGE_MODEL,), sglang=NO_GROUPS
 )
-# vLLM 0.32.0 joins them in such towers too; models/llava_onevision.py and lfm2_vl.py have no packed_modules_mapping.
+# vLLM joins them in such towers too; models/llava_onevision.py and lfm2_vl.py have no packed_modules_mapping.
 TOWER_QKV = Joined(
     f"{{{','.join(tower.rstrip('.') for tower in TOWER)}}}.encoder.layers.*.self_attn.{{q,k,v}}_proj", "qkv_proj"
 )
 CLIP = replace(LLAMA, joined=(*LLAMA.joined, TOWER_QKV))
 LLAVA = wrapped(CLIP, "LlavaForConditionalGeneration", *PROJECTED, spellings=(LANGUAGE_MODEL, TOWER), sglang=NO_GROUPS)
-# vLLM 0.32.0 models/lfm2_vl.py:716 names the language model so that its layers are language.model.layers.
+# vLLM models/lfm2_vl.py:716 names the language model so that its layers are language.model.layers.
 LFM2_VL = wrapped(
     replace(LFM2, joined=(*LFM2.joined, TOWER_QKV)),
     "Lfm2VlForConditionalGeneration",
     *PROJECTED,
     spellings=((*LANGUAGE_MODEL, "language.model."), TOWER),
-    # SGLang 0.5.23 models/lfm2_vl.py:69.
+    # SGLang models/lfm2_vl.py:69.
     sglang=SGLang((Refusal(None, None, "it builds the projector without a name, and quantizes it", "vLLM loads it"),)),
 )
 IDEFICS3 = wrapped(
@@ -182,7 +183,7 @@ IDEFICS3 = wrapped(
     layers="model.text_model.layers.*",
     sglang=NO_GROUPS,
 )
-# vLLM 0.32.0 knows no members of gate_up_proj, which the language model has as one (models/glm4_1v.py:1744), and calls
+# vLLM knows no members of gate_up_proj, which the language model has as one (models/glm4_1v.py:1744), and calls
 # the tower's qkv what attention has (models/glm_ocr.py:129).
 VISUAL = "{visual,model.visual}"
 GLM4V = wrapped(
@@ -202,7 +203,7 @@ GLM4V = wrapped(
 AUDIO = ("audio_tower", "multi_modal_projector")
 
 QWEN2_AUDIO = wrapped(LLAMA, "Qwen2AudioForConditionalGeneration", *AUDIO, spellings=(LANGUAGE_MODEL,))
-# vLLM 0.32.0 builds the tower without a quantization (models/funasr.py), and has no packed_modules_mapping.
+# vLLM builds the tower without a quantization (models/funasr.py), and has no packed_modules_mapping.
 FUN_ASR = wrapped(
     replace(LLAMA, joined=tuple(replace(joined, listed_as=joined.sglang) for joined in LLAMA.joined)),
     "FunASRForConditionalGeneration",
@@ -210,13 +211,13 @@ FUN_ASR = wrapped(
     "audio_adaptor",
     layers="llm.model.layers.*",
     text_config=None,
-    # transformers 5.23 has the class by other names (fun_asr_nano).
+    # transformers has the class by other names (fun_asr_nano).
     transformers_reads_blocks=False,
 )
 PADDLE_OCR = wrapped(
     replace(
         LLAMA,
-        # vLLM 0.32.0 models/paddleocr_vl.py has no packed_modules_mapping.
+        # vLLM models/paddleocr_vl.py has no packed_modules_mapping.
         joined=(*LLAMA.joined, Joined("visual.vision_model.encoder.layers.*.self_attn.{q,k,v}_proj", "qkv_proj")),
     ),
     "PaddleOCRVLForConditionalGeneration",
@@ -224,17 +225,17 @@ PADDLE_OCR = wrapped(
     "mlp_AR",
     layers="model.layers.*",
 )
-# Whatever language model is in it, dense or with experts, as in INTERNVL (vLLM 0.32.0 models/internvl.py:615).
+# Whatever language model is in it, dense or with experts, as in INTERNVL (vLLM models/internvl.py:615).
 QIANFAN = wrapped(
     QWEN3_MOE,
     "QianfanOCRForConditionalGeneration",
     "vision_model",
     "mlp1",
     layers="language_model.model.layers.*",
-    # transformers 5.23 cuts the tower's qkv apart, which it refuses where anything is quantized.
+    # transformers cuts the tower's qkv apart, which it refuses where anything is quantized.
     transformers_reads_blocks=False,
 )
-# What listens and thinks; vLLM 0.32.0 leaves out what speaks (models/qwen3_omni_moe_thinker.py:1635). It builds the
+# What listens and thinks; vLLM leaves out what speaks (models/qwen3_omni_moe_thinker.py:1635). It builds the
 # towers without "thinker.".
 OMNI_TOWERS = ("visual", "audio_tower")
 QWEN2_5_OMNI = wrapped(
@@ -264,7 +265,7 @@ QWEN3_OMNI = wrapped(
     ),
     transformers_reads_blocks=False,
 )
-# Built as Qwen3 Omni's, without "thinker." (vLLM 0.32.0 models/qwen3_asr.py:418-424).
+# Built as Qwen3 Omni's, without "thinker." (vLLM models/qwen3_asr.py:418-424).
 QWEN3_ASR = wrapped(
     LLAMA,
     "Qwen3ASRForConditionalGeneration",
@@ -272,10 +273,10 @@ QWEN3_ASR = wrapped(
     layers="thinker.model.layers.*",
     text_config="thinker_config.text_config",
     towers=("audio_tower",),
-    # transformers 5.23 has its names as newer files do, without "thinker.".
+    # transformers has its names as newer files do, without "thinker.".
     transformers_reads_blocks=False,
 )
-# vLLM 0.32.0 builds the tower without "model." (models/moss_transcribe_diarize.py:584-594), and a layer of it, which is
+# vLLM builds the tower without "model." (models/moss_transcribe_diarize.py:584-594), and a layer of it, which is
 # Whisper's, below one more name (models/whisper.py:524-538).
 MOSS_TOWER = ("model.whisper_encoder.layers.*", "whisper_encoder.layers.*.layers")
 MOSS = wrapped(
@@ -288,20 +289,20 @@ MOSS = wrapped(
         tuple(f"{layer}.self_attn." for layer in MOSS_TOWER),
         tuple(f"{layer}.{path}" for layer, path in zip(MOSS_TOWER, ("fc", "mlp.fc"), strict=True)),
     ),
-    # transformers 5.23 has its names as newer files do.
+    # transformers has its names as newer files do.
     transformers_reads_blocks=False,
 )
-# vLLM 0.32.0 drops "model.", and has another name for the tower (models/hyperclovax_vision_v2.py:385-387).
+# vLLM drops "model.", and has another name for the tower (models/hyperclovax_vision_v2.py:385-387).
 HCX_VISION = wrapped(
     LLAMA,
     "HCXVisionV2ForCausalLM",
     *("vision_model", "mm_projector", "discrete_vision_model"),
     layers="model.language_model.model.layers.*",
     spellings=(("model.language_model.", "language_model."), ("model.vision_model.", "visual.")),
-    # transformers 5.23 has another name for the projector in files (conversion_mapping.py:1651).
+    # transformers has another name for the projector in files (conversion_mapping.py:1651).
     transformers_reads_blocks=False,
 )
-# q, k and v, and up and gate, as one tensor each, which vLLM 0.32.0 gives other names (models/molmo2.py:2305-2333). It
+# q, k and v, and up and gate, as one tensor each, which vLLM gives other names (models/molmo2.py:2305-2333). It
 # builds all layers of the language model without a name (models/molmo2.py:894-950, 1018-1034).
 MOLMO2_TOWER = "model.vision_backbone"
 MOLMO2 = wrapped(
@@ -340,10 +341,10 @@ MOLMO2 = wrapped(
             }.items()
         ),
     ),
-    # transformers 5.23 cuts these tensors apart, which it refuses where anything is quantized.
+    # transformers cuts these tensors apart, which it refuses where anything is quantized.
     transformers_reads_blocks=False,
 )
-# DeepSeek V2 with the usual attention, which vLLM 0.32.0 builds without a name (models/deepseek_v2.py:187). Its wrapper
+# DeepSeek V2 with the usual attention, which vLLM builds without a name (models/deepseek_v2.py:187). Its wrapper
 # has no packed_modules_mapping, and another name for the layers of its tower (models/deepencoder.py:820).
 DEEPSEEK_OCR = wrapped(
     model(
@@ -363,10 +364,10 @@ DEEPSEEK_OCR = wrapped(
         ("model.", "language_model.model."),
         ("lm_head", "language_model.lm_head"),
     ),
-    # transformers 5.23 has the class by other names (unlimited_ocr, deepseek_ocr2), and experts stacked.
+    # transformers has the class by other names (unlimited_ocr, deepseek_ocr2), and experts stacked.
     transformers_reads_blocks=False,
 )
-# Experts [E, H, 2I] and [E, I, H]. vLLM 0.32.0 calls both the gate and the up of one gate_up_proj (models/llama.py:354)
+# Experts [E, H, 2I] and [E, I, H]. vLLM calls both the gate and the up of one gate_up_proj (models/llama.py:354)
 # and cuts what has that name in two (layers/fused_moe/routed_experts.py:1053): they stay one tensor, whose scales must
 # have rows. It builds the experts that all tokens share without a name (models/aria.py:214).
 ARIA_EXPERTS = Part(
@@ -397,7 +398,7 @@ ARIA = wrapped(
             Refusal(
                 scheme,
                 None,
-                "vLLM 0.32.0 cuts the scales of its experts in two, and fails on one that has no rows",
+                f"{VLLM} cuts the scales of its experts in two, and fails on one that has no rows",
                 "--scheme channel, -w 128, int4 and mxfp4 load",
             )
             for scheme in ("tensor", "nvfp4", "nvfp4-w4a4")
@@ -408,7 +409,7 @@ ARIA = wrapped(
     spellings=(LANGUAGE_MODEL,),
     transformers_reads_blocks=False,
 )
-# Experts of texts, then those of images, which are smaller; each half has a router and a name of its own in vLLM 0.32.0
+# Experts of texts, then those of images, which are smaller; each half has a router and a name of its own in vLLM
 # (models/ernie45_vl_moe.py:243).
 ERNIE_VL = wrapped(
     replace(ERNIE_MOE, keep=(*ERNIE_MOE.keep, Keep(".mlp.gate.weight_1", ROUTER))),
@@ -424,7 +425,7 @@ ERNIE_VL = wrapped(
     ),
 )
 
-# vLLM 0.32.0 builds all around the language model without a quantization (models/nano_nemotron_vl.py:992-1034).
+# vLLM builds all around the language model without a quantization (models/nano_nemotron_vl.py:992-1034).
 NEMOTRON_OMNI = wrapped(
     replace(
         NEMOTRON_H,
@@ -458,7 +459,7 @@ VIBEVOICE_ASR = wrapped(
 )
 
 BLIP2_TEXT = "language_model.model.decoder"
-# vLLM 0.32.0 models/blip2.py:532 builds the tower without a name.
+# vLLM models/blip2.py:532 builds the tower without a name.
 BLIP2 = wrapped(
     replace(
         OPT,
@@ -472,9 +473,9 @@ BLIP2 = wrapped(
     spellings=(("vision_model.", "."),),
 )
 
-# vLLM 0.32.0 vllm/models/dots3_note/nvidia/model.py: two kinds of latent attention, one of which has a window and keeps
+# vLLM vllm/models/dots3_note/nvidia/model.py: two kinds of latent attention, one of which has a window and keeps
 # larger vectors of a token; both keep as much of it as that does, in layouts of several kernels. A gate of a row for
-# each head, and towers without a quantization (multimodal.py:133).
+# each head, and towers without a quantization (models/dots3_note/nvidia/multimodal.py:133).
 DOTS3_NOTE = wrapped(
     replace(
         DEEPSEEK_V32,
@@ -590,7 +591,7 @@ ENTRIES = (
         QWEN4_EXP,
         "Qwen4ExpForConditionalGeneration",
         QWEN_VISION,
-        # SGLang 0.5.23 models/qwen4_exp.py:124
+        # SGLang models/qwen4_exp.py:124
         sglang=SGLang(
             (Refusal(None, "fp8", "it takes the tables of n-grams for FP8", "--format compressed-tensors loads"),)
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..version import VLLM
 from .entry import EMBEDDING, HEAD, ROUTER, Cached, Experts, Joined, Keep, Model, Refusal, SGLang, Split, State, Windows
 
 
@@ -103,11 +104,11 @@ SCALES_LOST = SGLang(
     (Refusal("block", "fp8", "it drops the scales of blocks without a word", "--format compressed-tensors loads"),)
 )
 HEAD_IN_BFLOAT16 = "it builds the output head in bfloat16 whatever is stored"
-# Why vLLM 0.32.0 loads no scales of keys and values (tests/serve/test_serve_cache_scales.py asks it about all entries).
+# Why vLLM loads no scales of keys and values (tests/serve/test_serve_cache_scales.py asks it about all entries).
 # models/lfm2.py:193
-NAMELESS_CACHE = "vLLM 0.32.0 builds its attention without quantization"
-SEVERAL_CACHES = "vLLM 0.32.0 has several caches of each layer, and looks their scales up by the name of one"
-ONES_TAKEN = "vLLM 0.32.0 takes 1 in their place, without a word"
+NAMELESS_CACHE = f"{VLLM} builds its attention without quantization"
+SEVERAL_CACHES = f"{VLLM} has several caches of each layer, and looks their scales up by the name of one"
+ONES_TAKEN = f"{VLLM} takes 1 in their place, without a word"
 # Their load_weights look for a parameter of every name.
 NO_CACHE = "it has no place for scales of keys and values"
 NO_SCALES = SGLang(cache=NO_CACHE)
@@ -144,7 +145,7 @@ GATE_UP_TENSOR = Part(
     splits=(Split(".mlp.gate_up_proj", "out", parts=(None, None)), Split(".mlp.down_proj", "in")),
 )
 
-# SGLang 0.5.23 layers/quantization/utils.py:57-61 asks for the members of what these files hold as one.
+# SGLang layers/quantization/utils.py:57-61 asks for the members of what these files hold as one.
 FUSED_NAMES = (
     *((".qkv_proj", f".{member}_proj") for member in "qkv"),
     *((".gate_up_proj", f".{member}_proj") for member in ("gate", "up")),

@@ -1,6 +1,6 @@
 """An entry for a checkpoint whose class has none, as an engine builds that class.
 
-built(checkpoint, Path("vllm/bin/python")).decided      # "decided as vLLM 0.32.0 builds MyForCausalLM: ..."
+built(checkpoint, Path("vllm/bin/python")).decided      # "decided as vLLM VERSION builds MyForCausalLM: ..."
 
 The engine is asked about a few decoder layers of each kind, at their real sizes, of which it holds none in memory. What
 it would do to a layer that no entry can say, leaves that layer as it is.
@@ -33,7 +33,7 @@ OF_EACH, MOST_TENSORS, MOST_LAYERS = 3, 60_000, 2_000
 # What is narrower is a gate, or as many numbers as there are heads: 4 bits of it save nothing, and entries keep it.
 NARROW = 128
 LAYERS = "num_hidden_layers"
-# vLLM 0.32.0 multiplies it out as it loads (layers/quantization/utils/quant_utils.py:511).
+# vLLM multiplies it out as it loads (layers/quantization/utils/quant_utils.py:511).
 DECODED = ("kv_b_proj",)
 # Of linear attention, which ranks divide by them.
 STATE_HEADS = "linear_num_key_heads"

@@ -15,13 +15,13 @@ from typing import Any
 from ..errors import UsageError
 from .numbers import E4M3
 
-# By letter, the last part of what we call a scale, below its layer's attention: vLLM 0.32.0
-# layers/quantization/base_config.py:244 and SGLang 0.5.23 model_loader/weight_utils.py:1812 put `.attn` before it.
+# By letter, the last part of what we call a scale, below its layer's attention: vLLM
+# layers/quantization/base_config.py:244 and SGLang model_loader/weight_utils.py:1812 put `.attn` before it.
 SCALES = ("k_scale", "v_scale")
 # What vLLM is told where it does not read the config's word.
 FLAG = "--kv-cache-dtype fp8"
-# By quant_method, the key that says it and its value. For the first, vLLM 0.32.0 layers/attention/attention.py:287 and
-# SGLang 0.5.23 compressed_tensors.py:143; the second only SGLang reads (layers/quantization/fp8.py:366).
+# By quant_method, the key that says it and its value. For the first, vLLM layers/attention/attention.py:287 and
+# SGLang compressed_tensors.py:143; the second only SGLang reads (layers/quantization/fp8.py:366).
 _SAID: Mapping[str, tuple[str, Any]] = {
     "compressed-tensors": (
         "kv_cache_scheme",
@@ -29,7 +29,7 @@ _SAID: Mapping[str, tuple[str, Any]] = {
     ),
     "fp8": ("kv_cache_quant_algo", "FP8"),
 }
-# What stays as it is, beside scales of keys and values: vLLM 0.32.0 compressed_tensors.py:1018 and SGLang 0.5.23
+# What stays as it is, beside scales of keys and values: vLLM compressed_tensors.py:1018 and SGLang
 # compressed_tensors.py:1171 then look for no layer, and need no list of them.
 DENSE: Mapping[str, Any] = {
     "quant_method": "compressed-tensors",
@@ -38,7 +38,7 @@ DENSE: Mapping[str, Any] = {
     "config_groups": {},
     "ignore": [],
 }
-# Of keys, of values or of both, as vLLM 0.32.0 renames them (layers/quantization/base_config.py:217-247).
+# Of keys, of values or of both, as vLLM renames them (layers/quantization/base_config.py:217-247).
 _SCALE = re.compile(
     r"(?:.*\.)?(?:layers|h)\.(\d{1,9})\..*?(?:([kv])_scale|([kv])_proj\.output_scale|([kv])_cache\.scale|kv_scale)"
 )

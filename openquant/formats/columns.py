@@ -16,7 +16,7 @@ from .numbers import INT4, INT8_WORDS, Number
 
 ZEROS = "qzeros"
 _BITS = {4: INT4, 8: INT8_WORDS}
-# vLLM 0.32.0, layers/quantization/auto_awq.py:76: where in a word each of eight outputs lies.
+# vLLM, layers/quantization/auto_awq.py:76: where in a word each of eight outputs lies.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 # By checkpoint_format: how far zero points are stored below what they are (GPTQModel, utils/model.py:750-827).
 _BELOW = {"gptq": 1, "gptq_v2": 0}

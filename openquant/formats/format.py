@@ -19,7 +19,7 @@ from .numbers import E4M3, Floats, Number, nearest_bfloat16
 # Rows and columns that share a scale; None is the whole axis.
 Group = tuple[int | None, int | None]
 StoredScales = npt.NDArray[np.float32] | npt.NDArray[np.uint16] | npt.NDArray[np.uint8]
-# vLLM 0.32.0, layers/quantization/fp8.py:331-346.
+# vLLM, layers/quantization/fp8.py:331-346.
 INPUT_SCALE = "input_scale"
 # What scales that are no bare exponents may be stored as, and those that are.
 FLOATS = ("F32", "BF16", "F16")
@@ -319,7 +319,7 @@ class Format:
         low, high = np.minimum(low, np.float32(0)), np.maximum(high, np.float32(0))
         # Twice the span is all of the range.
         half = (high - low) / np.float32(2)
-        # Of the scale that is not rounded yet (compressed-tensors 0.20, quantization/utils/helpers.py:106-108).
+        # Of the scale that is not rounded yet (compressed-tensors, quantization/utils/helpers.py:106-108).
         exact = np.maximum(half / np.float32(self.number.span), np.float32(self.scale.floor))
         zero = self.number.nearest(-np.float32(self.number.largest) - low / exact)
         return self.scales(half), zero

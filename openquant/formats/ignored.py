@@ -106,7 +106,7 @@ class Ignored:
         key: what the list is called.
         entries: module names; for compressed-tensors also `re:` and a regular expression.
         by_experts: one listed expert leaves all experts of its layer unquantized
-            (vLLM 0.32.0 layers/quantization/utils/quant_utils.py:682-686).
+            (vLLM layers/quantization/utils/quant_utils.py:682-686).
     """
 
     def __init__(self, key: str, entries: Iterable[str], by_experts: bool) -> None:
@@ -128,7 +128,7 @@ class Ignored:
 
 
 class IgnoredParts(Ignored):
-    """A list of parts of names, as AutoAWQ has it (vLLM 0.32.0 layers/quantization/auto_awq.py:294-299).
+    """A list of parts of names, as AutoAWQ has it (vLLM layers/quantization/auto_awq.py:294-299).
 
     Args:
         key, entries: as for Ignored.

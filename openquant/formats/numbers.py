@@ -132,7 +132,7 @@ class _Integer(Number):
 
     @property
     def span(self) -> float:
-        """Half of the range: 7.5 where integers go from -8 to 7, which is nearer than 7 (compressed-tensors 0.20,
+        """Half of the range: 7.5 where integers go from -8 to 7, which is nearer than 7 (compressed-tensors,
         quantization/utils/helpers.py:98).
         """
         return (self.largest + self.highest) / 2
@@ -248,7 +248,7 @@ def _nearest_of_bfloat16(number: Number, sign: int) -> Codes:
 E4M3 = _E4M3("FP8", "float8_e4m3fn", "F8_E4M3", per_item=1, per_byte=1, largest=448, normal=2.0**-6)
 E2M1 = _E2M1("FP4", "float4_e2m1", "U8", per_item=2, per_byte=2, largest=6, normal=1)
 INT8 = _Integer("INT8", "int8", "I8", per_item=1, per_byte=1, largest=127, normal=0)
-# In words of 32 bits, the first of eight or four lowest (compressed-tensors 0.20, compressors/pack_quantized).
+# In words of 32 bits, the first of eight or four lowest (compressed-tensors, compressors/pack_quantized).
 INT4 = _Integer("INT4", "int4", "I32", per_item=8, per_byte=2, largest=8, normal=0, highest=7, excess=8)
 INT8_WORDS = _Integer("INT8", "int8", "I32", per_item=4, per_byte=1, largest=127, normal=0, excess=128)
 

@@ -1,8 +1,8 @@
 """What a quantization_config promises of the tensors beside it, whichever tool wrote it.
 
-`fp8` is read as vLLM 0.32.0 reads it (layers/quantization/fp8.py:106-168), `compressed-tensors` likewise
-(layers/quantization/compressed_tensors/compressed_tensors.py:581-616 and the package's own 0.20), `modelopt` from its
-layers/quantization/modelopt.py:319-430, `mxfp4` from transformers 5.23 integrations/mxfp4.py.
+`fp8` is read as vLLM reads it (layers/quantization/fp8.py:106-168), `compressed-tensors` likewise
+(layers/quantization/compressed_tensors/compressed_tensors.py:581-616 and the package's own), `modelopt` from its
+layers/quantization/modelopt.py:319-430, `mxfp4` from transformers integrations/mxfp4.py.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .schemes import (
 
 # What shares a scale in the MX formats (OCP Microscaling Formats 1.0, 5.2).
 MX_GROUP = 32
-# Last part of the name of codes in words or pairs (compressed-tensors 0.20, compressors/pack_quantized).
+# Last part of the name of codes in words or pairs (compressed-tensors, compressors/pack_quantized).
 PACKED = "weight_packed"
 # The largest block that is read: a common layer has no more rows or columns.
 MAX_SIDE = 1 << 16
@@ -201,7 +201,7 @@ def _read_fp8(method: str, found: dict[str, Any]) -> Quantization:
                 f"config.json: {one} lists {name}, {other} does not" for name in lists[one] if name not in names
             ]
     ignored = Ignored(key, lists[key], by_experts=True)
-    # vLLM 0.32.0 takes groups as wide as a block has rows, and with CUTLASS one scale for each token instead of one for
+    # vLLM takes groups as wide as a block has rows, and with CUTLASS one scale for each token instead of one for
     # all (layers/quantization/fp8.py:262-282), which is the finer.
     inputs = {**_FP8, "strategy": "group", "group_size": block[0]} if block else {**_FP8, "strategy": "tensor"}
     inputs |= {"dynamic": not form.static, "ue8m0": scale.power_of_two}
@@ -276,9 +276,9 @@ def _read_group(name: str, weights: dict[str, Any], stored: object, activations:
     )
 
 
-# Its multiplier is what others divide by, one over that (vLLM 0.32.0 layers/quantization/modelopt.py).
+# Its multiplier is what others divide by, one over that (vLLM layers/quantization/modelopt.py).
 _MODELOPT_FP4 = replace(NVFP4.format, codes="weight", global_scale=GlobalScale("weight_scale_2", 0, divides=False))
-# What weights and activations are stored as, by quant_algo (vLLM 0.32.0 layers/quantization/modelopt.py).
+# What weights and activations are stored as, by quant_algo (vLLM layers/quantization/modelopt.py).
 _MODELOPT: dict[str, tuple[Format, Mapping[str, Any] | None]] = {
     "FP8": (replace(TENSOR.format, static=True), {**_FP8, "strategy": "tensor", "dynamic": False}),
     "FP8_PER_CHANNEL_PER_TOKEN": (CHANNEL.format, CHANNEL.group["input_activations"]),
@@ -315,7 +315,7 @@ def _read_mxfp4(method: str, found: dict[str, Any]) -> Quantization:
 
 
 def _read_mxfp8(method: str, found: dict[str, Any]) -> Quantization:
-    # As MiniMax M3 has it (vLLM 0.32.0 layers/quantization/modelopt.py:1215, models/minimax_m3/nvidia/model.py:975).
+    # As MiniMax M3 has it (vLLM layers/quantization/modelopt.py:1215, models/minimax_m3/nvidia/model.py:975).
     scale = replace(MXFP8.format.scale, name="weight_scale_inv")
     return _alone(method, found, replace(MXFP8.format, scale=scale), MXFP8.group["input_activations"])
 

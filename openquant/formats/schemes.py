@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import UsageError
+from ..version import CITED, VLLM
 from .cache import without_fp8_cache
 from .format import Format, GlobalScale, Scale
 from .numbers import E2M1, E4M3, INT4, INT8, INT8_WORDS
@@ -128,12 +129,12 @@ class Scheme:
 
 
 def _fp8(block: list[int] | None) -> dict[str, Any]:
-    """Keys of vLLM 0.32.0, layers/quantization/fp8.py:106-168."""
+    """Keys of vLLM, layers/quantization/fp8.py:106-168."""
     return {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": block}
 
 
 # As `scale_fmt`: transformers 5.10.1 and later check that key and show it in their error, where without it they compute
-# with scales that nothing filled. vLLM 0.32.0 and SGLang 0.5.23 look for "ue8m0" there only.
+# with scales that nothing filled. vLLM and SGLang look for "ue8m0" there only.
 TRANSFORMERS_REFUSAL = "one scale per tensor: transformers misreads this; use vLLM or SGLang"
 
 
@@ -144,7 +145,7 @@ _FP8_IGNORED = ("ignored_layers", "modules_to_not_convert")
 def _compressed_tensors(
     weights: dict[str, Any], activations: dict[str, Any] | None, format: str = "float-quantized", type: str = "float"
 ) -> dict[str, Any]:
-    """Keys of vLLM 0.32.0, layers/quantization/compressed_tensors/compressed_tensors.py:309-372."""
+    """Keys of vLLM, layers/quantization/compressed_tensors/compressed_tensors.py:309-372."""
     number = {"num_bits": 8, "type": type, "symmetric": True}
     group = {
         "targets": ["Linear"],
@@ -161,7 +162,7 @@ def _compressed_tensors(
 
 TENSOR = Scheme(
     "tensor",
-    # Tensor names of both fp8 schemes: vLLM 0.32.0, layers/quantization/fp8.py:282-346. It passes per-tensor weights
+    # Tensor names of both fp8 schemes: vLLM, layers/quantization/fp8.py:282-346. It passes per-tensor weights
     # through float16 at load (layers/quantization/utils/w8a8_utils.py:44-106): below a scale of 2^-15 its subnormals
     # change small codes, above a weight of 65504 it overflows.
     Format(E4M3, (None, None), Scale("weight_scale", axes=0, floor=2.0**-15)),
@@ -175,7 +176,7 @@ TENSOR = Scheme(
 )
 CHANNEL = Scheme(
     "channel",
-    # vLLM 0.32.0 has a parameter of float32 [out, 1] (layers/quantization/utils/fp8_utils.py:1396-1437), loaded as it
+    # vLLM has a parameter of float32 [out, 1] (layers/quantization/utils/fp8_utils.py:1396-1437), loaded as it
     # is, neither rounded again nor through float16 (fp8_utils.py:1482-1497).
     Format(E4M3, (1, None), Scale("weight_scale")),
     suffix="-FP8-dynamic",
@@ -197,14 +198,14 @@ BLOCK = Scheme(
 
 TENSOR_COMPRESSED = replace(
     TENSOR,
-    # compressed-tensors initialises [1] (quantization/lifecycle/initialize.py, version 0.20); vLLM takes [] as well.
+    # compressed-tensors initialises [1] (quantization/lifecycle/initialize.py); vLLM takes [] as well.
     format=replace(TENSOR.format, scale=replace(TENSOR.format.scale, axes=1)),
     suffix="-FP8-CT",
     settings=_compressed_tensors({"strategy": "tensor"}, {"strategy": "token"}),
     ignored_keys=("ignore",),
     engines=("vLLM", "SGLang"),
     transformers=None,
-    # vLLM 0.32.0 wants a static scale for the activations of such experts
+    # vLLM wants a static scale for the activations of such experts
     # (compressed_tensors/compressed_tensors_moe/compressed_tensors_moe_w8a8_fp8.py:58-104).
     expert_engines=(),
     head=True,
@@ -219,14 +220,14 @@ BLOCK_COMPRESSED = replace(
     ),
     ignored_keys=("ignore",),
     engines=("vLLM", "SGLang"),
-    # transformers 5.23 integrations/compressed_tensors.py: an expert's codes times its scales, which only rows fit.
+    # transformers integrations/compressed_tensors.py: an expert's codes times its scales, which only rows fit.
     transformers_experts="does not multiply experts by the scales of blocks",
-    # vLLM 0.32.0 models/llama4.py:805-844 reorders a `weight_scale` as if each row of the weight had one there.
+    # vLLM models/llama4.py:805-844 reorders a `weight_scale` as if each row of the weight had one there.
     follows_rows=False,
-    # head: vLLM 0.32.0 layers/vocab_parallel_embedding.py:467-501 asks for a scale of as many rows as the vocabulary.
+    # head: vLLM layers/vocab_parallel_embedding.py:467-501 asks for a scale of as many rows as the vocabulary.
     fallback=CHANNEL,
 )
-# vLLM 0.32.0 rounds float32 block scales up to powers of two, and the codes once more, where DeepGEMM wants UE8M0
+# vLLM rounds float32 block scales up to powers of two, and the codes once more, where DeepGEMM wants UE8M0
 # (layers/quantization/utils/fp8_utils.py:1096-1214): with these scales that changes no value. On disk they are float32.
 BLOCK_UE8M0 = replace(
     BLOCK,
@@ -237,7 +238,7 @@ BLOCK_UE8M0 = replace(
 _MX = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
 MXFP8 = Scheme(
     "mxfp8",
-    # vLLM 0.32.0 compressed_tensors/schemes/compressed_tensors_w8a8_mxfp8.py:45-85: uint8 [out, in / 32]. The floor is
+    # vLLM compressed_tensors/schemes/compressed_tensors_w8a8_mxfp8.py:45-85: uint8 [out, in / 32]. The floor is
     # the smallest exponent field but one; the smallest of all is a subnormal float32.
     Format(E4M3, (1, 32), Scale("weight_scale", dtype="U8", power_of_two=True)),
     suffix="-MXFP8",
@@ -251,28 +252,28 @@ MXFP8 = Scheme(
 
 INT8_W8A8 = Scheme(
     "int8",
-    # vLLM 0.32.0 compressed_tensors/schemes/compressed_tensors_w8a8_int8.py:40-90: int8 [out, in], float32 [out, 1].
+    # vLLM compressed_tensors/schemes/compressed_tensors_w8a8_int8.py:40-90: int8 [out, in], float32 [out, 1].
     Format(INT8, (1, None), Scale("weight_scale")),
     suffix="-INT8",
     settings=_compressed_tensors({"strategy": "channel"}, {"strategy": "token"}, "int-quantized", "int"),
     ignored_keys=("ignore",),
     engines=("vLLM", "SGLang"),
-    # SGLang 0.5.23 compressed_tensors.py:979-987 has them for NPUs only.
+    # SGLang compressed_tensors.py:979-987 has them for NPUs only.
     expert_engines=("vLLM",),
     transformers_experts="does not read experts in INT8",
     head=True,
     tag="int8-w8a8",
     notes=(
-        # vLLM 0.32.0 kernels/linear/scaled_mm/cutlass.py:34-41 claims every GPU, and fails on sm100 and sm120.
+        # vLLM kernels/linear/scaled_mm/cutlass.py:34-41 claims every GPU, and fails on sm100 and sm120.
         "INT8 activations are for NVIDIA GPUs from Turing to Hopper, in SGLang from Ampere on, and for CPUs in vLLM; "
-        "vLLM 0.32.0 fails with them on Blackwell, where FP8 is as small",
+        f"{VLLM} fails with them on Blackwell, where FP8 is as small",
         "where some channels of the activations are outliers, one INT8 scale for each token loses more than FP8 does: "
         "measure the result; --smooth 0.5 folds them into weights, --scheme int8-weights leaves activations alone",
     ),
 )
 INT8_W8A16 = Scheme(
     "int8-weights",
-    # vLLM 0.32.0 compressed_tensors/schemes/compressed_tensors_wNa16.py:160-237: words int32 [out, in / 4], and scales
+    # vLLM compressed_tensors/schemes/compressed_tensors_wNa16.py:160-237: words int32 [out, in / 4], and scales
     # in the model's dtype, which rounds those of float32. One for each row: Marlin, Machete and SGLang's Marlin take
     # that as well as one for 128 inputs, and ranks that share rows then need no whole groups.
     Format(INT8_WORDS, (1, None), Scale("weight_scale", dtype="BF16"), codes="weight_packed", shape=True),
@@ -292,8 +293,8 @@ INT8_W8A16 = Scheme(
 
 MXFP4 = Scheme(
     "mxfp4",
-    # vLLM 0.32.0 compressed_tensors/schemes/compressed_tensors_w4a4_mxfp4.py:50-95: uint8 [out, in / 2] and
-    # [out, in / 32]. Scales as in compressed-tensors 0.20 (quantization/utils/mxfp_utils.py:round_to_power_2), which
+    # vLLM compressed_tensors/schemes/compressed_tensors_w4a4_mxfp4.py:50-95: uint8 [out, in / 2] and
+    # [out, in / 32]. Scales as in compressed-tensors (quantization/utils/mxfp_utils.py:round_to_power_2), which
     # clamps up to 7 to 6; where nothing is clamped, or up to 8, the error is larger.
     Format(E2M1, (1, 32), Scale("weight_scale", dtype="U8", power_of_two=True, reach=7), codes="weight_packed"),
     suffix="-MXFP4",
@@ -309,7 +310,7 @@ MXFP4 = Scheme(
         "examples/tiny-qwen3, where one FP8 scale per row has 0.003)",
         # It asks for a kernel with MXFP4 activations whatever the config says of them
         # (compressed_tensors/compressed_tensors.py:811): FlashInfer's on sm100 and later, Marlin's before.
-        "weights alone are stored in FP4, but on Blackwell vLLM 0.32.0 rounds activations to MXFP4 too; "
+        f"weights alone are stored in FP4, but on Blackwell {VLLM} rounds activations to MXFP4 too; "
         "from Ampere to Hopper they stay as they are",
     ),
 )
@@ -323,7 +324,7 @@ _NV = {
 }
 NVFP4 = Scheme(
     "nvfp4",
-    # vLLM 0.32.0 compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py:40-85: uint8 [out, in / 2], E4M3
+    # vLLM compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py:40-85: uint8 [out, in / 2], E4M3
     # [out, in / 16], float32 [1] for each joined layer, of which the largest is used for all (:101-112). The floor is
     # the smallest E4M3, under which a scale would be zero.
     Format(
@@ -352,10 +353,13 @@ NVFP4 = Scheme(
 )
 
 
-# compressed-tensors 0.20, compressors/pack_quantized/base.py:24.
+# compressed-tensors, compressors/pack_quantized/base.py:24.
 ZERO_POINT = "weight_zero_point"
 # It builds the expected shapes on the meta device, where that package leaves zero points unpacked (base.py:83-91).
-_NO_ZERO_POINTS = "cannot load zero points (5.23 with compressed-tensors 0.20; 5.19 with 0.17 does)"
+_NO_ZERO_POINTS = (
+    f"cannot load zero points ({CITED['transformers']} with compressed-tensors {CITED['compressed-tensors']}; "
+    "5.19 with 0.17 does)"
+)
 
 
 # What scales of 16 activations are multiplied by before they are rounded to E4M3: of those whose largest is from 0.09
@@ -365,7 +369,7 @@ _LOCAL = 1.0
 NVFP4_W4A4 = replace(
     NVFP4,
     name="nvfp4-w4a4",
-    # vLLM 0.32.0 compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py:85-90: float32 [1] for each joined layer,
+    # vLLM compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py:85-90: float32 [1] for each joined layer,
     # of which the largest is used for all (:114-128).
     format=replace(NVFP4.format, local=GlobalScale("input_global_scale")),
     suffix="-NVFP4-W4A4",
@@ -389,7 +393,7 @@ def _int4(size: int | None, suffix: str, fallback: Scheme | None = None, asymmet
         weights["symmetric"] = False
     return Scheme(
         "int4",
-        # vLLM 0.32.0 compressed_tensors/schemes/compressed_tensors_wNa16.py:160-237. compressed-tensors 0.20 gives a
+        # vLLM compressed_tensors/schemes/compressed_tensors_wNa16.py:160-237. compressed-tensors gives a
         # group of zeros the spacing of bfloat16 (quantization/utils/helpers.py:379).
         Format(
             INT4,
@@ -416,12 +420,12 @@ def _int4(size: int | None, suffix: str, fallback: Scheme | None = None, asymmet
             *((f"transformers {_NO_ZERO_POINTS}",) if asymmetric else ()),
         ),
         transformers=_NO_ZERO_POINTS if asymmetric else None,
-        # SGLang 0.5.23 fused_moe_triton/layer.py:879 has no room for their zero points.
+        # SGLang fused_moe_triton/layer.py:879 has no room for their zero points.
         expert_engines=("vLLM",) if asymmetric else ("vLLM", "SGLang"),
     )
 
 
-# Every kernel takes groups of 32 (vLLM 0.32.0 layers/quantization/utils/marlin_utils.py:32-37), which divide what 128
+# Every kernel takes groups of 32 (vLLM layers/quantization/utils/marlin_utils.py:32-37), which divide what 128
 # does not, such as 11008 inputs on 4 ranks.
 INT4_W4A16_32 = _int4(32, "-INT4-G32")
 INT4_W4A16_64 = _int4(64, "-INT4-G64", fallback=INT4_W4A16_32)

@@ -1,7 +1,7 @@
 """Values in a quantization_config that nothing reads, or that engines read as something else than is stored.
 
-`fp8`: vLLM 0.32.0 layers/quantization/fp8.py:157-176, SGLang 0.5.23 layers/quantization/fp8.py:340-380, transformers
-5.23 FineGrainedFP8Config. `compressed-tensors`: the package's 0.20 quantization/quant_args.py and quant_config.py, and
+`fp8`: vLLM layers/quantization/fp8.py:157-176, SGLang layers/quantization/fp8.py:340-380, transformers
+FineGrainedFP8Config. `compressed-tensors`: the package's quantization/quant_args.py and quant_config.py, and
 what vLLM makes a scheme of (compressed_tensors/compressed_tensors.py:582-616 and 783-950).
 """
 
@@ -63,7 +63,7 @@ _STORED: Mapping[tuple[Any, Any, str], tuple[str, ...]] = {
 }
 # How activations may be quantized that are dynamic, by the type of weights.
 _DYNAMIC: Mapping[str, tuple[str, ...]] = {"float": ("token", "tensor", "group"), "int": ("token",)}
-# Formats of integers whose activations are quantized too (vLLM 0.32.0 asserts that).
+# Formats of integers whose activations are quantized too (vLLM asserts that).
 _BOTH = ("int-quantized", "naive-quantized")
 _GROUP: _Known = {
     "targets": None,

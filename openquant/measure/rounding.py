@@ -23,11 +23,11 @@ from ..formats.numbers import E2M1, E4M3
 from ..formats.reference import decode, encode, group_absmax, group_scale
 from .interception import Experts, Interception
 
-# vLLM 0.32.0 layers/quantization/input_quant_fp8.py:27.
+# vLLM layers/quantization/input_quant_fp8.py:27.
 SMALLEST_SCALE = 1 / (448 * 512)
 # The same as a power of two, to which scales are rounded up.
 _SMALLEST_POWER = 2.0**-17
-# As vLLM 0.32.0 has it (quantization/utils/nvfp4_emulation_utils.py:640), a scale that E4M3 rounds to 0 makes 0 of all.
+# As vLLM has it (quantization/utils/nvfp4_emulation_utils.py:640), a scale that E4M3 rounds to 0 makes 0 of all.
 _LOCAL = Format(E2M1, (1, 16), Scale("", dtype="F8_E4M3"), global_scale=GlobalScale(""))
 CACHED = Inputs(E4M3, (None, None), static=True)
 

@@ -146,7 +146,7 @@ class Served:
             layer = Layer(inputs)
             if inputs.static or inputs.local:
                 stored = [weights[part] for part in parts if part in weights] or [weight]
-                # All that go into one layer of an engine, which has one scale, the largest (vLLM 0.32.0
+                # All that go into one layer of an engine, which has one scale, the largest (vLLM
                 # layers/quantization/fp8.py:405, of experts :739).
                 merged = (by_module[module] for each in stored for module in joined.get(each.module, (each.module,)))
                 held = [each.input_scale.name for each in merged if each.input_scale is not None]

@@ -1,6 +1,6 @@
 """An FP8 cache of keys and values: which layers have one of their own, and the scales that an output has for it.
 
-Always those of all layers: transformers fills the ones that a checkpoint lacks with anything (compressed-tensors 0.20).
+Always those of all layers: transformers fills the ones that a checkpoint lacks with anything (compressed-tensors).
 
     cache_layers(["model.layers.0.self_attn.k_proj"], entry, config)    # {0: "model.layers.0.self_attn"}
 """
@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..architectures.entry import SGLANG, Model, absolute
+from ..architectures.entry import Model, absolute
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..files.tensors import TensorInfo
@@ -19,6 +19,7 @@ from ..formats.cache import FLAG, SCALES, cache_scales, scale_for
 from ..formats.format import FLOATS
 from ..formats.numbers import E4M3
 from ..patterns import MAX_DIGITS, compile_pattern, template
+from ..version import SGLANG
 from ..weights.calibration import Calibration
 from .fates import Fates, Item, Kept
 from .roles import Entry

@@ -47,7 +47,7 @@ def largest_inputs(
     layers that the calibration has not seen.
 
     Engines have one scale, the largest, for joined layers, which have one input, and for all experts of a layer
-    (vLLM 0.32.0 layers/quantization/fp8.py:403-405, :739; fused_moe/routed_experts.py:823-833 refuses gate and up that
+    (vLLM layers/quantization/fp8.py:403-405, :739; fused_moe/routed_experts.py:823-833 refuses gate and up that
     differ). So an expert that no token was routed to has that of the others.
 
     Args:

@@ -7,6 +7,7 @@ from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..formats.schemes import Scheme
 from ..patterns import collapse
+from ..version import VLLM
 from .fates import Fates
 from .parallel import text_config
 from .roles import Entry, is_head
@@ -96,7 +97,7 @@ def refuse_nameless(entry: Entry, fates: Fates) -> None:
     if others:
         why = next(iter(others.values()))
         raise PlanError(
-            f"{', '.join(collapse(others))}: vLLM 0.32.0 builds it without a name to find its scheme by, so it is read "
+            f"{', '.join(collapse(others))}: {VLLM} builds it without a name to find its scheme by, so it is read "
             f"as most layers are stored ({why})",
             "leave it out of --ignore and --scheme-for, or use --scheme channel, which fits any shape",
         )

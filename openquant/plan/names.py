@@ -12,10 +12,10 @@ from .roles import Entry, is_head
 def ignored_names(entry: Entry, fates: Fates) -> list[str]:
     """What must be listed as ignored: checkpoint names without .weight, and the engines' other names for them.
 
-    SGLang 0.5.23 has towers' modules under names that no rule tells, and takes whole subtrees: those it lists by a name
+    SGLang has towers' modules under names that no rule tells, and takes whole subtrees: those it lists by a name
     in the fp8 format (layers/quantization/utils.py:51-64) and by an expression in the other.
 
-    vLLM 0.32.0 compares for equality (layers/quantization/utils/quant_utils.py:617-691, for compressed-tensors
+    vLLM compares for equality (layers/quantization/utils/quant_utils.py:617-691, for compressed-tensors
     utils/config_utils.py:226-293); experts match by the path that holds them all, for compressed-tensors by the names
     of the first. lm_head is listed unless it is quantized: transformers would quantize one tied to the embedding.
     """
@@ -30,7 +30,7 @@ def ignored_names(entry: Entry, fates: Fates) -> list[str]:
         experts = entry.experts(module)
         if experts:
             names[experts] = None
-            # SGLang 0.5.23 asks by these, whatever the projections are called (compressed_tensors.py:883).
+            # SGLang asks by these, whatever the projections are called (compressed_tensors.py:883).
             names |= {f"{experts}.0.{part}_proj": None for part in ("gate", "up", "down")}
         names[module] = None
     towers = [
@@ -47,10 +47,10 @@ def ignored_names(entry: Entry, fates: Fates) -> list[str]:
 def targets(entry: Entry, fates: Fates) -> dict[Scheme, list[str]]:
     """The names under which engines find the layers that have another scheme, by scheme; and the output head's.
 
-    vLLM 0.32.0 (quantization/compressed_tensors/utils.py:73-119) and compressed-tensors 0.20 (utils/match.py:116-151)
+    vLLM (quantization/compressed_tensors/utils.py:73-119) and compressed-tensors (utils/match.py:116-151)
     look for a layer's name before its class, so the group for all Linear layers does not get these. An output head
     is no Linear to vLLM, and is found by name only. Experts have one entry for each layer of them: they are many, and
-    transformers 5.23 takes an expression that says "experts" for theirs. vLLM renames no expression, so it begins at
+    transformers takes an expression that says "experts" for theirs. vLLM renames no expression, so it begins at
     the number of the layer.
     """
     found: dict[Scheme, tuple[dict[str, None], dict[str, None], dict[str, None]]] = {}

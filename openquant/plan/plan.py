@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ..architectures.entry import SGLANG, Model, Refusal
+from ..architectures.entry import Model, Refusal
 from ..errors import PlanError, UsageError
 from ..files.checkpoint import Checkpoint
 from ..files.rounded import Place
@@ -24,7 +24,7 @@ from ..formats.quantization import find_quantization
 from ..formats.schemes import Scheme
 from ..models import GENERIC, MODELS
 from ..patterns import collapse, compile_pattern, template
-from ..version import __version__
+from ..version import SGLANG, __version__
 from ..weights.find import decoded_view, leftovers, without_cache_scales
 from ..weights.tuning import Tunings
 from ..weights.weight import Weight

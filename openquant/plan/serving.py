@@ -23,7 +23,7 @@ from .roles import Entry
 # What GPUs hold, in units of 10^9 bytes, so that none is promised more than it has.
 GPU_GB = (24, 48, 80, 96, 141, 192)
 GPUS = (1, 2, 4, 8)
-# vLLM 0.32.0 config/cache.py:102, gpu_memory_utilization.
+# vLLM config/cache.py:102, gpu_memory_utilization.
 UTILIZATION = 0.92
 # Of it, on each GPU, what is neither weights nor cache: activations, CUDA graphs, the libraries. An assumption.
 OVERHEAD = 2 * 10**9
@@ -342,7 +342,7 @@ def _kept(layer: int, what: Cached, numbers: list[int], window: int | None, conf
     heads: int | None = 1
     if what.heads:
         own = _count(config, what.full_heads) if window is None else None
-        # Those of queries where they have no key of their own, as vLLM 0.32.0 transformers_utils/
+        # Those of queries where they have no key of their own, as vLLM transformers_utils/
         # model_arch_config_convertor.py:150 counts them.
         heads = own or _count(config, what.heads) or _count(config, HEADS)
     bf16 = what.bf16 or 2 * sum(numbers)

@@ -83,7 +83,7 @@ def problem_finder(
         return problems[key] or straddles(layer, scheme)
 
     def straddles(layer: Weight, scheme: Scheme) -> str | None:
-        # Of a joined set only the last may end within a block (vLLM 0.32.0, layers/quantization/utils/fp8_utils.py:
+        # Of a joined set only the last may end within a block (vLLM, layers/quantization/utils/fp8_utils.py:
         # 1329-1344), as kv_a_proj_with_mqa does.
         height = scheme.format.group[0] or 1
         if layer.shape[0] % height == 0:

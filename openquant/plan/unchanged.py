@@ -5,12 +5,13 @@ make_unchanged_plan(open_checkpoint(Path("Qwen3-8B")), Options(cached=True))
 
 from __future__ import annotations
 
-from ..architectures.entry import SGLANG, Model
+from ..architectures.entry import Model
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..formats.cache import DENSE, with_fp8_cache
 from ..formats.names import UNCHANGED
 from ..patterns import template
+from ..version import SGLANG
 from ..weights.find import decoded_view
 from .cache import add_scales, cache_layers, serving_notes
 from .calibrated import require_widths

@@ -11,14 +11,13 @@ from typing import Any
 
 import yaml
 
-from ..architectures.entry import SGLANG
 from ..files.cards import COMMANDS, QUANTIZED, ROUNDED_BY_GPTQ, SECTION, served, shell_word, split_card
 from ..formats.cache import FLAG
 from ..patterns import collapse
 from ..plan.carried import tokens_of
 from ..plan.plan import Plan
 from ..recipes import command
-from ..version import __version__
+from ..version import SGLANG, __version__
 from .escape import joined, markdown
 
 # What may stand in a link.

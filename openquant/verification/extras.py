@@ -17,9 +17,9 @@ _SERVED = (
     "special_tokens_map.json", "*.model", "*.tiktoken", "tekken.json", "generation_config.json",
     "*processor_config.json", "params.json", "adapter_*", "hf_quant_config.json", "modules.json", "*.py",
 )  # fmt: skip
-# transformers 5.23 loads it with the model (models/auto/auto_factory.py:290-320).
+# transformers loads it with the model (models/auto/auto_factory.py:290-320).
 _ADAPTER = "adapter_config.json"
-# vLLM 0.32.0 transformers_utils/config.py:888-899.
+# vLLM transformers_utils/config.py:888-899.
 _DESCRIPTION = "hf_quant_config.json"
 
 
@@ -29,7 +29,7 @@ def extra_weights(checkpoint: Checkpoint) -> Iterator[str]:
         if "/" in name or not name.endswith(".safetensors"):
             continue
         if name.startswith("consolidated"):
-            # vLLM 0.32.0 model_executor/model_loader/default_loader.py:168-184.
+            # vLLM model_executor/model_loader/default_loader.py:168-184.
             yield f"{name} is there too: vLLM loads it instead of {min(checkpoint.shards)}"
         elif not checkpoint.indexed:
             yield f"{name} lies beside {SINGLE_FILE}, and there is no index: engines load both"

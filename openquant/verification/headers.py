@@ -22,6 +22,7 @@ from ..plan.cache import cache_layers
 from ..plan.entries import counted
 from ..plan.parallel import text_config
 from ..plan.roles import Entry, is_head
+from ..version import VLLM
 from ..weights.columns import columns_of
 from ..weights.find import Pair, leftovers, pairs, stored_twice
 from ..weights.weight import Weight
@@ -192,7 +193,7 @@ class Headers:
         if respelled:
             self.notes.append(
                 f"{respelled} scales are called weight_scale_inv although they are one per tensor; "
-                "vLLM 0.32.0 reads that for Mistral 3 models only"
+                f"{VLLM} reads that for Mistral 3 models only"
             )
         if not self.codes and self.quantization.groups:
             self.notes.append("nothing is quantized")

@@ -37,6 +37,7 @@ from ..plan.fates import Found, Options
 from ..plan.plan import Plan, make_plan
 from ..plan.roles import Entry
 from ..plan.unchanged import make_unchanged_plan
+from ..version import VLLM
 from ..weights.find import decoded_view, own_file, with_own_file
 from ..weights.tuning import Tunings
 from ..weights.weight import Weight
@@ -476,8 +477,7 @@ class _Verification:
             )
         if ragged:
             self.notes.append(
-                f"{ragged} sets of layers that engines merge do not divide into blocks: "
-                "vLLM 0.32.0 misplaces their scales"
+                f"{ragged} sets of layers that engines merge do not divide into blocks: {VLLM} misplaces their scales"
             )
 
     def _scheme_of(self, weight: Weight) -> Scheme | None:

@@ -7,7 +7,7 @@ Layouts:
     FP8, int8  X.weight [out, in], X.weight_scale or X.weight_scale_inv (formats/ says which has what shape)
                stacks of experts X [experts, .., ..], X_scale_inv, X_scale or X_weight_scale, by expert or one for all
     int4, int8 X.weight_packed int32 [out, in / 8] or [out, in / 4], X.weight_scale, X.weight_shape: eight or four in a
-           word, the first lowest, each 8 or 128 above its value (compressed-tensors 0.20,
+           word, the first lowest, each 8 or 128 above its value (compressed-tensors,
            compressors/pack_quantized/helpers.py); asymmetric ones also X.weight_zero_point int32 [out / 8, groups]
     NVFP4      X.weight_packed uint8 [out, in / 2], X.weight_scale E4M3 [out, in / 16] and X.weight_global_scale, by
            which those are divided (compressed-tensors); or X.weight, X.weight_scale and X.weight_scale_2, by which they
@@ -18,7 +18,7 @@ Layouts:
     AWQ, GPTQ  X.qweight, X.qzeros, X.scales, X.g_idx (columns.py)
     MXFP4      X.weight_packed uint8 [out, in / 2], X.weight_scale (compressed-tensors), or X_blocks uint8
            [experts, out, in / 32, 16] and X_scales: two in a byte, the first lowest; unquantized these stacks are
-           [experts, in, out] (transformers 5.23, integrations/mxfp4.py)
+           [experts, in, out] (transformers, integrations/mxfp4.py)
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from .weight import Weight
 # What modelopt wrote beside config.json before config.json held the same.
 MODELOPT_FILE = "hf_quant_config.json"
 # What tools wrote beside it of how they quantized, and which method that is where the file does not say: those of
-# AutoGPTQ and AutoAWQ (vLLM 0.32.0, get_config_filenames in layers/quantization/auto_gptq.py and auto_awq.py).
+# AutoGPTQ and AutoAWQ (vLLM, get_config_filenames in layers/quantization/auto_gptq.py and auto_awq.py).
 OWN_FILES = {MODELOPT_FILE: "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 DECODED_DTYPE = "BF16"
-# Scales of the KV cache and of attention (vLLM 0.32.0 layers/quantization/base_config.py:217-247, fp8.py:211-222).
+# Scales of the KV cache and of attention (vLLM layers/quantization/base_config.py:217-247, fp8.py:211-222).
 _CACHE_SCALE = re.compile(
     r".+\.([qkv]_scale|[qkv]_zero_point|kv_scale|[qkv]_proj\.output_scale|prob_output_scale|[kv]_cache\.scale|q\.scale)"
 )
@@ -59,7 +59,7 @@ _CACHE_SCALE = re.compile(
 _LEFTOVERS = (".act_scale", ".output_scale", ".weight_zero_point", ".input_zero_point", ".output_zero_point")
 # Mistral calls the scale of a whole tensor so, Qwen's and MiniMax's MXFP8 that of its groups.
 _SCALES = ("_scale", "_scale_inv")
-# modelopt's names of what lies beside a stack, whose own has no last part (vLLM 0.32.0 models/llama4.py:650).
+# modelopt's names of what lies beside a stack, whose own has no last part (vLLM models/llama4.py:650).
 _OF_STACKS = ("_weight_scale", f"_{INPUT_SCALE}")
 # Mistral's name for the first is the second.
 _BESIDE = (INPUT_SCALE, "activation_scale", "input_global_scale", "weight_shape")
@@ -466,7 +466,7 @@ def _scale(pair: Pair, form: Format, shape: tuple[int, int]) -> TensorInfo:
     """The scale of a weight [out, in], which must have as many values as its grid."""
     scale = _found_scale(pair, form)
     wanted = grid_of(form.group, shape)
-    # Those of rows may have one axis; of modelopt's blocks, four (vLLM 0.32.0 layers/quantization/modelopt.py:2246).
+    # Those of rows may have one axis; of modelopt's blocks, four (vLLM layers/quantization/modelopt.py:2246).
     if tuple(size for size in scale.shape if size != 1) != tuple(size for size in wanted if size != 1):
         raise SourceError(
             f"{scale.name} is {list(scale.shape)}, for {list(shape)} with {form.label} it must be {list(wanted)}",

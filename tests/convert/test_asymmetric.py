@@ -141,7 +141,7 @@ def test_the_plan_says_what_cannot_load_it() -> None:
     assert plan.title == "one scale and zero point per 128 inputs of a row"
     assert plan.suffix == "-INT4-asym"
     assert plan.notes[-1] == (
-        "transformers cannot load zero points (5.23 with compressed-tensors 0.20; 5.19 with 0.17 does)"
+        "transformers cannot load zero points (5.24 with compressed-tensors 0.20; 5.19 with 0.17 does)"
     )
     # 128 rows of k_proj and v_proj are two heads.
     assert plan.parallel_sizes == [1, 2]

@@ -65,7 +65,7 @@ def found(converted: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
     return dict(zip(converted, outputs, strict=True))
 
 
-# Of vLLM 0.32.0, whose CPU kernels round activations for one scale per row alone, with the plugin of tests/serve/shim
+# Of vLLM, whose CPU kernels round activations for one scale per row alone, with the plugin of tests/serve/shim
 # for FP4 too: the mean over the same positions.
 @pytest.mark.parametrize(
     ("scheme", "whole", "kl"),

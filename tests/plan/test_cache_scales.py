@@ -22,6 +22,7 @@ from openquant.plan.fates import Options
 from openquant.plan.parallel import text_config
 from openquant.plan.plan import Plan, make_plan
 from openquant.plan.roles import Entry
+from openquant.version import SGLANG
 from openquant.weights.calibration import Calibration
 from published import published
 
@@ -149,7 +150,7 @@ def test_where_sglang_takes_scales_of_one_alone(shelf: Shelf) -> None:
 
 
 def test_where_sglang_takes_one_in_their_place_the_plan_says_so(shelf: Shelf) -> None:
-    note = "SGLang 0.5.23 takes 1 in place of these scales of keys and values, without a word"
+    note = f"{SGLANG} takes 1 in place of these scales of keys and values, without a word"
     two = Options(cached=True, calibration=seen((900.0, 1.0), (900.0, 1.0)))
     # The first has no such scales in its attention, the second leaves them as they were made.
     for name in ("Qwen3ForCausalLM", "Qwen2ForCausalLM"):

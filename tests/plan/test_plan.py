@@ -37,6 +37,7 @@ from openquant.formats.schemes import (
 from openquant.models import MODELS
 from openquant.plan.fates import Options
 from openquant.plan.plan import Plan, make_plain_plan, make_plan
+from openquant.version import SGLANG, VLLM
 
 
 def plan_of(root: Path, scheme: Scheme = TENSOR, *ignore: str) -> Plan:
@@ -629,7 +630,7 @@ def test_the_plan_says_what_sglang_does_not_load(
 ) -> None:
     plan = make_plan(open_checkpoint(tiny.write(tmp_path / "a", architecture)), scheme, options)
     notes = [note for note in plan.notes if note.startswith("SGLang")]
-    assert notes == ([] if says is None else [f"SGLang 0.5.23 does not load this output: {says}"])
+    assert notes == ([] if says is None else [f"{SGLANG} does not load this output: {says}"])
     assert plan.engines == (("vLLM",) if says else ("vLLM", "SGLang"))
 
 
@@ -906,7 +907,7 @@ def test_output_head_of_a_wrapper(tmp_path: Path) -> None:
         (
             "AfmoeForCausalLM",
             CHANNEL,
-            "AfmoeForCausalLM: its output head stays as it is: vLLM 0.32.0 builds it without a name to find its scheme by",
+            f"AfmoeForCausalLM: its output head stays as it is: {VLLM} builds it without a name to find its scheme by",
         ),
     ],
 )
@@ -926,7 +927,7 @@ def test_what_vllm_builds_without_a_name_has_the_scheme_of_most_or_is_refused(
     name = "MiniCPM3ForCausalLM"
     source = open_checkpoint(tiny.write(tmp_path / "a", name))
     module = "model.layers.{0..1}.self_attn.q_a_proj"
-    why = "vLLM 0.32.0 builds it without a name to find its scheme by, so it is read as most layers are stored"
+    why = f"{VLLM} builds it without a name to find its scheme by, so it is read as most layers are stored"
     asked = {
         "--ignore **.self_attn.*": Options(ignore=("**.self_attn.*",)),
         "--scheme-for **.q_a_proj=block": Options(scheme_for=(("**.q_a_proj", BLOCK_COMPRESSED),)),

@@ -21,6 +21,7 @@ from openquant.files.inputs import read_small
 from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR
 from openquant.plan.plan import make_plan
 from openquant.report.card import evaluated_card, model_card, readers
+from openquant.version import SGLANG
 from published import published
 
 BASE = """---
@@ -111,7 +112,7 @@ def test_the_card_says_what_sglang_does_not_load(tmp_path: Path) -> None:
     compress(tiny.write(tmp_path / "m", "LlamaForCausalLM"), tmp_path / "out", "block")
     text = (tmp_path / "out" / "README.md").read_text()
     assert (
-        "This output is for vLLM (SGLang 0.5.23 does not load it: it drops the scales of blocks without a word); "
+        f"This output is for vLLM ({SGLANG} does not load it: it drops the scales of blocks without a word); "
         "transformers loads it too." in text
     )
     assert "\nvllm serve out\n" in text

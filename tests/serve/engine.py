@@ -164,7 +164,7 @@ def layers(directory: Path) -> dict[str, Any]:
 
 def cache(directory: Path, dtype: str) -> dict[str, tuple[str, int, int]]:
     """Of each layer that keeps something: its kind, the bytes of a page and the tokens that one is for."""
-    # On a CPU that multiplies bfloat16, vLLM 0.32.0 keeps recurrent states in float32, whatever config.json and its
+    # On a CPU that multiplies bfloat16, vLLM keeps recurrent states in float32, whatever config.json and its
     # options leave it to choose (platforms/cpu.py:303). On GPUs it does not.
     torch.cpu._is_avx512_bf16_supported = lambda: False
     config = EngineArgs(

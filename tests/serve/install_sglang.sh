@@ -5,7 +5,8 @@
 # named by PYTHON). Does nothing where DIR has this version.
 set -euo pipefail
 dir=${1:?usage: install_sglang.sh DIR}
-version=0.5.23
+# The version that openquant/version.py cites.
+version=$(sed -n 's/^ *"SGLang": "\(.*\)",$/\1/p' "$(dirname "$0")/../../openquant/version.py")
 
 # Made last, so an installation that was interrupted is done again.
 whole=$dir/ok-$version

@@ -4,7 +4,8 @@
 # kernels) and Python 3.11 or newer as python3 (or named by PYTHON). Does nothing where DIR has this version.
 set -euo pipefail
 dir=${1:?usage: install_vllm.sh DIR}
-version=0.32.0
+# The version that openquant/version.py cites.
+version=$(sed -n 's/^ *"vLLM": "\(.*\)",$/\1/p' "$(dirname "$0")/../../openquant/version.py")
 
 # sitecustomize.py is written last, so an installation that was interrupted is done again.
 if "$dir/bin/python" - "$version" 2> /dev/null << 'PYTHON'; then

@@ -24,6 +24,7 @@ from openquant.formats.schemes import find_scheme
 from openquant.models import MODELS
 from openquant.plan.plan import make_plan
 from openquant.plan.roles import Entry
+from openquant.version import SGLANG
 
 pytestmark = pytest.mark.serve
 
@@ -36,10 +37,10 @@ HELD = tuple(name for name in BUILT if name in CHOSEN or not NAMED)
 EXPLAINED: Mapping[str, Mapping[str, str]] = {
     # SGLang does, which has its own name for them.
     "LagunaForCausalLM": {
-        "the engine joins it with nothing, not gate_proj, up_proj": "SGLang 0.5.23 joins them (models/laguna.py:617)",
+        "the engine joins it with nothing, not gate_proj, up_proj": f"{SGLANG} joins them (models/laguna.py:617)",
     },
     "MiniMaxM3SparseForConditionalGeneration": {
-        "the engine splits it along out, not None": "each rank has all of index_k (0.32.0 layers/linear.py:1485)",
+        "the engine splits it along out, not None": "each rank has all of index_k (layers/linear.py:1485)",
     },
 }
 LLAMA, LLAMA4 = "LlamaForCausalLM", "Llama4ForCausalLM"

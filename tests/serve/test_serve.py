@@ -441,7 +441,7 @@ ALL_CASES = (
     Case("dense-by-step", QWEN3_MOE, "block", ("model.layers.0.mlp.gate_proj",), SPARSE_STEP),
     Case("llama4-experts", "Llama4ForCausalLM", "tensor", (EXPERTS_IGNORED, "**.shared_expert.*")),
     Case("gemma3-newer-names", GEMMA3_WRAPPED, "block", ("**.layers.1.mlp.up_proj",), prefixes=NEWER_PREFIXES),
-    # No such case for Llama 4: vLLM 0.32.0 loads no checkpoint with these names, quantized or not.
+    # No such case for Llama 4: vLLM loads no checkpoint with these names, quantized or not.
     Case("llama4-wrapped", LLAMA4_WRAPPED, "tensor", ("**.layers.1.self_attn.*", "**.layers.0.feed_forward.up_proj")),
 )
 CASES = tuple(case for case in ALL_CASES if case.architecture in CHOSEN)

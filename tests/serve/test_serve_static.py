@@ -14,7 +14,7 @@ from openquant import calibrate, compress
 
 pytestmark = pytest.mark.serve
 
-# vLLM 0.32.0 kernels/linear/scaled_mm/cpu.py: without it comes PerTensorTorchFP8ScaledMMLinearKernel, with W8A8.
+# vLLM kernels/linear/scaled_mm/cpu.py: without it comes PerTensorTorchFP8ScaledMMLinearKernel, with W8A8.
 UNROUNDED = "CPUFp8PerTensorScaledMMLinearKernel"
 
 

@@ -47,7 +47,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
 }
 COLUMNS = tuple(SCHEMES)[:5]
 EACH_SCHEME = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForConditionalGeneration")
-# What SGLang 0.5.23 does not load in bfloat16 either, or not from these small models' config.json.
+# What SGLang does not load in bfloat16 either, or not from these small models' config.json.
 NOT_RUN = {
     "Gemma4ForCausalLM": "'head_dim' is a per-layer attribute and may vary across layers",
     "Cohere2VisionForConditionalGeneration": "'Cohere2Config' object has no attribute 'num_experts'",

@@ -62,7 +62,7 @@ def meant(weight: torch.Tensor, asked: tuple[Any, ...], index: torch.Tensor | No
 
 
 def test_golden_bytes() -> None:
-    """As vLLM 0.32.0 reads them (layers/quantization/auto_awq.py, auto_gptq.py)."""
+    """As vLLM reads them (layers/quantization/auto_awq.py, auto_gptq.py)."""
     codes = torch.arange(8)[None]
     assert [f"{in_words(codes, 4, order).item():x}" for order in ((0, 4, 1, 5, 2, 6, 3, 7), None)] == [
         "75316420",

@@ -85,7 +85,7 @@ def test_dequantize_gives_the_products_in_bfloat16(tmp_path: Path, kind: str) ->
 
 @pytest.mark.parametrize("last", ["k_scale", "kv_scale", "k_proj.k_scale", "k_proj.output_scale", "prob_output_scale"])
 def test_scales_of_the_cache_stay_with_quantized_weights(tmp_path: Path, last: str) -> None:
-    """vLLM 0.32.0 has no parameter for them in an unquantized model, and refuses it."""
+    """vLLM has no parameter for them in an unquantized model, and refuses it."""
     source = store(tmp_path / "source", *SOURCES["fp8 blocks"][:2])
     name = f"model.layers.0.self_attn.{last}"
     change_weights(source, lambda weights: weights.update({name: torch.tensor(0.5)}))

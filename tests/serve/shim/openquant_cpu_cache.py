@@ -1,4 +1,4 @@
-"""A vLLM plugin that keeps an FP8 cache on any CPU: vLLM 0.32.0's CPU build has kernels for AVX-512 alone, and what
+"""A vLLM plugin that keeps an FP8 cache on any CPU: vLLM's CPU build has kernels for AVX-512 alone, and what
 they compute is farther off than codes are (KL 0.0035 on text_prompts.json, measured on an AMD EPYC with AVX-512).
 
 With this directory on PYTHONPATH, vLLM finds it by its entry point. Beside the cache that vLLM makes lies one in

@@ -1,4 +1,4 @@
-"""A vLLM plugin that serves experts in words or FP4, for which vLLM 0.32.0's CPU build has no kernel: of INT4 with AMX
+"""A vLLM plugin that serves experts in words or FP4, for which vLLM's CPU build has no kernel: of INT4 with AMX
 alone, where it rounds activations to INT8 as well.
 
 With this directory on PYTHONPATH, vLLM finds it by its entry point. vLLM's own methods make the parameters and fill

@@ -1,4 +1,4 @@
-"""A vLLM plugin with kernels for FP4 weights, for which vLLM 0.32.0's CPU build has none.
+"""A vLLM plugin with kernels for FP4 weights, for which vLLM's CPU build has none.
 
 With this directory on PYTHONPATH, vLLM finds it by its entry point. Plain torch multiplies by the weights that codes and
 scales stand for, activations as they are or rounded by vLLM's own emulation: names, shapes, the order in bytes and all

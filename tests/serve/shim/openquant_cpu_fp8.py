@@ -1,6 +1,6 @@
 """A vLLM plugin that lets the CPU engine serve FP8 weights with one scale per tensor, and any without AMX.
 
-vLLM 0.32.0's CPU build has kernels for such layers, but not `scaled_fp8_quant`, which loading them calls
+vLLM's CPU build has kernels for such layers, but not `scaled_fp8_quant`, which loading them calls
 (its CPU extension registers the operators without a body), and its expert kernel takes 128x128 blocks only.
 With this directory on PYTHONPATH, vLLM finds the plugin by its entry point and calls `register` in every engine
 process. The 128x128 block scheme needs none of it on a CPU with AMX, but for layers with a bias; on others its kernels

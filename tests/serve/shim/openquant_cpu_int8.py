@@ -1,4 +1,4 @@
-"""A vLLM plugin with a kernel for weights in words, for which vLLM 0.32.0's CPU build has none: of 8 bits nowhere, of 4
+"""A vLLM plugin with a kernel for weights in words, for which vLLM's CPU build has none: of 8 bits nowhere, of 4
 bits on a CPU without AVX-512.
 
 With this directory on PYTHONPATH, vLLM finds it by its entry point. Plain torch multiplies by the weights that words and
