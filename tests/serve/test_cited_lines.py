@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from engine_client import find_engine, find_loader
+from packaging.version import Version
 
 from conftest import ROOT
 from openquant.version import CITED
@@ -41,12 +41,9 @@ def test_engines_have_the_versions_that_are_cited() -> None:
 
 
 @pytest.mark.parametrize("name", ["transformers", "compressed-tensors"])
-def test_libraries_have_the_versions_that_are_cited(name: str) -> None:
-    """In the checks' own run, which installs the newest; elsewhere others do too."""
-    found = version(name)
-    if not found.startswith(f"{CITED[name]}.") and os.environ.get("OPENQUANT_REQUIRE_SERVE") != "1":
-        pytest.skip(f"{name} {found} is installed, {CITED[name]} is cited")
-    assert found.startswith(f"{CITED[name]}.")
+def test_libraries_are_not_older_than_what_is_cited(name: str) -> None:
+    """pip installs the newest, which may be newer than what was read."""
+    assert Version(version(name)) >= Version(CITED[name])
 
 
 def test_lines_that_are_cited_are_there() -> None:
