@@ -741,7 +741,7 @@ def test_what_is_decoded_counts_as_memory(tmp_path: Path, kind: str) -> None:
     assert all(matrix.format is not None for matrix in kinds)
     with pytest.raises(OpenQuantError, match="memory"):
         dequantize(source, tmp_path / "none", max_memory=1)
-    # What this process has held at most counts, and other tests have left much.
+    # What this process holds counts, and other tests have left much.
     dequantize(source, tmp_path / "little", max_memory=peak_rss() + (1 << 29), workers=3)
     dequantize(source, tmp_path / "much")
     assert tree(tmp_path / "little") == tree(tmp_path / "much")
