@@ -104,4 +104,4 @@ def scale_for(largest: float) -> float:
 
     One that is none is no more exact, and in vLLM's kernel for CPUs a little less.
     """
-    return 1.0 if largest <= 0 else max(2.0**-64, 2.0 ** math.ceil(math.log2(largest / E4M3.largest)))
+    return 1.0 if largest <= 0 else 2.0 ** math.ceil(math.log2(max(2.0**-64, largest / E4M3.largest)))

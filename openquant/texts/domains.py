@@ -146,6 +146,7 @@ class _File:
         data = self._bytes(max(0, start - 1), end)
         begun = 0 if not number else data.find(b"\n", 0, len(data) - 1) + 1
         if number and not begun:
+            self._require_line(start)
             return []
         at = max(0, start - 1) + begun
         data = data[begun:]
@@ -162,6 +163,21 @@ class _File:
                 found.append(_of_line(line if at else line.removeprefix(b"\xef\xbb\xbf"), Line(self.path, at)))
             at += len(line) + 1
         return found
+
+
+    def _require_line(self, end: int) -> None:
+        """Refuse a line that is too long, within which lies this byte."""
+        begin = end
+        while begin and end - begin <= MAX_LINE:
+            data = self._bytes(max(0, begin - BLOCK), begin)
+            if not data or b"\n" in data:
+                return
+            begin -= len(data)
+        if end - begin > MAX_LINE:
+            # Which line it is would take reading all before it.
+            raise SourceError(
+                f"{self.path} has a line longer than {MAX_LINE:,} bytes, at byte {end:,}", "is it JSON lines?"
+            )
 
 
 def _of_line(line: bytes, where: Line) -> Named:
