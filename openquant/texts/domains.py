@@ -164,7 +164,6 @@ class _File:
             at += len(line) + 1
         return found
 
-
     def _require_line(self, end: int) -> None:
         """Refuse a line that is too long, within which lies this byte."""
         begin = end

@@ -69,7 +69,16 @@ def test_a_config_says_it_and_can_be_rid_of_it(scheme: Any) -> None:
 
 @pytest.mark.parametrize(
     ("largest", "scale"),
-    [(0.0, 1.0), (448.0, 1.0), (448.1, 2.0), (224.0, 0.5), (225.0, 1.0), (14.0, 2.0**-5), (1e-30, 2.0**-64), (5e-324, 2.0**-64)],
+    [
+        (0.0, 1.0),
+        (448.0, 1.0),
+        (448.1, 2.0),
+        (224.0, 0.5),
+        (225.0, 1.0),
+        (14.0, 2.0**-5),
+        (1e-30, 2.0**-64),
+        (5e-324, 2.0**-64),
+    ],
 )
 def test_scales_are_powers_of_two_that_hold_the_largest(largest: float, scale: float) -> None:
     assert scale_for(largest) == scale

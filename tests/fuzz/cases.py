@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -58,7 +59,7 @@ class Base:
     source: Path | None = None
 
 
-def run(words: list[str], where: Path) -> Outcome:
+def run(words: list[str], where: Path, seconds: float = SECONDS) -> Outcome:
     """`openquant WORDS` in a child of this process, which has imported everything already."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         sys.stdout.flush()
@@ -68,7 +69,7 @@ def run(words: list[str], where: Path) -> Outcome:
         if child == 0:
             _child(words, where, out.fileno(), err.fileno())
         ended = os.pidfd_open(child)
-        in_time = bool(select.select([ended], [], [], SECONDS)[0])
+        in_time = bool(select.select([ended], [], [], seconds)[0])
         if not in_time:
             os.kill(child, signal.SIGKILL)
         os.close(ended)
@@ -127,6 +128,8 @@ def problems(outcome: Outcome, words: list[str]) -> list[str]:
         found.append(f"{outcome.memory >> 20} MiB of memory")
     if "Traceback (most recent" in outcome.err or "Warning" in outcome.err:
         found.append("a traceback or warning")
+    if any(unicodedata.category(letter) == "Cc" and letter != "\n" for letter in outcome.out + outcome.err):
+        found.append("control characters on the terminal")
     lines = outcome.err.rstrip("\n").split("\n")
     if outcome.code == 2 and not (
         len(lines) > 1 and lines[-2].startswith("error: ") and lines[-1].startswith("hint: ")
