@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from openquant.forward import scratch
 from openquant.forward.scratch import Scratch
 from openquant.hub.source import Source
 from openquant.measure import answers
+from openquant.measure import evaluate as evaluating
 from openquant.options import Evaluate
 from openquant.report import pages
 from openquant.report.evaluation import evaluation_text
@@ -80,6 +82,24 @@ def test_figures_lie_beside_the_output_and_are_the_same_again(output: Path) -> N
     evaluate([str(output)], str(EXAMPLE), **SMALL)
     assert (output / "eval.json").read_bytes() == written
     assert [text["source"] != "" for text in found.outputs[0]["texts"]] == [True]
+
+
+def test_the_time_of_answers_is_measured_as_they_are_computed(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[tuple[str, object]] = []
+
+    def recorded(part: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def continued(streamed: object, *args: Any, around: object = None, cache: object = None, **options: Any) -> Any:
+            # Methods of the output, or none.
+            served.append((part, (getattr(around, "__name__", ""), getattr(cache, "__name__", ""))))
+            return inner(streamed, *args, around=around, cache=cache or (lambda: None), **options)
+
+        return continued
+
+    for module in (answers, evaluating):
+        monkeypatch.setattr(module, "continued", recorded(module.__name__, module.continued))
+    evaluate([output], EXAMPLE, **SMALL, remaining=lambda _: None)
+    measured, answered = ([how for part, how in served if part == each.__name__] for each in (evaluating, answers))
+    assert measured[1:] == answered[1:] == [("around", "cache")]
 
 
 def run_main(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:

@@ -168,8 +168,14 @@ class _Evaluating:
         for name in self.head:
             self.counted.forecast.expect(name, len(self.mine) * self._seconds_of_head())
         if self.answers_here:
-            for number, model in enumerate((self.model, *(output.served.model for output in self.outputs))):
-                self.counted.forecast.expect(f"answers {number}", self._seconds_of_answers(model))
+            plain = partial(products_in_float32, self.settings.device)
+            self.counted.forecast.expect("answers 0", self._seconds_of_answers(self.model, plain))
+            for number, output in enumerate(self.outputs, 1):
+                served = output.served
+                seconds = self._seconds_of_answers(served.model, served.around, served.cache)
+                self.counted.forecast.expect(f"answers {number}", seconds)
+                # What that rounded is no part of the texts.
+                served.clipped.clear()
 
     def _seconds_of_head(self) -> float:
         """About how long all models' logits of a document and their comparison take."""
@@ -190,8 +196,19 @@ class _Evaluating:
                 seconds.append(self.passes * (between - begin) + (self.passes - 1) * (time.perf_counter() - between))
         return seconds[-1] * self.vocabulary / some
 
-    def _seconds_of_answers(self, model: StreamedModel) -> float:
-        """About how long a model takes to be loaded as a whole and to answer all prompts."""
+    def _seconds_of_answers(
+        self,
+        model: StreamedModel,
+        around: Callable[[], AbstractContextManager[Any]],
+        cache: Callable[[], Any] = lambda: None,
+    ) -> float:
+        """About how long a model takes to be loaded as a whole and to answer all prompts.
+
+        Args:
+            model: the model.
+            around: what it is computed in, such as activations rounded.
+            cache: makes what keys and values are kept in.
+        """
         first = self.prompts[0]
         one = replace(first, ids=first.ids[:1])
         times = [time.perf_counter()]
@@ -200,7 +217,8 @@ class _Evaluating:
             [one, one, first],
             (),
             FIRST_TOKENS,
-            partial(products_in_float32, self.settings.device),
+            around=around,
+            cache=cache,
             progress=lambda _: times.append(time.perf_counter()),
         )
         loaded, written, all_read = (after - before for before, after in itertools.pairwise(times))

@@ -83,6 +83,10 @@ class Clipped:
         """Count the activations of a module, or of a layer by its number, that are larger than a limit."""
         self._add(place, int((values.abs() > limit).sum()), values.numel())
 
+    def clear(self) -> None:
+        """Count from zero again."""
+        self._counts.clear()
+
     def _add(self, place: str | int, beyond: int, total: int) -> None:
         counts = self._counts.setdefault(place, [0, 0])
         counts[0] += beyond
