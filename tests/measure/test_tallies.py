@@ -11,7 +11,7 @@ import torch
 import tiny
 from openquant.files.checkpoint import open_checkpoint
 from openquant.forward.streamed import StreamedModel
-from openquant.measure.tallies import Routes
+from openquant.measure.tallies import Distances, Routes
 
 
 # One gives experts the numbers of those that were chosen, the other every token, as zeros where it was not.
@@ -47,3 +47,30 @@ def test_tokens_that_go_to_other_experts_are_counted(architecture: str, router: 
     # As another process that counted the same adds it.
     routes.add_counts(routes.counts())
     assert routes.of("model.layers.1", 2) == expected
+
+
+def test_distances_are_the_mean_over_all_tokens_of_all_documents() -> None:
+    mine, other = Distances(), Distances()
+    source = torch.tensor([[[3.0, 4.0], [0.0, 2.0], [6.0, 8.0]]])
+    # One token 0.2 off, one not at all, one 1 off; then a document of one token, 2 off.
+    output = torch.tensor([[[4.0, 4.0], [0.0, 2.0], [0.0, 0.0]]])
+    for number, hidden in ((0, source), (1, output), (2, source)):
+        mine.add("layers.0", number, hidden)
+    for number, hidden in ((0, source[:, :1]), (1, source[:, :1] * 3), (2, source[:, :1])):
+        other.add("layers.0", number, hidden)
+    assert mine.of("layers.0", 1) == pytest.approx(1.2 / 3)
+    assert other.of("layers.0", 1) == 2
+    mine.add_counts(other.counts())
+    assert mine.of("layers.0", 1) == pytest.approx(3.2 / 4)
+    assert mine.of("layers.0", 2) == 0
+    mine.add("layers.0", 0, source)
+    mine.add("layers.0", 1, source)
+    assert mine.of("layers.0", 1) == pytest.approx(3.2 / 7)
+    assert list(mine.layers) == ["layers.0"]
+
+
+def test_what_is_far_from_nothing_is_finite() -> None:
+    distances = Distances()
+    distances.add("layers.0", 0, torch.zeros(1, 1, 2))
+    distances.add("layers.0", 1, torch.zeros(1, 1, 2))
+    assert distances.of("layers.0", 1) == 0
