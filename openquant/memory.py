@@ -16,14 +16,11 @@ from dataclasses import dataclass
 from .errors import UsageError
 from .files.checkpoint import Checkpoint
 from .files.tensors import DTYPE_BITS, TensorInfo
-from .improve.awq import sampled_from
-from .improve.folds import usable
 from .machine import resident
 from .passes import hidden_bytes, vocabulary_of
 from .plan.carried import made_of
 from .plan.plan import Plan
 from .weights.find import decoded_view
-from .weights.reading import memory_of
 
 # What importing torch and transformers takes, with the class of one model; and what is left of that once they are
 # there: the class, and code that its first pass brings in.
@@ -178,18 +175,6 @@ def gram_room(plan: Plan) -> int:
         (4 * weight.shape[1] ** 2 for weight, _ in plan.carried if plan.entry.experts(weight.module)), default=0
     )
     return max(map(sum, sets.values()), default=0) + beside
-
-
-def tuning_memory(plan: Plan) -> int:
-    """Bytes that one thread takes as it chooses by how much to divide inputs of layers at one place."""
-    most = 0
-    for folding in usable(plan).foldings:
-        weights = [plan.layers[module] for module in folding.readers if module in plan.layers]
-        sizes = [4 * min(weight.shape[0], sampled_from(len(weights))) * weight.shape[1] for weight in weights]
-        # The rows of all, and what is tried with those of one; and what is read of each weight, as float32 too.
-        read = max((sum(memory_of(weight, 1)) for weight in weights), default=0)
-        most = max(most, sum(sizes) + 6 * max(sizes, default=0) + 4 * read)
-    return most
 
 
 def evaluation_steps(checkpoints: Sequence[Checkpoint], length: int) -> list[Step]:

@@ -24,11 +24,11 @@ from .formats.numbers import Floats
 from .gptq import Gptq
 from .hub.source import Source
 from .hub.supplied import supplied
-from .improve.awq import awq, weighed
+from .improve.awq import awq, tuning_memory, weighed
 from .improve.folds import Part, Places, fold, shards_of, together, usable
 from .improve.smooth import smooth
 from .machine import resident
-from .memory import Step, calibration_steps, memory_left, rounding_steps, tuning_memory
+from .memory import Step, calibration_steps, memory_left, rounding_steps
 from .options import Calibrate, CalibrationTexts, Recipe, Run
 from .passes import BUDGET, hidden_bytes
 from .patterns import collapse

@@ -24,10 +24,10 @@ from ..patterns import compile_any
 from ..plan.folding import Folding
 from ..plan.plan import Plan
 from ..weights.calibration import Calibration
-from ..weights.reading import Reader
+from ..weights.reading import Reader, memory_of
 from ..weights.tuning import Tuning, Tunings
 from ..weights.weight import Weight
-from .folds import inputs_of, live, powers
+from .folds import inputs_of, live, powers, usable
 
 # Each makes factors: 0 of the weights alone, 1 of the inputs alone.
 EXPONENTS = tuple(number / 20 for number in range(20))
@@ -120,6 +120,18 @@ def awq(folding: Folding, plan: Plan, reader: Reader, calibration: Calibration) 
 def sampled_from(layers: int) -> int:
     """How many rows are looked at of each of so many layers that have one input, at most."""
     return max(16, min(ROWS, ALL_ROWS // max(1, layers)))
+
+
+def tuning_memory(plan: Plan) -> int:
+    """Bytes that one thread takes as it chooses by how much to divide inputs of layers at one place."""
+    most = 0
+    for folding in usable(plan).foldings:
+        weights = [plan.layers[module] for module in folding.readers if module in plan.layers]
+        sizes = [4 * min(weight.shape[0], sampled_from(len(weights))) * weight.shape[1] for weight in weights]
+        # The rows of all, and what is tried with those of one; and what is read of each weight, as float32 too.
+        read = max((sum(memory_of(weight, 1)) for weight in weights), default=0)
+        most = max(most, sum(sizes) + 6 * max(sizes, default=0) + 4 * read)
+    return most
 
 
 def sampled_rows(weight: Weight, reader: Reader, most: int) -> Floats:
