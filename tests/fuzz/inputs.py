@@ -143,9 +143,11 @@ def make(root: Path) -> Sound:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All files of a directory, by name."""
+    """All files of a directory, by name; of what is too large to be read its size."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
+        if (size := path.stat().st_size) <= damage.MOST
+        else b"%d" % size
         for path in sorted(folder.rglob("*"))
         if path.is_file() and not path.is_symlink()
     }
