@@ -3,6 +3,11 @@
 Everything else that is raised is a bug of ours and keeps its traceback.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class OpenQuantError(Exception):
     """A problem the user can fix.
@@ -32,3 +37,12 @@ class PlanError(OpenQuantError):
 
 class OutputError(OpenQuantError):
     """The output directory cannot be used or written."""
+
+
+@contextmanager
+def naming(model: str) -> Iterator[None]:
+    """Say of which of several models a `SourceError` is: "out: config.json has no ..."."""
+    try:
+        yield
+    except SourceError as error:
+        raise SourceError(f"{model}: {error.message}", error.hint) from error

@@ -117,7 +117,8 @@ def _evaluated(
         raise UsageError("all models are local directories, nothing of them can be streamed", "leave --stream out")
     checkpoints = [open_checkpoint(each.root, each.remote, each.absent) for each in sources]
     targets = _targets(asked, texts, sources[1:]) if ranks.first else None
-    memory_left(asked.max_memory, evaluation_steps(checkpoints, texts.length))
+    models = [(each.repo or each.name, checkpoint) for each, checkpoint in zip(sources, checkpoints, strict=True)]
+    memory_left(asked.max_memory, evaluation_steps(models, texts.length))
     # Only now is transformers imported.
     from .measure.evaluate import evaluate as measure
     from .measure.subjects import Settings, Subject
@@ -137,18 +138,18 @@ def _evaluated(
             raise SourceError("ranks see different texts or checkpoints", "let all of them read the same files")
         subjects = [
             Subject(
-                each.repo or each.name,
+                name,
                 checkpoint,
                 tokenizer.differences(own),
                 Fingerprint(checkpoint, each.remote, each.identity),
             )
-            for each, checkpoint, own in zip(sources, checkpoints, tokenizers, strict=True)
+            for each, (name, checkpoint), own in zip(sources, models, tokenizers, strict=True)
         ]
         place = _place(asked, sources)
         # The source twice, each output twice.
         tokens = -(-len(corpus.documents) // ranks.size) * corpus.length
         hidden = 2 * len(checkpoints) * hidden_bytes(checkpoints[0], tokens)
-        left = memory_left(asked.max_memory, evaluation_steps(checkpoints, corpus.length))
+        left = memory_left(asked.max_memory, evaluation_steps(models, corpus.length))
         room = scratch_for(hidden, place, BUDGET if left is None else left, asked.scratch is not None)
 
         @contextmanager

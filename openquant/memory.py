@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .errors import UsageError
+from .errors import UsageError, naming
 from .files.checkpoint import Checkpoint
 from .files.tensors import DTYPE_BITS, TensorInfo
 from .machine import resident
@@ -177,13 +177,20 @@ def gram_room(plan: Plan) -> int:
     return max(map(sum, sets.values()), default=0) + beside
 
 
-def evaluation_steps(checkpoints: Sequence[Checkpoint], length: int) -> list[Step]:
-    """The steps of an evaluation of outputs, after their source, on texts of so many tokens."""
-    weights = [weights_of(each) for each in checkpoints]
+def evaluation_steps(models: Sequence[tuple[str, Checkpoint]], length: int) -> list[Step]:
+    """The steps of an evaluation of outputs, after their source, each with its name, on texts of so many tokens.
+
+    Raises:
+        SourceError: a weight of one is damaged; says of which.
+    """
+    checkpoints, weights = [checkpoint for _, checkpoint in models], []
+    for name, checkpoint in models:
+        with naming(name):
+            weights.append(weights_of(checkpoint))
     # The source twice, each output up to twice, all of them side by side.
     hidden = 2 * len(checkpoints) * hidden_bytes(checkpoints[0], length)
     computed = 4 * WIDTHS * max(each.width for each in weights) * length
-    rest, models = sum(each.rest for each in weights), f"{len(checkpoints)} models"
+    rest, them = sum(each.rest for each in weights), f"{len(checkpoints)} models"
     layers = sum(each.layer for each in weights) + computed + COMPARISON
     tables = sum(each.table for each in weights)
     # Two models' logits in bfloat16.
@@ -191,8 +198,8 @@ def evaluation_steps(checkpoints: Sequence[Checkpoint], length: int) -> list[Ste
     decoded = any(each.head > HEAD for each in weights)
     heads = sum(each.whole_head if decoded else each.head for each in weights) + COMPARISON
     return [
-        Step(f"evaluating layers of {models}", rest + hidden + max(layers, tables), _shorter(length)),
-        Step(f"comparing what {models} answer", rest + hidden + heads + logits, _shorter(length)),
+        Step(f"evaluating layers of {them}", rest + hidden + max(layers, tables), _shorter(length)),
+        Step(f"comparing what {them} answer", rest + hidden + heads + logits, _shorter(length)),
     ]
 
 

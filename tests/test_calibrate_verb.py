@@ -181,7 +181,7 @@ def test_what_was_calibrated_is_used_again(calibration: Path, tmp_path: Path) ->
     for path in (tmp_path / "steps").glob("*.safetensors"):
         assert path.read_bytes() == Path(made.output, path.name).read_bytes()
     with pytest.raises(UsageError) as caught:
-        compress(EXAMPLE, tmp_path / "out", activation_scheme="static", samples=3, length=64)
+        compress(EXAMPLE, tmp_path / "other", activation_scheme="static", samples=3, length=64)
     assert (caught.value.message, caught.value.hint) == (
         f"{kept} is a calibration of another model or with other texts",
         f'give calibration="{kept}" to use it, or overwrite=True to replace it',

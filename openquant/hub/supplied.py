@@ -110,4 +110,6 @@ def _gone_with_us(path: str) -> Iterator[None]:
         try:
             yield
         finally:
-            waiting.kill()
+            # Else a thread that still fetched wrote there as it was removed, and the shell removes it again.
+            if not os.path.lexists(path):
+                waiting.kill()

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..errors import naming
 from ..forward import library
 from ..forward.products import products_in_float32
 from ..forward.progress import Advanced, PassProgress, Remaining, layer_costs
@@ -38,7 +39,7 @@ from .noise import Noise
 from .results import Evaluation, Findings, results
 from .served import Served, logits
 from .shares import packed, share, unpacked
-from .subjects import Output, Settings, Subject, naming, needs, require_one_model
+from .subjects import Output, Settings, Subject, needs, require_one_model
 
 # Of the vocabulary, what is computed to learn how long the output head and the comparison of logits take.
 SOME_TOKENS = 2048
@@ -90,7 +91,7 @@ class _Evaluating:
         remaining: Remaining | None,
     ) -> None:
         self.source, self.corpus, self.settings = source, corpus, settings
-        with naming(source):
+        with naming(source.name):
             self.model = StreamedModel(source.checkpoint, device=settings.device)
         # Not with the noise's forward: models of outputs have none.
         self.layers = [
@@ -104,7 +105,7 @@ class _Evaluating:
         self.found.routes.watch(self.model.model)
         self.noise = Noise(self.model.units[name] for name in self.layers)
         for output in outputs:
-            with naming(output):
+            with naming(output.name):
                 model = StreamedModel(output.checkpoint, dtype=self.model.dtype, device=settings.device)
             require_one_model(source, self.model, output, model)
             self.found.routes.watch(model.model)

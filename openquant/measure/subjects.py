@@ -6,14 +6,14 @@ source, output = Subject("Qwen3-8B", checkpoint), Subject("Qwen3-8B-FP8", other)
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import nn
 
-from ..errors import SourceError, UsageError
+from ..errors import UsageError
 from ..files.cards import card_of, is_rounded_by_gptq, says_folds
 from ..files.checkpoint import Checkpoint
 from ..files.fingerprint import Fingerprint
@@ -137,15 +137,6 @@ class Output:
 def needs(model: StreamedModel, scales: Mapping[str, Sequence[str]] | None = None) -> Needs:
     """The shards of each unit of a model, with those of further tensors by unit."""
     return {unit: sorted(model.shards(unit, (scales or {}).get(unit, ()))) for unit in model.order}
-
-
-@contextmanager
-def naming(subject: Subject) -> Iterator[None]:
-    """Say of which of several checkpoints a config.json or a weight cannot be run."""
-    try:
-        yield
-    except SourceError as error:
-        raise SourceError(f"{subject.name}: {error.message}", error.hint) from error
 
 
 def require_one_model(source: Subject, mine: StreamedModel, output: Subject, theirs: StreamedModel) -> None:

@@ -382,7 +382,9 @@ def rounded(case: Case) -> Trial:
     case.done = [done]
     case.write(f"out.rounded/{name}", data)
     if case.rng.random() < 0.2:
-        (folder / case.rng.choice(sorted(case.sound.rounded))).unlink(missing_ok=True)
+        removed = folder / case.rng.choice(sorted(case.sound.rounded))
+        if not removed.is_dir():
+            removed.unlink(missing_ok=True)
     about = facts_of(next(data for name, data in case.sound.rounded.items() if name.endswith(".safetensors")))["about"]
 
     def read() -> object:
