@@ -632,6 +632,8 @@ def paths(case: Case) -> Trial:
 
     made = tuple(word for word in words[2:] if not word.startswith("-"))
     made += tuple(str(Path(each).parent / "model.calibration.safetensors") for each in made)
+    # A new file behind the link, which is no part of a model.
+    made += ("model/x",) if "linked/x" in words else ()
     return Trial(read, words, lambda _: None, ("out", "x", *made, *OUTPUT))
 
 
