@@ -193,8 +193,8 @@ def evaluation_steps(models: Sequence[tuple[str, Checkpoint]], length: int) -> l
     rest, them = sum(each.rest for each in weights), f"{len(checkpoints)} models"
     layers = sum(each.layer for each in weights) + computed + COMPARISON
     tables = sum(each.table for each in weights)
-    # Two models' logits in bfloat16.
-    logits = 4 * length * (vocabulary_of(checkpoints[0]) or 0)
+    # Two models' logits in bfloat16, and what their divergence is computed from in float32.
+    logits = 12 * length * (vocabulary_of(checkpoints[0]) or 0)
     decoded = any(each.head > HEAD for each in weights)
     heads = sum(each.whole_head if decoded else each.head for each in weights) + COMPARISON
     return [

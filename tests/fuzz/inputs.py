@@ -634,6 +634,7 @@ def paths(case: Case) -> Trial:
     made += tuple(str(Path(each).parent / "model.calibration.safetensors") for each in made)
     # A new file behind the link, which is no part of a model.
     made += ("model/x",) if "linked/x" in words else ()
+    made += ("output/eval.json",) if words[0] == "eval" and "--out" not in words else ()
     return Trial(read, words, lambda _: None, ("out", "x", *made, *OUTPUT))
 
 
