@@ -65,6 +65,9 @@ def test_a_finer_scheme_for_layers_with_an_outlier(tmp_path: Path) -> None:
         ("channel", "--scheme-for 'model.layers.0.self_attn.{k_proj,q_proj,v_proj}=channel'"),
         ("channel", "--scheme-for model.layers.1.mlp.down_proj=channel"),
     ]
+    assert [(one["scheme"], one["layers"], one["option"]) for one in found.to_json()["advice"]] == [
+        (one.scheme, one.layers, one.option) for one in found.advice
+    ]
     assert found.options[:2] == ("--format", "compressed-tensors")
     assert found.bytes_after == found.bytes_before + sum(one.bytes for one in found.advice)
     # A scale for each of 256 rows in place of one; q has 256 rows, k and v 128.
