@@ -41,7 +41,7 @@ class OutputError(OpenQuantError):
 
 @contextmanager
 def naming(model: str) -> Iterator[None]:
-    """Say of which of several models a `SourceError` is: "out: config.json has no ..."."""
+    """Put the model's name before the message of a `SourceError`: "out: config.json has no ..."."""
     try:
         yield
     except SourceError as error:

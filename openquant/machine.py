@@ -120,7 +120,7 @@ def first_line(error: Exception) -> str:
 
 
 def resident() -> int:
-    """Resident memory of this process now, in bytes; where the system does not tell, the largest so far."""
+    """Resident memory of this process in bytes: now, or on systems that do not report that its peak."""
     return _status("VmRSS") or peak_rss()
 
 

@@ -131,7 +131,7 @@ def _is_mapped(info: TensorInfo, dtype: str, quantized: Iterable[str]) -> bool:
 
 
 def _experts_of_token(checkpoint: Checkpoint) -> int:
-    """How many experts each token goes to, as config.json says; 1 where it does not."""
+    """The number of experts per token in config.json; 1 if it has none."""
     inner = checkpoint.config.get("text_config")
     places = (checkpoint.config, inner if isinstance(inner, dict) else {})
     keys = ("num_experts_per_tok", "top_k_experts", "moe_topk", "num_experts_per_token")

@@ -135,7 +135,7 @@ class Calibrated:
         return None if self._corpus is None else Gptq(self._corpus)
 
     def steps(self, source: Source, checkpoint: Checkpoint, plan: Plan, target: Path) -> list[Step]:
-        """What comes before the conversion and takes memory."""
+        """The steps before the conversion, with the memory that each needs."""
         length, found = self._texts.length, []
         if self._seen is None and self._wanted:
             known = calibration_of(source, target).exists() and not self._run.overwrite

@@ -139,7 +139,7 @@ class StreamedModel:
     def project(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the output head's `forward` gives, some rows of its weight at a time where that is large.
 
-        The whole of a mapped weight would be in memory: of Qwen3-8B 1.2 GB.
+        Multiplied at once, a mapped weight would come into memory whole: 1.2 GB for Qwen3-8B.
         """
         head = library.output_head(self.model)
         if not isinstance(head, nn.Linear) or getattr(forward, "__func__", None) is not nn.Linear.forward:
