@@ -26,6 +26,7 @@ from .hub.fetch import memory_needed
 from .hub.publish import Published, Publisher
 from .hub.source import Source, find_source, silent
 from .hub.supplied import supplied
+from .job import Prepared, Rounding
 from .machine import available_cpus, find_device, peak_rss
 from .measure.advice import with_advice
 from .measure.diagnose import diagnose as measure
@@ -41,7 +42,7 @@ from .recipes import written
 from .report.escape import terminal
 from .report.reporter import Reporter
 from .report.result import Result
-from .run import Prepared, Rounding, carry_out, take_evaluation
+from .run import carry_out, take_evaluation
 from .tuning import Calibrated
 from .verification.finished import require_sound
 from .weights.calibration import Calibration

@@ -315,8 +315,8 @@ class Terminal(Reporter):
                 if note not in known:
                     say_lines([f"note: {note}"], sys.stderr)
             return
+        from .job import expected_download
         from .report.text import details_text, plan_text
-        from .run import expected_download
 
         known_lines = self.planned_lines
         name = f"{source.repo}@{source.revision}" if source.repo else str(source.root)

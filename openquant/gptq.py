@@ -21,12 +21,12 @@ from .convert.ranks import Ranks, attempt
 from .files.fingerprint import Fingerprint
 from .files.rounded import Place, RoundedFolder
 from .hub.supplied import supplied
+from .job import Prepared
 from .memory import gram_room, memory_left, rounding_steps
 from .passes import BUDGET, Arriving, hidden_bytes, scratch_for
 from .plan.carried import rounded_bytes
 from .plan.plan import Plan
 from .report.reporter import Reporter
-from .run import Prepared
 
 if TYPE_CHECKING:
     from .texts.corpus import Corpus

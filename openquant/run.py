@@ -6,101 +6,30 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from .convert.conversion import Progress, check_copied, convert
 from .convert.ranks import Ranks, attempt
 from .errors import OutputError, SourceError
-from .files.checkpoint import Checkpoint, open_checkpoint, readable
+from .files.checkpoint import open_checkpoint, readable
 from .files.evaluation import find_evaluation
-from .files.fingerprint import Stamp
 from .files.inputs import read_small
 from .files.names import CARD_FILE, INDEX_FILE
 from .files.output import REPLACE, OutputDirectory
-from .files.space import require_space
 from .formats.finite import NonFinite
-from .hub.fetch import Download, Supply, scratch_bytes
-from .hub.publish import AT_ONCE, Published, Publisher
+from .hub.fetch import Supply
+from .hub.publish import Published, Publisher
 from .hub.source import Source, silent
-from .options import Run
-from .plan.carried import rounded_bytes
+from .job import Prepared, Rounding, output_directory, source_needs
 from .plan.layout import Shard
 from .plan.plan import Plan
 from .report.card import evaluated_card, model_card
 from .report.escape import terminal
 from .report.reporter import Reporter
 from .verification.finished import check_finished, require_sound
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What a run needs to begin writing.
-
-    Attributes:
-        run: what was asked for.
-        source: where the checkpoint comes from.
-        checkpoint: its config, files and headers.
-        stamps: size, times and inode of each shard, of a local one, as the plan was made.
-        plan: what is written.
-        target: the output directory.
-        workers: how many threads, as many as memory allows.
-        device: where codes are computed: "cpu" or such as "cuda:1".
-        fast: whether compiled loops are worth their memory and the time they take to load.
-    """
-
-    run: Run
-    source: Source
-    checkpoint: Checkpoint
-    stamps: Mapping[str, Stamp]
-    plan: Plan
-    target: Path
-    workers: int
-    device: str
-    fast: bool
-
-    @property
-    def seen(self) -> list[object]:
-        """What all ranks must have found alike: the plan's digest, size and time of each shard of a local source."""
-        return [self.plan.digest, {name: (size, modified) for name, (size, modified, *_) in self.stamps.items()}]
-
-
-def expected_download(source: Source, plan: Plan) -> Download:
-    """What a run of this plan has still to fetch, and the disk it takes meanwhile."""
-    others = [name for name in plan.files if name in source.absent]
-    return Download(
-        source.remote_bytes([*plan.source.shards, *others]),
-        scratch_bytes(source, source_needs(source, plan)),
-        len(others),
-        source.remote_bytes(others),
-    )
-
-
-def source_needs(source: Source, plan: Plan, outputs: Sequence[str] | None = None) -> dict[str, list[str]]:
-    """For each of these output shards (all if None) the source shards it is made from; of a local source, nothing.
-
-    Such as {"b.safetensors": ["a.safetensors", "b.safetensors"]}, where b has layers that are joined with some of a.
-    """
-    if not source.remote:
-        return {}
-    if outputs is None:
-        outputs = [shard.name for shard in plan.shards]
-    return {output: sorted(plan.sources(output)) for output in outputs}
-
-
-class Rounding(Protocol):
-    """Rounds layers of a run before the conversion, which then copies them."""
-
-    def missing(self, prepared: Prepared) -> int:
-        """Bytes of disk that it will take."""
-
-    def run(self, prepared: Prepared, ranks: Ranks, reporter: Reporter) -> Plan:
-        """The plan with the layers rounded; in all ranks, which call it together."""
-
-    def remove(self, prepared: Prepared) -> None:
-        """Remove what it has made."""
 
 
 class Outcome(NamedTuple):
@@ -159,7 +88,7 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, rounding: Ro
     # Made before anything is converted, so that nothing about them can fail after hours.
     made = _made_files(prepared)
     publisher = Publisher(push, prepared.target, plan.digest, shards) if push else None
-    directory = _output_directory(prepared, made, publisher, ranks, rounding.missing(prepared) if rounding else 0)
+    directory = output_directory(prepared, made, publisher, ranks, rounding.missing(prepared) if rounding else 0)
     with ExitStack() as stack:
         if source.remote or publisher:
             stack.enter_context(silent())
@@ -268,53 +197,6 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, rounding: Ro
         if rounding is not None and ranks.first:
             rounding.remove(prepared)
     return Outcome(directory.resumed, todo is None, published, not_finite, len(unread))
-
-
-def _output_directory(
-    prepared: Prepared, made: Mapping[str, bytes], publisher: Publisher | None, ranks: Ranks, rounded: int
-) -> OutputDirectory:
-    """The directory of a run, in which so many bytes of rounded layers wait for a while."""
-    plan, source, run = prepared.plan, prepared.source, prepared.run
-    return OutputDirectory(
-        prepared.target,
-        plan.digest,
-        {shard.name: shard.nbytes for shard in plan.shards},
-        {**plan.files, **{name: len(data) for name, data in made.items()}},
-        run.overwrite,
-        elsewhere=publisher.elsewhere if publisher else frozenset,
-        at_once=AT_ONCE if run.push and run.push.only else None,
-        scratch=(scratch_bytes(source, source_needs(source, plan)) * ranks.size if run.stream else 0) + rounded,
-        sources=lambda: {**prepared.stamps, **source.digests(prepared.checkpoint)},
-        recipe=plan.recipe,
-        entry=plan.unlisted,
-    )
-
-
-def require_output(prepared: Prepared, ranks: Ranks, passing: int) -> None:
-    """Refuse an output that could not be written once passes over texts are through, before they begin.
-
-    Args:
-        prepared: the run, with a plan whose scales and rounded layers are still to come.
-        ranks: this process among several.
-        passing: bytes of hidden states that a pass writes beside the output: its scratch file and those it keeps.
-
-    Raises:
-        OutputError: the directory is not a run's or cannot be written to, or a disk has no room.
-    """
-    plan, target, source = prepared.plan, prepared.target, prepared.source
-    # The card and config.json of this plan are not final; they are small.
-    rounded = rounded_bytes(plan.carried) if plan.gptq is not None else 0
-    missing = _output_directory(prepared, {}, None, ranks, rounded).missing_bytes()
-    if not missing:
-        return
-    # Of a calibration there are three figures of each input of each layer.
-    calibration = sum(12 * weight.shape[1] for weight in plan.layers.values())
-    needs = [(target, missing), (target.absolute().parent, calibration)]
-    if source.remote and not prepared.run.stream:
-        needs.append((source.root, source.remote_bytes([*plan.source.shards, *plan.files])))
-    require_space(needs)
-    # What a pass writes is gone before the output is written.
-    require_space([(target.absolute().parent, passing + calibration), *needs[2:]])
 
 
 def take_evaluation(publisher: Publisher) -> list[str]:

@@ -27,6 +27,7 @@ from .hub.supplied import supplied
 from .improve.awq import awq, tuning_memory, weighed
 from .improve.folds import Part, Places, fold, shards_of, together, usable
 from .improve.smooth import smooth
+from .job import Prepared, require_output
 from .machine import resident
 from .memory import Step, calibration_steps, memory_left, rounding_steps
 from .options import Calibrate, CalibrationTexts, Recipe, Run
@@ -36,7 +37,6 @@ from .plan.calibrated import UncalibratedError
 from .plan.folding import Folding
 from .plan.plan import Plan
 from .report.reporter import Reporter
-from .run import Prepared, require_output
 from .threads import in_threads
 from .weights.calibration import SUFFIX, Calibration, read_calibration, stand_in
 from .weights.find import decoded_view

@@ -22,7 +22,7 @@ FLOORS = (
     ("verification",),
     ("report",),
     ("passes",),
-    ("memory",),
+    ("memory", "job"),
     ("run", "calibration", "evaluation", "arguments"),
     ("gptq",),
     ("tuning",),
