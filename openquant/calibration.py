@@ -233,9 +233,8 @@ def _run(
     # Only now is torch imported.
     from .forward.kept import Kept
     from .forward.scratch import refuse_memory
-    from .forward.streamed import StreamedModel
+    from .forward.streamed import StreamedModel, needs
     from .measure.calibrate import calibrate as measure
-    from .measure.subjects import needs
 
     fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
     path = target.path

@@ -70,9 +70,8 @@ class Gptq:
     def _rounded(self, prepared: Prepared, ranks: Ranks, reporter: Reporter) -> dict[str, Place]:
         # Only now is torch imported.
         from .forward.kept import Kept
-        from .forward.streamed import StreamedModel
+        from .forward.streamed import StreamedModel, needs
         from .improve.gptq import round_layers
-        from .measure.subjects import needs
 
         plan, source, run, corpus = prepared.plan, prepared.source, prepared.run, self.corpus
         about = self._about(prepared)

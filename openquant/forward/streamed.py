@@ -6,7 +6,7 @@ streamed.load("model.layers.0")         # and with free() they are given back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -188,3 +188,8 @@ def _compute_dtype(checkpoint: Checkpoint) -> torch.dtype:
         sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
     # float16 is never computed in: on CPUs it takes fifteen times as long as bfloat16.
     return torch.float32 if max(sizes, key=lambda name: sizes[name]) == "F32" else torch.bfloat16
+
+
+def needs(model: StreamedModel, scales: Mapping[str, Sequence[str]] | None = None) -> dict[str, list[str]]:
+    """The shards of each unit of a model, with those of further tensors by unit."""
+    return {unit: sorted(model.shards(unit, (scales or {}).get(unit, ()))) for unit in model.order}

@@ -23,6 +23,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..errors import SourceError
 from ..forward import library
+from ..forward.documents import Team, share
 from ..forward.kept import Kept
 from ..forward.products import products_in_float32
 from ..forward.progress import Advanced, PassProgress, Remaining, layer_costs
@@ -34,7 +35,6 @@ from ..models import MODELS
 from ..texts.corpus import Corpus
 from ..weights.calibration import Inputs
 from .interception import DOWN, FIRST, Experts, Interception, holds_experts
-from .shares import Team, share
 
 # Tokens that any pass reads, of which float64 holds every number.
 MOST = 1 << 53

@@ -23,10 +23,11 @@ from torch.nn import functional
 
 from ..errors import naming
 from ..forward import library
+from ..forward.documents import share
 from ..forward.products import products_in_float32
 from ..forward.progress import Advanced, PassProgress, Remaining, layer_costs
 from ..forward.skeleton import REST
-from ..forward.streamed import StreamedModel
+from ..forward.streamed import StreamedModel, needs
 from ..forward.suspended import Pass, run
 from ..forward.torch_threads import limited_threads, threads_for
 from ..texts.corpus import Corpus
@@ -38,8 +39,8 @@ from .generate import TOKENS, along, continued
 from .noise import Noise
 from .results import Evaluation, Findings, results
 from .served import Served, logits
-from .shares import packed, share, unpacked
-from .subjects import Output, Settings, Subject, needs, require_one_model
+from .shares import packed, unpacked
+from .subjects import Output, Settings, Subject, require_one_model
 
 # Of the vocabulary, what is computed to learn how long the output head and the comparison of logits take.
 SOME_TOKENS = 2048

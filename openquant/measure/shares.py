@@ -1,4 +1,4 @@
-"""Documents shared out among several processes, and what these found of theirs put together in the first.
+"""What several processes found of their documents, put together in the first.
 
 It travels as bytes: arrays of numbers as numpy stores them, never pickled, and counts as JSON.
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -24,29 +24,6 @@ _FLAGS = ("top1", "top5")
 
 # Of each pass, by the document's number.
 Records = Mapping[int, Mapping[int, Record]]
-
-
-class Team(Protocol):
-    """This process among those that share an evaluation, such as convert.ranks.Ranks.
-
-    Attributes:
-        rank: its number, the first is 0.
-        size: how many there are.
-    """
-
-    rank: int
-    size: int
-
-    def gather(self, data: bytes) -> list[bytes]:
-        """Give bytes to the first, which gets those of all others in their order; the others get none."""
-
-    def agree(self, error: Exception | None, fact: Any = None) -> list[Any]:
-        """Tell all what JSON can hold; what each told, in their order."""
-
-
-def share(documents: int, team: Team | None) -> range:
-    """Numbers of the documents that are this process's; the first has the first one."""
-    return range(documents) if team is None else range(team.rank, documents, team.size)
 
 
 def packed(records: Records, counts: Mapping[str, Any]) -> bytes:

@@ -17,14 +17,14 @@ from ..errors import UsageError
 from ..files.cards import card_of, is_rounded_by_gptq, says_folds
 from ..files.checkpoint import Checkpoint
 from ..files.fingerprint import Fingerprint
+from ..forward.documents import Team
 from ..forward.scratch import Scratch
-from ..forward.streamed import StreamedModel
+from ..forward.streamed import StreamedModel, needs
 from ..forward.traffic import Traffic
 from ..texts.tokenizer import Tokenizer
 from .changes import Change
 from .evaluated import Named
 from .served import Served
-from .shares import Team
 
 # Of a model, the shards of each unit, in the order in which units are computed.
 Needs = Mapping[str, Sequence[str]]
@@ -132,11 +132,6 @@ class Output:
     def last(self) -> int:
         """The number of the pass with all that engines round."""
         return self.first + self.passes - 1
-
-
-def needs(model: StreamedModel, scales: Mapping[str, Sequence[str]] | None = None) -> Needs:
-    """The shards of each unit of a model, with those of further tensors by unit."""
-    return {unit: sorted(model.shards(unit, (scales or {}).get(unit, ()))) for unit in model.order}
 
 
 def require_one_model(source: Subject, mine: StreamedModel, output: Subject, theirs: StreamedModel) -> None:

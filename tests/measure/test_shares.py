@@ -12,10 +12,11 @@ import pytest
 import tiny
 from openquant import compress
 from openquant.files.checkpoint import open_checkpoint
+from openquant.forward.documents import share
 from openquant.measure.evaluate import evaluate
 from openquant.measure.fidelity import Record
 from openquant.measure.results import Evaluation
-from openquant.measure.shares import packed, share, unpacked
+from openquant.measure.shares import packed, unpacked
 from openquant.measure.subjects import Settings, Subject
 from openquant.texts.corpus import Corpus, Document
 
