@@ -3,7 +3,7 @@
 
 import sys
 
-from openquant.start import compress_main
+from openquant.cli.start import compress_main
 
 if __name__ == "__main__":
     sys.exit(compress_main())

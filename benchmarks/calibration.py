@@ -107,11 +107,11 @@ def write_tokens(source: Path, into: Path, samples: int, length: int) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if not (source / name).exists():
             shutil.copy(TOKENIZER / name, source / name)
+    from openquant.data.corpus import read
     from openquant.files.checkpoint import open_checkpoint
     from openquant.hub.source import find_source
     from openquant.options import CalibrationTexts
-    from openquant.passes import find_tokenizer
-    from openquant.texts.corpus import read
+    from openquant.streaming.session import find_tokenizer
 
     tokenizer = find_tokenizer(find_source(str(source)), open_checkpoint(source))
     corpus = read(CalibrationTexts(samples=samples, length=length), tokenizer, "calibration")
@@ -129,7 +129,7 @@ def peer(method: str, source: Path, output: Path, work: Path, offloaded: bool, a
     from torch.utils.data import DataLoader
     from transformers import AutoModelForCausalLM
 
-    from openquant.forward.products import products_in_float32
+    from openquant.streaming.matmul import products_in_float32
 
     disk: dict[str, Any] = {
         "device_map": "auto_offload",

@@ -65,10 +65,10 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 def streamed(options: argparse.Namespace, batches: Any) -> tuple[float, float]:
     """Processor seconds of the pass, and of loading."""
     from openquant.files.checkpoint import open_checkpoint
-    from openquant.forward.products import products_in_float32
-    from openquant.forward.scratch import Scratch
-    from openquant.forward.streamed import StreamedModel
-    from openquant.forward.suspended import Pass, run
+    from openquant.streaming.interleaved import Pass, run
+    from openquant.streaming.matmul import products_in_float32
+    from openquant.streaming.model import StreamedModel
+    from openquant.streaming.offload import Scratch
 
     model = StreamedModel(open_checkpoint(options.model))
     loading = 0.0
@@ -96,7 +96,7 @@ def ordinary(options: argparse.Namespace, batches: Any) -> tuple[float, float]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from openquant.forward.products import products_in_float32
+    from openquant.streaming.matmul import products_in_float32
 
     began = time.process_time()
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).eval().model

@@ -4,8 +4,9 @@
     python benchmarks/hub.py DIR --turns 5
 
 Each turn runs every command once, throttled (each connection 50 MB/s, each answer after 40 ms) and unthrottled, with an
-empty cache. The Hub is tests/loopback_hub.py in a process of its own; it sends files within the kernel, from the page
-cache, and redirects to signed addresses as huggingface.co does. Ratios are of each turn to that turn's `hf download`.
+empty cache. The Hub is tests/support/loopback_hub.py in a process of its own; it sends files within the kernel, from
+the page cache, and redirects to signed addresses as huggingface.co does. Ratios are of each turn to that
+turn's `hf download`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ REPO = "org/name"
 def serve(source: Path, directory: Path, latency: float, rate: float) -> None:
     """Answer until stdin ends; says where, and at the end how many requests there were since the last line read."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from loopback_hub import LoopbackHub
+    from support.loopback_hub import LoopbackHub
 
     with LoopbackHub(directory) as hub:
         hub.repositories[REPO] = source

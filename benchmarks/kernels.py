@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from openquant.formats import compiled, kernels
+from openquant.formats.clip_search import searched
 from openquant.formats.format import Format
 from openquant.formats.kernels import Loops
 from openquant.formats.reference import encode, group_absmax, group_scale
 from openquant.formats.schemes import SCHEMES, Scheme
-from openquant.formats.search import searched
 
 LOOPS: tuple[Loops, ...] = (kernels, compiled)
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}

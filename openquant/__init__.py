@@ -14,20 +14,20 @@ from .version import __version__
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .api import compress, dequantize, diagnose, push
-    from .calibration import calibrate
+    from .calibration.run import calibrate
     from .convert.ranks import Ranks
+    from .diagnosis.result import Diagnosis
     from .errors import OpenQuantError, OutputError, PlanError, SourceError, UsageError
-    from .evaluation import evaluate
+    from .evaluation.results import Evaluation
+    from .evaluation.run import evaluate
+    from .evaluation.types import OutputEvaluation
     from .explanation import explain
     from .formats.names import ActivationScheme, CacheScheme, FormatName, GroupSize, ScaleFormat, SchemeName
-    from .measure.diagnosis import Diagnosis
-    from .measure.evaluated import OutputEvaluation
-    from .measure.results import Evaluation
     from .options import Push
     from .packed import PackedLinear
-    from .plan.explained import Explanation
-    from .report.reporter import Reporter
-    from .report.result import Result
+    from .plan.explain import Explanation
+    from .reporter import Reporter
+    from .result import Result
     from .verification.outcome import Report
     from .verification.verify import verify
 
@@ -71,18 +71,18 @@ _HOMES = {
     **dict.fromkeys(
         ("ActivationScheme", "CacheScheme", "FormatName", "GroupSize", "ScaleFormat", "SchemeName"), "formats.names"
     ),
-    "Diagnosis": "measure.diagnosis",
-    "Evaluation": "measure.results",
-    "Explanation": "plan.explained",
-    "OutputEvaluation": "measure.evaluated",
+    "Diagnosis": "diagnosis.result",
+    "Evaluation": "evaluation.results",
+    "Explanation": "plan.explain",
+    "OutputEvaluation": "evaluation.types",
     "PackedLinear": "packed",
     "Push": "options",
     "Ranks": "convert.ranks",
     "Report": "verification.outcome",
-    "Reporter": "report.reporter",
-    "Result": "report.result",
-    "calibrate": "calibration",
-    "evaluate": "evaluation",
+    "Reporter": "reporter",
+    "Result": "result",
+    "calibrate": "calibration.run",
+    "evaluate": "evaluation.run",
     "explain": "explanation",
     "verify": "verification.verify",
 }

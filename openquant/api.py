@@ -11,42 +11,42 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .asking.decided import Deciding
+from .calibration.prepare import Calibrated
 from .convert.conversion import COMPILED_MEMORY, worker_memory, worth_compiling
 from .convert.ranks import CONTINUES, Ranks, attempt
+from .diagnosis.diagnose import diagnose as measure
+from .diagnosis.diagnose import needs
+from .diagnosis.result import Diagnosis
+from .diagnosis.suggestions import with_advice
 from .errors import SourceError, UsageError
 from .files.cards import card_of, says_folds
 from .files.checkpoint import Checkpoint, open_checkpoint, readable
-from .files.inputs import read_small
 from .files.journal import explained, finished_files
 from .files.output import refuse_overlap, refuse_root
+from .files.small_files import read_small
 from .formats.names import UNCHANGED, ActivationScheme, CacheScheme, FormatName, GroupSize, ScaleFormat, SchemeName
 from .formats.schemes import SCHEMES, Scheme, find_others, find_scheme
 from .hub.fetch import memory_needed
 from .hub.publish import Published, Publisher
+from .hub.shards import supplied
 from .hub.source import Source, find_source, silent
-from .hub.supplied import supplied
 from .job import Prepared, Rounding
 from .machine import available_cpus, find_device, peak_rss
-from .measure.advice import with_advice
-from .measure.diagnose import diagnose as measure
-from .measure.diagnose import needs
-from .measure.diagnosis import Diagnosis
-from .memory import Step, memory_left
 from .options import CalibrationTexts, Diagnose, Push, Recipe, Run, documented, values_for
-from .plan.fates import Options
+from .plan.decisions import Options
 from .plan.plan import Plan, make_plain_plan, make_plan
 from .plan.serving import as_json
 from .plan.unchanged import make_unchanged_plan
 from .recipes import written
 from .report.escape import terminal
-from .report.reporter import Reporter
-from .report.result import Result
+from .reporter import Reporter
+from .result import Result
 from .run import carry_out, take_evaluation
-from .tuning import Calibrated
+from .streaming.memory import Step, memory_left
 from .verification.finished import require_sound
-from .weights.calibration import Calibration
-from .weights.tuning import Tunings
+from .vllm_probe.choose import Deciding
+from .weights.statistics import Calibration
+from .weights.transform import Tunings
 
 # More do not make a disk faster, and each takes memory.
 MOST_WORKERS, MOST_GPU_WORKERS = 16, 4

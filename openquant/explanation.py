@@ -7,9 +7,9 @@ from typing import Any
 
 from .api import compress
 from .formats.names import SchemeName
-from .plan.explained import Explanation, explained
+from .plan.explain import Explanation, explained
 from .plan.plan import Plan
-from .report.reporter import Reporter
+from .reporter import Reporter
 
 
 class _Planned(Reporter):

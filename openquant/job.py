@@ -16,9 +16,9 @@ from .hub.fetch import Download, scratch_bytes
 from .hub.publish import AT_ONCE, Publisher
 from .hub.source import Source
 from .options import Run
-from .plan.carried import rounded_bytes
+from .plan.gptq import rounded_bytes
 from .plan.plan import Plan
-from .report.reporter import Reporter
+from .reporter import Reporter
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .architectures import dense, experts, fused, hybrid, latent, mixed, multimodal
-from .architectures.entry import Joined, Model
-from .architectures.folds import FOLDS
-from .architectures.parts import ATTENTION, GATE_UP_TENSOR, MLP, SGLANG_ONES, Part, gated, model, routed
+from .registry import dense, experts, fused, hybrid, latent, mixed, multimodal
+from .registry.architecture import Joined, Model
+from .registry.parts import ATTENTION, GATE_UP_TENSOR, MLP, SGLANG_ONES, Part, gated, model, routed
+from .registry.smoothing import FOLDS
 
 MODELS: dict[str, Model] = {
     entry.name: replace(

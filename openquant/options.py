@@ -1,7 +1,7 @@
 """Options, each said once: what is made (`Recipe`), how (`Run`), where it is published (`Push`), and so on.
 
-They are plain values. The command line makes its arguments from their fields (arguments.py), and compress() the account
-of its own: a new option is a field here and a parameter of the function that takes it.
+They are plain values. The command line makes its arguments from their fields (cli/arguments.py), and compress() the
+account of its own: a new option is a field here and a parameter of the function that takes it.
 
     Recipe(scheme="block", ignore=["lm_head"])
     Run("Qwen/Qwen3-8B", dry_run=True, max_memory=2_000_000_000)
@@ -20,15 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from .errors import UsageError
-from .formats.names import (
-    SCHEME_NAMES,
-    UNCHANGED,
-    ActivationScheme,
-    CacheScheme,
-    FormatName,
-    ScaleFormat,
-    SchemeName,
-)
+from .formats.names import SCHEME_NAMES, UNCHANGED, ActivationScheme, CacheScheme, FormatName, ScaleFormat, SchemeName
 from .version import CITED
 
 # Titles in --help.

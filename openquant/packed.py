@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .formats.clip_search import searched
 from .formats.reference import decode, encode, group_absmax, group_divisor, group_scale, stored_scale
 from .formats.schemes import VARIANTS, find_scheme
-from .formats.search import searched
 
 _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,

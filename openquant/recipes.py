@@ -19,8 +19,8 @@ from typing import Any
 
 from .errors import UsageError
 from .files.checkpoint import readable
-from .files.inputs import parse_json, read_small, shown
 from .files.names import JOURNAL_FILE
+from .files.small_files import parse_json, read_small, shown
 from .options import CalibrationTexts, Option, Recipe, flags_of, options_of
 from .version import __version__
 

@@ -16,9 +16,9 @@ from .convert.ranks import Ranks, attempt
 from .errors import OutputError, SourceError
 from .files.checkpoint import open_checkpoint, readable
 from .files.evaluation import find_evaluation
-from .files.inputs import read_small
 from .files.names import CARD_FILE, INDEX_FILE
 from .files.output import REPLACE, OutputDirectory
+from .files.small_files import read_small
 from .formats.finite import NonFinite
 from .hub.fetch import Supply
 from .hub.publish import Published, Publisher
@@ -28,7 +28,7 @@ from .plan.layout import Shard
 from .plan.plan import Plan
 from .report.card import evaluated_card, model_card
 from .report.escape import terminal
-from .report.reporter import Reporter
+from .reporter import Reporter
 from .verification.finished import check_finished, require_sound
 
 

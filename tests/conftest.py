@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-import tiny
-from converted import Shelf
+from support import small_checkpoints
+from support.conversions import Shelf
 
 # How long an example takes says nothing about it.
 settings.register_profile("untimed", deadline=None)
@@ -90,7 +90,7 @@ def example() -> Path:
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A small Qwen3 in three shards, joined layers spread over them."""
-    return tiny.write(tmp_path / "source", shards=3)
+    return small_checkpoints.write(tmp_path / "source", shards=3)
 
 
 @pytest.fixture(scope="session")

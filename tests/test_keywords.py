@@ -16,7 +16,7 @@ import pytest
 
 import openquant
 from conftest import EXAMPLE, ROOT
-from openquant.cli import main
+from openquant.cli.commands import main
 from openquant.keywords import in_python
 from openquant.options import Calibrate, CalibrationTexts, Check, Diagnose, Evaluate, Recipe, Run, flags_of, options_of
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny
 from conftest import ROOT
-from loopback_hub import COMMIT, LoopbackHub
 from openquant.files.checkpoint import open_checkpoint
-from published import described
+from support import small_checkpoints
+from support.loopback_hub import COMMIT, LoopbackHub
+from support.published_checkpoints import described
 
 
 def run(*arguments: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -26,7 +26,7 @@ def run(*arguments: object, cwd: Path = ROOT, **environment: str) -> subprocess.
 
 
 def test_what_alike_tensors_have_is_one_line(tmp_path: Path) -> None:
-    done = run(tiny.write(tmp_path / "small", "Qwen3MoeForCausalLM"))
+    done = run(small_checkpoints.write(tmp_path / "small", "Qwen3MoeForCausalLM"))
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[:4] == [
@@ -41,7 +41,7 @@ def test_what_alike_tensors_have_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ["NemotronHForCausalLM", "Qwen3_5MoeForConditionalGeneration"])
 def test_it_reads_back_as_the_same_checkpoint(architecture: str, tmp_path: Path) -> None:
-    root = tiny.write(tmp_path / "small", architecture)
+    root = small_checkpoints.write(tmp_path / "small", architecture)
     source = open_checkpoint(root)
     found = described(run(root).stdout, architecture)
     assert found.tensors == source.tensors
@@ -53,7 +53,7 @@ def test_layers_that_are_not_all_alike_take_several_lines(tmp_path: Path) -> Non
     """Layers 0, 2 and 4 have two experts, layer 1 has one, and 00 is a name."""
     names = [f"model.layers.{layer}.experts.{expert}.weight" for layer in (0, 2, 4) for expert in (0, 1)]
     names += ["model.layers.1.experts.0.weight", "model.layers.00.norm.weight"]
-    tiny.write(tmp_path, weights={name: torch.zeros(256, dtype=torch.bfloat16) for name in names})
+    small_checkpoints.write(tmp_path, weights={name: torch.zeros(256, dtype=torch.bfloat16) for name in names})
     lines = [line for line in run(tmp_path).stdout.splitlines() if not line.startswith("#")]
     assert sorted(lines) == [
         "model.layers.00.norm.weight  1  [256]  BF16",
@@ -63,7 +63,7 @@ def test_layers_that_are_not_all_alike_take_several_lines(tmp_path: Path) -> Non
 
 
 def test_a_quantized_checkpoint_s_config_is_told(tmp_path: Path) -> None:
-    root = tiny.write(tmp_path / "small")
+    root = small_checkpoints.write(tmp_path / "small")
     config = json.loads((root / "config.json").read_text())
     told = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (root / "config.json").write_text(json.dumps({**config, "quantization_config": told}))
@@ -72,7 +72,7 @@ def test_a_quantized_checkpoint_s_config_is_told(tmp_path: Path) -> None:
 
 
 def test_of_a_repository_only_headers_are_fetched(tmp_path: Path) -> None:
-    root = tiny.write(tmp_path / "repository", shards=2)
+    root = small_checkpoints.write(tmp_path / "repository", shards=2)
     with LoopbackHub(tmp_path / "hub") as hub:
         hub.repositories["org/name"] = root
         settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}

@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 
 from conftest import EXAMPLE, ROOT
-from loopback_hub import LoopbackHub
 from openquant.version import DISTRIBUTION, __version__, install_hint
+from support.loopback_hub import LoopbackHub
 
 BUILD = "import sys; from setuptools import build_meta as b; d = sys.argv[1]; b.build_wheel(d); b.build_sdist(d)"
 TOKEN = "hf_secretsecret"
@@ -163,7 +163,7 @@ def test_type_checkers_follow_an_editable_install(built: Built, tmp_path: Path) 
     done = subprocess.run([*map(str, command)], cwd=tmp_path, capture_output=True, text=True)
     shown = [line.partition(": ")[2].partition("  [")[0] for line in done.stdout.splitlines() if ".py:" in line]
     assert shown[:2] == [
-        'note: Revealed type is "openquant.report.result.Result"',
+        'note: Revealed type is "openquant.result.Result"',
         'note: Revealed type is "float"',
     ]
     assert len(shown) == 3 and shown[2].startswith('error: Argument "scheme" to "compress" has incompatible type'), (

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-import tiny
 from conftest import EXAMPLE, Run, tree
 from openquant import OpenQuantError, compress, dequantize, verify
-from openquant.arguments import recipe_parser
+from openquant.cli.arguments import recipe_parser
 from openquant.errors import UsageError
 from openquant.options import CalibrationTexts, Recipe, values_for
 from openquant.recipes import MAX_LETTERS, command, read, written
+from support import small_checkpoints
 
 FULL: dict[str, Any] = {
     "scheme": "int4",
@@ -108,7 +108,7 @@ def test_options_beside_a_recipe_override_it(run: Run, tmp_path: Path) -> None:
 def test_a_recipe_that_does_not_fit_is_refused_with_the_reason(
     run: Run, tmp_path: Path, architecture: str, recipe: Recipe, message: str
 ) -> None:
-    source = tiny.write(tmp_path / "source", architecture)
+    source = small_checkpoints.write(tmp_path / "source", architecture)
     (tmp_path / "r.json").write_text(json.dumps(written(recipe, CalibrationTexts())))
     done = run("-m", source, "-o", "out", "--recipe", tmp_path / "r.json")
     assert done.returncode == 2

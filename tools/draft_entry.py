@@ -2,7 +2,8 @@
 
     OPENQUANT_VLLM=DIR/bin/python python tools/draft_entry.py ARCHITECTURE [--model CONFIG.json] [--layers]
 
-Prints the small model that it asks with, as tests/zoo.py has it; the entries that say the same as the engine; a draft
+Prints the small model that it asks with, as
+tests/support/tiny_architectures.py has it; the entries that say the same as the engine; a draft
 of one from the engine's answers; and where there is an entry, what that says otherwise. vLLM builds the class small
 and loads tensors into it under the names that transformers saves: where their rows go is watched. Nothing is taken from
 what a class says of itself, and no weights are needed. docs/adding-an-architecture.md says more.
@@ -23,17 +24,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import tiny  # noqa: E402
-import zoo  # noqa: E402
-from openquant.asking.asked import Asked, EngineFailed, Question, ask  # noqa: E402
-from openquant.asking.drafted import differences, draft, tell  # noqa: E402
 from openquant.errors import OpenQuantError, UsageError  # noqa: E402
 from openquant.models import MODELS  # noqa: E402
-from openquant.plan.roles import Entry  # noqa: E402
-from small import Small  # noqa: E402
+from openquant.registry.rules import Entry  # noqa: E402
+from openquant.vllm_probe.client import Asked, EngineFailed, Question, ask  # noqa: E402
+from openquant.vllm_probe.modules import differences, draft, tell  # noqa: E402
+from support import small_checkpoints, tiny_architectures  # noqa: E402
+from support.tiny_architecture import Small  # noqa: E402
 
 STUB = ROOT / "tests" / "serve" / "stub"
-# What makes a configuration small, by its keys; the first that matches. What tiny.COMMON has is left to it.
+# What makes a configuration small, by its keys; the first that matches. What
+# small_checkpoints.COMMON has is left to it.
 SMALL: tuple[tuple[str, Any], ...] = (
     (r"(num_|n_routed_|moe_)?(local_|routed_|num_)?experts|num_experts|moe_num_experts|num_local_experts", 4),
     (r"num_experts_per_tok(en)?|moe_k|moe_topk|top_k_experts|num_selected_experts|moe_top_k", 2),
@@ -71,7 +72,7 @@ TOWER: Mapping[str, Any] = {
 
 
 def shrunk(known: Mapping[str, Any]) -> dict[str, Any]:
-    """What a small model of this configuration says beside tiny.COMMON."""
+    """What a small model of this configuration says beside small_checkpoints.COMMON."""
     found: dict[str, Any] = {}
     count = known.get("num_hidden_layers")
     for key, value in known.items():
@@ -79,10 +80,10 @@ def shrunk(known: Mapping[str, Any]) -> dict[str, Any]:
         if small is not None and isinstance(value, int):
             found[key] = small
         elif isinstance(value, list) and len(value) == count and count:
-            kinds = list(dict.fromkeys(value))[: tiny.LAYERS]
-            found[key] = [*kinds, *kinds[-1:] * (tiny.LAYERS - len(kinds))]
+            kinds = list(dict.fromkeys(value))[: small_checkpoints.LAYERS]
+            found[key] = [*kinds, *kinds[-1:] * (small_checkpoints.LAYERS - len(kinds))]
         elif key.endswith(("eps", "epsilon", "_act", "activation", "activation_function")):
-            found |= {key: value} if key not in tiny.COMMON or "act" in key else {}
+            found |= {key: value} if key not in small_checkpoints.COMMON or "act" in key else {}
     return found
 
 
@@ -92,8 +93,8 @@ def small_model(architecture: str, config: Mapping[str, Any] | None) -> Small:
     Raises:
         UsageError: transformers does not have the class.
     """
-    if architecture in zoo.ZOO:
-        return zoo.ZOO[architecture]
+    if architecture in tiny_architectures.ZOO:
+        return tiny_architectures.ZOO[architecture]
     import transformers
 
     if config is None:
@@ -101,7 +102,8 @@ def small_model(architecture: str, config: Mapping[str, Any] | None) -> Small:
         if made is None:
             raise UsageError(
                 f"transformers {transformers.__version__} has no {architecture}",
-                "--model CONFIG.json of a published model; or write its lines in tests/zoo.py first, with made_as",
+                "--model CONFIG.json of a published model; or write its lines in tests/support/tiny_architectures.py "
+                "first, with made_as",
             )
         config = made.config_class().to_dict()
     text = config.get("text_config")
@@ -124,13 +126,13 @@ def small_model(architecture: str, config: Mapping[str, Any] | None) -> Small:
 def question(architecture: str, listed: list[str]) -> Question:
     """What the engine is asked: of what transformers saves, if that has the class."""
     try:
-        if architecture not in tiny.HAND_MADE:
+        if architecture not in small_checkpoints.HAND_MADE:
             hold_small(architecture)
-        shapes = tiny.shapes(architecture)
+        shapes = small_checkpoints.shapes(architecture)
     except (AttributeError, KeyError, ValueError, TypeError) as error:
         print(f"# transformers does not make it: {error!r}; the engine is asked for names alone\n")
         shapes = {}
-    return Question(tiny.config(architecture), shapes, listed)
+    return Question(small_checkpoints.config(architecture), shapes, listed)
 
 
 def hold_small(architecture: str) -> None:
@@ -140,15 +142,18 @@ def hold_small(architecture: str) -> None:
     import torch
     import transformers
 
-    made_as, model_type = zoo.ZOO[architecture].made_as or (architecture, zoo.ZOO[architecture].model_type)
-    known = {key: value for key, value in tiny.config(architecture).items() if key != "model_type"}
+    made_as, model_type = tiny_architectures.ZOO[architecture].made_as or (
+        architecture,
+        tiny_architectures.ZOO[architecture].model_type,
+    )
+    known = {key: value for key, value in small_checkpoints.config(architecture).items() if key != "model_type"}
     with torch.device("meta"):
         model = getattr(transformers, made_as)(transformers.AutoConfig.for_model(model_type, **known))
     count = sum(weight.numel() for weight in model.parameters())
     if count > LARGEST:
         raise UsageError(
             f"the small model of {architecture} would have {count:,} weights",
-            "write it in tests/zoo.py: parts of its configuration still have their usual sizes",
+            "write it in tests/support/tiny_architectures.py: parts of its configuration still have their usual sizes",
         )
 
 
@@ -180,9 +185,9 @@ def report(architecture: str, given: Path | None, every: bool) -> None:
     config = None
     if given is not None:
         config = json.loads((given / "config.json" if given.is_dir() else given).read_text())
-    if architecture not in tiny.ARCHITECTURES:
-        small = zoo.ZOO[architecture] = small_model(architecture, config)
-        print("# tests/zoo.py: compare it with a published config.json")
+    if architecture not in small_checkpoints.ARCHITECTURES:
+        small = tiny_architectures.ZOO[architecture] = small_model(architecture, config)
+        print("# tests/support/tiny_architectures.py: compare it with a published config.json")
         fields = [f'"{small.model_type}"', pprint.pformat(dict(small.config), width=100, sort_dicts=False)]
         fields += [f"{key}={value!r}" for key in ("vision", "beside") if (value := getattr(small, key))]
         print(f'"{architecture}": Small({", ".join(fields)}),\n')
@@ -190,7 +195,7 @@ def report(architecture: str, given: Path | None, every: bool) -> None:
     asking = question(architecture, [])
     modules = [name.removesuffix(".weight") for name, shape in asking.shapes.items() if len(shape) > 1]
     if entry is not None:
-        asked_entry = Entry(entry.counted(tiny.LAYERS))
+        asked_entry = Entry(entry.counted(small_checkpoints.LAYERS))
         kept = [module for module in modules if asked_entry.role(module).keep is not None]
         asking = question(architecture, asked_entry.engine_names(kept))
     asked = answer(ask([asking], Path(interpreter), STUB)[0])
@@ -205,7 +210,7 @@ def report(architecture: str, given: Path | None, every: bool) -> None:
         print("# what the entry says otherwise than the engine")
         for text, where in differences(entry, told).items():
             print(f"#   {text}: {', '.join(where)}")
-    made = draft(architecture, asked, asking.shapes, tiny.HIDDEN)
+    made = draft(architecture, asked, asking.shapes, small_checkpoints.HIDDEN)
     fitting = [other for other in MODELS.values() if not misfits(other, told)]
     same = [other.name for other in sorted(fitting, key=lambda other: len(other.compress))][:8]
     print(f"# entries that say the same as the engine: {', '.join(same) or 'none'}\n")

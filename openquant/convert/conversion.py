@@ -22,13 +22,13 @@ from ..errors import PlanError
 from ..files.output import OutputDirectory
 from ..files.shardfile import ALIGNMENT, AlignedBuffer, Bytes, FinishedShard, ShardFile, SourceFile
 from ..files.tensors import DTYPE_BITS
+from ..formats.clip_search import searched
 from ..formats.finite import NonFinite, can_be_non_finite, count_non_finite
 from ..formats.format import grid_of
+from ..formats.group_ranges import ranged
 from ..formats.kernels import from_float32, pack_words, scale_values
 from ..formats.numbers import Floats
-from ..formats.ranges import ranged
 from ..formats.schemes import Scheme
-from ..formats.search import searched
 from ..plan.layout import (
     Copy,
     CopyRounded,
@@ -57,8 +57,8 @@ from ..weights.reading import (
     require_small,
 )
 from ..weights.weight import Weight
+from .checks import verify_shard
 from .devices import CpuKernels, TorchKernels, loops
-from .written import verify_shard
 
 # What the kernels need for CHUNK weights, their tables, and what they leave behind in the allocator.
 KERNEL_MEMORY = 16 << 20

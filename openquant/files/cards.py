@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from .checkpoint import Checkpoint, readable
-from .inputs import MAX_SMALL, read_small
 from .names import CARD_FILE
+from .small_files import MAX_SMALL, read_small
 
 # Entries that describe the base model and would be wrong here, or that this program sets itself.
 REPLACED = ("base_model", "base_model_relation", "library_name", "pipeline_tag", "tags", "model-index", "new_version")
@@ -23,7 +23,7 @@ SECTION = re.compile(
 )
 # The commands in it, and how each engine is started.
 _BLOCK = re.compile(r"^```\n.*?^```$", re.DOTALL | re.MULTILINE)
-# What may stand behind them (formats/cache.py).
+# What may stand behind them (formats/kv_cache.py).
 _FLAGS = r"(?: --kv-cache-dtype fp8)?"
 COMMANDS = {"vLLM": "vllm serve", "SGLang": "python -m sglang.launch_server --model-path"}
 # What a card adds to the name of a source that is quantized itself.

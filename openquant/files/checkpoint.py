@@ -14,8 +14,8 @@ from typing import Any, NoReturn, Protocol
 
 from ..errors import SourceError
 from ..threads import in_parallel
-from .inputs import MAX_INDEX, MAX_SMALL, open_regular, parse_json, read_small, shown
 from .names import CARD_FILE, INDEX_FILE, SINGLE_FILE, left_out_part
+from .small_files import MAX_INDEX, MAX_SMALL, open_regular, parse_json, read_small, shown
 from .tensors import DAMAGED, MAX_TENSORS, TENSOR_NAME, Location, TensorInfo, read_header
 
 # Headers that are read from the Hub at a time, and what is asked for first: most are no longer than that.

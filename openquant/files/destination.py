@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import UsageError
-from .whole import require_place, write_whole
+from .atomic import require_place, write_whole
 
 STREAMS = ("stdin", "stdout", "stderr")
 

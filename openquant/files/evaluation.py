@@ -19,8 +19,8 @@ from .checkpoint import Checkpoint, readable
 from .destination import Kind
 from .fingerprint import Fingerprint
 from .folder import Folder
-from .inputs import MAX_SMALL, parse_json, read_small, shown
 from .names import EVAL_FILE, EVAL_PAGE, EVAL_PICTURE
+from .small_files import MAX_SMALL, parse_json, read_small, shown
 
 AGAIN = "run openquant eval again, or remove it"
 # Of a list, and letters of a text.

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..errors import SourceError
 from .checkpoint import Checkpoint, RemoteFile, readable
-from .inputs import open_regular
+from .small_files import open_regular
 
 # Bytes that are hashed at a time.
 _PIECE = 1 << 22

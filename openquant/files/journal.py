@@ -17,8 +17,8 @@ from typing import Any
 
 from ..errors import OutputError, SourceError
 from .folder import Folder, is_plain
-from .inputs import parse_json
 from .names import JOURNAL_FILE as JOURNAL
+from .small_files import parse_json
 
 WORK = ".openquant"
 LOCK = f"{WORK}/lock"

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import OutputError
+from .atomic import make_directory
 from .folder import Folder
-from .inputs import open_regular
 from .journal import (
     ELSEWHERE,
     FORMAT,
@@ -44,8 +44,8 @@ from .journal import (
 )
 from .names import EVALUATION_FILES
 from .names import JOURNAL_FILE as JOURNAL
+from .small_files import open_regular
 from .space import existing_parent, require_space
-from .whole import make_directory
 
 REPLACE = "choose another directory with -o, or replace that output with --overwrite"
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import SourceError
-from .inputs import shown
+from .small_files import shown
 
 # Bits per element of every dtype that safetensors 0.8 can name.
 DTYPE_BITS = {

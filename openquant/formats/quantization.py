@@ -14,10 +14,10 @@ from functools import cached_property
 from typing import Any, TypeGuard
 
 from ..errors import UsageError
-from .columns import read_awq, read_gptq
+from .activations import Inputs, read_inputs
+from .awq_gptq import read_awq, read_gptq
 from .format import INPUT_SCALE, Format, GlobalScale, Group
 from .ignored import MEND, Expressions, Ignored, IgnoredParts
-from .inputs import Inputs, read_inputs
 from .schemes import (
     ASYMMETRIC,
     BLOCK,

@@ -11,8 +11,8 @@ from typing import Any
 
 from ..errors import UsageError
 from ..version import CITED, VLLM
-from .cache import without_fp8_cache
 from .format import Format, GlobalScale, Scale
+from .kv_cache import without_fp8_cache
 from .numbers import E2M1, E4M3, INT4, INT8, INT8_WORDS
 
 # What compressed-tensors says of several groups, each of which then names its own format.
@@ -37,7 +37,8 @@ class Scheme:
         fallback: what layers are stored as that engines cannot load in this one; None to leave them unquantized.
         follows_rows: whether an engine that reorders a layer's rows gets its scales right.
         most: the largest weight that engines can load; None if they load all that bfloat16 holds.
-        ratios: of a group's largest weight, those that scales are made from where the best is searched for (search.py).
+        ratios: of a group's largest weight, those that scales are made from where the best is searched for (in
+            clip_search.py).
         inputs: what activations' groups are scaled by where the source does not say: the divisor of Format.local.
         group_size: how many inputs share a scale, where the user may choose that: "128", or "channel" for all.
         tag: what a card is found by: "fp8-block".

@@ -94,7 +94,7 @@ def unread(settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     Example: (['fmt is "e5m2", engines read null or "e4m3" or "float8_e4m3fn"'], ["config_groups.group_0.more"])
     """
     if settings.get("quant_method") in IN_COLUMNS:
-        # What of it is read is known, or was refused (columns.py).
+        # What of it is read is known, or was refused (awq_gptq.py).
         return [], []
     problems, unknown = [], []
     for path, value, known in _walk(settings):

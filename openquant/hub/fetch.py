@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SourceError
-from ..files.inputs import open_regular
+from ..files.atomic import make_directory
 from ..files.journal import explained
-from ..files.whole import make_directory
+from ..files.small_files import open_regular
 from ..threads import FirstFailure
-from .refusals import Unreachable, explained_source, is_transient
+from .error_mapping import Unreachable, explained_source, is_transient
 from .source import HubFile, Source, is_refused_elsewhere, patiently
 
 # As many as huggingface_hub downloads by itself.

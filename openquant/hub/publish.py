@@ -21,14 +21,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SourceError
+from ..files.atomic import make_directory
 from ..files.cards import base_models, published_card
-from ..files.inputs import open_regular, parse_json, read_small
 from ..files.journal import PUSHED, WORK, explained
-from ..files.whole import make_directory
+from ..files.small_files import open_regular, parse_json, read_small
 from ..options import Push
 from ..threads import FirstFailure
 from ..version import __version__
-from .admission import (
+from .error_mapping import PushError, explained_push, is_transient, status_of, told
+from .preflight import (
     find_repository,
     make_repository,
     refuse_mixture,
@@ -38,7 +39,6 @@ from .admission import (
     require_valid,
     user_name,
 )
-from .refusals import PushError, explained_push, is_transient, status_of, told
 from .source import interruptible, patiently
 
 if TYPE_CHECKING:

@@ -25,11 +25,11 @@ from urllib.parse import urlsplit
 from ..errors import SourceError, UsageError
 from ..files.checkpoint import Checkpoint, read_json, readable, refuse_without_weights
 from ..files.fingerprint import Stamp, stamps_of
-from ..files.inputs import open_regular, read_small
 from ..files.names import INDEX_FILE, SINGLE_FILE, left_out_part
+from ..files.small_files import open_regular, read_small
 from ..threads import FirstFailure
 from ..weights.find import OWN_FILES
-from .refusals import Unreachable, explained_source, is_offline, is_transient, without_queries
+from .error_mapping import Unreachable, explained_source, is_offline, is_transient, without_queries
 
 if TYPE_CHECKING:
     from httpx2 import Response

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from ..architectures.entry import Model, Refusal, SGLang
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..formats.schemes import Scheme
 from ..patterns import collapse
+from ..registry.architecture import Model, Refusal, SGLang
+from ..registry.rules import Entry, is_head
 from ..version import VLLM
-from .fates import Fates
-from .parallel import text_config
-from .roles import Entry, is_head
+from .decisions import Fates
+from .tensor_parallel import text_config
 
 # Codes in int32.
 WORDS = "pack-quantized"

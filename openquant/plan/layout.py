@@ -15,7 +15,7 @@ from ..files.tensors import DTYPE_BITS, Location, TensorInfo, make_header
 from ..formats.format import Format
 from ..formats.schemes import Scheme
 from ..weights.weight import Weight
-from .fates import Fates, Item, Kept, Stack
+from .decisions import Fates, Item, Kept, Stack
 
 
 @dataclass(frozen=True, slots=True)

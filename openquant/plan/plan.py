@@ -13,38 +13,38 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ..architectures.entry import Model, Refusal
 from ..errors import PlanError, UsageError
 from ..files.checkpoint import Checkpoint
-from ..files.rounded import Place
+from ..files.layer_store import Place
 from ..files.tensors import TensorInfo
-from ..formats.cache import says_fp8_cache, with_fp8_cache
+from ..formats.kv_cache import says_fp8_cache, with_fp8_cache
 from ..formats.names import UNCHANGED
 from ..formats.quantization import find_quantization
 from ..formats.schemes import Scheme
 from ..models import GENERIC, MODELS
 from ..patterns import collapse, compile_pattern, template
+from ..registry.architecture import Model, Refusal
+from ..registry.rules import Entry
 from ..version import SGLANG, __version__
 from ..weights.find import decoded_view, leftovers, without_cache_scales
-from ..weights.tuning import Tunings
+from ..weights.transform import Tunings
 from ..weights.weight import Weight
 from . import layout
-from .cache import add_scales, cache_layers, serving_notes
-from .calibrated import UncalibratedError, largest_inputs, require_widths, unrouted
-from .carried import carried_notes, carried_weights
+from .architecture import find_model
+from .assign import asked_by, asked_for, no_input_scale, problem_finder, refuse_size, settle
+from .decisions import FEW_AXES, Fates, Found, Item, Kept, Options
 from .engines import refuse_experts, refuse_head, refuse_nameless, unread_by_sglang
-from .entries import find_model
-from .fates import FEW_AXES, Fates, Found, Item, Kept, Options
-from .lacking import lacking
+from .gptq import carried_notes, carried_weights
+from .ignore_list import ignored_names, targets
+from .input_scales import UncalibratedError, largest_inputs, require_widths, unrouted
+from .kv_cache import add_scales, cache_layers, serving_notes
 from .layout import Layout, Shard
-from .lines import Line, lines_of
-from .names import ignored_names, targets
-from .parallel import ParallelSize, parallel_sizes, text_config
-from .roles import Entry
+from .missing import lacking
+from .printed import Line, lines_of
 from .serving import Serving, serving
-from .settle import asked_by, asked_for, no_input_scale, problem_finder, refuse_size, settle
 from .sort import sort_tensors
-from .tuned import tune
+from .tensor_parallel import ParallelSize, parallel_sizes, text_config
+from .transforms import tune
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypedDict
 
-from ..architectures.entry import DRAFT, Cached, State, absolute
-from ..architectures.parts import HEADS
-from ..files.inputs import shown
+from ..files.small_files import shown
 from ..patterns import MAX_DIGITS, compile_pattern
-from .lines import Line
-from .parallel import parts_of, said
-from .roles import Entry
+from ..registry.architecture import DRAFT, Cached, State, absolute
+from ..registry.parts import HEADS
+from ..registry.rules import Entry
+from .printed import Line
+from .tensor_parallel import parts_of, said
 
 # What GPUs hold, in units of 10^9 bytes, so that none is promised more than it has.
 GPU_GB = (24, 48, 80, 96, 141, 192)

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from ..architectures.entry import DRAFT, NEVER_QUANTIZED, Experts, Model, Stacked
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..files.tensors import TensorInfo
 from ..patterns import MAX_DIGITS, collapse, compile_pattern, template
+from ..registry.architecture import DRAFT, NEVER_QUANTIZED, Experts, Model, Stacked
+from ..registry.rules import Entry, Role
 from ..weights.weight import Weight
-from .fates import FEW_AXES, Item, Kept, Stack
-from .parallel import text_config
-from .roles import Entry, Role
+from .decisions import FEW_AXES, Item, Kept, Stack
+from .tensor_parallel import text_config
 
 SOURCE_DTYPES = ("BF16", "F16", "F32")
 # Misfits of each kind in a message: few if all are real.

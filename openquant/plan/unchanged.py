@@ -5,24 +5,24 @@ make_unchanged_plan(open_checkpoint(Path("Qwen3-8B")), Options(cached=True))
 
 from __future__ import annotations
 
-from ..architectures.entry import Model
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
-from ..formats.cache import DENSE, with_fp8_cache
+from ..formats.kv_cache import DENSE, with_fp8_cache
 from ..formats.names import UNCHANGED
 from ..patterns import template
+from ..registry.architecture import Model
+from ..registry.rules import Entry
 from ..version import SGLANG
 from ..weights.find import decoded_view
-from .cache import add_scales, cache_layers, serving_notes
-from .calibrated import require_widths
+from .architecture import find_model
+from .assign import refuse_size
+from .decisions import Fates, Item, Kept, Options, Stack
 from .engines import unread_by_sglang
-from .entries import find_model
-from .fates import Fates, Item, Kept, Options, Stack
-from .parallel import parallel_sizes, text_config
+from .input_scales import require_widths
+from .kv_cache import add_scales, cache_layers, serving_notes
 from .plan import Plan
-from .roles import Entry
-from .settle import refuse_size
 from .sort import sort_tensors
+from .tensor_parallel import parallel_sizes, text_config
 
 _WHY = f"--scheme {UNCHANGED}"
 

@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 
 from ..files.cards import COMMANDS, QUANTIZED, ROUNDED_BY_GPTQ, SECTION, served, shell_word, split_card
-from ..formats.cache import FLAG
+from ..formats.kv_cache import FLAG
 from ..patterns import collapse
-from ..plan.carried import tokens_of
+from ..plan.gptq import tokens_of
 from ..plan.plan import Plan
 from ..recipes import command
 from ..version import SGLANG, __version__

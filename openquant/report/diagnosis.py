@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from ..diagnosis.result import FLAGS, Advice, Diagnosis, LayerDiagnosis
 from ..formats.schemes import SCHEMES
-from ..measure.diagnosis import FLAGS, Advice, Diagnosis, LayerDiagnosis
 from ..patterns import collapse
 from .card import gigabytes
 from .escape import joined, terminal

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..patterns import collapse
-from ..plan.explained import Explained, Explanation, Ranks, Tensor
+from ..plan.explain import Explained, Explanation, Ranks, Tensor
 from .escape import joined
 
 _AXES = {"out": "rows (column parallel)", "in": "columns (row parallel)"}

@@ -11,13 +11,13 @@ from ..errors import OpenQuantError, SourceError
 from ..files.checkpoint import Checkpoint, open_checkpoint
 from ..files.destination import Destination
 from ..files.evaluation import find_evaluation, identity
+from ..plan.as_stored import stored_serving
 from ..plan.plan import Plan
 from ..plan.serving import as_json
-from ..plan.stored import stored_serving
+from ..result import Result
 from ..verification.outcome import Report
 from .card import serve_commands
 from .html import Page, render
-from .result import Result
 
 
 def planned_page(plan: Plan, result: Result) -> Page:

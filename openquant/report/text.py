@@ -7,15 +7,15 @@ from pathlib import Path
 
 from ..hub.fetch import Download
 from ..patterns import collapse
-from ..plan.cache import CACHED
-from ..plan.carried import rounded_bytes
-from ..plan.lines import Line
+from ..plan.gptq import rounded_bytes
+from ..plan.kv_cache import CACHED
 from ..plan.plan import Plan
+from ..plan.printed import Line
 from ..plan.serving import GPU_GB, Serving
+from ..result import Result
 from ..verification.outcome import Report
 from .card import gigabytes, readers, serve_commands
 from .escape import joined, terminal
-from .result import Result
 
 
 def plan_text(plan: Plan, model: str, output: Path, download: Download, notes: Sequence[str]) -> str:

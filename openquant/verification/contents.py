@@ -21,8 +21,8 @@ from ..formats.format import FLOATS
 from ..formats.kernels import Bits, from_float32, to_bfloat16, to_float32
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
-from ..measure.error import Comparison, ErrorSum, LayerError
 from ..threads import in_threads
+from ..weights.quant_error import Comparison, ErrorSum, LayerError
 from ..weights.reading import Reader
 from ..weights.weight import Weight
 

@@ -18,7 +18,7 @@ from .headers import Headers
 def check_finished(root: Path, plan: Plan) -> None:
     """Reopen what a plan has written, as the last step of writing it: headers, index and config.
 
-    Scales were read, and codes checked, as each shard was finished (convert/written.py).
+    Scales were read, and codes checked, as each shard was finished (convert/checks.py).
 
     Raises:
         RuntimeError: it is not what was planned, or engines would refuse it, which is a fault of this program.

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..architectures.entry import NOT_LINEAR, ROUTER, Model
 from ..errors import PlanError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint, read_json
 from ..files.names import INDEX_FILE
 from ..files.tensors import TensorInfo
-from ..formats.cache import DENSE, SCALES, cache_scales, says_fp8_cache, with_fp8_cache, without_fp8_cache
 from ..formats.format import FLOATS, INPUT_SCALE, Format
+from ..formats.kv_cache import DENSE, SCALES, cache_scales, says_fp8_cache, with_fp8_cache, without_fp8_cache
 from ..formats.quantization import IN_COLUMNS, Quantization, quantization_places
 from ..formats.schemes import CHANNEL, MIXED, as_written, without_targets
 from ..formats.settings import unread
-from ..plan.cache import cache_layers
-from ..plan.entries import counted
-from ..plan.parallel import text_config
-from ..plan.roles import Entry, is_head
+from ..plan.architecture import counted
+from ..plan.kv_cache import cache_layers
+from ..plan.tensor_parallel import text_config
+from ..registry.architecture import NOT_LINEAR, ROUTER, Model
+from ..registry.rules import Entry, is_head
 from ..version import VLLM
-from ..weights.columns import columns_of
 from ..weights.find import Pair, leftovers, pairs, stored_twice
+from ..weights.packed_columns import columns_of
 from ..weights.weight import Weight
 from .configs import differences
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..measure.error import LayerError
+from ..weights.quant_error import LayerError
 
 
 @dataclass(frozen=True)

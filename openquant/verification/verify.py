@@ -19,31 +19,31 @@ from ..errors import PlanError, SourceError, UsageError
 from ..files.cards import QUANTIZED, card_of, is_rounded_by_gptq, says_folds, says_weighed, source_of
 from ..files.checkpoint import Checkpoint, open_checkpoint, read_config, readable
 from ..files.evaluation import find_evaluation
-from ..files.inputs import open_regular
 from ..files.journal import read_journal
+from ..files.small_files import open_regular
 from ..files.tensors import TensorInfo
 from ..formats.finite import can_be_non_finite
 from ..formats.format import Format
 from ..formats.kernels import BITS_TYPE
 from ..formats.quantization import read_quantization
 from ..formats.schemes import CHANNEL, MIXED, SCHEMES, TENSOR, Scheme
-from ..improve.unfold import unfold
 from ..machine import available_cpus
-from ..measure.error import LayerError
 from ..models import MODELS
 from ..patterns import collapse, template
-from ..plan.carried import carried_weights
-from ..plan.fates import Found, Options
+from ..plan.decisions import Found, Options
+from ..plan.gptq import carried_weights
 from ..plan.plan import Plan, make_plan
-from ..plan.roles import Entry
 from ..plan.unchanged import make_unchanged_plan
+from ..registry.rules import Entry
 from ..version import VLLM
 from ..weights.find import decoded_view, own_file, with_own_file
-from ..weights.tuning import Tunings
+from ..weights.quant_error import LayerError
+from ..weights.transform import Tunings
 from ..weights.weight import Weight
 from .configs import differences, judged, unquantized, unsaid
 from .contents import Contents, Progress, Task, read_contents
 from .extras import extra_files, extra_weights
+from .find_smoothing import unfold
 from .headers import Headers, described
 from .outcome import Report
 

@@ -14,8 +14,8 @@ Layouts:
            are multiplied (modelopt)
     DeepSeek V4  FP8 as above, its scales X.scale; experts in MXFP4 beside it, X.weight int8 [out, in / 2] of two codes
                each, the first lowest, and X.scale E8M0 [out, in / 32], which its config.json does not say
-    MiMo V2.5  q, k and v in FP8 as one, in parts (ranked.py)
-    AWQ, GPTQ  X.qweight, X.qzeros, X.scales, X.g_idx (columns.py)
+    MiMo V2.5  q, k and v in FP8 as one, in parts (per_rank.py)
+    AWQ, GPTQ  X.qweight, X.qzeros, X.scales, X.g_idx (packed_columns.py)
     MXFP4      X.weight_packed uint8 [out, in / 2], X.weight_scale (compressed-tensors), or X_blocks uint8
            [experts, out, in / 32, 16] and X_scales: two in a byte, the first lowest; unquantized these stacks are
            [experts, in, out] (transformers, integrations/mxfp4.py)
@@ -30,7 +30,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..architectures.entry import absolute
 from ..errors import PlanError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint, read_json
 from ..files.tensors import TensorInfo
@@ -40,8 +39,9 @@ from ..formats.quantization import Quantization, quantization_places, read_quant
 from ..formats.schemes import MXFP4
 from ..models import MODELS
 from ..patterns import compile_any, template
-from .columns import columns_of
-from .ranked import members
+from ..registry.architecture import absolute
+from .packed_columns import columns_of
+from .per_rank import members
 from .weight import Weight
 
 # What modelopt wrote beside config.json before config.json held the same.

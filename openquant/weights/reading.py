@@ -17,7 +17,7 @@ from ..formats.format import Format, grid_of
 from ..formats.kernels import BITS_TYPE, Bits, Loops
 from ..formats.numbers import CODES, Floats
 from ..formats.schemes import Scheme
-from .columns import ALIKE, STRIP, ColumnReader
+from .packed_columns import ALIKE, STRIP, ColumnReader
 from .weight import Extent, Weight
 
 BUFFER = 4 << 20

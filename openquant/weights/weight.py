@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..files.tensors import DTYPE_BITS, Location, TensorInfo
 from ..formats.format import Format, grid_of
-from .tuning import Tuning
+from .transform import Tuning
 
 
 class Extent(NamedTuple):

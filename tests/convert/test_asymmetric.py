@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-import tiny
 from conftest import EXAMPLE
 from openquant import compress, dequantize, verify
 from openquant.convert.devices import CpuKernels, TorchKernels
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats import kernels
+from openquant.formats.group_ranges import ranged
 from openquant.formats.numbers import INT4
-from openquant.formats.ranges import ranged
 from openquant.formats.reference import encode
 from openquant.formats.schemes import ASYMMETRIC, INT4_SHIFTED, INT4_SHIFTED_32, Scheme
-from openquant.plan.fates import Options
+from openquant.plan.decisions import Options
 from openquant.plan.plan import Plan, make_plan
-from stored import INT4 as SYMMETRIC
-from stored import Weights, asymmetric, asymmetric_config, decompressed, int4, is_layer, store
-from tiny import change_weights
+from support import small_checkpoints
+from support.quantized_checkpoints import INT4 as SYMMETRIC
+from support.quantized_checkpoints import Weights, asymmetric, asymmetric_config, decompressed, int4, is_layer, store
+from support.small_checkpoints import change_weights
 
 UP = "model.layers.0.mlp.up_proj"
 
@@ -47,7 +47,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def test_converts_to_what_torch_computes(shelf: object, tmp_path: Path, scheme: Scheme) -> None:
     source, out = shelf.source("Qwen3ForCausalLM"), tmp_path / "out"
     compress(source, out, "int4", group_size=scheme.group_size, asymmetric=True, workers=2)
-    found, weights = tiny.read(out), tiny.read(source)
+    found, weights = small_checkpoints.read(out), small_checkpoints.read(source)
     expected = {}
     for name, weight in weights.items():
         made_of = made(weight, scheme) if is_layer(name) else {"weight": weight}
@@ -57,13 +57,13 @@ def test_converts_to_what_torch_computes(shelf: object, tmp_path: Path, scheme: 
     report = verify(out, source, full=True)
     assert (report.problems, report.notes, report.equal_share) == ((), (), 1)
     dequantize(out, tmp_path / "plain")
-    plain = tiny.read(tmp_path / "plain")
+    plain = small_checkpoints.read(tmp_path / "plain")
     config = open_checkpoint(out).config["quantization_config"]
     for name in filter(is_layer, plain):
         assert same(plain[name], decompressed(found, name.removesuffix(".weight"), config))
     # In its own scheme, the same bytes again.
     compress(out, tmp_path / "again", "int4", group_size=scheme.group_size, asymmetric=True)
-    again = tiny.read(tmp_path / "again")
+    again = small_checkpoints.read(tmp_path / "again")
     assert set(again) == set(found)
     assert all(same(again[name], tensor) for name, tensor in found.items())
 
@@ -82,7 +82,7 @@ def test_scales_may_be_searched_for_or_not(tmp_path: Path) -> None:
 def test_codes_under_one_zero_stay_as_they_are(tmp_path: Path) -> None:
     source = store(tmp_path / "source", int4, SYMMETRIC)
     compress(source, tmp_path / "out", "int4", asymmetric=True, group_size="32")
-    stored, found = tiny.read(source), tiny.read(tmp_path / "out")
+    stored, found = small_checkpoints.read(source), small_checkpoints.read(tmp_path / "out")
     for name in filter(lambda name: name.endswith(".weight_packed"), stored):
         module = name.removesuffix(".weight_packed")
         assert same(found[name], stored[name])
@@ -90,7 +90,7 @@ def test_codes_under_one_zero_stay_as_they_are(tmp_path: Path) -> None:
         assert (found[f"{module}.weight_zero_point"] == 0x88888888 - (1 << 32)).all()
     for root in (source, tmp_path / "out"):
         dequantize(root, tmp_path / f"plain-{root.name}")
-    plain = [tiny.read(tmp_path / f"plain-{name}") for name in ("source", "out")]
+    plain = [small_checkpoints.read(tmp_path / f"plain-{name}") for name in ("source", "out")]
     assert all(torch.equal(plain[0][name], plain[1][name]) for name in plain[0])
 
 
@@ -98,7 +98,7 @@ def test_codes_with_zero_points_are_made_anew_without(tmp_path: Path) -> None:
     source = store(tmp_path / "source", asymmetric(), asymmetric_config())
     compress(source, tmp_path / "out", "int4", group_size="32")
     dequantize(source, tmp_path / "plain")
-    assert not any(name.endswith("zero_point") for name in tiny.read(tmp_path / "out"))
+    assert not any(name.endswith("zero_point") for name in small_checkpoints.read(tmp_path / "out"))
     assert verify(tmp_path / "out", tmp_path / "plain", full=True).problems == ()
 
 
@@ -119,12 +119,12 @@ def moved(weights: Weights) -> None:
 def test_another_zero_point_shows(shelf: object, tmp_path: Path) -> None:
     source = shelf.source("Qwen3ForCausalLM", 1)
     compress(source, tmp_path / "out", "int4", asymmetric=True, group_size="32")
-    held = tiny.read(tmp_path / "out")[f"{UP}.weight_zero_point"][0, 0].item() >> 4 & 15
+    held = small_checkpoints.read(tmp_path / "out")[f"{UP}.weight_zero_point"][0, 0].item() >> 4 & 15
     change_weights(tmp_path / "out", moved)
     problems = verify(tmp_path / "out", source, full=True).problems
     assert len(problems) == 2
     place = f"model.safetensors: {UP}"
-    rows, cols = tiny.read(source)[f"{UP}.weight"].shape
+    rows, cols = small_checkpoints.read(source)[f"{UP}.weight"].shape
     assert problems[0] == (
         f"{place}.weight_zero_point holds {held ^ 3} at [1, 0], the source makes it {held} "
         f"(1 of {rows * cols // 32} zero points differ)"
@@ -149,14 +149,14 @@ def test_the_plan_says_what_cannot_load_it() -> None:
 
 
 def test_rows_that_do_not_fill_words_of_zero_points(tmp_path: Path) -> None:
-    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     for layer in (0, 1):
         for part in ("gate", "up"):
             name = f"model.layers.{layer}.mlp.{part}_proj.weight"
             weights[name] = weights[name][:132].clone()
         name = f"model.layers.{layer}.mlp.down_proj.weight"
         weights[name] = weights[name][:, :132].clone()
-    plan = plan_of(tiny.write(tmp_path / "source", weights=weights))
+    plan = plan_of(small_checkpoints.write(tmp_path / "source", weights=weights))
     assert plan.fates.of(UP).why == "132 rows do not divide into words of 8 zero points"
     assert plan.fates.of(UP).scheme is None
 

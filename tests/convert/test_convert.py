@@ -17,13 +17,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import tiny
 from conftest import tree
-from converted import Shelf, asking
 from openquant import compress, dequantize, verify
 from openquant import run as running
 from openquant.convert import conversion
 from openquant.errors import PlanError, SourceError
+from openquant.formats.clip_search import searched
 from openquant.formats.numbers import E2M1, E4M3, INT4, INT8, INT8_WORDS
 from openquant.formats.reference import encode, group_absmax, group_divisor, group_scale, stored_scale
 from openquant.formats.schemes import (
@@ -36,10 +35,11 @@ from openquant.formats.schemes import (
     Scheme,
     find_scheme,
 )
-from openquant.formats.search import searched
 from openquant.patterns import compile_any
 from openquant.plan.layout import Copy, Job, Layout
 from openquant.plan.plan import Plan
+from support import small_checkpoints
+from support.conversions import Shelf, asking
 
 schemes = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 
@@ -121,7 +121,7 @@ def quantized_by(weights: dict[str, torch.Tensor]) -> set[str]:
 # Each scheme with every other architecture, stacks of experts or experts one by one among them; all with the default.
 CONVERTED = [
     (architecture, scheme)
-    for turn, architecture in enumerate(tiny.HAND_MADE)
+    for turn, architecture in enumerate(small_checkpoints.HAND_MADE)
     for number, scheme in enumerate(VARIANTS)
     if number == 0 or (number + turn) % 2 == 0
 ]
@@ -130,14 +130,14 @@ CONVERTED = [
 @pytest.mark.parametrize(("architecture", "scheme"), CONVERTED, ids=lambda value: getattr(value, "suffix", value))
 def test_every_architecture_converts_to_what_torch_computes(shelf: Shelf, architecture: str, scheme: Scheme) -> None:
     source, output, result = shelf.converted(architecture, scheme)
-    weights = tiny.read(source)
+    weights = small_checkpoints.read(source)
     ignore = ["**.experts.**"] if not scheme.expert_engines and architecture.startswith(("Llama4", "Qwen3Moe")) else []
     ignored = compile_any(ignore)
     quantized = {module for module in quantized_by(weights) if not ignored.fullmatch(module)}
     # What a scheme cannot store for an engine's sake falls back by itself; experts have to be asked for.
     reordered = () if scheme.follows_rows or not architecture.startswith("Llama4") else ("q_proj", "k_proj", "v_proj")
     others = {module: CHANNEL for module in quantized if module.endswith(reordered)} if reordered else {}
-    found = tiny.read(output)
+    found = small_checkpoints.read(output)
     assert_same(found, expected_output(weights, quantized, scheme, others))
     assert result.quantized_tensors == len(quantized)
     index = json.loads((output / "model.safetensors.index.json").read_text())
@@ -146,7 +146,7 @@ def test_every_architecture_converts_to_what_torch_computes(shelf: Shelf, archit
     assert result.output_bytes == total
     assert set(index["weight_map"]) == set(found)
     for name, shard in index["weight_map"].items():
-        assert name in tiny.read_names(output / shard)
+        assert name in small_checkpoints.read_names(output / shard)
 
 
 ATTENTION, EXPERTS = "**.self_attn.*", "**.experts.**"
@@ -163,8 +163,8 @@ MIXTURES = [
 def test_each_layer_of_a_mixture_has_the_bytes_its_scheme_gives_it(
     tmp_path: Path, architecture: str, scheme: Scheme, scheme_for: dict[str, str]
 ) -> None:
-    source = tiny.write(tmp_path / "source", architecture, shards=3)
-    weights = tiny.read(source)
+    source = small_checkpoints.write(tmp_path / "source", architecture, shards=3)
+    weights = small_checkpoints.read(source)
     quantized = quantized_by(weights)
     others: dict[str, Scheme] = {}
     for pattern, name in scheme_for.items():
@@ -173,7 +173,7 @@ def test_each_layer_of_a_mixture_has_the_bytes_its_scheme_gives_it(
         found = compile_any([pattern])
         others |= {module: find_scheme(name, scheme.method) for module in quantized if found.fullmatch(module)}
     result = compress(source, tmp_path / "out", scheme.name, format=scheme.method, scheme_for=scheme_for)
-    assert_same(tiny.read(tmp_path / "out"), expected_output(weights, quantized, scheme, others))
+    assert_same(small_checkpoints.read(tmp_path / "out"), expected_output(weights, quantized, scheme, others))
     assert len(set(others.values())) == len(scheme_for)
     counts = {scheme.name: len(quantized) - len(others)}
     for other in others.values():
@@ -188,36 +188,38 @@ def test_each_layer_of_a_mixture_has_the_bytes_its_scheme_gives_it(
     ("scheme", "stored"), [("tensor", TENSOR_COMPRESSED), ("channel", CHANNEL), ("block", CHANNEL), ("mxfp8", MXFP8)]
 )
 def test_output_head_is_quantized_like_any_layer(tmp_path: Path, scheme: str, stored: Scheme) -> None:
-    source = tiny.write(tmp_path / "source", "Qwen3ForCausalLM", shards=3)
-    weights = tiny.read(source)
+    source = small_checkpoints.write(tmp_path / "source", "Qwen3ForCausalLM", shards=3)
+    weights = small_checkpoints.read(source)
     compress(source, tmp_path / "out", scheme, format="compressed-tensors", quantize_lm_head=True)
     chosen = find_scheme(scheme, "compressed-tensors")
     quantized = quantized_by(weights) | {"lm_head"}
-    assert_same(tiny.read(tmp_path / "out"), expected_output(weights, quantized, chosen, {"lm_head": stored}))
+    assert_same(
+        small_checkpoints.read(tmp_path / "out"), expected_output(weights, quantized, chosen, {"lm_head": stored})
+    )
 
 
 @schemes
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_other_source_dtypes(tmp_path: Path, dtype: str, scheme: Scheme) -> None:
-    source = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM", dtype=dtype)
-    weights = tiny.read(source)
+    source = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM", dtype=dtype)
+    weights = small_checkpoints.read(source)
     compress(source, tmp_path / "out", scheme.name)
-    assert_same(tiny.read(tmp_path / "out"), expected_output(weights, quantized_by(weights), scheme))
+    assert_same(small_checkpoints.read(tmp_path / "out"), expected_output(weights, quantized_by(weights), scheme))
     assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
 
 
 def test_llama4_experts_are_split_also_when_they_stay_bfloat16(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source", "Llama4ForCausalLM")
-    weights = tiny.read(source)
+    source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM")
+    weights = small_checkpoints.read(source)
     quantized = {module for module in quantized_by(weights) if ".experts." not in module}
     result = compress(source, tmp_path / "out", ignore=["**.experts.**"])
-    assert_same(tiny.read(tmp_path / "out"), expected_output(weights, quantized, SCHEMES["tensor"]))
+    assert_same(small_checkpoints.read(tmp_path / "out"), expected_output(weights, quantized, SCHEMES["tensor"]))
     assert "model.layers.1.feed_forward.experts" in result.ignored_layers
 
 
 @schemes
 def test_matrices_larger_than_a_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: Scheme) -> None:
-    source = tiny.write(tmp_path / "source", "Llama4ForCausalLM", shards=2)
+    source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM", shards=2)
     compress(source, tmp_path / "whole", scheme.name)
     monkeypatch.setattr("openquant.weights.reading.BUFFER", 1 << 14)
     monkeypatch.setattr("openquant.weights.reading.TRANSPOSED_BUFFER", 1 << 14)
@@ -227,7 +229,7 @@ def test_matrices_larger_than_a_buffer(tmp_path: Path, monkeypatch: pytest.Monke
 
 @schemes
 def test_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path, scheme: Scheme) -> None:
-    source = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM", shards=4)
+    source = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM", shards=4)
     compress(source, tmp_path / "one", scheme.name, workers=1)
     for workers in (2, 7):
         compress(source, tmp_path / str(workers), scheme.name, workers=workers)
@@ -235,21 +237,21 @@ def test_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path, scheme: Sc
 
 
 def test_zero_tensors_rows_and_blocks_get_scale_one_and_zero_codes(tmp_path: Path) -> None:
-    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     zero = "model.layers.0.mlp.down_proj"
     weights[f"{zero}.weight"].zero_()
     part = "model.layers.1.mlp.down_proj"
     weights[f"{part}.weight"][128:, :128] = 0
     weights[f"{part}.weight"][7] = 0
-    source = tiny.write(tmp_path / "source", weights=weights)
+    source = small_checkpoints.write(tmp_path / "source", weights=weights)
     compress(source, tmp_path / "tensor")
     compress(source, tmp_path / "block", "block")
     compress(source, tmp_path / "channel", "channel")
-    channel = tiny.read(tmp_path / "channel")
+    channel = small_checkpoints.read(tmp_path / "channel")
     assert (channel[f"{zero}.weight_scale"] == 1).all()
     assert (channel[f"{part}.weight_scale"] == 1).nonzero().tolist() == [[7, 0]]
     assert (channel[f"{part}.weight"].view(torch.uint8)[7] == 0).all()
-    tensor, block = tiny.read(tmp_path / "tensor"), tiny.read(tmp_path / "block")
+    tensor, block = small_checkpoints.read(tmp_path / "tensor"), small_checkpoints.read(tmp_path / "block")
     assert tensor[f"{zero}.weight_scale"] == 1
     assert (tensor[f"{zero}.weight"].view(torch.uint8) == 0).all()
     assert (block[f"{zero}.weight_scale_inv"] == 1).all()
@@ -261,9 +263,9 @@ def test_zero_tensors_rows_and_blocks_get_scale_one_and_zero_codes(tmp_path: Pat
 @schemes
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_nan_and_infinity_stop_the_run_and_name_the_tensor(tmp_path: Path, scheme: Scheme, value: float) -> None:
-    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     weights["model.layers.1.mlp.up_proj.weight"][500, 255] = value
-    source = tiny.write(tmp_path / "source", weights=weights)
+    source = small_checkpoints.write(tmp_path / "source", weights=weights)
     with pytest.raises(SourceError) as caught:
         compress(source, tmp_path / "out", scheme.name)
     expected = "model.layers.1.mlp.up_proj.weight in model.safetensors holds NaN or infinity"
@@ -272,14 +274,14 @@ def test_nan_and_infinity_stop_the_run_and_name_the_tensor(tmp_path: Path, schem
     assert not list((tmp_path / "out").glob("*.safetensors"))
     # What stays unquantized is copied byte for byte, whatever it holds.
     compress(source, tmp_path / "kept", scheme.name, ignore=["model.layers.1.mlp.*"])
-    kept = tiny.read(tmp_path / "kept")["model.layers.1.mlp.up_proj.weight"]
+    kept = small_checkpoints.read(tmp_path / "kept")["model.layers.1.mlp.up_proj.weight"]
     assert torch.equal(kept.view(torch.int16), weights["model.layers.1.mlp.up_proj.weight"].view(torch.int16))
 
 
 def test_nan_in_one_stacked_expert_names_its_number(tmp_path: Path) -> None:
-    weights = tiny.tensors("Llama4ForCausalLM")
+    weights = small_checkpoints.tensors("Llama4ForCausalLM")
     weights["model.layers.1.feed_forward.experts.gate_up_proj"][2, 3, 4] = float("nan")
-    source = tiny.write(tmp_path / "source", "Llama4ForCausalLM", weights=weights)
+    source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM", weights=weights)
     with pytest.raises(SourceError, match=r"experts.gate_up_proj\[2\] in model.safetensors holds NaN"):
         compress(source, tmp_path / "out")
 
@@ -295,9 +297,9 @@ def test_a_shard_that_became_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_joined_set_above_float16_is_an_error_that_names_it(tmp_path: Path) -> None:
-    weights = tiny.tensors("Qwen3ForCausalLM", dtype="float32")
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM", dtype="float32")
     weights["model.layers.0.self_attn.k_proj.weight"][0, 0] = -65505.0
-    source = tiny.write(tmp_path / "source", weights=weights)
+    source = small_checkpoints.write(tmp_path / "source", weights=weights)
     with pytest.raises(PlanError) as caught:
         compress(source, tmp_path / "out")
     assert caught.value.message == (
@@ -306,7 +308,7 @@ def test_a_joined_set_above_float16_is_an_error_that_names_it(tmp_path: Path) ->
     )
     compress(source, tmp_path / "block", "block")
     weights["model.layers.0.self_attn.k_proj.weight"][0, 0] = 65504.0
-    compress(tiny.write(tmp_path / "source", weights=weights), tmp_path / "out2")
+    compress(small_checkpoints.write(tmp_path / "source", weights=weights), tmp_path / "out2")
 
 
 # Of a weight, in units of 2^127: what is left of the largest code under the largest scale.
@@ -320,10 +322,10 @@ def test_a_weight_whose_code_would_overflow_bfloat16_is_an_error_that_names_it(
 ) -> None:
     name, options = "model.layers.1.mlp.up_proj.weight", asking(scheme)
     limit = LARGEST[scheme.format.number] * 2.0**127
-    weights = tiny.tensors("Qwen3ForCausalLM", dtype=dtype)
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM", dtype=dtype)
     weights[name][1, 2] = -(limit + 2.0**120)
     with pytest.raises(PlanError) as caught:
-        compress(tiny.write(tmp_path / "source", weights=weights), tmp_path / "no", **options)
+        compress(small_checkpoints.write(tmp_path / "source", weights=weights), tmp_path / "no", **options)
     assert (caught.value.message, caught.value.hint) == (
         f"{name} in model.safetensors: a weight reaches {limit + 2.0**120:g}, engines load at most {limit:g} with "
         f"{scheme.title}",
@@ -331,29 +333,31 @@ def test_a_weight_whose_code_would_overflow_bfloat16_is_an_error_that_names_it(
     )
     assert not (tmp_path / "no" / "model.safetensors").exists()
     weights[name][1, 2] = limit
-    compress(tiny.write(tmp_path / "source", weights=weights), tmp_path / "out", **options)
+    compress(small_checkpoints.write(tmp_path / "source", weights=weights), tmp_path / "out", **options)
     report = verify(tmp_path / "out", tmp_path / "source", full=True)
     assert report.problems == ()
     dequantize(tmp_path / "out", tmp_path / "plain")
     # Four bits have the codes -8 and 7, and their scale is a power of two here.
-    assert tiny.read(tmp_path / "plain")[name][1, 2] == (7 * 2.0**124 if scheme.format.number == INT4 else limit)
+    assert small_checkpoints.read(tmp_path / "plain")[name][1, 2] == (
+        7 * 2.0**124 if scheme.format.number == INT4 else limit
+    )
 
 
 def test_a_weight_beyond_a_global_scale_is_an_error_that_names_all_it_is_joined_with(tmp_path: Path) -> None:
-    weights, limit = tiny.tensors("Qwen3ForCausalLM"), 1.5 * 2.0**127
+    weights, limit = small_checkpoints.tensors("Qwen3ForCausalLM"), 1.5 * 2.0**127
     name = "model.layers.1.mlp.up_proj.weight"
     weights[name][1, 2] = -(limit + 2.0**120)
     with pytest.raises(PlanError) as caught:
-        compress(tiny.write(tmp_path / "source", weights=weights), tmp_path / "no", "nvfp4")
+        compress(small_checkpoints.write(tmp_path / "source", weights=weights), tmp_path / "no", "nvfp4")
     assert caught.value.message == (
         f"model.layers.1.mlp.gate_proj.weight, {name}: a weight reaches {limit + 2.0**120:g}, engines load at most "
         f"{limit:g} under one scale"
     )
     weights[name][1, 2] = limit
-    compress(tiny.write(tmp_path / "source", weights=weights), tmp_path / "out", "nvfp4")
+    compress(small_checkpoints.write(tmp_path / "source", weights=weights), tmp_path / "out", "nvfp4")
     assert verify(tmp_path / "out", tmp_path / "source", full=True).problems == ()
     dequantize(tmp_path / "out", tmp_path / "plain")
-    assert tiny.read(tmp_path / "plain")[name][1, 2] == limit
+    assert small_checkpoints.read(tmp_path / "plain")[name][1, 2] == limit
 
 
 def test_config_gains_quantization_config_and_nothing_else(tmp_path: Path, source: Path) -> None:
@@ -370,7 +374,7 @@ def test_config_gains_quantization_config_and_nothing_else(tmp_path: Path, sourc
 
 def test_other_files_are_copied_and_links_followed(tmp_path: Path) -> None:
     """A snapshot in the Hub's cache: every file a link to ../../blobs/HASH."""
-    plain = tiny.write(tmp_path / "plain", shards=2)
+    plain = small_checkpoints.write(tmp_path / "plain", shards=2)
     (plain / "tokenizer.json").write_text("{}")
     (plain / "LICENSE").write_text("terms")
     (plain / "processor").mkdir()
@@ -401,7 +405,7 @@ def test_other_files_are_copied_and_links_followed(tmp_path: Path) -> None:
 
 
 def test_source_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tiny.write(tmp_path / "source")
+    source = small_checkpoints.write(tmp_path / "source")
     from openquant import run
 
     convert = run.convert
@@ -418,7 +422,7 @@ def test_source_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytes
 @schemes
 def test_memory_does_not_grow_with_the_model(tmp_path: Path, scheme: Scheme) -> None:
     """One matrix of 134 MB, in a process of its own."""
-    source = tiny.write(
+    source = small_checkpoints.write(
         tmp_path / "source",
         weights={"model.layers.0.mlp.down_proj.weight": torch.zeros(4096, 16384, dtype=torch.bfloat16)},
     )
@@ -443,7 +447,7 @@ def test_a_local_model_needs_no_client_of_the_hub(tmp_path: Path, source: Path) 
 
 def test_long_copies_come_first_of_their_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An output head lies last, and one worker would copy it while others have nothing left to do."""
-    source = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM")
+    source = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM")
     begun: list[Job] = []
     do = conversion._Worker.do
 
@@ -466,7 +470,7 @@ def test_long_copies_come_first_of_their_shard(tmp_path: Path, monkeypatch: pyte
 
 def test_finished_shards_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a thousand shards with thousands of experts each, what is known of one takes megabytes."""
-    source = tiny.write(tmp_path / "source", shards=8)
+    source = small_checkpoints.write(tmp_path / "source", shards=8)
 
     def layouts() -> int:
         gc.collect()
@@ -497,10 +501,10 @@ def test_max_memory_is_kept(tmp_path: Path, scheme: str, stored: str, dtype: tor
     """By using fewer of the workers; with room for one only the least that is possible is named."""
     if stored == "wide":
         weights = {f"model.layers.{n}.mlp.down_proj.weight": torch.ones(128, 65536, dtype=dtype) for n in range(4)}
-        source = tiny.write(tmp_path / "source", weights=weights)
+        source = small_checkpoints.write(tmp_path / "source", weights=weights)
     else:
         weights = {"model.layers.0.feed_forward.experts.down_proj": torch.ones(8, 2048, 2048, dtype=dtype)}
-        source = tiny.write(tmp_path / "source", "Llama4ForCausalLM", weights=weights)
+        source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM", weights=weights)
     code = (
         "import re, sys, openquant\n"
         "def peak(limit):\n"
@@ -528,10 +532,10 @@ def test_writes_around_the_page_cache_leave_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, scheme: Scheme
 ) -> None:
     """Neighbours share disk blocks, so their edges go through the cache; pieces of odd sizes, from many threads."""
-    weights = tiny.tensors(architecture)
+    weights = small_checkpoints.tensors(architecture)
     weights["model.norm.weight"] = torch.ones(257, dtype=torch.bfloat16)
     weights["model.embed_tokens.weight"] = torch.randn(1001, 255).to(torch.bfloat16)
-    source = tiny.write(tmp_path / "source", architecture, shards=2, weights=weights)
+    source = small_checkpoints.write(tmp_path / "source", architecture, shards=2, weights=weights)
     for module in ("convert.conversion", "weights.reading"):
         monkeypatch.setattr(f"openquant.{module}.BUFFER", 40_000)
     monkeypatch.setattr("openquant.files.shardfile.DIRECT_FROM", 1)
@@ -551,26 +555,28 @@ def test_writes_around_the_page_cache_leave_the_same_bytes(
     compress(source, tmp_path / "cached", scheme.name)
     assert not direct
     assert tree(tmp_path / "direct") == tree(tmp_path / "cached")
-    expected = expected_output(tiny.read(source), quantized_by(tiny.read(source)), scheme)
-    assert_same(tiny.read(tmp_path / "direct"), expected)
+    expected = expected_output(small_checkpoints.read(source), quantized_by(small_checkpoints.read(source)), scheme)
+    assert_same(small_checkpoints.read(tmp_path / "direct"), expected)
 
 
 def test_a_joined_set_of_mixed_dtypes(tmp_path: Path) -> None:
-    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     for layer, dtype in ((0, torch.float32), (1, torch.float16)):
         name = f"model.layers.{layer}.self_attn.k_proj.weight"
         weights[name] = torch.randn(128, 256, generator=torch.Generator().manual_seed(3)).to(dtype)
-    source = tiny.write(tmp_path / "source", weights=weights)
+    source = small_checkpoints.write(tmp_path / "source", weights=weights)
     compress(source, tmp_path / "out")
-    assert_same(tiny.read(tmp_path / "out"), expected_output(weights, quantized_by(weights), SCHEMES["tensor"]))
+    assert_same(
+        small_checkpoints.read(tmp_path / "out"), expected_output(weights, quantized_by(weights), SCHEMES["tensor"])
+    )
 
 
 @pytest.mark.parametrize("stack_first", [True, False])
 def test_experts_both_stacked_and_on_their_own_are_refused(tmp_path: Path, stack_first: bool) -> None:
-    stacked = tiny.tensors("Llama4ForCausalLM")
+    stacked = small_checkpoints.tensors("Llama4ForCausalLM")
     single = {"model.layers.1.feed_forward.experts.0.gate_proj.weight": torch.ones(128, 256, dtype=torch.bfloat16)}
     names = ("a.safetensors", "b.safetensors")
-    source = tiny.write(tmp_path / "source", "Llama4ForCausalLM")
+    source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM")
     (source / "model.safetensors").unlink()
     parts = dict(zip(names, (stacked, single) if stack_first else (single, stacked), strict=True))
     for name, part in parts.items():
@@ -585,12 +591,12 @@ def test_experts_both_stacked_and_on_their_own_are_refused(tmp_path: Path, stack
 
 
 def test_output_names_that_collide_are_refused(tmp_path: Path) -> None:
-    weights = tiny.tensors("Llama4ForCausalLM")
+    weights = small_checkpoints.tensors("Llama4ForCausalLM")
     weights["model.layers.1.feed_forward.experts.0.extra_proj.weight"] = torch.ones(4)
-    compress(tiny.write(tmp_path / "fine", "Llama4ForCausalLM", weights=weights), tmp_path / "fine-out")
+    compress(small_checkpoints.write(tmp_path / "fine", "Llama4ForCausalLM", weights=weights), tmp_path / "fine-out")
     weights["model.layers.0.self_attn.q_proj.weight"] = torch.ones(4)
     with pytest.raises(PlanError, match=r"q_proj.weight is not a 2-D weight but \[4\]"):
-        compress(tiny.write(tmp_path / "flat", "Llama4ForCausalLM", weights=weights), tmp_path / "out")
+        compress(small_checkpoints.write(tmp_path / "flat", "Llama4ForCausalLM", weights=weights), tmp_path / "out")
 
 
 @pytest.mark.parametrize("device", ["cpu:0", "cuda:0"])
@@ -602,7 +608,7 @@ def test_torch_devices_write_the_same_bytes(
     """The path a GPU takes, on torch's own CPU too."""
     if device.startswith("cuda") and not torch.cuda.is_available():
         pytest.skip("this machine has no GPU")
-    source = tiny.write(tmp_path / "source", "Llama4ForCausalLM", dtype=dtype)
+    source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM", dtype=dtype)
     compress(source, tmp_path / "numpy", scheme.name)
     monkeypatch.setattr("openquant.api.find_device", lambda *_: device)
     compress(source, tmp_path / "torch", scheme.name)
@@ -610,7 +616,7 @@ def test_torch_devices_write_the_same_bytes(
 
 
 def test_a_pattern_may_stand_alone(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source")
+    source = small_checkpoints.write(tmp_path / "source")
     alone = compress(source, tmp_path / "alone", ignore="**.layers.0.**")
     compress(source, tmp_path / "listed", ignore=["**.layers.0.**"])
     assert "model.layers.0.mlp.up_proj" in alone.ignored_layers

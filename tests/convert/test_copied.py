@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import tiny
 from conftest import run_openquant, tree
 from openquant import compress, dequantize
 from openquant.convert import conversion
 from openquant.files.output import OutputDirectory
+from support import small_checkpoints
 
 NORM, EMBED = "model.norm.weight", "model.embed_tokens.weight"
 ROUTER = "model.layers.1.mlp.gate.weight"
@@ -30,15 +30,15 @@ def damage(held: dict[str, torch.Tensor]) -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    root = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM", shards=SHARDS, vocab=128)
-    tiny.change_weights(root, damage)
+    root = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM", shards=SHARDS, vocab=128)
+    small_checkpoints.change_weights(root, damage)
     return root
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_they_are_named_whatever_the_dtype(tmp_path: Path, dtype: str) -> None:
-    root = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM", dtype=dtype, vocab=128)
-    tiny.change_weights(root, damage)
+    root = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM", dtype=dtype, vocab=128)
+    small_checkpoints.change_weights(root, damage)
     assert compress(root, tmp_path / "out").not_finite == FOUND
 
 
@@ -48,7 +48,7 @@ def test_the_run_names_them_and_copies_them(source: Path, tmp_path: Path) -> Non
     assert list(result.not_finite) == sorted(FOUND)
     shard = next(path for path in (tmp_path / "out").glob("*.safetensors") if NORM in load_file(path))
     assert load_file(shard)[NORM][3].isnan()
-    assert compress(tiny.write(tmp_path / "sound", "Qwen3MoeForCausalLM", vocab=128)).not_finite == {}
+    assert compress(small_checkpoints.write(tmp_path / "sound", "Qwen3MoeForCausalLM", vocab=128)).not_finite == {}
 
 
 def test_pieces_of_a_tensor_are_summed_up(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,14 +68,14 @@ def test_it_is_printed_and_in_json(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_note_names_three_and_counts_the_others(tmp_path: Path) -> None:
-    root = tiny.write(tmp_path / "source", "Qwen3ForCausalLM", vocab=128)
+    root = small_checkpoints.write(tmp_path / "source", "Qwen3ForCausalLM", vocab=128)
 
     def change(held: dict[str, torch.Tensor]) -> None:
         for name, tensor in held.items():
             if name.endswith("norm.weight"):
                 tensor[0] = math.nan
 
-    tiny.change_weights(root, change)
+    small_checkpoints.change_weights(root, change)
     done = run_openquant("compress", "-m", root, "-o", tmp_path / "out")
     names = sorted(name for name in load_file(root / "model.safetensors") if name.endswith("norm.weight"))
     some = ", ".join(f"{name} holds NaN (1 value)" for name in names[:3])
@@ -109,23 +109,23 @@ def test_a_run_that_is_continued_names_those_of_finished_shards(
 
 
 def test_experts_that_stay_unquantized_are_named_one_by_one(tmp_path: Path) -> None:
-    root = tiny.write(tmp_path / "source", "Llama4ForCausalLM", vocab=128)
+    root = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM", vocab=128)
     stack = next(name for name in load_file(root / "model.safetensors") if name.endswith("experts.down_proj"))
 
     def change(held: dict[str, torch.Tensor]) -> None:
         held[stack][2, 5, 7] = math.nan
 
-    tiny.change_weights(root, change)
+    small_checkpoints.change_weights(root, change)
     result = compress(root, tmp_path / "out", ignore=["**.experts.**"])
     assert result.not_finite == {f"{stack.replace('down_proj', '2.down_proj')}.weight": "NaN (1 value)"}
 
 
 def test_dequantize_names_them_too(tmp_path: Path) -> None:
-    root = tiny.write(tmp_path / "source", "Qwen3ForCausalLM", vocab=128)
+    root = small_checkpoints.write(tmp_path / "source", "Qwen3ForCausalLM", vocab=128)
     compress(root, tmp_path / "fp8")
 
     def change(held: dict[str, torch.Tensor]) -> None:
         held[NORM][0] = math.inf
 
-    tiny.change_weights(tmp_path / "fp8", change)
+    small_checkpoints.change_weights(tmp_path / "fp8", change)
     assert dequantize(tmp_path / "fp8", tmp_path / "plain").not_finite == {NORM: "infinity (1 value)"}

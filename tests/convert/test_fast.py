@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from conftest import tree
-from converted import Shelf, asking
 from openquant import compress, dequantize
 from openquant.convert import conversion
 from openquant.formats import compiled
 from openquant.formats.schemes import BLOCK, CHANNEL, INT4_W4A16, NVFP4, VARIANTS, Scheme
+from support.conversions import Shelf, asking
 
 
 @pytest.fixture

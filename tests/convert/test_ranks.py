@@ -15,20 +15,19 @@ from pathlib import Path
 
 import pytest
 
-import forked_ranks
-import tiny
 from conftest import ROOT, Run, tree
-from forked_ranks import Job, Rank
-from loopback_hub import LoopbackHub
 from openquant import compress
 from openquant.convert.ranks import Meeting, Ranks
 from openquant.errors import OpenQuantError, UsageError
 from openquant.plan.layout import Shard
+from support import forked_ranks, small_checkpoints
+from support.forked_ranks import Job, Rank
+from support.loopback_hub import LoopbackHub
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM", shards=6)
+    return small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM", shards=6)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,7 +68,9 @@ def torchrun(
 
 def test_ranks_read_a_quantized_source(job: Job, tmp_path: Path, source: Path) -> None:
     compress(source, tmp_path / "fp8", "block")
-    quantized = tiny.write(tmp_path / "quantized", shards=7, weights=tiny.read(tmp_path / "fp8"))
+    quantized = small_checkpoints.write(
+        tmp_path / "quantized", shards=7, weights=small_checkpoints.read(tmp_path / "fp8")
+    )
     (quantized / "config.json").write_bytes((tmp_path / "fp8" / "config.json").read_bytes())
     compress(quantized, tmp_path / "one")
     done = job.finish(2, "-m", quantized, "-o", tmp_path / "many")
@@ -101,7 +102,7 @@ def test_accelerate_launch_starts_ranks_too(tmp_path: Path, source: Path) -> Non
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys\n"
-        "from openquant.cli import compress_main\n"
+        "from openquant.cli.commands import compress_main\n"
         "assert os.environ['WORLD_SIZE'] == '2'\n"
         "sys.exit(compress_main())\n"
     )
@@ -123,7 +124,7 @@ def test_a_killed_rank_fails_the_job_and_running_again_continues(
     script.write_text(
         "import os, signal, sys\n"
         "from openquant.files import output\n"
-        "from openquant.cli import compress_main\n"
+        "from openquant.cli.commands import compress_main\n"
         "publish = output.OutputDirectory.publish\n"
         "def dies(self, name):\n"
         "    if name.endswith('.safetensors'):\n"
@@ -143,9 +144,9 @@ def test_a_killed_rank_fails_the_job_and_running_again_continues(
 
 
 def test_the_first_rank_tells_of_another_s_error(job: Job, tmp_path: Path) -> None:
-    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     weights["model.layers.1.mlp.down_proj.weight"][3, 3] = float("nan")
-    source = tiny.write(tmp_path / "source", shards=2, weights=weights)
+    source = small_checkpoints.write(tmp_path / "source", shards=2, weights=weights)
     done = job.finish(2, "-m", source, "-o", tmp_path / "out")
     assert done.returncode != 0
     told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -413,7 +414,9 @@ def test_a_killed_rank_is_missed_without_a_launcher(job: Job, source: Path, tmp_
 
 def test_ranks_do_not_outlive_torchrun(source: Path, tmp_path: Path) -> None:
     script = tmp_path / "busy.py"
-    script.write_text(BUSY + "import sys\nfrom openquant.cli import compress_main\nsys.exit(compress_main())\n")
+    script.write_text(
+        BUSY + "import sys\nfrom openquant.cli.commands import compress_main\nsys.exit(compress_main())\n"
+    )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     launcher = subprocess.Popen(
         [*command, "-m", str(source), "-o", str(tmp_path / "out"), "-q"],

@@ -20,10 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-import forked_ranks
-import tiny
 from conftest import ROOT, tree
-from forked_ranks import COMMANDS, Rank, finish
 from openquant import Result, compress, dequantize
 from openquant import run as running
 from openquant.errors import OutputError, SourceError
@@ -33,6 +30,8 @@ from openquant.files.shardfile import ShardFile
 from openquant.formats.schemes import TENSOR
 from openquant.hub.source import Source, find_source
 from openquant.plan.plan import make_plan
+from support import forked_ranks, small_checkpoints
+from support.forked_ranks import COMMANDS, Rank, finish
 
 SHARDS = 5
 
@@ -40,7 +39,7 @@ SHARDS = 5
 KILLED = """
 import os, signal, sys, threading
 from openquant.files import shardfile
-from openquant.cli import compress_main
+from openquant.cli.commands import compress_main
 
 how, moment, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
 calls = iter(range(10**6))
@@ -83,7 +82,7 @@ sys.exit(compress_main(sys.argv[4:]))
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM", shards=SHARDS)
+    return small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM", shards=SHARDS)
 
 
 @pytest.fixture
@@ -265,7 +264,7 @@ def test_what_was_changed_since_it_was_written_is_no_fault_of_ours(
 
 
 def test_other_options_or_another_source_are_refused(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
-    other = tiny.write(tmp_path / "other", "Qwen3MoeForCausalLM", shards=SHARDS, seed=1)
+    other = small_checkpoints.write(tmp_path / "other", "Qwen3MoeForCausalLM", shards=SHARDS, seed=1)
     message = "holds the output of another run: other options, another source or another version"
     for arguments in ({"scheme": "block"}, {"ignore": ["lm_head", "**.layers.0.**"]}):
         with pytest.raises(OutputError) as caught:
@@ -284,7 +283,7 @@ def test_overwrite_replaces_what_the_journal_names_and_nothing_else(
 ) -> None:
     out = tmp_path / "whole"
     (out / "notes.txt").write_text("mine")
-    single = tiny.write(tmp_path / "single", "Qwen3ForCausalLM")
+    single = small_checkpoints.write(tmp_path / "single", "Qwen3ForCausalLM")
     compress(single, out, "block", overwrite=True)
     compress(single, tmp_path / "fresh", "block")
     assert tree(out) == tree(tmp_path / "fresh") | {"notes.txt": b"mine"}
@@ -310,7 +309,7 @@ def test_what_is_overwritten_first_is_no_model_and_stays_ours(
 # Runs the command, and writes down what reached the disk and what got its name, in order.
 RECORDED = """
 import json, os, sys
-from openquant.cli import compress_main
+from openquant.cli.commands import compress_main
 
 events, fsync, replace = [], os.fsync, os.replace
 
@@ -354,7 +353,7 @@ def test_a_file_gets_its_name_when_it_is_on_disk_and_keeps_it(tmp_path: Path, so
 
 def test_overwrite_refuses_files_that_are_not_ours(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
     out = tmp_path / "whole"
-    single = tiny.write(tmp_path / "single", "Qwen3ForCausalLM")
+    single = small_checkpoints.write(tmp_path / "single", "Qwen3ForCausalLM")
     for name in ("model.safetensors", "other.safetensors"):
         (out / name).write_text("mine")
         before = tree(out)
@@ -515,7 +514,7 @@ def test_what_a_finished_shard_was_made_from_may_not_change(tmp_path: Path, sour
 def test_what_nothing_was_made_from_yet_may_change(tmp_path: Path) -> None:
     """Weights that were damaged, say, and are downloaded again."""
     weights = {f"model.layers.{layer}.mlp.down_proj.weight": torch.randn(256, 256) for layer in range(3)}
-    source, out = tiny.write(tmp_path / "source", weights=weights, shards=3), tmp_path / "out"
+    source, out = small_checkpoints.write(tmp_path / "source", weights=weights, shards=3), tmp_path / "out"
     damaged = source / "model-00003-of-00003.safetensors"
     sound = damaged.read_bytes()
     damaged.write_bytes(sound[:-4] + b"\xff\xff\xff\x7f")
@@ -730,8 +729,10 @@ def test_two_runs_into_one_directory(tmp_path: Path, source: Path, whole: dict[s
 
 
 def test_two_runs_at_the_same_time(tmp_path: Path) -> None:
-    weights = tiny.tensors("Qwen3ForCausalLM") | {"model.layers.0.mlp.down_proj.weight": torch.ones(16384, 4096)}
-    source = tiny.write(tmp_path / "source", weights=weights)
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM") | {
+        "model.layers.0.mlp.down_proj.weight": torch.ones(16384, 4096)
+    }
+    source = small_checkpoints.write(tmp_path / "source", weights=weights)
     command = [sys.executable, str(ROOT / "compress_fp8.py"), "-m", str(source), "-o", str(tmp_path / "out")]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "out" / ".openquant.json").exists():
@@ -759,7 +760,7 @@ def test_too_small_a_disk_is_found_before_the_first_byte(
     assert not (tmp_path / "out").exists()
     # Nor is an earlier output thrown away for a run that cannot succeed.
     with pytest.raises(OutputError, match="bytes, its disk has"):
-        compress(tiny.write(tmp_path / "larger", dtype="float32"), tmp_path / "whole", overwrite=True)
+        compress(small_checkpoints.write(tmp_path / "larger", dtype="float32"), tmp_path / "whole", overwrite=True)
     assert tree(tmp_path / "whole") == whole
 
 

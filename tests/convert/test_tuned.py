@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-import tiny
-from converted import Shelf
 from openquant.api import _work
 from openquant.files.checkpoint import Checkpoint, open_checkpoint
 from openquant.formats import kernels
-from openquant.formats.ranges import ranged
+from openquant.formats.clip_search import searched
+from openquant.formats.group_ranges import ranged
 from openquant.formats.reference import encode, group_absmax
 from openquant.formats.schemes import SCHEMES, TENSOR, Scheme, find_scheme
-from openquant.formats.search import searched
 from openquant.hub.source import Source
 from openquant.options import Run
-from openquant.plan.fates import Options
+from openquant.plan.decisions import Options
 from openquant.plan.plan import Plan, make_plan
-from openquant.weights.tuning import Tuning, Tunings
+from openquant.weights.transform import Tuning, Tunings
+from support import small_checkpoints
+from support.conversions import Shelf
 
 Weights = dict[str, torch.Tensor]
 RANDOM = np.random.default_rng(5)
@@ -71,18 +71,20 @@ MOE = {
 @pytest.mark.parametrize("scheme", [SCHEMES["int8"], SCHEMES["tensor"], SCHEMES["int4"]], ids=lambda each: each.name)
 def test_weights_are_rounded_as_they_are_folded(shelf: Shelf, tmp_path: Path, scheme: Scheme) -> None:
     source = shelf.source("Qwen3MoeForCausalLM")
-    weights = tiny.read(source)
+    weights = small_checkpoints.read(source)
     tunings, expected = tuned(weights, MOE)
     plan = carried_out(source, tmp_path / "out", scheme, Options(tunings=tunings))
     assert "folded by hand" in plan.notes
-    found = tiny.read(tmp_path / "out")
+    found = small_checkpoints.read(tmp_path / "out")
     # As if the source were the folded model.
     (tmp_path / "folded").mkdir()
     for path in source.iterdir():
         (tmp_path / "folded" / path.name).write_bytes(path.read_bytes())
-    tiny.change_weights(tmp_path / "folded", lambda held: held.update({name: expected[name] for name in held}))
+    small_checkpoints.change_weights(
+        tmp_path / "folded", lambda held: held.update({name: expected[name] for name in held})
+    )
     carried_out(tmp_path / "folded", tmp_path / "plain", scheme, Options())
-    other = tiny.read(tmp_path / "plain")
+    other = small_checkpoints.read(tmp_path / "plain")
     assert found.keys() == other.keys()
     for name, tensor in found.items():
         assert tensor.dtype == other[name].dtype
@@ -92,12 +94,12 @@ def test_weights_are_rounded_as_they_are_folded(shelf: Shelf, tmp_path: Path, sc
 
 def test_codes_are_those_of_torch(shelf: Shelf, tmp_path: Path) -> None:
     source, scheme = shelf.source("Qwen3ForCausalLM"), SCHEMES["int8"]
-    tunings, _ = tuned(tiny.read(source), {"model.layers.0.mlp.down_proj": False})
+    tunings, _ = tuned(small_checkpoints.read(source), {"model.layers.0.mlp.down_proj": False})
     carried_out(source, tmp_path / "out", scheme, Options(tunings=tunings))
-    name, found = "model.layers.0.mlp.down_proj.weight", tiny.read(tmp_path / "out")
+    name, found = "model.layers.0.mlp.down_proj.weight", small_checkpoints.read(tmp_path / "out")
     columns = tunings.weights["model.layers.0.mlp.down_proj"].columns
     assert columns is not None
-    folded = tiny.read(source)[name].float() * torch.from_numpy(columns)
+    folded = small_checkpoints.read(source)[name].float() * torch.from_numpy(columns)
     scale = torch.from_numpy(scheme.format.scales(group_absmax(folded, scheme.format.group).numpy()))
     assert torch.equal(found[name], encode(folded, scale, scheme.format).view(torch.int8))
     assert torch.equal(found[f"{name}_scale"], scale)
@@ -106,9 +108,9 @@ def test_codes_are_those_of_torch(shelf: Shelf, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ignored", ["**.o_proj", "**.experts.**"])
 def test_what_stays_unquantized_is_folded_too(shelf: Shelf, tmp_path: Path, ignored: str) -> None:
     source = shelf.source("Qwen3MoeForCausalLM")
-    tunings, expected = tuned(tiny.read(source), MOE)
+    tunings, expected = tuned(small_checkpoints.read(source), MOE)
     carried_out(source, tmp_path / "out", SCHEMES["int8"], Options((ignored,), tunings=tunings))
-    found = tiny.read(tmp_path / "out")
+    found = small_checkpoints.read(tmp_path / "out")
     for name in (f"{module}.weight" for module in MOE):
         if found[name].dtype == torch.bfloat16:
             assert torch.equal(found[name], expected[name]), name
@@ -116,30 +118,30 @@ def test_what_stays_unquantized_is_folded_too(shelf: Shelf, tmp_path: Path, igno
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_routers_keep_their_dtype(tmp_path: Path, dtype: str) -> None:
-    source = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM", dtype=dtype)
-    weights = tiny.read(source)
-    name, columns = "model.layers.1.mlp.gate.weight", powers(tiny.HIDDEN)
+    source = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM", dtype=dtype)
+    weights = small_checkpoints.read(source)
+    name, columns = "model.layers.1.mlp.gate.weight", powers(small_checkpoints.HIDDEN)
     tunings = Tunings({"model.layers.1.mlp.gate": Tuning(columns=columns)})
     carried_out(source, tmp_path / "out", SCHEMES["int8"], Options(tunings=tunings))
-    found = tiny.read(tmp_path / "out")[name]
+    found = small_checkpoints.read(tmp_path / "out")[name]
     assert torch.equal(found, (weights[name].float() * torch.from_numpy(columns)).to(weights[name].dtype))
 
 
 def test_stacks_are_folded_by_expert(shelf: Shelf, tmp_path: Path) -> None:
     source = shelf.source("Llama4ForCausalLM")
-    module, columns = "model.layers.1.feed_forward.experts.2.up_proj", powers(tiny.HIDDEN)
+    module, columns = "model.layers.1.feed_forward.experts.2.up_proj", powers(small_checkpoints.HIDDEN)
     found = []
     for number, tunings in enumerate([None, Tunings({module: Tuning(columns=columns)})]):
         out = tmp_path / str(number)
         carried_out(source, out, SCHEMES["int8"], Options(("**.experts.**",), tunings=tunings))
-        found.append(tiny.read(out)[f"{module}.weight"])
+        found.append(small_checkpoints.read(out)[f"{module}.weight"])
     assert torch.equal(found[1], (found[0].float() * torch.from_numpy(columns)).bfloat16())
 
 
 def test_a_plan_is_known_by_its_tunings(shelf: Shelf) -> None:
     checkpoint = open_checkpoint(shelf.source("Qwen3ForCausalLM"))
     module, norm = "model.layers.0.self_attn.q_proj", "model.norm.weight"
-    ones = np.ones(tiny.HIDDEN, np.float32)
+    ones = np.ones(small_checkpoints.HIDDEN, np.float32)
     kinds = [
         Tunings(),
         Tunings({module: Tuning(rows=ones)}),
@@ -147,8 +149,8 @@ def test_a_plan_is_known_by_its_tunings(shelf: Shelf) -> None:
         Tunings({module: Tuning(columns=2 * ones)}),
         Tunings({module: Tuning(importance=ones)}),
         Tunings({module.replace("q", "k"): Tuning(columns=ones)}),
-        Tunings({}, {norm: bytes(2 * tiny.HIDDEN)}),
-        Tunings({}, {norm: b"1" * 2 * tiny.HIDDEN}),
+        Tunings({}, {norm: bytes(2 * small_checkpoints.HIDDEN)}),
+        Tunings({}, {norm: b"1" * 2 * small_checkpoints.HIDDEN}),
     ]
     plans = [make_plan(checkpoint, SCHEMES["int8"], Options(tunings=each)) for each in (None, *kinds)]
     assert len({plan.digest for plan in plans}) == len(plans)
@@ -159,7 +161,7 @@ def test_a_plan_is_known_by_its_tunings(shelf: Shelf) -> None:
 def test_scales_are_searched_for_by_what_goes_in(shelf: Shelf, tmp_path: Path, asymmetric: bool) -> None:
     source, scheme = shelf.source("Qwen3ForCausalLM"), find_scheme("int4", asymmetric=asymmetric)
     module, form = "model.layers.0.self_attn.o_proj", scheme.format
-    weight = tiny.read(source)[f"{module}.weight"]
+    weight = small_checkpoints.read(source)[f"{module}.weight"]
     importance = np.exp(RANDOM.standard_normal(weight.shape[1])).astype(np.float32)
     tunings = Tunings({module: Tuning(importance=importance)})
     carried_out(source, tmp_path / "out", scheme, Options(tunings=tunings))
@@ -171,17 +173,17 @@ def test_scales_are_searched_for_by_what_goes_in(shelf: Shelf, tmp_path: Path, a
             absmax = kernels.absmax(bits, "BF16", form.group)
             scales.append(searched(bits, "BF16", absmax, form, scheme.ratios, importance=counts))
     assert not np.array_equal(*scales)
-    assert np.array_equal(tiny.read(tmp_path / "out")[f"{module}.weight_scale"].float().numpy(), scales[0])
+    assert np.array_equal(small_checkpoints.read(tmp_path / "out")[f"{module}.weight_scale"].float().numpy(), scales[0])
 
 
 def test_codes_of_a_source_do_not_pass_folded(shelf: Shelf, tmp_path: Path) -> None:
     """All three would keep the scale that they share."""
     source = shelf.converted("Qwen3ForCausalLM", TENSOR).output
     path = "model.layers.0.self_attn"
-    columns = powers(tiny.HIDDEN)
+    columns = powers(small_checkpoints.HIDDEN)
     tunings = Tunings({f"{path}.{name}_proj": Tuning(columns=columns) for name in "qkv"})
     carried_out(source, tmp_path / "out", TENSOR, Options(tunings=tunings))
-    stored, found = tiny.read(source), tiny.read(tmp_path / "out")
+    stored, found = small_checkpoints.read(source), small_checkpoints.read(tmp_path / "out")
     for name in (f"{path}.{each}_proj.weight" for each in "qkv"):
         wanted = stored[name].float() * stored[f"{name}_scale"] * torch.from_numpy(columns)
         made = found[name].float() * found[f"{name}_scale"]

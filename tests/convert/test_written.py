@@ -11,14 +11,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-import tiny
 from openquant import compress
-from openquant.convert.written import verify_shard
+from openquant.convert.checks import verify_shard
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.shardfile import ShardFile
 from openquant.formats.schemes import CHANNEL, TENSOR
 from openquant.plan.layout import Layout
 from openquant.plan.plan import make_plan
+from support import small_checkpoints
 
 NAME = "model.safetensors"
 QUERY = "model.layers.0.self_attn.q_proj"
@@ -26,7 +26,7 @@ QUERY = "model.layers.0.self_attn.q_proj"
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return tiny.write(tmp_path / "source", "Qwen3ForCausalLM")
+    return small_checkpoints.write(tmp_path / "source", "Qwen3ForCausalLM")
 
 
 @pytest.fixture

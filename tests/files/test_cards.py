@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-import tiny
 from openquant import compress
 from openquant.files.cards import base_models, published_card
+from support import small_checkpoints
 
 MINE = "Notes.\n\n```\nvllm serve mine\n```\n"
 
 
 def test_a_published_card_s_own_commands_name_the_repository(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source")
+    source = small_checkpoints.write(tmp_path / "source")
     (source / "README.md").write_text(MINE)
     compress(source, tmp_path / "out", "block")
     text = MINE + (tmp_path / "out" / "README.md").read_text() + MINE
@@ -30,7 +30,7 @@ def test_a_published_card_s_own_commands_name_the_repository(tmp_path: Path) -> 
 
 
 def test_what_a_command_says_of_the_cache_stays(tmp_path: Path) -> None:
-    compress(tiny.write(tmp_path / "source"), tmp_path / "out", kv_cache="fp8")
+    compress(small_checkpoints.write(tmp_path / "source"), tmp_path / "out", kv_cache="fp8")
     text = (tmp_path / "out" / "README.md").read_text()
     served = "\nvllm serve out --kv-cache-dtype fp8\npython -m sglang.launch_server --model-path out\n"
     assert text.count(served) == 1

@@ -16,13 +16,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import tiny
 from openquant import compress
 from openquant.errors import OutputError, SourceError
 from openquant.files import checkpoint as checkpoints
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.inputs import shown
+from openquant.files.small_files import shown
 from openquant.files.tensors import TensorInfo
+from support import small_checkpoints
 
 INDEX = "model.safetensors.index.json"
 
@@ -56,7 +56,7 @@ def assert_refused(source: Path, message: str, hint: str | None = None) -> None:
 
 def test_every_tensor_is_found_where_the_library_put_it(source: Path) -> None:
     checkpoint = open_checkpoint(source)
-    weights = tiny.read(source)
+    weights = small_checkpoints.read(source)
     assert set(checkpoint.tensors) == set(weights)
     for name, weight in weights.items():
         assert checkpoint.tensors[name] == TensorInfo(name, "BF16", tuple(weight.shape))
@@ -202,12 +202,12 @@ def test_index_naming_a_tensor_its_shard_lacks(source: Path) -> None:
 
 def test_index_without_a_tensor_that_is_there(source: Path) -> None:
     edit_index(source, lambda index: index["weight_map"].pop("lm_head.weight"))
-    shard = open_checkpoint(tiny.write(source.parent / "same", shards=3)).where["lm_head.weight"].shard
+    shard = open_checkpoint(small_checkpoints.write(source.parent / "same", shards=3)).where["lm_head.weight"].shard
     assert_refused(source, f"{shard} holds lm_head.weight, which {INDEX} does not list")
 
 
 def test_tensor_in_two_shards(source: Path) -> None:
-    weights = tiny.read(source)
+    weights = small_checkpoints.read(source)
     extra = "model-00004-of-00004.safetensors"
     save_file({"model.norm.weight": weights["model.norm.weight"]}, source / extra)
     first = json.loads((source / INDEX).read_text())["weight_map"]["model.norm.weight"]
@@ -310,7 +310,9 @@ def test_a_header_for_more_tensors_than_any_model_has(tmp_path: Path, what: str)
     (source / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
     (source / "model.safetensors").write_bytes(raw(HOSTS[what]))
     limit = "import resource; resource.setrlimit(resource.RLIMIT_DATA, (400 << 20, 400 << 20))"
-    command = f"{limit}; from openquant.cli import main; raise SystemExit(main(['compress', '-m', {str(source)!r}]))"
+    command = (
+        f"{limit}; from openquant.cli.commands import main; raise SystemExit(main(['compress', '-m', {str(source)!r}]))"
+    )
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr.splitlines()[0]) == (
         2,
@@ -384,14 +386,14 @@ def nobody() -> Iterator[Path]:
 
 @pytest.mark.parametrize("name", ["config.json", "model-00002-of-00003.safetensors", INDEX])
 def test_no_permission_for_a_file(nobody: Path, name: str) -> None:
-    source = tiny.write(nobody / "source", shards=3)
+    source = small_checkpoints.write(nobody / "source", shards=3)
     (source / name).chmod(0)
     hint = "check the file and its permissions"
     assert_refused(source, f"{source / name} cannot be read: Permission denied", hint)
 
 
 def test_no_permission_for_the_directory(nobody: Path) -> None:
-    source = tiny.write(nobody / "locked" / "source")
+    source = small_checkpoints.write(nobody / "locked" / "source")
     (nobody / "locked").chmod(0)
     with pytest.raises(SourceError, match="locked/source cannot be read: Permission denied"):
         compress(source, nobody / "out")
@@ -399,7 +401,7 @@ def test_no_permission_for_the_directory(nobody: Path) -> None:
 
 
 def test_no_permission_for_the_output(nobody: Path) -> None:
-    source = tiny.write(nobody / "source")
+    source = small_checkpoints.write(nobody / "source")
     (nobody / "shut").mkdir(mode=0o500)
     with pytest.raises(OutputError, match="shut/out cannot be written: Permission denied"):
         compress(source, nobody / "shut" / "out")

@@ -12,13 +12,13 @@ from typing import BinaryIO
 import pytest
 
 from conftest import ROOT
-from evaluated import evaluation
 from openquant.errors import UsageError
 from openquant.files.destination import Destination, Kind, Protected, require_all
 from openquant.files.evaluation import EVALUATION
 from openquant.report.figure import picture
 from openquant.report.html import PAGE, PICTURE, Page, render
-from openquant.weights.calibration import Calibration, calibrations
+from openquant.weights.statistics import Calibration, calibrations
+from support.evaluation_files import evaluation
 
 NOTE = b"a note of ours"
 

@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 
-import tiny
 from conftest import tree
-from evaluated import evaluate, evaluation
 from openquant import compress, dequantize, verify
 from openquant.errors import OutputError, SourceError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.evaluation import MOST, Found, checked, find_evaluation, identity, read_evaluation
 from openquant.files.names import EVALUATION_FILES
+from support import small_checkpoints
+from support.evaluation_files import evaluate, evaluation
 
 Change = Callable[[dict[str, Any]], object]
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return tiny.write(tmp_path / "source")
+    return small_checkpoints.write(tmp_path / "source")
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import tiny
 from openquant.errors import SourceError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.fingerprint import Fingerprint, fingerprint
+from support import small_checkpoints
 
 
 class InMemory:
@@ -27,7 +27,7 @@ class InMemory:
 
 
 def test_a_copy_is_the_same_and_wherever_a_shard_lies(tmp_path: Path) -> None:
-    one = tiny.write(tmp_path / "one")
+    one = small_checkpoints.write(tmp_path / "one")
     found = fingerprint(open_checkpoint(one))
     two = shutil.copytree(one, tmp_path / "two")
     for path in two.iterdir():
@@ -39,7 +39,7 @@ def test_a_copy_is_the_same_and_wherever_a_shard_lies(tmp_path: Path) -> None:
 
 
 def test_shards_may_have_gone_by_then(tmp_path: Path) -> None:
-    root = tiny.write(tmp_path / "root", shards=4)
+    root = small_checkpoints.write(tmp_path / "root", shards=4)
     checkpoint = open_checkpoint(root)
     found = fingerprint(checkpoint)
     here, elsewhere, late, last = checkpoint.shards
@@ -58,7 +58,7 @@ def test_shards_may_have_gone_by_then(tmp_path: Path) -> None:
 
 
 def test_what_a_repository_says_of_a_shard_is_not_computed(tmp_path: Path) -> None:
-    root = tiny.write(tmp_path / "root")
+    root = small_checkpoints.write(tmp_path / "root")
     checkpoint = open_checkpoint(root)
     found, [shard] = fingerprint(checkpoint), checkpoint.shards
     file = InMemory(root / shard, hashlib.sha256((root / shard).read_bytes()).hexdigest())
@@ -70,13 +70,13 @@ def test_what_a_repository_says_of_a_shard_is_not_computed(tmp_path: Path) -> No
 
 
 def test_any_other_byte_is_another_checkpoint(tmp_path: Path) -> None:
-    one = tiny.write(tmp_path / "one")
+    one = small_checkpoints.write(tmp_path / "one")
     found = {fingerprint(open_checkpoint(one))}
     config = json.loads((one / "config.json").read_text())
     (one / "config.json").write_text(json.dumps({**config, "rope_theta": 5}))
     found.add(fingerprint(open_checkpoint(one)))
     # Same names, shapes and sizes.
-    found.add(fingerprint(open_checkpoint(tiny.write(tmp_path / "other", seed=1))))
+    found.add(fingerprint(open_checkpoint(small_checkpoints.write(tmp_path / "other", seed=1))))
     checkpoint = open_checkpoint(one)
     [shard] = checkpoint.shards
     whole = (one / shard).read_bytes()
@@ -88,7 +88,7 @@ def test_any_other_byte_is_another_checkpoint(tmp_path: Path) -> None:
 
 
 def test_the_stamp_needs_no_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = tiny.write(tmp_path / "root", shards=2)
+    root = small_checkpoints.write(tmp_path / "root", shards=2)
     made = Fingerprint(open_checkpoint(root))
     digest = made.hexdigest()
     copy = shutil.copytree(root, tmp_path / "copy")
@@ -104,7 +104,7 @@ def test_the_stamp_needs_no_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_shard_that_changed_is_named(tmp_path: Path) -> None:
-    root = tiny.write(tmp_path / "root", shards=2)
+    root = small_checkpoints.write(tmp_path / "root", shards=2)
     checkpoint = open_checkpoint(root)
     seen = Fingerprint(checkpoint)
     one, other = checkpoint.shards
@@ -122,7 +122,7 @@ def test_a_shard_that_changed_is_named(tmp_path: Path) -> None:
 
 
 def test_no_pipe_is_waited_for(tmp_path: Path) -> None:
-    root = tiny.write(tmp_path / "root")
+    root = small_checkpoints.write(tmp_path / "root")
     checkpoint = open_checkpoint(root)
     [shard] = checkpoint.shards
     (root / shard).unlink()

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-import tiny
 from conftest import Run, tree
 from openquant import compress
 from openquant.errors import OutputError
 from openquant.files.journal import finished_files, read_journal
 from openquant.files.output import OutputDirectory
+from support import small_checkpoints
 
 JOURNAL = ".openquant.json"
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    root = tiny.write(tmp_path / "source", shards=2)
+    root = small_checkpoints.write(tmp_path / "source", shards=2)
     (root / "assets").mkdir()
     (root / "assets" / "a.txt").write_text("the model's")
     return root

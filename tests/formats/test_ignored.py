@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-import tiny
 from conftest import change_json
 from openquant import compress, dequantize, verify
 from openquant.errors import OpenQuantError, UsageError
 from openquant.formats.ignored import Expressions
+from support import small_checkpoints
 
 NAMES = [f"model.layers.{layer}.mlp.{part}_proj" for layer in (0, 10) for part in ("gate", "up")]
 
@@ -106,7 +106,7 @@ def test_every_command_refuses_such_expressions(tmp_path: Path, monkeypatch: pyt
         found[key] = [FOR_EVER[0]]
 
     monkeypatch.setattr("openquant.formats.ignored.MAX_SECONDS", 0.2)
-    source = tiny.write(tmp_path / "source")
+    source = small_checkpoints.write(tmp_path / "source")
     out = with_targets(source, tmp_path / "out", add)
     if key == "targets":
         for command in (verify, dequantize, lambda path: compress(path, tmp_path / "again")):

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import tiny
 from conftest import change_json
 from openquant import dequantize, verify
 from openquant.errors import UsageError
 from openquant.formats.quantization import read_quantization
+from support import small_checkpoints
 
 
 @pytest.mark.parametrize("side", [2**16 + 1, 2**30, 2**63, 2**64])
@@ -57,5 +57,5 @@ def test_blocks_larger_than_a_matrix_take_no_more_memory(tmp_path: Path, size: l
     tracemalloc.stop()
     assert (report.problems, len(report.errors)) == ((), 1)
     assert peak < 100 << 20
-    found = tiny.read(tmp_path / "back")[name]
+    found = small_checkpoints.read(tmp_path / "back")[name]
     assert torch.equal(found, (codes.float() * 0.01).bfloat16())

@@ -5,10 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import tiny
 from cases import Base
 from openquant import compress
-from stored import SOURCES, asymmetric, asymmetric_config, awq, awq_config, gptq, gptq_config, store
+from support import small_checkpoints
+from support.quantized_checkpoints import (
+    SOURCES,
+    asymmetric,
+    asymmetric_config,
+    awq,
+    awq_config,
+    gptq,
+    gptq_config,
+    store,
+)
 
 CARD = "---\nlicense: apache-2.0\ntags: [a, b]\nlanguage:\n- en\n---\n# A model\n"
 PLAIN = [
@@ -33,7 +42,7 @@ def make(root: Path) -> list[Base]:
     """All of them, below a directory."""
     sources = {}
     for architecture, shards, dtype in PLAIN:
-        source = tiny.write(root / architecture, architecture, shards=shards, dtype=dtype, vocab=128)
+        source = small_checkpoints.write(root / architecture, architecture, shards=shards, dtype=dtype, vocab=128)
         (source / "README.md").write_text(CARD)
         (source / "tokenizer.json").write_text("{}")
         sources[architecture] = source

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 
 from damage import JOURNAL, damage
 from openquant import verify
-from openquant.cli import main
+from openquant.cli.commands import main
 from openquant.formats import kernels
 from openquant.formats.schemes import VARIANTS
 

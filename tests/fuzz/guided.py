@@ -23,7 +23,7 @@ with atheris.instrument_imports(include=["openquant"]):
     import openquant.verification.verify  # noqa: F401  (imported by the command when it needs it)
     from cases import OPTIONS, SCHEMES, SHM, Base, Outcome, problems, unreadable
     from damage import damage
-    from openquant.cli import main
+    from openquant.cli.commands import main
     from run import read_bases
 
 

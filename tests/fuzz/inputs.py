@@ -107,24 +107,24 @@ class Case:
 
 def make(root: Path) -> Sound:
     """All of it, below a directory."""
-    import tiny
-    from evaluated import evaluation
     from openquant import calibrate, compress
     from openquant.files.checkpoint import open_checkpoint
     from openquant.files.fingerprint import fingerprint
-    from openquant.files.rounded import RoundedFolder
-    from openquant.forward import kept
+    from openquant.files.layer_store import RoundedFolder
+    from openquant.streaming import pass_checkpoint
+    from support import small_checkpoints
+    from support.evaluation_files import evaluation
 
-    model = tiny.write(root / "model", "Qwen3ForCausalLM", vocab=2048)
+    model = small_checkpoints.write(root / "model", "Qwen3ForCausalLM", vocab=2048)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(EXAMPLE / name, model / name)
     text = root / "some.txt"
     text.write_text("\n".join(f"Line {number} of a text about {number * number}." for number in range(400)))
     texts: dict[str, Any] = {"text": [text], "samples": 2, "length": 32}
     with (
-        patch.object(kept, "EVERY", 0),
-        patch.object(kept, "TIMES", 0),
-        patch.object(kept.Kept, "remove", lambda _: None),
+        patch.object(pass_checkpoint, "EVERY", 0),
+        patch.object(pass_checkpoint, "TIMES", 0),
+        patch.object(pass_checkpoint.Kept, "remove", lambda _: None),
         patch.object(RoundedFolder, "remove", lambda _: None),
     ):
         calibration = calibrate(model, root / "x", **texts)
@@ -242,7 +242,7 @@ ASKING = [
 def calibration(case: Case) -> Trial:
     from openquant import OpenQuantError, compress
     from openquant.recipes import typed
-    from openquant.weights.calibration import calibrations, read_calibration
+    from openquant.weights.statistics import calibrations, read_calibration
 
     path = case.write("x", damaged_file(case, case.sound.calibration, CALIBRATION))
     asked = dict(case.rng.choice(ASKING))
@@ -276,8 +276,8 @@ def same(path: Path, data: bytes) -> str | None:
 
 def passes(case: Case) -> Trial:
     from openquant import calibrate
-    from openquant.forward.kept import Kept
-    from openquant.weights.calibration import read_calibration
+    from openquant.streaming.pass_checkpoint import Kept
+    from openquant.weights.statistics import read_calibration
 
     sealed = case.rng.random() < 0.8
     data = case.sound.part
@@ -359,7 +359,7 @@ def raw(rng: random.Random, data: bytes) -> bytes:
 
 
 def rounded(case: Case) -> Trial:
-    from openquant.files.rounded import RoundedFolder
+    from openquant.files.layer_store import RoundedFolder
 
     folder = case.here / "out.rounded"
     folder.mkdir()
@@ -431,7 +431,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def recipe(case: Case) -> Trial:
-    from openquant.cli import recipe_parser
+    from openquant.cli.commands import recipe_parser
     from openquant.recipes import read
 
     names = case.rng.sample(sorted(OPTIONS), case.rng.randint(1, 4))
@@ -486,14 +486,14 @@ def written(case: Case, name: str) -> Path:
 @cache
 def tokenizer_of(model: Path) -> Any:
     """The tokenizer of a model that does not change, loaded once."""
-    from openquant.texts.tokenizer import load
+    from openquant.data.tokenizer import load
 
     return load(model, "model")
 
 
 def text(case: Case) -> Trial:
+    from openquant.data.corpus import read
     from openquant.options import CalibrationTexts
-    from openquant.texts.corpus import read
 
     path = written(case, "given")
     tokenizer = tokenizer_of(case.sound.model)
@@ -512,8 +512,8 @@ TEMPLATES = [
 
 
 def prompts(case: Case) -> Trial:
-    from openquant.texts.prompts import read
-    from openquant.texts.tokenizer import load
+    from openquant.data.prompts import read
+    from openquant.data.tokenizer import load
 
     path = written(case, "prompts")
     template = case.rng.choice(TEMPLATES)
@@ -575,7 +575,7 @@ def paths(case: Case) -> Trial:
     from openquant.files.destination import Destination, Protected
     from openquant.files.evaluation import EVALUATION as FIGURES
     from openquant.report.html import PAGE, PICTURE
-    from openquant.weights.calibration import calibrations
+    from openquant.weights.statistics import calibrations
 
     here, rng = case.here, case.rng
     case.copy(case.sound.model, "model")

@@ -1,6 +1,6 @@
 """Commands that run models, interrupted at random bytecodes: they end within seconds, and the next run gives the same bytes.
 
-python interrupts.py [--first N] [--cases N] [--only openquant/forward/suspended.py] calibrate|gptq|eval...
+python interrupts.py [--first N] [--cases N] [--only openquant/streaming/interleaved.py] calibrate|gptq|eval...
 """
 
 from __future__ import annotations
@@ -69,16 +69,8 @@ def preload() -> None:
     import torch
 
     torch.set_num_threads(1)
-    import openquant.api
-    import openquant.calibration
-    import openquant.cli
-    import openquant.evaluation
-    import openquant.gptq
-    import openquant.improve.gptq
-    import openquant.measure.calibrate
-    import openquant.measure.evaluate  # noqa: F401
     from openquant.files.checkpoint import open_checkpoint
-    from openquant.forward.streamed import StreamedModel
+    from openquant.streaming.model import StreamedModel
 
     StreamedModel(open_checkpoint(EXAMPLE))
 
@@ -113,8 +105,8 @@ def forked(do: Callable[[], int], log: Path, limit: float, since: Path | None = 
 
 def command(verb: str, scratch: Path, at: int, number: int, traced: Sequence[str]) -> tuple[int, int]:
     """Run a verb, with a signal at a bytecode. Returns the exit code and how many bytecodes there were."""
-    from openquant.cli import main
-    from openquant.interrupts import listen
+    from openquant.cli.commands import main
+    from openquant.cli.interrupts import listen
 
     count = 0
 

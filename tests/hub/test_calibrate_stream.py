@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from conftest import EXAMPLE, ROOT
-from loopback_hub import LoopbackHub
 from openquant import calibrate, compress
-from openquant.weights.calibration import read_calibration
-from outliers import twin
+from openquant.weights.statistics import read_calibration
+from support.loopback_hub import LoopbackHub
+from support.outlier_channels import twin
 
 WORDS = ("--samples", "2", "--length", "32")
 

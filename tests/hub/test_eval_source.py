@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from conftest import EXAMPLE, ROOT
-from loopback_hub import LoopbackHub
 from openquant import compress
+from support.loopback_hub import LoopbackHub
 
 
 def test_a_source_comes_from_the_hub(tmp_path: Path) -> None:

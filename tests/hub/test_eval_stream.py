@@ -17,21 +17,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import forked_ranks
-import tiny
 from conftest import EXAMPLE, change_json
-from forked_ranks import Job, Rank
-from loopback_hub import Fault, LoopbackHub
 from openquant import compress, evaluate
 from openquant.errors import UsageError
+from openquant.evaluation import answers
 from openquant.files.names import EVAL_FILE
 from openquant.hub.fetch import AHEAD
-from openquant.measure import answers
 from openquant.options import Evaluate
+from support import forked_ranks, small_checkpoints
+from support.forked_ranks import Job, Rank
+from support.loopback_hub import Fault, LoopbackHub
 
 OPENQUANT = """
 import os, sys
-from openquant.cli import main
+from openquant.cli.commands import main
 os.chdir(os.environ["HERE"])
 """
 RUN = "sys.exit(main())\n"
@@ -80,7 +79,7 @@ def deep(root: Path) -> Path:
     shutil.copytree(EXAMPLE, root, ignore=shutil.ignore_patterns("*.safetensors*"))
     change_json(root / "config.json", lambda found: found.update(num_hidden_layers=LAYERS, layer_types=None))
     parts: list[dict[str, torch.Tensor]] = [{} for _ in range(SHARDS)]
-    for name, tensor in tiny.read(EXAMPLE).items():
+    for name, tensor in small_checkpoints.read(EXAMPLE).items():
         first, _, rest = name.removeprefix("model.layers.").partition(".")
         if "layers" in name:
             for number in range(int(first), LAYERS, 4):
@@ -174,7 +173,7 @@ def test_ranks_stream_each_for_itself_beside_an_output_of_this_machine(
     job: Job, output: Path, expected: dict[str, Any], tmp_path: Path
 ) -> None:
     here = shutil.copytree(output, tmp_path / "there" / "out")
-    disk = "from openquant.forward import scratch\nscratch.IN_MEMORY = ()\n"
+    disk = "from openquant.streaming import scratch\nscratch.IN_MEMORY = ()\n"
     ranks = [begin(job, tmp_path, here, *FROM_HUB[:-1], rank=rank, size=2, first=disk) for rank in range(2)]
     assert [end(rank)[0] for rank in ranks] == [0, 0]
     assert named(json.loads((here / EVAL_FILE).read_text()), "name", "out") == expected["outputs"][0]

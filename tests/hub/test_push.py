@@ -18,17 +18,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-import forked_ranks
-import tiny
 from conftest import ROOT, tree
-from evaluated import evaluate
-from forked_ranks import COMMANDS, Rank, finish, forked
-from loopback_hub import Fault, LoopbackHub
 from openquant import OpenQuantError, compress, dequantize
 from openquant.api import push
 from openquant.files.evaluation import identity
 from openquant.hub.publish import Publisher
 from openquant.options import Push
+from support import forked_ranks, small_checkpoints
+from support.evaluation_files import evaluate
+from support.forked_ranks import COMMANDS, Rank, finish, forked
+from support.loopback_hub import Fault, LoopbackHub
 
 SHARDS = 5
 INDEX = "model.safetensors.index.json"
@@ -42,7 +41,7 @@ def hub(tmp_path: Path) -> Iterator[LoopbackHub]:
 
 
 def write(root: Path) -> Path:
-    tiny.write(root, "Qwen3MoeForCausalLM", shards=SHARDS)
+    small_checkpoints.write(root, "Qwen3MoeForCausalLM", shards=SHARDS)
     (root / "tokenizer.json").write_text("{}")
     (root / "LICENSE").write_text("Do as you like.\n")
     (root / "README.md").write_text("---\nlicense: mit\n---\nA model.\n")
@@ -355,7 +354,9 @@ def test_push_of_a_dequantized_directory(hub: LoopbackHub, source: Path, tmp_pat
 
 def test_push_only_keeps_few_shards_on_disk(hub: LoopbackHub, tmp_path: Path) -> None:
     """From one repository to another; neither the source nor the output is ever whole on this disk."""
-    source = hub.repositories["org/name"] = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM", shards=14)
+    source = hub.repositories["org/name"] = small_checkpoints.write(
+        tmp_path / "source", "Qwen3MoeForCausalLM", shards=14
+    )
     compress(source, tmp_path / "expected", "block")
     expected = published(tree(tmp_path / "expected"))
     out = tmp_path / "out"
@@ -789,7 +790,7 @@ def test_unquantized_weights_are_not_replaced(hub: LoopbackHub, source: Path, tm
         command = push_of(source, tmp_path)
     else:
         (tmp_path / "other").mkdir()
-        other = tiny.write(tmp_path / "other" / "source", "Qwen3MoeForCausalLM", shards=SHARDS, seed=1)
+        other = small_checkpoints.write(tmp_path / "other" / "source", "Qwen3MoeForCausalLM", shards=SHARDS, seed=1)
         compress(other, tmp_path / "fp8")
         command = ["dequantize", tmp_path / "fp8", "-o", tmp_path / "out", "--push-to-hub", "user/name"]
     done = ask(hub, tmp_path, *command)

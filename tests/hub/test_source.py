@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-import forked_ranks
-import tiny
 from conftest import ROOT, tree
-from forked_ranks import COMMANDS, finish, forked
-from loopback_hub import COMMIT, LoopbackHub
 from openquant import compress
+from support import forked_ranks, small_checkpoints
+from support.forked_ranks import COMMANDS, finish, forked
+from support.loopback_hub import COMMIT, LoopbackHub
 
 Hub = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -48,7 +47,7 @@ def ask(forks: None, hub: LoopbackHub, tmp_path: Path) -> Hub:
 
 @pytest.fixture
 def repository(hub: LoopbackHub, tmp_path: Path) -> Path:
-    root = tiny.write(tmp_path / "repository", shards=2)
+    root = small_checkpoints.write(tmp_path / "repository", shards=2)
     (root / "README.md").write_text("---\nlicense: mit\n---\nA model.\n")
     (root / "tokenizer.json").write_text("{}")
     (root / "pytorch_model.bin").write_bytes(b"never downloaded")
@@ -77,7 +76,7 @@ def test_a_repository_converts_as_its_files_would(ask: Hub, hub: LoopbackHub, re
 
 
 def test_a_local_directory_wins_and_needs_no_network(ask: Hub, hub: LoopbackHub, tmp_path: Path) -> None:
-    tiny.write(tmp_path / "here" / "org" / "name")
+    small_checkpoints.write(tmp_path / "here" / "org" / "name")
     done = ask("-m", "org/name", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["revision"] is None
@@ -135,7 +134,7 @@ def test_a_dry_run_reads_headers_only(ask: Hub, hub: LoopbackHub, repository: Pa
 
 
 def test_a_dry_run_of_a_single_file(ask: Hub, hub: LoopbackHub, tmp_path: Path) -> None:
-    hub.repositories["org/single"] = tiny.write(tmp_path / "single")
+    hub.repositories["org/single"] = small_checkpoints.write(tmp_path / "single")
     done = ask("-m", "org/single", "--dry-run", "-w", "128")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"org/single@{COMMIT} -> single-FP8-W128\n")

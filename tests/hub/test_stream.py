@@ -19,15 +19,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import forked_ranks
-import tiny
 from conftest import ROOT, tree
-from forked_ranks import COMMANDS, Rank, finish, forked
-from loopback_hub import COMMIT, Fault, LoopbackHub
 from openquant import compress
 from openquant.hub.fetch import memory_needed
 from openquant.hub.source import HubFile, Source
-from stored import PER_TENSOR, STATIC, by_tensor, store
+from support import forked_ranks, small_checkpoints
+from support.forked_ranks import COMMANDS, Rank, finish, forked
+from support.loopback_hub import COMMIT, Fault, LoopbackHub
+from support.quantized_checkpoints import PER_TENSOR, STATIC, by_tensor, store
 
 SHARDS = 6
 
@@ -39,7 +38,7 @@ def hub(tmp_path: Path) -> Iterator[LoopbackHub]:
 
 
 def write(root: Path) -> Path:
-    tiny.write(root, "Qwen3MoeForCausalLM", shards=SHARDS)
+    small_checkpoints.write(root, "Qwen3MoeForCausalLM", shards=SHARDS)
     (root / "README.md").write_text("---\nlicense: mit\n---\nA model.\n")
     return root
 
@@ -109,7 +108,9 @@ def test_a_quantized_repository(
 ) -> None:
     """Its scales lie in other shards than their codes."""
     compress(source, tmp_path / "fp8", "block")
-    root = tiny.write(tmp_path / "quantized", shards=SHARDS + 1, weights=tiny.read(tmp_path / "fp8"))
+    root = small_checkpoints.write(
+        tmp_path / "quantized", shards=SHARDS + 1, weights=small_checkpoints.read(tmp_path / "fp8")
+    )
     shutil.copy(tmp_path / "fp8" / "config.json", root)
     hub.repositories["org/name"] = root
     done = ask(hub, tmp_path, *options, *mode)
@@ -125,7 +126,7 @@ def test_the_scales_of_activations_in_a_shard_of_their_own(
 ) -> None:
     """Nothing else of that shard is used, so nothing else fetches it."""
     root = store(tmp_path / "static", by_tensor(**STATIC), PER_TENSOR)
-    weights = tiny.read(root)
+    weights = small_checkpoints.read(root)
     (root / "model.safetensors").unlink()
     parts = {
         "model-00001-of-00002.safetensors": {n: t for n, t in weights.items() if not n.endswith("input_scale")},
@@ -138,7 +139,7 @@ def test_the_scales_of_activations_in_a_shard_of_their_own(
     hub.repositories["org/name"] = root
     done = ask(hub, tmp_path, "--activation-scheme", "static", *mode)
     assert done.returncode == 0, done.stderr
-    found = tiny.read(tmp_path / "out")
+    found = small_checkpoints.read(tmp_path / "out")
     scales = {name: scale for name, scale in found.items() if name.endswith("input_scale")}
     assert len(scales) == 14
     assert all(torch.equal(scale, weights[name]) for name, scale in scales.items())
@@ -170,7 +171,7 @@ def test_a_streamed_model_needs_a_few_shards_of_disk(hub: LoopbackHub, tmp_path:
     """Whatever the number of shards: six of them, those of three outputs and two more (fetch.AT_ONCE and fetch.AHEAD)."""
     weights = {f"model.layers.{n}.mlp.{part}_proj.weight": torch.ones(256, 256) for n in range(24) for part in "uv"}
     weights = {name.replace("u_proj", "up_proj").replace("v_proj", "gate_proj"): w for name, w in weights.items()}
-    root = tiny.write(tmp_path / "repository", "Qwen3ForCausalLM", shards=24, weights=weights)
+    root = small_checkpoints.write(tmp_path / "repository", "Qwen3ForCausalLM", shards=24, weights=weights)
     hub.repositories["org/name"] = root
     largest = max(path.stat().st_size for path in root.glob("*.safetensors"))
     marks: list[int] = []
@@ -302,7 +303,7 @@ def test_a_streamed_file_continues_where_it_stopped(hub: LoopbackHub, tmp_path: 
     weights = {
         f"model.layers.{n}.mlp.{part}_proj.weight": torch.ones(1024, 1024) for n in (0, 1) for part in ("up", "gate")
     }
-    root = tiny.write(tmp_path / "repository", "Qwen3ForCausalLM", weights=weights)
+    root = small_checkpoints.write(tmp_path / "repository", "Qwen3ForCausalLM", weights=weights)
     hub.repositories["org/name"] = root
     size = (root / "model.safetensors").stat().st_size
     release = threading.Event()
@@ -418,7 +419,9 @@ def test_shards_of_another_repository_are_not_taken_for_this_one_s(
     hub: LoopbackHub, source: Path, local: Mapping[str, bytes], tmp_path: Path
 ) -> None:
     """A model and its fine-tune have the same names and headers; a run of the one left shards behind."""
-    hub.repositories["org/other"] = tiny.write(tmp_path / "other", "Qwen3MoeForCausalLM", shards=SHARDS, seed=7)
+    hub.repositories["org/other"] = small_checkpoints.write(
+        tmp_path / "other", "Qwen3MoeForCausalLM", shards=SHARDS, seed=7
+    )
     path = r"org/other/resolve/.*model-00003-of-00006\.safetensors$"
     interrupted(hub, tmp_path, Fault(path, "GET", after=1), "-m", "org/other", "--stream")
     assert list((tmp_path / "out" / ".openquant" / "source-0").iterdir())
@@ -482,7 +485,7 @@ def test_files_that_git_holds_are_checked_too(
     hub: LoopbackHub, source: Path, tmp_path: Path, mode: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small repositories need no LFS: the tree then has git's object ids."""
-    monkeypatch.setattr("loopback_hub.is_lfs", lambda _: False)
+    monkeypatch.setattr("support.loopback_hub.is_lfs", lambda _: False)
     assert ask(hub, tmp_path, *mode).returncode == 0
     hub.faults.append(Fault(SHARD, "GET", after=1, times=None, flip=5000))
     done = ask(hub, tmp_path, *mode, "-o", str(tmp_path / "again"), HF_HOME=str(tmp_path / "hf2"))
@@ -586,7 +589,7 @@ def test_a_server_that_ignores_ranges(
 def test_no_more_is_read_than_was_asked_for(hub: LoopbackHub, tmp_path: Path) -> None:
     """What a server sends that ignores ranges is left where it is."""
     weights = {f"model.layers.0.mlp.{part}_proj.weight": torch.ones(8192, 4096) for part in ("up", "gate")}
-    hub.repositories["org/name"] = tiny.write(tmp_path / "repository", "Qwen3ForCausalLM", weights=weights)
+    hub.repositories["org/name"] = small_checkpoints.write(tmp_path / "repository", "Qwen3ForCausalLM", weights=weights)
     hub.ignores_range = True
     done = ask(hub, tmp_path, "--dry-run", "--json")
     assert done.returncode == 0, done.stderr
@@ -597,7 +600,7 @@ def test_no_more_is_read_than_was_asked_for(hub: LoopbackHub, tmp_path: Path) ->
 
 def test_a_streamed_file_continues_without_ranges(hub: LoopbackHub, tmp_path: Path) -> None:
     weights = {f"model.layers.0.mlp.{part}_proj.weight": torch.ones(1024, 1024) for part in ("up", "gate")}
-    root = tiny.write(tmp_path / "repository", "Qwen3ForCausalLM", weights=weights)
+    root = small_checkpoints.write(tmp_path / "repository", "Qwen3ForCausalLM", weights=weights)
     hub.repositories["org/name"] = root
     hub.ignores_range = True
     hub.faults.append(Fault(r"model\.safetensors$", "GET", after=1, cut=5_000_000))

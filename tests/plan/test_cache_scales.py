@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-import tiny
-from converted import Shelf
 from openquant import compress, dequantize
-from openquant.architectures.parts import SGLANG_ONES
 from openquant.errors import PlanError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import CHANNEL, TENSOR, VARIANTS, Scheme
 from openquant.models import MODELS
-from openquant.plan.cache import cache_layers
-from openquant.plan.fates import Options
-from openquant.plan.parallel import text_config
+from openquant.plan.decisions import Options
+from openquant.plan.kv_cache import cache_layers
 from openquant.plan.plan import Plan, make_plan
-from openquant.plan.roles import Entry
+from openquant.plan.tensor_parallel import text_config
+from openquant.registry.parts import SGLANG_ONES
+from openquant.registry.rules import Entry
 from openquant.version import SGLANG
-from openquant.weights.calibration import Calibration
-from published import published
+from openquant.weights.statistics import Calibration
+from support import small_checkpoints
+from support.conversions import Shelf
+from support.published_checkpoints import published
 
 FP8 = Options(cached=True)
 
@@ -39,7 +39,9 @@ def seen(*both: tuple[float, float]) -> Calibration:
 
 
 def scales_of(root: Path) -> dict[str, float]:
-    found = {name: each for name, each in tiny.read(root).items() if name.endswith((".k_scale", ".v_scale"))}
+    found = {
+        name: each for name, each in small_checkpoints.read(root).items() if name.endswith((".k_scale", ".v_scale"))
+    }
     assert all(each.dtype == torch.float32 and each.shape == (1,) for each in found.values())
     return {name: float(each) for name, each in found.items()}
 
@@ -58,7 +60,7 @@ ALL = [f"model.layers.{layer}.self_attn.{last}" for layer in range(2) for last i
 
 @pytest.mark.parametrize("scheme", VARIANTS, ids=lambda scheme: scheme.suffix)
 def test_every_scheme_has_scales_of_one_in_all_layers(tmp_path: Path, scheme: Scheme) -> None:
-    plan = planned(tiny.write(tmp_path / "source"), scheme)
+    plan = planned(small_checkpoints.write(tmp_path / "source"), scheme)
     outputs = [info for shard in plan.shards for info in plan.outputs(shard.name)]
     assert sorted(info.name for info in outputs if info.name.endswith(("k_scale", "v_scale"))) == ALL
     assert plan.cached and plan.cache_layers == 2 and plan.suffix == f"{scheme.suffix}-KV8"
@@ -71,7 +73,7 @@ def test_every_scheme_has_scales_of_one_in_all_layers(tmp_path: Path, scheme: Sc
 
 
 def test_what_is_written(tmp_path: Path) -> None:
-    result = compress(tiny.write(tmp_path / "source"), tmp_path / "out", kv_cache="fp8")
+    result = compress(small_checkpoints.write(tmp_path / "source"), tmp_path / "out", kv_cache="fp8")
     assert scales_of(tmp_path / "out") == dict.fromkeys(ALL, 1.0)
     assert result.kv_cache == "fp8" and result.to_json()["kv_cache"] == "fp8"
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -118,7 +120,7 @@ def test_latent_attention_is_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize("name", ["Lfm2ForCausalLM", "Lfm2MoeForCausalLM"])
 def test_where_engines_load_no_such_scales_it_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(PlanError, match="no engine loads scales of keys and values"):
-        planned(tiny.write(tmp_path / "source", name))
+        planned(small_checkpoints.write(tmp_path / "source", name))
 
 
 # As its loader does (run on a small model of each architecture).
@@ -161,7 +163,7 @@ def test_where_sglang_takes_one_in_their_place_the_plan_says_so(shelf: Shelf) ->
 
 
 def test_calibrated_scales_are_powers_of_two(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source")
+    source = small_checkpoints.write(tmp_path / "source")
     plan = planned(source, options=Options(cached=True, calibration=seen((21.5, 3.25), (900.0, 0.5))))
     made = {kept.tensor.name: kept.made for kept in plan.fates.kept if kept.made is not None}
     assert list(made.values()) == [2.0**-4, 2.0**-7, 4.0, 2.0**-9]
@@ -177,18 +179,18 @@ def test_calibrated_scales_are_powers_of_two(tmp_path: Path) -> None:
 def test_a_calibration_without_ranges_of_a_layer_is_refused(tmp_path: Path) -> None:
     options = Options(cached=True, calibration=seen((1.0, 1.0)))
     with pytest.raises(PlanError, match="has not seen keys and values of layer 1"):
-        planned(tiny.write(tmp_path / "source"), options=options)
+        planned(small_checkpoints.write(tmp_path / "source"), options=options)
 
 
 def with_scales(root: Path, **scales: torch.Tensor) -> Path:
     """A directory made by this program that has scales of keys and values, as another tool calls them."""
-    compress(tiny.write(root / "source"), root / "quantized", "channel")
+    compress(small_checkpoints.write(root / "source"), root / "quantized", "channel")
 
     def change(weights: dict[str, torch.Tensor]) -> None:
         for name, scale in scales.items():
             weights[f"model.layers.{name.replace('__', '.')}"] = scale
 
-    tiny.change_weights(root / "quantized", change)
+    small_checkpoints.change_weights(root / "quantized", change)
     return root / "quantized"
 
 
@@ -203,7 +205,7 @@ def test_scales_of_a_source_are_kept_under_names_that_engines_load(tmp_path: Pat
     )
     compress(source, tmp_path / "out", "channel", kv_cache="fp8")
     assert scales_of(tmp_path / "out") == dict(zip(ALL, [0.25, 0.5, 3.0, 3.0], strict=True))
-    assert not any("output_scale" in name or "kv_scale" in name for name in tiny.read(tmp_path / "out"))
+    assert not any("output_scale" in name or "kv_scale" in name for name in small_checkpoints.read(tmp_path / "out"))
     assert "4 of 4 scales of keys and values are the source's, all others 1" in planned(source).notes
     dequantize(tmp_path / "out", tmp_path / "plain")
     assert scales_of(tmp_path / "plain") == {}

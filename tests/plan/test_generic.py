@@ -7,22 +7,22 @@ from pathlib import Path
 
 import pytest
 
-import tiny
 from conftest import Run, tree
 from openquant import OpenQuantError, compress
 from openquant.errors import PlanError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import TENSOR
 from openquant.models import GENERIC, MODELS
-from openquant.plan.entries import find_model
+from openquant.plan.architecture import find_model
 from openquant.plan.plan import Plan, make_plan
-from published import NAMES, published, with_few_experts
+from support import small_checkpoints
+from support.published_checkpoints import NAMES, published, with_few_experts
 
 FILES = sorted(path.stem for path in NAMES.glob("*.txt"))
 
 
 def renamed(root: Path, architecture: str, name: str) -> Path:
-    source = tiny.write(root, architecture)
+    source = small_checkpoints.write(root, architecture)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "architectures": [name]}))
     return source
@@ -36,7 +36,7 @@ def test_a_renamed_class_converts_as_the_one_it_is(run: Run, tmp_path: Path) -> 
     assert "--architecture" in refused.stderr.splitlines()[1]
     done = run("-m", source, "-o", "out", "--architecture", "Qwen3ForCausalLM")
     assert (done.returncode, done.stderr) == (0, "")
-    compress(tiny.write(tmp_path / "plain", "Qwen3ForCausalLM"), tmp_path / "expected")
+    compress(small_checkpoints.write(tmp_path / "plain", "Qwen3ForCausalLM"), tmp_path / "expected")
     found, expected = tree(tmp_path / "here" / "out"), tree(tmp_path / "expected")
     assert found["model.safetensors"] == expected["model.safetensors"]
     config = json.loads(found["config.json"])
@@ -72,13 +72,13 @@ def test_names_and_shapes_say_so_unless_told_to_be_quiet(run: Run, tmp_path: Pat
     said = {"": done.stdout, "--json": done.stderr, "-q": done.stderr}[how]
     assert (f"note: {NOTES[name]}\n" in said) == (how != "-q")
     assert bool(said) == (how != "-q")
-    compress(tiny.write(tmp_path / "plain", "Qwen3MoeForCausalLM"), tmp_path / "expected")
+    compress(small_checkpoints.write(tmp_path / "plain", "Qwen3MoeForCausalLM"), tmp_path / "expected")
     expected = (tmp_path / "expected" / "model.safetensors").read_bytes()
     assert (tmp_path / "here" / "out" / "model.safetensors").read_bytes() == expected
 
 
 def test_auto_goes_by_an_entry_where_there_is_one(tmp_path: Path) -> None:
-    known = open_checkpoint(tiny.write(tmp_path / "plain", "Qwen3ForCausalLM"))
+    known = open_checkpoint(small_checkpoints.write(tmp_path / "plain", "Qwen3ForCausalLM"))
     assert find_model(known, "auto") is MODELS["Qwen3ForCausalLM"]
     assert find_model(known, "generic") is GENERIC
     assert (
@@ -90,7 +90,7 @@ def test_auto_goes_by_an_entry_where_there_is_one(tmp_path: Path) -> None:
 def test_generic_quantizes_nothing_that_an_entry_keeps(name: str) -> None:
     """Routers, embeddings, heads, towers, norms, convolutions, draft layers: of every published model here."""
     checkpoint = with_few_experts(published(name))
-    if tiny.refused(checkpoint.architecture, TENSOR) is not None:
+    if small_checkpoints.refused(checkpoint.architecture, TENSOR) is not None:
         return
     try:
         chosen = quantized(make_plan(checkpoint, TENSOR, architecture="generic"))

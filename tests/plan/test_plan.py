@@ -11,10 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import tiny
 from conftest import EXAMPLE
 from openquant import compress
-from openquant.architectures.entry import Refusal
 from openquant.errors import PlanError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import (
@@ -35,9 +33,11 @@ from openquant.formats.schemes import (
     Scheme,
 )
 from openquant.models import MODELS
-from openquant.plan.fates import Options
+from openquant.plan.decisions import Options
 from openquant.plan.plan import Plan, make_plain_plan, make_plan
+from openquant.registry.architecture import Refusal
 from openquant.version import SGLANG, VLLM
+from support import small_checkpoints
 
 
 def plan_of(root: Path, scheme: Scheme = TENSOR, *ignore: str) -> Plan:
@@ -52,9 +52,9 @@ def reason(plan: Plan, module: str) -> str:
     return next(line.why for line in plan.lines if module in line.names)
 
 
-@pytest.mark.parametrize("architecture", tiny.HAND_MADE)
+@pytest.mark.parametrize("architecture", small_checkpoints.HAND_MADE)
 def test_digest_depends_on_options_and_source(tmp_path: Path, architecture: str) -> None:
-    checkpoint = open_checkpoint(tiny.write(tmp_path / "a", architecture))
+    checkpoint = open_checkpoint(small_checkpoints.write(tmp_path / "a", architecture))
     digests = {
         make_plan(checkpoint, TENSOR).digest,
         make_plan(checkpoint, BLOCK).digest,
@@ -73,7 +73,7 @@ def test_digest_depends_on_options_and_source(tmp_path: Path, architecture: str)
 
 def test_digest_depends_on_the_registry_s_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that begins under one version of an entry is not continued under another."""
-    checkpoint = open_checkpoint(tiny.write(tmp_path / "a"))
+    checkpoint = open_checkpoint(small_checkpoints.write(tmp_path / "a"))
     before = make_plan(checkpoint, TENSOR).digest
     monkeypatch.setitem(MODELS, "Qwen3ForCausalLM", replace(MODELS["Qwen3ForCausalLM"], joined=()))
     assert make_plan(checkpoint, TENSOR).digest != before
@@ -95,12 +95,12 @@ def test_unknown_architecture_lists_the_known_ones(source: Path) -> None:
 
 
 def test_all_misfits_are_listed_at_once(tmp_path: Path) -> None:
-    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     for layer in (0, 1):
         weights[f"model.layers.{layer}.mlp.router.weight"] = torch.zeros(4, 256)
     weights["model.extra"] = torch.zeros(2, 2)
     weights["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(256, 256, dtype=torch.float64)
-    root = tiny.write(tmp_path / "a", weights=weights)
+    root = small_checkpoints.write(tmp_path / "a", weights=weights)
     with pytest.raises(PlanError) as caught:
         plan_of(root)
     assert caught.value.message == (
@@ -125,14 +125,14 @@ def test_all_misfits_are_listed_at_once(tmp_path: Path) -> None:
 def test_what_the_source_lacks_is_noted(tmp_path: Path, gone: str, note: str | None) -> None:
     """vLLM loads a quantized model that is not whole without a word."""
     architecture = "Qwen3MoeForCausalLM" if "experts" in gone else "Qwen3ForCausalLM"
-    weights = tiny.tensors(architecture)
-    config = tiny.config(architecture)
+    weights = small_checkpoints.tensors(architecture)
+    config = small_checkpoints.config(architecture)
     if "experts" in gone:
         # A second layer of experts.
         config |= {"mlp_only_layers": [], "num_hidden_layers": 3}
         weights |= {n.replace("layers.1.", "layers.2."): w.clone() for n, w in weights.items() if "layers.1." in n}
     weights = {name: weight for name, weight in weights.items() if not re.search(gone, name)}
-    root = tiny.write(tmp_path / "source", architecture, weights=weights)
+    root = small_checkpoints.write(tmp_path / "source", architecture, weights=weights)
     (root / "config.json").write_text(json.dumps(config))
     notes = [found for found in plan_of(root).notes if "lacks" in found]
     assert any(found == f"the source lacks {note}" for found in notes) if note else notes == []
@@ -157,7 +157,7 @@ def test_sizes_in_config_json_that_are_none(source: Path, tmp_path: Path, number
 def test_misfits_without_number_make_a_short_message(tmp_path: Path) -> None:
     weights = {f"what.{chr(97 + n // 26)}{chr(97 + n % 26)}.weight": torch.ones(2, 2) for n in range(600)}
     with pytest.raises(PlanError) as caught:
-        plan_of(tiny.write(tmp_path / "source", weights=weights))
+        plan_of(small_checkpoints.write(tmp_path / "source", weights=weights))
     assert caught.value.message.startswith("what.aa.weight, what.ab.weight, ")
     assert caught.value.message.endswith(", what.dv.weight, 500 more matches no pattern of Qwen3ForCausalLM")
 
@@ -172,8 +172,8 @@ def test_a_count_of_layers_that_no_model_has(source: Path) -> None:
 
 
 def test_ignore_settles_a_tensor_no_pattern_matches(tmp_path: Path) -> None:
-    weights = tiny.tensors("Qwen3ForCausalLM") | {"model.layers.0.mlp.router.weight": torch.zeros(4, 256)}
-    root = tiny.write(tmp_path / "a", weights=weights)
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM") | {"model.layers.0.mlp.router.weight": torch.zeros(4, 256)}
+    root = small_checkpoints.write(tmp_path / "a", weights=weights)
     plan = plan_of(root, TENSOR, "**.mlp.router")
     assert reason(plan, "model.layers.0.mlp.router") == "--ignore"
     assert "model.layers.0.mlp.router" in plan.ignored_layers
@@ -210,7 +210,7 @@ def test_ignore_that_matches_nothing_is_an_error(source: Path) -> None:
 
 
 def test_experts_of_a_layer_share_status(tmp_path: Path) -> None:
-    root = tiny.write(tmp_path / "a", "Qwen3MoeForCausalLM", shards=2)
+    root = small_checkpoints.write(tmp_path / "a", "Qwen3MoeForCausalLM", shards=2)
     plan = plan_of(root, BLOCK, "model.layers.1.mlp.experts.2.down_proj")
     experts = [f"model.layers.1.mlp.experts.{e}.{p}_proj" for e in range(4) for p in ("gate", "up", "down")]
     assert {*experts, "model.layers.1.mlp.experts"} <= set(plan.ignored_layers)
@@ -220,7 +220,7 @@ def test_experts_of_a_layer_share_status(tmp_path: Path) -> None:
 
 
 def test_qwen3_moe_lists_ignored_dense_layers_under_the_joined_name_too(tmp_path: Path) -> None:
-    root = tiny.write(tmp_path / "a", "Qwen3MoeForCausalLM")
+    root = small_checkpoints.write(tmp_path / "a", "Qwen3MoeForCausalLM")
     plan = plan_of(root, BLOCK, "model.layers.0.mlp.gate_proj")
     listed = {f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "gate_up")}
     assert listed <= set(plan.ignored_layers)
@@ -228,12 +228,12 @@ def test_qwen3_moe_lists_ignored_dense_layers_under_the_joined_name_too(tmp_path
 
 
 def test_blocks_leave_a_whole_joined_set_when_one_member_does_not_divide(tmp_path: Path) -> None:
-    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     for part in ("gate", "up"):
         weights[f"model.layers.0.mlp.{part}_proj.weight"] = torch.ones(320, 256, dtype=torch.bfloat16)
     weights["model.layers.0.mlp.down_proj.weight"] = torch.ones(256, 320, dtype=torch.bfloat16)
     weights["model.layers.1.self_attn.k_proj.weight"] = torch.ones(64, 256, dtype=torch.bfloat16)
-    root = tiny.write(tmp_path / "a", weights=weights)
+    root = small_checkpoints.write(tmp_path / "a", weights=weights)
     plan = plan_of(root, BLOCK)
     kept = {f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")}
     kept |= {f"model.layers.1.self_attn.{part}_proj" for part in "qkv"}
@@ -251,16 +251,16 @@ def test_blocks_leave_a_whole_joined_set_when_one_member_does_not_divide(tmp_pat
 
 
 def test_blocks_leave_all_experts_when_they_do_not_divide(tmp_path: Path) -> None:
-    weights = tiny.tensors("Qwen3MoeForCausalLM")
+    weights = small_checkpoints.tensors("Qwen3MoeForCausalLM")
     name = "model.layers.1.mlp.experts.3.down_proj.weight"
     weights[name] = weights[name][:, :96].contiguous()
-    plan = plan_of(tiny.write(tmp_path / "a", "Qwen3MoeForCausalLM", weights=weights), BLOCK)
+    plan = plan_of(small_checkpoints.write(tmp_path / "a", "Qwen3MoeForCausalLM", weights=weights), BLOCK)
     assert not any("experts" in module for module in quantized(plan))
     assert "model.layers.1.mlp.experts.0.gate_proj" in plan.ignored_layers
 
 
 def test_lm_head_is_listed_also_when_tied_and_absent(tmp_path: Path) -> None:
-    root = tiny.write(tmp_path / "a", "Gemma3ForCausalLM")
+    root = small_checkpoints.write(tmp_path / "a", "Gemma3ForCausalLM")
     assert "lm_head.weight" not in open_checkpoint(root).tensors
     config = plan_of(root).quantization_config
     assert config["ignored_layers"] == config["modules_to_not_convert"] == ["lm_head", "model.embed_tokens"]
@@ -304,7 +304,9 @@ def test_sources_quantized_in_unknown_ways_are_refused_by_their_config(
 def test_quantized_sources_without_a_config_are_refused_by_their_tensors(
     tmp_path: Path, name: str, tensor: torch.Tensor, message: str
 ) -> None:
-    root = tiny.write(tmp_path / "a", weights=tiny.tensors("Qwen3ForCausalLM") | {name: tensor})
+    root = small_checkpoints.write(
+        tmp_path / "a", weights=small_checkpoints.tensors("Qwen3ForCausalLM") | {name: tensor}
+    )
     with pytest.raises(PlanError, match="already quantized: " + message.format(name)):
         plan_of(root)
 
@@ -319,7 +321,11 @@ def test_tensor_parallel_sizes_for_one_scale_per_tensor(source: Path) -> None:
 
 def test_tensor_parallel_sizes_for_blocks(tmp_path: Path) -> None:
     # 8 heads of 128, 2 key and value heads; the MLP's 1280 = 10 blocks forbids 4.
-    config = tiny.config("Qwen3ForCausalLM") | {"num_attention_heads": 8, "head_dim": 128, "num_hidden_layers": 1}
+    config = small_checkpoints.config("Qwen3ForCausalLM") | {
+        "num_attention_heads": 8,
+        "head_dim": 128,
+        "num_hidden_layers": 1,
+    }
     weights = {
         "model.layers.0.self_attn.q_proj.weight": torch.ones(1024, 256),
         "model.layers.0.self_attn.k_proj.weight": torch.ones(256, 256),
@@ -329,7 +335,7 @@ def test_tensor_parallel_sizes_for_blocks(tmp_path: Path) -> None:
         "model.layers.0.mlp.up_proj.weight": torch.ones(1280, 256),
         "model.layers.0.mlp.down_proj.weight": torch.ones(256, 1280),
     }
-    root = tiny.write(tmp_path / "a", weights=weights)
+    root = small_checkpoints.write(tmp_path / "a", weights=weights)
     (root / "config.json").write_text(json.dumps(config))
     plan = plan_of(root, BLOCK)
     assert [(entry.size, entry.problem) for entry in plan.parallel] == [
@@ -344,9 +350,9 @@ def test_tensor_parallel_sizes_for_blocks(tmp_path: Path) -> None:
 
 
 def test_rows_divide_wherever_tensors_do(tmp_path: Path) -> None:
-    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     weights["model.layers.0.mlp.down_proj.weight"] = torch.ones(256, 320, dtype=torch.bfloat16)
-    root = tiny.write(tmp_path / "a", weights=weights)
+    root = small_checkpoints.write(tmp_path / "a", weights=weights)
     plan = plan_of(root, CHANNEL)
     assert plan.quantized_tensors == 14
     assert plan.parallel_sizes == plan_of(root, TENSOR).parallel_sizes
@@ -354,7 +360,7 @@ def test_rows_divide_wherever_tensors_do(tmp_path: Path) -> None:
 
 
 def test_rows_need_no_other_shard_but_joined_layers_share_their_status(tmp_path: Path) -> None:
-    root = tiny.write(tmp_path / "a", shards=3)
+    root = small_checkpoints.write(tmp_path / "a", shards=3)
     plan = plan_of(root, CHANNEL, "model.layers.0.self_attn.k_proj")
     assert {f"model.layers.0.self_attn.{part}_proj" for part in "qkv"} <= set(plan.ignored_layers)
     for shard in plan.shards:
@@ -364,7 +370,7 @@ def test_rows_need_no_other_shard_but_joined_layers_share_their_status(tmp_path:
 
 def test_experts_are_refused_where_engines_load_none(tmp_path: Path) -> None:
     for name in ("Qwen3MoeForCausalLM", "Llama4ForCausalLM"):
-        root = tiny.write(tmp_path / name, name)
+        root = small_checkpoints.write(tmp_path / name, name)
         with pytest.raises(PlanError) as caught:
             plan_of(root, TENSOR_COMPRESSED)
         path = "mlp" if name.startswith("Qwen3") else "feed_forward"
@@ -380,7 +386,7 @@ def test_experts_are_refused_where_engines_load_none(tmp_path: Path) -> None:
 
 
 def test_reordered_rows_have_scales_of_their_own_where_those_of_blocks_would_not_follow(tmp_path: Path) -> None:
-    root = tiny.write(tmp_path / "a", "Llama4ForCausalLM")
+    root = small_checkpoints.write(tmp_path / "a", "Llama4ForCausalLM")
     plan = plan_of(root, BLOCK_COMPRESSED)
     attention = "model.layers.0.self_attn"
     assert reason(plan, f"{attention}.q_proj") == "channel: engines reorder its rows but not its scales"
@@ -398,10 +404,10 @@ def test_reordered_rows_have_scales_of_their_own_where_those_of_blocks_would_not
 
 
 def test_mxfp8_needs_32_inputs_and_no_number_of_outputs(tmp_path: Path) -> None:
-    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     weights["model.layers.0.mlp.down_proj.weight"] = torch.ones(251, 528, dtype=torch.bfloat16)
     weights["model.layers.1.mlp.down_proj.weight"] = torch.ones(251, 544, dtype=torch.bfloat16)
-    root = tiny.write(tmp_path / "a", weights=weights)
+    root = small_checkpoints.write(tmp_path / "a", weights=weights)
     plan = plan_of(root, MXFP8)
     assert reason(plan, "model.layers.0.mlp.down_proj") == "528 inputs per row do not divide into groups of 32"
     assert plan.quantized_tensors == 13
@@ -430,7 +436,7 @@ def test_a_shard_says_that_its_tensors_are_pytorch_s(source: Path) -> None:
 
 
 def test_every_output_tensor_is_aligned_to_its_element(tmp_path: Path) -> None:
-    root = tiny.write(tmp_path / "a", dtype="float32")
+    root = small_checkpoints.write(tmp_path / "a", dtype="float32")
     plan = plan_of(root, BLOCK)
     for shard in plan.shards:
         layout = plan.lay_out(shard.name)
@@ -480,12 +486,12 @@ def test_another_scheme_widens_to_the_joined_set_and_says_so(source: Path) -> No
 
 
 def test_what_has_the_right_name_and_another_form_is_refused(tmp_path: Path) -> None:
-    weights = tiny.tensors("Llama4ForCausalLM")
+    weights = small_checkpoints.tensors("Llama4ForCausalLM")
     weights["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(256, 256, 1)
     weights["model.layers.1.feed_forward.experts.gate_up_proj"] = torch.zeros(4, 256, 255)
     weights["model.layers.1.feed_forward.experts.down_proj"] = torch.zeros(4, 256)
     with pytest.raises(PlanError) as caught:
-        plan_of(tiny.write(tmp_path / "a", "Llama4ForCausalLM", weights=weights))
+        plan_of(small_checkpoints.write(tmp_path / "a", "Llama4ForCausalLM", weights=weights))
     assert caught.value.message == (
         "model.layers.0.self_attn.q_proj.weight is not a 2-D weight but [256, 256, 1]; "
         "model.layers.1.feed_forward.experts.down_proj is not a stack of experts but [4, 256]; "
@@ -521,7 +527,7 @@ def test_the_first_pattern_that_matches_counts(source: Path) -> None:
 
 
 def test_experts_of_a_layer_share_their_scheme_and_have_one_target(tmp_path: Path) -> None:
-    root = tiny.write(tmp_path / "a", "Qwen3MoeForCausalLM", shards=2)
+    root = small_checkpoints.write(tmp_path / "a", "Qwen3MoeForCausalLM", shards=2)
     plan = mixed(root, BLOCK_COMPRESSED, ("model.layers.1.mlp.experts.2.down_proj", CHANNEL))
     for expert in range(4):
         for part in ("gate", "up", "down"):
@@ -563,7 +569,7 @@ def test_experts_of_a_layer_share_their_scheme_and_have_one_target(tmp_path: Pat
 def test_layers_are_named_as_engines_name_them(
     tmp_path: Path, architecture: str, pattern: str, expected: list[str]
 ) -> None:
-    plan = mixed(tiny.write(tmp_path / "a", architecture), CHANNEL, (pattern, BLOCK_COMPRESSED))
+    plan = mixed(small_checkpoints.write(tmp_path / "a", architecture), CHANNEL, (pattern, BLOCK_COMPRESSED))
     assert sorted(targets(plan)[1]) == expected
 
 
@@ -628,39 +634,39 @@ FIRST = ("**.layers.0.**",)
 def test_the_plan_says_what_sglang_does_not_load(
     tmp_path: Path, architecture: str, scheme: Scheme, options: Options, says: str | None
 ) -> None:
-    plan = make_plan(open_checkpoint(tiny.write(tmp_path / "a", architecture)), scheme, options)
+    plan = make_plan(open_checkpoint(small_checkpoints.write(tmp_path / "a", architecture)), scheme, options)
     notes = [note for note in plan.notes if note.startswith("SGLang")]
     assert notes == ([] if says is None else [f"{SGLANG} does not load this output: {says}"])
     assert plan.engines == (("vLLM",) if says else ("vLLM", "SGLang"))
 
 
 def test_of_weights_that_are_plain_again_sglang_loads_all(tmp_path: Path) -> None:
-    compress(tiny.write(tmp_path / "a", "OlmoForCausalLM"), tmp_path / "out")
+    compress(small_checkpoints.write(tmp_path / "a", "OlmoForCausalLM"), tmp_path / "out")
     plan = make_plain_plan(open_checkpoint(tmp_path / "out"))
     assert plan.engines == ("vLLM", "SGLang")
 
 
 def test_sglang_s_names_are_listed(tmp_path: Path) -> None:
     """Of merged layers, of experts it asks for by usual names, of members of what files hold as one, of towers."""
-    listed = plan_of(tiny.write(tmp_path / "a"), CHANNEL, *FIRST).ignored_layers
+    listed = plan_of(small_checkpoints.write(tmp_path / "a"), CHANNEL, *FIRST).ignored_layers
     assert {"model.layers.0.self_attn.qkv_proj", "model.layers.0.mlp.gate_up_proj"} <= set(listed)
     assert not any("layers.1" in name for name in listed)
-    listed = plan_of(tiny.write(tmp_path / "b", "DeepseekV3ForCausalLM"), TENSOR).ignored_layers
+    listed = plan_of(small_checkpoints.write(tmp_path / "b", "DeepseekV3ForCausalLM"), TENSOR).ignored_layers
     assert "model.layers.2.self_attn.fused_qkv_a_proj_with_mqa" in listed
     assert "model.layers.1.self_attn.fused_qkv_a_proj_with_mqa" not in listed
-    listed = plan_of(tiny.write(tmp_path / "c", "MixtralForCausalLM"), CHANNEL, *FIRST).ignored_layers
+    listed = plan_of(small_checkpoints.write(tmp_path / "c", "MixtralForCausalLM"), CHANNEL, *FIRST).ignored_layers
     assert {f"layers.0.block_sparse_moe.experts.0.{part}_proj" for part in ("gate", "up", "down")} <= set(listed)
-    listed = plan_of(tiny.write(tmp_path / "d", "Phi3ForCausalLM"), TENSOR, *FIRST).ignored_layers
+    listed = plan_of(small_checkpoints.write(tmp_path / "d", "Phi3ForCausalLM"), TENSOR, *FIRST).ignored_layers
     assert {f"model.layers.0.self_attn.{part}_proj" for part in "qkv"} <= set(listed)
-    root = tiny.write(tmp_path / "e", "Gemma3ForConditionalGeneration")
+    root = small_checkpoints.write(tmp_path / "e", "Gemma3ForConditionalGeneration")
     assert plan_of(root, TENSOR).ignored_layers[-1] == "vision_tower"
     assert plan_of(root, CHANNEL).ignored_layers[-1] == "re:(.*[.])?vision_tower[.].*"
 
 
 def test_a_tower_that_a_source_has_in_fp8_is_not_listed(tmp_path: Path) -> None:
-    compress(tiny.write(tmp_path / "a", "Gemma3ForConditionalGeneration"), tmp_path / "out", "channel")
+    compress(small_checkpoints.write(tmp_path / "a", "Gemma3ForConditionalGeneration"), tmp_path / "out", "channel")
     module = "vision_tower.vision_model.encoder.layers.0.mlp.fc1"
-    weights = tiny.read(tmp_path / "out")
+    weights = small_checkpoints.read(tmp_path / "out")
     weights[f"{module}.weight"] = torch.ones(192, 128).to(torch.float8_e4m3fn)
     weights[f"{module}.weight_scale"] = torch.ones(192, 1)
     save_file(weights, tmp_path / "out" / "model.safetensors", {"format": "pt"})
@@ -680,7 +686,7 @@ def test_a_pattern_that_matches_nothing_to_quantize_is_an_error(source: Path) ->
 
 
 def test_a_refused_scheme_is_refused_for_some_layers_too(tmp_path: Path) -> None:
-    root = tiny.write(tmp_path / "a", "LlamaForCausalLM")
+    root = small_checkpoints.write(tmp_path / "a", "LlamaForCausalLM")
     checkpoint = open_checkpoint(root)
     model = replace(MODELS["LlamaForCausalLM"], refused=(Refusal("block", None, "a reason", "a hint"),))
     with pytest.MonkeyPatch.context() as patch:
@@ -692,10 +698,10 @@ def test_a_refused_scheme_is_refused_for_some_layers_too(tmp_path: Path) -> None
 
 
 def test_what_blocks_do_not_divide_has_rows_where_the_format_mixes(tmp_path: Path) -> None:
-    weights = tiny.tensors("Qwen3MoeForCausalLM")
+    weights = small_checkpoints.tensors("Qwen3MoeForCausalLM")
     for name in ("model.layers.1.mlp.experts.3.down_proj.weight", "model.layers.0.mlp.down_proj.weight"):
         weights[name] = weights[name][:, :96].contiguous()
-    plan = plan_of(tiny.write(tmp_path / "a", "Qwen3MoeForCausalLM", weights=weights), BLOCK_COMPRESSED)
+    plan = plan_of(small_checkpoints.write(tmp_path / "a", "Qwen3MoeForCausalLM", weights=weights), BLOCK_COMPRESSED)
     assert plan.quantized_tensors == 23
     assert plan.schemes == {BLOCK_COMPRESSED: 10, CHANNEL: 13}
     assert reason(plan, "model.layers.0.mlp.down_proj") == "channel: 256 x 96 does not divide into 128 x 128 blocks"
@@ -733,14 +739,14 @@ def test_inputs_that_do_not_divide_by_128_have_groups_of_32() -> None:
 
 
 def test_inputs_that_do_not_divide_by_32_either_stay_unquantized(tmp_path: Path) -> None:
-    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     for layer in (0, 1):
         for part in ("gate", "up"):
             name = f"model.layers.{layer}.mlp.{part}_proj.weight"
             weights[name] = weights[name][:200].clone()
         name = f"model.layers.{layer}.mlp.down_proj.weight"
         weights[name] = weights[name][:, :200].clone()
-    plan = plan_of(tiny.write(tmp_path / "source", weights=weights), INT4_W4A16)
+    plan = plan_of(small_checkpoints.write(tmp_path / "source", weights=weights), INT4_W4A16)
     assert reason(plan, "model.layers.0.mlp.down_proj") == "200 inputs per row do not divide into groups of 32"
     assert plan.schemes == {INT4_W4A16: 12}
     assert plan.parallel_sizes[0] == 1
@@ -748,14 +754,14 @@ def test_inputs_that_do_not_divide_by_32_either_stay_unquantized(tmp_path: Path)
 
 @pytest.mark.parametrize(("scheme", "width"), [(NVFP4, 16), (NVFP4_W4A4, 16), (MXFP4, 32)])
 def test_ranks_hold_whole_groups_of_fp4(tmp_path: Path, scheme: Scheme, width: int) -> None:
-    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     for layer in (0, 1):
         for part in ("gate", "up"):
             name = f"model.layers.{layer}.mlp.{part}_proj.weight"
             weights[name] = weights[name][: 13 * width].clone()
         name = f"model.layers.{layer}.mlp.down_proj.weight"
         weights[name] = weights[name][:, : 13 * width].clone()
-    source = tiny.write(tmp_path / "source", weights=weights)
+    source = small_checkpoints.write(tmp_path / "source", weights=weights)
     plan = sized(source, scheme, 2)
     half = 13 * width // 2
     assert reason(plan, "model.layers.0.mlp.down_proj") == (
@@ -793,7 +799,7 @@ def test_a_size_that_blocks_do_not_serve_makes_layers_fall_back(source: Path) ->
 
 
 def test_experts_fall_back_together(tmp_path: Path) -> None:
-    plan = sized(tiny.write(tmp_path / "a", "Qwen3MoeForCausalLM"), BLOCK_COMPRESSED, 2)
+    plan = sized(small_checkpoints.write(tmp_path / "a", "Qwen3MoeForCausalLM"), BLOCK_COMPRESSED, 2)
     experts = [module for module in plan.layers if "experts" in module]
     assert {stored(plan, module) for module in experts} == {"channel"}
     assert r"re:(.*[.])?layers[.]1[.]mlp[.]experts[.].*" in targets(plan)[1]
@@ -816,22 +822,22 @@ def test_sizes_that_no_scheme_serves_are_refused(source: Path) -> None:
 
 
 def test_the_number_of_a_draft_layer_may_be_any(tmp_path: Path) -> None:
-    weights = tiny.tensors("DeepseekV3ForCausalLM")
+    weights = small_checkpoints.tensors("DeepseekV3ForCausalLM")
     module = f"model.layers.{'9' * 900}.eh_proj"
     weights[f"{module}.weight"] = torch.ones(64, 64)
-    plan = plan_of(tiny.write(tmp_path / "a", "DeepseekV3ForCausalLM", weights=weights), TENSOR)
+    plan = plan_of(small_checkpoints.write(tmp_path / "a", "DeepseekV3ForCausalLM", weights=weights), TENSOR)
     assert reason(plan, module) == "draft layer"
 
 
 def test_heads_are_copied_to_ranks_evenly_or_not_at_all(tmp_path: Path) -> None:
     """Engines give each rank whole key and value heads, copies of them if there are fewer heads than ranks."""
-    config = tiny.config("LlamaForCausalLM") | {
+    config = small_checkpoints.config("LlamaForCausalLM") | {
         "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 768,
         "num_hidden_layers": 1,
     }  # fmt: skip
     sizes = {"q": (768, 256), "k": (128, 256), "v": (128, 256), "o": (256, 768)}
     weights = {f"model.layers.0.self_attn.{part}_proj.weight": torch.ones(shape) for part, shape in sizes.items()}
-    root = tiny.write(tmp_path / "a", "LlamaForCausalLM", weights=weights)
+    root = small_checkpoints.write(tmp_path / "a", "LlamaForCausalLM", weights=weights)
     (root / "config.json").write_text(json.dumps(config))
     for scheme in (TENSOR, CHANNEL):
         with pytest.raises(PlanError) as caught:
@@ -844,10 +850,14 @@ def test_heads_are_copied_to_ranks_evenly_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_any_size_is_told_of(tmp_path: Path) -> None:
-    config = tiny.config("Qwen3ForCausalLM") | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 128}
+    config = small_checkpoints.config("Qwen3ForCausalLM") | {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 128,
+    }
     sizes = {"q": (768, 256), "k": (384, 256), "v": (384, 256), "o": (256, 768)}
     weights = {f"model.layers.0.self_attn.{part}_proj.weight": torch.ones(shape) for part, shape in sizes.items()}
-    root = tiny.write(tmp_path / "a", weights=weights)
+    root = small_checkpoints.write(tmp_path / "a", weights=weights)
     (root / "config.json").write_text(json.dumps(config))
     assert [(entry.size, entry.problem) for entry in sized(root, BLOCK, 3).parallel][:3] == [
         (1, None),
@@ -883,7 +893,7 @@ def test_output_head_has_no_blocks(source: Path) -> None:
 
 
 def test_output_head_of_a_wrapper(tmp_path: Path) -> None:
-    plan = with_head(tiny.write(tmp_path / "a", "Llama4ForConditionalGeneration"), CHANNEL)
+    plan = with_head(small_checkpoints.write(tmp_path / "a", "Llama4ForConditionalGeneration"), CHANNEL)
     assert "language_model.lm_head" in quantized(plan)
     assert targets(plan) == [["Linear", "re:(.*[.])?lm_head"]]
     assert "lm_head" not in plan.ignored_layers
@@ -915,7 +925,7 @@ def test_output_heads_that_engines_cannot_load_are_refused(
     tmp_path: Path, architecture: str, scheme: Scheme, message: str
 ) -> None:
     with pytest.raises(PlanError) as caught:
-        with_head(tiny.write(tmp_path / "a", architecture), scheme)
+        with_head(small_checkpoints.write(tmp_path / "a", architecture), scheme)
     assert caught.value.message == message
     other_scheme = "use --scheme channel or --format compressed-tensors"
     assert caught.value.hint == (other_scheme if "fp8 format" in message else "leave --quantize-lm-head out")
@@ -925,7 +935,7 @@ def test_what_vllm_builds_without_a_name_has_the_scheme_of_most_or_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "MiniCPM3ForCausalLM"
-    source = open_checkpoint(tiny.write(tmp_path / "a", name))
+    source = open_checkpoint(small_checkpoints.write(tmp_path / "a", name))
     module = "model.layers.{0..1}.self_attn.q_a_proj"
     why = f"{VLLM} builds it without a name to find its scheme by, so it is read as most layers are stored"
     asked = {
@@ -938,7 +948,7 @@ def test_what_vllm_builds_without_a_name_has_the_scheme_of_most_or_is_refused(
         assert caught.value.message == f"{module}: {why} ({option})"
     assert make_plan(source, CHANNEL, Options(ignore=("**.o_proj",))).quantized_tensors == 12
     # Nothing of this one's attention has a name, and experts, which have, may be stored otherwise.
-    other = open_checkpoint(tiny.write(tmp_path / "b", "DeepseekForCausalLM"))
+    other = open_checkpoint(small_checkpoints.write(tmp_path / "b", "DeepseekForCausalLM"))
     assert make_plan(other, CHANNEL, Options(scheme_for=(("**.experts.**", BLOCK_COMPRESSED),))).quantized_tensors == 26
     for asked_of in (Options(ignore=("**.o_proj",)), Options(scheme_for=(("**.v_proj", BLOCK_COMPRESSED),))):
         with pytest.raises(PlanError, match=why):
@@ -948,9 +958,9 @@ def test_what_vllm_builds_without_a_name_has_the_scheme_of_most_or_is_refused(
 
 
 def test_an_output_head_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     del weights["lm_head.weight"]
     with pytest.raises(PlanError) as caught:
-        with_head(tiny.write(tmp_path / "a", weights=weights), CHANNEL)
+        with_head(small_checkpoints.write(tmp_path / "a", weights=weights), CHANNEL)
     assert caught.value.message == "the source has no lm_head.weight: its output head is the embedding"
     assert caught.value.hint == "leave --quantize-lm-head out"

@@ -12,7 +12,7 @@ from openquant.formats.schemes import BLOCK, TENSOR
 from openquant.models import MODELS
 from openquant.plan.plan import make_plain_plan, make_plan
 from openquant.plan.serving import FEWEST_TOKENS, OVERHEAD, UTILIZATION, Cache, Fit, Layers, Serving
-from published import described, published, with_few_experts
+from support.published_checkpoints import described, published, with_few_experts
 
 MAMBA = {"mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128}
 DELTA = {"linear_num_value_heads": 32, "linear_value_head_dim": 128, "linear_key_head_dim": 128}

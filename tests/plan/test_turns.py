@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 
-import tiny
-from openquant.architectures.entry import Model, Split
-from openquant.architectures.parts import HEADS
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import (
     BLOCK,
@@ -25,9 +22,12 @@ from openquant.formats.schemes import (
     Scheme,
 )
 from openquant.models import MODELS
-from openquant.plan.fates import Options
-from openquant.plan.parallel import out_of_turn, parts_of
+from openquant.plan.decisions import Options
 from openquant.plan.plan import Plan, make_plan
+from openquant.plan.tensor_parallel import out_of_turn, parts_of
+from openquant.registry.architecture import Model, Split
+from openquant.registry.parts import HEADS
+from support import small_checkpoints
 
 FALCON, BLOOM, TELECHAT2 = "FalconForCausalLM", "BloomForCausalLM", "TeleChat2ForCausalLM"
 SORTED = "an engine puts the rows of its heads in another order"
@@ -104,7 +104,7 @@ def test_without_sizes_only_what_needs_none_is_stored() -> None:
 
 
 def test_a_layer_falls_back_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root, layer = tiny.write(tmp_path / "a", FALCON), "transformer.h.0.self_attention.query_key_value"
+    root, layer = small_checkpoints.write(tmp_path / "a", FALCON), "transformer.h.0.self_attention.query_key_value"
     note = "engines sort rows by heads, which leaves 2 of 8 layers (18.2 % of their bytes) unquantized"
     plan = plan_of(root, BLOCK)
     assert plan.schemes == {BLOCK: 6}
@@ -112,7 +112,7 @@ def test_a_layer_falls_back_and_says_why(tmp_path: Path, monkeypatch: pytest.Mon
     assert layer in plan.ignored_layers
     assert plan_of(root, BLOCK_COMPRESSED).schemes == {BLOCK_COMPRESSED: 6, CHANNEL: 2}
     assert plan_of(root, TENSOR).schemes == {TENSOR: 8}
-    bloom = tiny.write(tmp_path / "b", BLOOM)
+    bloom = small_checkpoints.write(tmp_path / "b", BLOOM)
     assert plan_of(bloom, BLOCK).schemes == {BLOCK: 8}
     plan = plan_of(bloom, TENSOR)
     assert plan.schemes == {TENSOR: 6}
@@ -122,7 +122,7 @@ def test_a_layer_falls_back_and_says_why(tmp_path: Path, monkeypatch: pytest.Mon
     plan = plan_of(bloom, INT4_W4A16)
     assert plan.schemes == {INT4_W4A16: 6}
     assert plan.notes[0].startswith("engines sort rows by heads, which leaves 2 of 8 layers")
-    telechat = tiny.write(tmp_path / "c", TELECHAT2)
+    telechat = small_checkpoints.write(tmp_path / "c", TELECHAT2)
     # What queries are joined with is what is sorted.
     note = "engines sort rows by heads, which leaves 4 of 12 layers (30.0 % of their bytes) unquantized"
     for scheme in (TENSOR, BLOCK, INT4_W4A16):
@@ -143,7 +143,7 @@ def test_a_layer_falls_back_and_says_why(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_sizes_are_found_by_older_names(tmp_path: Path) -> None:
     """As transformers 5 writes BLOOM's: n_head, n_layer."""
-    root = tiny.write(tmp_path / "a", BLOOM)
+    root = small_checkpoints.write(tmp_path / "a", BLOOM)
     file = root / "config.json"
     text = file.read_text()
     file.write_text(text.replace("num_attention_heads", "n_head").replace("num_hidden_layers", "n_layer"))

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-import tiny
 from conftest import change_json
 from openquant import calibrate, compress, dequantize, verify
 from openquant.errors import PlanError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.hub.fetch import Download
-from openquant.plan.fates import Options
+from openquant.plan.decisions import Options
 from openquant.plan.unchanged import make_unchanged_plan
 from openquant.report.text import plan_text
+from support import small_checkpoints
 
 SCALES = [f"model.layers.{layer}.self_attn.{last}" for layer in range(2) for last in ("k_scale", "v_scale")]
 
@@ -29,11 +29,11 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 # The last has stacks of experts, which every other scheme splits.
 @pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "Gemma3ForConditionalGeneration", "Llama4ForCausalLM"])
 def test_all_tensors_are_the_source_s_and_scales_beside_them(tmp_path: Path, name: str) -> None:
-    source, out = tiny.write(tmp_path / "source", name), tmp_path / "out"
+    source, out = small_checkpoints.write(tmp_path / "source", name), tmp_path / "out"
     result = compress(source, out, "none", kv_cache="fp8")
-    held = tiny.read(out)
+    held = small_checkpoints.read(out)
     scales = {key: held.pop(key) for key in list(held) if key.endswith(("k_scale", "v_scale"))}
-    assert same(held, tiny.read(source))
+    assert same(held, small_checkpoints.read(source))
     assert len(scales) == 4 and all(torch.equal(each, torch.ones(1)) for each in scales.values())
     assert (result.scheme, result.schemes, result.kv_cache, result.quantized_tensors) == ("none", {}, "fp8", 0)
     assert result.tensor_parallel and result.serving is not None
@@ -41,13 +41,13 @@ def test_all_tensors_are_the_source_s_and_scales_beside_them(tmp_path: Path, nam
         assert (report.problems, report.notes) == ((), ())
         assert report.format == "compressed-tensors, weights as they are"
     dequantize(out, tmp_path / "plain")
-    assert same(tiny.read(tmp_path / "plain"), tiny.read(source))
+    assert same(small_checkpoints.read(tmp_path / "plain"), small_checkpoints.read(source))
     before, after = (json.loads((root / "config.json").read_text()) for root in (source, tmp_path / "plain"))
     assert before == after
 
 
 def test_what_config_card_and_plan_say(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source")
+    source = small_checkpoints.write(tmp_path / "source")
     plan = make_unchanged_plan(open_checkpoint(source), Options(cached=True))
     assert plan.suffix == "-KV8" and plan.scheme_name == "none"
     text = plan_text(plan, "source", tmp_path / "out", Download(0, 0, 0, 0), ())
@@ -74,23 +74,23 @@ def test_scales_of_a_calibration(tmp_path: Path) -> None:
 
     found = calibrate(EXAMPLE, tmp_path / "found", samples=2, length=16)
     compress(EXAMPLE, tmp_path / "out", "none", kv_cache="fp8", calibration=found)
-    scales = {float(each) for name, each in tiny.read(tmp_path / "out").items() if name.endswith("_scale")}
+    scales = {float(each) for name, each in small_checkpoints.read(tmp_path / "out").items() if name.endswith("_scale")}
     assert scales and scales != {1.0}
 
 
 def test_another_output_of_it_is_the_same(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source")
+    source = small_checkpoints.write(tmp_path / "source")
     compress(source, tmp_path / "out", "none", kv_cache="fp8")
-    tiny.change_weights(tmp_path / "out", lambda held: held[SCALES[0]].fill_(4.0))
+    small_checkpoints.change_weights(tmp_path / "out", lambda held: held[SCALES[0]].fill_(4.0))
     compress(tmp_path / "out", tmp_path / "again", "none", kv_cache="fp8")
-    assert same(tiny.read(tmp_path / "again"), tiny.read(tmp_path / "out"))
+    assert same(small_checkpoints.read(tmp_path / "again"), small_checkpoints.read(tmp_path / "out"))
     # It is a source like any other.
     compress(tmp_path / "out", tmp_path / "channel", "channel", kv_cache="fp8")
-    assert float(tiny.read(tmp_path / "channel")[SCALES[0]]) == 4.0
+    assert float(small_checkpoints.read(tmp_path / "channel")[SCALES[0]]) == 4.0
 
 
 def test_quantized_weights_are_refused(tmp_path: Path) -> None:
-    compress(tiny.write(tmp_path / "source"), tmp_path / "fp8")
+    compress(small_checkpoints.write(tmp_path / "source"), tmp_path / "fp8")
     with pytest.raises(PlanError, match='14 weights of .* are quantized, and scheme="none" writes unquantized ones'):
         compress(tmp_path / "fp8", tmp_path / "out", "none", kv_cache="fp8")
 
@@ -120,13 +120,13 @@ def test_alone_it_says_what_to_do() -> None:
 
 def test_a_size_that_heads_do_not_divide_by_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="tp=3 cannot serve this model"):
-        compress(tiny.write(tmp_path / "source"), None, "none", kv_cache="fp8", tp=3)
+        compress(small_checkpoints.write(tmp_path / "source"), None, "none", kv_cache="fp8", tp=3)
 
 
 def test_scales_that_sglang_fails_on_are_said(tmp_path: Path) -> None:
-    root = tiny.write(tmp_path / "source", "Gemma3ForCausalLM")
+    root = small_checkpoints.write(tmp_path / "source", "Gemma3ForCausalLM")
     assert "SGLang" in make_unchanged_plan(open_checkpoint(root), Options(cached=True)).engines
-    refused = tiny.write(tmp_path / "refused", "Olmo2ForCausalLM")
+    refused = small_checkpoints.write(tmp_path / "refused", "Olmo2ForCausalLM")
     plan = make_unchanged_plan(open_checkpoint(refused), Options(cached=True))
     assert plan.engines == ("vLLM",) and any("without --kv-cache it loads" in note for note in plan.notes)
 
@@ -140,23 +140,25 @@ def test_scales_that_sglang_fails_on_are_said(tmp_path: Path) -> None:
     ],
 )
 def test_other_configs_without_groups_are_no_quantization(tmp_path: Path, change: Any, problem: str) -> None:
-    compress(tiny.write(tmp_path / "source"), tmp_path / "out", "none", kv_cache="fp8")
+    compress(small_checkpoints.write(tmp_path / "source"), tmp_path / "out", "none", kv_cache="fp8")
     change_json(tmp_path / "out" / "config.json", lambda found: change(found["quantization_config"]))
     with pytest.raises(UsageError, match=problem):
         verify(tmp_path / "out")
 
 
 def test_codes_that_no_group_covers_are_a_problem(tmp_path: Path) -> None:
-    compress(tiny.write(tmp_path / "source"), tmp_path / "out", "none", kv_cache="fp8")
+    compress(small_checkpoints.write(tmp_path / "source"), tmp_path / "out", "none", kv_cache="fp8")
     name = "model.layers.0.mlp.up_proj.weight"
-    tiny.change_weights(tmp_path / "out", lambda held: held.update({name: held[name].to(torch.float8_e4m3fn)}))
+    small_checkpoints.change_weights(
+        tmp_path / "out", lambda held: held.update({name: held[name].to(torch.float8_e4m3fn)})
+    )
     assert any(
         f"{name} is F8_E4M3, but no config group targets it" in each for each in verify(tmp_path / "out").problems
     )
 
 
 def test_settings_that_this_program_does_not_write_are_a_problem(tmp_path: Path) -> None:
-    compress(tiny.write(tmp_path / "source"), tmp_path / "out", "none", kv_cache="fp8")
+    compress(small_checkpoints.write(tmp_path / "source"), tmp_path / "out", "none", kv_cache="fp8")
     change_json(tmp_path / "out" / "config.json", lambda found: found["quantization_config"].update(format="sparse"))
     assert verify(tmp_path / "out").problems == (
         "config.json: its quantization_config is none that this program writes",

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from browser import CHROMIUM, Browser
-from evaluated import diagnosis, evaluation, hostile
 from openquant.formats.schemes import TENSOR
 from openquant.plan.plan import make_plan
 from openquant.plan.serving import as_json
 from openquant.report.html import Page, render
-from published import published
+from support.browser import CHROMIUM, Browser
+from support.evaluation_files import diagnosis, evaluation, hostile
+from support.published_checkpoints import published
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
 

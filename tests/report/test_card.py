@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 import yaml
 
-import tiny
 from conftest import Run
-from evaluated import evaluation
 from openquant import __version__, compress, verify
 from openquant import run as running
 from openquant.errors import SourceError
 from openquant.files import cards
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.inputs import read_small
+from openquant.files.small_files import read_small
 from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR
 from openquant.plan.plan import make_plan
 from openquant.report.card import evaluated_card, model_card, readers
 from openquant.version import SGLANG
-from published import published
+from support import small_checkpoints
+from support.evaluation_files import evaluation
+from support.published_checkpoints import published
 
 BASE = """---
 license: llama3.1
@@ -54,7 +54,7 @@ More.
 
 
 def card(tmp_path: Path, base: str | None, **options: object) -> str:
-    source = tiny.write(tmp_path / "mymodel", **options)  # type: ignore[arg-type]
+    source = small_checkpoints.write(tmp_path / "mymodel", **options)  # type: ignore[arg-type]
     if base is not None:
         (source / "README.md").write_text(base, encoding="utf-8")
     compress(source, tmp_path / "out", "block")
@@ -95,12 +95,12 @@ def test_section_says_what_was_done_and_nothing_of_this_machine(tmp_path: Path) 
 
 
 def test_per_tensor_card_warns_of_transformers(tmp_path: Path) -> None:
-    compress(tiny.write(tmp_path / "m"), tmp_path / "out")
+    compress(small_checkpoints.write(tmp_path / "m"), tmp_path / "out")
     assert "Do not load it with transformers" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_channel_card_names_the_package_and_the_engines_it_is_for(tmp_path: Path) -> None:
-    compress(tiny.write(tmp_path / "m"), tmp_path / "out", "channel")
+    compress(small_checkpoints.write(tmp_path / "m"), tmp_path / "out", "channel")
     text = (tmp_path / "out" / "README.md").read_text()
     assert metadata(text)["tags"] == ["fp8", "vllm", "quantized", "compressed-tensors", "fp8-channel"]
     assert "one scale per output row, dynamic activations (`quant_method: compressed-tensors`)" in text
@@ -109,7 +109,7 @@ def test_channel_card_names_the_package_and_the_engines_it_is_for(tmp_path: Path
 
 
 def test_the_card_says_what_sglang_does_not_load(tmp_path: Path) -> None:
-    compress(tiny.write(tmp_path / "m", "LlamaForCausalLM"), tmp_path / "out", "block")
+    compress(small_checkpoints.write(tmp_path / "m", "LlamaForCausalLM"), tmp_path / "out", "block")
     text = (tmp_path / "out" / "README.md").read_text()
     assert (
         f"This output is for vLLM ({SGLANG} does not load it: it drops the scales of blocks without a word); "
@@ -120,7 +120,7 @@ def test_the_card_says_what_sglang_does_not_load(tmp_path: Path) -> None:
 
 
 def test_compressed_blocks_of_experts_are_nothing_for_transformers(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "m", "Qwen3MoeForCausalLM")
+    source = small_checkpoints.write(tmp_path / "m", "Qwen3MoeForCausalLM")
     compress(source, tmp_path / "out", "block", format="compressed-tensors")
     text = (tmp_path / "out" / "README.md").read_text()
     assert "transformers, which does not multiply experts by the scales of blocks." in text
@@ -143,7 +143,7 @@ def test_transformers_reads_what_has_no_experts_to_split() -> None:
 
 def test_known_repository_becomes_the_base_model(tmp_path: Path) -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
-    source = tiny.write(tmp_path / "models--org--my--model" / "snapshots" / commit)
+    source = small_checkpoints.write(tmp_path / "models--org--my--model" / "snapshots" / commit)
     (source / "README.md").write_text(BASE)
     compress(source, tmp_path / "out")
     text = (tmp_path / "out" / "README.md").read_text()
@@ -275,7 +275,7 @@ def test_entries_that_are_empty_say_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["directory", "gigabyte", "pipe"])
 def test_a_card_that_is_none_is_left_out_and_the_plan_says_so(tmp_path: Path, run: Run, what: str) -> None:
-    source = tiny.write(tmp_path / "m")
+    source = small_checkpoints.write(tmp_path / "m")
     if what == "directory":
         (source / "README.md").mkdir()
         (source / "README.md" / "x").write_text("y")
@@ -292,7 +292,7 @@ def test_a_card_that_is_none_is_left_out_and_the_plan_says_so(tmp_path: Path, ru
 
 
 def test_a_card_is_made_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tiny.write(tmp_path / "m")
+    source = small_checkpoints.write(tmp_path / "m")
     (source / "README.md").write_text("x" * 100)
     monkeypatch.setattr(running, "read_small", partial(read_small, limit=10))
     with pytest.raises(SourceError, match=r"^README.md is larger than 10 bytes$"):
@@ -301,7 +301,7 @@ def test_a_card_is_made_before_anything_is_written(tmp_path: Path, monkeypatch: 
 
 
 def test_a_name_that_a_shell_would_take_apart_is_quoted(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "-my `model` | x")
+    source = small_checkpoints.write(tmp_path / "-my `model` | x")
     out = tmp_path / "-my `model` | x-FP8"
     compress(source, out)
     text = (out / "README.md").read_text()
@@ -310,7 +310,7 @@ def test_a_name_that_a_shell_would_take_apart_is_quoted(tmp_path: Path) -> None:
 
 
 def test_the_card_of_a_directory_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tiny.write(tmp_path / "m")
+    source = small_checkpoints.write(tmp_path / "m")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     (tmp_path / "link").symlink_to("here")

@@ -13,11 +13,9 @@ from pathlib import Path
 
 import pytest
 
-import tiny
 from conftest import EXAMPLE, Run
-from evaluated import EVIL, diagnosis, evaluate, evaluation, hostile
 from openquant import compress
-from openquant.cli import main
+from openquant.cli.commands import main
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.evaluation import find_evaluation, identity
 from openquant.formats.schemes import SCHEMES
@@ -25,6 +23,8 @@ from openquant.report.charts import by_depth, by_domain, distribution, shades
 from openquant.report.figure import picture
 from openquant.report.html import Page, render
 from openquant.report.pages import diagnosed_page, evaluated_page
+from support import small_checkpoints
+from support.evaluation_files import EVIL, diagnosis, evaluate, evaluation, hostile
 
 ALLOWED = {
     "html", "head", "meta", "link", "title", "style", "body", "h1", "h2", "h3", "h4", "p", "span", "ul", "li", "code",
@@ -178,7 +178,7 @@ def test_a_page_ends_as_it_should() -> None:
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
 def test_what_is_not_installed_is_said_before_anything_is_done(tmp_path: Path, missing: str) -> None:
     code = (
-        f"import sys\nsys.modules['{missing}'] = None\nfrom openquant.cli import main\n"
+        f"import sys\nsys.modules['{missing}'] = None\nfrom openquant.cli.commands import main\n"
         f"sys.exit(main(['compress', '-m', {str(EXAMPLE)!r}, '-o', {str(tmp_path / 'out')!r}, '--report', 'a.html']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
@@ -209,7 +209,7 @@ def test_diagnose_writes_a_page(tmp_path: Path) -> None:
 
 
 def test_a_page_of_what_was_evaluated(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source")
+    source = small_checkpoints.write(tmp_path / "source")
     compress(source, tmp_path / "out")
     found = evaluate(tmp_path / "out")
     assert (

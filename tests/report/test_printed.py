@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from conftest import EXAMPLE
-from evaluated import evaluate as evaluated
-from openquant.cli import VERBS, main
+from openquant.cli.commands import VERBS, main
 from openquant.files.cards import shell_word, split_card
 from openquant.report.card import evaluated_card
+from support.evaluation_files import evaluate as evaluated
 
 # Of a directory: colours, a line that ends a block of code, one that ends metadata, and what turns text around.
 EVIL = "a\x1b[31m\n```\n---\n# b\x7f\x9b2J\u202e`|<i>"

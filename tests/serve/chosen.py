@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-import tiny
+from support import small_checkpoints
 
 # What each stands for: some way of storing, naming, joining or computing that the others do not have.
 KINDS = {
@@ -46,10 +46,10 @@ def choose(only: str, everything: bool) -> tuple[str, ...]:
     """
     if only:
         named = only.split(",")
-        if unknown := sorted({*named} - {*tiny.ARCHITECTURES}):
-            raise ValueError(f"OPENQUANT_ONLY: tests/zoo.py has no {', '.join(unknown)}")
-        return tuple(name for name in tiny.ARCHITECTURES if name in named)
-    return tuple(name for name in tiny.ARCHITECTURES if everything or name in KINDS)
+        if unknown := sorted({*named} - {*small_checkpoints.ARCHITECTURES}):
+            raise ValueError(f"OPENQUANT_ONLY: tests/support/tiny_architectures.py has no {', '.join(unknown)}")
+        return tuple(name for name in small_checkpoints.ARCHITECTURES if name in named)
+    return tuple(name for name in small_checkpoints.ARCHITECTURES if everything or name in KINDS)
 
 
 CHOSEN = choose(NAMED, EVERYTHING)

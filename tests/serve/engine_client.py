@@ -27,11 +27,11 @@ from chosen import CHOSEN
 from safetensors.torch import save_file
 
 import openquant
-import tiny
 from conftest import EXAMPLE, ROOT
 from openquant.formats.quantization import read_quantization
 from openquant.formats.reference import decode
 from openquant.models import MODELS
+from support import small_checkpoints
 
 HERE = Path(__file__).parent
 MISSING = "{} does not name an interpreter with {} (tests/serve/install_{}.sh installs one)"
@@ -181,7 +181,7 @@ def _find_interpreter(variable: str, engine: str) -> Path:
 def table_cells() -> dict[str, list[str]]:
     """The table of docs/architectures.md: the cells of each row, three of vLLM and three of SGLang."""
     rows = re.findall(r"^\| `(\w+)`[^|]*\|(.*)\|$", (ROOT / "docs" / "architectures.md").read_text(), re.MULTILINE)
-    wanted = {*CHOSEN, *(MODELS.keys() - tiny.ARCHITECTURES)}
+    wanted = {*CHOSEN, *(MODELS.keys() - small_checkpoints.ARCHITECTURES)}
     return {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows if name in wanted}
 
 
@@ -298,7 +298,7 @@ def dequantize(source: Path, target: Path) -> Path:
     config = json.loads((source / "config.json").read_text())
     quantization = read_quantization(config)
     del config["quantization_config"]
-    tensors = tiny.read(source)
+    tensors = small_checkpoints.read(source)
     whole = (torch.float8_e4m3fn, torch.int8)
     for name in [name for name in tensors if name.endswith("_packed") or tensors[name].dtype in whole]:
         codes, name = tensors.pop(name), name.removesuffix("_packed")

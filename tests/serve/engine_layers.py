@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from engine_client import EngineError
 
-import tiny
 from openquant.models import MODELS
+from support import small_checkpoints
 
 # vLLM's CPU build has no sparse attention.
 UNBUILT = (
@@ -107,7 +107,7 @@ def written(directory: Path) -> set[str]:
     """What an output stores as codes; the experts of a layer are one."""
     codes = {
         name.removesuffix("_packed").removesuffix(".weight")
-        for name, tensor in tiny.read(directory).items()
+        for name, tensor in small_checkpoints.read(directory).items()
         if name.endswith(".weight_packed") or (name.endswith(".weight") and tensor.dtype == torch.float8_e4m3fn)
     }
     modules = {re.sub(r"(\.experts)\.\d+\..*", r"\1", name) for name in codes}

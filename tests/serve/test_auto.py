@@ -10,17 +10,17 @@ from chosen import EVERYTHING
 from engine_client import HERE, TO_SOURCE, Answers, find_engine
 from engine_layers import UNBUILT
 
-import tiny
 from openquant import compress
-from openquant.architectures.entry import Model
-from openquant.asking.asked import Asked, Question, ask
-from openquant.asking.built import built_all
-from openquant.asking.drafted import differences, tell
 from openquant.errors import PlanError
 from openquant.files.checkpoint import Checkpoint, open_checkpoint
 from openquant.formats.schemes import find_scheme
 from openquant.models import MODELS
 from openquant.plan.plan import Plan, make_plan
+from openquant.registry.architecture import Model
+from openquant.vllm_probe.build import built_all
+from openquant.vllm_probe.client import Asked, Question, ask
+from openquant.vllm_probe.modules import differences, tell
+from support import small_checkpoints
 
 pytestmark = pytest.mark.serve
 
@@ -67,7 +67,7 @@ OTHERWISE = {
     "InternLM2ForCausalLM": "it gathers what wqkv makes as if no head were copied to ranks (models/internlm2.py:162)",
 }
 ALIKE = (
-    tuple(name for name in tiny.ARCHITECTURES if name not in (*UNBUILT, *TURNED, *REFUSED, *OTHERWISE))
+    tuple(name for name in small_checkpoints.ARCHITECTURES if name not in (*UNBUILT, *TURNED, *REFUSED, *OTHERWISE))
     if EVERYTHING
     else KINDS
 )
@@ -77,7 +77,10 @@ SERVED = (QWEN3_MOE, QWEN3_VL, STACKED, FALCON)
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
     root = tmp_path_factory.mktemp("models")
-    return {name: open_checkpoint(tiny.write(root / name, name, vocab=2048)) for name in (*ALIKE, *TURNED, *REFUSED)}
+    return {
+        name: open_checkpoint(small_checkpoints.write(root / name, name, vocab=2048))
+        for name in (*ALIKE, *TURNED, *REFUSED)
+    }
 
 
 @pytest.fixture(scope="module")

@@ -14,23 +14,23 @@ from chosen import CHOSEN, NAMED
 from engine_client import HERE, find_engine
 from engine_layers import UNBUILT
 
-import tiny
 from conftest import ROOT
-from openquant.architectures.entry import Joined, Model, Split
-from openquant.asking.asked import Asked, EngineFailed, Question, ask
-from openquant.asking.drafted import Told, differences, draft, tell
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import find_scheme
 from openquant.models import MODELS
 from openquant.plan.plan import make_plan
-from openquant.plan.roles import Entry
+from openquant.registry.architecture import Joined, Model, Split
+from openquant.registry.rules import Entry
 from openquant.version import SGLANG
+from openquant.vllm_probe.client import Asked, EngineFailed, Question, ask
+from openquant.vllm_probe.modules import Told, differences, draft, tell
+from support import small_checkpoints
 
 pytestmark = pytest.mark.serve
 
 # Refused in both schemes that entries are asked in, and what no engine reads the configuration of by itself.
 UNASKED = ("DeepseekV4ForCausalLM", "DeciLMForCausalLM")
-BUILT = tuple(name for name in tiny.ARCHITECTURES if name not in (*UNBUILT, *UNASKED))
+BUILT = tuple(name for name in small_checkpoints.ARCHITECTURES if name not in (*UNBUILT, *UNASKED))
 # All in every run: one costs a second. Where some are named, these alone.
 HELD = tuple(name for name in BUILT if name in CHOSEN or not NAMED)
 # What an entry says otherwise than the engine, and why that is right.
@@ -50,9 +50,9 @@ UNLISTED = f"{QWEN3_MOE}-unlisted"
 
 def listed(architecture: str, root: Path) -> list[str]:
     """What an output's config lists."""
-    source = tiny.write(root / architecture, architecture)
+    source = small_checkpoints.write(root / architecture, architecture)
     schemes = map(find_scheme, ("tensor", "channel"))
-    scheme = next(scheme for scheme in schemes if tiny.refused(architecture, scheme) is None)
+    scheme = next(scheme for scheme in schemes if small_checkpoints.refused(architecture, scheme) is None)
     return make_plan(open_checkpoint(source), scheme).ignored_layers
 
 
@@ -63,7 +63,10 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Asked]:
     names = dict.fromkeys(
         (*HELD, *DRAFTED, *(name for name, _, _ in MUTATIONS.values() if name != UNLISTED), QWEN3_MOE)
     )
-    questions = {name: Question(tiny.config(name), tiny.shapes(name), listed(name, root)) for name in names}
+    questions = {
+        name: Question(small_checkpoints.config(name), small_checkpoints.shapes(name), listed(name, root))
+        for name in names
+    }
     questions[UNLISTED] = replace(questions[QWEN3_MOE], listed=())
     found = dict(zip(questions, ask(list(questions.values()), interpreter, HERE / "stub"), strict=True))
     failed = {name: one.message for name, one in found.items() if isinstance(one, EngineFailed)}
@@ -74,7 +77,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Asked]:
 @pytest.fixture(scope="module")
 def told(asked: dict[str, Asked]) -> dict[str, dict[str, Told]]:
     """The same by the checkpoint's modules."""
-    return {name: tell(one, tiny.shapes(name.removesuffix("-unlisted"))) for name, one in asked.items()}
+    return {name: tell(one, small_checkpoints.shapes(name.removesuffix("-unlisted"))) for name, one in asked.items()}
 
 
 @pytest.mark.parametrize("architecture", HELD)
@@ -169,8 +172,8 @@ DRAFTED = (
 def test_a_draft_quantizes_what_the_written_entry_does(
     architecture: str, asked: dict[str, Asked], told: dict[str, dict[str, Told]]
 ) -> None:
-    shapes = tiny.shapes(architecture)
-    made = draft(architecture, asked[architecture], shapes, tiny.HIDDEN)
+    shapes = small_checkpoints.shapes(architecture)
+    made = draft(architecture, asked[architecture], shapes, small_checkpoints.HIDDEN)
     assert differences(made.entry, told[architecture]) == {}
     for module, one in told[architecture].items():
         if one.read:

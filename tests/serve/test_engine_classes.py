@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from engine_client import find_engine
 
-from published import lines_of
+from support.published_checkpoints import lines_of
 
 pytestmark = pytest.mark.serve
 

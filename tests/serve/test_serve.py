@@ -30,12 +30,12 @@ from engine_client import (
 )
 from engine_layers import UNBUILT, Layers, built, usual, written
 
-import tiny
 from conftest import EXAMPLE
 from openquant import compress
 from openquant.formats.reference import encode, group_absmax, group_scale
 from openquant.formats.schemes import TENSOR, find_scheme
 from openquant.models import MODELS
+from support import small_checkpoints
 
 pytestmark = pytest.mark.serve
 
@@ -85,7 +85,7 @@ NOT_RUN = {
 RANDOM = tuple(
     name
     for name in CHOSEN
-    if name not in NOT_RUN and any(tiny.refused(name, find_scheme(scheme)) is None for scheme in SCHEMES)
+    if name not in NOT_RUN and any(small_checkpoints.refused(name, find_scheme(scheme)) is None for scheme in SCHEMES)
 )
 EXPERTS_IGNORED = "**.experts.**"
 # Its experts are left in bfloat16: vLLM's CPU build has no FP8 kernel with apply_router_weight_on_input.
@@ -99,7 +99,7 @@ RUN = tuple(
     for scheme in SCHEMES
     if name == TRAINED
     or (
-        tiny.refused(name, find_scheme(scheme)) is None
+        small_checkpoints.refused(name, find_scheme(scheme)) is None
         and (scheme != "channel" or name in (*PLAIN_EXPERTS, *DENSE) or not MODELS[name].experts)
     )
 )
@@ -194,7 +194,7 @@ def engine() -> Engine:
 @pytest.fixture(scope="session")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("sources")
-    found = {name: tiny.write(root / name, name, vocab=2048) for name in RANDOM}
+    found = {name: small_checkpoints.write(root / name, name, vocab=2048) for name in RANDOM}
     for file in ("tokenizer.json", "tokenizer_config.json") if QWEN3_MOE in found else ():
         shutil.copy(EXAMPLE / file, found[QWEN3_MOE])
     return {TRAINED: EXAMPLE, **found}
@@ -318,7 +318,7 @@ def test_control_separate_scales_show(logprobs: Answers) -> None:
 
 
 def larger_scales(source: Path, target: Path) -> Path:
-    tensors = tiny.read(source)
+    tensors = small_checkpoints.read(source)
     for name in tensors:
         if "weight_scale" in name:
             tensors[name] = tensors[name] * 1.25
@@ -327,8 +327,8 @@ def larger_scales(source: Path, target: Path) -> Path:
 
 def separate_scales(source: Path, target: Path) -> Path:
     """Give each member of a joined layer a scale of its own: vLLM then rounds a second time as it joins them."""
-    original = tiny.read(EXAMPLE)
-    tensors = tiny.read(source)
+    original = small_checkpoints.read(EXAMPLE)
+    tensors = small_checkpoints.read(source)
     for name in tensors:
         if re.search(r"\.(q|k|v|gate|up)_proj\.weight$", name):
             weight = original[name]
@@ -347,7 +347,7 @@ class Case:
 
     Attributes:
         name: what pytest calls it.
-        architecture: one of tiny.ARCHITECTURES.
+        architecture: one of small_checkpoints.ARCHITECTURES.
         scheme: one of SCHEMES.
         ignore: patterns.
         config: changes to the source's config.json.
@@ -392,7 +392,7 @@ def mixed(architecture: str, scheme: str, pattern: str, other: str) -> Case:
 
 
 def has_head(architecture: str) -> bool:
-    config = tiny.config(architecture)
+    config = small_checkpoints.config(architecture)
     tied = config.get("tie_word_embeddings") or config.get("text_config", {}).get("tie_word_embeddings")
     return not tied and MODELS[architecture].head_refused is None
 
@@ -400,9 +400,9 @@ def has_head(architecture: str) -> bool:
 ALL_CASES = (
     *(
         Case(f"{name}-{scheme}", name, scheme)
-        for name in tiny.ARCHITECTURES
+        for name in small_checkpoints.ARCHITECTURES
         for scheme in SCHEMES
-        if name not in UNBUILT and tiny.refused(name, find_scheme(scheme)) is None
+        if name not in UNBUILT and small_checkpoints.refused(name, find_scheme(scheme)) is None
     ),
     Case("compressed-tensor", "LlamaForCausalLM", "tensor", format=COMPRESSED),
     Case("compressed-block", "LlamaForCausalLM", "block", format=COMPRESSED),
@@ -425,8 +425,8 @@ ALL_CASES = (
     mixed("Olmo2ForCausalLM", "block", "**.self_attn.*", "channel"),
     *(
         Case(f"{name}-head", name, "channel", options={"quantize_lm_head": True})
-        for name in tiny.ARCHITECTURES
-        if name not in UNBUILT and has_head(name) and tiny.refused(name, find_scheme("channel")) is None
+        for name in small_checkpoints.ARCHITECTURES
+        if name not in UNBUILT and has_head(name) and small_checkpoints.refused(name, find_scheme("channel")) is None
     ),
     Case("powers-of-two", QWEN3_MOE, "block", scale_format="ue8m0"),
     Case("some-attention", "Qwen3ForCausalLM", "block", ("model.layers.0.self_attn.k_proj",)),
@@ -480,12 +480,12 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def compress_case(case: Case, root: Path) -> Path:
     weights = {}
-    for name, weight in tiny.tensors(case.architecture).items():
+    for name, weight in small_checkpoints.tensors(case.architecture).items():
         if case.mlp and ".mlp." in name:
             weight = weight[:, : case.mlp] if ".down_proj." in name else weight[: case.mlp]
         prefix = next((prefix for prefix in case.prefixes if name.startswith(prefix)), "")
         weights[case.prefixes.get(prefix, "") + name.removeprefix(prefix)] = weight.contiguous()
-    source = tiny.write(root / f"{case.name}-source", case.architecture, weights=weights)
+    source = small_checkpoints.write(root / f"{case.name}-source", case.architecture, weights=weights)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, **case.config}))
     formats = {"format": case.format, "scale_format": case.scale_format}
@@ -510,12 +510,16 @@ def layers(
             models[f"{name}-unlisted"] = unlist(cases[name], root / name)
     for scheme in SCHEMES:
         source = compressed[f"{TRAINED}-{scheme}"]
-        tensors = {name: tensor for name, tensor in tiny.read(source).items() if f"{DROPPED}.weight_scale" not in name}
+        tensors = {
+            name: tensor
+            for name, tensor in small_checkpoints.read(source).items()
+            if f"{DROPPED}.weight_scale" not in name
+        }
         models[f"dropped-{scheme}"] = rewrite(source, root / f"dropped-{scheme}", tensors)
     source = mixtures["rows-and-blocks"]
     config = json.loads((source / "config.json").read_text())
     del config["quantization_config"]["config_groups"]["group_1"]
-    models["ungrouped"] = rewrite(source, root / "ungrouped", tiny.read(source), config)
+    models["ungrouped"] = rewrite(source, root / "ungrouped", small_checkpoints.read(source), config)
     return dict(zip(models, engine.layers(list(models.values()), root / "answers"), strict=True))
 
 

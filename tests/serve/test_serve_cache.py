@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from engine_client import EngineError, find_engine
 
-import tiny
 from openquant.files.checkpoint import open_checkpoint
-from openquant.plan.stored import stored_serving
+from openquant.plan.as_stored import stored_serving
+from support import small_checkpoints
 
 pytestmark = pytest.mark.serve
 
@@ -31,7 +31,7 @@ WINDOWED = ("SlidingWindowSpec", "ChunkedLocalAttentionSpec")
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
     engine, root = find_engine(), tmp_path_factory.mktemp("cache")
-    models = [tiny.write(root / name, name) for name in CASES]
+    models = [small_checkpoints.write(root / name, name) for name in CASES]
     return {
         (name, dtype): one
         for dtype in ("auto", "fp8")

@@ -15,14 +15,14 @@ from chosen import EVERYTHING
 from engine_client import Answers, EngineError, find_engine, find_loader, rewrite
 from engine_layers import UNBUILT
 
-import tiny
 from conftest import EXAMPLE
 from openquant import calibrate, compress, dequantize
+from openquant.data.corpus import Corpus, Document
+from openquant.evaluation.compare import evaluate
+from openquant.evaluation.under_test import Settings, Subject
 from openquant.files.checkpoint import open_checkpoint
-from openquant.measure.evaluate import evaluate
-from openquant.measure.subjects import Settings, Subject
 from openquant.models import MODELS
-from openquant.texts.corpus import Corpus, Document
+from support import small_checkpoints
 
 pytestmark = pytest.mark.serve
 
@@ -52,7 +52,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, options in MADE.items():
         more = {"calibration": calibration} if name == "calibrated" else {}
         compress(EXAMPLE, models[name], **options, **more)
-    tensors = tiny.read(models["calibrated"])
+    tensors = small_checkpoints.read(models["calibrated"])
     for name, factor in WRONG.items():
         changed = {
             key: each * factor if key.endswith(("k_scale", "v_scale")) else each for key, each in tensors.items()
@@ -126,16 +126,16 @@ LOADED = (
     ("DeciLMForCausalLM", "channel"),
 )
 # With weights as they are; their scales are another question.
-ALL = tuple((name, "none") for name in tiny.ARCHITECTURES if name not in UNBUILT and cached(name))
+ALL = tuple((name, "none") for name in small_checkpoints.ARCHITECTURES if name not in UNBUILT and cached(name))
 
 
 def numbered(root: Path, name: str, scheme: str) -> tuple[Path, list[float]]:
     """An output whose scales of keys and values are all different, and these."""
     output = root / f"{name}-{scheme}"
-    compress(tiny.write(root / f"{name}-{scheme}-source", name), output, scheme, kv_cache="fp8")
-    keys = [key for key in tiny.read(output) if key.endswith((".k_scale", ".v_scale"))]
+    compress(small_checkpoints.write(root / f"{name}-{scheme}-source", name), output, scheme, kv_cache="fp8")
+    keys = [key for key in small_checkpoints.read(output) if key.endswith((".k_scale", ".v_scale"))]
     scales = {key: 0.5 + at for at, key in enumerate(keys)}
-    tiny.change_weights(output, lambda held: [held[key].fill_(scale) for key, scale in scales.items()])
+    small_checkpoints.change_weights(output, lambda held: [held[key].fill_(scale) for key, scale in scales.items()])
     return output, sorted(scales.values())
 
 

@@ -22,10 +22,10 @@ from engine_client import (
 )
 from engine_layers import UNBUILT, Layers, built, written
 
-import tiny
 from conftest import EXAMPLE
 from openquant import compress, dequantize
 from openquant.formats.schemes import find_scheme
+from support import small_checkpoints
 
 pytestmark = pytest.mark.serve
 
@@ -45,7 +45,7 @@ LOADED = tuple(
     (name, scheme)
     for name in CHOSEN
     for scheme in SCHEMES
-    if name not in UNBUILT and tiny.refused(name, find_scheme(scheme)) is None
+    if name not in UNBUILT and small_checkpoints.refused(name, find_scheme(scheme)) is None
 )
 
 
@@ -62,7 +62,7 @@ def outputs(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     root = tmp_path_factory.mktemp("four-bits")
     found = {}
     for name in dict.fromkeys(name for name, _ in LOADED):
-        found[name] = tiny.write(root / name, name, vocab=2048)
+        found[name] = small_checkpoints.write(root / name, name, vocab=2048)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(EXAMPLE / file, found[name])
     for name, scheme in LOADED:
@@ -92,7 +92,7 @@ def logprobs(engine: Engine, outputs: dict[str, Path], tmp_path_factory: pytest.
     asked = {name: path for name, path in outputs.items() if name.partition("-")[0] in SERVED}
     root = tmp_path_factory.mktemp("swapped")
     for output in [f"{MOE}-{scheme}" for scheme in SCHEMES if MOE in SERVED]:
-        tensors = {swapped(name): tensor for name, tensor in tiny.read(outputs[output]).items()}
+        tensors = {swapped(name): tensor for name, tensor in small_checkpoints.read(outputs[output]).items()}
         asked[f"{output}-swapped"] = rewrite(outputs[output], root / output, tensors)
     return engine.logprobs(asked, tmp_path_factory.mktemp("logprobs") / "answers")
 

@@ -13,9 +13,9 @@ import torch
 from engine_client import Answers, compressed_examples, find_engine, rewrite
 from torch import nn
 
-import tiny
 from conftest import EXAMPLE
 from openquant import PackedLinear, calibrate
+from support import small_checkpoints
 
 pytestmark = pytest.mark.serve
 
@@ -49,7 +49,7 @@ def moved(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Each layer with the global scale of its own largest weight, as if it were joined with no other."""
-    source, found = tiny.read(EXAMPLE), dict(tensors)
+    source, found = small_checkpoints.read(EXAMPLE), dict(tensors)
     for module in [name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")]:
         linear = nn.Linear(1, 1, bias=False)
         linear.weight = nn.Parameter(source[f"{module}.weight"])
@@ -84,7 +84,7 @@ def logprobs(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     asked["w4a4-calibrated"]["calibration"] = scales
     models = compressed_examples(root, asked)
     for control, (scheme, change, _) in CONTROLS.items():
-        models[control] = rewrite(models[scheme], root / control, change(tiny.read(models[scheme])))
+        models[control] = rewrite(models[scheme], root / control, change(small_checkpoints.read(models[scheme])))
     return engine.logprobs(models, root / "answers", "text")
 
 

@@ -11,7 +11,7 @@ import pytest
 from engine_client import complete, find_engine
 
 from conftest import EXAMPLE, ROOT, tree
-from loopback_hub import LoopbackHub
+from support.loopback_hub import LoopbackHub
 
 pytestmark = pytest.mark.serve
 

@@ -14,8 +14,7 @@ import torch
 from engine_client import Answers, compressed_examples, find_engine, rewrite
 
 import openquant
-import tiny
-import upcycled
+from support import mixture_of_experts, small_checkpoints
 
 pytestmark = pytest.mark.serve
 
@@ -74,12 +73,12 @@ def logprobs(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """Of the source, each case, `<it>-plain`, and those with a fault; of the source with experts, `experts`, too."""
     engine, root = find_engine(), tmp_path_factory.mktemp("int4")
     models = compressed_examples(root, {name: options for name, (options, _) in CASES.items()}, PLAIN)
-    models["experts"] = upcycled.make(root / "experts")
+    models["experts"] = mixture_of_experts.make(root / "experts")
     for name in ("int4", "gptq"):
         models[f"experts-{name}"] = root / f"experts-{name}"
         openquant.compress(models["experts"], models[f"experts-{name}"], **CASES[name][0])
     for name, (case, damage) in CONTROLS.items():
-        tensors = tiny.read(models[case])
+        tensors = small_checkpoints.read(models[case])
         damage(tensors)
         models[name] = rewrite(models[case], root / name, tensors)
     return engine.logprobs(models, root / "answers", "text")

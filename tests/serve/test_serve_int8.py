@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from engine_client import Answers, compressed_examples, find_engine, rewrite
 
-import tiny
 from conftest import EXAMPLE
 from openquant import compress
+from openquant.data.corpus import Corpus, Document
+from openquant.evaluation.compare import evaluate
+from openquant.evaluation.under_test import Settings, Subject
 from openquant.files.checkpoint import open_checkpoint
-from openquant.measure.evaluate import evaluate
-from openquant.measure.subjects import Settings, Subject
-from openquant.texts.corpus import Corpus, Document
-from outliers import twin
+from support import small_checkpoints
+from support.outlier_channels import twin
 
 pytestmark = pytest.mark.serve
 
@@ -60,7 +60,7 @@ def logprobs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 
 def larger_scales(source: Path, target: Path) -> Path:
-    tensors = tiny.read(source)
+    tensors = small_checkpoints.read(source)
     return rewrite(source, target, {name: each * 1.25 if "scale" in name else each for name, each in tensors.items()})
 
 

@@ -19,10 +19,10 @@ from engine_client import (
 )
 
 import openquant
-import tiny
 from conftest import EXAMPLE
 from openquant import compress
-from stored import INT4, Make, awq, awq_config, gptq, gptq_config, int4, is_layer
+from support import small_checkpoints
+from support.quantized_checkpoints import INT4, Make, awq, awq_config, gptq, gptq_config, int4, is_layer
 
 pytestmark = pytest.mark.serve
 
@@ -79,7 +79,7 @@ def logprobs(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Answer
 
 def calibrated(source: Path, target: Path) -> Path:
     """A per-tensor output with an input_scale for each layer."""
-    weights = tiny.read(source)
+    weights = small_checkpoints.read(source)
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"]["activation_scheme"] = "static"
     for name in [name for name in weights if name.endswith(".weight_scale")]:
@@ -91,7 +91,7 @@ def as_stored(target: Path, make: Make, quantization: dict[str, Any]) -> Path:
     """The example with its layers as another tool stores them."""
     config = json.loads((EXAMPLE / "config.json").read_text()) | {"quantization_config": quantization}
     weights: dict[str, torch.Tensor] = {}
-    for name, weight in tiny.read(EXAMPLE).items():
+    for name, weight in small_checkpoints.read(EXAMPLE).items():
         if is_layer(name):
             weights |= {f"{name.removesuffix('weight')}{last}": tensor for last, tensor in make(weight).items()}
         else:

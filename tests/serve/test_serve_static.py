@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 from engine_client import Answers, find_engine, rewrite
 
-import tiny
 from conftest import EXAMPLE
 from openquant import calibrate, compress
+from support import small_checkpoints
 
 pytestmark = pytest.mark.serve
 
@@ -28,7 +28,7 @@ def logprobs(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     for format in ("fp8", "compressed-tensors"):
         models[format] = root / format
         compress(EXAMPLE, models[format], format=format, activation_scheme="static", calibration=found)
-        tensors = tiny.read(models[format])
+        tensors = small_checkpoints.read(models[format])
         for share in (4, 8):
             smaller = {name: each / share if name.endswith("input_scale") else each for name, each in tensors.items()}
             models[f"{format}/{share}"] = rewrite(models[format], root / f"{format}-{share}", smaller)

@@ -17,13 +17,13 @@ from chosen import CHOSEN, EVERYTHING
 from engine_client import EngineError, find_loader, rewrite, table_cells
 
 import openquant
-import tiny
 from openquant import compress
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import find_others, find_scheme
 from openquant.models import MODELS
-from openquant.plan.fates import Options
+from openquant.plan.decisions import Options
 from openquant.plan.plan import make_plan
+from support import small_checkpoints
 
 pytestmark = pytest.mark.serve
 
@@ -136,7 +136,7 @@ class Cell:
     """A directory that SGLang is asked to load.
 
     Attributes:
-        architecture: one of tiny.ARCHITECTURES.
+        architecture: one of small_checkpoints.ARCHITECTURES.
         scheme: one of SCHEMES.
         options: more of what compress() takes.
         name: what pytest calls it.
@@ -155,7 +155,7 @@ def fits(architecture: str, scheme: str) -> bool:
     """Whether there is such an output: vLLM loads all there are, and no experts with one scale in this format."""
     model = MODELS[architecture]
     options = SCHEMES[scheme]
-    refused = tiny.refused(model.name, find_scheme(options["scheme"], options.get("format")))
+    refused = small_checkpoints.refused(model.name, find_scheme(options["scheme"], options.get("format")))
     # The hybrid's small model has no experts.
     experts = scheme == "tensor-compressed" and model.experts and architecture != "GraniteMoeHybridForCausalLM"
     return refused is None and not (experts and architecture != "NemotronHForCausalLM")
@@ -174,14 +174,14 @@ def advised(architecture: str) -> bool:
 ALL_CELLS = (
     *(
         Cell(architecture, scheme)
-        for architecture in tiny.ARCHITECTURES
+        for architecture in small_checkpoints.ARCHITECTURES
         for scheme in SCHEMES
         if fits(architecture, scheme) and (EVERYTHING or scheme in COLUMNS or architecture in EACH_SCHEME)
     ),
     # What is advised instead.
     *(
         Cell(name, "block-compressed", name="advised")
-        for name in tiny.ARCHITECTURES
+        for name in small_checkpoints.ARCHITECTURES
         if not EVERYTHING and name not in EACH_SCHEME and advised(name)
     ),
     Cell("OlmoForCausalLM", "tensor", {"ignore": [ATTENTION]}, "advised"),
@@ -252,10 +252,12 @@ Loaded = dict[str, "dict[str, Any] | EngineError"]
 def write_source(root: Path, architecture: str) -> Path:
     """A small model; that of Qwen3's experts without its dense layer, which SGLang does not know of."""
     if architecture != QWEN3_MOE:
-        return tiny.write(root, architecture)
-    weights = {name: weight for name, weight in tiny.tensors(architecture).items() if ".layers.0.mlp." not in name}
+        return small_checkpoints.write(root, architecture)
+    weights = {
+        name: weight for name, weight in small_checkpoints.tensors(architecture).items() if ".layers.0.mlp." not in name
+    }
     weights |= {name.replace(".1.", ".0.", 1): weight.clone() for name, weight in weights.items() if ".1.mlp." in name}
-    tiny.write(root, architecture, weights=weights)
+    small_checkpoints.write(root, architecture, weights=weights)
     config = json.loads((root / "config.json").read_text())
     (root / "config.json").write_text(json.dumps({**config, "mlp_only_layers": []}))
     return root
@@ -285,11 +287,13 @@ def outputs(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
         for place in places:
             for key in ("ignored_layers", "modules_to_not_convert", "ignore", "targets"):
                 place |= {key: [one for one in place[key] if not one.endswith(entry)]} if key in place else {}
-        found[name] = rewrite(root / f"{name}-whole", root / name, tiny.read(root / f"{name}-whole"), config)
+        found[name] = rewrite(
+            root / f"{name}-whole", root / name, small_checkpoints.read(root / f"{name}-whole"), config
+        )
     if QWEN3 not in CHOSEN:
         return found
     whole = root / f"{QWEN3}-tensor"
-    tensors = {name: tensor for name, tensor in tiny.read(whole).items() if name != DROPPED}
+    tensors = {name: tensor for name, tensor in small_checkpoints.read(whole).items() if name != DROPPED}
     found["dropped"] = rewrite(whole, root / "dropped", tensors)
     (root / "dropped-plain").symlink_to(root / f"{QWEN3}-tensor-plain")
     return found
@@ -313,7 +317,7 @@ def status(answer: dict[str, Any] | EngineError, output: Path) -> str:
         return "refused: it loads them, and computes without their scales"
     counts = {torch.float8_e4m3fn: 1, torch.int8: 1, torch.uint8: 2}
     stored = 0
-    for name, tensor in tiny.read(output).items():
+    for name, tensor in small_checkpoints.read(output).items():
         # What words hold their shape tells.
         words = name.endswith(".weight_shape")
         scale = name.endswith(("_scale", "_scale_inv"))

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-import tiny
 from openquant import compress
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.output import OutputDirectory
 from openquant.formats.schemes import TENSOR
 from openquant.plan.plan import make_plan
 from openquant.verification.finished import check_finished
+from support import small_checkpoints
 
 NAME = "model.safetensors"
 QUERY = "model.layers.0.self_attn.q_proj"
@@ -24,7 +24,7 @@ QUERY = "model.layers.0.self_attn.q_proj"
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return tiny.write(tmp_path / "source", "Qwen3ForCausalLM")
+    return small_checkpoints.write(tmp_path / "source", "Qwen3ForCausalLM")
 
 
 def damaged(name: str, damage: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,16 +17,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import openquant
-import tiny
 from conftest import EXAMPLE, ROOT, change_json, run_openquant, tree
-from converted import Shelf, covering
 from openquant import Report, compress, verify
 from openquant.errors import OpenQuantError
 from openquant.formats.kernels import decode
 from openquant.formats.numbers import E2M1, E4M3, INT4
 from openquant.formats.reference import encode
 from openquant.formats.schemes import BLOCK, CHANNEL, INT8_W8A16, SCHEMES, TENSOR, Scheme
-from tiny import change_weights
+from support import small_checkpoints
+from support.conversions import Shelf, covering
+from support.small_checkpoints import change_weights
 
 FP8 = torch.float8_e4m3fn
 Weights = dict[str, torch.Tensor]
@@ -89,7 +89,7 @@ def test_what_engines_read_beside_the_quantization_must_be_there(shelf: Shelf, t
 
 @pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Gemma3ForConditionalGeneration", "Llama4ForCausalLM"])
 def test_ignored_layers_are_clean(tmp_path: Path, architecture: str) -> None:
-    source = tiny.write(tmp_path / "source", architecture)
+    source = small_checkpoints.write(tmp_path / "source", architecture)
     compress(source, tmp_path / "out", ignore=["**.layers.0.**", "**.layers.1.**.down_proj"])
     assert_clean(verify(tmp_path / "out", source, full=True))
 
@@ -113,7 +113,7 @@ MIXTURES = [
 
 @pytest.mark.parametrize(("architecture", "scheme", "options"), MIXTURES)
 def test_mixtures_are_clean(tmp_path: Path, architecture: str, scheme: str, options: dict[str, Any]) -> None:
-    source = tiny.write(tmp_path / "source", architecture, shards=3)
+    source = small_checkpoints.write(tmp_path / "source", architecture, shards=3)
     result = compress(source, tmp_path / "out", scheme, format="compressed-tensors", **options)
     assert_clean(verify(tmp_path / "out"))
     full = verify(tmp_path / "out", source, full=True)
@@ -123,7 +123,7 @@ def test_mixtures_are_clean(tmp_path: Path, architecture: str, scheme: str, opti
 
 
 def test_a_layer_in_another_scheme_than_the_config_says(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source")
+    source = small_checkpoints.write(tmp_path / "source")
     compress(source, tmp_path / "out", "block", format="compressed-tensors", scheme_for={Q: "channel"}, workers=1)
 
     def move(config: dict[str, Any]) -> None:
@@ -139,7 +139,7 @@ def test_a_layer_in_another_scheme_than_the_config_says(tmp_path: Path) -> None:
 
 
 def test_output_heads_that_are_not_named(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source")
+    source = small_checkpoints.write(tmp_path / "source")
     compress(source, tmp_path / "out", "channel", quantize_lm_head=True, workers=1)
     change_json(
         tmp_path / "out" / "config.json",
@@ -152,19 +152,19 @@ def test_output_heads_that_are_not_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_other_source_dtypes(tmp_path: Path, dtype: str) -> None:
-    source = tiny.write(tmp_path / "source", "Llama4ForCausalLM", dtype=dtype)
+    source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM", dtype=dtype)
     for scheme in SCHEMES:
         compress(source, tmp_path / scheme, scheme)
         assert_clean(verify(tmp_path / scheme, source, full=True, workers=3))
 
 
 def test_extreme_weights_are_within_the_bound(tmp_path: Path) -> None:
-    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     weights[f"{DOWN}.weight"] = weights[f"{DOWN}.weight"] * 1e-30
     weights["model.layers.1.mlp.down_proj.weight"].zero_()
     weights["model.layers.1.mlp.gate_proj.weight"] *= 1e5
     weights["model.layers.0.self_attn.o_proj.weight"][:128] *= 1e-4
-    source = tiny.write(tmp_path / "source", weights=weights)
+    source = small_checkpoints.write(tmp_path / "source", weights=weights)
     for scheme in SCHEMES:
         compress(source, tmp_path / scheme, scheme)
         report = verify(tmp_path / scheme, source, full=True)
@@ -176,7 +176,7 @@ def test_extreme_weights_are_within_the_bound(tmp_path: Path) -> None:
 def test_errors_are_what_torch_computes(blocks: tuple[Path, Path]) -> None:
     source, out = blocks
     report = verify(out, source, full=True)
-    weights, found = tiny.read(source), tiny.read(out)
+    weights, found = small_checkpoints.read(source), small_checkpoints.read(out)
     for error in report.errors:
         weight = weights[f"{error.module}.weight"].double()
         scale = found[f"{error.module}.weight_scale_inv"].double()
@@ -210,7 +210,7 @@ def test_pieces_do_not_change_what_is_found(blocks: tuple[Path, Path], monkeypat
     monkeypatch.setattr("openquant.verification.contents.PIECE", 3000)
     monkeypatch.setattr("openquant.weights.reading.BUFFER", 3000)
     monkeypatch.setattr("openquant.weights.reading.TRANSPOSED_BUFFER", 3000)
-    monkeypatch.setattr("openquant.measure.error.CHUNK", 1000)
+    monkeypatch.setattr("openquant.weights.quant_error.CHUNK", 1000)
     pieces = verify(out, source, full=True, workers=3)
     assert_clean(pieces)
     assert [e.relative for e in pieces.errors] == pytest.approx([e.relative for e in whole.errors], rel=1e-4)
@@ -300,7 +300,7 @@ def test_damaged_block_scales_are_named(blocks: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_a_missing_or_short_shard(tmp_path: Path, full: bool) -> None:
-    source = tiny.write(tmp_path / "source", shards=3)
+    source = small_checkpoints.write(tmp_path / "source", shards=3)
     compress(source, tmp_path / "out")
     name = "model-00002-of-00003.safetensors"
     path = tmp_path / "out" / name
@@ -361,7 +361,7 @@ def remove(out: Path, *names: str) -> None:
 
 
 def test_an_unquantized_layer_that_is_not_listed(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM")
+    source = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM")
     out = tmp_path / "out"
     compress(source, out, ignore=["model.layers.0.mlp.*"])
     remove(out, "model.layers.1.mlp.gate", DOWN, "model.layers.0.mlp.gate_up_proj")
@@ -376,7 +376,7 @@ def test_an_unquantized_layer_that_is_not_listed(tmp_path: Path) -> None:
 
 
 def test_a_spelling_that_is_not_listed_shows_against_the_source(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source", "Gemma3ForConditionalGeneration")
+    source = small_checkpoints.write(tmp_path / "source", "Gemma3ForConditionalGeneration")
     out = tmp_path / "out"
     compress(source, out)
     name = "vision_tower.encoder.layers.0.mlp.fc1"
@@ -386,7 +386,7 @@ def test_a_spelling_that_is_not_listed_shows_against_the_source(tmp_path: Path) 
 
 
 def test_joined_layers_and_experts_of_mixed_status(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM")
+    source = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM")
     out = tmp_path / "out"
     compress(source, out)
     expert = "model.layers.1.mlp.experts.2.down_proj"
@@ -441,7 +441,7 @@ def test_the_config_differs_elsewhere(ours: tuple[Path, Path]) -> None:
 
 
 def test_other_files(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source")
+    source = small_checkpoints.write(tmp_path / "source")
     for name in ("tokenizer.json", "merges.txt", "vocab.json"):
         (source / name).write_text(name * 1000)
     out = tmp_path / "out"
@@ -460,7 +460,7 @@ def test_other_files(tmp_path: Path) -> None:
 
 
 def test_a_copied_tensor_of_which_one_byte_changed(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source", "Llama4ForCausalLM")
+    source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM")
     out = tmp_path / "out"
     compress(source, out, ignore=["**.experts.**"])
     norm, up = "model.norm.weight", "model.layers.1.feed_forward.experts.1.up_proj.weight"
@@ -497,7 +497,7 @@ def test_tensors_that_are_not_the_source_s(ours: tuple[Path, Path]) -> None:
 
 
 def test_a_stack_of_which_a_part_is_missing(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source", "Llama4ForCausalLM")
+    source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM")
     out = tmp_path / "out"
     compress(source, out)
     gate = "model.layers.1.feed_forward.experts.3.gate_proj"
@@ -519,7 +519,7 @@ def disown(out: Path) -> None:
 
 @pytest.mark.parametrize("factor", [2.0, 0.5, 1.1])
 def test_a_wrong_scale_shows_when_decoded(tmp_path: Path, factor: float) -> None:
-    source = tiny.write(tmp_path / "source")
+    source = small_checkpoints.write(tmp_path / "source")
     out = tmp_path / "out"
     compress(source, out, "block")
     disown(out)
@@ -528,7 +528,7 @@ def test_a_wrong_scale_shows_when_decoded(tmp_path: Path, factor: float) -> None
     assert verify(out, source).problems == ()
     report = verify(out, source, full=True)
     (problem,) = report.problems
-    weights, found = tiny.read(source), tiny.read(out)
+    weights, found = small_checkpoints.read(source), small_checkpoints.read(out)
     weight = weights[f"{DOWN}.weight"].float()
     grid = found[scale].repeat_interleave(128, 0).repeat_interleave(128, 1)
     error = (found[f"{DOWN}.weight"].float() * grid - weight).abs()
@@ -560,7 +560,7 @@ def test_a_single_wrong_code_shows_when_decoded(ours: tuple[Path, Path]) -> None
 
 
 def test_the_index_tells_another_size(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source", shards=2)
+    source = small_checkpoints.write(tmp_path / "source", shards=2)
     out = tmp_path / "out"
     total = compress(source, out).output_bytes
     change_json(out / "model.safetensors.index.json", lambda index: index["metadata"].update(total_size=7))
@@ -630,7 +630,7 @@ def write_other(
     kept: tuple[str, ...] = ("lm_head", "embed", "mlp.gate.", "norm"),
 ) -> Path:
     weights: Weights = {}
-    for name, weight in tiny.read(source).items():
+    for name, weight in small_checkpoints.read(source).items():
         if weight.ndim == 2 and not any(part in name for part in kept):
             weights[name], weights[name + suffix] = make(weight)
         else:
@@ -642,10 +642,10 @@ def write_other(
 
 
 def test_blocks_as_qwen_and_deepseek_write_them(tmp_path: Path) -> None:
-    weights = tiny.tensors("Qwen3MoeForCausalLM")
+    weights = small_checkpoints.tensors("Qwen3MoeForCausalLM")
     # Sizes that are no multiples of a block, with the edges' blocks smaller.
     weights["model.layers.0.mlp.down_proj.weight"] = torch.randn(200, 500).bfloat16()
-    source = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM", weights=weights)
+    source = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM", weights=weights)
     config = {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
@@ -674,7 +674,7 @@ def test_blocks_as_qwen_and_deepseek_write_them(tmp_path: Path) -> None:
 
 def test_a_quantized_router(tmp_path: Path) -> None:
     """It loads where the engine builds its router so, as vLLM does Qwen3-MoE's."""
-    source = tiny.write(tmp_path / "source", "Qwen3MoeForCausalLM")
+    source = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM")
     blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     config = {**blocks, "modules_to_not_convert": ["lm_head"]}
     out = write_other(source, tmp_path / "out", by_blocks, "_scale_inv", config, ("lm_head", "embed", "norm"))
@@ -682,7 +682,7 @@ def test_a_quantized_router(tmp_path: Path) -> None:
 
 
 def test_compressed_tensors_by_channel(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source", "Gemma3ForConditionalGeneration")
+    source = small_checkpoints.write(tmp_path / "source", "Gemma3ForConditionalGeneration")
     config = {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
@@ -720,7 +720,7 @@ def test_compressed_tensors_by_channel(tmp_path: Path) -> None:
 
 
 def test_compressed_tensors_in_several_groups(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source")
+    source = small_checkpoints.write(tmp_path / "source")
 
     def group(targets: list[str], **weights: Any) -> dict[str, Any]:
         return {"targets": targets, "weights": {"num_bits": 8, "type": "float", **weights}, "input_activations": None}
@@ -751,7 +751,7 @@ def test_compressed_tensors_in_several_groups(tmp_path: Path) -> None:
 
 
 def test_tensors_that_other_tools_add_or_recast_are_notes(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source")
+    source = small_checkpoints.write(tmp_path / "source")
     config = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     out = write_other(source, tmp_path / "out", by_tensor, "_scale", config)
 
@@ -772,7 +772,7 @@ def test_tensors_that_other_tools_add_or_recast_are_notes(tmp_path: Path) -> Non
 
 
 def test_an_unknown_architecture(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source")
+    source = small_checkpoints.write(tmp_path / "source")
     change_json(source / "config.json", lambda config: config.update(architectures=["FooForCausalLM"]))
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     out = write_other(source, tmp_path / "out", by_blocks, "_scale_inv", config)
@@ -791,7 +791,7 @@ def test_an_unknown_architecture(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("listed", [True, False])
 def test_stacks_beside_the_experts_are_listed_as_these(tmp_path: Path, listed: bool) -> None:
-    source = tiny.write(tmp_path / "source", "GraniteMoeForCausalLM")
+    source = small_checkpoints.write(tmp_path / "source", "GraniteMoeForCausalLM")
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     config["modules_to_not_convert"] = [
         "lm_head",
@@ -809,7 +809,7 @@ def test_stacks_beside_the_experts_are_listed_as_these(tmp_path: Path, listed: b
 
 def test_lists_under_the_engine_s_own_names(tmp_path: Path) -> None:
     """vLLM calls MiniMax's block_sparse_moe mlp."""
-    source = tiny.write(tmp_path / "source", "MiniMaxM2ForCausalLM")
+    source = small_checkpoints.write(tmp_path / "source", "MiniMaxM2ForCausalLM")
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     config["modules_to_not_convert"] = ["lm_head", *(f"model.layers.{layer}.mlp.experts" for layer in (0, 1))]
     kept = ("lm_head", "embed", "gate", "experts")
@@ -818,7 +818,7 @@ def test_lists_under_the_engine_s_own_names(tmp_path: Path) -> None:
 
 
 def test_stacked_experts(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source", "Llama4ForCausalLM")
+    source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM")
     config = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -843,7 +843,7 @@ def test_stacked_experts(tmp_path: Path) -> None:
 
 
 def test_another_tools_quantized_head_is_planned_in_its_own_format(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source")
+    source = small_checkpoints.write(tmp_path / "source")
     compress(source, tmp_path / "out", "channel", quantize_lm_head=True, workers=1)
     (tmp_path / "out" / ".openquant.json").unlink()
     change_json(
@@ -892,7 +892,7 @@ def test_directories_that_cannot_be_checked(ours: tuple[Path, Path], tmp_path: P
     source, out = ours
     with pytest.raises(OpenQuantError, match="is not a directory"):
         verify(tmp_path / "nowhere")
-    modelopt = tiny.write(tmp_path / "modelopt")
+    modelopt = small_checkpoints.write(tmp_path / "modelopt")
     (modelopt / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
     with pytest.raises(OpenQuantError, match=r"^hf_quant_config.json has modelopt with one scale per tensor$"):
         verify(modelopt)

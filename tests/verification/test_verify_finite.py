@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny
 from openquant import compress, verify
-from tiny import change_weights
+from support import small_checkpoints
+from support.small_checkpoints import change_weights
 
 NORM, HEAD, EMBED = "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"
 
@@ -24,13 +24,13 @@ def planted(name: str, value: float, at: int = 5):
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return tiny.write(tmp_path / "source", "Qwen3ForCausalLM", shards=2, vocab=128)
+    return small_checkpoints.write(tmp_path / "source", "Qwen3ForCausalLM", shards=2, vocab=128)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("name", [NORM, HEAD, EMBED])
 def test_nan_is_a_problem_with_and_without_the_source(tmp_path: Path, name: str, dtype: str) -> None:
-    source = tiny.write(tmp_path / "source", "Qwen3ForCausalLM", vocab=128, dtype=dtype)
+    source = small_checkpoints.write(tmp_path / "source", "Qwen3ForCausalLM", vocab=128, dtype=dtype)
     change_weights(source, planted(name, math.nan))
     compress(source, tmp_path / "out", "channel")
     place = f"model.safetensors: {name} holds NaN (1 value)"

@@ -11,11 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiny
 from conftest import ROOT
 from openquant import compress, dequantize, verify
 from openquant.errors import OpenQuantError
-from stored import SOURCES, asymmetric, asymmetric_config, awq, awq_config, gptq, gptq_config, store
+from support import small_checkpoints
+from support.quantized_checkpoints import (
+    SOURCES,
+    asymmetric,
+    asymmetric_config,
+    awq,
+    awq_config,
+    gptq,
+    gptq_config,
+    store,
+)
 
 sys.path.insert(0, str(ROOT / "tests" / "fuzz"))
 import damage
@@ -29,7 +38,7 @@ SCHEMES = ["tensor", "channel", "block", "mxfp8", "int8", "int4", "mxfp4", "nvfp
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A small model in every scheme."""
     root = tmp_path_factory.mktemp("outputs")
-    source = tiny.write(root / "source", "Qwen3ForCausalLM", vocab=128)
+    source = small_checkpoints.write(root / "source", "Qwen3ForCausalLM", vocab=128)
     for scheme in SCHEMES:
         compress(source, root / scheme, scheme)
     return {scheme: root / scheme for scheme in SCHEMES}
@@ -119,15 +128,17 @@ DAMAGE: dict[str, Callable[[Weights], None]] = {
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", DAMAGE)
 def test_what_dequantize_refuses_is_a_problem(outputs: dict[str, Path], tmp_path: Path, name: str, scheme: str) -> None:
-    root = tiny.changed_copy(outputs[scheme], tmp_path / "out", DAMAGE[name])
+    root = small_checkpoints.changed_copy(outputs[scheme], tmp_path / "out", DAMAGE[name])
     if refusal(root, tmp_path / "plain") is not None:
         assert problems(root)
 
 
 def test_a_weight_beside_its_qweight(foreign: dict[str, Path], tmp_path: Path) -> None:
     for name in ("awq", "gptq"):
-        owner = next(key for key in tiny.read(foreign[name]) if key.endswith(".qweight")).removesuffix(".qweight")
-        root = tiny.changed_copy(
+        owner = next(key for key in small_checkpoints.read(foreign[name]) if key.endswith(".qweight")).removesuffix(
+            ".qweight"
+        )
+        root = small_checkpoints.changed_copy(
             foreign[name], tmp_path / name, lambda held, owner=owner: held.update({f"{owner}.weight": torch.ones(8, 8)})
         )
         message = f"{owner}.weight is there twice, as {owner}.qweight too"
@@ -137,14 +148,14 @@ def test_a_weight_beside_its_qweight(foreign: dict[str, Path], tmp_path: Path) -
 
 @pytest.mark.parametrize("scheme", ["int4", "channel", "block"])
 def test_scales_beyond_bfloat16(outputs: dict[str, Path], tmp_path: Path, scheme: str) -> None:
-    root = tiny.changed_copy(outputs[scheme], tmp_path / "out", overflowing)
+    root = small_checkpoints.changed_copy(outputs[scheme], tmp_path / "out", overflowing)
     message = refusal(root, tmp_path / "plain")
     assert message is not None and "stands for weights beyond what bfloat16 holds: " in message
     assert message in problems(root)
 
 
 def test_scales_that_a_global_scale_makes_infinite(outputs: dict[str, Path], tmp_path: Path) -> None:
-    root = tiny.changed_copy(
+    root = small_checkpoints.changed_copy(
         outputs["nvfp4"], tmp_path / "out", lambda held: held[f"{UP}.weight_global_scale"].fill_(2.0**-126)
     )
     message = f"{UP}.weight_scale in model.safetensors holds inf, which no scale can be"

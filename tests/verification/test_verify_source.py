@@ -11,15 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import tiny
 from conftest import change_json, run_openquant
-from converted import Shelf, asking
 from openquant import Report, compress, verify
 from openquant.formats.schemes import SCHEMES, TENSOR, TRANSFORMERS_REFUSAL, VARIANTS, Scheme
 from openquant.formats.settings import unread
 from openquant.verification.configs import judged
-from stored import BLOCKS, by_blocks, store
-from tiny import change_weights
+from support import small_checkpoints
+from support.conversions import Shelf, asking
+from support.quantized_checkpoints import BLOCKS, by_blocks, store
+from support.small_checkpoints import change_weights
 
 Weights = dict[str, torch.Tensor]
 ONE = "model.safetensors"
@@ -199,7 +199,7 @@ def test_the_rest_is_a_note_in_others(
 def test_a_config_that_transformers_saved_again_computes_the_same(tmp_path: Path, architecture: str) -> None:
     from transformers import AutoConfig
 
-    config = tiny.config(architecture)
+    config = small_checkpoints.config(architecture)
     (tmp_path / CONFIG).write_text(json.dumps(config))
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
     again = json.loads((tmp_path / CONFIG).read_text())
@@ -372,7 +372,7 @@ def test_weights_beside_a_single_file(whose: str, source: Path, request: pytest.
 
 
 def test_weights_that_no_index_names(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source", shards=2)
+    source = small_checkpoints.write(tmp_path / "source", shards=2)
     compress(source, tmp_path / "out")
     save_file({"x": torch.ones(1)}, tmp_path / "out" / "extra.safetensors")
     assert verify(tmp_path / "out").problems == (
@@ -469,7 +469,7 @@ def test_a_config_in_another_encoding(ours: Path, encoding: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_quantizing_the_source_again_gives_all_of_it(tmp_path: Path, scheme: str, dtype: str) -> None:
-    source = tiny.write(tmp_path / "source", "Llama4ForCausalLM", dtype=dtype)
+    source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM", dtype=dtype)
     compress(source, tmp_path / "out", scheme)
     report = verify(tmp_path / "out", source, full=True)
     assert found(report) == ((), ())
@@ -481,7 +481,7 @@ def test_quantizing_the_source_again_gives_all_of_it(tmp_path: Path, scheme: str
 def test_a_code_moved_by_one(whose: str, source: Path, request: pytest.FixtureRequest) -> None:
     """Between two codes that are nearly as near."""
     out = request.getfixturevalue(whose)
-    weight, stored = tiny.read(source)[f"{DOWN}.weight"].float(), tiny.read(out)
+    weight, stored = small_checkpoints.read(source)[f"{DOWN}.weight"].float(), small_checkpoints.read(out)
     codes, scale = stored[f"{DOWN}.weight"], stored[f"{DOWN}.weight_scale"]
     quotient, moved = weight / scale, (codes.view(torch.uint8) + 1).view(torch.float8_e4m3fn).float()
     error = (quotient - moved).abs()
@@ -524,7 +524,7 @@ def test_one_scale_of_several_layers_a_little_off(source: Path, tmp_path: Path, 
     assert found(verify(out, source, full=True)) == ((), notes)
     joined = [f"{Q[:-6]}{part}_proj" for part in "kqv"]
     before = float(load_file(out / ONE)[f"{Q}.weight_scale"])
-    originals = tiny.read(source)
+    originals = small_checkpoints.read(source)
 
     def change(weights: Weights) -> None:
         for module in joined:
@@ -546,7 +546,7 @@ def test_codes_of_other_tools_are_counted(source: Path, tmp_path: Path) -> None:
     compress(source, out, "channel")
     (out / ".openquant.json").unlink()
     (out / "README.md").unlink()
-    originals = tiny.read(source)
+    originals = small_checkpoints.read(source)
 
     def change(weights: Weights) -> None:
         for name in [name for name in weights if name.endswith("_scale")]:
@@ -566,7 +566,7 @@ def test_codes_of_other_tools_are_counted(source: Path, tmp_path: Path) -> None:
 
 def test_a_scale_too_small_for_its_weights(others: Path, source: Path) -> None:
     """Its codes are the nearest there are, and still far off."""
-    original = tiny.read(source)[f"{DOWN}.weight"].float()
+    original = small_checkpoints.read(source)[f"{DOWN}.weight"].float()
 
     def change(weights: Weights) -> None:
         scale = weights[f"{DOWN}.weight_scale"].mul_(0.5)
@@ -581,7 +581,7 @@ def test_a_scale_too_small_for_its_weights(others: Path, source: Path) -> None:
 
 def test_a_source_that_was_quantized_already_cannot_be_made_again(tmp_path: Path) -> None:
     """Its codes pass through, and are held against what rounding explains."""
-    source = tiny.write(tmp_path / "source")
+    source = small_checkpoints.write(tmp_path / "source")
     quantized = store(tmp_path / "quantized", by_blocks(torch.bfloat16), BLOCKS)
     out = tmp_path / "out"
     compress(quantized, out, "block", format="compressed-tensors")

@@ -16,19 +16,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import tiny
 from conftest import EXAMPLE, ROOT, change_json, run_openquant, tree
-from converted import Shelf, asking
 from openquant import compress, dequantize, diagnose, verify
 from openquant.errors import OpenQuantError, PlanError, SourceError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.reference import decode, encode, group_absmax, group_scale
 from openquant.formats.schemes import BLOCK, BLOCK_UE8M0, CHANNEL, INT8_W8A16, TENSOR, TENSOR_STATIC, VARIANTS, Scheme
 from openquant.machine import peak_rss
-from openquant.plan.fates import Options
+from openquant.plan.decisions import Options
 from openquant.plan.plan import make_plain_plan, make_plan
-from published import published, with_few_experts
-from stored import (
+from support import small_checkpoints
+from support.conversions import Shelf, asking
+from support.published_checkpoints import published, with_few_experts
+from support.quantized_checkpoints import (
     BLOCKS,
     FP8,
     INT4,
@@ -50,7 +50,7 @@ from stored import (
     weights_of,
     widened,
 )
-from tiny import change_weights
+from support.small_checkpoints import change_weights
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 variants = pytest.mark.parametrize("scheme", VARIANTS, ids=[scheme.suffix for scheme in VARIANTS])
@@ -68,18 +68,18 @@ sources = pytest.mark.parametrize("kind", SOURCES)
 def test_dequantize_gives_the_products_in_bfloat16(tmp_path: Path, kind: str) -> None:
     make, config, group = SOURCES[kind]
     source = store(tmp_path / "source", make, config, shards=3)
-    plain, stored = tiny.tensors("Qwen3ForCausalLM"), weights_of(source, group)
+    plain, stored = small_checkpoints.tensors("Qwen3ForCausalLM"), weights_of(source, group)
     before = tree(source)
     result = dequantize(source, tmp_path / "out")
     assert tree(source) == before
-    found = tiny.read(tmp_path / "out")
+    found = small_checkpoints.read(tmp_path / "out")
     assert set(found) == set(plain)
     for name, weight in plain.items():
         assert same(found[name], stored[name].bfloat16() if is_layer(name) else weight), name
     written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert written == tiny.config("Qwen3ForCausalLM")
+    assert written == small_checkpoints.config("Qwen3ForCausalLM")
     assert (result.scheme, result.quantized_tensors, result.decoded_tensors) == ("bf16", 0, 14)
-    assert result.source_bytes == sum(tensor.nbytes for tensor in tiny.read(source).values())
+    assert result.source_bytes == sum(tensor.nbytes for tensor in small_checkpoints.read(source).values())
     assert result.output_bytes == sum(tensor.nbytes for tensor in found.values())
 
 
@@ -90,9 +90,9 @@ def test_scales_of_the_cache_stay_with_quantized_weights(tmp_path: Path, last: s
     name = f"model.layers.0.self_attn.{last}"
     change_weights(source, lambda weights: weights.update({name: torch.tensor(0.5)}))
     compress(source, tmp_path / "out", "block")
-    assert torch.equal(tiny.read(tmp_path / "out")[name], torch.tensor(0.5))
+    assert torch.equal(small_checkpoints.read(tmp_path / "out")[name], torch.tensor(0.5))
     dequantize(source, tmp_path / "plain")
-    assert set(tiny.read(tmp_path / "plain")) == set(tiny.tensors("Qwen3ForCausalLM"))
+    assert set(small_checkpoints.read(tmp_path / "plain")) == set(small_checkpoints.tensors("Qwen3ForCausalLM"))
 
 
 @sources
@@ -104,9 +104,9 @@ def test_another_scheme_is_made_of_the_decoded_weights(tmp_path: Path, kind: str
     result = compress(source, tmp_path / "out", scheme.name)
     assert (result.quantized_tensors, result.decoded_tensors) == (14, 0)
     assert verify(tmp_path / "out").problems == ()
-    found = tiny.read(tmp_path / "out")
+    found = small_checkpoints.read(tmp_path / "out")
     assert not [name for name in found if name.endswith(("input_scale", "activation_scale"))]
-    codes = tiny.read(source)
+    codes = small_checkpoints.read(source)
     for name, weight in stored.items():
         scale = found[name.replace("weight", scheme.format.scale.name)]
         if group == scheme.format.group != (None, None):
@@ -142,7 +142,7 @@ def test_an_output_in_its_own_scheme_is_the_same_bytes(
         del one[name], two[name]
     if scheme.format.scale.dtype == "BF16":
         # Scales as wide as what is copied come before that where they follow codes.
-        before, after = tiny.read(output), tiny.read(tmp_path / "twice")
+        before, after = small_checkpoints.read(output), small_checkpoints.read(tmp_path / "twice")
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
     else:
@@ -154,7 +154,7 @@ def test_an_output_in_its_own_scheme_is_the_same_bytes(
 def test_dequantized_outputs_are_what_codes_and_scales_stand_for(tmp_path: Path, scheme: Scheme) -> None:
     compress(EXAMPLE, tmp_path / "fp8", **asking(scheme))
     dequantize(tmp_path / "fp8", tmp_path / "plain")
-    stored, plain, source = (tiny.read(root) for root in (tmp_path / "fp8", tmp_path / "plain", EXAMPLE))
+    stored, plain, source = (small_checkpoints.read(root) for root in (tmp_path / "fp8", tmp_path / "plain", EXAMPLE))
     assert set(plain) == set(source)
     for name, weight in plain.items():
         codes = stored.get(name.replace("weight", scheme.format.codes))
@@ -177,25 +177,25 @@ def test_a_plan_to_dequantize_says_what_was_not_quantized(tmp_path: Path) -> Non
 
 
 def test_ragged_blocks_pass_through_and_dequantize(tmp_path: Path) -> None:
-    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     odd = {f"model.layers.{n}.mlp.down_proj.weight": torch.randn(200, 500).bfloat16() for n in (0, 1)}
     source = store(tmp_path / "source", by_blocks(), BLOCKS, weights | odd)
-    stored = tiny.read(source)
+    stored = small_checkpoints.read(source)
     assert stored[f"{DOWN}.weight_scale_inv"].shape == (2, 4)
     compress(source, tmp_path / "out", "block")
-    found = tiny.read(tmp_path / "out")
+    found = small_checkpoints.read(tmp_path / "out")
     assert set(found) == set(stored)
     assert all(same(found[name], stored[name]) for name in found)
     dequantize(source, tmp_path / "plain")
     expected = weights_of(source, (128, 128))[f"{DOWN}.weight"].bfloat16()
-    assert same(tiny.read(tmp_path / "plain")[f"{DOWN}.weight"], expected)
+    assert same(small_checkpoints.read(tmp_path / "plain")[f"{DOWN}.weight"], expected)
     # In another scheme they are quantized like any other.
     compress(source, tmp_path / "rows", "channel")
-    assert tiny.read(tmp_path / "rows")[f"{DOWN}.weight"].dtype == FP8
+    assert small_checkpoints.read(tmp_path / "rows")[f"{DOWN}.weight"].dtype == FP8
 
 
 def test_ragged_blocks_that_engines_join_are_decoded(tmp_path: Path) -> None:
-    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     small = {name: weights[name][:64] for name in weights if name.split(".")[-2] in ("k_proj", "v_proj")}
     source = store(tmp_path / "source", by_blocks(), BLOCKS, weights | small)
     change_json(source / "config.json", lambda found: found.update(num_key_value_heads=1))
@@ -204,7 +204,7 @@ def test_ragged_blocks_that_engines_join_are_decoded(tmp_path: Path) -> None:
     assert (result.quantized_tensors, result.decoded_tensors) == (8, 6)
     assert {Q, Q.replace("q_proj", "k_proj")} < set(result.ignored_layers)
     expected = weights_of(source, (128, 128))[f"{Q}.weight"].bfloat16()
-    assert same(tiny.read(tmp_path / "out")[f"{Q}.weight"], expected)
+    assert same(small_checkpoints.read(tmp_path / "out")[f"{Q}.weight"], expected)
     assert verify(tmp_path / "out").problems == ()
     # In the other format they have one scale for each row.
     result = compress(source, tmp_path / "rows", "block", format="compressed-tensors")
@@ -213,7 +213,7 @@ def test_ragged_blocks_that_engines_join_are_decoded(tmp_path: Path) -> None:
 
 def test_the_same_scheme_keeps_the_choice_of_layers(tmp_path: Path) -> None:
     source = store(tmp_path / "source", by_blocks(), BLOCKS)
-    plain = tiny.tensors("Qwen3ForCausalLM")
+    plain = small_checkpoints.tensors("Qwen3ForCausalLM")
 
     def leave_out(weights: Weights) -> None:
         weights[f"{DOWN}.weight"] = plain[f"{DOWN}.weight"]
@@ -223,7 +223,10 @@ def test_the_same_scheme_keeps_the_choice_of_layers(tmp_path: Path) -> None:
     result = compress(source, tmp_path / "out", "block")
     assert result.quantized_tensors == 13
     assert DOWN in result.ignored_layers
-    assert all(same(tensor, tiny.read(source)[name]) for name, tensor in tiny.read(tmp_path / "out").items())
+    assert all(
+        same(tensor, small_checkpoints.read(source)[name])
+        for name, tensor in small_checkpoints.read(tmp_path / "out").items()
+    )
     # Another scheme asks the registry.
     assert compress(source, tmp_path / "rows", "channel").quantized_tensors == 14
 
@@ -233,7 +236,7 @@ def test_ignored_layers_of_a_quantized_source_are_decoded(tmp_path: Path) -> Non
     result = compress(source, tmp_path / "out", "block", ignore=[DOWN])
     assert (result.quantized_tensors, result.decoded_tensors) == (13, 1)
     expected = weights_of(source, (128, 128))[f"{DOWN}.weight"].bfloat16()
-    assert same(tiny.read(tmp_path / "out")[f"{DOWN}.weight"], expected)
+    assert same(small_checkpoints.read(tmp_path / "out")[f"{DOWN}.weight"], expected)
 
 
 @pytest.mark.parametrize("module", ["lm_head", "model.embed_tokens"])
@@ -242,12 +245,12 @@ def test_a_quantized_head_or_embedding_is_decoded(tmp_path: Path, kind: str, mod
     """Engines load neither where it is listed as unquantized, as it always is."""
     make, config, group = SOURCES[kind]
     source = store(tmp_path / "source", make, config)
-    plain = tiny.tensors("Qwen3ForCausalLM")[f"{module}.weight"]
+    plain = small_checkpoints.tensors("Qwen3ForCausalLM")[f"{module}.weight"]
     change_weights(source, lambda weights: weights.update({f"{module}.{k}": v for k, v in make(plain).items()}))
     result = compress(source, tmp_path / "out", "block" if group == (128, 128) else "channel")
     assert (result.quantized_tensors, result.decoded_tensors) == (14, 1)
     expected = weights_of(source, group)[f"{module}.weight"].bfloat16()
-    assert same(tiny.read(tmp_path / "out")[f"{module}.weight"], expected)
+    assert same(small_checkpoints.read(tmp_path / "out")[f"{module}.weight"], expected)
     assert verify(tmp_path / "out").problems == ()
 
 
@@ -255,8 +258,8 @@ def test_a_quantized_head_or_embedding_is_decoded(tmp_path: Path, kind: str, mod
 def test_a_quantized_router_is_decoded(tmp_path: Path, scheme: Scheme) -> None:
     """vLLM builds most routers without quantization and refuses their scales."""
     source = tmp_path / "source"
-    compress(tiny.write(tmp_path / "plain", "Qwen3MoeForCausalLM"), source, scheme.name)
-    router, before = "model.layers.1.mlp.gate", tiny.read(source)
+    compress(small_checkpoints.write(tmp_path / "plain", "Qwen3MoeForCausalLM"), source, scheme.name)
+    router, before = "model.layers.1.mlp.gate", small_checkpoints.read(source)
     weight = before[f"{router}.weight"]
     scale = torch.full(scheme.format.scale_shape((weight.shape[0], weight.shape[1])), 0.25)
 
@@ -270,7 +273,7 @@ def test_a_quantized_router_is_decoded(tmp_path: Path, scheme: Scheme) -> None:
     result = compress(source, tmp_path / "out", scheme.name)
     assert result.decoded_tensors == 1
     assert router in result.ignored_layers
-    found = tiny.read(tmp_path / "out")
+    found = small_checkpoints.read(tmp_path / "out")
     assert same(found[f"{router}.weight"], (weight.to(FP8).float() * 0.25).bfloat16())
     assert set(found) == set(before)
     assert all(same(found[name], before[name]) for name in found if name != f"{router}.weight")
@@ -279,8 +282,8 @@ def test_a_quantized_router_is_decoded(tmp_path: Path, scheme: Scheme) -> None:
 
 def test_draft_layers_of_a_quantized_source(tmp_path: Path) -> None:
     """DeepSeek ships them in FP8. In that scheme they stay, in another they are kept as bfloat16, as ever."""
-    plain = tiny.write(tmp_path / "plain", "DeepseekV3ForCausalLM")
-    weights = tiny.read(plain)
+    plain = small_checkpoints.write(tmp_path / "plain", "DeepseekV3ForCausalLM")
+    weights = small_checkpoints.read(plain)
     stored: Weights = {}
     draft = [name for name in weights if name.startswith("model.layers.2.") and is_layer(name)]
     assert draft
@@ -290,16 +293,16 @@ def test_draft_layers_of_a_quantized_source(tmp_path: Path) -> None:
         stored[name] = codes
         if scale is not None:
             stored[f"{name}_scale_inv"] = scale
-    source = tiny.write(tmp_path / "source", "DeepseekV3ForCausalLM", weights=stored)
+    source = small_checkpoints.write(tmp_path / "source", "DeepseekV3ForCausalLM", weights=stored)
     change_json(source / "config.json", lambda found: found.update(quantization_config=BLOCKS))
     compress(source, tmp_path / "blocks", "block")
     assert verify(tmp_path / "blocks", source, full=True).problems == ()
-    found = tiny.read(tmp_path / "blocks")
+    found = small_checkpoints.read(tmp_path / "blocks")
     assert set(found) == set(stored)
     assert all(same(found[name], stored[name]) for name in found)
     result = compress(source, tmp_path / "rows", "channel")
     assert verify(tmp_path / "rows", source, full=True).problems == ()
-    found = tiny.read(tmp_path / "rows")
+    found = small_checkpoints.read(tmp_path / "rows")
     assert result.decoded_tensors >= len(draft)
     for name in draft:
         product = stored[name].float() * widened(stored[f"{name}_scale_inv"], stored[name].shape)
@@ -315,12 +318,12 @@ def test_one_scale_of_a_joined_set_stays_where_engines_load_it(tmp_path: Path) -
 
     source = store(tmp_path / "source", make(0.001), PER_TENSOR)
     compress(source, tmp_path / "out")
-    stored, found = tiny.read(source), tiny.read(tmp_path / "out")
+    stored, found = small_checkpoints.read(source), small_checkpoints.read(tmp_path / "out")
     assert all(same(found[name], stored[name]) for name in found)
     # Below 2^-15 codes lose bits where vLLM passes them through float16: they are made anew.
     source = store(tmp_path / "small", make(2.0**-16), PER_TENSOR)
     compress(source, tmp_path / "again")
-    scale = tiny.read(tmp_path / "again")[f"{Q}.weight_scale"]
+    scale = small_checkpoints.read(tmp_path / "again")[f"{Q}.weight_scale"]
     assert scale >= 2.0**-15
 
 
@@ -332,14 +335,14 @@ def test_input_scales_are_kept_if_asked_for(tmp_path: Path, kind: str, format: s
     static = {"format": format, "activation_scheme": "static"}
     result = compress(source, tmp_path / "out", **static)
     assert (result.scheme, result.quantized_tensors) == ("tensor", 14)
-    found = tiny.read(tmp_path / "out")
+    found = small_checkpoints.read(tmp_path / "out")
     scales = [name for name in found if name.endswith(".input_scale")]
     assert len(scales) == 14
     assert all(same(found[name], torch.full(shape, 0.25)) for name in scales)
     report = verify(tmp_path / "out")
     assert (report.problems, report.notes) == ((), ())
     compress(tmp_path / "out", tmp_path / "again", **static)
-    again = tiny.read(tmp_path / "again")
+    again = small_checkpoints.read(tmp_path / "again")
     assert set(again) == set(found)
     assert all(same(again[name], found[name]) for name in found)
     settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
@@ -366,7 +369,7 @@ def test_input_scales_of_any_float_dtype_are_read(tmp_path: Path, dtype: torch.d
     source = store(tmp_path / "source", by_tensor(shape=(1,), input_scale=scale), config, shards=3)
     result = compress(source, tmp_path / "out", activation_scheme="static")
     assert result.quantized_tensors == 14
-    found = tiny.read(tmp_path / "out")
+    found = small_checkpoints.read(tmp_path / "out")
     scales = [tensor for name, tensor in found.items() if name.endswith(".input_scale")]
     assert len(scales) == 14
     assert all(same(tensor, scale.reshape(()).float()) for tensor in scales)
@@ -399,7 +402,7 @@ def test_layers_without_an_input_scale_cannot_be_static(tmp_path: Path) -> None:
         "no usable input_scale is known for 1 of 14 layers (11.1 % of their bytes), which stay unquantized",
     )
     with pytest.raises(PlanError) as caught:
-        make_plan(open_checkpoint(tiny.write(tmp_path / "plain")), TENSOR_STATIC)
+        make_plan(open_checkpoint(small_checkpoints.write(tmp_path / "plain")), TENSOR_STATIC)
     assert caught.value.message == (
         "static activations need scales: those of a calibration, or the input_scale tensors of a quantized source, "
         "of which this one has none"
@@ -429,7 +432,7 @@ def test_a_plan_that_quantizes_nothing_is_an_error_unless_asked_for(tmp_path: Pa
         compress(source, tmp_path / "out", activation_scheme="static", ignore=["model.layers.0.**"])
     result = compress(source, tmp_path / "out", activation_scheme="static", ignore=["**"])
     assert result.quantized_tensors == 0
-    asked = tiny.write(tmp_path / "plain")
+    asked = small_checkpoints.write(tmp_path / "plain")
     assert compress(asked, tmp_path / "copy", ignore=["model.layers.**"]).quantized_tensors == 0
     assert "nothing is quantized" in make_plan(open_checkpoint(asked), TENSOR, Options(("**",))).notes
 
@@ -445,7 +448,7 @@ def test_leftovers_are_left_out_with_a_note(tmp_path: Path, work: Callable[..., 
     source = store(tmp_path / "source", by_tensor(**STATIC, **left), PER_TENSOR, shards=2)
     work(source, tmp_path / "out")
     cache = {f"model.layers.{layer}.self_attn.{part}_proj.output_scale" for layer in (0, 1) for part in "qkv"}
-    found = {name for name in tiny.read(tmp_path / "out") if name.endswith(LEFTOVERS)}
+    found = {name for name in small_checkpoints.read(tmp_path / "out") if name.endswith(LEFTOVERS)}
     assert found == (set() if work is dequantize else cache)
     checkpoint = open_checkpoint(source)
     notes = (make_plain_plan(checkpoint) if work is dequantize else make_plan(checkpoint, TENSOR)).notes
@@ -457,7 +460,7 @@ def test_leftovers_are_left_out_with_a_note(tmp_path: Path, work: Callable[..., 
 
 def test_leftovers_are_a_problem_to_verify(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    compress(tiny.write(tmp_path / "plain"), out)
+    compress(small_checkpoints.write(tmp_path / "plain"), out)
     change_weights(out, lambda weights: weights.update({f"{Q}.act_scale": torch.tensor(1.0)}))
     assert verify(out).problems == (f"model.safetensors: {Q}.act_scale is nothing that engines load",)
 
@@ -493,11 +496,11 @@ def test_mxfp4_stacks_as_gpt_oss_has_them(tmp_path: Path) -> None:
             stored |= {f"{name}_blocks": blocks.to(torch.uint8), f"{name}_scales": scales.to(torch.uint8)}
         else:
             stored[name] = weight
-    tiny.write(source, weights=stored, shards=2)
+    small_checkpoints.write(source, weights=stored, shards=2)
     named = {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
     change_json(source / "config.json", lambda found: found.update(named))
     result = dequantize(source, tmp_path / "out")
-    found = tiny.read(tmp_path / "out")
+    found = small_checkpoints.read(tmp_path / "out")
     assert {name: tensor.shape for name, tensor in found.items()} == {name: t.shape for name, t in plain.items()}
     stacks = [name for name in plain if plain[name].ndim == 3]
     assert result.decoded_tensors == len(stacks) > 0
@@ -510,10 +513,10 @@ def test_mxfp4_stacks_as_gpt_oss_has_them(tmp_path: Path) -> None:
 
 def test_int4_as_kimi_has_it(tmp_path: Path) -> None:
     source = store(tmp_path / "source", int4, INT4, shards=3)
-    stored = tiny.read(source)
+    stored = small_checkpoints.read(source)
     dequantize(source, tmp_path / "plain")
-    plain = tiny.read(tmp_path / "plain")
-    assert set(plain) == set(tiny.tensors("Qwen3ForCausalLM"))
+    plain = small_checkpoints.read(tmp_path / "plain")
+    assert set(plain) == set(small_checkpoints.tensors("Qwen3ForCausalLM"))
     for name in filter(is_layer, plain):
         assert same(plain[name], decompressed(stored, name.removesuffix(".weight"), INT4).bfloat16())
     assert compress(source, tmp_path / "out", "block").quantized_tensors == 14
@@ -571,9 +574,9 @@ def test_mxfp4_as_compressed_tensors_has_it(tmp_path: Path) -> None:
         }
 
     source = store(tmp_path / "source", make, config)
-    stored = tiny.read(source)
+    stored = small_checkpoints.read(source)
     dequantize(source, tmp_path / "plain")
-    plain = tiny.read(tmp_path / "plain")
+    plain = small_checkpoints.read(tmp_path / "plain")
     for name in filter(is_layer, plain):
         assert torch.equal(plain[name], decompressed(stored, name.removesuffix(".weight"), config).bfloat16())
 
@@ -588,8 +591,8 @@ def test_power_of_two_scales(tmp_path: Path, dtype: torch.dtype) -> None:
 
     source = store(tmp_path / "source", make, BLOCKS | {"scale_fmt": "ue8m0"})
     compress(source, tmp_path / "out", "block", scale_format="ue8m0")
-    compress(tiny.write(tmp_path / "plain"), tmp_path / "ours", "block", scale_format="ue8m0")
-    found, ours = tiny.read(tmp_path / "out"), tiny.read(tmp_path / "ours")
+    compress(small_checkpoints.write(tmp_path / "plain"), tmp_path / "ours", "block", scale_format="ue8m0")
+    found, ours = small_checkpoints.read(tmp_path / "out"), small_checkpoints.read(tmp_path / "ours")
     assert set(found) == set(ours)
     assert all(same(found[name], ours[name]) for name in found)
 
@@ -597,10 +600,10 @@ def test_power_of_two_scales(tmp_path: Path, dtype: torch.dtype) -> None:
 def test_float_scales_are_no_ue8m0_scales(tmp_path: Path) -> None:
     source = store(tmp_path / "source", by_blocks(), BLOCKS)
     compress(source, tmp_path / "out", "block", scale_format="ue8m0")
-    found = tiny.read(tmp_path / "out")
+    found = small_checkpoints.read(tmp_path / "out")
     scale = found[f"{Q}.weight_scale_inv"]
     assert torch.equal(scale.log2().round(), scale.log2())
-    assert not same(found[f"{Q}.weight"], tiny.read(source)[f"{Q}.weight"])
+    assert not same(found[f"{Q}.weight"], small_checkpoints.read(source)[f"{Q}.weight"])
 
 
 MX = group("group", group_size=32, scale_dtype="torch.uint8") | {"format": "mxfp8-quantized"}
@@ -640,9 +643,9 @@ def test_the_scales_of_a_cache_stay(tmp_path: Path) -> None:
         "with --kv-cache fp8 here",
     )
     compress(source, tmp_path / "out", "block")
-    assert tiny.read(tmp_path / "out")[scale] == 0.5
+    assert small_checkpoints.read(tmp_path / "out")[scale] == 0.5
     dequantize(source, tmp_path / "plain")
-    assert scale not in tiny.read(tmp_path / "plain")
+    assert scale not in small_checkpoints.read(tmp_path / "plain")
 
 
 def test_modelopts_own_file_says_it_too(tmp_path: Path) -> None:
@@ -661,7 +664,7 @@ def test_modelopts_blocks_have_scales_of_four_axes(tmp_path: Path) -> None:
 
     source = store(tmp_path / "source", make, {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"})
     compress(source, tmp_path / "out", "block")
-    stored, found = tiny.read(source), tiny.read(tmp_path / "out")
+    stored, found = small_checkpoints.read(source), small_checkpoints.read(tmp_path / "out")
     assert same(found[f"{Q}.weight"], stored[f"{Q}.weight"])
     assert same(found[f"{Q}.weight_scale_inv"], stored[f"{Q}.weight_scale"][:, 0, :, 0].contiguous())
 
@@ -674,7 +677,7 @@ def test_groups_of_different_formats(tmp_path: Path) -> None:
         "group_0": {**config["config_groups"]["group_0"], "targets": ["re:.*self_attn.*"]},
         "group_1": {**second, "targets": ["re:.*mlp.*"]},
     }
-    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     stored: Weights = {}
     for name, weight in weights.items():
         made = (by_rows() if "attn" in name else by_tensor())(weight) if is_layer(name) else {"weight": weight}
@@ -682,10 +685,10 @@ def test_groups_of_different_formats(tmp_path: Path) -> None:
     stored = {name: tensor for name, tensor in stored.items() if not name.endswith("normweight")} | {
         name: weight for name, weight in weights.items() if not is_layer(name)
     }
-    source = tiny.write(tmp_path / "source", weights=stored)
+    source = small_checkpoints.write(tmp_path / "source", weights=stored)
     change_json(source / "config.json", lambda found: found.update(quantization_config=config))
     compress(source, tmp_path / "out", "channel")
-    found = tiny.read(tmp_path / "out")
+    found = small_checkpoints.read(tmp_path / "out")
     assert same(found[f"{Q}.weight"], stored[f"{Q}.weight"])
     decoded = stored[f"{DOWN}.weight"].float() * stored[f"{DOWN}.weight_scale"]
     scale = group_scale(group_absmax(decoded, CHANNEL.format.group), CHANNEL.format)
@@ -711,7 +714,7 @@ def test_a_shard_of_scales_alone_leaves_none_behind(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "out").glob("*.safetensors")) == [
         "model-00001-of-00002.safetensors"
     ]
-    assert all(same(tensor, weights[name]) for name, tensor in tiny.read(tmp_path / "out").items())
+    assert all(same(tensor, weights[name]) for name, tensor in small_checkpoints.read(tmp_path / "out").items())
     assert verify(tmp_path / "out").problems == ()
 
 
@@ -723,12 +726,12 @@ def test_matrices_larger_than_a_buffer(tmp_path: Path, monkeypatch: pytest.Monke
         make, config, group = SOURCES[kind]
         source = store(tmp_path / kind, make, config)
         dequantize(source, tmp_path / f"{kind} plain", workers=workers)
-        plain = tiny.read(tmp_path / f"{kind} plain")
+        plain = small_checkpoints.read(tmp_path / f"{kind} plain")
         for name, weight in weights_of(source, group).items():
             assert same(plain[name], weight.bfloat16())
         compress(source, tmp_path / f"{kind} same", "block" if "blocks" in kind else "channel", workers=workers)
-        stored = tiny.read(source)
-        found = tiny.read(tmp_path / f"{kind} same")
+        stored = small_checkpoints.read(source)
+        found = small_checkpoints.read(tmp_path / f"{kind} same")
         assert all(same(found[name], stored[name]) for name in weights_of(source, group))
 
 
@@ -758,7 +761,7 @@ def test_codes_of_one_scale_pass_a_piece_at_a_time(tmp_path: Path) -> None:
     assert done.stderr == ""
     # Each is 64 MiB.
     assert int(done.stdout) < 96 << 20
-    stored, found = tiny.read(source), tiny.read(tmp_path / "out")
+    stored, found = small_checkpoints.read(source), small_checkpoints.read(tmp_path / "out")
     assert all(same(found[name], stored[name]) for name in found)
 
 
@@ -856,7 +859,7 @@ def test_scales_that_do_not_belong_to_codes(tmp_path: Path, change: Callable[[We
 
 
 def test_scales_of_activations_in_a_source_that_is_not_quantized(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source")
+    source = small_checkpoints.write(tmp_path / "source")
     change_weights(source, lambda weights: weights.update({f"{Q}.input_scale": torch.ones(())}))
     with pytest.raises(PlanError) as caught:
         compress(source, tmp_path / "out")
@@ -866,11 +869,11 @@ def test_scales_of_activations_in_a_source_that_is_not_quantized(tmp_path: Path)
 
 
 def test_a_parameter_beside_its_scale_is_no_quantized_weight(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source")
+    source = small_checkpoints.write(tmp_path / "source")
     more = {"model.gain": torch.ones(4), "model.gain_scale": torch.ones(1), f"{Q}.weight_scale_scale": torch.ones(1)}
     change_weights(source, lambda weights: weights.update(more))
     compress(source, tmp_path / "out", "block")
-    found = tiny.read(tmp_path / "out")
+    found = small_checkpoints.read(tmp_path / "out")
     assert torch.equal(found["model.gain_scale"], torch.ones(1))
     assert verify(tmp_path / "out").problems == ()
 
@@ -910,7 +913,7 @@ def test_a_scale_of_zero_decodes_to_zero_and_is_no_output(tmp_path: Path) -> Non
     source = store(tmp_path / "source", by_blocks(), BLOCKS)
     change_weights(source, spoiled(Q, "weight_scale_inv", 0.0))
     dequantize(source, tmp_path / "plain")
-    assert not tiny.read(tmp_path / "plain")[f"{Q}.weight"][:128, :128].any()
+    assert not small_checkpoints.read(tmp_path / "plain")[f"{Q}.weight"][:128, :128].any()
     compress(source, tmp_path / "rows", "channel")
     with pytest.raises(SourceError, match="holds 0, which no scale can be"):
         compress(source, tmp_path / "out", "block")
@@ -1060,7 +1063,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_the_card_forgets_what_was_true_of_the_quantized_source(tmp_path: Path) -> None:
-    source = tiny.write(tmp_path / "source")
+    source = small_checkpoints.write(tmp_path / "source")
     (source / "README.md").write_text("---\ntags:\n- fish\n---\n\nA model.\n")
     compress(source, tmp_path / "fp8")
     dequantize(tmp_path / "fp8", tmp_path / "plain")

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-import tiny
 from openquant import compress, dequantize, verify
 from openquant.errors import SourceError
 from openquant.formats.schemes import BLOCK, CHANNEL
 from openquant.plan.plan import make_plain_plan, make_plan
-from published import published, with_few_experts
-from stored import BLOCKS, FP8, Weights, is_layer, store
-from tiny import change_weights
+from support import small_checkpoints
+from support.published_checkpoints import published, with_few_experts
+from support.quantized_checkpoints import BLOCKS, FP8, Weights, is_layer, store
+from support.small_checkpoints import change_weights
 
 # The magnitudes of E2M1's codes; the fourth bit is the sign.
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
@@ -49,7 +49,7 @@ def deepseek_v4(root: Path, packed: torch.dtype = torch.int8) -> tuple[Path, Wei
         return made
 
     store(root, make, V4, shards=2)
-    stored = tiny.read(root)
+    stored = small_checkpoints.read(root)
     for name in filter(is_layer, stored):
         codes, scale = stored[name], powers(stored[name.replace(".weight", ".scale")])
         if codes.dtype == FP8:
@@ -64,15 +64,19 @@ def deepseek_v4(root: Path, packed: torch.dtype = torch.int8) -> tuple[Path, Wei
 
 def test_deepseek_v4(tmp_path: Path) -> None:
     source, meant = deepseek_v4(tmp_path / "source")
-    assert {stored.dtype for stored in tiny.read(source).values()} >= {FP8, torch.int8, torch.float8_e8m0fnu}
+    assert {stored.dtype for stored in small_checkpoints.read(source).values()} >= {
+        FP8,
+        torch.int8,
+        torch.float8_e8m0fnu,
+    }
     dequantize(source, tmp_path / "plain")
-    plain = tiny.read(tmp_path / "plain")
-    assert set(plain) == set(tiny.tensors("Qwen3ForCausalLM"))
+    plain = small_checkpoints.read(tmp_path / "plain")
+    assert set(plain) == set(small_checkpoints.tensors("Qwen3ForCausalLM"))
     for name, weight in meant.items():
         assert torch.equal(plain[name], weight.to(torch.bfloat16)), name
     compress(source, tmp_path / "rows", "channel")
     assert verify(tmp_path / "rows", source, full=True).problems == ()
-    found = tiny.read(tmp_path / "rows")
+    found = small_checkpoints.read(tmp_path / "rows")
     for name, weight in meant.items():
         scale = weight.float().abs().amax(1, keepdim=True) / 448
         assert torch.equal(found[f"{name}_scale"], scale), name
@@ -85,7 +89,7 @@ def test_deepseek_v4_in_one_of_its_schemes(tmp_path: Path, scheme: str) -> None:
     source, meant = deepseek_v4(tmp_path / "source")
     compress(source, tmp_path / "out", scheme, scale_format="ue8m0" if scheme == "block" else None)
     assert verify(tmp_path / "out", source).problems == ()
-    stored, found = tiny.read(source), tiny.read(tmp_path / "out")
+    stored, found = small_checkpoints.read(source), small_checkpoints.read(tmp_path / "out")
     passed = 0
     for name in meant:
         codes = found[name if scheme == "block" else f"{name}_packed"]
@@ -149,7 +153,7 @@ def test_mxfp8_as_minimax_m3_has_it(tmp_path: Path) -> None:
     dequantize(source, tmp_path / "plain")
     compress(source, tmp_path / "out", "mxfp8")
     assert verify(tmp_path / "out", source).problems == ()
-    stored, plain, found = (tiny.read(tmp_path / name) for name in ("source", "plain", "out"))
+    stored, plain, found = (small_checkpoints.read(tmp_path / name) for name in ("source", "plain", "out"))
     for name in filter(is_layer, plain):
         scale = stored[f"{name}_scale_inv"]
         wide = powers(scale).repeat_interleave(32, 1)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import tiny
 from conftest import change_json
 from openquant import compress, dequantize, diagnose, verify
 from openquant.errors import OpenQuantError, PlanError, SourceError
@@ -18,8 +17,9 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.reference import decode, encode, group_absmax, group_divisor, group_scale, stored_scale
 from openquant.formats.schemes import NVFP4, TENSOR_STATIC, find_scheme
 from openquant.plan.plan import make_plan
-from stored import Weights, is_layer, store
-from tiny import change_weights
+from support import small_checkpoints
+from support.quantized_checkpoints import Weights, is_layer, store
+from support.small_checkpoints import change_weights
 
 FORM = NVFP4.format
 GROUP = {"targets": ["Linear"], "weights": NVFP4.group["weights"], "input_activations": None}
@@ -78,7 +78,7 @@ sources = pytest.mark.parametrize("kind", SOURCES)
 def source_of(root: Path, kind: str, shards: int = 3) -> Path:
     """A Qwen3 stored so, all layers under one global scale: those that are joined have one in any case."""
     make, config = SOURCES[kind]
-    weights = tiny.tensors("Qwen3ForCausalLM")
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     largest = torch.stack([weight.abs().amax() for name, weight in weights.items() if is_layer(name)]).amax().float()
     return store(root, lambda weight: make(weight, largest), config, weights, shards)
 
@@ -96,19 +96,23 @@ def stands_for(stored: Weights, module: str) -> torch.Tensor:
 def test_dequantize_gives_the_products_in_bfloat16(tmp_path: Path, kind: str) -> None:
     source = source_of(tmp_path / "source", kind)
     dequantize(source, tmp_path / "out")
-    plain, stored, found = tiny.tensors("Qwen3ForCausalLM"), tiny.read(source), tiny.read(tmp_path / "out")
+    plain, stored, found = (
+        small_checkpoints.tensors("Qwen3ForCausalLM"),
+        small_checkpoints.read(source),
+        small_checkpoints.read(tmp_path / "out"),
+    )
     assert set(found) == set(plain)
     for name, weight in plain.items():
         expected = stands_for(stored, name.removesuffix(".weight")).bfloat16() if is_layer(name) else weight
         assert torch.equal(found[name], expected), name
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == tiny.config("Qwen3ForCausalLM")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == small_checkpoints.config("Qwen3ForCausalLM")
 
 
 @sources
 def test_codes_and_scales_stay_in_their_own_scheme(tmp_path: Path, kind: str) -> None:
     source = source_of(tmp_path / "source", kind)
     compress(source, tmp_path / "out", "nvfp4")
-    stored, found = tiny.read(source), tiny.read(tmp_path / "out")
+    stored, found = small_checkpoints.read(source), small_checkpoints.read(tmp_path / "out")
     assert verify(tmp_path / "out").problems == ()
     assert not [name for name in found if "input" in name and name.endswith("scale")]
     for module in [name.removesuffix(".weight_packed") for name in found if name.endswith(".weight_packed")]:
@@ -126,7 +130,11 @@ def test_another_scheme_is_made_of_the_decoded_weights(tmp_path: Path, kind: str
     source = source_of(tmp_path / "source", kind)
     compress(source, tmp_path / "out", scheme)
     assert verify(tmp_path / "out").problems == ()
-    stored, found, form = tiny.read(source), tiny.read(tmp_path / "out"), find_scheme(scheme).format
+    stored, found, form = (
+        small_checkpoints.read(source),
+        small_checkpoints.read(tmp_path / "out"),
+        find_scheme(scheme).format,
+    )
     for module in {name.removesuffix(".weight_scale") for name in stored if name.endswith(".weight_scale")}:
         weight = stands_for(stored, module)
         scale = group_scale(group_absmax(weight, form.group), form)
@@ -137,12 +145,12 @@ def test_another_scheme_is_made_of_the_decoded_weights(tmp_path: Path, kind: str
 @pytest.mark.parametrize("kind", ["compressed-tensors", "modelopt"])
 def test_joined_layers_under_several_global_scales_get_one(tmp_path: Path, kind: str) -> None:
     source = source_of(tmp_path / "source", kind)
-    stored = tiny.read(source)
+    stored = small_checkpoints.read(source)
     last = "weight_scale_2" if kind == "modelopt" else "weight_global_scale"
     change_weights(source, lambda found: found.update({f"{QUERY}.{last}": stored[f"{QUERY}.{last}"] * 2}))
-    stored = tiny.read(source)
+    stored = small_checkpoints.read(source)
     compress(source, tmp_path / "out", "nvfp4", no_search=True)
-    found = tiny.read(tmp_path / "out")
+    found = small_checkpoints.read(tmp_path / "out")
     owner = QUERY.rpartition(".")[0]
     joined = [f"{owner}.{part}_proj" for part in "qkv"]
     weights = {module: stands_for(stored, module) for module in joined}
@@ -163,7 +171,7 @@ def test_scales_of_activations_stay_or_are_a_constant(tmp_path: Path, kind: str)
     source = source_of(tmp_path / "source", kind)
     compress(source, tmp_path / "out", "nvfp4-w4a4")
     assert verify(tmp_path / "out").problems == ()
-    stored, found = tiny.read(source), tiny.read(tmp_path / "out")
+    stored, found = small_checkpoints.read(source), small_checkpoints.read(tmp_path / "out")
     modules = [name.removesuffix(".weight_packed") for name in found if name.endswith(".weight_packed")]
     # Of modelopt one over what others divide by.
     expected = 1.0 if "W4A4" not in kind and "fp4" not in kind else 4.0 if "modelopt" in kind else 0.25
@@ -196,7 +204,7 @@ def test_a_scale_of_activations_that_is_no_number(tmp_path: Path, kind: str) -> 
 
 
 def test_scales_of_activations_are_verified(tmp_path: Path) -> None:
-    source, out = tiny.write(tmp_path / "source", "Qwen3ForCausalLM"), tmp_path / "out"
+    source, out = small_checkpoints.write(tmp_path / "source", "Qwen3ForCausalLM"), tmp_path / "out"
     compress(source, out, "nvfp4-w4a4")
     assert verify(out, source, full=True).problems == ()
     change_weights(out, lambda found: found[f"{QUERY}.input_global_scale"].fill_(float("inf")))
@@ -213,11 +221,11 @@ def test_scales_of_activations_are_verified(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["compressed-tensors", "compressed-tensors W4A4"])
 def test_others_directories_are_verified(tmp_path: Path, kind: str) -> None:
     source = source_of(tmp_path / "source", kind)
-    plain = tiny.write(tmp_path / "plain", "Qwen3ForCausalLM")
+    plain = small_checkpoints.write(tmp_path / "plain", "Qwen3ForCausalLM")
     report = verify(source, plain, full=True)
     assert report.problems == ()
     assert all(0.05 < error.relative < 0.15 for error in report.errors)
-    stored = tiny.read(source)
+    stored = small_checkpoints.read(source)
     change_weights(
         source, lambda found: found.update({f"{QUERY}.weight_global_scale": stored[f"{QUERY}.weight_global_scale"] * 2})
     )
@@ -227,14 +235,14 @@ def test_others_directories_are_verified(tmp_path: Path, kind: str) -> None:
 
 
 def ours(tmp_path: Path) -> tuple[Path, Path]:
-    source = tiny.write(tmp_path / "source", "Qwen3ForCausalLM")
+    source = small_checkpoints.write(tmp_path / "source", "Qwen3ForCausalLM")
     compress(source, tmp_path / "out", "nvfp4")
     return source, tmp_path / "out"
 
 
 def test_global_scales_of_joined_layers_that_differ_are_reported(tmp_path: Path) -> None:
     source, out = ours(tmp_path)
-    stored = tiny.read(out)
+    stored = small_checkpoints.read(out)
     name = f"{QUERY}.weight_global_scale"
     change_weights(out, lambda found: found.update({name: stored[name] / 2}))
     assert any(
@@ -249,7 +257,7 @@ def test_a_global_scale_that_is_none_of_the_source_s_is_reported(tmp_path: Path)
     source, out = ours(tmp_path)
     owner = QUERY.rpartition(".")[0]
     names = [f"{owner}.{part}_proj.weight_global_scale" for part in "qkv"]
-    stored = tiny.read(out)
+    stored = small_checkpoints.read(out)
     change_weights(out, lambda found: found.update({name: stored[name] / 2 for name in names}))
     assert verify(out).problems == ()
     full = verify(out, source, full=True).problems
@@ -258,7 +266,7 @@ def test_a_global_scale_that_is_none_of_the_source_s_is_reported(tmp_path: Path)
 
 def test_a_scale_or_a_code_that_is_not_the_source_s_is_reported_as_it_is_stored(tmp_path: Path) -> None:
     source, out = ours(tmp_path)
-    stored = tiny.read(out)
+    stored = small_checkpoints.read(out)
     name, packed = f"{QUERY}.weight_scale", f"{QUERY}.weight_packed"
     scale, codes = stored[name].clone(), stored[packed].clone()
     scale[1, 2] = 448.0 if scale[1, 2].float() < 400 else 224.0

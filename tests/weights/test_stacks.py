@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-import tiny
 from conftest import change_json
 from openquant import compress, dequantize, verify
 from openquant.errors import OpenQuantError, PlanError, SourceError
-from stored import BLOCKS, FP8, Weights, group, widened
-from tiny import change_weights
+from support import small_checkpoints
+from support.quantized_checkpoints import BLOCKS, FP8, Weights, group, widened
+from support.small_checkpoints import change_weights
 
 # Stacks [E, in, 2 * out], [E, 2 * out, in], and ones that are a module's weight.
 ACROSS, ALONG, BESIDE = "Qwen3VLMoeForConditionalGeneration", "Qwen3_5MoeForCausalLM", "GraniteMoeForCausalLM"
@@ -52,7 +52,7 @@ def write(root: Path, architecture: str, layout: str) -> tuple[Path, Weights]:
     config, most, last = LAYOUTS[layout]
     stored: Weights = {}
     meant: Weights = {}
-    for name, weight in tiny.tensors(architecture).items():
+    for name, weight in small_checkpoints.tensors(architecture).items():
         if not is_stack(name, weight):
             stored[name] = weight
             continue
@@ -61,7 +61,7 @@ def write(root: Path, architecture: str, layout: str) -> tuple[Path, Weights]:
         stored[name] = (weight.double() / wide).clamp(-448, 448).to(FP8)
         stored[name + last] = grid
         meant[name] = stored[name].double() * wide
-    tiny.write(root, architecture, weights=stored, shards=2)
+    small_checkpoints.write(root, architecture, weights=stored, shards=2)
     change_json(root / "config.json", lambda found: found.update(quantization_config=config))
     return root, meant
 
@@ -84,13 +84,13 @@ def split(architecture: str, stacks: Weights) -> Weights:
 def test_experts_are_made_of_what_stacks_stand_for(tmp_path: Path, architecture: str, layout: str) -> None:
     source, meant = write(tmp_path / "source", architecture, layout)
     dequantize(source, tmp_path / "plain")
-    plain = tiny.read(tmp_path / "plain")
-    assert set(plain) == set(tiny.tensors(architecture))
+    plain = small_checkpoints.read(tmp_path / "plain")
+    assert set(plain) == set(small_checkpoints.tensors(architecture))
     for name, stack in meant.items():
         assert torch.equal(plain[name], stack.to(torch.bfloat16)), name
     compress(source, tmp_path / "out", "channel")
     assert verify(tmp_path / "out", source, full=True).problems == ()
-    found, experts = tiny.read(tmp_path / "out"), split(architecture, meant)
+    found, experts = small_checkpoints.read(tmp_path / "out"), split(architecture, meant)
     assert experts.keys() <= found.keys()
     for name, weight in experts.items():
         scale = weight.float().abs().amax(1, keepdim=True) / 448
@@ -107,7 +107,7 @@ def test_codes_pass_where_the_scheme_is_the_same(tmp_path: Path, architecture: s
     source, meant = write(tmp_path / "source", architecture, layout)
     compress(source, tmp_path / "out", scheme)
     assert verify(tmp_path / "out", source).problems == ()
-    stored, found = tiny.read(source), tiny.read(tmp_path / "out")
+    stored, found = small_checkpoints.read(source), small_checkpoints.read(tmp_path / "out")
     codes = split(architecture, {name: stored[name] for name in meant})
     for name, wanted in codes.items():
         assert torch.equal(found[name].view(torch.uint8), wanted.contiguous().view(torch.uint8)), name
@@ -123,7 +123,7 @@ def test_ignored_experts_are_decoded_one_by_one(tmp_path: Path) -> None:
     source, meant = write(tmp_path / "source", ACROSS, "blocks")
     compress(source, tmp_path / "out", "block", ignore=["**.layers.0.mlp.experts.**"])
     assert verify(tmp_path / "out", source).problems == ()
-    found = tiny.read(tmp_path / "out")
+    found = small_checkpoints.read(tmp_path / "out")
     decoded = [name for name in split(ACROSS, meant) if found[name].dtype == torch.bfloat16]
     assert len(decoded) == 12
     for name in decoded:
@@ -136,7 +136,7 @@ def test_pieces_of_a_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("openquant.weights.reading.TRANSPOSED_BUFFER", 32 * 256 * 4)
     monkeypatch.setattr("openquant.convert.conversion.BUFFER", 128 * 256)
     compress(source, tmp_path / "out", "channel", workers=1)
-    found = tiny.read(tmp_path / "out")
+    found = small_checkpoints.read(tmp_path / "out")
     for name, weight in split(ACROSS, meant).items():
         scale = weight.float().abs().amax(1, keepdim=True) / 448
         assert torch.equal(found[name].view(torch.uint8), (weight.float() / scale).to(FP8).view(torch.uint8)), name

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-import tiny
 from conftest import change_json
 from openquant import compress, dequantize, verify
 from openquant.errors import SourceError
 from openquant.formats.kernels import unpack_words
 from openquant.formats.numbers import INT4, INT8_WORDS
-from stored import Weights, asymmetric, asymmetric_config, decompressed, is_layer, store
-from tiny import change_weights
+from support import small_checkpoints
+from support.quantized_checkpoints import Weights, asymmetric, asymmetric_config, decompressed, is_layer, store
+from support.small_checkpoints import change_weights
 
 Q = "model.layers.0.self_attn.q_proj"
 KINDS = [(4, 32), (4, None), (8, 32), (8, None)]
@@ -31,18 +31,18 @@ def test_the_first_of_the_rows_in_a_word_is_lowest() -> None:
 @pytest.mark.parametrize(("bits", "size"), KINDS)
 def test_dequantized_as_compressed_tensors_does(tmp_path: Path, bits: int, size: int | None) -> None:
     source = store(tmp_path / "source", asymmetric(bits, size), asymmetric_config(bits, size), shards=3)
-    stored = tiny.read(source)
+    stored = small_checkpoints.read(source)
     assert verify(source).problems == ()
     dequantize(source, tmp_path / "plain")
-    plain = tiny.read(tmp_path / "plain")
-    assert set(plain) == set(tiny.tensors("Qwen3ForCausalLM"))
+    plain = small_checkpoints.read(tmp_path / "plain")
+    assert set(plain) == set(small_checkpoints.tensors("Qwen3ForCausalLM"))
     for name in filter(is_layer, plain):
         wanted = decompressed(stored, name.removesuffix(".weight"), asymmetric_config(bits, size))
         assert torch.equal(plain[name].view(torch.int16), wanted.bfloat16().view(torch.int16))
 
 
 def test_quantized_anew_and_held_against_the_model_they_are_of(tmp_path: Path) -> None:
-    original = tiny.write(tmp_path / "original")
+    original = small_checkpoints.write(tmp_path / "original")
     source = store(tmp_path / "source", asymmetric(), asymmetric_config())
     report = verify(source, original, full=True)
     assert report.problems == ()
@@ -61,7 +61,7 @@ def moved(weights: Weights) -> None:
 def test_zero_points_of_others_show(tmp_path: Path) -> None:
     source = store(tmp_path / "source", asymmetric(), asymmetric_config())
     change_weights(source, moved)
-    report = verify(source, tiny.write(tmp_path / "original"), full=True)
+    report = verify(source, small_checkpoints.write(tmp_path / "original"), full=True)
     assert len(report.problems) == 1
     assert f"{Q}.weight_packed is off by" in report.problems[0]
 

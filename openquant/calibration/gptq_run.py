@@ -1,0 +1,133 @@
+"""What GPTQ does for a run of compress(): texts run through the model, and layers are rounded before the conversion.
+
+They lie in `OUTPUT.rounded` beside the output until that is finished, a file for each decoder layer.
+
+transformers is imported by the modules that run models, and these when they are needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..convert.conversion import COMPILED_MEMORY
+from ..convert.devices import loops
+from ..convert.ranks import Ranks, attempt
+from ..files.fingerprint import Fingerprint
+from ..files.layer_store import Place, RoundedFolder
+from ..hub.shards import supplied
+from ..job import Prepared
+from ..plan.gptq import rounded_bytes
+from ..plan.plan import Plan
+from ..reporter import Reporter
+from ..streaming.memory import gram_room, memory_left, rounding_steps
+from ..streaming.session import BUDGET, Arriving, hidden_bytes, scratch_for
+
+if TYPE_CHECKING:
+    from ..data.corpus import Corpus
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """GPTQ, for run.carry_out.
+
+    Attributes:
+        corpus: the texts.
+    """
+
+    corpus: Corpus
+
+    def missing(self, prepared: Prepared) -> int:
+        """Bytes of disk that rounded layers will take, those that are there left out."""
+        folder = folder_of(prepared.target)
+        return max(0, rounded_bytes(prepared.plan.carried) - folder.nbytes)
+
+    def run(self, prepared: Prepared, ranks: Ranks, reporter: Reporter) -> Plan:
+        """The plan, with the layers that GPTQ rounds rounded; those that an earlier run left are taken.
+
+        The first of several ranks does it; all others wait, and take what it has written.
+
+        Raises:
+            SourceError: the model cannot be read or computed, or what an earlier run left is damaged.
+            OutputError: a layer found no room on disk, or hidden states did not.
+        """
+        places, error = attempt(lambda: self._rounded(prepared, ranks, reporter) if ranks.first else None)
+        ranks.agree(error)
+        if places is None:
+            places = folder_of(prepared.target, self._about(prepared)).places()
+        return prepared.plan.with_rounded(places)
+
+    def _about(self, prepared: Prepared) -> str:
+        """What the rounded layers of a run are known by."""
+        facts = [prepared.plan.digest, dict(prepared.stamps), [version(name) for name in ("torch", "transformers")]]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+    def _rounded(self, prepared: Prepared, ranks: Ranks, reporter: Reporter) -> dict[str, Place]:
+        # Only now is torch imported.
+        from ..streaming.model import StreamedModel, needs
+        from ..streaming.pass_checkpoint import Kept
+        from .gptq_pass import round_layers
+
+        plan, source, run, corpus = prepared.plan, prepared.source, prepared.run, self.corpus
+        about = self._about(prepared)
+        folder = folder_of(prepared.target, about)
+        folder.claim()
+        kept = Kept(folder.passes, lambda: {"run": about})
+        continued = () if kept.found is None else ("an earlier run is continued",)
+        reporter.calibrating("; ".join((f"GPTQ with {corpus.described}", *corpus.notes, *continued)))
+
+        def advanced(done: int, total: int) -> None:
+            ranks.check()
+            reporter.calibrated(done, total)
+
+        streamed = StreamedModel(prepared.checkpoint, device=prepared.device)
+        shards = needs(streamed)
+        fingerprint = Fingerprint(prepared.checkpoint, source.remote, source.identity, prepared.stamps)
+        place = prepared.target.absolute().parent
+        hidden = hidden_bytes(prepared.checkpoint, len(corpus.documents) * corpus.length)
+        with ExitStack() as stack:
+            left = memory_left(run.max_memory, rounding_steps(prepared.checkpoint, plan, corpus.length), refuse=False)
+            fast = prepared.fast and (left is None or left > COMPILED_MEMORY)
+            # For hidden states, and for more Gram matrices than the largest.
+            share = BUDGET if left is None else (left - fast * COMPILED_MEMORY) // 2
+            grams = BUDGET if left is None else gram_room(plan) + share
+            room = scratch_for(hidden, place, share, asked=False)
+            held = stack.enter_context(room) if room else None
+            supplies = supplied([(source, shards)], run.stream, place, hidden if room else 0)
+            [supply] = stack.enter_context(supplies)
+            streamed.traffic = Arriving(supply, shards, source.name, fingerprint, ranks, hashes=False)
+            found = round_layers(
+                streamed,
+                plan,
+                corpus,
+                folder,
+                loops(fast),
+                room=grams,
+                scratch=held,
+                progress=advanced,
+                remaining=reporter.remaining,
+                kept=kept,
+                say=reporter.calibrating,
+            )
+        fingerprint.require_unchanged()
+        kept.remove()
+        return found
+
+    def remove(self, prepared: Prepared) -> None:
+        """Remove the rounded layers, which the output has."""
+        folder_of(prepared.target).remove()
+
+
+def folder_of(target: Path, about: str = "") -> RoundedFolder:
+    """Where an output's layers lie as GPTQ has rounded them: in `OUTPUT.rounded`."""
+    return RoundedFolder(rounded_folder(target), about)
+
+
+def rounded_folder(target: Path) -> Path:
+    """The directory of layers that GPTQ has rounded for an output."""
+    return target.with_name(f"{target.name}.rounded")

@@ -1,0 +1,329 @@
+"""Where texts come from: files, datasets, and what every Python has; each as blocks that can be read one by one.
+
+Of the blocks of a text, those with even numbers are for evaluation, those with odd ones for calibration. Where a block
+begins depends on the text alone, not on how much of it is wanted, so that the two never share any of it:
+
+    file = open_file(Path("chats.jsonl"))
+    [file.read(number) for number in range(0, file.count, 2)]      # of each: [[{"role": "user", ...}, ...], "a text"]
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import sysconfig
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ..errors import OpenQuantError, SourceError, UsageError
+from ..files.checkpoint import readable
+from ..files.small_files import open_regular, parse_json, shown
+from ..machine import first_line
+from ..version import install_hint
+from .templates import Message
+
+# Bytes of a block; for a smaller text than two of these, half of it.
+BLOCK = 256 << 10
+# Of one line of JSON.
+MAX_LINE = 16 << 20
+# Directories of the standard library that are tables, tests, or not its own.
+_ELSEWHERE = frozenset(
+    ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "ensurepip", "encodings",
+     "turtledemo", "pydoc_data")
+)  # fmt: skip
+# Files whose documentation makes one block.
+_TOGETHER = 4
+_MAX_SOURCE = 4 << 20
+
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_ROWS = "give `text`, a string, or `messages`, a list of objects with `role` and `content`, in each"
+
+# A text, or the messages of a chat.
+Part: TypeAlias = "str | Sequence[Message]"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a file; as text "chats.jsonl line 3", which takes reading all before it.
+
+    Attributes:
+        path: the file.
+        offset: where the line begins, in bytes.
+    """
+
+    path: Path
+    offset: int
+
+    def __str__(self) -> str:
+        count = 1
+        with readable(), open(self.path, "rb") as file:
+            for start in range(0, self.offset, BLOCK):
+                count += file.read(min(BLOCK, self.offset - start)).count(b"\n")
+        return f"{self.path} line {count}"
+
+
+@dataclass(frozen=True)
+class Named:
+    """A part of a text, and where it was found, which is told when something is wrong with it."""
+
+    part: Part
+    where: object
+
+
+@dataclass(frozen=True)
+class Domain:
+    """A kind of text.
+
+    Attributes:
+        name: such as "chats.jsonl".
+        count: of its blocks.
+        read: the parts of a block by its number, in their order; raises a SourceError if they are damaged.
+    """
+
+    name: str
+    count: int
+    read: Callable[[int], list[Named]]
+
+
+def open_file(path: Path, name: str) -> Domain:
+    """A file as a domain: JSON lines if it is called `.jsonl`, else text.
+
+    Raises:
+        SourceError: it is missing, empty, or no regular file.
+    """
+    with readable(), open_regular(path, str(path), "give files of text or JSON lines") as opened:
+        size = os.fstat(opened.fileno()).st_size
+    if not size:
+        raise SourceError(f"{path} is empty", "give a longer text")
+    file = _File(path, size, max(2, -(-size // BLOCK)))
+    return Domain(name, file.count, file.lines if path.suffix == ".jsonl" else file.text)
+
+
+@dataclass(frozen=True)
+class _File:
+    path: Path
+    size: int
+    count: int
+
+    def _bytes(self, start: int, end: int) -> bytes:
+        with readable(), open(self.path, "rb") as file:
+            return os.pread(file.fileno(), end - start, start)
+
+    def _bounds(self, number: int) -> tuple[int, int]:
+        return self.size * number // self.count, self.size * (number + 1) // self.count
+
+    def text(self, number: int) -> list[Named]:
+        """A block of text, whole lines of it if they are no longer than half a block."""
+        start, end = self._bounds(number)
+        data = self._bytes(start, end)
+        if number:
+            # It may begin within a letter.
+            while data and data[0] & 0xC0 == 0x80:
+                data, start = data[1:], start + 1
+            line = data.find(b"\n", 0, len(data) // 2) + 1
+            data, start = data[line:], start + line
+        else:
+            data = data.removeprefix(b"\xef\xbb\xbf")
+        if number < self.count - 1:
+            # It may end within one, of which at most three bytes are here.
+            cut = next((at for at in range(1, min(4, len(data)) + 1) if data[-at] & 0xC0 != 0x80), 0)
+            data = data[:-cut] if cut and data[-cut] >= 0xC0 else data
+            data = data[: data.rfind(b"\n", len(data) // 2) + 1] or data
+        try:
+            return [Named(data.decode(), self.path)]
+        except UnicodeDecodeError as error:
+            raise SourceError(
+                f"{self.path} is not UTF-8: {error.reason} at byte {start + error.start:,}",
+                "convert it, with iconv say",
+            ) from None
+
+    def lines(self, number: int) -> list[Named]:
+        """What the JSON lines hold that begin in a block."""
+        start, end = self._bounds(number)
+        # Whether a line begins with a block, the byte before it says.
+        data = self._bytes(max(0, start - 1), end)
+        begun = 0 if not number else data.find(b"\n", 0, len(data) - 1) + 1
+        if number and not begun:
+            self._require_line(start)
+            return []
+        at = max(0, start - 1) + begun
+        data = data[begun:]
+        last = data.rfind(b"\n", 0, len(data) - 1) + 1
+        while not data.endswith(b"\n") and (more := self._bytes(at + len(data), at + len(data) + BLOCK)):
+            data += more.partition(b"\n")[0] + (b"\n" if b"\n" in more else b"")
+            if len(data) - last > MAX_LINE:
+                raise SourceError(
+                    f"{Line(self.path, at + last)} is longer than {MAX_LINE:,} bytes", "is it JSON lines?"
+                )
+        found = []
+        for line in data.split(b"\n"):
+            if line.strip():
+                found.append(_of_line(line if at else line.removeprefix(b"\xef\xbb\xbf"), Line(self.path, at)))
+            at += len(line) + 1
+        return found
+
+    def _require_line(self, end: int) -> None:
+        """Refuse a line that is too long, within which lies this byte."""
+        begin = end
+        while begin and end - begin <= MAX_LINE:
+            data = self._bytes(max(0, begin - BLOCK), begin)
+            if not data or b"\n" in data:
+                return
+            begin -= len(data)
+        if end - begin > MAX_LINE:
+            # Which line it is would take reading all before it.
+            raise SourceError(
+                f"{self.path} has a line longer than {MAX_LINE:,} bytes, at byte {end:,}", "is it JSON lines?"
+            )
+
+
+def _of_line(line: bytes, where: Line) -> Named:
+    try:
+        return Named(part_of(parse_json(line, "")), where)
+    except SourceError as error:
+        raise SourceError(f"{where}{error.message}", error.hint) from None
+
+
+def part_of(row: object) -> Part:
+    """The text or the chat of a line of JSON or a row of a dataset.
+
+    Raises:
+        SourceError: it has neither; what has not is to be put before the message.
+    """
+    if not isinstance(row, dict):
+        raise SourceError(f" is {shown(row)}, not an object", _ROWS)
+    text, messages = row.get("text"), row.get("messages")
+    if isinstance(text, str):
+        return text
+    if messages is None:
+        raise SourceError(f" has neither `text` nor `messages`, only {shown(', '.join(map(str, row)))}", _ROWS)
+    problem = problem_of(messages)
+    if problem:
+        raise SourceError(f" has `messages` that {problem}", _ROWS)
+    return list(messages)
+
+
+def problem_of(messages: object) -> str | None:
+    """What keeps a value from being the messages of a chat, None if nothing does."""
+    if not isinstance(messages, list) or not messages:
+        return f"are {shown(messages)}, not a list of objects"
+    for message in messages:
+        if not isinstance(message, dict):
+            return f"hold {shown(message)}, not an object"
+        if not isinstance(message.get("role"), str):
+            return "hold one without a `role`"
+    return None
+
+
+def open_dataset(name: str, count: int) -> Domain:
+    """The beginning of a dataset as a domain, a column `text` or `messages` of it.
+
+    It is read here, as far as its first blocks. Only rows are fetched, and no code of a dataset is executed.
+
+    Args:
+        name: NAME[:SUBSET[:SPLIT]] of the Hub, or a directory; without a split it is `test`, `validation`, `train` or
+            the only one, whichever there is first.
+        count: of blocks that are wanted.
+
+    Raises:
+        UsageError: `datasets` is not installed.
+        SourceError: it cannot be read, or has neither column.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise UsageError("--dataset needs datasets, which is not installed", install_hint("datasets")) from None
+    # Those before ran scripts of datasets.
+    if int(datasets.__version__.partition(".")[0]) < 4:
+        raise UsageError(
+            f"--dataset needs datasets 4 or newer; {datasets.__version__} is installed",
+            install_hint("datasets"),
+        )
+    path, _, rest = name.partition(":")
+    subset, _, split = rest.partition(":")
+    try:
+        rows: Any = datasets.load_dataset(path, subset or None, split=split or None, streaming=True)
+        if not split:
+            split = next((each for each in ("test", "validation", "train") if each in rows), next(iter(rows)))
+            rows = rows[split]
+        blocks = _blocks(rows, f"dataset {name}", count)
+    except OpenQuantError:
+        raise
+    except Exception as error:
+        raise SourceError(
+            f"dataset {name} cannot be read: {first_line(error)}", "check NAME:SUBSET:SPLIT, or give --text"
+        ) from None
+    return Domain(f"{path}:{subset}:{split}" if subset else f"{path}:{split}", len(blocks), blocks.__getitem__)
+
+
+def _blocks(rows: Iterable[object], where: str, count: int) -> list[list[Named]]:
+    """So many rows in blocks of BLOCK letters each; two halves if there are fewer letters than for two."""
+    blocks: list[list[Named]] = [[]]
+    size = 0
+    for number, row in enumerate(rows):
+        try:
+            part = part_of(row)
+        except SourceError as error:
+            raise SourceError(f"{where} row {number}{error.message}", error.hint) from None
+        if size >= BLOCK:
+            if len(blocks) == count:
+                break
+            blocks.append([])
+            size = 0
+        blocks[-1].append(Named(part, f"{where} row {number}"))
+        size += len(part) if isinstance(part, str) else sum(len(str(message)) for message in part)
+    if len(blocks) == 1:
+        middle = len(blocks[0]) // 2
+        blocks = [blocks[0][: middle + 1], blocks[0][middle + 1 :]]
+    return blocks
+
+
+def standard_library() -> tuple[Domain, Domain]:
+    """What every Python has: the source of its standard library ("code"), and its documentation strings ("docs").
+
+    No file is in both.
+
+    Raises:
+        UsageError: this Python comes without.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for directory, directories, names in os.walk(root):
+        directories[:] = [name for name in directories if name not in _ELSEWHERE and not name.startswith("config-")]
+        files += [Path(directory) / name for name in names if name.endswith(".py")]
+    files.sort()
+    if len(files) < 100:
+        raise UsageError(
+            f"this Python has no source of its standard library in {root}, which is read without a text",
+            "give --text FILE or --dataset NAME",
+        )
+    # Neighbours are alike, so kinds and purposes take turns: code and code, documentation and documentation.
+    code = [file for number, file in enumerate(files) if number % 4 < 2]
+    others = [file for number, file in enumerate(files) if number % 4 >= 2]
+    # Those of one purpose together, since few files have much documentation.
+    docs = [
+        others[start + purpose : start + 2 * _TOGETHER : 2]
+        for start in range(0, len(others), 2 * _TOGETHER)
+        for purpose in (0, 1)
+    ]
+    return (
+        Domain("code", len(code), lambda number: [Named(_source(code[number]), code[number])]),
+        Domain("docs", len(docs), lambda number: [Named(_documentation(file), file) for file in docs[number]]),
+    )
+
+
+def _source(file: Path) -> str:
+    with readable(), open(file, encoding="utf-8", errors="replace") as stream:
+        return stream.read(_MAX_SOURCE)
+
+
+def _documentation(file: Path) -> str:
+    """All documentation strings of a file of Python."""
+    try:
+        tree = ast.parse(_source(file))
+    except (SyntaxError, ValueError):
+        return ""
+    owners = [node for node in ast.walk(tree) if isinstance(node, _DOCUMENTED)]
+    return "\n\n".join(text for node in owners if (text := ast.get_docstring(node)))

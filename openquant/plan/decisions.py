@@ -1,0 +1,173 @@
+"""Types for what becomes of each tensor: Kept, Stack, Fate, Fates, and what asks for it: Options, Found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from ..files.layer_store import Place
+from ..files.tensors import TensorInfo
+from ..formats.schemes import Scheme
+from ..patterns import compile_any, template
+from ..weights.statistics import Calibration
+from ..weights.transform import Tunings
+from ..weights.weight import Weight
+
+FEW_AXES = "fewer than two axes"
+
+
+class Kept(NamedTuple):
+    """A tensor that is not quantized.
+
+    Attributes:
+        tensor: as it is written.
+        alike: its name with `*` for its numbers, as the plan prints it: "model.layers.*.mlp.gate".
+        why: the reason, such as "router".
+        weight: as the source has it quantized; None if it is copied as it is.
+        made: what it holds where the source has no such tensor: a number, or the one that is in a tensor of another
+            name.
+        changed: what becomes of it where inputs of layers are folded: what it then holds, or itself with its tuning.
+    """
+
+    tensor: TensorInfo
+    alike: str
+    why: str
+    weight: Weight | None = None
+    made: float | TensorInfo | None = None
+    changed: bytes | Weight | None = None
+
+    @property
+    def small(self) -> bool:
+        """Whether it has fewer than two axes, as norms and biases."""
+        return len(self.tensor.shape) < 2
+
+
+class Stack(NamedTuple):
+    """A tensor that holds the weights of several experts, each of which is written by itself."""
+
+    tensor: TensorInfo
+    layers: tuple[Weight, ...]
+
+
+# A tensor of the source, and what is made from it: itself, a weight that could be quantized, or several.
+Item = Kept | Weight | Stack
+
+
+class Fate(NamedTuple):
+    """What becomes of a weight that could be quantized.
+
+    Attributes:
+        scheme: what it is stored in; None if it stays unquantized.
+        why: what says so, such as "--ignore **.down_proj"; empty for what has the plan's own scheme.
+    """
+
+    scheme: Scheme | None
+    why: str
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asks for beside the scheme.
+
+    Attributes:
+        ignore: patterns over module names that stay unquantized.
+        scheme_for: patterns over module names, each with the scheme of what matches; the first that matches counts.
+        tp: a tensor-parallel size that must be able to serve the result.
+        head: whether the output head is quantized too.
+        calibration: how large activations are, for stored scales of them.
+        cached: whether keys and values are cached in FP8, with scales of theirs.
+        tunings: what a calibration changes about weights before they are rounded.
+        gptq: the texts by which GPTQ rounds, as eval.json has them: {"documents": 128, "length": 512, ..}; None if
+            weights are rounded to nearest.
+    """
+
+    ignore: tuple[str, ...] = ()
+    scheme_for: tuple[tuple[str, Scheme], ...] = ()
+    tp: int | None = None
+    head: bool = False
+    calibration: Calibration | None = None
+    cached: bool = False
+    tunings: Tunings | None = None
+    gptq: Mapping[str, Any] | None = None
+
+    @property
+    def stays(self) -> Callable[[str], bool]:
+        """A function of a module that the registry's entry does not know: whether --ignore keeps it."""
+        ignored = compile_any(text.removesuffix(".weight") for text in self.ignore)
+        return lambda module: ignored.fullmatch(module) is not None
+
+
+class Found(NamedTuple):
+    """How a written directory has its modules: what options would have made it so.
+
+    Attributes:
+        unquantized: modules; one name with `*` for numbers where all named alike are, "model.layers.*.mlp.gate".
+        schemes: likewise those of another scheme than most, in the order that counts where one is to be chosen.
+    """
+
+    unquantized: set[str]
+    schemes: dict[str, Scheme]
+
+    def stays(self, module: str) -> bool:
+        """Whether a module is unquantized in the written directory."""
+        return module in self.unquantized or template(module) in self.unquantized
+
+
+@dataclass(frozen=True)
+class Fates:
+    """What becomes of each tensor.
+
+    Attributes:
+        scheme: the plan's own, of all weights that are not in `others`; None if nothing is to be quantized.
+        items: all tensors, by the shard they lie in.
+        layers: weights that could be quantized, by module.
+        sets: the joined set, by module, of each that engines merge with others; itself included.
+        others: the fates, by module, of those that are not stored in the plan's own scheme.
+        inputs: the largest magnitude that goes into each layer, by module, where a calibration says it.
+        rounded: where tensors lie that were rounded before the conversion, by name.
+    """
+
+    scheme: Scheme | None
+    items: dict[str, list[Item]]
+    layers: dict[str, Weight]
+    sets: dict[str, tuple[str, ...]]
+    others: dict[str, Fate]
+    inputs: Mapping[str, float] = field(default_factory=dict)
+    rounded: Mapping[str, Place] = field(default_factory=dict)
+
+    def of(self, module: str) -> Fate:
+        """What becomes of a weight that could be quantized."""
+        return self.others.get(module) or Fate(self.scheme, "")
+
+    def each(self) -> Iterator[tuple[Weight, Fate]]:
+        """The weights that could be quantized, and what becomes of them."""
+        usual, others = Fate(self.scheme, ""), self.others
+        return ((weight, others.get(module, usual)) for module, weight in self.layers.items())
+
+    @property
+    def kept(self) -> Iterator[Kept]:
+        """All tensors that could not be quantized, in the order of the source."""
+        return (item for items in self.items.values() for item in items if isinstance(item, Kept))
+
+    @property
+    def quantized(self) -> list[tuple[Weight, Scheme]]:
+        """The weights that are quantized, each with its scheme."""
+        return [(weight, fate.scheme) for weight, fate in self.each() if fate.scheme is not None]
+
+    @property
+    def unquantized(self) -> list[str]:
+        """The modules that could be quantized and are not."""
+        return [weight.module for weight, fate in self.each() if fate.scheme is None]
+
+    @cached_property
+    def kinds(self) -> list[tuple[Weight, Scheme]]:
+        """Of the quantized weights, one for all of a scheme whose names differ in numbers only, as these are many."""
+        return list({(weight.alike, scheme.suffix): (weight, scheme) for weight, scheme in self.quantized}.values())
+
+    @cached_property
+    def schemes(self) -> list[Scheme]:
+        """The schemes of this plan, its own first."""
+        found = dict.fromkeys([self.scheme, *(fate.scheme for fate in self.others.values())])
+        return [scheme for scheme in found if scheme is not None]

@@ -1,0 +1,313 @@
+"""Dense decoders: attention and an MLP in every layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..version import VLLM
+from .architecture import DRAFT, ROUTER, Cached, Experts, Joined, Keep, Refusal, SGLang, Split, Stacked, Windows
+from .parts import (
+    ATTENTION,
+    FORMATS,
+    FUSED_NAMES,
+    GATE_UP_TENSOR,
+    HEAD_IN_BFLOAT16,
+    HEADS,
+    IF_ASKED,
+    KV_HEADS,
+    MLP,
+    NAMELESS,
+    NO_GROUPS,
+    NO_SCALES,
+    ONES_TAKEN,
+    PATTERN,
+    PLAIN_ATTENTION,
+    SCALES_LOST,
+    SEVERAL_CACHES,
+    STREAMS,
+    Part,
+    attention,
+    gated,
+    model,
+    plain,
+)
+
+WINDOWS = {
+    "Cohere2": Windows(4, PATTERN),
+    "Cwm": Windows(4, first=True),
+    "Exaone4": Windows(4, PATTERN),
+    "Gemma2": Windows(2),
+    "Gemma3": Windows(6, PATTERN),
+    "GraniteSWA": Windows(4, first=True),
+    "Olmo3": Windows(4),
+    "Rnj1": Windows(6, PATTERN),
+    "VaultGemma": Windows(2),
+    "Qwen2": IF_ASKED,
+    "Qwen3": IF_ASKED,
+    "SmolLM3": IF_ASKED,
+}
+
+LLAMA = model("LlamaForCausalLM", ATTENTION, MLP, sglang=SCALES_LOST)
+DENSE = replace(LLAMA, sglang=SGLang())
+
+# Qwen2 with a draft layer of its own name, which vLLM models/mimo_mtp.py:115 builds as the one after the last;
+# all that is published has 36. It has no packed_modules_mapping. SGLang models/mimo_mtp.py:98 builds it without
+# a name, so its speculative decoding cannot be told to leave it as it is.
+MIMO_DRAFT = "model.mtp_layers.*"
+MIMO = replace(
+    DENSE,
+    name="MiMoForCausalLM",
+    windows=IF_ASKED,
+    keep=(*DENSE.keep, Keep(f"{MIMO_DRAFT}.**", DRAFT)),
+    joined=(
+        *DENSE.joined,
+        Joined(f"{MIMO_DRAFT}.self_attn.{{q,k,v}}_proj", "qkv_proj"),
+        Joined(f"{MIMO_DRAFT}.mlp.{{gate,up}}_proj", "gate_up_proj"),
+    ),
+    renames=(("model.mtp_layers.0.", "model.layers.36."),),
+    sglang=NO_SCALES,
+)
+
+# On disk as vLLM has them (models/phi3.py); each of what they hold must divide.
+PHI3 = model(
+    "Phi3ForCausalLM",
+    Part(
+        (".self_attn.{qkv_proj,o_proj}",),
+        splits=(
+            Split(".self_attn.qkv_proj", "out", replicated=True, parts=(HEADS, KV_HEADS, KV_HEADS)),
+            Split(".self_attn.o_proj", "in", HEADS),
+        ),
+        cached=(Cached(".self_attn.qkv_proj", KV_HEADS),),
+    ),
+    GATE_UP_TENSOR,
+    renames=FUSED_NAMES,
+    sglang=SCALES_LOST,
+)
+
+GLM4 = model("Glm4ForCausalLM", ATTENTION, GATE_UP_TENSOR, renames=FUSED_NAMES[3:])
+
+# No gate in the MLP.
+ARCEE = model("ArceeForCausalLM", ATTENTION, plain(".mlp"))
+
+# vLLM models/stablelm.py has no packed_modules_mapping.
+STABLELM = model(
+    "StableLmForCausalLM",
+    attention(listed_as="qkv_proj"),
+    gated(".mlp", listed_as="gate_up_proj"),
+    sglang=PLAIN_ATTENTION,
+)
+
+# Mixtures of experts.
+
+# Layers with a second input, of a table of embeddings of its own. Those that attend to everything have heads of their
+# own, and in the larger ones no projection of values. One has experts beside its MLP, [E, 2I, H] and [E, H, I].
+GEMMA4 = model(
+    "Gemma4ForCausalLM",
+    replace(
+        ATTENTION,
+        cached=(
+            replace(ATTENTION.cached[0], full_heads="num_global_key_value_heads", keys_as_values="attention_k_eq_v"),
+        ),
+    ),
+    MLP,
+    replace(
+        gated(".experts.*", sglang=None),
+        experts=(
+            Experts(
+                ".experts",
+                (Stacked("gate_up_proj", ("gate_proj", "up_proj")), Stacked("down_proj", ("down_proj",))),
+                transformers=False,
+            ),
+        ),
+        keep=(Keep(".router.proj", ROUTER),),
+    ),
+    keep=(
+        Keep("{model,model.language_model}.embed_tokens_per_layer", "embedding"),
+        Keep("{model,model.language_model}.per_layer_model_projection", "embedding"),
+        Keep(".{per_layer_input_gate,per_layer_projection}", "embedding"),
+    ),
+    windows=Windows(6),
+)
+
+# Several streams of hidden states, and a second input as Gemma 4 has; the last layers read keys and values of earlier
+# ones, so that vLLM (models/gemma3n.py:316, 813) builds q_proj there alone and drops theirs.
+_GEMMA3N = "{model,model.language_model}"
+GEMMA3N = model(
+    "Gemma3nForCausalLM",
+    ATTENTION,
+    MLP,
+    keep=(
+        *GEMMA4.keep[2:],
+        # Four or sixteen rows, or columns.
+        Keep(".altup.{correction_coefs,prediction_coefs,modality_router}", STREAMS),
+        Keep(f"{_GEMMA3N}.{{altup_projections,altup_unembed_projections}}.*", STREAMS),
+        Keep(".laurel.{linear_left,linear_right}", "of a low rank"),
+    ),
+    # models/gemma3n.py:577, which has these in a module of their own.
+    spellings=tuple(
+        (f"model.{name}", f"model.self_decoder.{name}") for name in ("per_layer_model_projection", "altup_projections.")
+    ),
+    windows=Windows(5),
+)
+
+# Llama's, some without attention or without an MLP, and those of several sizes, as block_configs says (vLLM
+# models/nemotron_nas.py:133). transformers has no such class.
+DECILM = model(
+    "DeciLMForCausalLM",
+    ATTENTION,
+    MLP,
+    transformers_reads_blocks=False,
+    # models/nemotron_nas.py:416 asks of the format what only the other one has.
+    sglang=SGLang((Refusal(None, "fp8", "it fails on any file in it", "--format compressed-tensors loads"),)),
+)
+
+# SGLang has no class of these.
+SGLANG_HAS_NONE = ("LLaMA", "TeleChat3", "PanguEmbedded", "Rnj1")
+# By what SGLang does not load of them.
+DENSE_NAMES = {
+    SCALES_LOST: ("Llama", "Mistral", "Ministral3", "InternLM3", "IQuestCoder", "TeleFLM"),
+    SGLang(): ("Qwen2", "Qwen3", "Gemma3", "Exaone4", "Cohere", "Cohere2", *SGLANG_HAS_NONE),
+    NO_SCALES: ("Gemma", "Olmo2", "Olmo3", "Granite", "GraniteSWA", "MiniCPM"),
+    PLAIN_ATTENTION: ("Olmo",),
+    NO_GROUPS: ("SmolLM3", "SeedOss", "Cwm", "Ernie4_5", "HyperCLOVAX", "VaultGemma"),
+    NAMELESS: ("Gemma2",),
+    SGLang(head=HEAD_IN_BFLOAT16, alike=FORMATS): ("HunYuanDenseV1",),
+    # SGLang models/solar.py:407 has pairs in packed_modules_mapping.
+    SGLang((Refusal(None, None, "its table of joined layers is broken", "vLLM loads it"),)): ("Solar",),
+}
+# vLLM models/opt.py: an MLP without a module of its own; files of before transformers 4.23 have no prefix. Where
+# embeddings are narrower than layers, two projections lie between.
+OPT = model(
+    "OPTForCausalLM",
+    attention("out_proj"),
+    plain("", "fc1", "fc2"),
+    layers="{model.decoder,decoder}.layers.*",
+    keep=(
+        Keep("{model.decoder,decoder}.embed_tokens", "embedding", divided=True),
+        Keep("{model.decoder,decoder}.{embed_positions,project_in,project_out}", "embedding"),
+    ),
+    spellings=(("model.decoder.", "decoder."),),
+    # models/opt.py:376
+    head_refused=f"{VLLM} builds it without a quantization",
+)
+# vLLM models/gpt_j.py; older files hold the mask.
+GPT_J = model(
+    "GPTJForCausalLM",
+    attention("out_proj", "qkv_proj", ".attn"),
+    plain(".mlp", "fc_in", "fc_out"),
+    layers="transformer.h.*",
+    keep=(
+        Keep("transformer.wte", "embedding", divided=True),
+        Keep(".attn.bias", "causal mask"),
+    ),
+    cache_refused=ONES_TAKEN,
+    # models/gpt_j.py:290
+    sglang=SGLang(
+        (
+            Refusal(
+                None,
+                "fp8",
+                "it asks the format for scales of keys and values, which this one does not know of",
+                "--format compressed-tensors loads",
+            ),
+        )
+    ),
+)
+# vLLM models/exaone.py:403 calls what it builds "model"; SGLang models/exaone.py:205 the attention
+# self_attn. transformers has no such class; from 5.24 on it makes Llama's of these files.
+EXAONE = model(
+    "ExaoneForCausalLM",
+    attention("out_proj", path=".attn.attention"),
+    gated(".mlp", "c_fc_0", "c_fc_1", "c_proj"),
+    layers="transformer.h.*",
+    keep=(Keep("transformer.wte", "embedding", divided=True),),
+    spellings=(("transformer.", "model."),),
+    renames=((".attn.attention.", ".self_attn."),),
+    transformers_reads_blocks=False,
+)
+
+# Two stacks, each of which a token goes through several times (vLLM models/hrm_text.py:160-187); a gate,
+# queries, keys and values in one tensor.
+HRM_STACKS = (("H", ("H_cycles",)), ("L", ("H_cycles", "L_cycles")))
+HRM_TEXT = model(
+    "HrmTextForCausalLM",
+    Part(
+        (".attn.{gqkv_proj,o_proj}",),
+        splits=(Split(".attn.gqkv_proj", "out", HEADS, parts=(None,) * 4), Split(".attn.o_proj", "in", HEADS)),
+        cached=tuple(
+            Cached(f"model.{stack}_module.layers.*.attn.gqkv_proj", HEADS, times=times) for stack, times in HRM_STACKS
+        ),
+    ),
+    GATE_UP_TENSOR,
+    layers="model.{H,L}_module.layers.*",
+    # models/hrm_text.py:217
+    cache_refused=SEVERAL_CACHES,
+    # models/hrm_text.py:470
+    renames=((".attn.", ".self_attn."),),
+    # transformers cuts both joined tensors apart, which it refuses where anything is quantized.
+    transformers_reads_blocks=False,
+)
+
+# A token goes twice through all layers, the second time with a window of its own beside what the first one kept, and a
+# gate between both, of a row for each head. vLLM models/iquest_loopcoder.py.
+IQUEST_LOOP = model(
+    "IQuestLoopCoderForCausalLM",
+    replace(
+        attention(listed_as="qkv_proj"),
+        cached=(Cached(".self_attn.{k,v}_proj", KV_HEADS, times=("loop_num",), again="loop_window_size"),),
+    ),
+    gated(".mlp", listed_as="gate_up_proj"),
+    keep=(Keep("model.gate_projections.*", "gates of a row per head", divided=True),),
+    # :311
+    spellings=(("model.gate_projections.*", "model.gate_projections.*.gate_proj"),),
+    # :154
+    cache_refused=SEVERAL_CACHES,
+    transformers_reads_blocks=False,
+)
+
+# A gate for each head's output, which vLLM models/muse_glimmer.py:1430 calls otherwise. Windows in three of four
+# layers; the last has none.
+MUSE_GLIMMER = model(
+    "MuseGlimmerForCausalLM",
+    ATTENTION,
+    Part((".self_attn.gate_proj",), splits=(Split(".self_attn.gate_proj", "out", HEADS),)),
+    MLP,
+    renames=((".self_attn.gate_proj", ".self_attn.output_gate_proj"),),
+    windows=Windows(4),
+    # transformers has the wrapper alone.
+    transformers_reads_blocks=False,
+)
+
+ENTRIES = (
+    *(
+        replace(DENSE, name=f"{name}ForCausalLM", sglang=sglang, windows=WINDOWS.get(name, Windows()))
+        for sglang, names in DENSE_NAMES.items()
+        for name in names
+    ),
+    DECILM,
+    MIMO,
+    PHI3,
+    GLM4,
+    model("GlmForCausalLM", ATTENTION, GATE_UP_TENSOR),
+    ARCEE,
+    replace(ARCEE, name="ApertusForCausalLM"),
+    *(replace(ARCEE, name=f"{name}ForCausalLM", sglang=NO_GROUPS) for name in ("Nemotron", "Jais2")),
+    model("Starcoder2ForCausalLM", ATTENTION, plain(".mlp", "c_fc", "c_proj")),
+    model(
+        "PhiForCausalLM",
+        attention("dense"),
+        plain(".mlp", "fc1", "fc2"),
+        sglang=SGLang(head=HEAD_IN_BFLOAT16, alike=FORMATS),
+    ),
+    HRM_TEXT,
+    IQUEST_LOOP,
+    MUSE_GLIMMER,
+    OPT,
+    GPT_J,
+    EXAONE,
+    STABLELM,
+    # models/orion.py has no packed_modules_mapping either; transformers has no such class.
+    replace(STABLELM, name="OrionForCausalLM", sglang=NO_SCALES, transformers_reads_blocks=False),
+    GEMMA4,
+    GEMMA3N,
+)

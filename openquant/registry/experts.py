@@ -1,0 +1,286 @@
+"""Mixtures of experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..version import VLLM
+from .architecture import DRAFT, ROUTER, Experts, Keep, Refusal, SGLang, Split, Stacked, Windows
+from .parts import (
+    ATTENTION,
+    FORMATS,
+    HEAD_IN_BFLOAT16,
+    HEADS,
+    IF_ASKED,
+    MLP,
+    NO_CACHE,
+    NO_SCALES,
+    PATTERN,
+    SCALES_LOST,
+    Part,
+    attention,
+    gated,
+    model,
+    routed,
+)
+
+MIXTRAL = model(
+    "MixtralForCausalLM",
+    ATTENTION,
+    routed(".block_sparse_moe.experts", "w1", "w3", "w2"),
+    # SGLang models/mixtral.py:303.
+    spellings=(("model.layers.", "layers."),),
+    sglang=SGLang(head=HEAD_IN_BFLOAT16),
+)
+
+# vLLM models/phimoe.py; SGLang models/phimoe.py.
+PHI_MOE = replace(
+    MIXTRAL,
+    name="PhiMoEForCausalLM",
+    spellings=(),
+    # models/phimoe.py:511
+    head_refused=f"{VLLM} builds it without a quantization",
+    sglang=SGLang(),
+)
+
+SHARED_EXPERT = replace(gated(".mlp.shared_expert"), keep=(Keep(".mlp.shared_expert_gate", ROUTER),))
+SHARED_EXPERTS = gated(".mlp.shared_experts")
+ROUTED = routed(".mlp.experts")
+
+QWEN2_MOE = model("Qwen2MoeForCausalLM", ATTENTION, MLP, SHARED_EXPERT, ROUTED, windows=IF_ASKED)
+
+QWEN3_MOE = model(
+    "Qwen3MoeForCausalLM",
+    ATTENTION,
+    # qwen3_moe.py:575 means to map gate_up_proj to its members where mlp_only_layers is not empty; the
+    # built engine's quant_config has no such entry either way.
+    gated(".mlp", listed_as="gate_up_proj"),
+    # vLLM models/qwen3_moe.py:170 builds the router with quant_config.
+    ROUTED,
+    windows=IF_ASKED,
+)
+
+# Experts [E, 2I, H] and [E, H, I] beside the module that vLLM has them in; split they have the usual names there
+# (vLLM models/granitemoehybrid.py:409, models/granitemoe.py:305).
+GRANITE_EXPERTS = replace(
+    routed(
+        ".block_sparse_moe.experts",
+        experts=Experts(
+            ".block_sparse_moe.experts",
+            stacked=(Stacked("input_linear", ("gate_proj", "up_proj")), Stacked("output_linear", ("down_proj",))),
+            beside=True,
+        ),
+    ),
+    keep=(Keep(".block_sparse_moe.router.layer", ROUTER),),
+)
+# transformers wants its stacks.
+GRANITE_MOE = model("GraniteMoeForCausalLM", ATTENTION, GRANITE_EXPERTS, transformers_reads_blocks=False)
+# Gate and up are one tensor in what they all read as well.
+GRANITE_SHARED = Part(
+    (".shared_mlp.{input_linear,output_linear}",),
+    splits=(
+        Split(".shared_mlp.input_linear", "out", parts=(None, None)),
+        Split(".shared_mlp.output_linear", "in"),
+    ),
+)
+GRANITE_MOE_SHARED = model(
+    "GraniteMoeSharedForCausalLM", ATTENTION, GRANITE_EXPERTS, GRANITE_SHARED, transformers_reads_blocks=False
+)
+# The same with experts as transformers 5 has them, gate and up in one stack.
+GRANITE_MOE_SWA = model(
+    "GraniteMoeSWAForCausalLM",
+    ATTENTION,
+    replace(
+        routed(
+            ".block_sparse_moe.experts",
+            experts=Experts(
+                ".block_sparse_moe.experts",
+                stacked=(Stacked("gate_up_proj", ("gate_proj", "up_proj")), Stacked("down_proj", ("down_proj",))),
+            ),
+        ),
+        keep=(Keep(".block_sparse_moe.router", ROUTER),),
+    ),
+    GRANITE_SHARED,
+    transformers_reads_blocks=False,
+    windows=Windows(4, first=True),
+)
+
+# The router is `gate.wg`, which vLLM's Transformers backend quantizes unless it is listed.
+HUNYUAN_MOE = model(
+    "HunYuanMoEV1ForCausalLM",
+    ATTENTION,
+    MLP,
+    gated(".mlp.shared_mlp"),
+    replace(ROUTED, keep=(Keep(".mlp.gate.wg", ROUTER),)),
+    # Not as close as the others.
+    transformers_reads_blocks=False,
+    sglang=SGLang(head=HEAD_IN_BFLOAT16, alike=FORMATS),
+)
+
+# DeepSeek's first, whose attention has heads; transformers has no such class.
+DEEPSEEK = model(
+    "DeepseekForCausalLM",
+    ATTENTION,
+    MLP,
+    SHARED_EXPERTS,
+    ROUTED,
+    # vLLM models/deepseek_v2.py:187-203.
+    nameless=(".self_attn.*",),
+    transformers_reads_blocks=False,
+    # SGLang models/deepseek.py:166 takes the codes of all experts as one tensor, and hands no scale on (:215).
+    # Its load_weights looks for a parameter of every name (:515).
+    sglang=SGLang(plain=(".mlp.experts.**",), cache=NO_CACHE),
+)
+
+ERNIE_MOE = model(
+    "Ernie4_5_MoeForCausalLM",
+    ATTENTION,
+    MLP,
+    SHARED_EXPERTS,
+    ROUTED,
+    keep=(
+        Keep(".mlp.moe_statics.**", ROUTER),
+        Keep("model.mtp_{block,emb_norm,hidden_norm,linear_proj}.**", DRAFT),
+    ),
+    sglang=NO_SCALES,
+)
+
+# vLLM models/glm4_moe_mtp.py and deepseek_mtp.py, which build the draft layers, have no
+# packed_modules_mapping.
+DRAFTED_MLPS = tuple(gated(path, listed_as="gate_up_proj") for path in (".mlp", ".mlp.shared_experts"))
+GLM4_MOE = model(
+    "Glm4MoeForCausalLM",
+    attention(listed_as="qkv_proj"),
+    *DRAFTED_MLPS,
+    ROUTED,
+    draft_layers="num_hidden_layers",
+    # SGLang models/glm4_moe.py:501
+    sglang=SGLang(unpacked=(".mlp.shared_experts.**",)),
+)
+
+# vLLM models/hy_v3_mtp.py has no packed_modules_mapping either.
+HY_V3 = model(
+    "HYV3ForCausalLM",
+    attention(listed_as="qkv_proj"),
+    *(gated(path, listed_as="gate_up_proj") for path in (".mlp", ".mlp.shared_mlp")),
+    replace(ROUTED, keep=(Keep(".mlp.router.gate", ROUTER),)),
+    draft_layers="num_hidden_layers",
+)
+
+NAMELESS_HEAD = f"{VLLM} builds it without a name to find its scheme by"
+# The router is `router.gate`.
+AFMOE = model(
+    "AfmoeForCausalLM",
+    ATTENTION,
+    Part((".self_attn.gate_proj",), splits=(Split(".self_attn.gate_proj", "out", HEADS),)),
+    MLP,
+    SHARED_EXPERTS,
+    replace(ROUTED, keep=(Keep(".mlp.router.gate", ROUTER),)),
+    # models/afmoe.py:513
+    head_refused=NAMELESS_HEAD,
+    # SGLang models/afmoe.py:285 computes with what its experts' codes are, and hands no scale on.
+    sglang=SGLang(plain=(".mlp.experts.**",)),
+    windows=Windows(4, "global_attn_every_n_layers"),
+)
+
+MTP = Keep("mtp.**", DRAFT)
+EXAONE_MOE = model(
+    "ExaoneMoeForCausalLM",
+    ATTENTION,
+    MLP,
+    SHARED_EXPERTS,
+    ROUTED,
+    keep=(MTP,),
+    # models/exaone_moe.py:510
+    head_refused=NAMELESS_HEAD,
+    windows=Windows(4, PATTERN),
+)
+
+# Layers that attend to everything have fewer heads of queries. vLLM models/laguna.py:86 has gate and up by
+# themselves, SGLang joins them.
+LAGUNA = model(
+    "LagunaForCausalLM",
+    ATTENTION,
+    MLP,
+    gated(".mlp.shared_expert"),
+    ROUTED,
+    keep=(Keep(".self_attn.g_proj", "a gate for each head", divided=True),),
+)
+
+NO_EXPERTS = f"{VLLM} reads its experts as MXFP4 and its attention is a thirtieth of it"
+GPT_OSS = model(
+    "GptOssForCausalLM",
+    attention(),
+    keep=(Keep(".mlp.router", ROUTER), Keep(".mlp.experts.**", "served as MXFP4")),
+    # vLLM models/gpt_oss.py:825-1060.
+    refused=(Refusal(None, None, NO_EXPERTS, "serve the MXFP4 original"),),
+    windows=Windows(2),
+)
+
+# The Hub's files hold stacks [E, 2I, H] and [E, H, I], transformers saves one module for each expert.
+STACKED_EXPERTS = replace(
+    ROUTED,
+    experts=(
+        Experts(
+            ".mlp.experts",
+            stacked=(Stacked("gate_up_proj", ("gate_proj", "up_proj")), Stacked("down_proj", ("down_proj",))),
+        ),
+    ),
+)
+
+# [E, H, 2I] and [E, I, H] (vLLM models/llama4.py:398). A checkpoint may not mix stacked and split
+# experts (llama4.py:583), so they are split wherever they appear.
+LLAMA4 = model(
+    "Llama4ForCausalLM",
+    ATTENTION,
+    gated(".feed_forward"),
+    gated(".feed_forward.shared_expert"),
+    replace(
+        routed(
+            ".feed_forward.experts",
+            experts=Experts(
+                ".feed_forward.experts",
+                stacked=(
+                    Stacked("gate_up_proj", ("gate_proj", "up_proj"), transposed=True),
+                    Stacked("down_proj", ("down_proj",), transposed=True),
+                ),
+            ),
+        ),
+        keep=(Keep(".feed_forward.router", ROUTER),),
+    ),
+    # transformers 5.19 finds no split experts and initialises new ones.
+    transformers_reads_blocks=False,
+    # vLLM models/llama4.py:805-844, for its rotary embedding.
+    reordered=(".self_attn.{q,k}_proj",),
+    sglang=SCALES_LOST,
+    windows=Windows(4, "no_rope_layer_interval", flags="no_rope_layers", size="attention_chunk_size"),
+)
+
+ENTRIES = (
+    MIXTRAL,
+    # vLLM models/minimax_m2.py calls the module mlp.
+    replace(MIXTRAL, name="MiniMaxM2ForCausalLM", spellings=(), renames=((".block_sparse_moe.", ".mlp."),)),
+    PHI_MOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    model("OlmoeForCausalLM", ATTENTION, ROUTED, sglang=NO_SCALES),
+    # OLMoE with OLMo 2's norms, on vLLM's Transformers backend.
+    model("FlexOlmoForCausalLM", ATTENTION, ROUTED),
+    model("Cohere2MoeForCausalLM", ATTENTION, MLP, SHARED_EXPERTS, ROUTED, windows=Windows(4, PATTERN)),
+    DEEPSEEK,
+    GRANITE_MOE,
+    GRANITE_MOE_SHARED,
+    GRANITE_MOE_SWA,
+    HUNYUAN_MOE,
+    ERNIE_MOE,
+    EXAONE_MOE,
+    replace(EXAONE_MOE, name="ExaoneMoEForCausalLM"),
+    AFMOE,
+    LAGUNA,
+    # On vLLM's Transformers backend.
+    model("MellumForCausalLM", ATTENTION, MLP, ROUTED, keep=(MTP,)),
+    GLM4_MOE,
+    HY_V3,
+    GPT_OSS,
+    LLAMA4,
+)

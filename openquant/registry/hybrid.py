@@ -1,0 +1,430 @@
+"""Linear attention, state spaces and convolutions beside attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..version import VLLM
+from .architecture import ROUTER, Cached, Experts, Joined, Keep, Refusal, SGLang, Split, State
+from .experts import DRAFTED_MLPS, GRANITE_EXPERTS, GRANITE_SHARED, MTP, ROUTED, SHARED_EXPERT, STACKED_EXPERTS
+from .latent import INDEXER, LATENT, latent
+from .parts import (
+    ATTENTION,
+    HEADS,
+    KV_HEADS,
+    MLP,
+    NAMELESS_CACHE,
+    NO_CACHE,
+    STREAMS,
+    Part,
+    attention,
+    gated,
+    model,
+    plain,
+    routed,
+)
+
+CONVOLUTION = "convolution"
+KEY_HEADS, VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
+# vLLM models/config.py:856 and 717 read the dtype of a state, in Qwen3.5 and in Nemotron-H.
+DELTA_STATE = State(
+    ".linear_attn.conv1d", (VALUE_HEADS, "linear_value_head_dim", "linear_key_head_dim"), "mamba_ssm_dtype"
+)
+# vLLM layers/mamba/gdn/qwen_gdn_linear_attn.py:524: ba_proj has no block form. It has a few rows.
+GATED_DELTA = Part(
+    (".linear_attn.{in_proj_qkvz,out_proj}",),
+    splits=(
+        Split(".linear_attn.in_proj_qkvz", "out", KEY_HEADS),
+        Split(".linear_attn.out_proj", "in", VALUE_HEADS),
+    ),
+    keep=(Keep(".linear_attn.in_proj_ba", "gates of a row per head"), Keep(".linear_attn.conv1d", CONVOLUTION)),
+    states=(DELTA_STATE,),
+)
+QWEN3_NEXT = model(
+    "Qwen3NextForCausalLM",
+    ATTENTION,
+    GATED_DELTA,
+    MLP,
+    SHARED_EXPERT,
+    ROUTED,
+    keep=(MTP,),
+    # models/qwen3_next.py:851
+    head_refused=f"{VLLM} builds it without a quantization",
+    sglang=SGLang(
+        (Refusal("tensor", "fp8", "it asks in_proj_qkvz for four scales", "--scheme channel and -w 128 load"),),
+        # SGLang models/qwen3_next.py:311
+        unpacked=(".linear_attn.in_proj_qkvz",),
+        # models/qwen3_next.py:1266
+        cache="it takes no scales of keys and values but 1",
+        cache_of_ones=True,
+    ),
+)
+
+# The same in pieces: qkv and z are joined, and qkv holds three of the four that the engine makes of them (:664).
+GATED_DELTA_PIECES = Part(
+    (".linear_attn.{in_proj_qkv,in_proj_z,out_proj}",),
+    joined=(Joined(".linear_attn.{in_proj_qkv,in_proj_z}", sglang="in_proj_qkvz"),),
+    splits=(
+        Split(".linear_attn.in_proj_qkv", "out", parts=(KEY_HEADS, KEY_HEADS, VALUE_HEADS)),
+        Split(".linear_attn.in_proj_z", "out", VALUE_HEADS),
+        Split(".linear_attn.out_proj", "in", VALUE_HEADS),
+    ),
+    keep=(Keep(".linear_attn.in_proj_{a,b}", "gates of a row per head"), Keep(".linear_attn.conv1d", CONVOLUTION)),
+    states=(DELTA_STATE,),
+)
+# The same with q, k, v and a gate by themselves, each with a convolution but the gate (vLLM layers/mamba/gdn/
+# olmo_gdn_linear_attn.py:94).
+OLMO_DELTA = Part(
+    (".linear_attn.{q_proj,k_proj,v_proj,g_proj,o_proj}",),
+    joined=(Joined(".linear_attn.{q,k,v,g}_proj"),),
+    splits=(
+        Split(".linear_attn.{q,k}_proj", "out", KEY_HEADS),
+        Split(".linear_attn.{v,g}_proj", "out", VALUE_HEADS),
+        Split(".linear_attn.o_proj", "in", VALUE_HEADS),
+    ),
+    keep=(
+        Keep(".linear_attn.{a,b}_proj", "gates of a row per head", divided=True),
+        Keep(".linear_attn.{q,k,v}_conv1d", CONVOLUTION),
+    ),
+    states=(replace(DELTA_STATE, pattern=".linear_attn.q_conv1d"), State(".linear_attn.{k,v}_conv1d")),
+)
+OLMO_HYBRID = model("OlmoHybridForCausalLM", ATTENTION, OLMO_DELTA, MLP)
+
+# Saved without its tower it keeps the wrapper's names.
+EITHER = "{model,model.language_model}.layers.*"
+HEAD_SCALE_LOST = SGLang(head="it drops the scale of the output head without a word")
+QWEN3_5 = model(
+    "Qwen3_5ForCausalLM", ATTENTION, GATED_DELTA_PIECES, MLP, layers=EITHER, keep=(MTP,), sglang=HEAD_SCALE_LOST
+)
+QWEN3_5_MOE = model(
+    "Qwen3_5MoeForCausalLM",
+    ATTENTION,
+    GATED_DELTA_PIECES,
+    MLP,
+    SHARED_EXPERT,
+    STACKED_EXPERTS,
+    layers=EITHER,
+    keep=(MTP,),
+    sglang=HEAD_SCALE_LOST,
+)
+
+# Several streams of hidden states, tables of n-grams, and an index over the tokens, which vLLM joins to q, k
+# and v and every rank has whole (models/qwen4_exp/nvidia/qsa.py:67). SGLang has it beside them.
+QSA = ".self_attn.{q_proj,k_proj,v_proj,indexer.index_qk_proj}"
+QWEN4_EXP = model(
+    "Qwen4ExpForCausalLM",
+    replace(
+        ATTENTION,
+        compress=(QSA, ".self_attn.o_proj"),
+        joined=(Joined(QSA, sglang="qkv_proj"),),
+        # models/qwen4_exp/common/qsa_cache.py:870: a key of 128 numbers in bfloat16 for four tokens.
+        cached=(*ATTENTION.cached, Cached(".self_attn.indexer.index_qk_proj", None, fp8=64, bf16=64)),
+    ),
+    GATED_DELTA_PIECES,
+    SHARED_EXPERT,
+    STACKED_EXPERTS,
+    layers=EITHER,
+    keep=(
+        MTP,
+        Keep(".ple.**", "tables of n-grams"),
+        # models/qwen4_exp/nvidia/hyperconnection.py:106 builds them without a quantization.
+        Keep(".{attn,mlp}_hyper_connection.*", STREAMS),
+        Keep("{model,model.language_model}.hyper_connection_mixer.*", STREAMS),
+    ),
+    # models/qwen4_exp/nvidia/model.py:751
+    head_refused=f"{VLLM} builds it without a quantization",
+    # models/qwen4_exp/nvidia/qsa.py:365, of a config with a kv_cache_scheme.
+    cache_refused=f"{VLLM} refuses a config that says so",
+    # SGLang models/qwen4_exp.py:1826
+    renames=((".self_attn.indexer.", ".indexer."),),
+)
+
+# vLLM layers/mamba/gdn/kimi_gdn_linear_attn.py: all that reads the layer's input but g_a_proj is one layer
+# there, in which f_a_proj is whole on every rank. Both kinds of attention have 32 heads.
+KIMI_DELTA = Part(
+    (".self_attn.{k_proj,v_proj,b_proj,f_a_proj,f_b_proj,g_a_proj,g_b_proj}",),
+    joined=(Joined(".self_attn.{q,k,v,b,f_a}_proj", sglang="qkv_proj"),),
+    splits=(Split(".self_attn.{k_proj,v_proj,b_proj,f_b_proj,g_b_proj}", "out", HEADS),),
+    keep=(Keep(".self_attn.{q,k,v}_conv1d", CONVOLUTION), Keep(".self_attn.A_log", "decay of a state")),
+    states=(
+        State(
+            ".self_attn.q_conv1d",
+            tuple(f"linear_attn_config.{key}" for key in ("num_heads", "head_dim", "head_dim")),
+            usual="float32",
+        ),
+        State(".self_attn.{k,v}_conv1d"),
+    ),
+)
+KIMI_LINEAR = model(
+    "KimiLinearForCausalLM",
+    LATENT,
+    KIMI_DELTA,
+    MLP,
+    gated(".block_sparse_moe.shared_experts"),
+    routed(".block_sparse_moe.experts", "w1", "w3", "w2"),
+)
+
+# vLLM models/glm5next/common/model.py:397 and models/glm5next/common/kda.py:211 build all attention without a
+# quantization, whatever the files hold.
+NO_ATTENTION = f"{VLLM} builds it without a quantization"
+GLM5_NEXT = model(
+    "Glm5NextForCausalLM",
+    Part(
+        (),
+        # SGLang models/glm5_next.py:457, which builds them with one.
+        joined=(
+            Joined(".self_attn.{q,k,v}_proj", sglang="qkv_proj"),
+            Joined(".self_attn.{q_a_proj,kv_a_proj_with_mqa}", sglang="fused_qkv_a_proj_with_mqa"),
+        ),
+        keep=(
+            Keep(
+                ".self_attn.{q_proj,k_proj,v_proj,b_proj,f_b_proj,g_b_proj,q_b_proj,kv_b_proj,o_proj}",
+                NO_ATTENTION,
+                divided=True,
+            ),
+            Keep(".self_attn.{f_a_proj,g_a_proj,q_a_proj,kv_a_proj_with_mqa}", NO_ATTENTION),
+            Keep(".self_attn.{q,k,v}_conv1d", CONVOLUTION),
+            Keep(
+                ".self_attn.indexer.{wq_b,wk,weights_proj,index_kpool_compress_ape,index_kpool_compress_gate}",
+                INDEXER.why,
+            ),
+            Keep(".hc_{attn,ffn}_fn", STREAMS),
+        ),
+        # models/glm5next/common/attention.py:117: 128 codes and a scale of the index for every four tokens.
+        cached=(
+            Cached(".self_attn.kv_a_proj_with_mqa", None),
+            Cached(".self_attn.indexer.wk", None, fp8=33, bf16=33),
+        ),
+        states=KIMI_DELTA.states,
+    ),
+    *DRAFTED_MLPS,
+    ROUTED,
+    draft_layers="num_hidden_layers",
+    # transformers has the wrapper alone, whose logits are not as close as those of others.
+    transformers_reads_blocks=False,
+)
+
+# in_proj holds five pieces that vLLM divides by rules of their own (layers/mamba/mamba_mixer2.py).
+STATE_SPACE = "state space inputs, of several kinds"
+MAMBA2 = Part(
+    (".mamba.out_proj",),
+    splits=(Split(".mamba.out_proj", "in", "mamba_n_heads"),),
+    keep=(Keep(".mamba.in_proj", STATE_SPACE, divided=True), Keep(".mamba.conv1d", CONVOLUTION)),
+    states=(State(".mamba.conv1d", ("mamba_n_heads", "mamba_d_head", "mamba_d_state")),),
+)
+GRANITE_HYBRID = model(
+    "GraniteMoeHybridForCausalLM",
+    ATTENTION,
+    MAMBA2,
+    GRANITE_EXPERTS,
+    GRANITE_SHARED,
+    # vLLM models/granitemoehybrid.py asks for its linears under this name.
+    renames=((".mamba.", ".mixer."),),
+    transformers_reads_blocks=False,
+    sglang=SGLang(
+        (Refusal(None, "fp8", "its loader of this architecture fails on the fp8 format", "--scheme channel loads"),),
+        cache=NO_CACHE,
+    ),
+)
+
+# Nothing but state spaces.
+MAMBA2_ALONE = model(
+    "Mamba2ForCausalLM",
+    Part(
+        (".mixer.out_proj",),
+        splits=(Split(".mixer.out_proj", "in", "num_heads"),),
+        keep=(Keep(".mixer.in_proj", STATE_SPACE, divided=True), Keep(".mixer.conv1d", CONVOLUTION)),
+        states=(State(".mixer.conv1d", ("num_heads", "head_dim", "state_size")),),
+    ),
+    layers="backbone.layers.*",
+    keep=(Keep("backbone.embeddings", "embedding", divided=True),),
+    # models/mamba2.py:202
+    head_refused=f"{VLLM} builds it without a quantization",
+    cache_refused="it keeps states alone",
+)
+
+# State spaces, of which vLLM quantizes nothing (layers/mamba/mamba_mixer.py:98), and attention, which it names
+# after the layer itself and builds without scales of keys and values (models/jamba.py:233-259).
+JAMBA = model(
+    "JambaForCausalLM",
+    ATTENTION,
+    Part(
+        (),
+        keep=(
+            Keep(".mamba.{in_proj,x_proj,dt_proj,out_proj}", NO_ATTENTION, divided=True),
+            Keep(".mamba.conv1d", CONVOLUTION),
+            Keep(".mamba.A_log", "decay of a state"),
+        ),
+        states=(State(".mamba.conv1d", ("mamba_expand", "hidden_size", "mamba_d_state")),),
+    ),
+    gated(".feed_forward"),
+    replace(routed(".feed_forward.experts"), keep=(Keep(".feed_forward.router", ROUTER),)),
+    renames=((".self_attn.", "."),),
+    # models/jamba.py:426
+    head_refused=f"{VLLM} builds it without a quantization",
+    cache_refused=NAMELESS_CACHE,
+)
+
+# Attention and a state space side by side. vLLM models/falcon_h1.py:133, 263 and 346: it names attention after
+# the layer itself, and state spaces as if they were layers beyond the last. SGLang: .mixer, .mlp.
+FALCON_H1 = model(
+    "FalconH1ForCausalLM",
+    ATTENTION,
+    MAMBA2,
+    gated(".feed_forward"),
+    renames=((".self_attn.", "."), (".mamba.", ".mixer."), (".feed_forward.", ".mlp.")),
+    beyond=((".mamba.", "model.{}.mixer."),),
+    # models/falcon_h1.py:597
+    head_refused=f"{VLLM} builds it without a quantization",
+)
+
+LFM2_MIXERS = (
+    attention("out_proj"),
+    Part(
+        (".conv.out_proj",),
+        splits=(Split(".conv.out_proj", "in"),),
+        keep=(Keep(".conv.in_proj", "three inputs of a convolution", divided=True), Keep(".conv.conv", CONVOLUTION)),
+        states=(State(".conv.conv"),),
+    ),
+)
+LFM2 = model("Lfm2ForCausalLM", *LFM2_MIXERS, gated(".feed_forward", "w1", "w3", "w2"), cache_refused=NAMELESS_CACHE)
+LFM2_MOE = model(
+    "Lfm2MoeForCausalLM",
+    *LFM2_MIXERS,
+    gated(".feed_forward", "w1", "w3", "w2"),
+    # vLLM models/lfm2_moe.py builds the router with quant_config.
+    routed(".feed_forward.experts", "w1", "w3", "w2"),
+    cache_refused=NAMELESS_CACHE,
+    # SGLang models/lfm2_moe.py.
+    renames=tuple(
+        (f".feed_forward.{one}", f".feed_forward.{other}_proj")
+        for one, other in (("w1", "gate"), ("w3", "up"), ("w2", "down"))
+    ),
+)
+
+# One mixer for each layer: attention, state space, MLP or experts without a gate.
+NEMOTRON_H = model(
+    "NemotronHForCausalLM",
+    Part(
+        (".mixer.{q,k,v,o}_proj", ".mixer.out_proj"),
+        joined=(Joined(".mixer.{q,k,v}_proj", sglang="qkv_proj"),),
+        splits=(
+            Split(".mixer.q_proj", "out", HEADS),
+            Split(".mixer.{k,v}_proj", "out", KV_HEADS, replicated=True),
+            Split(".mixer.o_proj", "in", HEADS),
+            Split(".mixer.out_proj", "in", "mamba_num_heads"),
+        ),
+        keep=(Keep(".mixer.in_proj", STATE_SPACE, divided=True), Keep(".mixer.conv1d", CONVOLUTION)),
+        cached=(Cached(".mixer.{k,v}_proj", KV_HEADS),),
+        states=(
+            State(
+                ".mixer.conv1d",
+                ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"),
+                "mamba_ssm_cache_dtype",
+                usual="float32",
+            ),
+        ),
+    ),
+    plain(".mixer"),
+    plain(".mixer.shared_experts"),
+    replace(
+        plain(".mixer.experts.*"),
+        experts=(Experts(".mixer.experts"),),
+        keep=(
+            Keep(".mixer.gate", ROUTER),
+            Keep(".mixer.fc{1,2}_latent_proj", "to and from the experts' narrower space"),
+        ),
+    ),
+    layers="backbone.layers.*",
+    keep=(Keep("backbone.embeddings", "embedding"), MTP),
+    # transformers 5 builds it as model.
+    spellings=(("backbone.", "model."),),
+)
+
+# Lightning attention, which decays by head, beside latent attention. vLLM models/bailing_moe_linear.py.
+LIGHTNING = Part(
+    (".attention.{query_key_value,g_proj}",),
+    splits=(
+        Split(".attention.query_key_value", "out", parts=(HEADS, HEADS, HEADS)),
+        # layers/mamba/linear/bailing_linear_attn.py:461: no more ranks than groups that its norm has.
+        Split(".attention.g_proj", "out", "group_norm_size"),
+    ),
+    states=(State(".attention.g_proj", (HEADS, "head_dim", "head_dim"), convolved=False),),
+)
+BAILING_MOE_LINEAR = model(
+    "BailingMoeV2_5ForCausalLM",
+    latent(".attention", "dense"),
+    LIGHTNING,
+    *DRAFTED_MLPS,
+    ROUTED,
+    keep=(Keep("model.word_embeddings", "embedding", divided=True),),
+    draft_layers="num_hidden_layers",
+    # models/bailing_moe_linear.py:590-605. SGLang models/bailing_moe_linear.py:459-481 has three other names in
+    # layers of linear attention.
+    renames=(
+        (".attention.", ".self_attn."),
+        (".attention.dense", ".self_attn.o_proj"),
+        (".attention.dense", ".attention.o_proj"),
+        (".attention.dense", ".attention.out_proj"),
+        (".attention.query_key_value", ".attention.qkv_proj"),
+        (".attention.g_proj", ".attention.output_gate"),
+    ),
+    transformers_reads_blocks=False,
+    sglang=SGLang(
+        # SGLang models/bailing_moe_linear.py:1533 concatenates what q_a_proj and kv_a_proj_with_mqa have.
+        (Refusal("tensor", None, "it puts the single scales of two projections end to end", "--scheme channel loads"),),
+        unpacked=(".attention.q_a_proj",),
+    ),
+)
+
+# Ling 3.0: Kimi's delta attention, its gates without low ranks, beside gated latent attention. vLLM
+# models/bailing_moe_v3.py:667 joins b_proj to q, k and v, unless the list of a block scheme has it.
+KIMI_DELTA_WHOLE = Part(
+    (".attention.{k_proj,v_proj,b_proj,f_proj,g_proj,o_proj}",),
+    joined=(Joined(".attention.{q,k,v,b}_proj"),),
+    splits=(
+        Split(".attention.{k_proj,v_proj,b_proj,f_proj,g_proj}", "out", HEADS),
+        Split(".attention.o_proj", "in", HEADS),
+    ),
+    keep=(Keep(".attention.{q,k,v}_conv1d", CONVOLUTION),),
+    states=(
+        State(".attention.q_conv1d", (HEADS, "head_dim", "head_dim"), usual="float32"),
+        State(".attention.{k,v}_conv1d"),
+    ),
+)
+BAILING_MOE_V3 = model(
+    "BailingMoeV3ForCausalLM",
+    latent(".attention", "dense"),
+    KIMI_DELTA_WHOLE,
+    *DRAFTED_MLPS,
+    ROUTED,
+    keep=(Keep("model.word_embeddings", "embedding", divided=True),),
+    draft_layers="num_hidden_layers",
+    renames=((".attention.", ".self_attn."),),
+    transformers_reads_blocks=False,
+    # models/kimi_linear.py:294
+    sglang=SGLang(
+        (Refusal(None, None, "it builds b_proj without quantization, which vLLM joins to q, k and v", "vLLM loads it"),)
+    ),
+)
+
+ENTRIES = (
+    QWEN3_NEXT,
+    OLMO_HYBRID,
+    MAMBA2_ALONE,
+    JAMBA,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN4_EXP,
+    GRANITE_HYBRID,
+    KIMI_LINEAR,
+    GLM5_NEXT,
+    FALCON_H1,
+    LFM2,
+    LFM2_MOE,
+    NEMOTRON_H,
+    # Its layers have sizes of their own; only its own code reads its config.json.
+    replace(NEMOTRON_H, name="NemotronHPuzzleForCausalLM", transformers_reads_blocks=False),
+    BAILING_MOE_LINEAR,
+    BAILING_MOE_V3,
+)

@@ -1,0 +1,202 @@
+"""Latent attention (MLA), with experts: DeepSeek V3 and what was made after it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..version import VLLM
+from .architecture import DRAFT, EMBEDDING, HEAD, ROUTER, Cached, Experts, Joined, Keep, Refusal, SGLang, Split
+from .experts import DRAFTED_MLPS, ROUTED, STACKED_EXPERTS
+from .parts import HEADS, MLP, STREAMS, Part, gated, model, routed
+
+
+# Latent attention. vLLM multiplies kv_b_proj out as it loads (layers/quantization/utils/quant_utils.py:511):
+# in FP8 it would cost accuracy and save nothing.
+def latent(path: str, out: str = "o_proj") -> Part:
+    """The projections below `path`."""
+    return Part(
+        (f"{path}.{{q_proj,q_a_proj,q_b_proj,kv_a_proj_with_mqa,{out}}}",),
+        # models/deepseek_v2.py:1051; SGLang models/deepseek_v2.py
+        joined=(
+            Joined(f"{path}.{{q_a_proj,kv_a_proj_with_mqa}}", "fused_qkv_a_proj", sglang="fused_qkv_a_proj_with_mqa"),
+        ),
+        splits=(Split(f"{path}.{{q_proj,q_b_proj}}", "out", HEADS), Split(f"{path}.{out}", "in", HEADS)),
+        keep=(Keep(f"{path}.kv_b_proj", "engines decode it when they load it", divided=True),),
+        cached=(Cached(f"{path}.kv_a_proj_with_mqa", None),),
+    )
+
+
+LATENT = latent(".self_attn")
+# SGLang puts one of these behind the other whatever it is: shapes and global scales too.
+LATENT_UNPACKED = (".self_attn.q_a_proj",)
+DEEPSEEK_V3 = model(
+    "DeepseekV3ForCausalLM",
+    LATENT,
+    *DRAFTED_MLPS,
+    ROUTED,
+    draft_layers="num_hidden_layers",
+    sglang=SGLang(unpacked=LATENT_UNPACKED),
+)
+
+# The projections of one layer's index over the tokens; small, and vLLM (vllm/models/deepseek_v32) reads
+# two of the three unquantized.
+INDEXER = Keep(".self_attn.indexer.{wq_b,wk,weights_proj}", "chooses the tokens attended to")
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
+    name="DeepseekV32ForCausalLM",
+    keep=(*DEEPSEEK_V3.keep, INDEXER),
+    # vLLM model_executor/layers/attention/mla_attention.py:1365: 512 codes, 4 scales, 64 numbers in bfloat16;
+    # of the index 128 codes and a scale, whatever the rest is in (vllm/models/deepseek_v32/common).
+    cached=(
+        Cached(".self_attn.kv_a_proj_with_mqa", None, fp8=656),
+        Cached(".self_attn.indexer.wk", None, fp8=132, bf16=132),
+    ),
+)
+
+# One head of keys that are values too, queries and outputs through low ranks; vLLM models/deepseek_v4.
+SHARED_KEYS = Part(
+    (".attn.{wq_a,wkv,wq_b,wo_a,wo_b}", ".attn.indexer.wq_b"),
+    joined=(Joined(".attn.{wq_a,wkv}"),),
+    splits=(
+        Split(".attn.wq_b", "out", HEADS),
+        Split(".attn.wo_a", "out", "o_groups"),
+        Split(".attn.wo_b", "in", "o_groups"),
+    ),
+    keep=(
+        # models/deepseek_v4/compressor.py:276 and models/deepseek_v4/attention.py:986: without a quantization.
+        Keep(".attn{,.indexer}.compressor.{wkv,wgate,ape}", "compresses keys and values"),
+        Keep(".attn.indexer.weights_proj", "chooses the tokens attended to"),
+    ),
+)
+# nvidia/mtp.py, which has no packed_modules_mapping.
+V4_DRAFTS = Part(
+    (),
+    joined=(
+        Joined("mtp.*.attn.{wq_a,wkv}", "fused_wqa_wkv"),
+        Joined("mtp.*.ffn.shared_experts.{w1,w3}", "gate_up_proj"),
+    ),
+    experts=(Experts("mtp.*.ffn.experts"),),
+    keep=(Keep("mtp.**", DRAFT),),
+)
+DEEPSEEK_V4 = model(
+    "DeepseekV4ForCausalLM",
+    SHARED_KEYS,
+    V4_DRAFTS,
+    gated(".ffn.shared_experts", "w1", "w3", "w2"),
+    replace(routed(".ffn.experts", "w1", "w3", "w2"), keep=(Keep(".ffn.gate{,.tid2eid}", ROUTER),)),
+    layers="layers.*",
+    keep=(
+        Keep("embed", EMBEDDING.why, divided=True),
+        Keep("head", HEAD.why, divided=True),
+        Keep("hc_head_fn", "mixes residual streams"),
+        Keep(".hc_{attn,ffn}_fn", "mixes residual streams"),
+    ),
+    beyond=(
+        ("mtp.*.ffn.shared_experts.w2", "model.layers.{}.ffn.shared_experts.down_proj"),
+        ("mtp.*.", "model.layers.{}."),
+    ),
+    spellings=(("layers.", "model.layers."),),
+    renames=((".shared_experts.w2", ".shared_experts.down_proj"),),
+    # models/deepseek_v4/nvidia/model.py:1831 builds it without a quantization.
+    head_refused=f"{VLLM} builds it without a quantization",
+    transformers_reads_blocks=False,
+    # models/deepseek_v4/attention.py:93
+    cache_refused=f"{VLLM} has scales of its own in its cache, which is in FP8 as it is",
+    refused=(
+        # models/deepseek_v4/nvidia/ops/o_proj.py:83 has codes multiplied with the scales of blocks; of others, the
+        # loader for CPUs looks for names that they do not have (models/deepseek_v4/cpu/model.py:810).
+        Refusal("tensor", "fp8", f"{VLLM} multiplies by its wo_a in 128x128 blocks", "-w 128 loads"),
+        Refusal(
+            None, "compressed-tensors", f"{VLLM} looks for scales of the fp8 format", "-w 128 in that format loads"
+        ),
+    ),
+    # models/deepseek_v4/quant_config.py:66, where experts are MXFP4 unless it says otherwise.
+    writes=(("block", "expert_dtype", "fp8"),),
+)
+
+# A gate after attention, and several streams of hidden states.
+HY_V4_DRAFT = "model.mtp_layers.*"
+HY_V4 = model(
+    "HYV4ForCausalLM",
+    replace(LATENT, cached=DEEPSEEK_V32.cached),
+    Part((".self_attn.linear_gate",), splits=(Split(".self_attn.linear_gate", "out", HEADS),)),
+    *DRAFTED_MLPS,
+    STACKED_EXPERTS,
+    keep=(
+        INDEXER,
+        # vLLM models/hy_v4/nvidia/hc.py:63 builds them without a quantization.
+        Keep(".hc_{attn,mlp}_layer.hc_pre.hc_fn", STREAMS),
+        Keep("model.hc_head.hc_head_fn", STREAMS),
+        Keep(f"{HY_V4_DRAFT}.**", DRAFT),
+    ),
+    # models/hy_v4/nvidia/mtp.py:267, which so renames what one of the formats lists; all that is published has 78.
+    renames=(("model.mtp_layers.0.", "model.layers.78."),),
+    # SGLang models/hunyuan_v4.py:799
+    sglang=SGLang(
+        tuple(
+            Refusal(scheme, format, "it takes every scale for one of blocks in the fp8 format", "-w 128 loads")
+            for scheme, format in (
+                ("block", "compressed-tensors"),
+                *((scheme, None) for scheme in ("tensor", "channel", "mxfp8", "int8", "int8-weights", "int4")),
+                *((scheme, None) for scheme in ("mxfp4", "nvfp4", "nvfp4-w4a4")),
+            )
+        )
+    ),
+    transformers_reads_blocks=False,
+)
+
+# Two attentions and two MLPs in a layer, under numbers, and experts that do nothing, which have no weights.
+LONGCAT_DRAFT = "model.mtp.layers.0."
+LONGCAT = model(
+    "LongcatFlashForCausalLM",
+    latent(".self_attn.*"),
+    gated(".mlps.*"),
+    replace(ROUTED, keep=(Keep(".mlp.router.classifier", ROUTER),)),
+    # vLLM models/longcat_flash_mtp.py, which has no packed_modules_mapping.
+    Part(
+        (),
+        joined=(
+            Joined(f"{LONGCAT_DRAFT}self_attn.{{q_a_proj,kv_a_proj_with_mqa}}", "fused_qkv_a_proj"),
+            Joined(f"{LONGCAT_DRAFT}transformer_layer.mlp.{{gate,up}}_proj", "gate_up_proj"),
+        ),
+        keep=(Keep("model.mtp.**", DRAFT),),
+    ),
+    # :85 counts attentions on, not layers; all that is published has 28, two in each. :45 has no prefix of it.
+    renames=(
+        (f"{LONGCAT_DRAFT}transformer_layer.", "model.layers.56."),
+        (LONGCAT_DRAFT, "model.layers.56."),
+        (f"{LONGCAT_DRAFT}eh_proj", "eh_proj"),
+    ),
+    # transformers modeling_longcat_flash.py:170 wants rows of gate and up for those that do nothing.
+    transformers_reads_blocks=False,
+)
+
+# vLLM models/minicpm3.py:88 joins none of it, builds q_a_proj without a name, and keeps keys and values of every
+# head: keys as wide as queries, and values filled up to that. SGLang decodes kv_b_proj (models/minicpm3.py:505).
+MINICPM3 = model(
+    "MiniCPM3ForCausalLM",
+    replace(LATENT, joined=(), cached=(Cached(".self_attn.q_b_proj", HEADS, two_of=1),)),
+    MLP,
+    nameless=(".self_attn.q_a_proj",),
+)
+
+ENTRIES = (
+    LONGCAT,
+    replace(DEEPSEEK_V3, name="DeepseekV2ForCausalLM"),
+    DEEPSEEK_V3,
+    # Another norm after its experts.
+    replace(DEEPSEEK_V3, name="AXK1ForCausalLM"),
+    MINICPM3,
+    replace(
+        DEEPSEEK_V3,
+        name="Glm4MoeLiteForCausalLM",
+        sglang=SGLang(
+            (Refusal("tensor", "fp8", "it joins scales as if they had rows", "--scheme channel and -w 128 load"),),
+            unpacked=LATENT_UNPACKED,
+        ),
+    ),
+    DEEPSEEK_V32,
+    replace(DEEPSEEK_V32, name="GlmMoeDsaForCausalLM"),
+    DEEPSEEK_V4,
+    HY_V4,
+)

@@ -1,0 +1,173 @@
+"""Architectures whose published files are of several formats, or whose layers are of two kinds and sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..version import VLLM
+from .architecture import DRAFT, ROUTER, Cached, Experts, Joined, Keep, Ranked, Refusal, Split, Stacked, Windows
+from .experts import ROUTED
+from .hybrid import EITHER
+from .latent import DEEPSEEK_V3
+from .parts import KV_HEADS, MLP, attention, gated, model, routed, wrapped
+
+# Layers with a window have other heads of keys and values (vLLM models/mimo_v2.py:345-395).
+MIMO_V2_FLASH = model(
+    "MiMoV2FlashForCausalLM",
+    replace(attention(), cached=(Cached(".self_attn.{k,v}_proj", "swa_num_key_value_heads", full_heads=KV_HEADS),)),
+    MLP,
+    ROUTED,
+    # models/mimo_v2_mtp.py
+    keep=(Keep("model.mtp.**", DRAFT),),
+    windows=Windows(flags="hybrid_layer_pattern", size="sliding_window_size"),
+)
+# Published with q, k and v as one, which the engine reads so in FP8 blocks alone (models/mimo_v2.py:886) and one by one
+# in all formats; its packed_modules_mapping has only the first.
+MIMO_V2 = replace(
+    MIMO_V2_FLASH,
+    name="MiMoV2ForCausalLM",
+    joined=tuple(
+        replace(joined, listed_as="qkv_proj") if "q,k,v" in joined.pattern else joined
+        for joined in MIMO_V2_FLASH.joined
+    ),
+    # models/mimo_v2.py:527-617
+    ranked=Ranked(
+        "model.{layers,mtp.layers}.*.self_attn.qkv_proj",
+        ("q_proj", "k_proj", "v_proj"),
+        KV_HEADS,
+        tuple(
+            (
+                (f"{kind}num_attention_heads", f"{kind}head_dim"),
+                (f"{kind}{KV_HEADS}", f"{kind}head_dim"),
+                (f"{kind}{KV_HEADS}", f"{kind}v_head_dim"),
+            )
+            for kind in ("", "swa_")
+        ),
+        # vLLM 0.33.0 models/mimo_v2.py:389 takes no projection by itself in FP8 blocks if config.json says "fused_qkv",
+        # and SGLang configs/model_config.py:125 only so many ranks.
+        layout=("attention_projection_layout", "split"),
+    ),
+)
+
+# Stacks [E, out, in] of one projection each beside the router, which vLLM (models/step3p5.py:683) also reads one
+# by one below `moe.experts`.
+STEP_EXPERTS = replace(
+    routed(
+        ".moe.experts",
+        experts=Experts(
+            ".moe.experts",
+            stacked=tuple(Stacked(name, (name,)) for name in ("gate_proj", "up_proj", "down_proj")),
+            beside=True,
+        ),
+    ),
+    keep=(Keep(".moe.gate", ROUTER),),
+)
+GROUPS = "num_attention_groups"
+STEP3P5 = model(
+    "Step3p5ForCausalLM",
+    replace(attention(), cached=(Cached(".self_attn.{k,v}_proj", GROUPS),)),
+    MLP,
+    gated(".share_expert"),
+    STEP_EXPERTS,
+    keep=(Keep(".self_attn.g_proj", "a gate for each head", divided=True),),
+    draft_layers="num_hidden_layers",
+    # models/step3p5.py:890
+    renames=((".share_expert.", ".moe.share_expert."),),
+    transformers_reads_blocks=False,
+)
+# Files have one of two spellings of all names. vLLM builds the tower with quant_config, under names of its own
+# (models/step3p7.py:34) and before the language model tells what qkv_proj is made of.
+STEP3P7 = wrapped(
+    STEP3P5,
+    "Step3p7ForConditionalGeneration",
+    "vision_model",
+    "vit_large_projector",
+    layers=EITHER,
+    renames=(
+        *STEP3P5.renames,
+        # Files have in_proj_weight, which is no module that could be listed: where the one beside it is, it is too.
+        (".attn.out_proj", ".attn.qkv_proj"),
+        (".mlp.c_fc", ".mlp.fc1"),
+        (".mlp.c_proj", ".mlp.fc2"),
+    ),
+)
+
+# vLLM models/kimi_k25.py:311.
+KIMI_K25 = wrapped(
+    DEEPSEEK_V3,
+    "KimiK25ForConditionalGeneration",
+    "vision_tower",
+    "mm_projector",
+    layers="language_model.model.layers.*",
+    renames=(("mm_projector.proj.0", "mm_projector.linear_1"), ("mm_projector.proj.2", "mm_projector.linear_2")),
+)
+
+# vLLM builds all around the language model without a quantization (models/kimi_vl.py:325-334).
+KIMI_VL = wrapped(
+    DEEPSEEK_V3,
+    "KimiVLForConditionalGeneration",
+    "vision_tower",
+    "multi_modal_projector",
+    layers="language_model.model.layers.*",
+    # transformers has no class of it.
+    transformers_reads_blocks=False,
+)
+
+# The index over the tokens is a part of the layer that q, k and v are joined to (vLLM model_executor/layers/
+# linear.py:1352).
+INDEXED = ".self_attn.{q_proj,k_proj,v_proj,index_q_proj,index_k_proj}"
+M3_ATTENTION = replace(
+    attention(),
+    compress=(INDEXED, ".self_attn.o_proj"),
+    joined=(Joined(INDEXED, "qkv_proj", "qkv_proj"),),
+    splits=(*attention().splits, Split(".self_attn.index_q_proj", "out", KV_HEADS, replicated=True)),
+    cached=(*attention().cached, Cached(".self_attn.index_k_proj", None)),
+)
+# Published inside its wrapper only.
+MINIMAX_M3 = model(
+    "",
+    M3_ATTENTION,
+    MLP,
+    gated(".block_sparse_moe.shared_experts"),
+    routed(".block_sparse_moe.experts", "w1", "w3", "w2"),
+    refused=(
+        # models/minimax_m3/nvidia/model.py:975
+        Refusal(
+            "block",
+            "fp8",
+            f"{VLLM} renames its block scales",
+            "use --scheme channel, or --format compressed-tensors",
+        ),
+        # model_executor/parameter.py:115
+        *(
+            Refusal(scheme, None, f"{VLLM} has no place for a single scale of its index", "use --scheme channel")
+            for scheme in ("tensor", "nvfp4", "nvfp4-w4a4")
+        ),
+    ),
+    transformers_reads_blocks=False,
+    # models/minimax_m3/nvidia/model.py:401, which registers its cache itself.
+    cache_refused=f"{VLLM} gives its sparse attention none",
+)
+
+ENTRIES = (
+    MIMO_V2_FLASH,
+    MIMO_V2,
+    STEP3P5,
+    STEP3P7,
+    KIMI_K25,
+    KIMI_VL,
+    wrapped(
+        MINIMAX_M3,
+        "MiniMaxM3SparseForConditionalGeneration",
+        "vision_tower",
+        "multi_modal_projector",
+        "patch_merge_mlp",
+        layers="language_model.model.layers.*",
+        # models/minimax_m3/nvidia/model.py:1129
+        spellings=(
+            ("multi_modal_projector.", "vision_tower.multi_modal_projector."),
+            ("patch_merge_mlp.", "vision_tower.patch_merge_mlp."),
+        ),
+        renames=((".mlp.fc1", ".fc1"), (".mlp.fc2", ".fc2")),
+    ),
+)

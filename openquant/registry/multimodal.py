@@ -1,0 +1,601 @@
+"""Language models inside wrappers, whose towers stay as they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..version import VLLM
+from .architecture import DRAFT, EMBEDDING, ROUTER, Cached, Experts, Joined, Keep, Refusal, SGLang, Split, Stacked
+from .dense import GEMMA3N, GEMMA4, GLM4, LLAMA, MUSE_GLIMMER, OPT, WINDOWS
+from .experts import ERNIE_MOE, GLM4_MOE, LLAMA4, MTP, NAMELESS_HEAD, QWEN3_MOE
+from .fused import QKV
+from .hybrid import EITHER, GLM5_NEXT, LFM2, NEMOTRON_H, QWEN3_5, QWEN3_5_MOE, QWEN4_EXP
+from .latent import DEEPSEEK_V32
+from .parts import (
+    ATTENTION,
+    HEADS,
+    IF_ASKED,
+    KV_HEADS,
+    NO_CACHE,
+    NO_GROUPS,
+    RENAMED,
+    Part,
+    attention,
+    gated,
+    model,
+    routed,
+    wrapped,
+)
+
+# vLLM builds such a tower with quant_config as vision_tower.vision_model.encoder (models/siglip.py, clip.py);
+# transformers 5 leaves vision_model out.
+TOWER = ("vision_tower.vision_model.", "vision_tower.", "model.vision_tower.vision_model.", "model.vision_tower.")
+LANGUAGE_MODEL = ("language_model.model.", "model.language_model.")
+GEMMA3_WRAPPED = wrapped(
+    replace(LLAMA, windows=WINDOWS["Gemma3"]),
+    "Gemma3ForConditionalGeneration",
+    "vision_tower",
+    "multi_modal_projector",
+    spellings=(LANGUAGE_MODEL, TOWER),
+)
+# vLLM builds all around the language model without a quantization (models/gemma3n_mm.py:616-626).
+GEMMA3N_WRAPPED = wrapped(
+    GEMMA3N,
+    "Gemma3nForConditionalGeneration",
+    *("vision_tower", "audio_tower", "embed_vision", "embed_audio"),
+    layers="model.language_model.layers.*",
+    spellings=tuple(
+        tuple(name.replace("model.", "model.language_model.", 1) for name in group) for group in GEMMA3N.spellings
+    ),
+)
+# vLLM models/mistral3.py:431 renames every weight_scale_inv to weight_scale, which a block has not.
+MISTRAL3_WRAPPED = wrapped(
+    LLAMA,
+    "Mistral3ForConditionalGeneration",
+    "vision_tower",
+    "multi_modal_projector",
+    # SGLang as if nothing were around it.
+    spellings=(("language_model.model.layers.", "model.language_model.layers.", "model.layers."),),
+    refused=(
+        Refusal(
+            "block",
+            "fp8",
+            f"{VLLM} does not find its block scales",
+            "use --scheme tensor or channel, or --format compressed-tensors",
+        ),
+    ),
+)
+# Layers of one name each, as which vLLM builds those of an encoder and a decoder that share all but a number
+# (models/diffusion_gemma.py:156-164). What it is told of the last step it builds without a quantization (:80-92).
+DIFFUSION_GEMMA = wrapped(
+    GEMMA4,
+    "DiffusionGemmaForBlockDiffusion",
+    "encoder.vision_tower",
+    "encoder.embed_vision",
+    layers="model.decoder.layers.*",
+    spellings=(
+        ("model.encoder.vision_tower.", "vision_tower."),
+        ("model.encoder.embed_vision.", "embed_vision."),
+        ("model.decoder.", "model."),
+    ),
+    towers=("vision_tower", "embed_vision"),
+    # transformers has experts stacked.
+    transformers_reads_blocks=False,
+)
+DIFFUSION_GEMMA = replace(
+    DIFFUSION_GEMMA,
+    # Whatever config.json says, which has no such key (models/diffusion_gemma.py:198).
+    cached=(replace(GEMMA4.cached[0], keys_as_values="num_global_key_value_heads"),),
+    keep=(
+        *DIFFUSION_GEMMA.keep,
+        Keep("model.decoder.embed_tokens", EMBEDDING.why, divided=True),
+        Keep("model.decoder.self_conditioning.*", "reads the last step's answer"),
+    ),
+)
+# As Mistral 3, by names of its own (vLLM models/lightonocr.py:133).
+LIGHTON_OCR = wrapped(
+    LLAMA,
+    "LightOnOCRForConditionalGeneration",
+    "vision_encoder",
+    "vision_projection",
+    # SGLang as if nothing were around it.
+    spellings=(("model.language_model.layers.", "model.layers."),),
+)
+# Files say model. and visual., newer ones model.language_model. and model.visual.; vLLM's mapper takes both.
+QWEN_VISION = "visual"
+QWEN2_VL = wrapped(
+    replace(LLAMA, windows=IF_ASKED),
+    "Qwen2VLForConditionalGeneration",
+    QWEN_VISION,
+    layers=EITHER,
+    # transformers 5 looks the tower up under its newer name only.
+    spellings=(("visual.", "model.visual."),),
+    sglang=replace(RENAMED, cache=NO_CACHE),
+)
+QWEN3_VL = wrapped(LLAMA, "Qwen3VLForConditionalGeneration", QWEN_VISION, sglang=RENAMED)
+# Experts [E, H, 2I] and [E, I, H] (vLLM models/qwen3_vl_moe.py:76).
+QWEN3_VL_MOE = wrapped(
+    replace(
+        QWEN3_MOE,
+        experts=(
+            Experts(
+                ".mlp.experts",
+                stacked=(
+                    Stacked("gate_up_proj", ("gate_proj", "up_proj"), transposed=True),
+                    Stacked("down_proj", ("down_proj",), transposed=True),
+                ),
+            ),
+        ),
+    ),
+    "Qwen3VLMoeForConditionalGeneration",
+    QWEN_VISION,
+    sglang=RENAMED,
+    transformers_reads_blocks=False,
+)
+
+# vLLM models/mllama4.py has no name mapper: it loads these names only, and looks them up as they are.
+LLAMA4_WRAPPED = wrapped(
+    LLAMA4,
+    "Llama4ForConditionalGeneration",
+    "vision_model",
+    "multi_modal_projector",
+    layers="language_model.model.layers.*",
+    # SGLang models/mllama4.py:607.
+    sglang=SGLang(
+        (
+            Refusal(
+                "channel",
+                None,
+                "it reorders the rows of queries and keys, but not their scales",
+                "--scheme tensor, and -w 128 in the fp8 format, load",
+            ),
+        ),
+        # It does not reorder those at all.
+        unpacked=(".self_attn.{q,k}_proj",),
+    ),
+)
+
+PROJECTED = ("vision_tower", "multi_modal_projector")
+# Whatever language model is in it, dense or with experts: Qwen2, Qwen3, Llama (vLLM models/interns1.py:613).
+INTERNVL = wrapped(
+    QWEN3_MOE, "InternVLForConditionalGeneration", *PROJECTED, spellings=(LANGUAGE_MODEL,), sglang=NO_GROUPS
+)
+# vLLM joins them in such towers too; models/llava_onevision.py and lfm2_vl.py have no packed_modules_mapping.
+TOWER_QKV = Joined(
+    f"{{{','.join(tower.rstrip('.') for tower in TOWER)}}}.encoder.layers.*.self_attn.{{q,k,v}}_proj", "qkv_proj"
+)
+CLIP = replace(LLAMA, joined=(*LLAMA.joined, TOWER_QKV))
+LLAVA = wrapped(CLIP, "LlavaForConditionalGeneration", *PROJECTED, spellings=(LANGUAGE_MODEL, TOWER), sglang=NO_GROUPS)
+# vLLM models/lfm2_vl.py:716 names the language model so that its layers are language.model.layers.
+LFM2_VL = wrapped(
+    replace(LFM2, joined=(*LFM2.joined, TOWER_QKV)),
+    "Lfm2VlForConditionalGeneration",
+    *PROJECTED,
+    spellings=((*LANGUAGE_MODEL, "language.model."), TOWER),
+    # SGLang models/lfm2_vl.py:69.
+    sglang=SGLang((Refusal(None, None, "it builds the projector without a name, and quantizes it", "vLLM loads it"),)),
+)
+IDEFICS3 = wrapped(
+    LLAMA,
+    "Idefics3ForConditionalGeneration",
+    "vision_model",
+    "connector",
+    layers="model.text_model.layers.*",
+    sglang=NO_GROUPS,
+)
+# vLLM knows no members of gate_up_proj, which the language model has as one (models/glm4_1v.py:1744), and calls
+# the tower's qkv what attention has (models/glm_ocr.py:129).
+VISUAL = "{visual,model.visual}"
+GLM4V = wrapped(
+    replace(
+        GLM4,
+        joined=(
+            *GLM4.joined,
+            Joined(f"{VISUAL}.blocks.*.mlp.{{gate,up}}_proj", "gate_up_proj"),
+            Joined(f"{VISUAL}.merger.{{gate,up}}_proj", "gate_up_proj"),
+        ),
+    ),
+    "Glm4vForConditionalGeneration",
+    "visual",
+    renames=(*GLM4.renames, (".attn.qkv", ".attn.qkv_proj")),
+)
+
+AUDIO = ("audio_tower", "multi_modal_projector")
+
+QWEN2_AUDIO = wrapped(LLAMA, "Qwen2AudioForConditionalGeneration", *AUDIO, spellings=(LANGUAGE_MODEL,))
+# vLLM builds the tower without a quantization (models/funasr.py), and has no packed_modules_mapping.
+FUN_ASR = wrapped(
+    replace(LLAMA, joined=tuple(replace(joined, listed_as=joined.sglang) for joined in LLAMA.joined)),
+    "FunASRForConditionalGeneration",
+    "audio_encoder",
+    "audio_adaptor",
+    layers="llm.model.layers.*",
+    text_config=None,
+    # transformers has the class by other names (fun_asr_nano).
+    transformers_reads_blocks=False,
+)
+PADDLE_OCR = wrapped(
+    replace(
+        LLAMA,
+        # vLLM models/paddleocr_vl.py has no packed_modules_mapping.
+        joined=(*LLAMA.joined, Joined("visual.vision_model.encoder.layers.*.self_attn.{q,k,v}_proj", "qkv_proj")),
+    ),
+    "PaddleOCRVLForConditionalGeneration",
+    "visual",
+    "mlp_AR",
+    layers="model.layers.*",
+)
+# Whatever language model is in it, dense or with experts, as in INTERNVL (vLLM models/internvl.py:615).
+QIANFAN = wrapped(
+    QWEN3_MOE,
+    "QianfanOCRForConditionalGeneration",
+    "vision_model",
+    "mlp1",
+    layers="language_model.model.layers.*",
+    # transformers cuts the tower's qkv apart, which it refuses where anything is quantized.
+    transformers_reads_blocks=False,
+)
+# What listens and thinks; vLLM leaves out what speaks (models/qwen3_omni_moe_thinker.py:1635). It builds the
+# towers without "thinker.".
+OMNI_TOWERS = ("visual", "audio_tower")
+QWEN2_5_OMNI = wrapped(
+    replace(LLAMA, joined=(*LLAMA.joined, Joined("thinker.visual.blocks.*.attn.{q,k,v}", "qkv"))),
+    "Qwen2_5OmniForConditionalGeneration",
+    *(f"thinker.{tower}" for tower in OMNI_TOWERS),
+    "talker",
+    "token2wav",
+    layers="thinker.model.layers.*",
+    text_config="thinker_config.text_config",
+    towers=OMNI_TOWERS,
+    transformers_reads_blocks=False,
+)
+QWEN3_OMNI = wrapped(
+    QWEN3_MOE,
+    "Qwen3OmniMoeForConditionalGeneration",
+    *(f"thinker.{tower}" for tower in OMNI_TOWERS),
+    "talker",
+    "code2wav",
+    layers="thinker.model.layers.*",
+    text_config="thinker_config.text_config",
+    towers=OMNI_TOWERS,
+    # models/qwen3_omni_moe_thinker.py:1152
+    head_refused=NAMELESS_HEAD,
+    sglang=SGLang(
+        (Refusal(None, None, "it quantizes the towers, which it looks up by names not in the list", "vLLM loads it"),)
+    ),
+    transformers_reads_blocks=False,
+)
+# Built as Qwen3 Omni's, without "thinker." (vLLM models/qwen3_asr.py:418-424).
+QWEN3_ASR = wrapped(
+    LLAMA,
+    "Qwen3ASRForConditionalGeneration",
+    "thinker.audio_tower",
+    layers="thinker.model.layers.*",
+    text_config="thinker_config.text_config",
+    towers=("audio_tower",),
+    # transformers has its names as newer files do, without "thinker.".
+    transformers_reads_blocks=False,
+)
+# vLLM builds the tower without "model." (models/moss_transcribe_diarize.py:584-594), and a layer of it, which is
+# Whisper's, below one more name (models/whisper.py:524-538).
+MOSS_TOWER = ("model.whisper_encoder.layers.*", "whisper_encoder.layers.*.layers")
+MOSS = wrapped(
+    replace(LLAMA, joined=(*LLAMA.joined, Joined(f"{MOSS_TOWER[0]}.self_attn.{{q,k,v}}_proj", "qkv_proj"))),
+    "MossTranscribeDiarizeForConditionalGeneration",
+    "whisper_encoder",
+    "vq_adaptor",
+    spellings=(
+        LANGUAGE_MODEL,
+        tuple(f"{layer}.self_attn." for layer in MOSS_TOWER),
+        tuple(f"{layer}.{path}" for layer, path in zip(MOSS_TOWER, ("fc", "mlp.fc"), strict=True)),
+    ),
+    # transformers has its names as newer files do.
+    transformers_reads_blocks=False,
+)
+# vLLM drops "model.", and has another name for the tower (models/hyperclovax_vision_v2.py:385-387).
+HCX_VISION = wrapped(
+    LLAMA,
+    "HCXVisionV2ForCausalLM",
+    *("vision_model", "mm_projector", "discrete_vision_model"),
+    layers="model.language_model.model.layers.*",
+    spellings=(("model.language_model.", "language_model."), ("model.vision_model.", "visual.")),
+    # transformers has another name for the projector in files (conversion_mapping.py:1651).
+    transformers_reads_blocks=False,
+)
+# q, k and v, and up and gate, as one tensor each, which vLLM gives other names (models/molmo2.py:2305-2333). It
+# builds all layers of the language model without a name (models/molmo2.py:894-950, 1018-1034).
+MOLMO2_TOWER = "model.vision_backbone"
+MOLMO2 = wrapped(
+    model(
+        "Molmo2ForConditionalGeneration",
+        Part(
+            (".self_attn.{att_proj,attn_out}", ".mlp.{ff_proj,ff_out}"),
+            (
+                Joined(f"{MOLMO2_TOWER}.image_vit.transformer.resblocks.*.attention.{{wq,wk,wv}}", "merged_qkv"),
+                Joined(f"{MOLMO2_TOWER}.image_pooling_2d.{{wk,wv}}", "merged_kv"),
+                Joined(f"{MOLMO2_TOWER}.image_projector.{{w1,w3}}", "merged_linear"),
+            ),
+            (
+                Split(".self_attn.att_proj", "out", replicated=True, parts=QKV),
+                Split(".self_attn.attn_out", "in", HEADS),
+                Split(".mlp.ff_proj", "out", parts=(None, None)),
+                Split(".mlp.ff_out", "in"),
+            ),
+            keep=(Keep("model.transformer.wte.{embedding,new_embedding}", EMBEDDING.why, divided=True),),
+            cached=(Cached(".self_attn.att_proj", KV_HEADS),),
+        ),
+        nameless=(".self_attn.{att_proj,attn_out}", ".mlp.{ff_proj,ff_out}"),
+        head_refused=NAMELESS_HEAD,
+    ),
+    "Molmo2ForConditionalGeneration",
+    "vision_backbone",
+    layers="model.transformer.blocks.*",
+    spellings=(
+        (f"{MOLMO2_TOWER}.", "vision_backbone."),
+        *(
+            (f"{MOLMO2_TOWER}.{name}", f"vision_backbone.{other}_proj")
+            for name, other in {
+                "image_pooling_2d.wq": "image_pooling_2d.q",
+                "image_pooling_2d.wo": "image_pooling_2d.o",
+                "image_projector.w2": "image_projector.down",
+            }.items()
+        ),
+    ),
+    # transformers cuts these tensors apart, which it refuses where anything is quantized.
+    transformers_reads_blocks=False,
+)
+# DeepSeek V2 with the usual attention, which vLLM builds without a name (models/deepseek_v2.py:187). Its wrapper
+# has no packed_modules_mapping, and another name for the layers of its tower (models/deepencoder.py:820).
+DEEPSEEK_OCR = wrapped(
+    model(
+        "DeepseekOCRForCausalLM",
+        attention(listed_as="qkv_proj"),
+        gated(".mlp", listed_as="gate_up_proj"),
+        gated(".mlp.shared_experts", listed_as="gate_up_proj"),
+        routed(".mlp.experts"),
+        nameless=(".self_attn.{q,k,v,o}_proj",),
+    ),
+    "DeepseekOCRForCausalLM",
+    *("sam_model", "vision_model", "qwen2_model", "projector", "image_newline", "view_seperator"),
+    layers="model.layers.*",
+    text_config="language_config",
+    spellings=(
+        ("model.vision_model.transformer.", "vision_model.encoder."),
+        ("model.", "language_model.model."),
+        ("lm_head", "language_model.lm_head"),
+    ),
+    # transformers has the class by other names (unlimited_ocr, deepseek_ocr2), and experts stacked.
+    transformers_reads_blocks=False,
+)
+# Experts [E, H, 2I] and [E, I, H]. vLLM calls both the gate and the up of one gate_up_proj (models/llama.py:354)
+# and cuts what has that name in two (layers/fused_moe/routed_experts.py:1053): they stay one tensor, whose scales must
+# have rows. It builds the experts that all tokens share without a name (models/aria.py:214).
+ARIA_EXPERTS = Part(
+    (".mlp.experts.*.{gate_up_proj,down_proj}",),
+    splits=(
+        Split(".mlp.experts.*.gate_up_proj", "out", parts=(None, None)),
+        Split(".mlp.experts.*.down_proj", "in"),
+    ),
+    experts=(
+        Experts(
+            ".mlp.experts",
+            stacked=(
+                Stacked("fc1", ("gate_up_proj",), transposed=True),
+                Stacked("fc2", ("down_proj",), transposed=True),
+            ),
+        ),
+    ),
+    keep=(Keep(".mlp.router", ROUTER),),
+)
+ARIA = wrapped(
+    model(
+        "AriaForConditionalGeneration",
+        ATTENTION,
+        gated(".mlp.shared_experts"),
+        ARIA_EXPERTS,
+        nameless=(".mlp.shared_experts.*",),
+        refused=tuple(
+            Refusal(
+                scheme,
+                None,
+                f"{VLLM} cuts the scales of its experts in two, and fails on one that has no rows",
+                "--scheme channel, -w 128, int4 and mxfp4 load",
+            )
+            for scheme in ("tensor", "nvfp4", "nvfp4-w4a4")
+        ),
+    ),
+    "AriaForConditionalGeneration",
+    *PROJECTED,
+    spellings=(LANGUAGE_MODEL,),
+    transformers_reads_blocks=False,
+)
+# Experts of texts, then those of images, which are smaller; each half has a router and a name of its own in vLLM
+# (models/ernie45_vl_moe.py:243).
+ERNIE_VL = wrapped(
+    replace(ERNIE_MOE, keep=(*ERNIE_MOE.keep, Keep(".mlp.gate.weight_1", ROUTER))),
+    "Ernie4_5_VLMoeForConditionalGeneration",
+    "vision_model",
+    "resampler_model",
+    layers="model.layers.*",
+    transformers_reads_blocks=False,
+    renames=tuple(
+        (f".mlp.{part}", f".mlp.{half}_experts{end}")
+        for part, end in (("experts", ""), ("gate", "_gate"))
+        for half in ("text", "vision")
+    ),
+)
+
+# vLLM builds all around the language model without a quantization (models/nano_nemotron_vl.py:992-1034).
+NEMOTRON_OMNI = wrapped(
+    replace(
+        NEMOTRON_H,
+        keep=(
+            *(keep for keep in NEMOTRON_H.keep if not keep.pattern.startswith("backbone.")),
+            Keep("language_model.backbone.embeddings", EMBEDDING.why, divided=True),
+            Keep("language_model.mtp.**", DRAFT),
+        ),
+    ),
+    "NemotronH_Omni_Reasoning_V3",
+    *("vision_model", "vision_projector", "mlp1", "sound_encoder", "sound_projection"),
+    layers="language_model.backbone.layers.*",
+    text_config="llm_config",
+    spellings=(("language_model.backbone.", "language_model.model."),),
+)
+
+EMU3 = wrapped(LLAMA, "Emu3ForConditionalGeneration", "vqmodel", layers="text_model.model.layers.*", sglang=NO_GROUPS)
+HUNYUAN_VL = wrapped(
+    LLAMA,
+    "HunYuanVLForConditionalGeneration",
+    "vit",
+    "vision_tower",
+    layers="{model,model.language_model}.layers.*",
+    sglang=NO_GROUPS,
+)
+VIBEVOICE_ASR = wrapped(
+    LLAMA,
+    "VibeVoiceAsrForConditionalGeneration",
+    *("acoustic_tokenizer_encoder", "semantic_tokenizer_encoder", "multi_modal_projector"),
+    sglang=NO_GROUPS,
+)
+
+BLIP2_TEXT = "language_model.model.decoder"
+# vLLM models/blip2.py:532 builds the tower without a name.
+BLIP2 = wrapped(
+    replace(
+        OPT,
+        keep=tuple(
+            replace(keep, pattern=keep.pattern.replace("{model.decoder,decoder}", BLIP2_TEXT)) for keep in OPT.keep
+        ),
+    ),
+    "Blip2ForConditionalGeneration",
+    *("vision_model", "qformer", "language_projection", "query_tokens"),
+    layers=f"{BLIP2_TEXT}.layers.*",
+    spellings=(("vision_model.", "."),),
+)
+
+# vLLM vllm/models/dots3_note/nvidia/model.py: two kinds of latent attention, one of which has a window and keeps
+# larger vectors of a token; both keep as much of it as that does, in layouts of several kernels. A gate of a row for
+# each head, and towers without a quantization (models/dots3_note/nvidia/multimodal.py:133).
+DOTS3_NOTE = wrapped(
+    replace(
+        DEEPSEEK_V32,
+        keep=(
+            *DEEPSEEK_V32.keep,
+            Keep(".self_attn.g_proj", "a gate for each head", divided=True),
+            Keep("model.mtp.**", DRAFT),
+        ),
+        cached=(),
+    ),
+    "Dots3NoteForCausalLM",
+    "vision_encoder",
+    "audio_encoder",
+    layers="model.layers.*",
+    text_config=None,
+    spellings=(("model.", "language_model.model."),),
+)
+
+ENTRIES = (
+    BLIP2,
+    DOTS3_NOTE,
+    LLAVA,
+    *(
+        replace(LLAVA, name=f"{name}ForConditionalGeneration")
+        for name in ("LlavaNext", "LlavaNextVideo", "LlavaOnevision", "PaliGemma")
+    ),
+    replace(LLAVA, name="Cohere2VisionForConditionalGeneration", windows=WINDOWS["Cohere2"], sglang=SGLang()),
+    INTERNVL,
+    LFM2_VL,
+    IDEFICS3,
+    replace(IDEFICS3, name="SmolVLMForConditionalGeneration"),
+    GLM4V,
+    replace(GLM4V, name="GlmOcrForConditionalGeneration"),
+    wrapped(GLM4_MOE, "Glm4vMoeForConditionalGeneration", "visual", sglang=GLM4_MOE.sglang),
+    wrapped(
+        replace(LLAMA, windows=WINDOWS["Exaone4"], keep=(*LLAMA.keep, MTP)),
+        "Exaone4_5_ForConditionalGeneration",
+        "visual",
+        sglang=NO_GROUPS,
+    ),
+    wrapped(GEMMA4, "Gemma4UnifiedForConditionalGeneration", "vision_embedder", "embed_vision", "embed_audio"),
+    QWEN2_AUDIO,
+    replace(QWEN2_AUDIO, name="GlmAsrForConditionalGeneration"),
+    replace(QWEN2_AUDIO, name="AudioFlamingo3ForConditionalGeneration", sglang=NO_GROUPS),
+    *(
+        wrapped(LLAMA, f"{name}ForConditionalGeneration", "encoder", "projector", sglang=NO_GROUPS)
+        for name in ("GraniteSpeech", "GraniteSpeechPlus")
+    ),
+    wrapped(
+        CLIP,
+        "Granite4VisionForConditionalGeneration",
+        "vision_tower",
+        "layerwise_projectors",
+        "spatial_projectors",
+        spellings=(LANGUAGE_MODEL, TOWER),
+    ),
+    *(wrapped(QWEN3_5, f"MiniCPMV4_{number}ForConditionalGeneration", "vision_tower", "merger") for number in (6, 7)),
+    FUN_ASR,
+    NEMOTRON_OMNI,
+    *(
+        replace(NEMOTRON_OMNI, name=f"NemotronH_{name}")
+        for name in ("Nano_VL_V2", "Nano_Omni_Reasoning_V3", "Super_Omni_Reasoning_V3")
+    ),
+    EMU3,
+    HUNYUAN_VL,
+    VIBEVOICE_ASR,
+    PADDLE_OCR,
+    QIANFAN,
+    replace(QIANFAN, name="InternVLChatModel", text_config="llm_config"),
+    QWEN2_5_OMNI,
+    # As it was first published.
+    replace(QWEN2_5_OMNI, name="Qwen2_5OmniModel"),
+    QWEN3_OMNI,
+    QWEN3_ASR,
+    # The same files, where vLLM is told to take sound as it comes.
+    replace(QWEN3_ASR, name="Qwen3ASRRealtimeGeneration"),
+    ARIA,
+    MOSS,
+    HCX_VISION,
+    MOLMO2,
+    *(replace(DEEPSEEK_OCR, name=f"{name}ForCausalLM") for name in ("DeepseekOCR", "DeepseekOCR2", "UnlimitedOCR")),
+    wrapped(
+        replace(LLAMA, windows=WINDOWS["Cohere2"]), "CohereCompassForConditionalGeneration", "visual", sglang=NO_GROUPS
+    ),
+    ERNIE_VL,
+    wrapped(
+        MUSE_GLIMMER,
+        "MuseGlimmerForConditionalGeneration",
+        *("vision_tower", "vision_adapter", "vision_projection"),
+        layers="model.language_model.layers.*",
+        transformers_reads_blocks=True,
+    ),
+    GEMMA3_WRAPPED,
+    GEMMA3N_WRAPPED,
+    MISTRAL3_WRAPPED,
+    LIGHTON_OCR,
+    QWEN2_VL,
+    replace(QWEN2_VL, name="Qwen2_5_VLForConditionalGeneration", sglang=RENAMED),
+    QWEN3_VL,
+    QWEN3_VL_MOE,
+    wrapped(
+        GEMMA4,
+        "Gemma4ForConditionalGeneration",
+        "vision_tower",
+        "embed_vision",
+        "audio_tower",
+        "embed_audio",
+    ),
+    DIFFUSION_GEMMA,
+    wrapped(QWEN3_5, "Qwen3_5ForConditionalGeneration", QWEN_VISION),
+    wrapped(QWEN3_5_MOE, "Qwen3_5MoeForConditionalGeneration", QWEN_VISION),
+    wrapped(
+        QWEN4_EXP,
+        "Qwen4ExpForConditionalGeneration",
+        QWEN_VISION,
+        # SGLang models/qwen4_exp.py:124
+        sglang=SGLang(
+            (Refusal(None, "fp8", "it takes the tables of n-grams for FP8", "--format compressed-tensors loads"),)
+        ),
+    ),
+    wrapped(GLM5_NEXT, "Glm5NextForConditionalGeneration", QWEN_VISION),
+    LLAMA4_WRAPPED,
+)

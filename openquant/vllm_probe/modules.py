@@ -1,0 +1,399 @@
+"""An entry of the registry held against what an engine says of the same model, and one made from that.
+
+What an engine says is by its layers, an entry goes by the checkpoint's modules; `tell` turns one into the other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..patterns import compile_pattern, template
+from ..registry.architecture import EMBEDDING, HEAD, ROUTER, Experts, Joined, Keep, Model, Split, Stacked
+from ..registry.parts import HEADS, Part, attention, gated, model, plain, routed
+from ..registry.rules import Entry, is_head
+from .client import Asked, Layer
+
+HEAD_LAYER, EMBEDDING_LAYER = "ParallelLMHead", "VocabParallelEmbedding"
+UNKNOWN = "the engine builds no quantized layer of it"
+
+
+class Told(NamedTuple):
+    """What an engine says of one module of a checkpoint.
+
+    Attributes:
+        layer: what it is loaded into; None if that is no layer that could be quantized.
+        joined: all modules that are loaded into the same, itself included, in the engine's order; empty if none.
+        reordered: whether its rows come there in another order.
+        read: whether it is loaded at all. Draft layers are not: they are a class of their own.
+        merged: the engine's name for what it is joined into, as Joined.listed_as says; None where it derives that.
+    """
+
+    layer: Layer | None
+    joined: tuple[str, ...]
+    reordered: bool
+    read: bool
+    merged: str | None
+
+
+def tell(asked: Asked, shapes: Mapping[str, Sequence[int]]) -> dict[str, Told]:
+    """What an engine says of each module with a weight of two or more axes."""
+    by_module = asked.by_module()
+    unread = {name.removesuffix(".weight") for name in asked.unread}
+    found = {}
+    for name, shape in shapes.items():
+        if len(shape) < 2:
+            continue
+        module = name.removesuffix(".weight")
+        layer = by_module.get(module)
+        joined: tuple[str, ...] = ()
+        starts: list[int] = []
+        if layer is not None:
+            starts = [row for tensor, row, _ in layer.holds if tensor == name]
+            if not layer.experts:
+                weights = dict.fromkeys(tensor.removesuffix(".weight") for tensor, _, _ in layer.holds)
+                joined = tuple(weights) if len(weights) > 1 else ()
+        reordered = layer is not None and not layer.experts and (len(starts) > 1 or starts[:1] != [0])
+        merged = _merged(layer, joined, asked) if layer is not None and joined else None
+        found[module] = Told(layer, joined, reordered, module not in unread, merged)
+    return found
+
+
+def differences(entry: Model, told: Mapping[str, Told]) -> dict[str, list[str]]:
+    """What an entry says otherwise than an engine: the modules, named by templates, of each difference."""
+    asked = Entry(entry)
+    sets = {module: members for module, members in asked.joined_sets(told).items() if len(members) > 1}
+    found: dict[str, dict[str, None]] = {}
+    for module, one in told.items():
+        role, layer = asked.role(module), one.layer
+        quantized = role.compress or role.stack is not None
+        wrong = []
+        if one.read and role.patterns != 1:
+            wrong.append("no pattern matches" if not role.patterns else "more than one pattern matches")
+        if quantized and one.read and (layer is None or not layer.asked):
+            wrong.append("quantized, and the engine builds it without a quantization")
+        if layer is not None and quantized:
+            if layer.experts and not (role.below or role.stack):
+                wrong.append("experts to the engine, and not to the entry")
+            if not layer.experts and (role.below or role.stack):
+                wrong.append("experts to the entry, and not to the engine")
+            if not layer.experts and layer.asked:
+                if {*sets.get(module, ())} != {*one.joined}:
+                    wrong.append(
+                        f"the engine joins {_last(one.joined) or 'it with nothing'}, not {_last(sets.get(module, ()))}"
+                    )
+                if layer.axis != (role.split.axis if role.split else None):
+                    wrong.append(
+                        f"the engine splits it along {layer.axis}, not {role.split.axis if role.split else None}"
+                    )
+                if one.merged and one.merged not in role.listed_as:
+                    wrong.append(
+                        f"the engine does not derive {one.merged} from its members, and listed_as does not say it"
+                    )
+            if one.reordered and not role.reordered and not (role.split and role.split.parts):
+                wrong.append("the engine puts its rows in another order")
+        if layer is not None and not quantized and layer.linear and layer.skipped is not True:
+            wrong.append(f"kept, and not listed under the engine's name {template(layer.prefix)}")
+        for text in wrong:
+            found.setdefault(text, {})[template(module)] = None
+    return {text: list(modules) for text, modules in found.items()}
+
+
+def _last(modules: Sequence[str]) -> str:
+    return ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+
+
+@dataclass(frozen=True)
+class Draft:
+    """An entry made from what an engine says.
+
+    Attributes:
+        entry: it.
+        pieces: what it is put together from, as Python says it.
+        keep: what it keeps beside what pieces bring.
+        questions: what the engine does not say, or says in a way that needs a look.
+    """
+
+    entry: Model
+    pieces: tuple[str, ...]
+    keep: tuple[Keep, ...]
+    questions: tuple[str, ...]
+
+
+class _Kinds(NamedTuple):
+    """Modules of a decoder layer by what an engine does with them; names are templates that begin with a dot."""
+
+    linear: dict[str, tuple[str, Told]]
+    others: dict[str, tuple[str, Told]]
+
+
+def draft(name: str, asked: Asked, shapes: Mapping[str, Sequence[int]], hidden: int = 0) -> Draft:
+    """An entry for an architecture that has none.
+
+    Args:
+        name: its class.
+        asked: what an engine says.
+        shapes: of the checkpoint that it was asked about.
+        hidden: hidden_size, which tells the axes of stacked experts apart.
+    """
+    told = tell(asked, shapes)
+    layers = decoder_layers(told)
+    pieces: dict[str, Part] = {}
+    keep: dict[str, Keep] = {}
+    questions: dict[str, None] = {}
+    kinds = _Kinds({}, {})
+    for module, one in told.items():
+        if not one.read and is_head(module):
+            # Tied to the embedding.
+            continue
+        if not one.read:
+            # The name up to its first number, and that.
+            place = re.sub(r"^(.*?\.\d+)\..*", r"\1", module)
+            questions[f"not all is loaded (draft_layers, or Keep?): {place}"] = None
+            continue
+        if not template(module).startswith(f"{layers}."):
+            _outside(module, one, keep)
+            continue
+        below = template(module).removeprefix(layers)
+        shape = shapes[_tensor(module, shapes)]
+        routers = one.layer is not None and len(shape) == 2 and shape[0] in _experts_of(asked)
+        if one.layer is not None and one.layer.linear and not routers:
+            kinds.linear.setdefault(below, (module, one))
+        else:
+            kinds.others.setdefault(below, (module, one))
+            keep[below] = Keep(below, ROUTER if routers else UNKNOWN)
+    left = dict(kinds.linear)
+    experts = routed_parts(left, shapes, hidden)
+    for found in (_attention(left), _gated(left), _rest(left), experts):
+        pieces |= found
+    # The router comes with the experts, where it has the usual name.
+    brought = {one.pattern for part in pieces.values() for one in part.keep}
+    keep = {below: one for below, one in keep.items() if below not in brought}
+    for below, (_, one) in kinds.linear.items():
+        if one.reordered:
+            questions[f"comes in another order, reordered or Split.parts?: {below}"] = None
+    for below, kept in keep.items():
+        if kept.why != ROUTER and below in kinds.others and (layer := kinds.others[below][1].layer):
+            questions[f"built without a quantization: {below} ({layer.kinds[0]})"] = None
+    for old, new in sorted(_renamed(asked, told)):
+        questions[f"looked up by another name, renames or spellings?: {old} -> {new}"] = None
+    entry = model(name, *pieces.values(), layers=layers, keep=tuple(keep.values()))
+    return Draft(entry, tuple(pieces), tuple(keep.values()), tuple(questions))
+
+
+def _tensor(module: str, shapes: Mapping[str, Sequence[int]]) -> str:
+    return module if module in shapes else f"{module}.weight"
+
+
+def _experts_of(asked: Asked) -> set[int]:
+    return {layer.experts for layer in asked.layers if layer.experts}
+
+
+def decoder_layers(told: Mapping[str, Told]) -> str:
+    """The pattern of a decoder layer: what most layers that may be quantized begin with, up to their first number."""
+    found = Counter(
+        template(module).partition(".*")[0]
+        for module, one in told.items()
+        if one.layer is not None and one.layer.linear and ".*" in template(module) and not is_tower(module)
+    )
+    return f"{found.most_common(1)[0][0]}.*" if found else "model.layers.*"
+
+
+def is_tower(module: str) -> bool:
+    """Whether a module's name says that it sees or hears."""
+    return any(word in module for word in ("vision", "visual", "audio", "image", "speech"))
+
+
+def _outside(module: str, one: Told, keep: dict[str, Keep]) -> None:
+    if any(compile_pattern(known.pattern).fullmatch(module) for known in (EMBEDDING, HEAD)):
+        return
+    if one.layer is not None and HEAD_LAYER in one.layer.kinds:
+        keep[module] = Keep(module, HEAD.why, divided=True)
+    elif one.layer is not None and EMBEDDING_LAYER in one.layer.kinds:
+        keep[module] = Keep(module, EMBEDDING.why, divided=True)
+    else:
+        parts = template(module).split(".")
+        top = ".".join(parts[: 2 if parts[0] in ("model", "thinker") else 1])
+        keep[f"{top}.**"] = Keep(f"{top}.**", "vision or audio" if is_tower(module) else UNKNOWN)
+
+
+def _renamed(asked: Asked, told: Mapping[str, Told]) -> set[tuple[str, str]]:
+    """Parents of modules, as the engine's own mapper has them, and what the engine asks by instead."""
+    found = set()
+    for module, one in told.items():
+        if one.layer is None or not one.layer.linear or one.layer.experts:
+            continue
+        mapped = asked.renamed.get(module, module)
+        last = one.layer.prefix.rpartition(".")[2]
+        ours, theirs = (mapped or "").rpartition(".")[0], one.layer.prefix.rpartition(".")[0]
+        if ours != theirs or (not one.joined and (mapped or "").rpartition(".")[2] != last):
+            found.add((template(mapped or module), template(one.layer.prefix)))
+    return found
+
+
+def _merged(layer: Layer, joined: Sequence[str], asked: Asked) -> str | None:
+    """What Joined.listed_as is: None where packed_modules_mapping has the members, as the engine names them."""
+    name = layer.prefix.rpartition(".")[2]
+    members = {(asked.renamed.get(module) or module).rpartition(".")[2] for module in joined}
+    return None if {*asked.packed.get(name, ())} == members else name
+
+
+Linear = dict[str, tuple[str, Told]]
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _lasts(one: Told) -> list[str]:
+    return [module.rpartition(".")[2] for module in one.joined]
+
+
+def _call(function: str, *arguments: str, **named: str | None) -> str:
+    more = [f'{key}="{value}"' for key, value in named.items() if value is not None]
+    given = [f'"{text}"' for text in arguments]
+    return f"{function}({', '.join([*given, *more])})"
+
+
+def _row_parallel(left: Linear, parent: str) -> list[str]:
+    return [name for name, (_, one) in left.items() if _parent(name) == parent and one.layer and one.layer.axis == "in"]
+
+
+def _take(left: Linear, *names: str) -> None:
+    for name in names:
+        left.pop(name, None)
+
+
+def routed_parts(left: Linear, shapes: Mapping[str, Sequence[int]], hidden: int) -> dict[str, Part]:
+    """The routed experts among linear layers, which are taken out, by what Python says of them.
+
+    Args:
+        left: by template, each with one of its modules and what is said of that.
+        shapes: of the checkpoint.
+        hidden: hidden_size, which tells the axes of stacks apart. Stacks of which none tells them are left out.
+    """
+    found: dict[str, Part] = {}
+    experts = {name: (module, one) for name, (module, one) in left.items() if one.layer and one.layer.experts}
+    paths: dict[str, list[str]] = {}
+    for name, (module, _) in experts.items():
+        stacked = len(shapes[_tensor(module, shapes)]) > 2
+        paths.setdefault(_parent(name) if stacked else _parent(_parent(name)), []).append(name)
+    for path, names in list(paths.items()):
+        _take(left, *names)
+        module, one = experts[names[0]]
+        assert one.layer is not None
+        order = list(
+            dict.fromkeys(tensor.removesuffix(".weight").rpartition(".")[2] for tensor, _, _ in one.layer.holds)
+        )
+        if len(shapes[_tensor(module, shapes)]) > 2:
+            stacks, texts = [], []
+            told = {
+                shape[1 if name.rpartition(".")[2] != order[-1] else 2] == hidden
+                for name in names
+                if (shape := shapes[_tensor(experts[name][0], shapes)])[1:].count(hidden) == 1
+            }
+            if len(told) != 1:
+                continue
+            (transposed,) = told
+            for name in sorted(names, key=lambda name: order.index(name.rpartition(".")[2])):
+                last = name.rpartition(".")[2]
+                first = last != order[-1]
+                parts: tuple[str, ...] = ("gate_proj", "up_proj") if first else ("down_proj",)
+                if len(order) == 3:
+                    # Gate and up are stacks of their own.
+                    parts = (("gate_proj", "up_proj", "down_proj")[order.index(last)],)
+                stacks.append(Stacked(last, parts, transposed))
+                texts.append(f'Stacked("{last}", {parts}{", transposed=True" if transposed else ""})')
+            # Where the engine's name for the experts is none of the tensors' parents, these lie beside it.
+            last = one.layer.prefix.rpartition(".")[2]
+            beside = last != path.rpartition(".")[2]
+            path = f"{path}.{last}" if beside else path
+            more = ", beside=True" if beside else ""
+            text = f'routed("{path}", experts=Experts("{path}", stacked=({", ".join(texts)},){more}))'
+            found[text] = routed(path, experts=Experts(path, stacked=tuple(stacks), beside=beside))
+        elif len(order) == 3:
+            down = order[-1]
+            gate, up = order[:2]
+            usual = (gate, up, down) == ("gate_proj", "up_proj", "down_proj")
+            found[_call("routed", path, *(() if usual else (gate, up, down)))] = routed(path, gate, up, down)
+        else:
+            compress = (f"{path}.*.{{{','.join(order)}}}",)
+            found[f'Part({compress!r}, experts=(Experts("{path}"),))'] = Part(compress, experts=(Experts(path),))
+    return found
+
+
+def _attention(left: Linear) -> dict[str, Part]:
+    found: dict[str, Part] = {}
+    for name in [name for name, (_, one) in left.items() if _lasts(one) == ["q_proj", "k_proj", "v_proj"]]:
+        parent, out = _parent(name), _row_parallel(left, _parent(name))
+        if name not in left or parent != ".self_attn" or len(out) != 1:
+            continue
+        last, merged = out[0].rpartition(".")[2], left[name][1].merged
+        text = _call("attention", *(() if last == "o_proj" else (last,)), listed_as=merged)
+        found["ATTENTION" if text == "attention()" else text] = attention(last, merged)
+        _take(left, *(f"{parent}.{part}_proj" for part in "qkv"), out[0])
+    return found
+
+
+def _gated(left: Linear) -> dict[str, Part]:
+    found: dict[str, Part] = {}
+    for name in list(left):
+        if name not in left:
+            continue
+        one, parent = left[name][1], _parent(name)
+        down, lasts = _row_parallel(left, parent), _lasts(one)
+        if one.layer is None or one.layer.axis != "out":
+            continue
+        if len(lasts) == 2 and len(down) == 1:
+            gate, up, last, merged = *lasts, down[0].rpartition(".")[2], one.merged
+            usual = (gate, up, last) == ("gate_proj", "up_proj", "down_proj")
+            text = _call("gated", parent, *(() if usual else (gate, up, last)), listed_as=merged)
+            found["MLP" if text == 'gated(".mlp")' else text] = gated(parent, gate, up, last, listed_as=merged)
+            _take(left, *(f"{parent}.{name}" for name in (gate, up, last)))
+        elif not lasts and len(down) == 1 and not one.reordered:
+            beside = [other for other in left if _parent(other) == parent]
+            if len(beside) == 2 and one.layer.kinds[0] == "ColumnParallelLinear":
+                both = name.rpartition(".")[2], down[0].rpartition(".")[2]
+                usual = both == ("up_proj", "down_proj")
+                found[_call("plain", parent, *(() if usual else both))] = plain(parent, *both)
+                _take(left, name, down[0])
+    return found
+
+
+def _rest(left: Linear) -> dict[str, Part]:
+    """What is no usual piece: by the module that it lies in."""
+    found: dict[str, Part] = {}
+    for parent in dict.fromkeys(map(_parent, left)):
+        names = {name: one for name, (_, one) in left.items() if _parent(name) == parent}
+        joined: dict[tuple[str, ...], str | None] = {
+            tuple(_lasts(one)): one.merged for one in names.values() if one.joined
+        }
+        axes: dict[tuple[str, str | None], list[str]] = {}
+        for name, one in names.items():
+            axis = one.layer.axis if one.layer else None
+            if axis:
+                heads = None if "mlp" in parent or "feed_forward" in parent else HEADS
+                axes.setdefault((axis, heads), []).append(name.rpartition(".")[2])
+        part = Part(
+            (f"{parent}.{_either([name.rpartition('.')[2] for name in names])}",),
+            tuple(Joined(f"{parent}.{_either(lasts)}", merged) for lasts, merged in joined.items()),
+            tuple(Split(f"{parent}.{_either(lasts)}", axis, heads) for (axis, heads), lasts in axes.items()),
+        )
+        sets = ", ".join(
+            f'Joined("{one.pattern}"' + (f', "{one.listed_as}")' if one.listed_as else ")") for one in part.joined
+        )
+        splits = ", ".join(
+            f'Split("{one.pattern}", "{one.axis}"' + (", HEADS)" if one.heads else ")") for one in part.splits
+        )
+        text = f'Part(("{part.compress[0]}",)'
+        text += f", joined=({sets},)" if sets else ""
+        text += f", splits=({splits},)" if splits else ""
+        found[text + ")"] = part
+    return found
+
+
+def _either(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else "{" + ",".join(names) + "}"

@@ -1,0 +1,260 @@
+"""`--awq`: which factors it takes, what it searches scales by, and that an output with it loses less."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import EXAMPLE
+from openquant import calibrate, compress, evaluate, verify
+from openquant.calibration.awq import EXPONENTS, Sampled, best_powers, sampled_rows
+from openquant.calibration.mappings import Folding
+from openquant.calibration.smoothing import powers
+from openquant.errors import SourceError, UsageError
+from openquant.evaluation import answers
+from openquant.files.checkpoint import open_checkpoint
+from openquant.formats.reference import decode, encode, group_absmax, group_ranges
+from openquant.formats.schemes import INT4_SHIFTED, INT4_W4A16, SCHEMES, Scheme
+from openquant.plan.plan import make_plan
+from openquant.weights.reading import Reader
+from openquant.weights.statistics import read_calibration
+from support import small_checkpoints
+from support.outlier_channels import twin
+from support.random_calibrations import Planned, skewed
+
+RANDOM = np.random.default_rng(11)
+WIDTH = 256
+FOLDING = Folding("norm", ("a", "b"), WIDTH, 0, 0.0, WIDTH, 1)
+SQUARE = np.exp(RANDOM.standard_normal(WIDTH)).astype(np.float32)
+
+
+def sampled(seed: int, scheme: Scheme = INT4_W4A16, rows: int = 16) -> Sampled:
+    values = np.random.default_rng(seed).standard_normal((rows, WIDTH)).astype(np.float32)
+    return Sampled(values, SQUARE, scheme.format, 1.0)
+
+
+@pytest.mark.parametrize("scheme", [INT4_W4A16, INT4_SHIFTED], ids=lambda scheme: scheme.suffix)
+def test_what_is_lost_is_what_rounding_makes_wrong(scheme: Scheme) -> None:
+    each, form = sampled(1, scheme), scheme.format
+    columns = np.exp2(RANDOM.integers(-3, 4, WIDTH)).astype(np.float32)
+    folded = torch.from_numpy(each.rows * columns)
+    if form.zero_point is None:
+        scale, zero = torch.from_numpy(form.scales(group_absmax(folded, form.group).numpy())), None
+    else:
+        scale, zero = group_ranges(folded, form)
+    off = (decode(encode(folded, scale, form, zero), scale, form, zero) - folded).double() / torch.from_numpy(columns)
+    wanted = (off.square() * torch.from_numpy(SQUARE)).sum().item()
+    assert each.lost(columns) == pytest.approx(wanted, rel=1e-5)
+    assert replace(each, share=3.0).lost(columns) == pytest.approx(3 * wanted, rel=1e-5)
+
+
+def test_inputs_that_are_far_larger_are_divided_by_more() -> None:
+    mean = np.ones(WIDTH, np.float32)
+    mean[[3, 200]], mean[7] = 40, 0
+    readers = [replace(sampled(seed), square=mean**2) for seed in (1, 2)]
+    found = best_powers(FOLDING, readers, mean)
+    assert found is not None
+    others = np.delete(found, [3, 200])
+    assert found[[3, 200]].min() >= 2 * others.max()
+    # What no text went through stays.
+    assert found[7] == 1
+    # No other exponent is better.
+    spread = sum(each.spread() for each in readers) / 32
+    for exponent in EXPONENTS:
+        ideal = np.where(mean > 0, mean**exponent / (spread ** (1 - exponent) + 1e-4), 0)
+        by = powers(ideal.astype(np.float32))
+        assert sum(each.lost(found) for each in readers) <= sum(each.lost(by) for each in readers)
+
+
+def test_nothing_is_divided_where_that_brings_nothing() -> None:
+    alike = np.where(RANDOM.random((16, WIDTH)) < 0.5, -1, 1).astype(np.float32)
+    assert best_powers(FOLDING, [Sampled(alike, SQUARE, INT4_W4A16.format, 1.0)], np.ones(WIDTH, np.float32)) is None
+    damaged = replace(sampled(1), rows=np.full((2, WIDTH), np.nan, np.float32))
+    with np.errstate(invalid="ignore"):
+        assert best_powers(FOLDING, [damaged], SQUARE) is None
+
+
+def test_heads_of_queries_share_the_factors_of_their_values() -> None:
+    folding = Folding("v", ("o",), WIDTH // 2, 0, 0.0, 32, 2)
+    mean = np.ones(WIDTH, np.float32)
+    # The fourth input of the third and of the fourth head read one channel: the fourth of the second head of values.
+    mean[[64 + 3, 96 + 3]] = 40
+    found = best_powers(folding, [replace(sampled(5), square=mean**2)], mean)
+    assert found is not None
+    assert found.shape == (WIDTH // 2,)
+    assert int(found.argmax()) == 32 + 3
+
+
+@pytest.mark.parametrize("most", [16, 100, 5000])
+def test_rows_are_spread_over_a_weight(most: int) -> None:
+    plan = make_plan(open_checkpoint(EXAMPLE), INT4_W4A16)
+    reader = Reader(plan.seen.where, lambda shard: EXAMPLE / shard, lambda nbytes: np.empty(nbytes, np.uint8))
+    weight = plan.layers["model.layers.1.mlp.up_proj"]
+    values = small_checkpoints.read(EXAMPLE)["model.layers.1.mlp.up_proj.weight"].float().numpy()
+    found = sampled_rows(weight, reader, most)
+    assert np.array_equal(found, values[[number * 768 // min(most, 768) for number in range(min(most, 768))]])
+
+
+class Twin:
+    """The twin with outliers, a calibration of it, and what INT4 makes of it."""
+
+    def __init__(self, root: Path) -> None:
+        self.source, self.root = twin(EXAMPLE, root / "source"), root
+        self.calibration = calibrate(self.source, root / "of.safetensors", samples=8, length=128)
+        self.plain, self.output, self.told = root / "plain", root / "out", Planned()
+        compress(self.source, self.plain, "int4")
+        compress(self.source, self.output, "int4", awq=True, calibration=self.calibration, reporter=self.told)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Twin:
+    return Twin(tmp_path_factory.mktemp("awq"))
+
+
+def test_outliers_cost_little(made: Twin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Answers take most of the time.
+    monkeypatch.setattr(answers, "BUILT_IN", 1)
+    shifted = tmp_path / "shifted"
+    compress(made.source, shifted, "int4", asymmetric=True, awq=True, calibration=made.calibration)
+    found = evaluate([made.plain, made.output, shifted], made.source, samples=8, length=160).outputs
+    before, after, with_zero_points = (each["kl"]["mean"] for each in found)
+    assert before > 0.04
+    assert after < 0.2 * before
+    assert with_zero_points < after
+    assert verify(shifted, made.source, full=True).problems == ()
+
+
+def test_without_outliers_it_loses_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "BUILT_IN", 1)
+    compress(EXAMPLE, tmp_path / "plain", "int4")
+    compress(EXAMPLE, tmp_path / "out", "int4", awq=True, samples=8, length=128)
+    found = evaluate([tmp_path / "plain", tmp_path / "out"], EXAMPLE, samples=8, length=160).outputs
+    before, after = (each["kl"]["mean"] for each in found)
+    # 0.95 to 1.03 of it, by the texts of a release of Python.
+    assert after < 1.08 * before
+
+
+def test_its_plan_and_its_card_say_so(made: Twin) -> None:
+    plan = made.told.plan
+    assert "AWQ: inputs of layers are divided by powers of two at 16 of 16 places" in plan.notes
+    assert "the search for scales of 20 layers weighs errors by what goes into each column" in plan.notes
+    card = (made.output / "README.md").read_text().splitlines()
+    assert "| folded | AWQ: inputs divided by powers of two in 16 norms and projections |" in card
+    assert "| scales | searched for by what goes into each column of 20 layers |" in card
+    # Queries and keys have the scales of their weights.
+    assert plan.tunings is not None
+    for module, tuning in plan.tunings.weights.items():
+        assert (tuning.importance is None) == (module.rpartition(".")[2] in ("q_proj", "k_proj"))
+    seen = read_calibration(made.calibration).of("model.layers.2.mlp.down_proj.weight")
+    tuning = plan.tunings.weights["model.layers.2.mlp.down_proj"]
+    assert tuning.importance is not None
+    assert tuning.columns is not None
+    assert seen is not None
+    assert np.array_equal(tuning.importance, (seen.square / tuning.columns.astype(np.float64) ** 2).astype(np.float32))
+
+
+def test_its_scales_are_among_those_that_were_tried(made: Twin, tmp_path: Path) -> None:
+    report = verify(made.output, made.source, full=True)
+    assert (report.problems, report.equal_share) == ((), 1)
+
+    def moved(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.1.mlp.up_proj.weight_scale"][5, 1] *= 0.98
+
+    [scale, *_] = verify(
+        small_checkpoints.changed_copy(made.output, tmp_path / "x", moved), made.source, full=True
+    ).problems
+    assert "up_proj.weight_scale holds" in scale
+    assert "at [5, 1], the source makes it" in scale
+    # Where nothing says that a calibration had a part in it they are others than the source makes.
+    plain = small_checkpoints.changed_copy(made.output, tmp_path / "y", lambda _: None)
+    card = (plain / "README.md").read_text().splitlines(keepends=True)
+    (plain / "README.md").write_text("".join(line for line in card if not line.startswith("| scales |")))
+    assert len(verify(plain, made.source, full=True).problems) > 4
+
+
+@pytest.mark.parametrize(
+    ("architecture", "folded"),
+    [
+        ("Qwen3MoeForCausalLM", True),
+        ("Gemma3ForCausalLM", True),
+        ("Phi3ForCausalLM", True),
+        ("Olmo2ForCausalLM", False),
+    ],
+)
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_any_architecture_is_verified(tmp_path: Path, architecture: str, folded: bool, asymmetric: bool) -> None:
+    source, told = small_checkpoints.write(tmp_path / "source", architecture), Planned()
+    calibration = skewed(make_plan(open_checkpoint(source), SCHEMES["int4"]), tmp_path / "of.safetensors")
+    options: dict[str, Any] = {"awq": True, "asymmetric": asymmetric, "calibration": calibration, "group_size": "32"}
+    compress(source, tmp_path / "out", "int4", reporter=told, **options)
+    report = verify(tmp_path / "out", source, full=True)
+    assert (report.problems, report.equal_share) == ((), 1)
+    assert told.plan.tunings is not None
+    tunings = told.plan.tunings.weights
+    assert any(tuning.folds for tuning in tunings.values()) == folded
+    assert any(tuning.importance is not None for tuning in tunings.values())
+    if architecture == "Gemma3ForCausalLM":
+        assert not any(tunings[module].folds for module in tunings if module.endswith(("q_proj", "k_proj")))
+
+
+def test_quantized_sources_are_searched_by_what_goes_in(tmp_path: Path) -> None:
+    source, told = tmp_path / "fp8", Planned()
+    compress(EXAMPLE, source, "channel")
+    calibration = calibrate(source, tmp_path / "of", samples=2, length=64)
+    compress(source, tmp_path / "out", "int4", awq=True, calibration=calibration, reporter=told)
+    assert "AWQ: inputs of layers are divided by powers of two at 0 of 16 places" in told.plan.notes
+    assert "the search for scales of 20 layers weighs errors by what goes into each column" in told.plan.notes
+    assert verify(tmp_path / "out", source, full=True).problems == ()
+
+
+def test_layers_in_other_schemes_stay_as_they_were(made: Twin, tmp_path: Path) -> None:
+    told = Planned()
+    options: dict[str, Any] = {"scheme_for": {"**.mlp.*": "int4"}, "awq": True, "calibration": made.calibration}
+    compress(made.source, tmp_path / "out", "channel", reporter=told, **options)
+    assert "AWQ: inputs of layers are divided by powers of two at 8 of 16 places" in told.plan.notes
+    notes = "\n".join(told.plan.notes)
+    assert "self_attn.v_proj" in notes
+    assert ": a layer is stored in another scheme" in notes
+    assert "the search for scales of 12 layers weighs errors" in notes
+    assert verify(tmp_path / "out", made.source, full=True).problems == ()
+
+
+def test_what_it_is_not_for_is_refused(made: Twin, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        compress(EXAMPLE, tmp_path / "out", "int8", awq=True)
+    assert caught.value.message == 'awq=True brings scheme="int8" nothing: it is for groups of INT4'
+    with pytest.raises(UsageError, match="^smooth and awq=True both divide inputs of layers$"):
+        compress(EXAMPLE, tmp_path / "out", "int8", smooth=0.5, scheme_for={"**.mlp.*": "int4"}, awq=True)
+    old = replace(
+        read_calibration(made.calibration),
+        inputs=tuple(replace(each, square=None) for each in read_calibration(made.calibration).inputs),
+    )
+    (tmp_path / "old").write_bytes(old.to_bytes())
+    with pytest.raises(SourceError, match="the calibration has no mean squares of 256 inputs of model.layers.0"):
+        compress(made.source, tmp_path / "out", "int4", awq=True, calibration=tmp_path / "old")
+
+
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_whatever_a_calibration_says_is_computed_with(tmp_path: Path, asymmetric: bool) -> None:
+    """As large as float32 is, next to nothing, or nothing at all."""
+    source, told = small_checkpoints.write(tmp_path / "source"), Planned()
+    path = skewed(make_plan(open_checkpoint(source), SCHEMES["int4"]), tmp_path / "of.safetensors")
+    found = read_calibration(path)
+    extreme = [np.float32(each) for each in (3e38, 1e-45, 0, 1)]
+    for number, each in enumerate(found.inputs):
+        for part in (each.absmax, each.mean, each.square):
+            assert part is not None
+            part[:] = np.resize(np.roll(extreme, number)[: 1 + number % 4], part.shape)
+    path.write_bytes(found.to_bytes())
+    compress(source, tmp_path / "out", "int4", awq=True, asymmetric=asymmetric, calibration=path, reporter=told)
+    report = verify(tmp_path / "out", source, full=True)
+    assert (report.problems, report.equal_share) == ((), 1)
+    assert told.plan.tunings is not None
+    assert all(
+        np.isfinite(each.importance).all() for each in told.plan.tunings.weights.values() if each.importance is not None
+    )

@@ -1,0 +1,483 @@
+"""`openquant calibrate`, and static activations with the scales that it gives."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import EXAMPLE, ROOT, run_openquant
+from openquant import Reporter, calibrate, compress, evaluate, verify
+from openquant.cli.commands import main
+from openquant.errors import OpenQuantError, OutputError, SourceError, UsageError
+from openquant.evaluation import answers
+from openquant.files.checkpoint import open_checkpoint
+from openquant.files.fingerprint import fingerprint
+from openquant.plan.plan import Plan
+from openquant.weights.statistics import Calibration, Inputs, read_calibration
+from support import small_checkpoints
+
+SMALL: dict[str, Any] = {"samples": 2, "length": 64}
+TEXTS = ("--samples", 2, "--length", 64)
+
+
+class Told(Reporter):
+    """What a reporter is told before anything is written."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.notes: tuple[str, ...] = ()
+
+    def calibrating(self, about: str) -> None:
+        self.lines.append(about)
+
+    def calibrated(self, done: int, total: int, unit: str = "tokens") -> None:
+        del unit
+        self.lines.append(f"{done} of {total}")
+
+    def planned(self, plan: Plan, *_: Any) -> None:
+        self.lines.append("planned")
+        self.notes = plan.notes
+
+
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return calibrate(EXAMPLE, tmp_path_factory.mktemp("calibration") / "of.safetensors", **SMALL)
+
+
+def test_the_command_writes_a_file(
+    calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("calibrate", EXAMPLE, *TEXTS)
+    done = run_openquant(*words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "wrote tiny-qwen3.calibration.safetensors\n")
+    assert done.stderr.startswith(
+        "2 documents of 64 tokens: code (1), docs (1); no text was given: the model is calibrated on the source and the "
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-qwen3.calibration.safetensors"]
+    assert (tmp_path / "tiny-qwen3.calibration.safetensors").read_bytes() == calibration.read_bytes()
+    # In this process, which has transformers already.
+    monkeypatch.chdir(tmp_path)
+    assert main([*map(str, words), "-o", "made/x", "--json"]) == 0
+    said = capsys.readouterr()
+    assert (json.loads(said.out), said.err) == ({"calibration": "made/x"}, "")
+    found = read_calibration(tmp_path / "made" / "x")
+    assert found.model == fingerprint(open_checkpoint(EXAMPLE))
+    assert (found.texts["documents"], found.texts["length"]) == (2, 64)
+    assert sum(len(each.tensors) for each in found.inputs) == 28
+
+
+def test_texts_of_evaluations_are_others(calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Answers take most of the time.
+    monkeypatch.setattr(answers, "BUILT_IN", 1)
+    made = compress(EXAMPLE, tmp_path / "out").output
+    assert (
+        evaluate([made], EXAMPLE, **SMALL).outputs[0]["text"]["sha256"] != read_calibration(calibration).texts["sha256"]
+    )
+
+
+def scales(root: Path) -> dict[str, float]:
+    """Of activations, by module."""
+    held = {name: tensor for name, tensor in small_checkpoints.read(root).items() if name.endswith(".input_scale")}
+    assert {(tensor.dtype, tensor.numel()) for tensor in held.values()} == {(torch.float32, 1)}
+    return {name.removesuffix(".input_scale"): float(tensor) for name, tensor in held.items()}
+
+
+@pytest.mark.parametrize("format", ["fp8", "compressed-tensors"])
+def test_scales_are_those_of_the_calibration(calibration: Path, tmp_path: Path, format: str) -> None:
+    out, seen = tmp_path / "out", read_calibration(calibration)
+    static = {"activation_scheme": "static", "calibration": calibration, "format": format}
+    assert compress(EXAMPLE, out, **static).quantized_tensors == 28
+    found = scales(out)
+    assert len(found) == 28
+    for module, scale in found.items():
+        inputs = seen.of(f"{module}.weight")
+        assert inputs is not None
+        assert scale == np.float32(2 * inputs.largest / 448)
+    assert len({found[f"model.layers.0.self_attn.{letter}_proj"] for letter in "qkv"}) == 1
+    compress(EXAMPLE, tmp_path / "dynamic", format=format)
+    weights, dynamic = small_checkpoints.read(out), small_checkpoints.read(tmp_path / "dynamic")
+    assert weights.keys() - dynamic.keys() == {f"{module}.input_scale" for module in found}
+    assert all(torch.equal(weights[name].float(), dynamic[name].float()) for name in dynamic)
+    report = verify(out, EXAMPLE, full=True)
+    assert (report.problems, report.notes, report.recomputed) == ((), (), True)
+    # As with any output a second run has nothing to do, and other scales are another output.
+    assert compress(EXAMPLE, out, **static).resumed
+    other = calibrate(EXAMPLE, tmp_path / "other.safetensors", samples=3, length=32)
+    with pytest.raises(OutputError, match="holds the output of another run: other options"):
+        compress(EXAMPLE, out, **{**static, "calibration": other})
+
+
+# Keeps passes after every layer, and is killed as the file gets its name for the third time.
+KILLED = """
+import os, signal, sys
+from openquant.streaming import kept
+from openquant.cli.commands import main
+kept.EVERY = kept.TIMES = 0
+replace, left = os.replace, [3]
+def replaced(old, new):
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(old, new)
+os.replace = replaced
+main(sys.argv[1:])
+"""
+
+
+def test_a_killed_run_goes_on(calibration: Path, tmp_path: Path) -> None:
+    name = "tiny-qwen3.calibration.safetensors"
+    words = ["compress", "-m", str(EXAMPLE), "-o", "out", "--activation-scheme", "static", *map(str, TEXTS)]
+    command = [sys.executable, "-c", KILLED, *words]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+    assert done.returncode == -signal.SIGKILL
+    # Nothing has its final name, nor has the output begun.
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.part", f"{name}.part.new"]
+    with pytest.raises(SourceError) as caught:
+        compress(EXAMPLE, tmp_path / "out", activation_scheme="static", samples=3, length=64)
+    assert caught.value.message == f"{tmp_path / name}.part was begun with other texts"
+    told = Told()
+    compress(EXAMPLE, tmp_path / "out", activation_scheme="static", reporter=told, **SMALL)
+    assert told.lines[1].endswith(f"; an earlier run is continued; kept in {tmp_path / name}")
+    assert (tmp_path / name).read_bytes() == calibration.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", name]
+
+
+def test_static_activations_are_calibrated_first(calibration: Path, tmp_path: Path) -> None:
+    words = ("compress", "-m", EXAMPLE, "-o", "made/out", "--activation-scheme", "static", *TEXTS)
+    assert run_openquant(*words, "--dry-run", cwd=tmp_path).returncode == 0
+    assert not list(tmp_path.iterdir())
+    done = run_openquant(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    kept = "made/tiny-qwen3.calibration.safetensors"
+    assert done.stderr.splitlines()[0].endswith(f" has yours; kept in {kept}")
+    assert (tmp_path / kept).read_bytes() == calibration.read_bytes()
+    assert sorted(path.name for path in (tmp_path / "made").iterdir()) == ["out", Path(kept).name]
+    # Its bytes are those of the same in two steps.
+    compress(EXAMPLE, tmp_path / "steps", activation_scheme="static", calibration=calibration)
+    for path in (tmp_path / "steps").glob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "made" / "out" / path.name).read_bytes()
+
+
+def test_what_was_calibrated_is_used_again(calibration: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "tiny-qwen3.calibration.safetensors"
+    kept.write_bytes(calibration.read_bytes())
+    told = Told()
+    made = compress(EXAMPLE, tmp_path / "out", "nvfp4-w4a4", calibrate=True, no_search=True, reporter=told, **SMALL)
+    assert told.lines == ["planned", "planned"]
+    compress(EXAMPLE, tmp_path / "steps", "nvfp4-w4a4", calibration=calibration, no_search=True)
+    for path in (tmp_path / "steps").glob("*.safetensors"):
+        assert path.read_bytes() == Path(made.output, path.name).read_bytes()
+    with pytest.raises(UsageError) as caught:
+        compress(EXAMPLE, tmp_path / "other", activation_scheme="static", samples=3, length=64)
+    assert (caught.value.message, caught.value.hint) == (
+        f"{kept} is a calibration of another model or with other texts",
+        f'give calibration="{kept}" to use it, or overwrite=True to replace it',
+    )
+
+
+def test_a_calibration_of_other_texts_is_replaced_if_asked_for(calibration: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "tiny-qwen3.calibration.safetensors"
+    calibrate(EXAMPLE, kept, samples=3, length=32)
+    told = Told()
+    compress(EXAMPLE, tmp_path / "out", activation_scheme="static", overwrite=True, reporter=told, **SMALL)
+    assert kept.read_bytes() == calibration.read_bytes()
+    first, about, *between, last = told.lines
+    # The plan comes before the texts run, and once more with what they showed.
+    assert first == "planned"
+    assert about.startswith("2 documents of 64 tokens: ")
+    assert between
+    assert all(re.fullmatch(r"\d+ of \d+", line) for line in between)
+    assert last == "planned"
+
+
+def test_scales_of_the_source_need_no_calibration(calibration: Path, tmp_path: Path) -> None:
+    compress(EXAMPLE, tmp_path / "first", activation_scheme="static", calibration=calibration)
+    compress(tmp_path / "first", tmp_path / "again", activation_scheme="static")
+    assert scales(tmp_path / "again") == scales(tmp_path / "first")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "first"]
+
+
+def mixture(tmp_path: Path, change: Any = None) -> tuple[Path, Path]:
+    """A mixture of experts, and a calibration of it in which what goes into each weight has its number's size."""
+    tmp_path.mkdir(exist_ok=True)
+    root = small_checkpoints.write(tmp_path / "mixture", "Qwen3MoeForCausalLM")
+    names = [name for name in small_checkpoints.read(root) if name.endswith("_proj.weight")]
+    inputs = {}
+    for number, name in enumerate(names, 1):
+        width = small_checkpoints.read(root)[name].shape[1]
+        inputs[name] = Inputs((name,), np.full(width, number, np.float32), np.full(width, 0.5, np.float32), 9)
+    if change is not None:
+        change(inputs)
+    calibration = Calibration(tuple(inputs.values()), fingerprint(open_checkpoint(root)), {"documents": 1, "length": 9})
+    (tmp_path / "x").write_bytes(calibration.to_bytes())
+    return root, tmp_path / "x"
+
+
+def test_what_engines_put_together_has_one_scale(tmp_path: Path) -> None:
+    def unseen(inputs: dict[str, Inputs]) -> None:
+        for last in ("gate_proj", "up_proj", "down_proj"):
+            name = f"model.layers.1.mlp.experts.2.{last}.weight"
+            inputs[name] = replace(inputs[name], tokens=0)
+
+    root, calibration = mixture(tmp_path, unseen)
+    compress(root, tmp_path / "out", activation_scheme="static", calibration=calibration)
+    found, seen = scales(tmp_path / "out"), read_calibration(calibration)
+
+    def largest(*names: str) -> np.float32:
+        every = [seen.of(f"{name}.weight") for name in names]
+        return np.float32(2 * max(each.largest for each in every if each) / 448)
+
+    experts = "model.layers.1.mlp.experts"
+    first = [f"{experts}.{expert}.{last}" for expert in range(4) for last in ("gate_proj", "up_proj")]
+    down = [f"{experts}.{expert}.down_proj" for expert in range(4)]
+    attention = [f"model.layers.1.self_attn.{letter}_proj" for letter in "qkv"]
+    for together in (first, down, attention):
+        assert {found[name] for name in together} == {largest(*together)}
+    assert largest(*first) != largest(*down)
+    assert not verify(tmp_path / "out").problems
+
+
+def test_the_plan_names_experts_that_saw_no_token(tmp_path: Path) -> None:
+    def routed(inputs: dict[str, Inputs]) -> None:
+        # The first layer has no experts.
+        for name in inputs:
+            if ".experts." in name and not name.endswith("down_proj.weight"):
+                inputs[name] = replace(inputs[name], routed=(5, 0, 4, 0))
+
+    root, calibration = mixture(tmp_path, routed)
+    told = Told()
+    compress(root, tmp_path / "out", activation_scheme="static", calibration=calibration, dry_run=True, reporter=told)
+    assert (
+        "2 experts saw no token and have the scale of the others of their layer: model.layers.1.mlp.experts.{1,3}; "
+        "more texts (--samples) would reach them"
+    ) in told.notes
+    root, calibration = mixture(tmp_path / "all")
+    compress(root, tmp_path / "out", activation_scheme="static", calibration=calibration, dry_run=True, reporter=told)
+    assert not any("saw no token" in note for note in told.notes)
+
+
+def test_layers_that_nothing_went_into_stay_unquantized(tmp_path: Path) -> None:
+    root, calibration = mixture(tmp_path, lambda inputs: inputs.pop("model.layers.1.self_attn.k_proj.weight"))
+    plan = compress(root, tmp_path / "out", activation_scheme="static", calibration=calibration)
+    assert len(scales(tmp_path / "out")) == plan.quantized_tensors
+    # Of q, k and v the others have been seen, and their input is the same.
+    assert "model.layers.1.self_attn.k_proj" in scales(tmp_path / "out")
+    root, calibration = mixture(tmp_path / "none", lambda inputs: inputs.pop("model.layers.1.self_attn.o_proj.weight"))
+    compress(root, tmp_path / "left", activation_scheme="static", calibration=calibration)
+    assert "model.layers.1.self_attn.o_proj" not in scales(tmp_path / "left")
+    assert (
+        "model.layers.1.self_attn.o_proj"
+        in json.loads((tmp_path / "left" / "config.json").read_text())["quantization_config"]["ignored_layers"]
+    )
+
+
+@pytest.mark.parametrize("how", ["calibration", "calibrate"])
+def test_keys_and_values_have_the_scales_of_a_calibration(calibration: Path, tmp_path: Path, how: str) -> None:
+    seen = read_calibration(calibration)
+    options: dict[str, Any] = {"calibration": calibration} if how == "calibration" else {"calibrate": True, **SMALL}
+    compress(EXAMPLE, tmp_path / "out", "channel", kv_cache="fp8", **options)
+    held = small_checkpoints.read(tmp_path / "out")
+    assert list(seen.cached) == [0, 1, 2, 3]
+    for number, both in seen.cached.items():
+        for last, largest in zip(("k_scale", "v_scale"), both, strict=True):
+            scale = float(held[f"model.layers.{number}.self_attn.{last}"])
+            assert largest / 448 <= scale < 2 * largest / 448
+            assert math.frexp(scale)[0] == 0.5
+    assert not verify(tmp_path / "out", EXAMPLE).problems
+
+
+def test_activations_in_fp4_have_the_scales_of_a_calibration(calibration: Path, tmp_path: Path) -> None:
+    seen = read_calibration(calibration)
+    compress(EXAMPLE, tmp_path / "out", "nvfp4-w4a4", no_search=True, calibration=calibration)
+    held = {
+        name: tensor
+        for name, tensor in small_checkpoints.read(tmp_path / "out").items()
+        if name.endswith(".input_global_scale")
+    }
+    assert len(held) == 28
+    for name, tensor in held.items():
+        inputs = seen.of(f"{name.removesuffix('.input_global_scale')}.weight")
+        assert inputs is not None
+        # What scales of groups are multiplied by: the largest becomes half of the largest scale, 448, times 6.
+        assert tensor.tolist() == [np.float32(1 / (2 * inputs.largest / 2688))]
+    assert not verify(tmp_path / "out").problems
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"calibration": "CALIBRATION"}, UsageError, "nothing uses calibration"),
+        (
+            {"calibration": "missing", "activation_scheme": "static"},
+            SourceError,
+            "missing cannot be read: No such file",
+        ),
+        ({"calibrate": True}, UsageError, "nothing uses calibrate=True$"),
+        (
+            {"calibrate": True, "calibration": "CALIBRATION", "activation_scheme": "static"},
+            UsageError,
+            "calibrate=True and calibration are both given$",
+        ),
+        (
+            {"calibration": "CALIBRATION", "activation_scheme": "static", "samples": 3},
+            UsageError,
+            "texts are given, and nothing is calibrated$",
+        ),
+        ({"text": ["x.txt"]}, UsageError, "texts are given, and nothing is calibrated$"),
+        (
+            {"calibration": "CALIBRATION", "activation_scheme": "static", "scheme": "block"},
+            UsageError,
+            'scheme="block" has no static activations',
+        ),
+    ],
+)
+def test_what_does_not_go_together(
+    calibration: Path, tmp_path: Path, options: dict[str, Any], kind: type[OpenQuantError], message: str
+) -> None:
+    given = {name: calibration if value == "CALIBRATION" else value for name, value in options.items()}
+    with pytest.raises(kind, match=f"^{message}"):
+        compress(EXAMPLE, tmp_path / "out", **given)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_calibration_is_of_one_model(calibration: Path, tmp_path: Path) -> None:
+    other = small_checkpoints.write(tmp_path / "other")
+    with pytest.raises(UsageError, match=rf"^{calibration} is a calibration of another model than {other}$"):
+        compress(other, tmp_path / "out", activation_scheme="static", calibration=calibration)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stream": True}, "is a local directory, nothing of it can be streamed$"),
+        ({"device": "tpu"}, "^tpu is not a device$"),
+        ({"samples": 0}, "^0 samples$"),
+        ({"out": "/proc/x"}, "^/proc/x"),
+    ],
+)
+def test_what_cannot_be_calibrated(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OpenQuantError, match=message):
+        calibrate(EXAMPLE, **{**SMALL, "out": tmp_path / "x", **options})
+    assert not (tmp_path / "x").exists()
+
+
+def test_choosing_factors_shows_how_far_it_is(calibration: Path, tmp_path: Path) -> None:
+    told = Told()
+    compress(EXAMPLE, tmp_path / "out", "int8", smooth=0.5, calibration=calibration, reporter=told)
+    # Two norms, values and up in each of four layers.
+    assert told.lines[1] == "SmoothQuant 0.5: by how much inputs are divided is chosen at 16 places"
+    steps = [tuple(map(int, line.split(" of "))) for line in told.lines[2:-1]]
+    assert len(steps) == 16
+    assert [done for done, _ in steps] == sorted({done for done, _ in steps})
+    assert steps[-1][0] == steps[-1][1] == steps[0][1]
+    assert told.lines[0] == told.lines[-1] == "planned"
+
+
+def other_byte(source: Path) -> None:
+    """Change the lowest bit of one weight, and leave size and time of modification as they were."""
+    shard = next(source.glob("*.safetensors"))
+    times, data = shard.stat(), bytearray(shard.read_bytes())
+    place = min(at.offset for at in open_checkpoint(source).where.values() if at.shard == shard.name)
+    data[place] ^= 1
+    shard.write_bytes(data)
+    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def test_a_fine_tune_of_one_weight_is_another_model(calibration: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(EXAMPLE, tmp_path / "source")
+    options: dict[str, Any] = {"activation_scheme": "static", "calibration": calibration, "dry_run": True}
+    compress(source, tmp_path / "out", **options)
+    other_byte(source)
+    with pytest.raises(UsageError, match="is a calibration of another model than"):
+        compress(source, tmp_path / "out", **options)
+
+
+@pytest.mark.parametrize("verb", ["calibrate", "eval", "gptq"])
+def test_a_shard_that_changes_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    monkeypatch.setattr(answers, "BUILT_IN", 1)
+    source = shutil.copytree(EXAMPLE, tmp_path / "source")
+    if verb == "eval":
+        compress(source, tmp_path / "out")
+    done: list[int] = []
+
+    def progress(*_: int) -> None:
+        if not done:
+            other_byte(source)
+        done.append(1)
+
+    class Changing(Reporter):
+        def calibrated(self, *_: int) -> None:
+            progress()
+
+    with pytest.raises(SourceError, match=rf"^{source}/\S+\.safetensors changed while it was being read$"):
+        if verb == "calibrate":
+            calibrate(source, tmp_path / "x", progress=progress, **SMALL)
+        elif verb == "eval":
+            evaluate([tmp_path / "out"], source, progress=progress, **SMALL)
+        else:
+            compress(source, tmp_path / "out", "int4", gptq=True, reporter=Changing(), **SMALL)
+    assert not (tmp_path / "x").exists()
+    assert not (tmp_path / "out" / "eval.json").exists()
+
+
+@pytest.mark.parametrize("width", [0, 3, 512])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation_scheme": "static"},
+        {"scheme": "channel", "kv_cache": "fp8"},
+        {"scheme": "none", "kv_cache": "fp8"},
+        {"scheme": "int8", "smooth": 0.5},
+        {"scheme": "int4", "awq": True},
+    ],
+)
+def test_inputs_of_another_width_are_refused(
+    calibration: Path, tmp_path: Path, options: dict[str, Any], width: int
+) -> None:
+    seen, name = read_calibration(calibration), "model.layers.0.self_attn.q_proj.weight"
+    some = np.ones(width, np.float32)
+    inputs = [
+        replace(each, absmax=some, mean=some, square=some) if name in each.tensors else each for each in seen.inputs
+    ]
+    (tmp_path / "x").write_bytes(replace(seen, inputs=tuple(inputs)).to_bytes())
+    with pytest.raises(SourceError) as caught:
+        compress(EXAMPLE, tmp_path / "out", calibration=tmp_path / "x", **options)
+    # Queries, keys and values have one input.
+    layer = r"model\.layers\.0\.self_attn\.[qkv]_proj\.weight"
+    said = rf"{tmp_path / 'x'}: {layer} has 256 inputs, and the calibration {width}"
+    assert re.fullmatch(said, caught.value.message)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["x.part", "x.part.new"])
+def test_a_pipe_in_place_of_what_is_kept_is_two_lines(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    done = run_openquant("calibrate", EXAMPLE, "-o", "x", *TEXTS, "--json", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == f"error: {name} is not a regular file\nhint: remove it to begin again\n"
+    assert json.loads(done.stdout)["error"] == f"{name} is not a regular file"
+
+
+def test_magnitudes_beyond_float32_are_two_lines(calibration: Path, tmp_path: Path) -> None:
+    seen = replace(read_calibration(calibration), cached={0: (2e41, 1.0)})
+    (tmp_path / "x").write_bytes(seen.to_bytes())
+    words = ("compress", "-m", EXAMPLE, "--scheme", "channel", "--kv-cache", "fp8", "--calibration", "x")
+    done = run_openquant(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: x: magnitudes of keys or values of layer 0 are negative or not finite\n"
+        "hint: make it again: openquant calibrate MODEL -o FILE\n"
+    )

@@ -1,0 +1,296 @@
+"""GPTQ's pass: each layer is rounded by the inputs that an ordinary forward pass of transformers gives it."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from openquant import dequantize
+from openquant.api import _work
+from openquant.calibration import gptq_pass as gptq_module
+from openquant.calibration import hessian as gram_module
+from openquant.calibration.gptq import find_feedback
+from openquant.calibration.gptq_pass import round_layers
+from openquant.calibration.gptq_run import Gptq
+from openquant.calibration.hessian import Gram
+from openquant.data.corpus import Corpus, Document
+from openquant.errors import PlanError, SourceError
+from openquant.files.checkpoint import Checkpoint, open_checkpoint
+from openquant.files.layer_store import RoundedFolder
+from openquant.formats import kernels
+from openquant.formats.schemes import SCHEMES, Scheme, find_scheme
+from openquant.hub.source import Source
+from openquant.options import Run
+from openquant.plan.decisions import Options
+from openquant.plan.gptq import made_of
+from openquant.plan.plan import Plan, make_plan
+from openquant.streaming.matmul import products_in_float32
+from openquant.streaming.model import StreamedModel
+from openquant.weights.transform import Tuning, Tunings
+from support import small_checkpoints
+from support.conversions import Shelf
+from support.paper_gptq import by_hand
+
+IDS = [tuple((7 * at * at + 31 * number) % 500 for at in range(150)) for number in range(4)]
+CORPUS = Corpus(tuple(Document("some", f"some {at}", each) for at, each in enumerate(IDS)), "", {})
+WANTED = [SCHEMES[name] for name in ("int4", "int8", "int8-weights", "nvfp4", "tensor", "channel", "block", "mxfp4")]
+
+
+def compressed(root: Path, out: Path, scheme: Scheme, gptq: bool, tunings: Tunings | None = None) -> Plan:
+    """What compress() does, by GPTQ with the texts above or not; the plan, for what it says."""
+    plans = []
+    options = Options(tunings=tunings, gptq=CORPUS.account if gptq else None)
+
+    def make(source: Source, checkpoint: Checkpoint) -> Plan:
+        plans.append(make_plan(checkpoint, scheme, options, source.identity))
+        return plans[-1]
+
+    _work(Run(root, out), make, None, None, rounding=lambda: Gptq(CORPUS) if gptq else None)
+    return plans[-1]
+
+
+def grams(root: Path) -> dict[str, Tensor]:
+    """Of an ordinary model's Linears, float64, by the name of the weight."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(root, dtype=torch.bfloat16)
+    found: dict[str, Tensor] = {}
+
+    def hook(name: str):
+        def before(_: object, args: tuple[Tensor]) -> None:
+            values = args[0].reshape(-1, args[0].shape[-1]).double()
+            found[name] = found.get(name, 0) + values.T @ values
+
+        return before
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(hook(f"{name}.weight"))
+    with torch.inference_mode():
+        for ids in IDS:
+            model(input_ids=torch.tensor([ids]), use_cache=False)
+    return found
+
+
+def losses(root: Path, out: Path, found: dict[str, Tensor]) -> dict[str, float]:
+    """The squared error of each layer's outputs, by the name of the weight."""
+    dequantize(out, out.with_name(f"{out.name}-plain"))
+    before, after = small_checkpoints.read(root), small_checkpoints.read(out.with_name(f"{out.name}-plain"))
+    errors = {name: (after[name].double() - before[name].double()) for name in found if ".layers." in name}
+    return {name: float((error @ found[name] * error).sum()) for name, error in errors.items()}
+
+
+@pytest.fixture(scope="module")
+def found(all_converted: Shelf) -> dict[str, Tensor]:
+    return grams(all_converted.source("Qwen3ForCausalLM"))
+
+
+@pytest.mark.parametrize("scheme", [*WANTED, find_scheme("int4", asymmetric=True)], ids=lambda scheme: scheme.suffix)
+def test_outputs_of_all_layers_are_nearer(
+    shelf: Shelf, tmp_path: Path, scheme: Scheme, found: dict[str, Tensor]
+) -> None:
+    source = shelf.source("Qwen3ForCausalLM")
+    plan = compressed(source, tmp_path / "gptq", scheme, gptq=True)
+    compressed(source, tmp_path / "nearest", scheme, gptq=False)
+    layers = 7 * small_checkpoints.LAYERS
+    assert f"{layers} layers are rounded by GPTQ, with the inputs that 4 x 150 tokens give them" in plan.notes
+    assert [path.name for path in tmp_path.glob("*.rounded")] == []
+    one, other = small_checkpoints.read(tmp_path / "gptq"), small_checkpoints.read(tmp_path / "nearest")
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in one.items()} == {
+        name: (tensor.dtype, tensor.shape) for name, tensor in other.items()
+    }
+    # Scales are those of the weights, and what is not rounded stays.
+    codes = scheme.format.codes
+    for name, tensor in one.items():
+        same = torch.equal(tensor.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8))
+        assert same == (not (name.endswith(f"_proj.{codes}") and ".layers." in name)), name
+    before, after = (losses(source, tmp_path / kind, found) for kind in ("nearest", "gptq"))
+    assert len(after) == layers
+    assert all(after[name] < before[name] for name in before)
+    assert sum(after.values()) < 0.8 * sum(before.values())
+
+
+@pytest.mark.parametrize("name", ["CohereForCausalLM", "DeepseekV3ForCausalLM", "Gemma3ForConditionalGeneration"])
+def test_layers_that_share_an_input_without_being_joined_are_rounded_too(
+    shelf: Shelf, tmp_path: Path, name: str
+) -> None:
+    source = shelf.source(name)
+    plan = compressed(source, tmp_path / "gptq", SCHEMES["int8-weights"], gptq=True)
+    compressed(source, tmp_path / "nearest", SCHEMES["int8-weights"], gptq=False)
+    one, other = (small_checkpoints.read(tmp_path / kind) for kind in ("gptq", "nearest"))
+    found = {weight.module for weight, _ in plan.carried}
+    same = {module for module in found if torch.equal(*(each[f"{module}.weight_packed"] for each in (one, other)))}
+    # Those of towers are in no decoder layer, nor are draft layers run.
+    assert {module for module in same if ".layers." in module and "vision" not in module} == set()
+    assert len(found) > len(same)
+
+
+def uncalled(architecture: str, module: str) -> bool:
+    """Whether it is what comes last in one of the experts of images, the latter four of eight: a text is sent to none,
+    and what is known of their inputs is the layer's only.
+    """
+    return architecture == "Ernie4_5_VLMoeForConditionalGeneration" and bool(
+        re.search(r"[.]experts[.][4-7][.]down_proj$", module)
+    )
+
+
+def test_layers_that_run_several_times_are_refused(shelf: Shelf, tmp_path: Path) -> None:
+    with pytest.raises(PlanError) as caught:
+        compressed(shelf.source("HrmTextForCausalLM"), tmp_path / "out", SCHEMES["int4"], True)
+    assert caught.value.message == (
+        "HrmTextForCausalLM runs its layers several times, and GPTQ rounds a layer once texts are through it"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", small_checkpoints.RUNNABLE)
+def test_all_layers_of_every_architecture_are_found(shelf: Shelf, tmp_path: Path, name: str) -> None:
+    names = ("int8", "channel", "tensor", "block", "mxfp8")
+    scheme = next(SCHEMES[each] for each in names if small_checkpoints.refused(name, SCHEMES[each]) is None)
+    checkpoint = open_checkpoint(shelf.source(name))
+    plan = make_plan(checkpoint, scheme, Options(gptq=CORPUS.account))
+    folder = RoundedFolder(tmp_path / "rounded", "0" * 64)
+    folder.claim()
+    few = Corpus(CORPUS.documents[:1], "", {})
+    found = round_layers(StreamedModel(checkpoint), plan, few, folder, kernels, room=1 << 30)
+    called = [weight for weight, _ in plan.carried if not uncalled(name, weight.module)]
+    assert called
+    assert found.keys() == {info.name for weight in called for info in made_of(weight, scheme)}
+
+
+def test_folded_weights_are_rounded_by_divided_inputs(shelf: Shelf, tmp_path: Path, found: dict[str, Tensor]) -> None:
+    source, name = shelf.source("Qwen3ForCausalLM"), "model.layers.0.mlp.down_proj.weight"
+    columns = np.exp2(np.random.default_rng(5).integers(-3, 4, small_checkpoints.MLP)).astype(np.float32)
+    tunings = Tunings({name.removesuffix(".weight"): Tuning(columns=columns)})
+    lost = []
+    for gptq in (False, True):
+        out = tmp_path / str(gptq)
+        compressed(source, out, SCHEMES["int4"], gptq, tunings)
+        dequantize(out, tmp_path / f"{gptq}-plain")
+        factors = torch.from_numpy(columns).double()
+        error = (
+            small_checkpoints.read(tmp_path / f"{gptq}-plain")[name].double()
+            - small_checkpoints.read(source)[name].double() * factors
+        )
+        lost.append(float((error @ (found[name] / factors / factors[:, None]) * error).sum()))
+    assert lost[1] < 0.7 * lost[0]
+
+
+def test_experts_are_rounded_by_their_own_tokens(shelf: Shelf, tmp_path: Path) -> None:
+    source, place = shelf.source("Qwen3MoeForCausalLM"), "model.layers.1.mlp.experts"
+    plan = compressed(source, tmp_path / "gptq", SCHEMES["nvfp4"], gptq=True)
+    compressed(source, tmp_path / "nearest", SCHEMES["nvfp4"], gptq=False)
+    experts = 3 * small_checkpoints.EXPERTS
+    assert (
+        f"{4 * small_checkpoints.LAYERS + 3 + experts} layers are rounded by GPTQ, with the inputs that 4 x 150 "
+        in plan.notes[-2]
+    )
+    assert plan.notes[-1] == (
+        f"{experts} of them are experts, each rounded with the tokens that come to it; those without any with what goes "
+        "into their layer, but for down, to nearest"
+    )
+    one, other = small_checkpoints.read(tmp_path / "gptq"), small_checkpoints.read(tmp_path / "nearest")
+    differ = {name for name in one if not torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8))}
+    assert {name.rpartition(".")[2] for name in differ} == {"weight_packed"}
+    assert len(differ) == 4 * small_checkpoints.LAYERS + 3 + experts
+    for out in (tmp_path / "gptq", tmp_path / "nearest"):
+        dequantize(out, out.with_name(f"{out.name}-plain"))
+    before, nearest, after = (
+        small_checkpoints.read(root) for root in (source, *sorted(tmp_path.glob("*-plain"), reverse=True))
+    )
+    for expert, inputs in experts_inputs(source).items():
+        for names, gram in zip((("gate_proj", "up_proj"), ("down_proj",)), inputs, strict=True):
+            for name in (f"{place}.{expert}.{each}.weight" for each in names):
+                lost = []
+                for made in (nearest, after):
+                    error = made[name].double() - before[name].double()
+                    lost.append(float((error @ gram * error).sum()))
+                assert lost[1] < 0.8 * lost[0], name
+
+
+def experts_inputs(root: Path) -> dict[int, tuple[Tensor, Tensor]]:
+    """Of each expert of the second layer of an ordinary model the Gram matrices of what goes into gate and up, and into
+    down, float64."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(root, dtype=torch.bfloat16)
+    seen: list[tuple[Tensor, Tensor]] = []
+    experts = model.model.layers[1].mlp.experts
+    experts.register_forward_pre_hook(lambda _, args: seen.append(args[:2]))
+    # Or a token goes elsewhere.
+    with torch.inference_mode(), products_in_float32():
+        for ids in IDS:
+            model(input_ids=torch.tensor([ids]), use_cache=False)
+        found = {}
+        for expert in range(small_checkpoints.EXPERTS):
+            states = torch.cat([each[(chosen == expert).any(-1)] for each, chosen in seen])
+            gate, up = (states @ experts.gate_up_proj[expert].T).chunk(2, -1)
+            first, down = states.double(), (torch.nn.functional.silu(gate) * up).double()
+            found[expert] = first.T @ first, down.T @ down
+    return found
+
+
+def test_an_expert_s_codes_are_those_of_the_textbook_s_loop(
+    shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # All in float64, as the textbook's loop is, by Gram matrices that are those of an ordinary pass but for rounding.
+    source, place, scheme = shelf.source("Qwen3MoeForCausalLM"), "model.layers.1.mlp.experts", SCHEMES["int8-weights"]
+    monkeypatch.setattr(gptq_module, "find_feedback", lambda gram: find_feedback(gram, torch.float64))
+    taken: dict[str, Tensor] = {}
+    take = Gram.take
+
+    def noted(gram: Gram) -> Tensor:
+        found = take(gram)
+        taken[gram.weights[0][0].module] = found.clone()
+        return found
+
+    monkeypatch.setattr(Gram, "take", noted)
+    values = gptq_module.to_float32
+    monkeypatch.setattr(gptq_module, "to_float32", lambda *args: values(*args).astype(np.float64))
+    monkeypatch.setattr(gram_module, "BESIDE", 0)
+    compressed(source, tmp_path / "out", scheme, gptq=True)
+    out, weights = small_checkpoints.read(tmp_path / "out"), small_checkpoints.read(source)
+    for expert, inputs in experts_inputs(source).items():
+        for name, gram in zip(("gate_proj", "down_proj"), inputs, strict=True):
+            module = f"{place}.{expert}.{name}"
+            assert (taken[module].double() - gram).norm() < 0.02 * gram.norm()
+            scale, weight = out[f"{module}.weight_scale"].float(), weights[f"{module}.weight"].float()
+            textbook = by_hand(weight, scale, taken[module].double(), scheme.format, None)
+            codes = out[f"{module}.weight_packed"].view(torch.uint8).to(torch.int16) - 128
+            assert torch.equal(codes.reshape(weight.shape).float(), textbook), module
+
+
+def test_a_quantized_source_is_rounded_anew_or_keeps_its_codes(shelf: Shelf, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    compressed(shelf.source("Qwen3ForCausalLM"), source, SCHEMES["channel"], gptq=False)
+    compressed(source, tmp_path / "kept", SCHEMES["channel"], gptq=True)
+    codes = small_checkpoints.read(source)
+    assert all(
+        torch.equal(tensor.view(torch.uint8), codes[name].view(torch.uint8))
+        for name, tensor in small_checkpoints.read(tmp_path / "kept").items()
+    )
+    for gptq in (True, False):
+        compressed(source, tmp_path / str(gptq), SCHEMES["int4"], gptq)
+    one, other = (small_checkpoints.read(tmp_path / str(gptq)) for gptq in (True, False))
+    name = "model.layers.1.mlp.up_proj.weight_packed"
+    assert not torch.equal(one[name], other[name])
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "source")
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def spoil(weights: dict[str, Tensor]) -> None:
+        weights[name][3, 4] = float("nan")
+
+    small_checkpoints.change_weights(source, spoil)
+    with pytest.raises(SourceError) as caught:
+        compressed(source, tmp_path / "out", SCHEMES["int4"], gptq=True)
+    assert caught.value.message.startswith((f"{name} in ", "what goes into model.layers.1.mlp.down_proj.weight"))

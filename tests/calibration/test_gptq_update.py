@@ -1,0 +1,159 @@
+"""GPTQ's rounding against the textbook's loop, and what it is for: the error of a layer's outputs."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from openquant.calibration.gptq import DAMPING, carried, find_feedback
+from openquant.formats.format import Format
+from openquant.formats.group_ranges import ranged
+from openquant.formats.kernels import absmax
+from openquant.formats.numbers import E2M1, E4M3, INT4, INT8, Number
+from openquant.formats.reference import nearest
+from openquant.formats.schemes import (
+    BLOCK,
+    CHANNEL,
+    INT4_SHIFTED,
+    INT4_W4A16,
+    INT4_W4A16_CHANNEL,
+    INT8_W8A8,
+    INT8_W8A16,
+    NVFP4,
+    TENSOR,
+    Scheme,
+)
+from support.paper_gptq import by_hand, spread
+
+SCHEMES = (INT4_W4A16, INT4_SHIFTED, INT4_W4A16_CHANNEL, INT8_W8A8, INT8_W8A16, NVFP4, TENSOR, CHANNEL, BLOCK)
+
+
+def correlated(tokens: int, cols: int, seed: int = 0) -> Tensor:
+    """Inputs [tokens, cols] of which some are large, and all depend on each other."""
+    made = torch.Generator().manual_seed(seed)
+    sizes = torch.rand(cols, generator=made, dtype=torch.float64) * 4
+    mix = torch.eye(cols, dtype=torch.float64) + torch.randn(cols, cols, generator=made, dtype=torch.float64) / 8
+    return torch.randn(tokens, cols, generator=made, dtype=torch.float64) @ mix * sizes
+
+
+def weights(rows: int, cols: int, seed: int = 1) -> Tensor:
+    """float32 [rows, cols]."""
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)) / 16
+
+
+def grids(weight: Tensor, form: Format) -> tuple[Tensor, Tensor | None]:
+    """Scales, and zero points if the format has them, from the largest weights."""
+    bits = weight.numpy().view(np.uint32)
+    if form.zero_point is not None:
+        scale, zero = ranged(bits, "F32", form)
+        return torch.from_numpy(scale), torch.from_numpy(zero)
+    return torch.from_numpy(form.scales(absmax(bits, "F32", form.group))), None
+
+
+def loss(weight: Tensor, quotients: Tensor, scale: Tensor, gram: Tensor, form: Format, zero: Tensor | None) -> float:
+    """The trace of E H E'."""
+    values = quotients if zero is None else quotients - spread(zero, form, weight.shape)
+    error = (weight - values * spread(scale, form, weight.shape)).double()
+    return float((error @ gram * error).sum())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.suffix)
+def test_codes_are_those_of_the_textbooks_loop(scheme: Scheme) -> None:
+    weight, inputs = weights(256, 384), correlated(2000, 384)
+    form, gram = scheme.format, inputs.T @ inputs
+    scale, zero = grids(weight, form)
+    found = carried(weight.double(), scale, find_feedback(gram, torch.float64), form, zero)
+    assert torch.equal(found, by_hand(weight, scale, gram, form, zero))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.suffix)
+def test_outputs_are_nearer_than_with_weights_rounded_each_by_itself(scheme: Scheme) -> None:
+    weight, inputs = weights(256, 384), correlated(2000, 384)
+    form, gram = scheme.format, inputs.T @ inputs
+    scale, zero = grids(weight, form)
+    shifts = 0 if zero is None else spread(zero, form, weight.shape)
+    plain = nearest(weight / spread(scale, form, weight.shape) + shifts, form.number)
+    found = carried(weight, scale, find_feedback(gram.float()), form, zero)
+    before, after = (loss(weight, each, scale, gram, form, zero) for each in (plain, found))
+    assert after < 0.8 * before
+
+
+def test_single_precision_is_enough() -> None:
+    weight, inputs = weights(64, 512), correlated(3000, 512)
+    form, gram = INT4_W4A16.format, inputs.T @ inputs
+    scale, _ = grids(weight, form)
+    found = carried(weight, scale, find_feedback(gram.float()), form)
+    exact = carried(weight.double(), scale, find_feedback(gram, torch.float64), form)
+    one, other = (loss(weight, each, scale, gram, form, None) for each in (found, exact))
+    assert one == pytest.approx(other, rel=0.01)
+
+
+def test_inputs_that_are_zero_or_alike_are_rounded_too() -> None:
+    weight, inputs = weights(32, 128), correlated(40, 128)
+    inputs[:, [3, 70]] = 0
+    inputs[:, 9] = inputs[:, 8]
+    form, gram = INT4_W4A16.format, inputs.T @ inputs
+    scale, _ = grids(weight, form)
+    found = carried(weight, scale, find_feedback(gram.float()), form)
+    plain = nearest(weight / scale, form.number)
+    assert torch.equal(found[:, [3, 70]], plain[:, [3, 70]])
+    assert torch.isfinite(found).all() and not torch.equal(found, plain)
+
+
+def test_without_any_input_each_weight_has_its_nearest_code() -> None:
+    weight = weights(32, 128)
+    form = INT4_W4A16.format
+    scale, _ = grids(weight, form)
+    found = carried(weight, scale, find_feedback(torch.zeros(128, 128)), form)
+    assert torch.equal(found, nearest(weight / scale, form.number))
+
+
+def test_large_matrices_are_turned_around_in_parts() -> None:
+    inputs = correlated(700, 300)
+    gram = inputs.T @ inputs
+    found = find_feedback(gram, torch.float64)
+    diagonal = gram.diagonal()
+    assert torch.equal(found.order, torch.argsort(diagonal, descending=True, stable=True))
+    raised = gram + DAMPING * diagonal.mean() * torch.eye(300, dtype=torch.float64)
+    turned = found.order.flip(0)
+    # H = R R', R upper triangular.
+    root = torch.linalg.cholesky(raised[turned][:, turned]).flip(0, 1)
+    assert torch.allclose(found.shares, root / root.diagonal())
+
+
+def test_nothing_is_left_behind_for_the_collector() -> None:
+    weight, scheme = weights(8, 256), INT4_W4A16
+    inputs = correlated(300, 256)
+    feedback = find_feedback((inputs.T @ inputs).float())
+    left = weakref.ref(feedback)
+    scale, zero = grids(weight, scheme.format)
+    gc.disable()
+    try:
+        carried(weight, scale, feedback, scheme.format, zero)
+        del feedback
+        assert left() is None
+    finally:
+        gc.enable()
+
+
+def test_a_matrix_that_has_no_root_is_raised_further() -> None:
+    """As sums of rounded products can be: an eigenvalue below zero, beyond what the first damping makes up for."""
+    gram = torch.eye(8) + 0.2 * torch.ones(8, 8)
+    gram[0, 1] = gram[1, 0] = 1.35
+    assert float(torch.linalg.eigvalsh(gram)[0]) < -0.012
+    assert torch.isfinite(find_feedback(gram).shares).all()
+
+
+@pytest.mark.parametrize("number", [E4M3, E2M1, INT8, INT4], ids=lambda number: number.name)
+def test_nearest_codes_are_those_of_numpy(number: Number) -> None:
+    values = number.values()
+    values = np.sort(values[np.isfinite(values)])
+    middles = (values[1:] + values[:-1]) / 2
+    near = [np.nextafter(middles, np.float32(sign * 1e9), dtype=np.float32) for sign in (-1, 1)]
+    every = np.concatenate([values, middles, *near, np.float32([1e30, -1e30, 1e-30])]).astype(np.float32)
+    assert np.array_equal(nearest(torch.from_numpy(every), number).numpy(), number.nearest(every))

@@ -1,0 +1,460 @@
+"""`openquant compress --gptq`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import EXAMPLE, ROOT, tree
+from openquant import Reporter, compress, evaluate, verify
+from openquant.cli.commands import main
+from openquant.errors import OpenQuantError, OutputError, SourceError, UsageError
+from openquant.evaluation import answers
+from openquant.files.layer_store import RoundedFolder
+from openquant.report.text import verification_text
+from openquant.streaming import pass_checkpoint
+from support import forked_ranks, mixture_of_experts, small_checkpoints
+from support.forked_ranks import Job
+
+SMALL: dict[str, Any] = {"samples": 2, "length": 64}
+TEXTS = ("--samples", "2", "--length", "64")
+
+
+def shards(root: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in root.glob("*.safetensors")}
+
+
+class Told(Reporter):
+    """What a reporter is told of the pass."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def calibrating(self, about: str) -> None:
+        self.lines.append(about)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example by GPTQ with a few texts."""
+    out = tmp_path_factory.mktemp("gptq") / "out"
+    compress(EXAMPLE, out, "int4", gptq=True, **SMALL)
+    return out
+
+
+def test_it_halves_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Answers take most of the time.
+    monkeypatch.setattr(answers, "BUILT_IN", 1)
+    for gptq in (False, True):
+        texts = {"samples": 8, "length": 256} if gptq else {}
+        compress(EXAMPLE, tmp_path / str(gptq), "int4", gptq=gptq, **texts)
+    found = evaluate([tmp_path / "False", tmp_path / "True"], EXAMPLE, samples=4, length=128)
+    nearest, carried = (output["kl"]["mean"] for output in found.outputs)
+    assert carried < 0.6 * nearest
+
+
+def test_the_command_says_what_it_does(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["compress", "-m", str(EXAMPLE), "-o", "out", "--scheme", "int4", "--gptq", *TEXTS]
+    monkeypatch.chdir(tmp_path)
+    assert main([*words, "--dry-run"]) == 0
+    said = capsys.readouterr()
+    note = "note: 28 layers are rounded by GPTQ, with the inputs that 2 x 64 tokens give them\n"
+    assert note in said.out
+    assert " meanwhile for rounded layers\n" in said.out
+    assert not list(tmp_path.iterdir())
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert note in said.out
+    assert "GPTQ with 2 documents of 64 tokens: code (1), docs (1); no text was given: " in said.err
+    assert shards(tmp_path / "out") == shards(made)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert "| rounded by | GPTQ, 2 x 64 tokens |\n" in (made / "README.md").read_text()
+
+
+def test_a_finished_output_needs_no_pass(made: Path, tmp_path: Path) -> None:
+    told = Told()
+    assert compress(EXAMPLE, made, "int4", gptq=True, reporter=told, **SMALL).resumed
+    assert told.lines == []
+    for others in ({"gptq": False}, {"gptq": True, "samples": 3, "length": 64}):
+        with pytest.raises(OutputError, match="holds the output of another run"):
+            compress(EXAMPLE, made, "int4", **others)
+
+
+def test_an_output_is_held_against_a_source_that_was_touched(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(EXAMPLE, source, copy_function=shutil.copyfile)
+    compress(source, tmp_path / "out", "int4", gptq=True, **SMALL)
+    before = shards(tmp_path / "out")
+    for path in source.glob("*.safetensors"):
+        os.utime(path, ns=(1, 1))
+    told = Told()
+    compress(source, tmp_path / "out", "int4", gptq=True, reporter=told, **SMALL)
+    assert len(told.lines) == 1
+    assert shards(tmp_path / "out") == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+    def change(weights: dict[str, Any]) -> None:
+        for name in weights.keys() & {"model.layers.0.mlp.up_proj.weight"}:
+            weights[name] *= -1
+
+    small_checkpoints.change_weights(source, change)
+    with pytest.raises(SourceError, match="changed since"):
+        compress(source, tmp_path / "out", "int4", gptq=True, **SMALL)
+
+
+def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(EXAMPLE, source, copy_function=shutil.copyfile)
+
+    class Changing(Told):
+        def started(self, total: int, done: int) -> None:
+            del total, done
+            for path in source.glob("*.safetensors"):
+                os.utime(path, ns=(1, 1))
+
+    with pytest.raises(SourceError, match="changed while it was being converted"):
+        compress(source, tmp_path / "out", "int4", gptq=True, reporter=Changing(), **SMALL)
+
+
+def test_verify_makes_scales_again_and_no_codes(made: Path, tmp_path: Path) -> None:
+    report = verify(made, EXAMPLE, full=True)
+    assert (report.problems, report.recomputed, report.compared_codes) == ((), True, 0)
+    assert report.notes == ("28 layers were rounded by GPTQ, whose codes are not made again",)
+    assert len(report.errors) == 28
+    assert max(error.relative for error in report.errors) < 0.2
+    printed = verification_text(report)
+    assert "28 layers decoded: relative error" in printed
+    assert "of the codes" not in printed
+    # Without the card they would have to be those of the source.
+    spoiled = tmp_path / "spoiled"
+    spoiled.mkdir()
+    for path in made.iterdir():
+        (spoiled / path.name).write_bytes(path.read_bytes())
+    name = "model.layers.0.mlp.up_proj.weight_scale"
+
+    def double(weights: dict[str, Any]) -> None:
+        if name in weights:
+            weights[name] *= 2
+
+    small_checkpoints.change_weights(spoiled, double)
+    [problem] = verify(spoiled, EXAMPLE, full=True).problems
+    assert f": {name} holds " in problem
+    card = (made / "README.md").read_text()
+    (spoiled / "README.md").write_text(card.replace("| rounded by | GPTQ, ", "| rounded by | hand, "))
+    assert len(verify(spoiled, EXAMPLE, full=True).problems) > 28
+
+
+# Keeps passes after every layer, and is killed as the second layer's file gets its name.
+KILLED = """
+import os, signal, sys
+from openquant.files.checkpoint import open_checkpoint
+from openquant.files.layer_store import RoundedFolder
+from openquant.formats.schemes import INT4_W4A16
+from openquant.streaming import kept
+from openquant.cli.commands import main
+kept.EVERY = kept.TIMES = 0
+replace = os.replace
+def replaced(old, new, **more):
+    if str(new).endswith("001.safetensors"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(old, new, **more)
+os.replace = replaced
+main(sys.argv[1:])
+"""
+
+
+class Stopped(Exception):
+    """Ends a run."""
+
+
+class Stopping(Told):
+    """Ends a run once the first layer's file is there and passes are kept, or as the conversion begins."""
+
+    def __init__(self, folder: Path, late: bool = False) -> None:
+        super().__init__()
+        self.folder, self.late = folder, late
+
+    def calibrated(self, done: int, total: int) -> None:
+        del done, total
+        if not self.late and list(self.folder.glob("*.passes")):
+            raise Stopped
+
+    def started(self, total: int, done: int) -> None:
+        del total, done
+        raise Stopped
+
+
+class Watching(Told):
+    """Has the times of files of layers as the conversion begins."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder, self.stamps = folder, dict[str, int]()
+
+    def started(self, total: int, done: int) -> None:
+        del total, done
+        self.stamps = stamps(self.folder)
+
+
+def stamps(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
+
+
+@pytest.fixture
+def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a run leaves beside its output that ended after the first layer."""
+    monkeypatch.setattr(pass_checkpoint, "EVERY", 0)
+    monkeypatch.setattr(pass_checkpoint, "TIMES", 0)
+    folder = tmp_path / "out.rounded"
+    with pytest.raises(Stopped):
+        compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, reporter=Stopping(folder), **SMALL)
+    return folder
+
+
+def test_a_killed_run_goes_on(made: Path, tmp_path: Path) -> None:
+    words = ["compress", "-m", str(EXAMPLE), "-o", "out", "--scheme", "int4", "--gptq", *TEXTS]
+    command = [sys.executable, "-c", KILLED, *words]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+    assert done.returncode == -signal.SIGKILL
+    folder = tmp_path / "out.rounded"
+    left = stamps(folder)
+    assert list(left) == ["000.safetensors"]
+    assert len(list(folder.glob("*.partial"))) == len(list(folder.glob("*.passes"))) == 1
+    told = Watching(folder)
+    compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, reporter=told, **SMALL)
+    assert told.lines[0].endswith("; an earlier run is continued")
+    assert (told.stamps.items() & left.items(), len(told.stamps)) == (left.items(), 4)
+    assert shards(tmp_path / "out") == shards(made)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_run_that_was_stopped_while_it_converted_has_all_layers(made: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out.rounded"
+    with pytest.raises(Stopped):
+        compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, reporter=Stopping(folder, late=True), **SMALL)
+    left, told = stamps(folder), Watching(folder)
+    compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, reporter=told, **SMALL)
+    assert told.stamps == left
+    assert len(left) == 4
+    assert shards(tmp_path / "out") == shards(made)
+
+
+def test_layers_of_other_texts_are_not_taken(stopped: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    left = stamps(stopped)
+    told = Watching(stopped)
+    compress(EXAMPLE, out, "int4", gptq=True, samples=3, length=32, reporter=told)
+    assert "an earlier run is continued" not in told.lines[0]
+    assert not left.items() & told.stamps.items()
+    assert not stopped.exists()
+
+
+def deep_facts(data: bytes) -> bytes:
+    """A file of rounded layers whose facts no parser of JSON takes."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    header["__metadata__"]["openquant rounded"] = "[" * 100_000
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data[start:]
+
+
+def endless_scale(data: bytes) -> bytes:
+    """A file of rounded layers with the digest that it should have, of which one scale is infinity."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    facts = json.loads(header["__metadata__"]["openquant rounded"])
+    name = next(name for name in header if name.endswith("weight_scale"))
+    assert header[name]["dtype"] == "BF16"
+    payload = bytearray(data[start:])
+    at = header[name]["data_offsets"][0]
+    payload[at : at + 2] = b"\x80\x7f"
+    infos = sorted((key for key in header if key != "__metadata__"), key=lambda key: header[key]["data_offsets"])
+    tensors = [[key, header[key]["dtype"], header[key]["shape"]] for key in infos]
+    digest = hashlib.sha256(json.dumps([facts["about"], tensors]).encode() + payload)
+    header["__metadata__"]["openquant rounded"] = json.dumps({**facts, "sha256": digest.hexdigest()})
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + payload
+
+
+def test_damaged_and_foreign_files_are_named(stopped: Path, tmp_path: Path) -> None:
+    folder, first = stopped, stopped / "000.safetensors"
+    sound = first.read_bytes()
+
+    def refusal() -> OpenQuantError:
+        with pytest.raises(OpenQuantError) as caught:
+            compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, **SMALL)
+        return caught.value
+
+    cut, renamed = sound[:-1], sound.replace(b"up_proj", b"xp_proj")
+    for damaged in (cut + bytes([sound[-1] ^ 1]), cut, b"", renamed, deep_facts(sound), endless_scale(sound)):
+        first.write_bytes(damaged)
+        error = refusal()
+        assert isinstance(error, SourceError)
+        assert (error.message, error.hint) == (f"{first} is damaged", "remove it: its layers are rounded again")
+    first.unlink()
+    assert refusal().message.endswith(f".passes goes on after layers whose files are gone from {folder}")
+    first.symlink_to(EXAMPLE / "config.json")
+    assert refusal().message == f"{first} was not made by openquant"
+    first.unlink()
+    first.write_bytes(sound)
+    (folder / "mine.txt").write_text("something of the user's")
+    assert refusal().message == f"{folder / 'mine.txt'} was not made by openquant"
+    assert (folder / "mine.txt").exists()
+
+
+def test_a_full_disk_is_named_and_leaves_nothing_half_written(made: Path, tmp_path: Path) -> None:
+    # Writing beyond this size fails as a full disk does.
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (130_000, usual[1]))
+    try:
+        with pytest.raises(OutputError) as caught:
+            compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, **SMALL)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert caught.value.message == f"{tmp_path}/out.rounded/000.safetensors cannot be written: File too large"
+    assert list((tmp_path / "out.rounded").iterdir()) == []
+    compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, **SMALL)
+    assert shards(tmp_path / "out") == shards(made)
+
+
+def test_too_small_a_disk_is_found_before_the_pass(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Enough for the output alone.
+    room = sum(path.stat().st_size for path in made.iterdir()) + 100_000
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=room))
+    told = Told()
+    with pytest.raises(OutputError, match=r"out needs [0-9,]+ bytes, its disk has [0-9,]+ free"):
+        compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, reporter=told, **SMALL)
+    assert told.lines == []
+    assert not list(tmp_path.iterdir())
+    compress(EXAMPLE, tmp_path / "out", "int4")
+
+
+def test_an_output_with_other_options_is_found_before_the_pass(made: Path, tmp_path: Path) -> None:
+    before = tree(shutil.copytree(made, tmp_path / "out"))
+    told = Told()
+    with pytest.raises(OutputError) as caught:
+        compress(EXAMPLE, tmp_path / "out", "int4", awq=True, gptq=True, reporter=told, **SMALL)
+    assert caught.value.message == (
+        f"{tmp_path / 'out'} holds the output of another run: other options, another source or another version"
+    )
+    assert told.lines == []
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert tree(tmp_path / "out") == before
+    compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, **SMALL)
+
+
+def test_what_it_cannot_do_is_said(tmp_path: Path) -> None:
+    def refused(**options: Any) -> tuple[str, str | None]:
+        with pytest.raises(UsageError) as caught:
+            compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, **options)
+        return caught.value.message, caught.value.hint
+
+    assert refused(calibration=tmp_path / "some.safetensors") == (
+        "GPTQ needs more of the texts than a calibration has: nothing uses calibration",
+        "leave it out, and name texts with text or dataset: GPTQ reads them itself",
+    )
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mixture_of_experts.make(tmp_path_factory.mktemp("experts") / "source")
+
+
+def test_it_halves_the_loss_of_experts(experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "BUILT_IN", 1)
+    told = Told()
+    compress(experts, tmp_path / "nearest", "int4", no_search=True)
+    compress(experts, tmp_path / "gptq", "int4", no_search=True, gptq=True, samples=12, length=128, reporter=told)
+    # Of 1536 tokens, each with two experts, some hundreds came to each.
+    assert len(told.lines) == 1
+    found = evaluate([tmp_path / "nearest", tmp_path / "gptq"], experts, samples=4, length=128)
+    nearest, carried = (output["kl"]["mean"] for output in found.outputs)
+    assert carried < 0.6 * nearest
+    # Prompts are answered too.
+    assert found.outputs[0]["texts"]
+    report = verify(tmp_path / "gptq", experts, full=True)
+    assert (report.problems, report.compared_codes) == ((), 0)
+    assert report.notes == ("64 layers were rounded by GPTQ, whose codes are not made again",)
+
+
+def test_a_run_that_is_killed_between_experts_goes_on(
+    experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"no_search": True, "gptq": True, **SMALL}
+    told = Told()
+    compress(experts, tmp_path / "whole", "int4", reporter=told, **options)
+    assert told.lines[1] == "fewer than 256 tokens came to 16 of 16 experts, none to 0: more texts may help"
+    monkeypatch.setattr("openquant.calibration.gptq_run.BUDGET", 10 << 20)
+    write = RoundedFolder.write
+
+    def ended(folder: RoundedFolder, number: int, *more: Any) -> Any:
+        if number == 1 and list(folder.path.glob("001-*")):
+            raise Stopped
+        return write(folder, number, *more)
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(RoundedFolder, "write", ended)
+        compress(experts, tmp_path / "out", "int4", **options)
+    left = stamps(tmp_path / "out.rounded")
+    assert [name for name in sorted(left) if name.startswith("001")] == ["001-0.safetensors"]
+    watching = Watching(tmp_path / "out.rounded")
+    compress(experts, tmp_path / "out", "int4", reporter=watching, **options)
+    assert left.items() <= watching.stamps.items()
+    assert shards(tmp_path / "out") == shards(tmp_path / "whole")
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with forked_ranks.forks("torch", "transformers"), forked_ranks.job() as found:
+        yield found
+
+
+def test_the_first_rank_rounds_for_all(made: Path, job: Job, tmp_path: Path) -> None:
+    done = job.finish(2, "-m", EXAMPLE, "-o", tmp_path / "out", "--scheme", "int4", "--gptq", *TEXTS)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("GPTQ with 2 documents of 64 tokens") == 1
+    assert shards(tmp_path / "out") == shards(made)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_no_rank_outlives_another_in_the_pass(made: Path, job: Job, tmp_path: Path, victim: int) -> None:
+    words = ["-m", EXAMPLE, "-o", tmp_path / "out", "--scheme", "int4", "--gptq", *TEXTS]
+    brisk = "from openquant.convert import board\nboard.BEAT, board.SILENCE = 0.2, 10\n"
+    fails = "from openquant.files import rounded\ndef full(*_): raise OSError(28, 'No space left on device')\n"
+    fails += "rounded.write_whole = full\n"
+    dies = "import os, signal\nfrom openquant import gptq\ngptq.Gptq.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+    ranks = [
+        job.start(rank, *words, first=brisk + ("" if rank != victim else dies if victim else fails))
+        for rank in range(2)
+    ]
+    printed = [rank.communicate(120) for rank in ranks]
+    assert all(rank.wait(0) != 0 for rank in ranks)
+    assert not (tmp_path / "out" / "config.json").exists()
+    assert victim == 1 or "No space left" in printed[0][1]
+    done = forked_ranks.finish(job.start(0, *words, size=1))
+    assert done.returncode == 0, done.stderr
+    assert shards(tmp_path / "out") == shards(made)
+
+
+def test_a_dangling_link_among_rounded_layers_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "out.rounded"
+    folder.mkdir()
+    (folder / "000.safetensors").symlink_to("nowhere")
+    with pytest.raises(OutputError) as caught:
+        compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, **SMALL)
+    assert caught.value.message == f"{folder / '000.safetensors'} was not made by openquant"

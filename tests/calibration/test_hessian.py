@@ -1,0 +1,196 @@
+"""Gram matrices of experts: those of the tokens that come to each, however transformers computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from openquant.calibration.gptq_pass import round_layers
+from openquant.calibration.hessian import BESIDE, Gram, Summing, Unit, find_grams, parts_of
+from openquant.data.corpus import Corpus, Document
+from openquant.files.checkpoint import Checkpoint, open_checkpoint
+from openquant.files.layer_store import RoundedFolder
+from openquant.formats import kernels
+from openquant.models import MODELS
+from openquant.plan.decisions import Options
+from openquant.plan.plan import Plan, make_plan
+from openquant.streaming.hooks import Routing, holds_experts
+from openquant.streaming.interleaved import Pass, run
+from openquant.streaming.matmul import products_in_float32
+from openquant.streaming.model import StreamedModel
+from support import small_checkpoints
+from support.conversions import Shelf
+
+IDS = [tuple((7 * at * at + 31 * number) % 500 for at in range(60)) for number in range(2)]
+CORPUS = Corpus(tuple(Document("some", f"some {at}", each) for at, each in enumerate(IDS)), "", {})
+MOE = [name for name in small_checkpoints.RUNNABLE if MODELS[name].experts]
+
+
+def planned(root: Path, name: str) -> tuple[Checkpoint, Plan]:
+    scheme = small_checkpoints.served_in(name, "int8-weights", "channel", "tensor", "mxfp8", "block")
+    checkpoint = open_checkpoint(root)
+    return checkpoint, make_plan(checkpoint, scheme, Options(gptq=CORPUS.account))
+
+
+def summed(root: Path, name: str) -> dict[str, Unit]:
+    """All Gram matrices, added up at once."""
+    checkpoint, plan = planned(root, name)
+    model = StreamedModel(checkpoint)
+    units = find_grams(model, plan)
+    for gram in (gram for unit in units.values() for gram in (*unit.grams, *unit.wholes)):
+        gram.open = True
+    summing = Summing(model.model, units.values())
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        with products_in_float32(), summing.on():
+            yield
+
+    bodies = [partial(_through, model, torch.tensor([ids])) for ids in IDS]
+    run([[Pass(model, body, around)] for body in bodies], finished=lambda *_: None)
+    return units
+
+
+def _through(model: StreamedModel, ids: Tensor) -> None:
+    model.model(input_ids=ids, use_cache=False)
+
+
+def alone(root: Path) -> dict[tuple[str, int], tuple[Tensor, Tensor]]:
+    """What goes into gate and up and into down of each expert, by module and number: each is called with the tokens
+    that come to it, and no other."""
+    streamed = StreamedModel(open_checkpoint(root))
+    calls: dict[str, list[tuple[Any, ...]]] = {}
+    with streamed.resident() as model, products_in_float32():
+        stacks = {name: module for name, module in model.named_modules() if holds_experts(module)}
+
+        def note(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls.setdefault(name, []).append((*args, *kwargs.values()))
+
+        hooks = [
+            module.register_forward_pre_hook(partial(note, name), with_kwargs=True) for name, module in stacks.items()
+        ]
+        for ids in IDS:
+            _through(streamed, torch.tensor([ids]))
+        for hook in hooks:
+            hook.remove()
+        found = {}
+        # A text is sent to none of the experts of images that one architecture has.
+        for name, module in ((name, stacks[name]) for name in calls):
+            for expert in range(len(module.down_proj)):
+                first, down = zip(*(_of_one(module, expert, *call) for call in calls[name]), strict=True)
+                found[name, expert] = torch.cat(first), torch.cat(down)
+    return found
+
+
+def _of_one(module: Any, expert: int, states: Tensor, chosen: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    states = states.reshape(-1, states.shape[-1])
+    own = states[(chosen.reshape(len(states), -1) == expert).any(-1)]
+    seen: list[Tensor] = []
+    kind = "_apply_gate" if module.has_gate else "act_fn"
+    original: Callable[..., Tensor] = getattr(module, kind)
+    module.__dict__[kind] = lambda *args: seen.append(original(*args)) or seen[-1]
+    module(own, torch.full((len(own), 1), expert), torch.ones(len(own), 1, dtype=own.dtype))
+    del module.__dict__[kind]
+    return own, torch.cat(seen) if seen else own.new_zeros(0, 1)
+
+
+@pytest.mark.parametrize("name", [name for name in MOE if not name.startswith("Llama4")])
+def test_each_expert_has_its_own(shelf: Shelf, name: str) -> None:
+    root = shelf.source(name)
+    units, expected = summed(root, name), alone(root)
+    counted = 0
+    for place, both in ((place, both) for unit in units.values() for place, both in unit.experts.items()):
+        assert both.first is not None
+        assert both.down is not None
+        for stack, at in ((both.first, 0), (both.down, 1)):
+            for expert, gram in stack.grams.items():
+                if (place, expert) not in expected:  # of images
+                    assert gram.tokens == 0
+                    continue
+                inputs = expected[place, expert][at].double()
+                assert gram.tokens == len(inputs)
+                counted += bool(len(inputs))
+                if gram.sums is not None:
+                    off = gram.sums.double() - (inputs.T @ inputs).triu()
+                    # Rounded to bfloat16 after sums in another order.
+                    assert off.triu().norm() <= 0.02 * (inputs.T @ inputs).triu().norm()
+        assert both.first.whole is not None
+        assert both.first.whole.tokens == sum(map(len, IDS))
+    # One small model has none.
+    assert counted or not expected
+
+
+def test_llama_4_multiplies_zeros_which_are_no_tokens(shelf: Shelf) -> None:
+    found = summed(shelf.source("Llama4ForCausalLM"), "Llama4ForCausalLM")
+    [both] = [both for unit in found.values() for both in unit.experts.values()][:1]
+    assert both.first is not None
+    assert both.down is not None
+    tokens = [[gram.tokens for gram in stack.grams.values()] for stack in (both.first, both.down)]
+    assert tokens[0] == tokens[1]
+    # One expert each.
+    assert sum(tokens[0]) == sum(map(len, IDS))
+
+
+def test_rows_are_told_apart_by_expert() -> None:
+    rows = torch.arange(12.0).reshape(6, 2)
+    # The last is one that does nothing.
+    routing = Routing(3, torch.tensor([[0, 2], [2, 0], [2, 3]]))
+    assert [routing.of(expert, rows[:3])[:, 0].tolist() for expert in range(3)] == [[0, 2], [], [0, 2, 4]]
+    at_once = [(expert, own[:, 0].tolist()) for expert, own in routing.of_sorted(rows)]
+    assert [each for each in at_once if each[1]] == [(0, [0, 2]), (2, [4, 6, 8])]
+    routing.passed = 0
+    one_by_one = [found for part in (rows[:2], rows[2:5]) for found in routing.of_sorted(part)]
+    assert [(expert, own[:, 0].tolist()) for expert, own in one_by_one if len(own)] == [(0, [0, 2]), (2, [4, 6, 8])]
+
+
+def test_experts_without_tokens_have_what_goes_into_the_layer() -> None:
+    whole = Gram(4, open=True)
+    few, none = (Gram(4, beside=whole, open=True) for _ in range(2))
+    values = torch.randn(40, 4)
+    whole.add(values)
+    few.add(values[:3])
+    layer = values.T @ values * BESIDE / 40
+    assert torch.allclose(none.take(), layer, rtol=1e-4)
+    assert torch.allclose(few.take(), layer + values[:3].T @ values[:3], rtol=1e-4)
+    assert Gram(4).take().tolist() == torch.zeros(4, 4).tolist()
+    # What is not open is of another part.
+    few.add(values)
+    assert few.sums is None
+
+
+def test_parts_take_so_many_bytes_and_one_at_least() -> None:
+    grams = [Gram(width) for width in (10, 10, 10, 100, 10)]
+    assert [[gram.width for gram in part] for part in parts_of(grams, 800)] == [[10, 10], [10], [100], [10]]
+    assert [len(part) for part in parts_of(grams, 1 << 20)] == [5]
+
+
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Llama4ForCausalLM", "NemotronHForCausalLM"])
+def test_layers_in_parts_are_rounded_as_whole_ones(shelf: Shelf, tmp_path: Path, name: str) -> None:
+    checkpoint, plan = planned(shelf.source(name), name)
+    made: list[dict[str, bytes]] = []
+    for room in (1 << 30, 300_000):
+        folder = RoundedFolder(tmp_path / str(room), "0" * 64)
+        folder.claim()
+        places = round_layers(StreamedModel(checkpoint), plan, CORPUS, folder, kernels, room=room)
+        files = {place.path.name for place in places.values()}
+        assert any("-" in file for file in files) == (room < 1 << 30)
+        sizes = {info.name: info.nbytes for gram in _all(checkpoint, plan) for info in gram.tensors}
+        made.append({tensor: _bytes(*place, sizes[tensor]) for tensor, place in places.items()})
+        # Read again, they are the same.
+        assert round_layers(StreamedModel(checkpoint), plan, CORPUS, folder, kernels, room=room) == places
+    assert made[0] == made[1]
+
+
+def _all(checkpoint: Checkpoint, plan: Plan) -> list[Gram]:
+    return [gram for unit in find_grams(StreamedModel(checkpoint), plan).values() for gram in unit.grams]
+
+
+def _bytes(path: Path, offset: int, size: int) -> bytes:
+    return path.read_bytes()[offset : offset + size]

@@ -1,0 +1,154 @@
+"""Foldings of the registry: whatever channels are divided by, a model of transformers computes what it did."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from openquant.calibration.mappings import Folding, foldings
+from openquant.models import MODELS
+from openquant.registry.smoothing import FOLDS
+from support import small_checkpoints
+from support.conversions import Shelf
+
+Weights = dict[str, torch.Tensor]
+IDS = torch.randint(10, 500, (1, 24), generator=torch.Generator().manual_seed(0))
+FOLDED = [name for name in small_checkpoints.ARCHITECTURES if name in FOLDS]
+
+
+def opened(root: Path) -> tuple[Weights, tuple[Folding, ...]]:
+    """A checkpoint's tensors in float64, with norms that are not all ones, and its foldings."""
+    generator = torch.Generator().manual_seed(1)
+    weights = {name: tensor.double() for name, tensor in small_checkpoints.read(root).items()}
+    for tensor in weights.values():
+        if tensor.dim() == 1:
+            tensor += 0.2 * torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
+        else:
+            # So that attention and experts tell tokens apart.
+            tensor *= 4
+    shapes = {name.removesuffix(".weight"): tuple(tensor.shape) for name, tensor in weights.items()}
+    config = json.loads((root / "config.json").read_text())
+    return weights, foldings(MODELS[config["architectures"][0]], shapes, config)
+
+
+def fold(weights: Weights, each: Folding, scale: torch.Tensor, sides: Any = ("source", "readers")) -> None:
+    """Divide channels where they are made, and multiply columns where they are read."""
+    rows = slice(each.first, each.first + each.channels)
+    if "source" in sides:
+        for name in (f"{each.source}.weight", f"{each.source}.bias"):
+            if name in weights:
+                part = weights[name][rows]
+                by = scale if part.dim() == 1 else scale[:, None]
+                weights[name][rows] = (part + each.offset) / by - each.offset
+    if "readers" in sides:
+        columns = torch.from_numpy(each.columns(scale.numpy()))
+        for reader in each.readers:
+            weights[f"{reader}.weight"] *= columns
+
+
+def scales(each: Folding, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.exp(torch.randn(each.channels, generator=generator, dtype=torch.float64))
+
+
+def logits(root: Path, weights: Weights) -> torch.Tensor:
+    save_file(weights, root / "model.safetensors", {"format": "pt"})
+    with warnings.catch_warnings(), torch.inference_mode():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(root, dtype=torch.float64, experts_implementation="eager")
+        return model.eval()(input_ids=IDS, use_cache=False).logits
+
+
+def copied(source: Path, root: Path) -> Path:
+    root.mkdir()
+    (root / "config.json").write_bytes((source / "config.json").read_bytes())
+    return root
+
+
+@pytest.mark.parametrize("architecture", FOLDED)
+def test_folding_changes_nothing(shelf: Shelf, tmp_path: Path, architecture: str) -> None:
+    weights, found = opened(shelf.source(architecture))
+    root = copied(shelf.source(architecture), tmp_path / "x")
+    before = logits(root, weights)
+    assert {fold.source.rpartition(".")[2] for fold in MODELS[architecture].folds} == {
+        each.source.rpartition(".")[2] for each in found
+    }
+    for number, each in enumerate(found):
+        fold(weights, each, scales(each, number))
+    # Norms and softmax are computed in float32.
+    assert (logits(root, weights) - before).abs().max() < 1e-4 * before.abs().max()
+    # One side alone shows, of whatever kind: so the texts would have shown a wrong one.
+    for each in {each.source.rpartition(".")[2]: each for each in found}.values():
+        other = {name: tensor.clone() for name, tensor in weights.items()}
+        fold(other, each, scales(each, 99), ("source",))
+        assert (logits(root, other) - before).abs().max() > 1e-3 * before.abs().max(), each.source
+
+
+def test_every_folding_is_tried() -> None:
+    assert FOLDS.keys() == set(FOLDED)
+    assert {name for name, model in MODELS.items() if model.folds} == FOLDS.keys()
+
+
+def test_layers_are_folded_with_all_that_read_the_same(shelf: Shelf) -> None:
+    _, found = opened(shelf.source("Qwen3MoeForCausalLM"))
+    by_source = {each.source: each for each in found}
+    experts = tuple(
+        f"model.layers.1.mlp.experts.{number}.{name}_proj" for number in range(4) for name in ("gate", "up")
+    )
+    assert set(by_source["model.layers.1.post_attention_layernorm"].readers) == {"model.layers.1.mlp.gate", *experts}
+    assert by_source["model.layers.1.mlp.experts.2.up_proj"].readers == ("model.layers.1.mlp.experts.2.down_proj",)
+    out = by_source["model.layers.0.self_attn.v_proj"]
+    assert (out.channels, out.head, out.repeats) == (128, 64, 2)
+    columns = out.columns(np.arange(128, dtype=np.float32))
+    assert columns.tolist() == [*range(64), *range(64), *range(64, 128), *range(64, 128)]
+
+
+SHAPES = {
+    "model.layers.0.self_attn.v_proj": (128, 256),
+    "model.layers.0.self_attn.o_proj": (256, 256),
+    "model.layers.0.mlp.up_proj": (512, 256),
+    "model.layers.0.mlp.down_proj": (256, 512),
+}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "config", "sources"),
+    [
+        ({}, {"num_key_value_heads": 2}, ["v_proj", "up_proj"]),
+        ({}, {"num_attention_heads": 4}, ["v_proj", "up_proj"]),
+        ({}, {}, ["up_proj"]),
+        ({}, {"num_key_value_heads": 3}, ["up_proj"]),
+        ({}, {"num_key_value_heads": "2"}, ["up_proj"]),
+        ({"self_attn.o_proj": (256, 192)}, {"num_key_value_heads": 2}, ["up_proj"]),
+        ({"mlp.down_proj": (256, 1024)}, {"num_key_value_heads": 2}, ["v_proj"]),
+        ({"mlp.down_proj": (512,)}, {"num_key_value_heads": 2}, ["v_proj"]),
+    ],
+)
+def test_shapes_that_do_not_fit_are_not_folded(
+    shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], sources: list[str]
+) -> None:
+    known = SHAPES | {f"model.layers.0.{name}": shape for name, shape in shapes.items()}
+    found = foldings(MODELS["LlamaForCausalLM"], known, config)
+    assert [each.source.rpartition(".")[2] for each in found] == sources
+
+
+def test_the_rows_of_a_part_are_as_many_as_config_says() -> None:
+    known = {"model.layers.0.self_attn.qkv_proj": (512, 256), "model.layers.0.self_attn.o_proj": (256, 256)}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+    def ask(config: dict[str, Any]) -> tuple[Folding, ...]:
+        return foldings(MODELS["Phi3ForCausalLM"], known, config)
+
+    [found] = ask(heads)
+    assert (found.first, found.channels, found.repeats) == (384, 128, 2)
+    assert ask({"num_attention_heads": 4}) == ()
+    assert ask({**heads, "num_attention_heads": 5}) == ()

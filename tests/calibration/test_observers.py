@@ -1,0 +1,457 @@
+"""Calibration: what goes into each layer, as an ordinary forward pass of transformers has it."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import stat
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load, save
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from openquant.calibration.observers import RangedCache, Seen, calibrate
+from openquant.data.corpus import Corpus, Document
+from openquant.errors import OutputError, PlanError, SourceError
+from openquant.files.checkpoint import open_checkpoint
+from openquant.plan.decisions import Options
+from openquant.plan.plan import make_plan
+from openquant.streaming import offload as scratch_module
+from openquant.streaming import pass_checkpoint as kept_module
+from openquant.streaming.matmul import products_in_float32
+from openquant.streaming.model import StreamedModel
+from openquant.streaming.offload import Scratch
+from openquant.streaming.pass_checkpoint import Kept
+from openquant.streaming.transformers_internals import cache_argument
+from openquant.weights.statistics import Calibration
+from support import small_checkpoints
+from support.conversions import Shelf
+
+IDS = [tuple((7 * at * at + 31 * number) % 500 for at in range(40)) for number in range(3)]
+
+
+def corpus(ids: list[tuple[int, ...]]) -> Corpus:
+    return Corpus(tuple(Document("some", f"some {at}", each) for at, each in enumerate(ids)), "", {})
+
+
+def found(root: Path, ids: list[tuple[int, ...]] = IDS) -> Calibration:
+    inputs, cached = calibrate(StreamedModel(open_checkpoint(root)), corpus(ids))
+    return Calibration(inputs, "", {}, cached)
+
+
+def watched(root: Path, watch: Callable[[str, nn.Module, Callable[[str, Tensor], None]], None]) -> dict[str, Tensor]:
+    """What an ordinary model computes on the texts, by name: all tokens' activations, [tokens, in]."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(root, dtype=torch.bfloat16)
+    seen: dict[str, list[Tensor]] = {}
+
+    def add(name: str, values: Tensor) -> None:
+        seen.setdefault(name, []).append(values.detach().reshape(-1, values.shape[-1]))
+
+    for name, module in model.named_modules():
+        watch(name, module, add)
+    with torch.inference_mode(), products_in_float32():
+        for ids in IDS:
+            model(input_ids=torch.tensor([ids]), use_cache=False)
+    return {name: torch.cat(each).float() for name, each in seen.items()}
+
+
+def linear(name: str, module: nn.Module, add: Callable[[str, Tensor], None]) -> None:
+    if isinstance(module, nn.Linear):
+        module.register_forward_pre_hook(lambda _, args: add(name, args[0]))
+
+
+def test_linears_are_seen_as_in_an_ordinary_pass(tmp_path: Path) -> None:
+    root = small_checkpoints.write(tmp_path / "source", shards=3)
+    expected, seen = watched(root, linear), found(root)
+    # Those with one input are one: q, k and v, gate and up.
+    assert [len(each.tensors) for each in seen.inputs] == [3, 1, 2, 1] * small_checkpoints.LAYERS
+    for each in seen.inputs:
+        for tensor in each.tensors:
+            values = expected[tensor.removesuffix(".weight")].abs()
+            assert each.tokens == len(values) == 3 * 40
+            assert torch.equal(torch.from_numpy(each.absmax), values.amax(0))
+            assert torch.allclose(torch.from_numpy(each.mean), values.mean(0), rtol=1e-5)
+            assert torch.allclose(torch.from_numpy(each.square), values.square().mean(0), rtol=1e-5)
+    assert seen.of("lm_head.weight") is None
+
+
+def test_experts_are_seen_together(tmp_path: Path) -> None:
+    root = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM")
+
+    def watch(name: str, module: nn.Module, add: Callable[[str, Tensor], None]) -> None:
+        def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            states, chosen = (*args, *kwargs.values())[:2]
+            add(f"{name}.first", states)
+            add(f"{name}.routed", torch.bincount(chosen.reshape(-1), minlength=4)[None])
+            for expert in range(len(module.gate_up_proj)):
+                tokens = (chosen == expert).any(-1)
+                gate, up = (states[tokens] @ module.gate_up_proj[expert].T).chunk(2, -1)
+                add(f"{name}.down", nn.functional.silu(gate) * up)
+
+        if name.endswith("mlp.experts"):
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    expected, seen = watched(root, watch), found(root)
+    # The first layer has none.
+    place = "model.layers.1.mlp.experts"
+    every = {each: seen.of(f"{place}.{each}.weight") for each in ("0.gate_proj", "3.up_proj", "1.down_proj")}
+    gate, up, down = every.values()
+    assert gate is not None
+    assert down is not None
+    # What goes into one expert goes into all, and gate and up have the same.
+    assert gate is up
+    assert down is seen.of(f"{place}.0.down_proj.weight")
+    assert torch.equal(torch.from_numpy(gate.absmax), expected[f"{place}.first"].abs().amax(0))
+    # Products in another order.
+    assert torch.allclose(torch.from_numpy(down.absmax), expected[f"{place}.down"].abs().amax(0), rtol=0.02)
+    assert down.tokens == len(expected[f"{place}.down"])
+    assert gate.routed == tuple(expected[f"{place}.routed"].sum(0).int().tolist())
+    assert sum(gate.routed) == down.tokens
+
+
+class Ended(Exception):
+    """What ends a pass, as a kill would."""
+
+
+def ended_early(root: Path, kept: Kept, scratch: Scratch | None = None) -> None:
+    """Run texts through a model until something is kept, and a little further."""
+
+    def progress(*_: int) -> None:
+        if kept.path.exists():
+            raise Ended
+
+    with pytest.raises(Ended):
+        calibrate(StreamedModel(open_checkpoint(root)), corpus(IDS[:2]), scratch=scratch, progress=progress, kept=kept)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes are kept after every layer."""
+    monkeypatch.setattr(kept_module, "EVERY", 0)
+    monkeypatch.setattr(kept_module, "TIMES", 0)
+
+
+def test_layers_that_run_several_times_are_refused(shelf: Shelf) -> None:
+    with pytest.raises(SourceError) as caught:
+        found(shelf.source("HrmTextForCausalLM"), IDS[:1])
+    assert caught.value.message == (
+        "HrmTextForCausalLM runs its layers several times, and a calibration sees what goes into them once"
+    )
+
+
+@pytest.mark.parametrize("architecture", small_checkpoints.RUNNABLE)
+@pytest.mark.usefixtures("at_once")
+def test_every_layer_of_a_plan_is_seen(shelf: Shelf, tmp_path: Path, architecture: str) -> None:
+    """However transformers computes it, experts and what it merges or splits among them; what was ended goes on, of
+    whatever goes from layer to layer."""
+    root, scheme = shelf.source(architecture), small_checkpoints.served_in(architecture, "channel", "block")
+    plan = make_plan(open_checkpoint(root), scheme)
+    seen = found(root, IDS[:2])
+    assert [layer.module for layer, _ in plan.fates.quantized if seen.of(layer.source.name) is None] == []
+    ended_early(root, Kept(tmp_path / "x.part", dict))
+    kept = Kept(tmp_path / "x.part", dict)
+    assert kept.found is not None
+    inputs, cached = calibrate(StreamedModel(open_checkpoint(root)), corpus(IDS[:2]), kept=kept)
+    assert Calibration(inputs, "", {}, cached).to_bytes() == seen.to_bytes()
+    try:
+        plan = make_plan(open_checkpoint(root), scheme, Options(cached=True, calibration=replace(seen, model="this")))
+    except PlanError as error:
+        # Of one transformers caches latents, vLLM keys and values.
+        unseen = "the calibration has not seen keys and values of layer 0"
+        assert "(MLA)" in error.message or "no engine loads" in error.message or error.message == unseen
+        assert seen.cached == {} or "(MLA)" not in error.message
+    else:
+        assert 0 < plan.cache_layers == len(seen.cached)
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3NextForCausalLM"])
+def test_keys_and_values_are_seen_as_they_are_cached(shelf: Shelf, architecture: str) -> None:
+    root = shelf.source(architecture)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(root, dtype=torch.bfloat16)
+    expected: dict[int, list[float]] = {}
+    ranged = RangedCache(model.config, {})
+    for ids in IDS:
+        with torch.inference_mode(), products_in_float32():
+            answer = model(input_ids=torch.tensor([ids]), use_cache=True)
+            watched = model(input_ids=torch.tensor([ids]), use_cache=True, **{cache_argument(model): ranged})
+        assert torch.equal(answer.logits, watched.logits)
+        ranged = RangedCache(model.config, {})
+        for number, layer in enumerate(answer.past_key_values.layers):
+            if getattr(layer, "keys", None) is not None:
+                both = expected.setdefault(number, [0.0, 0.0])
+                both[:] = map(max, both, (float(part.abs().max()) for part in (layer.keys, layer.values)))
+        for layer in watched.past_key_values.layers:
+            held = (*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values())
+            assert all(state is None for state in (*held, getattr(layer, "keys", None)))
+    assert found(root).cached == {number: tuple(both) for number, both in expected.items()}
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_goes_on_computes_no_layer_again(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a scratch file too, which hidden states are kept from and come back to."""
+    monkeypatch.setattr(scratch_module, "LEAST", 1)
+    with Scratch(tmp_path, 0, asked=True) as scratch:
+        ended_early(source, Kept(tmp_path / "x.part", dict), scratch)
+    loaded: list[str] = []
+    load = StreamedModel.load
+
+    def seen(model: StreamedModel, unit: str) -> None:
+        loaded.append(unit)
+        load(model, unit)
+
+    monkeypatch.setattr(StreamedModel, "load", seen)
+    with Scratch(tmp_path, 0, asked=True) as scratch:
+        kept = Kept(tmp_path / "x.part", dict)
+        inputs, cached = calibrate(StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), scratch=scratch, kept=kept)
+    assert loaded == ["", "model.embed_tokens", "model.layers.1"]
+    monkeypatch.setattr(StreamedModel, "load", load)
+    assert Calibration(inputs, "", {}, cached).to_bytes() == found(source, IDS[:2]).to_bytes()
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_is_kept_is_of_one_pass(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.part"
+    ended_early(source, Kept(path, lambda: {"texts": "a", "weights": "b"}))
+    with pytest.raises(SourceError) as caught:
+        Kept(path, lambda: {"texts": "a", "weights": "c"})
+    assert (caught.value.message, caught.value.hint) == (
+        f"{path} was begun with other weights",
+        "remove it to begin again, or give what it was begun with",
+    )
+
+
+@pytest.mark.usefixtures("at_once")
+def test_any_flipped_bit_of_what_is_kept_is_damage(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.part"
+    ended_early(source, Kept(path, dict))
+    data = path.read_bytes()
+    flipped = (bytes([*data[:at], data[at] ^ 1, *data[at + 1 :]]) for at in range(0, len(data), len(data) // 40))
+    for damaged in (b"", b"no file of ours", data[:-1], data + b"\0", data[:-1] + bytes([data[-1] ^ 128]), *flipped):
+        path.write_bytes(damaged)
+        with pytest.raises(SourceError) as caught:
+            Kept(path, dict)
+        assert (caught.value.message, caught.value.hint) == (
+            f"{path} cannot be continued: it is damaged or incomplete",
+            "remove it to begin again",
+        )
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def sealed(path: Path, facts: Change = dict, own: Change = dict) -> None:
+    """Change what a file of passes says and has, and give it the digest of that."""
+    data = path.read_bytes()[:-32]
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:begin])
+    said = json.loads(header.pop("__metadata__")["openquant passes"])
+    tensors = {name: data[begin:][slice(*each["data_offsets"])] for name, each in header.items() if name != "sha256"}
+    statistics = load(tensors["own"])
+    own(statistics)
+    tensors["own"] = save(statistics)
+    # What a change gives is a list where that takes the place of all.
+    listed = facts(said)
+    text = json.dumps(listed if isinstance(listed, list) else said)
+    header, end = {"__metadata__": {"openquant passes": text}}, 0
+    for name, size in ((name, len(each)) for name, each in [*tensors.items(), ("sha256", bytes(32))]):
+        header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [end, end + size]}
+        end += size
+    start = json.dumps(header).encode()
+    data = b"".join((len(start).to_bytes(8, "little"), start, *tensors.values()))
+    path.write_bytes(data + hashlib.sha256(data).digest())
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_no_header_says_is_not_hashed(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.part"
+    ended_early(source, Kept(path, dict))
+    # More than can be read within hours.
+    os.truncate(path, 1 << 42)
+    with pytest.raises(SourceError, match="it is damaged or incomplete"):
+        Kept(path, dict)
+
+
+FIRST, SECOND = "model.layers.0", "model.layers.1"
+
+
+@pytest.mark.parametrize(
+    ("what", "change", "said"),
+    [
+        ("facts", lambda facts: [facts], "list indices must be integers"),
+        ("facts", lambda facts: facts.update(about=[]), "it says nothing of what was begun"),
+        ("facts", lambda facts: facts.update(gave=[1]), "cannot convert dictionary update"),
+        ("facts", lambda facts: facts.update(unit="model.layers.7"), "the model has no model.layers.7"),
+        ("facts", lambda facts: facts["gave"].update({"x": {"plain": 1}}), "the model has no x"),
+        ("facts", lambda facts: facts["gave"].clear(), f"it has statistics of {FIRST}"),
+        ("facts", lambda facts: facts["gave"].update({SECOND: facts["gave"][FIRST]}), f"it has no statistics of {SECOND}"),
+        ("facts", lambda facts: facts.update(unit="lm_head"), f"{SECOND} was not done, and comes before lm_head"),
+        ("facts", lambda facts: facts.update(unit=FIRST), f"nothing is left to do at {FIRST}"),
+        ("facts", lambda facts: facts["gave"].update({FIRST: 7}), "'int' object has no attribute 'items'"),
+        ("facts", lambda facts: facts.update(calls={}), f"it has the calls of {SECOND} of other passes"),
+        ("facts", lambda facts: facts["calls"].update({"2.0": 1}), f"it has the calls of {SECOND} of other passes"),
+        ("facts", lambda facts: facts["calls"].update({"0.0": {"plain": 1}}), f"{SECOND} is called in another way"),
+        ("facts", lambda facts: facts["calls"].update({"0.0": 1}), "'int' object has no attribute 'items'"),
+        ("facts", lambda facts: facts["calls"]["0.0"]["tuple"].pop(), f"{SECOND} is called in another way"),
+        ("facts", lambda facts: facts["calls"]["0.0"]["tuple"][1]["dict"].append(["x", {"plain": 1}]), "is called in an"),
+        ("facts", lambda facts: facts["calls"]["0.0"]["tuple"][0]["tuple"][0].update(shape=[1, 1]), "is called in another"),
+        ("facts", lambda facts: facts["calls"]["0.0"]["tuple"][0]["tuple"][0].update(dtype="float64"), "is called in anot"),
+        ("facts", lambda facts: facts["calls"]["0.0"]["tuple"][0]["tuple"][0].update(tensor=77), "'0.0.77'"),
+        ("own", lambda own: own.pop("0"), "it has statistics of other layers"),
+        ("own", lambda own: own.update({"99": own["0"]}), "it has statistics of other layers"),
+        ("own", lambda own: own.update({"00": own["0"]}), "it has statistics of other layers"),
+        ("own", lambda own: own.update({n: e[:, :0] for n, e in own.items()}), f"it has no statistics of {FIRST}"),
+        ("own", lambda own: own.update({"0": own["0"][:, :-1].copy()}), "are of another width"),
+        ("own", lambda own: own.update({"0": own["0"][:-1]}), "are of another width"),
+        ("own", lambda own: own.update({"0": -own["0"]}), "self_attn.q_proj.weight are none"),
+        ("own", lambda own: own.update({"0": own["0"] * np.inf}), "self_attn.q_proj.weight are none"),
+        ("own", lambda own: own.update({"0": own["0"] * 1e300}), "self_attn.q_proj.weight are none"),
+        ("own", lambda own: own.update({"0": own["0"] + 0.5}), "self_attn.q_proj.weight are none"),
+        ("own", lambda own: own["0"].__setitem__(0, 1e39), "self_attn.q_proj.weight are none"),
+        ("own", lambda own: own["0"].__setitem__((3, 0), 1), "self_attn.q_proj.weight are none"),
+        ("own", lambda own: own.update({"0": own["0"].astype(np.float32)}), "self_attn.q_proj.weight are none"),
+        ("own", lambda own: own.update({"0 routed": np.ones(4)}), "are of other experts"),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("at_once")
+def test_what_no_pass_keeps_is_refused(source: Path, tmp_path: Path, what: str, change: Change, said: str) -> None:
+    path = tmp_path / "x.part"
+    ended_early(source, Kept(path, dict))
+    sealed(path, **{what: change})
+    with pytest.raises(SourceError) as caught:
+        calibrate(StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), kept=Kept(path, dict))
+    assert caught.value.message.startswith(f"{path} cannot be continued: ")
+    assert said in caught.value.message
+    assert caught.value.hint == "remove it to begin again"
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_sealed_file_without_a_change_goes_on(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.part"
+    ended_early(source, Kept(path, dict))
+    sealed(path)
+    inputs, cached = calibrate(StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), kept=Kept(path, dict))
+    assert Calibration(inputs, "", {}, cached).to_bytes() == found(source, IDS[:2]).to_bytes()
+
+
+@pytest.mark.parametrize("name", ["x.part", "x.part.new"])
+@pytest.mark.parametrize("kind", ["pipe", "socket", "directory", "link", "dangling", "device"])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str, kind: str) -> None:
+    path = tmp_path / name
+    if kind in ("link", "dangling", "device"):
+        (tmp_path / "file").touch()
+        path.symlink_to({"link": "file", "dangling": "nowhere", "device": "/dev/zero"}[kind])
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        os.mknod(path, 0o600 | (stat.S_IFIFO if kind == "pipe" else stat.S_IFSOCK))
+    with pytest.raises(SourceError) as caught:
+        Kept(tmp_path / "x.part", dict)
+    assert (caught.value.message, caught.value.hint) == (f"{path} is not a regular file", "remove it to begin again")
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_no_file_has_is_not_kept(source: Path, tmp_path: Path) -> None:
+    model = StreamedModel(open_checkpoint(source))
+    layer = model.model.get_submodule("model.layers.0")
+
+    def forward(*args: Any, of: Callable[..., Any] = layer.forward, **kwargs: Any) -> Any:
+        assert kwargs.pop("more", None) is not None
+        return of(*args, **kwargs)
+
+    for layer in model.model.get_submodule("model.layers"):
+        layer.forward = partial(forward, of=layer.forward)  # type: ignore[assignment]
+    outer = model.model.model
+    outer.forward = partial(outer.forward, more=object())
+    calibrate(model, corpus(IDS[:2]), kept=Kept(tmp_path / "x.part", dict))
+    assert not list(tmp_path.glob("x.part*"))
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_unit_that_comes_twice_says_not_where_a_pass_is(tmp_path: Path) -> None:
+    kept = Kept(tmp_path / "x.part", dict)
+    assert not kept.begin("shared")
+    kept.note("shared", torch.zeros(2))
+    assert kept.due("shared")
+    kept.begin("shared")
+    assert not kept.due("shared")
+
+
+def test_a_pass_of_seconds_is_not_kept(source: Path, tmp_path: Path) -> None:
+    kept = Kept(tmp_path / "x.part", dict)
+    assert calibrate(StreamedModel(open_checkpoint(source)), corpus(IDS[:1]), kept=kept)
+    assert not kept.due("model.layers.1")
+    assert not kept.path.exists()
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_full_disk_is_an_error_that_names_the_file(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "x.part"
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OutputError) as caught:
+        calibrate(StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), kept=Kept(path, dict))
+    assert caught.value.message == f"{path} cannot be written: No space left on device"
+    assert not list(tmp_path.glob("x.part*"))
+
+
+def test_what_overflows_is_an_error_that_names_the_weight(tmp_path: Path) -> None:
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights[name] = weights[name] * 1e38
+    root = small_checkpoints.write(tmp_path / "source", weights=weights)
+    with pytest.raises(SourceError) as caught:
+        found(root)
+    assert caught.value.message == "what goes into model.layers.1.mlp.down_proj.weight is not finite on these texts"
+
+
+class Team:
+    """Processes that share texts, one after the other; the first comes last, and gets what the others gave."""
+
+    def __init__(self, rank: int, size: int, given: list[bytes]) -> None:
+        self.rank, self.size, self.given = rank, size, given
+
+    def gather(self, data: bytes) -> list[bytes]:
+        if self.rank == 0:
+            return self.given
+        self.given.append(data)
+        return []
+
+    def agree(self, *_: Any) -> list[Any]:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_processes_see_together_what_one_does(tmp_path: Path, size: int) -> None:
+    root = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM")
+    given: list[bytes] = []
+    for rank in reversed(range(size)):
+        streamed = StreamedModel(open_checkpoint(root))
+        inputs, cached = calibrate(streamed, corpus(IDS), team=Team(rank, size, given))
+    assert Calibration(inputs, "", {}, cached).to_bytes() == found(root).to_bytes()
+
+
+def test_squares_of_what_is_as_large_as_bfloat16_holds_are_numbers() -> None:
+    seen = Seen(("a.weight",), 2)
+    seen.add(torch.tensor([1e38, 1.0]), torch.tensor([1e38, 1.0]).double(), torch.tensor([torch.inf, 1.0]).double(), 1)
+    square = seen.inputs().square
+    assert square is not None
+    assert square.tolist() == [torch.finfo(torch.float32).max, 1.0]

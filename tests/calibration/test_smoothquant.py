@@ -1,0 +1,454 @@
+"""`--smooth`: what it folds, that a folded model computes the same, and that an output with it loses little."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from conftest import EXAMPLE
+from openquant import Reporter, calibrate, compress, dequantize, evaluate, verify
+from openquant.calibration.smoothing import divided_norm, fold, powers, together, usable
+from openquant.calibration.smoothquant import smooth
+from openquant.errors import OutputError, PlanError, SourceError, UsageError
+from openquant.evaluation import answers
+from openquant.files.checkpoint import open_checkpoint
+from openquant.files.fingerprint import fingerprint
+from openquant.formats.schemes import SCHEMES
+from openquant.plan.decisions import Options
+from openquant.plan.plan import Plan, make_plan
+from openquant.weights.reading import Reader
+from openquant.weights.statistics import Calibration, Inputs, read_calibration
+from openquant.weights.transform import Tunings
+from openquant.weights.weight import Weight
+from support import small_checkpoints
+from support.conversions import Shelf
+from support.outlier_channels import twin
+
+INT8 = SCHEMES["int8"]
+SMALL: dict[str, Any] = {"samples": 8, "length": 128}
+Weights = dict[str, torch.Tensor]
+
+
+class Planned(Reporter):
+    """Keeps the plan that is carried out."""
+
+    def planned(self, plan: Plan, *_: Any) -> None:
+        self.notes = plan.notes
+
+
+class Twin:
+    """The twin with outliers, a calibration of it, and what INT8 with folds makes of it."""
+
+    def __init__(self, root: Path) -> None:
+        self.source = twin(EXAMPLE, root / "source")
+        self.calibration = calibrate(self.source, root / "of.safetensors", **SMALL)
+        self.output, self.told = root / "out", Planned()
+        options: dict[str, Any] = {"calibration": self.calibration, "reporter": self.told}
+        self.result = compress(self.source, self.output, "int8", smooth=0.5, **options)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Twin:
+    return Twin(tmp_path_factory.mktemp("smooth"))
+
+
+def test_outliers_no_longer_cost_a_thing(made: Twin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Answers take most of the time.
+    monkeypatch.setattr(answers, "BUILT_IN", 1)
+    compress(made.source, tmp_path / "plain", "int8")
+    found = evaluate([tmp_path / "plain", made.output], made.source, samples=8, length=160).outputs
+    before, after = (each["kl"]["mean"] for each in found)
+    assert before > 0.01
+    assert after < 0.0008
+    # Norms that were folded are no suspects.
+    assert not found[1]["suspects"]
+
+
+def test_its_plan_and_its_card_say_so(made: Twin) -> None:
+    assert "SmoothQuant 0.5: inputs of layers are divided by powers of two at 16 of 16 places" in made.told.notes
+    assert made.result.folded == "SmoothQuant 0.5: inputs divided by powers of two in 16 norms and projections"
+    line = "| folded | SmoothQuant 0.5: inputs divided by powers of two in 16 norms and projections |"
+    assert line in (made.output / "README.md").read_text().splitlines()
+    # Engines read nothing that they do not without folds.
+    config = json.loads((made.output / "config.json").read_text())
+    assert config["quantization_config"] == make_plan(open_checkpoint(made.source), INT8).quantization_config
+
+
+def test_factors_are_recognized(made: Twin, tmp_path: Path) -> None:
+    for full in (False, True):
+        report = verify(made.output, made.source, full=full)
+        assert report.problems == ()
+        assert report.notes == (
+            "inputs of layers are folded: 8 norms and biases and 28 matrices were held against what that makes of the "
+            "source's",
+        )
+        assert report.equal_share == (1 if full else None)
+    # Without a word of it in the card, too.
+    plain = small_checkpoints.changed_copy(made.output, tmp_path / "plain", lambda _: None)
+    (plain / "README.md").write_text("A model\n")
+    assert verify(plain, made.source, full=True).problems == ()
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+def no_power(weights: Weights) -> None:
+    weights[NORM][7] *= 1.25
+
+
+def no_columns(weights: Weights) -> None:
+    weights[NORM][7] *= 2
+
+
+def another_bit(weights: Weights) -> None:
+    weights["model.layers.1.self_attn.q_norm.weight"][3] *= 2
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (no_power, "no power of two is between them (1 of 256 differ so)"),
+        (no_columns, "does not fit model.layers.1.self_attn.k_proj, which reads what it makes: column 7 there is"),
+        (another_bit, "model.layers.1.self_attn.q_norm.weight differs from the source's, first in byte"),
+    ],
+    ids=["no_power", "no_columns", "no_fold"],
+)
+def test_a_changed_norm_is_named(made: Twin, tmp_path: Path, change: Callable[[Weights], Any], problem: str) -> None:
+    problems = verify(small_checkpoints.changed_copy(made.output, tmp_path / "x", change), made.source).problems
+    name = NORM if change is not another_bit else "q_norm"
+    assert any(name in found and problem in found for found in problems), problems
+
+
+def test_a_changed_row_shows(made: Twin, tmp_path: Path) -> None:
+    def change(weights: Weights) -> None:
+        weights["model.layers.1.mlp.up_proj.weight_scale"][5] *= 2
+
+    report = verify(small_checkpoints.changed_copy(made.output, tmp_path / "x", change), made.source, full=True)
+    assert any("up_proj.weight does not fit model.layers.1.mlp.down_proj" in found for found in report.problems)
+    damaged = small_checkpoints.changed_copy(
+        made.output, tmp_path / "y", lambda held: held["model.layers.1.mlp.up_proj.weight_scale"][5].fill_(np.nan)
+    )
+    assert "holds nan" in "; ".join(verify(damaged, made.source).problems)
+
+
+def without(name: str) -> Callable[[Weights], Any]:
+    return lambda weights: weights.pop(name)
+
+
+def with_shape(name: str, *shape: int) -> Callable[[Weights], Any]:
+    return lambda weights: weights.update({name: torch.ones(shape, dtype=weights[name].dtype)})
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (without("model.layers.1.mlp.up_proj.weight_scale"), "model.layers.1.mlp.up_proj.weight_scale"),
+        (without("model.layers.1.self_attn.k_proj.weight_scale"), "model.layers.1.self_attn.k_proj.weight_scale"),
+        (without("model.layers.1.mlp.up_proj.weight"), "model.layers.1.mlp.up_proj.weight"),
+        (without("model.layers.1.mlp.down_proj.weight"), "model.layers.1.mlp.down_proj.weight"),
+        (without(NORM), f"{NORM} is missing"),
+        (with_shape(NORM, 128), f"{NORM} is BF16 [128], the source has BF16 [256]"),
+        (with_shape("model.layers.1.self_attn.v_proj.weight", 64, 256), "v_proj"),
+    ],
+)
+def test_what_is_damaged_is_reported(
+    made: Twin, tmp_path: Path, change: Callable[[Weights], Any], problem: str
+) -> None:
+    problems = verify(
+        small_checkpoints.changed_copy(made.output, tmp_path / "x", change), made.source, full=True
+    ).problems
+    assert any(problem in found for found in problems), problems
+
+
+def test_what_grows_beyond_float32_is_refused(made: Twin, tmp_path: Path) -> None:
+    source = twin(EXAMPLE, tmp_path / "source")
+    small_checkpoints.change_weights(source, lambda held: held["model.layers.0.mlp.up_proj.weight"][3, :].fill_(3e38))
+    found = replace(read_calibration(made.calibration), model=fingerprint(open_checkpoint(source)))
+    (tmp_path / "of").write_bytes(found.to_bytes())
+    told = Planned()
+    # Folded columns would be infinite: the estimate leaves that one out.
+    compress(source, tmp_path / "out", "int8", smooth=0.5, calibration=tmp_path / "of", reporter=told)
+    assert "model.layers.0.post_attention_layernorm: the layers' estimated error would not be" in "; ".join(told.notes)
+    assert verify(tmp_path / "out", source, full=True).problems == ()
+
+
+def test_a_fold_that_is_none_is_a_change(shelf: Shelf, tmp_path: Path) -> None:
+    """Of an output without folds a norm times two is no fold: the columns do not have it."""
+    source, out = shelf.copied("Qwen3ForCausalLM", INT8, tmp_path)
+    small_checkpoints.change_weights(out, lambda held: held["model.layers.0.input_layernorm.weight"][3].mul_(2))
+    [problem] = verify(out, source).problems
+    assert "input_layernorm.weight does not fit model.layers.0.self_attn.k_proj" in problem
+    small_checkpoints.change_weights(out, lambda held: held["model.layers.0.input_layernorm.weight"][4].mul_(1.25))
+    [problem] = verify(out, source).problems
+    assert "input_layernorm.weight differs from the source's" in problem
+
+
+def test_decoded_weights_stay_folded(made: Twin, tmp_path: Path) -> None:
+    told = Planned()
+    dequantize(made.output, tmp_path / "plain", reporter=told)
+    assert "norms stay as the output has them, folded with the weights" in "; ".join(told.notes)
+    found, weights = small_checkpoints.read(tmp_path / "plain"), small_checkpoints.read(made.source)
+    ids = torch.randint(10, 2000, (1, 64), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        logits = [
+            AutoModelForCausalLM.from_pretrained(root, dtype=torch.float32)(ids, use_cache=False).logits
+            for root in (made.source, tmp_path / "plain")
+        ]
+    kl = torch.nn.functional.kl_div(*(each.log_softmax(-1) for each in logits[::-1]), reduction="none", log_target=True)
+    assert kl.sum(-1).mean() < 0.001
+    assert not torch.equal(found[NORM], weights[NORM])
+
+
+def opened(root: Path) -> Reader:
+    checkpoint = open_checkpoint(root)
+    return Reader(checkpoint.where, lambda shard: root / shard, lambda nbytes: np.empty(nbytes, np.uint8))
+
+
+def random_calibration(plan: Plan) -> Calibration:
+    """Inputs of which some are far larger than others."""
+    random = np.random.default_rng(3)
+    found: dict[str, Inputs] = {}
+    for weight in plan.layers.values():
+        largest = np.exp(random.normal(0, 2, weight.shape[1])).astype(np.float32)
+        found.setdefault(weight.source.name, Inputs((weight.source.name,), largest, largest / 4, 9, largest**2 / 9))
+    return Calibration(tuple(found.values()), "", {})
+
+
+def tunings_of(plan: Plan, root: Path, exponent: float = 0.5) -> Tunings:
+    reader, calibration = opened(root), random_calibration(plan)
+    parts = []
+    for folding in usable(plan).foldings:
+        scale = smooth(folding, plan, reader, calibration, exponent)
+        if not isinstance(scale, str):
+            parts.append(fold(folding, scale, plan, reader))
+    assert parts
+    return together(parts, plan)
+
+
+def logits(root: Path) -> torch.Tensor:
+    ids = torch.randint(10, 500, (1, 24), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(root, dtype=torch.float64, experts_implementation="eager").eval()
+        return model(input_ids=ids, use_cache=False).logits
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "architecture",
+    ["Qwen3MoeForCausalLM", "Qwen2ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM", "Qwen2MoeForCausalLM"],
+)
+def test_a_folded_model_computes_the_same(tmp_path: Path, architecture: str) -> None:
+    """Whatever it has: routers, biases, norms that one is added to, several layers in a tensor, shared experts."""
+    source = small_checkpoints.write(tmp_path / "source", architecture, dtype="float32")
+    plan = make_plan(open_checkpoint(source), INT8)
+    tunings = tunings_of(plan, source)
+    reader, changed = opened(source), dict[str, torch.Tensor]()
+    tuned = make_plan(open_checkpoint(source), INT8, Options(tunings=tunings))
+    weights = small_checkpoints.read(source)
+    for weight in (*tuned.layers.values(), *(kept.changed for kept in tuned.fates.kept)):
+        if not isinstance(weight, Weight):
+            continue
+        values = np.concatenate([bits.view(np.float32).copy() for bits in reader.rows(weight, 1)])
+        changed[f"{weight.module}.weight"] = torch.from_numpy(values)
+    for name, data in tunings.tensors.items():
+        changed[name] = torch.frombuffer(bytearray(data), dtype=torch.float32)
+    assert sum(not torch.equal(tensor, weights[name]) for name, tensor in changed.items()) > 10
+    folded = tmp_path / "folded"
+    folded.mkdir()
+    (folded / "config.json").write_bytes((source / "config.json").read_bytes())
+    save_file({**weights, **changed}, folded / "model.safetensors", {"format": "pt"})
+    before, after = logits(source), logits(folded)
+    assert (before - after).abs().max() < 1e-4 * before.abs().max()
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Qwen2ForCausalLM", "Gemma3ForCausalLM"])
+def test_any_architecture_is_verified(tmp_path: Path, architecture: str) -> None:
+    source = small_checkpoints.write(tmp_path / "source", architecture)
+    plan = make_plan(open_checkpoint(source), INT8)
+    calibration = replace(random_calibration(plan), model=fingerprint(plan.source))
+    (tmp_path / "of.safetensors").write_bytes(calibration.to_bytes())
+    out = tmp_path / "out"
+    compress(source, out, "int8", smooth=0.5, calibration=tmp_path / "of.safetensors")
+    report = verify(out, source, full=True)
+    assert (report.problems, report.equal_share) == ((), 1)
+    assert "folded" in report.notes[0]
+    found, weights = small_checkpoints.read(out), small_checkpoints.read(source)
+    lasts = {
+        name.split(".", 3)[-1]
+        for name, tensor in weights.items()
+        if name in found and found[name].dtype == tensor.dtype and not torch.equal(found[name], tensor)
+    }
+    assert any("layernorm.weight" in name for name in lasts)
+    if architecture == "Qwen3MoeForCausalLM":
+        assert "mlp.gate.weight" in lasts
+        small_checkpoints.change_weights(out, lambda held: held["model.layers.1.mlp.gate.weight"][0, 0].mul_(3))
+        [problem] = verify(out, source).problems
+        assert "mlp.gate.weight differs from what folding makes of" in problem
+    if architecture == "Qwen2ForCausalLM":
+        assert "self_attn.v_proj.bias" in lasts
+        small_checkpoints.change_weights(out, lambda held: held["model.layers.1.self_attn.v_proj.bias"][3].mul_(3))
+        [problem] = verify(out, source).problems
+        assert "v_proj.bias differs from what folding makes of the source's" in problem
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "tensor"),
+    [
+        (
+            "Qwen2ForCausalLM",
+            "model.layers.0.self_attn.v_proj.bias",
+            torch.zeros(small_checkpoints.KV_HEADS * small_checkpoints.HEAD_DIM).int(),
+        ),
+        ("Qwen2ForCausalLM", "model.layers.0.self_attn.v_proj.bias", torch.zeros(3).bfloat16()),
+        ("Qwen3ForCausalLM", "model.layers.0.input_layernorm.weight", torch.zeros(small_checkpoints.HIDDEN).int()),
+        ("Qwen3ForCausalLM", "model.layers.0.input_layernorm.weight", torch.tensor(1.0)),
+    ],
+    ids=["integers", "short", "norm", "number"],
+)
+def test_what_cannot_be_divided_is_not(tmp_path: Path, architecture: str, name: str, tensor: torch.Tensor) -> None:
+    source = small_checkpoints.write(tmp_path / "source", architecture)
+    all_places = usable(make_plan(open_checkpoint(source), INT8)).foldings
+    small_checkpoints.change_weights(source, lambda weights: weights.update({name: tensor}))
+    places = usable(make_plan(open_checkpoint(source), INT8)).foldings
+    assert {each.source for each in all_places} - {each.source for each in places} == {name.rpartition(".")[0]}
+
+
+def test_a_dry_run_runs_no_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = Planned()
+    result = compress(EXAMPLE, tmp_path / "out", "int8", smooth=0.5, dry_run=True, reporter=told)
+    assert result.dry_run
+    assert "decided once the weights are read: not in a dry run" in "; ".join(told.notes)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scheme": "channel"}, 'smooth brings scheme="channel" nothing'),
+        ({"scheme": "int4"}, 'smooth brings scheme="int4" nothing'),
+        ({"smooth": 0.0}, "smooth=0 is not above 0 and at most 1"),
+        ({"smooth": float("nan")}, "smooth nan is not above 0 and at most 1"),
+    ],
+)
+def test_what_it_is_not_for_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        compress(EXAMPLE, tmp_path / "out", **{"scheme": "int8", "smooth": 0.5, **options})
+
+
+def test_quantized_sources_are_refused(made: Twin, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="is quantized already"):
+        compress(made.output, tmp_path / "out", "int8", smooth=0.5, **SMALL)
+
+
+def test_files_without_mean_squares_are_refused(made: Twin, tmp_path: Path) -> None:
+    found = read_calibration(made.calibration)
+    inputs = tuple(replace(each, square=None) for each in found.inputs)
+    (tmp_path / "old").write_bytes(replace(found, inputs=inputs).to_bytes())
+    with pytest.raises(SourceError, match="the calibration has no mean squares of 256 inputs of model.layers"):
+        compress(made.source, tmp_path / "out", "int8", smooth=0.5, calibration=tmp_path / "old")
+
+
+def test_what_is_left_out_is_said(made: Twin, tmp_path: Path) -> None:
+    told = Planned()
+    options: dict[str, Any] = {"ignore": ["**.layers.0.mlp.down_proj"], "scheme_for": {"**.layers.1.mlp.*": "channel"}}
+    out = tmp_path / "out"
+    compress(
+        made.source, out, "int8", smooth=0.5, calibration=made.calibration, kv_cache="fp8", reporter=told, **options
+    )
+    notes = "\n".join(told.notes)
+    assert "at 9 of 16 places" in notes
+    assert "not folded into model.layers.{0..3}.self_attn.v_proj: keys and values are cached in FP8" in notes
+    assert "not folded into model.layers.0.mlp.up_proj: a layer stays as it is (--ignore **.layers.0.mlp" in notes
+    assert "model.layers.1.mlp.up_proj: a layer is stored in another scheme" in notes
+    report = verify(out, made.source, full=True)
+    assert (report.problems, report.equal_share) == ((), 1)
+
+
+def test_a_fold_that_brings_nothing_is_left_out(tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "source")
+    plan = make_plan(open_checkpoint(source), INT8)
+    flat = tuple(
+        Inputs(
+            (weight.source.name,), *(np.ones(weight.shape[1], np.float32) for _ in "xx"), 9, np.ones(weight.shape[1])
+        )
+        for weight in plan.layers.values()
+    )
+    reader = opened(source)
+    [first, *_] = usable(plan).foldings
+    assert smooth(first, plan, reader, Calibration((), "", {}), 0.5) == "the calibration has seen nothing of a layer"
+    assert smooth(first, plan, reader, Calibration(flat, "", {}), 0.5) == "all their factors would be 1"
+    few = tuple(replace(each, absmax=each.absmax * 100, square=each.square / 1e6) for each in flat)
+    few[0].absmax[:] = 1
+    found = smooth(first, plan, reader, Calibration(few, "", {}), 0.5)
+    assert isinstance(found, str)
+
+
+def test_unknown_models_are_planned_without(tmp_path: Path) -> None:
+    source, told = small_checkpoints.write(tmp_path / "source", "Olmo2ForCausalLM"), Planned()
+    calibration = replace(
+        random_calibration(make_plan(open_checkpoint(source), INT8)), model=fingerprint(open_checkpoint(source))
+    )
+    (tmp_path / "of").write_bytes(calibration.to_bytes())
+    compress(source, tmp_path / "out", "int8", smooth=0.5, calibration=tmp_path / "of", reporter=told)
+    assert "SmoothQuant 0.5 changes nothing: where inputs of Olmo2ForCausalLM can be divided is not known" in told.notes
+    assert "folded" not in (tmp_path / "out" / "README.md").read_text()
+    assert verify(tmp_path / "out", source, full=True).problems == ()
+
+
+def test_factors_are_powers_of_two_about_the_middle_one() -> None:
+    ideal = np.array([3.0, 6, 12, 24, 48, 0, np.nan, np.inf, 3e-20, 1e30], np.float32)
+    assert powers(ideal).tolist() == [0.25, 0.5, 1, 2, 4, 1, 1, 1, 2.0**-8, 2.0**8]
+    assert powers(np.zeros(3, np.float32)).tolist() == [1, 1, 1]
+
+
+def test_a_norm_is_divided_as_its_dtype_allows() -> None:
+    held, scale = np.array([0.5, 0, -1, 1.5, -0.984375], np.float32), np.array([2, 4, 4, 4, 4], np.float32)
+    made, by = divided_norm(held, scale, 0, "BF16")
+    assert (made.tolist(), by.tolist()) == ([0.25, 0, -0.25, 0.375, -0.24609375], [2, 1, 4, 4, 4])
+    # Of 1 + w: -1 lets nothing through; what bfloat16 rounds is made up for in the columns.
+    made, by = divided_norm(held, scale, 1, "BF16")
+    assert made.tolist() == [-0.25, -0.75, -1, -0.375, -0.99609375]
+    assert by.tolist() == [2, 4, 1, 4, 4]
+    made, by = divided_norm(np.array([0.0078125], np.float32), np.array([256], np.float32), 1, "BF16")
+    assert by == (1 + 0.0078125) / (1 + made.astype(np.float64))
+    assert by != 256
+
+
+class Killed(Exception):
+    """Ends a run."""
+
+
+class Killing(Reporter):
+    """Ends a run once most of it is converted."""
+
+    def started(self, total: int, done: int) -> None:
+        self.left = total * 3 // 4 - done
+
+    def advanced(self, nbytes: int) -> None:
+        self.left -= nbytes
+        if self.left < 0:
+            raise Killed
+
+
+def test_a_killed_run_continues(made: Twin, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"scheme": "int8", "smooth": 0.5, **SMALL}
+    out = tmp_path / "out"
+    with pytest.raises(Killed):
+        compress(made.source, out, reporter=Killing(), workers=1, **options)
+    assert (tmp_path / "source.calibration.safetensors").exists()
+    assert compress(made.source, out, **options).resumed
+    for path in made.output.iterdir():
+        if path.suffix == ".safetensors":
+            assert (out / path.name).read_bytes() == path.read_bytes()
+    # With other factors it is another output.
+    with pytest.raises(OutputError, match="another"):
+        compress(made.source, out, **{**options, "smooth": 0.75})

@@ -1,0 +1,461 @@
+"""The command as a user runs it: output, streams, exit codes, messages."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import EXAMPLE, ROOT, Run, heed_ctrl_c, tree
+from openquant import __version__, compress
+from openquant.errors import UsageError
+from support import forked_ranks, small_checkpoints
+from support.forked_ranks import COMMANDS, finish, forked
+
+KEYS = [
+    "model", "revision", "output", "scheme", "schemes", "kv_cache", "folded", "architecture", "dry_run", "source_bytes", "output_bytes",
+    "download_bytes", "repository", "pushed_to", "pushed_revision", "quantized_tensors", "decoded_tensors", "ignored_layers", "shards", "tensor_parallel", "serving", "seconds", "peak_rss_bytes", "resumed", "not_finite", "unread_shards",
+]  # fmt: skip
+
+SHOWN = "$ python compress_fp8.py -m examples/tiny-qwen3 --dry-run\n"
+# What the README shows is what the command prints.
+PLAN = (ROOT / "README.md").read_text().split(SHOWN)[1].split("```")[0]
+
+
+def test_an_error_says_what_it_quotes_and_a_terminal_obeys_none_of_it(run: Run, tmp_path: Path) -> None:
+    done = run("-m", tmp_path / "a\x1b[2J\u202eb\rc")
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        f"error: {tmp_path}/a\\x1b[2J\\u202eb\\rc does not exist, and is no Hub repository id either\n"
+    )
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(run: Run, tmp_path: Path) -> None:
+    done = run("-m", EXAMPLE, "--dry-run")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == PLAN.replace("examples/tiny-qwen3", str(EXAMPLE))
+    assert not list((tmp_path / "here").iterdir())
+
+
+def test_a_run_prints_plan_and_summary(run: Run, tmp_path: Path) -> None:
+    done = run("-m", EXAMPLE)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(PLAN.replace("examples/tiny-qwen3", str(EXAMPLE)))
+    summary = done.stdout.removeprefix(PLAN.replace("examples/tiny-qwen3", str(EXAMPLE)))
+    assert re.fullmatch(
+        r"\ntiny-qwen3-FP8: 8\.39 MB -> 5\.25 MB, 74\.9 % of the bytes quantized, in \d+\.\d s, peak memory \S+ MB\n"
+        r"This output is for vLLM and SGLang\. Do not load it with transformers, which refuses per-tensor `fp8` "
+        r"checkpoints, and before 5\.10\.1 misreads them without an error\.\n"
+        r"\n  vllm serve tiny-qwen3-FP8\n  python -m sglang\.launch_server --model-path tiny-qwen3-FP8\n",
+        summary,
+    )
+    assert (tmp_path / "here" / "tiny-qwen3-FP8" / "config.json").exists()
+
+
+def test_json_is_one_object_for_runs_and_dry_runs(run: Run, tmp_path: Path) -> None:
+    dry = run("-m", EXAMPLE, "-w", "128", "--dry-run", "--json")
+    wet = run("-m", EXAMPLE, "-w", "128", "--json")
+    again = run("-m", EXAMPLE, "--scheme", "block", "--json")
+    for done in (dry, wet, again):
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.count("\n") == 1
+    found = json.loads(wet.stdout)
+    assert list(found) == KEYS
+    assert found["seconds"] > 0
+    assert found["peak_rss_bytes"] > 1e7
+    assert (found["serving"]["source"]["weights_bytes"], found["serving"]["output"]["weights_bytes"]) == (
+        8394240,
+        5249280,
+    )
+    fixed = {key: value for key, value in found.items() if key not in ("serving", "seconds", "peak_rss_bytes")}
+    assert fixed == {
+        "model": str(EXAMPLE),
+        "revision": None,
+        "output": "tiny-qwen3-FP8-W128",
+        "scheme": "block",
+        "schemes": {"block": 28},
+        "kv_cache": "auto",
+        "folded": None,
+        "architecture": "Qwen3ForCausalLM",
+        "dry_run": False,
+        "source_bytes": 8394240,
+        "output_bytes": 5249280,
+        "download_bytes": 0,
+        "repository": None,
+        "pushed_to": None,
+        "pushed_revision": None,
+        "quantized_tensors": 28,
+        "decoded_tensors": 0,
+        "ignored_layers": ["lm_head", "model.embed_tokens"],
+        "shards": 3,
+        "tensor_parallel": [1],
+        "resumed": False,
+        "not_finite": {},
+        "unread_shards": 0,
+    }
+    same = {key: value for key, value in json.loads(dry.stdout).items() if key in fixed}
+    assert same == fixed | {"dry_run": True}
+    assert json.loads(again.stdout)["resumed"] is True
+
+
+SCALE_FORMATS = (
+    "leave --scale-format out: block in the fp8 format has both kinds, mxfp8 and mxfp4 ue8m0, all else float"
+)
+MIXING = "use --scheme channel, or --scheme tensor or block with --format compressed-tensors"
+ERRORS = [
+    (["-m", "nowhere/at/all"], "nowhere/at/all does not exist, and is no Hub repository id either", "check the path"),
+    (["-m", ""], "-m is empty", "give a directory or a Hub repository such as Qwen/Qwen3-0.6B"),
+    (["-m", EXAMPLE, "-w", "64"], "-w 64: engines serve blocks of 128 x 128 only", "use -w 128, or --scheme tensor"),
+    (["-m", EXAMPLE, "-w", "128", "--scheme", "tensor"],
+     "-w 128 asks for blocks, --scheme tensor for something else", "leave one of them out"),
+    (["-m", EXAMPLE, "-w", "128", "--scheme", "channel"],
+     "-w 128 asks for blocks, --scheme channel for something else", "leave one of them out"),
+    (["-m", EXAMPLE, "--scheme", "channel", "--format", "fp8"], "the format fp8 has no scheme channel",
+     "use --format compressed-tensors"),
+    (["-m", EXAMPLE, "--scale-format", "ue8m0"], "--scheme tensor has no ue8m0 scales in the fp8 format",
+     SCALE_FORMATS),
+    (["-m", EXAMPLE, "--scheme", "mxfp8", "--scale-format", "float"],
+     "--scheme mxfp8 has no float scales in the compressed-tensors format", SCALE_FORMATS),
+    (["-m", EXAMPLE, "--format", "gguf"], "argument --format: invalid choice: 'gguf' (choose from", "see compress_fp8.py --help"),
+    (["-m", EXAMPLE, "--scheme", "int3"], "argument --scheme: invalid choice: 'int3' (choose from", "see compress_fp8.py --help"),
+    (["-m", EXAMPLE, "--workers", "0"], "0 workers cannot work", "give --workers 1 or more"),
+    (["-m", EXAMPLE, "--max-memory", "much"], "argument --max-memory: much is not a size such as 500MB or 2GB",
+     "see compress_fp8.py --help"),
+    (["-m", EXAMPLE, "--workers", "many"], "argument --workers: invalid int value: 'many'", "see compress_fp8.py --help"),
+    (["-m", EXAMPLE, "--device", "tpu"], "tpu is not a device", "choose auto, cpu, cuda or cuda:N"),
+    (["-m", EXAMPLE, "--revision", "main"], f"{EXAMPLE} is a local directory, which has no revision main", "leave --revision out"),
+    (["-m", "org/name@a", "--revision", "b"], "org/name@a and --revision b name two revisions", "give one of them"),
+    (["-m", EXAMPLE, "-o", ""], "-o is empty", "give a directory, or leave -o out"),
+    (["-m", "org/name@"], "org/name@ names no revision after the @", "write org/name@revision"),
+    (["-m", EXAMPLE, "--ignore", "nothing.**"], "--ignore nothing.** matches no module",
+     "modules are named like tensors, without .weight; ** is any part; compress --dry-run -v lists them"),
+    (["-m", EXAMPLE, "--scheme", "channel", "--scheme-for", "**.o_proj"],
+     "argument --scheme-for: **.o_proj is not PATTERN=SCHEME, such as **.self_attn.*=channel", "see compress_fp8.py --help"),
+    (["-m", EXAMPLE, "-w", "128", "--scheme-for", "**.o_proj=channel"],
+     "--scheme-for does not go with --scheme block in the fp8 format: all layers are alike", MIXING),
+    (["-m", EXAMPLE, "--scheme", "mxfp8", "--scheme-for", "**.o_proj=channel"],
+     "--scheme-for does not go with --scheme mxfp8 in the compressed-tensors format: all layers are alike", MIXING),
+    (["-m", EXAMPLE, "--scheme", "channel", "--scheme-for", "**.o_proj=mxfp8"],
+     "--scheme-for **.o_proj=mxfp8: mxfp8 is not a scheme to mix",
+     "choose one of tensor, channel, block, int8, int8-weights, int4, mxfp4, nvfp4, nvfp4-w4a4"),
+    (["-m", EXAMPLE, "--scheme", "channel", "--scheme-for", "lm_head=tensor"],
+     "--scheme-for lm_head=tensor matches no module that can be quantized",
+     "modules are named like tensors, without .weight; ** is any part; compress --dry-run -v lists them"),
+    (["-m", EXAMPLE, "--architecture", ""], "argument --architecture: it is empty", "see compress_fp8.py --help"),
+    (["-m", "org/name", "--revision", ""], "argument --revision: it is empty", "see compress_fp8.py --help"),
+    (["-m", EXAMPLE, "--push-to-hub", ""], "argument --push-to-hub: it is empty", "see compress_fp8.py --help"),
+    (["-m", EXAMPLE, "--tp", "0"], "--tp 0 is no number of ranks", "give --tp 1 or more"),
+    (["-m", EXAMPLE, "--tp", "two"], "argument --tp: invalid int value: 'two'", "see compress_fp8.py --help"),
+    (["-m", EXAMPLE, "--tp", "8"], "--tp 8 cannot serve this model: model.layers.*.self_attn.o_proj: 4 heads do not divide by 8",
+     "no scheme helps: give a size by which its heads and layers divide; --dry-run lists some"),
+    (["-m", EXAMPLE, "--quantize-lm-head"], "engines load no quantized output head in the fp8 format",
+     "use --scheme channel or --format compressed-tensors"),
+    (["-m", EXAMPLE, "--ignore", "a.{b"], "the pattern a.{b has an unmatched brace", "write alternatives as {q,k,v}_proj"),
+    (["-m", EXAMPLE, "--dry"], "unrecognized arguments: --dry", "see compress_fp8.py --help"),
+    (["-m", EXAMPLE, "-q", "-v"], "argument -v/--verbose: not allowed with argument -q/--quiet", "see compress_fp8.py --help"),
+    ([], "the following arguments are required: -m/--model", "see compress_fp8.py --help"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[None]:
+    with forked_ranks.forks(preloaded=COMMANDS):
+        yield
+
+
+@pytest.mark.parametrize(("arguments", "message", "hint"), ERRORS)
+def test_errors_are_two_lines_and_exit_code_2(
+    forks: None, tmp_path: Path, arguments: list[object], message: str, hint: str
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+
+    def run(*words: object) -> subprocess.CompletedProcess[str]:
+        return finish(forked(ROOT / "compress_fp8.py", *words, cwd=here, environment=os.environ))
+
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    error, advice = done.stderr.splitlines()
+    assert error.startswith(f"error: {message}")
+    assert advice == f"hint: {hint}"
+    told = run(*arguments, "--json")
+    assert told.returncode == 2
+    assert json.loads(told.stdout) == {"error": error.removeprefix("error: "), "hint": hint}
+    assert not list((tmp_path / "here").iterdir())
+
+
+def test_channel_is_written_beside_the_others_and_said_in_plan_and_summary(run: Run, tmp_path: Path) -> None:
+    done = run("-m", EXAMPLE, "--scheme", "channel")
+    assert done.returncode == 0, done.stderr
+    assert "tiny-qwen3-FP8-dynamic\nQwen3ForCausalLM, float8_e4m3fn, one scale per output row\n" in done.stdout
+    assert done.stdout.endswith(
+        "\nThis output is for vLLM and SGLang; transformers loads it too, with compressed-tensors installed.\n"
+        "\n  vllm serve tiny-qwen3-FP8-dynamic\n"
+        "  python -m sglang.launch_server --model-path tiny-qwen3-FP8-dynamic\n"
+    )
+    again = run("-m", EXAMPLE, "--scheme", "channel", "--json")
+    found = json.loads(again.stdout)
+    assert (found["scheme"], found["resumed"], found["tensor_parallel"]) == ("channel", True, [1, 2, 4])
+    assert found["ignored_layers"] == ["lm_head", "model.embed_tokens"]
+
+
+def test_format_names_the_directory_and_is_in_the_config(run: Run, tmp_path: Path) -> None:
+    done = run("-m", EXAMPLE, "-w", "128", "--format", "compressed-tensors", "-q")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    config = json.loads((tmp_path / "here" / "tiny-qwen3-FP8-W128-CT" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+
+
+def test_several_schemes_are_said_in_plan_card_and_json(run: Run, tmp_path: Path) -> None:
+    mixture = ["-w", "128", "--format", "compressed-tensors", "--tp", "2", "--quantize-lm-head"]
+    mixture += ["--scheme-for", "**.layers.0.self_attn.o_proj=tensor"]
+    done = run("-m", EXAMPLE, *mixture)
+    assert (done.returncode, done.stderr) == (0, "")
+    title = (
+        "float8_e4m3fn, one scale per 128x128 block, 13 of 29 layers one scale per output row, "
+        "1 of 29 layers one scale per tensor\n"
+    )
+    assert title in done.stdout
+    assert re.search(
+        r"\nFP8   lm_head +2048 x 256  1\.05 MB   532 kB  channel: engines load no output head that is stored so\n",
+        done.stdout,
+    )
+    assert re.search(r"self_attn\.k_proj .* channel: --tp 2: 128 / 2 = 64 is not a multiple of 128\n", done.stdout)
+    assert "\ntensor parallel sizes that can serve it: 1, 2\n" in done.stdout
+    note = "\nnote: one scale per output row instead for 13 of 29 layers (28.6 % of their bytes): "
+    assert note in done.stdout
+    again = json.loads(run("-m", EXAMPLE, *mixture, "--json").stdout)
+    assert (again["scheme"], again["resumed"]) == ("block", True)
+    assert again["schemes"] == {"block": 15, "channel": 13, "tensor": 1}
+    assert again["ignored_layers"] == ["model.embed_tokens"]
+    card = (tmp_path / "here" / "tiny-qwen3-FP8-W128-CT" / "README.md").read_text()
+    assert title.strip().removeprefix("float8_e4m3fn, ") in card
+    assert "- fp8-block\n- fp8-channel\n- fp8-tensor\n" in card
+    assert "transformers loads it too, with compressed-tensors installed." in card
+
+
+def test_ue8m0_names_the_directory_and_is_in_plan_and_config(run: Run, tmp_path: Path) -> None:
+    done = run("-m", EXAMPLE, "-w", "128", "--scale-format", "ue8m0")
+    assert done.returncode == 0, done.stderr
+    assert "float8_e4m3fn, one power-of-two scale per 128x128 block\n" in done.stdout
+    config = json.loads((tmp_path / "here" / "tiny-qwen3-FP8-W128-UE8M0" / "config.json").read_text())
+    assert config["quantization_config"]["scale_fmt"] == "ue8m0"
+
+
+def test_missing_gpu(run: Run) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    done = run("-m", EXAMPLE, "--device", "cuda:1")
+    assert done.returncode == 2
+    assert done.stderr == f"error: there is no cuda:1: torch {torch.__version__} sees 0 GPUs\nhint: use --device cpu\n"
+
+
+def test_model_dot_takes_the_directory_s_name_and_writes_beside_it(run: Run, tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "models" / "my-finetune")
+    before = tree(source)
+    done = run("-m", ".", cwd=source)
+    assert done.returncode == 0, done.stderr
+    assert tree(source) == before
+    assert (tmp_path / "models" / "my-finetune-FP8" / "config.json").exists()
+    dry = run("-m", ".", "--dry-run", "--json", cwd=source)
+    assert json.loads(dry.stdout)["output"] == str(tmp_path / "models" / "my-finetune-FP8")
+    run("-m", "../models/my-finetune/", "-w", "128", "-q", cwd=tmp_path / "here")
+    assert (tmp_path / "here" / "my-finetune-FP8-W128" / "config.json").exists()
+
+
+def test_quiet_and_verbose(run: Run, source: Path) -> None:
+    quiet = run("-m", source, "-q", "-o", "quiet")
+    assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
+    verbose = run("-m", source, "-v", "-o", "verbose", "--ignore", "**.layers.0.**")
+    assert "\nnot quantized: model.layers.0.self_attn.q_proj\n" in verbose.stdout
+    assert "\ncopied: generation_config.json\n" in verbose.stdout
+
+
+def test_widening_is_said_in_the_plan_and_beside_json(run: Run, source: Path) -> None:
+    arguments = ["-m", source, "--dry-run", "--ignore", "model.layers.1.mlp.up_proj"]
+    note = (
+        "note: --ignore model.layers.1.mlp.up_proj widened to what engines join with it: model.layers.1.mlp.gate_proj\n"
+    )
+    assert note in run(*arguments).stdout
+    told = run(*arguments, "--json")
+    assert told.stderr == note
+    assert "model.layers.1.mlp.gate_proj" in json.loads(told.stdout)["ignored_layers"]
+
+
+def test_left_out_files_are_named(run: Run, source: Path) -> None:
+    (source / "optimizer.pt").write_text("")
+    (source / "original").mkdir()
+    assert "left out: optimizer.pt, original/\n" in run("-m", source, "--dry-run").stdout
+
+
+def test_progress_is_a_bar_on_a_terminal(tmp_path: Path, source: Path) -> None:
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = [sys.executable, str(ROOT / "compress_fp8.py"), "-m", str(source), "-o", str(tmp_path / "out")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=follower, text=True, timeout=60)
+    assert select.select([leader], [], [], 5)[0], "nothing was drawn"
+    shown = os.read(leader, 1 << 16).decode()
+    os.close(follower)
+    os.close(leader)
+    assert done.returncode == 0
+    assert "compressing:   0%" in shown
+    assert "compressing" not in done.stdout
+
+
+def untold(why: str) -> tuple[int, str]:
+    """How a command ends whose result reached nobody."""
+    hint = "hint: run the same command again where it can; what is converted is not converted twice\n"
+    return 2, f"error: stdout cannot be written: {why}\n{hint}"
+
+
+@pytest.mark.parametrize(
+    ("streams", "ends"),
+    [
+        ("| head -1", (0, "")),
+        ("| true", (0, "")),
+        (">&-", (0, "")),
+        ("2>&-", (0, "")),
+        ("<&-", (0, "")),
+        ("2> /dev/full", (0, "")),
+        ("> /dev/full", untold("No space left on device")),
+        ("-q > /dev/full", (0, "")),
+        ("--json > /dev/full", untold("No space left on device")),
+        # A program that asked for a result has none.
+        ("--json | true", untold("Broken pipe")),
+        ("--json >&-", untold("Bad file descriptor")),
+    ],
+)
+def test_streams_that_fail_do_not_stop_the_work(
+    source: Path, tmp_path: Path, streams: str, ends: tuple[int, str]
+) -> None:
+    command = f"{sys.executable} {ROOT / 'compress_fp8.py'} -m {source} -o {tmp_path / 'out'} {streams}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == ends
+    compress(source, tmp_path / "same")
+    assert tree(tmp_path / "out") == tree(tmp_path / "same")
+    failed = subprocess.run(
+        ["bash", "-c", command.replace("-m ", "-m nowhere/at/all/")], capture_output=True, text=True
+    )
+    assert failed.returncode == 2
+    assert "Traceback" not in failed.stderr
+
+
+@pytest.mark.parametrize("command", ["verify OUT", "verify OUT --json", "--help", "--version"])
+def test_answers_that_cannot_be_written_are_no_success(source: Path, tmp_path: Path, command: str) -> None:
+    compress(source, tmp_path / "out")
+    words = [sys.executable, "-m", "openquant", *command.replace("OUT", str(tmp_path / "out")).split()]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == untold("No space left on device")
+
+
+def test_an_empty_architecture_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="^architecture: it is empty$"):
+        compress(source, tmp_path / "out", architecture="")
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_beyond_the_terminal_s_encoding(tmp_path: Path, run: Run) -> None:
+    source = small_checkpoints.write(tmp_path / "modèle 模型")
+    done = run("-m", source, "-o", "out", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert "mod\\xe8le" in done.stdout
+    quoted = run("-m", source, PYTHONIOENCODING="utf-8")
+    assert "  vllm serve 'modèle 模型-FP8'\n" in quoted.stdout
+
+
+@pytest.mark.parametrize("signals", [["INT"], ["TERM"], ["INT", "INT"], ["TERM", "INT", "TERM"]])
+def test_signals_at_any_moment_exit_130(tmp_path: Path, signals: list[str]) -> None:
+    weights = {"model.layers.0.mlp.down_proj.weight": torch.ones(32768, 4096, dtype=torch.bfloat16)}
+    source = small_checkpoints.write(tmp_path / "source", weights=weights)
+    command = [sys.executable, str(ROOT / "compress_fp8.py"), "-m", str(source), "-o", str(tmp_path / "out"), "--json"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    started = subprocess.Popen(command, **pipes, text=True, preexec_fn=heed_ctrl_c)
+    while not (tmp_path / "out" / ".openquant").exists():
+        assert started.poll() is None
+        time.sleep(0.002)
+    for name in signals:
+        started.send_signal(getattr(signal, f"SIG{name}"))
+        time.sleep(0.002)
+    stdout, stderr = started.communicate(timeout=60)
+    assert started.returncode == 130, stderr
+    assert json.loads(stdout) == {"error": "interrupted", "hint": "run the same command again to continue"}
+    assert stderr == "error: interrupted\nhint: run the same command again to continue\n"
+
+
+def test_a_background_job_keeps_ignoring_ctrl_c(tmp_path: Path, source: Path) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from openquant import run\n"
+        "convert = run.convert\n"
+        "def interrupted(*arguments, **options):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return convert(*arguments, **options)\n"
+        "run.convert = interrupted\n"
+        "from openquant.cli.commands import compress_main\n"
+        "sys.exit(compress_main(sys.argv[1:]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "-m", str(source), "-o", str(tmp_path / "out")])
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "command", [[str(ROOT / "compress_fp8.py")], ["-m", "openquant"], ["-m", "openquant", "compress"]]
+)
+def test_help_and_version(command: list[str]) -> None:
+    helped = subprocess.run([sys.executable, *command, "--help"], capture_output=True, text=True)
+    assert helped.returncode == 0
+    if command[-1] != "openquant":
+        for option in ("-m", "-o", "-w", "--scheme", "--format", "--scale-format", "--ignore", "--scheme-for", "--tp", "--quantize-lm-head", "--dry-run", "--device", "--workers", "--max-memory", "--revision",
+                       "--overwrite", "--json", "-q", "-v"):  # fmt: skip
+            assert option in helped.stdout
+    if command[-1] != "compress":
+        shown = subprocess.run([sys.executable, *command, "--version"], capture_output=True, text=True)
+        assert (shown.returncode, shown.stdout) == (0, f"openquant {__version__}\n")
+
+
+def test_help_does_not_load_numpy_or_torch() -> None:
+    code = (
+        "import sys; from openquant.cli.commands import compress_main\n"
+        "try: compress_main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'numpy', 'torch', 'huggingface_hub', 'yaml'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_installed_commands_are_the_same(tmp_path: Path, source: Path) -> None:
+    scripts = Path(sys.executable).parent
+    for name, command in (("a", ["compress-fp8"]), ("b", ["openquant", "compress"])):
+        words = [str(scripts / command[0]), *command[1:], "-m", str(source), "-o", str(tmp_path / name), "-q"]
+        assert subprocess.run(words).returncode == 0
+    compress(source, tmp_path / "c")
+    assert tree(tmp_path / "a") == tree(tmp_path / "b") == tree(tmp_path / "c")
+
+
+def test_a_bug_of_ours_keeps_its_traceback(run: Run, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import openquant.plan.plan\ndef broken(*_): raise ZeroDivisionError('ours')\nopenquant.plan.plan.make_plan = broken\n"
+    )
+    done = run("-m", source, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert done.stderr.endswith("ZeroDivisionError: ours\n")

@@ -1,0 +1,182 @@
+"""What programs read: every key that a verb prints stands in docs/json.md, and no other; progress; pipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
+
+import pytest
+
+from conftest import EXAMPLE, ROOT, run_openquant
+from openquant.cli.arguments import verb_parser
+from openquant.cli.commands import VERBS, main
+from openquant.diagnosis.result import Advice
+from openquant.evaluation.types import OutputEvaluation
+from support.loopback_hub import LoopbackHub
+
+# What is printed under a heading of another name.
+HEADINGS = {"compress": "compress and dequantize", "dequantize": "compress and dequantize"}
+
+
+def expand(text: str) -> list[str]:
+    found = re.search(r"\{([^{}]*)\}", text)
+    if found is None:
+        return [text]
+    return [full for one in found[1].split(",") for full in expand(text[: found.start()] + one + text[found.end() :])]
+
+
+def documented(verb: str) -> dict[str, str]:
+    """The keys under a heading of docs/json.md, and what is said of each."""
+    text = (ROOT / "docs" / "json.md").read_text().split(f"\n## {HEADINGS.get(verb, verb)}\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`.+`) \| (.+) \|$", text, re.MULTILINE)
+    return {
+        full: about for keys, about in rows for key in re.findall("`([^`]+)`", keys) for full in expand(key)
+    }  # fmt: skip
+
+
+def printed(value: Any, known: dict[str, str], path: str = "") -> Iterator[str]:
+    """The paths of keys in an object, with `*` for those that are data to the document."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            here = f"{path}.{key}" if path else key
+            here = f"{path}.*" if here not in known and f"{path}.*" in known else here
+            yield here
+            yield from printed(inner, known, here)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from printed(inner, known, f"{path}[]")
+
+
+def require(verb: str, *objects: Any) -> None:
+    """What is printed is what is documented, but for keys that are there only in some cases."""
+    known = documented(verb)
+    found = {path for each in objects for path in printed(each, known)}
+    assert found - known.keys() == set()
+    assert {path for path, about in known.items() if not about.startswith("only ")} - found == set()
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    assert main(["compress", "-m", str(EXAMPLE), "-o", str(tmp_path / "out"), "-q"]) == 0
+    return tmp_path / "out"
+
+
+def test_every_key_is_documented(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def say(*words: object, code: int = 0) -> Any:
+        assert main([*map(str, words), "--json"]) == code
+        stdout = capsys.readouterr().out
+        assert stdout.count("\n") == 1
+        return json.loads(stdout)
+
+    compressed = say("compress", "-m", EXAMPLE, "-o", out)
+    require("compress", compressed, say("dequantize", out, "-o", tmp_path / "plain"))
+    require("explain", say("explain", EXAMPLE, "**.{q_proj,down_proj}", "--scheme", "block"))
+    require("verify", say("verify", out, "--source", EXAMPLE, "--full"))
+    # Sound layers get no advice.
+    advice = dict.fromkeys(each.name for each in fields(Advice))
+    require("diagnose", {**say("diagnose", EXAMPLE), "advice": [advice]})
+    require("calibrate", say("calibrate", EXAMPLE, "-o", tmp_path / "c", "--samples", 2, "--length", 16))
+    require("eval", say("eval", out, "--source", EXAMPLE, "--samples", 2, "--length", 16))
+    require("completion", say("completion", "bash"))
+    require("error", say("compress", "-m", tmp_path / "nowhere", code=2))
+    with LoopbackHub(tmp_path / "hub", token="hf_x") as hub:
+        settings = {
+            "HF_ENDPOINT": hub.endpoint,
+            "HF_HOME": str(tmp_path),
+            "HF_TOKEN": "hf_x",
+            "HF_HUB_DISABLE_XET": "1",
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", "openquant", "push", out, "user/name", "--json"],
+            cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    require("push", json.loads(done.stdout))
+
+
+def typed(kind: Any, path: str) -> Iterator[tuple[str, bool]]:
+    """The paths of keys of a TypedDict, as docs/json.md has them, and whether each is always there."""
+    if is_typeddict(kind):
+        for name, inner in get_type_hints(kind).items():
+            yield f"{path}.{name}", name in kind.__required_keys__
+            yield from typed(inner, f"{path}.{name}")
+    elif get_origin(kind) is dict:
+        yield f"{path}.*", True
+    elif get_origin(kind) is list:
+        yield from typed(get_args(kind)[0], f"{path}[]")
+
+
+def test_the_types_of_an_evaluation_are_those_that_are_documented() -> None:
+    known = {
+        (path, not about.startswith("only "))
+        for path, about in documented("eval").items()
+        if path.startswith("outputs[].")
+    }
+    assert set(typed(OutputEvaluation, "outputs[]")) == known
+
+
+def test_every_verb_takes_json_and_stands_in_the_document() -> None:
+    (verbs,) = (action for action in verb_parser()._actions if action.dest == "verb")
+    assert verbs.choices is not None
+    assert set(VERBS) == set(verbs.choices)
+    for name, parser in dict(verbs.choices).items():  # type: ignore[call-overload]
+        assert "--json" in parser._option_string_actions, name
+        assert documented(name)
+        takes = "--progress" in parser._option_string_actions
+        assert takes == (name in ("compress", "dequantize", "diagnose", "calibrate", "eval", "verify")), name
+
+
+WORDS: list[tuple[str, list[object]]] = [
+    ("compressing", ["compress", "-m", EXAMPLE, "-o", "made"]),
+    ("diagnosing", ["diagnose", EXAMPLE]),
+    ("verifying", ["verify", "out", "--source", EXAMPLE, "--full"]),
+]
+
+
+@pytest.mark.parametrize(("stage", "words"), WORDS)
+@pytest.mark.parametrize("more", [["--json"], []])
+def test_progress_is_objects_on_request(
+    out: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+    words: list[object],
+    more: list[str],
+) -> None:
+    monkeypatch.chdir(out.parent)
+    assert main([*map(str, words), "--progress", "json", *more]) == 0
+    told = capsys.readouterr()
+    lines = [json.loads(line) for line in told.err.splitlines()]
+    assert len(lines) >= 2
+    assert {line["stage"] for line in lines} == {stage}
+    assert all(set(line) == set(documented("progress")) for line in lines)
+    assert (lines[0]["done"], lines[-1]["done"]) == (0, lines[-1]["total"]) or stage != "compressing"
+    assert not more or json.loads(told.out)
+
+
+def test_pipes_get_no_colours_bars_or_questions(out: Path) -> None:
+    for words in (
+        ["compress", "-m", EXAMPLE, "-o", "piped"],
+        ["verify", "out", "--source", EXAMPLE, "--full"],
+        ["explain", EXAMPLE, "lm_head"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "openquant", *map(str, words)],
+            cwd=out.parent, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "TERM": "xterm-256color"},
+            stdin=subprocess.DEVNULL, capture_output=True, timeout=120,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert not {b"\x1b", b"\r", b"\b"} & {bytes([byte]) for byte in done.stdout}
+
+
+def test_a_progress_of_another_kind_is_an_error() -> None:
+    done = run_openquant("verify", EXAMPLE, "--progress", "xml", "--json")
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["error"].startswith("argument --progress: invalid choice: 'xml'")

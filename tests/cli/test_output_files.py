@@ -1,0 +1,216 @@
+"""No file that a verb writes replaces a part of a model, an input or a file of another kind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from conftest import EXAMPLE
+from openquant import calibrate, compress, evaluate
+from openquant.cli.commands import main
+from openquant.errors import OpenQuantError, UsageError
+
+SMALL = ("--samples", "2", "--length", "16")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A source, an output of it, and texts."""
+    root = tmp_path_factory.mktemp("made")
+    shutil.copytree(EXAMPLE, root / "source")
+    compress(root / "source", root / "out")
+    (root / "mine.txt").write_text("def main():\n    return 0\n" * 400)
+    (root / "prompts.txt").write_text("import\n")
+    return root
+
+
+@pytest.fixture
+def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(made, tmp_path / "place")
+    monkeypatch.chdir(tmp_path / "place")
+    return tmp_path / "place"
+
+
+VERBS = {
+    "calibrate -o": ["calibrate", "source", "--text", "mine.txt", *SMALL, "-o"],
+    "eval --out": ["eval", "out", "--source", "source", "--text", "mine.txt", *SMALL, "--out"],
+    "eval --report": ["eval", "out", "--source", "source", "--prompts", "prompts.txt", *SMALL, "--report"],
+    "eval --figure": ["eval", "out", "--source", "source", "--text", "mine.txt", *SMALL, "--figure"],
+    "diagnose --report": ["diagnose", "source", "--report"],
+    "verify --report": ["verify", "out", "--source", "source", "--report"],
+    "compress --report": ["compress", "-m", "source", "-o", "new", "--recipe", "out", "--report"],
+}
+VICTIMS = {
+    "shard": "{model}/{shard}",
+    "config": "{model}/config.json",
+    "tokenizer": "{model}/tokenizer.json",
+    "new": "{model}/page.html",
+    "up and down": "{model}/../{model}/config.json",
+    "link": "link/config.json",
+    "link to it": "linked",
+    "hard link": "hard",
+    "text": "mine.txt",
+    "journal": "out/.openquant.json",
+}
+# Of what each verb reads.
+MODEL = dict.fromkeys(VERBS, "source") | {"verify --report": "out", "eval --out": "out"}
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("verb", VERBS)
+def test_no_verb_writes_over_what_is_not_its_own(
+    verb: str, victim: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = MODEL[verb]
+    shard = min(path.name for path in (place / model).glob("*.safetensors"))
+    (place / "link").symlink_to(place / model)
+    (place / "linked").symlink_to(place / model / "config.json")
+    (place / "hard").hardlink_to(place / model / shard)
+    name = VICTIMS[victim].format(model=model, shard=shard)
+    before = tree(place)
+    code = main([*VERBS[verb], name, "--json"])
+    stdout, stderr = capsys.readouterr()
+    assert (code, tree(place)) == (2, before)
+    option = verb.split()[-1]
+    assert stderr.startswith(f"error: {option} {name} ")
+    assert json.loads(stdout)["error"] == stderr.splitlines()[0].removeprefix("error: ")
+
+
+@pytest.mark.parametrize("name", ["new", "new/config.json", "new/page.html", "new.rounded/000.safetensors", "."])
+def test_a_page_has_no_place_in_the_output_of_its_run(name: str, place: Path) -> None:
+    before = tree(place)
+    assert main([*VERBS["compress --report"], name]) == 2
+    assert tree(place) == before
+
+
+def test_a_default_output_is_known_before_anything_is_written(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = tree(place)
+    assert main(["compress", "-m", "source", "--report", "source-FP8/page.html"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "error: --report source-FP8/page.html lies in source-FP8, which this run writes\n"
+    )
+    assert tree(place) == before
+
+
+def test_a_page_is_not_the_calibration_that_its_run_makes(place: Path) -> None:
+    words = ["compress", "-m", "source", "-o", "new", "--kv-cache", "fp8", "--calibrate", *SMALL]
+    assert main([*words, "--report", "source.calibration.safetensors"]) == 2
+    assert not (place / "new").exists() and not list(place.glob("*.safetensors*"))
+
+
+def test_two_files_of_eval_have_two_names(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = tree(place)
+    for one, other in (("--out", "--report"), ("--out", "--figure"), ("--report", "--figure")):
+        assert main(["eval", "out", "--source", "source", *SMALL, one, "x", other, "./x"]) == 2
+        assert capsys.readouterr().err == f"error: {one} and {other} name one file, x\nhint: give each its own\n"
+    assert tree(place) == before
+
+
+def test_an_evaluation_lies_beside_its_output_under_its_own_names(place: Path) -> None:
+    words = ["eval", "out", "--source", "source", *SMALL]
+    for option, name in (("--out", "eval.html"), ("--report", "eval.json"), ("--figure", "eval.html")):
+        assert main([*words, option, f"out/{name}"]) == 2
+    for option in ("--out", "--report", "--figure"):
+        assert main([*words, option, "source/eval.html"]) == main([*words, option, "source/eval.json"]) == 2
+    shutil.copytree("out", "other")
+    # The figures of two are none of one.
+    assert main(["eval", "out", "other", "--source", "source", *SMALL, "--out", "out/eval.json"]) == 2
+    shown = ["--report", "out/eval.html", "--figure", "out/eval.png"]
+    assert main([*words, *shown]) == 0
+    first = tree(place / "out")
+    assert {"eval.json", "eval.html", "eval.png"} <= first.keys()
+    # Made again, they are replaced.
+    assert main([*words, *shown, "--out", "out/eval.json", "--seed", "1"]) == 0
+    again = tree(place / "out")
+    assert {name for name in again if again[name] != first[name]} == {"eval.json", "eval.html", "eval.png"}
+
+
+def test_an_eval_json_that_is_none_stays(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "out" / "eval.json").write_text('{"mine": 1}')
+    assert main(["eval", "out", "--source", "source", *SMALL]) == 2
+    assert capsys.readouterr().err.splitlines()[0] == (
+        "error: out/eval.json exists and is not an evaluation that openquant wrote"
+    )
+    assert (place / "out" / "eval.json").read_text() == '{"mine": 1}'
+
+
+def test_pages_are_replaced_by_pages(place: Path) -> None:
+    for words in (
+        ["diagnose", "source"],
+        ["verify", "out"],
+        ["compress", "-m", "source", "-o", "new"],
+        ["diagnose", "source"],
+    ):
+        assert main([*words, "--report", "page.html"]) == 0
+        assert (place / "page.html").read_text().endswith("</html>\n")
+
+
+def other_model(place: Path) -> Path:
+    """A model of the same shapes and another config."""
+    other = shutil.copytree(place / "source", place / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 2e-6}))
+    return other
+
+
+def test_a_calibration_of_another_model_needs_overwrite(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = other_model(place)
+    words = [*SMALL, "-o", "c.safetensors"]
+    assert main(["calibrate", "source", *words]) == 0
+    # Of the same model it is replaced, whatever the texts.
+    assert main(["calibrate", "source", "--text", "mine.txt", *words]) == 0
+    before = (place / "c.safetensors").read_bytes()
+    capsys.readouterr()
+    assert main(["calibrate", "other", *words]) == 2
+    assert capsys.readouterr().err == (
+        "error: c.safetensors is a calibration of another model\nhint: name another file with -o, or give --overwrite\n"
+    )
+    assert (place / "c.safetensors").read_bytes() == before
+    with pytest.raises(UsageError, match="of another model"):
+        calibrate(other, "c.safetensors", samples=2, length=16)
+    assert main(["calibrate", "other", *words, "--overwrite"]) == 0
+    assert (place / "c.safetensors").read_bytes() != before
+
+
+def test_overwrite_replaces_calibrations_alone(place: Path) -> None:
+    before = (place / "mine.txt").read_bytes()
+    assert main(["calibrate", "source", *SMALL, "--overwrite", "-o", "mine.txt"]) == 2
+    (place / "mine.txt").rename(place / "source.calibration.safetensors")
+    words = ["compress", "-m", "source", "-o", "new", "--kv-cache", "fp8", "--calibrate", "--overwrite", *SMALL]
+    assert main(words) == 2
+    assert (place / "source.calibration.safetensors").read_bytes() == before
+
+
+def test_from_inside_a_model_its_calibration_goes_beside_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = tree(place / "source")
+    monkeypatch.chdir(place / "source")
+    assert main(["calibrate", ".", *SMALL]) == 0
+    assert (place / "source.calibration.safetensors").exists()
+    assert tree(place / "source") == before
+
+
+def test_callers_from_python_have_the_same_rule(place: Path) -> None:
+    before = tree(place)
+    small = {"samples": 2, "length": 16}
+    for name in ("source/config.json", "source/new", "mine.txt", "prompts.txt"):
+        with pytest.raises(OpenQuantError, match=name):
+            calibrate("source", name, text=["mine.txt"], **small)
+        with pytest.raises(OpenQuantError, match=name):
+            evaluate(["out"], "source", out=name, text=["mine.txt"], prompts="prompts.txt", **small)
+    assert tree(place) == before
+
+
+def test_a_file_that_comes_while_a_verb_works_stays(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def begun(_: str) -> None:
+        (place / "c.safetensors").write_text("mine")
+
+    with pytest.raises(UsageError, match=r"c\.safetensors\" exists and is not a calibration"):
+        calibrate("source", "c.safetensors", samples=2, length=16, begun=begun)
+    assert (place / "c.safetensors").read_text() == "mine"

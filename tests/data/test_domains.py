@@ -1,0 +1,251 @@
+"""Files and datasets are read a block at a time, and what is wrong with them is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conftest import ROOT
+from openquant.data import domains
+from openquant.data.domains import open_dataset, open_file, standard_library
+from openquant.errors import SourceError, UsageError
+
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None}]
+
+
+def parts(path: Path) -> list[list[Any]]:
+    domain = open_file(path, "text")
+    return [[named.part for named in domain.read(number)] for number in range(domain.count)]
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(SourceError) as caught:
+        parts(path)
+    return str(caught.value).replace(f"{path.parent}/", "")
+
+
+def in_order(text: str, pieces: list[str]) -> bool:
+    """Whether these are parts of a text that do not overlap."""
+    at = 0
+    for piece in pieces:
+        at = text.find(piece, at) + len(piece)
+        if at < len(piece):
+            return False
+    return True
+
+
+lines = st.lists(st.text(st.sampled_from("aé語🙂 ."), max_size=90), min_size=1, max_size=20)
+
+
+@given(lines)
+def test_blocks_of_a_text_share_nothing_and_hold_most_of_it(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str]
+) -> None:
+    text = "\n".join(lines) + "."
+    path = tmp_path_factory.getbasetemp() / "property.txt"
+    path.write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(domains, "BLOCK", 64)
+        pieces = [part for block in parts(path) for part in block]
+    assert in_order(text, pieces)
+    # A line that lies in two blocks may be in neither, if it is short, and of a long one only letters are lost.
+    assert len("".join(pieces).encode()) >= len(text.encode()) / 4 - 8
+
+
+@given(lines)
+def test_every_line_of_json_is_in_one_block(tmp_path_factory: pytest.TempPathFactory, lines: list[str]) -> None:
+    path = tmp_path_factory.getbasetemp() / "property.jsonl"
+    path.write_text("\n".join(json.dumps({"text": line}, ensure_ascii=False) for line in lines))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(domains, "BLOCK", 64)
+        assert [part for block in parts(path) for part in block] == lines
+
+
+def test_where_a_block_begins_does_not_depend_on_what_is_asked(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"line {number}\n" for number in range(100_000)))
+    blocks = parts(path)
+    assert len(blocks) == 5 and all(len(part) == 1 and part[0].endswith("\n") for part in blocks)
+    assert sum(len(part[0].encode()) for part in blocks) > 0.999 * path.stat().st_size
+
+
+def test_lines_of_json_hold_texts_or_chats(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(
+        b'\xef\xbb\xbf{"text": "one"}\r\n\n'
+        + json.dumps({"messages": CHAT}).encode()
+        + b'\n{"text": "", "messages": 3}'
+    )
+    assert [part for block in parts(path) for part in block] == ["one", CHAT, ""]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{", "a.jsonl line 3 is not valid JSON: Expecting property name"),
+        (b"[1]", "a.jsonl line 3 is [1], not an object"),
+        (b'{"prompt": "x"}', "a.jsonl line 3 has neither `text` nor `messages`, only 'prompt'"),
+        (b'{"text": 3}', "a.jsonl line 3 has neither `text` nor `messages`, only 'text'"),
+        (b'{"messages": "x"}', "a.jsonl line 3 has `messages` that are 'x', not a list of objects"),
+        (b'{"messages": []}', "a.jsonl line 3 has `messages` that are [], not a list of objects"),
+        (b'{"messages": ["x"]}', "a.jsonl line 3 has `messages` that hold 'x', not an object"),
+        (b'{"messages": [{"content": "x"}]}', "a.jsonl line 3 has `messages` that hold one without a `role`"),
+        (b'{"text": "\xff"}', "a.jsonl line 3 is not valid JSON: 'utf-8' codec can't decode byte 0xff"),
+        (b'{"text": ' + b"[" * 100 + b"]" * 100 + b"}", "a.jsonl line 3 is nested more than 64 levels deep"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "' + b"x" * 600_000 + b'"}\n\n' + line + b"\n")
+    assert refusal(path).startswith(message)
+
+
+def test_a_line_is_read_only_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(domains, "MAX_LINE", 300_000)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": ""}\n{"text": "' + b"x" * 600_000 + b'"}\n')
+    assert refusal(path) == "a.jsonl line 2 is longer than 300,000 bytes"
+
+
+def test_a_file_without_lines_is_not_read_in_search_of_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with path.open("wb") as file:
+        # More than can be read within hours.
+        file.truncate(1 << 42)
+    with pytest.raises(SourceError) as caught:
+        open_file(path, "text").read(1 << 20)
+    assert caught.value.message == f"{path} has a line longer than 16,777,216 bytes, at byte {1 << 38:,}"
+
+
+def test_files_that_are_no_text(tmp_path: Path) -> None:
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes("Gr\xf6\xdfe".encode("latin-1"))
+    assert refusal(latin) == "latin.txt is not UTF-8: invalid start byte at byte 2"
+    latin.write_bytes(b"a" * 300_000 + b"\xf6\xdf" + b"a" * 500_000)
+    assert refusal(latin) == "latin.txt is not UTF-8: invalid start byte at byte 300,000"
+    (tmp_path / "empty.txt").touch()
+    assert refusal(tmp_path / "empty.txt") == "empty.txt is empty"
+    assert refusal(tmp_path / "missing.txt") == "missing.txt cannot be read: No such file or directory"
+    (tmp_path / "directory").mkdir()
+    assert refusal(tmp_path / "directory") == "directory is not a regular file"
+    os.mkfifo(tmp_path / "pipe")
+    assert refusal(tmp_path / "pipe") == "pipe is not a regular file"
+    assert refusal(Path("/dev/zero")) == "zero is not a regular file"
+
+
+def test_of_a_large_file_only_blocks_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "large.txt"
+    with open(path, "wb") as file:
+        file.write(b"first line\n")
+        file.truncate(1 << 40)
+    domain = open_file(path, "large")
+    assert domain.count == 1 << 22
+    assert domain.read(0)[0].part.startswith("first line\n")
+    assert len(domain.read(domain.count - 1)[0].part) == domains.BLOCK
+
+
+def test_the_standard_library_is_there_and_no_file_is_read_twice() -> None:
+    code, docs = standard_library()
+    assert (code.name, docs.name) == ("code", "docs")
+    files = [
+        [str(named.where) for number in range(domain.count) for named in domain.read(number)] for domain in (code, docs)
+    ]
+    assert len(set(files[0] + files[1])) == len(files[0]) + len(files[1]) > 300
+    assert files == [
+        [str(named.where) for n in range(domain.count) for named in domain.read(n)] for domain in standard_library()
+    ]
+    assert "def " in code.read(10)[0].part
+
+
+def test_a_python_without_its_source_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(domains.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(UsageError, match="this Python has no source of its standard library in "):
+        standard_library()
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    """A directory that is a dataset of two splits."""
+    directory = tmp_path / "data"
+    directory.mkdir()
+    for split, count in (("train", 40), ("test", 30)):
+        rows = ({"text": f"{split} {number} " + "x" * 20_000} for number in range(count))
+        (directory / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return directory
+
+
+def test_a_dataset_is_read_as_far_as_needed(dataset: Path) -> None:
+    domain = open_dataset(str(dataset), 2)
+    assert (domain.name, domain.count) == (f"{dataset}:test", 2)
+    # 20,000 letters each, and 262,144 in a block.
+    numbers = [[named.part.split()[1] for named in domain.read(number)] for number in range(2)]
+    assert numbers == [[str(number) for number in range(14)], [str(number) for number in range(14, 28)]]
+    assert str(domain.read(1)[0].where) == f"dataset {dataset} row 14"
+    train = open_dataset(f"{dataset}::train", 100)
+    assert (train.name, train.count) == (f"{dataset}:train", 3)
+
+
+def test_a_small_dataset_is_halved(dataset: Path) -> None:
+    for split in ("train", "test"):
+        (dataset / f"{split}.jsonl").unlink()
+    (dataset / "chats.jsonl").write_text("\n".join(json.dumps({"messages": CHAT}) for _ in range(7)))
+    domain = open_dataset(str(dataset), 64)
+    assert [len(domain.read(number)) for number in range(domain.count)] == [4, 3]
+    assert [message["content"] for message in domain.read(0)[0].part] == ["Hi", None]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("{}:nothing", "dataset {}:nothing cannot be read: "),
+        ("{}::nothing", "dataset {}::nothing cannot be read: "),
+        ("{}/nowhere", "dataset {}/nowhere cannot be read: "),
+    ],
+)
+def test_a_dataset_that_cannot_be_read(dataset: Path, name: str, message: str) -> None:
+    with pytest.raises(SourceError) as caught:
+        open_dataset(name.format(dataset), 2)
+    assert str(caught.value).startswith(message.format(dataset))
+
+
+def test_a_dataset_without_text_is_named_with_its_columns(dataset: Path) -> None:
+    (dataset / "train.jsonl").unlink()
+    (dataset / "test.jsonl").write_text('{"question": "?", "answer": "!"}\n')
+    with pytest.raises(SourceError) as caught:
+        open_dataset(f"{dataset}::test", 2)
+    assert (
+        str(caught.value) == f"dataset {dataset}::test row 0 has neither `text` nor `messages`, only 'question, answer'"
+    )
+
+
+def test_scripts_of_a_dataset_are_not_run(dataset: Path, tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        (dataset / f"{split}.jsonl").unlink()
+    (dataset / "data.py").write_text(f"open({str(tmp_path / 'planted')!r}, 'w')")
+    (dataset / "data.pkl").write_bytes(b"cos\nsystem\n(S'touch planted'\ntR.")
+    with pytest.raises(SourceError, match=f"^dataset {dataset} cannot be read: "):
+        open_dataset(str(dataset), 2)
+    assert not (tmp_path / "planted").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("raise ImportError", "--dataset needs datasets, which is not installed"),
+        ("__version__ = '3.6.0'", "--dataset needs datasets 4 or newer; 3.6.0 is installed"),
+    ],
+)
+def test_datasets_is_an_extra(tmp_path: Path, module: str, message: str) -> None:
+    (tmp_path / "datasets.py").write_text(module)
+    script = "from openquant.data.domains import open_dataset; open_dataset('a', 2)"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == f"openquant.errors.UsageError: {message}"

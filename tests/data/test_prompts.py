@@ -1,0 +1,111 @@
+"""Prompts of a file, or our own, in the model's own form."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from conftest import EXAMPLE
+from openquant.data import prompts as module
+from openquant.data.prompts import BUILT_IN, read
+from openquant.data.tokenizer import Tokenizer, load
+from openquant.errors import SourceError
+
+TEMPLATE = "{{ eos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def plain() -> Tokenizer:
+    return replace(load(EXAMPLE), prefix=(5,))
+
+
+@pytest.fixture(scope="module")
+def chatty(plain: Tokenizer) -> Tokenizer:
+    return replace(plain, template=TEMPLATE)
+
+
+def written(path: Path, content: str) -> Path:
+    path.write_text(content)
+    return path
+
+
+def test_there_are_a_dozen_of_our_own(plain: Tokenizer, chatty: Tokenizer) -> None:
+    for tokenizer in (plain, chatty):
+        found = read(None, tokenizer)
+        assert len(found) == len({prompt.ids for prompt in found}) == 12
+        for prompt, (said, text) in zip(found, BUILT_IN, strict=True):
+            if tokenizer is chatty:
+                assert prompt.shown == said
+                assert tokenizer.decode(prompt.ids) == f"<|endoftext|>[user] {said}\n[assistant]"
+            else:
+                assert (prompt.shown, prompt.ids[0], tokenizer.decode(prompt.ids[1:])) == (text, 5, text)
+
+
+def test_each_line_of_a_text_is_a_prompt(tmp_path: Path, plain: Tokenizer, chatty: Tokenizer) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("\ufeffWhat is this?\r\n\n  indented {{ 1 + 1 }}\n".encode())
+    assert [plain.decode(each.ids[1:]) for each in read(path, plain)] == ["What is this?", "  indented {{ 1 + 1 }}"]
+    assert [chatty.decode(each.ids) for each in read(path, chatty)] == [
+        "<|endoftext|>[user] What is this?\n[assistant]",
+        "<|endoftext|>[user]   indented {{ 1 + 1 }}\n[assistant]",
+    ]
+
+
+def test_lines_of_json_are_prompts_chats_or_texts(tmp_path: Path, plain: Tokenizer, chatty: Tokenizer) -> None:
+    chat = '{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]}'
+    path = written(tmp_path / "prompts.jsonl", f'{{"prompt": "one"}}\n{{"text": "two"}}\n{chat}\n')
+    found = read(path, chatty)
+    assert [each.shown for each in found] == ["one", "two", "system: Be brief.\nuser: Hi"]
+    assert [chatty.decode(each.ids) for each in found] == [
+        "<|endoftext|>[user] one\n[assistant]",
+        chatty.decode([5, *chatty.encode("two")]),
+        "<|endoftext|>[system] Be brief.\n[user] Hi\n[assistant]",
+    ]
+    with pytest.raises(
+        SourceError, match=f"tiny-qwen3 has no chat template, which {re.escape(str(path))} line 3 needs$"
+    ):
+        read(path, plain)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("\n\n", "FILE has no prompts"),
+        ('\n{"prompt": "x"\n', "FILE line 2 is not valid JSON: "),
+        ('"x"', "FILE line 1 is 'x', not an object"),
+        ('{"question": "x"}', "FILE line 1 has none of `prompt`, `messages` and `text`, only 'question'"),
+        ('{"prompt": 1}', "FILE line 1 has none of `prompt`, `messages` and `text`, only 'prompt'"),
+        ('{"messages": [1]}', "FILE line 1 has `messages` that hold 1, not an object"),
+        ('{"prompt": "\\ud800"}', "FILE line 1 is not UTF-8"),
+        ('{"text": "' + "x" * 100_000 + '"}', "FILE line 1 has "),
+        ('{"text": "x"}\n' * 257, "FILE has more than 256 prompts"),
+    ],
+)
+def test_a_file_that_holds_no_prompts(tmp_path: Path, plain: Tokenizer, content: str, message: str) -> None:
+    path = written(tmp_path / "prompts.jsonl", content)
+    with pytest.raises(SourceError) as caught:
+        read(path, plain)
+    assert caught.value.message.replace(str(path), "FILE").startswith(message)
+
+
+def test_files_that_are_none(tmp_path: Path, plain: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SourceError, match="pipe is not a regular file$"):
+        read(tmp_path / "pipe", plain)
+    with pytest.raises(SourceError, match=r"nothing cannot be read: No such file or directory$"):
+        read(tmp_path / "nothing", plain)
+    (tmp_path / "latin.txt").write_bytes(b"fine\nGr\xf6\xdfe")
+    with pytest.raises(SourceError, match=r"latin\.txt line 2 is not UTF-8$"):
+        read(tmp_path / "latin.txt", plain)
+    monkeypatch.setattr(module, "_MAX_FILE", 3)
+    with pytest.raises(SourceError, match=r"latin\.txt is larger than 3 bytes$"):
+        read(tmp_path / "latin.txt", plain)
+
+
+def test_tokens_that_the_model_does_not_have(plain: Tokenizer) -> None:
+    with pytest.raises(SourceError, match=r"^the tokenizer of .*tiny-qwen3 gives token \d+, the model has 100$"):
+        read(None, plain, vocabulary=100)

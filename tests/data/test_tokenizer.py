@@ -1,0 +1,212 @@
+"""A checkpoint's tokenizer is loaded, with nothing of the checkpoint executed, opened elsewhere or waited for."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from conftest import EXAMPLE, change_json
+from openquant.data import tokenizer as module
+from openquant.data.tokenizer import PROBE, load
+from openquant.errors import SourceError
+
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A directory with the example's tokenizer."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EXAMPLE / name, directory)
+    return directory
+
+
+def configure(model: Path, **settings: Any) -> None:
+    change_json(model / "tokenizer_config.json", lambda found: found.update(settings))
+
+
+def refusal(model: Path) -> str:
+    with pytest.raises(SourceError) as caught:
+        load(model)
+    return str(caught.value).replace(str(model), "DIR")
+
+
+def test_a_tokenizer_is_that_of_transformers(model: Path) -> None:
+    tokenizer, plain = load(model), AutoTokenizer.from_pretrained(EXAMPLE, local_files_only=True)
+    ids = plain(PROBE, add_special_tokens=False)["input_ids"]
+    assert tokenizer.encode(PROBE) == ids
+    assert tokenizer.decode(ids) == PROBE
+    assert (tokenizer.prefix, tokenizer.template, len(tokenizer.digest)) == ((), None, 64)
+    assert tokenizer.decode([0]) == "<|endoftext|>"
+
+
+def test_what_a_tokenizer_sets_before_a_text_is_known(model: Path) -> None:
+    def with_beginning(found: dict[str, Any]) -> None:
+        piece = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+        text = {"Sequence": {"id": "A", "type_id": 0}}
+        found["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [piece, text, piece],
+            "pair": [piece, text, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+        }
+
+    change_json(model / "tokenizer.json", with_beginning)
+    tokenizer = load(model)
+    assert tokenizer.prefix == (0,)
+    assert tokenizer.encode("Hello") == load(EXAMPLE).encode("Hello")
+
+
+@pytest.mark.parametrize("place", ["jinja", "config", "named", "processor"])
+def test_the_template_is_found_wherever_it_is(model: Path, place: str) -> None:
+    template = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+    if place == "jinja":
+        (model / "chat_template.jinja").write_text(template)
+        configure(model, chat_template="another")
+    elif place == "config":
+        configure(model, chat_template=template)
+    elif place == "named":
+        several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": template}]
+        configure(model, chat_template=several)
+    else:
+        (model / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert load(model).chats([CHAT], ["a"]) == ["Hi<|endoftext|>"]
+
+
+def test_a_model_without_a_template_takes_no_chats(model: Path) -> None:
+    with pytest.raises(SourceError, match=r"model has no chat template, which chats\.jsonl line 1 needs$"):
+        load(model).chats([CHAT], ["chats.jsonl line 1"])
+
+
+def test_nothing_of_a_checkpoint_is_executed_or_opened_elsewhere(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = f"open({str(tmp_path / 'planted')!r}, 'w')\nclass Mine: pass\n"
+    for name in ("tokenization_mine.py", "tokenizer.py", "sitecustomize.py"):
+        (model / name).write_text(code)
+    (model / "tokenizer.pkl").write_bytes(b"cos\nsystem\n(S'touch planted'\ntR.")
+    os.mkfifo(model / "vocab_elsewhere")
+    mine = {"AutoTokenizer": ["tokenization_mine.Mine", "tokenization_mine.Mine"]}
+    elsewhere = str(model / "vocab_elsewhere")
+    configure(model, auto_map=mine, vocab_file=elsewhere, tokenizer_file=elsewhere, merges_file=elsewhere)
+    change_json(model / "config.json", lambda found: found.update(auto_map={"AutoConfig": "tokenization_mine.Mine"}))
+    special = {"eos_token": "<|endoftext|>", "vocab_file": elsewhere, "tokenizer_file": elsewhere}
+    (model / "special_tokens_map.json").write_text(json.dumps(special))
+
+    def connect(*_: object) -> None:
+        raise AssertionError("it goes to the network")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    monkeypatch.setattr("builtins.input", connect)
+    assert load(model).encode(PROBE) == load(EXAMPLE).encode(PROBE)
+    assert not (tmp_path / "planted").exists()
+
+
+def test_a_tokenizer_that_multiplies_texts_is_not_loaded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = {"type": "Replace", "pattern": {"Regex": "."}, "content": "b" * 1000}
+    change_json(model / "tokenizer.json", lambda found: found.update(normalizer=many))
+    monkeypatch.setattr(module, "_load", None)
+    assert re.match(r"the tokenizer of DIR makes [\d,]+ tokens of [\d,]+ characters", refusal(model))
+
+
+def test_the_template_is_none_of_the_loader_s_business(model: Path) -> None:
+    """It would be compiled there without bounds."""
+    configure(model, chat_template="{% set x = 9 ** (9 ** 9) %}")
+    assert load(model).inner.chat_template is None
+
+
+def test_a_directory_without_a_tokenizer_says_so(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    assert refusal(model).startswith("DIR has no tokenizer: none of tokenizer.json, ")
+
+
+def damaged(name: str, data: bytes | None) -> Any:
+    def damage(model: Path) -> None:
+        (model / name).unlink(missing_ok=True)
+        if data is None:
+            os.mkfifo(model / name)
+        else:
+            (model / name).write_bytes(data)
+
+    return damage
+
+
+def panicking(model: Path) -> None:
+    """What the Rust code does not expect: a table of characters that is empty."""
+    change_json(
+        model / "tokenizer.json",
+        lambda found: found.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "A" * 16}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damaged("tokenizer.json", None), "DIR/tokenizer.json is not a regular file"),
+        (damaged("tokenizer.json", b"{}"), "the tokenizer of DIR cannot be loaded: "),
+        (damaged("tokenizer.json", b'{"a":' * 100_000), "the tokenizer of DIR cannot be loaded: "),
+        (damaged("tokenizer_config.json", b"[]"), "tokenizer_config.json is [], not a JSON object"),
+        (damaged("tokenizer_config.json", b"{"), "tokenizer_config.json is not valid JSON: "),
+        (damaged("chat_template.jinja", b"\xff"), "chat_template.jinja is not UTF-8: "),
+        (damaged("chat_template.jinja", b" " * (2 << 20)), "DIR/chat_template.jinja is larger than 1,048,576 bytes"),
+        *(
+            (
+                lambda model, name=name: configure(model, tokenizer_class=name),
+                f"tokenizer_config.json has tokenizer_class {name!r}",
+            )
+            for name in ("AutoModelForCausalLM", "pipeline", "AutoTokenizer", ["LlamaTokenizer"], "\x1b[2JTokenizer")
+        ),
+        (panicking, "the tokenizer of DIR fails on 'a': PanicException: "),
+    ],
+)
+def test_a_damaged_tokenizer_is_an_error(model: Path, damage: Any, message: str) -> None:
+    damage(model)
+    said = refusal(model)
+    assert said.startswith(message) and said.isprintable() and len(said) < 400
+
+
+def test_a_file_is_read_only_so_far(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_FILE", 1000)
+    assert refusal(model) == "DIR/tokenizer.json is larger than 1,000 bytes"
+
+
+def swap(found: dict[str, Any]) -> None:
+    vocab = found["model"]["vocab"]
+    first, second = list(vocab)[1000:1002]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "differences"),
+    [
+        ("tokenizer.json", dict, ()),
+        ("tokenizer.json", swap, ("2 of 2048 tokens", "how text becomes tokens")),
+        ("tokenizer.json", lambda found: found["model"]["merges"].pop(), ("how text becomes tokens",)),
+        ("tokenizer_config.json", lambda found: found.update(eos_token="the"), None),
+        ("tokenizer_config.json", lambda found: found.update(chat_template="x"), ("the chat template",)),
+    ],
+)
+def test_a_changed_tokenizer_is_noticed(model: Path, file: str, change: Any, differences: tuple[str, ...]) -> None:
+    ours = load(EXAMPLE)
+    change_json(model / file, change)
+    found = ours.differences(load(model))
+    if differences is None:
+        assert "the special tokens" in found
+    else:
+        assert found == differences
+    assert load(model).differences(load(model)) == ()
+
+
+def test_what_a_tokenizer_cannot_encode_is_an_error() -> None:
+    with pytest.raises(SourceError, match=re.escape(f"the tokenizer of {EXAMPLE} fails on 'a\\ud800': ")):
+        load(EXAMPLE).encode("a\ud800")

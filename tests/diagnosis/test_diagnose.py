@@ -1,0 +1,459 @@
+"""What diagnose says of each layer: against plain loops, and against what verify says of a real conversion."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from bisect import bisect
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import EXAMPLE, run_openquant
+from openquant import Diagnosis, compress, dequantize, diagnose, verify
+from openquant.diagnosis.diagnose import sample_step
+from openquant.diagnosis.result import DYNAMIC_RANGE, LayerDiagnosis
+from openquant.errors import SourceError, UsageError
+from openquant.files.checkpoint import open_checkpoint
+from openquant.formats.clip_search import searched
+from openquant.formats.format import grid_of
+from openquant.formats.schemes import (
+    BLOCK,
+    CHANNEL,
+    INT4_W4A16,
+    INT8_W8A8,
+    INT8_W8A16,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    SCHEMES,
+    TENSOR,
+    Scheme,
+)
+from openquant.plan.plan import make_plan
+from openquant.report.diagnosis import diagnosis_text
+from support import small_checkpoints
+from support.conversions import Shelf
+from support.quantized_checkpoints import BLOCKS, by_blocks, store
+
+DOWN = "model.layers.0.mlp.down_proj"
+FULL = [TENSOR, CHANNEL, BLOCK, MXFP8, INT8_W8A8, INT8_W8A16, MXFP4, INT4_W4A16, NVFP4]
+
+
+def model(root: Path, **layers: torch.Tensor) -> Path:
+    """A checkpoint of nothing but the layers of model.layers.0: mlp__down_proj=weight."""
+    named = {f"model.layers.0.{name.replace('__', '.')}.weight": weight for name, weight in layers.items()}
+    return small_checkpoints.write(root, weights=named)
+
+
+def noise(*shape: int, seed: int = 0, scale: float = 0.05, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def only(found: Diagnosis) -> LayerDiagnosis:
+    assert [layer.module for layer in found.layers] == [DOWN]
+    return found.layers[0]
+
+
+def stored_by_loop(weight: np.ndarray, scheme: Scheme, largest: float) -> tuple[float, float, float, float]:
+    """The errors of all and of rows, and the shares that become zero and subnormal, of a weight [out, in], one weight
+    after the other.
+    """
+    form, number = scheme.format, scheme.format.number
+    values = sorted({float(value) for value in number.values() if abs(value) <= number.largest})
+    odd = {value: (place - values.index(0)) % 2 for place, value in enumerate(values)}
+    (rows, cols), (down, along) = weight.shape, grid_of(form.group, weight.shape)
+    height, width = rows // down, cols // along
+    off, signal = [0.0] * rows, [0.0] * rows
+    zeros = subnormal = 0
+    for top in range(down):
+        for left in range(along):
+            group = weight[top * height : (top + 1) * height, left * width : (left + 1) * width]
+            absmax = largest if form.shared else np.abs(group).max()
+            divisor = form.divisor(np.asarray(largest, np.float32))
+            scale = float(form.scales(np.asarray(absmax, np.float32), divisor))
+            if scheme.ratios:
+                bits = group.astype(np.float32).view(np.uint32)
+                alone = np.full((1, 1), absmax, np.float32)
+                scale = searched(bits, "F32", alone, form, scheme.ratios, divisor).item()
+            for number_of, value in enumerate(group.reshape(-1)):
+                row = top * height + number_of // width
+                quotient = float(value) / scale
+                # Of two as near the even one.
+                place = bisect(values, quotient)
+                near = values[max(0, place - 1) : place + 1]
+                code = min(near, key=lambda each: (abs(each - quotient), odd[each]))
+                off[row] += (code * scale - float(value)) ** 2
+                signal[row] += float(value) ** 2
+                zeros += code == 0 and value != 0
+                subnormal += 0 < abs(code) < number.normal
+    mean_square = sum(one / other for one, other in zip(off, signal, strict=True) if other) / rows
+    return math.sqrt(sum(off) / sum(signal)), math.sqrt(mean_square), zeros / weight.size, subnormal / weight.size
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_figures_are_those_of_a_plain_loop(tmp_path: Path, dtype: torch.dtype) -> None:
+    weight = noise(128, 128, dtype=dtype)
+    # Something becomes zero, something is zero, one weight stands out.
+    weight[3, :20], weight[5, 7], weight[9], weight[11, 5] = 1e-6, 40.0, 0.0, 0.0
+    layer = only(diagnose(model(tmp_path / "model", mlp__down_proj=weight)))
+    plain = weight.double().numpy()
+    magnitudes = np.sort(np.abs(plain[plain != 0]))
+    assert (layer.shape, layer.rows, layer.max) == ((128, 128), 128, 40.0)
+    assert layer.mean == pytest.approx(np.abs(plain).mean(), rel=1e-6)
+    assert layer.std == pytest.approx(plain.std(), rel=1e-6)
+    assert layer.outlier_ratio == pytest.approx(40 / np.abs(plain).mean(), rel=1e-6)
+    first = magnitudes[math.ceil(magnitudes.size / 100) - 1]
+    assert layer.dynamic_range == pytest.approx(40 / first, rel=0 if dtype == torch.bfloat16 else 1 / 128)
+    assert layer.flags == ("outliers", "range")
+    for name, scheme in SCHEMES.items():
+        error, row_error, zeros, subnormal = stored_by_loop(plain, scheme, 40.0)
+        assert layer.errors[name] == pytest.approx(error, rel=1e-4), name
+        assert layer.row_errors[name] == pytest.approx(row_error, rel=1e-4), name
+        assert (layer.zero_shares[name], layer.subnormal_shares[name]) == pytest.approx((zeros, subnormal)), name
+    assert layer.zero_shares["tensor"] and layer.subnormal_shares["tensor"]
+
+
+@cache
+def diagnosed(source: Path) -> dict[str, LayerDiagnosis]:
+    """All rows of all layers in all schemes."""
+    return {layer.module: layer for layer in diagnose(source, full=True).layers}
+
+
+@pytest.mark.parametrize("scheme", FULL, ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Llama4ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_errors_are_those_that_verify_finds(shelf: Shelf, architecture: str, scheme: Scheme) -> None:
+    """Joined layers in different shards, experts in tensors of their own, and stacked with rows as columns."""
+    if small_checkpoints.refused(architecture, scheme):
+        return
+    source, output, _ = shelf.converted(architecture, scheme)
+    found = diagnosed(source)
+    errors = verify(output, source, full=True).errors
+    assert len(errors) >= 14
+    for error in errors:
+        assert found[error.module].errors[scheme.name] == pytest.approx(error.relative, rel=1e-6), error.module
+        assert found[error.module].shape == error.shape
+
+
+def spiked(rows: int = 1024, cols: int = 512) -> torch.Tensor:
+    """A layer of which one weight dominates the norm, in a row that no step meets."""
+    weight = noise(rows, cols)
+    weight[rows // 2 + 1, 300] = 900.0
+    return weight
+
+
+@pytest.mark.parametrize("make", [noise, spiked])
+def test_a_sample_says_nearly_what_all_rows_say(tmp_path: Path, make: Callable[[int, int], torch.Tensor]) -> None:
+    source = model(tmp_path / "model", mlp__down_proj=make(1024, 512))
+    sampled, full = diagnose(source), diagnose(source, full=True)
+    layer, exact = only(sampled), only(full)
+    assert sampled.rows_read == layer.rows / 1024 < 0.25 < full.rows_read == 1.0
+    assert exact.rows == 1024
+    same = ("max", "mean", "std", "outlier_ratio", "flags")
+    assert [getattr(layer, name) for name in same] == [getattr(exact, name) for name in same]
+    assert layer.dynamic_range == pytest.approx(exact.dynamic_range, rel=0.1)
+    for name in SCHEMES:
+        assert layer.errors[name] == pytest.approx(exact.errors[name], rel=0.03), name
+        assert layer.row_errors[name] == pytest.approx(exact.row_errors[name], rel=0.03), name
+
+
+def test_the_step_is_odd_and_measures_enough() -> None:
+    assert [sample_step(shape) for shape in [(1, 5000), (256, 1024), (128, 4096), (2048, 2048), (53248, 16384)]] == [
+        1, 1, 5, 65, 1665,
+    ]  # fmt: skip
+
+
+def test_a_sample_is_always_the_same(tmp_path: Path) -> None:
+    source = model(tmp_path / "model", mlp__down_proj=noise(700, 1024), mlp__up_proj=noise(900, 640, seed=1))
+    assert diagnose(source, workers=1) == diagnose(source, workers=3)
+
+
+def test_flags_at_their_limits(tmp_path: Path) -> None:
+    def flags(weight: torch.Tensor) -> tuple[str, ...]:
+        return only(diagnose(model(tmp_path / "model", mlp__down_proj=weight))).flags
+
+    # 19 weights of one and one of x: the mean is (19 + x) / 20, so x = 380 / 0 is never reached; 400 weights: x = 21.
+    ones = torch.ones(1, 400, dtype=torch.float32)
+    ones[0, 0] = 20 * 399 / 380
+    assert flags(ones) == ()
+    ones[0, 0] *= 1.0001
+    assert flags(ones) == ("outliers",)
+
+    # One weight in a hundred is the percentile, and a second one is not.
+    wide = torch.full((1, 200), 3000.0)
+    wide[0, 0], wide[0, 1], wide[0, 2] = DYNAMIC_RANGE, 1, 1
+    assert flags(wide) == ()
+    wide[0, 0] += 1
+    assert flags(wide) == ("range",)
+    wide[0, 1] = 2
+    assert flags(wide) == ()
+
+    narrow = torch.tensor([[1.0, -1.0] * 64]) * 0.001
+    assert flags(narrow * 1.001) == ()
+    assert flags(narrow * 0.999) == ("small",)
+
+    large = torch.ones(1, 1, dtype=torch.float32) * 65504
+    assert flags(large) == ("small",)
+    assert flags(large * 1.001) == ("small", "large")
+
+
+def test_a_layer_of_zeros_has_figures(tmp_path: Path) -> None:
+    source = model(tmp_path / "model", mlp__down_proj=torch.zeros(256, 128, dtype=torch.float32))
+    for full in (False, True):
+        layer = only(diagnose(source, full=full))
+        assert (layer.max, layer.mean, layer.std, layer.outlier_ratio, layer.dynamic_range) == (0, 0, 0, 0, 0)
+        assert (layer.flags, layer.errors, layer.zero_shares["tensor"]) == (("zero",), dict.fromkeys(SCHEMES, 0.0), 0)
+
+
+def test_all_but_one_weight_zero(tmp_path: Path) -> None:
+    weight = torch.zeros(4096, 256, dtype=torch.bfloat16)
+    weight[4000, 3] = 1.0
+    layer = only(diagnose(model(tmp_path / "model", mlp__down_proj=weight)))
+    assert (layer.max, layer.mean, layer.outlier_ratio, layer.dynamic_range) == (1.0, 2.0**-20, 2.0**20, 1.0)
+    rounded = {"int8-weights": pytest.approx(0, abs=1e-5), "int4": pytest.approx(0, abs=2e-3)}
+    assert layer.row_errors == dict.fromkeys(SCHEMES, 0.0) | rounded
+    assert layer.errors["tensor"] == 0
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (1, 256), (130, 96), (3, 1), (257, 33)])
+def test_what_a_scheme_cannot_store_has_no_error(tmp_path: Path, shape: tuple[int, int]) -> None:
+    layer = only(diagnose(model(tmp_path / "model", mlp__down_proj=noise(*shape))))
+    stored = {name for name, error in layer.errors.items() if error is not None}
+    assert stored == {name for name, scheme in SCHEMES.items() if scheme.format.misfit(shape) is None}
+    assert {"tensor", "channel", "int8"} <= stored
+    assert {name for name, share in layer.zero_shares.items() if share is not None} == stored
+    assert layer.rows == shape[0]
+
+
+def test_joined_layers_share_the_scale_of_one_per_tensor(tmp_path: Path) -> None:
+    up, gate = noise(128, 128), noise(128, 128, seed=1)
+    alone = diagnose(model(tmp_path / "alone", mlp__up_proj=up)).layers[0]
+    gate[0, 0] = 9000.0
+    found = diagnose(model(tmp_path / "both", mlp__gate_proj=gate, mlp__up_proj=up)).layers[1]
+    assert found.module == alone.module
+    assert found.max == alone.max
+    assert found.errors["tensor"] > 5 * alone.errors["tensor"]
+    assert found.zero_shares["tensor"] > 0.1 > 0.001 > alone.zero_shares["tensor"]
+    # Under a global scale that is far too large for it, its own are small, and of few bits.
+    assert found.errors["nvfp4"] > 1.1 * alone.errors["nvfp4"]
+    shared = dict.fromkeys(("tensor", "nvfp4", "nvfp4-w4a4"), 0)
+    assert {**found.errors, **shared} == {**alone.errors, **shared}
+    # Beyond what one scale may hold for its neighbour, it cannot be stored either.
+    gate[0, 0] = 70000.0
+    found = diagnose(model(tmp_path / "large", mlp__gate_proj=gate, mlp__up_proj=up)).layers[1]
+    assert (found.errors["tensor"], found.flags) == (None, ("large",))
+
+
+def test_a_quantized_source_is_what_it_stands_for(tmp_path: Path) -> None:
+    """Codes that stay lose nothing; any other scheme rounds what they stand for."""
+    source = store(tmp_path / "blocks", by_blocks(), BLOCKS)
+    found = diagnose(source, full=True)
+    assert len(found.layers) == 14
+    compress(source, tmp_path / "channel", "channel")
+    for root in (source, tmp_path / "channel"):
+        dequantize(root, tmp_path / f"{root.name}-plain")
+    before, after = (small_checkpoints.read(tmp_path / f"{name}-plain") for name in ("blocks", "channel"))
+    for layer in found.layers:
+        plain, other = (weights[f"{layer.module}.weight"].double() for weights in (before, after))
+        assert layer.max == pytest.approx(float(plain.abs().max()), rel=1e-2)
+        assert layer.errors["channel"] == pytest.approx(float((other - plain).norm() / plain.norm()), rel=0.05)
+        assert (layer.errors["block"], layer.row_errors["block"], layer.zero_shares["block"]) == (0, 0, 0)
+
+
+def test_codes_per_tensor_stay_where_all_that_is_joined_has_one_scale(tmp_path: Path) -> None:
+    compress(small_checkpoints.write(tmp_path / "source"), tmp_path / "tensor")
+    compress(tmp_path / "source", tmp_path / "channel", "channel")
+    assert {layer.errors["tensor"] for layer in diagnose(tmp_path / "tensor").layers} == {0.0}
+    found = diagnose(tmp_path / "channel")
+    assert {layer.errors["channel"] for layer in found.layers} == {0.0}
+    assert min(layer.errors["tensor"] or 0 for layer in found.layers) > 0.01
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("row", [0, 500])
+def test_no_number_among_the_weights(tmp_path: Path, value: float, row: int) -> None:
+    weight = noise(1024, 512)
+    weight[row, 5] = value
+    source = model(tmp_path / "model", mlp__down_proj=weight, mlp__up_proj=noise(64, 64))
+    with pytest.raises(SourceError) as caught:
+        diagnose(source)
+    assert caught.value.message == f"{DOWN}.weight in model.safetensors holds NaN or infinity"
+    done = run_openquant("diagnose", source)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {caught.value.message}\nhint: the weights are damaged")
+    # As it says.
+    assert len(diagnose(source, ignore=["**.down_proj"]).layers) == 1
+
+
+def test_experts_of_stacks_are_layers(shelf: Shelf) -> None:
+    source = shelf.source("Llama4ForCausalLM")
+    found = diagnose(source)
+    weights = small_checkpoints.read(source)
+    stack = weights["model.layers.1.feed_forward.experts.gate_up_proj"]
+    layers = {layer.module: layer for layer in found.layers}
+    up = stack[2, :, 128:].T.double()
+    layer = layers["model.layers.1.feed_forward.experts.2.up_proj"]
+    assert (layer.shape, layer.max) == (tuple(up.shape), float(up.abs().max()))
+    assert layer.mean == pytest.approx(float(up.abs().mean()), rel=1e-6)
+    assert sum(".experts." in module for module in layers) == 12
+
+
+def test_tensors_that_stay_unquantized_are_looked_at(tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM", shards=5, vocab=128)
+    assert diagnose(source).not_finite == {}
+
+    def change(held: dict[str, torch.Tensor]) -> None:
+        held["model.norm.weight"][3] = math.nan
+        held["model.embed_tokens.weight"][-1, -2:] = math.inf
+        held["model.layers.1.self_attn.q_proj.weight"][0, 0] = math.nan
+
+    small_checkpoints.change_weights(source, change)
+    found = diagnose(source, ignore=["**.q_proj"], workers=3)
+    assert found.not_finite == {
+        "model.embed_tokens.weight": "infinity (2 values)",
+        "model.layers.1.self_attn.q_proj.weight": "NaN (1 value)",
+        "model.norm.weight": "NaN (1 value)",
+    }
+    assert found.to_json()["not_finite"] == found.not_finite
+    assert "model.embed_tokens.weight holds infinity (2 values), model.layers.1" in diagnosis_text(found, every=False)
+
+
+@pytest.mark.parametrize("architecture", small_checkpoints.ARCHITECTURES)
+def test_every_architecture_has_all_its_layers_measured(shelf: Shelf, architecture: str) -> None:
+    if small_checkpoints.refused(architecture, CHANNEL):
+        return
+    source = shelf.source(architecture)
+    found = diagnose(source, "channel")
+    plan = make_plan(open_checkpoint(source), CHANNEL)
+    assert [layer.module for layer in found.layers] == [weight.module for weight, _ in plan.fates.quantized]
+    for layer in found.layers:
+        # What small_checkpoints.tensors makes, deviating by 0.05; the smallest layers have a thousand weights.
+        assert layer.std == pytest.approx(0.05, rel=0.1)
+        assert layer.errors["channel"] == pytest.approx(0.0262, rel=0.1)
+        assert layer.flags == ()
+
+
+def test_progress_and_an_end_before_all_is_read(example: Path) -> None:
+    told: list[tuple[int, int]] = []
+    weights = 6_291_456  # bytes of the layers, as README.md has it of their sum
+    others = sum(info.nbytes for info in open_checkpoint(example).tensors.values()) - weights
+    diagnose(example, progress=lambda done, total: told.append((done, total)))
+    assert (told[-1], len({total for _, total in told})) == ((weights + others, weights + others), 1)
+    told.clear()
+    diagnose(example, full=True, progress=lambda done, total: told.append((done, total)))
+    assert told[-1] == (2 * weights + others, 2 * weights + others)
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        diagnose(example, workers=3, progress=interrupt)
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("openquant")] == []
+
+
+def test_sound_layers_raise_no_flag(example: Path) -> None:
+    """The thresholds are above what trained layers and normal weights have."""
+    found = diagnose(example, full=True)
+    assert {layer.flags for layer in found.layers} == {()}
+    assert max(layer.dynamic_range for layer in found.layers) < DYNAMIC_RANGE / 40
+    assert max(layer.outlier_ratio for layer in found.layers) < 10
+    assert (found.advice, found.options) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"workers": 0}, "0 workers cannot work"),
+        ({"scratch": "there"}, "scratch is where stream=True keeps shards"),
+        ({"scheme": "int3"}, "int3 is not a scheme"),
+        ({"stream": True}, f"{EXAMPLE} is a local directory, nothing of it can be streamed"),
+        ({"ignore": ["**"]}, None),
+        ({"ignore": "**"}, None),
+    ],
+)
+def test_options_that_do_not_go(example: Path, given: dict[str, object], message: str | None) -> None:
+    if message is None:
+        found = diagnose(example, **given)  # type: ignore[arg-type]
+        assert (found.layers, found.rows_read) == ((), 1.0)
+        return
+    with pytest.raises(UsageError) as caught:
+        diagnose(example, **given)  # type: ignore[arg-type]
+    assert caught.value.message == message
+
+
+def test_names_are_listed_by_another_verb(example: Path) -> None:
+    with pytest.raises(UsageError, match="^ignore zzz matches no module$") as caught:
+        diagnose(example, ignore=["zzz"])
+    assert caught.value.hint.endswith("; openquant.compress(dry_run=True) lists them")
+
+
+def test_the_table_and_json(example: Path) -> None:
+    done = run_openquant("diagnose", example)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[:2] == [
+        f"{example}: Qwen3ForCausalLM, --scheme tensor",
+        "28 layers, measured on all their rows",
+    ]
+    assert sum(line.startswith("model.layers.") for line in lines) == 20
+    assert lines[-2:] == [
+        "no layer is out of the ordinary",
+        "no other scheme that can be mixed in halves the error of a layer",
+    ]
+    every = run_openquant("diagnose", example, "--verbose").stdout.splitlines()
+    assert [line.split()[0] for line in every if line.startswith("model.layers.")][:28] == [
+        layer.module for layer in diagnose(example).layers
+    ]
+    done = run_openquant("diagnose", example, "--json", "--scheme", "channel", "--full")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout, parse_constant=pytest.fail)
+    assert found == json.loads(json.dumps(diagnose(example, "channel", full=True).to_json())) | {"model": str(example)}
+    assert (found["scheme"], found["rows_read"], len(found["layers"])) == ("channel", 1.0, 28)
+    layer = found["layers"][0]
+    assert layer["zero_share"] == layer["zero_shares"]["channel"]
+    assert layer["subnormal_share"] == layer["subnormal_shares"]["channel"] > 0
+
+
+def test_the_table_says_what_was_measured(tmp_path: Path) -> None:
+    done = run_openquant("diagnose", model(tmp_path / "model", mlp__down_proj=spiked(), mlp__up_proj=noise(1, 128)))
+    lines = done.stdout.splitlines()
+    assert lines[1] == "2 layers, measured on 11 % of their rows, spread evenly; the largest weight and scales from all"
+    assert "outliers: 1 of 2 layers: the largest weight is more than 20 times the mean magnitude: " + DOWN in lines
+
+
+@pytest.mark.parametrize("power", [110, -80])
+def test_figures_of_weights_whose_squares_no_float32_holds(tmp_path: Path, power: int) -> None:
+    plain, other = (
+        only(diagnose(model(tmp_path / str(shift), mlp__down_proj=noise(256, 128) * 2.0**shift)))
+        for shift in (0, power)
+    )
+    assert (other.mean, other.std) == pytest.approx((plain.mean * 2.0**power, plain.std * 2.0**power), rel=1e-5)
+    for name in ("channel", "block", "mxfp8", "int8"):
+        assert other.errors[name] == pytest.approx(plain.errors[name], rel=1e-5), name
+        assert other.row_errors[name] == pytest.approx(plain.row_errors[name], rel=1e-5), name
+
+
+def test_names_do_not_move_the_cursor(tmp_path: Path) -> None:
+    done = run_openquant(
+        "diagnose", model(tmp_path / "a\x1b[31mb", mlp__down_proj=spiked(), mlp__up_proj=noise(1, 128))
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    assert done.stdout.startswith(f"{tmp_path}/a\\x1b[31mb: ")
+
+
+def test_no_more_threads_are_started_than_there_is_work_for(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda self: (started.append(self), start(self)))
+    few = diagnose(example, workers=1)
+    alone = len(started)
+    started.clear()
+    assert diagnose(example, workers=100_000) == few
+    assert len(started) - alone < max(16, os.cpu_count() or 1)

@@ -1,0 +1,51 @@
+"""Which models answer to prompts, and to which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from conftest import EXAMPLE
+from openquant.data.tokenizer import load
+from openquant.errors import SourceError
+from openquant.evaluation import answers
+from openquant.evaluation.answers import UNASKED, asked, fits
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "memory", "by_user", "answers_it"),
+    [
+        (500, 1000, True, True),
+        (501, 1000, True, False),
+        (501, 1000, False, False),
+        (UNASKED, 1 << 40, False, True),
+        (UNASKED + 1, 1 << 40, False, False),
+        (UNASKED + 1, 1 << 40, True, True),
+    ],
+)
+def test_models_answer_in_half_of_the_free_memory_and_large_ones_if_asked(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int, memory: int, by_user: bool, answers_it: bool
+) -> None:
+    monkeypatch.setattr(answers, "available_memory", lambda: memory)
+    assert fits(nbytes, by_user) is answers_it
+
+
+def test_prompts_of_the_users_own_are_all_answered(tmp_path: Path) -> None:
+    tokenizer = load(EXAMPLE)
+    file = tmp_path / "prompts.txt"
+    file.write_text("".join(f"import number{number}\n" for number in range(6)))
+    assert len(asked(file, tokenizer, 2048, 1000)) == 6
+    assert len(asked(None, tokenizer, 2048, 1000)) == 4
+    assert asked(None, tokenizer, 2048, UNASKED + 1) == ()
+
+
+def test_a_file_of_prompts_is_read_even_where_no_model_has_room(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(answers, "available_memory", lambda: 1000)
+    tokenizer, file = load(EXAMPLE), tmp_path / "prompts.txt"
+    with pytest.raises(SourceError, match=r"prompts\.txt"):
+        asked(file, tokenizer, 2048, 501)
+    file.write_text("import\n")
+    assert asked(file, tokenizer, 2048, 501) == ()

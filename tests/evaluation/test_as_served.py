@@ -1,0 +1,93 @@
+"""An output computes as engines serve it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import EXAMPLE
+from openquant.data.prompts import read
+from openquant.data.tokenizer import load
+from openquant.errors import SourceError
+from openquant.evaluation.activation_rounding import RoundedCache, rounded
+from openquant.evaluation.answers import answers
+from openquant.evaluation.as_served import Served, logits
+from openquant.files.checkpoint import open_checkpoint
+from openquant.formats.activations import Inputs
+from openquant.formats.numbers import E4M3
+from openquant.streaming.model import StreamedModel
+from support import small_checkpoints
+from support.quantized_checkpoints import PER_TENSOR, STATIC, by_tensor, store
+
+STATIC_INPUTS = Inputs(E4M3, (None, None), static=True)
+LAYER = "model.layers.1"
+
+
+def served(root: Path, **options: Any) -> Served:
+    checkpoint = open_checkpoint(root)
+    return Served(root.name, checkpoint, StreamedModel(checkpoint), **options)
+
+
+def test_what_engines_merge_has_the_largest_static_scale(tmp_path: Path) -> None:
+    root = store(tmp_path / "static", by_tensor(**STATIC), PER_TENSOR)
+    larger = {"self_attn.k_proj": 2.0, "self_attn.o_proj": 8.0, "mlp.gate_proj": 3.0}
+    expected = {
+        **dict.fromkeys([f"self_attn.{letter}_proj" for letter in "qkv"], 2.0),
+        **dict.fromkeys(["mlp.gate_proj", "mlp.up_proj"], 3.0),
+        "self_attn.o_proj": 8.0,
+        "mlp.down_proj": 0.25,
+    }
+
+    def change(held: dict[str, torch.Tensor]) -> None:
+        held.update({f"{LAYER}.{name}.input_scale": torch.tensor(scale) for name, scale in larger.items()})
+        # Engines have the largest of those that are there.
+        del held[f"{LAYER}.self_attn.v_proj.input_scale"]
+
+    small_checkpoints.change_weights(root, change)
+    output = served(root)
+    with output.model.resident() as model, output.around():
+        for name, scale in expected.items():
+            layer = model.get_submodule(f"{LAYER}.{name}")
+            x = 1000 * torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
+            assert torch.equal(layer(x), torch.nn.functional.linear(rounded(x, STATIC_INPUTS, scale), layer.weight))
+    # All of them are there when the layer computes, wherever they lie.
+    assert {f"{LAYER}.self_attn.k_proj.input_scale", f"{LAYER}.mlp.up_proj.input_scale"} <= set(output.scales[LAYER])
+
+
+def test_a_static_scale_that_no_member_has_is_missed(tmp_path: Path) -> None:
+    root = store(tmp_path / "static", by_tensor(**STATIC), PER_TENSOR)
+    small_checkpoints.change_weights(root, lambda held: held.pop(f"{LAYER}.mlp.down_proj.input_scale"))
+    output = served(root)
+    with (
+        output.model.resident() as model,
+        output.around(),
+        pytest.raises(
+            SourceError, match=f"^{LAYER}.mlp.down_proj has no stored scale of its activations, though config"
+        ),
+    ):
+        model(input_ids=torch.arange(4)[None], use_cache=False)
+
+
+def test_texts_are_written_from_keys_and_values_in_fp8(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(EXAMPLE, source)
+    # Far too small, so that it shows.
+    scales = {f"model.layers.{n}.self_attn.{kind}_scale": torch.tensor(0.001) for n in range(4) for kind in "kv"}
+    small_checkpoints.change_weights(source, lambda held: held.update(scales))
+    tokenizer = load(EXAMPLE)
+    prompts = read(None, tokenizer)[:1]
+    output, checkpoint = served(source, kv_cache="fp8"), open_checkpoint(EXAMPLE)
+    [[shown]] = answers(StreamedModel(checkpoint), checkpoint, [output], tokenizer, prompts)
+    assert shown["differs_at"] is not None
+    # As passes over the whole text have it.
+    ids = list(prompts[0].ids)
+    with output.model.resident() as model, output.around():
+        for _ in range(8):
+            cache = RoundedCache(model.config, lambda _: (0.001, 0.001))
+            ids.append(int(logits(output.model, torch.tensor(ids), cache)[-1].argmax()))
+    assert shown["output"].startswith(tokenizer.decode(ids[len(prompts[0].ids) :]))
+    assert served(source).cache() is None

@@ -1,0 +1,412 @@
+"""`openquant eval` and evaluate(): what is opened, written and said."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from conftest import EXAMPLE, ROOT, change_json, heed_ctrl_c
+from openquant import OpenQuantError, calibrate, compress, evaluate
+from openquant.cli.commands import main
+from openquant.errors import OutputError, SourceError, UsageError
+from openquant.evaluation import answers
+from openquant.evaluation import compare as evaluating
+from openquant.evaluation import run as evaluation
+from openquant.evaluation.run import _place as place_of
+from openquant.files.checkpoint import open_checkpoint
+from openquant.files.evaluation import find_evaluation, read_evaluation
+from openquant.hub.source import Source
+from openquant.options import Evaluate
+from openquant.report import pages
+from openquant.report.evaluation import evaluation_text
+from openquant.streaming import offload
+from openquant.streaming.offload import Scratch
+
+SMALL = {"samples": 2, "length": 48}
+# Of texts as long as these, states between layers are worth a file.
+LONGER = {"samples": 2, "length": 128}
+WORDS = ("--samples", "2", "--length", "48")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(compress(EXAMPLE, tmp_path_factory.mktemp("made") / "tiny-FP8", "tensor").output)
+
+
+@pytest.fixture(autouse=True)
+def one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers take most of the time, of which one is enough here."""
+    monkeypatch.setattr(answers, "BUILT_IN", 1)
+
+
+@pytest.fixture
+def output(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made, tmp_path / "tiny-FP8")
+
+
+def test_figures_lie_beside_the_output_and_are_the_same_again(output: Path) -> None:
+    told: list[str] = []
+    steps: list[tuple[int, int]] = []
+    left: list[float] = []
+    found = evaluate(
+        [output],
+        EXAMPLE,
+        **SMALL,
+        begun=told.append,
+        progress=lambda *step: steps.append(step),
+        remaining=left.append,
+    )
+    written = (output / "eval.json").read_bytes()
+    assert json.loads(written) == found.outputs[0] == read_evaluation(output)
+    beside = find_evaluation(open_checkpoint(output))
+    assert beside is not None and beside.files == ["eval.json"]
+    assert told == ["2 documents of 48 tokens: code (1), docs (1); 4 passes"]
+    # Of two texts, all but what comes before the end of the first layer; at the end nothing is left.
+    assert len(steps) - len(left) == 3
+    assert min(left) >= 0 and left[-1] == 0
+    done, total = zip(*steps, strict=True)
+    assert list(done) == sorted(done)
+    # The texts in four passes, and two answers.
+    assert (done[-1], set(total)) == (4 * 2 * 48 + 2 * 64, {4 * 2 * 48 + 2 * 64})
+    (output / "eval.json").unlink()
+    evaluate([str(output)], str(EXAMPLE), **SMALL)
+    assert (output / "eval.json").read_bytes() == written
+    assert [text["source"] != "" for text in found.outputs[0]["texts"]] == [True]
+
+
+def test_the_time_of_answers_is_measured_as_they_are_computed(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[tuple[str, object]] = []
+
+    def recorded(part: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def continued(streamed: object, *args: Any, around: object = None, cache: object = None, **options: Any) -> Any:
+            # Methods of the output, or none.
+            served.append((part, (getattr(around, "__name__", ""), getattr(cache, "__name__", ""))))
+            return inner(streamed, *args, around=around, cache=cache or (lambda: None), **options)
+
+        return continued
+
+    for module in (answers, evaluating):
+        monkeypatch.setattr(module, "continued", recorded(module.__name__, module.continued))
+    evaluate([output], EXAMPLE, **SMALL, remaining=lambda _: None)
+    measured, answered = ([how for part, how in served if part == each.__name__] for each in (evaluating, answers))
+    assert measured[1:] == answered[1:] == [("around", "cache")]
+
+
+def run_main(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    """The command in this process, which has transformers already: its exit code, stdout and stderr."""
+    code = main(list(map(str, words)))
+    return code, *capsys.readouterr()
+
+
+def test_a_command_tells_of_all_outputs_and_writes_to_one_file(
+    output: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(made, tmp_path / "other")
+    (other / ".openquant.json").unlink()
+    words = ("eval", output, other, "--source", EXAMPLE, *WORDS)
+    code, stdout, stderr = run_main(capsys, *words)
+    assert code == 0
+    assert re.fullmatch(r".*; 6 passes\nevaluating: about \d+ seconds? left\n(\d+ % evaluated, .*\n)*", stderr)
+    assert stdout.count("tiny-FP8") == 2 and "with noise: the floor" in stdout
+    assert "note: no text was given" in stdout
+    # Not in what others made, unless asked.
+    assert (output / "eval.json").exists() and not (other / "eval.json").exists()
+    (output / "eval.json").unlink()
+    (tmp_path / "prompts").write_text("import\n")
+    more = ("--json", "--out", tmp_path / "all.json", "--fail-above", "0.0000001", "--prompts", tmp_path / "prompts")
+    code, stdout, stderr = run_main(capsys, *words, *more)
+    assert (code, stderr) == (1, "")
+    found = json.loads(stdout)
+    assert found == json.loads((tmp_path / "all.json").read_text())
+    assert [each["output"]["name"] for each in found["outputs"]] == ["tiny-FP8", "other"]
+    largest = max(each["kl"]["mean"] for each in found["outputs"])
+    assert run_main(capsys, *words, *more[:-4], "--fail-above", f"{1.01 * largest:.15f}")[0] == 0
+    assert not (output / "eval.json").exists()
+
+
+def test_schemes_and_what_calibration_changes_lie_in_one_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Memory, divergence and texts, as docs/evaluation.md has them side by side."""
+    seen = {"calibration": calibrate(EXAMPLE, tmp_path / "found", samples=4, length=64)}
+    made: dict[str, dict[str, Any]] = {
+        "INT8": {"scheme": "int8"},
+        "INT4": {"scheme": "int4"},
+        "INT4-AWQ": {"scheme": "int4", "awq": True, **seen},
+        "INT4-GPTQ": {"scheme": "int4", "gptq": True, "samples": 16, "length": 128},
+        "FP8": {},
+        "FP8-static": {"activation_scheme": "static", **seen},
+    }
+    for name, options in made.items():
+        compress(EXAMPLE, tmp_path / name, **options)
+    code, stdout, _ = run_main(capsys, "eval", *(tmp_path / name for name in made), "--source", EXAMPLE, *WORDS)
+    assert code == 0
+    rows = re.findall(r"^(\S+) +([\d.]+) MB +([\d.e-]+) +\[.*  (\w+)$", stdout, re.MULTILINE)
+    assert [name for name, *_ in rows] == list(made)
+    size = {name: float(each) for name, each, *_ in rows}
+    divergence = {name: float(each) for name, _, each, _ in rows}
+    assert size["INT4"] == size["INT4-AWQ"] == size["INT4-GPTQ"] < size["FP8"] < size["INT8"] < 8.39
+    assert divergence["INT8"] < divergence["FP8"] < divergence["INT4"]
+    assert divergence["FP8-static"] == pytest.approx(divergence["FP8"], rel=0.2)
+    assert divergence["INT4-GPTQ"] < divergence["INT4"] != divergence["INT4-AWQ"]
+    assert stdout.count("\n  prompt ") == len(made)
+
+
+def test_texts_and_prompts_of_one_s_own(output: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("def main():\n    return 0\n" * 400)
+    (tmp_path / "prompts.txt").write_text("import os\nclass A\x1b[31m:\n")
+    found = evaluate(
+        [output], EXAMPLE, text=[tmp_path / "mine.txt"], prompts=tmp_path / "prompts.txt", **SMALL
+    ).outputs[0]
+    assert found["text"]["files"] == ["mine.txt"]
+    assert [text["prompt"] for text in found["texts"]] == ["import os", "class A\x1b[31m:"]
+
+
+def refused(kind: type[OpenQuantError], *outputs: Path, source: Path = EXAMPLE, **options: Any) -> str:
+    with pytest.raises(kind) as caught:
+        evaluate(list(outputs), source, **{**SMALL, **options})
+    return caught.value.message
+
+
+def test_what_cannot_be_evaluated_is_refused(output: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("import os")
+    for text in ("empty.txt", "short.txt"):
+        assert text in refused(SourceError, output, text=[tmp_path / text])
+    out = tmp_path / "short.txt" / "eval.json"
+    assert f'out="{out}": {tmp_path / "short.txt"} is no directory' in refused(UsageError, output, out=out)
+    assert "given twice" in refused_options(outputs=["one", "one"])
+    assert "no output" in refused_options(outputs=[])
+    assert "not a device" in refused_options(outputs=["one"], device="tpu")
+    assert "not a cache" in refused_options(outputs=["one"], kv_cache="int8")
+    assert "no seed" in refused_options(outputs=["one"], seed=-1)
+    assert "no seed" in refused_options(outputs=["one"], seed=2**32)
+
+
+def test_a_config_that_is_refused_is_said_whose_it_is(output: Path) -> None:
+    change_json(output / "config.json", lambda found: found.update(num_hidden_layers=10**9))
+    assert "tiny-FP8: config.json has 1000000000 layers" in refused(SourceError, output)
+
+
+def test_what_was_found_is_told_even_if_the_page_cannot_be_written(
+    output: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OutputError("the disk is full", "free some space")
+
+    monkeypatch.setattr(pages, "write_evaluated", full)
+    words = ("eval", output, "--source", EXAMPLE, *WORDS, "--json", "--report", tmp_path / "a.html")
+    code, stdout, stderr = run_main(capsys, *words)
+    assert (code, stderr) == (2, "error: the disk is full\nhint: free some space\n")
+    assert json.loads(stdout)["outputs"][0]["output"]["name"] == "tiny-FP8"
+
+
+def refused_options(**options: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        Evaluate(**{"source": "source", **options})
+    return caught.value.message
+
+
+def test_tokenizers_are_held_against_each_other(output: Path) -> None:
+    change_json(output / "tokenizer.json", lambda found: found["model"]["merges"].reverse())
+    found = evaluate([output], EXAMPLE, **SMALL).outputs[0]
+    assert (found["verdict"], found["suspects"]) == ("broken", ["tokenizer"])
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (output / name).unlink()
+    assert "has no tokenizer" in refused(SourceError, output)
+
+
+def test_what_has_no_place_is_refused_before_it_is_computed(output: Path, tmp_path: Path) -> None:
+    (output / "eval.json").symlink_to(output / "config.json")
+    assert "eval.json is a link" in refused(UsageError, output)
+    assert 'out="/dev/null" is a link, a pipe or a device' in refused(UsageError, output, out="/dev/null")
+
+
+def test_a_full_disk_is_told(output: Path) -> None:
+    program = (
+        "import resource, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "from openquant.errors import OutputError\n"
+        "from openquant.files.destination import Destination\n"
+        "from openquant.files.evaluation import EVALUATION\n"
+        "from pathlib import Path\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "try:\n    Destination(Path(sys.argv[1]), '', EVALUATION).write(bytes(1000))\n"
+        "except OutputError as error:\n    print(error.message)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, output / "eval.json"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout == f"{output / 'eval.json'} cannot be written: File too large\n"
+    assert not [path.name for path in output.iterdir() if "eval" in path.name]
+
+
+def test_only_what_is_at_the_floor_is_said_to_be_near_it(made: Path, tmp_path: Path) -> None:
+    compress(EXAMPLE, tmp_path / "tiny-INT8", "int8-weights")
+    found = evaluate([made, tmp_path / "tiny-INT8"], EXAMPLE, **SMALL)
+    far, near = found.outputs
+    assert far["kl"]["mean"] > 8 * far["floor"]["kl"] and near["kl"]["mean"] < 2 * near["floor"]["kl"]
+    assert (far["verdict"], near["verdict"]) == ("close", "same")
+    told = evaluation_text(found.to_json(), found.notes).partition("\ntiny-FP8: close\n")[2]
+    of_far, _, of_near = told.partition("\ntiny-INT8: same\n")
+    assert "does not rank outputs" not in of_far
+    assert "\n  so near the floor the KL does not rank outputs by what benchmarks find of them\n" in of_near
+
+
+@pytest.mark.parametrize("text", ["", "\x00\n"])
+def test_prompts_are_read_before_models_run(output: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / "prompts.jsonl").write_text(text)
+
+    def advanced(done: int, total: int) -> None:
+        raise AssertionError("models run already")
+
+    assert "prompts.jsonl" in refused(
+        SourceError, output, prompts=tmp_path / "prompts.jsonl", begun=lambda _: None, progress=advanced
+    )
+
+
+def test_prompts_that_find_no_memory_are_noted(output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "prompts").write_text("import\n")
+    monkeypatch.setattr(answers, "available_memory", lambda: 1000)
+    found = evaluate([output], EXAMPLE, prompts=tmp_path / "prompts", **SMALL)
+    assert [text["along"] for text in found.outputs[0]["texts"]] == [True]
+    told = evaluation_text(found.to_json(), found.notes)
+    assert re.search(
+        r"(?m)^  text    .*\n  source  .*\n  output  .*\n  at each place of the text, the token that each", told
+    )
+    assert [note for note in found.notes if note.startswith("--prompts were not answered")]
+    assert not [
+        note for note in evaluate([output], EXAMPLE, **SMALL).notes if note.startswith("--prompts were not answered")
+    ]
+
+
+def spied(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Where hidden states are written, a place for each write."""
+    places: list[Path] = []
+    write = Scratch.write
+
+    def writing(self: Scratch, data: memoryview) -> int:
+        places.append(self.directory)
+        return write(self, data)
+
+    monkeypatch.setattr(Scratch, "write", writing)
+    return places
+
+
+def test_what_memory_has_no_room_for_waits_beside_the_output(
+    output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "file_system", lambda _: "ext4")
+    monkeypatch.setattr(answers, "available_memory", lambda: 1000)
+    places = spied(monkeypatch)
+    (tmp_path / "there").mkdir()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    evaluate([output], EXAMPLE, **LONGER, out=tmp_path / "roomy.json", max_memory=1 << 40)
+    assert places == []
+    # As little as --max-memory leaves of a larger model.
+    monkeypatch.setattr(evaluation, "BUDGET", 1)
+    evaluate([output], EXAMPLE, **LONGER, out=tmp_path / "tight.json")
+    assert set(places) == {output.parent}
+    assert (tmp_path / "tight.json").read_bytes() == (tmp_path / "roomy.json").read_bytes()
+    places.clear()
+    # A place that is named may be memory.
+    monkeypatch.setattr(offload, "file_system", lambda _: "tmpfs")
+    evaluate([output], EXAMPLE, **LONGER, scratch=tmp_path / "there")
+    assert set(places) == {tmp_path / "there"}
+    message = f"{output.parent} is kept in memory, where there is no room for hidden states"
+    assert refused(OutputError, output) == message
+    assert list((tmp_path / "there").iterdir()) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, "roomy.json", "tight.json"])
+
+
+def test_a_disk_without_room_is_told_before_layers_are_computed(
+    output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = os.fstatvfs
+
+    def little(handle: int) -> Any:
+        return SimpleNamespace(f_bavail=1, f_frsize=found(handle).f_frsize)
+
+    def advanced(done: int, total: int) -> None:
+        assert done <= total // 6, "embeddings are looked up, no layer is computed"
+
+    monkeypatch.setattr(offload, "os", SimpleNamespace(**{**vars(os), "fstatvfs": little}))
+    monkeypatch.setattr(evaluation, "BUDGET", 1)
+    message = refused(OutputError, output, **LONGER, scratch=tmp_path, progress=advanced)
+    assert message.startswith("hidden states take ") and f" bytes in {tmp_path}, which has room for " in message
+
+
+# Says when hidden states are first brought back, in the middle of an evaluation.
+MIDDLE = """
+import sys
+from openquant.streaming.offload import Scratch
+read = Scratch.read
+def reading(*given):
+    print("busy", flush=True)
+    read(*given)
+Scratch.read = reading
+from openquant import evaluation
+evaluation.BUDGET = 1
+from openquant.cli.commands import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_in_the_middle_leaves_nothing(output: Path, tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "there").mkdir()
+    before = sorted(path.name for path in output.iterdir())
+    words = [
+        "eval",
+        output,
+        "--source",
+        EXAMPLE,
+        "--samples",
+        "8",
+        "--scratch",
+        tmp_path / "there",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-c", MIDDLE, *map(str, words)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "busy\n"
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.endswith("error: interrupted\nhint: run the same command again: it starts from the beginning\n")
+    assert list((tmp_path / "there").iterdir()) == []
+    assert sorted(path.name for path in output.iterdir()) == before
+
+
+def test_the_place_of_what_comes_from_the_hub(tmp_path: Path) -> None:
+    """Beside the first output that is a directory; never in the Hub's cache."""
+    near = Source(tmp_path / "models" / "out", "out", None, None)
+    far = Source(tmp_path / "hf" / "snapshots" / "0", "name", "org/name", "0" * 40)
+    asked = Evaluate(["out"], "org/name")
+    assert place_of(asked, [far, far, near]) == tmp_path / "models"
+    assert place_of(asked, [near, far]) == Path()
+    assert place_of(Evaluate(["out"], "org/name", scratch="there"), [far, near]) == Path("there")
+
+
+def test_shards_do_not_come_into_memory_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "file_system", lambda _: "tmpfs")
+    far = Source(tmp_path, "name", "org/name", "0" * 40, {"a": SimpleNamespace(size=1)})  # type: ignore[dict-item]
+    near = Source(tmp_path / "out", "out", None, None)
+    with pytest.raises(OutputError) as caught:
+        place_of(Evaluate(["out"], "org/name", stream=True), [far, near])
+    assert caught.value.message == f"{tmp_path} is kept in memory, where there is no room for shards"
+    for options in ({"stream": True, "scratch": tmp_path}, {}):
+        assert place_of(Evaluate(["out"], "org/name", **options), [far, near]) == tmp_path  # type: ignore[arg-type]

@@ -1,0 +1,107 @@
+"""Documents shared out among processes, and what travels from one to the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from openquant import compress
+from openquant.data.corpus import Corpus, Document
+from openquant.evaluation.compare import evaluate
+from openquant.evaluation.gathering import packed, unpacked
+from openquant.evaluation.kl import Record
+from openquant.evaluation.results import Evaluation
+from openquant.evaluation.under_test import Settings, Subject
+from openquant.files.checkpoint import open_checkpoint
+from openquant.streaming.documents import share
+from support import small_checkpoints
+
+DOCUMENTS = tuple(Document(f"domain {at}", f"text {at}", (3 * at, 7 * at, 5)) for at in range(5))
+
+
+@dataclass
+class First:
+    """The first of two processes, which gets what the other gave."""
+
+    data: bytes
+    rank: int = 0
+    size: int = 2
+
+    def gather(self, data: bytes) -> list[bytes]:
+        del data
+        return [self.data]
+
+    def agree(self, error: Exception | None, fact: Any = None) -> list[Any]:
+        del error
+        return [fact, None]
+
+
+class Given(Exception):
+    """Has what the other process gave, which is as far as that one goes."""
+
+
+@dataclass
+class Second:
+    """The other."""
+
+    rank: int = 1
+    size: int = 2
+
+    def gather(self, data: bytes) -> list[bytes]:
+        raise Given(data)
+
+    def agree(self, error: Exception | None, fact: Any = None) -> list[Any]:
+        raise AssertionError(error, fact)
+
+
+def record(at: int, seed: int) -> Record:
+    chance = np.random.default_rng(seed)
+    figures, flags = chance.standard_normal((4, 2)), chance.random((2, 2)) < 0.5
+    return Record(DOCUMENTS[at].domain, DOCUMENTS[at].name, *figures, *flags)
+
+
+def test_every_document_is_one_process_s() -> None:
+    assert list(share(5, None)) == [0, 1, 2, 3, 4]
+    assert list(share(5, First(b""))) == [0, 2, 4]
+    assert list(share(5, Second())) == [1, 3]
+    assert list(share(1, Second())) == []
+
+
+def test_what_travels_arrives_bit_by_bit() -> None:
+    records = {1: {3: record(3, 0), 1: record(1, 1)}, 12: {3: record(3, 2), 1: record(1, 3)}}
+    records[1][3].kl[0] = 1 / 3
+    counts = {"distances": [["layer", 1, [0.1, 1 / 3], 2]], "clipped": [[]]}
+    found, told = unpacked(packed(records, counts), DOCUMENTS)
+    assert told == counts
+    assert {number: list(each) for number, each in found.items()} == {1: [3, 1], 12: [3, 1]}
+    for number, of in found.items():
+        for at, each in of.items():
+            for field in fields(Record):
+                mine, theirs = getattr(records[number][at], field.name), getattr(each, field.name)
+                assert np.array_equal(mine, theirs)
+                assert getattr(mine, "dtype", str) == getattr(theirs, "dtype", str)
+
+
+def test_what_two_processes_find_is_what_one_finds(tmp_path: Path) -> None:
+    """With experts that tokens go to, and values that an FP8 cache does not hold."""
+    weights = small_checkpoints.tensors("Qwen3MoeForCausalLM")
+    weights["model.layers.1.self_attn.v_proj.weight"] = weights["model.layers.1.self_attn.v_proj.weight"] * 600
+    source = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM", weights=weights)
+    compress(source, tmp_path / "out", "channel")
+    ids = [(3,) * 32, tuple(7 * at * at % 500 for at in range(32)), tuple(range(32))]
+    corpus = Corpus(tuple(Document(f"domain {at}", f"text {at}", each) for at, each in enumerate(ids)), "", {})
+
+    def found(team: First | Second | None) -> Evaluation:
+        subjects = [Subject(path.name, open_checkpoint(path)) for path in (source, tmp_path / "out")]
+        return evaluate(subjects[0], subjects[1:], corpus, Settings(kv_cache="fp8", team=team))
+
+    with pytest.raises(Given) as given:
+        found(Second())
+    alone = found(None)
+    assert found(First(given.value.args[0])) == alone
+    assert alone.outputs[0]["layers"][1]["routed_otherwise"] > 0
+    assert any("lie beyond what their scale can hold" in each for each in alone.outputs[0]["reasons"])

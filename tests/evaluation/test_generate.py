@@ -1,0 +1,163 @@
+"""Continuations are those of transformers' own `generate`, and nothing of a checkpoint decides how they are made."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import EXAMPLE, change_json
+from openquant import compress
+from openquant.data.prompts import Prompt, read
+from openquant.data.tokenizer import load
+from openquant.errors import SourceError
+from openquant.evaluation.generate import along, continued, ends, side_by_side
+from openquant.files.checkpoint import open_checkpoint
+from openquant.streaming.model import StreamedModel
+from support import small_checkpoints
+
+IDS = (Prompt("a", (5, 6, 7, 8, 9)), Prompt("b", tuple(range(20, 61))), Prompt("c", (300,)))
+
+
+def plain(directory: Path, prompts: tuple[Prompt, ...], tokens: int, **options: object) -> list[tuple[int, ...]]:
+    """As transformers loads and continues them."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    with warnings.catch_warnings(), torch.inference_mode():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+        model.generation_config = GenerationConfig(pad_token_id=0)
+        written = [
+            model.generate(torch.tensor([each.ids]), max_new_tokens=tokens, do_sample=False, **options)
+            for each in prompts
+        ]
+    return [tuple(ids[0, len(each.ids) :].tolist()) for ids, each in zip(written, prompts, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3NextForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "DeepseekV3ForCausalLM"]
+)
+def test_continuations_are_those_of_transformers(tmp_path: Path, architecture: str) -> None:
+    source = small_checkpoints.write(tmp_path / "source", architecture)
+    model = StreamedModel(open_checkpoint(source))
+    found = continued(model, IDS, (), 24)
+    assert found == plain(source, IDS, 24)
+    assert [len(ids) for ids in found] == [24, 24, 24]
+
+
+def test_the_example_goes_on_with_python() -> None:
+    tokenizer = load(EXAMPLE)
+    prompts = read(None, tokenizer)[:3]
+    told: list[int] = []
+    checkpoint = open_checkpoint(EXAMPLE)
+    found = continued(StreamedModel(checkpoint), prompts, ends(EXAMPLE, checkpoint.config), 24, progress=told.append)
+    assert found == plain(EXAMPLE, prompts, 24, eos_token_id=0)
+    assert "return" in tokenizer.decode(found[0])
+    assert told == [1, 2, 3]
+
+
+def test_an_answer_ends_where_the_model_says() -> None:
+    prompt = (Prompt("", tuple(load(EXAMPLE).encode("def f(x):\n"))),)
+    model = StreamedModel(open_checkpoint(EXAMPLE))
+    whole = continued(model, prompt, (), 12)[0]
+    assert len(whole) == 12
+    end = whole.index(whole[4])
+    assert continued(model, prompt, (whole[4], 1), 12)[0] == whole[: end + 1]
+
+
+def test_nothing_of_the_checkpoint_says_how_it_is_continued(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(EXAMPLE, source)
+    settings = {
+        "do_sample": True, "temperature": 9.0, "num_beams": 4, "max_new_tokens": 3, "min_new_tokens": 200, "top_k": 1,
+        "repetition_penalty": 9.0, "suppress_tokens": list(range(2000)), "cache_implementation": "offloaded",
+        "custom_generate": "nobody/nothing", "prompt_lookup_num_tokens": 3, "eos_token_id": [0, 7], "forced_bos_token_id": 3,
+    }  # fmt: skip
+    (source / "generation_config.json").write_text(json.dumps(settings))
+    (source / "custom_generate").mkdir()
+    (source / "custom_generate" / "generate.py").write_text(f"open({str(tmp_path / 'planted')!r}, 'w')")
+    change_json(source / "config.json", lambda found: found.update(do_sample=True, num_beams=4, repetition_penalty=9.0))
+    prompts = read(None, load(source))[:2]
+    ours = continued(StreamedModel(open_checkpoint(source)), prompts, (0,), 16)
+    assert ours == continued(StreamedModel(open_checkpoint(EXAMPLE)), prompts, (0,), 16)
+    assert not (tmp_path / "planted").exists()
+    assert ends(source, {}) == (0, 7)
+
+
+@pytest.mark.parametrize(
+    ("said", "config", "expected"),
+    [
+        ({"eos_token_id": 3}, {"eos_token_id": 4}, (3,)),
+        ({}, {"eos_token_id": [4, "x", -1, True]}, (4,)),
+        ([], {"text_config": {"eos_token_id": 5}}, (5,)),
+        (None, {}, ()),
+    ],
+)
+def test_where_answers_end(tmp_path: Path, said: object, config: dict[str, object], expected: tuple[int, ...]) -> None:
+    if said is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    assert ends(tmp_path, config) == expected
+
+
+def test_where_answers_end_is_read_with_care(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").mkdir()
+    with pytest.raises(SourceError, match=r"^generation_config\.json is not a regular file$"):
+        ends(tmp_path, {})
+
+
+def test_source_and_output_stand_side_by_side(tmp_path: Path) -> None:
+    compress(EXAMPLE, tmp_path / "out", "tensor")
+    tokenizer = load(EXAMPLE)
+    prompts = read(None, tokenizer)[:4]
+    entered = []
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        entered.append(True)
+        yield
+
+    source, output = (StreamedModel(open_checkpoint(path)) for path in (EXAMPLE, tmp_path / "out"))
+    ours, theirs = continued(source, prompts, (0,), 16), continued(output, prompts, (0,), 16, around)
+    assert len(entered) == 4
+    found = side_by_side(prompts, ours, theirs, tokenizer)
+    assert [each["prompt"] for each in found] == [prompt.shown for prompt in prompts]
+    for each, mine, yours in zip(found, ours, theirs, strict=True):
+        at = each["differs_at"]
+        assert (at is None) == (mine == yours) == (each["source"] == each["output"])
+        if at is not None:
+            assert mine[:at] == yours[:at] and mine[at] != yours[at]
+    assert {each["differs_at"] is None for each in found} == {True, False}
+
+
+def test_one_that_ends_sooner_differs_there() -> None:
+    tokenizer = load(EXAMPLE)
+    prompts = (Prompt("a", (1,)),) * 3
+    found = side_by_side(prompts, [(5, 6), (5,), ()], [(5,), (5, 6), ()], tokenizer)
+    assert [each["differs_at"] for each in found] == [1, 1, None]
+
+
+def test_along_a_text_each_place_has_its_own_answer() -> None:
+    tokenizer = load(EXAMPLE)
+    ids = tokenizer.encode("import os\n\n\ndef main(argv=None):\n    return os.path.join('a', 'b')\n" * 3)
+    model = StreamedModel(open_checkpoint(EXAMPLE))
+    with model.resident() as resident:
+        source = resident(input_ids=torch.tensor([ids]), use_cache=False).logits[0].argmax(-1).tolist()
+    start = min(48, len(ids) // 2)
+    output = [*source[: start + 2], 9, *source[start + 3 :]]
+    shown = along(ids, source, output, tokenizer, tokens=8)
+    assert shown == {
+        "prompt": tokenizer.decode(ids[:start]),
+        "source": tokenizer.decode(source[start - 1 : start + 7]),
+        "output": tokenizer.decode(output[start - 1 : start + 7]),
+        "differs_at": 3,
+        "text": tokenizer.decode(ids[start : start + 8]),
+        "along": True,
+    }
+    short = along(ids[:2], source[:2], output[:2], tokenizer)
+    assert (short["prompt"], short["text"]) == (tokenizer.decode(ids[:1]), tokenizer.decode(ids[1:2]))

@@ -1,0 +1,178 @@
+"""Weights of an output held against its source's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from openquant.evaluation import weight_changes
+from openquant.evaluation.weight_changes import Change, compare_weights
+from openquant.formats.format import Format
+from openquant.formats.numbers import E2M1, INT4
+from openquant.formats.reference import decode, encode, group_absmax, group_ranges, group_scale
+from openquant.formats.schemes import (
+    BLOCK,
+    CHANNEL,
+    INT4_SHIFTED_32,
+    INT4_W4A16,
+    INT8_W8A8,
+    INT8_W8A16,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    TENSOR,
+    Scheme,
+)
+
+SCHEMES = [TENSOR, CHANNEL, BLOCK, MXFP8, INT8_W8A8, INT8_W8A16, MXFP4, INT4_W4A16, NVFP4]
+
+
+def weights(rows: int = 256, cols: int = 384) -> torch.Tensor:
+    made = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0))
+    return (made * torch.logspace(-2, 0, rows)[:, None]).bfloat16()
+
+
+def stored(weight: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = group_scale(group_absmax(weight, form.group), form)
+    return encode(weight, scale, form), scale
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
+def test_what_rounding_explains_is_no_more_than_that(scheme: Scheme) -> None:
+    weight = weights()
+    codes, scale = stored(weight, scheme.format)
+    made = decode(codes, scale, scheme.format)
+    found = compare_weights("up", weight, made.bfloat16(), scheme.format)
+    error = float((made - weight.float()).norm() / weight.float().norm())
+    assert (found.name, found.quantized, found.off) == ("up", True, 0)
+    assert found.explained == pytest.approx(error, rel=1e-4)
+    assert found.error == pytest.approx(error, rel=0.05)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
+def test_one_scale_too_large_is_off(scheme: Scheme) -> None:
+    weight = weights()
+    codes, scale = stored(weight, scheme.format)
+    scale[-1, -1] *= 1.5
+    found = compare_weights("up", weight, decode(codes, scale, scheme.format).bfloat16(), scheme.format)
+    assert found.off == 1 / scale.numel()
+    assert found.error > found.explained
+
+
+@pytest.mark.parametrize("scheme", [CHANNEL, BLOCK, INT4_W4A16, NVFP4], ids=lambda scheme: scheme.name)
+def test_a_scale_is_wrong_from_half_way_to_two_on(scheme: Scheme) -> None:
+    weight = weights()
+    codes, scale = stored(weight, scheme.format)
+    sound = decode(codes, scale, scheme.format).bfloat16()
+    assert compare_weights("up", weight, sound, scheme.format).wrong_scales == 0
+    for factor, wrong in ((1.3, 0), (1 / 1.3, 0), (2, 1), (0.5, 1), (0, 1), (-1, 1)):
+        other = scale.clone()
+        other[-1, -1] *= factor
+        made = decode(codes, other, scheme.format).bfloat16()
+        assert compare_weights("up", weight, made, scheme.format).wrong_scales == wrong / scale.numel()
+
+
+def test_rounding_with_zero_points_is_explained() -> None:
+    """Weights far from zero, for which codes without zero points have few values."""
+    weight = (weights().float() + 3).bfloat16()
+    scale, zero = group_ranges(weight, INT4_SHIFTED_32.format)
+    made = decode(encode(weight, scale, INT4_SHIFTED_32.format, zero), scale, INT4_SHIFTED_32.format, zero)
+    error = float((made - weight.float()).norm() / weight.float().norm())
+    found = compare_weights("up", weight, made, INT4_SHIFTED_32.format)
+    assert (found.error, found.explained) == (pytest.approx(error, rel=1e-4), pytest.approx(error, rel=1e-4))
+    assert (found.off, found.wrong_scales) == (0, 0)
+    even = replace(INT4_SHIFTED_32.format, zero_point=None)
+    assert compare_weights("up", weight, made, even).explained > 1.5 * error
+
+
+def test_weights_in_another_place_have_wrong_scales() -> None:
+    weight = weights()
+    codes, scale = stored(weight, INT4_W4A16.format)
+    made = decode(codes, scale, INT4_W4A16.format).bfloat16()
+    shifted = made.clone()
+    shifted[7] = made[7].roll(1)
+    assert compare_weights("up", weight, shifted, INT4_W4A16.format).wrong_scales == 1 / len(weight)
+    assert compare_weights("up", weight, made.flip(0), INT4_W4A16.format).wrong_scales > 0.9
+
+
+def test_groups_too_small_for_what_others_bring_are_not_judged_by_scale() -> None:
+    weight = weights()
+    weight[:, :128] *= 0.1
+    other = weight.clone()
+    other[:, :128] = 0
+    assert compare_weights("up", weight, other, INT4_W4A16.format).wrong_scales == 0
+    other[:, 128:256] = 0
+    assert compare_weights("up", weight, other, INT4_W4A16.format).wrong_scales == 1 / 3
+
+
+def test_stacks_lie_the_other_way_round() -> None:
+    weight = weights()
+    codes, scale = stored(weight, CHANNEL.format)
+    made = decode(codes, scale, CHANNEL.format).bfloat16()
+    plain = compare_weights("up", weight, made, CHANNEL.format)
+    assert compare_weights("up", weight.T, made.T, CHANNEL.format, transposed=True) == plain
+
+
+@pytest.mark.parametrize("number", [E2M1, INT4])
+def test_numbers_that_only_numpy_encodes_are_explained_too(number) -> None:
+    weight, form = weights(64, 96), replace(MXFP8.format, number=number)
+    scale = group_scale(group_absmax(weight, (1, 32)), form).repeat_interleave(32, 1)
+    made = torch.from_numpy(number.decode(number.encode((weight / scale).numpy()))) * scale
+    found = compare_weights("up", weight, made, form)
+    assert (found.error, found.off) == (pytest.approx(found.explained, rel=1e-5), 0)
+    assert 0.05 < found.explained < 0.3
+
+
+def test_groups_at_the_edge_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = weights(200, 200)
+    whole = compare_weights("up", weight, weight * 1.02, BLOCK.format)
+    # Blocks of 256 fill 200 rows up with zeros.
+    assert whole.error == pytest.approx(0.02, rel=0.05)
+    monkeypatch.setattr(weight_changes, "CHUNK", 1000)
+    pieces = compare_weights("up", weight, weight * 1.02, BLOCK.format)
+    assert pieces.error == pytest.approx(whole.error, rel=1e-6)
+    assert pieces.explained == pytest.approx(whole.explained, rel=1e-6)
+
+
+def test_what_is_not_quantized_must_be_the_same() -> None:
+    weight = weights()
+    assert compare_weights("norm", weight, weight.clone(), None) == Change("norm", False, 0, 0, 0)
+    found = compare_weights("norm", weight, weight * 1.5, None)
+    assert (found.error, found.off) == (pytest.approx(0.5, rel=0.01), 1)
+    wide = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    assert compare_weights("norm", wide, wide.bfloat16().float(), None).off == 0
+    assert compare_weights("norm", weight * 0, weight, None).error == 1
+
+
+def test_nothing_left_of_a_weight_is_all_of_it() -> None:
+    weight = weights()
+    found = compare_weights("expert", weight, weight * 0, CHANNEL.format)
+    assert (found.error, found.off) == (1, 1)
+    assert compare_weights("expert", weight, weight * torch.nan, CHANNEL.format).error == 1
+    # One NaN where no text comes by, such as in a row of an embedding table.
+    damaged = weight.clone()
+    damaged[0, 0] = torch.nan
+    change = compare_weights("table", weight, damaged, None)
+    assert (change.error, change.off) == (1, 1)
+
+
+def test_what_zeros_became_is_not_explained() -> None:
+    weight = weights()
+    assert compare_weights("up", weight * 0, weight, CHANNEL.format) == Change("up", True, 1, 0, 1)
+
+
+def test_what_is_mapped_is_looked_at_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_changes, "PIECE", 1000)
+    monkeypatch.setattr(weight_changes, "CHUNK", 1000)
+    weight, calls = weights(50, 60), []
+    other = weight.clone()
+    same = compare_weights("norm", weight, other, None, between=lambda: calls.append("same"))
+    other[-1, -1] += 1
+    differs = compare_weights("norm", weight, other, None, between=lambda: calls.append("differs"))
+    assert same.error == 0 < differs.error
+    # Two of three pieces are the same; then all three are summed up.
+    assert calls == ["same"] * 3 + ["differs"] * (2 + 3)
+    halved = compare_weights("norm", weight, weight / 2, None)
+    assert halved.error == pytest.approx(0.5, rel=1e-6)

@@ -1,0 +1,139 @@
+"""Scales searched for: against a plain loop, and whatever the weights are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openquant.formats import clip_search, compiled, kernels
+from openquant.formats.clip_search import searched
+from openquant.formats.format import Format
+from openquant.formats.numbers import E2M1
+from openquant.formats.schemes import INT4_GROUPS, INT4_W4A16, NVFP4, VARIANTS, Scheme
+
+SEARCHED = (*INT4_GROUPS, NVFP4)
+
+
+def noise(seed: int, rows: int = 8, cols: int = 256, magnitude: int = 0) -> torch.Tensor:
+    made = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (made.pow(3) * 2.0**magnitude).float()
+
+
+def importance(seed: int, cols: int = 256) -> np.ndarray:
+    """Of which most is nearly nothing."""
+    return np.exp(4 * np.random.default_rng(seed).standard_normal(cols)).astype(np.float32)
+
+
+def found_in(
+    weight: torch.Tensor, scheme: Scheme, divisor: np.ndarray | None = None, counts: np.ndarray | None = None
+) -> np.ndarray:
+    bits, form = weight.numpy().view(np.uint32), scheme.format
+    absmax = kernels.absmax(bits, "F32", form.group)
+    found, same = (
+        searched(bits, "F32", absmax, form, scheme.ratios, divisor, loops, counts) for loops in (kernels, compiled)
+    )
+    np.testing.assert_array_equal(same, found)
+    return found
+
+
+def errors(weight: torch.Tensor, scale: np.ndarray, form: Format, counts: np.ndarray | None = None) -> np.ndarray:
+    """Squared errors of each group under its scale, in float64."""
+    grouped = weight.numpy().astype(np.float64).reshape(*scale.shape, -1)
+    spread = scale.astype(np.float64)[..., None]
+    if form.number == E2M1:
+        values = E2M1.values().astype(np.float64)
+        codes = values[np.abs((grouped / spread)[..., None] - values).argmin(axis=-1)]
+    else:
+        codes = np.clip(np.rint(grouped / spread), -8, 7)
+    squares = np.square(codes * spread - grouped)
+    return (squares if counts is None else squares * counts.reshape(grouped.shape[1:])).sum(axis=2)
+
+
+@pytest.mark.parametrize("scheme", SEARCHED, ids=lambda scheme: scheme.suffix)
+@given(seed=st.integers(0, 2**31), magnitude=st.integers(-60, 60), joined=st.floats(1, 64), weighed=st.booleans())
+def test_no_other_ratio_is_better(scheme: Scheme, seed: int, magnitude: int, joined: float, weighed: bool) -> None:
+    counts = importance(seed) if weighed else None
+    form, weight = scheme.format, noise(seed, magnitude=magnitude)
+    absmax = kernels.absmax(weight.numpy().view(np.uint32), "F32", form.group)
+    # As if what it is joined with had a weight so many times as large.
+    divisor = form.divisor(absmax.max(keepdims=True) * np.float32(joined))
+    scale = found_in(weight, scheme, divisor, counts)
+    tried = [form.scales(absmax * np.float32(ratio), divisor) for ratio in scheme.ratios]
+    assert np.any([scale == each for each in tried], axis=0).all()
+    least = np.min([errors(weight, each, form, counts) for each in tried], axis=0)
+    assert (errors(weight, scale, form, counts) <= least * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("scheme", SEARCHED, ids=lambda scheme: scheme.suffix)
+@pytest.mark.parametrize("piece", [2, 30, 100])
+def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch, scheme: Scheme, piece: int) -> None:
+    weight, counts = noise(3, 16, 512), importance(3, 512)
+    whole, weighed = found_in(weight, scheme), found_in(weight, scheme, counts=counts)
+    assert not np.array_equal(whole, weighed)
+    monkeypatch.setattr(kernels, "CHUNK", piece * 40)
+    monkeypatch.setattr(clip_search, "PIECE", piece)
+    assert np.array_equal(found_in(weight, scheme), whole)
+    assert np.array_equal(found_in(weight, scheme, counts=counts), weighed)
+
+
+@pytest.mark.parametrize("scheme", SEARCHED, ids=lambda scheme: scheme.suffix)
+@pytest.mark.parametrize("count", [0.0, 2.0**-126, 2.0**126])
+def test_where_all_inputs_count_alike_scales_are_those_of_the_weights(scheme: Scheme, count: float) -> None:
+    """Also where nothing ever goes in."""
+    weight = noise(6)
+    found = found_in(weight, scheme, counts=np.full(256, count, np.float32))
+    assert np.array_equal(found, found_in(weight, scheme))
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_other_dtypes_have_the_scales_of_their_values(dtype: str) -> None:
+    weight = noise(4).to(torch.bfloat16 if dtype == "BF16" else torch.float16)
+    bits, form = weight.view(torch.int16).numpy().view(np.uint16), INT4_W4A16.format
+    scale = searched(bits, dtype, kernels.absmax(bits, dtype, form.group), form, INT4_W4A16.ratios)
+    assert np.array_equal(scale, found_in(weight.float(), INT4_W4A16))
+
+
+def test_a_group_without_outliers_keeps_its_largest_weight_and_zeros_their_scale() -> None:
+    weight = torch.zeros(2, 128)
+    weight[1] = torch.arange(128) % 15 - 7.0
+    scale = found_in(weight, INT4_W4A16)
+    assert scale.tolist() == [[2.0**-7], [pytest.approx(7 / 7.5, rel=2.0**-8)]]
+
+
+def test_the_largest_weight_becomes_6_or_4_or_is_clipped() -> None:
+    weight = torch.zeros(3, 16)
+    weight[0] = torch.tensor([6.0, 4, 3, 2, 1.5, 1, 0.5, 0] * 2)
+    weight[1] = torch.tensor([4.0] + [3.0, 2, 1.5, 1, 0.5] * 3)
+    weight[2] = torch.tensor([6.5] + [6.0, 4, 3, 2, 1.5] * 3)
+    scale = found_in(weight, NVFP4, np.full((1, 1), 256, np.float32))
+    assert scale.tolist() == [[1.0], [1.0], [1.0]]
+
+
+@pytest.mark.parametrize("magnitude", [6.0, 2.0**127])
+def test_a_scale_beyond_e4m3_is_its_largest(magnitude: float) -> None:
+    """The block of the largest weight of all has no room for 4 as its largest code, which were best here."""
+    weight = torch.full((1, 16), magnitude / 4 * 3)
+    weight[0, 0] = magnitude
+    divisor = np.full((1, 1), 2688 / magnitude, np.float32)
+    assert (found_in(weight, NVFP4, divisor) * divisor).item() == 448
+    beside_a_larger = np.full((1, 1), 1024 / magnitude, np.float32)
+    assert (found_in(weight, NVFP4, beside_a_larger) * beside_a_larger).item() == 256
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_weights_stay_what_they_are(rows: int) -> None:
+    weight = noise(5, rows, 128)
+    before = weight.clone()
+    found_in(weight, INT4_W4A16)
+    assert torch.equal(weight, before)
+
+
+def test_without_a_search_the_largest_weight_makes_the_scale() -> None:
+    unsearched = INT4_W4A16.unsearched
+    assert (unsearched.ratios, unsearched.format) == ((), INT4_W4A16.format)
+    assert unsearched.fallback is not None
+    assert unsearched.fallback.ratios == ()
+    assert {scheme.name for scheme in VARIANTS if scheme.ratios} == {"int4", "nvfp4", "nvfp4-w4a4"}

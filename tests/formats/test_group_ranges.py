@@ -1,0 +1,183 @@
+"""Scales with zero points: against compressed-tensors, torch and a plain loop."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openquant.errors import UsageError
+from openquant.formats import compiled, kernels
+from openquant.formats import group_ranges as ranges
+from openquant.formats.group_ranges import ranged
+from openquant.formats.numbers import INT4, INT8_WORDS
+from openquant.formats.quantization import read_quantization
+from openquant.formats.reference import decode, encode, group_ranges
+from openquant.formats.schemes import (
+    ASYMMETRIC,
+    CHANNEL,
+    INT4_SHIFTED,
+    INT4_SHIFTED_32,
+    INT4_SHIFTED_64,
+    INT4_SHIFTED_CHANNEL,
+    INT4_W4A16,
+    INT8_W8A8,
+    Scheme,
+    as_written,
+    find_others,
+    find_scheme,
+)
+
+each = pytest.mark.parametrize("scheme", ASYMMETRIC, ids=lambda scheme: scheme.suffix)
+RATIOS = INT4_SHIFTED.ratios
+FORM = INT4_SHIFTED.format
+
+
+def skewed(seed: int, magnitude: int = 0, rows: int = 16, cols: int = 384) -> torch.Tensor:
+    """Weights of groups whose middle is not zero, and a group of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, cols, generator=generator) + torch.randn(rows, 1, generator=generator)
+    weight[3, :128] = 0
+    return weight * 2.0**magnitude
+
+
+def of(
+    weight: torch.Tensor, scheme: Scheme, ratios: tuple[float, ...] = (), counts: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    return ranged(weight.numpy().view(np.uint32), "F32", scheme.format, ratios, counts)
+
+
+def test_golden_bytes() -> None:
+    weight = torch.zeros(8, 128)
+    weight[0, :8] = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 15.0, 14.6, 0.5])
+    weight[1, :8] = torch.tensor([-5.0, 10.0, -4.5, 0.0, 1.5, 2.5, 9.4, -0.5])
+    weight[2, :2] = torch.tensor([-15.0, -1.0])
+    scale, zero = of(weight, INT4_SHIFTED)
+    # (max - min) / 15 over a range that includes zero; a group of zeros has the spacing of bfloat16.
+    assert scale[:, 0].tolist() == [1.0, 1.0, 1.0, *[2.0**-7] * 5]
+    assert zero[:, 0].tolist() == [-8, -3, 7, *[-8] * 5]
+    words = [[word & 0xFFFFFFFF for word in row[:2]] for row in encode(*torched(weight, scale, zero)).tolist()]
+    # Halves go to the even code, counted from the middle one.
+    assert words[:4] == [[0x0FF43210, 0], [0x4E8650F0, 0x55555555], [0xFFFFFFE0, 0xFFFFFFFF], [0, 0]]
+    zeros = kernels.pack_words(INT4.encode(zero), INT4)
+    assert zeros.tolist() == [[0x00000F50]]
+
+
+def torched(weight: torch.Tensor, scale: np.ndarray, zero: np.ndarray) -> tuple[torch.Tensor, ...]:
+    return weight, torch.from_numpy(scale), FORM, torch.from_numpy(zero)  # type: ignore[return-value]
+
+
+@each
+@given(seed=st.integers(0, 2**31), magnitude=st.integers(-20, 20))
+def test_what_compressed_tensors_makes(scheme: Scheme, seed: int, magnitude: int) -> None:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    weight, form = skewed(seed, magnitude), scheme.format
+    config = QuantizationConfig.model_validate(scheme.config([])).config_groups["group_0"]
+    grouped = weight.reshape(16, -1, form.group[1] or 384)
+    wanted, wanted_zero = calculate_qparams(grouped.amin(2), grouped.amax(2), config.weights)
+    # Of a group of zeros its own are divided by zero.
+    some = grouped.abs().amax(2) > 0
+    scale, zero = (torch.from_numpy(found) for found in of(weight, scheme))
+    assert torch.equal(scale[some], wanted[some].bfloat16().float())
+    assert torch.equal(zero[some], wanted_zero[some].float())
+    compressor = BaseCompressor.get_value_from_registry("pack-quantized")
+    state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero.to(torch.int8)}
+    theirs = compressor.compress(state, config)
+    assert torch.equal(encode(weight, scale, form, zero), theirs["weight_packed"])
+    words = kernels.pack_words(INT4.encode(zero.numpy()), INT4).view(np.int32)
+    assert torch.equal(torch.from_numpy(words), theirs["weight_zero_point"])
+    back = decode(theirs["weight_packed"], scale, form, zero)
+    assert torch.equal(back, compressor.decompress(theirs, config)["weight"])
+
+
+@each
+@given(seed=st.integers(0, 2**31), magnitude=st.integers(-100, 100), dtype=st.sampled_from(["BF16", "F32"]))
+def test_kernels_are_what_torch_computes(scheme: Scheme, seed: int, magnitude: int, dtype: str) -> None:
+    weight, form = skewed(seed, magnitude), scheme.format
+    bits = weight.numpy().view(np.uint32)
+    if dtype == "BF16":
+        weight = weight.bfloat16()
+        bits = weight.view(torch.int16).numpy().view(np.uint16)
+    scale, zero = ranged(bits, dtype, form)
+    wanted = group_ranges(weight, form)
+    assert np.array_equal(scale, wanted[0].numpy())
+    assert np.array_equal(zero, wanted[1].numpy())
+    codes = np.empty((16, 384 // 2), np.uint8)
+    kernels.encode_stored(bits, dtype, scale, form.group, codes, form.number, None, zero)
+    again = np.empty_like(codes)
+    compiled.encode_stored(bits, dtype, scale, form.group, again, form.number, None, zero)
+    assert np.array_equal(again, codes)
+    assert np.array_equal(codes.view(np.int32), encode(weight, *wanted[:1], form, wanted[1]).numpy())
+    out = np.empty((16, 384), np.float32)
+    kernels.decode_rows(codes, form.number, scale, form.group, 0, out, zero)
+    assert np.array_equal(out, decode(torch.from_numpy(codes.view(np.int32)), *wanted[:1], form, wanted[1]).numpy())
+    # Rounding the zero point may clip the ends by half a step, rounding the scale by its share of 15.
+    spread = np.repeat(scale, 384 // scale.shape[1], axis=1)
+    assert (np.abs(out - weight.float().numpy()) <= spread * (1 + 15 / 256)).all()
+
+
+@each
+@given(seed=st.integers(0, 2**31), magnitude=st.integers(-60, 60), weighed=st.booleans())
+def test_no_other_ratio_is_better(scheme: Scheme, seed: int, magnitude: int, weighed: bool) -> None:
+    weight, form = skewed(seed, magnitude, rows=8, cols=256), scheme.format
+    counts = np.exp(2 * np.random.default_rng(seed).standard_normal(256)).astype(np.float32)
+    found = of(weight, scheme, RATIOS, counts if weighed else None)
+
+    def errors(scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
+        grouped = weight.numpy().astype(np.float64).reshape(*scale.shape, -1)
+        spread, shift = scale.astype(np.float64)[..., None], zero[..., None]
+        codes = np.clip(np.rint(grouped / spread + shift), -8, 7)
+        squares = np.square((codes - shift) * spread - grouped)
+        return (squares * counts.reshape(grouped.shape[1:]) if weighed else squares).sum(axis=2)
+
+    grouped = weight.numpy().reshape(8, -1, form.group[1] or 256)
+    low, high = grouped.min(axis=2), grouped.max(axis=2)
+    tried = [form.ranges(low * np.float32(ratio), high * np.float32(ratio)) for ratio in RATIOS]
+    assert np.any([(found[0] == scale) & (found[1] == zero) for scale, zero in tried], axis=0).all()
+    least = np.min([errors(*one) for one in tried], axis=0)
+    assert (errors(*found) <= least * (1 + 1e-4)).all()
+
+
+@pytest.mark.parametrize("piece", [1, 300, 4096])
+def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    weight, counts = skewed(3), np.linspace(0, 1, 384, dtype=np.float32)
+    whole = [of(weight, INT4_SHIFTED, RATIOS, each) for each in (None, counts)]
+    monkeypatch.setattr(ranges, "PIECE", piece)
+    for found, each in zip(whole, (None, counts), strict=True):
+        assert all(map(np.array_equal, of(weight, INT4_SHIFTED, RATIOS, each), found))
+
+
+@pytest.mark.parametrize("number", [INT4, INT8_WORDS], ids=["int4", "int8"])
+@pytest.mark.parametrize("rows", [8, 16, 9])
+def test_words_hold_the_codes_of_several_rows(number: object, rows: int) -> None:
+    codes = np.random.default_rng(1).integers(0, 256 // number.per_byte**4, (rows, 5)).astype(np.uint8)
+    words = kernels.pack_words(codes, number)
+    assert words.shape == (-(-rows // number.per_item), 5)
+    back = kernels.unpack_words(words, number)
+    assert np.array_equal(back[:rows], codes)
+    assert not back[rows:].any()
+
+
+def test_they_are_of_one_config() -> None:
+    for scheme in ASYMMETRIC:
+        assert find_scheme("int4", group_size=scheme.group_size, asymmetric=True) == scheme
+        read = read_quantization({"quantization_config": scheme.config([])})
+        assert read.scheme == scheme
+        assert as_written(scheme, read.settings)
+    found = CHANNEL.config(["a"], {INT4_SHIFTED: ["b"], INT4_W4A16: ["c"]})
+    read = read_quantization({"quantization_config": found})
+    assert [read.format_of(name) for name in "xbc"] == [CHANNEL.format, INT4_SHIFTED.format, INT4_W4A16.format]
+    assert as_written(CHANNEL, read.settings)
+    assert find_others(CHANNEL, {"a": "int4", "b": "int8"}, "64", True) == (("a", INT4_SHIFTED_64), ("b", INT8_W8A8))
+    assert (FORM.whole, INT4_SHIFTED_CHANNEL.format.whole, FORM.height) == ((8, 128), (8, 8), 8)
+    assert FORM.misfit((12, 128)) == "12 rows do not divide into words of 8 zero points"
+    assert INT4_SHIFTED.fallback == INT4_SHIFTED_32
+    assert (FORM.holds(INT4_W4A16.format), INT4_W4A16.format.holds(FORM)) == (True, False)
+    assert INT4_SHIFTED.title == "one scale and zero point per 128 inputs of a row"
+    with pytest.raises(UsageError, match="--scheme channel has no zero points"):
+        find_scheme("channel", asymmetric=True)

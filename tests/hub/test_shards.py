@@ -1,0 +1,219 @@
+"""A diagnosis of a repository: what is on disk meanwhile, and that it says what it says of the files themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from conftest import ROOT, heed_ctrl_c
+from openquant import diagnose
+from openquant.convert.ranks import Ranks
+from openquant.errors import OutputError, SourceError, UsageError
+from openquant.files.checkpoint import Checkpoint
+from openquant.files.fingerprint import Fingerprint
+from openquant.hub.fetch import Supply
+from openquant.hub.shards import supplied
+from openquant.hub.source import Source
+from openquant.streaming.session import Arriving
+from support import small_checkpoints
+from support.loopback_hub import COMMIT, LoopbackHub
+
+SHARDS = 6
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[LoopbackHub]:
+    with LoopbackHub(tmp_path / "hub") as server:
+        yield server
+
+
+@pytest.fixture
+def source(hub: LoopbackHub, tmp_path: Path) -> Path:
+    root = small_checkpoints.write(tmp_path / "repository", "Qwen3MoeForCausalLM", shards=SHARDS)
+    hub.repositories["org/name"] = root
+    return root
+
+
+def begin(hub: LoopbackHub, tmp_path: Path, *arguments: object) -> subprocess.Popen[str]:
+    """The command in an empty directory against the loopback Hub, with a cache of its own, started."""
+    settings = {
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_DISABLE_XET": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    (tmp_path / "here").mkdir()
+    return subprocess.Popen(
+        [sys.executable, "-m", "openquant", "diagnose", "org/name", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path / "here",
+        env={**os.environ, **settings},
+        preexec_fn=heed_ctrl_c,
+    )
+
+
+@pytest.mark.parametrize("mode", [(), ("--stream",)], ids=["cached", "streamed"])
+def test_it_says_what_it_says_of_the_files(
+    hub: LoopbackHub, source: Path, tmp_path: Path, mode: tuple[str, ...]
+) -> None:
+    process = begin(hub, tmp_path, "--json", *mode)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    expected = json.loads(json.dumps(diagnose(source).to_json()))
+    assert json.loads(out) == {**expected, "model": "org/name", "revision": COMMIT}
+    cached = list((tmp_path / "hf").rglob("snapshots/*/*.safetensors"))
+    assert len(cached) == (0 if mode else SHARDS)
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_an_interrupt_leaves_nothing(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    del source
+    there = tmp_path / "there"
+    there.mkdir()
+    hub.rate = 300_000
+    process = begin(hub, tmp_path, "--stream", "--scratch", there)
+    end = time.monotonic() + 60
+    while not list(there.rglob("*.partial")) and time.monotonic() < end:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, "")
+    assert err == "error: interrupted\nhint: run the same command again: it starts from the beginning\n"
+    assert list(there.iterdir()) == list((tmp_path / "here").iterdir()) == []
+
+
+def test_no_directory_for_shards(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
+    del source
+    process = begin(hub, tmp_path, "--stream", "--scratch", tmp_path / "absent")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (2, "")
+    assert err == (
+        f"error: {tmp_path / 'absent'} cannot be written: No such file or directory\n"
+        "hint: name a directory on another disk with --scratch\n"
+    )
+
+
+def test_no_space_for_shards(tmp_path: Path) -> None:
+    class Shard:
+        size = 10**18
+
+    source = Source(tmp_path, "name", "org/name", COMMIT, {"a": Shard()})  # type: ignore[dict-item]
+    with pytest.raises(UsageError) as caught, supplied([(source, {"a": ["a"]})], True, tmp_path):
+        pass
+    assert caught.value.message.startswith(f"{tmp_path} needs 1,000,000,000,000,000,000 bytes for shards that come and")
+    assert caught.value.hint == "name a directory on a larger one with --scratch"
+    assert list(tmp_path.iterdir()) == []
+
+
+class Shard:
+    """A shard that comes once it may."""
+
+    only_whole = False
+
+    def __init__(self, data: bytes, held: bool = False) -> None:
+        self.data, self.size, self.digest = data, len(data), sha256(data).hexdigest()
+        self.may, self.asked = threading.Event(), threading.Event()
+        if not held:
+            self.may.set()
+
+    def hasher(self) -> Any:
+        return sha256()
+
+    def stream(self, start: int, end: int) -> Iterator[bytes]:
+        self.asked.set()
+        assert self.may.wait(30)
+        yield self.data[start:end]
+
+
+def test_what_is_passed_over_does_not_stay(tmp_path: Path) -> None:
+    """As the shards of a tower that no text goes through: one is here by then, one on its way, one has not begun."""
+    shards = {name: Shard(name.encode() * 1000, held=name == "c") for name in "abcde"}
+    source = Source(tmp_path, "name", "org/name", COMMIT, shards)  # type: ignore[arg-type]
+    needs = {f"unit {name}": [name] for name in shards}
+    with supplied([(source, needs)], True, tmp_path) as [supply]:
+        supply.wait_for("unit a", lambda: False)
+        assert shards["c"].asked.wait(30)
+        while supply.path("b") == tmp_path / "b":
+            time.sleep(0.01)
+        # The last first: it must not begin in the meantime.
+        for name in "dabc":
+            supply.finished(f"unit {name}")
+        shards["c"].may.set()
+        supply.wait_for("unit e", lambda: False)
+        assert supply.scratch is not None
+        end = time.monotonic() + 30
+        while [path.name for path in supply.scratch.iterdir()] != ["e"] and time.monotonic() < end:
+            time.sleep(0.01)
+        assert [path.name for path in supply.scratch.iterdir()] == ["e"]
+        assert supply.path("e").read_bytes() == shards["e"].data
+    assert not shards["d"].asked.is_set()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_sources_share_a_disk(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    half = SimpleNamespace(size=free // 2 + (1 << 30))
+    source = Source(tmp_path, "name", "org/name", COMMIT, {"a": half})  # type: ignore[dict-item]
+    sources = [(source, {"a": ["a"]})] * 2
+    with pytest.raises(UsageError, match="bytes for shards that come and go"), supplied(sources, True, tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+class Broken(Ranks):
+    """Ranks of which another has died."""
+
+    def check(self) -> None:
+        raise OutputError("rank 1 died", "run the same command again")
+
+
+def arriving(supply: Supply, ranks: Ranks | None = None) -> Arriving:
+    checkpoint = Checkpoint(Path(), {}, "", {}, {}, {}, {}, False, {}, ())
+    fingerprint = Fingerprint(checkpoint, commit=f"org/name@{COMMIT}")
+    return Arriving(supply, supply.needs, "org/name", fingerprint, ranks or Ranks(), hashes=False)
+
+
+def test_units_of_a_tower_are_passed_over_and_none_comes_twice(tmp_path: Path) -> None:
+    names = ["rest", "embedding", *(f"tower {number}" for number in range(6)), "layer 0", "layer 1"]
+    shards = {name: Shard(name.encode()) for name in names}
+    source = Source(tmp_path, "name", "org/name", COMMIT, shards)  # type: ignore[arg-type]
+    with supplied([(source, {name: [name] for name in names})], True, tmp_path) as [supply]:
+        traffic = arriving(supply)
+        for name in ("rest", "embedding", "layer 0"):
+            traffic.wait_for(name, lambda: False)
+            assert traffic.path(name).read_bytes() == name.encode()
+            traffic.finished(name)
+            # As at the end, when all is given back once more.
+            traffic.finished(name)
+        for name in ("embedding", "tower 0", "layer 0"):
+            with pytest.raises(SourceError) as caught:
+                traffic.wait_for(name, lambda: False)
+            message = f"org/name computes {name} again, or later than expected: its shards are gone"
+            assert (caught.value.message, caught.value.hint) == (message, "leave --stream out")
+        traffic.wait_for("layer 1", lambda: False)
+    assert not any(shards[f"tower {number}"].asked.is_set() for number in range(2, 6))
+
+
+def test_who_waits_for_a_shard_hears_of_other_ranks(tmp_path: Path) -> None:
+    shard = Shard(b"a", held=True)
+    source = Source(tmp_path, "name", "org/name", COMMIT, {"a": shard})  # type: ignore[dict-item]
+    with supplied([(source, {"a": ["a"]})], True, tmp_path) as [supply]:
+        with pytest.raises(OutputError) as caught:
+            arriving(supply, Broken()).wait_for("a", lambda: False)
+        shard.may.set()
+    assert (caught.value.message, caught.value.hint) == ("rank 1 died", "run the same command again")

@@ -1,0 +1,51 @@
+"""What it takes to serve a checkpoint as it lies is what its plan says of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from openquant import compress
+from openquant.files.checkpoint import open_checkpoint
+from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR
+from openquant.plan.as_stored import stored_serving
+from openquant.plan.plan import make_plan
+from support import small_checkpoints
+from support.published_checkpoints import published, with_few_experts
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Qwen3ForCausalLM", "DeepseekV3ForCausalLM", "Lfm2ForCausalLM", "Qwen2_5_VLForConditionalGeneration",
+     "Phi3ForCausalLM", "Gemma3ForConditionalGeneration"],
+)  # fmt: skip
+def test_a_source_is_as_its_plan_says(name: str) -> None:
+    checkpoint = with_few_experts(published(name))
+    plan = make_plan(checkpoint, TENSOR)
+    assert plan.serving is not None
+    assert stored_serving(checkpoint) == plan.serving[0]
+
+
+@pytest.mark.parametrize("scheme", [TENSOR, BLOCK, CHANNEL])
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"])
+def test_an_output_is_as_its_plan_says(tmp_path: Path, architecture: str, scheme: object) -> None:
+    source = small_checkpoints.write(tmp_path / "source", architecture)
+    plan = make_plan(open_checkpoint(source), scheme)  # type: ignore[arg-type]
+    compress(source, tmp_path / "out", scheme.name)  # type: ignore[attr-defined]
+    found = stored_serving(open_checkpoint(tmp_path / "out"))
+    assert plan.serving is not None
+    assert found.weights_bytes == plan.serving[1].weights_bytes
+    assert found.cache == plan.serving[1].cache
+    assert [fit.gpus for fit in found.fits] == [fit.gpus for fit in plan.serving[1].fits]
+
+
+def test_an_architecture_that_is_not_known(tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "architectures": ["Another"]}))
+    found = stored_serving(open_checkpoint(source))
+    assert found.cache is not None
+    assert stored_serving(replace(open_checkpoint(source), config={"architectures": ["Another"]})).cache is None

@@ -1,0 +1,121 @@
+"""What becomes of a layer, and which rule says so: of published models, and as the command prints it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from conftest import EXAMPLE, run_openquant
+from openquant import explain
+from openquant.errors import UsageError
+from openquant.formats.schemes import SCHEMES, TENSOR, Scheme
+from openquant.models import MODELS
+from openquant.plan.decisions import Options
+from openquant.plan.explain import Explained, Rule, explained
+from openquant.plan.plan import Plan, make_plan
+from support import small_checkpoints
+from support.published_checkpoints import published, with_few_experts
+
+
+def planned(name: str, scheme: Scheme = TENSOR, **options: object) -> Plan:
+    return make_plan(with_few_experts(published(name)), scheme, Options(**options))  # type: ignore[arg-type]
+
+
+def one(plan: Plan, asked: str) -> Explained:
+    (found,) = explained(plan, asked)
+    return found
+
+
+def test_a_layer_that_engines_join() -> None:
+    found = one(planned("Qwen3MoeForCausalLM"), "model.layers.3.self_attn.q_proj.weight")
+    entry = MODELS["Qwen3MoeForCausalLM"]
+    assert found.modules == ("model.layers.3.self_attn.q_proj",)
+    assert (found.scheme, found.why, found.listed, found.experts) == ("tensor", "", None, None)
+    assert found.rule is not None
+    assert found.rule.field == "compress"
+    assert found.rule.pattern in [entry.layers + pattern for pattern in entry.compress]
+    assert set(found.joined) == {f"model.layers.3.self_attn.{part}_proj" for part in "qkv"}
+    assert [each.name for each in found.output] == [f"{found.module}.weight", f"{found.module}.weight_scale"]
+    assert found.ranks is not None
+    assert (found.ranks.axis, found.ranks.heads) == ("out", "num_attention_heads")
+    assert found.engines["SGLang"][0] == "model.layers.3.self_attn.qkv_proj"
+
+
+def test_what_stays_has_its_rule_and_is_listed() -> None:
+    gate, norm = (one(planned("Qwen3MoeForCausalLM"), name) for name in ("model.layers.0.mlp.gate", "model.norm"))
+    assert (gate.scheme, gate.why, gate.listed) == (None, "router", "model.layers.0.mlp.gate")
+    assert gate.rule == Rule("keep", "model.layers.*.mlp.gate")
+    assert gate.ranks is None
+    assert (norm.why, norm.rule) == ("fewer than two axes", None)
+    ignored = one(planned("Qwen3MoeForCausalLM", ignore=("**.o_proj",)), "model.layers.0.self_attn.o_proj")
+    assert (ignored.scheme, ignored.why, ignored.listed) == (None, "--ignore **.o_proj", ignored.module)
+    assert ignored.rule is not None
+    assert ignored.rule.field == "compress"
+
+
+def test_a_stack_is_its_experts_and_draft_layers_are_counted() -> None:
+    down = one(planned("Qwen3VLMoeForConditionalGeneration"), "model.language_model.layers.0.mlp.experts.down_proj")
+    assert down.rule is not None
+    assert down.rule.field == "experts"
+    assert down.experts == "model.language_model.layers.0.mlp.experts"
+    assert len(down.modules) == 128
+    assert [each.shape for each in down.source] == [(128, 768, 2048)]
+    plan = planned("DeepseekV3ForCausalLM")
+    draft = one(plan, "model.layers.61.self_attn.o_proj")
+    assert (draft.why, draft.rule) == ("draft layer", Rule("draft_layers", "num_hidden_layers"))
+    # Listed once for all experts of a layer.
+    expert = one(plan, "model.layers.61.mlp.experts.0.up_proj")
+    assert expert.listed is not None
+
+
+def test_what_no_pattern_covers_says_so() -> None:
+    plan = make_plan(with_few_experts(published("Qwen3MoeForCausalLM")), TENSOR, architecture="generic")
+    assert one(plan, "model.layers.0.mlp.gate").rule == Rule("rest", None)
+
+
+@pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "Llama4ForConditionalGeneration", "NemotronHForCausalLM"])
+def test_every_module_is_explained_as_it_is_planned(name: str) -> None:
+    plan = planned(name, SCHEMES["channel"])
+    layers = explained(plan, "**")
+    assert sum(len(layer.modules) for layer in layers) == sum(len(line.names) for line in plan.lines)
+    assert sum(len(layer.modules) for layer in layers if layer.scheme) == plan.quantized_tensors
+    for layer in layers:
+        assert layer.rule is not None or layer.why == "fewer than two axes"
+        # What is quantized is found in no list, everything else that has a weight of two axes in one.
+        assert not (layer.scheme and layer.listed)
+        linear = len(layer.shape) == 2 and all(each.name.endswith(".weight") for each in layer.output)
+        assert layer.scheme or layer.listed or not linear, layer.module
+
+
+@pytest.mark.parametrize(
+    ("asked", "hint"),
+    [
+        ("model.layers.3.self_attn.q_prj", "nearest is model.layers.3.self_attn.q_proj or "),
+        ("model.layers.99.mlp.down_proj", "nearest is model.layers.0.mlp.down_proj or "),
+        ("down_proj", "** is any part of a name: '**.down_proj'"),
+        ("**.nothing", "modules are named like tensors, without .weight; ** is any part; "),
+        ("x" * 5000, "modules are named like tensors"),
+    ],
+)
+def test_a_name_that_is_not_there(asked: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        explain(EXAMPLE, asked)
+    assert caught.value.message == f"{asked} is no module of this model, nor does it match one"
+    assert caught.value.hint.startswith(hint)
+
+
+def test_the_command_says_it_to_people_and_programs(tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "mine", "Qwen3MoeForCausalLM")
+    done = run_openquant("explain", source, "**.q_proj", "-w", "128", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\n  becomes      quantized, --scheme block\n" in done.stdout
+    assert "\n  rule         compress: model.layers.*.self_attn." in done.stdout
+    asked = run_openquant("explain", source, "**.q_proj", "-w", "128", "--json", cwd=tmp_path)
+    assert (asked.returncode, asked.stderr) == (0, "")
+    assert json.loads(asked.stdout) == json.loads(json.dumps(explain(source, "**.q_proj", "block").to_json()))
+    missing = run_openquant("explain", source, "**.q", "--json", cwd=tmp_path)
+    assert missing.returncode == 2
+    assert json.loads(missing.stdout)["error"] == "**.q is no module of this model, nor does it match one"
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]

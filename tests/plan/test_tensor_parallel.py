@@ -1,0 +1,130 @@
+"""How tensor parallelism divides a layer, of itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openquant.files.checkpoint import open_checkpoint
+from openquant.formats.format import Group
+from openquant.formats.schemes import TENSOR
+from openquant.models import MODELS
+from openquant.plan.plan import make_plan
+from openquant.plan.tensor_parallel import ParallelSize, indivisible, parallel_sizes, parts_of, text_config
+from openquant.registry.architecture import Split
+from openquant.registry.parts import HEADS, KV_HEADS
+from openquant.registry.rules import Entry
+from support import small_checkpoints
+
+OUT, IN = Split(".up", "out"), Split(".down", "in")
+QUERIES = Split(".q", "out", heads=HEADS)
+KEYS = Split(".k", "out", heads=KV_HEADS, replicated=True)
+BLOCKS: Group = (128, 128)
+ROWS: Group = (1, None)
+PIECES: Group = (1, 32)
+COUNTS = {HEADS: 6, KV_HEADS: 2}
+
+
+@pytest.mark.parametrize(
+    ("shape", "split", "group", "size", "problem"),
+    [
+        # What is on every rank as it is.
+        ((7, 7), None, BLOCKS, 2, None),
+        ((96, 64), OUT, ROWS, 4, None),
+        ((96, 64), OUT, ROWS, 5, "96 does not divide by 5"),
+        ((64, 96), IN, ROWS, 4, None),
+        ((64, 96), IN, ROWS, 5, "96 does not divide by 5"),
+        # A rank must have whole groups, along the axis that is divided.
+        ((512, 100), OUT, BLOCKS, 4, None),
+        ((512, 100), OUT, BLOCKS, 8, "512 / 8 = 64 is not a multiple of 128"),
+        ((100, 512), IN, BLOCKS, 4, None),
+        ((100, 512), IN, BLOCKS, 8, "512 / 8 = 64 is not a multiple of 128"),
+        ((96, 64), OUT, PIECES, 96, None),
+        ((96, 64), IN, PIECES, 2, None),
+        ((96, 64), IN, PIECES, 4, "64 / 4 = 16 is not a multiple of 32"),
+        ((96, 64), OUT, (None, None), 96, None),
+        ((96, 64), IN, (None, None), 64, None),
+        # One rank has the whole, whatever its size.
+        ((100, 100), OUT, BLOCKS, 1, None),
+        ((100, 100), IN, BLOCKS, 1, None),
+        # Heads stay whole, though the rows would divide.
+        ((96, 64), QUERIES, ROWS, 6, None),
+        ((96, 64), QUERIES, ROWS, 4, "6 heads do not divide by 4"),
+        ((96, 64), QUERIES, ROWS, 12, "6 heads do not divide by 12"),
+        # Ranks beyond the number of heads have copies, and each head is one part.
+        ((256, 64), KEYS, BLOCKS, 1, None),
+        ((256, 64), KEYS, BLOCKS, 2, None),
+        ((256, 64), KEYS, BLOCKS, 8, None),
+        ((128, 64), KEYS, BLOCKS, 8, "128 / 2 = 64 is not a multiple of 128"),
+        ((256, 64), KEYS, ROWS, 3, "2 heads cannot be copied evenly to 3 ranks"),
+    ],
+)
+def test_what_divides(
+    shape: tuple[int, int], split: Split | None, group: Group, size: int, problem: str | None
+) -> None:
+    assert indivisible(shape, split, COUNTS, group, size) == problem
+
+
+@pytest.mark.parametrize("count", [None, 0, -2, "6", 2.0])
+def test_where_the_config_counts_no_heads_only_lengths_count(count: Any) -> None:
+    config = {} if count is None else {HEADS: count}
+    assert indivisible((96, 64), QUERIES, config, ROWS, 4) is None
+    assert indivisible((96, 64), QUERIES, config, ROWS, 5) == "96 does not divide by 5"
+
+
+def test_the_parts_of_a_merged_layer() -> None:
+    merged = Split(".qkv", "out", replicated=True, parts=(HEADS, KV_HEADS, KV_HEADS))
+    pair = Split(".gate_up", "out", parts=(None, None))
+    assert parts_of((640, 64), merged, COUNTS) == [(384, HEADS), (128, KV_HEADS), (128, KV_HEADS)]
+    assert parts_of((640, 64), pair, {}) == [(320, None), (320, None)]
+    assert parts_of((640, 64), QUERIES, COUNTS) == [(640, HEADS)]
+    assert parts_of((640, 64), None, COUNTS) == [(640, None)]
+    # Where the sizes are unknown no part has one.
+    unknown = [(0, HEADS), (0, KV_HEADS), (0, KV_HEADS)]
+    assert parts_of((641, 64), merged, COUNTS) == unknown
+    for config in ({HEADS: 6}, {HEADS: 6, KV_HEADS: 0}, {HEADS: -6, KV_HEADS: 2}, {HEADS: "6", KV_HEADS: 2}):
+        assert parts_of((640, 64), merged, config) == unknown
+    # Each part must divide, and by its own heads.
+    assert indivisible((640, 64), merged, COUNTS, ROWS, 2) is None
+    assert indivisible((640, 64), merged, COUNTS, ROWS, 6) is None
+    assert indivisible((640, 64), merged, COUNTS, ROWS, 4) == "6 heads do not divide by 4"
+    assert indivisible((640, 64), merged, COUNTS, BLOCKS, 2) == "384 / 2 = 192 is not a multiple of 128"
+    assert indivisible((6, 64), pair, {}, ROWS, 2) == "3 does not divide by 2"
+
+
+def test_the_first_layer_that_does_not_divide_is_named(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(small_checkpoints.write(tmp_path / "a"))
+    entry = Entry(MODELS["Qwen3ForCausalLM"])
+    layers = make_plan(checkpoint, TENSOR).layers
+    quantized = [(layer, (1, 1)) for layer in layers.values()]
+    sizes = parallel_sizes(checkpoint, entry, quantized, None)
+    heads = "model.layers.*.self_attn.o_proj: 4 heads do not divide by "
+    assert sizes == (
+        ParallelSize(1, None), ParallelSize(2, None), ParallelSize(4, None),
+        ParallelSize(8, f"{heads}8"), ParallelSize(16, f"{heads}16"),
+    )  # fmt: skip
+    asked = parallel_sizes(checkpoint, entry, quantized, 3)
+    assert asked[2] == ParallelSize(3, "model.layers.*.mlp.down_proj: 512 does not divide by 3")
+    assert [entry.size for entry in asked] == [1, 2, 3, 4, 8, 16]
+    # Only what is not divided is left.
+    assert {size.problem for size in parallel_sizes(checkpoint, entry, [], 3)} == {None}
+
+
+def test_sizes_come_from_the_language_model_in_a_wrapper(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(small_checkpoints.write(tmp_path / "a", "Gemma3ForConditionalGeneration"))
+    model = MODELS["Gemma3ForConditionalGeneration"]
+    assert text_config(checkpoint, model) == checkpoint.config["text_config"]
+    checkpoint.config["text_config"] = "elsewhere"
+    assert text_config(checkpoint, model) == checkpoint.config
+    assert text_config(checkpoint, MODELS["Qwen3ForCausalLM"]) == checkpoint.config
+
+
+def test_what_is_not_in_a_layer_is_not_divided() -> None:
+    entry = Entry(MODELS["Qwen3ForCausalLM"])
+    found = entry.role("model.layers.0.self_attn.o_proj").split
+    assert found is not None
+    assert (found.axis, found.heads) == ("in", HEADS)
+    assert entry.role("model.norm").split is None
+    assert entry.role("model.layers.0.self_attn").split is None

@@ -1,0 +1,445 @@
+"""The registry against the tensor names of published checkpoints (names/*.txt)."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from openquant.errors import PlanError
+from openquant.formats.schemes import BLOCK, BLOCK_COMPRESSED, BLOCK_UE8M0, CHANNEL, TENSOR, TENSOR_COMPRESSED, VARIANTS
+from openquant.models import MODELS
+from openquant.patterns import translate
+from openquant.plan.decisions import Options
+from openquant.plan.plan import make_plain_plan, make_plan
+from openquant.registry.architecture import Model
+from openquant.version import VLLM
+from support import small_checkpoints
+from support.published_checkpoints import NAMES, lines_of, published
+
+# Layers quantized, modules kept (as in ignored_layers, one spelling each), tensor-parallel sizes for blocks.
+EXPECTED = {
+    "LlamaForCausalLM": (32 * 7, ["lm_head", "model.embed_tokens"], [1, 2]),
+    "MistralForCausalLM": (40 * 7, ["lm_head", "model.embed_tokens"], [1, 2, 4, 8, 16]),
+    "Qwen3ForCausalLM": (28 * 7, ["lm_head", "model.embed_tokens"], [1, 2, 4, 8, 16]),
+    "Qwen3MoeForCausalLM": (
+        48 * (4 + 3 * 128),
+        ["lm_head", "model.embed_tokens", *(f"model.layers.{n}.mlp.gate" for n in range(48))],
+        [1, 2],
+    ),
+    "Gemma3ForCausalLM": (34 * 7, ["lm_head", "model.embed_tokens"], [1, 2, 4, 8]),
+    "Gemma3ForConditionalGeneration": (34 * 7, None, [1, 2, 4, 8]),
+    "Gemma3ForConditionalGeneration-new": (34 * 7, None, [1, 2, 4, 8]),
+    "Llama4ForCausalLM": (
+        48 * (4 + 3 + 3 * 16),
+        ["lm_head", "model.embed_tokens", *(f"model.layers.{n}.feed_forward.router" for n in range(48))],
+        [1, 2, 4, 8],
+    ),
+    "Llama4ForConditionalGeneration": (48 * (4 + 3 + 3 * 16), None, [1, 2, 4, 8]),
+}
+# The same without the list of what is kept. Where blocks leave layers out that do not divide, both counts; where a
+# single scale does so too, that of rows before them.
+MORE: dict[str, tuple[int | tuple[int, ...], list[int]]] = {
+    "Ministral3ForCausalLM": (238, [1, 2, 4, 8, 16]),
+    "Qwen2ForCausalLM": (336, [1, 2, 4]),
+    "MiMoForCausalLM": (252, [1, 2]),
+    "GemmaForCausalLM": (126, [1, 2, 4, 8]),
+    "Gemma2ForCausalLM": (182, [1, 2, 4, 8]),
+    "OlmoForCausalLM": (224, [1, 2]),
+    "Olmo2ForCausalLM": (224, [1, 2]),
+    "Olmo3ForCausalLM": (224, [1, 2]),
+    "GraniteForCausalLM": (280, [1, 2, 4]),
+    "SmolLM3ForCausalLM": (252, [1, 2]),
+    "Exaone4ForCausalLM": (448, [1, 2]),
+    "CohereForCausalLM": (280, [1, 2, 4, 8, 16]),
+    "Cohere2ForCausalLM": (224, [1, 2, 4, 8, 16]),
+    "SeedOssForCausalLM": (448, [1, 2, 4, 8]),
+    "CwmForCausalLM": (448, [1, 2, 4, 8]),
+    "Ernie4_5ForCausalLM": (126, [1, 2, 4, 8]),
+    "HunYuanDenseV1ForCausalLM": (224, [1, 2, 4, 8, 16]),
+    "Phi3ForCausalLM": (160, [1, 2]),
+    "Glm4ForCausalLM": (240, [1]),
+    "GlmForCausalLM": (240, [1]),
+    "ArceeForCausalLM": (216, [1, 2, 4]),
+    "ApertusForCausalLM": (192, [1, 2, 4, 8]),
+    "Starcoder2ForCausalLM": (180, [1, 2, 4, 8]),
+    "PhiForCausalLM": (192, [1, 2, 4]),
+    "StableLmForCausalLM": (168, [1, 2, 4]),
+    "MixtralForCausalLM": (896, [1, 2, 4, 8, 16]),
+    "MiniMaxM2ForCausalLM": (47864, [1, 2, 4]),
+    "PhiMoEForCausalLM": (1664, [1, 2]),
+    "Qwen2MoeForCausalLM": (4488, [1]),
+    "OlmoeForCausalLM": (3136, [1, 2, 4, 8]),
+    "GraniteMoeForCausalLM": (2400, [1, 2, 4]),
+    "HunYuanMoEV1ForCausalLM": (6368, [1, 2, 4, 8]),
+    "Ernie4_5_MoeForCausalLM": (5380, [1, 2, 4]),
+    "ExaoneMoeForCausalLM": (18384, [1, 2, 4, 8, 16]),
+    "AfmoeForCausalLM": (11776, [1, 2, 4, 8]),
+    "Glm4MoeForCausalLM": ((17602, 17599), [1]),
+    "DeepseekV2ForCausalLM": ((5154, 5124), [1]),
+    "DeepseekV3ForCausalLM": ((44971, 44849), [1, 2, 4, 8, 16]),
+    "Glm4MoeLiteForCausalLM": ((9161, 9067), [1, 2, 4]),
+    "DeepseekV32ForCausalLM": ((44971, 44849), [1, 2, 4, 8, 16]),
+    "DeepseekV4ForCausalLM": (61 * 8 + 30 + 61 * 384 * 3, [1, 2, 4, 8]),
+    "GlmMoeDsaForCausalLM": ((58146, 57990), [1, 2, 4, 8, 16]),
+    "Qwen3NextForCausalLM": (73992, [1, 2, 4]),
+    "Qwen4ExpForCausalLM": (36 * 3 + 12 * 5 + 48 * 513 * 3, [1]),
+    "Qwen4ExpForConditionalGeneration": (36 * 3 + 12 * 5 + 48 * 513 * 3, [1]),
+    "Glm5NextForCausalLM": (3 * 3 + 42 * 289 * 3, [1, 2, 4, 8, 16]),
+    "Glm5NextForConditionalGeneration": (3 * 3 + 42 * 289 * 3, [1, 2, 4, 8, 16]),
+    "HYV4ForCausalLM": ((78 * 5 + 3 + 77 * 257 * 3, 78 * 3 + 3 + 77 * 257 * 3), [1, 2, 4, 8, 16]),
+    "FalconH1ForCausalLM": (352, [1, 2, 4]),
+    "KimiLinearForCausalLM": ((20250, 20143), [1, 2, 4, 8]),
+    "Qwen3_5ForCausalLM": (150, [1, 2, 4, 8]),
+    "Qwen3_5MoeForCausalLM": (30970, [1, 2, 4]),
+    "GraniteMoeHybridForCausalLM": (7812, [1, 2, 4]),
+    "Lfm2ForCausalLM": (82, [1, 2, 4]),
+    "Lfm2MoeForCausalLM": (2160, [1, 2]),
+    "NemotronHForCausalLM": ((5981, 93), [1]),
+    **{f"NemotronH_{name}Omni_Reasoning_V3": ((5981, 93), [1]) for name in ("", "Nano_", "Super_")},
+    "NemotronH_Nano_VL_V2": (28 + 6 * 4 + 28 * 2, [1, 2, 4, 8]),
+    "Gemma4ForCausalLM": (245, [1, 2, 4, 8]),
+    "Gemma4ForConditionalGeneration": (410, [1, 2, 4, 8]),
+    "Gemma4ForConditionalGeneration-26b-a4b": ((11725, 115), [1, 2, 4, 8, 16]),
+    "Mistral3ForConditionalGeneration": (280, [1, 2, 4, 8, 16]),
+    "InternVLForConditionalGeneration": (196, [1, 2, 4]),
+    "LlavaForConditionalGeneration": (224, [1, 2]),
+    "LlavaNextForConditionalGeneration": (224, [1, 2, 4, 8, 16]),
+    "LlavaNextVideoForConditionalGeneration": (224, [1, 2]),
+    "LlavaOnevisionForConditionalGeneration": (196, [1, 2, 4]),
+    "PaliGemmaForConditionalGeneration": (126, [1, 2, 4, 8]),
+    "Cohere2VisionForConditionalGeneration": (448, [1, 2, 4, 8, 16]),
+    "Idefics3ForConditionalGeneration": (224, [1, 2, 4, 8, 16]),
+    "SmolVLMForConditionalGeneration": (168, [1, 2, 4, 8, 16]),
+    "Lfm2VlForConditionalGeneration": (82, [1, 2, 4]),
+    "Qwen2AudioForConditionalGeneration": (224, [1, 2]),
+    "Glm4vForConditionalGeneration": (240, [1]),
+    "GlmOcrForConditionalGeneration": (96, [1, 2, 4]),
+    "Glm4vMoeForConditionalGeneration": ((17602, 17415), [1]),
+    "Exaone4_5_ForConditionalGeneration": (448, [1, 2]),
+    "Gemma4UnifiedForConditionalGeneration": (210, [1, 2, 4, 8]),
+    "AudioFlamingo3ForConditionalGeneration": (196, [1, 2, 4]),
+    "GlmAsrForConditionalGeneration": (196, [1, 2, 4, 8, 16]),
+    "GraniteSpeechForConditionalGeneration": (280, [1, 2, 4]),
+    "GraniteSpeechPlusForConditionalGeneration": (280, [1, 2, 4, 8, 16]),
+    "AriaForConditionalGeneration": (3780, [1]),
+    "MossTranscribeDiarizeForConditionalGeneration": (196, [1, 2, 4, 8]),
+    **dict.fromkeys(
+        ("DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM", "UnlimitedOCRForCausalLM"), ((2196, 2193), [1])
+    ),
+    "DiffusionGemmaForBlockDiffusion": ((11725, 115), [1, 2, 4, 8, 16]),
+    "KimiVLForConditionalGeneration": ((5154, 5127), [1]),
+    "Molmo2ForConditionalGeneration": (144, [1, 2, 4, 8, 16]),
+    "HCXVisionV2ForCausalLM": (504, [1]),
+    "Qwen3ASRForConditionalGeneration": (196, [1, 2, 4, 8, 16]),
+    "Qwen3ASRRealtimeGeneration": (196, [1, 2, 4, 8, 16]),
+    "Emu3ForConditionalGeneration": (224, [1, 2, 4, 8, 16]),
+    "HunYuanVLForConditionalGeneration": (168, [1, 2, 4]),
+    "VibeVoiceAsrForConditionalGeneration": (196, [1, 2, 4]),
+    "LightOnOCRForConditionalGeneration": (196, [1, 2, 4, 8]),
+    "FunASRForConditionalGeneration": (196, [1, 2, 4, 8]),
+    "Granite4VisionForConditionalGeneration": (280, [1, 2, 4]),
+    "MiniCPMV4_6ForConditionalGeneration": ((200, 152), [1, 2, 4, 8, 16]),
+    "MiniCPMV4_7ForConditionalGeneration": ((200, 152), [1, 2, 4, 8, 16]),
+    "PaddleOCRVLForConditionalGeneration": (126, [1, 2, 4, 8]),
+    "QianfanOCRForConditionalGeneration": (224, [1, 2, 4]),
+    "InternVLChatModel": (196, [1, 2, 4]),
+    "CohereCompassForConditionalGeneration": (280, [1, 2, 4, 8, 16]),
+    "Ernie4_5_VLMoeForConditionalGeneration": (10564, [1, 2, 4]),
+    "Qwen2_5OmniForConditionalGeneration": (196, [1, 2, 4]),
+    "Qwen2_5OmniModel": (196, [1, 2, 4]),
+    "Qwen3OmniMoeForConditionalGeneration": (18624, [1, 2]),
+    "Qwen2VLForConditionalGeneration": (196, [1, 2, 4]),
+    "Qwen2_5_VLForConditionalGeneration": (196, [1, 2, 4]),
+    "Qwen3VLForConditionalGeneration": (196, [1, 2, 4, 8, 16]),
+    "Qwen3VLMoeForConditionalGeneration": (18624, [1, 2]),
+    "Qwen3_5ForConditionalGeneration": (400, [1, 2, 4, 8]),
+    "Qwen3_5MoeForConditionalGeneration": (30970, [1, 2, 4]),
+    "MiMoV2ForCausalLM": (70 * 4 + 3 + 69 * 384 * 3, [1, 2, 4]),
+    "MiMoV2FlashForCausalLM": (48 * 4 + 3 + 47 * 256 * 3, [1, 2]),
+    "HYV3ForCausalLM": (80 * 4 + 3 + 79 * 193 * 3, [1, 2, 4]),
+    "Step3p7ForConditionalGeneration": (45 * 4 + 3 * 3 + 42 * (1 + 288) * 3, [1, 2]),
+    "Step3p5ForCausalLM": (45 * 4 + 3 * 3 + 42 * (1 + 288) * 3, [1, 2]),
+    "MiniMaxM3SparseForConditionalGeneration": (60 * 4 + 57 * 2 + 3 * 3 + 57 * 129 * 3, [1, 2, 4, 8]),
+    "KimiK25ForConditionalGeneration": ((69547, 69425), [1, 2, 4, 8, 16]),
+    "LLaMAForCausalLM": (224, [1, 2]),
+    "InternLM3ForCausalLM": (336, [1, 2, 4, 8, 16]),
+    "IQuestLoopCoderForCausalLM": (560, [1, 2, 4, 8]),
+    "NemotronHPuzzleForCausalLM": (40 + 8 * 4 + 40 * 513 * 2, [1, 2]),
+    "IQuestCoderForCausalLM": (560, [1, 2, 4, 8]),
+    "TeleChat3ForCausalLM": (448, [1, 2, 4, 8, 16]),
+    "DeciLMForCausalLM": (49 * 4 + 80 * 3, [1, 2]),
+    "SolarForCausalLM": (448, [1, 2]),
+    "OrionForCausalLM": (280, [1, 2, 4, 8]),
+    "MiniCPMForCausalLM": (280, [1]),
+    "PanguEmbeddedForCausalLM": (238, [1, 2, 4]),
+    "Rnj1ForCausalLM": (224, [1, 2, 4, 8, 16]),
+    "GraniteSWAForCausalLM": (168, [1, 2, 4]),
+    "NemotronForCausalLM": (192, [1, 2, 4, 8, 16]),
+    "HyperCLOVAXForCausalLM": (266, [1, 2, 4, 8, 16]),
+    "GraniteMoeSharedForCausalLM": (2448, [1, 2, 4]),
+    "GraniteMoeSWAForCausalLM": (2448, [1, 2, 4]),
+    "ExaoneMoEForCausalLM": (18384, [1, 2, 4, 8, 16]),
+    "Jais2ForCausalLM": (192, [1, 2]),
+    "VaultGemmaForCausalLM": (182, [1, 2]),
+    "InternLM2ForCausalLM": (160, [1, 2, 4, 8]),
+    "ChatGLMModel": (112, [1]),
+    "ChatGLMForConditionalGeneration": (160, [1]),
+    "GLM4VForCausalLM": (160, [1]),
+    "DeepseekForCausalLM": ((28 * 4 + 3 + 27 * 65 * 3, 28 * 4 + 27 * 65 * 3), [1]),
+    "BailingMoeV2ForCausalLM": (20 * 2 + 3 + 19 * 257 * 3, [1, 2, 4]),
+    "BailingMoeV2_5ForCausalLM": ((24004, 23996), [1, 2, 4, 8]),
+    "BailingMoeV3ForCausalLM": ((61839, 61685), [1, 2]),
+    "BailingMoeForCausalLM": (28 * 2 + 28 * 65 * 3, [1]),
+    "GPTBigCodeForCausalLM": (160, [1, 2, 4, 8, 16]),
+    "GPTJForCausalLM": (168, [1, 2, 4, 8, 16]),
+    "ExaoneForCausalLM": (224, [1, 2, 4, 8, 16]),
+    "TeleChat2ForCausalLM": ((120, 180, 120), [1, 2, 4, 8, 16]),
+    "OPTForCausalLM": (192, [1, 2, 4, 8, 16]),
+    "Blip2ForConditionalGeneration": (192, [1, 2, 4]),
+    "FlexOlmoForCausalLM": (32 * (4 + 7 * 3), [1, 2]),
+    "Cohere2MoeForCausalLM": (40 * 4 + 3 + 39 * 9 * 3, [1, 2, 4, 8, 16]),
+    "LagunaForCausalLM": (40 * 4 + 3 + 39 * 257 * 3, [1, 2, 4]),
+    "MellumForCausalLM": (28 * (4 + 64 * 3), [1]),
+    "AXK1ForCausalLM": ((61 * 4 + 3 + 60 * 193 * 3, 61 * 2 + 3 + 60 * 193 * 3), [1, 2, 4, 8, 16]),
+    "MiniCPM3ForCausalLM": ((62 * 7, 62 * 6), [1, 2]),
+    # 2880 rows of linear layers are no blocks.
+    "OlmoHybridForCausalLM": ((24 * 5 + 8 * 4 + 32 * 3, 24 + 8 * 4 + 32 * 3), [1]),
+    "Mamba2ForCausalLM": (64, [1, 2, 4, 8, 16]),
+    "JambaForCausalLM": (4 * 4 + 16 * 3 + 16 * 16 * 3, [1, 2, 4, 8, 16]),
+    # 21824 is no multiple of 128.
+    "TeleFLMForCausalLM": ((64 * 7, 64 * 4), [1, 2, 4, 8, 16]),
+    "FalconForCausalLM": ((320, 240), [1, 2, 4]),
+    "BloomForCausalLM": ((210, 280, 280), [1, 2, 4, 8, 16]),
+    "LongcatFlashForCausalLM": ((28 * (8 + 6 + 512 * 3), 28 * (4 + 6 + 512 * 3)), [1, 2, 4, 8, 16]),
+    "Dots3NoteForCausalLM": ((46 * 4 + 3 + 45 * 257 * 3, 46 * 2 + 3 + 45 * 257 * 3), [1, 2, 4]),
+    "Gemma3nForConditionalGeneration": (30 * 7, [1, 2, 4, 8]),
+    "Gemma3nForCausalLM": (30 * 7, [1, 2, 4, 8]),
+    "HrmTextForCausalLM": (2 * 16 * 4, [1, 2, 4]),
+    "MuseGlimmerForCausalLM": (52 * 8, [1, 2, 4]),
+    "MuseGlimmerForConditionalGeneration": (52 * 8, [1, 2, 4]),
+    "GPTNeoXForCausalLM": (128, [1, 2, 4, 8, 16]),
+}
+
+
+def test_every_architecture_has_a_names_file_and_a_small_model() -> None:
+    assert {path.stem for path in NAMES.glob("*.txt")} - {"GptOssForCausalLM"} == {*EXPECTED, *MORE}
+    assert {name.split("-")[0] for name in (*EXPECTED, *MORE, "GptOssForCausalLM")} == set(MODELS)
+    assert set(MODELS) - {"GptOssForCausalLM"} == set(small_checkpoints.ARCHITECTURES)
+
+
+@pytest.mark.parametrize("name", [*EXPECTED, *MORE])
+def test_published_names_plan_without_a_misfit(name: str) -> None:
+    count, ignored, parallel = EXPECTED[name] if name in EXPECTED else (MORE[name][0], None, MORE[name][1])
+    of_tensor, of_rows, of_block = (count[0], *count[-2:]) if isinstance(count, tuple) else (count,) * 3
+    checkpoint = published(name)
+    model = MODELS[checkpoint.architecture]
+    expected = {TENSOR: of_tensor, BLOCK: of_block}
+    # Which has other scales than the first, and no more: of many thousand tensors it takes seconds to say.
+    if len(checkpoint.tensors) < 5000:
+        expected = {TENSOR: of_tensor, CHANNEL: of_rows, BLOCK: of_block}
+    schemes = [scheme for scheme in expected if not model.refusal(scheme.name, scheme.method)] or [BLOCK_COMPRESSED]
+    plans = [make_plan(checkpoint, scheme) for scheme in schemes]
+    assert [plan.quantized_tensors for plan in plans] == [expected.get(scheme, of_block) for scheme in schemes]
+    plan = plans[-1]
+    assert plan.parallel_sizes == parallel
+    assert not [note for note in plan.notes if "lacks" in note]
+    if ignored is not None:
+        assert plan.ignored_layers == ignored
+    # Every source tensor is in the output: under its own name, or split into experts.
+    outputs = {info.name: info for shard in plan.shards for info in plan.outputs(shard.name)}
+    stacks = {stacked.name: (experts, stacked) for experts in plan.model.experts for stacked in experts.stacked}
+    for info in checkpoint.tensors.values():
+        if info.name in outputs:
+            continue
+        path, last = info.module.rsplit(".", 1)
+        experts, stacked = stacks[last]
+        path += "." + experts.path.rsplit(".", 1)[1] if experts.beside else ""
+        number, rows, cols = info.shape
+        rows, cols = (cols, rows) if stacked.transposed else (rows, cols)
+        for expert, part in itertools.product(range(number), stacked.parts):
+            assert outputs[f"{path}.{expert}.{part}.weight"].shape == (rows // len(stacked.parts), cols)
+    for each in plans:
+        assert sum(line.bytes_before for line in each.lines) == each.source_bytes
+        assert sum(line.bytes_after for line in each.lines) == each.output_bytes
+
+
+def test_state_spaces_of_falcon_are_listed_as_layers_beyond_the_last() -> None:
+    """By as many layers as config.json counts, and in a nonsensical number by none."""
+    checkpoint = published("FalconH1ForCausalLM")
+    ignored = set(make_plan(checkpoint, TENSOR).ignored_layers)
+    assert {f"model.{44 + layer}.mixer.in_proj" for layer in range(44)} <= ignored
+    assert "model.88.mixer.in_proj" not in ignored
+    for layers in (10**9, -3, "44", None):
+        odd = replace(checkpoint, config={**checkpoint.config, "num_hidden_layers": layers})
+        assert not any(name.startswith("model.4") for name in make_plan(odd, TENSOR).ignored_layers)
+
+
+def test_refused_schemes_say_why_and_what_to_do() -> None:
+    wrapped = published("Mistral3ForConditionalGeneration")
+    for scheme in (BLOCK, BLOCK_UE8M0):
+        with pytest.raises(PlanError) as caught:
+            make_plan(wrapped, scheme)
+        assert str(caught.value) == (
+            f"Mistral3ForConditionalGeneration cannot be served with {scheme.title}: "
+            f"{VLLM} does not find its block scales"
+        )
+        assert caught.value.hint == "use --scheme tensor or channel, or --format compressed-tensors"
+    for scheme in (TENSOR, TENSOR_COMPRESSED, CHANNEL, BLOCK_COMPRESSED):
+        assert make_plan(wrapped, scheme).quantized_tensors == 280
+    for scheme in VARIANTS:
+        with pytest.raises(PlanError, match=rf"GptOssForCausalLM cannot be served with .*: {VLLM} reads its"):
+            make_plan(published("GptOssForCausalLM"), scheme)
+
+
+@pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "GlmMoeDsaForCausalLM"])
+def test_draft_layers_stay_and_are_listed(name: str) -> None:
+    checkpoint = published(name)
+    plan = make_plan(checkpoint, TENSOR)
+    draft = f"model.layers.{checkpoint.config['num_hidden_layers']}."
+    kept = {module for line in plan.lines if line.why == "draft layer" for module in line.names}
+    assert kept == {
+        info.module for info in checkpoint.tensors.values() if info.name.startswith(draft) and len(info.shape) > 1
+    }
+    merged = "qkv_proj" if name.startswith("Glm4") else "fused_qkv_a_proj"
+    others = {f"{draft}{path}" for path in ("mlp.experts", "mlp.shared_experts.gate_up_proj", f"self_attn.{merged}")}
+    assert kept | others <= set(plan.ignored_layers)
+
+
+def test_names_an_engine_builds_otherwise_are_listed_under_both() -> None:
+    ignored = set(make_plan(published("GraniteMoeHybridForCausalLM"), TENSOR).ignored_layers)
+    assert {"model.layers.0.mamba.in_proj", "model.layers.0.mixer.in_proj"} <= ignored
+    # The draft layer, as one after the last of the decoder.
+    ignored = set(make_plan(published("MiMoForCausalLM"), TENSOR).ignored_layers)
+    for layer in ("model.mtp_layers.0", "model.layers.36"):
+        parts = ("self_attn.q_proj", "self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+        assert {f"{layer}.{part}" for part in parts} <= ignored
+
+
+def test_parts_of_a_joined_tensor_must_divide() -> None:
+    """phi-4 with heads of 192, say: qkv divides into blocks, k and v do not. Nor without a config to tell them by."""
+    checkpoint = published("Phi3ForCausalLM")
+    for heads, quantized in ((checkpoint.config, 160), ({"num_attention_heads": 36, "num_key_value_heads": 12}, 160),
+                             ({"num_attention_heads": 38, "num_key_value_heads": 1}, 120), ({}, 120)):  # fmt: skip
+        assert make_plan(replace(checkpoint, config=heads), BLOCK).quantized_tensors == quantized
+        for scheme in (TENSOR, CHANNEL):
+            assert make_plan(replace(checkpoint, config=heads), scheme).quantized_tensors == 160
+
+
+def test_experts_stacked_the_other_way_around_are_refused() -> None:
+    checkpoint = published("Qwen3VLMoeForConditionalGeneration")
+    tensors = {
+        name: info._replace(shape=(info.shape[0], info.shape[2], info.shape[1])) if ".experts." in name else info
+        for name, info in checkpoint.tensors.items()
+    }
+    with pytest.raises(PlanError, match="are the experts stacked the other way around"):
+        make_plan(replace(checkpoint, tensors=tensors), TENSOR)
+
+
+def test_gemma3_tower_is_listed_under_every_spelling_of_the_engines() -> None:
+    for name in ("Gemma3ForConditionalGeneration", "Gemma3ForConditionalGeneration-new"):
+        ignored = set(make_plan(published(name), BLOCK).ignored_layers)
+        for part in (
+            "self_attn.q_proj",
+            "self_attn.k_proj",
+            "self_attn.v_proj",
+            "self_attn.out_proj",
+            "mlp.fc1",
+            "mlp.fc2",
+        ):
+            for layer in range(27):
+                for tower in (
+                    "vision_tower",
+                    "vision_tower.vision_model",
+                    "model.vision_tower",
+                    "model.vision_tower.vision_model",
+                ):
+                    assert f"{tower}.encoder.layers.{layer}.{part}" in ignored  # fmt: skip
+        assert {"language_model.model.embed_tokens", "model.language_model.embed_tokens", "lm_head"} <= ignored
+
+
+def test_llama4_wrapper_lists_the_engine_s_own_names() -> None:
+    plan = make_plan(published("Llama4ForConditionalGeneration"), BLOCK, Options(("**.layers.0.self_attn.*",)))
+    assert {
+        "language_model.model.layers.0.self_attn.q_proj",
+        "language_model.model.layers.0.feed_forward.router",
+        "multi_modal_projector.linear_1",
+    } <= set(plan.ignored_layers)
+
+
+def test_draft_layers_are_listed_under_the_numbers_that_engines_count_on_to() -> None:
+    """vLLM vllm/models/deepseek_v4/nvidia/mtp.py."""
+    listed = {*make_plan(published("DeepseekV4ForCausalLM"), BLOCK).ignored_layers}
+    layer = "model.layers.61"
+    assert {
+        f"{layer}.{name}" for name in ("e_proj", "h_proj", "attn.fused_wqa_wkv", "attn.wq_b", "ffn.experts")
+    } <= listed
+    assert {f"{layer}.ffn.shared_experts.{name}" for name in ("gate_up_proj", "down_proj")} <= listed
+    assert not any(name.startswith(("model.layers.60.attn.w", "model.layers.60.ffn.experts")) for name in listed)
+
+
+def test_what_engines_read_beside_the_quantization_is_written() -> None:
+    checkpoint = published("DeepseekV4ForCausalLM")
+    assert make_plan(checkpoint, BLOCK).config["expert_dtype"] == "fp8"
+    assert "expert_dtype" not in make_plain_plan(published("quantized/DeepseekV4ForCausalLM")).config
+    assert "expert_dtype" not in make_plan(published("DeepseekV3ForCausalLM"), BLOCK).config
+
+
+@pytest.mark.parametrize("entry", MODELS.values(), ids=MODELS)
+def test_entries_are_sound(entry: Model) -> None:
+    patterns = [*entry.compress, *(keep.pattern for keep in entry.keep), *(joined.pattern for joined in entry.joined)]
+    patterns += [split.pattern for split in entry.splits] + [experts.path for experts in entry.experts]
+    for pattern in patterns:
+        re.compile(translate(entry.layers + pattern if pattern.startswith(".") else pattern))
+    assert all(split.axis in ("in", "out") for split in entry.splits)
+    assert all(keep.why for keep in entry.keep)
+
+
+def test_wrappers_with_their_sizes_at_the_top_are_understood() -> None:
+    """As the first files of Qwen2-VL: no text_config."""
+    checkpoint = published("Qwen2VLForConditionalGeneration")
+    flat = replace(checkpoint, config=checkpoint.config["text_config"])
+    assert make_plan(flat, BLOCK).parallel == make_plan(checkpoint, BLOCK).parallel
+
+
+def test_the_table_has_a_row_for_each_architecture() -> None:
+    table = (Path(__file__).parents[2] / "docs" / "architectures.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)`[^|]*\| ([^|]+) \|", table, re.MULTILINE))
+    assert {name for name in rows if name in MODELS} == set(MODELS)
+    assert {name for name, cell in rows.items() if cell == "refused"} == {
+        "AriaForConditionalGeneration",
+        "DeepseekV4ForCausalLM",
+        "GptOssForCausalLM",
+        "MiniMaxM3SparseForConditionalGeneration",
+    }
+
+
+def test_what_is_not_covered_has_a_reason() -> None:
+    listed = [line.split("  ", 1) for line in lines_of("not_covered.txt")]
+    assert all(len(entry) == 2 and entry[1] for entry in listed)
+    names = [entry[0] for entry in listed]
+    assert len(names) == len(set(names))
+    assert not {*names} & {*MODELS}
+
+
+def test_every_class_of_the_engine_has_an_entry_or_a_reason() -> None:
+    reasons = {line.split("  ", 1)[0] for line in lines_of("not_covered.txt")}
+    assert {*lines_of("engine_classes.txt")} - {*MODELS} - reasons == set()
+
+
+def test_published_models_fall_back_where_their_blocks_do_not_divide() -> None:
+    # Experts of 768 rows: six blocks, which 4 ranks do not share.
+    plan = make_plan(published("Qwen3MoeForCausalLM"), BLOCK_COMPRESSED, Options(tp=4))
+    assert plan.schemes == {BLOCK_COMPRESSED: 48 * 4, CHANNEL: 48 * 3 * 128}
+    assert plan.parallel_sizes == [1, 2, 4, 8, 16]
+    targets = plan.quantization_config["config_groups"]["group_1"]["targets"]
+    assert targets == [rf"re:(.*[.])?layers[.]{layer}[.]mlp[.]experts[.].*" for layer in range(48)]
+    # A projection of 576 rows, and the one it is joined with.
+    plan = make_plan(published("DeepseekV3ForCausalLM"), BLOCK_COMPRESSED)
+    assert plan.schemes == {BLOCK_COMPRESSED: 44971 - 2 * 61, CHANNEL: 2 * 61}
+    assert (
+        "model.layers.60.self_attn.fused_qkv_a_proj" in plan.quantization_config["config_groups"]["group_1"]["targets"]
+    )

@@ -1,0 +1,92 @@
+"""The small models of zoo.py convert: what is quantized stands for its source, all else is the source's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from openquant.formats.format import Format
+from openquant.formats.reference import decode
+from openquant.formats.schemes import Scheme
+from openquant.models import MODELS
+from openquant.plan.tensor_parallel import out_of_turn
+from openquant.registry.architecture import Model
+from openquant.registry.rules import Entry
+from support import small_checkpoints, tiny_architectures
+from support.conversions import Shelf, covering
+
+
+def split(weights: dict[str, torch.Tensor], model: Model) -> dict[str, torch.Tensor]:
+    """Weights with each stack of experts taken apart."""
+    stacks = {stacked.name: (experts, stacked) for experts in model.experts for stacked in experts.stacked}
+    found = {}
+    for name, weight in weights.items():
+        module = name.removesuffix(".weight")
+        path, last = module.rsplit(".", 1) if "." in module else ("", module)
+        if weight.dim() != 3 or last not in stacks:
+            found[name] = weight
+            continue
+        experts, stacked = stacks[last]
+        path += "." + experts.path.rsplit(".", 1)[1] if experts.beside else ""
+        for number, expert in enumerate(weight.mT if stacked.transposed else weight):
+            for part, matrix in zip(stacked.parts, expert.chunk(len(stacked.parts)), strict=True):
+                found[f"{path}.{number}.{part}.weight"] = matrix
+    return found
+
+
+CODES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32, "U8": torch.uint8}
+
+
+def scales(found: dict[str, torch.Tensor], module: str, form: Format) -> torch.Tensor:
+    """What a module's scales stand for, float32."""
+    scale = found[f"{module}.{form.scale.name}"]
+    values = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
+    return values if form.global_scale is None else values / found[f"{module}.{form.global_scale.name}"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scheme"),
+    [(name, scheme) for name, scheme in covering() if name in tiny_architectures.ZOO],
+    ids=lambda value: getattr(value, "suffix", value),
+)
+def test_converts(shelf: Shelf, architecture: str, scheme: Scheme) -> None:
+    model = MODELS[architecture]
+    made = shelf.converted(architecture, scheme)
+    weights, found = split(small_checkpoints.read(made.source), model), small_checkpoints.read(made.output)
+    form, dtype = scheme.format, CODES[scheme.format.number.dtype]
+    ending = f".{form.codes}"
+    named = {name: tensor for name, tensor in found.items() if name.endswith(ending)}
+    modules = [name.removesuffix(ending) for name, tensor in named.items() if tensor.dtype == dtype]
+    codes = {f"{module}.weight": module for module in modules}
+    assert codes
+    # What does not divide, or is sorted by heads, and all it is joined with has what the scheme falls back to.
+    entry, config = Entry(model), small_checkpoints.config(architecture)
+    sets = entry.joined_sets(modules)
+    misfits = set()
+    for name, module in codes.items():
+        rows, columns = weights[name].shape
+        if form.misfit((rows, columns)) or out_of_turn((rows, columns), entry.role(module).split, config, form):
+            misfits |= {f"{other}.weight" for other in sets.get(module, (module,))}
+    forms = dict.fromkeys(codes, form)
+    for name in misfits:
+        assert scheme.fallback
+        forms[name] = scheme.fallback.format
+    parts = {
+        info.name: info
+        for name, module in codes.items()
+        for info in forms[name].parts(module, tuple(weights[name].shape))
+    }
+    assert set(found) == {*(weights.keys() - codes.keys()), *parts}
+    assert all(tuple(found[name].shape) == info.shape for name, info in parts.items())
+    for name, weight in weights.items():
+        if name not in codes:
+            assert torch.equal(found[name], weight), name
+            continue
+        form = forms[name]
+        scale = scales(found, codes[name], form)
+        error = (decode(found[f"{codes[name]}.{form.codes}"], scale, form) - weight.float()).abs()
+        slack = 2.0**-8 if form.scale.dtype == "BF16" else 2.0**-20
+        bound = form.number.bound(weight.float().numpy(), scale.max().numpy(), slack)
+        # The largest weights may be clipped.
+        bound = bound + 0.3 * weight.abs().float().numpy() if scheme.ratios else bound
+        assert (error.numpy() <= bound).all(), name

@@ -1,0 +1,92 @@
+"""Tensors of a checkpoint one by one, as transformers' loader takes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import change_json
+from openquant.errors import SourceError
+from openquant.files.checkpoint import open_checkpoint
+from openquant.streaming.lazy_tensors import Slices
+from openquant.weights.find import decoded_view
+from support import small_checkpoints
+
+CHANGED = "the source changed while it was being read: run again"
+
+
+def slices_of(source: Path) -> Slices:
+    view, weights = decoded_view(open_checkpoint(source))
+    return Slices(view, weights, lambda shard: source / shard)
+
+
+def test_stacks_that_lie_turned_are_decoded_to_what_they_stand_for(tmp_path: Path) -> None:
+    """As gpt-oss has its experts, in rows of codes that are columns of weights."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    name, chance = "model.layers.0.mlp.experts.down_proj", torch.Generator().manual_seed(1)
+    blocks = torch.randint(0, 256, (3, 64, 3, 16), generator=chance).to(torch.uint8)
+    scales = torch.randint(110, 130, (3, 64, 3), generator=chance).to(torch.uint8)
+    stored = {"model.embed_tokens.weight": torch.ones(64, 64), f"{name}_blocks": blocks, f"{name}_scales": scales}
+    source = small_checkpoints.write(tmp_path / "source", weights=stored, shards=2)
+    named = {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
+    change_json(source / "config.json", lambda found: found.update(named))
+    slices = slices_of(source)
+    found = slices.of([name])[name]
+    assert (found.get_shape(), found.get_dtype()) == ([3, 96, 64], "BF16")
+    expected = convert_moe_packed_tensors(blocks, scales)
+    assert torch.equal(found[...], expected)
+    assert torch.equal(found[1:, 5], expected[1:, 5])
+    checkpoint = open_checkpoint(source)
+    where = {each: checkpoint.where[each] for each in (f"{name}_blocks", f"{name}_scales")}
+    parts = slices.parts([name])
+    assert {(shard, offset) for shard, pieces in parts.items() for offset, _ in pieces} == set(where.values())
+    assert sum(nbytes for pieces in parts.values() for _, nbytes in pieces) == blocks.nbytes + scales.nbytes
+
+
+def test_plain_tensors_are_views_of_their_file(tmp_path: Path) -> None:
+    stored = {
+        "bool": torch.tensor([True, False]),
+        "int64": torch.tensor([[1, -2], [3, 4]]),
+        "float64": torch.tensor(0.1, dtype=torch.float64),
+        "bfloat16": torch.randn(3, 5).bfloat16(),
+        "float16": torch.randn(3, 5).half(),
+    }
+    slices = slices_of(small_checkpoints.write(tmp_path / "source", weights=stored))
+    for name, found in slices.of(stored).items():
+        assert found[...].dtype == stored[name].dtype
+        assert torch.equal(found[...], stored[name])
+        assert found[...].data_ptr() == found[...].data_ptr()
+    # What was looked at comes from the file again.
+    slices.let_go()
+    assert torch.equal(slices.of(["int64"])["int64"][...], stored["int64"])
+
+
+def test_a_dtype_that_nothing_computes_with_is_named(tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "source", weights={"codes": torch.zeros(4).to(torch.float8_e5m2)})
+    view = open_checkpoint(source)
+    found = Slices(view, {}, lambda shard: source / shard).of(["codes"])["codes"]
+    with pytest.raises(SourceError) as raised:
+        found[...]
+    assert raised.value.message == "codes is F8_E5M2, which no model computes with"
+    assert raised.value.hint == "start from another checkpoint"
+    assert found.error is raised.value
+
+
+def test_a_shard_that_is_another_now_is_refused(tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "source", weights={"a": torch.zeros(4)})
+    slices, shard = slices_of(source), source / "model.safetensors"
+    with shard.open("ab") as file:
+        file.write(b"1")
+    with pytest.raises(SourceError) as raised:
+        slices.of(["a"])
+    assert (raised.value.message, raised.value.hint) == ("model.safetensors has another size than before", CHANGED)
+    shard.unlink()
+    # It is still to come.
+    slices.expect(["a"])
+    with pytest.raises(SourceError) as raised:
+        slices.of(["a"])
+    expected = "model.safetensors cannot be read: No such file or directory"
+    assert (raised.value.message, raised.value.hint) == (expected, CHANGED)

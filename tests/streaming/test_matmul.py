@@ -1,0 +1,101 @@
+"""Products of bfloat16 in float32: none is left to torch's slow ones, and results are those of float32, rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from openquant.files.checkpoint import open_checkpoint
+from openquant.streaming import matmul as products
+from openquant.streaming.matmul import InFloat32, products_in_float32
+from openquant.streaming.model import StreamedModel
+from support.conversions import Shelf
+
+MULTIPLY = ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "linear", "matmul", "attention")
+IDS = torch.randint(10, 500, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+class Watched(TorchDispatchMode):
+    """Notes the products that torch computes, and in what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in MULTIPLY or name.endswith("attention"):
+            self.dtypes.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM"])
+def test_a_model_computes_all_products_in_float32(shelf: Shelf, architecture: str) -> None:
+    source = open_checkpoint(shelf.source(architecture))
+    with StreamedModel(source, dtype=torch.float32).resident() as model:
+        exact = model(input_ids=IDS, use_cache=False).logits
+    with StreamedModel(source, dtype=torch.bfloat16).resident() as model, Watched() as watched:
+        plain = model(input_ids=IDS, use_cache=False).logits
+        assert torch.bfloat16 in watched.dtypes
+        watched.dtypes.clear()
+        with InFloat32():
+            found = model(input_ids=IDS, use_cache=False).logits
+        assert watched.dtypes == {torch.float32}
+    assert found.dtype is torch.bfloat16
+    assert (found - exact).norm() < 1.2 * (plain - exact).norm()
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x, w: functional.linear(x, w),
+        lambda x, w: functional.linear(x, w, bias=w[:, 0]),
+        lambda x, w: x @ w.T,
+        lambda x, w: x.matmul(w.T),
+        lambda x, w: torch.bmm(x[None], w.T[None]),
+        lambda x, w: torch.addmm(w[:, 0], x, w.T),
+        lambda x, w: functional.scaled_dot_product_attention(x[None], w[None], w[None]),
+    ],
+)
+def test_results_are_those_of_float32_rounded(monkeypatch, product: Callable[..., torch.Tensor]) -> None:
+    x, weight = random(5, 48), random(64, 48)
+    with InFloat32():
+        found = product(x, weight)
+        monkeypatch.setattr(products, "PIECE", 48 * 24)
+        torch.testing.assert_close(product(x, weight), found, rtol=2**-7, atol=1e-6)
+    assert torch.equal(found, product(x.float(), weight.float()).bfloat16())
+
+
+def test_experts_take_the_rows_up_to_their_offsets() -> None:
+    x, weight, offsets = random(7, 48), random(4, 48, 32), torch.tensor([3, 3, 5, 7], dtype=torch.int32)
+    with InFloat32():
+        found = functional.grouped_mm(x, weight, offs=offsets)
+    expected = [
+        x[low:high].float() @ weight[at].float() for at, (low, high) in enumerate([(0, 3), (3, 3), (3, 5), (5, 7)])
+    ]
+    assert torch.equal(found, torch.cat(expected).bfloat16())
+
+
+def test_what_is_not_bfloat16_is_left_alone() -> None:
+    x, weight = random(5, 48).double(), random(64, 48).double()
+    with InFloat32():
+        assert torch.equal(functional.linear(x, weight), x @ weight.T)
+
+
+def test_only_processors_without_such_products_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for multiplies, device, expected in ((False, "cpu", True), (True, "cpu", False), (False, "cuda", False)):
+        monkeypatch.setattr(products, "_multiplies_bfloat16", lambda multiplies=multiplies: multiplies)
+        assert isinstance(products_in_float32(device), InFloat32) is expected
+
+
+def test_torch_says_which_processors_have_such_products() -> None:
+    multiplies = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert isinstance(products_in_float32("cpu"), InFloat32) is not multiplies

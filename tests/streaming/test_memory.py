@@ -1,0 +1,176 @@
+"""--max-memory: what the verbs need is known before anything is run, less is refused, and as much is enough."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from conftest import EXAMPLE, ROOT, change_json
+from openquant import calibrate, compress, dequantize, evaluate
+from openquant.cli.commands import main
+from openquant.errors import UsageError
+from openquant.evaluation.answers import fits
+from openquant.files.checkpoint import open_checkpoint
+from openquant.formats.schemes import INT4_W4A16
+from openquant.plan.decisions import Options
+from openquant.plan.plan import make_plan
+from openquant.streaming.memory import Step, memory_left, rounded_up, rounding_steps, weights_of
+from support import small_checkpoints
+
+# Of each matrix the outputs of gate and up, and what goes into down, whose Gram matrix has 67 MB.
+WIDE = 4096
+TEXTS = ["--samples", "2", "--length", "64"]
+GPTQ = ["--scheme", "int4", "--gptq", "--no-search"]
+AWQ = ["--scheme", "int4", "--awq", "--calibrate"]
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example with one layer, whose MLP is wide."""
+    root = tmp_path_factory.mktemp("wide") / "wide"
+    shutil.copytree(EXAMPLE, root, ignore=shutil.ignore_patterns("*.safetensors*"))
+    sizes = {"intermediate_size": WIDE, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    change_json(root / "config.json", lambda config: config.update(sizes))
+    weights, generator = {}, torch.Generator().manual_seed(0)
+    for name, tensor in small_checkpoints.read(EXAMPLE).items():
+        if ".layers." in name and ".layers.0." not in name:
+            continue
+        shape = [WIDE if ".mlp." in name and size == 768 else size for size in tensor.shape]
+        weights[name] = tensor if [*tensor.shape] == shape else 0.02 * torch.randn(shape, generator=generator)
+    save_file({name: tensor.bfloat16() for name, tensor in weights.items()}, root / "model.safetensors")
+    return root
+
+
+@pytest.fixture(scope="module")
+def stored(wide: Path) -> Path:
+    return Path(compress(wide, wide.with_name("wide-FP8"), "block").output)
+
+
+def words(verb: str, wide: Path, stored: Path, out: Path) -> list[str]:
+    """A command of each verb that takes the option."""
+    return [
+        str(word)
+        for word in {
+            "compress": ["compress", "-m", wide, "-o", out],
+            "gptq": ["compress", "-m", wide, "-o", out, *GPTQ, *TEXTS],
+            "awq": ["compress", "-m", wide, "-o", out, *AWQ, *TEXTS],
+            "smooth": ["compress", "-m", wide, "-o", out, "--scheme", "int8", "--smooth", "0.5", *TEXTS],
+            "dequantize": ["dequantize", stored, "-o", out],
+            "calibrate": ["calibrate", wide, "-o", out, *TEXTS],
+            "eval": ["eval", stored, "--source", wide, "--out", out, *TEXTS],
+        }[verb]
+    ]
+
+
+VERBS = ["compress", "gptq", "awq", "smooth", "dequantize", "calibrate", "eval"]
+
+
+@pytest.mark.parametrize("limit", ["0", "1"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_less_than_a_step_takes_is_refused_before_anything_is_run(
+    wide: Path, stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str, limit: str
+) -> None:
+    assert main([*words(verb, wide, stored, tmp_path / "out"), "--max-memory", limit]) == 2
+    out, err = capsys.readouterr()
+    error, hint = err.strip().splitlines()
+    found = re.fullmatch(rf"error: a memory of {limit} bytes is too little: (.+) takes up to ([\d,]+)", error)
+    assert out == "" and found is not None
+    assert re.match(r"hint: give --max-memory [\d.]+[MG]B or more", hint)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_says_it_too(wide: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["compress", "-m", str(wide), "-o", str(tmp_path / "out"), *GPTQ, "--dry-run", "--max-memory", "0"]) == 2
+    )
+    error, hint = capsys.readouterr().err.strip().splitlines()
+    assert error.startswith("error: a memory of 0 bytes is too little: rounding layers by GPTQ takes up to ")
+    assert hint.endswith(" or more, or leave --gptq out")
+
+
+@pytest.mark.parametrize("limit", [0, 1, "1"])
+def test_python_refuses_the_same(wide: Path, stored: Path, tmp_path: Path, limit: Any) -> None:
+    for call in (
+        lambda: compress(wide, tmp_path / "out", max_memory=limit),
+        lambda: compress(wide, tmp_path / "out", "int4", gptq=True, max_memory=limit),
+        lambda: dequantize(stored, tmp_path / "out", max_memory=limit),
+        lambda: calibrate(wide, tmp_path / "out", max_memory=limit),
+        lambda: evaluate([stored], wide, out=tmp_path / "out", max_memory=limit),
+    ):
+        with pytest.raises(UsageError, match=rf"^a memory of {limit} bytes is too little: ") as caught:
+            call()
+        assert re.match(r'give max_memory="[\d.]+[MG]B" or more', caught.value.hint)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Runs a command, and says the most that its process had resident.
+MEASURED = """
+import sys
+from openquant.cli.commands import main
+from openquant.machine import peak_rss
+code = main(sys.argv[1:])
+print(peak_rss())
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("verb", ["gptq", "awq", "eval"])
+def test_what_a_hint_says_is_enough_and_is_kept(wide: Path, stored: Path, tmp_path: Path, verb: str) -> None:
+    def run(limit: str) -> tuple[int, str, str]:
+        command = [*words(verb, wide, stored, tmp_path / "out"), "--max-memory", limit]
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURED, *command], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    code, _, refused = run("1")
+    hint = re.search(r"give --max-memory (([\d.]+)([MG])B) or more", refused)
+    assert code == 2 and hint is not None
+    code, out, err = run(hint[1])
+    assert code == 0, err
+    assert int(out.splitlines()[-1]) <= float(hint[2]) * {"M": 10**6, "G": 10**9}[hint[3]]
+
+
+def test_what_weights_take_is_read_from_headers(wide: Path) -> None:
+    found = weights_of(open_checkpoint(wide))
+    header = json.loads((wide / "config.json").read_text())
+    layer = sum(
+        tensor.nbytes for name, tensor in small_checkpoints.read(wide).items() if name.startswith("model.layers.0.")
+    )
+    table = 2 * header["vocab_size"] * header["hidden_size"]
+    assert (found.layer, found.width, found.table) == (layer, WIDE, table)
+    plan = make_plan(open_checkpoint(wide), INT4_W4A16, Options(gptq={}))
+    [step] = rounding_steps(open_checkpoint(wide), plan, 64)
+    # A Gram matrix, and once more in order and in float64.
+    assert step.nbytes > 16 * WIDE**2
+
+
+def test_what_no_step_takes_is_left() -> None:
+    steps = [Step("a", 1 << 20, models=False), Step("b", 1 << 30, models=False)]
+    left = memory_left(16 << 30, steps)
+    assert left is not None and left < 15 << 30
+    assert memory_left(None, steps) is None
+    assert memory_left(1, steps, refuse=False) == 0
+    with pytest.raises(UsageError, match="too little: b takes up to "):
+        memory_left(1, steps)
+
+
+def test_models_without_room_answer_no_prompts() -> None:
+    assert fits(1000, asked=True) and fits(1000, asked=True, room=1000)
+    assert not fits(1000, asked=True, room=999)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "expected"), [(1, "10MB"), (500_000_000, "510MB"), (980_000_000, "1GB"), (1_300_000_000, "1.4GB")]
+)
+def test_sizes_in_hints_are_as_the_option_takes_them(nbytes: int, expected: str) -> None:
+    assert rounded_up(nbytes) == expected

@@ -1,0 +1,69 @@
+"""What is said of a file of passes that is none, or damaged; tests/calibration/test_observers.py continues sound ones."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from openquant.errors import SourceError
+from openquant.streaming.pass_checkpoint import Kept
+
+AGAIN = "remove it to begin again"
+
+
+def file_of(root: Path, data: bytes) -> Path:
+    """A file with these bytes and their digest."""
+    path = root / "x.passes"
+    path.write_bytes(data + hashlib.sha256(data).digest())
+    return path
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(SourceError) as raised:
+        Kept(path, lambda: {"texts": "1"})
+    assert raised.value.hint == AGAIN
+    return raised.value.message
+
+
+def header(**metadata: str) -> bytes:
+    data = json.dumps({"__metadata__": metadata, "sha256": {"dtype": "U8", "shape": [32], "data_offsets": [0, 32]}})
+    return len(data).to_bytes(8, "little") + data.encode()
+
+
+def test_a_file_whose_digest_is_another_is_damaged(tmp_path: Path) -> None:
+    path = file_of(tmp_path, header())
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert refused(path) == f"{path} cannot be continued: it is damaged or incomplete"
+    path.write_bytes(b"")
+    assert refused(path) == f"{path} cannot be continued: it is damaged or incomplete"
+
+
+def test_a_file_of_another_kind_is_told_by_its_header(tmp_path: Path) -> None:
+    path = file_of(tmp_path, b"no header at all")
+    assert refused(path).startswith(f"{path} cannot be continued: it ")
+    assert "None" not in refused(path)
+    path = file_of(tmp_path, header(kind="another"))
+    assert refused(path) == f"{path} cannot be continued: 'openquant passes'"
+    facts = {"about": ["texts"], "unit": "", "gave": {}, "calls": {}}
+    path = file_of(tmp_path, header(**{"openquant passes": json.dumps(facts)}))
+    assert refused(path) == f"{path} cannot be continued: it says nothing of what was begun"
+
+
+def test_passes_of_other_texts_are_not_continued(tmp_path: Path) -> None:
+    facts = {"about": {"texts": "2"}, "unit": "a", "gave": {}, "calls": {}}
+    path = file_of(tmp_path, header(**{"openquant passes": json.dumps(facts)}))
+    assert Kept(path, lambda: {"texts": "2"}).found == b""
+    with pytest.raises(SourceError) as raised:
+        Kept(path, lambda: {"texts": "1"})
+    assert raised.value.message == f"{path} was begun with other texts"
+    assert raised.value.hint == "remove it to begin again, or give what it was begun with"
+
+
+def test_a_directory_or_a_link_is_no_such_file(tmp_path: Path) -> None:
+    (tmp_path / "x.passes").mkdir()
+    assert refused(tmp_path / "x.passes") == f"{tmp_path / 'x.passes'} is not a regular file"
+    (tmp_path / "y.passes.new").symlink_to(tmp_path / "nowhere")
+    assert refused(tmp_path / "y.passes") == f"{tmp_path / 'y.passes.new'} is not a regular file"

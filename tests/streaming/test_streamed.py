@@ -1,0 +1,552 @@
+"""The streamed forward pass: bit for bit what an ordinary one gives, with one unit's weights in memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import shutil
+import sys
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from greenlet import getcurrent, greenlet
+
+from conftest import change_json
+from openquant import dequantize
+from openquant.errors import OpenQuantError, OutputError
+from openquant.files.checkpoint import open_checkpoint
+from openquant.streaming import interleaved
+from openquant.streaming import model as module
+from openquant.streaming import offload as scratch_module
+from openquant.streaming.interleaved import Pass, run
+from openquant.streaming.lazy_tensors import Slices
+from openquant.streaming.model import StreamedModel
+from openquant.streaming.offload import Held, Scratch, Store
+from support import quantized_checkpoints, small_checkpoints
+from support.streamed_logits import all_equal, forward, plain_logits, streamed_logits
+
+BATCHES = [
+    torch.randint(10, 500, (2, length), generator=torch.Generator().manual_seed(length)) for length in (48, 33, 48)
+]
+
+
+@pytest.fixture
+def model(source: Path) -> StreamedModel:
+    return StreamedModel(open_checkpoint(source))
+
+
+def passes_left() -> list[greenlet]:
+    """Greenlets that are suspended, whoever refers to them."""
+    return [each for each in gc.get_objects() if type(each) is greenlet and each and each is not getcurrent()]
+
+
+@pytest.mark.parametrize("kind", list(quantized_checkpoints.SOURCES))
+def test_a_quantized_checkpoint_computes_what_its_dequantized_weights_do(tmp_path: Path, kind: str) -> None:
+    make, config, _ = quantized_checkpoints.SOURCES[kind]
+    source = quantized_checkpoints.store(tmp_path / "source", make, config, shards=2)
+    dequantize(source, tmp_path / "plain")
+    model = StreamedModel(open_checkpoint(source))
+    found, expected = (
+        streamed_logits(model, BATCHES[:1]),
+        plain_logits(tmp_path / "plain", type(model.model), BATCHES[:1]),
+    )
+    assert all_equal(found, expected)
+    assert len(model.quantized) == 7 * small_checkpoints.LAYERS
+    assert model.quantized["model.layers.0.mlp.up_proj"].format is not None
+
+
+def test_every_weight_is_read_once(model: StreamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: Counter[str] = Counter()
+    original = Slices.of
+
+    def of(self, names):
+        names = list(names)
+        read.update(names)
+        return original(self, names)
+
+    monkeypatch.setattr(Slices, "of", of)
+    streamed_logits(model, BATCHES)
+    assert set(read) == set(model.checkpoint.tensors)
+    assert set(read.values()) == {1}
+
+
+def test_weights_are_there_only_while_their_unit_is_computed(model: StreamedModel) -> None:
+    def loaded() -> set[str]:
+        return {name for name, value in model.model.named_parameters() if not value.isnan().any()}
+
+    seen = {}
+    run(
+        [[forward(model, batch)] for batch in BATCHES],
+        finished=lambda *_: None,
+        after_unit=lambda unit, *_: seen.__setitem__(unit, loaded()),
+    )
+    layers = [f"model.layers.{number}" for number in range(small_checkpoints.LAYERS)]
+    assert list(seen) == ["model.embed_tokens", *layers, "lm_head"]
+    for unit, names in seen.items():
+        assert {name.rpartition(".")[0] for name in names if not name.startswith(unit)} == {"model.norm"}
+    assert loaded() == set()
+
+
+@pytest.mark.parametrize("budget", [0, 300_000])
+def test_hidden_states_in_a_file_change_nothing(model: StreamedModel, tmp_path: Path, budget: int) -> None:
+    batches = [torch.randint(10, 500, (2, 256), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    expected = streamed_logits(model, batches)
+    with Scratch(tmp_path, budget, asked=True) as scratch:
+        assert all_equal(streamed_logits(model, batches, scratch=scratch), expected)
+        assert scratch._end > 0
+
+
+def test_what_a_file_holds_takes_no_memory(tmp_path: Path) -> None:
+    hidden = torch.randn(64, 1024)
+    view, value = hidden.view(-1), hidden.clone()
+    held = Held()
+    with Scratch(tmp_path, 0, asked=True) as scratch:
+        assert held.note(((hidden, torch.zeros(3)), {"again": view})) == hidden.nbytes
+        held.put_away(scratch)
+        assert hidden.untyped_storage().nbytes() == 0
+        held.bring_back(scratch)
+    assert torch.equal(view, value.view(-1))
+
+
+def test_a_pass_ends_with_its_last_unit_and_holds_nothing(model: StreamedModel, tmp_path: Path) -> None:
+    left: list[int] = []
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def after(unit: str, group: int, number: int, hidden: torch.Tensor) -> None:
+        del number
+        if unit == "model.layers.0":
+            held.append(weakref.ref(hidden))
+        if unit == "model.layers.1":
+            left.append(len(passes_left()))
+            # What came back from the file is gone before all others are through, without the collector.
+            assert [each() is None for each in held[:group]] == [True] * group
+
+    gc.disable()
+    try:
+        with Scratch(tmp_path, 0, asked=True) as scratch:
+            passes = [[forward(model, ids)] for ids in BATCHES]
+            run(passes, finished=lambda *_: None, after_unit=after, until="model.layers.1", scratch=scratch)
+    finally:
+        gc.enable()
+    assert left == [3, 2, 1]
+
+
+class Waiting:
+    """A pass that waits with its hidden states, and after a unit with as many more: embeddings that are used again."""
+
+    done = False
+
+    def __init__(self) -> None:
+        self.call: list[torch.Tensor] = [torch.randn(64, 1024)]
+        self.held = Held()
+
+    @property
+    def in_memory(self) -> int:
+        return sum(each.untyped_storage().nbytes() for each in self.call)
+
+
+def test_what_waits_before_a_unit_counts_beside_what_waits_after_it(tmp_path: Path) -> None:
+    groups = [[Waiting()] for _ in range(8)]
+    budget = 10 * groups[0][0].in_memory
+    with Scratch(tmp_path, budget, asked=True) as scratch:
+        store = Store(scratch, len(groups))
+        for group in groups:
+            store.put_away(group)
+        assert scratch._end == 0
+        for unit in range(3):
+            for group in groups:
+                store.bring_back(group)
+                group[0].call = [group[0].call[0], torch.randn(64, 1024)]
+                store.put_away(group)
+                assert sum(each.in_memory for [each] in groups) <= budget
+            # No more is put away than must be.
+            assert sum(each.in_memory for [each] in groups) > budget - groups[0][0].call[0].numel() * 8, unit
+
+
+def test_a_scratch_directory_in_memory_must_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch_module, "file_system", lambda _: "tmpfs")
+    with pytest.raises(OutputError, match="is kept in memory"):
+        Scratch(tmp_path, 0)
+    with Scratch(tmp_path, 0, asked=True) as scratch, pytest.raises(OutputError, match="which has room for"):
+        scratch.require_room(1 << 60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def resident_files() -> int:
+    """Kilobytes of files in this process's memory."""
+    return sum(map(int, re.findall(r"Rss(?:File|Shmem):\s+(\d+)", Path("/proc/self/status").read_text())))
+
+
+def test_a_large_embedding_table_is_looked_into_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LARGE_TABLE", 1 << 20)
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM", vocab=65536)
+    model = StreamedModel(open_checkpoint(small_checkpoints.write(tmp_path / "source", weights=weights, vocab=65536)))
+    ids = torch.randint(65536, (2, 2048), generator=torch.Generator().manual_seed(0))
+    hidden: list[torch.Tensor] = []
+    grown: list[int] = []
+
+    def note(_unit: str, _group: int, _number: int, value: torch.Tensor) -> None:
+        hidden.append(value)
+        grown.append(resident_files())
+
+    before = resident_files()
+    run([[forward(model, ids)]], finished=lambda *_: None, after_unit=note, until="model.embed_tokens")
+    assert torch.equal(hidden[0], weights["model.embed_tokens.weight"][ids])
+    # Of 33 MB, of which looking up so many tokens at once brings in most.
+    assert grown[0] - before < 8_000
+
+
+def test_a_large_output_head_is_multiplied_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM", vocab=65536)
+    model = StreamedModel(open_checkpoint(small_checkpoints.write(tmp_path / "source", weights=weights, vocab=65536)))
+    ids = torch.randint(65536, (1, 8), generator=torch.Generator().manual_seed(0))
+    found: list[torch.Tensor] = []
+    lets_go: list[int] = []
+
+    def finished(_group: int, _number: int, value: torch.Tensor) -> None:
+        found.append(value)
+
+    run([[forward(model, ids)]], finished=finished)
+    monkeypatch.setattr(module, "LARGE_TABLE", 1 << 20)
+    let_go = Slices.let_go
+
+    def counted(self: Slices) -> None:
+        lets_go.append(resident_files())
+        let_go(self)
+
+    monkeypatch.setattr(Slices, "let_go", counted)
+    run([[forward(model, ids)]], finished=finished)
+    # Of 33 MB, half a megabyte at a time; the embedding table is let go once.
+    assert len(lets_go) == 65
+    assert max(lets_go[1:]) - min(lets_go[1:]) < 8_000
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_passes_of_a_group_go_side_by_side(source: Path, model: StreamedModel) -> None:
+    other = StreamedModel(open_checkpoint(source))
+    order, entered = [], []
+
+    @contextmanager
+    def around():
+        entered.append(1)
+        yield
+
+    groups = [[forward(model, batch), forward(other, batch, around=around)] for batch in BATCHES[:2]]
+    ends = []
+    run(
+        groups,
+        finished=lambda group, number, _: ends.append((group, number)),
+        after_unit=lambda unit, group, number, _: order.append((unit, group, number)),
+    )
+    units = list(dict.fromkeys(unit for unit, _, _ in order))
+    everyone = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert order == [(unit, *each) for unit in units for each in everyone]
+    assert ends == everyone
+    assert len(entered) == 2 * len(units)
+
+
+def test_until_ends_all_after_a_unit(model: StreamedModel) -> None:
+    seen, ends = [], []
+    run(
+        [[forward(model, batch)] for batch in BATCHES],
+        finished=lambda *_: ends.append(1),
+        after_unit=lambda unit, *_: seen.append(unit),
+        until="model.layers.0",
+    )
+    assert seen == ["model.embed_tokens"] * 3 + ["model.layers.0"] * 3
+    assert ends == []
+    assert passes_left() == []
+
+
+def test_a_forward_of_the_callers_own_stays(model: StreamedModel) -> None:
+    layer = model.units["model.layers.0"]
+    original, calls = layer.forward, []
+
+    def own(*args, **kwargs):
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    layer.forward = own
+    streamed_logits(model, BATCHES)
+    streamed_logits(model, BATCHES)
+    assert len(calls) == 6
+    assert layer.forward is own
+
+
+def test_the_next_unit_is_read_ahead(model: StreamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(Slices, "expect", lambda _, names: asked.append(set(names)))
+    streamed_logits(model, BATCHES[:1])
+    assert asked[:2] == [{name for name in model.checkpoint.tensors if f"layers.{n}." in name} for n in (0, 1)]
+    assert asked[2] == {"lm_head.weight"}
+
+
+def test_reading_ahead_asks_for_what_a_unit_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, config, _ = quantized_checkpoints.SOURCES["fp8 blocks"]
+    model = StreamedModel(open_checkpoint(quantized_checkpoints.store(tmp_path / "source", make, config)))
+    asked = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, offset, nbytes, _advice: asked.append((offset, nbytes)))
+    model.expect("model.layers.0")
+    names = [name for name in model.checkpoint.tensors if name.startswith("model.layers.0.")]
+    tensors, where = model.checkpoint.tensors, model.checkpoint.where
+    assert sorted(asked) == sorted((where[name].offset, tensors[name].nbytes) for name in names)
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("where", ["body", "around", "after_unit", "finished", "progress"])
+@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
+def test_an_error_ends_all_passes(model: StreamedModel, where: str, error: type[BaseException]) -> None:
+    def fail(*_):
+        raise error
+
+    @contextmanager
+    def around():
+        fail()
+        yield
+
+    groups = [[forward(model, batch)] for batch in BATCHES]
+    given = {"finished": lambda *_: None}
+    if where == "body":
+        groups[1] = [Pass(model, lambda: (model.model(input_ids=BATCHES[0], use_cache=False), fail()))]
+    elif where == "around":
+        groups[1] = [forward(model, BATCHES[0], around=around)]
+    else:
+        given[where] = fail
+    with pytest.raises(error):
+        run(groups, **given)
+    assert passes_left() == []
+    # The model is as it was.
+    assert len(streamed_logits(model, BATCHES)) == 3
+
+
+@pytest.mark.parametrize("function", ["resume", "call", "abandon"])
+def test_an_interrupt_at_any_bytecode_of_the_hand_over_ends_all_passes(model: StreamedModel, function: str) -> None:
+    at, count = 1, 1
+
+    def opcode(frame, event, argument):
+        nonlocal count
+        if event == "opcode":
+            count += 1
+            if count == at:
+                raise KeyboardInterrupt
+        return opcode
+
+    def call(frame, event, argument):
+        if frame.f_code.co_filename != interleaved.__file__ or frame.f_code.co_name != function:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return opcode
+
+    expected = streamed_logits(model, BATCHES[:2])
+    traced = sys.gettrace()
+    while count >= at:
+        at, count = at + 1, 0
+        sys.settrace(call)
+        try:
+            streamed_logits(model, BATCHES[:2])
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(traced)
+        assert passes_left() == []
+        # A few calls of each function are enough.
+        if at == 60:
+            break
+    assert at > 20
+    assert all_equal(streamed_logits(model, BATCHES[:2]), expected)
+
+
+def test_resident_models_generate(source: Path, model: StreamedModel) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with model.resident() as resident:
+        found = resident.generate(BATCHES[0], max_new_tokens=8, do_sample=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    assert torch.equal(found, plain.generate(BATCHES[0], max_new_tokens=8, do_sample=False))
+    assert all(value.isnan().all() for value in model.model.parameters())
+
+
+def test_generation_runs_streamed(model: StreamedModel) -> None:
+    def generate() -> torch.Tensor:
+        return model.model.generate(BATCHES[0], max_new_tokens=4, do_sample=False)
+
+    found = []
+    run([[Pass(model, generate)]], finished=lambda _group, _number, value: found.append(value))
+    with model.resident():
+        assert torch.equal(found[0], generate())
+
+
+HOSTILE: list[tuple[dict, str]] = [
+    ({"architectures": ["pipeline"]}, "has no language model pipeline"),
+    ({"architectures": ["os.system"]}, r"has no language model os\.system"),
+    ({"architectures": ["PreTrainedModel"]}, "has no language model PreTrainedModel"),
+    ({"architectures": ["MyForCausalLM"]}, "has no language model MyForCausalLM"),
+    ({"architectures": ["BertForSequenceClassification"], "model_type": "bert"}, "has no language model Bert"),
+    ({"model_type": "llama"}, "model_type 'llama', but Qwen3ForCausalLM is of 'qwen3'"),
+    ({"model_type": ["qwen3"]}, "has model_type"),
+    ({"num_hidden_layers": 10**9}, "has 1000000000 layers, the checkpoint only"),
+    ({"num_hidden_layers": "two"}, "refuses config.json: .*num_hidden_layers': .*int"),
+    ({"num_hidden_layers": 3}, "layers.2.* is missing from the checkpoint"),
+    ({"hidden_size": 128}, r"model.norm.weight is \[256\], but by config.json it must be \[128\]"),
+    ({"hidden_act": "os.system"}, "cannot make Qwen3ForCausalLM"),
+    ({"head_dim": 10**10}, "config.json has head_dim 10000000000, which no weight is"),
+    ({"rope_parameters": {"rope_type": "__import__"}}, "cannot make Qwen3ForCausalLM|refuses config.json"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), HOSTILE, ids=lambda value: str(value)[:60])
+def test_configs_that_name_no_model_are_refused(source: Path, change: dict, says: str) -> None:
+    change_json(source / "config.json", lambda found: found.update(change))
+    with pytest.raises(OpenQuantError, match=says):
+        streamed_logits(StreamedModel(open_checkpoint(source)), BATCHES[:1])
+    assert passes_left() == []
+
+
+def test_what_config_asks_to_run_or_fetch_is_ignored(source: Path, model: StreamedModel) -> None:
+    expected = streamed_logits(model, BATCHES[:1])
+    fetched = "kernels-community/flash-attn3"
+    asked = {
+        "auto_map": {"AutoModelForCausalLM": "code.Model", "AutoConfig": "code.Config"},
+        "attn_implementation": fetched,
+        "_attn_implementation": fetched,
+        "_attn_implementation_internal": fetched,
+        "experts_implementation": fetched,
+        "use_kernels": True,
+        "fusion_config": {"patch_embeddings": True},
+        "transformers_weights": "weights.bin",
+        "return_dict": False,
+        "output_attentions": True,
+        "torch_dtype": "float16",
+        # Labels of a classifier, each of which would be made a name.
+        "num_labels": 10**12,
+    }
+    change_json(source / "config.json", lambda found: found.update(asked))
+    (source / "code.py").write_text("raise SystemExit('executed')\n")
+    again = StreamedModel(open_checkpoint(source))
+    assert all_equal(streamed_logits(again, BATCHES[:1]), expected)
+
+
+def test_draft_layers_are_left_out(tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "source", "Glm4MoeForCausalLM")
+    model = StreamedModel(open_checkpoint(source))
+    assert model.unexpected
+    assert all(name.startswith("model.layers.2.") for name in model.unexpected)
+
+
+def damaged(change: Callable[[dict[str, torch.Tensor]], object], root: Path) -> StreamedModel:
+    source = small_checkpoints.write(root / "source")
+    small_checkpoints.change_weights(source, change)
+    return StreamedModel(open_checkpoint(source))
+
+
+def test_a_missing_weight_is_named(tmp_path: Path) -> None:
+    model = damaged(lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"), tmp_path)
+    with pytest.raises(OpenQuantError, match=r"model\.layers\.1\.mlp\.up_proj\.weight of Qwen3ForCausalLM is missing"):
+        streamed_logits(model, BATCHES)
+    assert passes_left() == []
+
+
+def test_nan_codes_are_named(tmp_path: Path) -> None:
+    make, config, _ = quantized_checkpoints.SOURCES["fp8 blocks"]
+    source = quantized_checkpoints.store(tmp_path / "source", make, config)
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def break_it(weights):
+        weights[name].view(torch.uint8)[0, 0] = 0x7F
+
+    small_checkpoints.change_weights(source, break_it)
+    with pytest.raises(OpenQuantError, match=f"{name} in model.safetensors holds NaN"):
+        streamed_logits(StreamedModel(open_checkpoint(source)), BATCHES)
+
+
+def test_a_shard_that_changes_is_refused(source: Path, model: StreamedModel) -> None:
+    for path in source.glob("*.safetensors"):
+        with path.open("ab") as file:
+            file.write(b"more")
+    with pytest.raises(OpenQuantError, match="has another size than before"):
+        streamed_logits(model, BATCHES)
+
+
+def mapped(directory: Path) -> int:
+    """Bytes of a directory's files that this process has in memory."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line.startswith("Rss:") and inside:
+            total += int(line.split()[1]) * 1024
+        elif not line.split()[0].endswith(":"):
+            inside = str(directory) in line
+    return total
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say what of a file is in memory")
+def test_while_a_model_computes_no_file_of_the_other_is_in_memory(
+    model: StreamedModel, source: Path, tmp_path: Path
+) -> None:
+    other = StreamedModel(open_checkpoint(Path(shutil.copytree(source, tmp_path / "copy"))))
+    own, others = [], []
+
+    def noting(mine: StreamedModel, theirs: StreamedModel):
+        @contextmanager
+        def around():
+            others.append(mapped(theirs.checkpoint.root))
+            yield
+            own.append(mapped(mine.checkpoint.root))
+
+        return around
+
+    run(
+        [
+            [forward(model, batch, around=noting(model, other)), forward(other, batch, around=noting(other, model))]
+            for batch in BATCHES
+        ],
+        finished=lambda *_: None,
+    )
+    assert min(own) > 0
+    assert max(others) == 0
+
+
+def test_what_was_freed_is_given_back_after_each_unit(model: StreamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[None] = []
+    monkeypatch.setattr(interleaved, "give_memory_back", lambda: given.append(None))
+    streamed_logits(model, BATCHES)
+    assert len(given) == len(model.units)
+
+
+def test_loading_a_layer_takes_no_more_in_a_model_of_more_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' loader walks all of the model that it is given."""
+    visited: Counter[int] = Counter()
+    original = torch.nn.Module._save_to_state_dict
+    for layers in (2, 6):
+        weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+        first = {name: weight for name, weight in weights.items() if name.startswith("model.layers.0.")}
+        for number in range(layers):
+            weights |= {name.replace(".0.", f".{number}.", 1): weight.clone() for name, weight in first.items()}
+        source = small_checkpoints.write(tmp_path / str(layers), "Qwen3ForCausalLM", weights=weights)
+        config = {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}
+        change_json(source / "config.json", lambda known, config=config: known.update(config))
+        streamed = StreamedModel(open_checkpoint(source))
+
+        def counted(self: torch.nn.Module, *args: object, layers: int = layers) -> None:
+            visited[layers] += 1
+            original(self, *args)
+
+        monkeypatch.setattr(torch.nn.Module, "_save_to_state_dict", counted)
+        streamed.load("model.layers.1")
+        monkeypatch.undo()
+        assert not streamed.model.get_submodule("model.layers.1.mlp.up_proj").weight.isnan().any()
+        assert len(streamed.model.model.layers) == layers
+    assert visited[2] == visited[6] > 0

@@ -1,0 +1,40 @@
+"""How many threads torch gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from conftest import EXAMPLE
+from openquant.files.checkpoint import open_checkpoint
+from openquant.streaming import torch_threads
+from openquant.streaming.model import StreamedModel
+from openquant.streaming.torch_threads import limited_threads, threads_for
+
+
+@pytest.fixture
+def same_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("tokens", "cpus", "threads"), [(512, 64, 1), (10**6, 64, 3), (10**6, 2, 2)])
+@pytest.mark.usefixtures("same_threads")
+def test_threads_are_as_many_as_there_is_work_for(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, cpus: int, threads: int
+) -> None:
+    monkeypatch.setattr(torch_threads, "available_cpus", lambda: cpus)
+    torch.set_num_threads(3)
+    assert threads_for(StreamedModel(open_checkpoint(EXAMPLE)), tokens) == threads
+
+
+@pytest.mark.usefixtures("same_threads")
+def test_the_number_is_as_before_afterwards() -> None:
+    torch.set_num_threads(3)
+    with pytest.raises(KeyError), limited_threads(2):
+        assert torch.get_num_threads() == 2
+        raise KeyError
+    assert torch.get_num_threads() == 3

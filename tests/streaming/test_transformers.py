@@ -1,0 +1,208 @@
+"""transformers loads outputs on the CPU and computes with the weights we wrote."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from conftest import EXAMPLE
+from openquant import compress
+from openquant.formats.quantization import read_quantization
+from openquant.formats.reference import decode
+from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR, VARIANTS, Scheme, find_scheme
+from openquant.models import MODELS
+from support import small_checkpoints, tiny_architectures
+from support.conversions import Shelf
+
+# The exceptions are in the registry (split experts that it wants stacked); the wrapped models are read as a whole.
+# Of what it makes the language model alone, it reads none as a whole.
+ALONE = [name for name, small in tiny_architectures.ZOO.items() if small.alone]
+ARCHITECTURES = [
+    name
+    for name in small_checkpoints.ARCHITECTURES
+    if name not in ALONE and MODELS[name].transformers_reads_blocks and small_checkpoints.refused(name, BLOCK) is None
+]
+# It leaves draft layers out: those of a model of two layers.
+DRAFT = ("model.layers.2.", "model.language_model.layers.2.", "model.mtp_layers.")
+# How far from its source an output is at least, where that is less than most: 0.0141 measured, and 0 from its dequantized
+# weights.
+NEARER = {"GPTBigCodeForCausalLM": 0.012}
+
+
+def dequantized(output: Path, target: Path, scheme: Scheme | None) -> Path:
+    """The same model in bfloat16, with the weights that codes and scales stand for; None: as its config says."""
+    target.mkdir()
+    weights = small_checkpoints.read(output)
+    config = json.loads((output / "config.json").read_text())
+    quantization = read_quantization(config)
+    whole = (torch.float8_e4m3fn, torch.int8)
+    found = (name for name in weights if name.endswith(("_packed", "weight")))
+    for name in [name for name in found if name.endswith("_packed") or weights[name].dtype in whole]:
+        codes, name = weights.pop(name), name.removesuffix("_packed")
+        form = scheme.format if scheme else quantization.format_of(name.removesuffix(".weight"))
+        assert form is not None
+        scale = next(weights.pop(found) for found in (f"{name}_scale", f"{name}_scale_inv") if found in weights)
+        weights.pop(f"{name}_shape", None)
+        weights.pop(f"{name.removesuffix('.weight')}.input_global_scale", None)
+        if form.global_scale:
+            scale = scale.float() / weights.pop(f"{name}_global_scale")
+        weights[name] = decode(codes, scale, form).to(torch.bfloat16)
+    save_file(weights, target / "model.safetensors", {"format": "pt"})
+    del config["quantization_config"]
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def logits(directory: Path, tokens: torch.Tensor, **options: object) -> torch.Tensor:
+    import transformers
+
+    architecture = json.loads((directory / "config.json").read_text())["architectures"][0]
+    small = tiny_architectures.ZOO.get(architecture)
+    architecture, _ = (small and small.made_as) or (architecture, "")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, report = getattr(transformers, architecture).from_pretrained(
+            directory, dtype=torch.bfloat16, output_loading_info=True, **options
+        )
+        assert not report["missing_keys"], report["missing_keys"]
+        # Nothing has a place for a scale of activations that are not rounded.
+        left = [name for name in report["unexpected_keys"] if not (options and name.endswith("input_global_scale"))]
+        unexpected = [name for name in left if not name.startswith(DRAFT)]
+        assert not unexpected, unexpected
+        with torch.no_grad():
+            return model.eval()(input_ids=tokens, **image(model, tokens)).logits.float()
+
+
+def image(model: torch.nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """An image in the place of the first tokens, for a class that computes nothing without one."""
+    asked = inspect.signature(model.forward).parameters.get("pixel_values")
+    if asked is None or asked.default is None:
+        return {}
+    tokens[:, : model.config.num_query_tokens] = model.config.image_token_index
+    size = model.config.vision_config.image_size
+    return {"pixel_values": torch.linspace(-1, 1, 3 * size * size, dtype=torch.bfloat16).reshape(1, 3, size, size)}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scale_format"),
+    [
+        (name, kind)
+        for name in ARCHITECTURES
+        for kind in ("float", "ue8m0")
+        if kind == "float" or name in small_checkpoints.HAND_MADE
+    ],
+)
+def test_block_output_computes_what_its_dequantized_weights_do(
+    shelf: Shelf, tmp_path: Path, architecture: str, scale_format: str
+) -> None:
+    source, output, _ = shelf.converted(architecture, find_scheme("block", scale_format=scale_format))
+    tokens = torch.randint(10, 500, (1, 32), generator=torch.Generator().manual_seed(0))
+    found = logits(output, tokens)
+    expected = logits(dequantized(output, tmp_path / "plain", BLOCK), tokens)
+    bfloat16 = logits(source, tokens)
+    assert (found - expected).norm() / expected.norm() < 0.01
+    # The bound means something: the source itself is further away.
+    assert (found - bfloat16).norm() / bfloat16.norm() > NEARER.get(architecture, 0.015)
+
+
+@pytest.mark.parametrize("load", ["AutoModelForCausalLM", "LlamaForCausalLM"])
+def test_per_tensor_output_is_refused(shelf: Shelf, load: str) -> None:
+    import transformers
+
+    output = shelf.converted("LlamaForCausalLM", TENSOR).output
+    says = "scale_fmt must be .*'one scale per tensor: transformers misreads this; use vLLM or SGLang'"
+    with pytest.raises(ValueError, match=says):
+        getattr(transformers, load).from_pretrained(output)
+
+
+def test_zero_points_are_refused(tmp_path: Path) -> None:
+    """compressed-tensors leaves them unpacked where it builds the shapes to be expected."""
+    import transformers
+
+    output = tmp_path / "out"
+    compress(EXAMPLE, output, "int4", asymmetric=True)
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        transformers.AutoModelForCausalLM.from_pretrained(output)
+
+
+# Any architecture with one scale per row, and in each other scheme that this package reads two of those without experts.
+DENSE = [name for name in small_checkpoints.HAND_MADE if name in ARCHITECTURES and not MODELS[name].experts]
+READ = [scheme for scheme in VARIANTS if scheme.method == "compressed-tensors" and scheme is not CHANNEL]
+COMPRESSED = [
+    *((CHANNEL, name) for name in ARCHITECTURES),
+    *((scheme, DENSE[(number + 2 * turn) % len(DENSE)]) for number, scheme in enumerate(READ) for turn in (0, 1)),
+]
+
+
+@pytest.mark.parametrize(("scheme", "architecture"), COMPRESSED, ids=lambda value: getattr(value, "suffix", value))
+def test_compressed_tensors_output_is_decompressed_to_what_it_stands_for(
+    shelf: Shelf, tmp_path: Path, scheme: Scheme, architecture: str
+) -> None:
+    """By compressed-tensors, as the weights are loaded."""
+    from transformers import CompressedTensorsConfig
+
+    output = shelf.converted(architecture, scheme).output
+    tokens = torch.randint(10, 500, (1, 32), generator=torch.Generator().manual_seed(0))
+    expected = logits(dequantized(output, tmp_path / "plain", scheme), tokens)
+    options = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+    assert torch.equal(logits(output, tokens, **options), expected)
+
+
+ATTENTION, EXPERTS = {"**.self_attn.*": "channel"}, {"**.experts.**": "channel"}
+# Whether it also decompresses them while it loads: it knows one scheme for dense layers and one for experts.
+MIXTURES = [
+    ("Qwen3ForCausalLM", "block", {"scheme_for": ATTENTION}, False),
+    ("Qwen3ForCausalLM", "tensor", {"scheme_for": ATTENTION}, True),
+    ("Qwen3MoeForCausalLM", "channel", {"scheme_for": {"**.self_attn.*": "block"}}, False),
+    ("Qwen3MoeForCausalLM", "block", {"scheme_for": EXPERTS}, True),
+    ("Qwen3MoeForCausalLM", "channel", {"scheme_for": {"**.experts.**": "int4"}}, True),
+    ("Qwen3MoeForCausalLM", "block", {"ignore": ["**.experts.**"]}, True),
+    ("Qwen3ForCausalLM", "block", {"tp": 2}, False),
+    ("Qwen3ForCausalLM", "channel", {"quantize_lm_head": True}, True),
+    ("Qwen3ForCausalLM", "block", {"quantize_lm_head": True}, False),
+]
+
+
+@pytest.mark.parametrize(("architecture", "scheme", "options", "decompressed"), MIXTURES)
+def test_mixtures_are_read(
+    shelf: Shelf, tmp_path: Path, architecture: str, scheme: str, options: dict[str, Any], decompressed: bool
+) -> None:
+    from transformers import CompressedTensorsConfig
+
+    source = shelf.source(architecture)
+    compress(source, tmp_path / "out", scheme, format="compressed-tensors", **options)
+    tokens = torch.randint(10, 500, (1, 32), generator=torch.Generator().manual_seed(0))
+    expected = logits(dequantized(tmp_path / "out", tmp_path / "plain", None), tokens)
+    found = logits(tmp_path / "out", tokens)
+    assert 0 < (found - expected).norm() / expected.norm() < 0.15
+    asked = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+    if decompressed:
+        assert torch.equal(logits(tmp_path / "out", tokens, **asked), expected)
+    else:
+        # Never misread: it says that it cannot.
+        with pytest.raises(RuntimeError, match="issues during automatic conversion of the weights"):
+            logits(tmp_path / "out", tokens, **asked)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "architecture"),
+    [(scheme, architecture) for scheme, architecture in COMPRESSED if architecture in small_checkpoints.HAND_MADE],
+    ids=lambda value: getattr(value, "suffix", value),
+)
+def test_compressed_tensors_output_is_computed_with_rounded_activations(
+    shelf: Shelf, tmp_path: Path, scheme: Scheme, architecture: str
+) -> None:
+    """As it is loaded by default: scales rounded to bfloat16, and activations as the config says."""
+    output = shelf.converted(architecture, scheme).output
+    tokens = torch.randint(10, 500, (1, 32), generator=torch.Generator().manual_seed(0))
+    expected = logits(dequantized(output, tmp_path / "plain", scheme), tokens)
+    found = logits(output, tokens)
+    assert (found - expected).norm() / expected.norm() < (0.15 if scheme.format.local is None else 0.4)
+    assert torch.equal(found, expected) == (scheme.group["input_activations"] is None)

@@ -1,0 +1,81 @@
+"""Published checkpoints by their tensor names: what the files in names/ say of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from openquant.files.checkpoint import Checkpoint
+from openquant.files.tensors import Location, TensorInfo
+from openquant.models import MODELS
+
+NAMES = Path(__file__).parents[1] / "names"
+_RANGES = re.compile(r"\{([\d.,]+)\}")
+
+
+def expand(name: str) -> list[str]:
+    found = _RANGES.search(name)
+    if not found:
+        return [name]
+    bounds = [[int(bound) for bound in part.split("..")] for part in found[1].split(",")]
+    # One number, the first and the last, or these and a step.
+    numbers = [n for first, *rest in bounds for n in range(first, (rest or [first])[0] + 1, *rest[1:])]
+    return [full for n in numbers for full in expand(name[: found.start()] + str(n) + name[found.end() :])]
+
+
+def published(name: str) -> Checkpoint:
+    """The checkpoint of a file in names/, such as `Qwen3ForCausalLM` or `quantized/DeepseekV3ForCausalLM`."""
+    return described((NAMES / f"{name}.txt").read_text(), Path(name).name.split("-")[0])
+
+
+def described(text: str, architecture: str) -> Checkpoint:
+    """A checkpoint as a names file describes it, all in one shard; nothing of it is on disk."""
+    tensors: dict[str, TensorInfo] = {}
+    config: dict[str, object] = {}
+    quantization = None
+    for line in text.splitlines():
+        if line.startswith("# quantization_config "):
+            quantization = json.loads(line.removeprefix("# quantization_config "))
+        elif line.startswith("#"):
+            config |= {
+                key: int(value)
+                for key, value in re.findall(
+                    r"(\bn_\w+|\w*(?:num_|_num|heads|head_dim|groups|norm_size)\w*) (\d+)", line
+                )
+            }
+            config |= dict.fromkeys(re.findall(r"(\w+_\w+) true\b", line), True)
+        if line.startswith("#"):
+            continue
+        pattern, count, shape, dtype = re.split(r"  +", line)
+        names = expand(pattern)
+        assert len(names) == int(count)
+        sizes = tuple(int(size) for size in re.findall(r"\d+", shape))
+        tensors |= {full: TensorInfo(full, dtype, sizes) for full in names}
+    where, offset = {}, 0
+    for full, info in tensors.items():
+        where[full] = Location("model.safetensors", offset)
+        offset += info.nbytes
+    inside = MODELS[architecture].text_config if architecture in MODELS else None
+    for key in reversed(inside.split(".")) if inside else ():
+        config = {key: config}
+    if quantization is not None:
+        config["quantization_config"] = quantization
+    return Checkpoint(
+        Path("nowhere"), config, architecture, {"model.safetensors": offset}, {}, tensors, where, False, {}, ()
+    )
+
+
+def with_few_experts(checkpoint: Checkpoint) -> Checkpoint:
+    """The same with the first four of the experts that are stored one by one: all are named and sized alike."""
+    tensors = {
+        name: info for name, info in checkpoint.tensors.items() if not re.search(r"\.experts\.(\d\d|[4-9])", name)
+    }
+    return replace(checkpoint, tensors=tensors, where={name: checkpoint.where[name] for name in tensors})
+
+
+def lines_of(file: str) -> list[str]:
+    """A list beside this file, without comments and empty lines."""
+    lines = (Path(__file__).parents[1] / file).read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]

@@ -1,0 +1,31 @@
+"""Calibrations that no texts made, for models of random weights, and the plans that they lead to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from openquant import Reporter
+from openquant.files.fingerprint import fingerprint
+from openquant.plan.plan import Plan
+from openquant.weights.statistics import Calibration, Inputs
+
+
+class Planned(Reporter):
+    """Keeps the plan that is carried out."""
+
+    def planned(self, plan: Plan, *_: Any) -> None:
+        self.plan = plan
+
+
+def skewed(plan: Plan, path: Path, spread: float = 2.0) -> Path:
+    """The file of a calibration in which some inputs of each layer are far larger than others."""
+    random, found = np.random.default_rng(3), dict[str, Inputs]()
+    for weight in plan.layers.values():
+        mean = np.exp(random.normal(0, spread, weight.shape[1])).astype(np.float32)
+        found.setdefault(weight.source.name, Inputs((weight.source.name,), 4 * mean, mean, 9, 2 * mean**2))
+    made = Calibration(tuple(found.values()), fingerprint(plan.source), {"documents": 1, "length": 9})
+    path.write_bytes(made.to_bytes())
+    return path

@@ -1,0 +1,109 @@
+"""What an engine answers is checked before it is used; a script stands in for the engine, which tests/serve asks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openquant.models import MODELS
+from openquant.vllm_probe import client
+from openquant.vllm_probe.client import Asked, EngineFailed, Question, ask
+from openquant.vllm_probe.modules import differences, draft, tell
+
+SHAPES = {
+    "model.embed_tokens.weight": (512, 256),
+    **{f"model.layers.0.self_attn.{part}_proj.weight": (256, 256) for part in "qkvo"},
+    **{f"model.layers.0.mlp.{part}_proj.weight": (512, 256) for part in ("gate", "up")},
+    "model.layers.0.mlp.down_proj.weight": (256, 512),
+}
+
+
+def layer(path: str, kind: str, *members: str) -> dict[str, Any]:
+    parent = path.rpartition(".")[0]
+    holds = [[f"{parent}.{member}.weight", 0, 256] for member in members or (path.rpartition(".")[2],)]
+    known = {"kinds": [kind, "LinearBase"], "asked": True, "prefix": path, "skipped": False, "divided": True}
+    return {**known, "experts": 0, "sizes": [256], "own": True, "named": True, "holds": {"weight": holds}}
+
+
+LAYERS = {
+    path: layer(path, *more)
+    for path, *more in (
+        ("model.layers.0.self_attn.qkv_proj", "ColumnParallelLinear", "q_proj", "k_proj", "v_proj"),
+        ("model.layers.0.self_attn.o_proj", "RowParallelLinear"),
+        ("model.layers.0.mlp.gate_up_proj", "ColumnParallelLinear", "gate_proj", "up_proj"),
+        ("model.layers.0.mlp.down_proj", "RowParallelLinear"),
+    )
+}
+PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+GOOD = {"layers": LAYERS, "unread": [], "packed": PACKED, "mapper": {}, "version": "0.32.0"}
+
+
+def answering(root: Path, answer: str, suffix: str = "json", status: int = 0) -> list[Asked | EngineFailed]:
+    """What is made of an interpreter that writes this instead of running the probe."""
+    (root / "answer").write_text(answer)
+    script = root / "python"
+    script.write_text(f'#!/bin/sh\ncat "{root}/answer" > "$2/0.{suffix}"\nexit {status}\n')
+    script.chmod(0o755)
+    return ask([Question({"architectures": ["LlamaForCausalLM"]}, SHAPES)], script)
+
+
+def test_an_answer_is_told_by_modules_and_drafted(tmp_path: Path) -> None:
+    (found,) = answering(tmp_path, json.dumps(GOOD))
+    assert isinstance(found, Asked)
+    told = tell(found, SHAPES)
+    assert told["model.layers.0.self_attn.k_proj"].joined == tuple(
+        f"model.layers.0.self_attn.{part}_proj" for part in "qkv"
+    )
+    assert differences(MODELS["LlamaForCausalLM"], told) == {}
+    made = draft("LlamaForCausalLM", found, SHAPES, 256)
+    assert (made.pieces, made.keep, made.questions) == (("ATTENTION", "MLP"), (), ())
+
+
+def test_a_merged_name_that_the_engine_cannot_derive_is_said(tmp_path: Path) -> None:
+    (found,) = answering(tmp_path, json.dumps({**GOOD, "packed": {}}))
+    assert isinstance(found, Asked)
+    made = draft("StableLmForCausalLM", found, SHAPES, 256)
+    assert made.pieces == ('attention(listed_as="qkv_proj")', 'gated(".mlp", listed_as="gate_up_proj")')
+
+
+BROKEN = {
+    "nothing": "",
+    "no JSON": "{",
+    "another type": "[]",
+    "a part missing": json.dumps({key: value for key, value in GOOD.items() if key != "packed"}),
+    "a number for a name": json.dumps({**GOOD, "unread": [1]}),
+    "layers of another type": json.dumps({**GOOD, "layers": {"a": None}}),
+    "no number": json.dumps({**GOOD, "layers": {"a": {**layer("a", "b"), "experts": float("inf")}}}),
+    "too few": json.dumps({**GOOD, "layers": {"a": {**layer("a", "b"), "holds": {"weight": [["a"]]}}}}),
+    "too deep": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("answer", BROKEN)
+def test_a_broken_answer_is_an_error(answer: str, tmp_path: Path) -> None:
+    (found,) = answering(tmp_path, BROKEN[answer])
+    assert isinstance(found, EngineFailed)
+    assert "its answer cannot be read" in found.message
+
+
+def test_a_long_answer_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "MAX_BYTES", 100)
+    (found,) = answering(tmp_path, json.dumps(GOOD))
+    assert isinstance(found, EngineFailed)
+    assert "the answer is too long" in found.message
+
+
+def test_what_the_engine_says_of_its_failure_is_the_error(tmp_path: Path) -> None:
+    (found,) = answering(tmp_path, "NotImplementedError: sparse", "error")
+    assert isinstance(found, EngineFailed)
+    assert found.message == "vLLM cannot build it:\nNotImplementedError: sparse"
+
+
+def test_an_interpreter_that_fails_or_is_none_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(EngineFailed, match="does not say what vLLM builds"):
+        answering(tmp_path, "", status=1)
+    with pytest.raises(EngineFailed, match="No such file"):
+        ask([], tmp_path / "none")

@@ -1,0 +1,401 @@
+"""AutoAWQ's and GPTQ's weights: read, quantized anew, and repacked where the grids agree."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import change_json
+from openquant import compress, dequantize, verify
+from openquant.errors import OpenQuantError, PlanError, SourceError
+from openquant.files.checkpoint import open_checkpoint
+from openquant.formats.schemes import find_scheme
+from openquant.plan.plan import make_plan
+from openquant.weights import packed_columns, reading
+from support import small_checkpoints
+from support.quantized_checkpoints import (
+    Make,
+    Weights,
+    asymmetric_config,
+    awq,
+    awq_config,
+    decompressed,
+    gptq,
+    gptq_config,
+    in_words,
+    is_layer,
+    shifted,
+    store,
+)
+from support.small_checkpoints import change_weights
+
+Q = "model.layers.0.self_attn.q_proj"
+Kind = tuple[Make, dict[str, Any], tuple[Any, ...]]
+# How it is stored, and what shifted() is asked for to get the same.
+KINDS: dict[str, Kind] = {
+    "awq": (awq(), awq_config(), (4, 32, False)),
+    "awq, one scale a row": (awq(None), awq_config(None), (4, None, False)),
+    "gptq": (gptq(), gptq_config(), (4, 32, True)),
+    "gptq_v2": (gptq(v2=True), gptq_config(v2=True), (4, 32, True)),
+    "gptq, asymmetric": (gptq(sym=False), gptq_config(sym=False), (4, 32, False)),
+    "gptq_v2, asymmetric": (gptq(sym=False, v2=True), gptq_config(sym=False, v2=True), (4, 32, False)),
+    "gptq, one scale a row": (gptq(size=None), gptq_config(size=None), (4, None, True)),
+    "gptq, 8 bits": (gptq(8), gptq_config(8), (8, 32, True)),
+    "gptq, 8 bits, asymmetric": (gptq(8, sym=False), gptq_config(8, sym=False), (8, 32, False)),
+    "gptq, in another order": (gptq(act=True), gptq_config(act=True), (4, 32, True)),
+    "gptq, asymmetric, in another order": (gptq(sym=False, act=True), gptq_config(sym=False, act=True), (4, 32, False)),
+}
+kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+def meant(weight: torch.Tensor, asked: tuple[Any, ...], index: torch.Tensor | None) -> torch.Tensor:
+    """What a stored weight stands for, float32."""
+    codes, scale, zero = shifted(weight, *asked, index)
+    width = weight.shape[1] // scale.shape[1]
+    index = torch.arange(weight.shape[1]) // width if index is None else index.long()
+    return (codes - zero[:, index]).float() * scale.float()[:, index]
+
+
+def test_golden_bytes() -> None:
+    """As vLLM reads them (layers/quantization/auto_awq.py, auto_gptq.py)."""
+    codes = torch.arange(8)[None]
+    assert [f"{in_words(codes, 4, order).item():x}" for order in ((0, 4, 1, 5, 2, 6, 3, 7), None)] == [
+        "75316420",
+        "76543210",
+    ]
+    weight = small_checkpoints.tensors("Qwen3ForCausalLM")[f"{Q}.weight"]
+    # Zero points of 8, each one below in the first format.
+    zeros = [gptq(v2=v2)(weight)["qzeros"].unique().item() & 0xFFFFFFFF for v2 in (False, True)]
+    assert zeros == [0x77777777, 0x88888888]
+
+
+@kinds
+@pytest.mark.parametrize("buffer", [packed_columns.STRIP, 1 << 12], ids=["whole", "in strips"])
+def test_dequantized_is_what_codes_stand_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, buffer: int
+) -> None:
+    make, config, asked = kind
+    monkeypatch.setattr(packed_columns, "STRIP", buffer)
+    monkeypatch.setattr(reading, "BUFFER", buffer * 8)
+    source = store(tmp_path / "source", make, config, shards=3)
+    stored, weights = small_checkpoints.read(source), small_checkpoints.tensors("Qwen3ForCausalLM")
+    dequantize(source, tmp_path / "plain")
+    plain = small_checkpoints.read(tmp_path / "plain")
+    assert set(plain) == set(weights)
+    for name in filter(is_layer, plain):
+        index = stored.get(name.removesuffix("weight") + "g_idx") if config.get("desc_act") else None
+        assert torch.equal(plain[name], meant(weights[name], asked, index).bfloat16()), name
+    assert "quantization_config" not in open_checkpoint(tmp_path / "plain").config
+
+
+@kinds
+def test_quantized_anew(tmp_path: Path, kind: Kind) -> None:
+    source = store(tmp_path / "source", *kind[:2])
+    assert compress(source, tmp_path / "out", "block").quantized_tensors == 14
+    dequantize(source, tmp_path / "plain")
+    assert verify(tmp_path / "out", tmp_path / "plain").problems == ()
+    assert verify(tmp_path / "out", source, full=True).problems == ()
+    # dequantize rounds to bfloat16, which may be beyond the half step that rounding a code explains.
+    errors = verify(tmp_path / "out", tmp_path / "plain", full=True).errors
+    assert len(errors) == 14
+    assert max(error.relative for error in errors) < 0.03
+
+
+AUTO_AWQ = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+AUTO_GPTQ = {"bits": 4, "group_size": 32, "damp_percent": 0.01, "desc_act": False, "sym": True, "true_sequential": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "kind"),
+    [
+        ("quantize_config.json", AUTO_GPTQ, "gptq"),
+        ("quant_config.json", AUTO_AWQ, "awq"),
+        ("quantize_config.json", AUTO_AWQ, "awq"),
+    ],
+)
+def test_a_tool_s_own_file_says_how_weights_are_stored(
+    tmp_path: Path, name: str, told: dict[str, Any], kind: str
+) -> None:
+    """Where config.json does not, as AutoGPTQ and AutoAWQ left it once."""
+    make, config, _ = KINDS[kind]
+    source = store(tmp_path / "source", make, config)
+    dequantize(source, tmp_path / "plain")
+    change_json(source / "config.json", lambda found: found.pop("quantization_config"))
+    with pytest.raises(
+        PlanError, match=r"^the source is already quantized: it holds .*\.qweight, and config\.json has no"
+    ):
+        dequantize(source, tmp_path / "again")
+    (source / name).write_text(json.dumps(told))
+    dequantize(source, tmp_path / "again")
+    plain, again = small_checkpoints.read(tmp_path / "plain"), small_checkpoints.read(tmp_path / "again")
+    assert all(torch.equal(again[key], plain[key]) for key in plain)
+    assert not (tmp_path / "again" / name).exists()
+    assert verify(source, tmp_path / "plain").problems == ()
+    change_json(source / name, lambda found: found.update(bits=3, w_bit=3))
+    with pytest.raises(PlanError, match=f"^the source is already quantized: {name} has weights of 3 bits$"):
+        dequantize(source, tmp_path / "never")
+    (source / name).write_text("[]")
+    with pytest.raises(SourceError, match=f"^{name} is not a JSON object$"):
+        dequantize(source, tmp_path / "never")
+
+
+SAME = [name for name, (_, config, asked) in KINDS.items() if asked[0] == 4 and not config.get("desc_act")]
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_repacked_without_a_change_of_any_value(tmp_path: Path, name: str) -> None:
+    make, config, asked = KINDS[name]
+    source, out = store(tmp_path / "source", make, config, shards=2), tmp_path / "out"
+    (source / "quantize_config.json").write_text("{}")
+    result = compress(source, out, "int4", group_size=str(asked[1] or "channel"), asymmetric=not asked[2])
+    assert result.quantized_tensors == 14
+    assert not (out / "quantize_config.json").exists()
+    found, weights = small_checkpoints.read(out), small_checkpoints.tensors("Qwen3ForCausalLM")
+    written = open_checkpoint(out).config["quantization_config"]
+    for layer in filter(is_layer, weights):
+        module = layer.removesuffix(".weight")
+        codes, scale, _ = shifted(weights[layer], *asked)
+        assert torch.equal(found[f"{module}.weight_packed"], in_words(codes, 4))
+        assert torch.equal(found[f"{module}.weight_scale"], scale)
+        assert (f"{module}.weight_zero_point" in found) == (not asked[2])
+        # compressed-tensors multiplies in float16.
+        exact = {**found, f"{module}.weight_scale": scale.float()}
+        assert torch.equal(decompressed(exact, module, written), meant(weights[layer], asked, None))
+    report = verify(out, source, full=True)
+    assert report.problems == ()
+    assert max(error.relative for error in report.errors) == 0
+    for root in (source, out):
+        dequantize(root, tmp_path / f"plain-{root.name}")
+    plain = [small_checkpoints.read(tmp_path / f"plain-{root}") for root in ("source", "out")]
+    assert all(torch.equal(plain[0][name], plain[1][name]) for name in plain[0])
+
+
+def test_no_zero_point_is_repacked_with_them_too(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", gptq(), gptq_config())
+    compress(source, tmp_path / "out", "int4", group_size="32", asymmetric=True)
+    found = small_checkpoints.read(tmp_path / "out")
+    assert torch.equal(found[f"{Q}.weight_zero_point"].unique(), torch.tensor([0x88888888 - (1 << 32)]))
+
+
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [
+        ("awq", "14 layers have zero points, which --asymmetric keeps with their codes: they are quantized again"),
+        ("gptq, in another order", "14 layers have their groups in an order of their own: they are quantized again"),
+    ],
+)
+def test_the_plan_says_what_is_made_anew(tmp_path: Path, name: str, note: str) -> None:
+    source = store(tmp_path / "source", *KINDS[name][:2])
+    plan = make_plan(open_checkpoint(source), find_scheme("int4", group_size="32"))
+    assert note in plan.notes
+    compress(source, tmp_path / "out", "int4", group_size="32")
+    dequantize(source, tmp_path / "plain")
+    assert verify(tmp_path / "out", tmp_path / "plain", full=True).problems == ()
+
+
+def changed(last: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Weights], None]:
+    def damage(weights: Weights) -> None:
+        weights[f"{Q}.{last}"] = change(weights[f"{Q}.{last}"]).contiguous()
+
+    return damage
+
+
+def without(last: str) -> Callable[[Weights], None]:
+    def damage(weights: Weights) -> None:
+        del weights[f"{Q}.{last}"]
+
+    return damage
+
+
+def one(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.view(-1)[3] = value
+        return tensor
+
+    return change
+
+
+ORDERED = "if groups are meant to be so, say desc_act: true there: weights are then decoded and quantized again"
+FAULTS = [
+    ("gptq", without("qzeros"), f"{Q}.qweight has no qzeros: {Q}.qzeros is missing"),
+    ("awq", without("scales"), f"{Q}.qweight has no scales: {Q}.scales is missing"),
+    ("gptq, in another order", without("g_idx"), f"{Q}.qweight has no g_idx: {Q}.g_idx is missing"),
+    (
+        "awq",
+        changed("qzeros", lambda held: held[:-1]),
+        f"{Q}.qzeros is I32 [7, 32], for {Q}.qweight [256, 32] with one scale and zero point per 1x32 block it must be "
+        "I32 [8, 32]",
+    ),
+    (
+        "gptq",
+        changed("scales", lambda held: held.double()),
+        f"{Q}.scales is F64 [8, 256], for {Q}.qweight [32, 256] with one scale per 1x32 block it must be "
+        "F32 or BF16 or F16 [8, 256]",
+    ),
+    (
+        "gptq",
+        changed("scales", lambda held: held.T),
+        f"{Q}.scales is F16 [256, 8], for {Q}.qweight [32, 256] with one scale per 1x32 block it must be "
+        "F32 or BF16 or F16 [8, 256]",
+    ),
+    ("gptq", changed("qweight", lambda held: held.short()), f"{Q}.qweight is I16 [32, 256], not a matrix of I32"),
+    ("gptq", changed("qweight", lambda held: held[0]), f"{Q}.qweight is I32 [256], not a matrix of I32"),
+    (
+        "gptq",
+        changed("qweight", lambda held: held[:, :-1]),
+        f"{Q}.qweight has 255 outputs, which do not fill words of 8",
+    ),
+    (
+        "awq",
+        changed("qweight", lambda held: held[:-1]),
+        f"{Q}.qweight has 255 inputs, which do not fill words of 8",
+    ),
+    (
+        "gptq",
+        changed("g_idx", one(8)),
+        f"{Q}.g_idx in model.safetensors holds 8, but there are 8 groups",
+    ),
+    (
+        "gptq, in another order",
+        changed("g_idx", one(-1)),
+        f"{Q}.g_idx in model.safetensors holds -1, but there are 8 groups",
+    ),
+    ("gptq", changed("g_idx", one(2)), f"{Q}.g_idx in model.safetensors is not in order, but config.json has no desc_act"),
+    (
+        "gptq",
+        changed("qzeros", one(0x77777776)),
+        f"{Q}.qzeros in model.safetensors holds the zero point 7, but config.json says sym: all are 8",
+    ),
+    ("awq", changed("scales", one(float("nan"))), f"{Q}.scales in model.safetensors holds nan, which no scale can be"),
+    ("awq", changed("scales", one(-1.0)), f"{Q}.scales in model.safetensors holds -1, which no scale can be"),
+    ("gptq", lambda weights: weights.update({"gone.qzeros": torch.ones(1)}), "gone.qzeros is the scale of no quantized weight"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "damage", "message"), FAULTS, ids=range(len(FAULTS)))
+@pytest.mark.parametrize(
+    "options", [None, {"scheme": "channel"}, {"scheme": "int4", "group_size": "32", "asymmetric": True}]
+)
+def test_what_is_wrong_is_named(
+    tmp_path: Path, name: str, damage: Callable[[Weights], None], message: str, options: dict[str, Any] | None
+) -> None:
+    source = store(tmp_path / "source", *KINDS[name][:2])
+    change_weights(source, damage)
+    with pytest.raises(SourceError) as caught:
+        dequantize(source, tmp_path / "out") if options is None else compress(source, tmp_path / "out", **options)
+    assert caught.value.message == message
+    if options is None:
+        (problem,) = verify(source).problems
+        assert message.startswith("gone") or message in problem
+    assert (caught.value.hint == ORDERED) == ("not in order" in message)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+    ("awq", {"version": "gemv"}, 'config.json has the version "gemv"', "known is the GEMM layout of AutoAWQ, of 4 bits with zero points"),
+    ("awq", {"zero_point": False}, "config.json has the zero_point false", "known is the GEMM layout of AutoAWQ, of 4 bits with zero points"),
+    ("awq", {"bits": 8}, "config.json has weights of 8 bits", "known are 4"),
+    ("awq", {"group_size": 12}, "config.json has the group_size 12", "known are -1 and multiples of 8"),
+    ("gptq", {"group_size": 0}, "config.json has the group_size 0", "known are -1 and multiples of 8"),
+    ("gptq", {"group_size": True}, "config.json has the group_size true", "known are -1 and multiples of 8"),
+    ("gptq", {"bits": 3}, "config.json has weights of 3 bits", "known are 4 or 8"),
+    ("gptq", {"bits": "4"}, 'config.json has weights of "4" bits', "known are 4 or 8"),
+    ("gptq", {"checkpoint_format": "marlin"}, 'config.json has the checkpoint_format "marlin"', "known are gptq and gptq_v2"),
+    ("gptq", {"checkpoint_format": None, "format": "bitblas"}, 'config.json has the format "bitblas"', "known are gptq and gptq_v2"),
+    ("gptq", {"is_marlin_format": True}, "config.json has the is_marlin_format true", "known are gptq and gptq_v2"),
+    ("gptq", {"pack_dtype": "int16"}, 'config.json has the pack_dtype "int16"', "known are words of 32 bits"),
+    ("gptq", {"sym": 1}, "config.json has the sym 1", "it must be true or false"),
+    ("gptq", {"dynamic": {"+:.*q_proj": {"bits": 8}}}, "config.json has a dynamic, which stores some layers otherwise", "known is one way for all"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "message", "hint"), REFUSED)
+def test_other_layouts_are_refused(tmp_path: Path, name: str, change: dict[str, Any], message: str, hint: str) -> None:
+    source = store(tmp_path / "source", *KINDS[name][:2])
+    change_json(source / "config.json", lambda found: found["quantization_config"].update(change))
+    with pytest.raises(PlanError) as caught:
+        compress(source, tmp_path / "out", "int4")
+    assert caught.value.message == f"the source is already quantized: {message}"
+    assert caught.value.hint == f"{hint}; or start from the unquantized model"
+
+
+def test_layers_left_out_by_dynamic_are_plain(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", *KINDS["gptq"][:2])
+    change_json(source / "config.json", lambda found: found["quantization_config"].update(dynamic={"-:.*q_proj": {}}))
+    weight = small_checkpoints.tensors("Qwen3ForCausalLM")[f"{Q}.weight"]
+
+    def plain(weights: Weights) -> None:
+        for last in ("qweight", "qzeros", "scales", "g_idx"):
+            del weights[f"{Q}.{last}"]
+        weights[f"{Q}.weight"] = weight
+
+    change_weights(source, plain)
+    dequantize(source, tmp_path / "plain")
+    assert torch.equal(small_checkpoints.read(tmp_path / "plain")[f"{Q}.weight"], weight)
+
+
+def test_codes_in_columns_of_a_format_that_has_rows(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", gptq(), asymmetric_config())
+    with pytest.raises(SourceError, match="but config.json has its layer in no format of AWQ or GPTQ"):
+        dequantize(source, tmp_path / "out")
+    assert f"model.safetensors: {Q}.qweight is I32 [32, 256], not a matrix of I32 called {Q}.weight_packed" in (
+        verify(source).problems
+    )
+
+
+@pytest.mark.parametrize("config", [awq_config(), gptq_config()])
+def test_codes_that_config_json_does_not_tell_of(tmp_path: Path, config: dict[str, Any]) -> None:
+    source = store(tmp_path / "source", awq() if config["quant_method"] == "gptq" else gptq(), config)
+    with pytest.raises(OpenQuantError, match=r"qzeros is I32|scales is F16"):
+        dequantize(source, tmp_path / "out")
+
+
+@kinds
+def test_verified(tmp_path: Path, kind: Kind) -> None:
+    make, config, asked = kind
+    source = store(tmp_path / "source", make, config, shards=2)
+    assert verify(source).problems == ()
+    report = verify(source, small_checkpoints.write(tmp_path / "original"), full=True)
+    assert report.problems == ()
+    assert report.quantized == len(report.errors) == 14
+    assert report.equal_tensors == len(small_checkpoints.tensors("Qwen3ForCausalLM")) - 14
+    weights, stored = small_checkpoints.tensors("Qwen3ForCausalLM"), small_checkpoints.read(source)
+    for error in report.errors:
+        weight = weights[f"{error.module}.weight"].float()
+        index = stored[f"{error.module}.g_idx"] if config.get("desc_act") else None
+        difference = meant(weight, asked, index) - weight
+        assert error.relative == pytest.approx(float(difference.norm() / weight.norm()), rel=1e-4)
+
+
+def test_what_awq_leaves_out_is_a_part_of_names(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", awq(), awq_config())
+
+    def listing(*names: str) -> tuple[str, ...]:
+        change_json(
+            source / "config.json",
+            lambda found: found["quantization_config"].update(modules_to_not_convert=list(names)),
+        )
+        return verify(source).problems
+
+    assert listing() == listing("head") == listing("lm_head", "visual") == ()
+    assert listing("lm_head", "q_proj") == tuple(
+        f"model.safetensors: model.layers.{layer}.self_attn.q_proj.qweight is I32, but modules_to_not_convert lists q_proj"
+        for layer in (0, 1)
+    )
+    down = "model.layers.0.mlp.down_proj"
+
+    def plain(weights: Weights) -> None:
+        for last in ("qweight", "qzeros", "scales"):
+            del weights[f"{down}.{last}"]
+        weights[f"{down}.weight"] = small_checkpoints.tensors("Qwen3ForCausalLM")[f"{down}.weight"]
+
+    change_weights(source, plain)
+    # Without a list vLLM goes by what there is.
+    assert listing() == listing("lm_head", "layers.0.mlp.down") == ()
+    assert listing("lm_head") == (
+        f"model.safetensors: {down}.weight is BF16, but modules_to_not_convert does not list {down}",
+    )

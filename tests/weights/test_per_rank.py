@@ -1,0 +1,154 @@
+"""Queries, keys and values that lie as one tensor in FP8, in a part for each of some ranks, are read as if they did not."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from openquant import compress, dequantize, verify
+from openquant.errors import SourceError
+from openquant.formats.reference import decode
+from openquant.formats.schemes import BLOCK, CHANNEL
+from openquant.plan.plan import make_plain_plan, make_plan
+from support import small_checkpoints
+from support.published_checkpoints import published, with_few_experts
+
+NAME = "MiMoV2ForCausalLM"
+# The first layer's parts are whole blocks; the other's are not, so that it has more scales than blocks.
+SIZES = {"head_dim": 80, "v_head_dim": 32, "swa_head_dim": 96, "swa_v_head_dim": 64}
+PARTS = 2
+# Of a part's queries, keys and values, by layer; the first has a window, and more heads of keys.
+ROWS = ((192, 192, 128), (160, 80, 32))
+
+
+def values_of(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Of one part, whose last blocks may have fewer rows."""
+    return codes.float() * scales.repeat_interleave(128, 0)[: len(codes)].repeat_interleave(128, 1)
+
+
+def joined(root: Path) -> dict[str, torch.Tensor]:
+    """Write such a checkpoint; the projections it stands for, by name."""
+    small_checkpoints.write(root, NAME)
+    config = {**small_checkpoints.config(NAME), **SIZES}
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+    }
+    (root / "config.json").write_text(json.dumps(config))
+    expected: dict[str, torch.Tensor] = {}
+
+    def store(weights: dict[str, torch.Tensor]) -> None:
+        generator = torch.Generator().manual_seed(1)
+        for name in [name for name in weights if re.search(r"self_attn\.[qkv]_proj", name)]:
+            del weights[name]
+        for layer in range(2):
+            sizes, codes, scales = ROWS[layer], [], []
+            members: tuple[list[torch.Tensor], ...] = ([], [], [])
+            for _ in range(PARTS):
+                rows = sum(sizes)
+                code = torch.randn((rows, 256), generator=generator).to(torch.float8_e4m3fn)
+                scale = torch.rand((-(-rows // 128), 2), generator=generator) + 0.5
+                codes.append(code)
+                scales.append(scale)
+                for member, values in zip(members, values_of(code, scale).split(sizes), strict=True):
+                    member.append(values)
+            module = f"model.layers.{layer}.self_attn"
+            weights[f"{module}.qkv_proj.weight"] = torch.cat(codes)
+            weights[f"{module}.qkv_proj.weight_scale_inv"] = torch.cat(scales)
+            expected.update(
+                {f"{module}.{part}_proj.weight": torch.cat(held) for part, held in zip("qkv", members, strict=True)}
+            )
+
+    small_checkpoints.change_weights(root, store)
+    return expected
+
+
+def test_each_is_read_as_its_codes_and_scales_stand_for(tmp_path: Path) -> None:
+    expected = joined(tmp_path / "source")
+    dequantize(tmp_path / "source", tmp_path / "plain")
+    found = small_checkpoints.read(tmp_path / "plain")
+    assert not any("qkv_proj" in name for name in found)
+    for name, values in expected.items():
+        assert torch.equal(found[name], values.to(torch.bfloat16)), name
+
+
+@pytest.mark.parametrize("scheme", ["block", "channel"])
+def test_an_output_is_what_its_bfloat16_weights_give(tmp_path: Path, scheme: str) -> None:
+    """Of blocks too: keys and values have others than they lie in."""
+    expected = joined(tmp_path / "source")
+    compress(tmp_path / "source", tmp_path / "out", scheme)
+    found = small_checkpoints.read(tmp_path / "out")
+    chosen, suffix = (BLOCK, "_scale_inv") if scheme == "block" else (CHANNEL, "_scale")
+    quantized = {name: values for name, values in expected.items() if f"{name}{suffix}" in found}
+    # 80 rows are no blocks.
+    assert len(quantized) == (3 if scheme == "block" else 6)
+    for name, values in quantized.items():
+        made = decode(found[name], found[f"{name}{suffix}"], chosen.format)
+        assert (made - values).norm() / values.norm() < 0.04, name
+    assert verify(tmp_path / "out", tmp_path / "source").problems == ()
+
+
+def test_scales_of_another_number_are_refused(tmp_path: Path) -> None:
+    joined(tmp_path / "source")
+    name = "model.layers.1.self_attn.qkv_proj.weight_scale_inv"
+    small_checkpoints.change_weights(
+        tmp_path / "source", lambda weights: weights.update({name: weights[name][:-1].clone()})
+    )
+    with pytest.raises(SourceError) as caught:
+        dequantize(tmp_path / "source", tmp_path / "plain")
+    assert caught.value.message == (
+        f"{name} is [5, 2], for 2 parts of [272, 256] with one scale per 128x128 block it must be [6, 2]"
+    )
+
+
+@pytest.mark.parametrize("key", ["num_key_value_heads", "v_head_dim"])
+def test_sizes_that_account_for_no_rows_are_refused(tmp_path: Path, key: str) -> None:
+    joined(tmp_path / "source")
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    (tmp_path / "source" / "config.json").write_text(json.dumps({**config, key: 3}))
+    with pytest.raises(SourceError, match="config.json has no heads that make as many rows"):
+        dequantize(tmp_path / "source", tmp_path / "plain")
+
+
+def test_published() -> None:
+    checkpoint = with_few_experts(published(f"quantized/{NAME}"))
+    plan = make_plan(checkpoint, BLOCK)
+    assert plan.source_bytes == sum(plan.consumed(shard.name) for shard in plan.shards)
+    outputs = make_plain_plan(checkpoint)
+    found = {info.name: info for shard in outputs.shards for info in outputs.outputs(shard.name)}
+    assert found == with_few_experts(published(NAME)).tensors
+
+
+@pytest.mark.parametrize("scheme", [None, "block", "channel"])
+def test_the_config_says_that_projections_lie_one_by_one(tmp_path: Path, scheme: str | None) -> None:
+    """With "fused_qkv" vLLM 0.33 builds a layer in blocks that takes no projection by itself."""
+    joined(tmp_path / "source")
+    path = tmp_path / "source" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "attention_projection_layout": "fused_qkv"}))
+    if scheme is None:
+        dequantize(tmp_path / "source", tmp_path / "out")
+    else:
+        compress(tmp_path / "source", tmp_path / "out", scheme)
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    assert config["attention_projection_layout"] == "split"
+    if scheme is None:
+        return
+    assert verify(tmp_path / "out", tmp_path / "source").problems == ()
+
+    path.write_text(json.dumps({**config, "attention_projection_layout": "fused_qkv"}))
+    assert verify(tmp_path / "out", tmp_path / "source").problems == (
+        'config.json: attention_projection_layout is "fused_qkv", but must be "split": engines read it',
+    )
+
+
+def test_a_config_without_a_layout_gets_none(tmp_path: Path) -> None:
+    joined(tmp_path / "source")
+    compress(tmp_path / "source", tmp_path / "out", "block")
+    assert "attention_projection_layout" not in json.loads((tmp_path / "out" / "config.json").read_text())
