@@ -107,14 +107,14 @@ def write_tokens(source: Path, into: Path, samples: int, length: int) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if not (source / name).exists():
             shutil.copy(TOKENIZER / name, source / name)
-    from openquant.data.corpus import read
+    from openquant.data.corpus import read_corpus
     from openquant.files.checkpoint import open_checkpoint
     from openquant.hub.source import find_source
     from openquant.options import CalibrationTexts
     from openquant.streaming.session import find_tokenizer
 
     tokenizer = find_tokenizer(find_source(str(source)), open_checkpoint(source))
-    corpus = read(CalibrationTexts(samples=samples, length=length), tokenizer, "calibration")
+    corpus = read_corpus(CalibrationTexts(samples=samples, length=length), tokenizer, "calibration")
     into.write_text(json.dumps([list(document.ids) for document in corpus.documents]))
 
 

@@ -65,10 +65,10 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 def streamed(options: argparse.Namespace, batches: Any) -> tuple[float, float]:
     """Processor seconds of the pass, and of loading."""
     from openquant.files.checkpoint import open_checkpoint
-    from openquant.streaming.interleaved import Pass, run
+    from openquant.streaming.interleaved import ForwardPass, run_interleaved
     from openquant.streaming.matmul import products_in_float32
     from openquant.streaming.model import StreamedModel
-    from openquant.streaming.offload import Scratch
+    from openquant.streaming.offload import OffloadFile
 
     model = StreamedModel(open_checkpoint(options.model))
     loading = 0.0
@@ -84,10 +84,10 @@ def streamed(options: argparse.Namespace, batches: Any) -> tuple[float, float]:
     groups = []
     for ids in batches:
         body = partial(model.model, input_ids=ids, use_cache=False)
-        groups.append([Pass(model, body, products_in_float32)])
-    scratch = Scratch(options.scratch, 0, asked=True) if options.scratch else None
+        groups.append([ForwardPass(model, body, products_in_float32)])
+    scratch = OffloadFile(options.scratch, 0, asked=True) if options.scratch else None
     began = time.process_time()
-    run(groups, finished=lambda *_: None, until=list(model.units)[-2], scratch=scratch)
+    run_interleaved(groups, finished=lambda *_: None, until=list(model.units)[-2], scratch=scratch)
     return time.process_time() - began - loading, loading
 
 

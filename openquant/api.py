@@ -14,39 +14,38 @@ from typing import Any
 from .calibration.prepare import Calibrated
 from .convert.conversion import COMPILED_MEMORY, worker_memory, worth_compiling
 from .convert.ranks import CONTINUES, Ranks, attempt
-from .diagnosis.diagnose import diagnose as measure
-from .diagnosis.diagnose import needs
+from .diagnosis.diagnose import diagnose_layers, shards_to_read
 from .diagnosis.result import Diagnosis
 from .diagnosis.suggestions import with_advice
 from .errors import SourceError, UsageError
 from .files.cards import card_of, says_folds
 from .files.checkpoint import Checkpoint, open_checkpoint, readable
-from .files.journal import explained, finished_files
+from .files.journal import finished_files, output_errors
 from .files.output import refuse_overlap, refuse_root
 from .files.small_files import read_small
 from .formats.names import UNCHANGED, ActivationScheme, CacheScheme, FormatName, GroupSize, ScaleFormat, SchemeName
 from .formats.schemes import SCHEMES, Scheme, find_others, find_scheme
 from .hub.fetch import memory_needed
 from .hub.publish import Published, Publisher
-from .hub.shards import supplied
+from .hub.shards import supply_shards
 from .hub.source import Source, find_source, silent
 from .job import Prepared, Rounding
 from .machine import available_cpus, find_device, peak_rss
 from .options import CalibrationTexts, Diagnose, Push, Recipe, Run, documented, values_for
-from .plan.decisions import Options
+from .plan.decisions import PlanOptions
 from .plan.plan import Plan, make_plain_plan, make_plan
-from .plan.serving import as_json
+from .plan.serving import serving_to_json
 from .plan.unchanged import make_unchanged_plan
-from .recipes import written
+from .recipes import recipe_of
 from .report.escape import terminal
 from .reporter import Reporter
 from .result import Result
 from .run import carry_out, take_evaluation
-from .streaming.memory import Step, memory_left
+from .streaming.memory import MemoryStep, memory_left
 from .verification.finished import require_sound
-from .vllm_probe.choose import Deciding
+from .vllm_probe.choose import ArchitectureChoice
 from .weights.statistics import Calibration
-from .weights.transform import Tunings
+from .weights.transform import WeightTransforms
 
 # More do not make a disk faster, and each takes memory.
 MOST_WORKERS, MOST_GPU_WORKERS = 16, 4
@@ -128,25 +127,25 @@ def compress(
             "give --activation-scheme static, --scheme nvfp4-w4a4, --kv-cache fp8, --smooth 0.5 or --awq too, or leave "
             f"{asked} out",
         )
-    options = Options(tuple(recipe.ignore), others, recipe.tp, recipe.quantize_lm_head, cached=cached)
+    options = PlanOptions(tuple(recipe.ignore), others, recipe.tp, recipe.quantize_lm_head, cached=cached)
     suffix = f"{chosen.suffix if chosen else ''}{'-KV8' if cached else ''}"
 
     def plan(
         source: Source,
         checkpoint: Checkpoint,
         seen: Calibration | None,
-        tunings: Tunings | None,
+        transforms: WeightTransforms | None,
         read: Mapping[str, Any] | None,
     ) -> Plan:
-        known = replace(options, calibration=seen, tunings=tunings, gptq=read)
+        known = replace(options, calibration=seen, transforms=transforms, gptq=read)
         entry = deciding.entry(checkpoint, None if run.overwrite else _target(run, source, suffix))
         if chosen is None:
             made = make_unchanged_plan(checkpoint, known, source.identity, entry)
         else:
             made = make_plan(checkpoint, chosen, known, source.identity, entry)
-        return replace(made, recipe=written(recipe, texts), unlisted=deciding.kept)
+        return replace(made, recipe=recipe_of(recipe, texts), unlisted=deciding.kept)
 
-    run, deciding = Run(**values_for(Run, given)), Deciding(recipe.architecture)
+    run, deciding = Run(**values_for(Run, given)), ArchitectureChoice(recipe.architecture)
     making = Calibrated(run, recipe, texts, plan)
     return _work(run, making.make, ranks, reporter, making.calibrate, making.rounding, making.steps)
 
@@ -248,7 +247,7 @@ def _work(
     reporter: Reporter | None,
     before: Callable[[Prepared, Ranks, Reporter], bool] = lambda *_: False,
     rounding: Callable[[], Rounding | None] = lambda: None,
-    steps: Callable[[Source, Checkpoint, Plan, Path], Sequence[Step]] = lambda *_: (),
+    steps: Callable[[Source, Checkpoint, Plan, Path], Sequence[MemoryStep]] = lambda *_: (),
 ) -> Result:
     """What was done: the source opened, planned and converted, or with `dry_run` planned only.
 
@@ -304,7 +303,7 @@ def _work(
                 scheme=plan.scheme_name,
                 schemes=plan.scheme_names,
                 kv_cache="fp8" if plan.cached else "auto",
-                folded=(plan.tunings and plan.tunings.title) or None,
+                folded=(plan.transforms and plan.transforms.title) or None,
                 architecture=plan.model.name,
                 dry_run=run.dry_run,
                 source_bytes=plan.source_bytes,
@@ -318,7 +317,7 @@ def _work(
                 ignored_layers=plan.ignored_layers,
                 shards=len(plan.shards),
                 tensor_parallel=plan.parallel_sizes,
-                serving=as_json(*plan.serving) if plan.serving else None,
+                serving=serving_to_json(*plan.serving) if plan.serving else None,
                 seconds=round(time.monotonic() - begin, 3),
                 peak_rss_bytes=peak_rss(),
                 resumed=resumed,
@@ -343,7 +342,7 @@ def _work(
 def _prepare(
     run: Run,
     make: Callable[[Source, Checkpoint], Plan],
-    steps: Callable[[Source, Checkpoint, Plan, Path], Sequence[Step]],
+    steps: Callable[[Source, Checkpoint, Plan, Path], Sequence[MemoryStep]],
     workers: int,
     device: str,
     first: bool,
@@ -370,7 +369,7 @@ def _prepare(
     target = _target(run, source, plan.suffix)
     refuse_overlap(source.root, target)
     before = steps(source, checkpoint, plan, target) if first else ()
-    converting = Step("converting with a single worker", worker_memory(plan, device), models=bool(before))
+    converting = MemoryStep("converting with a single worker", worker_memory(plan, device), models=bool(before))
     fetching = memory_needed(source, run.stream)
     workers, fast = _affordable(workers, plan, run.max_memory, fetching, converting, before, first)
     return Prepared(run, source, checkpoint, stamps, plan, target, workers, device, fast)
@@ -408,8 +407,8 @@ def _affordable(
     plan: Plan,
     max_memory: int | None,
     fetching: int,
-    converting: Step,
-    before: Sequence[Step],
+    converting: MemoryStep,
+    before: Sequence[MemoryStep],
     first: bool,
 ) -> tuple[int, bool]:
     """How many threads, at most `workers`, the memory allows, of which downloads need `fetching` bytes; and whether
@@ -478,14 +477,16 @@ def diagnose(
     begun = Diagnose(**values_for(Diagnose, locals()))
     chosen = find_scheme(begun.scheme)
     source, checkpoint = _open(begun.model, begun.revision, begun.stream)
-    options = Options(tuple(begun.ignore))
+    options = PlanOptions(tuple(begun.ignore))
     with _without_collector():
-        plan = make_plan(checkpoint, chosen, options, source.identity, Deciding(begun.architecture).entry(checkpoint))
-    with supplied([(source, needs(plan))], begun.stream, begun.scratch) as [supply]:
+        plan = make_plan(
+            checkpoint, chosen, options, source.identity, ArchitectureChoice(begun.architecture).entry(checkpoint)
+        )
+    with supply_shards([(source, shards_to_read(plan))], begun.stream, begun.scratch) as [supply]:
         # More than either brings nothing, and takes long to start.
         most = max(MOST_WORKERS, available_cpus())
         threads = min(begun.workers or min(MOST_WORKERS, available_cpus()), most)
-        layers, not_finite = measure(plan, supply, threads, begun.full, progress)
+        layers, not_finite = diagnose_layers(plan, supply, threads, begun.full, progress)
     rows = sum(layer.shape[0] for layer in layers)
     found = Diagnosis(
         model=os.fspath(model),
@@ -519,7 +520,7 @@ def push(directory: str | os.PathLike[str], target: Push) -> str:
     publisher = Publisher(target, path, digest, shards)
     others = [*files.difference(shards), *take_evaluation(publisher)]
     with silent():
-        with explained(path, "read"):
+        with output_errors(path, "read"):
             publisher.prepare(read_small(path / "README.md", f"{path}/README.md"))
         with publisher:
             return publisher.finish(sorted(others), terminal(path.resolve().name)).address

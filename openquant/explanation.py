@@ -7,7 +7,7 @@ from typing import Any
 
 from .api import compress
 from .formats.names import SchemeName
-from .plan.explain import Explanation, explained
+from .plan.explain import Explanation, explain_modules
 from .plan.plan import Plan
 from .reporter import Reporter
 
@@ -49,5 +49,5 @@ def explain(
         revision=result.revision,
         architecture=result.architecture,
         scheme=result.scheme,
-        layers=explained(reporter.plan, layer),
+        layers=explain_modules(reporter.plan, layer),
     )

@@ -122,7 +122,7 @@ def require_output(prepared: Prepared, ranks: Ranks, passing: int) -> None:
     """
     plan, target, source = prepared.plan, prepared.target, prepared.source
     # The card and config.json of this plan are not final; they are small.
-    rounded = rounded_bytes(plan.carried) if plan.gptq is not None else 0
+    rounded = rounded_bytes(plan.gptq_rounded) if plan.gptq is not None else 0
     missing = output_directory(prepared, {}, None, ranks, rounded).missing_bytes()
     if not missing:
         return

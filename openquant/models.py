@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .registry import dense, experts, fused, hybrid, latent, mixed, multimodal
-from .registry.architecture import Joined, Model
-from .registry.parts import ATTENTION, GATE_UP_TENSOR, MLP, SGLANG_ONES, Part, gated, model, routed
+from .registry.architecture import Architecture, FusedLayers
+from .registry.parts import ATTENTION, GATE_UP_TENSOR, MLP, SGLANG_ONES, LayerPart, gated, model, routed
 from .registry.smoothing import FOLDS
 
-MODELS: dict[str, Model] = {
+MODELS: dict[str, Architecture] = {
     entry.name: replace(
         entry, folds=FOLDS.get(entry.name, ()), sglang=replace(entry.sglang, ones=entry.name in SGLANG_ONES)
     )
@@ -26,16 +26,16 @@ _EXPERTS = "{mlp,block_sparse_moe,feed_forward}.experts"
 GENERIC = model(
     "generic",
     ATTENTION,
-    Part(
+    LayerPart(
         (".{self_attn,attn,attention,self_attention}.{qkv_proj,out_proj,query_key_value,dense,wq,wk,wv,wo}",),
-        joined=(Joined(".{attn,attention}.{wq,wk,wv}"), Joined(".{attn,attention}.{q,k,v}_proj")),
+        fused=(FusedLayers(".{attn,attention}.{wq,wk,wv}"), FusedLayers(".{attn,attention}.{q,k,v}_proj")),
     ),
-    Part((".{attn,attention}.{q,k,v,o}_proj",)),
+    LayerPart((".{attn,attention}.{q,k,v,o}_proj",)),
     MLP,
     GATE_UP_TENSOR,
     gated(".feed_forward"),
     gated(".{mlp,feed_forward}", "w1", "w3", "w2"),
-    Part((".mlp.{fc1,fc2,fc_in,fc_out,dense_h_to_4h,dense_4h_to_h}",)),
+    LayerPart((".mlp.{fc1,fc2,fc_in,fc_out,dense_h_to_4h,dense_4h_to_h}",)),
     gated(".{mlp,block_sparse_moe,feed_forward}.{shared_expert,shared_experts,shared_mlp}"),
     replace(routed(f".{_EXPERTS}"), keep=()),
     replace(routed(f".{_EXPERTS}", "w1", "w3", "w2"), keep=(), experts=()),

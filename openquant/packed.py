@@ -60,7 +60,7 @@ class PackedLinear(nn.Module):
             each
             for each in held
             if each.format.number == held[0].format.number
-            and each.format.misfit(shape) is None
+            and each.format.shape_error(shape) is None
             and each.format.scale_shape(shape) == scale.shape
             and scale.dtype == _DTYPES[each.format.scale.dtype]
             and format in (None, each.method)
@@ -94,7 +94,7 @@ class PackedLinear(nn.Module):
         chosen = find_scheme(scheme, format, scale_format, group_size=group_size)
         weight = linear.weight.detach()
         shape = (weight.shape[0], weight.shape[1])
-        problem = chosen.format.misfit(shape)
+        problem = chosen.format.shape_error(shape)
         if problem:
             raise ValueError(problem)
         absmax = group_absmax(weight, chosen.format.group)

@@ -38,12 +38,12 @@ def translate(pattern: str) -> str:
         else:
             parts.append(re.escape(text))
     # "a.**" is the subtree of a, a itself included; "**.a" is a anywhere, at the top included.
-    joined = "".join(parts)
-    if joined.endswith(r"\.(.+)"):
-        joined = joined.removesuffix(r"\.(.+)") + r"(?:\.(.+))?"
-    if joined.startswith(r"(.+)\."):
-        joined = r"(?:(.+)\.)?" + joined.removeprefix(r"(.+)\.")
-    return joined
+    fused = "".join(parts)
+    if fused.endswith(r"\.(.+)"):
+        fused = fused.removesuffix(r"\.(.+)") + r"(?:\.(.+))?"
+    if fused.startswith(r"(.+)\."):
+        fused = r"(?:(.+)\.)?" + fused.removeprefix(r"(.+)\.")
+    return fused
 
 
 @cache

@@ -20,7 +20,7 @@ from typing import Any
 from .errors import UsageError
 from .files.checkpoint import readable
 from .files.names import JOURNAL_FILE
-from .files.small_files import parse_json, read_small, shown
+from .files.small_files import parse_json, read_small, short_repr
 from .options import CalibrationTexts, Option, Recipe, flags_of, options_of
 from .version import __version__
 
@@ -33,7 +33,7 @@ _KINDS = (Recipe, CalibrationTexts)
 _MEND = "give the .openquant.json of an output, or leave --recipe out"
 
 
-def written(recipe: Recipe, texts: CalibrationTexts) -> dict[str, Any]:
+def recipe_of(recipe: Recipe, texts: CalibrationTexts) -> dict[str, Any]:
     """What an output has of the options it was made with."""
     options: dict[str, Any] = {}
     for given in (recipe, texts):
@@ -53,7 +53,7 @@ def written(recipe: Recipe, texts: CalibrationTexts) -> dict[str, Any]:
     return {"format": FORMAT, "openquant": __version__, "options": {"scheme": recipe.scheme, **options}}
 
 
-def typed(options: Mapping[str, Any]) -> list[tuple[str, str | None]]:
+def option_words(options: Mapping[str, Any]) -> list[tuple[str, str | None]]:
     """Options as a command takes them: [("--scheme", "int4"), ("--gptq", None)]."""
     known = _known()
     found: list[tuple[str, str | None]] = []
@@ -68,12 +68,12 @@ def typed(options: Mapping[str, Any]) -> list[tuple[str, str | None]]:
     return found
 
 
-def command(options: Mapping[str, Any]) -> str:
+def recipe_command(options: Mapping[str, Any]) -> str:
     """The same on one line, as a shell takes it: "--scheme int4 --ignore '**.down_proj'"."""
-    return shlex.join(word for pair in typed(options) for word in pair if word is not None)
+    return shlex.join(word for pair in option_words(options) for word in pair if word is not None)
 
 
-def read(path: Path) -> list[str]:
+def read_recipe(path: Path) -> list[str]:
     """The words of a command that ask again for what a recipe says: ["--scheme=int4", "--gptq"].
 
     Args:
@@ -93,18 +93,20 @@ def read(path: Path) -> list[str]:
         raise UsageError(f"{file} holds no recipe", _MEND)
     if found["format"] != FORMAT:
         raise UsageError(
-            f"{file} is a recipe of format {shown(found['format'])}, this openquant reads {FORMAT}",
-            f"use the openquant that wrote it: {shown(found.get('openquant'))}",
+            f"{file} is a recipe of format {short_repr(found['format'])}, this openquant reads {FORMAT}",
+            f"use the openquant that wrote it: {short_repr(found.get('openquant'))}",
         )
     known = _known()
     strange = sorted(options.keys() - known.keys())
     if strange:
-        raise UsageError(f"{file} has {shown(strange[0])}, which is no option of compress that a recipe has", _MEND)
+        raise UsageError(
+            f"{file} has {short_repr(strange[0])}, which is no option of compress that a recipe has", _MEND
+        )
     for name, value in options.items():
         if not _fits(value, known[name], name):
             flag = flags_of(name, known[name])[-1]
-            raise UsageError(f"{file}: {name} is {shown(value)}, which {flag} does not take", _MEND)
-    return [flag if value is None else f"{flag}={value}" for flag, value in typed(options)]
+            raise UsageError(f"{file}: {name} is {short_repr(value)}, which {flag} does not take", _MEND)
+    return [flag if value is None else f"{flag}={value}" for flag, value in option_words(options)]
 
 
 def _known() -> dict[str, Option]:

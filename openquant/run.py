@@ -20,7 +20,7 @@ from .files.names import CARD_FILE, INDEX_FILE
 from .files.output import REPLACE, OutputDirectory
 from .files.small_files import read_small
 from .formats.finite import NonFinite
-from .hub.fetch import Supply
+from .hub.fetch import ShardSupply
 from .hub.publish import Published, Publisher
 from .hub.source import Source, silent
 from .job import Prepared, Rounding, output_directory, source_needs
@@ -53,7 +53,7 @@ class Outcome(NamedTuple):
 class _Traffic:
     """Fetches shards before they are converted and uploads them afterwards, as convert() asks; ends if a rank fails."""
 
-    def __init__(self, supply: Supply, publisher: Publisher | None, ranks: Ranks) -> None:
+    def __init__(self, supply: ShardSupply, publisher: Publisher | None, ranks: Ranks) -> None:
         self.supply = supply
         self.ranks = ranks
         self.publisher = publisher
@@ -151,7 +151,7 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, rounding: Ro
                 scratch = directory.make_scratch(ranks.rank) if prepared.run.stream else None
                 if source.remote and scratch is None:
                     source.require_cache_space({name for names in needs.values() for name in names})
-                with Supply(source, needs, scratch) as supply:
+                with ShardSupply(source, needs, scratch) as supply:
                     traffic = _Traffic(supply, publisher, ranks)
                     found = convert(
                         plan, mine, traffic, directory, prepared.workers, prepared.device, advanced, fast=prepared.fast
@@ -266,7 +266,7 @@ def _hold(
     """
     plan, root = prepared.plan, prepared.source.root
     against = {shard.name: _named(root, sorted(plan.sources(shard.name) & moved)) for shard in shards}
-    with Supply(prepared.source, {}, None) as supply:
+    with ShardSupply(prepared.source, {}, None) as supply:
         traffic = _Traffic(supply, None, ranks)
         convert(plan, shards, traffic, directory, prepared.workers, prepared.device, progress, against, prepared.fast)
 

@@ -67,3 +67,19 @@ def test_no_two_test_modules_have_one_name():
     """pytest would collect neither, and tell so only where both are asked for."""
     paths = sorted(Path(__file__).parent.rglob("test_*.py"))
     assert {path.name for path in paths if [other.name for other in paths].count(path.name) > 1} == set()
+
+
+# Twins with the same meaning: loops in numpy, numba and torch; a script's or a process's entry point.
+SHARED = {
+    *("absmax", "best", "decode", "decode_rows", "encode", "encode_stored", "first_unsound", "scales", "stored"),
+    *("answer", "compress_main", "main", "to_bfloat16"),
+}
+
+
+def test_no_public_name_means_two_things():
+    defined: dict[str, list[Path]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
+                defined.setdefault(node.name, []).append(path)
+    assert {name for name, paths in defined.items() if len(paths) > 1} - SHARED == set()

@@ -13,7 +13,7 @@ from openquant import OpenQuantError, compress, dequantize, verify
 from openquant.cli.arguments import recipe_parser
 from openquant.errors import UsageError
 from openquant.options import CalibrationTexts, Recipe, values_for
-from openquant.recipes import MAX_LETTERS, command, read, written
+from openquant.recipes import MAX_LETTERS, read_recipe, recipe_command, recipe_of
 from support import small_checkpoints
 
 FULL: dict[str, Any] = {
@@ -60,12 +60,15 @@ def test_a_recipe_gives_the_same_bytes(run: Run, tmp_path: Path, options: dict[s
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    made = written(Recipe(**values_for(Recipe, FULL)), CalibrationTexts(**values_for(CalibrationTexts, FULL)))
+    made = recipe_of(Recipe(**values_for(Recipe, FULL)), CalibrationTexts(**values_for(CalibrationTexts, FULL)))
     assert made["options"] == FULL
     (tmp_path / "alone.json").write_text(json.dumps(made))
-    read_again = vars(recipe_parser().parse_args(read(tmp_path / "alone.json")))
+    read_again = vars(recipe_parser().parse_args(read_recipe(tmp_path / "alone.json")))
     assert {**read_again, "scheme_for": dict(read_again["scheme_for"])} == FULL
-    assert command({"scheme": "int4", "ignore": ["**.a b"], "gptq": True}) == "--scheme int4 --ignore '**.a b' --gptq"
+    assert (
+        recipe_command({"scheme": "int4", "ignore": ["**.a b"], "gptq": True})
+        == "--scheme int4 --ignore '**.a b' --gptq"
+    )
 
 
 def test_a_recipe_holds_nothing_of_the_machine(tmp_path: Path) -> None:
@@ -73,10 +76,10 @@ def test_a_recipe_holds_nothing_of_the_machine(tmp_path: Path) -> None:
     texts = CalibrationTexts(text=[tmp_path / "mine.jsonl"])
     local = CalibrationTexts(dataset=f"{tmp_path / 'texts'}:train", samples=3)
     recipe = Recipe("int8", calibration=tmp_path / "c.safetensors", smooth=0.5)
-    assert written(recipe, texts)["options"] == {
+    assert recipe_of(recipe, texts)["options"] == {
         "scheme": "int8", "smooth": 0.5, "text": ["mine.jsonl"], "calibrate": True
     }  # fmt: skip
-    assert written(recipe, local)["options"]["dataset"] == "texts:train"
+    assert recipe_of(recipe, local)["options"]["dataset"] == "texts:train"
     compress(EXAMPLE, tmp_path / "out", "tensor")
     dequantize(tmp_path / "out", tmp_path / "plain")
     assert str(tmp_path) not in json.dumps(recipe_in(tmp_path / "out"))
@@ -84,7 +87,7 @@ def test_a_recipe_holds_nothing_of_the_machine(tmp_path: Path) -> None:
 
 
 def test_options_beside_a_recipe_override_it(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "r.json").write_text(json.dumps(written(Recipe("channel", ignore=["**.o_proj"]), CalibrationTexts())))
+    (tmp_path / "r.json").write_text(json.dumps(recipe_of(Recipe("channel", ignore=["**.o_proj"]), CalibrationTexts())))
     words = ("-m", EXAMPLE, "--recipe", tmp_path / "r.json", "--dry-run", "--json")
     assert json.loads(run(*words).stdout)["schemes"] == {"channel": 24}
     assert json.loads(run(*words, "--scheme", "int8").stdout)["schemes"] == {"int8": 24}
@@ -109,7 +112,7 @@ def test_a_recipe_that_does_not_fit_is_refused_with_the_reason(
     run: Run, tmp_path: Path, architecture: str, recipe: Recipe, message: str
 ) -> None:
     source = small_checkpoints.write(tmp_path / "source", architecture)
-    (tmp_path / "r.json").write_text(json.dumps(written(recipe, CalibrationTexts())))
+    (tmp_path / "r.json").write_text(json.dumps(recipe_of(recipe, CalibrationTexts())))
     done = run("-m", source, "-o", "out", "--recipe", tmp_path / "r.json")
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {message}")
@@ -138,7 +141,7 @@ def test_what_is_no_recipe_is_refused(tmp_path: Path, held: object, message: str
     path = tmp_path / "r.json"
     path.write_text(json.dumps(held))
     with pytest.raises(UsageError) as caught:
-        read(path)
+        read_recipe(path)
     assert caught.value.message.startswith(message.format(path))
 
 
@@ -149,7 +152,7 @@ def test_values_are_those_of_the_command(tmp_path: Path) -> None:
         ({"ignore": ["--push-to-hub"]}, None),
     ):
         (tmp_path / "r.json").write_text(json.dumps({"format": 1, "options": options}))
-        words = read(tmp_path / "r.json")
+        words = read_recipe(tmp_path / "r.json")
         if message is None:
             assert vars(recipe_parser().parse_args(words)) == options
         else:
@@ -162,4 +165,4 @@ def test_a_recipe_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text("{")
     for path in (tmp_path / "nowhere", tmp_path / "r.json", tmp_path):
         with pytest.raises(OpenQuantError, match=str(path)):
-            read(path)
+            read_recipe(path)

@@ -26,9 +26,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from openquant.errors import OpenQuantError, UsageError  # noqa: E402
 from openquant.models import MODELS  # noqa: E402
-from openquant.registry.rules import Entry  # noqa: E402
-from openquant.vllm_probe.client import Asked, EngineFailed, Question, ask  # noqa: E402
-from openquant.vllm_probe.modules import differences, draft, tell  # noqa: E402
+from openquant.registry.rules import ModuleRules  # noqa: E402
+from openquant.vllm_probe.client import EngineAnswer, EngineFailed, Question, ask_engine  # noqa: E402
+from openquant.vllm_probe.modules import architecture_differences, draft_architecture, engine_modules  # noqa: E402
 from support import small_checkpoints, tiny_architectures  # noqa: E402
 from support.tiny_architecture import Small  # noqa: E402
 
@@ -157,7 +157,7 @@ def hold_small(architecture: str) -> None:
         )
 
 
-def answer(found: Asked | EngineFailed) -> Asked:
+def answer(found: EngineAnswer | EngineFailed) -> EngineAnswer:
     """It, or the error."""
     if isinstance(found, EngineFailed):
         raise found
@@ -195,23 +195,23 @@ def report(architecture: str, given: Path | None, every: bool) -> None:
     asking = question(architecture, [])
     modules = [name.removesuffix(".weight") for name, shape in asking.shapes.items() if len(shape) > 1]
     if entry is not None:
-        asked_entry = Entry(entry.counted(small_checkpoints.LAYERS))
-        kept = [module for module in modules if asked_entry.role(module).keep is not None]
+        asked_entry = ModuleRules(entry.counted(small_checkpoints.LAYERS))
+        kept = [module for module in modules if asked_entry.rule(module).keep is not None]
         asking = question(architecture, asked_entry.engine_names(kept))
-    asked = answer(ask([asking], Path(interpreter), STUB)[0])
+    asked = answer(ask_engine([asking], Path(interpreter), STUB)[0])
     if every or not asking.shapes:
         for layer in asked.layers:
             print(f"# {layer.path}: {layer.kinds[0]}, asked by {layer.prefix if layer.asked else None}")
         print(f"# packed_modules_mapping: {dict(asked.packed)}")
     if not asking.shapes:
         return
-    told = tell(asked, asking.shapes)
+    told = engine_modules(asked, asking.shapes)
     if entry is not None:
         print("# what the entry says otherwise than the engine")
-        for text, where in differences(entry, told).items():
+        for text, where in architecture_differences(entry, told).items():
             print(f"#   {text}: {', '.join(where)}")
-    made = draft(architecture, asked, asking.shapes, small_checkpoints.HIDDEN)
-    fitting = [other for other in MODELS.values() if not misfits(other, told)]
+    made = draft_architecture(architecture, asked, asking.shapes, small_checkpoints.HIDDEN)
+    fitting = [other for other in MODELS.values() if not shape_errors(other, told)]
     same = [other.name for other in sorted(fitting, key=lambda other: len(other.compress))][:8]
     print(f"# entries that say the same as the engine: {', '.join(same) or 'none'}\n")
     print(f'model(\n    "{architecture}",')
@@ -228,13 +228,17 @@ def report(architecture: str, given: Path | None, every: bool) -> None:
     print(")\n")
     for text in made.questions:
         print(f"# {text}")
-    for text, where in misfits(made.entry, told).items():
+    for text, where in shape_errors(made.entry, told).items():
         print(f"# the draft is otherwise than the engine: {text}: {', '.join(where)}")
 
 
-def misfits(entry: Any, told: Any) -> dict[str, list[str]]:
+def shape_errors(entry: Any, told: Any) -> dict[str, list[str]]:
     """Differences without those of lists, which were not asked for."""
-    return {text: where for text, where in differences(entry, told).items() if not text.startswith("kept, and not")}
+    return {
+        text: where
+        for text, where in architecture_differences(entry, told).items()
+        if not text.startswith("kept, and not")
+    }
 
 
 if __name__ == "__main__":

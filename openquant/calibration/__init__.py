@@ -1,12 +1,16 @@
-"""What loses less than rounding each weight to its nearest code: what texts show of a model is put to use.
+"""Calibration: texts run through a model, and what is found makes a quantized model lose less.
 
-Places  where inputs of layers can be divided by factors; Part and `together` say what that makes of the weights
-smooth  factors that spare INT8 the outliers among activations (SmoothQuant)
-awq     factors that give inputs which count for most finer steps (AWQ)
-unfold  the factors of an output, found again from it and its source
-carried    columns rounded one after another, each with what earlier errors bring there (GPTQ); `round_layers` does
-           so to the layers of a model as texts run through them
+run           calibrate(): texts run through a model; input statistics of its layers are written to a file
+observers     hooks that record the largest magnitude and mean square of each input channel, and of keys and values
+mappings      where inputs can be scaled: a smooth_layer that makes them, and the balance_layers that read them
+smoothing     what scaling these inputs changes about each weight
+smoothquant   scales that move outliers from INT8 activations into weights (SmoothQuant)
+awq           scales that give important input channels finer steps (AWQ)
+hessian       Hessians of layers, H = X'X over the tokens that a layer sees
+gptq          weights rounded column by column, errors propagated to the columns that follow (GPTQ)
+gptq_pass     GPTQ for each layer of a model as texts run through it; gptq_run does that for a run of compress()
+prepare       what a run of compress() calibrates, and what that changes about its weights
 
-places = usable(plan)
-found = smooth(places.foldings[0], plan, reader, calibration, 0.5)      # [2, 1, 1, 0.5, ..], or why there is none
+places = usable_mappings(plan)
+smoothquant_scale(places.mappings[0], plan, reader, calibration, 0.5)      # [2, 1, 1, 0.5, ..], or why there is none
 """

@@ -21,13 +21,13 @@ from ..formats.kernels import to_float32
 from ..formats.numbers import Floats
 from ..patterns import compile_any
 from ..plan.plan import Plan
-from ..registry.architecture import absolute
+from ..registry.architecture import absolute_patterns
 from ..weights.reading import Reader, memory_of
 from ..weights.statistics import Calibration
-from ..weights.transform import Tuning, Tunings
+from ..weights.transform import WeightTransform, WeightTransforms
 from ..weights.weight import Weight
-from .mappings import Folding
-from .smoothing import inputs_of, live, powers, usable
+from .mappings import SmoothingMapping
+from .smoothing import nearest_powers_of_two, statistics_of, usable_mappings, without_zero_rows
 
 # Each makes factors: 0 of the weights alone, 1 of the inputs alone.
 EXPONENTS = tuple(number / 20 for number in range(20))
@@ -37,7 +37,7 @@ ROWS, ALL_ROWS = 256, 4096
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledRows:
     """Rows that stand for a layer.
 
     Attributes:
@@ -83,11 +83,11 @@ class Sampled:
         return sums * self.share
 
 
-def awq(folding: Folding, plan: Plan, reader: Reader, calibration: Calibration) -> Floats | str:
+def awq_scale(mapping: SmoothingMapping, plan: Plan, reader: Reader, calibration: Calibration) -> Floats | str:
     """The scale of a fold, float32 [channels] of powers of two; why there is none, for a note, where there is not.
 
     Args:
-        folding: where inputs are divided.
+        mapping: where inputs are divided.
         plan: what becomes of the layers.
         reader: reads the source.
         calibration: what goes into the layers.
@@ -95,46 +95,46 @@ def awq(folding: Folding, plan: Plan, reader: Reader, calibration: Calibration) 
     Raises:
         SourceError: a weight cannot be read, or the calibration is not of these layers.
     """
-    weights = [plan.layers[module] for module in folding.readers if module in plan.layers]
+    weights = [plan.layers[module] for module in mapping.readers if module in plan.layers]
     if not weights:
         return "no layer that reads them is quantized"
-    most = sampled_from(len(weights))
+    most = rows_per_layer(len(weights))
     sampled, means = [], []
     for weight in weights:
-        scheme, inputs = plan.fates.of(weight.module).scheme, inputs_of(weight, calibration)
+        scheme, inputs = plan.decisions.of(weight.module).scheme, statistics_of(weight, calibration)
         if scheme is None or scheme.name != "int4":
             return "a layer is stored in another scheme"
         if inputs is None or inputs.square is None:
             return "the calibration has seen nothing of a layer"
-        rows = sampled_rows(weight, reader, most)
-        sampled.append(Sampled(rows, inputs.square, scheme.format, weight.shape[0] / len(rows)))
+        rows = sample_rows(weight, reader, most)
+        sampled.append(SampledRows(rows, inputs.square, scheme.format, weight.shape[0] / len(rows)))
         means.append(inputs.mean)
     # Weights that are not finite, and so large that they become that, lose nothing that is less.
     with np.errstate(over="ignore", invalid="ignore"):
-        found = best_powers(folding, sampled, np.mean(means, axis=0))
+        found = search_scale(mapping, sampled, np.mean(means, axis=0))
     if found is None:
         return "the layers' estimated error would not be lower"
-    return live(folding, found, plan, reader)
+    return without_zero_rows(mapping, found, plan, reader)
 
 
-def sampled_from(layers: int) -> int:
+def rows_per_layer(layers: int) -> int:
     """How many rows are looked at of each of so many layers that have one input, at most."""
     return max(16, min(ROWS, ALL_ROWS // max(1, layers)))
 
 
-def tuning_memory(plan: Plan) -> int:
+def search_memory(plan: Plan) -> int:
     """Bytes that one thread takes as it chooses by how much to divide inputs of layers at one place."""
     most = 0
-    for folding in usable(plan).foldings:
-        weights = [plan.layers[module] for module in folding.readers if module in plan.layers]
-        sizes = [4 * min(weight.shape[0], sampled_from(len(weights))) * weight.shape[1] for weight in weights]
+    for mapping in usable_mappings(plan).mappings:
+        weights = [plan.layers[module] for module in mapping.readers if module in plan.layers]
+        sizes = [4 * min(weight.shape[0], rows_per_layer(len(weights))) * weight.shape[1] for weight in weights]
         # The rows of all, and what is tried with those of one; and what is read of each weight, as float32 too.
         read = max((sum(memory_of(weight, 1)) for weight in weights), default=0)
         most = max(most, sum(sizes) + 6 * max(sizes, default=0) + 4 * read)
     return most
 
 
-def sampled_rows(weight: Weight, reader: Reader, most: int) -> Floats:
+def sample_rows(weight: Weight, reader: Reader, most: int) -> Floats:
     """Up to so many rows of a weight, spread evenly over it, float32 [n, in].
 
     Raises:
@@ -150,18 +150,18 @@ def sampled_rows(weight: Weight, reader: Reader, most: int) -> Floats:
     return found
 
 
-def best_powers(folding: Folding, readers: Sequence[Sampled], mean: Floats) -> Floats | None:
+def search_scale(mapping: SmoothingMapping, readers: Sequence[SampledRows], mean: Floats) -> Floats | None:
     """The factors of the exponent with which least is lost, float32 [channels]; None where that is not less than is
     lost without factors.
 
     Args:
-        folding: where inputs are divided.
+        mapping: where inputs are divided.
         readers: the layers that read them.
         mean: float32 [in], the mean magnitude of what goes in.
     """
 
     def of_channels(values: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
-        means: npt.NDArray[np.float64] = values.reshape(-1, folding.repeats, folding.head).mean(
+        means: npt.NDArray[np.float64] = values.reshape(-1, mapping.repeats, mapping.head).mean(
             axis=1, dtype=np.float64
         )
         return means.reshape(-1)
@@ -169,19 +169,19 @@ def best_powers(folding: Folding, readers: Sequence[Sampled], mean: Floats) -> F
     rows = sum(len(each.rows) * each.share for each in readers)
     inputs, weights = of_channels(mean), of_channels(np.sum([each.spread() for each in readers], axis=0) / rows)
     found, least = None, sum(each.lost(np.ones_like(mean)) for each in readers)
-    tried = {np.ones(folding.channels, np.float32).tobytes()}
+    tried = {np.ones(mapping.channels, np.float32).tobytes()}
     for exponent in EXPONENTS:
         ideal = inputs**exponent / (weights ** (1 - exponent) + 1e-4)
         # Of what texts have not shown nothing is known.
-        scale = powers(np.where(inputs > 0, ideal, 0).astype(np.float32))
+        scale = nearest_powers_of_two(np.where(inputs > 0, ideal, 0).astype(np.float32))
         if scale.tobytes() not in tried:
             tried.add(scale.tobytes())
-            lost = sum(each.lost(folding.columns(scale)) for each in readers)
+            lost = sum(each.lost(mapping.columns(scale)) for each in readers)
             found, least = (scale, lost) if lost < least else (found, least)
     return found
 
 
-def weighed(tunings: Tunings, plan: Plan, calibration: Calibration) -> Tunings:
+def with_importance(transforms: WeightTransforms, plan: Plan, calibration: Calibration) -> WeightTransforms:
     """The same with what goes into each layer of INT4, by which the search for its scales weighs errors.
 
     Not of queries and keys, whose products' errors are others: as in AWQ, whose clipping leaves both out.
@@ -189,24 +189,24 @@ def weighed(tunings: Tunings, plan: Plan, calibration: Calibration) -> Tunings:
     Raises:
         SourceError: the calibration is not of these layers.
     """
-    left, found = _queries_and_keys(plan), dict(tunings.weights)
+    left, found = _queries_and_keys(plan), dict(transforms.weights)
     for module, weight in plan.layers.items():
-        scheme, inputs = plan.fates.of(module).scheme, inputs_of(weight, calibration)
+        scheme, inputs = plan.decisions.of(module).scheme, statistics_of(weight, calibration)
         if scheme is None or scheme.name != "int4" or module in left or inputs is None or inputs.square is None:
             continue
-        tuning = found.get(module, Tuning())
-        by = np.ones(1) if tuning.columns is None else tuning.columns.astype(np.float64)
+        transform = found.get(module, WeightTransform())
+        by = np.ones(1) if transform.columns is None else transform.columns.astype(np.float64)
         square = np.minimum(inputs.square / by**2, np.finfo(np.float32).max)
-        found[module] = replace(tuning, importance=square.astype(np.float32))
-    made = replace(tunings, weights=found)
+        found[module] = replace(transform, importance=square.astype(np.float32))
+    made = replace(transforms, weights=found)
     note = f"the search for scales of {made.weighed} layers weighs errors by what goes into each column"
-    return replace(made, notes=(*tunings.notes, note))
+    return replace(made, notes=(*transforms.notes, note))
 
 
 def _queries_and_keys(plan: Plan) -> set[str]:
     """What is joined with values, where it is known which these are: what heads are folded in."""
-    values = compile_any(absolute(plan.model, [fold.source for fold in plan.model.folds if fold.heads]))
-    sets = plan.entry.joined_sets(plan.layers)
+    values = compile_any(absolute_patterns(plan.model, [fold.source for fold in plan.model.folds if fold.heads]))
+    sets = plan.entry.fused_groups(plan.layers)
     return {
         module
         for source in plan.layers

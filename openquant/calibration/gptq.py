@@ -30,7 +30,7 @@ PANEL = 256
 
 
 @dataclass(frozen=True, eq=False)
-class Feedback:
+class ErrorPropagation:
     """What errors of some columns of a weight do to others.
 
     Attributes:
@@ -43,25 +43,25 @@ class Feedback:
     shares: Tensor
 
 
-def find_feedback(gram: Tensor, dtype: torch.dtype = torch.float32) -> Feedback:
+def find_error_propagation(hessian: Tensor, dtype: torch.dtype = torch.float32) -> ErrorPropagation:
     """What to carry from column to column for inputs with this Gram matrix.
 
     Inputs that are always zero have no part in it. The diagonal is raised by a hundredth of its mean, and by more where
     rounding in the matrix itself leaves it with no root.
 
     Args:
-        gram: [in, in], finite.
+        hessian: [in, in], finite.
         dtype: of the shares.
     """
-    diagonal = gram.diagonal().double()
+    diagonal = hessian.diagonal().double()
     live = diagonal > 0
     mean = float(diagonal[live].mean()) if bool(live.any()) else 1.0
     order = torch.argsort(diagonal, descending=True, stable=True)
     # Turned around, since torch finds lower triangular roots.
     turned = order.flip(0)
-    damping, failed = DAMPING * mean, torch.ones((), dtype=torch.int32, device=gram.device)
+    damping, failed = DAMPING * mean, torch.ones((), dtype=torch.int32, device=hessian.device)
     while int(failed):
-        root = gram[turned[:, None], turned].double()
+        root = hessian[turned[:, None], turned].double()
         root.diagonal()[~live[turned]] = mean
         root.diagonal().add_(damping)
         # In its own place: turned over it lies in memory as LAPACK has matrices.
@@ -70,14 +70,16 @@ def find_feedback(gram: Tensor, dtype: torch.dtype = torch.float32) -> Feedback:
     found = root.mT
     found /= found.diagonal().clone()
     # Some rows at a time, since both are there meanwhile.
-    shares, size = torch.empty_like(gram, dtype=dtype), len(gram)
+    shares, size = torch.empty_like(hessian, dtype=dtype), len(hessian)
     for low in range(0, size, PANEL):
         high = min(low + PANEL, size)
         shares[size - high : size - low] = found[low:high].flip(0, 1)
-    return Feedback(order, shares)
+    return ErrorPropagation(order, shares)
 
 
-def carried(weight: Tensor, scale: Tensor, feedback: Feedback, form: Format, zero: Tensor | None = None) -> Tensor:
+def round_columns(
+    weight: Tensor, scale: Tensor, feedback: ErrorPropagation, form: Format, zero: Tensor | None = None
+) -> Tensor:
     """The values of the codes [out, in] that weights are rounded to, without the scale and before zero points are
     taken away: float32, what `Number.encode` makes codes of.
 

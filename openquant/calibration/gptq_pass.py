@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..convert.checks import has_sound_scales, is_scale
+from ..convert.checks import has_sound_scales, is_scale_tensor
 from ..data.corpus import Corpus
 from ..errors import SourceError
-from ..files.layer_store import Place, RoundedFolder, damaged
+from ..files.layer_store import LayerStore, TensorPlace, damaged_file
 from ..files.shardfile import Bytes
 from ..files.tensors import TensorInfo
 from ..formats.clip_search import searched
@@ -29,19 +29,19 @@ from ..formats.group_ranges import ranged
 from ..formats.kernels import BITS_TYPE, Bits, Loops, absmax, pack, pack_words, to_float32
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
-from ..plan.gptq import made_of
+from ..plan.gptq import rounded_tensors
 from ..plan.plan import Plan
-from ..streaming.interleaved import Pass, run
+from ..streaming.interleaved import ForwardPass, run_interleaved
 from ..streaming.matmul import products_in_float32
 from ..streaming.model import StreamedModel
-from ..streaming.offload import Scratch
-from ..streaming.pass_checkpoint import Kept
+from ..streaming.offload import OffloadFile
+from ..streaming.pass_checkpoint import PassCheckpoint
 from ..streaming.progress import Advanced, PassProgress, Remaining, layer_costs
 from ..streaming.torch_threads import limited_threads, threads_for
 from ..weights.reading import Reader, require_small
 from ..weights.weight import Weight
-from .gptq import Feedback, carried, find_feedback
-from .hessian import Gram, Summing, find_grams, parts_of
+from .gptq import ErrorPropagation, find_error_propagation, round_columns
+from .hessian import Hessian, HessianObserver, find_hessians, in_memory_parts
 from .observers import decoder_layers
 
 # Weights of a layer that are rounded together, all of some rows.
@@ -54,16 +54,16 @@ def round_layers(
     model: StreamedModel,
     plan: Plan,
     corpus: Corpus,
-    folder: RoundedFolder,
+    folder: LayerStore,
     loops: Loops,
     *,
     room: int,
-    scratch: Scratch | None = None,
+    scratch: OffloadFile | None = None,
     progress: Advanced | None = None,
     remaining: Remaining | None = None,
-    kept: Kept | None = None,
+    kept: PassCheckpoint | None = None,
     say: Callable[[str], object] = str,
-) -> dict[str, Place]:
+) -> dict[str, TensorPlace]:
     """Round the weights of a plan that GPTQ rounds, as far as they are Linears of the model or experts that are seen.
 
     Args:
@@ -88,20 +88,20 @@ def round_layers(
         OutputError: a layer's file cannot be written, or hidden states found no room on disk.
     """
     decoding = decoder_layers(model)
-    units = find_grams(model, plan)
-    places: dict[str, Place] = {}
-    left: dict[str, list[Gram]] = {}
+    units = find_hessians(model, plan)
+    places: dict[str, TensorPlace] = {}
+    left: dict[str, list[Hessian]] = {}
     for unit, found in units.items():
-        rest = found.grams
+        rest = found.hessians
         for path, tensors in folder.read(decoding.index(unit)).items():
-            there = [gram for gram in rest if not tensors.keys().isdisjoint(gram.tensors)]
-            scales = [(info, place) for info, place in tensors.items() if is_scale(info)]
-            if tensors.keys() != {info for gram in there for info in gram.tensors} or not all(
+            there = [hessian for hessian in rest if not tensors.keys().isdisjoint(hessian.tensors)]
+            scales = [(info, place) for info, place in tensors.items() if is_scale_tensor(info)]
+            if tensors.keys() != {info for hessian in there for info in hessian.tensors} or not all(
                 has_sound_scales(path, place.offset, info) for info, place in scales
             ):
-                raise damaged(path)
+                raise damaged_file(path)
             places |= {info.name: place for info, place in tensors.items()}
-            rest = [gram for gram in rest if gram not in there]
+            rest = [hessian for hessian in rest if hessian not in there]
         if rest:
             left[unit] = rest
     if not left:
@@ -110,9 +110,9 @@ def round_layers(
         raise SourceError(
             f"{kept.path} goes on after layers whose files are gone from {folder.path}", "remove it to begin again"
         )
-    summing = Summing(model.model, units.values())
+    summing = HessianObserver(model.model, units.values())
     reader = Reader(plan.seen.where, lambda shard: model.traffic.path(shard), _memory, loops)
-    parts = {unit: parts_of(grams, room) for unit, grams in left.items()}
+    parts = {unit: in_memory_parts(hessians, room) for unit, hessians in left.items()}
 
     @contextmanager
     def around() -> Iterator[None]:
@@ -123,12 +123,12 @@ def round_layers(
 
     seen: list[int] = []
 
-    def finish(unit: str, part: list[Gram]) -> None:
+    def finish(unit: str, part: list[Hessian]) -> None:
         """Round what texts were through, and write it."""
-        seen.extend(gram.tokens for gram in part if gram.beside is not None)
-        number, grams = decoding.index(unit), units[unit].grams
-        tensors = [each for gram in part for each in _rounded(gram, reader)]
-        written = folder.write(number, tensors, None if part == grams else grams.index(part[0]))
+        seen.extend(hessian.tokens for hessian in part if hessian.beside is not None)
+        number, hessians = decoding.index(unit), units[unit].hessians
+        tensors = [each for hessian in part for each in _rounded(hessian, reader)]
+        written = folder.write(number, tensors, None if part == hessians else hessians.index(part[0]))
         places.update({info.name: place for info, place in written.items()})
 
     def again(unit: str) -> bool:
@@ -138,18 +138,18 @@ def round_layers(
         begun = parts[unit][0][0].open
         if begun:
             finish(unit, parts[unit].pop(0))
-        for gram in units[unit].wholes:
-            gram.open = not begun
-        for gram in parts[unit][0]:
-            gram.open = True
+        for hessian in units[unit].wholes:
+            hessian.open = not begun
+        for hessian in parts[unit][0]:
+            hessian.open = True
         return len(parts[unit]) > 1
 
     def after_unit(unit: str, group: int, number: int, hidden: Tensor) -> None:
         del number, hidden
         if unit in parts and group + 1 == len(texts):
             finish(unit, parts[unit].pop(0))
-            for gram in units[unit].wholes:
-                gram.sums = None
+            for hessian in units[unit].wholes:
+                hessian.sums = None
 
     def body(ids: Tensor) -> None:
         model.model(input_ids=ids[None], use_cache=False)
@@ -161,8 +161,8 @@ def round_layers(
     costs = {unit: cost * (1 + len(parts.get(unit, ()))) for unit, cost in costs.items()}
     counted = PassProgress(costs, len(texts) * corpus.length, progress, remaining)
     with limited_threads(threads_for(model, corpus.length)):
-        run(
-            [[Pass(model, partial(body, ids), around)] for ids in texts],
+        run_interleaved(
+            [[ForwardPass(model, partial(body, ids), around)] for ids in texts],
             finished=lambda *_: None,
             after_unit=after_unit,
             scratch=scratch,
@@ -181,36 +181,36 @@ def _memory(nbytes: int) -> Bytes:
     return np.empty(nbytes, np.uint8)
 
 
-def _rounded(gram: Gram, reader: Reader) -> Iterator[tuple[TensorInfo, Bytes]]:
+def _rounded(hessian: Hessian, reader: Reader) -> Iterator[tuple[TensorInfo, Bytes]]:
     """The tensors of all weights that go with a Gram matrix."""
-    sums = gram.take()
+    sums = hessian.take()
     if not torch.isfinite(sums).all():
         raise SourceError(
-            f"what goes into {gram.weights[0][0].source.name} is not finite on these texts",
+            f"what goes into {hessian.weights[0][0].source.name} is not finite on these texts",
             "the model overflows there: look at its weights with openquant diagnose",
         )
-    known: dict[bytes, Feedback] = {}
-    largest = _largest(gram, reader)
-    for weight, scheme in gram.weights:
-        columns = weight.tuning.columns if weight.tuning is not None else None
+    known: dict[bytes, ErrorPropagation] = {}
+    largest = _largest(hessian, reader)
+    for weight, scheme in hessian.weights:
+        columns = weight.transform.columns if weight.transform is not None else None
         key = b"" if columns is None else columns.tobytes()
         if key not in known:
             known = {key: _feedback(sums, columns)}
         yield from _round(weight, scheme, known[key], largest, reader)
 
 
-def _feedback(sums: Tensor, columns: Floats | None) -> Feedback:
+def _feedback(sums: Tensor, columns: Floats | None) -> ErrorPropagation:
     """What is carried where inputs are divided by what columns are multiplied with."""
     if columns is None:
-        return find_feedback(sums)
+        return find_error_propagation(sums)
     factors = torch.from_numpy(columns).to(sums.device)
-    return find_feedback(sums / factors / factors[:, None])
+    return find_error_propagation(sums / factors / factors[:, None])
 
 
-def _largest(gram: Gram, reader: Reader) -> Floats:
+def _largest(hessian: Hessian, reader: Reader) -> Floats:
     """float32 [1, 1], the largest magnitude of weights that share a scale; 0 where none do."""
     found = np.zeros((1, 1), np.float32)
-    for weight, scheme in gram.weights:
+    for weight, scheme in hessian.weights:
         if scheme.format.tied:
             for bits in reader.rows(weight, 1):
                 largest = absmax(bits, weight.dtype, (None, None))
@@ -220,7 +220,7 @@ def _largest(gram: Gram, reader: Reader) -> Floats:
 
 
 def _round(
-    weight: Weight, scheme: Scheme, feedback: Feedback, largest: Floats, reader: Reader
+    weight: Weight, scheme: Scheme, feedback: ErrorPropagation, largest: Floats, reader: Reader
 ) -> Iterator[tuple[TensorInfo, Bytes]]:
     """The tensors of one weight: codes, scales, a global scale and zero points, as its format has them."""
     form, loops, device = scheme.format, reader.loops, feedback.shares.device
@@ -228,7 +228,7 @@ def _round(
     codes: list[Any] = []
     scales: list[Any] = []
     zeros: list[Any] = []
-    importance = None if weight.tuning is None else weight.tuning.importance
+    importance = None if weight.transform is None else weight.transform.importance
     for bits in _pieces(reader, weight, form.height):
         zero = None
         if form.shared:
@@ -247,7 +247,7 @@ def _round(
             scales.append(np.asarray(form.stored(scale, divisor)))
         values = torch.from_numpy(to_float32(bits, weight.dtype)).to(device)
         shift = None if zero is None else torch.from_numpy(zero).to(device)
-        found = carried(values, torch.from_numpy(scale).to(device), feedback, form, shift)
+        found = round_columns(values, torch.from_numpy(scale).to(device), feedback, form, shift)
         each = form.number.encode(found.cpu().numpy())
         if form.number.per_byte > 1:
             packed = np.empty((len(each), each.shape[1] // form.number.per_byte), np.uint8)
@@ -259,7 +259,7 @@ def _round(
         made[form.zero_point] = zeros
     if form.global_scale is not None and divisor is not None:
         made[form.global_scale.name] = [divisor]
-    for info in made_of(weight, scheme):
+    for info in rounded_tensors(weight, scheme):
         parts = made[info.name.removeprefix(f"{weight.module}.")]
         yield info, np.concatenate([part.reshape(-1).view(np.uint8) for part in parts])
 

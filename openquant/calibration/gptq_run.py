@@ -19,14 +19,14 @@ from ..convert.conversion import COMPILED_MEMORY
 from ..convert.devices import loops
 from ..convert.ranks import Ranks, attempt
 from ..files.fingerprint import Fingerprint
-from ..files.layer_store import Place, RoundedFolder
-from ..hub.shards import supplied
+from ..files.layer_store import LayerStore, TensorPlace
+from ..hub.shards import supply_shards
 from ..job import Prepared
 from ..plan.gptq import rounded_bytes
 from ..plan.plan import Plan
 from ..reporter import Reporter
-from ..streaming.memory import gram_room, memory_left, rounding_steps
-from ..streaming.session import BUDGET, Arriving, hidden_bytes, scratch_for
+from ..streaming.memory import gptq_steps, hessian_memory, memory_left
+from ..streaming.session import BUDGET, ArrivingShards, hidden_bytes, scratch_for
 
 if TYPE_CHECKING:
     from ..data.corpus import Corpus
@@ -44,8 +44,8 @@ class Gptq:
 
     def missing(self, prepared: Prepared) -> int:
         """Bytes of disk that rounded layers will take, those that are there left out."""
-        folder = folder_of(prepared.target)
-        return max(0, rounded_bytes(prepared.plan.carried) - folder.nbytes)
+        folder = claim_rounded_layers(prepared.target)
+        return max(0, rounded_bytes(prepared.plan.gptq_rounded) - folder.nbytes)
 
     def run(self, prepared: Prepared, ranks: Ranks, reporter: Reporter) -> Plan:
         """The plan, with the layers that GPTQ rounds rounded; those that an earlier run left are taken.
@@ -59,7 +59,7 @@ class Gptq:
         places, error = attempt(lambda: self._rounded(prepared, ranks, reporter) if ranks.first else None)
         ranks.agree(error)
         if places is None:
-            places = folder_of(prepared.target, self._about(prepared)).places()
+            places = claim_rounded_layers(prepared.target, self._about(prepared)).places()
         return prepared.plan.with_rounded(places)
 
     def _about(self, prepared: Prepared) -> str:
@@ -67,17 +67,17 @@ class Gptq:
         facts = [prepared.plan.digest, dict(prepared.stamps), [version(name) for name in ("torch", "transformers")]]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
-    def _rounded(self, prepared: Prepared, ranks: Ranks, reporter: Reporter) -> dict[str, Place]:
+    def _rounded(self, prepared: Prepared, ranks: Ranks, reporter: Reporter) -> dict[str, TensorPlace]:
         # Only now is torch imported.
-        from ..streaming.model import StreamedModel, needs
-        from ..streaming.pass_checkpoint import Kept
+        from ..streaming.model import StreamedModel, shards_by_unit
+        from ..streaming.pass_checkpoint import PassCheckpoint
         from .gptq_pass import round_layers
 
         plan, source, run, corpus = prepared.plan, prepared.source, prepared.run, self.corpus
         about = self._about(prepared)
-        folder = folder_of(prepared.target, about)
+        folder = claim_rounded_layers(prepared.target, about)
         folder.claim()
-        kept = Kept(folder.passes, lambda: {"run": about})
+        kept = PassCheckpoint(folder.passes, lambda: {"run": about})
         continued = () if kept.found is None else ("an earlier run is continued",)
         reporter.calibrating("; ".join((f"GPTQ with {corpus.described}", *corpus.notes, *continued)))
 
@@ -86,28 +86,28 @@ class Gptq:
             reporter.calibrated(done, total)
 
         streamed = StreamedModel(prepared.checkpoint, device=prepared.device)
-        shards = needs(streamed)
+        shards = shards_by_unit(streamed)
         fingerprint = Fingerprint(prepared.checkpoint, source.remote, source.identity, prepared.stamps)
         place = prepared.target.absolute().parent
         hidden = hidden_bytes(prepared.checkpoint, len(corpus.documents) * corpus.length)
         with ExitStack() as stack:
-            left = memory_left(run.max_memory, rounding_steps(prepared.checkpoint, plan, corpus.length), refuse=False)
+            left = memory_left(run.max_memory, gptq_steps(prepared.checkpoint, plan, corpus.length), refuse=False)
             fast = prepared.fast and (left is None or left > COMPILED_MEMORY)
             # For hidden states, and for more Gram matrices than the largest.
             share = BUDGET if left is None else (left - fast * COMPILED_MEMORY) // 2
-            grams = BUDGET if left is None else gram_room(plan) + share
+            hessians = BUDGET if left is None else hessian_memory(plan) + share
             room = scratch_for(hidden, place, share, asked=False)
             held = stack.enter_context(room) if room else None
-            supplies = supplied([(source, shards)], run.stream, place, hidden if room else 0)
+            supplies = supply_shards([(source, shards)], run.stream, place, hidden if room else 0)
             [supply] = stack.enter_context(supplies)
-            streamed.traffic = Arriving(supply, shards, source.name, fingerprint, ranks, hashes=False)
+            streamed.traffic = ArrivingShards(supply, shards, source.name, fingerprint, ranks, hashes=False)
             found = round_layers(
                 streamed,
                 plan,
                 corpus,
                 folder,
                 loops(fast),
-                room=grams,
+                room=hessians,
                 scratch=held,
                 progress=advanced,
                 remaining=reporter.remaining,
@@ -120,14 +120,14 @@ class Gptq:
 
     def remove(self, prepared: Prepared) -> None:
         """Remove the rounded layers, which the output has."""
-        folder_of(prepared.target).remove()
+        claim_rounded_layers(prepared.target).remove()
 
 
-def folder_of(target: Path, about: str = "") -> RoundedFolder:
+def claim_rounded_layers(target: Path, about: str = "") -> LayerStore:
     """Where an output's layers lie as GPTQ has rounded them: in `OUTPUT.rounded`."""
-    return RoundedFolder(rounded_folder(target), about)
+    return LayerStore(rounded_layers_of(target), about)
 
 
-def rounded_folder(target: Path) -> Path:
+def rounded_layers_of(target: Path) -> Path:
     """The directory of layers that GPTQ has rounded for an output."""
     return target.with_name(f"{target.name}.rounded")

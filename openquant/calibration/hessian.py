@@ -4,7 +4,7 @@ Joined layers have one input, and one matrix. Each routed expert has two, of the
 into gate and up, and into down. All of a layer's may be more than memory has room for, so that they are added up in
 parts, for each of which the texts go through the layer once more.
 
-    units = find_grams(model, plan)             # {"model.layers.0": Unit(..), ..}
+    units = find_grams(model, plan)             # {"model.layers.0": LayerHessians(..), ..}
     summing = Summing(model.model, units.values())
     for part in units["model.layers.0"].parts(room):
         ...                                     # with summing.on() and part.open: texts go through the layer
@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from ..files.tensors import TensorInfo
 from ..formats.schemes import Scheme
-from ..plan.gptq import made_of
+from ..plan.gptq import rounded_tensors
 from ..plan.plan import Plan
-from ..registry.rules import Entry
-from ..streaming.hooks import Experts, Interception
+from ..registry.rules import ModuleRules
+from ..streaming.hooks import ExpertWeights, ModuleHooks
 from ..streaming.model import StreamedModel
 from ..weights.weight import Weight
-from .observers import Seen, decoder_layers, find_sites
+from .observers import RunningStatistics, decoder_layers, find_hook_points
 
 # Columns that are multiplied with those from them on: a Gram matrix is the same on both sides of its diagonal.
 PANEL = 256
@@ -37,7 +37,7 @@ BESIDE = 64
 
 
 @dataclass(eq=False)
-class Gram:
+class Hessian:
     """The Gram matrix of what goes into some layers, so far.
 
     Attributes:
@@ -51,7 +51,7 @@ class Gram:
 
     width: int
     weights: list[tuple[Weight, Scheme]] = field(default_factory=list)
-    beside: Gram | None = None
+    beside: Hessian | None = None
     open: bool = False
     tokens: int = 0
     sums: Tensor | None = None
@@ -60,7 +60,7 @@ class Gram:
     def tensors(self) -> Iterator[TensorInfo]:
         """What becomes of its weights."""
         for weight, scheme in self.weights:
-            yield from made_of(weight, scheme)
+            yield from rounded_tensors(weight, scheme)
 
     @property
     def nbytes(self) -> int:
@@ -93,20 +93,20 @@ class Gram:
 
 
 @dataclass(frozen=True, eq=False)
-class Stack:
+class ExpertInputs:
     """What goes into gate and up of a layer's experts, or into down.
 
     Attributes:
-        grams: by expert.
+        hessians: by expert.
         whole: of all tokens, as they are before they are routed; None for down, whose inputs come sorted by experts.
     """
 
-    grams: Mapping[int, Gram]
-    whole: Gram | None
+    hessians: Mapping[int, Hessian]
+    whole: Hessian | None
 
 
 @dataclass(frozen=True, eq=False)
-class Unit:
+class LayerHessians:
     """The Gram matrices of a decoder layer.
 
     Attributes:
@@ -114,113 +114,113 @@ class Unit:
         experts: of its modules of stacked experts.
     """
 
-    layers: dict[str, Gram] = field(default_factory=dict)
-    experts: dict[str, Experts[Stack]] = field(default_factory=dict)
+    layers: dict[str, Hessian] = field(default_factory=dict)
+    experts: dict[str, ExpertWeights[ExpertInputs]] = field(default_factory=dict)
 
     @property
-    def stacks(self) -> list[Stack]:
+    def stacks(self) -> list[ExpertInputs]:
         """Those of all its modules of experts."""
         return [each for both in self.experts.values() for each in (both.first, both.down) if each is not None]
 
     @property
-    def grams(self) -> list[Gram]:
+    def hessians(self) -> list[Hessian]:
         """Each once, but for what stands beside others."""
-        found = [*self.layers.values(), *(gram for stack in self.stacks for gram in stack.grams.values())]
-        return [gram for gram in dict.fromkeys(found) if gram.weights]
+        found = [*self.layers.values(), *(hessian for stack in self.stacks for hessian in stack.hessians.values())]
+        return [hessian for hessian in dict.fromkeys(found) if hessian.weights]
 
     @property
-    def wholes(self) -> list[Gram]:
+    def wholes(self) -> list[Hessian]:
         """Those that stand beside others."""
         return [stack.whole for stack in self.stacks if stack.whole is not None]
 
 
-def parts_of(grams: Sequence[Gram], room: int) -> list[list[Gram]]:
+def in_memory_parts(hessians: Sequence[Hessian], room: int) -> list[list[Hessian]]:
     """Gram matrices in parts that take so many bytes each, with what becomes of their weights; at least one in each."""
-    parts: list[list[Gram]] = []
+    parts: list[list[Hessian]] = []
     held = room
-    for gram in grams:
-        if held + gram.nbytes > room:
+    for hessian in hessians:
+        if held + hessian.nbytes > room:
             parts.append([])
             held = 0
-        parts[-1].append(gram)
-        held += gram.nbytes
+        parts[-1].append(hessian)
+        held += hessian.nbytes
     return parts
 
 
-class Summing(Interception[Gram | Stack]):
+class HessianObserver(ModuleHooks[Hessian | ExpertInputs]):
     """Adds up Gram matrices of what goes into layers, while it is on."""
 
-    def __init__(self, model: nn.Module, units: Iterable[Unit]) -> None:
-        layers: dict[str, Gram | Stack] = {}
-        experts: dict[str, Experts[Gram | Stack]] = {}
+    def __init__(self, model: nn.Module, units: Iterable[LayerHessians]) -> None:
+        layers: dict[str, Hessian | ExpertInputs] = {}
+        experts: dict[str, ExpertWeights[Hessian | ExpertInputs]] = {}
         for unit in units:
             layers.update(unit.layers)
-            experts.update({name: Experts(both.first, both.down) for name, both in unit.experts.items()})
+            experts.update({name: ExpertWeights(both.first, both.down) for name, both in unit.experts.items()})
         super().__init__(model, layers, experts)
 
-    def put(self, values: Tensor, into: Gram | Stack, place: str) -> Tensor:
+    def put(self, values: Tensor, into: Hessian | ExpertInputs, place: str) -> Tensor:
         """Activations, which stay as they are."""
-        if isinstance(into, Gram):
+        if isinstance(into, Hessian):
             self._once(id(into), values, lambda: into.add(values))
         elif (routing := self._routed[place]) is not None:
             rows = values.reshape(-1, values.shape[-1])
             if into.whole is None:
                 for expert, own in routing.of_sorted(rows):
-                    if expert in into.grams:
-                        into.grams[expert].add(own)
+                    if expert in into.hessians:
+                        into.hessians[expert].add(own)
                 return values
             into.whole.add(rows)
-            for expert, gram in into.grams.items():
-                if gram.open:
-                    gram.add(routing.of(expert, rows))
+            for expert, hessian in into.hessians.items():
+                if hessian.open:
+                    hessian.add(routing.of(expert, rows))
         return values
 
 
-def find_grams(model: StreamedModel, plan: Plan) -> dict[str, Unit]:
+def find_hessians(model: StreamedModel, plan: Plan) -> dict[str, LayerHessians]:
     """The Gram matrices of each decoder layer that has any, by its name."""
     wanted: dict[str, list[tuple[Weight, Scheme]]] = {}
-    for weight, scheme in plan.carried:
+    for weight, scheme in plan.gptq_rounded:
         wanted.setdefault(weight.source.name, []).append((weight, scheme))
-    units: dict[str, Unit] = {}
-    together: dict[tuple[str, ...], Gram] = {}
-    layers, experts = find_sites(model)
+    units: dict[str, LayerHessians] = {}
+    together: dict[tuple[str, ...], Hessian] = {}
+    layers, experts = find_hook_points(model)
 
-    def gram_of(found: list[tuple[Weight, Scheme]], beside: Gram | None = None) -> Gram:
+    def gram_of(found: list[tuple[Weight, Scheme]], beside: Hessian | None = None) -> Hessian:
         """The one of weights that have one input, beside others that are joined with them."""
         weight = found[0][0]
-        key = plan.fates.sets.get(weight.module, (weight.module,))
-        gram = together.setdefault(key, Gram(weight.shape[1], beside=beside))
-        gram.weights += found
-        return gram
+        key = plan.decisions.sets.get(weight.module, (weight.module,))
+        hessian = together.setdefault(key, Hessian(weight.shape[1], beside=beside))
+        hessian.weights += found
+        return hessian
 
-    def stack_of(seen: Seen | None, first: bool) -> Stack | None:
+    def stack_of(seen: RunningStatistics | None, first: bool) -> ExpertInputs | None:
         """Those of the experts of a layer; None where nothing of them is rounded."""
         found: dict[int, list[tuple[Weight, Scheme]]] = {}
         for each in (each for tensor in (seen.tensors if seen is not None else ()) for each in wanted.get(tensor, ())):
             if seen is not None and each[0].shape[1] == seen.width:
-                found.setdefault(expert_of(each[0], plan.entry), []).append(each)
+                found.setdefault(expert_number(each[0], plan.entry), []).append(each)
         if not found or seen is None:
             return None
-        whole = Gram(seen.width) if first else None
-        return Stack({expert: gram_of(each, whole) for expert, each in found.items()}, whole)
+        whole = Hessian(seen.width) if first else None
+        return ExpertInputs({expert: gram_of(each, whole) for expert, each in found.items()}, whole)
 
     for name, seen in layers.items():
         found = [each for tensor in seen.tensors for each in wanted.get(tensor, ())]
         if found and all(weight.shape[1] == seen.width for weight, _ in found):
-            units.setdefault(model.unit_of(name), Unit()).layers[name] = gram_of(found)
+            units.setdefault(model.unit_of(name), LayerHessians()).layers[name] = gram_of(found)
     for name, both in experts.items():
-        stacks = Experts(stack_of(both.first, first=True), stack_of(both.down, first=False))
+        stacks = ExpertWeights(stack_of(both.first, first=True), stack_of(both.down, first=False))
         if stacks.first is not None or stacks.down is not None:
-            units.setdefault(model.unit_of(name), Unit()).experts[name] = stacks
+            units.setdefault(model.unit_of(name), LayerHessians()).experts[name] = stacks
     # Of a scale that joined layers share all parts are made here, or none.
-    for key, gram in together.items():
-        modules = {weight.module for weight, _ in gram.weights}
-        gram.weights = [each for each in gram.weights if not each[1].format.tied or modules.issuperset(key)]
+    for key, hessian in together.items():
+        modules = {weight.module for weight, _ in hessian.weights}
+        hessian.weights = [each for each in hessian.weights if not each[1].format.tied or modules.issuperset(key)]
     order = decoder_layers(model)
     return {unit: units[unit] for unit in sorted(units, key=order.index)}
 
 
-def expert_of(weight: Weight, entry: Entry) -> int:
+def expert_number(weight: Weight, entry: ModuleRules) -> int:
     """The number of the expert that a weight is of: 7 of "model.layers.0.mlp.experts.7.up_proj"."""
     if weight.expert >= 0:
         return weight.expert

@@ -16,11 +16,11 @@ import numpy as np
 
 from ..formats.numbers import Floats
 from ..patterns import compile_any, compile_pattern
-from ..registry.architecture import Fold, Model, Split, absolute
+from ..registry.architecture import Architecture, ParallelSplit, SmoothingRule, absolute_patterns
 
 
 @dataclass(frozen=True)
-class Folding:
+class SmoothingMapping:
     """The inputs that one module makes, and all that read them.
 
     Attributes:
@@ -51,7 +51,9 @@ class Folding:
         return found
 
 
-def foldings(model: Model, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> tuple[Folding, ...]:
+def find_smoothing_mappings(
+    model: Architecture, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
+) -> tuple[SmoothingMapping, ...]:
     """All foldings of a checkpoint; none where a module is missing or has another shape than the entry lets expect.
 
     Args:
@@ -61,10 +63,10 @@ def foldings(model: Model, shapes: Mapping[str, tuple[int, ...]], config: Mappin
     """
     found = []
     for fold in model.folds:
-        [pattern] = absolute(model, [fold.source])
+        [pattern] = absolute_patterns(model, [fold.source])
         source = compile_pattern(pattern)
         readers: dict[tuple[str, ...], list[str]] = {}
-        expressions = [compile_pattern(each) for each in absolute(model, fold.readers)]
+        expressions = [compile_pattern(each) for each in absolute_patterns(model, fold.readers)]
         for module in shapes:
             for expression in expressions:
                 if match := expression.fullmatch(module):
@@ -73,25 +75,27 @@ def foldings(model: Model, shapes: Mapping[str, tuple[int, ...]], config: Mappin
         for module in shapes:
             match = source.fullmatch(module)
             if match and (read := readers.get(match.groups())):
-                folding = _folding(model, fold, module, tuple(read), shapes, config)
-                found += [folding] if folding else []
+                mapping = _folding(model, fold, module, tuple(read), shapes, config)
+                found += [mapping] if mapping else []
     return tuple(found)
 
 
 def _folding(
-    model: Model,
-    fold: Fold,
+    model: Architecture,
+    fold: SmoothingRule,
     source: str,
     readers: tuple[str, ...],
     shapes: Mapping[str, tuple[int, ...]],
     config: Mapping[str, Any],
-) -> Folding | None:
+) -> SmoothingMapping | None:
     rows, width = shapes[source][0], shapes[readers[0]][-1]
     if any(len(shapes[reader]) != 2 or shapes[reader][1] != width for reader in readers):
         return None
     channels = rows
     if fold.last:
-        splits = (split for split in model.splits if compile_any(absolute(model, [split.pattern])).fullmatch(source))
+        splits = (
+            split for split in model.splits if compile_any(absolute_patterns(model, [split.pattern])).fullmatch(source)
+        )
         share = _last(next(splits), config)
         if share is None or rows % share[1]:
             return None
@@ -104,10 +108,10 @@ def _folding(
         head, repeats = channels // count, width // channels
     if channels * repeats != width:
         return None
-    return Folding(source, readers, channels, rows - channels, fold.offset, head, repeats)
+    return SmoothingMapping(source, readers, channels, rows - channels, fold.offset, head, repeats)
 
 
-def _last(split: Split, config: Mapping[str, Any]) -> tuple[int, int] | None:
+def _last(split: ParallelSplit, config: Mapping[str, Any]) -> tuple[int, int] | None:
     """The rows of the last part of a tensor that holds several, out of how many; None if config.json does not say."""
     sizes = [1 if part is None else config.get(part) for part in split.parts]
     if any(type(size) is not int or size < 1 for size in sizes):

@@ -25,16 +25,16 @@ from ..data.corpus import Corpus
 from ..errors import SourceError
 from ..models import MODELS
 from ..streaming import transformers_internals
-from ..streaming.documents import Team, share
-from ..streaming.hooks import DOWN, FIRST, Experts, Interception, holds_experts
-from ..streaming.interleaved import Pass, run
+from ..streaming.documents import DocumentRanks, documents_of_rank
+from ..streaming.hooks import DOWN, FIRST, ExpertWeights, ModuleHooks, holds_experts
+from ..streaming.interleaved import ForwardPass, run_interleaved
 from ..streaming.matmul import products_in_float32
 from ..streaming.model import StreamedModel
-from ..streaming.offload import Scratch
-from ..streaming.pass_checkpoint import Kept
+from ..streaming.offload import OffloadFile
+from ..streaming.pass_checkpoint import PassCheckpoint
 from ..streaming.progress import Advanced, PassProgress, Remaining, layer_costs
 from ..streaming.torch_threads import limited_threads, threads_for
-from ..weights.statistics import Inputs
+from ..weights.statistics import InputStatistics
 
 # Tokens that any pass reads, of which float64 holds every number.
 MOST = 1 << 53
@@ -42,7 +42,7 @@ Statistics = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 
 @dataclass
-class Seen:
+class RunningStatistics:
     """What went into weights so far.
 
     Attributes:
@@ -81,17 +81,17 @@ class Seen:
         """The largest magnitude of all."""
         return 0.0 if self.absmax is None else float(self.absmax.max())
 
-    def inputs(self) -> Inputs:
+    def inputs(self) -> InputStatistics:
         """The same as a calibration has it."""
         if self.absmax is None or self.total is None or self.squares is None:
             none = np.zeros(self.width, np.float32)
-            return Inputs(self.tensors, none, none, 0, none)
+            return InputStatistics(self.tensors, none, none, 0, none)
         routed = None if self.routed is None else tuple(self.routed.tolist())
         # Squares of what bfloat16 holds may be more than float32 does.
         largest = float(np.finfo(np.float32).max)
         means = [(sums / max(1, self.tokens)).clamp(max=largest) for sums in (self.total, self.squares)]
         mean, square = (each.float().cpu().numpy() for each in means)
-        return Inputs(self.tensors, self.absmax.cpu().numpy(), mean, self.tokens, square, routed)
+        return InputStatistics(self.tensors, self.absmax.cpu().numpy(), mean, self.tokens, square, routed)
 
 
 def _magnitudes(values: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -101,10 +101,10 @@ def _magnitudes(values: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
     return largest, sums, magnitudes.square_().sum(0).double(), len(magnitudes)
 
 
-class Observer(Interception[Seen]):
+class Observer(ModuleHooks[RunningStatistics]):
     """Looks at what goes into layers, while it is on."""
 
-    def put(self, values: Tensor, into: Seen, place: str) -> Tensor:
+    def put(self, values: Tensor, into: RunningStatistics, place: str) -> Tensor:
         """Activations, which stay as they are."""
         if into.told and (routing := self._routed[place]) is not None and (counts := routing.counts()) is not None:
             into.add_routed(counts)
@@ -113,7 +113,7 @@ class Observer(Interception[Seen]):
         return values
 
 
-class RangedCache(DynamicCache):  # type: ignore[misc]  # mypy does not read transformers
+class CacheObserver(DynamicCache):  # type: ignore[misc]  # mypy does not read transformers
     """A cache of a single pass over a whole text, that looks at keys and values, and keeps nothing.
 
     Args:
@@ -124,7 +124,7 @@ class RangedCache(DynamicCache):  # type: ignore[misc]  # mypy does not read tra
     # For streaming/pass_checkpoint.py: a pass that goes on has another.
     holds_nothing = True
 
-    def __init__(self, config: Any, seen: Mapping[int, tuple[Seen, Seen]]) -> None:
+    def __init__(self, config: Any, seen: Mapping[int, tuple[RunningStatistics, RunningStatistics]]) -> None:
         super().__init__(config=config.get_text_config())
         self._seen = seen
 
@@ -151,16 +151,16 @@ class RangedCache(DynamicCache):  # type: ignore[misc]  # mypy does not read tra
         return recurrent_states
 
 
-def calibrate(
+def observe_inputs(
     model: StreamedModel,
     corpus: Corpus,
     *,
-    scratch: Scratch | None = None,
-    team: Team | None = None,
+    scratch: OffloadFile | None = None,
+    team: DocumentRanks | None = None,
     progress: Advanced | None = None,
     remaining: Remaining | None = None,
-    kept: Kept | None = None,
-) -> tuple[tuple[Inputs, ...], dict[int, tuple[float, float]]]:
+    kept: PassCheckpoint | None = None,
+) -> tuple[tuple[InputStatistics, ...], dict[int, tuple[float, float]]]:
     """What goes into each Linear of a model's decoder layers, and into the experts of each; and the largest magnitudes
     of keys and of values as they are cached, by the number of each layer that caches some of its own.
 
@@ -183,19 +183,21 @@ def calibrate(
             f"{entry.name} runs its layers several times, and a calibration sees what goes into them once",
             "convert it without one",
         )
-    layers, experts = find_sites(model)
+    layers, experts = find_hook_points(model)
     observer = Observer(model.model, layers, experts)
     decoding = decoder_layers(model)
-    seen: dict[str, list[Seen]] = {unit: [] for unit in decoding}
+    seen: dict[str, list[RunningStatistics]] = {unit: [] for unit in decoding}
     for name, layer in layers.items():
         seen[model.unit_of(name)].append(layer)
     for name, both in experts.items():
         seen[model.unit_of(name)] += [each for each in (both.first, both.down) if each is not None]
     # Of latent attention engines cache something else than transformers does.
     latent = getattr(model.model.config.get_text_config(), "kv_lora_rank", None)
-    caches: dict[int, tuple[Seen, Seen]] = {}
+    caches: dict[int, tuple[RunningStatistics, RunningStatistics]] = {}
     for number, unit in enumerate(() if latent else decoding):
-        keys, values = (Seen((f"the cache of layer {number} as {kind}",), 0) for kind in ("keys", "values"))
+        keys, values = (
+            RunningStatistics((f"the cache of layer {number} as {kind}",), 0) for kind in ("keys", "values")
+        )
         caches[number] = keys, values
         seen[unit] += [keys, values]
     every = [each for found in seen.values() for each in found]
@@ -221,21 +223,21 @@ def calibrate(
                 )
 
     def body(ids: Tensor) -> None:
-        cache = RangedCache(model.model.config, caches) if caches else None
+        cache = CacheObserver(model.model.config, caches) if caches else None
         model.model(
             input_ids=ids[None],
             use_cache=cache is not None,
             **{transformers_internals.cache_argument(model.model): cache},
         )
 
-    mine = share(len(corpus.documents), team)
+    mine = documents_of_rank(len(corpus.documents), team)
     texts = [torch.tensor(corpus.documents[number].ids, device=model.device) for number in mine]
     resumed = frozenset() if kept is None else kept.done
     costs = layer_costs(model, [unit for unit in decoding if unit not in resumed])
     counted = PassProgress(costs, len(mine) * corpus.length, progress, remaining)
     with limited_threads(threads_for(model, corpus.length)):
-        run(
-            [[Pass(model, partial(body, ids), around)] for ids in texts],
+        run_interleaved(
+            [[ForwardPass(model, partial(body, ids), around)] for ids in texts],
             finished=lambda *_: None,
             after_unit=after_unit,
             scratch=scratch,
@@ -252,9 +254,9 @@ def calibrate(
     return _together(each.inputs() for each in every if id(each) not in apart), cached
 
 
-def _together(inputs: Iterable[Inputs]) -> tuple[Inputs, ...]:
+def _together(inputs: Iterable[InputStatistics]) -> tuple[InputStatistics, ...]:
     """Layers with one input, such as q, k and v, are one."""
-    found: dict[tuple[bytes, bytes, int, str], Inputs] = {}
+    found: dict[tuple[bytes, bytes, int, str], InputStatistics] = {}
     for each in inputs:
         # What nothing went into is not known to have the same.
         apart = "" if each.tokens else each.tensors[0]
@@ -276,25 +278,27 @@ def decoder_layers(model: StreamedModel) -> list[str]:
     ]
 
 
-def find_sites(model: StreamedModel) -> tuple[dict[str, Seen], dict[str, Experts[Seen]]]:
+def find_hook_points(
+    model: StreamedModel,
+) -> tuple[dict[str, RunningStatistics], dict[str, ExpertWeights[RunningStatistics]]]:
     """Where to look: the Linears of a model's decoder layers by name, and its modules of stacked experts."""
-    layers: dict[str, Seen] = {}
-    experts: dict[str, Experts[Seen]] = {}
+    layers: dict[str, RunningStatistics] = {}
+    experts: dict[str, ExpertWeights[RunningStatistics]] = {}
     decoding = set(decoder_layers(model))
     for name, module in model.model.named_modules():
         if model.unit_of(name) not in decoding:
             continue
         if isinstance(module, nn.Linear) and (tensors := model.made_of.get(f"{name}.weight")):
-            layers[name] = Seen(tensors, module.in_features)
+            layers[name] = RunningStatistics(tensors, module.in_features)
         elif holds_experts(module):
             first = _stack(model, name, module, FIRST)
-            experts[name] = Experts(
+            experts[name] = ExpertWeights(
                 None if first is None else replace(first, told=True), _stack(model, name, module, DOWN)
             )
     return layers, experts
 
 
-def _stack(model: StreamedModel, name: str, module: nn.Module, parameters: tuple[str, ...]) -> Seen | None:
+def _stack(model: StreamedModel, name: str, module: nn.Module, parameters: tuple[str, ...]) -> RunningStatistics | None:
     """What goes into stacked experts: the weights of all these parameters; None where there is none of them."""
     held = [parameter for parameter in parameters if getattr(module, parameter, None) is not None]
     tensors = [tensor for parameter in held for tensor in model.made_of.get(f"{name}.{parameter}", ())]
@@ -302,10 +306,12 @@ def _stack(model: StreamedModel, name: str, module: nn.Module, parameters: tuple
         return None
     # The experts, their outputs and their inputs, or the last two the other way round.
     sizes = getattr(module, held[0]).shape[1:]
-    return Seen(tuple(dict.fromkeys(tensors)), sizes[0] if getattr(module, "is_transposed", False) else sizes[1])
+    return RunningStatistics(
+        tuple(dict.fromkeys(tensors)), sizes[0] if getattr(module, "is_transposed", False) else sizes[1]
+    )
 
 
-def _packed(seen: list[Seen]) -> bytes:
+def _packed(seen: list[RunningStatistics]) -> bytes:
     """What a process has seen, for another one."""
     arrays: dict[str, Statistics] = {}
     for number, each in enumerate(seen):
@@ -319,7 +325,7 @@ def _packed(seen: list[Seen]) -> bytes:
     return save(arrays)
 
 
-def _add(seen: list[Seen], data: bytes) -> None:
+def _add(seen: list[RunningStatistics], data: bytes) -> None:
     """Add what another process has seen of the same model.
 
     Raises:
@@ -351,7 +357,7 @@ def _add(seen: list[Seen], data: bytes) -> None:
             each.add(absmax.float().to(device), total.to(device), squares.to(device), int(tokens[0]))
 
 
-def _require_done(seen: Mapping[str, Sequence[Seen]], done: Set[str]) -> None:
+def _require_done(seen: Mapping[str, Sequence[RunningStatistics]], done: Set[str]) -> None:
     """Refuse statistics of layers that texts will go through again, and layers that are done without any.
 
     Raises:

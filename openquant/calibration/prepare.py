@@ -19,7 +19,7 @@ from ..files.atomic import make_directory
 from ..files.checkpoint import Checkpoint
 from ..files.fingerprint import Fingerprint
 from ..formats.numbers import Floats
-from ..hub.shards import supplied
+from ..hub.shards import supply_shards
 from ..hub.source import Source
 from ..job import Prepared, require_output
 from ..machine import resident
@@ -29,19 +29,26 @@ from ..plan.input_scales import UncalibratedError
 from ..plan.plan import Plan
 from ..reporter import Reporter
 from ..streaming.forecast import Forecast
-from ..streaming.memory import Step, calibration_steps, memory_left, rounding_steps
+from ..streaming.memory import MemoryStep, calibration_steps, gptq_steps, memory_left
 from ..streaming.session import BUDGET, hidden_bytes
 from ..threads import in_threads
 from ..weights.find import decoded_view
 from ..weights.reading import Reader
-from ..weights.statistics import SUFFIX, Calibration, read_calibration, stand_in
-from ..weights.transform import Tunings
-from .awq import awq, tuning_memory, weighed
+from ..weights.statistics import SUFFIX, Calibration, placeholder_calibration, read_calibration
+from ..weights.transform import WeightTransforms
+from .awq import awq_scale, search_memory, with_importance
 from .gptq_run import Gptq
-from .mappings import Folding
-from .run import agreed_texts, calibrated, destination
-from .smoothing import Part, Places, fold, shards_of, together, usable
-from .smoothquant import smooth
+from .mappings import SmoothingMapping
+from .run import agreed_texts, calibration_destination, find_calibration
+from .smoothing import (
+    MappingTransforms,
+    SmoothingPlaces,
+    apply_smoothing,
+    combine_transforms,
+    mapping_shards,
+    usable_mappings,
+)
+from .smoothquant import smoothquant_scale
 
 if TYPE_CHECKING:
     from ..data.corpus import Corpus
@@ -49,22 +56,24 @@ if TYPE_CHECKING:
 _UNDECIDED = "which inputs are divided, and by how much, is decided once the weights are read: not in a dry run"
 
 # Chooses the scale of a fold, or says why there is none.
-Choose = Callable[[Folding, Plan, Reader], Floats | str]
+Choose = Callable[[SmoothingMapping, Plan, Reader], Floats | str]
 # Decides what a calibration changes about weights.
-Tune = Callable[[Prepared, Calibration, Ranks, Reporter], Tunings]
+Tune = Callable[[Prepared, Calibration, Ranks, Reporter], WeightTransforms]
 
 
 def _tuning(recipe: Recipe) -> Tune | None:
     """What a calibration changes about weights; None if nothing."""
     exponent = recipe.smooth
     if recipe.awq:
-        return activation_aware
+        return awq_transforms
     if exponent is None:
         return None
-    return lambda prepared, calibration, ranks, reporter: smoothed(prepared, calibration, exponent, ranks, reporter)
+    return lambda prepared, calibration, ranks, reporter: smoothquant_transforms(
+        prepared, calibration, exponent, ranks, reporter
+    )
 
 
-def calibration_of(source: Source, output: Path) -> Path:
+def calibration_path(source: Source, output: Path) -> Path:
     """Where a run of compress() has the calibration that it makes: beside the output."""
     return output.parent / f"{source.name}{SUFFIX}"
 
@@ -85,13 +94,15 @@ class Calibrated:
         run: Run,
         recipe: Recipe,
         texts: CalibrationTexts,
-        plan: Callable[[Source, Checkpoint, Calibration | None, Tunings | None, Mapping[str, Any] | None], Plan],
+        plan: Callable[
+            [Source, Checkpoint, Calibration | None, WeightTransforms | None, Mapping[str, Any] | None], Plan
+        ],
     ) -> None:
         self._run, self._recipe, self._texts, self._plan = run, recipe, texts, plan
         tune = self._tune = _tuning(recipe)
         self._wanted = recipe.calibrate or (tune is not None and recipe.calibration is None)
         self._seen = read_calibration(Path(recipe.calibration)) if recipe.calibration is not None else None
-        self._tunings = None if tune is None else Tunings(notes=(_UNDECIDED,))
+        self._tunings = None if tune is None else WeightTransforms(notes=(_UNDECIDED,))
         self._tuned = tune is None
         # What GPTQ reads, as soon as that is known.
         self._corpus: Corpus | None = None
@@ -116,7 +127,7 @@ class Calibrated:
                         "texts are given, and nothing is calibrated", "give --calibrate too, or leave them out"
                     )
                 return plan
-        known = stand_in(decoded_view(checkpoint)[0].tensors, self._asked)
+        known = placeholder_calibration(decoded_view(checkpoint)[0].tensors, self._asked)
         return self._plan(source, checkpoint, known, self._tunings, self._read)
 
     @property
@@ -134,16 +145,16 @@ class Calibrated:
         """What rounds layers before they are converted."""
         return None if self._corpus is None else Gptq(self._corpus)
 
-    def steps(self, source: Source, checkpoint: Checkpoint, plan: Plan, target: Path) -> list[Step]:
+    def steps(self, source: Source, checkpoint: Checkpoint, plan: Plan, target: Path) -> list[MemoryStep]:
         """The steps before the conversion, with the memory that each needs."""
         length, found = self._texts.length, []
         if self._seen is None and self._wanted:
-            known = calibration_of(source, target).exists() and not self._run.overwrite
-            found += [Step("reading texts", 0)] if known else calibration_steps(checkpoint, length)
+            known = calibration_path(source, target).exists() and not self._run.overwrite
+            found += [MemoryStep("reading texts", 0)] if known else calibration_steps(checkpoint, length)
         if self._recipe.gptq:
-            found += rounding_steps(checkpoint, plan, length)
+            found += gptq_steps(checkpoint, plan, length)
         if self._tune is not None:
-            found.append(Step("dividing inputs of layers", tuning_memory(plan), models=bool(found)))
+            found.append(MemoryStep("dividing inputs of layers", search_memory(plan), models=bool(found)))
         return found
 
     def calibrate(self, prepared: Prepared, ranks: Ranks, reporter: Reporter) -> bool:
@@ -182,14 +193,14 @@ class Calibrated:
             device=prepared.device,
             max_memory=run.max_memory,
         )
-        path, elsewhere = calibration_of(source, prepared.target), "name another output with -o"
-        target = destination(path, "", elsewhere, source, checkpoint, how, self._texts, (prepared.target,))
-        self._seen = calibrated(source, checkpoint, target, how, self._texts, ranks, reporter)
+        path, elsewhere = calibration_path(source, prepared.target), "name another output with -o"
+        target = calibration_destination(path, "", elsewhere, source, checkpoint, how, self._texts, (prepared.target,))
+        self._seen = find_calibration(source, checkpoint, target, how, self._texts, ranks, reporter)
 
 
-def smoothed(
+def smoothquant_transforms(
     prepared: Prepared, calibration: Calibration, exponent: float, ranks: Ranks, reporter: Reporter
-) -> Tunings:
+) -> WeightTransforms:
     """What SmoothQuant changes about a model.
 
     Args:
@@ -210,13 +221,13 @@ def smoothed(
             "start from the unquantized model, or leave --smooth out",
         )
 
-    def choose(folding: Folding, plan: Plan, reader: Reader) -> Floats | str:
-        return smooth(folding, plan, reader, calibration, exponent)
+    def choose(mapping: SmoothingMapping, plan: Plan, reader: Reader) -> Floats | str:
+        return smoothquant_scale(mapping, plan, reader, calibration, exponent)
 
-    return folded(prepared, f"SmoothQuant {exponent:g}", choose, ranks, reporter)
+    return smoothing_transforms(prepared, f"SmoothQuant {exponent:g}", choose, ranks, reporter)
 
 
-def activation_aware(prepared: Prepared, calibration: Calibration, ranks: Ranks, reporter: Reporter) -> Tunings:
+def awq_transforms(prepared: Prepared, calibration: Calibration, ranks: Ranks, reporter: Reporter) -> WeightTransforms:
     """What AWQ changes about a model: folds, and what the search for scales weighs errors by.
 
     Args:
@@ -229,13 +240,15 @@ def activation_aware(prepared: Prepared, calibration: Calibration, ranks: Ranks,
         SourceError: a weight cannot be read, or the calibration is not of these layers.
     """
 
-    def choose(folding: Folding, plan: Plan, reader: Reader) -> Floats | str:
-        return awq(folding, plan, reader, calibration)
+    def choose(mapping: SmoothingMapping, plan: Plan, reader: Reader) -> Floats | str:
+        return awq_scale(mapping, plan, reader, calibration)
 
-    return weighed(folded(prepared, "AWQ", choose, ranks, reporter), prepared.plan, calibration)
+    return with_importance(smoothing_transforms(prepared, "AWQ", choose, ranks, reporter), prepared.plan, calibration)
 
 
-def folded(prepared: Prepared, name: str, choose: Choose, ranks: Ranks, reporter: Reporter) -> Tunings:
+def smoothing_transforms(
+    prepared: Prepared, name: str, choose: Choose, ranks: Ranks, reporter: Reporter
+) -> WeightTransforms:
     """What dividing inputs of layers by chosen scales changes about a model, with notes of what was left out, and why.
 
     Args:
@@ -246,45 +259,47 @@ def folded(prepared: Prepared, name: str, choose: Choose, ranks: Ranks, reporter
         reporter: is told of it.
     """
     plan = prepared.plan
-    places = usable(plan)
-    if places.foldings:
-        reporter.calibrating(f"{name}: by how much inputs are divided is chosen at {len(places.foldings)} places")
+    places = usable_mappings(plan)
+    if places.mappings:
+        reporter.calibrating(f"{name}: by how much inputs are divided is chosen at {len(places.mappings)} places")
     found = _Choosing(prepared, places, choose, ranks, reporter).run()
-    parts = [each for each in found if isinstance(each, Part)]
+    parts = [each for each in found if isinstance(each, MappingTransforms)]
     left = {why: list(sources) for why, sources in places.left.items()}
-    for folding, each in zip(places.foldings, found, strict=True):
+    for mapping, each in zip(places.mappings, found, strict=True):
         if isinstance(each, str):
-            left.setdefault(each, []).append(folding.source)
+            left.setdefault(each, []).append(mapping.source)
     known = len(found) + sum(map(len, places.left.values()))
     if not known:
         notes = [f"{name} changes nothing: where inputs of {plan.model.name} can be divided is not known"]
     else:
         notes = [f"{name}: inputs of layers are divided by powers of two at {len(parts)} of {known} places"]
     notes += [f"not folded into {', '.join(collapse(sources))}: {why}" for why, sources in left.items()]
-    tunings = together(parts, plan)
+    transforms = combine_transforms(parts, plan)
     title = f"{name}: inputs divided by powers of two in {len(parts)} norms and projections" if parts else ""
-    return Tunings(tunings.weights, tunings.tensors, tuple(notes), title)
+    return WeightTransforms(transforms.weights, transforms.tensors, tuple(notes), title)
 
 
 class _Choosing:
-    """One call of `folded`: the folds still to look at, and what was chosen so far."""
+    """One call of `smoothing_transforms`: the folds still to look at, and what was chosen so far."""
 
-    def __init__(self, prepared: Prepared, places: Places, choose: Choose, ranks: Ranks, reporter: Reporter) -> None:
-        self.prepared, self.foldings, self.choose, self.ranks = prepared, places.foldings, choose, ranks
+    def __init__(
+        self, prepared: Prepared, places: SmoothingPlaces, choose: Choose, ranks: Ranks, reporter: Reporter
+    ) -> None:
+        self.prepared, self.mappings, self.choose, self.ranks = prepared, places.mappings, choose, ranks
         self.reporter = reporter
-        self.found: dict[int, Part | str] = {}
+        self.found: dict[int, MappingTransforms | str] = {}
         layers = prepared.plan.layers
-        members = [[layers[name] for name in (each.source, *each.readers) if name in layers] for each in self.foldings]
+        members = [[layers[name] for name in (each.source, *each.readers) if name in layers] for each in self.mappings]
         self.layers = [len(found) for found in members]
         self.forecast = Forecast(
             {str(number): float(sum(weight.nbytes for weight in found)) for number, found in enumerate(members)}
         )
         self.done = 0
-        self.needs = {str(number): shards_of(each, prepared.plan) for number, each in enumerate(places.foldings)}
+        self.needs = {str(number): mapping_shards(each, prepared.plan) for number, each in enumerate(places.mappings)}
         self.lock = threading.Lock()
         self.stopped = threading.Event()
 
-    def run(self) -> list[Part | str]:
+    def run(self) -> list[MappingTransforms | str]:
         """What was chosen for each fold."""
         run, source = self.prepared.run, self.prepared.source
         with ExitStack() as stack:
@@ -292,20 +307,20 @@ class _Choosing:
             needs = self.needs if source.remote else {}
             if needs and run.stream:
                 make_directory(place)
-            supplies = supplied([(source, needs)], run.stream, place, times=self.ranks.local_size)
+            supplies = supply_shards([(source, needs)], run.stream, place, times=self.ranks.local_size)
             [self.supply] = stack.enter_context(supplies)
             self.tasks = self._tasks()
             in_threads(self._work, self._workers(), self.stopped)
-        return [self.found[number] for number in range(len(self.foldings))]
+        return [self.found[number] for number in range(len(self.mappings))]
 
     def _workers(self) -> int:
         """How many threads memory allows."""
         workers, limit = self.prepared.workers, self.prepared.run.max_memory
-        each = tuning_memory(self.prepared.plan)
+        each = search_memory(self.prepared.plan)
         return workers if limit is None or not each else max(1, min(workers, (limit - resident()) // each))
 
     def _tasks(self) -> Iterator[int]:
-        for number in range(len(self.foldings)):
+        for number in range(len(self.mappings)):
             self.supply.wait_for(str(number), lambda: self.stopped.is_set() or attempt(self.ranks.check)[1] is not None)
             self.ranks.check()
             if self.stopped.is_set():
@@ -320,9 +335,9 @@ class _Choosing:
                 number = next(self.tasks, None)
             if number is None:
                 return
-            folding = self.foldings[number]
-            chosen = self.choose(folding, plan, reader)
-            self.found[number] = chosen if isinstance(chosen, str) else fold(folding, chosen, plan, reader)
+            mapping = self.mappings[number]
+            chosen = self.choose(mapping, plan, reader)
+            self.found[number] = chosen if isinstance(chosen, str) else apply_smoothing(mapping, chosen, plan, reader)
             self.supply.finished(str(number))
             with self.lock:
                 self.done += self.layers[number]

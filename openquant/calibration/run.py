@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 from ..convert.ranks import Ranks, attempt
 from ..errors import SourceError, UsageError
 from ..files.checkpoint import Checkpoint, open_checkpoint
-from ..files.destination import Destination, Protected
+from ..files.destination import Destination, ProtectedPaths
 from ..files.fingerprint import Fingerprint
-from ..hub.shards import supplied
+from ..hub.shards import supply_shards
 from ..hub.source import Source, find_source, model_folder
 from ..machine import find_device
 from ..options import Calibrate, CalibrationTexts, files_read, values_for
 from ..reporter import Reporter
 from ..streaming.memory import calibration_steps, memory_left
-from ..streaming.session import BUDGET, Arriving, find_tokenizer, hidden_bytes, scratch_for, vocabulary_of
+from ..streaming.session import BUDGET, ArrivingShards, find_tokenizer, hidden_bytes, scratch_for, vocabulary_of
 from ..version import __version__
 from ..weights.statistics import SUFFIX, Calibration, calibrations, read_calibration
 
@@ -111,7 +111,7 @@ def _calibrated(
     checkpoint = open_checkpoint(source.root, source.remote, source.absent)
     path = Path(asked.out) if asked.out is not None else source.beside(f"{source.name}{SUFFIX}")
     option = "-o" if asked.out is not None else ""
-    target = destination(path, option, "name another file with -o", source, checkpoint, asked, texts)
+    target = calibration_destination(path, option, "name another file with -o", source, checkpoint, asked, texts)
     target.require()
     memory_left(asked.max_memory, calibration_steps(checkpoint, texts.length))
     corpus = agreed_texts(source, checkpoint, texts, ranks)
@@ -119,7 +119,7 @@ def _calibrated(
     return path
 
 
-def destination(
+def calibration_destination(
     path: Path,
     option: str,
     elsewhere: str,
@@ -143,11 +143,11 @@ def destination(
     """
     fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
     kind = calibrations(None if asked.overwrite else fingerprint.matches)
-    protected = Protected((model_folder(asked.model),), files_read(vars(texts)), outputs)
+    protected = ProtectedPaths((model_folder(asked.model),), files_read(vars(texts)), outputs)
     return Destination(path, option, kind, protected, elsewhere=elsewhere)
 
 
-def calibrated(
+def find_calibration(
     source: Source,
     checkpoint: Checkpoint,
     target: Destination,
@@ -204,10 +204,10 @@ def calibrated(
 
 def agreed_texts(source: Source, checkpoint: Checkpoint, texts: CalibrationTexts, ranks: Ranks) -> Corpus:
     """The texts, which are the same in all ranks."""
-    from ..data.corpus import read
+    from ..data.corpus import read_corpus
 
     tokenizer = find_tokenizer(source, checkpoint)
-    corpus = read(texts, tokenizer, "calibration", vocabulary_of(checkpoint))
+    corpus = read_corpus(texts, tokenizer, "calibration", vocabulary_of(checkpoint))
     _require_same(ranks.agree(None, [corpus.sha256, dict(checkpoint.shards)]))
     return corpus
 
@@ -231,17 +231,17 @@ def _run(
 ) -> None:
     """Run texts through a model; the first rank writes what all have seen."""
     # Only now is torch imported.
-    from ..streaming.model import StreamedModel, needs
+    from ..streaming.model import StreamedModel, shards_by_unit
     from ..streaming.offload import refuse_memory
-    from ..streaming.pass_checkpoint import Kept
-    from .observers import calibrate as measure
+    from ..streaming.pass_checkpoint import PassCheckpoint
+    from .observers import observe_inputs
 
     fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
     path = target.path
     part = path.with_name(f"{path.name}.part{f'-{ranks.rank}' if ranks.size > 1 else ''}")
     versions = f"openquant {__version__}, transformers {version('transformers')}"
     same = {"texts": corpus.sha256, "number of ranks": str(ranks.size), "versions of libraries": versions}
-    kept = Kept(part, lambda: {"weights": fingerprint.stamp, **same})
+    kept = PassCheckpoint(part, lambda: {"weights": fingerprint.stamp, **same})
     if begun is not None:
         continued = () if kept.found is None else ("an earlier run is continued",)
         begun("; ".join((corpus.described, *corpus.notes, *continued)))
@@ -261,12 +261,12 @@ def _run(
         room = scratch_for(hidden, place, BUDGET if left is None else left, asked.scratch is not None)
         held = stack.enter_context(room) if room else None
         more = hidden if room else 0
-        shards = needs(streamed)
-        supplies = supplied([(source, shards)], asked.stream, place, more, ranks.local_size)
+        shards = shards_by_unit(streamed)
+        supplies = supply_shards([(source, shards)], asked.stream, place, more, ranks.local_size)
         [supply] = stack.enter_context(supplies)
-        streamed.traffic = Arriving(supply, shards, source.name, fingerprint, ranks)
+        streamed.traffic = ArrivingShards(supply, shards, source.name, fingerprint, ranks)
         team = ranks if ranks.size > 1 else None
-        inputs, cached = measure(
+        inputs, cached = observe_inputs(
             streamed, corpus, scratch=held, team=team, progress=advanced, remaining=remaining, kept=kept
         )
     model = fingerprint.hexdigest()

@@ -22,90 +22,92 @@ from ..formats.numbers import Floats
 from ..patterns import compile_any
 from ..plan.plan import Plan
 from ..plan.tensor_parallel import text_config
-from ..registry.architecture import absolute
+from ..registry.architecture import absolute_patterns
 from ..weights.reading import Reader
-from ..weights.statistics import Calibration, Inputs
-from ..weights.transform import Tuning, Tunings
+from ..weights.statistics import Calibration, InputStatistics
+from ..weights.transform import WeightTransform, WeightTransforms
 from ..weights.weight import Weight
-from .mappings import Folding, foldings
+from .mappings import SmoothingMapping, find_smoothing_mappings
 
 # Factors are 2**-MOST to 2**MOST.
 MOST = 8
 
 
-class Places(NamedTuple):
+class SmoothingPlaces(NamedTuple):
     """Where inputs can be divided.
 
     Attributes:
-        foldings: these places, in the order of the checkpoint's shards.
+        mappings: these places, in the order of the checkpoint's shards.
         left: of places that the registry knows, the sources of those that are left out, by the reason.
     """
 
-    foldings: tuple[Folding, ...]
+    mappings: tuple[SmoothingMapping, ...]
     left: dict[str, list[str]]
 
 
-class Part(NamedTuple):
+class MappingTransforms(NamedTuple):
     """What one fold changes.
 
     Attributes:
-        folding: where it is.
+        mapping: where it is.
         scale: float32 [channels], what they are divided by.
         tensors: what the norm, or the biases of what makes the channels, then hold, by name.
     """
 
-    folding: Folding
+    mapping: SmoothingMapping
     scale: Floats
     tensors: Mapping[str, bytes]
 
 
-def usable(plan: Plan) -> Places:
+def usable_mappings(plan: Plan) -> SmoothingPlaces:
     """The places of a plan where inputs can be divided: all that read them are quantized, or may be changed as routers.
 
     Those of values are left out where keys and values are cached in FP8, with scales of what they were.
     """
-    seen, fates = plan.seen, plan.fates
+    seen, decisions = plan.seen, plan.decisions
     shapes = {info.module: info.shape for info in seen.tensors.values() if info.name != info.module and info.shape}
     shapes |= {module: weight.shape for module, weight in plan.layers.items()}
-    kept = {item.tensor.module: item for item in fates.kept}
-    values = compile_any(absolute(plan.model, [each.pattern for each in plan.model.cached]) if plan.cached else [])
-    used: list[Folding] = []
+    kept = {item.tensor.module: item for item in decisions.kept}
+    values = compile_any(
+        absolute_patterns(plan.model, [each.pattern for each in plan.model.cached]) if plan.cached else []
+    )
+    used: list[SmoothingMapping] = []
     left: dict[str, list[str]] = {}
 
-    def problem(module: str, folding: Folding) -> str | None:
+    def problem(module: str, mapping: SmoothingMapping) -> str | None:
         """Why a module is not changed; None if it is."""
         weight, item = plan.layers.get(module), kept.get(module)
         if weight is not None:
-            fate = fates.of(module)
-            if fate.scheme is None:
-                return f"a layer stays as it is ({fate.why})"
+            decision = decisions.of(module)
+            if decision.scheme is None:
+                return f"a layer stays as it is ({decision.why})"
             return "a layer is quantized in the source" if weight.format else None
         if item is None or item.weight is not None or item.tensor.dtype not in BITS_TYPE:
             return "a tensor is stored in a way that is not changed"
-        if module == folding.source:
+        if module == mapping.source:
             return None if len(item.tensor.shape) == 1 else f"a layer stays as it is ({item.why})"
         return f"a layer stays as it is ({item.why})" if item.why.startswith("--") else None
 
-    for folding in foldings(plan.model, shapes, text_config(seen, plan.model)):
-        members = (folding.source, *folding.readers)
-        why = next(filter(None, (problem(module, folding) for module in members)), None)
-        if not all(_is_alike(seen.tensors[name], shapes[folding.source]) for name in _small(folding.source, plan)):
+    for mapping in find_smoothing_mappings(plan.model, shapes, text_config(seen, plan.model)):
+        members = (mapping.source, *mapping.readers)
+        why = next(filter(None, (problem(module, mapping) for module in members)), None)
+        if not all(_is_alike(seen.tensors[name], shapes[mapping.source]) for name in _small(mapping.source, plan)):
             why = "a tensor is stored in a way that is not changed"
-        if values.fullmatch(folding.source):
+        if values.fullmatch(mapping.source):
             why = "keys and values are cached in FP8"
         if why is not None:
-            left.setdefault(why, []).append(folding.source)
+            left.setdefault(why, []).append(mapping.source)
         else:
-            used.append(folding)
+            used.append(mapping)
     shards = {shard: number for number, shard in enumerate(seen.shards)}
-    used.sort(key=lambda folding: min(shards[shard] for shard in shards_of(folding, plan)))
-    return Places(tuple(used), left)
+    used.sort(key=lambda mapping: min(shards[shard] for shard in mapping_shards(mapping, plan)))
+    return SmoothingPlaces(tuple(used), left)
 
 
-def shards_of(folding: Folding, plan: Plan) -> list[str]:
+def mapping_shards(mapping: SmoothingMapping, plan: Plan) -> list[str]:
     """The source's shards in which the tensors of a fold lie."""
-    names = _small(folding.source, plan)
-    for module in (folding.source, *folding.readers):
+    names = _small(mapping.source, plan)
+    for module in (mapping.source, *mapping.readers):
         weight = plan.layers.get(module)
         names.append(weight.source.name if weight is not None else f"{module}.weight")
     return sorted({plan.seen.where[name].shard for name in names})
@@ -122,7 +124,7 @@ def _small(module: str, plan: Plan) -> list[str]:
     return [name for name in names if name in plan.seen.tensors and len(plan.seen.tensors[name].shape) < 2]
 
 
-def inputs_of(weight: Weight, calibration: Calibration) -> Inputs | None:
+def statistics_of(weight: Weight, calibration: Calibration) -> InputStatistics | None:
     """What a calibration has seen go into a weight's layer, mean squares included; None where it has seen nothing.
 
     Raises:
@@ -137,7 +139,7 @@ def inputs_of(weight: Weight, calibration: Calibration) -> Inputs | None:
     return inputs
 
 
-def powers(ideal: Floats) -> Floats:
+def nearest_powers_of_two(ideal: Floats) -> Floats:
     """The powers of two nearest to factors [channels], in proportion to the middle one, which is 1; 1 where one is zero
     or not finite: of channels that nothing goes through.
     """
@@ -149,37 +151,37 @@ def powers(ideal: Floats) -> Floats:
     return np.exp2(exponents).astype(np.float32)
 
 
-def live(folding: Folding, scale: Floats, plan: Plan, reader: Reader) -> Floats:
+def without_zero_rows(mapping: SmoothingMapping, scale: Floats, plan: Plan, reader: Reader) -> Floats:
     """The scale, with 1 where a projection has a row of zeros only: nothing of it shows in what is written."""
-    weight = plan.layers.get(folding.source)
+    weight = plan.layers.get(mapping.source)
     if weight is None:
         return scale
     rows = np.concatenate([to_float32(bits, weight.dtype).any(axis=1) for bits in reader.rows(weight, 1)])
-    return np.where(rows[folding.first : folding.first + folding.channels], scale, np.float32(1))
+    return np.where(rows[mapping.first : mapping.first + mapping.channels], scale, np.float32(1))
 
 
-def fold(folding: Folding, scale: Floats, plan: Plan, reader: Reader) -> Part:
+def apply_smoothing(mapping: SmoothingMapping, scale: Floats, plan: Plan, reader: Reader) -> MappingTransforms:
     """What dividing channels by a scale [channels] of powers of two changes.
 
     Raises:
         SourceError: the norm or the bias cannot be read.
     """
     tensors: dict[str, bytes] = {}
-    rows = slice(folding.first, folding.first + folding.channels)
-    for name in _small(folding.source, plan):
+    rows = slice(mapping.first, mapping.first + mapping.channels)
+    for name in _small(mapping.source, plan):
         info = plan.seen.tensors[name]
-        held = small(info, reader)
+        held = read_vector(info, reader)
         if name.endswith(".weight"):
-            made, scale = divided_norm(held, scale, folding.offset, info.dtype)
+            made, scale = divide_norm(held, scale, mapping.offset, info.dtype)
         else:
             made = held.copy()
             with np.errstate(over="ignore"):
                 made[rows] /= scale
         tensors[name] = from_float32(made, info.dtype).tobytes()
-    return Part(folding, scale, tensors)
+    return MappingTransforms(mapping, scale, tensors)
 
 
-def small(info: TensorInfo, reader: Reader) -> Floats:
+def read_vector(info: TensorInfo, reader: Reader) -> Floats:
     """The values of a norm or a bias, float32.
 
     Raises:
@@ -188,7 +190,7 @@ def small(info: TensorInfo, reader: Reader) -> Floats:
     return to_float32(reader.whole(info).view(BITS_TYPE[info.dtype]), info.dtype)
 
 
-def divided_norm(held: Floats, scale: Floats, offset: float, dtype: str) -> tuple[Floats, Floats]:
+def divide_norm(held: Floats, scale: Floats, offset: float, dtype: str) -> tuple[Floats, Floats]:
     """A norm's weight divided by a scale and rounded to a dtype, and what its channels are then divided by.
 
     The weight stays where it, or what would become of it, lets nothing through.
@@ -204,20 +206,22 @@ def divided_norm(held: Floats, scale: Floats, offset: float, dtype: str) -> tupl
     return np.where(same, held, made), ratio
 
 
-def together(parts: Iterable[Part], plan: Plan) -> Tunings:
+def combine_transforms(parts: Iterable[MappingTransforms], plan: Plan) -> WeightTransforms:
     """What several folds change, each of which multiplies columns of its readers and divides rows of its source."""
     columns: dict[str, Floats] = {}
     rows: dict[str, Floats] = {}
     tensors: dict[str, bytes] = {}
-    for folding, scale, changed in parts:
+    for mapping, scale, changed in parts:
         tensors |= changed
         # Of experts they are many: one for all.
-        by = folding.columns(scale)
-        for reader in folding.readers:
+        by = mapping.columns(scale)
+        for reader in mapping.readers:
             columns[reader] = columns[reader] * by if reader in columns else by
-        source = plan.layers.get(folding.source)
+        source = plan.layers.get(mapping.source)
         if source is not None:
-            whole = rows.setdefault(folding.source, np.ones(source.shape[0], np.float32))
-            whole[folding.first : folding.first + folding.channels] *= scale
+            whole = rows.setdefault(mapping.source, np.ones(source.shape[0], np.float32))
+            whole[mapping.first : mapping.first + mapping.channels] *= scale
     modules = dict.fromkeys([*columns, *rows])
-    return Tunings({module: Tuning(rows.get(module), columns.get(module)) for module in modules}, tensors)
+    return WeightTransforms(
+        {module: WeightTransform(rows.get(module), columns.get(module)) for module in modules}, tensors
+    )

@@ -17,11 +17,11 @@ from ..formats.kernels import absmax, to_float32
 from ..formats.numbers import Floats
 from ..plan.plan import Plan
 from ..weights.reading import Reader
-from ..weights.statistics import Calibration, Inputs
-from ..weights.transform import Tuning
+from ..weights.statistics import Calibration, InputStatistics
+from ..weights.transform import WeightTransform
 from ..weights.weight import Weight
-from .mappings import Folding
-from .smoothing import inputs_of, live, powers
+from .mappings import SmoothingMapping
+from .smoothing import nearest_powers_of_two, statistics_of, without_zero_rows
 
 
 class _Layer(NamedTuple):
@@ -36,7 +36,7 @@ class _Layer(NamedTuple):
     """
 
     weight: Weight
-    inputs: Inputs
+    inputs: InputStatistics
     largest: Floats
     energy: np.ndarray[tuple[int], np.dtype[np.float64]]
     steps: float
@@ -57,11 +57,13 @@ class _Layer(NamedTuple):
         return steps * float((self.inputs.square / squares).sum()) + largest**2 * float((self.energy * squares).sum())
 
 
-def smooth(folding: Folding, plan: Plan, reader: Reader, calibration: Calibration, exponent: float) -> Floats | str:
+def smoothquant_scale(
+    mapping: SmoothingMapping, plan: Plan, reader: Reader, calibration: Calibration, exponent: float
+) -> Floats | str:
     """The scale of a fold, float32 [channels] of powers of two; why there is none, for a note, where there is not.
 
     Args:
-        folding: where inputs are divided.
+        mapping: where inputs are divided.
         plan: what becomes of the layers.
         reader: reads the source.
         calibration: what goes into the layers.
@@ -71,12 +73,12 @@ def smooth(folding: Folding, plan: Plan, reader: Reader, calibration: Calibratio
         SourceError: a weight cannot be read, or the calibration is not of these layers.
     """
     layers = []
-    for module in folding.readers:
+    for module in mapping.readers:
         # What stays unquantized, such as a router, loses nothing.
         if (weight := plan.layers.get(module)) is None:
             continue
-        inputs = inputs_of(weight, calibration)
-        scheme = plan.fates.of(module).scheme
+        inputs = statistics_of(weight, calibration)
+        scheme = plan.decisions.of(module).scheme
         if scheme is None or scheme.name != "int8":
             return "a layer is stored in another scheme"
         if inputs is None:
@@ -84,22 +86,22 @@ def smooth(folding: Folding, plan: Plan, reader: Reader, calibration: Calibratio
         layers.append(_layer(weight, inputs, reader))
     if not layers:
         return "no layer that reads them is quantized"
-    inputs_most = folding.largest(np.max([layer.inputs.absmax for layer in layers], axis=0))
-    weights_most = folding.largest(np.max([layer.largest for layer in layers], axis=0))
+    inputs_most = mapping.largest(np.max([layer.inputs.absmax for layer in layers], axis=0))
+    weights_most = mapping.largest(np.max([layer.largest for layer in layers], axis=0))
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         ideal = inputs_most**exponent / weights_most ** (1 - exponent)
     ideal[(inputs_most == 0) | (weights_most == 0)] = 0
-    scale = live(folding, powers(ideal), plan, reader)
+    scale = without_zero_rows(mapping, nearest_powers_of_two(ideal), plan, reader)
     if (scale == 1).all():
         return "all their factors would be 1"
-    columns = folding.columns(scale)
+    columns = mapping.columns(scale)
     before = sum(layer.error(np.ones_like(columns), layer.steps) for layer in layers)
     after = sum(layer.error(columns, _steps(layer.weight, columns, reader)) for layer in layers)
     # False for NaN too.
     return scale if after < before else "the layers' estimated error would not be lower"
 
 
-def _layer(weight: Weight, inputs: Inputs, reader: Reader) -> _Layer:
+def _layer(weight: Weight, inputs: InputStatistics, reader: Reader) -> _Layer:
     largest, energy, steps = np.zeros(weight.shape[1], np.float32), np.zeros(weight.shape[1], np.float64), 0.0
     for bits in reader.rows(weight, 1):
         values = np.abs(to_float32(bits, weight.dtype))
@@ -114,7 +116,7 @@ def _layer(weight: Weight, inputs: Inputs, reader: Reader) -> _Layer:
 def _steps(weight: Weight, columns: Floats, reader: Reader) -> float:
     """The sum of squares of the largest magnitude of each row, of the columns multiplied."""
     steps = 0.0
-    for bits in reader.rows(weight._replace(tuning=Tuning(columns=columns)), 1):
+    for bits in reader.rows(weight._replace(transform=WeightTransform(columns=columns)), 1):
         largest = absmax(bits, "F32", (1, None))
         steps += float(np.square(largest, dtype=np.float64).sum())
     return steps

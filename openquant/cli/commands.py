@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OpenQuantError, UsageError
-from ..files.destination import Destination, Protected, require_all
+from ..files.destination import Destination, ProtectedPaths, require_all
 from ..machine import reached_limit, require_room
 from ..options import (
     Calibrate,
@@ -163,7 +163,7 @@ def _page(
 
     require_tools("--report")
     folders = [model_folder(model) for model in models if model is not None]
-    page = Destination(Path(name), "--report", PAGE, Protected(folders, files_read(given), outputs))
+    page = Destination(Path(name), "--report", PAGE, ProtectedPaths(folders, files_read(given), outputs))
     page.require()
     return page
 
@@ -217,9 +217,9 @@ def _recipe(given: Given) -> dict[str, Any]:
     said = {**values_for(Recipe, given), **_scheme(given), **values_for(CalibrationTexts, given)}
     repeated: dict[str, Any] = {}
     if given.get("recipe") is not None:
-        from ..recipes import read
+        from ..recipes import read_recipe
 
-        repeated = vars(recipe_parser().parse_args(read(Path(given["recipe"]))))
+        repeated = vars(recipe_parser().parse_args(read_recipe(Path(given["recipe"]))))
         for names in (("calibration", "calibrate"), ("text", "dataset")):
             # Of two that exclude each other, the one that is given.
             if any(name in said for name in names):
@@ -268,10 +268,12 @@ def _run_and_report(work: Callable[..., Result], given: Given, interrupts: Inter
     def opened(source: Source, output: Path) -> None:
         nonlocal report
         if ranks.first:
-            from ..calibration.gptq_run import rounded_folder
-            from ..calibration.prepare import calibration_of
+            from ..calibration.gptq_run import rounded_layers_of
+            from ..calibration.prepare import calibration_path
 
-            report = _page(given, [given["model"]], [output, rounded_folder(output), calibration_of(source, output)])
+            report = _page(
+                given, [given["model"]], [output, rounded_layers_of(output), calibration_path(source, output)]
+            )
 
     lines, verbose = command.progress == "json", command.verbose and not command.json
     reporter = Terminal(interrupts, silent or command.json, silent, verbose, lines, opened)
@@ -281,11 +283,11 @@ def _run_and_report(work: Callable[..., Result], given: Given, interrupts: Inter
         reporter.close()
     require_told(reporter.untold)
     if report is not None:
-        from ..report.html import render
+        from ..report.html import render_page
         from ..report.pages import planned_page
 
         assert reporter.plan is not None
-        report.write(render(planned_page(reporter.plan, result)).encode())
+        report.write(render_page(planned_page(reporter.plan, result)).encode())
     if command.json and ranks.first:
         print_json(result.to_json(), interrupts)
     return 0
@@ -299,10 +301,10 @@ def _diagnose(given: Given, interrupts: Interrupts) -> int:
     with _bar(interrupts, command, "diagnosing", "diagnosed") as bar:
         found = diagnose(**values_for(Diagnose, given), progress=bar.advanced)
     if page is not None:
-        from ..report.html import render
+        from ..report.html import render_page
         from ..report.pages import diagnosed_page
 
-        page.write(render(diagnosed_page(found.to_json())).encode())
+        page.write(render_page(diagnosed_page(found.to_json())).encode())
     if command.json:
         print_json(found.to_json(), interrupts)
     else:
@@ -461,10 +463,10 @@ def _verify(given: Given, interrupts: Interrupts) -> int:
     with _bar(interrupts, command, "verifying", "verified") as bar:
         report = verify(**values_for(Check, given), progress=bar.advanced)
     if page is not None:
-        from ..report.html import render
+        from ..report.html import render_page
         from ..report.pages import verified_page
 
-        page.write(render(verified_page(report, Path(given["directory"]))).encode())
+        page.write(render_page(verified_page(report, Path(given["directory"]))).encode())
     if command.json:
         print_json(report.to_json(), interrupts)
     else:

@@ -239,9 +239,9 @@ def fail(message: str, hint: str, as_json: bool) -> None:
 
 def say_lines(lines: Iterable[str], stream: TextIO) -> OSError | None:
     """Print lines that may quote what others wrote, a library's words too: newlines in them are escaped."""
-    from ..report.escape import joined
+    from ..report.escape import join_lines
 
-    return say(joined(lines), stream)
+    return say(join_lines(lines), stream)
 
 
 def _json(value: object) -> str:

@@ -1,7 +1,7 @@
 """Carry out a plan: a bounded piece read, encoded and written at a time, on threads and by several ranks.
 
 convert  writes shards of a plan into a claimed output directory
-Traffic  how source shards come and output shards go: from a disk, from a cache, through a scratch directory
+ShardTransfer  how source shards come and output shards go: from a disk, from a cache, through a scratch directory
 Ranks    this process among several that torchrun or accelerate started
 
 sizes = {shard.name: shard.nbytes for shard in plan.shards}

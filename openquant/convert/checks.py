@@ -38,7 +38,7 @@ def verify_shard(path: Path, layout: Layout) -> None:
                 found = file.get_slice(info.name)
                 if found.get_dtype() != info.dtype or tuple(found.get_shape()) != info.shape:
                     problems.append(f"{info.name} is {found.get_dtype()} {found.get_shape()}")
-                if info.name.rpartition(".")[0] in quantized and is_scale(info):
+                if info.name.rpartition(".")[0] in quantized and is_scale_tensor(info):
                     # numpy, and with it that library's own reading, has neither bfloat16 nor FP8.
                     own = info.dtype in ("BF16", "F8_E4M3")
                     sound = has_sound_scales(path, place, info) if own else _is_sound(file.get_tensor(info.name))
@@ -51,7 +51,7 @@ def verify_shard(path: Path, layout: Layout) -> None:
         raise RuntimeError(f"{layout.name} was written wrongly: {'; '.join(problems)}")
 
 
-def is_scale(info: TensorInfo) -> bool:
+def is_scale_tensor(info: TensorInfo) -> bool:
     """Whether a tensor of a quantized layer holds scales."""
     return info.name.rpartition(".")[2].startswith(_SCALES)
 

@@ -30,18 +30,18 @@ from ..formats.kernels import from_float32, pack_words, scale_values
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
 from ..plan.layout import (
-    Copy,
+    CopyBytes,
     CopyRounded,
     CopyScale,
     Decode,
     Encode,
-    Fold,
     Job,
     Layout,
-    Piece,
-    Put,
+    PutBytes,
     Shard,
+    TransformWeight,
     Unstack,
+    WeightPlace,
     stored_as,
 )
 from ..plan.plan import Plan
@@ -51,10 +51,10 @@ from ..weights.reading import (
     SMALLEST_SCALE,
     Reader,
     check_scales,
-    consumed,
     memory_of,
     require_finite,
     require_small,
+    row_bytes,
 )
 from ..weights.weight import Weight
 from .checks import verify_shard
@@ -96,12 +96,12 @@ def worker_memory(plan: Plan, device: str) -> int:
 def worth_compiling(plan: Plan) -> bool:
     """Whether compiled loops save more time than they take to load; numba must be there."""
     searches = any(scheme.ratios for scheme in plan.schemes)
-    kept = (kept.weight for kept in plan.fates.kept if kept.weight is not None)
+    kept = (kept.weight for kept in plan.decisions.kept if kept.weight is not None)
     weights = sum(weight.shape[0] * weight.shape[1] for weight in (*plan.layers.values(), *kept))
     return weights >= (LARGE // 4 if searches else LARGE) and find_spec("numba") is not None
 
 
-class Traffic(Protocol):
+class ShardTransfer(Protocol):
     """How source shards come and output shards go. Calls may come from any thread."""
 
     def wait_for(self, output: str, stopped: Callable[[], bool]) -> None:
@@ -117,7 +117,7 @@ class Traffic(Protocol):
 def convert(
     plan: Plan,
     shards: Sequence[Shard],
-    traffic: Traffic,
+    traffic: ShardTransfer,
     output: OutputDirectory,
     workers: int,
     device: str = "cpu",
@@ -165,9 +165,9 @@ def check_copied(path: Path, layout: Layout) -> dict[str, NonFinite]:
     with SourceFile(path, layout.name) as file:
         for job in layout.jobs:
             match job:
-                case Copy():
+                case CopyBytes():
                     name, nbytes, dtype = job.label, job.nbytes, job.dtype
-                case Unstack() | Fold():
+                case Unstack() | TransformWeight():
                     name, nbytes, dtype = _name(job.weight), job.weight.nbytes, job.weight.source.dtype
                 case _:
                     continue
@@ -195,7 +195,7 @@ class _Conversion:
         self,
         plan: Plan,
         shards: Sequence[Shard],
-        traffic: Traffic,
+        traffic: ShardTransfer,
         output: OutputDirectory,
         device: str,
         progress: Progress | None,
@@ -228,7 +228,7 @@ class _Conversion:
             file = self.files[shard.name] = self._target(layout)
             file.open()
             # What one worker is busy with for long comes first, so that others have something to do meanwhile.
-            for job in sorted(layout.jobs, key=lambda job: not (isinstance(job, Copy) and job.nbytes >= LONG)):
+            for job in sorted(layout.jobs, key=lambda job: not (isinstance(job, CopyBytes) and job.nbytes >= LONG)):
                 yield file, job
 
     def _target(self, layout: Layout) -> Target:
@@ -334,7 +334,7 @@ class _Worker:
     def do(self, job: Job, file: Target) -> None:
         """Carry out one job; its last pieces may still be on their way to the disk."""
         match job:
-            case Copy():
+            case CopyBytes():
                 with self.reader.open(job.shard) as source:
                     self._copy(job, source, file)
             case CopyRounded():
@@ -343,12 +343,12 @@ class _Worker:
                 self.conversion.advance(job.consumed)
             case CopyScale():
                 self._copy_scale(job, file)
-            case Put():
+            case PutBytes():
                 file.write(np.frombuffer(job.data, np.uint8), job.target)
                 self.conversion.advance(job.nbytes)
             case Unstack():
                 self._unstack(job, file)
-            case Fold():
+            case TransformWeight():
                 self._fold(job, file)
             case Decode() if job.weight.turned:
                 self._turn(job, file)
@@ -366,17 +366,17 @@ class _Worker:
         self.slots.reverse()
         return self.slots[0]
 
-    def _copy(self, job: Copy | CopyRounded, source: SourceFile, file: Target) -> None:
+    def _copy(self, job: CopyBytes | CopyRounded, source: SourceFile, file: Target) -> None:
         done = 0
         while done < job.nbytes:
             slot = self._slot()
             part = slot.take(job.target + done, min(BUFFER, job.nbytes - done))
             source.read(part, job.offset + done, job.label)
-            if isinstance(job, Copy):
+            if isinstance(job, CopyBytes):
                 self.conversion.check(job.label, part, job.dtype)
             slot.send(file, part, job.target + done)
             done += part.nbytes
-            self.conversion.advance(part.nbytes if isinstance(job, Copy) else 0)
+            self.conversion.advance(part.nbytes if isinstance(job, CopyBytes) else 0)
 
     def _copy_scale(self, job: CopyScale, file: Target) -> None:
         raw = np.empty(job.nbytes, np.uint8)
@@ -396,9 +396,9 @@ class _Worker:
             self.conversion.check(_name(job.weight), part, job.weight.source.dtype)
             slot.send(file, part, place)
             place += part.nbytes
-            self.conversion.advance(consumed(job.weight, len(bits)))
+            self.conversion.advance(row_bytes(job.weight, len(bits)))
 
-    def _fold(self, job: Fold, file: Target) -> None:
+    def _fold(self, job: TransformWeight, file: Target) -> None:
         place = job.target
         for bits in self.reader.rows(job.weight, 1):
             slot = self._slot()
@@ -408,7 +408,7 @@ class _Worker:
             self.conversion.check(_name(job.weight), part, job.weight.source.dtype)
             slot.send(file, part, place)
             place += part.nbytes
-            self.conversion.advance(consumed(job.weight, len(bits)))
+            self.conversion.advance(row_bytes(job.weight, len(bits)))
 
     def _decode(self, job: Decode, file: Target) -> None:
         place = job.target
@@ -418,7 +418,7 @@ class _Worker:
             self.loops.to_bfloat16(bits.view(np.float32), part.view(np.uint16).reshape(bits.shape))
             slot.send(file, part, place)
             place += part.nbytes
-            self.conversion.advance(consumed(job.weight, len(bits)))
+            self.conversion.advance(row_bytes(job.weight, len(bits)))
         self._scales_done(job.weight)
 
     def _turn(self, job: Decode, file: Target) -> None:
@@ -430,7 +430,7 @@ class _Worker:
             self.loops.to_bfloat16(bits.view(np.float32), part)
             turned[:, low : low + len(bits)] = part.T
             low += len(bits)
-            self.conversion.advance(consumed(job.weight, len(bits)))
+            self.conversion.advance(row_bytes(job.weight, len(bits)))
         file.write(turned, job.target)
         self._scales_done(job.weight)
 
@@ -440,8 +440,8 @@ class _Worker:
             self.conversion.advance(down * along * DTYPE_BITS[weight.parts[1].dtype] // 8)
 
     def _encode(self, job: Encode, file: Target) -> None:
-        stays = not job.joined or self.reader.keeps_scale(job.joined, job.scheme)
-        shared = self._shared_absmax(job) if job.joined and not stays else None
+        stays = not job.fused or self.reader.keeps_scale(job.fused, job.scheme)
+        shared = self._shared_absmax(job) if job.fused and not stays else None
         for piece in job.pieces:
             if piece.passes and stays:
                 self._pass(piece, job.scheme, file)
@@ -449,7 +449,7 @@ class _Worker:
                 self._quantize(piece, job.scheme, shared, file)
             self._scales_done(piece.weight)
 
-    def _pass(self, piece: Piece, scheme: Scheme, file: Target) -> None:
+    def _pass(self, piece: WeightPlace, scheme: Scheme, file: Target) -> None:
         """Write the source's codes unchanged, and its scales as the scheme stores them."""
         weight, scale_place = piece.weight, piece.scale_target
         assert weight.format is not None
@@ -480,7 +480,7 @@ class _Worker:
 
     def _shared_absmax(self, job: Encode) -> Floats:
         largest = np.zeros((1, 1), np.float32)
-        for weight in job.joined:
+        for weight in job.fused:
             for bits in self.reader.rows(weight, 1):
                 loaded = self.kernels.load(bits, weight.dtype)
                 amax = self.kernels.absmax(loaded, weight.dtype, (None, None))
@@ -489,14 +489,14 @@ class _Worker:
                 self.conversion.advance(0)
         limit = job.scheme.largest
         if largest.item() > limit:
-            names = ", ".join(weight.rows(self.reader.where).label for weight in job.joined)
+            names = ", ".join(weight.rows(self.reader.where).label for weight in job.fused)
             raise PlanError(
                 f"{names}: a weight reaches {largest.item():g}, engines load at most {limit:g} under one scale",
                 "use --scheme block, or leave these layers as they are with --ignore",
             )
         return largest
 
-    def _quantize(self, piece: Piece, scheme: Scheme, shared: Floats | None, file: Target) -> None:
+    def _quantize(self, piece: WeightPlace, scheme: Scheme, shared: Floats | None, file: Target) -> None:
         weight, form, place, scale_place = piece.weight, scheme.format, piece.target, piece.scale_target
         divisor, zero, zero_place = None, None, piece.zero_target
         if shared is not None and piece.tied_target is not None:
@@ -508,7 +508,7 @@ class _Worker:
                 amax = self.kernels.absmax(loaded, weight.dtype, form.group)
                 require_small(weight, amax, scheme, self.reader.where)
                 # On a CPU whatever the device, so that all of them find the same.
-                ratios, importance = scheme.ratios, weight.tuning.importance if weight.tuning else None
+                ratios, importance = scheme.ratios, weight.transform.importance if weight.transform else None
                 if zero_place is not None:
                     scale, zero = ranged(bits, weight.dtype, form, ratios, importance)
                     zero_place = _write_zeros(zero, scheme, file, zero_place)
@@ -526,7 +526,7 @@ class _Worker:
             self.kernels.encode(loaded, weight.dtype, scale, form, codes.reshape(len(bits), -1), divisor, zero)
             slot.send(file, codes, place)
             place += codes.nbytes
-            self.conversion.advance(consumed(weight, len(bits)))
+            self.conversion.advance(row_bytes(weight, len(bits)))
 
 
 def _write_zeros(zero: Floats, scheme: Scheme, file: Target, place: int) -> int:

@@ -22,7 +22,7 @@ import numpy as np
 
 from ..errors import SourceError, UsageError
 from ..options import Texts
-from .domains import BLOCK, Domain, Named, open_dataset, open_file, standard_library
+from .domains import BLOCK, Domain, LocatedText, open_dataset, open_file, standard_library
 from .tokenizer import Tokenizer
 
 Purpose = Literal["evaluation", "calibration"]
@@ -97,7 +97,7 @@ class Corpus:
         }
 
 
-def read(
+def read_corpus(
     options: Texts, tokenizer: Tokenizer, purpose: Purpose = "evaluation", vocabulary: int | None = None
 ) -> Corpus:
     """The documents that options ask for, the same each time.
@@ -198,7 +198,7 @@ def _documents(
     return found[:count]
 
 
-def _tokens(blocks: Sequence[list[Named]], wanted: int, tokenizer: Tokenizer) -> list[tuple[list[int], bool]]:
+def _tokens(blocks: Sequence[list[LocatedText]], wanted: int, tokenizer: Tokenizer) -> list[tuple[list[int], bool]]:
     """Of each block its tokens, so many if it has them, and whether these are all."""
     found = []
     for share in (_LETTERS * wanted, None):
@@ -209,8 +209,8 @@ def _tokens(blocks: Sequence[list[Named]], wanted: int, tokenizer: Tokenizer) ->
 
 
 def _rendered(
-    blocks: Sequence[list[Named]], share: int | None, tokenizer: Tokenizer
-) -> list[tuple[list[tuple[str, Named]], bool]]:
+    blocks: Sequence[list[LocatedText]], share: int | None, tokenizer: Tokenizer
+) -> list[tuple[list[tuple[str, LocatedText]], bool]]:
     """Of each block its texts, of which the first `share` letters if any, and whether that is all."""
     taken = []
     for block in blocks:
@@ -233,7 +233,7 @@ def _rendered(
     return rendered
 
 
-def _encoded(block: tuple[list[tuple[str, Named]], bool], tokenizer: Tokenizer) -> tuple[list[int], bool]:
+def _encoded(block: tuple[list[tuple[str, LocatedText]], bool], tokenizer: Tokenizer) -> tuple[list[int], bool]:
     parts, whole = block
     ids: list[int] = []
     for number, (text, named) in enumerate(parts):

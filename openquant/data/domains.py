@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from ..errors import OpenQuantError, SourceError, UsageError
 from ..files.checkpoint import readable
-from ..files.small_files import open_regular, parse_json, shown
+from ..files.small_files import open_regular, parse_json, short_repr
 from ..machine import first_line
 from ..version import install_hint
 from .templates import Message
@@ -45,7 +45,7 @@ Part: TypeAlias = "str | Sequence[Message]"
 
 
 @dataclass(frozen=True)
-class Line:
+class FileLine:
     """A line of a file; as text "chats.jsonl line 3", which takes reading all before it.
 
     Attributes:
@@ -65,7 +65,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Named:
+class LocatedText:
     """A part of a text, and where it was found, which is told when something is wrong with it."""
 
     part: Part
@@ -84,7 +84,7 @@ class Domain:
 
     name: str
     count: int
-    read: Callable[[int], list[Named]]
+    read: Callable[[int], list[LocatedText]]
 
 
 def open_file(path: Path, name: str) -> Domain:
@@ -114,7 +114,7 @@ class _File:
     def _bounds(self, number: int) -> tuple[int, int]:
         return self.size * number // self.count, self.size * (number + 1) // self.count
 
-    def text(self, number: int) -> list[Named]:
+    def text(self, number: int) -> list[LocatedText]:
         """A block of text, whole lines of it if they are no longer than half a block."""
         start, end = self._bounds(number)
         data = self._bytes(start, end)
@@ -132,14 +132,14 @@ class _File:
             data = data[:-cut] if cut and data[-cut] >= 0xC0 else data
             data = data[: data.rfind(b"\n", len(data) // 2) + 1] or data
         try:
-            return [Named(data.decode(), self.path)]
+            return [LocatedText(data.decode(), self.path)]
         except UnicodeDecodeError as error:
             raise SourceError(
                 f"{self.path} is not UTF-8: {error.reason} at byte {start + error.start:,}",
                 "convert it, with iconv say",
             ) from None
 
-    def lines(self, number: int) -> list[Named]:
+    def lines(self, number: int) -> list[LocatedText]:
         """What the JSON lines hold that begin in a block."""
         start, end = self._bounds(number)
         # Whether a line begins with a block, the byte before it says.
@@ -155,12 +155,12 @@ class _File:
             data += more.partition(b"\n")[0] + (b"\n" if b"\n" in more else b"")
             if len(data) - last > MAX_LINE:
                 raise SourceError(
-                    f"{Line(self.path, at + last)} is longer than {MAX_LINE:,} bytes", "is it JSON lines?"
+                    f"{FileLine(self.path, at + last)} is longer than {MAX_LINE:,} bytes", "is it JSON lines?"
                 )
         found = []
         for line in data.split(b"\n"):
             if line.strip():
-                found.append(_of_line(line if at else line.removeprefix(b"\xef\xbb\xbf"), Line(self.path, at)))
+                found.append(_of_line(line if at else line.removeprefix(b"\xef\xbb\xbf"), FileLine(self.path, at)))
             at += len(line) + 1
         return found
 
@@ -179,39 +179,39 @@ class _File:
             )
 
 
-def _of_line(line: bytes, where: Line) -> Named:
+def _of_line(line: bytes, where: FileLine) -> LocatedText:
     try:
-        return Named(part_of(parse_json(line, "")), where)
+        return LocatedText(text_or_chat(parse_json(line, "")), where)
     except SourceError as error:
         raise SourceError(f"{where}{error.message}", error.hint) from None
 
 
-def part_of(row: object) -> Part:
+def text_or_chat(row: object) -> Part:
     """The text or the chat of a line of JSON or a row of a dataset.
 
     Raises:
         SourceError: it has neither; what has not is to be put before the message.
     """
     if not isinstance(row, dict):
-        raise SourceError(f" is {shown(row)}, not an object", _ROWS)
+        raise SourceError(f" is {short_repr(row)}, not an object", _ROWS)
     text, messages = row.get("text"), row.get("messages")
     if isinstance(text, str):
         return text
     if messages is None:
-        raise SourceError(f" has neither `text` nor `messages`, only {shown(', '.join(map(str, row)))}", _ROWS)
-    problem = problem_of(messages)
+        raise SourceError(f" has neither `text` nor `messages`, only {short_repr(', '.join(map(str, row)))}", _ROWS)
+    problem = chat_problem(messages)
     if problem:
         raise SourceError(f" has `messages` that {problem}", _ROWS)
     return list(messages)
 
 
-def problem_of(messages: object) -> str | None:
+def chat_problem(messages: object) -> str | None:
     """What keeps a value from being the messages of a chat, None if nothing does."""
     if not isinstance(messages, list) or not messages:
-        return f"are {shown(messages)}, not a list of objects"
+        return f"are {short_repr(messages)}, not a list of objects"
     for message in messages:
         if not isinstance(message, dict):
-            return f"hold {shown(message)}, not an object"
+            return f"hold {short_repr(message)}, not an object"
         if not isinstance(message.get("role"), str):
             return "hold one without a `role`"
     return None
@@ -258,13 +258,13 @@ def open_dataset(name: str, count: int) -> Domain:
     return Domain(f"{path}:{subset}:{split}" if subset else f"{path}:{split}", len(blocks), blocks.__getitem__)
 
 
-def _blocks(rows: Iterable[object], where: str, count: int) -> list[list[Named]]:
+def _blocks(rows: Iterable[object], where: str, count: int) -> list[list[LocatedText]]:
     """So many rows in blocks of BLOCK letters each; two halves if there are fewer letters than for two."""
-    blocks: list[list[Named]] = [[]]
+    blocks: list[list[LocatedText]] = [[]]
     size = 0
     for number, row in enumerate(rows):
         try:
-            part = part_of(row)
+            part = text_or_chat(row)
         except SourceError as error:
             raise SourceError(f"{where} row {number}{error.message}", error.hint) from None
         if size >= BLOCK:
@@ -272,7 +272,7 @@ def _blocks(rows: Iterable[object], where: str, count: int) -> list[list[Named]]
                 break
             blocks.append([])
             size = 0
-        blocks[-1].append(Named(part, f"{where} row {number}"))
+        blocks[-1].append(LocatedText(part, f"{where} row {number}"))
         size += len(part) if isinstance(part, str) else sum(len(str(message)) for message in part)
     if len(blocks) == 1:
         middle = len(blocks[0]) // 2
@@ -309,8 +309,8 @@ def standard_library() -> tuple[Domain, Domain]:
         for purpose in (0, 1)
     ]
     return (
-        Domain("code", len(code), lambda number: [Named(_source(code[number]), code[number])]),
-        Domain("docs", len(docs), lambda number: [Named(_documentation(file), file) for file in docs[number]]),
+        Domain("code", len(code), lambda number: [LocatedText(_source(code[number]), code[number])]),
+        Domain("docs", len(docs), lambda number: [LocatedText(_documentation(file), file) for file in docs[number]]),
     )
 
 

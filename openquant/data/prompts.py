@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from ..errors import SourceError
 from ..files.checkpoint import readable
-from ..files.small_files import parse_json, read_small, shown
-from .domains import problem_of
+from ..files.small_files import parse_json, read_small, short_repr
+from .domains import chat_problem
 from .templates import Message
 from .tokenizer import Tokenizer
 
@@ -87,7 +87,7 @@ class _Asked(NamedTuple):
     where: str
 
 
-def read(
+def read_prompts(
     file: str | os.PathLike[str] | None, tokenizer: Tokenizer, vocabulary: int | None = None
 ) -> tuple[Prompt, ...]:
     """The prompts of a file, or our own.
@@ -164,12 +164,12 @@ def _of_line(line: bytes, is_json: bool, tokenizer: Tokenizer, where: str) -> _A
         return _said(line.decode().rstrip("\r"), tokenizer, where)
     row = parse_json(line, where)
     if not isinstance(row, dict):
-        raise SourceError(f"{where} is {shown(row)}, not an object", _LINES)
+        raise SourceError(f"{where} is {short_repr(row)}, not an object", _LINES)
     prompt, messages, text = (row.get(key) for key in ("prompt", "messages", "text"))
     # Half of a surrogate pair, which JSON can hold, is no text.
     json.dumps([prompt, messages, text], ensure_ascii=False).encode()
     if messages is not None:
-        problem = problem_of(messages)
+        problem = chat_problem(messages)
         if problem:
             raise SourceError(f"{where} has `messages` that {problem}", _LINES)
         said = [f"{message['role']}: {message.get('content', '')}" for message in messages]
@@ -179,5 +179,5 @@ def _of_line(line: bytes, is_json: bool, tokenizer: Tokenizer, where: str) -> _A
     if isinstance(text, str):
         return _Asked(text, None, where)
     raise SourceError(
-        f"{where} has none of `prompt`, `messages` and `text`, only {shown(', '.join(map(str, row)))}", _LINES
+        f"{where} has none of `prompt`, `messages` and `text`, only {short_repr(', '.join(map(str, row)))}", _LINES
     )

@@ -15,7 +15,7 @@ from datetime import date, datetime
 from typing import Any
 
 from ..errors import SourceError
-from ..files.small_files import shown
+from ..files.small_files import short_repr
 from .bounded import EndlessError, FailedError, ask, limit
 
 # Some templates tell the model what day it is. It is always this one, or figures would change overnight.
@@ -80,13 +80,13 @@ def render(
         ) from None
     except FailedError as error:
         raise SourceError(
-            f"the chat template could not be rendered: {shown(str(error))}",
+            f"the chat template could not be rendered: {short_repr(str(error))}",
             "give texts without messages, or a model whose template works",
         ) from None
     if "problem" in found:
         where = f" for {names[found['at']]}" if "at" in found else ""
         raise SourceError(
-            f"the model's chat template fails{where}: {shown(found['problem'])}",
+            f"the model's chat template fails{where}: {short_repr(found['problem'])}",
             "see which messages it takes, or give texts without messages",
         )
     return [str(text) for text in found["rendered"]]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SourceError
 from ..files.checkpoint import read_config, readable
-from ..files.small_files import parse_json, read_small, shown
+from ..files.small_files import parse_json, read_small, short_repr
 from .templates import Message, render
 from .trial import tried
 
@@ -120,7 +120,7 @@ class Tokenizer:
         return tuple(found)
 
 
-def load(directory: Path, where: str | None = None) -> Tokenizer:
+def load_tokenizer(directory: Path, where: str | None = None) -> Tokenizer:
     """The tokenizer of a checkpoint's directory.
 
     Args:
@@ -166,7 +166,7 @@ def _read(directory: Path) -> dict[str, bytes]:
 def _object(files: dict[str, bytes], name: str) -> dict[str, Any]:
     found = parse_json(files[name], name) if name in files else {}
     if not isinstance(found, dict):
-        raise SourceError(f"{name} is {shown(found)}, not a JSON object", "download or copy it again")
+        raise SourceError(f"{name} is {short_repr(found)}, not a JSON object", "download or copy it again")
     return found
 
 
@@ -215,7 +215,7 @@ def _harmless(settings: dict[str, Any], name: str) -> dict[str, Any]:
     chosen = settings.get("tokenizer_class")
     # transformers would take any of its names for one, models and functions too.
     if chosen is not None and not (isinstance(chosen, str) and _CLASS.fullmatch(chosen)):
-        raise SourceError(f"{name} has tokenizer_class {shown(chosen)}", "download or copy it again")
+        raise SourceError(f"{name} has tokenizer_class {short_repr(chosen)}", "download or copy it again")
     return {
         key: value
         for key, value in settings.items()
@@ -228,7 +228,7 @@ def _encode(inner: PreTrainedTokenizerBase, text: str, where: str, special: bool
     try:
         return list(inner(text, add_special_tokens=special, verbose=False)["input_ids"])
     except BaseException as error:
-        raise _failed(error, f"the tokenizer of {where} fails on {shown(text)}") from None
+        raise _failed(error, f"the tokenizer of {where} fails on {short_repr(text)}") from None
 
 
 def _failed(error: BaseException, what: str) -> BaseException:
@@ -237,7 +237,7 @@ def _failed(error: BaseException, what: str) -> BaseException:
         return error
     told = str(error).strip().partition("\n")[0]
     return SourceError(
-        f"{what}: {type(error).__name__}: {shown(told)}",
+        f"{what}: {type(error).__name__}: {short_repr(told)}",
         "see that transformers' AutoTokenizer loads it without trust_remote_code",
     )
 

@@ -25,13 +25,13 @@ from ..formats.kernels import CHUNK, to_float32
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
 from ..plan.plan import Plan
-from ..streaming.shard_provider import Traffic
+from ..streaming.shard_provider import ShardProvider
 from ..threads import in_threads
 from ..weights.quant_error import row_energies
 from ..weights.reading import Reader
 from ..weights.weight import Weight
 from .result import LayerDiagnosis
-from .statistics import Loss, Rows, Sums, Whole, diagnosed
+from .statistics import RowSample, RowSums, SchemeLoss, WeightTotals, layer_figures
 
 # So many weights of a layer are measured, of at least so many rows; all of a layer that has no more than WHOLE.
 SAMPLE_WEIGHTS, SAMPLE_ROWS, WHOLE = 1 << 16, 32, 1 << 18
@@ -50,7 +50,7 @@ def sample_step(shape: tuple[int, int]) -> int:
     return 1 if count <= WHOLE else min(count // SAMPLE_WEIGHTS, shape[0] // SAMPLE_ROWS) | 1
 
 
-class Measured(NamedTuple):
+class MeasuredCheckpoint(NamedTuple):
     """What was read of a checkpoint.
 
     Attributes:
@@ -66,7 +66,7 @@ class Measured(NamedTuple):
 Task = tuple[Weight, ...] | TensorInfo
 
 
-def needs(plan: Plan) -> dict[str, list[str]]:
+def shards_to_read(plan: Plan) -> dict[str, list[str]]:
     """The shards with tensors to be read, and for each the source shards that these lie in, joined ones included."""
     where = plan.seen.where
     found: dict[str, set[str]] = {}
@@ -78,14 +78,14 @@ def needs(plan: Plan) -> dict[str, list[str]]:
     return {shard: sorted(names) for shard, names in found.items()}
 
 
-def diagnose(
-    plan: Plan, traffic: Traffic, workers: int, full: bool = False, progress: Progress | None = None
-) -> Measured:
+def diagnose_layers(
+    plan: Plan, traffic: ShardProvider, workers: int, full: bool = False, progress: Progress | None = None
+) -> MeasuredCheckpoint:
     """Measure every layer that a plan quantizes, and look for NaN and infinity in all other tensors.
 
     Args:
         plan: the plan; its scheme says which flags layers get.
-        traffic: how the shards of `needs` come.
+        traffic: how the shards of `shards_to_read` come.
         workers: number of threads.
         full: measure all rows.
         progress: told the bytes read so far and in all, never from two threads at once.
@@ -102,15 +102,15 @@ def _tasks(plan: Plan) -> list[tuple[str, Task]]:
     Those of one shard come together.
     """
     found: dict[str, list[Task]] = {}
-    for weight, _ in plan.fates.quantized:
-        modules = plan.fates.sets.get(weight.module, (weight.module,))
+    for weight, _ in plan.decisions.quantized:
+        modules = plan.decisions.sets.get(weight.module, (weight.module,))
         if modules[0] == weight.module:
             shard = weight.rows(plan.seen.where).shard
             found.setdefault(shard, []).append(tuple(plan.layers[module] for module in modules))
     # What the source stores as codes is read with its scales by whoever decodes it.
-    others = {weight.source.name for weight, _ in plan.fates.quantized}
+    others = {weight.source.name for weight, _ in plan.decisions.quantized}
     others.update(weight.source.name for weight in plan.layers.values() if weight.format is not None)
-    others.update(kept.tensor.name for kept in plan.fates.kept if kept.weight is not None)
+    others.update(kept.tensor.name for kept in plan.decisions.kept if kept.weight is not None)
     for info in plan.seen.tensors.values():
         if info.name not in others and can_be_non_finite(info.dtype):
             found.setdefault(plan.seen.where[info.name].shard, []).append(info)
@@ -122,9 +122,9 @@ class _Stopped(Exception):
 
 
 class _Diagnosing:
-    """One call of `diagnose`: the layers still to do, and what was found so far."""
+    """One call of `diagnose_layers`: the layers still to do, and what was found so far."""
 
-    def __init__(self, plan: Plan, traffic: Traffic, full: bool, progress: Progress | None) -> None:
+    def __init__(self, plan: Plan, traffic: ShardProvider, full: bool, progress: Progress | None) -> None:
         assert plan.scheme is not None
         self.plan = plan
         self.scheme = plan.scheme
@@ -158,10 +158,10 @@ class _Diagnosing:
                 return
             yield shard, task
 
-    def run(self, workers: int) -> Measured:
+    def run(self, workers: int) -> MeasuredCheckpoint:
         in_threads(self._work, min(workers, self.count), self.stopped)
         layers = tuple(self.found[module] for module in self.plan.layers if module in self.found)
-        return Measured(layers, dict(sorted(self.not_finite.items())))
+        return MeasuredCheckpoint(layers, dict(sorted(self.not_finite.items())))
 
     def _work(self) -> None:
         reader = Reader(self.plan.seen.where, self.traffic.path, lambda nbytes: np.empty(nbytes, np.uint8))
@@ -211,20 +211,20 @@ class _Diagnosing:
 class _Joined:
     """Layers that share a scale where a scheme has one per tensor, as one thread measures them."""
 
-    def __init__(self, diagnosing: _Diagnosing, reader: Reader, joined: tuple[Weight, ...]) -> None:
+    def __init__(self, diagnosing: _Diagnosing, reader: Reader, fused: tuple[Weight, ...]) -> None:
         self.diagnosing = diagnosing
         self.reader = reader
-        self.joined = joined
+        self.fused = fused
 
     def measure(self) -> list[LayerDiagnosis]:
         """The figures of all of them."""
-        read = [self._read(weight) for weight in self.joined]
+        read = [self._read(weight) for weight in self.fused]
         shared = np.max([whole.largest for whole, _ in read], axis=0)
         return [self._figures(whole, kept, shared) for whole, kept in read]
 
-    def _read(self, weight: Weight) -> tuple[Whole, list[Rows]]:
+    def _read(self, weight: Weight) -> tuple[WeightTotals, list[RowSample]]:
         """Read all of a layer, and keep the rows to be measured; none if all are, which are read once more."""
-        whole, kept, low, step = Whole(weight, self.diagnosing.loops), [], 0, sample_step(weight.shape)
+        whole, kept, low, step = WeightTotals(weight, self.diagnosing.loops), [], 0, sample_step(weight.shape)
         for bits in self.reader.rows(weight, whole.height):
             if not whole.add(low, bits):
                 extent = weight.rows(self.reader.where)
@@ -234,19 +234,19 @@ class _Joined:
                 )
             if not self.diagnosing.full:
                 first = (step // 2 - low) % step
-                kept.append(Rows(np.arange(low + first, low + len(bits), step), bits[first::step].copy()))
+                kept.append(RowSample(np.arange(low + first, low + len(bits), step), bits[first::step].copy()))
             low += len(bits)
             self.diagnosing.advance(_plain_bytes(weight, len(bits)))
         return whole, kept
 
-    def _figures(self, whole: Whole, kept: list[Rows], shared: Floats) -> LayerDiagnosis:
+    def _figures(self, whole: WeightTotals, kept: list[RowSample], shared: Floats) -> LayerDiagnosis:
         weight = whole.weight
         storing = [
             scheme
             for scheme in whole.schemes
             if (shared if scheme.format.tied else whole.largest).item() <= scheme.largest
         ]
-        sums, losses = Sums(), {scheme.name: Loss() for scheme in storing}
+        sums, losses = RowSums(), {scheme.name: SchemeLoss() for scheme in storing}
         # Codes that stay as they are lose nothing, and where weights are stored alike one scheme tells what both lose.
         encoded: dict[object, Scheme] = {}
         for scheme in storing:
@@ -259,26 +259,26 @@ class _Joined:
             sums.add(rows, values, energies)
             for scheme in encoded.values():
                 losses[scheme.name].add(scheme, rows, values, energies, *whole.scales(scheme, rows, shared))
-        return diagnosed(whole, sums, losses, self.diagnosing.scheme)
+        return layer_figures(whole, sums, losses, self.diagnosing.scheme)
 
-    def _again(self, weight: Weight) -> Iterator[Rows]:
+    def _again(self, weight: Weight) -> Iterator[RowSample]:
         """All rows of a layer, about CHUNK weights at a time."""
         low, step = 0, max(1, CHUNK // weight.shape[1])
         for bits in self.reader.rows(weight, 1):
             for start in range(0, len(bits), step):
                 part = bits[start : start + step]
-                yield Rows(np.arange(low + start, low + start + len(part)), part)
+                yield RowSample(np.arange(low + start, low + start + len(part)), part)
             low += len(bits)
             self.diagnosing.advance(_plain_bytes(weight, len(bits)))
 
     def _keeps(self, scheme: Scheme, weight: Weight) -> bool:
         """Whether the source's codes are the scheme's own already, and stay."""
         return weight.is_held_by(scheme.format) and (
-            not scheme.format.tied or self.reader.keeps_scale(self.joined, scheme)
+            not scheme.format.tied or self.reader.keeps_scale(self.fused, scheme)
         )
 
 
-def _chosen(whole: Whole, kept: list[Rows]) -> Iterator[Rows]:
+def _chosen(whole: WeightTotals, kept: list[RowSample]) -> Iterator[RowSample]:
     """The rows to be measured, about CHUNK weights at a time: first that of the largest weight, which is like no other
     and stands for itself, then those kept, for the rest.
     """
@@ -289,7 +289,7 @@ def _chosen(whole: Whole, kept: list[Rows]) -> Iterator[Rows]:
     times = (whole.weight.shape[0] - 1) / max(1, len(numbers) - 1)
     step = -(-len(numbers) // max(1, round(bits.size / CHUNK)))
     for start in range(0, len(numbers), step):
-        yield Rows(numbers[start : start + step], bits[start : start + step], times, alone=not start)
+        yield RowSample(numbers[start : start + step], bits[start : start + step], times, alone=not start)
 
 
 def _plain_bytes(weight: Weight, rows: int) -> int:

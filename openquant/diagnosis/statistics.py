@@ -21,7 +21,7 @@ from .result import DEVIATION, DYNAMIC_RANGE, OUTLIER_RATIO, LayerDiagnosis
 Energies = npt.NDArray[np.float64]
 
 
-class Rows(NamedTuple):
+class RowSample(NamedTuple):
     """Some rows of a layer.
 
     Attributes:
@@ -47,7 +47,7 @@ class Rows(NamedTuple):
         return found - (self.times - 1) * float(of_rows[0]) if self.alone else found
 
 
-class Whole:
+class WeightTotals:
     """What all weights of a layer tell.
 
     Args:
@@ -69,10 +69,10 @@ class Whole:
         self.schemes = [
             scheme
             for scheme in SCHEMES.values()
-            if weight.is_held_by(scheme.format) or scheme.format.misfit(weight.shape) is None
+            if weight.is_held_by(scheme.format) or scheme.format.shape_error(weight.shape) is None
         ]
         self.largest: Floats = np.zeros((1, 1), np.float32)
-        self.top = Rows(np.zeros(1, np.intp), np.zeros((1, weight.shape[1]), BITS_TYPE[weight.dtype]))
+        self.top = RowSample(np.zeros(1, np.intp), np.zeros((1, weight.shape[1]), BITS_TYPE[weight.dtype]))
         self.total = self.absolute = self.squares = 0.0
         # By format, the largest magnitudes of groups that are several rows high, piece by piece.
         self._grids: dict[Format, list[Floats]] = {
@@ -98,7 +98,7 @@ class Whole:
         if largest > self.largest:
             self.largest = largest
             row = int(self._loops.absmax(bits, dtype, (1, None)).argmax())
-            self.top = Rows(np.array([low + row]), bits[row : row + 1].copy())
+            self.top = RowSample(np.array([low + row]), bits[row : row + 1].copy())
         step = max(1, CHUNK // self.weight.shape[1])
         for start in range(0, len(bits), step):
             values = to_float32(bits[start : start + step], dtype)
@@ -107,7 +107,7 @@ class Whole:
             self.squares += energy(values)
         return True
 
-    def scales(self, scheme: Scheme, rows: Rows, shared: Floats) -> tuple[Group, Floats]:
+    def scales(self, scheme: Scheme, rows: RowSample, shared: Floats) -> tuple[Group, Floats]:
         """The scales of some rows, once all are added, and which part of these rows has one each: (1, 128) of blocks.
 
         Args:
@@ -131,7 +131,7 @@ class Whole:
         return form.group, form.scales(largest, divisor)
 
 
-class Loss:
+class SchemeLoss:
     """What a scheme makes of the measured rows of a layer, each counted for the rows that it stands for.
 
     Attributes:
@@ -144,7 +144,9 @@ class Loss:
     def __init__(self) -> None:
         self.noise = self.row_noise = self.zeros = self.subnormals = 0.0
 
-    def add(self, scheme: Scheme, rows: Rows, values: Floats, energies: Energies, group: Group, scale: Floats) -> None:
+    def add(
+        self, scheme: Scheme, rows: RowSample, values: Floats, energies: Energies, group: Group, scale: Floats
+    ) -> None:
         """Add what a scheme makes of some rows.
 
         Args:
@@ -171,7 +173,7 @@ class Loss:
         self.row_noise += rows.summed(noise / np.where(energies > 0, energies, 1))
 
 
-class Sums:
+class RowSums:
     """What the measured rows of a layer tell, each counted for the rows that it stands for.
 
     Attributes:
@@ -188,7 +190,7 @@ class Sums:
         self._magnitudes = np.zeros(1 << 15)
         self._low, self._high = 1 << 15, 0
 
-    def add(self, rows: Rows, values: Floats, energies: Energies) -> None:
+    def add(self, rows: RowSample, values: Floats, energies: Energies) -> None:
         """Add some rows, given their weights as float32 and the energy of each."""
         self.rows += len(values)
         self.energy += rows.summed(energies)
@@ -214,7 +216,9 @@ class Sums:
         return float(np.uint32(place << 16).view(np.float32))
 
 
-def diagnosed(whole: Whole, sums: Sums, losses: Mapping[str, Loss], asked: Scheme) -> LayerDiagnosis:
+def layer_figures(
+    whole: WeightTotals, sums: RowSums, losses: Mapping[str, SchemeLoss], asked: Scheme
+) -> LayerDiagnosis:
     """The figures of a layer.
 
     Args:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from ..errors import PlanError, UsageError
 from ..formats.schemes import CHANNEL, MIXED, SCHEMES, Scheme
 from ..patterns import patterns_of, template
-from ..plan.decisions import Options
-from ..plan.layout import written
+from ..plan.decisions import PlanOptions
+from ..plan.layout import output_tensors
 from ..plan.plan import Plan, make_plan
 from ..weights.weight import Weight
 from .result import Advice, Diagnosis, LayerDiagnosis
@@ -77,7 +77,7 @@ def with_advice(found: Diagnosis, plan: Plan, ignore: Sequence[str]) -> Diagnosi
     remedies = _remedies(plan, {layer.module: layer for layer in found.layers})
     refusal = ""
     for base in _bases(plan, remedies) if remedies else ():
-        options = Options(
+        options = PlanOptions(
             ignore=(*ignore, *(text for remedy in remedies if remedy.scheme is None for text in remedy.patterns)),
             scheme_for=tuple(
                 (text, remedy.scheme)
@@ -91,7 +91,9 @@ def with_advice(found: Diagnosis, plan: Plan, ignore: Sequence[str]) -> Diagnosi
         except (PlanError, UsageError) as error:
             refusal = refusal or error.message
             continue
-        if all(better.fates.of(layer.module).scheme == remedy.scheme for remedy in remedies for layer in remedy.layers):
+        if all(
+            better.decisions.of(layer.module).scheme == remedy.scheme for remedy in remedies for layer in remedy.layers
+        ):
             return _advised(found, plan, better, remedies, ignore)
         refusal = refusal or "engines cannot load all of these layers so"
     return replace(found, notes=(f"no options can be told: {refusal}",)) if remedies else found
@@ -123,18 +125,18 @@ def _remedies(plan: Plan, figures: Mapping[str, LayerDiagnosis]) -> list[_Remedy
 def _units(plan: Plan) -> list[_Unit]:
     """What moves together, of all layers that are quantized."""
     together: dict[tuple[str, str], list[Weight]] = {}
-    for weight, _ in plan.fates.quantized:
+    for weight, _ in plan.decisions.quantized:
         experts, (path, _, last) = plan.entry.experts(weight.module), weight.module.rpartition(".")
-        joined = plan.fates.sets.get(weight.module, (weight.module,))
+        fused = plan.decisions.sets.get(weight.module, (weight.module,))
         if experts is not None:
             place = experts, ".**"
         elif not path:
             place = last, ""
-        elif len(joined) == 1:
+        elif len(fused) == 1:
             place = path, f".{last}"
         else:
-            path = weight.module.rsplit(".", plan.entry.role(weight.module).under)[0]
-            place = path, f".{{{','.join(module.removeprefix(path)[1:] for module in joined)}}}"
+            path = weight.module.rsplit(".", plan.entry.rule(weight.module).under)[0]
+            place = path, f".{{{','.join(module.removeprefix(path)[1:] for module in fused)}}}"
         together.setdefault(place, []).append(weight)
     return [_Unit(path, rest, tuple(layers)) for (path, rest), layers in together.items()]
 
@@ -193,7 +195,8 @@ def _advised(
             ]
         words += option
         grown = sum(
-            _size(layer, remedy.scheme) - _size(layer, plan.fates.of(layer.module).scheme) for layer in remedy.layers
+            _size(layer, remedy.scheme) - _size(layer, plan.decisions.of(layer.module).scheme)
+            for layer in remedy.layers
         )
         advice.append(
             Advice(
@@ -216,4 +219,4 @@ def _advised(
 
 def _size(layer: Weight, scheme: Scheme | None) -> int:
     """Bytes of what a layer becomes."""
-    return sum(info.nbytes for info in written(layer, scheme))
+    return sum(info.nbytes for info in output_tensors(layer, scheme))

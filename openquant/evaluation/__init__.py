@@ -3,8 +3,8 @@
 LayerError     how far one layer is from its source; ErrorSum adds it up piece by piece
 Comparison     codes and scales held against the weights they were made from
 diagnose       how far each scheme would take each layer, before there is an output
-evaluate       source and outputs side by side: figures, verdict, suspects
-Record         how far two models' answers to one document are apart; summary says it in figures
+compare_outputs       source and outputs side by side: figures, verdict, suspects
+DocumentRecord         how far two models' answers to one document are apart; summary says it in figures
 
 error = ErrorSum()
 error.add(weights, abs(decoded - weights))

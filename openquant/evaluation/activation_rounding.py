@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from ..errors import UsageError
-from ..formats.activations import Inputs
+from ..formats.activations import ActivationQuantization
 from ..formats.format import Format, GlobalScale, Scale
 from ..formats.numbers import E2M1, E4M3
 from ..formats.reference import decode, encode, group_absmax, group_scale
-from ..streaming.hooks import Experts, Interception
+from ..streaming.hooks import ExpertWeights, ModuleHooks
 
 # vLLM layers/quantization/input_quant_fp8.py:27.
 SMALLEST_SCALE = 1 / (448 * 512)
@@ -29,11 +29,11 @@ SMALLEST_SCALE = 1 / (448 * 512)
 _SMALLEST_POWER = 2.0**-17
 # As vLLM has it (quantization/utils/nvfp4_emulation_utils.py:640), a scale that E4M3 rounds to 0 makes 0 of all.
 _LOCAL = Format(E2M1, (1, 16), Scale("", dtype="F8_E4M3"), global_scale=GlobalScale(""))
-CACHED = Inputs(E4M3, (None, None), static=True)
+CACHED = ActivationQuantization(E4M3, (None, None), static=True)
 
 
 @dataclass(frozen=True)
-class Layer:
+class QuantizedInputs:
     """What becomes of the activations that go into one layer.
 
     Attributes:
@@ -42,11 +42,11 @@ class Layer:
             layer first computes.
     """
 
-    inputs: Inputs
+    inputs: ActivationQuantization
     scale: Callable[[], float] | None = None
 
 
-def rounded(values: Tensor, inputs: Inputs, scale: float | None = None) -> Tensor:
+def round_activations(values: Tensor, inputs: ActivationQuantization, scale: float | None = None) -> Tensor:
     """What the codes of activations stand for, of their shape and dtype.
 
     Args:
@@ -73,7 +73,7 @@ def rounded(values: Tensor, inputs: Inputs, scale: float | None = None) -> Tenso
     return found[:, : values.shape[-1]].reshape(values.shape).to(values.dtype)
 
 
-class Clipped:
+class ClippedCount:
     """How many activations lie beyond the largest code of a stored scale, by what is asked with."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Clipped:
         return max(found, default=0.0)
 
 
-class Rounding(Interception[Layer]):
+class ActivationRounding(ModuleHooks[QuantizedInputs]):
     """Rounds what goes into a model's quantized layers, while it is on.
 
     Args:
@@ -120,32 +120,32 @@ class Rounding(Interception[Layer]):
     def __init__(
         self,
         model: nn.Module,
-        layers: Mapping[str, Layer],
-        experts: Mapping[str, Experts[Layer]],
-        clipped: Clipped | None = None,
+        layers: Mapping[str, QuantizedInputs],
+        experts: Mapping[str, ExpertWeights[QuantizedInputs]],
+        clipped: ClippedCount | None = None,
     ) -> None:
         super().__init__(model, layers, experts)
-        self._clipped = clipped or Clipped()
+        self._clipped = clipped or ClippedCount()
         self._scales: dict[Callable[[], float], float] = {}
 
-    def put(self, values: Tensor, into: Layer, place: str) -> Tensor:
+    def put(self, values: Tensor, into: QuantizedInputs, place: str) -> Tensor:
         """What the codes of activations stand for."""
         if into not in self._last:
             # One at a time: each takes as much memory as the activations.
             self._last.clear()
         return self._once(into, values, lambda: self._rounded(values, into, place))
 
-    def _rounded(self, values: Tensor, into: Layer, place: str) -> Tensor:
+    def _rounded(self, values: Tensor, into: QuantizedInputs, place: str) -> Tensor:
         scale = None
         if into.scale is not None:
             if into.scale not in self._scales:
                 self._scales[into.scale] = into.scale()
             scale = self._scales[into.scale]
             self._clipped.add(place, values, into.inputs.largest(scale))
-        return rounded(values, into.inputs, scale)
+        return round_activations(values, into.inputs, scale)
 
 
-class RoundedCache(DynamicCache):  # type: ignore[misc]  # mypy does not read transformers
+class Fp8Cache(DynamicCache):  # type: ignore[misc]  # mypy does not read transformers
     """A cache of keys and values as FP8 holds them, of a single pass over whole texts: it keeps nothing.
 
     Args:
@@ -155,11 +155,11 @@ class RoundedCache(DynamicCache):  # type: ignore[misc]  # mypy does not read tr
     """
 
     def __init__(
-        self, config: Any, scales: Callable[[int], tuple[float, float]], clipped: Clipped | None = None
+        self, config: Any, scales: Callable[[int], tuple[float, float]], clipped: ClippedCount | None = None
     ) -> None:
         super().__init__(config=config.get_text_config())
         self._by_layer = scales
-        self._clipped = clipped or Clipped()
+        self._clipped = clipped or ClippedCount()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -169,10 +169,10 @@ class RoundedCache(DynamicCache):  # type: ignore[misc]  # mypy does not read tr
         key, value = self._by_layer(layer_idx)
         for states, scale in ((key_states, key), (value_states, value)):
             self._clipped.add(layer_idx, states, scale * CACHED.number.largest)
-        return rounded(key_states, CACHED, key), rounded(value_states, CACHED, value)
+        return round_activations(key_states, CACHED, key), round_activations(value_states, CACHED, value)
 
 
-class KeptCache(RoundedCache):
+class GrowingFp8Cache(Fp8Cache):
     """The same, that keeps them: for continuations, whose later tokens read it."""
 
     def update(

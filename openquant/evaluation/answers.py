@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ..data.prompts import Prompt, read
+from ..data.prompts import Prompt, read_prompts
 from ..data.tokenizer import Tokenizer
 from ..files.checkpoint import Checkpoint
 from ..machine import available_memory
 from ..streaming.matmul import products_in_float32
 from ..streaming.model import StreamedModel
-from .as_served import Served
-from .generate import continued, ends, side_by_side
+from .as_served import ServedModel
+from .generate import continue_prompts, end_tokens, side_by_side
 
 # The largest model, in bytes, that answers without being asked: each token takes a reading of all weights.
 UNASKED = 2 << 30
@@ -22,13 +22,13 @@ UNASKED = 2 << 30
 BUILT_IN = 4
 
 
-def fits(nbytes: int, asked: bool, room: int | None = None) -> bool:
+def fits_in_memory(nbytes: int, asked: bool, room: int | None = None) -> bool:
     """Whether a model of so many bytes is to answer prompts, which were asked for or not, in so much memory."""
     free = available_memory() // 2
     return nbytes <= (free if room is None else min(free, room)) and (asked or nbytes <= UNASKED)
 
 
-def asked(
+def prompts_to_answer(
     file: str | os.PathLike[str] | None, tokenizer: Tokenizer, vocabulary: int, nbytes: int, room: int | None = None
 ) -> tuple[Prompt, ...]:
     """The prompts to answer; none where a model of so many bytes has no room, or would take long without being asked.
@@ -44,17 +44,17 @@ def asked(
     Raises:
         SourceError: they cannot be read.
     """
-    fitting = fits(nbytes, file is not None, room)
+    fitting = fits_in_memory(nbytes, file is not None, room)
     if file is None and not fitting:
         return ()
-    found = read(file, tokenizer, vocabulary)[: None if file is not None else BUILT_IN]
+    found = read_prompts(file, tokenizer, vocabulary)[: None if file is not None else BUILT_IN]
     return found if fitting else ()
 
 
-def answers(
+def compare_answers(
     source: StreamedModel,
     checkpoint: Checkpoint,
-    outputs: Sequence[Served],
+    outputs: Sequence[ServedModel],
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
     progress: Callable[[int, int], None] | None = None,
@@ -66,21 +66,21 @@ def answers(
         checkpoint: what it was made of, which says where answers end.
         outputs: the outputs; their activations are rounded, and keys and values if they are in FP8.
         tokenizer: the source's.
-        prompts: what `asked` gave.
+        prompts: what `prompts_to_answer` gave.
         progress: told which model answered, 0 for the source, and how many prompts it has answered.
 
     Raises:
         SourceError: a weight cannot be read.
     """
-    last = ends(checkpoint.root, checkpoint.config)
+    last = end_tokens(checkpoint.root, checkpoint.config)
 
     def answered(model: int) -> Callable[[int], None] | None:
         return None if progress is None else partial(progress, model)
 
     around = partial(products_in_float32, source.device)
-    ours = continued(source, prompts, last, around=around, progress=answered(0))
+    ours = continue_prompts(source, prompts, last, around=around, progress=answered(0))
     theirs = (
-        continued(each.model, prompts, last, around=each.around, cache=each.cache, progress=answered(number))
+        continue_prompts(each.model, prompts, last, around=each.around, cache=each.cache, progress=answered(number))
         for number, each in enumerate(outputs, 1)
     )
     return [side_by_side(prompts, ours, continuations, tokenizer) for continuations in theirs]

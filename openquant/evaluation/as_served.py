@@ -21,18 +21,25 @@ from ..formats.kv_cache import cache_scales, says_fp8_cache
 from ..formats.quantization import Quantization, quantization_places, read_quantization
 from ..models import GENERIC, MODELS
 from ..registry.architecture import NEVER_QUANTIZED
-from ..registry.rules import Entry
+from ..registry.rules import ModuleRules
 from ..streaming import transformers_internals
-from ..streaming.hooks import DOWN, FIRST, Experts, holds_experts
-from ..streaming.interleaved import Pass
-from ..streaming.lazy_tensors import Slices
+from ..streaming.hooks import DOWN, FIRST, ExpertWeights, holds_experts
+from ..streaming.interleaved import ForwardPass
+from ..streaming.lazy_tensors import LazyTensors
 from ..streaming.matmul import products_in_float32
 from ..streaming.model import StreamedModel
 from ..weights.find import decoded_view, with_own_file
-from .activation_rounding import Clipped, KeptCache, Layer, RoundedCache, Rounding, refuse_latent_cache
+from .activation_rounding import (
+    ActivationRounding,
+    ClippedCount,
+    Fp8Cache,
+    GrowingFp8Cache,
+    QuantizedInputs,
+    refuse_latent_cache,
+)
 
 
-class Served:
+class ServedModel:
     """An output's model, and what engines do with what it computes.
 
     Args:
@@ -59,14 +66,14 @@ class Served:
         kv_cache: str = "auto",
     ) -> None:
         self.name, self.checkpoint, self.model = name, checkpoint, model
-        self.clipped = Clipped()
+        self.clipped = ClippedCount()
         self.notes: list[str] = []
         self.scales: dict[str, list[str]] = {}
         config = with_own_file(checkpoint.config, checkpoint.root)
         quantization = read_quantization(config) if quantization_places(config) else None
-        entry = Entry(MODELS.get(checkpoint.architecture, GENERIC))
+        entry = ModuleRules(MODELS.get(checkpoint.architecture, GENERIC))
         layers, experts = self._layers(quantization, entry)
-        self._rounding = Rounding(model.model, layers, experts, self.clipped) if layers or experts else None
+        self._rounding = ActivationRounding(model.model, layers, experts, self.clipped) if layers or experts else None
         # Of keys and values, by layer, and what those are that were read already.
         self._cached: Mapping[int, tuple[str | None, str | None]] | None = None
         self._cache_scales: dict[int, tuple[float, float]] = {}
@@ -77,7 +84,7 @@ class Served:
             for name, unit in model.units_beside(names).items():
                 self.scales.setdefault(unit, []).append(name)
         self.kept = [
-            module for module, weight in model.quantized.items() if entry.role(weight.module).keep in NEVER_QUANTIZED
+            module for module, weight in model.quantized.items() if entry.rule(weight.module).keep in NEVER_QUANTIZED
         ]
 
     @property
@@ -90,12 +97,12 @@ class Served:
         """Whether keys and values are kept in FP8."""
         return self._cached is not None
 
-    def passes(self, ids: Tensor) -> list[Pass[Tensor]]:
+    def passes(self, ids: Tensor) -> list[ForwardPass[Tensor]]:
         """Passes that give a text's logits [length, vocabulary]: with weights alone, then with all that is rounded."""
-        weights = Pass(self.model, partial(logits, self.model, ids))
+        weights = ForwardPass(self.model, partial(logits, self.model, ids))
         if not self.rounds:
             return [weights]
-        return [weights, Pass(self.model, partial(self._logits, ids), self.around)]
+        return [weights, ForwardPass(self.model, partial(self._logits, ids), self.around)]
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -106,11 +113,11 @@ class Served:
     def _logits(self, ids: Tensor) -> Tensor:
         if not self.cached:
             return logits(self.model, ids)
-        return logits(self.model, ids, RoundedCache(self.model.model.config, self._of_cache, self.clipped))
+        return logits(self.model, ids, Fp8Cache(self.model.model.config, self._of_cache, self.clipped))
 
-    def cache(self) -> KeptCache | None:
+    def cache(self) -> GrowingFp8Cache | None:
         """What a continuation keeps keys and values in, in FP8; None where they stay as they are."""
-        return KeptCache(self.model.model.config, self._of_cache) if self.cached else None
+        return GrowingFp8Cache(self.model.model.config, self._of_cache) if self.cached else None
 
     def _of_cache(self, layer: int) -> tuple[float, float]:
         """The scales of a layer's keys and values; 1 where there is none, as in engines."""
@@ -121,14 +128,14 @@ class Served:
         return self._cache_scales[layer]
 
     def _layers(
-        self, quantization: Quantization | None, entry: Entry
-    ) -> tuple[dict[str, Layer], dict[str, Experts[Layer]]]:
+        self, quantization: Quantization | None, entry: ModuleRules
+    ) -> tuple[dict[str, QuantizedInputs], dict[str, ExpertWeights[QuantizedInputs]]]:
         """What is rounded: quantized Linears, and stacks of experts."""
-        layers: dict[str, Layer] = {}
-        stacks: dict[str, dict[str, Layer]] = {}
+        layers: dict[str, QuantizedInputs] = {}
+        stacks: dict[str, dict[str, QuantizedInputs]] = {}
         weights = decoded_view(self.checkpoint)[1] if quantization is not None else {}
         by_module = {weight.module: weight for weight in weights.values()}
-        joined = entry.joined_sets(by_module)
+        fused = entry.fused_groups(by_module)
         modules = dict(self.model.model.named_modules())
         for name, weight in self.model.quantized.items():
             assert quantization is not None
@@ -136,16 +143,18 @@ class Served:
             if inputs is None:
                 continue
             parts = self.model.made_of.get(f"{name}.weight") or self.model.made_of[name]
-            layer = Layer(inputs)
+            layer = QuantizedInputs(inputs)
             if inputs.static or inputs.local:
                 stored = [weights[part] for part in parts if part in weights] or [weight]
                 # All that go into one layer of an engine, which has one scale, the largest (vLLM
                 # layers/quantization/fp8.py:405, of experts :739).
-                merged = (by_module[module] for each in stored for module in joined.get(each.module, (each.module,)))
+                merged = (by_module[module] for each in stored for module in fused.get(each.module, (each.module,)))
                 held = [each.input_scale.name for each in merged if each.input_scale is not None]
                 local = None if weight.format is None else weight.format.local
                 inverse = local is not None and not local.divides
-                layer = Layer(inputs, partial(self._stored, weight.module, tuple(dict.fromkeys(held)), inverse))
+                layer = QuantizedInputs(
+                    inputs, partial(self._stored, weight.module, tuple(dict.fromkeys(held)), inverse)
+                )
                 self.scales.setdefault(self.model.unit_of(name), []).extend(held)
             if name in modules:
                 layers[name] = layer
@@ -157,7 +166,7 @@ class Served:
         if known.keys() != stacks.keys():
             kind = type(modules[next(iter(stacks.keys() - known.keys()))]).__name__
             self.notes.append(f"activations inside {kind} are not rounded, which engines do")
-        return layers, {owner: Experts(_either(at, FIRST), _either(at, DOWN)) for owner, at in known.items()}
+        return layers, {owner: ExpertWeights(_either(at, FIRST), _either(at, DOWN)) for owner, at in known.items()}
 
     def _stored(self, module: str, names: tuple[str, ...], inverse: bool) -> float:
         """The stored scale of activations: the largest of the named ones, or one over that."""
@@ -174,13 +183,13 @@ class Served:
         info: TensorInfo = self.checkpoint.tensors[name]
         if math.prod(info.shape) == 0 or info.nbytes > 1 << 20:
             raise SourceError(f"{name} is {info.dtype} {list(info.shape)}, not a scale", "download or save it again")
-        found = float(Slices(self.checkpoint, {}, self.model.traffic.path).of([name])[name][...].float().max())
+        found = float(LazyTensors(self.checkpoint, {}, self.model.traffic.path).of([name])[name][...].float().max())
         if not (math.isfinite(found) and found > 0):
             raise SourceError(f"{name} holds {found:g}, which no scale can be", "download or save it again")
         return found
 
 
-def _either(found: Mapping[str, Layer], names: tuple[str, ...]) -> Layer | None:
+def _either(found: Mapping[str, QuantizedInputs], names: tuple[str, ...]) -> QuantizedInputs | None:
     return next((found[name] for name in names if name in found), None)
 
 

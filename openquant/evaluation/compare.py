@@ -25,21 +25,21 @@ from ..data.corpus import Corpus
 from ..data.prompts import Prompt
 from ..errors import naming
 from ..streaming import transformers_internals
-from ..streaming.documents import share
-from ..streaming.interleaved import Pass, run
+from ..streaming.documents import documents_of_rank
+from ..streaming.interleaved import ForwardPass, run_interleaved
 from ..streaming.matmul import products_in_float32
 from ..streaming.meta_model import REST
-from ..streaming.model import StreamedModel, needs
+from ..streaming.model import StreamedModel, shards_by_unit
 from ..streaming.progress import Advanced, PassProgress, Remaining, layer_costs
 from ..streaming.torch_threads import limited_threads, threads_for
-from .answers import answers, asked
-from .as_served import Served, logits
-from .gathering import packed, unpacked
-from .generate import TOKENS, along, continued
-from .kl import Names, compare
-from .noise_floor import Noise
+from .answers import compare_answers, prompts_to_answer
+from .as_served import ServedModel, logits
+from .gathering import pack_records, unpack_records
+from .generate import TOKENS, continue_prompts, teacher_forced
+from .kl import ModelNames, compare_logits
+from .noise_floor import RoundingNoise
 from .results import Evaluation, Findings, results
-from .under_test import Output, Settings, Subject, require_one_model
+from .under_test import EvaluationSettings, ModelUnderTest, OutputUnderTest, require_one_model
 from .weight_changes import compare_weights
 
 # Of the vocabulary, what is computed to learn how long the output head and the comparison of logits take.
@@ -48,11 +48,11 @@ SOME_TOKENS = 2048
 FIRST_TOKENS = 8
 
 
-def evaluate(
-    source: Subject,
-    outputs: Sequence[Subject],
+def compare_outputs(
+    source: ModelUnderTest,
+    outputs: Sequence[ModelUnderTest],
     corpus: Corpus,
-    settings: Settings | None = None,
+    settings: EvaluationSettings | None = None,
     begun: Callable[[str], None] | None = None,
     progress: Advanced | None = None,
     remaining: Remaining | None = None,
@@ -73,21 +73,21 @@ def evaluate(
         UsageError: the checkpoints are not of one model.
         OutputError: hidden states found no room on disk.
     """
-    evaluating = _Evaluating(source, outputs, corpus, settings or Settings(), progress, remaining)
+    evaluating = _Evaluating(source, outputs, corpus, settings or EvaluationSettings(), progress, remaining)
     if begun is not None:
         begun(evaluating.about())
     return evaluating.run()
 
 
 class _Evaluating:
-    """One call of `evaluate`."""
+    """One call of `compare_outputs`."""
 
     def __init__(
         self,
-        source: Subject,
-        outputs: Sequence[Subject],
+        source: ModelUnderTest,
+        outputs: Sequence[ModelUnderTest],
         corpus: Corpus,
-        settings: Settings,
+        settings: EvaluationSettings,
         progress: Advanced | None,
         remaining: Remaining | None,
     ) -> None:
@@ -101,18 +101,18 @@ class _Evaluating:
             if not isinstance(module, nn.Embedding)
             and module is not transformers_internals.output_head(self.model.model)
         ]
-        self.mine = share(len(corpus.documents), settings.team)
-        self.outputs: list[Output] = []
+        self.mine = documents_of_rank(len(corpus.documents), settings.team)
+        self.outputs: list[OutputUnderTest] = []
         self.found = Findings(source, self.model, self.outputs, corpus, settings)
         self.found.routes.watch(self.model.model)
-        self.noise = Noise(self.model.units[name] for name in self.layers)
+        self.noise = RoundingNoise(self.model.units[name] for name in self.layers)
         for output in outputs:
             with naming(output.name):
                 model = StreamedModel(output.checkpoint, dtype=self.model.dtype, device=settings.device)
             require_one_model(source, self.model, output, model)
             self.found.routes.watch(model.model)
-            served = Served(output.name, output.checkpoint, model, settings.kv_cache)
-            self.outputs.append(Output(output, served, self.passes, 2 if served.rounds else 1))
+            served = ServedModel(output.name, output.checkpoint, model, settings.kv_cache)
+            self.outputs.append(OutputUnderTest(output, served, self.passes, 2 if served.rounds else 1))
         self.compared: set[tuple[str, int]] = set()
         # Of the first document, the tokens that each model finds most likely to come next, by pass.
         self.likely: dict[int, list[int]] = {}
@@ -122,7 +122,9 @@ class _Evaluating:
         self.prompts: Sequence[Prompt] = ()
         if settings.tokenizer is not None and settings.again:
             size = max(self.model.nbytes, *(each.served.model.nbytes for each in self.outputs))
-            self.prompts = asked(settings.prompts, settings.tokenizer, self.vocabulary, size, settings.answering)
+            self.prompts = prompts_to_answer(
+                settings.prompts, settings.tokenizer, self.vocabulary, size, settings.answering
+            )
         tokens = self.passes * len(self.mine) * corpus.length
         more = TOKENS * len(self.prompts) * (1 + len(self.outputs)) if self.answers_here else 0
         costs = layer_costs(self.model, [*self.layers, *self.head])
@@ -159,7 +161,7 @@ class _Evaluating:
         if self.settings.supply is None:
             yield
             return
-        wanted = [needs(self.model), *(output.needs for output in self.outputs)]
+        wanted = [shards_by_unit(self.model), *(output.needs for output in self.outputs)]
         with self.settings.supply(wanted) as ways:
             models = self.model, *(output.served.model for output in self.outputs)
             for model, traffic in zip(models, ways, strict=True):
@@ -187,7 +189,7 @@ class _Evaluating:
         hidden = torch.ones(self.corpus.length, table.shape[1], dtype=table.dtype, device=table.device)
         rows = torch.ones(some, table.shape[1], dtype=table.dtype, device=table.device)
         ids = torch.zeros(self.corpus.length, dtype=torch.int64)
-        names = Names("the source", "an output")
+        names = ModelNames("the source", "an output")
         seconds = []
         with torch.inference_mode(), products_in_float32(self.settings.device):
             # The first time is longer.
@@ -195,7 +197,7 @@ class _Evaluating:
                 begin = time.perf_counter()
                 found = functional.linear(hidden, rows)
                 between = time.perf_counter()
-                compare(found, found, ids, "", "", names)
+                compare_logits(found, found, ids, "", "", names)
                 seconds.append(self.passes * (between - begin) + (self.passes - 1) * (time.perf_counter() - between))
         return seconds[-1] * self.vocabulary / some
 
@@ -215,7 +217,7 @@ class _Evaluating:
         first = self.prompts[0]
         one = replace(first, ids=first.ids[:1])
         times = [time.perf_counter()]
-        continued(
+        continue_prompts(
             model,
             [one, one, first],
             (),
@@ -231,7 +233,7 @@ class _Evaluating:
 
     def _run(self) -> Evaluation:
         self._measure_the_end()
-        run(
+        run_interleaved(
             [self._group(number) for number in self.mine],
             finished=self._finished,
             after_unit=self._after_unit,
@@ -241,8 +243,8 @@ class _Evaluating:
         team = self.settings.team
         if team is None:
             return self._results()
-        for data in team.gather(packed(self.found.records, self.found.counts())):
-            self.found.add(*unpacked(data, self.corpus.documents))
+        for data in team.gather(pack_records(self.found.records, self.found.counts())):
+            self.found.add(*unpack_records(data, self.corpus.documents))
         found = self._results() if team.rank == 0 else None
         told = team.agree(None, found and {**found.to_json(), "notes": found.notes})[0]
         return found or Evaluation(told["source"], told["floor"], told["outputs"], tuple(told["notes"]))
@@ -269,23 +271,23 @@ class _Evaluating:
             return [[] for _ in self.outputs]
         if self.prompts:
             served = [output.served for output in self.outputs]
-            return answers(self.model, self.source.checkpoint, served, tokenizer, self.prompts, self._answered)
+            return compare_answers(self.model, self.source.checkpoint, served, tokenizer, self.prompts, self._answered)
         ids = self.corpus.documents[0].ids
-        return [[along(ids, self.likely[0], self.likely[output.last], tokenizer)] for output in self.outputs]
+        return [[teacher_forced(ids, self.likely[0], self.likely[output.last], tokenizer)] for output in self.outputs]
 
     def _answered(self, model: int, prompt: int) -> None:
         if prompt == len(self.prompts):
             self.counted.forecast.done(f"answers {model}")
         self.counted.more_done(TOKENS)
 
-    def _group(self, number: int) -> list[Pass[Tensor]]:
+    def _group(self, number: int) -> list[ForwardPass[Tensor]]:
         ids = torch.tensor(self.corpus.documents[number].ids, device=self.settings.device)
         noisy = self.noise.source(self.settings.seed * 1_000_003 + number)
-        passes = [Pass(self.model, lambda: logits(self.model, ids)) for _ in range(2)]
-        passes[1] = Pass(self.model, passes[1].body, noisy)
+        passes = [ForwardPass(self.model, lambda: logits(self.model, ids)) for _ in range(2)]
+        passes[1] = ForwardPass(self.model, passes[1].body, noisy)
         for output in self.outputs:
             passes += output.served.passes(ids)
-        return [Pass(each.model, each.body, self._around(at, each.around)) for at, each in enumerate(passes)]
+        return [ForwardPass(each.model, each.body, self._around(at, each.around)) for at, each in enumerate(passes)]
 
     def _around(
         self, number: int, inner: Callable[[], AbstractContextManager[Any]]
@@ -349,8 +351,8 @@ class _Evaluating:
         assert self.held is not None
         document, ids = self.corpus.documents[at], torch.tensor(self.corpus.documents[at].ids)
         output = next((each for each in self.outputs if each.first <= number <= each.last), None)
-        names = Names(self.source.name, output.of.name if output else f"{self.source.name} with noise")
-        record = compare(self.held, found, ids, document.domain, document.name, names)
+        names = ModelNames(self.source.name, output.of.name if output else f"{self.source.name} with noise")
+        record = compare_logits(self.held, found, ids, document.domain, document.name, names)
         self.found.records.setdefault(number, {})[at] = record
         if number + 1 == self.passes:
             self.held = None

@@ -21,7 +21,7 @@ from ..streaming.hooks import holds_experts
 Counts = list[list[Any]]
 
 
-class Distances:
+class HiddenStateDistances:
     """Relative distances of hidden states, by layer and pass: the mean over all tokens.
 
     Attributes:
@@ -75,7 +75,7 @@ def _chosen(
     return hidden_states.view(module.num_experts, -1, hidden_states.shape[-1]).any(-1).T
 
 
-class Routes:
+class RouteCounts:
     """Which experts tokens go to, by module and pass.
 
     Attributes:

@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 
 from ..data.corpus import Document
-from .kl import Record
+from .kl import DocumentRecord
 
 # Columns of a record: numbers, and what is true or not.
 _FIGURES = ("kl", "confidence", "source_nll", "output_nll")
 _FLAGS = ("top1", "top5")
 
 # Of each pass, by the document's number.
-Records = Mapping[int, Mapping[int, Record]]
+Records = Mapping[int, Mapping[int, DocumentRecord]]
 
 
-def packed(records: Records, counts: Mapping[str, Any]) -> bytes:
+def pack_records(records: Records, counts: Mapping[str, Any]) -> bytes:
     """What a process found of its documents, which are all equally long.
 
     Args:
@@ -45,9 +45,11 @@ def packed(records: Records, counts: Mapping[str, Any]) -> bytes:
     return file.getvalue()
 
 
-def unpacked(data: bytes, documents: Sequence[Document]) -> tuple[dict[int, dict[int, Record]], dict[str, Any]]:
-    """What `packed` was given, of a corpus with these documents."""
-    records: dict[int, dict[int, Record]] = {}
+def unpack_records(
+    data: bytes, documents: Sequence[Document]
+) -> tuple[dict[int, dict[int, DocumentRecord]], dict[str, Any]]:
+    """What `pack_records` was given, of a corpus with these documents."""
+    records: dict[int, dict[int, DocumentRecord]] = {}
     with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
         counts: dict[str, Any] = json.loads(arrays["counts"].tobytes())
         for name in arrays.files:
@@ -55,7 +57,7 @@ def unpacked(data: bytes, documents: Sequence[Document]) -> tuple[dict[int, dict
             if kind == "documents":
                 figures, flags = arrays[f"{number}.figures"], arrays[f"{number}.flags"]
                 records[int(number)] = {
-                    at: Record(documents[at].domain, documents[at].name, *numbers, *truths)
+                    at: DocumentRecord(documents[at].domain, documents[at].name, *numbers, *truths)
                     for at, numbers, truths in zip(arrays[name].tolist(), figures, flags, strict=True)
                 }
     return records, counts

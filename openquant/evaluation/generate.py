@@ -1,7 +1,7 @@
 """What models write, side by side: greedy continuations of prompts, and where they begin to differ.
 
 Nothing of a checkpoint says how: no sampling, no code of its own, only the tokens at which it ends. Where a model does
-not fit into memory, `along` shows what it would have written next at each place of a given text instead.
+not fit into memory, `teacher_forced` shows what it would have written next at each place of a given text instead.
 
     ours, theirs = (continued(model, prompts, ends(checkpoint.root, checkpoint.config)) for model in (source, output))
     side_by_side(prompts, ours, theirs, tokenizer)[0]["differs_at"]     # 12
@@ -30,7 +30,7 @@ TOKENS = 64
 _BEFORE = 48
 
 
-def ends(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+def end_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     """The tokens that end an answer, as generation_config.json says, or else config.json.
 
     Raises:
@@ -52,7 +52,7 @@ def ends(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     return ()
 
 
-def continued(
+def continue_prompts(
     streamed: StreamedModel,
     prompts: Sequence[Prompt],
     ends: Sequence[int],
@@ -132,7 +132,7 @@ def side_by_side(
     ]
 
 
-def along(
+def teacher_forced(
     ids: Sequence[int], source: Sequence[int], output: Sequence[int], tokenizer: Tokenizer, tokens: int = TOKENS
 ) -> dict[str, Any]:
     """What two models would have written next at each place of a text, given the text up to there.

@@ -1,7 +1,7 @@
 """How far a model's answers are from its source's: figures of two models' logits for the same texts.
 
-`compare` makes a `Record` of each document, `summary` the figures of some of them. Records of several processes are put
-together by concatenating them. docs/evaluation.md defines every figure.
+`compare_logits` makes a `DocumentRecord` of each document, `summary` the figures of some of them. Records of several
+processes are put together by concatenating them. docs/evaluation.md defines every figure.
 
     records = [compare(source, output, ids, "a.txt", "text", names) for ...]
     summary(records)["kl"]      # {"mean": 0.00129, "interval": [0.00121, 0.00137], "median": 0.0009, ...}
@@ -41,7 +41,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Record:
+class DocumentRecord:
     """What is known of each position of one document but the last, whose next token is not known.
 
     Attributes:
@@ -66,14 +66,16 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Names:
+class ModelNames:
     """The two models, for messages."""
 
     source: str
     output: str
 
 
-def compare(source: Tensor, output: Tensor, ids: Tensor, domain: str, name: str, models: Names) -> Record:
+def compare_logits(
+    source: Tensor, output: Tensor, ids: Tensor, domain: str, name: str, models: ModelNames
+) -> DocumentRecord:
     """The record of one document.
 
     Args:
@@ -102,7 +104,7 @@ def compare(source: Tensor, output: Tensor, ids: Tensor, domain: str, name: str,
         parts.append(_figures(p, q, following[rows]))
     columns = [torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)]
     kl, confidence, source_nll, output_nll, top1, top5 = columns
-    return Record(domain, name, kl, confidence, source_nll, output_nll, top1, top5)
+    return DocumentRecord(domain, name, kl, confidence, source_nll, output_nll, top1, top5)
 
 
 def _log_probabilities(logits: Tensor, low: int, name: str, model: str) -> Tensor:
@@ -141,7 +143,7 @@ def _figures(p: Tensor, q: Tensor, following: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-def summary(records: Sequence[Record], seed: int = 0) -> dict[str, Any]:
+def summary(records: Sequence[DocumentRecord], seed: int = 0) -> dict[str, Any]:
     """The figures of some documents, as eval.json has them but for those of the floor and of layers.
 
     Args:
@@ -198,7 +200,7 @@ def summary(records: Sequence[Record], seed: int = 0) -> dict[str, Any]:
     }
 
 
-def histogram(records: Sequence[Record]) -> list[float]:
+def histogram(records: Sequence[DocumentRecord]) -> list[float]:
     """The share of positions whose KL lies between two neighbours of EDGES; what is beyond counts for the outermost."""
     kl = np.clip(_joined(records, lambda record: record.kl), EDGES[0], np.nextafter(EDGES[-1], 0))
     counts, _ = np.histogram(kl, EDGES)
@@ -229,7 +231,7 @@ def mean(figures: npt.NDArray[Any]) -> float:
     return float(figures.mean()) if len(figures) else 0.0
 
 
-def _joined(records: Sequence[Record], pick: Callable[[Record], npt.NDArray[Any]]) -> npt.NDArray[Any]:
+def _joined(records: Sequence[DocumentRecord], pick: Callable[[DocumentRecord], npt.NDArray[Any]]) -> npt.NDArray[Any]:
     return np.concatenate([pick(record) for record in records])
 
 

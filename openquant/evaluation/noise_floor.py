@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Noise:
+class RoundingNoise:
     """Rounds what modules give, while it is on.
 
     Args:
@@ -51,13 +51,13 @@ class Noise:
             if self._chance is None:
                 return output
             if isinstance(output, tuple):
-                return (stochastic(output[0], self._chance), *output[1:])
-            return stochastic(output, self._chance)
+                return (stochastic_round(output[0], self._chance), *output[1:])
+            return stochastic_round(output, self._chance)
 
         return noisy
 
 
-def stochastic(values: Tensor, chance: torch.Generator) -> Tensor:
+def stochastic_round(values: Tensor, chance: torch.Generator) -> Tensor:
     """Values rounded to bfloat16 by chance, of their shape and dtype; those of bfloat16 may go a step up or down."""
     bits = values.float().view(torch.int32)
     noise = torch.randint(0, 1 << 16, bits.shape, generator=chance, dtype=torch.int32).to(bits.device)

@@ -18,11 +18,19 @@ import transformers
 from ..data.corpus import Corpus
 from ..streaming.model import StreamedModel
 from ..version import __version__
-from .counters import Distances, Routes
-from .kl import EDGES, Record, histogram, summary
-from .types import Brief, Named, OutputEvaluation
-from .under_test import Output, Settings, Subject
-from .verdict import BROKEN, Layer, Suspect, suspects_by_config, suspects_by_layers, suspects_by_weights, word
+from .counters import HiddenStateDistances, RouteCounts
+from .kl import EDGES, DocumentRecord, histogram, summary
+from .types import Brief, NamedModel, OutputEvaluation
+from .under_test import EvaluationSettings, ModelUnderTest, OutputUnderTest
+from .verdict import (
+    BROKEN,
+    LayerFigures,
+    Suspect,
+    suspects_by_config,
+    suspects_by_layers,
+    suspects_by_weights,
+    verdict_word,
+)
 
 # Settings that say nothing of what a model computes; others of that kind are never taken from config.json.
 _TOLD = frozenset(
@@ -43,7 +51,7 @@ class Evaluation:
         notes: what people should know of it.
     """
 
-    source: Named
+    source: NamedModel
     floor: Brief
     outputs: list[OutputEvaluation]
     notes: tuple[str, ...] = ()
@@ -68,14 +76,14 @@ class Findings:
         routes: which experts tokens went to.
     """
 
-    source: Subject
+    source: ModelUnderTest
     model: StreamedModel
-    outputs: list[Output]
+    outputs: list[OutputUnderTest]
     corpus: Corpus
-    settings: Settings
-    records: dict[int, dict[int, Record]] = field(default_factory=dict)
-    distances: Distances = field(default_factory=Distances)
-    routes: Routes = field(default_factory=Routes)
+    settings: EvaluationSettings
+    records: dict[int, dict[int, DocumentRecord]] = field(default_factory=dict)
+    distances: HiddenStateDistances = field(default_factory=HiddenStateDistances)
+    routes: RouteCounts = field(default_factory=RouteCounts)
 
     def counts(self) -> dict[str, Any]:
         """What was counted of this process's documents."""
@@ -85,7 +93,7 @@ class Findings:
             "clipped": [output.served.clipped.counts() for output in self.outputs],
         }
 
-    def add(self, records: Mapping[int, Mapping[int, Record]], counts: Mapping[str, Any]) -> None:
+    def add(self, records: Mapping[int, Mapping[int, DocumentRecord]], counts: Mapping[str, Any]) -> None:
         """Add what another process found of its documents."""
         for number, found in records.items():
             self.records[number].update(found)
@@ -94,7 +102,7 @@ class Findings:
         for output, clipped in zip(self.outputs, counts["clipped"], strict=True):
             output.served.clipped.add_counts(clipped)
 
-    def of(self, number: int) -> list[Record]:
+    def of(self, number: int) -> list[DocumentRecord]:
         """The records of a pass, in the order of the documents."""
         found = self.records[number]
         return [found[document] for document in sorted(found)]
@@ -127,7 +135,7 @@ def results(found: Findings, texts: Sequence[list[dict[str, Any]]], notes: Seque
     return Evaluation(source, floor, outputs, tuple(dict.fromkeys(said)))
 
 
-def _result(found: Findings, output: Output, floor: Brief) -> dict[str, Any]:
+def _result(found: Findings, output: OutputUnderTest, floor: Brief) -> dict[str, Any]:
     weights, full = found.of(output.first), found.of(output.last)
     seed = found.settings.seed
     figures = summary(full, seed)
@@ -138,7 +146,7 @@ def _result(found: Findings, output: Output, floor: Brief) -> dict[str, Any]:
         *suspects_by_weights(output.changes, output.served.kept, output.by_gptq),
         *suspects_by_layers(layers),
     ]
-    verdict = word(figures["kl"]["mean"], floor["kl"])
+    verdict = verdict_word(figures["kl"]["mean"], floor["kl"])
     if output.of.tokenizer:
         verdict = "broken"
     errors = [change.error for change in output.changes if change.quantized]
@@ -157,13 +165,13 @@ def _result(found: Findings, output: Output, floor: Brief) -> dict[str, Any]:
     }
 
 
-def _layer(found: Findings, name: str, output: Output) -> Layer:
+def _layer(found: Findings, name: str, output: OutputUnderTest) -> LayerFigures:
     last = name.rpartition(".")[2]
 
     def inside(place: str | int) -> bool:
         return str(place) == last if isinstance(place, int) else place.startswith(f"{name}.")
 
-    return Layer(
+    return LayerFigures(
         name,
         found.distances.of(name, output.last),
         found.distances.of(name, 1),
@@ -172,7 +180,7 @@ def _layer(found: Findings, name: str, output: Output) -> Layer:
     )
 
 
-def _by_files(found: Findings, output: Output) -> list[Suspect]:
+def _by_files(found: Findings, output: OutputUnderTest) -> list[Suspect]:
     mine, theirs = (_config_of(model) for model in (found.model, output.served.model))
     tokenizer = [Suspect("tokenizer", f"it has another answer for {what}") for what in output.of.tokenizer]
     return [*tokenizer, *suspects_by_config(mine, theirs)]
@@ -194,7 +202,7 @@ def _config_of(model: StreamedModel) -> dict[str, Any]:
     return found
 
 
-def _brief(records: Sequence[Record], seed: int) -> Brief:
+def _brief(records: Sequence[DocumentRecord], seed: int) -> Brief:
     """The figures of what stands beside others."""
     found = summary(records, seed)
     kl = dict(found["kl"])
@@ -209,7 +217,7 @@ def _brief(records: Sequence[Record], seed: int) -> Brief:
     return cast(Brief, figures)
 
 
-def _layer_json(layer: Layer) -> dict[str, Any]:
+def _layer_json(layer: LayerFigures) -> dict[str, Any]:
     found = {"layer": layer.name, "distance": layer.distance, "floor": layer.floor}
     return found if layer.routed_otherwise is None else {**found, "routed_otherwise": layer.routed_otherwise}
 

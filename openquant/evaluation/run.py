@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING
 from ..convert.ranks import Ranks, attempt
 from ..errors import SourceError, UsageError
 from ..files.checkpoint import open_checkpoint
-from ..files.destination import Destination, Protected
+from ..files.destination import Destination, ProtectedPaths
 from ..files.evaluation import EVALUATION
 from ..files.fingerprint import Fingerprint
 from ..files.names import EVAL_FILE, JOURNAL_FILE
 from ..formats.names import CacheScheme
-from ..hub.shards import Needs, supplied
+from ..hub.shards import Needs, supply_shards
 from ..hub.source import Source, find_source, model_folder
 from ..machine import find_device
 from ..options import Evaluate, Texts, files_read, values_for
-from ..streaming.memory import answering_room, evaluation_steps, memory_left
-from ..streaming.session import BUDGET, Arriving, find_tokenizer, hidden_bytes, scratch_for, vocabulary_of
+from ..streaming.memory import answer_memory, evaluation_steps, memory_left
+from ..streaming.session import BUDGET, ArrivingShards, find_tokenizer, hidden_bytes, scratch_for, vocabulary_of
 
 if TYPE_CHECKING:
-    from ..streaming.shard_provider import Traffic
+    from ..streaming.shard_provider import ShardProvider
     from .results import Evaluation
 
 
@@ -120,9 +120,9 @@ def _evaluated(
     models = [(each.repo or each.name, checkpoint) for each, checkpoint in zip(sources, checkpoints, strict=True)]
     memory_left(asked.max_memory, evaluation_steps(models, texts.length))
     # Only now is transformers imported.
-    from ..data.corpus import read
-    from .compare import evaluate as measure
-    from .under_test import Settings, Subject
+    from ..data.corpus import read_corpus
+    from .compare import compare_outputs
+    from .under_test import EvaluationSettings, ModelUnderTest
 
     def advanced(done: int, total: int) -> None:
         ranks.check()
@@ -132,12 +132,12 @@ def _evaluated(
     with ExitStack() as stack:
         tokenizers = [find_tokenizer(each, checkpoint) for each, checkpoint in zip(sources, checkpoints, strict=True)]
         tokenizer = tokenizers[0]
-        corpus = read(texts, tokenizer, vocabulary=vocabulary_of(checkpoints[0]))
+        corpus = read_corpus(texts, tokenizer, vocabulary=vocabulary_of(checkpoints[0]))
         seen = ranks.agree(None, [corpus.sha256, [dict(checkpoint.shards) for checkpoint in checkpoints]])
         if any(other != seen[0] for other in seen):
             raise SourceError("ranks see different texts or checkpoints", "let all of them read the same files")
         subjects = [
-            Subject(
+            ModelUnderTest(
                 name,
                 checkpoint,
                 tokenizer.differences(own),
@@ -153,16 +153,16 @@ def _evaluated(
         room = scratch_for(hidden, place, BUDGET if left is None else left, asked.scratch is not None)
 
         @contextmanager
-        def supply(needs: Sequence[Needs]) -> Iterator[list[Traffic]]:
+        def supply(needs: Sequence[Needs]) -> Iterator[list[ShardProvider]]:
             pairs = list(zip(sources, needs, strict=True))
             more = hidden if room else 0
-            with supplied(pairs, asked.stream, place, more, ranks.local_size) as supplies:
+            with supply_shards(pairs, asked.stream, place, more, ranks.local_size) as supplies:
                 yield [
-                    Arriving(each, wanted, subject.name, subject.fingerprint, ranks)
+                    ArrivingShards(each, wanted, subject.name, subject.fingerprint, ranks)
                     for each, wanted, subject in zip(supplies, needs, subjects, strict=True)
                 ]
 
-        settings = Settings(
+        settings = EvaluationSettings(
             asked.seed,
             asked.kv_cache,
             chosen,
@@ -172,9 +172,9 @@ def _evaluated(
             supply,
             again=not asked.stream,
             team=ranks if ranks.size > 1 else None,
-            answering=answering_room(asked.max_memory),
+            answering=answer_memory(asked.max_memory),
         )
-        found = measure(subjects[0], subjects[1:], corpus, settings, begun, advanced, remaining)
+        found = compare_outputs(subjects[0], subjects[1:], corpus, settings, begun, advanced, remaining)
         for subject in subjects:
             subject.fingerprint.require_unchanged()
     for target, value in targets(found) if targets is not None else ():
@@ -218,10 +218,10 @@ def _targets(
     return lambda found: ((file, value) for file, value in zip(files, found.outputs, strict=True) if file is not None)
 
 
-def protected_by(asked: Evaluate, texts: Texts) -> Protected:
+def protected_by(asked: Evaluate, texts: Texts) -> ProtectedPaths:
     """What no file that an evaluation writes may replace."""
     models = [model_folder(each) for each in (asked.source, *asked.outputs)]
-    return Protected(models, files_read({**vars(asked), **vars(texts)}))
+    return ProtectedPaths(models, files_read({**vars(asked), **vars(texts)}))
 
 
 def output_of(asked: Evaluate) -> Path | None:

@@ -42,7 +42,7 @@ Brief = TypedDict(
 """The figures of the floor, and of weights alone."""
 
 
-class Domain(TypedDict):
+class DomainFigures(TypedDict):
     """The mean KL of one file or subset."""
 
     domain: str
@@ -80,14 +80,14 @@ class LayerDistance(_Distance, total=False):
     routed_otherwise: float
 
 
-class Sizes(TypedDict):
+class ModelSizes(TypedDict):
     """Bytes of all tensors."""
 
     source: int
     output: int
 
 
-class Named(TypedDict):
+class NamedModel(TypedDict):
     """A model; the digest of its weights and files, and the stamp, which is the same only where they are."""
 
     name: str
@@ -129,7 +129,7 @@ class OutputEvaluation(TypedDict):
     kl: Divergence
     kl_by_confidence: list[Bin]
     kl_by_position: list[Bin]
-    kl_by_domain: list[Domain]
+    kl_by_domain: list[DomainFigures]
     kl_histogram: Histogram
     top1: float
     top5: float
@@ -143,11 +143,11 @@ class OutputEvaluation(TypedDict):
     reasons: list[str]
     suspects: list[str]
     texts: list[Answer]
-    sizes: Sizes
+    sizes: ModelSizes
     text: TextRead
     versions: dict[str, str]
     seed: int
     device: str
     floor: Brief
-    source: Named
-    output: Named
+    source: NamedModel
+    output: NamedModel

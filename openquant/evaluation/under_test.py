@@ -18,20 +18,20 @@ from ..errors import UsageError
 from ..files.cards import card_of, is_rounded_by_gptq, says_folds
 from ..files.checkpoint import Checkpoint
 from ..files.fingerprint import Fingerprint
-from ..streaming.documents import Team
-from ..streaming.model import StreamedModel, needs
-from ..streaming.offload import Scratch
-from ..streaming.shard_provider import Traffic
-from .as_served import Served
-from .types import Named
-from .weight_changes import Change
+from ..streaming.documents import DocumentRanks
+from ..streaming.model import StreamedModel, shards_by_unit
+from ..streaming.offload import OffloadFile
+from ..streaming.shard_provider import ShardProvider
+from .as_served import ServedModel
+from .types import NamedModel
+from .weight_changes import WeightChange
 
 # Of a model, the shards of each unit, in the order in which units are computed.
 Needs = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
-class Subject:
+class ModelUnderTest:
     """A checkpoint to be evaluated, or its source.
 
     Attributes:
@@ -56,7 +56,7 @@ class Subject:
         """Size of its tensors."""
         return sum(info.nbytes for info in self.checkpoint.tensors.values())
 
-    def identity(self) -> Named:
+    def identity(self) -> NamedModel:
         """What eval.json has of it: name, and the digest and the stamp of its fingerprint.
 
         Raises:
@@ -66,7 +66,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Settings:
+class EvaluationSettings:
     """How to evaluate.
 
     Attributes:
@@ -86,17 +86,17 @@ class Settings:
     seed: int = 0
     kv_cache: str = "auto"
     device: str = "cpu"
-    scratch: Scratch | None = None
+    scratch: OffloadFile | None = None
     tokenizer: Tokenizer | None = None
     prompts: str | os.PathLike[str] | None = None
-    supply: Callable[[Sequence[Needs]], AbstractContextManager[Sequence[Traffic]]] | None = None
+    supply: Callable[[Sequence[Needs]], AbstractContextManager[Sequence[ShardProvider]]] | None = None
     again: bool = True
-    team: Team | None = None
+    team: DocumentRanks | None = None
     answering: int | None = None
 
 
 @dataclass
-class Output:
+class OutputUnderTest:
     """An output, and what is found of its weights as texts go through.
 
     Attributes:
@@ -107,11 +107,11 @@ class Output:
         changes: how its weights differ from the source's.
     """
 
-    of: Subject
-    served: Served
+    of: ModelUnderTest
+    served: ServedModel
     first: int
     passes: int
-    changes: list[Change] = field(default_factory=list)
+    changes: list[WeightChange] = field(default_factory=list)
 
     @cached_property
     def folded(self) -> bool:
@@ -126,7 +126,7 @@ class Output:
     @property
     def needs(self) -> Needs:
         """The shards of each unit of its model, those with scales of activations too."""
-        return needs(self.served.model, self.served.scales)
+        return shards_by_unit(self.served.model, self.served.scales)
 
     @property
     def last(self) -> int:
@@ -134,7 +134,9 @@ class Output:
         return self.first + self.passes - 1
 
 
-def require_one_model(source: Subject, mine: StreamedModel, output: Subject, theirs: StreamedModel) -> None:
+def require_one_model(
+    source: ModelUnderTest, mine: StreamedModel, output: ModelUnderTest, theirs: StreamedModel
+) -> None:
     """Refuse what cannot be held against one another.
 
     Raises:

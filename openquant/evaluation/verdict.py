@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .weight_changes import ROUNDED, Change
+from .weight_changes import ROUNDED, WeightChange
 
 # A mean KL of so many times the floor's is the floor's: another program's rounding could do it.
 AT_FLOOR = 2.0
@@ -37,7 +37,7 @@ LEAST_ROUTED = 0.2
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerFigures:
     """What a decoder layer does to the texts.
 
     Attributes:
@@ -68,7 +68,7 @@ class Suspect:
     why: str
 
 
-def word(kl: float, floor: float) -> str:
+def verdict_word(kl: float, floor: float) -> str:
     """The verdict on a mean KL, given the floor's: "same", "close", "changed" or "broken"."""
     if kl <= AT_FLOOR * floor:
         return "same"
@@ -77,7 +77,7 @@ def word(kl: float, floor: float) -> str:
     return "changed" if kl <= BROKEN else "broken"
 
 
-def suspects_by_weights(changes: Sequence[Change], routers: Iterable[str], gptq: bool = False) -> list[Suspect]:
+def suspects_by_weights(changes: Sequence[WeightChange], routers: Iterable[str], gptq: bool = False) -> list[Suspect]:
     """Modules whose weights differ from the source's by more than their formats explain, worst first.
 
     Args:
@@ -114,11 +114,11 @@ def suspects_by_weights(changes: Sequence[Change], routers: Iterable[str], gptq:
     return [*kept, *(suspect for _, suspect in sorted(found, key=lambda each: -each[0]))]
 
 
-def _ratio(change: Change) -> float:
+def _ratio(change: WeightChange) -> float:
     return change.error / max(change.explained, ROUNDED) if change.error else 1.0
 
 
-def suspects_by_layers(layers: Sequence[Layer]) -> list[Suspect]:
+def suspects_by_layers(layers: Sequence[LayerFigures]) -> list[Suspect]:
     """Decoder layers that what they do to the texts singles out, in their order."""
     found = []
     added = _added([layer.distance for layer in layers])

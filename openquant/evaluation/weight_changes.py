@@ -37,7 +37,7 @@ _FAST = {scheme.format.number for scheme in SCHEMES.values()}
 
 
 @dataclass(frozen=True)
-class Change:
+class WeightChange:
     """How one weight differs.
 
     Attributes:
@@ -65,7 +65,7 @@ def compare_weights(
     form: Format | None,
     transposed: bool = False,
     between: Callable[[], None] = lambda: None,
-) -> Change:
+) -> WeightChange:
     """How one weight of the output differs.
 
     Args:
@@ -77,7 +77,7 @@ def compare_weights(
         between: called after each piece of a weight that may be mapped from files, to let their pages go.
     """
     if _equal(source, output, between):
-        return Change(name, form is not None, 0.0, 0.0, 0.0)
+        return WeightChange(name, form is not None, 0.0, 0.0, 0.0)
     if form is None:
         wide, other = source.flatten(), output.flatten()
         signal = noise = 0.0
@@ -87,7 +87,7 @@ def compare_weights(
             noise += float((other[low : low + CHUNK].double() - weight).square().sum())
             between()
         error = _root(noise, signal)
-        return Change(name, False, error, 0.0, float(error > ROUNDED))
+        return WeightChange(name, False, error, 0.0, float(error > ROUNDED))
     if transposed:
         source, output = source.T, output.T
     columns = [torch.cat(column) for column in zip(*_grids(source, output, form), strict=True)]
@@ -97,7 +97,7 @@ def compare_weights(
     total, signal = float(explained.sum()), float(signals.sum())
     usual = total / signal if signal else 0.0
     off = found > OFF**2 * torch.maximum(explained, usual * signals)
-    return Change(
+    return WeightChange(
         name,
         True,
         _root(float(found.sum()), signal),

@@ -5,7 +5,7 @@ Location         the shard and the offset at which its bytes are
 Checkpoint       a model directory, opened: config, tensors, where they lie, other files
 SourceFile       a shard read at offsets; ShardFile one being written so
 OutputDirectory  the directory a run claims: its lock, its journal, how a file gets its final name
-RoundedFolder    layers that were rounded before, beside it until it is finished
+LayerStore    layers that were rounded before, beside it until it is finished
 
 checkpoint = open_checkpoint(Path("Qwen3-8B"))
 info = checkpoint.tensors["lm_head.weight"]          # TensorInfo("lm_head.weight", "BF16", (151936, 4096))

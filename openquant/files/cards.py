@@ -197,11 +197,11 @@ def published_card(card: str, repo: str, revision: str | None) -> str:
     if not block:
         return card
     written = f"(?m)^({'|'.join(map(re.escape, COMMANDS.values()))}) .*?({_FLAGS})$"
-    commands = re.sub(written, lambda found: f"{found[1]} {served(repo, revision)}{found[2]}", block[0])
+    commands = re.sub(written, lambda found: f"{found[1]} {serve_argument(repo, revision)}{found[2]}", block[0])
     return card[: block.start()] + commands + card[block.end() :]
 
 
-def served(output: str, revision: str | None) -> str:
+def serve_argument(output: str, revision: str | None) -> str:
     """What is typed behind an engine's command: "Qwen3-8B-FP8", "'./my model'", "org/name --revision refs/pr/1"."""
     return shell_word(output) + (f" --revision {shell_word(revision)}" if revision else "")
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Protocol
 from ..errors import SourceError
 from ..threads import in_parallel
 from .names import CARD_FILE, INDEX_FILE, SINGLE_FILE, left_out_part
-from .small_files import MAX_INDEX, MAX_SMALL, open_regular, parse_json, read_small, shown
+from .small_files import MAX_INDEX, MAX_SMALL, open_regular, parse_json, read_small, short_repr
 from .tensors import DAMAGED, MAX_TENSORS, TENSOR_NAME, Location, TensorInfo, read_header
 
 # Headers that are read from the Hub at a time, and what is asked for first: most are no longer than that.
@@ -219,7 +219,7 @@ def _find_shards(root: Path, remote: Mapping[str, RemoteFile]) -> tuple[list[str
         for shard, tensor in {shard: tensor for tensor, shard in reversed(placed.items())}.items():
             if not _is_plain(shard):
                 raise SourceError(
-                    f"{INDEX_FILE} places {_named(tensor)} in {shown(shard)}, which is not a plain file name",
+                    f"{INDEX_FILE} places {_named(tensor)} in {short_repr(shard)}, which is not a plain file name",
                     "shards must lie in the checkpoint's own directory",
                 )
             if not shard.endswith(".safetensors"):
@@ -240,7 +240,7 @@ def _is_plain(name: str) -> bool:
 
 def _named(tensor: str) -> str:
     """A tensor's name from the index for a message: quoted and cut where it is not what a name can be."""
-    return tensor if tensor.isprintable() and TENSOR_NAME.fullmatch(tensor) else shown(tensor)
+    return tensor if tensor.isprintable() and TENSOR_NAME.fullmatch(tensor) else short_repr(tensor)
 
 
 def _names(root: Path) -> list[str]:

@@ -25,7 +25,7 @@ STREAMS = ("stdin", "stdout", "stderr")
 
 
 @dataclass(frozen=True)
-class Kind:
+class FileKind:
     """What is written to a file.
 
     Attributes:
@@ -40,7 +40,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Protected:
+class ProtectedPaths:
     """What no file of a run may replace.
 
     Attributes:
@@ -69,8 +69,8 @@ class Destination:
 
     path: Path
     option: str
-    kind: Kind
-    protected: Protected = field(default_factory=Protected)
+    kind: FileKind
+    protected: ProtectedPaths = field(default_factory=ProtectedPaths)
     beside: Path | None = None
     elsewhere: str = "give another place"
 

@@ -16,11 +16,11 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from ..errors import SourceError
 from .checkpoint import Checkpoint, readable
-from .destination import Kind
+from .destination import FileKind
 from .fingerprint import Fingerprint
 from .folder import Folder
 from .names import EVAL_FILE, EVAL_PAGE, EVAL_PICTURE
-from .small_files import MAX_SMALL, parse_json, read_small, shown
+from .small_files import MAX_SMALL, parse_json, read_small, short_repr
 
 AGAIN = "run openquant eval again, or remove it"
 # Of a list, and letters of a text.
@@ -92,10 +92,10 @@ def read_evaluation(directory: Path) -> dict[str, Any]:
         OSError: there is none; `readable()` tells the user.
     """
     data = read_small(directory / EVAL_FILE, EVAL_FILE)
-    return checked(parse_json(data, EVAL_FILE))
+    return check_evaluation(parse_json(data, EVAL_FILE))
 
 
-def checked(value: Any) -> dict[str, Any]:
+def check_evaluation(value: Any) -> dict[str, Any]:
     """The same, if it is what an eval.json holds.
 
     Raises:
@@ -133,7 +133,9 @@ def _check(value: Any, kind: Any, where: str) -> None:
 
 
 def _refuse(value: Any, where: str) -> NoReturn:
-    raise SourceError(f"{EVAL_FILE}: {where or 'it'} is {shown(value)}, which is not what eval writes there", AGAIN)
+    raise SourceError(
+        f"{EVAL_FILE}: {where or 'it'} is {short_repr(value)}, which is not what eval writes there", AGAIN
+    )
 
 
 def _check_histogram(histogram: Mapping[str, list[float]]) -> None:
@@ -169,15 +171,15 @@ def _is_evaluation(file: BinaryIO) -> bool:
         return False
 
 
-EVALUATION = Kind("an evaluation", _is_evaluation, EVAL_FILE)
+EVALUATION = FileKind("an evaluation", _is_evaluation, EVAL_FILE)
 
 
-def identity(evaluation: Mapping[str, Any]) -> str:
+def evaluation_digest(evaluation: Mapping[str, Any]) -> str:
     """What a page and a picture name the evaluation by that they show: SHA-256 of its values, hexadecimal."""
     return hashlib.sha256(json.dumps(evaluation, sort_keys=True).encode()).hexdigest()
 
 
-class Found(NamedTuple):
+class FoundEvaluation(NamedTuple):
     """What lies beside a model of an evaluation.
 
     Attributes:
@@ -189,7 +191,7 @@ class Found(NamedTuple):
     files: list[str]
 
 
-def find_evaluation(checkpoint: Checkpoint) -> Found | None:
+def find_evaluation(checkpoint: Checkpoint) -> FoundEvaluation | None:
     """The evaluation that lies beside a model, and the page and the picture that show this one; None without any.
 
     Raises:
@@ -204,6 +206,8 @@ def find_evaluation(checkpoint: Checkpoint) -> Found | None:
         of = evaluation["output"]
         if not Fingerprint(checkpoint).matches(of["digest"], of.get("stamp", "")):
             raise SourceError(f"{EVAL_FILE} is of another model, or of what this one was before", AGAIN)
-        name = identity(evaluation).encode()
+        name = evaluation_digest(evaluation).encode()
         shows = (one for one in (EVAL_PAGE, EVAL_PICTURE) if folder.is_file(one))
-        return Found(evaluation, [EVAL_FILE, *(one for one in shows if name in (folder.read(one, MAX_SMALL) or b""))])
+        return FoundEvaluation(
+            evaluation, [EVAL_FILE, *(one for one in shows if name in (folder.read(one, MAX_SMALL) or b""))]
+        )

@@ -31,7 +31,7 @@ ELSEWHERE = "choose another directory with -o"
 
 
 @contextmanager
-def explained(path: Path | str, doing: str = "written") -> Iterator[None]:
+def output_errors(path: Path | str, doing: str = "written") -> Iterator[None]:
     """Turn an OSError about an output file into an OutputError that names the file."""
     try:
         yield
@@ -51,7 +51,7 @@ def read_journal(directory: Path) -> dict[str, Any] | None:
     Raises:
         OutputError: something else is there.
     """
-    with explained(directory, "read"):
+    with output_errors(directory, "read"):
         folder = Folder(directory)
     with folder:
         return journal_in(folder)
@@ -64,7 +64,7 @@ def journal_in(folder: Folder) -> dict[str, Any] | None:
         OutputError: something else is there.
     """
     path = folder.path / JOURNAL
-    with explained(path, "read"):
+    with output_errors(path, "read"):
         if folder.stat(JOURNAL) is None:
             return None
         data = folder.read(JOURNAL, MAX_JOURNAL) if folder.is_file(JOURNAL) else None
@@ -95,13 +95,13 @@ def finished_files(directory: Path) -> tuple[str, set[str]]:
     """
     if not directory.is_dir():
         raise OutputError(f"{directory} is not a directory", "check the path")
-    with explained(directory, "read"):
+    with output_errors(directory, "read"):
         folder = Folder(directory)
     with folder:
         journal = journal_in(folder)
         if journal is None:
             raise OutputError(f"{directory} was not made by openquant", "give a directory that compress wrote")
-        with explained(directory, "read"):
+        with output_errors(directory, "read"):
             there = {name: what.st_mode for name, what in folder.walk()}
     for name, mode in there.items():
         if is_work(name) and not is_sound_work(name, mode):
@@ -158,7 +158,7 @@ def _is_early(name: str, mode: int) -> bool:
     return stat.S_ISREG(mode) and (name == LOCK or partial)
 
 
-def strangers(folder: Folder) -> Iterator[str]:
+def foreign_files(folder: Folder) -> Iterator[str]:
     """What a directory without a journal holds, but for what a run leaves that died before writing it; empty
     directories count for nothing.
     """

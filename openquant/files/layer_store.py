@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from ..errors import OutputError, SourceError
 from .atomic import make_directory, write_whole
 from .folder import Folder
-from .journal import explained
+from .journal import output_errors
 from .shardfile import Bytes
 from .small_files import parse_json
 from .tensors import TensorInfo, make_header, read_header
@@ -37,14 +37,14 @@ _OURS = re.compile(r"\d{3,}(-\d+)?\.safetensors|[0-9a-f]{16}\.passes(\.new)?|\.o
 _PIECE = 1 << 22
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor's bytes lie: a file, and the offset from its start."""
 
     path: Path
     offset: int
 
 
-class RoundedFolder:
+class LayerStore:
     """The directory of one run.
 
     Args:
@@ -72,7 +72,7 @@ class RoundedFolder:
         Raises:
             OutputError: it holds something that no run has there, or cannot be written.
         """
-        with explained(self.path):
+        with output_errors(self.path):
             make_directory(self.path)
             with Folder(self.path) as folder:
                 strange = [name for name in folder.names() if not _OURS.fullmatch(name) or not folder.is_file(name)]
@@ -86,7 +86,7 @@ class RoundedFolder:
                     if not keeps and not name.startswith(self.passes.name):
                         folder.remove(name)
 
-    def read(self, number: int) -> dict[Path, dict[TensorInfo, Place]]:
+    def read(self, number: int) -> dict[Path, dict[TensorInfo, TensorPlace]]:
         """The tensors of a unit in each of its files, and where they lie; nothing if this run has rounded none of it.
 
         Raises:
@@ -94,18 +94,18 @@ class RoundedFolder:
         """
         return {path: found for path in self._paths(number) if (found := self._read(path)) is not None}
 
-    def places(self) -> dict[str, Place]:
+    def places(self) -> dict[str, TensorPlace]:
         """Where the tensors of all units lie that this run has rounded, by name; unread, as another process made them.
 
         Raises:
             SourceError: a file is damaged.
         """
-        found: dict[str, Place] = {}
-        with explained(self.path, "read"), Folder(self.path) as folder:
+        found: dict[str, TensorPlace] = {}
+        with output_errors(self.path, "read"), Folder(self.path) as folder:
             for name in sorted(folder.names()):
                 header = self._header(folder, name) if name.endswith(".safetensors") else None
                 for info, offset in () if header is None else header[1]:
-                    found[info.name] = Place(self.path / name, offset)
+                    found[info.name] = TensorPlace(self.path / name, offset)
         return found
 
     def _paths(self, number: int) -> list[Path]:
@@ -114,8 +114,8 @@ class RoundedFolder:
             self.path.glob(f"{number:03d}-*.safetensors")
         )
 
-    def _read(self, path: Path) -> dict[TensorInfo, Place] | None:
-        with explained(path, "read"), Folder(self.path) as folder:
+    def _read(self, path: Path) -> dict[TensorInfo, TensorPlace] | None:
+        with output_errors(path, "read"), Folder(self.path) as folder:
             found = self._header(folder, path.name)
             if found is None:
                 return None
@@ -126,12 +126,12 @@ class RoundedFolder:
                 while data := file.read(_PIECE):
                     digest.update(data)
         if digest.hexdigest() != said:
-            raise damaged(path)
-        return {info: Place(path, offset) for info, offset in tensors}
+            raise damaged_file(path)
+        return {info: TensorPlace(path, offset) for info, offset in tensors}
 
     def write(
         self, number: int, tensors: Sequence[tuple[TensorInfo, Bytes]], part: int | None = None
-    ) -> dict[TensorInfo, Place]:
+    ) -> dict[TensorInfo, TensorPlace]:
         """Write the tensors of a unit, or of a part of it, by a number of its own; where they lie.
 
         Raises:
@@ -147,7 +147,7 @@ class RoundedFolder:
         places = {}
         for info, data in tensors:
             assert data.nbytes == info.nbytes
-            places[info] = Place(path, start)
+            places[info] = TensorPlace(path, start)
             start += info.nbytes
         return places
 
@@ -170,7 +170,7 @@ class RoundedFolder:
         with os.fdopen(handle, "rb") as file:
             found = os.fstat(handle)
             if not stat.S_ISREG(found.st_mode):
-                raise damaged(self.path / name)
+                raise damaged_file(self.path / name)
 
             def read(offset: int, length: int) -> bytes:
                 file.seek(offset)
@@ -182,10 +182,10 @@ class RoundedFolder:
                 facts = parse_json(header["__metadata__"][_KIND].encode(), name)
                 about, said = facts["about"], facts["sha256"]
             except (SourceError, ValueError, LookupError, TypeError, AttributeError):
-                raise damaged(self.path / name) from None
+                raise damaged_file(self.path / name) from None
         return (str(said), tensors) if about == self.about else None
 
 
-def damaged(path: Path) -> SourceError:
+def damaged_file(path: Path) -> SourceError:
     """What is said of a file that is not what was written."""
     return SourceError(f"{path} is damaged", "remove it: its layers are rounded again")

@@ -35,12 +35,12 @@ from .journal import (
     PUSHED,
     SOURCE,
     WORK,
-    explained,
+    foreign_files,
     is_sound_work,
     is_work,
     journal_in,
+    output_errors,
     short_name,
-    strangers,
 )
 from .names import EVALUATION_FILES
 from .names import JOURNAL_FILE as JOURNAL
@@ -118,7 +118,7 @@ class OutputDirectory:
 
     def __enter__(self) -> OutputDirectory:
         try:
-            with explained(self.path, "read"):
+            with output_errors(self.path, "read"):
                 self._made = not self.path.exists() and not self.path.is_symlink()
                 if not self._made:
                     if not self.path.is_dir():
@@ -126,7 +126,7 @@ class OutputDirectory:
                     self._folder = Folder(self.path)
                     if self._is_complete(self._inspect()) and not self.moved:
                         return self
-            with explained(self.path):
+            with output_errors(self.path):
                 if self._made:
                     make_directory(self.path)
                     self._folder = Folder(self.path)
@@ -160,12 +160,12 @@ class OutputDirectory:
                 cannot be written to. The digest, which may not be final yet, is not looked at.
         """
         try:
-            with explained(self.path, "read"):
+            with output_errors(self.path, "read"):
                 if self.path.exists() or self.path.is_symlink():
                     if not self.path.is_dir():
                         raise OutputError(f"{self.path} exists and is not a directory", ELSEWHERE)
                     self._folder = Folder(self.path)
-            with explained(self.path):
+            with output_errors(self.path):
                 place = existing_parent(self.path)
                 if not place.is_dir():
                     raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
@@ -188,7 +188,7 @@ class OutputDirectory:
     def joined(self) -> Iterator[None]:
         """Let a rank that is not the first write there too, once the first one has claimed the directory."""
         try:
-            with explained(self.path):
+            with output_errors(self.path):
                 self._folder = Folder(self.path)
             yield
         finally:
@@ -228,7 +228,7 @@ class OutputDirectory:
     def make_scratch(self, rank: int) -> Path:
         """A directory for source shards that are only here for a while."""
         name = f"{WORK}/{SOURCE}{rank}"
-        with explained(self.path / name):
+        with output_errors(self.path / name):
             self.folder.make(name)
         return self.path / name
 
@@ -239,7 +239,7 @@ class OutputDirectory:
             OutputError: another run has claimed the directory since, or the file cannot be renamed.
         """
         target = self.path / name
-        with explained(target):
+        with output_errors(target):
             found = None if name == JOURNAL else self.folder.stat(JOURNAL)
         # It is never changed, only replaced; reading it for each of thousands of files takes minutes.
         seen = found and (found.st_ino, found.st_ctime_ns)
@@ -251,13 +251,13 @@ class OutputDirectory:
                     "let one run at a time write there",
                 )
             self._own = seen
-        with explained(target):
+        with output_errors(target):
             self.folder.rename(self.partial(name), name)
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[BinaryIO]:
         """A file to be filled, which gets its final name once all of it is on disk."""
-        with explained(self.path / name):
+        with output_errors(self.path / name):
             handle = self.folder.open(self.partial(name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             with os.fdopen(handle, "wb") as file:
                 yield file
@@ -283,7 +283,7 @@ class OutputDirectory:
 
     def finish(self) -> None:
         """Record that everything is there, and drop what it was made from."""
-        with explained(self.path / WORK, "removed"):
+        with output_errors(self.path / WORK, "removed"):
             for name in self.folder.names(WORK):
                 if name.startswith(SOURCE):
                     self.folder.remove_folder(f"{WORK}/{name}")
@@ -315,15 +315,15 @@ class OutputDirectory:
         """
         journal = self._read_journal()
         if journal is None:
-            with explained(self.path, "read"):
-                strange = next(strangers(self.folder), None)
+            with output_errors(self.path, "read"):
+                strange = next(foreign_files(self.folder), None)
             if strange is not None:
                 raise OutputError(
                     f"{self.path} is not empty and was not made by openquant: it holds {strange}",
                     "choose another directory with -o, or empty this one yourself",
                 )
             return None, []
-        with explained(self.path, "read"):
+        with output_errors(self.path, "read"):
             found = [(name, what.st_mode) for name, what in self.folder.walk() if name != JOURNAL]
         # An evaluation comes later, and says nothing any more of what is overwritten.
         ours = {*journal["files"], *EVALUATION_FILES}
@@ -388,7 +388,7 @@ class OutputDirectory:
         )
 
     def _take_lock(self) -> None:
-        with explained(self.path / LOCK):
+        with output_errors(self.path / LOCK):
             self._lock = self.folder.open(LOCK, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -442,7 +442,7 @@ class OutputDirectory:
         """Bytes that are still to be written, and bytes of what will be discarded first."""
         if self._folder is None:
             return self._bytes_of(list(self.files), 0), 0
-        with explained(self.path, "examined"):
+        with output_errors(self.path, "examined"):
             gone = {name: found.st_size for name in discarded if (found := self.folder.stat(name)) is not None}
             missing = [name for name in self.files if name in gone or not self.is_finished(name)]
             fetched = sum(
@@ -458,19 +458,19 @@ class OutputDirectory:
 
     def _discard(self, journal: dict[str, Any]) -> None:
         """Remove what an earlier run wrote: first what makes the directory look like a model, the journal last."""
-        with explained(self.path / WORK / PUSHED, "removed"):
+        with output_errors(self.path / WORK / PUSHED, "removed"):
             self.folder.remove_folder(f"{WORK}/{PUSHED}")
         self.elsewhere = frozenset()
         names = sorted(journal["files"], key=lambda name: (name != "config.json", not name.endswith(".json"), name))
         for name in [*names, *EVALUATION_FILES, JOURNAL]:
-            with explained(self.path / name, "removed"):
+            with output_errors(self.path / name, "removed"):
                 self.folder.remove(name)
 
     def _sweep(self) -> None:
         """Remove what an interrupted run left half-written."""
         for name in self.folder.names(WORK):
             if name.endswith(".partial"):
-                with explained(self.path / WORK / name, "removed"):
+                with output_errors(self.path / WORK / name, "removed"):
                     self.folder.remove(f"{WORK}/{name}")
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import SourceError
-from .journal import explained
+from .journal import output_errors
 from .output import REPLACE, OutputDirectory
 
 Bytes = npt.NDArray[np.uint8]
@@ -134,7 +134,7 @@ class ShardFile:
     def open(self) -> None:
         """Create it, with its final size and its header."""
         partial = self.output.partial(self.name)
-        with explained(self.path):
+        with output_errors(self.path):
             self._handle = self.output.folder.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             os.ftruncate(self._handle, self.size)
             _write_all(self._handle, memoryview(self.header), 0)
@@ -150,7 +150,7 @@ class ShardFile:
             OutputError: the disk is full or fails.
         """
         view = data.reshape(-1).view(np.uint8)
-        with explained(self.path):
+        with output_errors(self.path):
             start, end = self._write_direct(view, offset)
             edges = [(view[:start], offset), (view[end:], offset + end)]
             for edge, place in edges:
@@ -193,11 +193,11 @@ class ShardFile:
         self._held_bytes = 0
 
     def _publish(self) -> None:
-        with explained(self.path):
+        with output_errors(self.path):
             os.fsync(self._handle)
         self.close()
         partial = self.output.partial(self.name)
-        with explained(self.path):
+        with output_errors(self.path):
             # A run that took this one for dead has removed it.
             if not self.output.folder.is_file(partial):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
@@ -247,7 +247,7 @@ class FinishedShard:
 
     def open(self) -> None:
         """Open it, and compare size and header."""
-        with explained(self.path, "read"):
+        with output_errors(self.path, "read"):
             self._handle = self.output.folder.open(self.name, os.O_RDONLY)
             size = os.fstat(self._handle).st_size
         if size != self.size:
@@ -273,7 +273,7 @@ class FinishedShard:
         found = np.empty(min(HELD, view.nbytes), np.uint8)
         done = 0
         while done < view.nbytes:
-            with explained(self.path, "read"):
+            with output_errors(self.path, "read"):
                 count = os.preadv(self._handle, [found[: view.nbytes - done].data], offset + done)
             if count == 0 or not np.array_equal(found[:count], view[done : done + count]):
                 self._refuse()

@@ -112,7 +112,7 @@ def _contents(value: Any) -> Any:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """A value as Python writes it, cut to what a message can hold."""
     if not isinstance(value, str):
         return reprlib.repr(value)

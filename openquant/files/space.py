@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import OutputError
-from .journal import explained
+from .journal import output_errors
 
 
 def existing_parent(path: Path) -> Path:
@@ -32,11 +32,11 @@ def require_space(needs: Sequence[tuple[Path, int]], freed: int = 0) -> None:
     """
     disks: dict[int, list[tuple[Path, int]]] = {}
     for path, nbytes in needs:
-        with explained(path, "examined"):
+        with output_errors(path, "examined"):
             disks.setdefault(existing_parent(path).stat().st_dev, []).append((path, nbytes))
     for found in disks.values():
         path, needed = found[0][0], sum(nbytes for _, nbytes in found)
-        with explained(path, "examined"):
+        with output_errors(path, "examined"):
             free = shutil.disk_usage(existing_parent(path)).free + freed
         if needed > free:
             raise OutputError(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import SourceError
-from .small_files import shown
+from .small_files import short_repr
 
 # Bits per element of every dtype that safetensors 0.8 can name.
 DTYPE_BITS = {
@@ -122,10 +122,8 @@ def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> tupl
             problem = "overlaps the tensor before it" if begin < expected else "leaves a hole before it"
             raise SourceError(f"{name}: {info.name} {problem} (starts at {begin}, not {expected})", DAMAGED)
         if end - begin != nbytes:
-            raise SourceError(
-                f"{name}: {info.name} spans {end - begin} bytes, {info.dtype} {list(info.shape)} needs {shown(nbytes)}",
-                DAMAGED,
-            )
+            needed = f"{info.dtype} {list(info.shape)} needs {short_repr(nbytes)}"
+            raise SourceError(f"{name}: {info.name} spans {end - begin} bytes, {needed}", DAMAGED)
         tensors.append((info, start + begin))
         expected = end
     if start + expected != size:
@@ -163,12 +161,13 @@ def _parse_entry(
     # Not printable is what a terminal obeys instead of showing it; and halves of surrogate pairs.
     if not tensor.isprintable() or not TENSOR_NAME.fullmatch(tensor):
         raise SourceError(
-            f"{file}: {shown(tensor)} is not a possible name", "save the model again with names that torch could give"
+            f"{file}: {short_repr(tensor)} is not a possible name",
+            "save the model again with names that torch could give",
         )
     if known is None or len(entry) != 3:
         known = kinds[kind] = _check_entry(file, tensor, entry)
     if not _is_size(begin) or not _is_size(end):
-        raise SourceError(f"{file}: {tensor} has impossible data_offsets {shown(entry['data_offsets'])}", DAMAGED)
+        raise SourceError(f"{file}: {tensor} has impossible data_offsets {short_repr(entry['data_offsets'])}", DAMAGED)
     return begin, end, known[2], TensorInfo(tensor, known[0], known[1])
 
 
@@ -178,11 +177,13 @@ def _check_entry(file: str, tensor: str, entry: Any) -> tuple[str, tuple[int, ..
         raise SourceError(f"{file}: {tensor} is not described by exactly dtype, shape and data_offsets", DAMAGED)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise SourceError(f"{file}: {tensor} has the unknown dtype {shown(dtype)}", "convert it with a known dtype")
+        raise SourceError(
+            f"{file}: {tensor} has the unknown dtype {short_repr(dtype)}", "convert it with a known dtype"
+        )
     if not isinstance(shape, list) or len(shape) > MAX_AXES or not all(_is_size(size) for size in shape):
-        raise SourceError(f"{file}: {tensor} has the impossible shape {shown(shape)}", DAMAGED)
+        raise SourceError(f"{file}: {tensor} has the impossible shape {short_repr(shape)}", DAMAGED)
     if not isinstance(offsets, list) or len(offsets) != 2:
-        raise SourceError(f"{file}: {tensor} has impossible data_offsets {shown(offsets)}", DAMAGED)
+        raise SourceError(f"{file}: {tensor} has impossible data_offsets {short_repr(offsets)}", DAMAGED)
     if 0 in shape:
         raise SourceError(
             f"{file}: {tensor} has no elements (shape {shape})", "the model was saved wrongly: save it again"

@@ -23,7 +23,7 @@ KNOWN = (
 
 
 @dataclass(frozen=True)
-class Inputs:
+class ActivationQuantization:
     """How the inputs of a layer are quantized.
 
     Attributes:
@@ -52,7 +52,7 @@ _NUMBERS: Mapping[tuple[Any, Any], Number] = {("float", 8): E4M3, ("int", 8): IN
 _LOCAL = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
 
 
-def read_inputs(said: Mapping[str, Any] | None) -> Inputs | None:
+def read_activation_quantization(said: Mapping[str, Any] | None) -> ActivationQuantization | None:
     """What the `input_activations` of a config group say; None where activations stay as they are.
 
     Raises:
@@ -61,7 +61,7 @@ def read_inputs(said: Mapping[str, Any] | None) -> Inputs | None:
     if not said:
         return None
     if all(said.get(key) == value for key, value in _LOCAL.items()):
-        return Inputs(E2M1, (1, 16), local=True)
+        return ActivationQuantization(E2M1, (1, 16), local=True)
     number = _NUMBERS.get((said.get("type"), said.get("num_bits")))
     static, size = not said.get("dynamic"), said.get("group_size")
     groups: dict[Any, Group] = {"tensor": (None, None)}
@@ -74,4 +74,6 @@ def read_inputs(said: Mapping[str, Any] | None) -> Inputs | None:
     if number is None or group is None or said.get("symmetric") is False:
         text = json.dumps(said)
         raise UsageError(f"config.json quantizes activations as {text[:200]}, which is not known here", KNOWN)
-    return Inputs(number, group, str(said.get("scale_dtype")).endswith("uint8") or said.get("ue8m0") is True, static)
+    return ActivationQuantization(
+        number, group, str(said.get("scale_dtype")).endswith("uint8") or said.get("ue8m0") is True, static
+    )

@@ -57,7 +57,7 @@ def read_gptq(found: dict[str, Any]) -> Format:
         ZEROS,
         below=_BELOW[found.get(stored) or "gptq"],
         index="g_idx",
-        scattered=found.get("desc_act") is True,
+        act_order=found.get("desc_act") is True,
     )
     return _format(number, _group(found.get("group_size"), number), columns, None if found.get("sym", True) else ZEROS)
 

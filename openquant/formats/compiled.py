@@ -83,7 +83,7 @@ def scales(form: Format, absmax: Floats, divisor: Floats | None = None) -> Float
     # What is added to the bits of a quotient, and which of them are kept, so that it is a power of two.
     power = (u32(form.carry), u32(0xFF800000)) if scale.power_of_two else (u32(0), u32(0xFFFFFFFF))
     rounding = _ROUNDINGS.get(scale.dtype, u32(0))
-    span = f32(scale.reach or form.number.span)
+    span = f32(scale.clip_limit or form.number.span)
     _scales(absmax.reshape(-1), span, *power, above, f32(scale.floor), f32(scale.of_zeros), rounding, found)
     return found.reshape(absmax.shape)
 

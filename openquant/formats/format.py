@@ -42,8 +42,8 @@ class Scale:
         dtype: "F32"; "BF16" or "F8_E4M3", to which they are rounded before codes are made; "U8" for the exponent field
             of a power of two (E8M0).
         power_of_two: whether all are.
-        reach: for powers of two, what a group's largest weight divided by its scale stays below: what is beyond the
-            number's largest code is clamped to that. Without it, no weight is beyond.
+        clip_limit: for power-of-two scales: the largest absmax / scale allowed; larger values are clamped to the
+            format's maximum. None if nothing is clamped.
         floor: the smallest scale of a group that is not all zero.
         of_zeros: the scale of a group that is.
     """
@@ -52,7 +52,7 @@ class Scale:
     axes: int = 2
     dtype: str = "F32"
     power_of_two: bool = False
-    reach: float | None = None
+    clip_limit: float | None = None
     # A smaller float32 would be subnormal, and zero where those are flushed.
     floor: float = 2.0**-126
     of_zeros: float = 1.0
@@ -83,14 +83,14 @@ class Columns:
             first lowest, and the zero points of several outputs likewise.
         below: how far zero points are stored below what they are.
         index: last part of the name of what says which group each input is of; None where that is always in order.
-        scattered: whether it need not be.
+        act_order: whether it need not be.
     """
 
     zeros: str
     order: tuple[int, ...] | None = None
     below: int = 0
     index: str | None = None
-    scattered: bool = False
+    act_order: bool = False
 
 
 # The largest divisor: what is larger could be infinite, or its reciprocal subnormal.
@@ -235,7 +235,7 @@ class Format:
         rows, cols = grid_of(self.group, shape)
         return TensorInfo(f"{module}.{self.zero_point}", "I32", (-(-rows // self.number.per_item), cols))
 
-    def misfit(self, shape: tuple[int, int]) -> str | None:
+    def shape_error(self, shape: tuple[int, int]) -> str | None:
         """Why a weight of this shape cannot be stored; None if it can."""
         height, width = (size or 1 for size in self.group)
         if height == 1 and shape[1] % width:
@@ -268,13 +268,13 @@ class Format:
             same == (other.number, other.group, other.global_scale is None)
             and (other.scale.power_of_two or not self.scale.power_of_two)
             and (other.zero_point is None or self.zero_point is not None)
-            and not (other.columns and other.columns.scattered)
+            and not (other.columns and other.columns.act_order)
         )
 
     @property
     def carry(self) -> int:
         """What is added to the bits of a float32, of which then the exponent is kept, to make a power of two of it."""
-        return 0x7FFFFF if self.scale.reach is None else 0x800000
+        return 0x7FFFFF if self.scale.clip_limit is None else 0x800000
 
     def divisor(self, largest: Floats) -> Floats:
         """float32: what the scales of groups are divided by, given the largest absolute weight of the joined set.
@@ -295,7 +295,7 @@ class Format:
             absmax: of the groups.
             divisor: that of the joined set; where a format has a global scale and None is given, that of these groups.
         """
-        scale = absmax / np.float32(self.scale.reach or self.number.span)
+        scale = absmax / np.float32(self.scale.clip_limit or self.number.span)
         if self.scale.power_of_two:
             # Carries into the exponent unless the mantissa is zero; always, where the largest weight stays below what
             # the scale reaches. The division before is exact enough: the quotient exceeds a power of two just where

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, TypeAlias
 
 
-class Named(NamedTuple):
+class SchemeInfo(NamedTuple):
     """What is said of a scheme where it can be chosen.
 
     Attributes:
@@ -34,15 +34,15 @@ GroupSize: TypeAlias = Literal["32", "64", "128", "channel", 32, 64, 128]
 
 # What leaves all weights as they are is called like a scheme.
 UNCHANGED = "none"
-SCHEME_NAMES: dict[str, Named] = {
-    "tensor": Named("one scale per joined set", "-FP8"),
-    "channel": Named("one per output row", "-FP8-dynamic"),
-    "block": Named("one per 128x128 block", "-FP8-W128"),
-    "mxfp8": Named("one per 32 inputs of a row", "-MXFP8", mixes=False),
-    "int8": Named("INT8 weights and activations, one scale per output row", "-INT8"),
-    "int8-weights": Named("INT8 weights alone, one scale per output row", "-INT8-W8A16"),
-    "int4": Named("INT4 weights alone, one scale per 128 inputs of a row", "-INT4"),
-    "mxfp4": Named("FP4 weights alone, one power-of-two scale per 32 inputs of a row", "-MXFP4"),
-    "nvfp4": Named("FP4 weights alone, one scale per 16 inputs of a row and one per joined set", "-NVFP4"),
-    "nvfp4-w4a4": Named("FP4 weights and activations, scales as in nvfp4", "-NVFP4-W4A4"),
+SCHEME_NAMES: dict[str, SchemeInfo] = {
+    "tensor": SchemeInfo("one scale per joined set", "-FP8"),
+    "channel": SchemeInfo("one per output row", "-FP8-dynamic"),
+    "block": SchemeInfo("one per 128x128 block", "-FP8-W128"),
+    "mxfp8": SchemeInfo("one per 32 inputs of a row", "-MXFP8", mixes=False),
+    "int8": SchemeInfo("INT8 weights and activations, one scale per output row", "-INT8"),
+    "int8-weights": SchemeInfo("INT8 weights alone, one scale per output row", "-INT8-W8A16"),
+    "int4": SchemeInfo("INT4 weights alone, one scale per 128 inputs of a row", "-INT4"),
+    "mxfp4": SchemeInfo("FP4 weights alone, one power-of-two scale per 32 inputs of a row", "-MXFP4"),
+    "nvfp4": SchemeInfo("FP4 weights alone, one scale per 16 inputs of a row and one per joined set", "-NVFP4"),
+    "nvfp4-w4a4": SchemeInfo("FP4 weights and activations, scales as in nvfp4", "-NVFP4-W4A4"),
 }

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, TypeGuard
 
 from ..errors import UsageError
-from .activations import Inputs, read_inputs
+from .activations import ActivationQuantization, read_activation_quantization
 from .awq_gptq import read_awq, read_gptq
 from .format import INPUT_SCALE, Format, GlobalScale, Group
 from .ignored import MEND, Expressions, Ignored, IgnoredParts
@@ -106,14 +106,14 @@ class Quantization:
         number = self._number(module)
         return None if number is None else self.groups[number][1]
 
-    def inputs_of(self, module: str) -> Inputs | None:
+    def inputs_of(self, module: str) -> ActivationQuantization | None:
         """How the activations of a quantized module are; None if they stay as they are.
 
         Raises:
             UsageError: in a way that is not known here.
         """
         number = self._number(module)
-        return None if number is None else read_inputs(self.inputs[number])
+        return None if number is None else read_activation_quantization(self.inputs[number])
 
     def names(self, module: str) -> Format | None:
         """The Format of the group that names a module; None if groups name its class only, or nothing of it."""

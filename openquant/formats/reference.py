@@ -24,7 +24,7 @@ def group_divisor(largest: Tensor, format: Format) -> Tensor:
 def group_scale(absmax: Tensor, format: Format, divisor: Tensor | None = None) -> Tensor:
     """float32 scale of each group, as Format.scales."""
     # Divided by a tensor: by a number, torch multiplies with its reciprocal on a GPU, which rounds otherwise.
-    scale = absmax / absmax.new_tensor(format.scale.reach or format.number.span)
+    scale = absmax / absmax.new_tensor(format.scale.clip_limit or format.number.span)
     if format.scale.power_of_two:
         scale = ((scale.view(torch.int32) + format.carry) & ~0x7FFFFF).view(torch.float32)
     if format.global_scale is not None:

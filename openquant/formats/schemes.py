@@ -297,7 +297,7 @@ MXFP4 = Scheme(
     # vLLM compressed_tensors/schemes/compressed_tensors_w4a4_mxfp4.py:50-95: uint8 [out, in / 2] and
     # [out, in / 32]. Scales as in compressed-tensors (quantization/utils/mxfp_utils.py:round_to_power_2), which
     # clamps up to 7 to 6; where nothing is clamped, or up to 8, the error is larger.
-    Format(E2M1, (1, 32), Scale("weight_scale", dtype="U8", power_of_two=True, reach=7), codes="weight_packed"),
+    Format(E2M1, (1, 32), Scale("weight_scale", dtype="U8", power_of_two=True, clip_limit=7), codes="weight_packed"),
     suffix="-MXFP4",
     settings=_compressed_tensors({"num_bits": 4, **_MX}, None, "mxfp4-pack-quantized"),
     ignored_keys=("ignore",),

@@ -104,7 +104,7 @@ def unread(settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
             if key not in known:
                 unknown.append(where)
             elif allowed is not None and not _is_one(held, allowed):
-                problems.append(f"{where} is {shown(held)}, engines read {_either(allowed)}")
+                problems.append(f"{where} is {setting_repr(held)}, engines read {_either(allowed)}")
     problems += list(_contradictions(settings))
     return problems, unknown
 
@@ -142,7 +142,7 @@ def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
     """Formats of groups, and how activations are quantized, that no engine has a scheme for."""
     cache = settings.get("kv_cache_scheme")
     if cache is not None and not isinstance(cache, dict):
-        yield f"kv_cache_scheme is {shown(cache)}, engines read null or an object"
+        yield f"kv_cache_scheme is {setting_repr(cache)}, engines read null or an object"
     groups = settings.get("config_groups")
     for name, group in groups.items() if isinstance(groups, dict) else ():
         path, format = f"config_groups.{name}", group.get("format")
@@ -152,7 +152,7 @@ def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
         grouped = strategy if strategy in ("group", "tensor_group") else ""
         stored = _STORED[kind, group["weights"].get("num_bits"), grouped]
         if not _is_one(format, stored):
-            yield f"{path} has the format {shown(format)}, engines read {_either(stored)} for its weights"
+            yield f"{path} has the format {setting_repr(format)}, engines read {_either(stored)} for its weights"
         activations = group.get("input_activations")
         if not isinstance(activations, dict):
             if kind == "int" and format in _BOTH:
@@ -165,12 +165,12 @@ def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
             strategies, dynamic = (grouped,), activations.get("dynamic") == "local"
         if not _is_one(activations.get("strategy"), strategies):
             yield (
-                f"{path}.input_activations.strategy is {shown(activations.get('strategy'))}, engines read "
+                f"{path}.input_activations.strategy is {setting_repr(activations.get('strategy'))}, engines read "
                 f"{_either(strategies)} for {'dynamic' if dynamic else 'static'} activations"
             )
 
 
-def shown(value: Any) -> str:
+def setting_repr(value: Any) -> str:
     """A value of a config for a message, cut where it is long."""
     text = json.dumps(value)
     return text if len(text) <= 200 else f"{text[:200]}..."

@@ -106,7 +106,7 @@ def without_queries(text: str) -> str:
     return _QUERY.sub(r"\1", text)
 
 
-def told(error: BaseException) -> str:
+def error_reason(error: BaseException) -> str:
     """What an error says, in one line: of the server's answer its status, what was asked for and the server's reason.
 
     Addresses have no queries.
@@ -145,7 +145,7 @@ def advice(error: BaseException, otherwise: str) -> str:
 
 
 @contextmanager
-def explained_source(repo: str, revision: str | None) -> Iterator[None]:
+def source_errors(repo: str, revision: str | None) -> Iterator[None]:
     """Turn what huggingface_hub raises about a source into a SourceError that says what to do."""
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -179,7 +179,8 @@ def explained_source(repo: str, revision: str | None) -> Iterator[None]:
         status = status_of(cause)
         if isinstance(cause, GatedRepoError) or status in (401, 403):
             raise SourceError(
-                f"the Hub refuses access to {at}: {told(cause)}", "log in with a token that may read it: hf auth login"
+                f"the Hub refuses access to {at}: {error_reason(cause)}",
+                "log in with a token that may read it: hf auth login",
             ) from None
         if isinstance(error, OfflineModeIsEnabled) or (isinstance(error, LocalEntryNotFoundError) and status is None):
             kind = Unreachable if is_transient(error) else SourceError
@@ -189,25 +190,25 @@ def explained_source(repo: str, revision: str | None) -> Iterator[None]:
             ) from None
         if is_transient(cause):
             raise Unreachable(
-                f"{at} could not be downloaded: {told(cause)}", "run the same command again: it continues"
+                f"{at} could not be downloaded: {error_reason(cause)}", "run the same command again: it continues"
             ) from None
         if status is not None:
             raise SourceError(
-                f"{at} could not be downloaded: {told(cause)}",
+                f"{at} could not be downloaded: {error_reason(cause)}",
                 advice(cause, "check HF_ENDPOINT, if it is set, and whether the repository is sound"),
             ) from None
         if isinstance(cause, OSError):
             raise SourceError(
-                f"{at} could not be downloaded: {told(cause)}", "run the same command again: it continues"
+                f"{at} could not be downloaded: {error_reason(cause)}", "run the same command again: it continues"
             ) from None
         raise SourceError(
-            f"{at} could not be downloaded: {type(cause).__name__}: {told(cause)}",
+            f"{at} could not be downloaded: {type(cause).__name__}: {error_reason(cause)}",
             "check HF_ENDPOINT, if it is set, and whether the repository is sound",
         ) from None
 
 
 @contextmanager
-def explained_push(repo: str) -> Iterator[None]:
+def push_errors(repo: str) -> Iterator[None]:
     """Turn what huggingface_hub raises about a repository to push to into a PushError that says what to do."""
     from huggingface_hub.errors import (
         HFValidationError,
@@ -222,7 +223,7 @@ def explained_push(repo: str) -> Iterator[None]:
     except OpenQuantError:
         raise
     except HFValidationError as error:
-        raise UsageError(f"{repo} is no repository id: {told(error)}", "write org/name") from None
+        raise UsageError(f"{repo} is no repository id: {error_reason(error)}", "write org/name") from None
     except LocalTokenNotFoundError:
         raise PushError(f"the Hub does not let you write to {repo}: no token was found", _LOG_IN) from None
     except OfflineModeIsEnabled:
@@ -232,13 +233,14 @@ def explained_push(repo: str) -> Iterator[None]:
         status = status_of(cause)
         if isinstance(cause, RepositoryNotFoundError) or status in (401, 402, 403):
             raise PushError(
-                f"the Hub does not let you write to {repo}: {told(cause)}",
+                f"the Hub does not let you write to {repo}: {error_reason(cause)}",
                 advice(cause, _LOG_IN),
             ) from None
         if status == 400:
             raise PushError(
-                f"{repo} refuses what is sent: {told(cause)}", advice(cause, f"see what the Hub says, then {kept}")
+                f"{repo} refuses what is sent: {error_reason(cause)}",
+                advice(cause, f"see what the Hub says, then {kept}"),
             ) from None
         if is_transient(cause) or isinstance(cause, (OSError, ValueError, KeyError, TypeError, RuntimeError)):
-            raise PushError(f"{repo} could not be pushed to: {told(cause)}", advice(cause, kept)) from None
+            raise PushError(f"{repo} could not be pushed to: {error_reason(cause)}", advice(cause, kept)) from None
         raise

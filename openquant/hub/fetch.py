@@ -21,10 +21,10 @@ from typing import Any
 
 from ..errors import SourceError
 from ..files.atomic import make_directory
-from ..files.journal import explained
+from ..files.journal import output_errors
 from ..files.small_files import open_regular
 from ..threads import FirstFailure
-from .error_mapping import Unreachable, explained_source, is_transient
+from .error_mapping import Unreachable, is_transient, source_errors
 from .source import HubFile, Source, is_refused_elsewhere, patiently
 
 # As many as huggingface_hub downloads by itself.
@@ -95,7 +95,7 @@ def scratch_bytes(source: Source, needs: Mapping[str, Iterable[str]]) -> int:
     return most
 
 
-class Supply:
+class ShardSupply:
     """The shards of a source, each by the time it is needed; use as a context manager.
 
     Args:
@@ -126,13 +126,13 @@ class Supply:
         self._failure = FirstFailure(self._wake)
         self._threads: list[threading.Thread] = []
 
-    def __enter__(self) -> Supply:
+    def __enter__(self) -> ShardSupply:
         if self.scratch is not None and self.scratch.exists():
             # What an earlier run had done with when it was killed.
             known = {name for shard in self._order for name in (shard, self._partial(shard).name)}
             for path in self.scratch.iterdir():
                 if path.name not in known:
-                    with explained(path, "removed"):
+                    with output_errors(path, "removed"):
                         path.unlink()
         if self._order and self.scratch is None:
             for _ in range(min(CONNECTIONS, len(self._order))):
@@ -198,7 +198,7 @@ class Supply:
         """Remove a shard, unless it is still on its way; it is then removed once it has arrived."""
         if name in self._held and name in self._paths:
             self._held.discard(name)
-            with explained(self._paths[name], "removed"):
+            with output_errors(self._paths[name], "removed"):
                 self._paths[name].unlink(missing_ok=True)
 
     def _start(self, work: Callable[[], None]) -> None:
@@ -245,7 +245,7 @@ class Supply:
         assert repo is not None
 
         def download() -> Path:
-            with explained_source(repo, revision):
+            with source_errors(repo, revision):
                 try:
                     return Path(hf_hub_download(repo, name, revision=revision, tqdm_class=self._watch()))
                 except HfHubHTTPError as error:
@@ -310,7 +310,7 @@ class Supply:
         """Wait for all of a shard, taking its digest meanwhile."""
         assert self.scratch is not None
         target, file = self.scratch / name, self.source.remote[name]
-        with explained(target):
+        with output_errors(target):
             make_directory(self.scratch)
             if target.exists():
                 # Left by an earlier run, perhaps of another repository, perhaps on a disk that lost power.
@@ -405,7 +405,7 @@ class _Arrival:
         self.path = path
         self._changed = threading.Condition()
         units = -(-file.size // UNIT)
-        with explained(path):
+        with output_errors(path):
             self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             if os.fstat(self._handle).st_size != file.size + units:
                 os.ftruncate(self._handle, 0)
@@ -438,7 +438,7 @@ class _Arrival:
 
     def write(self, offset: int, data: bytes) -> None:
         """Put bytes where they belong; a unit counts as there once its last byte is."""
-        with self._changed, explained(self.path):
+        with self._changed, output_errors(self.path):
             if self._handle < 0:
                 raise _Closed
             end = offset + len(data)
@@ -461,13 +461,13 @@ class _Arrival:
                     if ended():
                         raise _Closed
                     self._changed.wait(0.2)
-            with explained(self.path, "read"):
+            with output_errors(self.path, "read"):
                 _feed(digest, self._handle, unit * UNIT, min((unit + 1) * UNIT, self.file.size), buffer)
         return digest.hexdigest() == self.file.digest
 
     def finish(self, target: Path) -> None:
         """Give it its name, without what was noted behind it."""
-        with explained(target):
+        with output_errors(target):
             os.ftruncate(self._handle, self.file.size)
             self.path.replace(target)
 
@@ -475,7 +475,7 @@ class _Arrival:
 def _is_sound(path: Path, file: HubFile) -> bool:
     """Whether a file is what the Hub says it is."""
     digest = file.hasher()
-    with explained(path, "read"), open_regular(path, str(path), "remove it") as here:
+    with output_errors(path, "read"), open_regular(path, str(path), "remove it") as here:
         # Each read and each update waits for the interpreter lock, which downloads keep busy.
         _feed(digest, here.fileno(), 0, file.size, memoryview(bytearray(4 * UNIT)))
         return os.fstat(here.fileno()).st_size == file.size and digest.hexdigest() == file.digest

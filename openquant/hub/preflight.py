@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ..errors import SourceError
 from ..files.names import INDEX_FILE, SINGLE_FILE
 from ..files.tensors import MAX_HEADER, TensorInfo, read_header
-from .error_mapping import MEND_THE_CARD, USE_A_TOKEN, PushError, status_of, told
+from .error_mapping import MEND_THE_CARD, USE_A_TOKEN, PushError, error_reason, status_of
 from .source import HubFile, patiently
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def require_valid(repo: str, card: str) -> None:
     try:
         patiently(ask)
     except BadRequestError as error:
-        raise PushError(f"{repo} refuses the model card: {told(error)}", MEND_THE_CARD) from None
+        raise PushError(f"{repo} refuses the model card: {error_reason(error)}", MEND_THE_CARD) from None
 
 
 def refuse_mixture(repository: ModelInfo, shards: Sequence[str]) -> None:

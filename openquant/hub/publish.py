@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 from ..errors import SourceError
 from ..files.atomic import make_directory
 from ..files.cards import base_models, published_card
-from ..files.journal import PUSHED, WORK, explained
+from ..files.journal import PUSHED, WORK, output_errors
 from ..files.small_files import open_regular, parse_json, read_small
 from ..options import Push
 from ..threads import FirstFailure
 from ..version import __version__
-from .error_mapping import PushError, explained_push, is_transient, status_of, told
+from .error_mapping import PushError, error_reason, is_transient, push_errors, status_of
 from .preflight import (
     find_repository,
     make_repository,
@@ -108,13 +108,13 @@ class Publisher:
                 would not replace, or ought not to.
         """
         text = card.decode("utf-8", "replace")
-        with explained_push(self.repo):
+        with push_errors(self.repo):
             self._user = user_name(self.repo)
             name = self.repo if "/" in self.repo else f"{self._user}/{self.repo}"
             found = find_repository(name)
             # Of one that was renamed or is spelled in other letters, the name it has now.
             self.repo = name if found is None else found.id
-        with explained_push(self.repo):
+        with push_errors(self.repo):
             require_valid(self.repo, published_card(text, self.repo, None))
             if found is None:
                 self.repo = make_repository(self.repo, self.push.private)
@@ -135,7 +135,7 @@ class Publisher:
             return bool(record["sha256"] == sha256)
         if not path.is_file():
             return False
-        with explained(path, "read"), open_regular(path, name) as file:
+        with output_errors(path, "read"), open_regular(path, name) as file:
             return hashlib.file_digest(file, "sha256").hexdigest() == sha256
 
     def __enter__(self) -> Publisher:
@@ -200,7 +200,7 @@ class Publisher:
             self.finished(name)
         self.drain()
         title = self.push.message or title
-        with explained_push(self.repo):
+        with push_errors(self.repo):
             if self.push.create_pr:
                 request = patiently(lambda: self._open_request(title))
                 # What was merged is served from main.
@@ -238,7 +238,7 @@ class Publisher:
             for name in lost:
                 self._record_path(name).unlink(missing_ok=True)
             raise PushError(
-                f"{self.repo} no longer has what was uploaded of {lost[0]}: {told(error)}",
+                f"{self.repo} no longer has what was uploaded of {lost[0]}: {error_reason(error)}",
                 "run the same command again: what the Hub lost is made and uploaded again",
             ) from None
 
@@ -247,7 +247,7 @@ class Publisher:
         path = self.directory / name
         if name != "README.md":
             return str(path)
-        with explained(path, "read"):
+        with output_errors(path, "read"):
             card = read_small(path, name)
         try:
             text = published_card(card.decode(), self.repo, revision)
@@ -335,7 +335,7 @@ class Publisher:
 
         path = self.directory / name
         if self._record(name) is None:
-            with explained_push(self.repo):
+            with push_errors(self.repo):
                 operation = CommitOperationAdd(name, str(path))
                 patiently(lambda: HfApi().preupload_lfs_files(self.repo, [operation], create_pr=self.push.create_pr))
                 if not operation._is_uploaded:
@@ -343,7 +343,7 @@ class Publisher:
             info = operation.upload_info
             self._remember(name, {"size": info.size, "sha256": info.sha256.hex(), "sample": info.sample.hex()})
         if self.push.only:
-            with explained(path, "removed"):
+            with output_errors(path, "removed"):
                 path.unlink(missing_ok=True)
 
     def _record_path(self, name: str) -> Path:
@@ -359,7 +359,7 @@ class Publisher:
 
     def _remember(self, name: str, record: dict[str, Any]) -> None:
         path = self._record_path(name)
-        with explained(path):
+        with output_errors(path):
             make_directory(self.records)
             partial = path.with_suffix(".partial")
             partial.write_text(json.dumps(record))
@@ -368,7 +368,7 @@ class Publisher:
     def forget(self) -> None:
         """Remove all records of uploads: nothing counts as uploaded any more."""
         if self.records.exists():
-            with explained(self.records, "removed"):
+            with output_errors(self.records, "removed"):
                 shutil.rmtree(self.records)
             with suppress(OSError):
                 # Unless a run still works there.

@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ..errors import OutputError, UsageError
-from ..files.journal import explained
-from .fetch import Supply, scratch_bytes
+from ..files.journal import output_errors
+from .fetch import ShardSupply, scratch_bytes
 from .source import Source, silent
 
 # For each thing to be done, in order, the source shards it is done with.
@@ -22,13 +22,13 @@ _WAITS = 'read -r _; rm -rf -- "$1"'
 
 
 @contextmanager
-def supplied(
+def supply_shards(
     sources: Sequence[tuple[Source, Needs]],
     stream: bool,
     scratch: str | os.PathLike[str] | None,
     more: int = 0,
     times: int = 1,
-) -> Iterator[list[Supply]]:
+) -> Iterator[list[ShardSupply]]:
     """The shards of some sources, each by the time it is needed.
 
     Args:
@@ -59,7 +59,7 @@ def supplied(
         yield supplies
 
 
-class _Supply(Supply):
+class _Supply(ShardSupply):
     """A supply whose errors about its scratch directory name the option for it."""
 
     def wait_for(self, output: str, stopped: Callable[[], bool]) -> None:
@@ -82,7 +82,7 @@ def _hinted() -> Iterator[None]:
 @contextmanager
 def _directory(parent: Path, needed: int) -> Iterator[Path]:
     """A directory below `parent` that is gone afterwards."""
-    with _hinted(), explained(parent):
+    with _hinted(), output_errors(parent):
         free = shutil.disk_usage(parent).free
         if needed > free:
             raise UsageError(

@@ -29,7 +29,7 @@ from ..files.names import INDEX_FILE, SINGLE_FILE, left_out_part
 from ..files.small_files import open_regular, read_small
 from ..threads import FirstFailure
 from ..weights.find import OWN_FILES
-from .error_mapping import Unreachable, explained_source, is_offline, is_transient, without_queries
+from .error_mapping import Unreachable, is_offline, is_transient, source_errors, without_queries
 
 if TYPE_CHECKING:
     from httpx2 import Response
@@ -96,7 +96,7 @@ class Source:
         from huggingface_hub import snapshot_download
 
         def fetch() -> None:
-            with explained_source(repo, self.revision):
+            with source_errors(repo, self.revision):
                 snapshot_download(repo, revision=self.revision, allow_patterns=wanted)
 
         with silent():
@@ -210,7 +210,7 @@ def _download(repo: str, revision: str | None) -> Source:
     from huggingface_hub import snapshot_download
 
     def find() -> Source:
-        with explained_source(repo, revision):
+        with source_errors(repo, revision):
             needed = ["config.json", INDEX_FILE, *OWN_FILES]
             root = Path(snapshot_download(repo, revision=revision, allow_patterns=needed))
             return Source(root, repo.rsplit("/", 1)[-1], repo, root.name, *_missing(repo, root))
@@ -302,7 +302,7 @@ class HubFile:
         Raises:
             SourceError: they cannot be had; an Unreachable if that may pass.
         """
-        with explained_source(self.repo, self.revision), self._ask(start, end) as response:
+        with source_errors(self.repo, self.revision), self._ask(start, end) as response:
             self.only_whole |= response.status_code == 200 and end - start < self.size
             at = 0 if response.status_code == 200 else start
             for data in response.iter_bytes():

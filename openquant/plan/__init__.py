@@ -1,12 +1,15 @@
 """Every decision: what becomes of each tensor, where it will lie, what the config says. No tensor is read.
 
-Entry    what the registry says of an architecture; `Entry.role` of a module, asked once for all that are named alike
-Fates    the tensors by shard, and the Fate of each weight that could be quantized: its scheme, and why
-Plan     what a run will do; sizes, counts, titles and the printed lines (Line) follow from the fates
-Job      Copy, CopyRounded, CopyScale, Put, Unstack, Fold, Decode or Encode: what fills a shard, by `Plan.lay_out`
-
-make_plan goes through sort (each tensor is kept, a weight or a stack of them), settle (schemes, and what moves
-together), names (as engines look modules up) and parallel (the sizes that can serve it).
+plan              make_plan(): from a checkpoint and a scheme to a Plan
+sort              each tensor is a weight, a stack of experts' weights, or passed through unchanged
+decisions         the Decision about each weight: its scheme, or why it stays unquantized
+assign            schemes assigned to weights; layers that an engine fuses get the same one
+ignore_list       modules as engines look them up: the ignore list, and layers with another scheme
+tensor_parallel   the tensor-parallel sizes that can serve the result
+layout            a shard's header and offsets, and the jobs that fill it
+kv_cache, input_scales, gptq, transforms    what a calibration brings into a plan
+serving           memory that GPUs need to serve source and output
+printed, explain  the plan as lines, and what becomes of one module and why
 
 plan = make_plan(open_checkpoint(Path("Qwen3-8B")), find_scheme("tensor"))
 plan.output_bytes                            # 9434513408, before anything is read

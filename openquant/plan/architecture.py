@@ -11,15 +11,15 @@ from __future__ import annotations
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..models import GENERIC, MODELS
-from ..registry.architecture import Model
-from .tensor_parallel import said, text_config
+from ..registry.architecture import Architecture
+from .tensor_parallel import config_value, text_config
 
 MOST_LAYERS = 10_000
 # The class's own entry where there is one, else what unlisted() makes.
 AUTO = "auto"
 
 
-def find_model(checkpoint: Checkpoint, asked: str | Model | None = None) -> Model:
+def find_architecture(checkpoint: Checkpoint, asked: str | Architecture | None = None) -> Architecture:
     """The entry that a plan of a checkpoint goes by.
 
     Args:
@@ -30,11 +30,11 @@ def find_model(checkpoint: Checkpoint, asked: str | Model | None = None) -> Mode
     Raises:
         PlanError: there is no such entry.
     """
-    if isinstance(asked, Model):
+    if isinstance(asked, Architecture):
         return asked
     name = asked or checkpoint.architecture
     if name == AUTO:
-        return counted(MODELS.get(checkpoint.architecture) or unlisted(checkpoint), checkpoint)
+        return with_layer_counts(MODELS.get(checkpoint.architecture) or generic_architecture(checkpoint), checkpoint)
     if name == GENERIC.name:
         return GENERIC
     if name not in MODELS:
@@ -44,15 +44,15 @@ def find_model(checkpoint: Checkpoint, asked: str | Model | None = None) -> Mode
             "it builds of the class (OPENQUANT_VLLM names a Python that has it), or goes by names and shapes alone; or "
             "add an entry to openquant/architectures (README: Adding an architecture)",
         )
-    return counted(MODELS[name], checkpoint)
+    return with_layer_counts(MODELS[name], checkpoint)
 
 
-def counted(model: Model, checkpoint: Checkpoint) -> Model:
+def with_layer_counts(model: Architecture, checkpoint: Checkpoint) -> Architecture:
     """An entry with the names that depend on how many layers config.json counts; of nonsense there is none."""
-    layers = said(text_config(checkpoint, model), "num_hidden_layers") if model.beyond else 0
+    layers = config_value(text_config(checkpoint, model), "num_hidden_layers") if model.beyond else 0
     return model.counted(layers) if isinstance(layers, int) and layers <= MOST_LAYERS else model
 
 
-def unlisted(_: Checkpoint) -> Model:
+def generic_architecture(_: Checkpoint) -> Architecture:
     """What stands for the entry of a checkpoint whose class has none: projections are known by their usual names."""
     return GENERIC

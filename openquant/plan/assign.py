@@ -14,19 +14,19 @@ from ..errors import PlanError, UsageError
 from ..formats.format import FLOATS, Format
 from ..formats.schemes import Scheme
 from ..patterns import collapse, compile_pattern
-from ..registry.architecture import Model
-from ..registry.rules import Entry, is_head
+from ..registry.architecture import Architecture
+from ..registry.rules import ModuleRules, is_head
 from ..weights.weight import Weight
-from .decisions import Fate, Found, Options
-from .tensor_parallel import indivisible, out_of_turn, parts_of
+from .decisions import Decision, PlanOptions, StoredLayout
+from .tensor_parallel import fused_parts, why_indivisible, why_not_reordered
 
 _SHARES = "shares its status with "
 
 
-def refuse_size(entry: Entry, layers: dict[str, Weight], config: dict[str, Any], size: int) -> None:
+def refuse_size(entry: ModuleRules, layers: dict[str, Weight], config: dict[str, Any], size: int) -> None:
     """Raise a PlanError where layers do not divide by a tensor-parallel size, whatever they are stored as."""
     for layer in {(layer.alike, layer.shape): layer for layer in layers.values()}.values():
-        problem = indivisible(layer.shape, entry.role(layer.module).split, config, (1, 1), size)
+        problem = why_indivisible(layer.shape, entry.rule(layer.module).split, config, (1, 1), size)
         if problem:
             raise PlanError(
                 f"--tp {size} cannot serve this model: {layer.alike}: {problem}",
@@ -35,7 +35,7 @@ def refuse_size(entry: Entry, layers: dict[str, Weight], config: dict[str, Any],
 
 
 def problem_finder(
-    entry: Entry,
+    entry: ModuleRules,
     layers: dict[str, Weight],
     sets: dict[str, tuple[str, ...]],
     config: dict[str, Any],
@@ -57,20 +57,22 @@ def problem_finder(
     def look(layer: Weight, scheme: Scheme) -> str | None:
         if not scheme.head and is_head(layer.module):
             return "engines load no output head that is stored so"
-        role = entry.role(layer.module)
-        if not scheme.follows_rows and role.reordered:
+        rule = entry.rule(layer.module)
+        if not scheme.follows_rows and rule.reordered:
             return "engines reorder its rows but not its scales"
-        split, problem = role.split, None
+        split, problem = rule.split, None
         # What the source has so, engines load so: also blocks that are smaller at the edges.
         for rows, _ in (
-            () if layer.is_held_by(scheme.format) else ((layer.shape[0], None), *parts_of(layer.shape, split, config))
+            ()
+            if layer.is_held_by(scheme.format)
+            else ((layer.shape[0], None), *fused_parts(layer.shape, split, config))
         ):
-            problem = problem or scheme.format.misfit((rows, layer.shape[1]))
+            problem = problem or scheme.format.shape_error((rows, layer.shape[1]))
             if not rows and scheme.format.whole[0] not in (1, None):
                 problem = problem or "config.json does not tell the sizes of what it holds"
-        problem = problem or out_of_turn(layer.shape, split, config, scheme.format)
+        problem = problem or why_not_reordered(layer.shape, split, config, scheme.format)
         if problem is None and size is not None:
-            problem = indivisible(layer.shape, split, config, scheme.format.whole, size)
+            problem = why_indivisible(layer.shape, split, config, scheme.format.whole, size)
             return problem and f"--tp {size}: {problem}"
         return problem
 
@@ -94,7 +96,7 @@ def problem_finder(
     return find
 
 
-def no_input_scale(layer: Weight, form: Format) -> str | None:
+def why_no_input_scale(layer: Weight, form: Format) -> str | None:
     """Why a layer's activations cannot be static, as those of the source; None if they can.
 
     Args:
@@ -109,7 +111,7 @@ def no_input_scale(layer: Weight, form: Format) -> str | None:
     return None
 
 
-class Asked(NamedTuple):
+class RequestedSchemes(NamedTuple):
     """The layers that shall not simply have the plan's scheme, by module, each with what says so.
 
     Attributes:
@@ -125,7 +127,7 @@ class Asked(NamedTuple):
     copies: bool
 
 
-def asked_for(options: Options, layers: dict[str, Weight], known: Iterable[str]) -> Asked:
+def requested_schemes(options: PlanOptions, layers: dict[str, Weight], known: Iterable[str]) -> RequestedSchemes:
     """What the user's options ask for.
 
     Args:
@@ -139,10 +141,10 @@ def asked_for(options: Options, layers: dict[str, Weight], known: Iterable[str])
     ignored = _matches({f"--ignore {text}": text for text in options.ignore}, layers, known)
     wanted = [(f"--scheme-for {text}={other.name}", text, other) for text, other in options.scheme_for]
     mixed = _matches({option: text for option, text, _ in wanted}, layers, None)
-    return Asked(ignored, mixed, {option: other for option, _, other in wanted}, bool(options.ignore))
+    return RequestedSchemes(ignored, mixed, {option: other for option, _, other in wanted}, bool(options.ignore))
 
 
-def asked_by(found: Found, layers: dict[str, Weight]) -> Asked:
+def schemes_of_output(found: StoredLayout, layers: dict[str, Weight]) -> RequestedSchemes:
     """What to ask for so that layers come out as a written directory has them."""
     ignored, mixed = {}, {}
     for module, layer in layers.items():
@@ -151,19 +153,19 @@ def asked_by(found: Found, layers: dict[str, Weight]) -> Asked:
         for name in (module, layer.alike):
             if name in found.schemes:
                 mixed[module] = found.schemes[name].suffix
-    return Asked(ignored, mixed, {scheme.suffix: scheme for scheme in found.schemes.values()}, copies=True)
+    return RequestedSchemes(ignored, mixed, {scheme.suffix: scheme for scheme in found.schemes.values()}, copies=True)
 
 
-def settle(
-    entry: Entry,
+def assign_schemes(
+    entry: ModuleRules,
     scheme: Scheme,
     layers: dict[str, Weight],
     find_problem: Callable[[Weight, Scheme], str | None],
     sets: dict[str, tuple[str, ...]],
-    asked: Asked,
+    asked: RequestedSchemes,
     left: Collection[str],
     size: int | None,
-) -> tuple[dict[str, Fate], list[str]]:
+) -> tuple[dict[str, Decision], list[str]]:
     """The fates of the layers that are not stored in the scheme, by module, and notes for the user.
 
     What engines join moves together: joined sets, and all experts of a layer.
@@ -188,18 +190,18 @@ def settle(
     together: dict[str, list[str]] = {}
     for module in layers:
         together.setdefault(entry.experts(module) or sets.get(module, (module,))[0], []).append(module)
-    fates: dict[str, Fate] = {}
+    decisions: dict[str, Decision] = {}
     widened: dict[str, list[str]] = {}
     fallen: dict[str, list[str]] = {}
     unfit: list[list[str]] = []
     for modules in together.values():
         own = {module: ignored[module] for module in modules if module in ignored}
         if own:
-            fates |= _alike(None, _spread(modules, own, widened))
+            decisions |= _alike(None, _spread(modules, own, widened))
             continue
         own = {module: "the source has it unquantized" for module in modules if module in left}
         if own:
-            fates |= _alike(None, _spread(modules, own))
+            decisions |= _alike(None, _spread(modules, own))
             continue
         chosen = scheme
         own = {module: mixed[module] for module in modules if module in mixed}
@@ -214,17 +216,17 @@ def settle(
             if not problems:
                 fallen.setdefault(chosen.title, []).extend(modules)
         if problems:
-            fates |= _alike(None, problems)
+            decisions |= _alike(None, problems)
             unfit.append(modules)
         elif chosen != scheme:
-            fates |= _alike(chosen, own)
+            decisions |= _alike(chosen, own)
     notes = [
         f"{option} widened to what engines join with it: {', '.join(collapse(modules))}"
         for option, modules in widened.items()
     ]
     for title, modules in fallen.items():
         notes.append(f"{title} instead for {_share(modules, layers)}: {', '.join(collapse(modules))}")
-    reasons = [fate.why for fate in fates.values() if fate.scheme is None]
+    reasons = [decision.why for decision in decisions.values() if decision.scheme is None]
     if len(reasons) == len(layers):
         _refuse_nothing(entry.model, reasons, asked)
         notes.append("nothing is quantized")
@@ -234,7 +236,7 @@ def settle(
     elif unfit:
         ranks = f" on {size} ranks" if size is not None else ""
         parts = "blocks" if (scheme.format.group[0] or 1) > 1 else "groups"
-        splits = [[split for each in modules if (split := entry.role(each).split) is not None] for modules in unfit]
+        splits = [[split for each in modules if (split := entry.rule(each).split) is not None] for modules in unfit]
         turns = all(any(split.turns for split in each) for each in splits)
         strict = any(split.turns_all or split.turns_rows for each in splits for split in each)
         others = "channel" if strict else "tensor or channel"
@@ -242,15 +244,15 @@ def settle(
             f"{'engines sort rows by heads' if turns else f'{parts} do not divide{ranks}'}, which leaves "
             f"{share} unquantized; --scheme {others} quantizes them too"
         )
-    return fates, notes
+    return decisions, notes
 
 
-def _alike(scheme: Scheme | None, reasons: dict[str, str]) -> dict[str, Fate]:
+def _alike(scheme: Scheme | None, reasons: dict[str, str]) -> dict[str, Decision]:
     """The fate of each module: one scheme for all, each with its own reason."""
-    return {module: Fate(scheme, why) for module, why in reasons.items()}
+    return {module: Decision(scheme, why) for module, why in reasons.items()}
 
 
-def _refuse_nothing(model: Model, reasons: Iterable[str], asked: Asked) -> None:
+def _refuse_nothing(model: Architecture, reasons: Iterable[str], asked: RequestedSchemes) -> None:
     """A plan that quantizes nothing is an error, unless --ignore says so."""
     causes = Counter(reason for reason in reasons if not reason.startswith(_SHARES))
     if asked.copies and causes.keys() <= set(asked.ignored.values()):

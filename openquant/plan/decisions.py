@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ..files.layer_store import Place
+from ..files.layer_store import TensorPlace
 from ..files.tensors import TensorInfo
 from ..formats.schemes import Scheme
 from ..patterns import compile_any, template
 from ..weights.statistics import Calibration
-from ..weights.transform import Tunings
+from ..weights.transform import WeightTransforms
 from ..weights.weight import Weight
 
 FEW_AXES = "fewer than two axes"
 
 
-class Kept(NamedTuple):
+class PassthroughTensor(NamedTuple):
     """A tensor that is not quantized.
 
     Attributes:
@@ -44,7 +44,7 @@ class Kept(NamedTuple):
         return len(self.tensor.shape) < 2
 
 
-class Stack(NamedTuple):
+class StackedTensor(NamedTuple):
     """A tensor that holds the weights of several experts, each of which is written by itself."""
 
     tensor: TensorInfo
@@ -52,10 +52,10 @@ class Stack(NamedTuple):
 
 
 # A tensor of the source, and what is made from it: itself, a weight that could be quantized, or several.
-Item = Kept | Weight | Stack
+Item = PassthroughTensor | Weight | StackedTensor
 
 
-class Fate(NamedTuple):
+class Decision(NamedTuple):
     """What becomes of a weight that could be quantized.
 
     Attributes:
@@ -68,7 +68,7 @@ class Fate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Options:
+class PlanOptions:
     """What the user asks for beside the scheme.
 
     Attributes:
@@ -78,7 +78,7 @@ class Options:
         head: whether the output head is quantized too.
         calibration: how large activations are, for stored scales of them.
         cached: whether keys and values are cached in FP8, with scales of theirs.
-        tunings: what a calibration changes about weights before they are rounded.
+        transforms: what a calibration changes about weights before they are rounded.
         gptq: the texts by which GPTQ rounds, as eval.json has them: {"documents": 128, "length": 512, ..}; None if
             weights are rounded to nearest.
     """
@@ -89,7 +89,7 @@ class Options:
     head: bool = False
     calibration: Calibration | None = None
     cached: bool = False
-    tunings: Tunings | None = None
+    transforms: WeightTransforms | None = None
     gptq: Mapping[str, Any] | None = None
 
     @property
@@ -99,7 +99,7 @@ class Options:
         return lambda module: ignored.fullmatch(module) is not None
 
 
-class Found(NamedTuple):
+class StoredLayout(NamedTuple):
     """How a written directory has its modules: what options would have made it so.
 
     Attributes:
@@ -116,7 +116,7 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Fates:
+class Decisions:
     """What becomes of each tensor.
 
     Attributes:
@@ -133,33 +133,33 @@ class Fates:
     items: dict[str, list[Item]]
     layers: dict[str, Weight]
     sets: dict[str, tuple[str, ...]]
-    others: dict[str, Fate]
+    others: dict[str, Decision]
     inputs: Mapping[str, float] = field(default_factory=dict)
-    rounded: Mapping[str, Place] = field(default_factory=dict)
+    rounded: Mapping[str, TensorPlace] = field(default_factory=dict)
 
-    def of(self, module: str) -> Fate:
+    def of(self, module: str) -> Decision:
         """What becomes of a weight that could be quantized."""
-        return self.others.get(module) or Fate(self.scheme, "")
+        return self.others.get(module) or Decision(self.scheme, "")
 
-    def each(self) -> Iterator[tuple[Weight, Fate]]:
+    def each(self) -> Iterator[tuple[Weight, Decision]]:
         """The weights that could be quantized, and what becomes of them."""
-        usual, others = Fate(self.scheme, ""), self.others
+        usual, others = Decision(self.scheme, ""), self.others
         return ((weight, others.get(module, usual)) for module, weight in self.layers.items())
 
     @property
-    def kept(self) -> Iterator[Kept]:
+    def kept(self) -> Iterator[PassthroughTensor]:
         """All tensors that could not be quantized, in the order of the source."""
-        return (item for items in self.items.values() for item in items if isinstance(item, Kept))
+        return (item for items in self.items.values() for item in items if isinstance(item, PassthroughTensor))
 
     @property
     def quantized(self) -> list[tuple[Weight, Scheme]]:
         """The weights that are quantized, each with its scheme."""
-        return [(weight, fate.scheme) for weight, fate in self.each() if fate.scheme is not None]
+        return [(weight, decision.scheme) for weight, decision in self.each() if decision.scheme is not None]
 
     @property
     def unquantized(self) -> list[str]:
         """The modules that could be quantized and are not."""
-        return [weight.module for weight, fate in self.each() if fate.scheme is None]
+        return [weight.module for weight, decision in self.each() if decision.scheme is None]
 
     @cached_property
     def kinds(self) -> list[tuple[Weight, Scheme]]:
@@ -169,5 +169,5 @@ class Fates:
     @cached_property
     def schemes(self) -> list[Scheme]:
         """The schemes of this plan, its own first."""
-        found = dict.fromkeys([self.scheme, *(fate.scheme for fate in self.others.values())])
+        found = dict.fromkeys([self.scheme, *(decision.scheme for decision in self.others.values())])
         return [scheme for scheme in found if scheme is not None]

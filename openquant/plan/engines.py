@@ -6,10 +6,10 @@ from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..formats.schemes import Scheme
 from ..patterns import collapse
-from ..registry.architecture import Model, Refusal, SGLang
-from ..registry.rules import Entry, is_head
+from ..registry.architecture import Architecture, Refusal, SGLangLimits
+from ..registry.rules import ModuleRules, is_head
 from ..version import VLLM
-from .decisions import Fates
+from .decisions import Decisions
 from .tensor_parallel import text_config
 
 # Codes in int32.
@@ -17,12 +17,12 @@ WORDS = "pack-quantized"
 _NO_HEAD = "leave --quantize-lm-head out"
 
 
-def unread_by_sglang(entry: Entry, fates: Fates) -> Refusal | None:
+def unread_by_sglang(entry: ModuleRules, decisions: Decisions) -> Refusal | None:
     """Why SGLang does not load what is decided, and what it loads instead; None if it does or nothing is quantized."""
-    scheme, sglang = fates.scheme, entry.model.sglang
+    scheme, sglang = decisions.scheme, entry.model.sglang
     if scheme is None:
-        return _unread_cache(sglang, fates)
-    quantized = [(weight.module, scheme) for weight, scheme in fates.kinds if not is_head(weight.module)]
+        return _unread_cache(sglang, decisions)
+    quantized = [(weight.module, scheme) for weight, scheme in decisions.kinds if not is_head(weight.module)]
     for module, chosen in quantized:
         if "SGLang" not in chosen.engines:
             return Refusal(None, None, f"it knows no {chosen.name}", "try another scheme")
@@ -33,22 +33,22 @@ def unread_by_sglang(entry: Entry, fates: Fates) -> Refusal | None:
         refusal = sglang.refusal(chosen.name, chosen.method)
         if refusal is not None:
             return refusal
-    if any(entry.role(module).plain for module, _ in quantized):
+    if any(entry.rule(module).plain for module, _ in quantized):
         return Refusal(None, None, f"it builds {_named(sglang.plain)} in bfloat16", "with --ignore for that it loads")
     packed = (module for module, chosen in quantized if chosen.format.codes == "weight_packed")
-    if any(entry.role(module).unpacked for module in packed):
+    if any(entry.rule(module).unpacked for module in packed):
         why = f"it takes no packed codes for {_named(sglang.unpacked)}"
         return Refusal(None, None, why, "with --ignore for that it loads")
-    if sglang.head is not None and len(quantized) < len(fates.kinds):
+    if sglang.head is not None and len(quantized) < len(decisions.kinds):
         return Refusal(None, None, sglang.head, "without --quantize-lm-head it loads")
-    uneven = any(fate.scheme is None or not is_head(module) for module, fate in fates.others.items())
+    uneven = any(decision.scheme is None or not is_head(module) for module, decision in decisions.others.items())
     if quantized and uneven and scheme.method in sglang.alike:
         return Refusal(None, None, "it finds none of these layers by name", "with all layers alike it loads")
-    unread = _unread_cache(sglang, fates)
+    unread = _unread_cache(sglang, decisions)
     if unread is not None:
         return unread
     # Such experts ask the whole config for its format (compressed_tensors_wNa16_moe.py:75-84).
-    mixed = len({chosen.settings.get("format") for _, chosen in fates.kinds}) > 1
+    mixed = len({chosen.settings.get("format") for _, chosen in decisions.kinds}) > 1
     words = (module for module, chosen in quantized if chosen.settings.get("format") == WORDS and entry.experts(module))
     if mixed and any(words):
         hint = "give the experts --scheme-for nvfp4, or all layers the same"
@@ -60,9 +60,9 @@ def unread_by_sglang(entry: Entry, fates: Fates) -> Refusal | None:
     return None
 
 
-def _unread_cache(sglang: SGLang, fates: Fates) -> Refusal | None:
+def _unread_cache(sglang: SGLangLimits, decisions: Decisions) -> Refusal | None:
     """Why it does not load an output for its scales of keys and values; None if it does or there are none."""
-    made = [kept.made for kept in fates.kept if kept.made is not None] if sglang.cache is not None else []
+    made = [kept.made for kept in decisions.kept if kept.made is not None] if sglang.cache is not None else []
     if sglang.cache is None or not (any(each != 1.0 for each in made) if sglang.cache_of_ones else made):
         return None
     hint = "without --calibration it loads" if sglang.cache_of_ones else "without --kv-cache it loads"
@@ -73,12 +73,12 @@ def _named(patterns: tuple[str, ...]) -> str:
     return ", ".join(f"**{pattern}" for pattern in patterns)
 
 
-def refuse_experts(entry: Entry, fates: Fates) -> None:
+def refuse_experts(entry: ModuleRules, decisions: Decisions) -> None:
     """Stop where experts have a scheme in which engines load none."""
-    if all(scheme.expert_engines for scheme in fates.schemes):
+    if all(scheme.expert_engines for scheme in decisions.schemes):
         return
     refused: dict[str, Scheme] = {}
-    for weight, scheme in fates.quantized:
+    for weight, scheme in decisions.quantized:
         if not scheme.expert_engines and (path := entry.experts(weight.module)):
             refused[path] = scheme
     if refused:
@@ -91,9 +91,9 @@ def refuse_experts(entry: Entry, fates: Fates) -> None:
         )
 
 
-def refuse_nameless(entry: Entry, fates: Fates) -> None:
+def refuse_nameless(entry: ModuleRules, decisions: Decisions) -> None:
     """Stop where a module that vLLM builds without a name is stored otherwise than it takes it to be."""
-    others = {module: fate.why for module, fate in fates.others.items() if entry.role(module).nameless}
+    others = {module: decision.why for module, decision in decisions.others.items() if entry.rule(module).nameless}
     if others:
         why = next(iter(others.values()))
         raise PlanError(
@@ -103,7 +103,7 @@ def refuse_nameless(entry: Entry, fates: Fates) -> None:
         )
 
 
-def refuse_head(checkpoint: Checkpoint, model: Model, scheme: Scheme) -> None:
+def refuse_head(checkpoint: Checkpoint, model: Architecture, scheme: Scheme) -> None:
     """Stop where the output head is to be quantized, and engines load none that is, or the source has none."""
     if scheme.method == "fp8":
         raise PlanError(

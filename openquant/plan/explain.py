@@ -16,13 +16,13 @@ from ..formats.format import Group
 from ..formats.ignored import Ignored
 from ..formats.schemes import Scheme
 from ..patterns import compile_pattern, template
-from ..registry.architecture import DRAFT, Split, absolute
-from ..registry.rules import Entry
+from ..registry.architecture import DRAFT, ParallelSplit, absolute_patterns
+from ..registry.rules import ModuleRules
 from ..weights.weight import Weight
-from .decisions import FEW_AXES, Fate, Kept, Stack
-from .layout import written
+from .decisions import FEW_AXES, Decision, PassthroughTensor, StackedTensor
+from .layout import output_tensors
 from .plan import Plan
-from .tensor_parallel import TENSOR_PARALLEL_SIZES, indivisible, text_config
+from .tensor_parallel import TENSOR_PARALLEL_SIZES, text_config, why_indivisible
 
 # Names that are offered in place of one that is not there, and how alike they must be.
 _MOST_OFFERED, _ALIKE = 3, 0.6
@@ -51,7 +51,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankSplit:
     """How tensor-parallel ranks divide a module.
 
     Attributes:
@@ -70,7 +70,7 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Explained:
+class ModuleExplanation:
     """What becomes of modules that are alike.
 
     Attributes:
@@ -101,7 +101,7 @@ class Explained:
     output: tuple[Tensor, ...]
     joined: tuple[str, ...]
     experts: str | None
-    ranks: Ranks | None
+    ranks: RankSplit | None
     engines: dict[str, tuple[str, ...]]
     listed: str | None
 
@@ -122,7 +122,7 @@ class Explanation:
     revision: str | None
     architecture: str
     scheme: str
-    layers: tuple[Explained, ...]
+    layers: tuple[ModuleExplanation, ...]
 
     def to_json(self) -> dict[str, Any]:
         """The fields by name, as `--json` prints them."""
@@ -133,11 +133,11 @@ class _Found(NamedTuple):
     """A module, and what the plan has for it: a weight, or a tensor that is kept."""
 
     module: str
-    what: Weight | Kept
+    what: Weight | PassthroughTensor
     shard: str
 
 
-def explained(plan: Plan, asked: str) -> tuple[Explained, ...]:
+def explain_modules(plan: Plan, asked: str) -> tuple[ModuleExplanation, ...]:
     """What becomes of the modules of that name, or of all that match a pattern.
 
     Args:
@@ -159,43 +159,45 @@ def explained(plan: Plan, asked: str) -> tuple[Explained, ...]:
 
 
 def _modules(plan: Plan) -> Iterator[_Found]:
-    for shard, items in plan.fates.items.items():
+    for shard, items in plan.decisions.items.items():
         for item in items:
-            if isinstance(item, Kept):
+            if isinstance(item, PassthroughTensor):
                 yield _Found(item.tensor.module, item, shard)
             else:
-                for weight in item.layers if isinstance(item, Stack) else (item,):
+                for weight in item.layers if isinstance(item, StackedTensor) else (item,):
                     yield _Found(weight.module, weight, shard)
 
 
 def _kind(plan: Plan, found: _Found) -> tuple[object, ...]:
     what = found.what
-    if isinstance(what, Kept):
+    if isinstance(what, PassthroughTensor):
         return template(found.module), what.tensor.dtype, what.tensor.shape, what.why
-    return what.alike, what.source.dtype, what.shape, what.format, plan.fates.of(found.module)
+    return what.alike, what.source.dtype, what.shape, what.format, plan.decisions.of(found.module)
 
 
-def _explain(plan: Plan, alike: list[_Found]) -> Explained:
+def _explain(plan: Plan, alike: list[_Found]) -> ModuleExplanation:
     module, what, shard = alike[0]
     entry = plan.entry
-    role, shape = entry.role(module), what.tensor.shape if isinstance(what, Kept) else what.shape
-    fate = Fate(None, what.why) if isinstance(what, Kept) else plan.fates.of(module)
-    stored, made = _tensors(what, fate.scheme)
+    rule, shape = entry.rule(module), what.tensor.shape if isinstance(what, PassthroughTensor) else what.shape
+    decision = Decision(None, what.why) if isinstance(what, PassthroughTensor) else plan.decisions.of(module)
+    stored, made = _tensors(what, decision.scheme)
     ranks = None
-    if role.divided and len(shape) == 2:
-        ranks = _ranks(plan, (shape[0], shape[1]), role.split, fate.scheme.format.whole if fate.scheme else (1, 1))
+    if rule.divided and len(shape) == 2:
+        ranks = _ranks(
+            plan, (shape[0], shape[1]), rule.split, decision.scheme.format.whole if decision.scheme else (1, 1)
+        )
     engines = _engines(entry, module)
-    return Explained(
+    return ModuleExplanation(
         module=module,
         modules=tuple(found.module for found in alike),
-        scheme=fate.scheme.name if fate.scheme else None,
-        why=fate.why,
-        rule=_rule(plan, what, fate.why),
+        scheme=decision.scheme.name if decision.scheme else None,
+        why=decision.why,
+        rule=_rule(plan, what, decision.why),
         shape=shape,
         source=tuple(Tensor(info.name, info.dtype, info.shape) for info in stored),
         shard=shard,
         output=tuple(Tensor(info.name, info.dtype, info.shape) for info in made),
-        joined=plan.fates.sets.get(module, ()),
+        joined=plan.decisions.sets.get(module, ()),
         experts=entry.experts(module),
         ranks=ranks,
         engines=engines,
@@ -203,7 +205,7 @@ def _explain(plan: Plan, alike: list[_Found]) -> Explained:
     )
 
 
-def _rule(plan: Plan, what: Weight | Kept, why: str) -> Rule | None:
+def _rule(plan: Plan, what: Weight | PassthroughTensor, why: str) -> Rule | None:
     """What of the entry covers a module: sort.py asks in this order."""
     model, module = plan.model, (what.source if isinstance(what, Weight) else what.tensor).module
     if why == FEW_AXES:
@@ -213,28 +215,30 @@ def _rule(plan: Plan, what: Weight | Kept, why: str) -> Rule | None:
     stacks = [f"{experts.place}.{stacked.name}" for experts in model.experts for stacked in experts.stacked]
     fields = {"compress": model.compress, "keep": [keep.pattern for keep in model.keep], "experts": stacks}
     for field, patterns in fields.items():
-        for pattern in absolute(model, patterns):
+        for pattern in absolute_patterns(model, patterns):
             if compile_pattern(pattern).fullmatch(module):
                 return Rule(field, pattern)
     return Rule("rest", None) if why and why == model.rest else None
 
 
-def _tensors(what: Weight | Kept, scheme: Scheme | None) -> tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]:
+def _tensors(
+    what: Weight | PassthroughTensor, scheme: Scheme | None
+) -> tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]:
     """The tensors of the source that something is made from, and those that it becomes."""
     if isinstance(what, Weight):
-        return what.parts or (what.source,), written(what, scheme)
+        return what.parts or (what.source,), output_tensors(what, scheme)
     if what.made is not None:
         return (what.made,) if isinstance(what.made, TensorInfo) else (), (what.tensor,)
     return what.weight.parts if what.weight else (what.tensor,), (what.tensor,)
 
 
-def _ranks(plan: Plan, shape: tuple[int, int], split: Split | None, group: Group) -> Ranks:
+def _ranks(plan: Plan, shape: tuple[int, int], split: ParallelSplit | None, group: Group) -> RankSplit:
     if split is None:
         # Embeddings and output heads, which engines fill up to what divides.
-        return Ranks("out", None, False, TENSOR_PARALLEL_SIZES, {})
+        return RankSplit("out", None, False, TENSOR_PARALLEL_SIZES, {})
     config = text_config(plan.seen, plan.model)
-    found = {size: indivisible(shape, split, config, group, size) for size in TENSOR_PARALLEL_SIZES}
-    return Ranks(
+    found = {size: why_indivisible(shape, split, config, group, size) for size in TENSOR_PARALLEL_SIZES}
+    return RankSplit(
         axis=split.axis,
         heads=split.heads,
         replicated=split.replicated,
@@ -243,11 +247,11 @@ def _ranks(plan: Plan, shape: tuple[int, int], split: Split | None, group: Group
     )
 
 
-def _engines(entry: Entry, module: str) -> dict[str, tuple[str, ...]]:
+def _engines(entry: ModuleRules, module: str) -> dict[str, tuple[str, ...]]:
     """The names of a module, and of what each engine merges it into where that is what it looks up."""
-    role = entry.role(module)
-    joined = next((one for one in entry.model.joined if one.pattern == role.joined), None)
-    merged = f"{module.rsplit('.', role.under)[0]}.{joined.sglang}" if joined and joined.sglang else module
+    rule = entry.rule(module)
+    joined = next((one for one in entry.model.fused if one.pattern == rule.fused), None)
+    merged = f"{module.rsplit('.', rule.under)[0]}.{joined.sglang}" if joined and joined.sglang else module
     names = {"vLLM": entry.looked_up(module), "SGLang": merged}
     return {
         engine: tuple(dict.fromkeys((*entry.model.names_of(name), *entry.model.names_of(module))))

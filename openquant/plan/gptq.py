@@ -7,12 +7,12 @@ from typing import Any
 
 from ..files.tensors import TensorInfo
 from ..formats.schemes import Scheme
-from ..registry.rules import Entry, is_head
+from ..registry.rules import ModuleRules, is_head
 from ..weights.weight import Weight
-from .decisions import Fates
+from .decisions import Decisions
 
 
-def carried_weights(fates: Fates) -> list[tuple[Weight, Scheme]]:
+def gptq_weights(decisions: Decisions) -> list[tuple[Weight, Scheme]]:
     """The weights that GPTQ rounds where it is asked for, each with its scheme.
 
     The output head is no decoder layer: it is rounded to nearest. What the source has in the scheme already keeps its
@@ -20,12 +20,12 @@ def carried_weights(fates: Fates) -> list[tuple[Weight, Scheme]]:
     """
     return [
         (weight, scheme)
-        for weight, scheme in fates.quantized
+        for weight, scheme in decisions.quantized
         if not is_head(weight.module) and not weight.is_held_by(scheme.format)
     ]
 
 
-def made_of(weight: Weight, scheme: Scheme) -> list[TensorInfo]:
+def rounded_tensors(weight: Weight, scheme: Scheme) -> list[TensorInfo]:
     """The tensors of a weight that rounding makes: codes, scales, a global scale and zero points."""
     form = scheme.format
     above = form.global_scale.name if form.global_scale else None
@@ -33,9 +33,9 @@ def made_of(weight: Weight, scheme: Scheme) -> list[TensorInfo]:
     return [info for info in form.parts(weight.module, weight.shape) if info.name in names]
 
 
-def rounded_bytes(carried: list[tuple[Weight, Scheme]]) -> int:
+def rounded_bytes(gptq_rounded: list[tuple[Weight, Scheme]]) -> int:
     """Bytes that they take until the output has them."""
-    return sum(info.nbytes for weight, scheme in carried for info in made_of(weight, scheme))
+    return sum(info.nbytes for weight, scheme in gptq_rounded for info in rounded_tensors(weight, scheme))
 
 
 def tokens_of(texts: Mapping[str, Any]) -> str:
@@ -43,9 +43,9 @@ def tokens_of(texts: Mapping[str, Any]) -> str:
     return f"{texts.get('documents')} x {texts.get('length')} tokens"
 
 
-def carried_notes(fates: Fates, entry: Entry, texts: Mapping[str, Any]) -> list[str]:
+def gptq_notes(decisions: Decisions, entry: ModuleRules, texts: Mapping[str, Any]) -> list[str]:
     """What the user is told of GPTQ."""
-    found = carried_weights(fates)
+    found = gptq_weights(decisions)
     notes = [f"{len(found)} layers are rounded by GPTQ, with the inputs that {tokens_of(texts)} give them"]
     experts = sum(bool(entry.experts(weight.module)) for weight, _ in found)
     if experts:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 from ..formats.schemes import Scheme
-from ..registry.rules import Entry, is_head
-from .decisions import Fates
+from ..registry.rules import ModuleRules, is_head
+from .decisions import Decisions
 
 
-def ignored_names(entry: Entry, fates: Fates) -> list[str]:
+def ignored_names(entry: ModuleRules, decisions: Decisions) -> list[str]:
     """What must be listed as ignored: checkpoint names without .weight, and the engines' other names for them.
 
     SGLang has towers' modules under names that no rule tells, and takes whole subtrees: those it lists by a name
@@ -19,14 +19,14 @@ def ignored_names(entry: Entry, fates: Fates) -> list[str]:
     utils/config_utils.py:226-293); experts match by the path that holds them all, for compressed-tensors by the names
     of the first. lm_head is listed unless it is quantized: transformers would quantize one tied to the embedding.
     """
-    quantized = [weight.module for weight, _ in fates.kinds]
+    quantized = [weight.module for weight, _ in decisions.kinds]
     names: dict[str, None] = {} if any(map(is_head, quantized)) else {"lm_head": None}
     modules = [
         keep.tensor.module
-        for keep in fates.kept
+        for keep in decisions.kept
         if len(keep.tensor.shape) == 2 and keep.tensor.name.endswith(".weight")
     ]
-    for module in (*modules, *fates.unquantized):
+    for module in (*modules, *decisions.unquantized):
         experts = entry.experts(module)
         if experts:
             names[experts] = None
@@ -39,12 +39,12 @@ def ignored_names(entry: Entry, fates: Fates) -> list[str]:
         if any(tower in module.split(".") for module in names)
         and not any(tower in module.split(".") for module in quantized)
     ]
-    if fates.scheme is not None and fates.scheme.method == "compressed-tensors":
+    if decisions.scheme is not None and decisions.scheme.method == "compressed-tensors":
         towers = [f"re:(.*[.])?{tower}[.].*" for tower in towers]
     return [*entry.engine_names(names), *towers]
 
 
-def targets(entry: Entry, fates: Fates) -> dict[Scheme, list[str]]:
+def targets(entry: ModuleRules, decisions: Decisions) -> dict[Scheme, list[str]]:
     """The names under which engines find the layers that have another scheme, by scheme; and the output head's.
 
     vLLM (quantization/compressed_tensors/utils.py:73-119) and compressed-tensors (utils/match.py:116-151)
@@ -54,10 +54,10 @@ def targets(entry: Entry, fates: Fates) -> dict[Scheme, list[str]]:
     the number of the layer.
     """
     found: dict[Scheme, tuple[dict[str, None], dict[str, None], dict[str, None]]] = {}
-    heads_too = any(is_head(weight.module) for weight, _ in fates.kinds)
-    for module in fates.layers:
+    heads_too = any(is_head(weight.module) for weight, _ in decisions.kinds)
+    for module in decisions.layers:
         head = heads_too and is_head(module)
-        scheme = fates.of(module).scheme if head or module in fates.others else None
+        scheme = decisions.of(module).scheme if head or module in decisions.others else None
         if scheme is not None:
             modules, experts, heads = found.setdefault(scheme, ({}, {}, {}))
             path = entry.experts(module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ..errors import PlanError, SourceError
-from ..registry.rules import Entry
+from ..registry.rules import ModuleRules
 from ..weights.statistics import Calibration
 from ..weights.weight import Weight
 
@@ -41,7 +41,7 @@ def require_widths(calibration: Calibration, layers: Iterable[Weight]) -> None:
 
 
 def largest_inputs(
-    calibration: Calibration, entry: Entry, layers: Mapping[str, Weight], sets: Mapping[str, tuple[str, ...]]
+    calibration: Calibration, entry: ModuleRules, layers: Mapping[str, Weight], sets: Mapping[str, tuple[str, ...]]
 ) -> dict[str, float]:
     """The largest magnitude that goes into each layer and what engines put together with it, by module; nothing of
     layers that the calibration has not seen.
@@ -68,7 +68,9 @@ def largest_inputs(
     return {module: together[key] for module, key in keys.items() if key in together}
 
 
-def unrouted(calibration: Calibration, entry: Entry, modules: Iterable[str], layers: Mapping[str, Weight]) -> list[str]:
+def unrouted_note(
+    calibration: Calibration, entry: ModuleRules, modules: Iterable[str], layers: Mapping[str, Weight]
+) -> list[str]:
     """A note of the experts that no token was routed to, whose scale is that of the others of their layer; none where
     each saw some.
 

@@ -18,20 +18,20 @@ from ..formats.format import FLOATS
 from ..formats.kv_cache import FLAG, SCALES, cache_scales, scale_for
 from ..formats.numbers import E4M3
 from ..patterns import MAX_DIGITS, compile_pattern, template
-from ..registry.architecture import Model, absolute
-from ..registry.rules import Entry
+from ..registry.architecture import Architecture, absolute_patterns
+from ..registry.rules import ModuleRules
 from ..version import SGLANG
 from ..weights.statistics import Calibration
-from .decisions import Fates, Item, Kept
+from .decisions import Decisions, Item, PassthroughTensor
 from .serving import own_layers
-from .sort import draft_finder
+from .sort import mtp_layer_finder
 
 # Why a plan has such a scale.
 CACHED = "keys and values in FP8"
 _NO_CACHE = "leave --kv-cache out"
 
 
-def cache_layers(modules: Iterable[str], entry: Entry, config: dict[str, Any]) -> dict[int, str]:
+def cache_layers(modules: Iterable[str], entry: ModuleRules, config: dict[str, Any]) -> dict[int, str]:
     """The attention of each decoder layer that has a cache of keys and values of its own, by the layer's number.
 
     Args:
@@ -45,8 +45,8 @@ def cache_layers(modules: Iterable[str], entry: Entry, config: dict[str, Any]) -
     model = entry.model
     if model.cache_refused is not None:
         raise PlanError(f"{model.name}: no engine loads scales of keys and values: {model.cache_refused}", _NO_CACHE)
-    patterns = [(compile_pattern(absolute(model, [what.pattern])[0]), what) for what in model.cached]
-    layer_of, drafted, own = compile_pattern(f"{model.layers}.**"), draft_finder(model, config), own_layers(config)
+    patterns = [(compile_pattern(absolute_patterns(model, [what.pattern])[0]), what) for what in model.cached]
+    layer_of, drafted, own = compile_pattern(f"{model.layers}.**"), mtp_layer_finder(model, config), own_layers(config)
     found: dict[int, str] = {}
     for module in modules:
         what = next((what for pattern, what in patterns if pattern.fullmatch(module)), None)
@@ -85,7 +85,9 @@ def add_scales(
     known = cache_scales(seen.tensors)
     replaced = {name for both in known.values() for name in both if name is not None}
     for shard, held in items.items():
-        items[shard] = [item for item in held if not (isinstance(item, Kept) and item.tensor.name in replaced)]
+        items[shard] = [
+            item for item in held if not (isinstance(item, PassthroughTensor) and item.tensor.name in replaced)
+        ]
     paths, shard_of = set(layers.values()), dict[str, str]()
     for info in seen.tensors.values():
         path = info.module.rpartition(".")[0]
@@ -100,7 +102,9 @@ def add_scales(
                 made = scale_for(largest[place])
             elif kept is not None:
                 made = _single(seen.tensors[kept])
-            items[shard_of[path]].append(Kept(TensorInfo(name, "F32", (1,)), template(name), CACHED, made=made))
+            items[shard_of[path]].append(
+                PassthroughTensor(TensorInfo(name, "F32", (1,)), template(name), CACHED, made=made)
+            )
     if calibration is not None:
         return [_calibrated(calibration, layers)]
     count = sum(name is not None for number in layers for name in known.get(number, (None, None)))
@@ -152,11 +156,11 @@ def _calibrated(calibration: Calibration, layers: Mapping[int, str]) -> str:
     )
 
 
-def serving_notes(model: Model, fates: Fates) -> list[str]:
+def serving_notes(model: Architecture, decisions: Decisions) -> list[str]:
     """What engines have to be told of a cache in FP8 beside the config, and who does not use its scales."""
     notes = []
-    if fates.scheme is not None and fates.scheme.method == "fp8":
+    if decisions.scheme is not None and decisions.scheme.method == "fp8":
         notes.append(f"vLLM reads no cache in FP8 off this format: serve with {FLAG}")
-    if model.sglang.ones and any(kept.made not in (None, 1.0) for kept in fates.kept):
+    if model.sglang.ones and any(kept.made not in (None, 1.0) for kept in decisions.kept):
         notes.append(f"{SGLANG} takes 1 in place of these scales of keys and values, without a word")
     return notes

@@ -15,11 +15,11 @@ from ..files.tensors import DTYPE_BITS, Location, TensorInfo, make_header
 from ..formats.format import Format
 from ..formats.schemes import Scheme
 from ..weights.weight import Weight
-from .decisions import Fates, Item, Kept, Stack
+from .decisions import Decisions, Item, PassthroughTensor, StackedTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class CopyBytes:
     """Bytes of the source that go to the output as they are: `nbytes` from `offset` of a shard on, to `target`.
 
     They are elements of `dtype`.
@@ -37,7 +37,7 @@ class Copy:
 class CopyRounded:
     """A tensor of a weight that was rounded before: `nbytes` from `offset` of a file on, to `target`.
 
-    `consumed` bytes of the source have become it.
+    `source_bytes_of` bytes of the source have become it.
     """
 
     label: str
@@ -66,7 +66,7 @@ class CopyScale:
 
 
 @dataclass(frozen=True, slots=True)
-class Put:
+class PutBytes:
     """Bytes that the plan knows, such as `weight_shape` of a weight whose words of codes do not tell its shape.
 
     `nbytes` of the source have become them.
@@ -87,7 +87,7 @@ class Unstack:
 
 
 @dataclass(frozen=True, slots=True)
-class Fold:
+class TransformWeight:
     """A plain weight to be written unquantized in its own dtype, with its rows and columns multiplied."""
 
     weight: Weight
@@ -103,7 +103,7 @@ class Decode:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WeightPlace:
     """One weight to be quantized, and where its codes and its scales go.
 
     `passes` says that its codes are those of the scheme already, and go to the output as they are. `tied_target` is
@@ -126,16 +126,16 @@ class Encode:
     Attributes:
         scheme: what they are stored in.
         pieces: what this job writes.
-        joined: the whole joined set, members in other shards included; empty unless a scale is shared.
+        fused: the whole joined set, members in other shards included; empty unless a scale is shared.
     """
 
     scheme: Scheme
-    pieces: tuple[Piece, ...]
-    joined: tuple[Weight, ...]
+    pieces: tuple[WeightPlace, ...]
+    fused: tuple[Weight, ...]
 
 
 # The unit of work.
-Job = Copy | CopyRounded | CopyScale | Put | Unstack | Fold | Decode | Encode
+Job = CopyBytes | CopyRounded | CopyScale | PutBytes | Unstack | TransformWeight | Decode | Encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +165,14 @@ class Layout:
     tensors: tuple[TensorInfo, ...]
 
 
-def layers_of(item: Item) -> tuple[Weight, ...]:
+def weights_of_tensor(item: Item) -> tuple[Weight, ...]:
     """The weights made from a tensor that could be quantized; none for one that could not."""
-    if isinstance(item, Kept):
+    if isinstance(item, PassthroughTensor):
         return ()
-    return item.layers if isinstance(item, Stack) else (item,)
+    return item.layers if isinstance(item, StackedTensor) else (item,)
 
 
-def written(weight: Weight, scheme: Scheme | None) -> tuple[TensorInfo, ...]:
+def output_tensors(weight: Weight, scheme: Scheme | None) -> tuple[TensorInfo, ...]:
     """The tensors that a weight becomes: "X.weight" and "X.weight_scale", say; "X.weight" alone without a scheme."""
     if scheme is None:
         return (TensorInfo(f"{weight.module}.weight", weight.source.dtype, weight.shape),)
@@ -189,144 +189,144 @@ def stored_as(weight: Weight, scheme: Scheme) -> Format:
     return form
 
 
-def shards(fates: Fates) -> tuple[Shard, ...]:
+def shards(decisions: Decisions) -> tuple[Shard, ...]:
     """The output's shards; a source shard that holds nothing but scales has none."""
     # Weights of one size are many.
     sizes: dict[tuple[str, tuple[int, int], Format | None], int] = {}
 
     def size(weight: Weight) -> int:
-        fate = fates.others.get(weight.module)
-        scheme = fates.scheme if fate is None else fate.scheme
+        decision = decisions.others.get(weight.module)
+        scheme = decisions.scheme if decision is None else decision.scheme
         key = weight.source.dtype, weight.shape, None if scheme is None else stored_as(weight, scheme)
         if key not in sizes:
-            sizes[key] = sum(info.nbytes for info in written(weight, scheme))
+            sizes[key] = sum(info.nbytes for info in output_tensors(weight, scheme))
         return sizes[key]
 
-    found = {name: 0 for name, items in fates.items.items() if items}
+    found = {name: 0 for name, items in decisions.items.items() if items}
     for name in found:
-        for item in fates.items[name]:
+        for item in decisions.items[name]:
             if isinstance(item, Weight):
                 found[name] += size(item)
-            elif isinstance(item, Stack):
+            elif isinstance(item, StackedTensor):
                 found[name] += sum(map(size, item.layers))
             else:
                 found[name] += item.tensor.nbytes
     return tuple(Shard(name, nbytes) for name, nbytes in found.items())
 
 
-def outputs(items: Iterable[Item], fates: Fates) -> list[TensorInfo]:
+def outputs(items: Iterable[Item], decisions: Decisions) -> list[TensorInfo]:
     """The tensors that are made from those of a shard, in file order."""
     found: list[TensorInfo] = []
     for item in items:
-        if isinstance(item, Kept):
+        if isinstance(item, PassthroughTensor):
             found.append(item.tensor)
-        for weight in layers_of(item):
-            found += written(weight, fates.of(weight.module).scheme)
+        for weight in weights_of_tensor(item):
+            found += output_tensors(weight, decisions.of(weight.module).scheme)
     # Wide dtypes first, as the safetensors library writes them: every tensor is aligned to its element.
     return sorted(found, key=lambda info: -DTYPE_BITS[info.dtype])
 
 
-def source_bytes(kept: Kept) -> int:
+def source_bytes(kept: PassthroughTensor) -> int:
     """Bytes that the source has for a tensor which is not quantized."""
     if kept.made is not None:
         return kept.made.nbytes if isinstance(kept.made, TensorInfo) else 0
     return kept.weight.stored if kept.weight else kept.tensor.nbytes
 
 
-def consumed(items: Iterable[Item], fates: Fates) -> int:
+def source_bytes_of(items: Iterable[Item], decisions: Decisions) -> int:
     """Bytes of the source that tensors take with their scales, whichever shards these lie in."""
     total = 0
     for item in items:
-        if isinstance(item, Kept):
+        if isinstance(item, PassthroughTensor):
             total += source_bytes(item)
-        for weight in layers_of(item):
-            scale = _input_scale(weight, fates)
+        for weight in weights_of_tensor(item):
+            scale = _input_scale(weight, decisions)
             total += weight.stored + (scale.nbytes if scale else 0)
     return total
 
 
-def sources(shard: str, fates: Fates, where: dict[str, Location]) -> set[str]:
+def sources(shard: str, decisions: Decisions, where: dict[str, Location]) -> set[str]:
     """The source shards that an output shard is made from: that of its name, those with scales and shapes, and those
     with members of its joined sets.
     """
     found = {shard}
-    for item in fates.items[shard]:
-        if isinstance(item, Kept) and item.weight:
+    for item in decisions.items[shard]:
+        if isinstance(item, PassthroughTensor) and item.weight:
             found |= {where[part.name].shard for part in item.weight.parts}
-        elif isinstance(item, Kept) and isinstance(item.made, TensorInfo):
+        elif isinstance(item, PassthroughTensor) and isinstance(item.made, TensorInfo):
             found.add(where[item.made.name].shard)
-        for weight in layers_of(item):
-            scale, scheme = _input_scale(weight, fates), fates.of(weight.module).scheme
+        for weight in weights_of_tensor(item):
+            scale, scheme = _input_scale(weight, decisions), decisions.of(weight.module).scheme
             if scale is not None:
                 found.add(where[scale.name].shard)
-            shared = fates.sets.get(weight.module, ()) if scheme is not None and scheme.format.tied else ()
-            for member in (weight, *(fates.layers[module] for module in shared)):
+            shared = decisions.sets.get(weight.module, ()) if scheme is not None and scheme.format.tied else ()
+            for member in (weight, *(decisions.layers[module] for module in shared)):
                 found |= {where[part.name].shard for part in member.parts or (member.source,)}
     return found
 
 
-def lay_out(shard: str, fates: Fates, where: dict[str, Location]) -> Layout:
+def lay_out(shard: str, decisions: Decisions, where: dict[str, Location]) -> Layout:
     """The header, offsets and jobs of an output shard."""
-    tensors = outputs(fates.items[shard], fates)
+    tensors = outputs(decisions.items[shard], decisions)
     header, start = make_header(tensors)
     places: dict[str, int] = {}
     for info in tensors:
         places[info.name] = start
         start += info.nbytes
     done: set[str] = set()
-    jobs = [job for item in fates.items[shard] for job in _jobs(item, fates, where, places, done)]
+    jobs = [job for item in decisions.items[shard] for job in _jobs(item, decisions, where, places, done)]
     return Layout(shard, header, start, tuple(jobs), tuple(tensors))
 
 
 def _jobs(
-    item: Item, fates: Fates, where: dict[str, Location], places: dict[str, int], done: set[str]
+    item: Item, decisions: Decisions, where: dict[str, Location], places: dict[str, int], done: set[str]
 ) -> Iterator[Job]:
     """The jobs for a tensor; `done` has the modules whose joined set an earlier job wrote, and gets those of this."""
-    if isinstance(item, Kept):
+    if isinstance(item, PassthroughTensor):
         target = places[item.tensor.name]
         if isinstance(item.made, TensorInfo):
             place, made = where[item.made.name], item.made
             yield CopyScale(made.name, place.shard, place.offset, made.nbytes, made.dtype, target)
             return
         if item.made is not None:
-            yield Put(item.tensor.name, struct.pack("<f", item.made), target)
+            yield PutBytes(item.tensor.name, struct.pack("<f", item.made), target)
             return
         if isinstance(item.changed, bytes):
-            yield Put(item.tensor.name, item.changed, target, item.tensor.nbytes)
+            yield PutBytes(item.tensor.name, item.changed, target, item.tensor.nbytes)
             return
         if item.changed is not None:
-            yield Fold(item.changed, target)
+            yield TransformWeight(item.changed, target)
             return
         place = where[item.tensor.name]
         if item.weight is None:
-            yield Copy(item.tensor.name, place.shard, place.offset, item.tensor.nbytes, target, item.tensor.dtype)
+            yield CopyBytes(item.tensor.name, place.shard, place.offset, item.tensor.nbytes, target, item.tensor.dtype)
             return
         # Each matrix of a stack by itself.
         for number, matrix in enumerate(item.weight.matrices):
             size = TensorInfo("", item.tensor.dtype, matrix.shape).nbytes
             yield Decode(matrix, target + number * size)
-    for weight in layers_of(item):
-        scheme, name = fates.of(weight.module).scheme, f"{weight.module}.weight"
+    for weight in weights_of_tensor(item):
+        scheme, name = decisions.of(weight.module).scheme, f"{weight.module}.weight"
         if scheme is None and weight.format is None and weight.folded:
-            yield Fold(weight, places[name])
+            yield TransformWeight(weight, places[name])
         elif scheme is None and weight.format is None and weight.expert < 0:
             place = where[name]
-            yield Copy(name, place.shard, place.offset, weight.nbytes, places[name], weight.source.dtype)
+            yield CopyBytes(name, place.shard, place.offset, weight.nbytes, places[name], weight.source.dtype)
         elif scheme is None:
             kind = Unstack if weight.format is None else Decode
             yield kind(weight, places[name])
-        elif f"{weight.module}.{scheme.format.codes}" in fates.rounded:
+        elif f"{weight.module}.{scheme.format.codes}" in decisions.rounded:
             stored = weight.stored
-            for info in written(weight, scheme):
-                if file := fates.rounded.get(info.name):
+            for info in output_tensors(weight, scheme):
+                if file := decisions.rounded.get(info.name):
                     yield CopyRounded(info.name, file.path, file.offset, info.nbytes, places[info.name], stored)
                     stored = 0
         elif weight.module not in done:
-            joined = [fates.layers[module] for module in fates.sets.get(weight.module, (weight.module,))]
-            here = [member for member in joined if where[member.source.name].shard == where[weight.source.name].shard]
+            fused = [decisions.layers[module] for module in decisions.sets.get(weight.module, (weight.module,))]
+            here = [member for member in fused if where[member.source.name].shard == where[weight.source.name].shard]
             done.update(member.module for member in here)
             pieces = (
-                Piece(
+                WeightPlace(
                     member,
                     places[f"{member.module}.{scheme.format.codes}"],
                     places[f"{member.module}.{scheme.format.scale.name}"],
@@ -336,8 +336,8 @@ def _jobs(
                 )
                 for member in here
             )
-            yield Encode(scheme, tuple(pieces), tuple(joined) if scheme.format.tied else ())
-        scale = _input_scale(weight, fates)
+            yield Encode(scheme, tuple(pieces), tuple(fused) if scheme.format.tied else ())
+        scale = _input_scale(weight, decisions)
         name = f"{weight.module}.{scheme.format.input_scale}" if scheme else ""
         if scale is not None:
             place, known = where[scale.name], None if weight.format is None else weight.format.local
@@ -351,25 +351,25 @@ def _jobs(
                 inverse=known is not None and not known.divides,
             )
         elif scheme is not None and name in places:
-            largest = fates.inputs.get(weight.module)
+            largest = decisions.inputs.get(weight.module)
             found = scheme.inputs if largest is None else scheme.format.scale_inputs(largest)
             assert found is not None
-            yield Put(name, struct.pack("<f", found), places[name])
+            yield PutBytes(name, struct.pack("<f", found), places[name])
         for info, data in scheme.format.known(weight.module, weight.shape) if scheme else ():
-            yield Put(info.name, data, places[info.name])
+            yield PutBytes(info.name, data, places[info.name])
 
 
-def _input_scale(weight: Weight, fates: Fates) -> TensorInfo | None:
+def _input_scale(weight: Weight, decisions: Decisions) -> TensorInfo | None:
     """The scale of a layer's activations in the source, if the output keeps it."""
-    scheme = fates.of(weight.module).scheme
-    if scheme is None or weight.module in fates.inputs:
+    scheme = decisions.of(weight.module).scheme
+    if scheme is None or weight.module in decisions.inputs:
         return None
     return weight.input_scale_for(scheme.format)
 
 
-def weight_kinds(fates: Fates) -> list[Weight]:
+def weight_kinds(decisions: Decisions) -> list[Weight]:
     """One weight of each dtype, shape and format, among all that are read by rows."""
-    kinds = {weight.kind: weight for weight in fates.layers.values()}
-    kinds |= {kept.weight.kind: kept.weight for kept in fates.kept if kept.weight}
-    kinds |= {kept.changed.kind: kept.changed for kept in fates.kept if isinstance(kept.changed, Weight)}
+    kinds = {weight.kind: weight for weight in decisions.layers.values()}
+    kinds |= {kept.weight.kind: kept.weight for kept in decisions.kept if kept.weight}
+    kinds |= {kept.changed.kind: kept.changed for kept in decisions.kept if isinstance(kept.changed, Weight)}
     return list(kinds.values())

@@ -7,17 +7,17 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from ..files.small_files import shown
+from ..files.small_files import short_repr
 from ..patterns import collapse, compile_any, compile_pattern
-from ..registry.architecture import Model, absolute
+from ..registry.architecture import Architecture, absolute_patterns
 from ..weights.weight import Weight
-from .decisions import Kept
+from .decisions import PassthroughTensor
 
 
-def lacking(
-    model: Model,
+def missing_notes(
+    model: Architecture,
     layers: dict[str, Weight],
-    kept: Iterable[Kept],
+    kept: Iterable[PassthroughTensor],
     sets: dict[str, tuple[str, ...]],
     config: dict[str, Any],
 ) -> list[str]:
@@ -33,7 +33,7 @@ def lacking(
     if absent:
         names = ", ".join(absent[:8]) + (", ..." if len(absent) > 8 else "")
         notes.append(
-            f"the source lacks decoder layers that config.json counts (num_hidden_layers {shown(count)}): {names}"
+            f"the source lacks decoder layers that config.json counts (num_hidden_layers {short_repr(count)}): {names}"
         )
     counts = Counter(weight.alike for weight in layers.values())
     families: dict[str, list[str]] = {}
@@ -51,7 +51,7 @@ def lacking(
     if alone:
         notes.append(f"the source lacks what belongs to {', '.join(collapse(alone))} in other layers")
     experts: dict[str, int] = {}
-    where = compile_any(absolute(model, (each.path for each in model.experts)))
+    where = compile_any(absolute_patterns(model, (each.path for each in model.experts)))
     # Experts are many: where all have the same parts, one of these tells.
     watched = {
         alike

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import PlanError, UsageError
 from ..files.checkpoint import Checkpoint
-from ..files.layer_store import Place
+from ..files.layer_store import TensorPlace
 from ..files.tensors import TensorInfo
 from ..formats.kv_cache import says_fp8_cache, with_fp8_cache
 from ..formats.names import UNCHANGED
@@ -23,28 +23,35 @@ from ..formats.quantization import find_quantization
 from ..formats.schemes import Scheme
 from ..models import GENERIC, MODELS
 from ..patterns import collapse, compile_pattern, template
-from ..registry.architecture import Model, Refusal
-from ..registry.rules import Entry
+from ..registry.architecture import Architecture, Refusal
+from ..registry.rules import ModuleRules
 from ..version import SGLANG, __version__
-from ..weights.find import decoded_view, leftovers, without_cache_scales
-from ..weights.transform import Tunings
+from ..weights.find import decoded_view, unread_tensors, without_cache_scales
+from ..weights.transform import WeightTransforms
 from ..weights.weight import Weight
 from . import layout
-from .architecture import find_model
-from .assign import asked_by, asked_for, no_input_scale, problem_finder, refuse_size, settle
-from .decisions import FEW_AXES, Fates, Found, Item, Kept, Options
+from .architecture import find_architecture
+from .assign import (
+    assign_schemes,
+    problem_finder,
+    refuse_size,
+    requested_schemes,
+    schemes_of_output,
+    why_no_input_scale,
+)
+from .decisions import FEW_AXES, Decisions, Item, PassthroughTensor, PlanOptions, StoredLayout
 from .engines import refuse_experts, refuse_head, refuse_nameless, unread_by_sglang
-from .gptq import carried_notes, carried_weights
+from .gptq import gptq_notes, gptq_weights
 from .ignore_list import ignored_names, targets
-from .input_scales import UncalibratedError, largest_inputs, require_widths, unrouted
+from .input_scales import UncalibratedError, largest_inputs, require_widths, unrouted_note
 from .kv_cache import add_scales, cache_layers, serving_notes
 from .layout import Layout, Shard
-from .missing import lacking
-from .printed import Line, lines_of
+from .missing import missing_notes
+from .printed import PlanLine, plan_lines
 from .serving import Serving, serving
 from .sort import sort_tensors
 from .tensor_parallel import ParallelSize, parallel_sizes, text_config
-from .transforms import tune
+from .transforms import apply_transforms
 
 
 @dataclass(frozen=True)
@@ -55,12 +62,12 @@ class Plan:
         source: the opened source.
         seen: the source with quantized weights as the bfloat16 tensors they stand for.
         entry: the registry's entry it was made by.
-        fates: what becomes of each tensor.
+        decisions: what becomes of each tensor.
         quantization_config: what the output's config.json says of the fates; empty without a scheme.
         parallel: what each tensor-parallel size meets.
         notes: for the user.
         identity: what tells the source from another with the same headers.
-        tunings: what a calibration changes about weights before they are rounded, and other tensors.
+        transforms: what a calibration changes about weights before they are rounded, and other tensors.
         gptq: the texts by which GPTQ rounds; None if weights are rounded to nearest.
         recipe: the options that it was made with, as the output has them; None if nobody asks for them again.
         unlisted: the entry that it was made by, as the output has it; None where that is the registry's.
@@ -68,26 +75,26 @@ class Plan:
 
     source: Checkpoint
     seen: Checkpoint
-    entry: Entry
-    fates: Fates
+    entry: ModuleRules
+    decisions: Decisions
     quantization_config: dict[str, Any]
     parallel: tuple[ParallelSize, ...]
     notes: tuple[str, ...]
     identity: str
-    tunings: Tunings | None = None
+    transforms: WeightTransforms | None = None
     gptq: Mapping[str, Any] | None = None
     recipe: Mapping[str, Any] | None = None
     unlisted: Mapping[str, Any] | None = None
 
     @property
-    def model(self) -> Model:
+    def model(self) -> Architecture:
         """What the registry holds of the architecture."""
         return self.entry.model
 
     @property
     def scheme(self) -> Scheme | None:
         """The scheme of all layers that have no other; None if nothing is to be quantized."""
-        return self.fates.scheme
+        return self.decisions.scheme
 
     @property
     def config(self) -> dict[str, Any]:
@@ -107,14 +114,14 @@ class Plan:
         return self.seen.left_out
 
     @cached_property
-    def lines(self) -> tuple[Line, ...]:
+    def lines(self) -> tuple[PlanLine, ...]:
         """The printed plan: a line for all tensors that are alike in name, shape and fate."""
-        return lines_of(self.fates)
+        return plan_lines(self.decisions)
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
         """The output's weight files, which have the names of the source's."""
-        return layout.shards(self.fates)
+        return layout.shards(self.decisions)
 
     @property
     def source_bytes(self) -> int:
@@ -144,12 +151,12 @@ class Plan:
     @property
     def decodes(self) -> bool:
         """Whether any weight is quantized in the source."""
-        return any(kept.weight for kept in self.fates.kept) or any(layer.format for layer in self.layers.values())
+        return any(kept.weight for kept in self.decisions.kept) or any(layer.format for layer in self.layers.values())
 
     @cached_property
     def schemes(self) -> dict[Scheme, int]:
         """How many layers each scheme has, the plan's own first."""
-        counts = dict.fromkeys(self.fates.schemes, 0)
+        counts = dict.fromkeys(self.decisions.schemes, 0)
         for line in self.lines:
             if line.scheme is not None:
                 counts[line.scheme] += len(line.names)
@@ -195,7 +202,7 @@ class Plan:
     @property
     def cache_layers(self) -> int:
         """How many layers have scales of keys and values that the plan makes."""
-        return sum(kept.made is not None for kept in self.fates.kept) // 2
+        return sum(kept.made is not None for kept in self.decisions.kept) // 2
 
     @property
     def numbers(self) -> str:
@@ -219,7 +226,7 @@ class Plan:
     @cached_property
     def unread_by_sglang(self) -> Refusal | None:
         """Why SGLang does not load the output, and what it loads instead; None if it does."""
-        return unread_by_sglang(self.entry, self.fates)
+        return unread_by_sglang(self.entry, self.decisions)
 
     @property
     def engines(self) -> tuple[str, ...]:
@@ -229,7 +236,7 @@ class Plan:
     @property
     def expert_schemes(self) -> dict[str, Scheme]:
         """The schemes that quantized experts are stored in, by suffix."""
-        return {scheme.suffix: scheme for layer, scheme in self.fates.kinds if self.entry.experts(layer.module)}
+        return {scheme.suffix: scheme for layer, scheme in self.decisions.kinds if self.entry.experts(layer.module)}
 
     @property
     def ignored_layers(self) -> list[str]:
@@ -259,37 +266,37 @@ class Plan:
     @property
     def layers(self) -> dict[str, Weight]:
         """The weights that could be quantized, by module; each knows where it lies in the source."""
-        return self.fates.layers
+        return self.decisions.layers
 
     @cached_property
-    def carried(self) -> list[tuple[Weight, Scheme]]:
+    def gptq_rounded(self) -> list[tuple[Weight, Scheme]]:
         """The weights that GPTQ rounds, each with its scheme."""
-        return [] if self.gptq is None else carried_weights(self.fates)
+        return [] if self.gptq is None else gptq_weights(self.decisions)
 
-    def with_rounded(self, places: Mapping[str, Place]) -> Plan:
+    def with_rounded(self, places: Mapping[str, TensorPlace]) -> Plan:
         """The same plan, of which these tensors are rounded already, and only copied."""
-        return replace(self, fates=replace(self.fates, rounded=places))
+        return replace(self, decisions=replace(self.decisions, rounded=places))
 
     @property
     def weight_kinds(self) -> list[Weight]:
         """One weight of each dtype, shape and format, among all that are read by rows."""
-        return layout.weight_kinds(self.fates)
+        return layout.weight_kinds(self.decisions)
 
     def sources(self, shard: str) -> set[str]:
         """The source shards that an output shard is made from."""
-        return layout.sources(shard, self.fates, self.seen.where)
+        return layout.sources(shard, self.decisions, self.seen.where)
 
     def consumed(self, shard: str) -> int:
         """Bytes of the source that an output shard is made from, whichever shard they lie in."""
-        return layout.consumed(self.fates.items[shard], self.fates)
+        return layout.source_bytes_of(self.decisions.items[shard], self.decisions)
 
     def outputs(self, shard: str) -> list[TensorInfo]:
         """The tensors of an output shard, in file order."""
-        return layout.outputs(self.fates.items[shard], self.fates)
+        return layout.outputs(self.decisions.items[shard], self.decisions)
 
     def lay_out(self, shard: str) -> Layout:
         """The header, offsets and jobs of an output shard."""
-        return layout.lay_out(shard, self.fates, self.seen.where)
+        return layout.lay_out(shard, self.decisions, self.seen.where)
 
     @cached_property
     def digest(self) -> str:
@@ -297,19 +304,19 @@ class Plan:
         facts = [
             __version__,
             repr(self.model),
-            [asdict(scheme) for scheme in self.fates.schemes],
+            [asdict(scheme) for scheme in self.decisions.schemes],
             # The model card says them.
-            sorted({fate.why for fate in self.fates.others.values()}),
+            sorted({decision.why for decision in self.decisions.others.values()}),
             self.source.config,
             self.quantization_config,
             self.source.files,
             self.source.shards,
             self.source.headers,
             self.identity,
-            *([dict(self.fates.inputs)] if self.fates.inputs else []),
-            *([self.tunings.sha256] if self.tunings else []),
+            *([dict(self.decisions.inputs)] if self.decisions.inputs else []),
+            *([self.transforms.sha256] if self.transforms else []),
             *([["GPTQ", self.gptq]] if self.gptq else []),
-            *([[repr(kept) for kept in self.fates.kept if kept.made is not None]] if self.cached else []),
+            *([[repr(kept) for kept in self.decisions.kept if kept.made is not None]] if self.cached else []),
         ]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -317,10 +324,10 @@ class Plan:
 def make_plan(
     checkpoint: Checkpoint,
     scheme: Scheme,
-    options: Options | None = None,
+    options: PlanOptions | None = None,
     identity: str = "",
-    architecture: str | Model | None = None,
-    found: Found | None = None,
+    architecture: str | Architecture | None = None,
+    found: StoredLayout | None = None,
 ) -> Plan:
     """Decide what becomes of every tensor.
 
@@ -338,8 +345,8 @@ def make_plan(
             cannot load.
         UsageError: a pattern that matches nothing or is malformed, or a size that is none.
     """
-    options = options or Options()
-    model = find_model(checkpoint, architecture)
+    options = options or PlanOptions()
+    model = find_architecture(checkpoint, architecture)
     others = [other for _, other in options.scheme_for] + list(found.schemes.values() if found else ())
     for asked in dict.fromkeys([scheme, *others]):
         refusal = model.refusal(asked.name, asked.method)
@@ -366,48 +373,50 @@ def make_plan(
             "make one with openquant calibrate and give --calibration FILE, or leave --activation-scheme out: engines "
             "scale activations as they run",
         )
-    entry = Entry(model)
-    fates, notes = _decide(seen, weights, entry, scheme, options, found)
-    unread = unread_by_sglang(entry, fates)
+    entry = ModuleRules(model)
+    decisions, notes = _decide(seen, weights, entry, scheme, options, found)
+    unread = unread_by_sglang(entry, decisions)
     if unread is not None:
         notes.append(f"{SGLANG} does not load this output: {unread.why}; {unread.hint}")
     if options.cached:
-        notes += serving_notes(model, fates)
+        notes += serving_notes(model, decisions)
     elif weights and (find_quantization(checkpoint.config) or {}).get("kv_cache_scheme"):
         notes.append(
             "kv_cache_scheme is left out; its scales stay, and engines use them with --kv-cache-dtype fp8, "
             "or by themselves with --kv-cache fp8 here"
         )
-    notes += [*_left_behind(checkpoint, weights), *_made_anew(fates)]
-    notes += dict.fromkeys(note for scheme in fates.schemes for note in scheme.notes)
-    if options.calibration is not None and fates.inputs:
+    notes += [*_left_behind(checkpoint, weights), *_made_anew(decisions)]
+    notes += dict.fromkeys(note for scheme in decisions.schemes for note in scheme.notes)
+    if options.calibration is not None and decisions.inputs:
         notes.append(
             f"scales of activations are those of a calibration with {options.calibration.described}, twice as large: "
             "headroom costs nothing, and what lies beyond is cut off"
         )
-        notes += unrouted(options.calibration, entry, fates.inputs, fates.layers)
-    notes += options.tunings.notes if options.tunings else ()
-    notes += carried_notes(fates, entry, options.gptq) if options.gptq else ()
+        notes += unrouted_note(options.calibration, entry, decisions.inputs, decisions.layers)
+    notes += options.transforms.notes if options.transforms else ()
+    notes += gptq_notes(decisions, entry, options.gptq) if options.gptq else ()
     notes[:0] = [model.decided] if model.decided else []
     # Where a layer stays unquantized, any part of it can be split off.
-    groups = ((layer, fate.scheme.format.whole if fate.scheme else (1, 1)) for layer, fate in fates.each())
+    groups = (
+        (layer, decision.scheme.format.whole if decision.scheme else (1, 1)) for layer, decision in decisions.each()
+    )
     parallel = parallel_sizes(seen, entry, groups, options.tp)
-    settings = scheme.config(ignored_names(entry, fates), targets(entry, fates))
+    settings = scheme.config(ignored_names(entry, decisions), targets(entry, decisions))
     if options.cached:
         settings = with_fp8_cache(settings)
     return Plan(
-        checkpoint, seen, entry, fates, settings, parallel, tuple(notes), identity, options.tunings, options.gptq
+        checkpoint, seen, entry, decisions, settings, parallel, tuple(notes), identity, options.transforms, options.gptq
     )
 
 
 def _decide(
     checkpoint: Checkpoint,
     weights: dict[str, Weight],
-    entry: Entry,
+    entry: ModuleRules,
     scheme: Scheme,
-    options: Options,
-    found: Found | None,
-) -> tuple[Fates, list[str]]:
+    options: PlanOptions,
+    found: StoredLayout | None,
+) -> tuple[Decisions, list[str]]:
     """What becomes of each tensor, and notes for the user.
 
     A source that is quantized in the scheme already keeps its choice of layers, whatever the registry says, but for
@@ -417,20 +426,22 @@ def _decide(
     items, layers = sort_tensors(checkpoint, weights, entry, found.stays if found else options.stays, settled)
     if options.calibration is not None:
         require_widths(options.calibration, layers.values())
-    if options.tunings is not None:
-        tune(items, layers, options.tunings)
-    sets, config = entry.joined_sets(layers), text_config(checkpoint, entry.model)
+    if options.transforms is not None:
+        apply_transforms(items, layers, options.transforms)
+    sets, config = entry.fused_groups(layers), text_config(checkpoint, entry.model)
     scales: list[str] = []
     if options.cached:
         cached = cache_layers((info.module for info in checkpoint.tensors.values()), entry, config)
         scales = add_scales(items, checkpoint, cached, options.calibration)
     if options.tp is not None:
         refuse_size(entry, layers, config, options.tp)
-    fates = Fates(scheme, items, layers, sets, {})
+    decisions = Decisions(scheme, items, layers, sets, {})
     if found is None:
-        asked = asked_for(options, layers, [kept.tensor.module for kept in fates.kept] if options.ignore else [])
+        asked = requested_schemes(
+            options, layers, [kept.tensor.module for kept in decisions.kept] if options.ignore else []
+        )
     else:
-        asked = asked_by(found, layers)
+        asked = schemes_of_output(found, layers)
     left = {module for module, layer in layers.items() if settled and layer.format is None}
     inputs: dict[str, float] = {}
     scaled = any(each.format.input_scale for each in (scheme, *(other for _, other in options.scheme_for)))
@@ -441,15 +452,19 @@ def _decide(
         # What was written has its own.
         if found is not None or layer.module in inputs:
             return None
-        return "the calibration has seen nothing of it" if options.calibration else no_input_scale(layer, scheme.format)
+        return (
+            "the calibration has seen nothing of it"
+            if options.calibration
+            else why_no_input_scale(layer, scheme.format)
+        )
 
     find_problem = problem_finder(entry, layers, sets, config, options.tp, no_scale)
-    others, notes = settle(entry, scheme, layers, find_problem, sets, asked, left, options.tp)
-    fates = replace(fates, others=others, inputs=inputs)
-    notes += [*lacking(entry.model, layers, fates.kept, sets, config), *scales]
-    refuse_experts(entry, fates)
-    refuse_nameless(entry, fates)
-    return fates, notes
+    others, notes = assign_schemes(entry, scheme, layers, find_problem, sets, asked, left, options.tp)
+    decisions = replace(decisions, others=others, inputs=inputs)
+    notes += [*missing_notes(entry.model, layers, decisions.kept, sets, config), *scales]
+    refuse_experts(entry, decisions)
+    refuse_nameless(entry, decisions)
+    return decisions, notes
 
 
 def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
@@ -472,30 +487,30 @@ def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
     for info in seen.tensors.values():
         stored = weights.get(info.name)
         if len(info.shape) < 2:
-            kept = Kept(info, info.name, FEW_AXES)
+            kept = PassthroughTensor(info, info.name, FEW_AXES)
         else:
-            kept = Kept(info, template(info.module), "" if stored else "not quantized", stored)
+            kept = PassthroughTensor(info, template(info.module), "" if stored else "not quantized", stored)
         items[seen.where[info.name].shard].append(kept)
-    entry = Entry(MODELS.get(checkpoint.architecture, replace(GENERIC, name=checkpoint.architecture)))
+    entry = ModuleRules(MODELS.get(checkpoint.architecture, replace(GENERIC, name=checkpoint.architecture)))
     notes = tuple(_left_behind(checkpoint, weights))
-    return Plan(checkpoint, seen, entry, Fates(None, items, {}, {}, {}), {}, (), notes, identity)
+    return Plan(checkpoint, seen, entry, Decisions(None, items, {}, {}, {}), {}, (), notes, identity)
 
 
 def _left_behind(checkpoint: Checkpoint, weights: dict[str, Weight]) -> list[str]:
     """A note of the tensors that no output gets."""
-    found = leftovers(checkpoint.tensors, weights.values())
+    found = unread_tensors(checkpoint.tensors, weights.values())
     return [f"left out, as engines refuse them: {', '.join(collapse(found))}"] if found else []
 
 
-def _made_anew(fates: Fates) -> list[str]:
+def _made_anew(decisions: Decisions) -> list[str]:
     """Notes of layers whose codes would be the scheme's own but for what it has no place for."""
-    shifted = scattered = 0
-    for layer, scheme in fates.quantized:
+    shifted = act_order = 0
+    for layer, scheme in decisions.quantized:
         form = layer.format
         if form is None or (form.number, form.group) != (scheme.format.number, scheme.format.group):
             continue
-        if form.columns is not None and form.columns.scattered:
-            scattered += 1
+        if form.columns is not None and form.columns.act_order:
+            act_order += 1
         elif form.zero_point is not None and not scheme.asymmetric and scheme.group_size is not None:
             shifted += 1
     notes = []
@@ -503,6 +518,6 @@ def _made_anew(fates: Fates) -> list[str]:
         notes.append(
             f"{shifted} layers have zero points, which --asymmetric keeps with their codes: they are quantized again"
         )
-    if scattered:
-        notes.append(f"{scattered} layers have their groups in an order of their own: they are quantized again")
+    if act_order:
+        notes.append(f"{act_order} layers have their groups in an order of their own: they are quantized again")
     return notes

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..formats.schemes import Scheme
-from .decisions import Fates
-from .layout import source_bytes, written
+from .decisions import Decisions
+from .layout import output_tensors, source_bytes
 
 
 @dataclass(frozen=True)
-class Line:
+class PlanLine:
     """Tensors alike in name, shape and fate: a line of the printed plan.
 
     Attributes:
@@ -54,11 +54,11 @@ class _Alike:
     stored: int = 0
 
 
-def lines_of(fates: Fates) -> tuple[Line, ...]:
+def plan_lines(decisions: Decisions) -> tuple[PlanLine, ...]:
     """A plan in lines: weights that could be quantized, other matrices, and tensors of fewer than two axes."""
     found: dict[_Kind, _Alike] = {}
     kind: _Kind
-    for layer, (scheme, why) in fates.each():
+    for layer, (scheme, why) in decisions.each():
         stored = layer.format is not None
         if scheme is not None and why:
             why = f"{scheme.name}: {why}"
@@ -66,12 +66,12 @@ def lines_of(fates: Fates) -> tuple[Line, ...]:
         kind = layer.alike, dtype, layer.shape, scheme is not None, why
         alike = found.get(kind)
         if alike is None:
-            after = sum(info.nbytes for info in written(layer, scheme))
+            after = sum(info.nbytes for info in output_tensors(layer, scheme))
             alike = found[kind] = _Alike(scheme, stored and scheme is None, 0 if stored else layer.nbytes, after, [])
         alike.names.append(layer.module)
         alike.stored += layer.stored if stored else 0
     # Those of fewer axes last.
-    for kept in sorted(fates.kept, key=lambda kept: kept.small):
+    for kept in sorted(decisions.kept, key=lambda kept: kept.small):
         tensor, weight = kept.tensor, kept.weight
         kind = kept.alike, weight.codes.dtype if weight else tensor.dtype, tensor.shape, False, kept.why
         alike = found.get(kind)
@@ -82,5 +82,5 @@ def lines_of(fates: Fates) -> tuple[Line, ...]:
     lines = []
     for (_, _, shape, _, why), alike in found.items():
         before, after = alike.stored + len(alike.names) * alike.before, len(alike.names) * alike.after
-        lines.append(Line(tuple(alike.names), shape, alike.scheme, alike.decoded, why, before, after))
+        lines.append(PlanLine(tuple(alike.names), shape, alike.scheme, alike.decoded, why, before, after))
     return tuple(lines)

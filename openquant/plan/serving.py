@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypedDict
 
-from ..files.small_files import shown
+from ..files.small_files import short_repr
 from ..patterns import MAX_DIGITS, compile_pattern
-from ..registry.architecture import DRAFT, Cached, State, absolute
+from ..registry.architecture import DRAFT, CachedRows, RecurrentState, absolute_patterns
 from ..registry.parts import HEADS
-from ..registry.rules import Entry
-from .printed import Line
-from .tensor_parallel import parts_of, said
+from ..registry.rules import ModuleRules
+from .printed import PlanLine
+from .tensor_parallel import config_value, fused_parts
 
 # What GPUs hold, in units of 10^9 bytes, so that none is promised more than it has.
 GPU_GB = (24, 48, 80, 96, 141, 192)
@@ -35,7 +35,7 @@ LAYERS, TYPES, SHARED, LENGTH = ("num_hidden_layers", "layer_types", "num_kv_sha
 WINDOWED = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
-class ByCache(TypedDict):
+class BytesByCache(TypedDict):
     """Bytes with a cache in bfloat16, and with one in FP8."""
 
     bf16: int
@@ -55,8 +55,8 @@ class CheckpointServing(TypedDict):
     """A `Serving` as `--json` has it."""
 
     weights_bytes: int
-    kv_bytes_per_token: ByCache | None
-    kv_bytes_per_sequence: ByCache | None
+    kv_bytes_per_token: BytesByCache | None
+    kv_bytes_per_sequence: BytesByCache | None
     unknown: str | None
     fits: list[FitFigures]
 
@@ -71,7 +71,7 @@ class ServingFigures(TypedDict):
 
 
 @dataclass(frozen=True)
-class Layers:
+class CachedLayers:
     """What decoder layers that are alike keep, all of them together.
 
     Attributes:
@@ -88,7 +88,7 @@ class Layers:
 
 
 @dataclass(frozen=True)
-class Cache:
+class SequenceMemory:
     """What an engine keeps of the sequences it serves.
 
     Attributes:
@@ -97,7 +97,7 @@ class Cache:
         length: the longest sequence that config.json allows; None if it does not say.
     """
 
-    layers: tuple[Layers, ...]
+    layers: tuple[CachedLayers, ...]
     state: int
     length: int | None
 
@@ -173,14 +173,14 @@ class Serving:
     """
 
     weights_bytes: int
-    cache: Cache | None
+    cache: SequenceMemory | None
     unknown: str | None
     fits: tuple[Fit, ...]
 
     def to_json(self) -> CheckpointServing:
         """As `--json` prints it; of a cache that is not known, None."""
 
-        def by_cache(size: Callable[[bool], int]) -> ByCache:
+        def by_cache(size: Callable[[bool], int]) -> BytesByCache:
             return {"bf16": size(False), "fp8": size(True)}
 
         return {
@@ -192,7 +192,7 @@ class Serving:
         }
 
 
-def as_json(source: Serving, output: Serving) -> ServingFigures:
+def serving_to_json(source: Serving, output: Serving) -> ServingFigures:
     """Both as `--json` prints them, beside what they rest on."""
     return {
         "gpu_memory_utilization": UTILIZATION,
@@ -203,7 +203,7 @@ def as_json(source: Serving, output: Serving) -> ServingFigures:
 
 
 def serving(
-    lines: Sequence[Line], entry: Entry, config: Mapping[str, Any], sizes: Iterable[int], output: bool
+    lines: Sequence[PlanLine], entry: ModuleRules, config: Mapping[str, Any], sizes: Iterable[int], output: bool
 ) -> Serving:
     """What it takes to serve a plan's output, or its source.
 
@@ -215,7 +215,7 @@ def serving(
         output: whether what is written is meant, or what is read.
     """
     weights = [(line, line.bytes_after if output else line.bytes_before) for line in lines if line.why != DRAFT]
-    divided = [(entry.role(line.names[0]).divided, nbytes) for line, nbytes in weights]
+    divided = [(entry.rule(line.names[0]).divided, nbytes) for line, nbytes in weights]
     try:
         cache, unknown = find_cache(lines, entry, config), None
     except _Unknown as problem:
@@ -228,7 +228,7 @@ def serving(
     return Serving(sum(nbytes for _, nbytes in weights), cache, unknown, fits)
 
 
-def _fit(gpu_gb: int, rank_bytes: Callable[[int], int], cache: Cache | None, allowed: Iterable[int]) -> Fit:
+def _fit(gpu_gb: int, rank_bytes: Callable[[int], int], cache: SequenceMemory | None, allowed: Iterable[int]) -> Fit:
     for gpus in allowed:
         room = int(gpu_gb * 10**9 * UTILIZATION) - OVERHEAD - rank_bytes(gpus)
         if room <= 0:
@@ -245,7 +245,7 @@ class _Unknown(Exception):
     """What is not known, as text."""
 
 
-def find_cache(lines: Iterable[Line], entry: Entry, config: Mapping[str, Any]) -> Cache:
+def find_cache(lines: Iterable[PlanLine], entry: ModuleRules, config: Mapping[str, Any]) -> SequenceMemory:
     """What is kept of sequences.
 
     Raises:
@@ -253,10 +253,10 @@ def find_cache(lines: Iterable[Line], entry: Entry, config: Mapping[str, Any]) -
     """
     model = entry.model
     layer_of = compile_pattern(f"{model.layers}.**")
-    cached = [(compile_pattern(absolute(model, [what.pattern])[0]), what) for what in model.cached]
-    states = [(compile_pattern(absolute(model, [kind.pattern])[0]), kind) for kind in model.states]
+    cached = [(compile_pattern(absolute_patterns(model, [what.pattern])[0]), what) for what in model.cached]
+    states = [(compile_pattern(absolute_patterns(model, [kind.pattern])[0]), kind) for kind in model.states]
     # Of each layer and each thing kept there, the numbers of each projection's rows.
-    rows: dict[tuple[int, Cached], list[int]] = {}
+    rows: dict[tuple[int, CachedRows], list[int]] = {}
     state = 0
     for line in (line for line in lines if line.why != DRAFT and len(line.shape) > 1):
         first = line.names[0]
@@ -275,7 +275,7 @@ def find_cache(lines: Iterable[Line], entry: Entry, config: Mapping[str, Any]) -
     if model.rest and count != len({layer for layer, _ in rows}):
         raise _Unknown("what some of its layers keep of a token")
     own = own_layers(config)
-    found: dict[Layers, int] = {}
+    found: dict[CachedLayers, int] = {}
     for (layer, what), numbers in rows.items():
         if own is None or layer < own:
             each = _kept(layer, what, numbers, windows(layer), config)
@@ -285,8 +285,10 @@ def find_cache(lines: Iterable[Line], entry: Entry, config: Mapping[str, Any]) -
             if what.again and passes > alike:
                 again = replace(each, window=_window(config, what.again))
                 found[again] = found.get(again, 0) + passes - alike
-    layers = (Layers(each.bf16 * times, each.fp8 * times, each.window, each.heads) for each, times in found.items())
-    return Cache(tuple(layers), state, _count(config, LENGTH))
+    layers = (
+        CachedLayers(each.bf16 * times, each.fp8 * times, each.window, each.heads) for each, times in found.items()
+    )
+    return SequenceMemory(tuple(layers), state, _count(config, LENGTH))
 
 
 def _number(found: Any) -> int:
@@ -306,25 +308,25 @@ def own_layers(config: Mapping[str, Any]) -> int | None:
 
 def _count(config: Mapping[str, Any], key: str | None) -> int | None:
     """A number that config.json says, if it is one that can be right."""
-    value = said(config, key)
+    value = config_value(config, key)
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 10**12 else None
 
 
-def _cached_rows(line: Line, what: Cached, entry: Entry, config: Mapping[str, Any]) -> list[int]:
+def _cached_rows(line: PlanLine, what: CachedRows, entry: ModuleRules, config: Mapping[str, Any]) -> list[int]:
     """How many numbers a projection makes for the cache: of a fused one, keys and values."""
-    split = entry.role(line.names[0]).split
+    split = entry.rule(line.names[0]).split
     if what.two_of:
         return [line.shape[0] // what.two_of] * 2
     if split is None or not split.parts:
         return [line.shape[0]]
     shape = (line.shape[0], line.shape[1])
-    found = [rows for rows, _ in parts_of(shape, split, dict(config))[-2:]]
+    found = [rows for rows, _ in fused_parts(shape, split, dict(config))[-2:]]
     if not all(found):
         raise _Unknown(f"what {line.names[0]} holds: config.json does not count its heads")
     return found
 
 
-def _times(what: Cached, config: Mapping[str, Any]) -> int:
+def _times(what: CachedRows, config: Mapping[str, Any]) -> int:
     """How often a token goes through a layer."""
     counts = [_count(config, key) for key in what.times]
     known = [count for count in counts if count is not None]
@@ -333,7 +335,9 @@ def _times(what: Cached, config: Mapping[str, Any]) -> int:
     return prod(known)
 
 
-def _kept(layer: int, what: Cached, numbers: list[int], window: int | None, config: Mapping[str, Any]) -> Layers:
+def _kept(
+    layer: int, what: CachedRows, numbers: list[int], window: int | None, config: Mapping[str, Any]
+) -> CachedLayers:
     """What one layer keeps."""
     if what.heads and len(numbers) == 1:
         if not (what.keys_as_values and config.get(what.keys_as_values)):
@@ -346,10 +350,10 @@ def _kept(layer: int, what: Cached, numbers: list[int], window: int | None, conf
         # model_arch_config_convertor.py:150 counts them.
         heads = own or _count(config, what.heads) or _count(config, HEADS)
     bf16 = what.bf16 or 2 * sum(numbers)
-    return Layers(bf16, what.fp8 or sum(numbers), window, heads)
+    return CachedLayers(bf16, what.fp8 or sum(numbers), window, heads)
 
 
-def _state_bytes(line: Line, kind: State, config: Mapping[str, Any]) -> int:
+def _state_bytes(line: PlanLine, kind: RecurrentState, config: Mapping[str, Any]) -> int:
     """What a layer keeps of a sequence: the inputs of its convolution, in bfloat16, and its recurrent state."""
     inputs = 2 * line.shape[0] * (line.shape[-1] - 1) if kind.convolved else 0
     sizes = [_count(config, key) for key in kind.sizes]
@@ -361,7 +365,7 @@ def _state_bytes(line: Line, kind: State, config: Mapping[str, Any]) -> int:
     return inputs + (width * prod(known) if known else 0)
 
 
-def _windows(entry: Entry, config: Mapping[str, Any]) -> Callable[[int], int | None]:
+def _windows(entry: ModuleRules, config: Mapping[str, Any]) -> Callable[[int], int | None]:
     """A function of a layer's number: how many tokens it keeps at most, None for all.
 
     Raises:
@@ -398,5 +402,5 @@ def _windows(entry: Entry, config: Mapping[str, Any]) -> Callable[[int], int | N
 def _window(config: Mapping[str, Any], key: str) -> int:
     found = _count(config, key)
     if found is None:
-        raise _Unknown(f"the window: config.json's {key} is {shown(config.get(key))}")
+        raise _Unknown(f"the window: config.json's {key} is {short_repr(config.get(key))}")
     return found

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..files.checkpoint import Checkpoint
-from ..files.small_files import shown
+from ..files.small_files import short_repr
 from ..formats.format import Format, Group
-from ..registry.architecture import Model, Split
-from ..registry.rules import Entry
+from ..registry.architecture import Architecture, ParallelSplit
+from ..registry.rules import ModuleRules
 from ..weights.weight import Weight
 
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8, 16)
@@ -24,9 +24,9 @@ class ParallelSize:
     problem: str | None
 
 
-def text_config(checkpoint: Checkpoint, model: Model) -> dict[str, Any]:
+def text_config(checkpoint: Checkpoint, model: Architecture) -> dict[str, Any]:
     """The part of config.json with the language model's sizes, by the usual names; older files have all at the top."""
-    inner = said(checkpoint.config, model.text_config)
+    inner = config_value(checkpoint.config, model.text_config)
     found = inner if isinstance(inner, dict) else checkpoint.config
     return {usual: found[key] for key, usual in _OTHERWISE.items() if key in found} | found
 
@@ -41,7 +41,7 @@ _OTHERWISE = {
 }
 
 
-def said(config: Mapping[str, Any], key: str | None) -> Any:
+def config_value(config: Mapping[str, Any], key: str | None) -> Any:
     """What config.json says under a key, or under several joined by dots; None if nothing."""
     inner: Any = config
     for part in key.split(".") if key else ():
@@ -49,7 +49,9 @@ def said(config: Mapping[str, Any], key: str | None) -> Any:
     return inner if key else None
 
 
-def parts_of(shape: tuple[int, int], split: Split | None, config: dict[str, Any]) -> list[tuple[int, str | None]]:
+def fused_parts(
+    shape: tuple[int, int], split: ParallelSplit | None, config: dict[str, Any]
+) -> list[tuple[int, str | None]]:
     """Rows of each part that a tensor holds one below the other, as q, k and v in a fused qkv, with the config key that
     counts its heads: [(4096, "num_attention_heads"), (1024, "num_key_value_heads"), ...].
 
@@ -62,14 +64,16 @@ def parts_of(shape: tuple[int, int], split: Split | None, config: dict[str, Any]
     return [(shape[0] // sum(counts) * count if whole else 0, key) for count, key in zip(counts, keys, strict=True)]
 
 
-def _counted(split: Split, config: dict[str, Any]) -> tuple[tuple[str | None, ...], list[int]]:
+def _counted(split: ParallelSplit, config: dict[str, Any]) -> tuple[tuple[str | None, ...], list[int]]:
     """The config keys of a tensor's parts, and what they say; 0 where they say no number."""
     keys = next((parts for key, parts in split.where if config.get(key) is True), split.parts)
     shares = [1 if key is None else config.get(key) for key in keys]
     return keys, [share if isinstance(share, int) and share > 0 else 0 for share in shares]
 
 
-def out_of_turn(shape: tuple[int, int], split: Split | None, config: dict[str, Any], form: Format) -> str | None:
+def why_not_reordered(
+    shape: tuple[int, int], split: ParallelSplit | None, config: dict[str, Any], form: Format
+) -> str | None:
     """Why a weight [out, in] in a format does not follow as an engine sorts its rows, "an engine puts the rows of its
     heads in another order, and 64 of them are not whole groups of 128"; None if it does, or its rows stay as they are.
     """
@@ -95,7 +99,7 @@ _SORTED = "an engine puts the rows of its heads in another order"
 
 
 def parallel_sizes(
-    checkpoint: Checkpoint, entry: Entry, layers: Iterable[tuple[Weight, Group]], asked: int | None
+    checkpoint: Checkpoint, entry: ModuleRules, layers: Iterable[tuple[Weight, Group]], asked: int | None
 ) -> tuple[ParallelSize, ...]:
     """For each tensor-parallel size whether the layers divide, and the first one that does not.
 
@@ -106,16 +110,16 @@ def parallel_sizes(
         asked: one more size to look at.
     """
     config = text_config(checkpoint, entry.model)
-    kinds: dict[tuple[str, tuple[int, int], Group], Split | None] = {}
+    kinds: dict[tuple[str, tuple[int, int], Group], ParallelSplit | None] = {}
     for weight, group in layers:
         key = (weight.alike, weight.shape, group)
         if key not in kinds:
-            kinds[key] = entry.role(weight.module).split
+            kinds[key] = entry.rule(weight.module).split
     result = []
     for size in sorted({*TENSOR_PARALLEL_SIZES, *([asked] if asked else [])}):
         problem = None
         for (name, shape, group), split in kinds.items():
-            problem = indivisible(shape, split, config, group, size)
+            problem = why_indivisible(shape, split, config, group, size)
             if problem:
                 problem = f"{name}: {problem}"
                 break
@@ -123,20 +127,20 @@ def parallel_sizes(
     return tuple(result)
 
 
-def indivisible(
-    shape: tuple[int, int], split: Split | None, config: dict[str, Any], group: Group, size: int
+def why_indivisible(
+    shape: tuple[int, int], split: ParallelSplit | None, config: dict[str, Any], group: Group, size: int
 ) -> str | None:
     """Why a weight [out, in] with scales for groups of that size does not divide by so many ranks; None if it does."""
     if split is None:
         return None
-    parts = parts_of(shape, split, config) if split.axis == "out" else [(shape[1], split.heads)]
+    parts = fused_parts(shape, split, config) if split.axis == "out" else [(shape[1], split.heads)]
     multiple = group[0 if split.axis == "out" else 1] or 1
     problems = (_indivisible_length(length, heads, split, config, multiple, size) for length, heads in parts)
     return next((problem for problem in problems if problem), None)
 
 
 def _indivisible_length(
-    length: int, key: str | None, split: Split, config: dict[str, Any], multiple: int, size: int
+    length: int, key: str | None, split: ParallelSplit, config: dict[str, Any], multiple: int, size: int
 ) -> str | None:
     parts = size
     heads = config.get(key) if key else None
@@ -144,9 +148,9 @@ def _indivisible_length(
         if split.replicated and size > heads:
             parts = heads
             if size % heads:
-                return f"{shown(heads)} heads cannot be copied evenly to {size} ranks"
+                return f"{short_repr(heads)} heads cannot be copied evenly to {size} ranks"
         elif heads % size:
-            return f"{shown(heads)} heads do not divide by {size}"
+            return f"{short_repr(heads)} heads do not divide by {size}"
     if length % parts:
         return f"{length} does not divide by {parts}"
     # A whole layer was either quantized here, then it divides, or it is served as its maker stored it.

@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-from ..weights.transform import Tunings
+from ..weights.transform import WeightTransforms
 from ..weights.weight import Weight
-from .decisions import Item, Kept, Stack
+from .decisions import Item, PassthroughTensor, StackedTensor
 
 
-def tune(items: dict[str, list[Item]], layers: dict[str, Weight], tunings: Tunings) -> None:
+def apply_transforms(items: dict[str, list[Item]], layers: dict[str, Weight], transforms: WeightTransforms) -> None:
     """Give the tensors of a plan, by shard, and its weights, by module, what a calibration changes about them."""
     for found in items.values():
-        found[:] = (_tuned(item, tunings) for item in found)
-    layers |= {module: _with(weight, tunings) for module, weight in layers.items()}
+        found[:] = (_tuned(item, transforms) for item in found)
+    layers |= {module: _with(weight, transforms) for module, weight in layers.items()}
 
 
-def _tuned(item: Item, tunings: Tunings) -> Item:
+def _tuned(item: Item, transforms: WeightTransforms) -> Item:
     if isinstance(item, Weight):
-        return _with(item, tunings)
-    if isinstance(item, Stack):
-        return item._replace(layers=tuple(_with(weight, tunings) for weight in item.layers))
-    return item._replace(changed=_changed(item, tunings))
+        return _with(item, transforms)
+    if isinstance(item, StackedTensor):
+        return item._replace(layers=tuple(_with(weight, transforms) for weight in item.layers))
+    return item._replace(changed=_changed(item, transforms))
 
 
-def _changed(kept: Kept, tunings: Tunings) -> bytes | Weight | None:
+def _changed(kept: PassthroughTensor, transforms: WeightTransforms) -> bytes | Weight | None:
     info = kept.tensor
-    if info.name in tunings.tensors:
-        data = tunings.tensors[info.name]
+    if info.name in transforms.tensors:
+        data = transforms.tensors[info.name]
         assert len(data) == info.nbytes
         return data
-    tuning = tunings.weights.get(info.module)
-    if tuning is None or not tuning.folds:
+    transform = transforms.weights.get(info.module)
+    if transform is None or not transform.folds:
         return None
-    return Weight(info.module, kept.alike, info, (info.shape[0], info.shape[1]), tuning=tuning)
+    return Weight(info.module, kept.alike, info, (info.shape[0], info.shape[1]), transform=transform)
 
 
-def _with(weight: Weight, tunings: Tunings) -> Weight:
-    tuning = tunings.weights.get(weight.module)
-    return weight if tuning is None else weight._replace(tuning=tuning)
+def _with(weight: Weight, transforms: WeightTransforms) -> Weight:
+    transform = transforms.weights.get(weight.module)
+    return weight if transform is None else weight._replace(transform=transform)

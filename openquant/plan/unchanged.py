@@ -10,13 +10,13 @@ from ..files.checkpoint import Checkpoint
 from ..formats.kv_cache import DENSE, with_fp8_cache
 from ..formats.names import UNCHANGED
 from ..patterns import template
-from ..registry.architecture import Model
-from ..registry.rules import Entry
+from ..registry.architecture import Architecture
+from ..registry.rules import ModuleRules
 from ..version import SGLANG
 from ..weights.find import decoded_view
-from .architecture import find_model
+from .architecture import find_architecture
 from .assign import refuse_size
-from .decisions import Fates, Item, Kept, Options, Stack
+from .decisions import Decisions, Item, PassthroughTensor, PlanOptions, StackedTensor
 from .engines import unread_by_sglang
 from .input_scales import require_widths
 from .kv_cache import add_scales, cache_layers, serving_notes
@@ -28,7 +28,7 @@ _WHY = f"--scheme {UNCHANGED}"
 
 
 def make_unchanged_plan(
-    checkpoint: Checkpoint, options: Options, identity: str = "", architecture: str | Model | None = None
+    checkpoint: Checkpoint, options: PlanOptions, identity: str = "", architecture: str | Architecture | None = None
 ) -> Plan:
     """Decide to copy every tensor, and where the scales of keys and values go.
 
@@ -44,14 +44,14 @@ def make_unchanged_plan(
         SourceError: the source is quantized, and its scales do not belong to its codes.
         UsageError: a size that is none.
     """
-    model = find_model(checkpoint, architecture)
+    model = find_architecture(checkpoint, architecture)
     seen, stored = decoded_view(checkpoint)
     if stored:
         raise PlanError(
             f"{len(stored)} weights of {checkpoint.root} are quantized, and {_WHY} writes unquantized ones",
             "give --kv-cache fp8 with the scheme that they have, which keeps their codes, or dequantize it first",
         )
-    entry, config = Entry(model), text_config(seen, model)
+    entry, config = ModuleRules(model), text_config(seen, model)
     sorted_, layers = sort_tensors(seen, {}, entry, lambda _: True, settled=False)
     if options.calibration is not None:
         require_widths(options.calibration, layers.values())
@@ -60,20 +60,20 @@ def make_unchanged_plan(
     notes = add_scales(items, seen, cached, options.calibration)
     if options.tp is not None:
         refuse_size(entry, layers, config, options.tp)
-    fates = Fates(None, items, {}, {}, {})
-    notes += serving_notes(model, fates)
-    unread = unread_by_sglang(entry, fates)
+    decisions = Decisions(None, items, {}, {}, {})
+    notes += serving_notes(model, decisions)
+    unread = unread_by_sglang(entry, decisions)
     if unread is not None:
         notes.append(f"{SGLANG} does not load this output: {unread.why}; {unread.hint}")
     if model.decided is not None:
         notes.insert(0, model.decided)
     parallel = parallel_sizes(seen, entry, ((layer, (1, 1)) for layer in layers.values()), options.tp)
-    return Plan(checkpoint, seen, entry, fates, with_fp8_cache(DENSE), parallel, tuple(notes), identity)
+    return Plan(checkpoint, seen, entry, decisions, with_fp8_cache(DENSE), parallel, tuple(notes), identity)
 
 
-def _kept(item: Item) -> Kept:
+def _kept(item: Item) -> PassthroughTensor:
     """A tensor as it is, whatever could be made of it."""
-    if isinstance(item, Kept):
+    if isinstance(item, PassthroughTensor):
         return item
-    source = item.tensor if isinstance(item, Stack) else item.source
-    return Kept(source, template(source.module), _WHY)
+    source = item.tensor if isinstance(item, StackedTensor) else item.source
+    return PassthroughTensor(source, template(source.module), _WHY)

@@ -29,7 +29,7 @@ class Keep:
 
 
 @dataclass(frozen=True)
-class Joined:
+class FusedLayers:
     """Modules that an engine merges into one layer; they share status and, per tensor, one scale.
 
     Attributes:
@@ -50,7 +50,7 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Stacked:
+class StackedExperts:
     """One tensor [E, ...] that holds a projection of all experts of a layer.
 
     Attributes:
@@ -65,7 +65,7 @@ class Stacked:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertLayout:
     """The routed experts of a layer. All of a layer's experts share status.
 
     Attributes:
@@ -76,7 +76,7 @@ class Experts:
     """
 
     path: str
-    stacked: tuple[Stacked, ...] = ()
+    stacked: tuple[StackedExperts, ...] = ()
     beside: bool = False
     transformers: bool = True
 
@@ -87,7 +87,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Split:
+class ParallelSplit:
     """How tensor parallelism divides modules.
 
     Attributes:
@@ -118,7 +118,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Ranked:
+class PerRankTensor:
     """A tensor in FP8 blocks that holds several projections, in a part for each of some ranks with scales of its own.
 
     Attributes:
@@ -139,7 +139,7 @@ class Ranked:
 
 
 @dataclass(frozen=True)
-class Cached:
+class CachedRows:
     """Projections of which an engine keeps, for each token of a sequence, what they make of it.
 
     Attributes:
@@ -167,7 +167,7 @@ class Cached:
 
 
 @dataclass(frozen=True)
-class State:
+class RecurrentState:
     """What an engine keeps of a sequence, however long it is: the last inputs of a convolution, and a recurrent state.
 
     Attributes:
@@ -188,7 +188,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Fold:
+class SmoothingRule:
     """Where layers have their inputs from. Each can be divided there, and the columns of all that read it multiplied by
     as much, and the model computes what it did.
 
@@ -209,7 +209,7 @@ class Fold:
 
 
 @dataclass(frozen=True)
-class Windows:
+class SlidingWindows:
     """Which decoder layers attend to a window of the last tokens only, where config.json has no `layer_types`.
 
     As transformers has it, whose configurations engines read; all of them, unless something here says otherwise.
@@ -249,7 +249,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class SGLang:
+class SGLangLimits:
     """What SGLang does not load of an architecture, though vLLM does.
 
     Attributes:
@@ -278,7 +278,7 @@ class SGLang:
 
 
 @dataclass(frozen=True)
-class Model:
+class Architecture:
     """One architecture.
 
     Attributes:
@@ -286,7 +286,7 @@ class Model:
         layers: pattern of one decoder layer.
         compress: modules to quantize.
         keep: modules to copy, with reasons.
-        joined: sets that engines merge.
+        fused: sets that engines merge.
         experts: routed experts.
         splits: tensor parallelism.
         text_config: config.json key under which the language model's sizes are, or several joined by dots; None for
@@ -326,9 +326,9 @@ class Model:
     layers: str
     compress: tuple[str, ...]
     keep: tuple[Keep, ...]
-    joined: tuple[Joined, ...]
-    splits: tuple[Split, ...]
-    experts: tuple[Experts, ...] = ()
+    fused: tuple[FusedLayers, ...]
+    splits: tuple[ParallelSplit, ...]
+    experts: tuple[ExpertLayout, ...] = ()
     text_config: str | None = None
     draft_layers: str | None = None
     spellings: tuple[tuple[str, ...], ...] = ()
@@ -342,13 +342,13 @@ class Model:
     nameless: tuple[str, ...] = ()
     head_refused: str | None = None
     cache_refused: str | None = None
-    sglang: SGLang = SGLang()
-    cached: tuple[Cached, ...] = ()
-    states: tuple[State, ...] = ()
-    windows: Windows = Windows()
-    folds: tuple[Fold, ...] = ()
+    sglang: SGLangLimits = SGLangLimits()
+    cached: tuple[CachedRows, ...] = ()
+    states: tuple[RecurrentState, ...] = ()
+    windows: SlidingWindows = SlidingWindows()
+    folds: tuple[SmoothingRule, ...] = ()
     writes: tuple[tuple[str, str, str], ...] = ()
-    ranked: Ranked | None = None
+    ranked: PerRankTensor | None = None
     decided: str | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -356,14 +356,14 @@ class Model:
         """Whether a token goes through its layers several times."""
         return any(what.times for what in self.cached)
 
-    def with_head(self) -> Model:
+    def with_head(self) -> Architecture:
         """The same with the output head among what is quantized."""
         keep = tuple(keep for keep in self.keep if keep != HEAD)
         return replace(self, compress=(*self.compress, HEAD.pattern), keep=keep)
 
-    def counted(self, layers: int) -> Model:
+    def counted(self, layers: int) -> Architecture:
         """The same with the names of what engines count on from so many decoder layers among its spellings."""
-        patterns = absolute(self, (part for part, _ in self.beyond))
+        patterns = absolute_patterns(self, (part for part, _ in self.beyond))
         others = [other for _, other in self.beyond]
         found = (
             (pattern.replace("*", str(layer)), other.format(layers + layer))
@@ -419,7 +419,7 @@ def _first(refused: tuple[Refusal, ...], scheme: str, format: str) -> Refusal | 
     return next(found, None)
 
 
-def absolute(model: Model, patterns: Iterable[str]) -> list[str]:
+def absolute_patterns(model: Architecture, patterns: Iterable[str]) -> list[str]:
     """Patterns of an entry with those that begin with a dot continued from its `layers`."""
     return [model.layers + pattern if pattern.startswith(".") else pattern for pattern in patterns]
 

@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..version import VLLM
-from .architecture import DRAFT, ROUTER, Cached, Experts, Joined, Keep, Refusal, SGLang, Split, Stacked, Windows
+from .architecture import (
+    DRAFT,
+    ROUTER,
+    CachedRows,
+    ExpertLayout,
+    FusedLayers,
+    Keep,
+    ParallelSplit,
+    Refusal,
+    SGLangLimits,
+    SlidingWindows,
+    StackedExperts,
+)
 from .parts import (
     ATTENTION,
     FORMATS,
@@ -25,7 +37,7 @@ from .parts import (
     SCALES_LOST,
     SEVERAL_CACHES,
     STREAMS,
-    Part,
+    LayerPart,
     attention,
     gated,
     model,
@@ -33,22 +45,22 @@ from .parts import (
 )
 
 WINDOWS = {
-    "Cohere2": Windows(4, PATTERN),
-    "Cwm": Windows(4, first=True),
-    "Exaone4": Windows(4, PATTERN),
-    "Gemma2": Windows(2),
-    "Gemma3": Windows(6, PATTERN),
-    "GraniteSWA": Windows(4, first=True),
-    "Olmo3": Windows(4),
-    "Rnj1": Windows(6, PATTERN),
-    "VaultGemma": Windows(2),
+    "Cohere2": SlidingWindows(4, PATTERN),
+    "Cwm": SlidingWindows(4, first=True),
+    "Exaone4": SlidingWindows(4, PATTERN),
+    "Gemma2": SlidingWindows(2),
+    "Gemma3": SlidingWindows(6, PATTERN),
+    "GraniteSWA": SlidingWindows(4, first=True),
+    "Olmo3": SlidingWindows(4),
+    "Rnj1": SlidingWindows(6, PATTERN),
+    "VaultGemma": SlidingWindows(2),
     "Qwen2": IF_ASKED,
     "Qwen3": IF_ASKED,
     "SmolLM3": IF_ASKED,
 }
 
 LLAMA = model("LlamaForCausalLM", ATTENTION, MLP, sglang=SCALES_LOST)
-DENSE = replace(LLAMA, sglang=SGLang())
+DENSE = replace(LLAMA, sglang=SGLangLimits())
 
 # Qwen2 with a draft layer of its own name, which vLLM models/mimo_mtp.py:115 builds as the one after the last;
 # all that is published has 36. It has no packed_modules_mapping. SGLang models/mimo_mtp.py:98 builds it without
@@ -59,10 +71,10 @@ MIMO = replace(
     name="MiMoForCausalLM",
     windows=IF_ASKED,
     keep=(*DENSE.keep, Keep(f"{MIMO_DRAFT}.**", DRAFT)),
-    joined=(
-        *DENSE.joined,
-        Joined(f"{MIMO_DRAFT}.self_attn.{{q,k,v}}_proj", "qkv_proj"),
-        Joined(f"{MIMO_DRAFT}.mlp.{{gate,up}}_proj", "gate_up_proj"),
+    fused=(
+        *DENSE.fused,
+        FusedLayers(f"{MIMO_DRAFT}.self_attn.{{q,k,v}}_proj", "qkv_proj"),
+        FusedLayers(f"{MIMO_DRAFT}.mlp.{{gate,up}}_proj", "gate_up_proj"),
     ),
     renames=(("model.mtp_layers.0.", "model.layers.36."),),
     sglang=NO_SCALES,
@@ -71,13 +83,13 @@ MIMO = replace(
 # On disk as vLLM has them (models/phi3.py); each of what they hold must divide.
 PHI3 = model(
     "Phi3ForCausalLM",
-    Part(
+    LayerPart(
         (".self_attn.{qkv_proj,o_proj}",),
         splits=(
-            Split(".self_attn.qkv_proj", "out", replicated=True, parts=(HEADS, KV_HEADS, KV_HEADS)),
-            Split(".self_attn.o_proj", "in", HEADS),
+            ParallelSplit(".self_attn.qkv_proj", "out", replicated=True, parts=(HEADS, KV_HEADS, KV_HEADS)),
+            ParallelSplit(".self_attn.o_proj", "in", HEADS),
         ),
-        cached=(Cached(".self_attn.qkv_proj", KV_HEADS),),
+        cached=(CachedRows(".self_attn.qkv_proj", KV_HEADS),),
     ),
     GATE_UP_TENSOR,
     renames=FUSED_NAMES,
@@ -113,9 +125,9 @@ GEMMA4 = model(
     replace(
         gated(".experts.*", sglang=None),
         experts=(
-            Experts(
+            ExpertLayout(
                 ".experts",
-                (Stacked("gate_up_proj", ("gate_proj", "up_proj")), Stacked("down_proj", ("down_proj",))),
+                (StackedExperts("gate_up_proj", ("gate_proj", "up_proj")), StackedExperts("down_proj", ("down_proj",))),
                 transformers=False,
             ),
         ),
@@ -126,7 +138,7 @@ GEMMA4 = model(
         Keep("{model,model.language_model}.per_layer_model_projection", "embedding"),
         Keep(".{per_layer_input_gate,per_layer_projection}", "embedding"),
     ),
-    windows=Windows(6),
+    windows=SlidingWindows(6),
 )
 
 # Several streams of hidden states, and a second input as Gemma 4 has; the last layers read keys and values of earlier
@@ -147,7 +159,7 @@ GEMMA3N = model(
     spellings=tuple(
         (f"model.{name}", f"model.self_decoder.{name}") for name in ("per_layer_model_projection", "altup_projections.")
     ),
-    windows=Windows(5),
+    windows=SlidingWindows(5),
 )
 
 # Llama's, some without attention or without an MLP, and those of several sizes, as block_configs says (vLLM
@@ -158,7 +170,7 @@ DECILM = model(
     MLP,
     transformers_reads_blocks=False,
     # models/nemotron_nas.py:416 asks of the format what only the other one has.
-    sglang=SGLang((Refusal(None, "fp8", "it fails on any file in it", "--format compressed-tensors loads"),)),
+    sglang=SGLangLimits((Refusal(None, "fp8", "it fails on any file in it", "--format compressed-tensors loads"),)),
 )
 
 # SGLang has no class of these.
@@ -166,14 +178,14 @@ SGLANG_HAS_NONE = ("LLaMA", "TeleChat3", "PanguEmbedded", "Rnj1")
 # By what SGLang does not load of them.
 DENSE_NAMES = {
     SCALES_LOST: ("Llama", "Mistral", "Ministral3", "InternLM3", "IQuestCoder", "TeleFLM"),
-    SGLang(): ("Qwen2", "Qwen3", "Gemma3", "Exaone4", "Cohere", "Cohere2", *SGLANG_HAS_NONE),
+    SGLangLimits(): ("Qwen2", "Qwen3", "Gemma3", "Exaone4", "Cohere", "Cohere2", *SGLANG_HAS_NONE),
     NO_SCALES: ("Gemma", "Olmo2", "Olmo3", "Granite", "GraniteSWA", "MiniCPM"),
     PLAIN_ATTENTION: ("Olmo",),
     NO_GROUPS: ("SmolLM3", "SeedOss", "Cwm", "Ernie4_5", "HyperCLOVAX", "VaultGemma"),
     NAMELESS: ("Gemma2",),
-    SGLang(head=HEAD_IN_BFLOAT16, alike=FORMATS): ("HunYuanDenseV1",),
+    SGLangLimits(head=HEAD_IN_BFLOAT16, alike=FORMATS): ("HunYuanDenseV1",),
     # SGLang models/solar.py:407 has pairs in packed_modules_mapping.
-    SGLang((Refusal(None, None, "its table of joined layers is broken", "vLLM loads it"),)): ("Solar",),
+    SGLangLimits((Refusal(None, None, "its table of joined layers is broken", "vLLM loads it"),)): ("Solar",),
 }
 # vLLM models/opt.py: an MLP without a module of its own; files of before transformers 4.23 have no prefix. Where
 # embeddings are narrower than layers, two projections lie between.
@@ -202,7 +214,7 @@ GPT_J = model(
     ),
     cache_refused=ONES_TAKEN,
     # models/gpt_j.py:290
-    sglang=SGLang(
+    sglang=SGLangLimits(
         (
             Refusal(
                 None,
@@ -231,11 +243,15 @@ EXAONE = model(
 HRM_STACKS = (("H", ("H_cycles",)), ("L", ("H_cycles", "L_cycles")))
 HRM_TEXT = model(
     "HrmTextForCausalLM",
-    Part(
+    LayerPart(
         (".attn.{gqkv_proj,o_proj}",),
-        splits=(Split(".attn.gqkv_proj", "out", HEADS, parts=(None,) * 4), Split(".attn.o_proj", "in", HEADS)),
+        splits=(
+            ParallelSplit(".attn.gqkv_proj", "out", HEADS, parts=(None,) * 4),
+            ParallelSplit(".attn.o_proj", "in", HEADS),
+        ),
         cached=tuple(
-            Cached(f"model.{stack}_module.layers.*.attn.gqkv_proj", HEADS, times=times) for stack, times in HRM_STACKS
+            CachedRows(f"model.{stack}_module.layers.*.attn.gqkv_proj", HEADS, times=times)
+            for stack, times in HRM_STACKS
         ),
     ),
     GATE_UP_TENSOR,
@@ -254,7 +270,7 @@ IQUEST_LOOP = model(
     "IQuestLoopCoderForCausalLM",
     replace(
         attention(listed_as="qkv_proj"),
-        cached=(Cached(".self_attn.{k,v}_proj", KV_HEADS, times=("loop_num",), again="loop_window_size"),),
+        cached=(CachedRows(".self_attn.{k,v}_proj", KV_HEADS, times=("loop_num",), again="loop_window_size"),),
     ),
     gated(".mlp", listed_as="gate_up_proj"),
     keep=(Keep("model.gate_projections.*", "gates of a row per head", divided=True),),
@@ -270,17 +286,17 @@ IQUEST_LOOP = model(
 MUSE_GLIMMER = model(
     "MuseGlimmerForCausalLM",
     ATTENTION,
-    Part((".self_attn.gate_proj",), splits=(Split(".self_attn.gate_proj", "out", HEADS),)),
+    LayerPart((".self_attn.gate_proj",), splits=(ParallelSplit(".self_attn.gate_proj", "out", HEADS),)),
     MLP,
     renames=((".self_attn.gate_proj", ".self_attn.output_gate_proj"),),
-    windows=Windows(4),
+    windows=SlidingWindows(4),
     # transformers has the wrapper alone.
     transformers_reads_blocks=False,
 )
 
 ENTRIES = (
     *(
-        replace(DENSE, name=f"{name}ForCausalLM", sglang=sglang, windows=WINDOWS.get(name, Windows()))
+        replace(DENSE, name=f"{name}ForCausalLM", sglang=sglang, windows=WINDOWS.get(name, SlidingWindows()))
         for sglang, names in DENSE_NAMES.items()
         for name in names
     ),
@@ -297,7 +313,7 @@ ENTRIES = (
         "PhiForCausalLM",
         attention("dense"),
         plain(".mlp", "fc1", "fc2"),
-        sglang=SGLang(head=HEAD_IN_BFLOAT16, alike=FORMATS),
+        sglang=SGLangLimits(head=HEAD_IN_BFLOAT16, alike=FORMATS),
     ),
     HRM_TEXT,
     IQUEST_LOOP,

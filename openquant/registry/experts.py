@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..version import VLLM
-from .architecture import DRAFT, ROUTER, Experts, Keep, Refusal, SGLang, Split, Stacked, Windows
+from .architecture import (
+    DRAFT,
+    ROUTER,
+    ExpertLayout,
+    Keep,
+    ParallelSplit,
+    Refusal,
+    SGLangLimits,
+    SlidingWindows,
+    StackedExperts,
+)
 from .parts import (
     ATTENTION,
     FORMATS,
@@ -17,7 +27,7 @@ from .parts import (
     NO_SCALES,
     PATTERN,
     SCALES_LOST,
-    Part,
+    LayerPart,
     attention,
     gated,
     model,
@@ -30,7 +40,7 @@ MIXTRAL = model(
     routed(".block_sparse_moe.experts", "w1", "w3", "w2"),
     # SGLang models/mixtral.py:303.
     spellings=(("model.layers.", "layers."),),
-    sglang=SGLang(head=HEAD_IN_BFLOAT16),
+    sglang=SGLangLimits(head=HEAD_IN_BFLOAT16),
 )
 
 # vLLM models/phimoe.py; SGLang models/phimoe.py.
@@ -40,7 +50,7 @@ PHI_MOE = replace(
     spellings=(),
     # models/phimoe.py:511
     head_refused=f"{VLLM} builds it without a quantization",
-    sglang=SGLang(),
+    sglang=SGLangLimits(),
 )
 
 SHARED_EXPERT = replace(gated(".mlp.shared_expert"), keep=(Keep(".mlp.shared_expert_gate", ROUTER),))
@@ -65,9 +75,12 @@ QWEN3_MOE = model(
 GRANITE_EXPERTS = replace(
     routed(
         ".block_sparse_moe.experts",
-        experts=Experts(
+        experts=ExpertLayout(
             ".block_sparse_moe.experts",
-            stacked=(Stacked("input_linear", ("gate_proj", "up_proj")), Stacked("output_linear", ("down_proj",))),
+            stacked=(
+                StackedExperts("input_linear", ("gate_proj", "up_proj")),
+                StackedExperts("output_linear", ("down_proj",)),
+            ),
             beside=True,
         ),
     ),
@@ -76,11 +89,11 @@ GRANITE_EXPERTS = replace(
 # transformers wants its stacks.
 GRANITE_MOE = model("GraniteMoeForCausalLM", ATTENTION, GRANITE_EXPERTS, transformers_reads_blocks=False)
 # Gate and up are one tensor in what they all read as well.
-GRANITE_SHARED = Part(
+GRANITE_SHARED = LayerPart(
     (".shared_mlp.{input_linear,output_linear}",),
     splits=(
-        Split(".shared_mlp.input_linear", "out", parts=(None, None)),
-        Split(".shared_mlp.output_linear", "in"),
+        ParallelSplit(".shared_mlp.input_linear", "out", parts=(None, None)),
+        ParallelSplit(".shared_mlp.output_linear", "in"),
     ),
 )
 GRANITE_MOE_SHARED = model(
@@ -93,16 +106,19 @@ GRANITE_MOE_SWA = model(
     replace(
         routed(
             ".block_sparse_moe.experts",
-            experts=Experts(
+            experts=ExpertLayout(
                 ".block_sparse_moe.experts",
-                stacked=(Stacked("gate_up_proj", ("gate_proj", "up_proj")), Stacked("down_proj", ("down_proj",))),
+                stacked=(
+                    StackedExperts("gate_up_proj", ("gate_proj", "up_proj")),
+                    StackedExperts("down_proj", ("down_proj",)),
+                ),
             ),
         ),
         keep=(Keep(".block_sparse_moe.router", ROUTER),),
     ),
     GRANITE_SHARED,
     transformers_reads_blocks=False,
-    windows=Windows(4, first=True),
+    windows=SlidingWindows(4, first=True),
 )
 
 # The router is `gate.wg`, which vLLM's Transformers backend quantizes unless it is listed.
@@ -114,7 +130,7 @@ HUNYUAN_MOE = model(
     replace(ROUTED, keep=(Keep(".mlp.gate.wg", ROUTER),)),
     # Not as close as the others.
     transformers_reads_blocks=False,
-    sglang=SGLang(head=HEAD_IN_BFLOAT16, alike=FORMATS),
+    sglang=SGLangLimits(head=HEAD_IN_BFLOAT16, alike=FORMATS),
 )
 
 # DeepSeek's first, whose attention has heads; transformers has no such class.
@@ -129,7 +145,7 @@ DEEPSEEK = model(
     transformers_reads_blocks=False,
     # SGLang models/deepseek.py:166 takes the codes of all experts as one tensor, and hands no scale on (:215).
     # Its load_weights looks for a parameter of every name (:515).
-    sglang=SGLang(plain=(".mlp.experts.**",), cache=NO_CACHE),
+    sglang=SGLangLimits(plain=(".mlp.experts.**",), cache=NO_CACHE),
 )
 
 ERNIE_MOE = model(
@@ -155,7 +171,7 @@ GLM4_MOE = model(
     ROUTED,
     draft_layers="num_hidden_layers",
     # SGLang models/glm4_moe.py:501
-    sglang=SGLang(unpacked=(".mlp.shared_experts.**",)),
+    sglang=SGLangLimits(unpacked=(".mlp.shared_experts.**",)),
 )
 
 # vLLM models/hy_v3_mtp.py has no packed_modules_mapping either.
@@ -172,15 +188,15 @@ NAMELESS_HEAD = f"{VLLM} builds it without a name to find its scheme by"
 AFMOE = model(
     "AfmoeForCausalLM",
     ATTENTION,
-    Part((".self_attn.gate_proj",), splits=(Split(".self_attn.gate_proj", "out", HEADS),)),
+    LayerPart((".self_attn.gate_proj",), splits=(ParallelSplit(".self_attn.gate_proj", "out", HEADS),)),
     MLP,
     SHARED_EXPERTS,
     replace(ROUTED, keep=(Keep(".mlp.router.gate", ROUTER),)),
     # models/afmoe.py:513
     head_refused=NAMELESS_HEAD,
     # SGLang models/afmoe.py:285 computes with what its experts' codes are, and hands no scale on.
-    sglang=SGLang(plain=(".mlp.experts.**",)),
-    windows=Windows(4, "global_attn_every_n_layers"),
+    sglang=SGLangLimits(plain=(".mlp.experts.**",)),
+    windows=SlidingWindows(4, "global_attn_every_n_layers"),
 )
 
 MTP = Keep("mtp.**", DRAFT)
@@ -193,7 +209,7 @@ EXAONE_MOE = model(
     keep=(MTP,),
     # models/exaone_moe.py:510
     head_refused=NAMELESS_HEAD,
-    windows=Windows(4, PATTERN),
+    windows=SlidingWindows(4, PATTERN),
 )
 
 # Layers that attend to everything have fewer heads of queries. vLLM models/laguna.py:86 has gate and up by
@@ -214,16 +230,19 @@ GPT_OSS = model(
     keep=(Keep(".mlp.router", ROUTER), Keep(".mlp.experts.**", "served as MXFP4")),
     # vLLM models/gpt_oss.py:825-1060.
     refused=(Refusal(None, None, NO_EXPERTS, "serve the MXFP4 original"),),
-    windows=Windows(2),
+    windows=SlidingWindows(2),
 )
 
 # The Hub's files hold stacks [E, 2I, H] and [E, H, I], transformers saves one module for each expert.
 STACKED_EXPERTS = replace(
     ROUTED,
     experts=(
-        Experts(
+        ExpertLayout(
             ".mlp.experts",
-            stacked=(Stacked("gate_up_proj", ("gate_proj", "up_proj")), Stacked("down_proj", ("down_proj",))),
+            stacked=(
+                StackedExperts("gate_up_proj", ("gate_proj", "up_proj")),
+                StackedExperts("down_proj", ("down_proj",)),
+            ),
         ),
     ),
 )
@@ -238,11 +257,11 @@ LLAMA4 = model(
     replace(
         routed(
             ".feed_forward.experts",
-            experts=Experts(
+            experts=ExpertLayout(
                 ".feed_forward.experts",
                 stacked=(
-                    Stacked("gate_up_proj", ("gate_proj", "up_proj"), transposed=True),
-                    Stacked("down_proj", ("down_proj",), transposed=True),
+                    StackedExperts("gate_up_proj", ("gate_proj", "up_proj"), transposed=True),
+                    StackedExperts("down_proj", ("down_proj",), transposed=True),
                 ),
             ),
         ),
@@ -253,7 +272,7 @@ LLAMA4 = model(
     # vLLM models/llama4.py:805-844, for its rotary embedding.
     reordered=(".self_attn.{q,k}_proj",),
     sglang=SCALES_LOST,
-    windows=Windows(4, "no_rope_layer_interval", flags="no_rope_layers", size="attention_chunk_size"),
+    windows=SlidingWindows(4, "no_rope_layer_interval", flags="no_rope_layers", size="attention_chunk_size"),
 )
 
 ENTRIES = (
@@ -266,7 +285,7 @@ ENTRIES = (
     model("OlmoeForCausalLM", ATTENTION, ROUTED, sglang=NO_SCALES),
     # OLMoE with OLMo 2's norms, on vLLM's Transformers backend.
     model("FlexOlmoForCausalLM", ATTENTION, ROUTED),
-    model("Cohere2MoeForCausalLM", ATTENTION, MLP, SHARED_EXPERTS, ROUTED, windows=Windows(4, PATTERN)),
+    model("Cohere2MoeForCausalLM", ATTENTION, MLP, SHARED_EXPERTS, ROUTED, windows=SlidingWindows(4, PATTERN)),
     DEEPSEEK,
     GRANITE_MOE,
     GRANITE_MOE_SHARED,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..version import VLLM
-from .architecture import Cached, Joined, Keep, Refusal, SGLang, Split
+from .architecture import CachedRows, FusedLayers, Keep, ParallelSplit, Refusal, SGLangLimits
 from .experts import ROUTED, SHARED_EXPERTS
-from .parts import HEADS, KV_HEADS, NAMELESS_CACHE, NO_GROUPS, ONES_TAKEN, Part, gated, model
+from .parts import HEADS, KV_HEADS, NAMELESS_CACHE, NO_GROUPS, ONES_TAKEN, LayerPart, gated, model
 
-MLP = Part(
+MLP = LayerPart(
     (".mlp.{dense_h_to_4h,dense_4h_to_h}",),
-    splits=(Split(".mlp.dense_h_to_4h", "out"), Split(".mlp.dense_4h_to_h", "in")),
+    splits=(ParallelSplit(".mlp.dense_h_to_4h", "out"), ParallelSplit(".mlp.dense_4h_to_h", "in")),
 )
 FALCON_KV = "num_kv_heads"
 
@@ -19,10 +19,10 @@ FALCON_KV = "num_kv_heads"
 # value. Older ones have one key for all (multi_query, which counts it), or one for each query.
 FALCON = model(
     "FalconForCausalLM",
-    Part(
+    LayerPart(
         (".self_attention.{query_key_value,dense}",),
         splits=(
-            Split(
+            ParallelSplit(
                 ".self_attention.query_key_value",
                 "out",
                 replicated=True,
@@ -33,9 +33,9 @@ FALCON = model(
                 ),
                 turns=True,
             ),
-            Split(".self_attention.dense", "in", HEADS),
+            ParallelSplit(".self_attention.dense", "in", HEADS),
         ),
-        cached=(Cached(".self_attention.query_key_value", FALCON_KV),),
+        cached=(CachedRows(".self_attention.query_key_value", FALCON_KV),),
     ),
     MLP,
     layers="transformer.h.*",
@@ -47,13 +47,13 @@ FALCON = model(
 BLOOM_HEADS = (HEADS, HEADS, HEADS)
 BLOOM = model(
     "BloomForCausalLM",
-    Part(
+    LayerPart(
         (".self_attention.{query_key_value,dense}",),
         splits=(
-            Split(".self_attention.query_key_value", "out", parts=BLOOM_HEADS, turns=True, turns_all=True),
-            Split(".self_attention.dense", "in", HEADS),
+            ParallelSplit(".self_attention.query_key_value", "out", parts=BLOOM_HEADS, turns=True, turns_all=True),
+            ParallelSplit(".self_attention.dense", "in", HEADS),
         ),
-        cached=(Cached(".self_attention.query_key_value", HEADS),),
+        cached=(CachedRows(".self_attention.query_key_value", HEADS),),
     ),
     MLP,
     layers="{transformer.h,h}.*",
@@ -65,10 +65,13 @@ BLOOM = model(
 # On the engines' Transformers backends, which leave its rows, heads by turns, where they are.
 GPT_NEOX = model(
     "GPTNeoXForCausalLM",
-    Part(
+    LayerPart(
         (".attention.{query_key_value,dense}",),
-        splits=(Split(".attention.query_key_value", "out", HEADS), Split(".attention.dense", "in", HEADS)),
-        cached=(Cached(".attention.query_key_value", HEADS, two_of=3),),
+        splits=(
+            ParallelSplit(".attention.query_key_value", "out", HEADS),
+            ParallelSplit(".attention.dense", "in", HEADS),
+        ),
+        cached=(CachedRows(".attention.query_key_value", HEADS, two_of=3),),
     ),
     MLP,
     layers="gpt_neox.layers.*",
@@ -87,10 +90,10 @@ GPT_NEOX = model(
 QKV = (HEADS, KV_HEADS, KV_HEADS)
 INTERNLM2 = model(
     "InternLM2ForCausalLM",
-    Part(
+    LayerPart(
         (".attention.{wqkv,wo}",),
-        splits=(Split(".attention.wqkv", "out", parts=QKV), Split(".attention.wo", "in", HEADS)),
-        cached=(Cached(".attention.wqkv", KV_HEADS),),
+        splits=(ParallelSplit(".attention.wqkv", "out", parts=QKV), ParallelSplit(".attention.wo", "in", HEADS)),
+        cached=(CachedRows(".attention.wqkv", KV_HEADS),),
     ),
     gated(".feed_forward", "w1", "w3", "w2"),
     keep=(
@@ -100,7 +103,7 @@ INTERNLM2 = model(
     head_refused="it is called output",
     # models/internlm2.py:337-356 sorts every tensor whose name has "wqkv", and fails on those that have no row for each
     # of the weight's.
-    sglang=SGLang(
+    sglang=SGLangLimits(
         tuple(
             Refusal(scheme, None, "it fails on scales that are not by row, as it sorts them", "--scheme channel loads")
             for scheme in ("tensor", "block", "int8-weights", "int4", "nvfp4", "nvfp4-w4a4")
@@ -113,23 +116,26 @@ INTERNLM2 = model(
 # (models/chatglm.py:441) is told GLM4VForCausalLM for them.
 CHATGLM = model(
     "ChatGLMModel",
-    Part(
+    LayerPart(
         (".self_attention.{query_key_value,dense}",),
         splits=(
-            Split(
+            ParallelSplit(
                 ".self_attention.query_key_value",
                 "out",
                 replicated=True,
                 parts=(HEADS, HEADS, HEADS),
                 where=(("multi_query_attention", QKV),),
             ),
-            Split(".self_attention.dense", "in", HEADS),
+            ParallelSplit(".self_attention.dense", "in", HEADS),
         ),
-        cached=(Cached(".self_attention.query_key_value", KV_HEADS),),
+        cached=(CachedRows(".self_attention.query_key_value", KV_HEADS),),
     ),
-    Part(
+    LayerPart(
         (".mlp.{dense_h_to_4h,dense_4h_to_h}",),
-        splits=(Split(".mlp.dense_h_to_4h", "out", parts=(None, None)), Split(".mlp.dense_4h_to_h", "in")),
+        splits=(
+            ParallelSplit(".mlp.dense_h_to_4h", "out", parts=(None, None)),
+            ParallelSplit(".mlp.dense_4h_to_h", "in"),
+        ),
     ),
     layers="transformer.encoder.layers.*",
     keep=(
@@ -144,13 +150,13 @@ CHATGLM = model(
 # Dense layers first, then experts. vLLM models/bailing_moe.py.
 BAILING_MOE_V2 = model(
     "BailingMoeV2ForCausalLM",
-    Part(
+    LayerPart(
         (".attention.{query_key_value,dense}",),
         splits=(
-            Split(".attention.query_key_value", "out", replicated=True, parts=QKV),
-            Split(".attention.dense", "in", HEADS),
+            ParallelSplit(".attention.query_key_value", "out", replicated=True, parts=QKV),
+            ParallelSplit(".attention.dense", "in", HEADS),
         ),
-        cached=(Cached(".attention.query_key_value", KV_HEADS),),
+        cached=(CachedRows(".attention.query_key_value", KV_HEADS),),
     ),
     gated(".mlp"),
     SHARED_EXPERTS,
@@ -168,19 +174,19 @@ BAILING_MOE_V2 = model(
 # (models/transformers/base.py:480). Most have one key for all heads, which is counted by the flag that says so.
 GPT_BIGCODE = model(
     "GPTBigCodeForCausalLM",
-    Part(
+    LayerPart(
         (".attn.{c_attn,c_proj}", ".mlp.{c_fc,c_proj}"),
         splits=(
-            Split(
+            ParallelSplit(
                 ".attn.c_attn",
                 "out",
                 replicated=True,
                 parts=(HEADS, HEADS, HEADS),
                 where=(("multi_query", (HEADS, "multi_query", "multi_query")),),
             ),
-            Split(".attn.c_proj", "in", HEADS),
+            ParallelSplit(".attn.c_proj", "in", HEADS),
         ),
-        cached=(Cached(".attn.c_attn", "multi_query"),),
+        cached=(CachedRows(".attn.c_attn", "multi_query"),),
     ),
     layers="transformer.h.*",
     keep=(
@@ -189,7 +195,7 @@ GPT_BIGCODE = model(
     ),
     cache_refused=ONES_TAKEN,
     # models/gpt_bigcode.py:295 loads the scales of c_attn whole, for each of queries, key and value.
-    sglang=SGLang(
+    sglang=SGLangLimits(
         tuple(
             Refusal(scheme, None, "it takes one scale for what c_attn holds", "--scheme tensor loads")
             for scheme in ("channel", "block", "mxfp8", "int8", "int8-weights", "int4", "mxfp4", "nvfp4", "nvfp4-w4a4")
@@ -202,15 +208,15 @@ GPT_BIGCODE = model(
 # no such class.
 TELECHAT2 = model(
     "TeleChat2ForCausalLM",
-    Part(
+    LayerPart(
         (".self_attention.{query,key_value,dense}",),
-        (Joined(".self_attention.{query,key_value}", "qkv_proj"),),
+        (FusedLayers(".self_attention.{query,key_value}", "qkv_proj"),),
         (
-            Split(".self_attention.query", "out", HEADS),
-            Split(".self_attention.key_value", "out", parts=(None, None), turns=True, turns_rows=True),
-            Split(".self_attention.dense", "in", HEADS),
+            ParallelSplit(".self_attention.query", "out", HEADS),
+            ParallelSplit(".self_attention.key_value", "out", parts=(None, None), turns=True, turns_rows=True),
+            ParallelSplit(".self_attention.dense", "in", HEADS),
         ),
-        cached=(Cached(".self_attention.key_value", KV_HEADS),),
+        cached=(CachedRows(".self_attention.key_value", KV_HEADS),),
     ),
     gated(".mlp"),
     layers="transformer.h.*",

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..version import VLLM
-from .architecture import ROUTER, Cached, Experts, Joined, Keep, Refusal, SGLang, Split, State
+from .architecture import (
+    ROUTER,
+    CachedRows,
+    ExpertLayout,
+    FusedLayers,
+    Keep,
+    ParallelSplit,
+    RecurrentState,
+    Refusal,
+    SGLangLimits,
+)
 from .experts import DRAFTED_MLPS, GRANITE_EXPERTS, GRANITE_SHARED, MTP, ROUTED, SHARED_EXPERT, STACKED_EXPERTS
 from .latent import INDEXER, LATENT, latent
 from .parts import (
@@ -16,7 +26,7 @@ from .parts import (
     NAMELESS_CACHE,
     NO_CACHE,
     STREAMS,
-    Part,
+    LayerPart,
     attention,
     gated,
     model,
@@ -27,15 +37,15 @@ from .parts import (
 CONVOLUTION = "convolution"
 KEY_HEADS, VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
 # vLLM models/config.py:856 and 717 read the dtype of a state, in Qwen3.5 and in Nemotron-H.
-DELTA_STATE = State(
+DELTA_STATE = RecurrentState(
     ".linear_attn.conv1d", (VALUE_HEADS, "linear_value_head_dim", "linear_key_head_dim"), "mamba_ssm_dtype"
 )
 # vLLM layers/mamba/gdn/qwen_gdn_linear_attn.py:524: ba_proj has no block form. It has a few rows.
-GATED_DELTA = Part(
+GATED_DELTA = LayerPart(
     (".linear_attn.{in_proj_qkvz,out_proj}",),
     splits=(
-        Split(".linear_attn.in_proj_qkvz", "out", KEY_HEADS),
-        Split(".linear_attn.out_proj", "in", VALUE_HEADS),
+        ParallelSplit(".linear_attn.in_proj_qkvz", "out", KEY_HEADS),
+        ParallelSplit(".linear_attn.out_proj", "in", VALUE_HEADS),
     ),
     keep=(Keep(".linear_attn.in_proj_ba", "gates of a row per head"), Keep(".linear_attn.conv1d", CONVOLUTION)),
     states=(DELTA_STATE,),
@@ -50,7 +60,7 @@ QWEN3_NEXT = model(
     keep=(MTP,),
     # models/qwen3_next.py:851
     head_refused=f"{VLLM} builds it without a quantization",
-    sglang=SGLang(
+    sglang=SGLangLimits(
         (Refusal("tensor", "fp8", "it asks in_proj_qkvz for four scales", "--scheme channel and -w 128 load"),),
         # SGLang models/qwen3_next.py:311
         unpacked=(".linear_attn.in_proj_qkvz",),
@@ -61,38 +71,38 @@ QWEN3_NEXT = model(
 )
 
 # The same in pieces: qkv and z are joined, and qkv holds three of the four that the engine makes of them (:664).
-GATED_DELTA_PIECES = Part(
+GATED_DELTA_PIECES = LayerPart(
     (".linear_attn.{in_proj_qkv,in_proj_z,out_proj}",),
-    joined=(Joined(".linear_attn.{in_proj_qkv,in_proj_z}", sglang="in_proj_qkvz"),),
+    fused=(FusedLayers(".linear_attn.{in_proj_qkv,in_proj_z}", sglang="in_proj_qkvz"),),
     splits=(
-        Split(".linear_attn.in_proj_qkv", "out", parts=(KEY_HEADS, KEY_HEADS, VALUE_HEADS)),
-        Split(".linear_attn.in_proj_z", "out", VALUE_HEADS),
-        Split(".linear_attn.out_proj", "in", VALUE_HEADS),
+        ParallelSplit(".linear_attn.in_proj_qkv", "out", parts=(KEY_HEADS, KEY_HEADS, VALUE_HEADS)),
+        ParallelSplit(".linear_attn.in_proj_z", "out", VALUE_HEADS),
+        ParallelSplit(".linear_attn.out_proj", "in", VALUE_HEADS),
     ),
     keep=(Keep(".linear_attn.in_proj_{a,b}", "gates of a row per head"), Keep(".linear_attn.conv1d", CONVOLUTION)),
     states=(DELTA_STATE,),
 )
 # The same with q, k, v and a gate by themselves, each with a convolution but the gate (vLLM layers/mamba/gdn/
 # olmo_gdn_linear_attn.py:94).
-OLMO_DELTA = Part(
+OLMO_DELTA = LayerPart(
     (".linear_attn.{q_proj,k_proj,v_proj,g_proj,o_proj}",),
-    joined=(Joined(".linear_attn.{q,k,v,g}_proj"),),
+    fused=(FusedLayers(".linear_attn.{q,k,v,g}_proj"),),
     splits=(
-        Split(".linear_attn.{q,k}_proj", "out", KEY_HEADS),
-        Split(".linear_attn.{v,g}_proj", "out", VALUE_HEADS),
-        Split(".linear_attn.o_proj", "in", VALUE_HEADS),
+        ParallelSplit(".linear_attn.{q,k}_proj", "out", KEY_HEADS),
+        ParallelSplit(".linear_attn.{v,g}_proj", "out", VALUE_HEADS),
+        ParallelSplit(".linear_attn.o_proj", "in", VALUE_HEADS),
     ),
     keep=(
         Keep(".linear_attn.{a,b}_proj", "gates of a row per head", divided=True),
         Keep(".linear_attn.{q,k,v}_conv1d", CONVOLUTION),
     ),
-    states=(replace(DELTA_STATE, pattern=".linear_attn.q_conv1d"), State(".linear_attn.{k,v}_conv1d")),
+    states=(replace(DELTA_STATE, pattern=".linear_attn.q_conv1d"), RecurrentState(".linear_attn.{k,v}_conv1d")),
 )
 OLMO_HYBRID = model("OlmoHybridForCausalLM", ATTENTION, OLMO_DELTA, MLP)
 
 # Saved without its tower it keeps the wrapper's names.
 EITHER = "{model,model.language_model}.layers.*"
-HEAD_SCALE_LOST = SGLang(head="it drops the scale of the output head without a word")
+HEAD_SCALE_LOST = SGLangLimits(head="it drops the scale of the output head without a word")
 QWEN3_5 = model(
     "Qwen3_5ForCausalLM", ATTENTION, GATED_DELTA_PIECES, MLP, layers=EITHER, keep=(MTP,), sglang=HEAD_SCALE_LOST
 )
@@ -116,9 +126,9 @@ QWEN4_EXP = model(
     replace(
         ATTENTION,
         compress=(QSA, ".self_attn.o_proj"),
-        joined=(Joined(QSA, sglang="qkv_proj"),),
+        fused=(FusedLayers(QSA, sglang="qkv_proj"),),
         # models/qwen4_exp/common/qsa_cache.py:870: a key of 128 numbers in bfloat16 for four tokens.
-        cached=(*ATTENTION.cached, Cached(".self_attn.indexer.index_qk_proj", None, fp8=64, bf16=64)),
+        cached=(*ATTENTION.cached, CachedRows(".self_attn.indexer.index_qk_proj", None, fp8=64, bf16=64)),
     ),
     GATED_DELTA_PIECES,
     SHARED_EXPERT,
@@ -141,18 +151,18 @@ QWEN4_EXP = model(
 
 # vLLM layers/mamba/gdn/kimi_gdn_linear_attn.py: all that reads the layer's input but g_a_proj is one layer
 # there, in which f_a_proj is whole on every rank. Both kinds of attention have 32 heads.
-KIMI_DELTA = Part(
+KIMI_DELTA = LayerPart(
     (".self_attn.{k_proj,v_proj,b_proj,f_a_proj,f_b_proj,g_a_proj,g_b_proj}",),
-    joined=(Joined(".self_attn.{q,k,v,b,f_a}_proj", sglang="qkv_proj"),),
-    splits=(Split(".self_attn.{k_proj,v_proj,b_proj,f_b_proj,g_b_proj}", "out", HEADS),),
+    fused=(FusedLayers(".self_attn.{q,k,v,b,f_a}_proj", sglang="qkv_proj"),),
+    splits=(ParallelSplit(".self_attn.{k_proj,v_proj,b_proj,f_b_proj,g_b_proj}", "out", HEADS),),
     keep=(Keep(".self_attn.{q,k,v}_conv1d", CONVOLUTION), Keep(".self_attn.A_log", "decay of a state")),
     states=(
-        State(
+        RecurrentState(
             ".self_attn.q_conv1d",
             tuple(f"linear_attn_config.{key}" for key in ("num_heads", "head_dim", "head_dim")),
             usual="float32",
         ),
-        State(".self_attn.{k,v}_conv1d"),
+        RecurrentState(".self_attn.{k,v}_conv1d"),
     ),
 )
 KIMI_LINEAR = model(
@@ -169,12 +179,12 @@ KIMI_LINEAR = model(
 NO_ATTENTION = f"{VLLM} builds it without a quantization"
 GLM5_NEXT = model(
     "Glm5NextForCausalLM",
-    Part(
+    LayerPart(
         (),
         # SGLang models/glm5_next.py:457, which builds them with one.
-        joined=(
-            Joined(".self_attn.{q,k,v}_proj", sglang="qkv_proj"),
-            Joined(".self_attn.{q_a_proj,kv_a_proj_with_mqa}", sglang="fused_qkv_a_proj_with_mqa"),
+        fused=(
+            FusedLayers(".self_attn.{q,k,v}_proj", sglang="qkv_proj"),
+            FusedLayers(".self_attn.{q_a_proj,kv_a_proj_with_mqa}", sglang="fused_qkv_a_proj_with_mqa"),
         ),
         keep=(
             Keep(
@@ -192,8 +202,8 @@ GLM5_NEXT = model(
         ),
         # models/glm5next/common/attention.py:117: 128 codes and a scale of the index for every four tokens.
         cached=(
-            Cached(".self_attn.kv_a_proj_with_mqa", None),
-            Cached(".self_attn.indexer.wk", None, fp8=33, bf16=33),
+            CachedRows(".self_attn.kv_a_proj_with_mqa", None),
+            CachedRows(".self_attn.indexer.wk", None, fp8=33, bf16=33),
         ),
         states=KIMI_DELTA.states,
     ),
@@ -206,11 +216,11 @@ GLM5_NEXT = model(
 
 # in_proj holds five pieces that vLLM divides by rules of their own (layers/mamba/mamba_mixer2.py).
 STATE_SPACE = "state space inputs, of several kinds"
-MAMBA2 = Part(
+MAMBA2 = LayerPart(
     (".mamba.out_proj",),
-    splits=(Split(".mamba.out_proj", "in", "mamba_n_heads"),),
+    splits=(ParallelSplit(".mamba.out_proj", "in", "mamba_n_heads"),),
     keep=(Keep(".mamba.in_proj", STATE_SPACE, divided=True), Keep(".mamba.conv1d", CONVOLUTION)),
-    states=(State(".mamba.conv1d", ("mamba_n_heads", "mamba_d_head", "mamba_d_state")),),
+    states=(RecurrentState(".mamba.conv1d", ("mamba_n_heads", "mamba_d_head", "mamba_d_state")),),
 )
 GRANITE_HYBRID = model(
     "GraniteMoeHybridForCausalLM",
@@ -221,7 +231,7 @@ GRANITE_HYBRID = model(
     # vLLM models/granitemoehybrid.py asks for its linears under this name.
     renames=((".mamba.", ".mixer."),),
     transformers_reads_blocks=False,
-    sglang=SGLang(
+    sglang=SGLangLimits(
         (Refusal(None, "fp8", "its loader of this architecture fails on the fp8 format", "--scheme channel loads"),),
         cache=NO_CACHE,
     ),
@@ -230,11 +240,11 @@ GRANITE_HYBRID = model(
 # Nothing but state spaces.
 MAMBA2_ALONE = model(
     "Mamba2ForCausalLM",
-    Part(
+    LayerPart(
         (".mixer.out_proj",),
-        splits=(Split(".mixer.out_proj", "in", "num_heads"),),
+        splits=(ParallelSplit(".mixer.out_proj", "in", "num_heads"),),
         keep=(Keep(".mixer.in_proj", STATE_SPACE, divided=True), Keep(".mixer.conv1d", CONVOLUTION)),
-        states=(State(".mixer.conv1d", ("num_heads", "head_dim", "state_size")),),
+        states=(RecurrentState(".mixer.conv1d", ("num_heads", "head_dim", "state_size")),),
     ),
     layers="backbone.layers.*",
     keep=(Keep("backbone.embeddings", "embedding", divided=True),),
@@ -248,14 +258,14 @@ MAMBA2_ALONE = model(
 JAMBA = model(
     "JambaForCausalLM",
     ATTENTION,
-    Part(
+    LayerPart(
         (),
         keep=(
             Keep(".mamba.{in_proj,x_proj,dt_proj,out_proj}", NO_ATTENTION, divided=True),
             Keep(".mamba.conv1d", CONVOLUTION),
             Keep(".mamba.A_log", "decay of a state"),
         ),
-        states=(State(".mamba.conv1d", ("mamba_expand", "hidden_size", "mamba_d_state")),),
+        states=(RecurrentState(".mamba.conv1d", ("mamba_expand", "hidden_size", "mamba_d_state")),),
     ),
     gated(".feed_forward"),
     replace(routed(".feed_forward.experts"), keep=(Keep(".feed_forward.router", ROUTER),)),
@@ -280,11 +290,11 @@ FALCON_H1 = model(
 
 LFM2_MIXERS = (
     attention("out_proj"),
-    Part(
+    LayerPart(
         (".conv.out_proj",),
-        splits=(Split(".conv.out_proj", "in"),),
+        splits=(ParallelSplit(".conv.out_proj", "in"),),
         keep=(Keep(".conv.in_proj", "three inputs of a convolution", divided=True), Keep(".conv.conv", CONVOLUTION)),
-        states=(State(".conv.conv"),),
+        states=(RecurrentState(".conv.conv"),),
     ),
 )
 LFM2 = model("Lfm2ForCausalLM", *LFM2_MIXERS, gated(".feed_forward", "w1", "w3", "w2"), cache_refused=NAMELESS_CACHE)
@@ -305,19 +315,19 @@ LFM2_MOE = model(
 # One mixer for each layer: attention, state space, MLP or experts without a gate.
 NEMOTRON_H = model(
     "NemotronHForCausalLM",
-    Part(
+    LayerPart(
         (".mixer.{q,k,v,o}_proj", ".mixer.out_proj"),
-        joined=(Joined(".mixer.{q,k,v}_proj", sglang="qkv_proj"),),
+        fused=(FusedLayers(".mixer.{q,k,v}_proj", sglang="qkv_proj"),),
         splits=(
-            Split(".mixer.q_proj", "out", HEADS),
-            Split(".mixer.{k,v}_proj", "out", KV_HEADS, replicated=True),
-            Split(".mixer.o_proj", "in", HEADS),
-            Split(".mixer.out_proj", "in", "mamba_num_heads"),
+            ParallelSplit(".mixer.q_proj", "out", HEADS),
+            ParallelSplit(".mixer.{k,v}_proj", "out", KV_HEADS, replicated=True),
+            ParallelSplit(".mixer.o_proj", "in", HEADS),
+            ParallelSplit(".mixer.out_proj", "in", "mamba_num_heads"),
         ),
         keep=(Keep(".mixer.in_proj", STATE_SPACE, divided=True), Keep(".mixer.conv1d", CONVOLUTION)),
-        cached=(Cached(".mixer.{k,v}_proj", KV_HEADS),),
+        cached=(CachedRows(".mixer.{k,v}_proj", KV_HEADS),),
         states=(
-            State(
+            RecurrentState(
                 ".mixer.conv1d",
                 ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"),
                 "mamba_ssm_cache_dtype",
@@ -329,7 +339,7 @@ NEMOTRON_H = model(
     plain(".mixer.shared_experts"),
     replace(
         plain(".mixer.experts.*"),
-        experts=(Experts(".mixer.experts"),),
+        experts=(ExpertLayout(".mixer.experts"),),
         keep=(
             Keep(".mixer.gate", ROUTER),
             Keep(".mixer.fc{1,2}_latent_proj", "to and from the experts' narrower space"),
@@ -342,14 +352,14 @@ NEMOTRON_H = model(
 )
 
 # Lightning attention, which decays by head, beside latent attention. vLLM models/bailing_moe_linear.py.
-LIGHTNING = Part(
+LIGHTNING = LayerPart(
     (".attention.{query_key_value,g_proj}",),
     splits=(
-        Split(".attention.query_key_value", "out", parts=(HEADS, HEADS, HEADS)),
+        ParallelSplit(".attention.query_key_value", "out", parts=(HEADS, HEADS, HEADS)),
         # layers/mamba/linear/bailing_linear_attn.py:461: no more ranks than groups that its norm has.
-        Split(".attention.g_proj", "out", "group_norm_size"),
+        ParallelSplit(".attention.g_proj", "out", "group_norm_size"),
     ),
-    states=(State(".attention.g_proj", (HEADS, "head_dim", "head_dim"), convolved=False),),
+    states=(RecurrentState(".attention.g_proj", (HEADS, "head_dim", "head_dim"), convolved=False),),
 )
 BAILING_MOE_LINEAR = model(
     "BailingMoeV2_5ForCausalLM",
@@ -370,7 +380,7 @@ BAILING_MOE_LINEAR = model(
         (".attention.g_proj", ".attention.output_gate"),
     ),
     transformers_reads_blocks=False,
-    sglang=SGLang(
+    sglang=SGLangLimits(
         # SGLang models/bailing_moe_linear.py:1533 concatenates what q_a_proj and kv_a_proj_with_mqa have.
         (Refusal("tensor", None, "it puts the single scales of two projections end to end", "--scheme channel loads"),),
         unpacked=(".attention.q_a_proj",),
@@ -379,17 +389,17 @@ BAILING_MOE_LINEAR = model(
 
 # Ling 3.0: Kimi's delta attention, its gates without low ranks, beside gated latent attention. vLLM
 # models/bailing_moe_v3.py:667 joins b_proj to q, k and v, unless the list of a block scheme has it.
-KIMI_DELTA_WHOLE = Part(
+KIMI_DELTA_WHOLE = LayerPart(
     (".attention.{k_proj,v_proj,b_proj,f_proj,g_proj,o_proj}",),
-    joined=(Joined(".attention.{q,k,v,b}_proj"),),
+    fused=(FusedLayers(".attention.{q,k,v,b}_proj"),),
     splits=(
-        Split(".attention.{k_proj,v_proj,b_proj,f_proj,g_proj}", "out", HEADS),
-        Split(".attention.o_proj", "in", HEADS),
+        ParallelSplit(".attention.{k_proj,v_proj,b_proj,f_proj,g_proj}", "out", HEADS),
+        ParallelSplit(".attention.o_proj", "in", HEADS),
     ),
     keep=(Keep(".attention.{q,k,v}_conv1d", CONVOLUTION),),
     states=(
-        State(".attention.q_conv1d", (HEADS, "head_dim", "head_dim"), usual="float32"),
-        State(".attention.{k,v}_conv1d"),
+        RecurrentState(".attention.q_conv1d", (HEADS, "head_dim", "head_dim"), usual="float32"),
+        RecurrentState(".attention.{k,v}_conv1d"),
     ),
 )
 BAILING_MOE_V3 = model(
@@ -403,7 +413,7 @@ BAILING_MOE_V3 = model(
     renames=((".attention.", ".self_attn."),),
     transformers_reads_blocks=False,
     # models/kimi_linear.py:294
-    sglang=SGLang(
+    sglang=SGLangLimits(
         (Refusal(None, None, "it builds b_proj without quantization, which vLLM joins to q, k and v", "vLLM loads it"),)
     ),
 )

@@ -5,24 +5,41 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..version import VLLM
-from .architecture import DRAFT, EMBEDDING, HEAD, ROUTER, Cached, Experts, Joined, Keep, Refusal, SGLang, Split
+from .architecture import (
+    DRAFT,
+    EMBEDDING,
+    HEAD,
+    ROUTER,
+    CachedRows,
+    ExpertLayout,
+    FusedLayers,
+    Keep,
+    ParallelSplit,
+    Refusal,
+    SGLangLimits,
+)
 from .experts import DRAFTED_MLPS, ROUTED, STACKED_EXPERTS
-from .parts import HEADS, MLP, STREAMS, Part, gated, model, routed
+from .parts import HEADS, MLP, STREAMS, LayerPart, gated, model, routed
 
 
 # Latent attention. vLLM multiplies kv_b_proj out as it loads (layers/quantization/utils/quant_utils.py:511):
 # in FP8 it would cost accuracy and save nothing.
-def latent(path: str, out: str = "o_proj") -> Part:
+def latent(path: str, out: str = "o_proj") -> LayerPart:
     """The projections below `path`."""
-    return Part(
+    return LayerPart(
         (f"{path}.{{q_proj,q_a_proj,q_b_proj,kv_a_proj_with_mqa,{out}}}",),
         # models/deepseek_v2.py:1051; SGLang models/deepseek_v2.py
-        joined=(
-            Joined(f"{path}.{{q_a_proj,kv_a_proj_with_mqa}}", "fused_qkv_a_proj", sglang="fused_qkv_a_proj_with_mqa"),
+        fused=(
+            FusedLayers(
+                f"{path}.{{q_a_proj,kv_a_proj_with_mqa}}", "fused_qkv_a_proj", sglang="fused_qkv_a_proj_with_mqa"
+            ),
         ),
-        splits=(Split(f"{path}.{{q_proj,q_b_proj}}", "out", HEADS), Split(f"{path}.{out}", "in", HEADS)),
+        splits=(
+            ParallelSplit(f"{path}.{{q_proj,q_b_proj}}", "out", HEADS),
+            ParallelSplit(f"{path}.{out}", "in", HEADS),
+        ),
         keep=(Keep(f"{path}.kv_b_proj", "engines decode it when they load it", divided=True),),
-        cached=(Cached(f"{path}.kv_a_proj_with_mqa", None),),
+        cached=(CachedRows(f"{path}.kv_a_proj_with_mqa", None),),
     )
 
 
@@ -35,7 +52,7 @@ DEEPSEEK_V3 = model(
     *DRAFTED_MLPS,
     ROUTED,
     draft_layers="num_hidden_layers",
-    sglang=SGLang(unpacked=LATENT_UNPACKED),
+    sglang=SGLangLimits(unpacked=LATENT_UNPACKED),
 )
 
 # The projections of one layer's index over the tokens; small, and vLLM (vllm/models/deepseek_v32) reads
@@ -48,19 +65,19 @@ DEEPSEEK_V32 = replace(
     # vLLM model_executor/layers/attention/mla_attention.py:1365: 512 codes, 4 scales, 64 numbers in bfloat16;
     # of the index 128 codes and a scale, whatever the rest is in (vllm/models/deepseek_v32/common).
     cached=(
-        Cached(".self_attn.kv_a_proj_with_mqa", None, fp8=656),
-        Cached(".self_attn.indexer.wk", None, fp8=132, bf16=132),
+        CachedRows(".self_attn.kv_a_proj_with_mqa", None, fp8=656),
+        CachedRows(".self_attn.indexer.wk", None, fp8=132, bf16=132),
     ),
 )
 
 # One head of keys that are values too, queries and outputs through low ranks; vLLM models/deepseek_v4.
-SHARED_KEYS = Part(
+SHARED_KEYS = LayerPart(
     (".attn.{wq_a,wkv,wq_b,wo_a,wo_b}", ".attn.indexer.wq_b"),
-    joined=(Joined(".attn.{wq_a,wkv}"),),
+    fused=(FusedLayers(".attn.{wq_a,wkv}"),),
     splits=(
-        Split(".attn.wq_b", "out", HEADS),
-        Split(".attn.wo_a", "out", "o_groups"),
-        Split(".attn.wo_b", "in", "o_groups"),
+        ParallelSplit(".attn.wq_b", "out", HEADS),
+        ParallelSplit(".attn.wo_a", "out", "o_groups"),
+        ParallelSplit(".attn.wo_b", "in", "o_groups"),
     ),
     keep=(
         # models/deepseek_v4/compressor.py:276 and models/deepseek_v4/attention.py:986: without a quantization.
@@ -69,13 +86,13 @@ SHARED_KEYS = Part(
     ),
 )
 # nvidia/mtp.py, which has no packed_modules_mapping.
-V4_DRAFTS = Part(
+V4_DRAFTS = LayerPart(
     (),
-    joined=(
-        Joined("mtp.*.attn.{wq_a,wkv}", "fused_wqa_wkv"),
-        Joined("mtp.*.ffn.shared_experts.{w1,w3}", "gate_up_proj"),
+    fused=(
+        FusedLayers("mtp.*.attn.{wq_a,wkv}", "fused_wqa_wkv"),
+        FusedLayers("mtp.*.ffn.shared_experts.{w1,w3}", "gate_up_proj"),
     ),
-    experts=(Experts("mtp.*.ffn.experts"),),
+    experts=(ExpertLayout("mtp.*.ffn.experts"),),
     keep=(Keep("mtp.**", DRAFT),),
 )
 DEEPSEEK_V4 = model(
@@ -119,7 +136,7 @@ HY_V4_DRAFT = "model.mtp_layers.*"
 HY_V4 = model(
     "HYV4ForCausalLM",
     replace(LATENT, cached=DEEPSEEK_V32.cached),
-    Part((".self_attn.linear_gate",), splits=(Split(".self_attn.linear_gate", "out", HEADS),)),
+    LayerPart((".self_attn.linear_gate",), splits=(ParallelSplit(".self_attn.linear_gate", "out", HEADS),)),
     *DRAFTED_MLPS,
     STACKED_EXPERTS,
     keep=(
@@ -132,7 +149,7 @@ HY_V4 = model(
     # models/hy_v4/nvidia/mtp.py:267, which so renames what one of the formats lists; all that is published has 78.
     renames=(("model.mtp_layers.0.", "model.layers.78."),),
     # SGLang models/hunyuan_v4.py:799
-    sglang=SGLang(
+    sglang=SGLangLimits(
         tuple(
             Refusal(scheme, format, "it takes every scale for one of blocks in the fp8 format", "-w 128 loads")
             for scheme, format in (
@@ -153,11 +170,11 @@ LONGCAT = model(
     gated(".mlps.*"),
     replace(ROUTED, keep=(Keep(".mlp.router.classifier", ROUTER),)),
     # vLLM models/longcat_flash_mtp.py, which has no packed_modules_mapping.
-    Part(
+    LayerPart(
         (),
-        joined=(
-            Joined(f"{LONGCAT_DRAFT}self_attn.{{q_a_proj,kv_a_proj_with_mqa}}", "fused_qkv_a_proj"),
-            Joined(f"{LONGCAT_DRAFT}transformer_layer.mlp.{{gate,up}}_proj", "gate_up_proj"),
+        fused=(
+            FusedLayers(f"{LONGCAT_DRAFT}self_attn.{{q_a_proj,kv_a_proj_with_mqa}}", "fused_qkv_a_proj"),
+            FusedLayers(f"{LONGCAT_DRAFT}transformer_layer.mlp.{{gate,up}}_proj", "gate_up_proj"),
         ),
         keep=(Keep("model.mtp.**", DRAFT),),
     ),
@@ -175,7 +192,7 @@ LONGCAT = model(
 # head: keys as wide as queries, and values filled up to that. SGLang decodes kv_b_proj (models/minicpm3.py:505).
 MINICPM3 = model(
     "MiniCPM3ForCausalLM",
-    replace(LATENT, joined=(), cached=(Cached(".self_attn.q_b_proj", HEADS, two_of=1),)),
+    replace(LATENT, fused=(), cached=(CachedRows(".self_attn.q_b_proj", HEADS, two_of=1),)),
     MLP,
     nameless=(".self_attn.q_a_proj",),
 )
@@ -190,7 +207,7 @@ ENTRIES = (
     replace(
         DEEPSEEK_V3,
         name="Glm4MoeLiteForCausalLM",
-        sglang=SGLang(
+        sglang=SGLangLimits(
             (Refusal("tensor", "fp8", "it joins scales as if they had rows", "--scheme channel and -w 128 load"),),
             unpacked=LATENT_UNPACKED,
         ),

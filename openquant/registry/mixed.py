@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..version import VLLM
-from .architecture import DRAFT, ROUTER, Cached, Experts, Joined, Keep, Ranked, Refusal, Split, Stacked, Windows
+from .architecture import (
+    DRAFT,
+    ROUTER,
+    CachedRows,
+    ExpertLayout,
+    FusedLayers,
+    Keep,
+    ParallelSplit,
+    PerRankTensor,
+    Refusal,
+    SlidingWindows,
+    StackedExperts,
+)
 from .experts import ROUTED
 from .hybrid import EITHER
 from .latent import DEEPSEEK_V3
@@ -14,24 +26,23 @@ from .parts import KV_HEADS, MLP, attention, gated, model, routed, wrapped
 # Layers with a window have other heads of keys and values (vLLM models/mimo_v2.py:345-395).
 MIMO_V2_FLASH = model(
     "MiMoV2FlashForCausalLM",
-    replace(attention(), cached=(Cached(".self_attn.{k,v}_proj", "swa_num_key_value_heads", full_heads=KV_HEADS),)),
+    replace(attention(), cached=(CachedRows(".self_attn.{k,v}_proj", "swa_num_key_value_heads", full_heads=KV_HEADS),)),
     MLP,
     ROUTED,
     # models/mimo_v2_mtp.py
     keep=(Keep("model.mtp.**", DRAFT),),
-    windows=Windows(flags="hybrid_layer_pattern", size="sliding_window_size"),
+    windows=SlidingWindows(flags="hybrid_layer_pattern", size="sliding_window_size"),
 )
 # Published with q, k and v as one, which the engine reads so in FP8 blocks alone (models/mimo_v2.py:886) and one by one
 # in all formats; its packed_modules_mapping has only the first.
 MIMO_V2 = replace(
     MIMO_V2_FLASH,
     name="MiMoV2ForCausalLM",
-    joined=tuple(
-        replace(joined, listed_as="qkv_proj") if "q,k,v" in joined.pattern else joined
-        for joined in MIMO_V2_FLASH.joined
+    fused=tuple(
+        replace(fused, listed_as="qkv_proj") if "q,k,v" in fused.pattern else fused for fused in MIMO_V2_FLASH.fused
     ),
     # models/mimo_v2.py:527-617
-    ranked=Ranked(
+    ranked=PerRankTensor(
         "model.{layers,mtp.layers}.*.self_attn.qkv_proj",
         ("q_proj", "k_proj", "v_proj"),
         KV_HEADS,
@@ -54,9 +65,9 @@ MIMO_V2 = replace(
 STEP_EXPERTS = replace(
     routed(
         ".moe.experts",
-        experts=Experts(
+        experts=ExpertLayout(
             ".moe.experts",
-            stacked=tuple(Stacked(name, (name,)) for name in ("gate_proj", "up_proj", "down_proj")),
+            stacked=tuple(StackedExperts(name, (name,)) for name in ("gate_proj", "up_proj", "down_proj")),
             beside=True,
         ),
     ),
@@ -65,7 +76,7 @@ STEP_EXPERTS = replace(
 GROUPS = "num_attention_groups"
 STEP3P5 = model(
     "Step3p5ForCausalLM",
-    replace(attention(), cached=(Cached(".self_attn.{k,v}_proj", GROUPS),)),
+    replace(attention(), cached=(CachedRows(".self_attn.{k,v}_proj", GROUPS),)),
     MLP,
     gated(".share_expert"),
     STEP_EXPERTS,
@@ -119,9 +130,9 @@ INDEXED = ".self_attn.{q_proj,k_proj,v_proj,index_q_proj,index_k_proj}"
 M3_ATTENTION = replace(
     attention(),
     compress=(INDEXED, ".self_attn.o_proj"),
-    joined=(Joined(INDEXED, "qkv_proj", "qkv_proj"),),
-    splits=(*attention().splits, Split(".self_attn.index_q_proj", "out", KV_HEADS, replicated=True)),
-    cached=(*attention().cached, Cached(".self_attn.index_k_proj", None)),
+    fused=(FusedLayers(INDEXED, "qkv_proj", "qkv_proj"),),
+    splits=(*attention().splits, ParallelSplit(".self_attn.index_q_proj", "out", KV_HEADS, replicated=True)),
+    cached=(*attention().cached, CachedRows(".self_attn.index_k_proj", None)),
 )
 # Published inside its wrapper only.
 MINIMAX_M3 = model(

@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..version import VLLM
-from .architecture import DRAFT, EMBEDDING, ROUTER, Cached, Experts, Joined, Keep, Refusal, SGLang, Split, Stacked
+from .architecture import (
+    DRAFT,
+    EMBEDDING,
+    ROUTER,
+    CachedRows,
+    ExpertLayout,
+    FusedLayers,
+    Keep,
+    ParallelSplit,
+    Refusal,
+    SGLangLimits,
+    StackedExperts,
+)
 from .dense import GEMMA3N, GEMMA4, GLM4, LLAMA, MUSE_GLIMMER, OPT, WINDOWS
 from .experts import ERNIE_MOE, GLM4_MOE, LLAMA4, MTP, NAMELESS_HEAD, QWEN3_MOE
 from .fused import QKV
@@ -19,7 +31,7 @@ from .parts import (
     NO_CACHE,
     NO_GROUPS,
     RENAMED,
-    Part,
+    LayerPart,
     attention,
     gated,
     model,
@@ -118,11 +130,11 @@ QWEN3_VL_MOE = wrapped(
     replace(
         QWEN3_MOE,
         experts=(
-            Experts(
+            ExpertLayout(
                 ".mlp.experts",
                 stacked=(
-                    Stacked("gate_up_proj", ("gate_proj", "up_proj"), transposed=True),
-                    Stacked("down_proj", ("down_proj",), transposed=True),
+                    StackedExperts("gate_up_proj", ("gate_proj", "up_proj"), transposed=True),
+                    StackedExperts("down_proj", ("down_proj",), transposed=True),
                 ),
             ),
         ),
@@ -141,7 +153,7 @@ LLAMA4_WRAPPED = wrapped(
     "multi_modal_projector",
     layers="language_model.model.layers.*",
     # SGLang models/mllama4.py:607.
-    sglang=SGLang(
+    sglang=SGLangLimits(
         (
             Refusal(
                 "channel",
@@ -161,19 +173,21 @@ INTERNVL = wrapped(
     QWEN3_MOE, "InternVLForConditionalGeneration", *PROJECTED, spellings=(LANGUAGE_MODEL,), sglang=NO_GROUPS
 )
 # vLLM joins them in such towers too; models/llava_onevision.py and lfm2_vl.py have no packed_modules_mapping.
-TOWER_QKV = Joined(
+TOWER_QKV = FusedLayers(
     f"{{{','.join(tower.rstrip('.') for tower in TOWER)}}}.encoder.layers.*.self_attn.{{q,k,v}}_proj", "qkv_proj"
 )
-CLIP = replace(LLAMA, joined=(*LLAMA.joined, TOWER_QKV))
+CLIP = replace(LLAMA, fused=(*LLAMA.fused, TOWER_QKV))
 LLAVA = wrapped(CLIP, "LlavaForConditionalGeneration", *PROJECTED, spellings=(LANGUAGE_MODEL, TOWER), sglang=NO_GROUPS)
 # vLLM models/lfm2_vl.py:716 names the language model so that its layers are language.model.layers.
 LFM2_VL = wrapped(
-    replace(LFM2, joined=(*LFM2.joined, TOWER_QKV)),
+    replace(LFM2, fused=(*LFM2.fused, TOWER_QKV)),
     "Lfm2VlForConditionalGeneration",
     *PROJECTED,
     spellings=((*LANGUAGE_MODEL, "language.model."), TOWER),
     # SGLang models/lfm2_vl.py:69.
-    sglang=SGLang((Refusal(None, None, "it builds the projector without a name, and quantizes it", "vLLM loads it"),)),
+    sglang=SGLangLimits(
+        (Refusal(None, None, "it builds the projector without a name, and quantizes it", "vLLM loads it"),)
+    ),
 )
 IDEFICS3 = wrapped(
     LLAMA,
@@ -189,10 +203,10 @@ VISUAL = "{visual,model.visual}"
 GLM4V = wrapped(
     replace(
         GLM4,
-        joined=(
-            *GLM4.joined,
-            Joined(f"{VISUAL}.blocks.*.mlp.{{gate,up}}_proj", "gate_up_proj"),
-            Joined(f"{VISUAL}.merger.{{gate,up}}_proj", "gate_up_proj"),
+        fused=(
+            *GLM4.fused,
+            FusedLayers(f"{VISUAL}.blocks.*.mlp.{{gate,up}}_proj", "gate_up_proj"),
+            FusedLayers(f"{VISUAL}.merger.{{gate,up}}_proj", "gate_up_proj"),
         ),
     ),
     "Glm4vForConditionalGeneration",
@@ -205,7 +219,7 @@ AUDIO = ("audio_tower", "multi_modal_projector")
 QWEN2_AUDIO = wrapped(LLAMA, "Qwen2AudioForConditionalGeneration", *AUDIO, spellings=(LANGUAGE_MODEL,))
 # vLLM builds the tower without a quantization (models/funasr.py), and has no packed_modules_mapping.
 FUN_ASR = wrapped(
-    replace(LLAMA, joined=tuple(replace(joined, listed_as=joined.sglang) for joined in LLAMA.joined)),
+    replace(LLAMA, fused=tuple(replace(fused, listed_as=fused.sglang) for fused in LLAMA.fused)),
     "FunASRForConditionalGeneration",
     "audio_encoder",
     "audio_adaptor",
@@ -218,7 +232,7 @@ PADDLE_OCR = wrapped(
     replace(
         LLAMA,
         # vLLM models/paddleocr_vl.py has no packed_modules_mapping.
-        joined=(*LLAMA.joined, Joined("visual.vision_model.encoder.layers.*.self_attn.{q,k,v}_proj", "qkv_proj")),
+        fused=(*LLAMA.fused, FusedLayers("visual.vision_model.encoder.layers.*.self_attn.{q,k,v}_proj", "qkv_proj")),
     ),
     "PaddleOCRVLForConditionalGeneration",
     "visual",
@@ -239,7 +253,7 @@ QIANFAN = wrapped(
 # towers without "thinker.".
 OMNI_TOWERS = ("visual", "audio_tower")
 QWEN2_5_OMNI = wrapped(
-    replace(LLAMA, joined=(*LLAMA.joined, Joined("thinker.visual.blocks.*.attn.{q,k,v}", "qkv"))),
+    replace(LLAMA, fused=(*LLAMA.fused, FusedLayers("thinker.visual.blocks.*.attn.{q,k,v}", "qkv"))),
     "Qwen2_5OmniForConditionalGeneration",
     *(f"thinker.{tower}" for tower in OMNI_TOWERS),
     "talker",
@@ -260,7 +274,7 @@ QWEN3_OMNI = wrapped(
     towers=OMNI_TOWERS,
     # models/qwen3_omni_moe_thinker.py:1152
     head_refused=NAMELESS_HEAD,
-    sglang=SGLang(
+    sglang=SGLangLimits(
         (Refusal(None, None, "it quantizes the towers, which it looks up by names not in the list", "vLLM loads it"),)
     ),
     transformers_reads_blocks=False,
@@ -280,7 +294,7 @@ QWEN3_ASR = wrapped(
 # Whisper's, below one more name (models/whisper.py:524-538).
 MOSS_TOWER = ("model.whisper_encoder.layers.*", "whisper_encoder.layers.*.layers")
 MOSS = wrapped(
-    replace(LLAMA, joined=(*LLAMA.joined, Joined(f"{MOSS_TOWER[0]}.self_attn.{{q,k,v}}_proj", "qkv_proj"))),
+    replace(LLAMA, fused=(*LLAMA.fused, FusedLayers(f"{MOSS_TOWER[0]}.self_attn.{{q,k,v}}_proj", "qkv_proj"))),
     "MossTranscribeDiarizeForConditionalGeneration",
     "whisper_encoder",
     "vq_adaptor",
@@ -308,21 +322,21 @@ MOLMO2_TOWER = "model.vision_backbone"
 MOLMO2 = wrapped(
     model(
         "Molmo2ForConditionalGeneration",
-        Part(
+        LayerPart(
             (".self_attn.{att_proj,attn_out}", ".mlp.{ff_proj,ff_out}"),
             (
-                Joined(f"{MOLMO2_TOWER}.image_vit.transformer.resblocks.*.attention.{{wq,wk,wv}}", "merged_qkv"),
-                Joined(f"{MOLMO2_TOWER}.image_pooling_2d.{{wk,wv}}", "merged_kv"),
-                Joined(f"{MOLMO2_TOWER}.image_projector.{{w1,w3}}", "merged_linear"),
+                FusedLayers(f"{MOLMO2_TOWER}.image_vit.transformer.resblocks.*.attention.{{wq,wk,wv}}", "merged_qkv"),
+                FusedLayers(f"{MOLMO2_TOWER}.image_pooling_2d.{{wk,wv}}", "merged_kv"),
+                FusedLayers(f"{MOLMO2_TOWER}.image_projector.{{w1,w3}}", "merged_linear"),
             ),
             (
-                Split(".self_attn.att_proj", "out", replicated=True, parts=QKV),
-                Split(".self_attn.attn_out", "in", HEADS),
-                Split(".mlp.ff_proj", "out", parts=(None, None)),
-                Split(".mlp.ff_out", "in"),
+                ParallelSplit(".self_attn.att_proj", "out", replicated=True, parts=QKV),
+                ParallelSplit(".self_attn.attn_out", "in", HEADS),
+                ParallelSplit(".mlp.ff_proj", "out", parts=(None, None)),
+                ParallelSplit(".mlp.ff_out", "in"),
             ),
             keep=(Keep("model.transformer.wte.{embedding,new_embedding}", EMBEDDING.why, divided=True),),
-            cached=(Cached(".self_attn.att_proj", KV_HEADS),),
+            cached=(CachedRows(".self_attn.att_proj", KV_HEADS),),
         ),
         nameless=(".self_attn.{att_proj,attn_out}", ".mlp.{ff_proj,ff_out}"),
         head_refused=NAMELESS_HEAD,
@@ -370,18 +384,18 @@ DEEPSEEK_OCR = wrapped(
 # Experts [E, H, 2I] and [E, I, H]. vLLM calls both the gate and the up of one gate_up_proj (models/llama.py:354)
 # and cuts what has that name in two (layers/fused_moe/routed_experts.py:1053): they stay one tensor, whose scales must
 # have rows. It builds the experts that all tokens share without a name (models/aria.py:214).
-ARIA_EXPERTS = Part(
+ARIA_EXPERTS = LayerPart(
     (".mlp.experts.*.{gate_up_proj,down_proj}",),
     splits=(
-        Split(".mlp.experts.*.gate_up_proj", "out", parts=(None, None)),
-        Split(".mlp.experts.*.down_proj", "in"),
+        ParallelSplit(".mlp.experts.*.gate_up_proj", "out", parts=(None, None)),
+        ParallelSplit(".mlp.experts.*.down_proj", "in"),
     ),
     experts=(
-        Experts(
+        ExpertLayout(
             ".mlp.experts",
             stacked=(
-                Stacked("fc1", ("gate_up_proj",), transposed=True),
-                Stacked("fc2", ("down_proj",), transposed=True),
+                StackedExperts("fc1", ("gate_up_proj",), transposed=True),
+                StackedExperts("fc2", ("down_proj",), transposed=True),
             ),
         ),
     ),
@@ -502,7 +516,7 @@ ENTRIES = (
         replace(LLAVA, name=f"{name}ForConditionalGeneration")
         for name in ("LlavaNext", "LlavaNextVideo", "LlavaOnevision", "PaliGemma")
     ),
-    replace(LLAVA, name="Cohere2VisionForConditionalGeneration", windows=WINDOWS["Cohere2"], sglang=SGLang()),
+    replace(LLAVA, name="Cohere2VisionForConditionalGeneration", windows=WINDOWS["Cohere2"], sglang=SGLangLimits()),
     INTERNVL,
     LFM2_VL,
     IDEFICS3,
@@ -592,7 +606,7 @@ ENTRIES = (
         "Qwen4ExpForConditionalGeneration",
         QWEN_VISION,
         # SGLang models/qwen4_exp.py:124
-        sglang=SGLang(
+        sglang=SGLangLimits(
             (Refusal(None, "fp8", "it takes the tables of n-grams for FP8", "--format compressed-tensors loads"),)
         ),
     ),

@@ -10,33 +10,33 @@ from .architecture import (
     EMBEDDING,
     HEAD,
     ROUTER,
-    Cached,
-    Experts,
-    Joined,
+    Architecture,
+    CachedRows,
+    ExpertLayout,
+    FusedLayers,
     Keep,
-    Model,
+    ParallelSplit,
+    RecurrentState,
     Refusal,
-    SGLang,
-    Split,
-    State,
-    Windows,
+    SGLangLimits,
+    SlidingWindows,
 )
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerPart:
     """A piece of a decoder layer that many architectures have; entries are put together from these.
 
     Attributes: as of Model.
     """
 
     compress: tuple[str, ...]
-    joined: tuple[Joined, ...] = ()
-    splits: tuple[Split, ...] = ()
-    experts: tuple[Experts, ...] = ()
+    fused: tuple[FusedLayers, ...] = ()
+    splits: tuple[ParallelSplit, ...] = ()
+    experts: tuple[ExpertLayout, ...] = ()
     keep: tuple[Keep, ...] = ()
-    cached: tuple[Cached, ...] = ()
-    states: tuple[State, ...] = ()
+    cached: tuple[CachedRows, ...] = ()
+    states: tuple[RecurrentState, ...] = ()
 
 
 def gated(
@@ -46,37 +46,45 @@ def gated(
     down: str = "down_proj",
     listed_as: str | None = None,
     sglang: str | None = "gate_up_proj",
-) -> Part:
+) -> LayerPart:
     """Gate, up and down below `path`, the first two of which engines join."""
-    return Part(
+    return LayerPart(
         compress=(f"{path}.{{{gate},{up},{down}}}",),
-        joined=(Joined(f"{path}.{{{gate},{up}}}", listed_as, sglang),),
-        splits=(Split(f"{path}.{{{gate},{up}}}", "out"), Split(f"{path}.{down}", "in")),
+        fused=(FusedLayers(f"{path}.{{{gate},{up}}}", listed_as, sglang),),
+        splits=(ParallelSplit(f"{path}.{{{gate},{up}}}", "out"), ParallelSplit(f"{path}.{down}", "in")),
     )
 
 
-def plain(path: str, up: str = "up_proj", down: str = "down_proj") -> Part:
+def plain(path: str, up: str = "up_proj", down: str = "down_proj") -> LayerPart:
     """An MLP without a gate."""
-    return Part((f"{path}.{{{up},{down}}}",), (), (Split(f"{path}.{up}", "out"), Split(f"{path}.{down}", "in")))
+    return LayerPart(
+        (f"{path}.{{{up},{down}}}",), (), (ParallelSplit(f"{path}.{up}", "out"), ParallelSplit(f"{path}.{down}", "in"))
+    )
 
 
 def routed(
-    path: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", experts: Experts | None = None
-) -> Part:
+    path: str,
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+    experts: ExpertLayout | None = None,
+) -> LayerPart:
     """The experts below `path`, one module each, and the router in its usual place beside them."""
     each = gated(f"{path}.*", gate, up, down, sglang=None)
     router = Keep(f"{path.rsplit('.', 1)[0]}.gate", ROUTER)
-    return replace(each, experts=(experts or Experts(path),), keep=(router,))
+    return replace(each, experts=(experts or ExpertLayout(path),), keep=(router,))
 
 
-def model(name: str, *parts: Part, layers: str = "model.layers.*", keep: tuple[Keep, ...] = (), **more: Any) -> Model:
+def model(
+    name: str, *parts: LayerPart, layers: str = "model.layers.*", keep: tuple[Keep, ...] = (), **more: Any
+) -> Architecture:
     """An entry of these parts; embedding and output head are kept wherever a wrapper puts them."""
-    return Model(
+    return Architecture(
         name,
         layers=layers,
         compress=tuple(pattern for part in parts for pattern in part.compress),
         keep=(EMBEDDING, HEAD, *(found for part in parts for found in part.keep), *keep),
-        joined=tuple(found for part in parts for found in part.joined),
+        fused=tuple(found for part in parts for found in part.fused),
         splits=tuple(found for part in parts for found in part.splits),
         experts=tuple(found for part in parts for found in part.experts),
         cached=tuple(found for part in parts for found in part.cached),
@@ -94,27 +102,27 @@ HEADS, KV_HEADS = "num_attention_heads", "num_key_value_heads"
 STREAMS = "mixes streams of hidden states"
 
 
-def attention(out: str = "o_proj", listed_as: str | None = None, path: str = ".self_attn") -> Part:
+def attention(out: str = "o_proj", listed_as: str | None = None, path: str = ".self_attn") -> LayerPart:
     """q, k and v below `path`, which engines join, and the projection after them."""
-    return Part(
+    return LayerPart(
         compress=(f"{path}.{{q_proj,k_proj,v_proj,{out}}}",),
-        joined=(Joined(f"{path}.{{q,k,v}}_proj", listed_as, "qkv_proj"),),
+        fused=(FusedLayers(f"{path}.{{q,k,v}}_proj", listed_as, "qkv_proj"),),
         splits=(
-            Split(f"{path}.q_proj", "out", HEADS),
-            Split(f"{path}.{{k,v}}_proj", "out", KV_HEADS, replicated=True),
-            Split(f"{path}.{out}", "in", HEADS),
+            ParallelSplit(f"{path}.q_proj", "out", HEADS),
+            ParallelSplit(f"{path}.{{k,v}}_proj", "out", KV_HEADS, replicated=True),
+            ParallelSplit(f"{path}.{out}", "in", HEADS),
         ),
-        cached=(Cached(f"{path}.{{k,v}}_proj", KV_HEADS),),
+        cached=(CachedRows(f"{path}.{{k,v}}_proj", KV_HEADS),),
     )
 
 
 ATTENTION, MLP = attention(), gated(".mlp")
-IF_ASKED = Windows(asked="use_sliding_window")
+IF_ASKED = SlidingWindows(asked="use_sliding_window")
 PATTERN = "sliding_window_pattern"
 
 # Facts of SGLang, each from running its loader (tests/serve/test_sglang.py).
 # models/llama.py:723 and llama4's renames every weight_scale_inv to weight_scale, which no block has.
-SCALES_LOST = SGLang(
+SCALES_LOST = SGLangLimits(
     (Refusal("block", "fp8", "it drops the scales of blocks without a word", "--format compressed-tensors loads"),)
 )
 HEAD_IN_BFLOAT16 = "it builds the output head in bfloat16 whatever is stored"
@@ -125,7 +133,7 @@ SEVERAL_CACHES = f"{VLLM} has several caches of each layer, and looks their scal
 ONES_TAKEN = f"{VLLM} takes 1 in their place, without a word"
 # Their load_weights look for a parameter of every name.
 NO_CACHE = "it has no place for scales of keys and values"
-NO_SCALES = SGLang(cache=NO_CACHE)
+NO_SCALES = SGLangLimits(cache=NO_CACHE)
 # Their attention is built without such scales (RadixAttention without quant_config), or load_weights skips them.
 SGLANG_ONES = (
     *("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM"),
@@ -135,9 +143,9 @@ SGLANG_ONES = (
     *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
 )
 # models/olmo.py and stablelm.py give no quantization to their attention.
-PLAIN_ATTENTION = SGLang(plain=(".self_attn.*",), head=HEAD_IN_BFLOAT16, cache=NO_CACHE)
+PLAIN_ATTENTION = SGLangLimits(plain=(".self_attn.*",), head=HEAD_IN_BFLOAT16, cache=NO_CACHE)
 # Run on its Transformers backend, whose names it prefixes, "Linear" among them.
-NO_GROUPS = SGLang(
+NO_GROUPS = SGLangLimits(
     (
         Refusal(
             None,
@@ -150,13 +158,13 @@ NO_GROUPS = SGLang(
 )
 # Layers are built without their names.
 FORMATS = ("fp8", "compressed-tensors")
-NAMELESS = SGLang(alike=FORMATS)
+NAMELESS = SGLangLimits(alike=FORMATS)
 # models/qwen2_vl.py:446 and its like rename what config.json lists, to what they then do not look for.
-RENAMED = SGLang(alike=FORMATS[1:])
+RENAMED = SGLangLimits(alike=FORMATS[1:])
 # Gate and up as one tensor: an engine that cuts it apart for its ranks does so in the middle.
-GATE_UP_TENSOR = Part(
+GATE_UP_TENSOR = LayerPart(
     (".mlp.{gate_up_proj,down_proj}",),
-    splits=(Split(".mlp.gate_up_proj", "out", parts=(None, None)), Split(".mlp.down_proj", "in")),
+    splits=(ParallelSplit(".mlp.gate_up_proj", "out", parts=(None, None)), ParallelSplit(".mlp.down_proj", "in")),
 )
 
 # SGLang layers/quantization/utils.py:57-61 asks for the members of what these files hold as one.
@@ -166,9 +174,9 @@ FUSED_NAMES = (
 )
 
 
-def wrapped(text: Model, name: str, *towers: str, layers: str = WRAPPED, **more: Any) -> Model:
+def wrapped(text: Architecture, name: str, *towers: str, layers: str = WRAPPED, **more: Any) -> Architecture:
     """An entry of a language model inside a wrapper, all of whose other modules stay as they are."""
     kept = tuple(Keep(f"{{{tower},model.{tower}}}.**", "vision or audio") for tower in towers)
     more = {"text_config": "text_config", "towers": towers, **more}
-    more = {"sglang": SGLang(), **more}
+    more = {"sglang": SGLangLimits(), **more}
     return replace(text, name=name, layers=layers, keep=(*text.keep, *kept), **more)

@@ -11,14 +11,14 @@ from typing import Any
 
 import yaml
 
-from ..files.cards import COMMANDS, QUANTIZED, ROUNDED_BY_GPTQ, SECTION, served, shell_word, split_card
+from ..files.cards import COMMANDS, QUANTIZED, ROUNDED_BY_GPTQ, SECTION, serve_argument, shell_word, split_card
 from ..formats.kv_cache import FLAG
 from ..patterns import collapse
 from ..plan.gptq import tokens_of
 from ..plan.plan import Plan
-from ..recipes import command
+from ..recipes import recipe_command
 from ..version import SGLANG, __version__
-from .escape import joined, markdown
+from .escape import join_lines, markdown
 
 # What may stand in a link.
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
@@ -98,7 +98,7 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any]) -> str:
     if evaluation["texts"]:
         lines += ["", *_told(evaluation["texts"][0])]
     lines += ["", "Intervals are of 95 %, over texts. Again:", "", "```", _again(repo, source, text), "```", ""]
-    return card.rstrip("\n") + "\n" + joined(lines)
+    return card.rstrip("\n") + "\n" + join_lines(lines)
 
 
 # Letters of each text in a card.
@@ -108,7 +108,7 @@ _TOLD = 400
 def _told(text: Mapping[str, Any]) -> list[str]:
     """One prompt and both answers."""
     cells = [(name, markdown(shortened(text[name], _TOLD))) for name in SIDES if name in text]
-    said = told_of(text)
+    said = difference_text(text)
     return [
         "| | |",
         "|---|---|",
@@ -122,7 +122,7 @@ def _told(text: Mapping[str, Any]) -> list[str]:
 SIDES = ("prompt", "text", "source", "output")
 
 
-def told_of(text: Mapping[str, Any]) -> str:
+def difference_text(text: Mapping[str, Any]) -> str:
     """How the two sides of a text compare: "they differ from token 13 on"."""
     at = text["differs_at"]
     if "text" in text:
@@ -161,7 +161,7 @@ def gigabytes(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def unquantized(plan: Plan) -> list[str]:
+def unquantized_lines(plan: Plan) -> list[str]:
     """What stayed unquantized and why, a line for each reason."""
     reasons: dict[str, list[str]] = {}
     for line in plan.lines:
@@ -170,7 +170,7 @@ def unquantized(plan: Plan) -> list[str]:
     return [f"{', '.join(collapse(names))} ({why})" for why, names in reasons.items()]
 
 
-def readers(plan: Plan) -> str:
+def engines_that_read(plan: Plan) -> str:
     """Which programs read this output right."""
     engines = f"This output is for {' and '.join(plan.engines)}"
     unread = plan.unread_by_sglang
@@ -190,10 +190,10 @@ def readers(plan: Plan) -> str:
 def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list[str]:
     """What starts each engine on an output directory, or on a revision of a repository (main if None)."""
     flags = {"vLLM": f" {FLAG}"} if plan.cached and plan.quantization_config["quant_method"] == "fp8" else {}
-    return [f"{COMMANDS[engine]} {served(output, revision)}{flags.get(engine, '')}" for engine in plan.engines]
+    return [f"{COMMANDS[engine]} {serve_argument(output, revision)}{flags.get(engine, '')}" for engine in plan.engines]
 
 
-def cache_text(plan: Plan) -> str:
+def kv_cache_text(plan: Plan) -> str:
     """The scales of an FP8 cache: "one scale for keys and one for values in each of 28 layers"."""
     return f"one scale for keys and one for values in each of {plan.cache_layers} layers"
 
@@ -203,7 +203,7 @@ def _section(plan: Plan, name: str, repo: str | None, revision: str | None, dire
     settings = plan.quantization_config
     activations = plan.scheme.activations if plan.scheme else ""
     serialized = f"{activations} (`quant_method: {settings['quant_method']}`)" if settings else ""
-    left = ["Not quantized: norms and biases, and", "", *[f"- {line}" for line in unquantized(plan)], ""]
+    left = ["Not quantized: norms and biases, and", "", *[f"- {line}" for line in unquantized_lines(plan)], ""]
     left = left if plan.scheme else []
     # Neither may break the heading or the table it stands in.
     name = re.sub(r"[<\[]", lambda found: f"&#{ord(found[0])};", " ".join(name.split()).replace("|", "\\|"))
@@ -219,15 +219,19 @@ def _section(plan: Plan, name: str, repo: str | None, revision: str | None, dire
         *([f"| revision | `{revision}` |"] if revision else []),
         f"| format | {plan.description}{serialized} |",
         *([f"| rounded by | {ROUNDED_BY_GPTQ}, {tokens_of(plan.gptq)} |"] if plan.gptq else []),
-        *([f"| KV cache | FP8, {cache_text(plan)} |"] if plan.cached else []),
-        *([f"| folded | {plan.tunings.title} |"] if plan.tunings and plan.tunings.title else []),
-        *([f"| scales | {WEIGHED.format(plan.tunings.weighed)} |"] if plan.tunings and plan.tunings.weighed else []),
+        *([f"| KV cache | FP8, {kv_cache_text(plan)} |"] if plan.cached else []),
+        *([f"| folded | {plan.transforms.title} |"] if plan.transforms and plan.transforms.title else []),
+        *(
+            [f"| scales | {WEIGHED.format(plan.transforms.weighed)} |"]
+            if plan.transforms and plan.transforms.weighed
+            else []
+        ),
         f"| size | {gigabytes(plan.source_bytes)} -> {gigabytes(plan.output_bytes)} |",
         f"| made with | openquant {__version__} |",
-        *([f"| recipe | {markdown(command(plan.recipe['options']))} |"] if plan.recipe else []),
+        *([f"| recipe | {markdown(recipe_command(plan.recipe['options']))} |"] if plan.recipe else []),
         "",
         *left,
-        readers(plan),
+        engines_that_read(plan),
         "",
         "```",
         *commands,
@@ -235,4 +239,4 @@ def _section(plan: Plan, name: str, repo: str | None, revision: str | None, dire
         "",
     ]
     # No value may end its line.
-    return joined(lines)
+    return join_lines(lines)

@@ -53,7 +53,7 @@ def _chart(draw: Draw, size: tuple[float, float] = _SIZE) -> str:
     with matplotlib.rc_context({**STYLE, **dict.fromkeys(ink, _INK)}):
         figure = Figure(size, layout="constrained")
         target = io.StringIO()
-        with quiet():
+        with quiet_fonts():
             draw(figure.add_subplot())
             figure.savefig(target, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = target.getvalue()
@@ -61,7 +61,7 @@ def _chart(draw: Draw, size: tuple[float, float] = _SIZE) -> str:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet_fonts() -> Iterator[None]:
     """No word of letters that the font has not (a page is shown in another, a picture has boxes for them), nor of axes
     that are as long as nothing.
     """

@@ -9,7 +9,7 @@ from ..diagnosis.result import FLAGS, Advice, Diagnosis, LayerDiagnosis
 from ..formats.schemes import SCHEMES
 from ..patterns import collapse
 from .card import gigabytes
-from .escape import joined, terminal
+from .escape import join_lines, terminal
 from .text import not_finite_notes
 
 # Layers in a table, unless all are wanted.
@@ -47,7 +47,7 @@ def diagnosis_text(found: Diagnosis, every: bool) -> str:
         [(layer.module, *(_percent(layer.row_errors[scheme]) for scheme in SCHEMES)) for layer in layers],
     )
     lines += ["", *not_finite_notes(found.not_finite), *_flags(found.layers), *_advice(found)]
-    return joined(lines)
+    return join_lines(lines)
 
 
 def _figures(layer: LayerDiagnosis, scheme: str) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ def terminal(text: str, kept: str = "") -> str:
     return _UNCOMMON.sub(replacement, text)
 
 
-def joined(lines: Iterable[str]) -> str:
+def join_lines(lines: Iterable[str]) -> str:
     """A text of these lines as a terminal shows it: a newline that a line has, from a name say, is escaped too."""
     return "\n".join(map(terminal, lines))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .card import SIDES, gigabytes, told_of
-from .escape import joined, terminal
+from .card import SIDES, difference_text, gigabytes
+from .escape import join_lines, terminal
 
 # Prompts whose answers are shown, and letters of each.
 SHOWN, LETTERS = 2, 300
@@ -45,7 +45,7 @@ def evaluation_text(found: Mapping[str, Any], notes: Sequence[str]) -> str:
     text = outputs[0]["text"]
     lines += ["", f"{text['positions']:,} positions of {text['documents']} texts, SHA-256 {text['sha256'][:16]}"]
     lines += [f"note: {terminal(note)}" for note in notes]
-    return joined(lines)
+    return join_lines(lines)
 
 
 def _before(outputs: Sequence[Mapping[str, Any]]) -> float:
@@ -71,7 +71,7 @@ def _where(output: Mapping[str, Any]) -> list[str]:
 def _answers(text: Mapping[str, Any]) -> list[str]:
     """A prompt and both answers, a line each."""
     rows = [(name, terminal(str(text[name])[:LETTERS])) for name in SIDES if name in text]
-    return [*(f"  {name:<7} {shown}" for name, shown in rows), f"  {told_of(text)}"]
+    return [*(f"  {name:<7} {shown}" for name, shown in rows), f"  {difference_text(text)}"]
 
 
 def _kl(figures: Mapping[str, Any]) -> tuple[str, str, str]:

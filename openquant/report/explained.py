@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..patterns import collapse
-from ..plan.explain import Explained, Explanation, Ranks, Tensor
-from .escape import joined
+from ..plan.explain import Explanation, ModuleExplanation, RankSplit, Tensor
+from .escape import join_lines
 
 _AXES = {"out": "rows (column parallel)", "in": "columns (row parallel)"}
 
@@ -16,7 +16,7 @@ def explanation_text(found: Explanation) -> str:
     return "\n\n".join(_paragraph(layer, found.architecture) for layer in found.layers)
 
 
-def _paragraph(layer: Explained, architecture: str) -> str:
+def _paragraph(layer: ModuleExplanation, architecture: str) -> str:
     becomes = "stays as it is" if layer.scheme is None else f"quantized, --scheme {layer.scheme}"
     rule = "no rule: it has fewer than two axes, or --ignore names it"
     if layer.rule is not None:
@@ -35,14 +35,14 @@ def _paragraph(layer: Explained, architecture: str) -> str:
     ]
     heading = ", ".join(collapse(layer.modules))
     more = f" ({len(layer.modules)} alike; below {layer.module})" if len(layer.modules) > 1 else ""
-    return joined([f"{heading}{more}", *(f"  {name:<12} {value}" for name, value in rows if value)])
+    return join_lines([f"{heading}{more}", *(f"  {name:<12} {value}" for name, value in rows if value)])
 
 
 def _tensors(tensors: Iterable[Tensor]) -> str:
     return ", ".join(f"{each.name} {each.dtype} {list(each.shape)}" for each in tensors)
 
 
-def _divided(ranks: Ranks | None) -> str:
+def _divided(ranks: RankSplit | None) -> str:
     if ranks is None:
         return "each has all of it"
     copied = ", copied where they are fewer" if ranks.replicated else ""

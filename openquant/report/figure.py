@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 
 from ..version import __version__
 from .card import gigabytes
-from .charts import STYLE, chart_name, draw_distribution, quiet
+from .charts import STYLE, chart_name, draw_distribution, quiet_fonts
 
 
-def picture(evaluation: Mapping[str, Any], title: str, identity: str) -> bytes:
+def draw_picture(evaluation: Mapping[str, Any], title: str, identity: str) -> bytes:
     """The one picture for a card: a PNG, 1600 pixels wide, that is legible at 800.
 
     Args:
@@ -45,6 +45,6 @@ def picture(evaluation: Mapping[str, Any], title: str, identity: str) -> bytes:
             right.text(1.0, height, value, ha="right", fontweight="bold")
         target = io.BytesIO()
         metadata: dict[str, Any] = {"Software": f"openquant {__version__}", "Description": identity}
-        with quiet():
+        with quiet_fonts():
             figure.savefig(target, format="png", dpi=200, metadata=metadata)
     return target.getvalue()

@@ -19,8 +19,8 @@ from importlib import import_module, resources
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..errors import UsageError
-from ..files.destination import Kind
-from ..files.evaluation import identity
+from ..files.destination import FileKind
+from ..files.evaluation import evaluation_digest
 from ..files.names import EVAL_PAGE, EVAL_PICTURE
 from ..patterns import collapse, template
 from ..version import __version__, install_hint
@@ -50,12 +50,12 @@ def _is_picture(file: BinaryIO) -> bool:
     return data.startswith(_PNG) and _SOFTWARE in data
 
 
-PAGE = Kind("a page", _is_page, EVAL_PAGE)
-PICTURE = Kind("a picture", _is_picture, EVAL_PICTURE)
+PAGE = FileKind("a page", _is_page, EVAL_PAGE)
+PICTURE = FileKind("a picture", _is_picture, EVAL_PICTURE)
 
 
 @dataclass(frozen=True)
-class Page:
+class ReportPage:
     """What a report shows; what is missing is left out.
 
     Attributes:
@@ -97,7 +97,7 @@ def require_tools(option: str) -> None:
         raise UsageError(f"{option} needs {error.name}, which is not installed", install_hint("report")) from None
 
 
-def render(page: Page) -> str:
+def render_page(page: ReportPage) -> str:
     """The report as HTML; the same page gives the same text."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
@@ -132,7 +132,7 @@ def render(page: Page) -> str:
         served=page.serving,
         commands=page.commands,
         charts=charts,
-        identity=identity,
+        identity=evaluation_digest,
         most_texts=MOST_TEXTS,
         version=__version__,
         style=Markup(_read("page.css")),

@@ -10,17 +10,17 @@ from typing import Any
 from ..errors import OpenQuantError, SourceError
 from ..files.checkpoint import Checkpoint, open_checkpoint
 from ..files.destination import Destination
-from ..files.evaluation import find_evaluation, identity
+from ..files.evaluation import evaluation_digest, find_evaluation
 from ..plan.as_stored import stored_serving
 from ..plan.plan import Plan
-from ..plan.serving import as_json
+from ..plan.serving import serving_to_json
 from ..result import Result
 from ..verification.outcome import Report
 from .card import serve_commands
-from .html import Page, render
+from .html import ReportPage, render_page
 
 
-def planned_page(plan: Plan, result: Result) -> Page:
+def planned_page(plan: Plan, result: Result) -> ReportPage:
     """Of compress: what became of the weights, what that saves, and what was found of it if it was evaluated before."""
     lines = [
         {
@@ -34,7 +34,7 @@ def planned_page(plan: Plan, result: Result) -> Page:
         }
         for line in plan.lines
     ]
-    return Page(
+    return ReportPage(
         Path(result.output).name,
         f"{plan.model.name}, {plan.description}, made of {result.model}",
         _evaluations(None if result.dry_run else Path(result.output)),
@@ -45,9 +45,9 @@ def planned_page(plan: Plan, result: Result) -> Page:
     )
 
 
-def verified_page(report: Report, directory: Path) -> Page:
+def verified_page(report: Report, directory: Path) -> ReportPage:
     """Of verify: what is wrong with a directory, and what was found of it if it was evaluated."""
-    return Page(
+    return ReportPage(
         directory.resolve().name,
         evaluations=_evaluations(directory),
         verified=report.to_json(),
@@ -73,18 +73,18 @@ def write_evaluated(
         OutputError: it cannot be written.
     """
     if page is not None:
-        page.write(render(evaluated_page(evaluations, [Path(model) for model in models])).encode())
+        page.write(render_page(evaluated_page(evaluations, [Path(model) for model in models])).encode())
     if figure is not None:
-        from .figure import picture
+        from .figure import draw_picture
 
         first = evaluations[0]
-        figure.write(picture(first, first["output"]["name"], identity(first)))
+        figure.write(draw_picture(first, first["output"]["name"], evaluation_digest(first)))
 
 
-def evaluated_page(evaluations: Sequence[Mapping[str, Any]], models: Sequence[Path]) -> Page:
+def evaluated_page(evaluations: Sequence[Mapping[str, Any]], models: Sequence[Path]) -> ReportPage:
     """Of eval: what was found of outputs; arguments as of write_evaluated."""
     local = len(models) == 2 and all(model.is_dir() for model in models)
-    return Page(
+    return ReportPage(
         ", ".join(one["output"]["name"] for one in evaluations),
         f"held against {evaluations[0]['source']['name']}",
         evaluations,
@@ -92,13 +92,13 @@ def evaluated_page(evaluations: Sequence[Mapping[str, Any]], models: Sequence[Pa
     )
 
 
-def diagnosed_page(found: Mapping[str, Any]) -> Page:
+def diagnosed_page(found: Mapping[str, Any]) -> ReportPage:
     """Of diagnose: what each scheme does to each layer.
 
     Args:
         found: what `--json` prints.
     """
-    return Page(found["model"], found["architecture"], diagnosis=found)
+    return ReportPage(found["model"], found["architecture"], diagnosis=found)
 
 
 def _evaluations(directory: Path | None) -> list[Mapping[str, Any]]:
@@ -121,7 +121,7 @@ def _serving(output: Path, source: Path | None) -> Mapping[str, Any] | None:
 
 def _both(source: Checkpoint, output: Checkpoint) -> Mapping[str, Any] | None:
     try:
-        return as_json(stored_serving(source), stored_serving(output))
+        return serving_to_json(stored_serving(source), stored_serving(output))
     except OpenQuantError:
         # Stored in a way that is not known.
         return None

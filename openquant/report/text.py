@@ -10,12 +10,12 @@ from ..patterns import collapse
 from ..plan.gptq import rounded_bytes
 from ..plan.kv_cache import CACHED
 from ..plan.plan import Plan
-from ..plan.printed import Line
+from ..plan.printed import PlanLine
 from ..plan.serving import GPU_GB, Serving
 from ..result import Result
 from ..verification.outcome import Report
-from .card import gigabytes, readers, serve_commands
-from .escape import joined, terminal
+from .card import engines_that_read, gigabytes, serve_commands
+from .escape import join_lines, terminal
 
 
 def plan_text(plan: Plan, model: str, output: Path, download: Download, notes: Sequence[str]) -> str:
@@ -52,10 +52,10 @@ def plan_text(plan: Plan, model: str, output: Path, download: Download, notes: S
         )
         lines.append("  ".join(cells).rstrip())
     lines += ["", *_facts(plan, download, notes)]
-    return joined(lines)
+    return join_lines(lines)
 
 
-def _row(line: Line) -> tuple[str, str, str, str, str, str]:
+def _row(line: PlanLine) -> tuple[str, str, str, str, str, str]:
     return (
         line.scheme.format.number.title if line.scheme else "BF16" if line.decoded else "keep",
         ", ".join(collapse(line.names)),
@@ -73,7 +73,11 @@ def _facts(plan: Plan, download: Download, notes: Sequence[str]) -> list[str]:
         f"weights:  {gigabytes(plan.source_bytes)} -> {gigabytes(plan.output_bytes)}, {_share(plan)}{layers}",
         f"disk:     {gigabytes(plan.output_bytes + sum(plan.files.values()))} in "
         f"{_count(len(plan.shards), 'shard')} and {_count(len(plan.files), 'other file')}"
-        + (f", and {gigabytes(rounded_bytes(plan.carried))} meanwhile for rounded layers" if plan.carried else ""),
+        + (
+            f", and {gigabytes(rounded_bytes(plan.gptq_rounded))} meanwhile for rounded layers"
+            if plan.gptq_rounded
+            else ""
+        ),
     ]
     if download.nbytes:
         others = (
@@ -130,7 +134,7 @@ def _share(plan: Plan) -> str:
 def details_text(plan: Plan) -> str:
     """For -v: every layer that stays unquantized, and every other file."""
     lines = [f"not quantized: {name}" for name in plan.ignored_layers]
-    return joined(lines + [f"copied: {name}" for name in plan.files])
+    return join_lines(lines + [f"copied: {name}" for name in plan.files])
 
 
 def summary_text(plan: Plan, result: Result, already_complete: bool) -> str:
@@ -144,12 +148,12 @@ def summary_text(plan: Plan, result: Result, already_complete: bool) -> str:
     )
     commands = serve_commands(plan, result.repository or result.output, result.pushed_revision)
     published = [] if result.pushed_to is None else [f"pushed to {result.pushed_to}"]
-    return joined(
+    return join_lines(
         [
             done,
             *published,
             *not_finite_notes(result.not_finite, result.unread_shards),
-            readers(plan),
+            engines_that_read(plan),
             "",
             *[f"  {command}" for command in commands],
         ]
@@ -201,7 +205,7 @@ def verification_text(report: Report) -> str:
     lines += [f"problem: {problem}" for problem in report.problems]
     found = _count(len(report.problems), "problem") if report.problems else "no problems"
     lines.append(f"{found}, {report.seconds:.1f} s")
-    return joined(lines)
+    return join_lines(lines)
 
 
 def _errors_table(report: Report) -> list[str]:

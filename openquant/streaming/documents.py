@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 
-class Team(Protocol):
+class DocumentRanks(Protocol):
     """This process among those that share an evaluation, such as convert.ranks.Ranks.
 
     Attributes:
@@ -23,6 +23,6 @@ class Team(Protocol):
         """Tell all what JSON can hold; what each told, in their order."""
 
 
-def share(documents: int, team: Team | None) -> range:
+def documents_of_rank(documents: int, team: DocumentRanks | None) -> range:
     """Numbers of the documents that are this process's; the first has the first one."""
     return range(documents) if team is None else range(team.rank, documents, team.size)

@@ -14,10 +14,10 @@ import torch
 
 from ..files.tensors import TensorInfo
 from ..models import MODELS
-from ..registry.architecture import Stacked
+from ..registry.architecture import StackedExperts
 
 
-class Member(NamedTuple):
+class StackMember(NamedTuple):
     """One projection of one expert: which expert, which part of the stack, the name of its tensor."""
 
     expert: int
@@ -25,7 +25,7 @@ class Member(NamedTuple):
     name: str
 
 
-class Stack(NamedTuple):
+class ExpertStack(NamedTuple):
     """A tensor that a checkpoint holds in pieces.
 
     Attributes:
@@ -35,8 +35,8 @@ class Stack(NamedTuple):
     """
 
     info: TensorInfo
-    layout: Stacked
-    members: tuple[Member, ...]
+    layout: StackedExperts
+    members: tuple[StackMember, ...]
 
     def make(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """The stack, of tensors [out, in] that `read` gives by name."""
@@ -51,24 +51,24 @@ class Stack(NamedTuple):
         return made
 
 
-def find_stacks(architecture: str, tensors: Mapping[str, TensorInfo]) -> dict[str, Stack]:
+def find_expert_stacks(architecture: str, tensors: Mapping[str, TensorInfo]) -> dict[str, ExpertStack]:
     """The stacks that tensors are pieces of, by each name that the stack may have.
 
     Args:
         architecture: as in config.json.
         tensors: those of the checkpoint that the model has no place for, by name.
     """
-    found: dict[str, Stack] = {}
+    found: dict[str, ExpertStack] = {}
     for experts in MODELS[architecture].experts if architecture in MODELS else ():
         for layout in experts.stacked:
             parts = "|".join(map(re.escape, layout.parts))
             pattern = re.compile(rf"(.*){re.escape(experts.path)}\.(\d{{1,6}})\.({parts})\.weight")
-            places: dict[str, list[Member]] = {}
+            places: dict[str, list[StackMember]] = {}
             for name in tensors:
                 match = pattern.fullmatch(name)
                 if match:
                     place = match[1] + experts.place
-                    places.setdefault(place, []).append(Member(int(match[2]), layout.parts.index(match[3]), name))
+                    places.setdefault(place, []).append(StackMember(int(match[2]), layout.parts.index(match[3]), name))
             for place, members in places.items():
                 # Some are a module's weight.
                 for name in (f"{place}.{layout.name}", f"{place}.{layout.name}.weight"):
@@ -78,7 +78,9 @@ def find_stacks(architecture: str, tensors: Mapping[str, TensorInfo]) -> dict[st
     return found
 
 
-def _stack(name: str, layout: Stacked, members: list[Member], tensors: Mapping[str, TensorInfo]) -> Stack | None:
+def _stack(
+    name: str, layout: StackedExperts, members: list[StackMember], tensors: Mapping[str, TensorInfo]
+) -> ExpertStack | None:
     """A stack of members; None where some are missing or of another shape, whose places then stay empty."""
     count = members[-1].expert + 1
     shapes = {tensors[member.name].shape for member in members}
@@ -90,4 +92,4 @@ def _stack(name: str, layout: Stacked, members: list[Member], tensors: Mapping[s
     [(rows, cols)] = shapes
     rows *= len(layout.parts)
     shape = (count, cols, rows) if layout.transposed else (count, rows, cols)
-    return Stack(TensorInfo(name, tensors[members[0].name].dtype, shape), layout, tuple(members))
+    return ExpertStack(TensorInfo(name, tensors[members[0].name].dtype, shape), layout, tuple(members))

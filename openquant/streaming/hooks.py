@@ -23,7 +23,7 @@ FIRST, DOWN = ("gate_up_proj", "gate_proj", "up_proj"), ("down_proj",)
 
 
 @dataclass
-class Routing:
+class RoutedTokens:
     """Which tokens go to which experts of a module, as it is called.
 
     Attributes:
@@ -65,7 +65,7 @@ class Routing:
 
 
 @dataclass(frozen=True)
-class Experts(Generic[T]):
+class ExpertWeights(Generic[T]):
     """What is said of a module that holds the stacked experts of a layer; None for what stays as it is.
 
     Attributes:
@@ -82,7 +82,7 @@ def holds_experts(module: nn.Module) -> bool:
     return hasattr(module, "is_concatenated")
 
 
-class Interception(ABC, Generic[T]):
+class ModuleHooks(ABC, Generic[T]):
     """Calls `put` for what goes into layers, while it is on.
 
     Args:
@@ -91,14 +91,14 @@ class Interception(ABC, Generic[T]):
         experts: the same of its modules of stacked experts.
     """
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, T], experts: Mapping[str, Experts[T]]) -> None:
+    def __init__(self, model: nn.Module, layers: Mapping[str, T], experts: Mapping[str, ExpertWeights[T]]) -> None:
         self._active = False
         # The last activations and what was made of them, by a key that each kind of interception has for itself.
         self._last: dict[Any, tuple[Tensor, Any]] = {}
         for name, each in layers.items():
             model.get_submodule(name).register_forward_pre_hook(self._hook(each, name), with_kwargs=True)
         # How each module of experts is called, while it computes.
-        self._routed: dict[str, Routing | None] = {}
+        self._routed: dict[str, RoutedTokens | None] = {}
         for name, both in experts.items():
             module = model.get_submodule(name)
             module.register_forward_pre_hook(self._routing(name), with_kwargs=True)
@@ -144,9 +144,9 @@ class Interception(ABC, Generic[T]):
             _, *others = (*args, *kwargs.values())
             experts = next(len(held) for name in (*FIRST, *DOWN) if (held := getattr(module, name, None)) is not None)
             if not others:
-                self._routed[place] = Routing(experts, None)
+                self._routed[place] = RoutedTokens(experts, None)
             elif isinstance(others[0], Tensor) and not others[0].is_floating_point():
-                self._routed[place] = Routing(experts, others[0])
+                self._routed[place] = RoutedTokens(experts, others[0])
             else:
                 self._routed[place] = None
 

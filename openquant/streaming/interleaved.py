@@ -28,14 +28,14 @@ from ..machine import give_memory_back, memory_used_again
 from . import transformers_internals
 from .meta_model import REST
 from .model import StreamedModel
-from .offload import Held, Scratch, Store
-from .pass_checkpoint import Kept
+from .offload import HiddenStateStore, OffloadedTensors, OffloadFile
+from .pass_checkpoint import PassCheckpoint
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Pass(Generic[T]):
+class ForwardPass(Generic[T]):
     """One forward pass over one batch.
 
     Attributes:
@@ -56,13 +56,13 @@ class _Suspended(Generic[T]):
     before or after. What raises in the greenlet of a pass, KeyboardInterrupt too, raises in the driver that resumed it.
     """
 
-    def __init__(self, of: Pass[T], group: int, number: int) -> None:
+    def __init__(self, of: ForwardPass[T], group: int, number: int) -> None:
         self.of, self.group, self.number = of, group, number
         self.unit = ""
         self.call: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         self.done = False
         self.value: T
-        self.held = Held()
+        self.held = OffloadedTensors()
         # Nothing on its stack refers to this object: without a cycle its frames are freed as soon as nobody needs it.
         self.greenlet = greenlet(lambda _, body=of.body: body())
 
@@ -89,15 +89,15 @@ class _Suspended(Generic[T]):
             self.greenlet.throw()
 
 
-def run(
-    groups: Sequence[Sequence[Pass[T]]],
+def run_interleaved(
+    groups: Sequence[Sequence[ForwardPass[T]]],
     *,
     finished: Callable[[int, int, T], None],
     after_unit: Callable[[str, int, int, torch.Tensor], None] | None = None,
-    scratch: Scratch | None = None,
+    scratch: OffloadFile | None = None,
     until: str | None = None,
     progress: Callable[[str, int, int], None] | None = None,
-    kept: Kept | None = None,
+    kept: PassCheckpoint | None = None,
     again: Callable[[str], bool] | None = None,
 ) -> None:
     """Run passes together, unit by unit; every weight is read once.
@@ -128,7 +128,12 @@ def run(
         kept.require_units(units, until or "")
     passes = [[_Suspended(each, at, number) for number, each in enumerate(group)] for at, group in enumerate(groups)]
     models = list({id(each.of.model): each.of.model for group in passes for each in group}.values())
-    with memory_used_again(), transformers_internals.sealed(), torch.inference_mode(), _Driver(models) as driver:
+    with (
+        memory_used_again(),
+        transformers_internals.quiet_transformers(),
+        torch.inference_mode(),
+        _Driver(models) as driver,
+    ):
         try:
             _drive(driver, passes, finished, after_unit, scratch, until, progress, kept, again)
         finally:
@@ -210,13 +215,13 @@ def _drive(
     groups: list[list[_Suspended[T]]],
     finished: Callable[[int, int, T], None],
     after_unit: Callable[[str, int, int, torch.Tensor], None] | None,
-    scratch: Scratch | None,
+    scratch: OffloadFile | None,
     until: str | None,
     progress: Callable[[str, int, int], None] | None,
-    kept: Kept | None,
+    kept: PassCheckpoint | None,
     again: Callable[[str], bool] | None,
 ) -> None:
-    store = Store(scratch, len(groups))
+    store = HiddenStateStore(scratch, len(groups))
     for group in groups:
         for each in group:
             driver.resume(each)
@@ -271,7 +276,7 @@ def _drive(
 def _rehearse(
     driver: _Driver,
     groups: list[list[_Suspended[T]]],
-    store: Store,
+    store: HiddenStateStore,
     progress: Callable[[str, int, int], None] | None,
 ) -> None:
     """Compute a unit for all passes that wait for it, which stay before it."""
@@ -289,8 +294,8 @@ def _rehearse(
 def _go_on(
     driver: _Driver,
     groups: list[list[_Suspended[T]]],
-    store: Store,
-    kept: Kept,
+    store: HiddenStateStore,
+    kept: PassCheckpoint,
     progress: Callable[[str, int, int], None] | None,
 ) -> bool:
     """Have passes of one model go on from where they were kept; whether the unit they wait for was done before."""
@@ -313,7 +318,7 @@ def _go_on(
     return True
 
 
-def _keep(groups: list[list[_Suspended[T]]], store: Store, kept: Kept) -> None:
+def _keep(groups: list[list[_Suspended[T]]], store: HiddenStateStore, kept: PassCheckpoint) -> None:
     """Keep passes, if all wait for the same unit."""
     units = {each.unit for group in groups for each in group if not each.done}
 

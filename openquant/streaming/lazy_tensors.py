@@ -25,7 +25,7 @@ from ..files.tensors import TensorInfo
 from ..formats import kernels
 from ..weights.reading import Reader
 from ..weights.weight import Weight
-from .expert_stacks import Stack
+from .expert_stacks import ExpertStack
 
 TORCH_DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
@@ -34,7 +34,7 @@ TORCH_DTYPES = {
 CHANGED = "the source changed while it was being read: run again"
 
 
-class Slices:
+class LazyTensors:
     """The tensors of a checkpoint.
 
     Args:
@@ -50,7 +50,7 @@ class Slices:
         self.checkpoint = checkpoint
         self.weights = weights
         self.path = path
-        self.stacks: dict[str, Stack] = {}
+        self.stacks: dict[str, ExpertStack] = {}
         self._mapped_now: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
     def pieces(self, name: str) -> tuple[str, ...]:
@@ -58,21 +58,21 @@ class Slices:
         stack = self.stacks.get(name)
         return tuple(member.name for member in stack.members) if stack is not None else (name,)
 
-    def of(self, names: Iterable[str]) -> dict[str, Slice]:
+    def of(self, names: Iterable[str]) -> dict[str, LazyTensor]:
         """A slice for each name; the files of plain ones stay mapped until the last of their tensors is gone.
 
         Raises:
             SourceError: a file cannot be read, or is another than it was.
         """
         files: dict[str, mmap.mmap] = {}
-        found: dict[str, Slice] = {}
+        found: dict[str, LazyTensor] = {}
         for name in names:
             reads = {piece: self._reading(piece, files) for piece in self.pieces(name)}
             if name in self.stacks:
                 stack = self.stacks[name]
-                found[name] = Slice(stack.info, partial(stack.make, partial(_call, reads)))
+                found[name] = LazyTensor(stack.info, partial(stack.make, partial(_call, reads)))
             else:
-                found[name] = Slice(self.checkpoint.tensors[name], reads[name])
+                found[name] = LazyTensor(self.checkpoint.tensors[name], reads[name])
         return found
 
     def _reading(self, name: str, files: dict[str, mmap.mmap]) -> Callable[[], torch.Tensor]:
@@ -147,7 +147,7 @@ class Slices:
         return made
 
 
-class Slice:
+class LazyTensor:
     """One tensor, read when it is indexed.
 
     Attributes:

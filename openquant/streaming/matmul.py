@@ -26,7 +26,7 @@ def products_in_float32(device: str = "cpu") -> AbstractContextManager[Any]:
     Args:
         device: what computes; on anything but a CPU, and on CPUs that multiply bfloat16, nothing changes.
     """
-    return nullcontext() if device != "cpu" or _multiplies_bfloat16() else InFloat32()
+    return nullcontext() if device != "cpu" or _multiplies_bfloat16() else Float32Products()
 
 
 def _multiplies_bfloat16() -> bool:
@@ -35,7 +35,7 @@ def _multiplies_bfloat16() -> bool:
     return asked is not None and bool(asked())
 
 
-class InFloat32(TorchFunctionMode):
+class Float32Products(TorchFunctionMode):
     """Products of bfloat16 are computed in float32 and rounded; what else torch does is as it is."""
 
     def __torch_function__(

@@ -17,7 +17,7 @@ from ..errors import UsageError, naming
 from ..files.checkpoint import Checkpoint
 from ..files.tensors import DTYPE_BITS, TensorInfo
 from ..machine import resident
-from ..plan.gptq import made_of
+from ..plan.gptq import rounded_tensors
 from ..plan.plan import Plan
 from ..weights.find import decoded_view
 from .session import hidden_bytes, vocabulary_of
@@ -41,7 +41,7 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
-class Step:
+class MemoryStep:
     """A step of a command.
 
     Attributes:
@@ -66,7 +66,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightMemory:
     """What the weights of a checkpoint take as they are computed with, in bytes but for the last.
 
     Attributes:
@@ -86,7 +86,7 @@ class Weights:
     width: int
 
 
-def weights_of(checkpoint: Checkpoint) -> Weights:
+def weight_memory(checkpoint: Checkpoint) -> WeightMemory:
     """What the weights of a checkpoint take."""
     seen, quantized = decoded_view(checkpoint)
     sizes: dict[str, int] = {}
@@ -123,7 +123,7 @@ def weights_of(checkpoint: Checkpoint) -> Weights:
     )
     head = max((HEAD if _is_mapped(info, dtype, quantized) else loaded(info) for info in tables), default=0)
     whole = max(map(loaded, tables), default=0)
-    return Weights(max(layers.values(), default=0), table, head, whole, rest, width)
+    return WeightMemory(max(layers.values(), default=0), table, head, whole, rest, width)
 
 
 def _is_mapped(info: TensorInfo, dtype: str, quantized: Iterable[str]) -> bool:
@@ -141,43 +141,43 @@ def _experts_of_token(checkpoint: Checkpoint) -> int:
 
 def pass_memory(checkpoint: Checkpoint, length: int) -> int:
     """Bytes that a layer of a model takes with a text of so many tokens that goes through it."""
-    weights = weights_of(checkpoint)
+    weights = weight_memory(checkpoint)
     computed = 4 * WIDTHS * weights.width * length + hidden_bytes(checkpoint, length)
     return weights.rest + max(weights.layer + computed, weights.table)
 
 
-def calibration_steps(checkpoint: Checkpoint, length: int) -> list[Step]:
+def calibration_steps(checkpoint: Checkpoint, length: int) -> list[MemoryStep]:
     """The steps of a calibration with texts of so many tokens."""
-    return [Step("calibrating", pass_memory(checkpoint, length), _shorter(length))]
+    return [MemoryStep("calibrating", pass_memory(checkpoint, length), _shorter(length))]
 
 
-def rounding_steps(checkpoint: Checkpoint, plan: Plan, length: int) -> list[Step]:
+def gptq_steps(checkpoint: Checkpoint, plan: Plan, length: int) -> list[MemoryStep]:
     """The steps of rounding by GPTQ with texts of so many tokens; every Gram matrix may come by itself."""
-    found = pass_memory(checkpoint, length) + gram_room(plan)
+    found = pass_memory(checkpoint, length) + hessian_memory(plan)
     widest = 0
-    for weight, _ in plan.carried:
+    for weight, _ in plan.gptq_rounded:
         rows, cols = weight.shape
         square = 4 * cols**2
         # The matrix once more in order and in float64; and divided, where inputs of layers are.
-        feedback = square * (3 if plan.tunings is None else 4)
+        feedback = square * (3 if plan.transforms is None else 4)
         widest = max(widest, feedback, square + ROUNDED * min(rows * cols, max(AT_ONCE, cols)))
-    return [Step("rounding layers by GPTQ", found + widest, "leave --gptq out")]
+    return [MemoryStep("rounding layers by GPTQ", found + widest, "leave --gptq out")]
 
 
-def gram_room(plan: Plan) -> int:
+def hessian_memory(plan: Plan) -> int:
     """Bytes of the largest Gram matrix, with what becomes of its weights and what stands beside it for experts."""
     sets: dict[tuple[str, ...], list[int]] = {}
-    for weight, scheme in plan.carried:
-        key = tuple(plan.fates.sets.get(weight.module, (weight.module,)))
+    for weight, scheme in plan.gptq_rounded:
+        key = tuple(plan.decisions.sets.get(weight.module, (weight.module,)))
         sizes = sets.setdefault(key, [4 * weight.shape[1] ** 2])
-        sizes.append(sum(info.nbytes for info in made_of(weight, scheme)))
+        sizes.append(sum(info.nbytes for info in rounded_tensors(weight, scheme)))
     beside = max(
-        (4 * weight.shape[1] ** 2 for weight, _ in plan.carried if plan.entry.experts(weight.module)), default=0
+        (4 * weight.shape[1] ** 2 for weight, _ in plan.gptq_rounded if plan.entry.experts(weight.module)), default=0
     )
     return max(map(sum, sets.values()), default=0) + beside
 
 
-def evaluation_steps(models: Sequence[tuple[str, Checkpoint]], length: int) -> list[Step]:
+def evaluation_steps(models: Sequence[tuple[str, Checkpoint]], length: int) -> list[MemoryStep]:
     """The steps of an evaluation of outputs, after their source, each with its name, on texts of so many tokens.
 
     Raises:
@@ -186,7 +186,7 @@ def evaluation_steps(models: Sequence[tuple[str, Checkpoint]], length: int) -> l
     checkpoints, weights = [checkpoint for _, checkpoint in models], []
     for name, checkpoint in models:
         with naming(name):
-            weights.append(weights_of(checkpoint))
+            weights.append(weight_memory(checkpoint))
     # The source twice, each output up to twice, all of them side by side.
     hidden = 2 * len(checkpoints) * hidden_bytes(checkpoints[0], length)
     computed = 4 * WIDTHS * max(each.width for each in weights) * length
@@ -198,8 +198,8 @@ def evaluation_steps(models: Sequence[tuple[str, Checkpoint]], length: int) -> l
     decoded = any(each.head > HEAD for each in weights)
     heads = sum(each.whole_head if decoded else each.head for each in weights) + COMPARISON
     return [
-        Step(f"evaluating layers of {them}", rest + hidden + max(layers, tables), _shorter(length)),
-        Step(f"comparing what {them} answer", rest + hidden + heads + logits, _shorter(length)),
+        MemoryStep(f"evaluating layers of {them}", rest + hidden + max(layers, tables), _shorter(length)),
+        MemoryStep(f"comparing what {them} answer", rest + hidden + heads + logits, _shorter(length)),
     ]
 
 
@@ -207,7 +207,7 @@ def _shorter(length: int) -> str:
     return f"give texts of fewer than {length} tokens with --length"
 
 
-def memory_left(max_memory: int | None, steps: Sequence[Step], refuse: bool = True) -> int | None:
+def memory_left(max_memory: int | None, steps: Sequence[MemoryStep], refuse: bool = True) -> int | None:
     """Bytes of the memory that no step takes; None where there is no limit.
 
     Args:
@@ -230,9 +230,9 @@ def memory_left(max_memory: int | None, steps: Sequence[Step], refuse: bool = Tr
     return max(0, max_memory - needed)
 
 
-def answering_room(max_memory: int | None) -> int | None:
+def answer_memory(max_memory: int | None) -> int | None:
     """Bytes that the weights of a model which answers prompts may take; None where there is no limit."""
-    return memory_left(max_memory, [Step("answering prompts", COMPARISON)], refuse=False)
+    return memory_left(max_memory, [MemoryStep("answering prompts", COMPARISON)], refuse=False)
 
 
 def rounded_up(nbytes: int) -> str:

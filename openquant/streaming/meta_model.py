@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from ..errors import SourceError
 from ..files.checkpoint import Checkpoint
 from . import transformers_internals
-from .expert_stacks import find_stacks
-from .lazy_tensors import Slices
+from .expert_stacks import find_expert_stacks
+from .lazy_tensors import LazyTensors
 
 # What lies outside of all units.
 REST = ""
@@ -32,7 +32,7 @@ _LONGEST_AXIS = 1 << 22
 _OTHER_WEIGHTS = "config.json belongs to other weights: download or copy the checkpoint again"
 
 
-class Needs(NamedTuple):
+class UnitTensors(NamedTuple):
     """What a unit takes.
 
     Attributes:
@@ -46,7 +46,7 @@ class Needs(NamedTuple):
     borrowed: Mapping[str, str]
 
 
-class Skeleton:
+class MetaModel:
     """A model on placeholders, and the units of it.
 
     Args:
@@ -67,7 +67,7 @@ class Skeleton:
         SourceError: transformers has no such model, refuses config.json, or a weight is missing.
     """
 
-    def __init__(self, checkpoint: Checkpoint, slices: Slices, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, checkpoint: Checkpoint, slices: LazyTensors, dtype: torch.dtype, device: str) -> None:
         self.slices, self.dtype, self.device = slices, dtype, device
         kind = transformers_internals.model_class(checkpoint.architecture, checkpoint.config.get("model_type"))
         _refuse_more_than_there_is(checkpoint)
@@ -92,17 +92,17 @@ class Skeleton:
         self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in self._initial.values())
         for name in self._initial:
             self._put(name, self._initial[name])
-        self.targets = transformers_internals.targets(self.model, checkpoint.tensors)
+        self.targets = transformers_internals.parameter_targets(self.model, checkpoint.tensors)
         lost = {name: info for name, info in checkpoint.tensors.items() if name not in self.targets}
-        stacks = find_stacks(checkpoint.architecture, lost) if lost else {}
-        restacked = transformers_internals.targets(self.model, stacks) if stacks else {}
+        stacks = find_expert_stacks(checkpoint.architecture, lost) if lost else {}
+        restacked = transformers_internals.parameter_targets(self.model, stacks) if stacks else {}
         self.targets |= restacked
         slices.stacks.update({name: stacks[name] for name in restacked})
         placed = {piece for name in restacked for piece in slices.pieces(name)}
         self.unexpected = tuple(name for name in lost if name not in placed)
         self.needs = self._find_needs()
 
-    def _find_needs(self) -> dict[str, Needs]:
+    def _find_needs(self) -> dict[str, UnitTensors]:
         made_of: dict[str, list[str]] = {}
         for tensor, target in self.targets.items():
             made_of.setdefault(target, []).append(tensor)
@@ -125,7 +125,7 @@ class Skeleton:
                     if source is not None and source not in names:
                         borrowed[name] = source
             tensors = [tensor for name in (*names, *borrowed.values()) for tensor in made_of.get(name, ())]
-            found[unit] = Needs(tuple(dict.fromkeys(tensors)), tuple(names), borrowed)
+            found[unit] = UnitTensors(tuple(dict.fromkeys(tensors)), tuple(names), borrowed)
         return found
 
     def unit_of(self, name: str) -> str:
@@ -161,7 +161,7 @@ class Skeleton:
         before = {other: self._get(other) for other in needs.borrowed.values()}
         try:
             with self._only(unit, *map(self.unit_of, needs.borrowed.values())):
-                transformers_internals.load(self.model, slices, self.dtype, self.device)
+                transformers_internals.load_tensors(self.model, slices, self.dtype, self.device)
         finally:
             for piece in slices.values():
                 if piece.error is not None:

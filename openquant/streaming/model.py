@@ -20,9 +20,9 @@ from ..files.checkpoint import Checkpoint
 from ..weights.find import decoded_view
 from ..weights.weight import Weight
 from . import transformers_internals
-from .lazy_tensors import Slices
-from .meta_model import REST, Skeleton
-from .shard_provider import InPlace, Traffic
+from .lazy_tensors import LazyTensors
+from .meta_model import REST, MetaModel
+from .shard_provider import LocalShards, ShardProvider
 
 # Bytes of an embedding table that is looked into piece by piece, and tokens of a piece; and of an output head that is
 # multiplied in pieces of half as many.
@@ -68,11 +68,11 @@ class StreamedModel:
     ) -> None:
         seen, weights = decoded_view(checkpoint)
         self.checkpoint = checkpoint
-        self.traffic: Traffic = InPlace(checkpoint.root)
+        self.traffic: ShardProvider = LocalShards(checkpoint.root)
         self.dtype = dtype or _compute_dtype(seen)
         self.device = device
-        slices = Slices(seen, weights, lambda shard: self.traffic.path(shard))
-        self._skeleton = Skeleton(seen, slices, self.dtype, device)
+        slices = LazyTensors(seen, weights, lambda shard: self.traffic.path(shard))
+        self._skeleton = MetaModel(seen, slices, self.dtype, device)
         self.model: PreTrainedModel = self._skeleton.model
         self.units: Mapping[str, nn.Module] = MappingProxyType(self._skeleton.units)
         self.order = (REST, *sorted(self.units, key=lambda unit: not isinstance(self.units[unit], nn.Embedding)))
@@ -175,7 +175,7 @@ class StreamedModel:
         try:
             for unit in units:
                 self.load(unit)
-            with transformers_internals.sealed(), torch.inference_mode():
+            with transformers_internals.quiet_transformers(), torch.inference_mode():
                 yield self.model
         finally:
             for unit in units:
@@ -190,6 +190,6 @@ def _compute_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return torch.float32 if max(sizes, key=lambda name: sizes[name]) == "F32" else torch.bfloat16
 
 
-def needs(model: StreamedModel, scales: Mapping[str, Sequence[str]] | None = None) -> dict[str, list[str]]:
+def shards_by_unit(model: StreamedModel, scales: Mapping[str, Sequence[str]] | None = None) -> dict[str, list[str]]:
     """The shards of each unit of a model, with those of further tensors by unit."""
     return {unit: sorted(model.shards(unit, (scales or {}).get(unit, ()))) for unit in model.order}

@@ -30,7 +30,7 @@ GIVEN_BACK = 1 << 26
 IN_MEMORY = ("tmpfs", "ramfs")
 
 
-class Scratch:
+class OffloadFile:
     """A file for hidden states; a context manager.
 
     It has no name, so nothing is left of it however the process ends.
@@ -53,7 +53,7 @@ class Scratch:
         self._end = 0
         self._free: dict[int, list[int]] = {}
 
-    def __enter__(self) -> Scratch:
+    def __enter__(self) -> OffloadFile:
         return self
 
     def __exit__(
@@ -124,7 +124,7 @@ class Scratch:
         self._free.setdefault(len(into), []).append(offset)
 
 
-class Held:
+class OffloadedTensors:
     """The large tensors that a waiting pass holds, in memory or in a scratch file."""
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class Held:
         self._seen = {key: each for key, each in self._seen.items() if not each.expired()}
         return sum(storage.nbytes() for storage in self._storages())
 
-    def put_away(self, scratch: Scratch) -> None:
+    def put_away(self, scratch: OffloadFile) -> None:
         """Empty all of them into a file.
 
         Raises:
@@ -155,7 +155,7 @@ class Held:
             self._away.append((storage, size, scratch.write(_bytes(storage.cpu()))))
             storage.resize_(0)
 
-    def bring_back(self, scratch: Scratch) -> None:
+    def bring_back(self, scratch: OffloadFile) -> None:
         """Fill them again.
 
         Raises:
@@ -179,18 +179,18 @@ class Held:
                 yield storage
 
 
-class Holder(Protocol):
+class WaitingPass(Protocol):
     """A pass, which waits with what it calls a unit with, or is done."""
 
     call: Any
     done: bool
-    held: Held
+    held: OffloadedTensors
 
 
-class Store:
+class HiddenStateStore:
     """Which groups' hidden states wait in memory, and which in a file: the first stay, as long as they fit."""
 
-    def __init__(self, scratch: Scratch | None, groups: int) -> None:
+    def __init__(self, scratch: OffloadFile | None, groups: int) -> None:
         self._scratch = scratch
         self._groups = groups
         # Bytes of each group that waits in memory: before the current unit, or after it with more.
@@ -198,7 +198,7 @@ class Store:
         # Bytes put away since memory was last given back.
         self._put = 0
 
-    def put_away(self, group: Sequence[Holder]) -> None:
+    def put_away(self, group: Sequence[WaitingPass]) -> None:
         """Note what a group holds that waits now, and put it into the file where memory has no room for it."""
         if self._scratch is None:
             return
@@ -216,7 +216,7 @@ class Store:
             give_memory_back()
             self._put = 0
 
-    def bring_back(self, group: Sequence[Holder]) -> None:
+    def bring_back(self, group: Sequence[WaitingPass]) -> None:
         """Have a group's hidden states in memory."""
         if self._scratch is not None:
             for each in group:

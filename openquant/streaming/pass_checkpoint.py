@@ -56,7 +56,7 @@ class _Unknown(Exception):
     """What a unit is called with, or gives, is nothing that a file has."""
 
 
-class Kept:
+class PassCheckpoint:
     """Where passes are kept, and those that are found there.
 
     Args:

@@ -14,12 +14,12 @@ from ..convert.ranks import Ranks, attempt
 from ..errors import SourceError
 from ..files.checkpoint import Checkpoint
 from ..files.fingerprint import Fingerprint
-from ..hub.fetch import Supply
+from ..hub.fetch import ShardSupply
 from ..hub.source import Source
 
 if TYPE_CHECKING:
     from ..data.tokenizer import Tokenizer
-    from .offload import Scratch
+    from .offload import OffloadFile
 
 # Bytes of hidden states that wait in memory, and of Gram matrices, if nobody says how much of it there is.
 BUDGET = 4 << 30
@@ -31,11 +31,11 @@ def find_tokenizer(source: Source, checkpoint: Checkpoint) -> Tokenizer:
     Raises:
         SourceError: there is none, or it is damaged.
     """
-    from ..data.tokenizer import FILES, TEMPLATES, load
+    from ..data.tokenizer import FILES, TEMPLATES, load_tokenizer
 
     wanted = {*FILES, *TEMPLATES, "generation_config.json"}
     source.fetch_files([name for name in checkpoint.files if name in wanted])
-    return load(source.root, source.repo or source.name)
+    return load_tokenizer(source.root, source.repo or source.name)
 
 
 def vocabulary_of(checkpoint: Checkpoint) -> int | None:
@@ -53,7 +53,7 @@ def hidden_bytes(checkpoint: Checkpoint, tokens: int) -> int:
     return 2 * tokens * (size if isinstance(size, int) else 0) * 2
 
 
-def scratch_for(hidden: int, place: Path, budget: int, asked: bool) -> Scratch | None:
+def scratch_for(hidden: int, place: Path, budget: int, asked: bool) -> OffloadFile | None:
     """A file for so many bytes of hidden states, where they may be more than memory has room for.
 
     Args:
@@ -65,12 +65,12 @@ def scratch_for(hidden: int, place: Path, budget: int, asked: bool) -> Scratch |
     Raises:
         OutputError: no file can be made there.
     """
-    from .offload import Scratch
+    from .offload import OffloadFile
 
-    return None if hidden <= budget else Scratch(place, budget, asked)
+    return None if hidden <= budget else OffloadFile(place, budget, asked)
 
 
-class Arriving:
+class ArrivingShards:
     """How the shards of a model come, unit by unit; those of units that no text goes through are passed over.
 
     Args:
@@ -84,7 +84,7 @@ class Arriving:
 
     def __init__(
         self,
-        supply: Supply,
+        supply: ShardSupply,
         needs: Mapping[str, Sequence[str]],
         name: str,
         fingerprint: Fingerprint,

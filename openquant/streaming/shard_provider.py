@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 
-class Traffic(Protocol):
+class ShardProvider(Protocol):
     """How source shards come. Calls may come from any thread."""
 
     def wait_for(self, what: str, stopped: Callable[[], bool]) -> None:
@@ -27,7 +27,7 @@ class Traffic(Protocol):
 
 
 @dataclass(frozen=True)
-class InPlace:
+class LocalShards:
     """Shards that lie in a directory.
 
     Attributes:

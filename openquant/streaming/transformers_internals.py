@@ -95,7 +95,7 @@ _MOST_BUFFERS = 1 << 30
 
 
 @contextmanager
-def sealed() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Meanwhile transformers fetches no kernels, shows no progress bar and says nothing below errors."""
     kernels, bars, level = hub_kernels._kernels_enabled, messages._tqdm_active, messages.get_verbosity()
     hub_kernels._kernels_enabled = False
@@ -141,7 +141,7 @@ def model_class(architecture: str, model_type: object) -> type[PreTrainedModel]:
         )
     import transformers
 
-    with sealed():
+    with quiet_transformers():
         try:
             found = getattr(transformers, name)
         except (ImportError, RuntimeError) as error:
@@ -180,7 +180,7 @@ def make_config(kind: type[PreTrainedModel], config: Mapping[str, Any], dtype: t
             )
         plain = inner[0]
     try:
-        with sealed():
+        with quiet_transformers():
             found = made.from_dict(plain)
     except Exception as error:
         raise SourceError(
@@ -207,11 +207,11 @@ def empty_model(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype, de
         SourceError: transformers cannot make it.
     """
     try:
-        with sealed(), ExitStack() as stack:
+        with quiet_transformers(), ExitStack() as stack:
             for context in kind.get_init_context(dtype, False, False, None):
                 stack.enter_context(context)
             model: Any = kind(config)
-        with sealed():
+        with quiet_transformers():
             needed = sum(buffer.nbytes for _, buffer in model.named_buffers())
             if needed > _MOST_BUFFERS:
                 raise ValueError(f"its buffers are {needed:,} bytes")
@@ -274,7 +274,7 @@ def may_lack(model: PreTrainedModel, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in model._keys_to_ignore_on_load_missing or ())
 
 
-def targets(model: PreTrainedModel, names: Mapping[str, Any]) -> dict[str, str]:
+def parameter_targets(model: PreTrainedModel, names: Mapping[str, Any]) -> dict[str, str]:
     """The parameter that each tensor of a checkpoint becomes or is a part of, for those the model has a place for."""
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -290,7 +290,7 @@ def targets(model: PreTrainedModel, names: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def load(model: PreTrainedModel, slices: Mapping[str, Any], dtype: torch.dtype, device: str) -> None:
+def load_tensors(model: PreTrainedModel, slices: Mapping[str, Any], dtype: torch.dtype, device: str) -> None:
     """Put tensors of a checkpoint where they belong in a model, renamed, split and stacked as they need be.
 
     Args:
@@ -306,7 +306,7 @@ def load(model: PreTrainedModel, slices: Mapping[str, Any], dtype: torch.dtype, 
     mapping: Any = get_model_conversion_mapping(model)
     plan = model._get_dtype_plan(dtype)
     config = LoadStateDictConfig(device_map={"": device}, dtype=dtype, dtype_plan=plan, weight_mapping=mapping)
-    with sealed():
+    with quiet_transformers():
         info, _ = convert_and_load_state_dict_in_model(model, dict(slices), config)
     for name, found, expected in sorted(info.mismatched_keys):
         raise SourceError(

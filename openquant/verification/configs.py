@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ..formats.settings import shown
+from ..formats.settings import setting_repr
 
 # What a key that is computed with has in its name, and what keys have that are not although they have that too.
 _COMPUTED = re.compile(
@@ -23,7 +23,7 @@ _NOT_COMPUTED = re.compile(
 )
 
 
-class Missing:
+class MissingValue:
     """What a config has at a place where it has nothing."""
 
 
@@ -43,29 +43,30 @@ class Difference(NamedTuple):
     def text(self, other: str) -> str:
         """The difference for a message: "hidden_size is 257, the source has 256", if `other` is "the source has"."""
         path = ".".join(self.path)
-        if self.found is Missing:
-            return f"{path} is missing, {other} {shown(self.wanted)}"
-        return f"{path} is {shown(self.found)}, {other} {'none' if self.wanted is Missing else shown(self.wanted)}"
+        if self.found is MissingValue:
+            return f"{path} is missing, {other} {setting_repr(self.wanted)}"
+        wanted = "none" if self.wanted is MissingValue else setting_repr(self.wanted)
+        return f"{path} is {setting_repr(self.found)}, {other} {wanted}"
 
 
-def differences(found: Any, wanted: Any, path: tuple[str, ...] = ()) -> Iterator[Difference]:
+def config_differences(found: Any, wanted: Any, path: tuple[str, ...] = ()) -> Iterator[Difference]:
     """Where two values from JSON differ, by key."""
     if isinstance(found, dict) and isinstance(wanted, dict):
         for key in dict.fromkeys([*wanted, *found]):
-            one, other = found.get(key, Missing), wanted.get(key, Missing)
-            if Missing in (one, other):
+            one, other = found.get(key, MissingValue), wanted.get(key, MissingValue)
+            if MissingValue in (one, other):
                 yield Difference((*path, key), one, other)
             else:
-                yield from differences(one, other, (*path, key))
+                yield from config_differences(one, other, (*path, key))
     # As text, since NaN is not equal to itself, and 1 is to True.
     elif json.dumps(found, sort_keys=True) != json.dumps(wanted, sort_keys=True):
         yield Difference(path, found, wanted)
 
 
-def judged(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[tuple[Difference, bool]]:
+def judge_config(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[tuple[Difference, bool]]:
     """Where two configs differ, and whether a model with the one computes something else, as far as keys tell."""
     ours, theirs = _normalized(found), _normalized(wanted)
-    for difference in differences(ours, theirs):
+    for difference in config_differences(ours, theirs):
         beside, before = ours, theirs
         for key in difference.path[:-1]:
             beside, before = beside[key], before[key]
@@ -86,11 +87,11 @@ def _changes_computing(difference: Difference, beside: Mapping[str, Any], before
     rope = "rope_parameters" in difference.path
     if not rope and (_NOT_COMPUTED.search(key) or not _COMPUTED.search(key)):
         return False
-    if value is Missing:
+    if value is MissingValue:
         # It may be there under another name; and whether there is an output head, the tensors tell.
         added = [held for name, held in beside.items() if name not in before]
         return difference.wanted is not None and difference.wanted not in added and key != _TIED
-    if difference.wanted is not Missing:
+    if difference.wanted is not MissingValue:
         return True
     heads, size = beside.get("num_attention_heads"), beside.get("hidden_size")
     if key == "head_dim":
@@ -138,17 +139,17 @@ def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
     return {"rope_type": kind or "default", **parameters}
 
 
-def unsaid(config: Mapping[str, Any], written: Mapping[str, str]) -> list[str]:
+def unsaid_keys(config: Mapping[str, Any], written: Mapping[str, str]) -> list[str]:
     """What a config must say of how its weights are quantized beside its quantization_config, and does not."""
     return [
-        f"config.json: {key} is {shown(config[key]) if key in config else 'missing'}, but must be {shown(value)}: "
-        "engines read it"
+        f"config.json: {key} is {setting_repr(config[key]) if key in config else 'missing'}, "
+        f"but must be {setting_repr(value)}: engines read it"
         for key, value in written.items()
         if config.get(key) != value
     ]
 
 
-def unquantized(config: dict[str, Any], written: Iterable[str] = ()) -> dict[str, Any]:
+def without_quantization(config: dict[str, Any], written: Iterable[str] = ()) -> dict[str, Any]:
     """A config without its quantization_config and what is written beside it, which are looked at by themselves."""
     hidden = ("quantization_config", "compression_config", *written)
     found = {key: value for key, value in config.items() if key not in hidden}

@@ -32,7 +32,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Task:
+class TensorTask:
     """One tensor to be read.
 
     Attributes:
@@ -44,7 +44,7 @@ class Task:
         weighed: whether its scales were searched for by what is not known here.
         scale: whether it is a scale by itself, of keys or values.
         alone: whether it is held against nothing, only looked at for NaN and infinity.
-        carried: whether GPTQ rounded it: then only its scales can be made again.
+        gptq_rounded: whether GPTQ rounded it: then only its scales can be made again.
     """
 
     info: TensorInfo
@@ -52,13 +52,13 @@ class Task:
     original: Weight | bytes | None = None
     scheme: Scheme | None = None
     weighed: bool = False
-    carried: bool = False
+    gptq_rounded: bool = False
     scale: bool = False
     alone: bool = False
 
 
 @dataclass
-class Contents:
+class TensorFindings:
     """What was found in the tensors that were read.
 
     Attributes:
@@ -86,8 +86,12 @@ class Contents:
 
 
 def read_contents(
-    checkpoint: Checkpoint, source: Checkpoint | None, tasks: Sequence[Task], workers: int, progress: Progress | None
-) -> Contents:
+    checkpoint: Checkpoint,
+    source: Checkpoint | None,
+    tasks: Sequence[TensorTask],
+    workers: int,
+    progress: Progress | None,
+) -> TensorFindings:
     """Read tensors on so many threads.
 
     Args:
@@ -104,7 +108,7 @@ class _Reading:
     """One call of `read_contents`: the tasks still to do, and what was found so far."""
 
     def __init__(
-        self, checkpoint: Checkpoint, source: Checkpoint | None, tasks: Sequence[Task], progress: Progress | None
+        self, checkpoint: Checkpoint, source: Checkpoint | None, tasks: Sequence[TensorTask], progress: Progress | None
     ) -> None:
         self.checkpoint = checkpoint
         self.source = source
@@ -116,9 +120,9 @@ class _Reading:
         self.stopped = threading.Event()
         self.found: list[tuple[int, str]] = []
         self.errors: list[tuple[int, LayerError]] = []
-        self.contents = Contents()
+        self.contents = TensorFindings()
 
-    def run(self, workers: int) -> Contents:
+    def run(self, workers: int) -> TensorFindings:
         """What all tasks found, once the last is done; the first error of a worker is raised."""
         in_threads(self._work, workers, self.stopped)
         self.contents.problems = [message for _, message in sorted(self.found, key=lambda entry: entry[0])]
@@ -140,7 +144,7 @@ class _Reading:
                     worker.check_finite(task.info)
                 elif task.weight is not None:
                     assert not isinstance(task.original, bytes)
-                    worker.check(number, task.weight, task.original, task.scheme, task.weighed, task.carried)
+                    worker.check(number, task.weight, task.original, task.scheme, task.weighed, task.gptq_rounded)
                 else:
                     worker.compare(number, task.info, task.original)
             except SourceError as error:
@@ -254,7 +258,13 @@ class _Worker:
                     yield plain.reshape(-1).view(np.uint8)
 
     def check(
-        self, number: int, weight: Weight, original: Weight | None, scheme: Scheme | None, weighed: bool, carried: bool
+        self,
+        number: int,
+        weight: Weight,
+        original: Weight | None,
+        scheme: Scheme | None,
+        weighed: bool,
+        gptq_rounded: bool,
     ) -> None:
         """Look at a quantized weight's codes and scale; decode it, and quantize it again, if that is asked for."""
         if weight.format is not None and weight.format.columns is not None:
@@ -307,8 +317,10 @@ class _Worker:
                 self.reading.say(number, f"{extent.label} in the source's {extent.shard} holds NaN or infinity")
                 return
             if scheme is not None:
-                self._report_remade(number, weight, comparison, scheme, divisor, carried)
-            self._report(number, weight, comparison, bounded=scheme is None and not carried, carried=carried)
+                self._report_remade(number, weight, comparison, scheme, divisor, gptq_rounded)
+            self._report(
+                number, weight, comparison, bounded=scheme is None and not gptq_rounded, gptq_rounded=gptq_rounded
+            )
 
     def _check_columns(self, number: int, weight: Weight, original: Weight | None) -> None:
         """Decode a weight whose codes lie in columns, which refuses what is unsound; hold it against the source's."""
@@ -376,7 +388,7 @@ class _Worker:
         comparison: Comparison,
         scheme: Scheme,
         divisor: Floats | None,
-        carried: bool,
+        gptq_rounded: bool,
     ) -> None:
         """Note which codes and scales differ from those that quantizing the source again gives."""
         info, scale = weight.codes, weight.scale
@@ -399,7 +411,7 @@ class _Worker:
                     f"({int(wrong.sum())} of {wrong.size} scales differ)",
                 )
             self._report_zeros(number, weight, comparison)
-        if comparison.first is not None and not carried:
+        if comparison.first is not None and not gptq_rounded:
             (row, col), found, made_code = comparison.first
             self.reading.say(
                 number,
@@ -421,7 +433,7 @@ class _Worker:
             f"{right} ({int(wrong.sum())} of {wrong.size} zero points differ)",
         )
 
-    def _report(self, number: int, weight: Weight, comparison: Comparison, bounded: bool, carried: bool) -> None:
+    def _report(self, number: int, weight: Weight, comparison: Comparison, bounded: bool, gptq_rounded: bool) -> None:
         info = weight.codes
         if bounded and comparison.wrong is not None:
             (row, col), error, bound, count = comparison.wrong
@@ -433,7 +445,7 @@ class _Worker:
         found = comparison.error.of(weight.module, comparison.shape)
         with self.reading.lock:
             self.reading.errors.append((number, found))
-            if not carried:
+            if not gptq_rounded:
                 self.reading.contents.compared += math.prod(comparison.shape)
                 self.reading.contents.same += math.prod(comparison.shape) - comparison.differing
 

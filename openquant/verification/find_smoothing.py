@@ -14,33 +14,42 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..calibration.mappings import Folding
-from ..calibration.smoothing import MOST, Part, fold, small, together, usable
+from ..calibration.mappings import SmoothingMapping
+from ..calibration.smoothing import (
+    MOST,
+    MappingTransforms,
+    apply_smoothing,
+    combine_transforms,
+    read_vector,
+    usable_mappings,
+)
 from ..files.checkpoint import Checkpoint
 from ..formats.kernels import to_float32
 from ..formats.numbers import Floats
 from ..plan.plan import Plan
 from ..weights.reading import Reader
-from ..weights.transform import Tuning, Tunings
+from ..weights.transform import WeightTransform, WeightTransforms
 from ..weights.weight import Weight
 
 # A column is taken to be that of the source, or a multiple of it, where so much of its energy is what it should be.
 _EXPLAINED = 0.75
 
 
-class Unfolded(NamedTuple):
+class RecognizedSmoothing(NamedTuple):
     """What was recognized.
 
     Attributes:
-        tunings: what makes the output's weights and norms of the source's.
+        transforms: what makes the output's weights and norms of the source's.
         problems: norms that no factors explain, or others than the columns have.
     """
 
-    tunings: Tunings
+    transforms: WeightTransforms
     problems: list[str]
 
 
-def unfold(plan: Plan, output: Checkpoint, codes: Mapping[str, Weight], stated: bool) -> Unfolded:
+def recognize_smoothing(
+    plan: Plan, output: Checkpoint, codes: Mapping[str, Weight], stated: bool
+) -> RecognizedSmoothing:
     """The folds of an output.
 
     Args:
@@ -57,7 +66,7 @@ def unfold(plan: Plan, output: Checkpoint, codes: Mapping[str, Weight], stated: 
 
 
 class _Unfolding:
-    """One call of `unfold`."""
+    """One call of `recognize_smoothing`."""
 
     def __init__(self, plan: Plan, output: Checkpoint, codes: Mapping[str, Weight], stated: bool) -> None:
         self.plan, self.checkpoint, self.codes, self.stated = plan, output, codes, stated
@@ -65,25 +74,25 @@ class _Unfolding:
         self.output = Reader(output.where, lambda shard: output.root / shard, _memory)
         self.problems: list[str] = []
 
-    def run(self) -> Unfolded:
-        places = [each for each in usable(self.plan).foldings if self._is_there(each)]
+    def run(self) -> RecognizedSmoothing:
+        places = [each for each in usable_mappings(self.plan).mappings if self._is_there(each)]
         norms = [each for each in places if each.source not in self.plan.layers]
-        parts = [self._norm(folding) for folding in norms]
+        parts = [self._norm(mapping) for mapping in norms]
         if not self.stated and (self.problems or all((part.scale == 1).all() for part in parts)):
-            return Unfolded(Tunings(), [])
+            return RecognizedSmoothing(WeightTransforms(), [])
         # What v reads is divided too.
-        tunings = together(parts, self.plan).weights
-        parts += [self._rows(each, tunings.get(each.source)) for each in places if each.source in self.plan.layers]
-        found = together(parts, self.plan)
+        transforms = combine_transforms(parts, self.plan).weights
+        parts += [self._rows(each, transforms.get(each.source)) for each in places if each.source in self.plan.layers]
+        found = combine_transforms(parts, self.plan)
         for part in parts:
             self._check_columns(part, found.weights)
-        return Unfolded(found, self.problems)
+        return RecognizedSmoothing(found, self.problems)
 
-    def _is_there(self, folding: Folding) -> bool:
+    def _is_there(self, mapping: SmoothingMapping) -> bool:
         """Whether the output has what makes the channels in the source's shape, quantized where the plan says so."""
-        name = f"{folding.source}.weight"
-        if folding.source in self.plan.layers:
-            return self._fits(folding.source)
+        name = f"{mapping.source}.weight"
+        if mapping.source in self.plan.layers:
+            return self._fits(mapping.source)
         return self.checkpoint.tensors.get(name) == self.plan.seen.tensors[name]
 
     def _fits(self, module: str) -> bool:
@@ -92,12 +101,12 @@ class _Unfolding:
         whole = stored is not None and stored.format is not None and stored.scale is not None
         return whole and stored is not None and stored.shape == self.plan.layers[module].shape
 
-    def _norm(self, folding: Folding) -> Part:
+    def _norm(self, mapping: SmoothingMapping) -> MappingTransforms:
         """A fold of a norm: the powers of two nearest to what its elements are divided by."""
-        info = self.plan.seen.tensors[f"{folding.source}.weight"]
-        held, found = (small(info, reader) for reader in (self.source, self.output))
-        before, after = (values + np.float32(folding.offset) for values in (held, found))
-        part = fold(folding, _powers(before, after), self.plan, self.source)
+        info = self.plan.seen.tensors[f"{mapping.source}.weight"]
+        held, found = (read_vector(info, reader) for reader in (self.source, self.output))
+        before, after = (values + np.float32(mapping.offset) for values in (held, found))
+        part = apply_smoothing(mapping, _powers(before, after), self.plan, self.source)
         raw = self.output.whole(info)
         width = len(raw) // len(held)
         wrong = (raw != np.frombuffer(part.tensors[info.name], np.uint8)).reshape(-1, width).any(axis=1)
@@ -109,21 +118,21 @@ class _Unfolding:
             )
         return part
 
-    def _rows(self, folding: Folding, known: Tuning | None) -> Part:
+    def _rows(self, mapping: SmoothingMapping, known: WeightTransform | None) -> MappingTransforms:
         """A fold of rows: the powers of two nearest to what the sizes of rows are divided by."""
-        rows = slice(folding.first, folding.first + folding.channels)
-        weight = self.plan.layers[folding.source]._replace(tuning=known)
+        rows = slice(mapping.first, mapping.first + mapping.channels)
+        weight = self.plan.layers[mapping.source]._replace(transform=known)
         before = _sizes(self.source, weight)[rows]
-        after = _sizes(self.output, self.codes[f"{folding.source}.weight"])[rows]
-        return fold(folding, _powers(before, after), self.plan, self.source)
+        after = _sizes(self.output, self.codes[f"{mapping.source}.weight"])[rows]
+        return apply_smoothing(mapping, _powers(before, after), self.plan, self.source)
 
-    def _check_columns(self, part: Part, tunings: Mapping[str, Tuning]) -> None:
+    def _check_columns(self, part: MappingTransforms, transforms: Mapping[str, WeightTransform]) -> None:
         """Hold factors against the columns of a layer that reads them, as far as its first rows show these."""
-        layers = (each for each in part.folding.readers if each in self.plan.layers)
+        layers = (each for each in part.mapping.readers if each in self.plan.layers)
         module = next((each for each in layers if self._fits(each)), None)
         if module is None:
             return
-        stored, weight = self.codes[f"{module}.weight"], self.plan.layers[module]._replace(tuning=tunings[module])
+        stored, weight = self.codes[f"{module}.weight"], self.plan.layers[module]._replace(transform=transforms[module])
         wanted, found = (
             next(reader.rows(each, 1)).view(np.float32)
             for reader, each in ((self.source, weight), (self.output, stored))
@@ -139,7 +148,7 @@ class _Unfolding:
         if off.any():
             at = int(off.argmax())
             self.problems.append(
-                f"{self._place(f'{part.folding.source}.weight')} does not fit {module}, which reads what it makes: "
+                f"{self._place(f'{part.mapping.source}.weight')} does not fit {module}, which reads what it makes: "
                 f"column {at} there is {by[at]:.3g} times what it should be ({int(off.sum())} of {len(off)} differ so)"
             )
 

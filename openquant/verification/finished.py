@@ -11,7 +11,7 @@ from ..files.names import INDEX_FILE
 from ..formats.quantization import quantization_places, read_quantization
 from ..models import GENERIC, MODELS
 from ..plan.plan import Plan
-from .configs import differences
+from .configs import config_differences
 from .headers import Headers
 
 
@@ -32,7 +32,7 @@ def check_finished(root: Path, plan: Plan) -> None:
                 problems.append(f"{info.name} is not what was planned")
     if len(checkpoint.tensors) != planned:
         problems.append(f"it holds {len(checkpoint.tensors)} tensors, {planned} were planned")
-    for difference in differences(checkpoint.config, plan.config):
+    for difference in config_differences(checkpoint.config, plan.config):
         problems.append(f"config.json: {difference.text('the plan has')}")
     if plan.quantization_config and not problems:
         # What goes by names and shapes alone knows nothing of engines.

@@ -17,16 +17,16 @@ from ..formats.kv_cache import DENSE, SCALES, cache_scales, says_fp8_cache, with
 from ..formats.quantization import IN_COLUMNS, Quantization, quantization_places
 from ..formats.schemes import CHANNEL, MIXED, as_written, without_targets
 from ..formats.settings import unread
-from ..plan.architecture import counted
+from ..plan.architecture import with_layer_counts
 from ..plan.kv_cache import cache_layers
 from ..plan.tensor_parallel import text_config
-from ..registry.architecture import NOT_LINEAR, ROUTER, Model
-from ..registry.rules import Entry, is_head
+from ..registry.architecture import NOT_LINEAR, ROUTER, Architecture
+from ..registry.rules import ModuleRules, is_head
 from ..version import VLLM
-from ..weights.find import Pair, leftovers, pairs, stored_twice
-from ..weights.packed_columns import columns_of
+from ..weights.find import CodesAndScale, pairs, stored_twice, unread_tensors
+from ..weights.packed_columns import packed_columns
 from ..weights.weight import Weight
-from .configs import differences
+from .configs import config_differences
 
 # Whether scales of a cache are found as they come, and what shares one, where the scales that are stored are checked.
 _OF_TENSORS = (False, "tensor")
@@ -59,7 +59,12 @@ class Headers:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, quantization: Quantization, model: Model | None, written: set[str], ours: bool
+        self,
+        checkpoint: Checkpoint,
+        quantization: Quantization,
+        model: Architecture | None,
+        written: set[str],
+        ours: bool,
     ) -> None:
         self.checkpoint = checkpoint
         self.quantization = quantization
@@ -71,7 +76,7 @@ class Headers:
         self.head = quantization.method != "fp8" and any(is_head(pair.module) for pair in self._pairs)
         if model and self.head and model.head_refused is None:
             model = model.with_head()
-        self.entry = Entry(counted(model, checkpoint)) if model else None
+        self.entry = ModuleRules(with_layer_counts(model, checkpoint)) if model else None
         self.problems: list[str] = list(quantization.problems)
         self.notes: list[str] = []
         self._check_settings()
@@ -106,11 +111,11 @@ class Headers:
             groups = found.get("config_groups") if self.scheme.group else None
             # Of the groups that it may have, those that are most like them.
             kinds = [
-                min((self.scheme, *MIXED), key=lambda kind: len(list(differences(group, kind.group))))
+                min((self.scheme, *MIXED), key=lambda kind: len(list(config_differences(group, kind.group))))
                 for group in (groups.values() if isinstance(groups, dict) else ())
             ]
             written = without_targets(self.scheme.config(None, dict.fromkeys(kinds, ())))
-            for difference in differences(found, written, ("quantization_config",)):
+            for difference in config_differences(found, written, ("quantization_config",)):
                 self.problems.append(f"config.json: {difference.text('this program writes')}")
 
     def check(self) -> None:
@@ -198,12 +203,12 @@ class Headers:
         if not self.codes and self.quantization.groups:
             self.notes.append("nothing is quantized")
 
-    def _add_columns(self, pair: Pair, form: Format) -> None:
+    def _add_columns(self, pair: CodesAndScale, form: Format) -> None:
         """A weight whose codes lie in columns."""
         info = pair.codes
         self.scales.update(f"{pair.module}.{last}" for last in _IN_COLUMNS)
         try:
-            shape, parts = columns_of(pair.module, info, form, self.checkpoint.tensors.get)
+            shape, parts = packed_columns(pair.module, info, form, self.checkpoint.tensors.get)
         except SourceError as error:
             self.problems.append(f"{self.checkpoint.where[info.name].shard}: {error.message}")
             return
@@ -222,7 +227,7 @@ class Headers:
                 self.scales.add(found.name)
                 self._sound(found, (wanted.dtype,), (wanted.shape,), info)
 
-    def _global_scale(self, pair: Pair, form: Format) -> tuple[TensorInfo, ...]:
+    def _global_scale(self, pair: CodesAndScale, form: Format) -> tuple[TensorInfo, ...]:
         """The scale of a weight's scales, if its format has one and it is there with the right shape and dtype."""
         if form.global_scale is None:
             return ()
@@ -235,7 +240,7 @@ class Headers:
         sound = self._sound(found, ("F32",), ((1,), ()), info)
         return () if sound is None else (sound,)
 
-    def _zero_points(self, pair: Pair, form: Format, shape: tuple[int, int]) -> tuple[TensorInfo, ...]:
+    def _zero_points(self, pair: CodesAndScale, form: Format, shape: tuple[int, int]) -> tuple[TensorInfo, ...]:
         """The codes that stand for zero, if a weight's format has them and they are there as they must be."""
         info, found, wanted = pair.codes, pair.zero_points, form.zero_points(pair.module, shape)
         if wanted is None:
@@ -247,7 +252,7 @@ class Headers:
         sound = self._sound(found, (wanted.dtype,), (wanted.shape,), info)
         return () if sound is None else (sound,)
 
-    def _input_scale(self, pair: Pair, form: Format) -> TensorInfo | None:
+    def _input_scale(self, pair: CodesAndScale, form: Format) -> TensorInfo | None:
         """The scale of a layer's activations, if it has one, it is there, and has the right shape and dtype."""
         if form.input_scale is None:
             return None
@@ -277,7 +282,7 @@ class Headers:
 
     def _check_strays(self) -> None:
         """Scales that belong to no quantized weight."""
-        unread, left = 0, leftovers(self.checkpoint.tensors, self.codes.values())
+        unread, left = 0, unread_tensors(self.checkpoint.tensors, self.codes.values())
         for info in self.checkpoint.tensors.values():
             owner = self.owner(info.name)
             if owner is None or info.name in self.scales or info.name in left:
@@ -380,31 +385,31 @@ class Headers:
                 codes = weight.codes
                 self.problems.append(f"{self.place(codes.name)} is {codes.dtype}, but {ignored.key} lists {listed}")
 
-    def _check_unlisted(self, entry: Entry) -> None:
+    def _check_unlisted(self, entry: ModuleRules) -> None:
         """Every unquantized module that an engine would build quantized must be listed; and what may not be so."""
         ignored, unlisted = self.quantization.ignored, []
         if self.quantization.method in IN_COLUMNS and not ignored.entries:
             return  # vLLM goes by what there is (layers/quantization/auto_awq.py:370-389)
         for info in self.checkpoint.tensors.values():
             weight = self.stored.get(info.name)
-            role = entry.role(weight.module if weight else info.module)
+            rule = entry.rule(weight.module if weight else info.module)
             if weight is not None:
                 # Other layers than the registry's are quantized where the source had them so.
-                message = f"{self.place(info.name)} is {info.dtype}, but it is kept: {role.keep}"
-                if role.keep in NOT_LINEAR:
+                message = f"{self.place(info.name)} is {info.dtype}, but it is kept: {rule.keep}"
+                if rule.keep in NOT_LINEAR:
                     self.problems.append(message)
-                elif role.keep == ROUTER:
+                elif rule.keep == ROUTER:
                     # Some engines build some routers with quantization.
                     self.differs(message)
                 continue
             matrix = len(info.shape) == 2 and info.name.endswith(".weight")
-            linear = role.compress or (role.keep is not None and role.keep not in NOT_LINEAR)
-            if not (role.stack or (matrix and linear)) or self.quantization.format_of(info.module) is None:
+            linear = rule.compress or (rule.keep is not None and rule.keep not in NOT_LINEAR)
+            if not (rule.stack or (matrix and linear)) or self.quantization.format_of(info.module) is None:
                 continue
             wanted = entry.looked_up(info.module)
             if ignored.find(entry.model.names_of(wanted)) is not None:
                 continue
-            if role.keep is None or self.ours:
+            if rule.keep is None or self.ours:
                 self.unlisted.add(wanted)
                 self.problems.append(
                     f"{self.place(info.name)} is {info.dtype}, but {ignored.key} does not list {wanted}"
@@ -419,16 +424,16 @@ class Headers:
                 f"{them} as {self.quantization.groups[0][1].number.title}"
             )
 
-    def layers(self, entry: Entry) -> dict[str, Weight]:
+    def layers(self, entry: ModuleRules) -> dict[str, Weight]:
         """The stored matrices that the registry lets quantize."""
         tensors = (
             self.stored[info.name].source if info.name in self.stored else info
             for info in self.checkpoint.tensors.values()
         )
         return {
-            info.module: Weight(info.module, entry.role(info.module).alike, info, (info.shape[0], info.shape[1]))
+            info.module: Weight(info.module, entry.rule(info.module).alike, info, (info.shape[0], info.shape[1]))
             for info in tensors
-            if len(info.shape) == 2 and info.name.endswith(".weight") and entry.role(info.module).compress
+            if len(info.shape) == 2 and info.name.endswith(".weight") and entry.rule(info.module).compress
         }
 
     def _check_head(self) -> None:
@@ -440,7 +445,7 @@ class Headers:
                     "engines find it by name only"
                 )
 
-    def _check_together(self, entry: Entry) -> None:
+    def _check_together(self, entry: ModuleRules) -> None:
         """What an engine merges must be quantized together, and so must all experts of a layer."""
         layers = self.layers(entry)
         groups: dict[str, list[str]] = {}
@@ -448,7 +453,7 @@ class Headers:
             experts = entry.experts(module)
             if experts is not None:
                 groups.setdefault(experts, []).append(module)
-        for members in set(entry.joined_sets(layers).values()):
+        for members in set(entry.fused_groups(layers).values()):
             # Experts are held together already.
             if entry.experts(members[0]) is None:
                 groups[members[0]] = list(members)

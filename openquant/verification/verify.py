@@ -30,20 +30,20 @@ from ..formats.schemes import CHANNEL, MIXED, SCHEMES, TENSOR, Scheme
 from ..machine import available_cpus
 from ..models import MODELS
 from ..patterns import collapse, template
-from ..plan.decisions import Found, Options
-from ..plan.gptq import carried_weights
+from ..plan.decisions import PlanOptions, StoredLayout
+from ..plan.gptq import gptq_weights
 from ..plan.plan import Plan, make_plan
 from ..plan.unchanged import make_unchanged_plan
-from ..registry.rules import Entry
+from ..registry.rules import ModuleRules
 from ..version import VLLM
 from ..weights.find import decoded_view, own_file, with_own_file
 from ..weights.quant_error import LayerError
-from ..weights.transform import Tunings
+from ..weights.transform import WeightTransforms
 from ..weights.weight import Weight
-from .configs import differences, judged, unquantized, unsaid
-from .contents import Contents, Progress, Task, read_contents
+from .configs import config_differences, judge_config, unsaid_keys, without_quantization
+from .contents import Progress, TensorFindings, TensorTask, read_contents
 from .extras import extra_files, extra_weights
-from .find_smoothing import unfold
+from .find_smoothing import recognize_smoothing
 from .headers import Headers, described
 from .outcome import Report
 
@@ -146,7 +146,7 @@ class _Verification:
         self.headers = headers
         self.folded, self.weighed = says_folds(card), says_weighed(card)
         # Whether GPTQ rounded what it can: no codes of these are made again.
-        self.carried = is_rounded_by_gptq(card)
+        self.gptq_rounded = is_rounded_by_gptq(card)
         self.checkpoint = headers.checkpoint
         self.origin = source
         # With the weights that are quantized there as what they stand for, and these.
@@ -165,7 +165,7 @@ class _Verification:
         self.written = entry.model.written(scheme.name if scheme else None, config) if entry else {}
         self.values: dict[str, float] = {}
         self.plan: Plan | None = None
-        self.tunings = Tunings()
+        self.transforms = WeightTransforms()
         self.originals: dict[str, Weight] = {}
         self.equal_tensors = 0
         self.equal_files = 0
@@ -180,7 +180,7 @@ class _Verification:
         self._require_readable()
         self._open_with_library()
         self._check_extra_files()
-        self.problems += unsaid(self.checkpoint.config, self.written)
+        self.problems += unsaid_keys(self.checkpoint.config, self.written)
         if self.source is not None:
             self._compare_config(self.source)
             self._compare_files(self.source)
@@ -232,12 +232,14 @@ class _Verification:
     # The source.
 
     def _compare_config(self, source: Checkpoint) -> None:
-        ours, theirs = (unquantized(config, self.written) for config in (self.checkpoint.config, source.config))
+        ours, theirs = (
+            without_quantization(config, self.written) for config in (self.checkpoint.config, source.config)
+        )
         if self.ours:
-            for difference in differences(ours, theirs):
+            for difference in config_differences(ours, theirs):
                 self.problems.append(f"config.json: {difference.text('the source has')}")
             return
-        for difference, computed in judged(ours, theirs):
+        for difference, computed in judge_config(ours, theirs):
             message = f"config.json: {difference.text('the source has')}"
             (self.problems if computed else self.notes).append(message)
 
@@ -258,16 +260,16 @@ class _Verification:
             return
         try:
             if not self.headers.quantization.groups:
-                self.plan = make_unchanged_plan(origin, Options())
+                self.plan = make_unchanged_plan(origin, PlanOptions())
                 return
             # Of another tool's layers only the names count, which any scheme of the format has.
             fp8 = self.headers.quantization.method == "fp8"
             scheme = self.scheme or (TENSOR if fp8 else CHANNEL)
-            options, found = Options(head=self.headers.head, cached=self.headers.cached), self._found()
+            options, found = PlanOptions(head=self.headers.head, cached=self.headers.cached), self._found()
             self.plan = make_plan(origin, scheme, options, found=found)
             if self.ours:
                 self._unfold(self.plan)
-                self.plan = make_plan(origin, scheme, replace(options, tunings=self.tunings), found=found)
+                self.plan = make_plan(origin, scheme, replace(options, transforms=self.transforms), found=found)
         except (PlanError, UsageError) as error:
             self.notes.append(f"no plan can be made of the source, tensors were compared by name: {error.message}")
             return
@@ -277,19 +279,19 @@ class _Verification:
     def _unfold(self, plan: Plan) -> None:
         """By what inputs of layers are divided in the norms and projections before them."""
         try:
-            found = unfold(plan, self.checkpoint, self.codes, self.folded)
+            found = recognize_smoothing(plan, self.checkpoint, self.codes, self.folded)
         except SourceError as error:
             self.problems.append(error.message)
             return
         self.problems += found.problems
-        self.tunings = found.tunings
-        if found.tunings.weights:
+        self.transforms = found.transforms
+        if found.transforms.weights:
             self.notes.append(
-                f"inputs of layers are folded: {len(found.tunings.tensors)} norms and biases and "
-                f"{len(found.tunings.weights)} matrices were held against what that makes of the source's"
+                f"inputs of layers are folded: {len(found.transforms.tensors)} norms and biases and "
+                f"{len(found.transforms.weights)} matrices were held against what that makes of the source's"
             )
 
-    def _found(self) -> Found:
+    def _found(self) -> StoredLayout:
         """What is unquantized, and what is stored in another scheme than most."""
         alike: dict[str, set[Scheme | None]] = {}
         for weight in self.codes.values():
@@ -306,12 +308,12 @@ class _Verification:
             if other is not None and other != self.scheme:
                 name = template(weight.module)
                 schemes[weight.module if len(alike[name]) > 1 else name] = other
-        return Found(unquantized, schemes)
+        return StoredLayout(unquantized, schemes)
 
     def _pair(self, source: Checkpoint) -> list[Pair]:
         """Unquantized tensors, with the weight or bytes each must equal, None for the source's tensor of that name."""
         pairs: list[Pair] = []
-        changed = {kept.tensor.name: kept.changed for kept in self.plan.fates.kept} if self.plan else {}
+        changed = {kept.tensor.name: kept.changed for kept in self.plan.decisions.kept} if self.plan else {}
         foreign: list[str] = []
         recast: list[str] = []
         added = {info.name for info in self.headers.cache} if self.headers.cached else set()
@@ -392,17 +394,19 @@ class _Verification:
     # The tensors' contents.
 
     def _read(self, pairs: list[Pair], workers: int, progress: Progress | None) -> None:
-        tasks = [Task(info, original=original) for info, original in pairs]
-        carried = self._carried()
+        tasks = [TensorTask(info, original=original) for info, original in pairs]
+        gptq_rounded = self._carried()
         for weight in self.codes.values():
             original = self.originals.get(weight.module) if self.full else None
             original = original if original and original.shape == weight.source.shape else None
             scheme = self._scheme_of(weight) if self.remakes else None
-            tasks.append(Task(weight.codes, weight, original, scheme, self.weighed, weight.module in carried))
-        tasks += [Task(info, scale=True) for info in self.headers.cache]
+            tasks.append(
+                TensorTask(weight.codes, weight, original, scheme, self.weighed, weight.module in gptq_rounded)
+            )
+        tasks += [TensorTask(info, scale=True) for info in self.headers.cache]
         looked_at = {task.info.name for task in tasks} | self.headers.scales
         tasks += [
-            Task(info, alone=True)
+            TensorTask(info, alone=True)
             for info in self.checkpoint.tensors.values()
             if can_be_non_finite(info.dtype) and info.name not in looked_at
         ]
@@ -421,14 +425,14 @@ class _Verification:
                 "codes and scales were not made again, since the source was quantized already: errors were held "
                 "against what rounding explains"
             )
-        if self.full and carried:
-            self.notes.append(f"{len(carried)} layers were rounded by GPTQ, whose codes are not made again")
+        if self.full and gptq_rounded:
+            self.notes.append(f"{len(gptq_rounded)} layers were rounded by GPTQ, whose codes are not made again")
         if self.full:
             skipped = sum(weight.module not in self.originals for weight in self.codes.values())
             if skipped:
                 self.notes.append(f"{skipped} quantized tensors were not decoded: the source has no matrix for them")
 
-    def _report_not_finite(self, contents: Contents) -> None:
+    def _report_not_finite(self, contents: TensorFindings) -> None:
         """NaN is a problem anywhere, and infinity in a weight; a mask or a bound may be infinite."""
         for name, found in sorted(contents.not_finite.items()):
             source = ", as the source has it" if name in contents.equal_names else ""
@@ -440,16 +444,16 @@ class _Verification:
 
     def _carried(self) -> set[str]:
         """The modules that GPTQ rounded; all, where it did and no plan says which."""
-        if not self.carried:
+        if not self.gptq_rounded:
             return set()
         if self.plan is None:
             return {weight.module for weight in self.codes.values()}
-        return {weight.module for weight, _ in carried_weights(self.plan.fates)}
+        return {weight.module for weight, _ in gptq_weights(self.plan.decisions)}
 
-    def _check_shared_scales(self, entry: Entry) -> None:
+    def _check_shared_scales(self, entry: ModuleRules) -> None:
         """Layers that engines merge must have one scale, or vLLM rounds them a second time at load."""
         layers, several, ragged = self.headers.layers(entry), 0, 0
-        for members in sorted(set(entry.joined_sets(layers).values())):
+        for members in sorted(set(entry.fused_groups(layers).values())):
             weights = [self.codes[f"{module}.weight"] for module in members if f"{module}.weight" in self.codes]
             forms = {weight.format for weight in weights}
             form = forms.pop() if len(forms) == 1 else None
@@ -487,9 +491,9 @@ class _Verification:
         kind = _kind(weight.format)
         return next((other for other in (self.scheme, *MIXED) if _kind(other.format) == kind), None)
 
-    def _check_remade_scales(self, entry: Entry | None) -> None:
+    def _check_remade_scales(self, entry: ModuleRules | None) -> None:
         """A scale that several layers share must be that of the largest weight in any of them."""
-        sets = entry.joined_sets(self.headers.layers(entry)) if entry else {}
+        sets = entry.fused_groups(self.headers.layers(entry)) if entry else {}
         together: dict[object, list[str]] = {}
         for module in self.absmax:
             scale = self.codes[f"{module}.weight"].tied_scale

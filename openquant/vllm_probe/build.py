@@ -16,15 +16,35 @@ from typing import Any, NamedTuple
 
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
-from ..files.small_files import shown
+from ..files.small_files import short_repr
 from ..patterns import compile_pattern, template
-from ..plan.sort import draft_finder
-from ..registry.architecture import EMBEDDING, HEAD, ROUTER, Cached, Experts, Joined, Keep, Model, Split, Stacked
+from ..plan.sort import mtp_layer_finder
+from ..registry.architecture import (
+    EMBEDDING,
+    HEAD,
+    ROUTER,
+    Architecture,
+    CachedRows,
+    ExpertLayout,
+    FusedLayers,
+    Keep,
+    ParallelSplit,
+    StackedExperts,
+)
 from ..registry.parts import FUSED_NAMES, HEADS, KV_HEADS
-from ..registry.rules import Entry, is_head
+from ..registry.rules import ModuleRules, is_head
 from ..weights.find import decoded_view
-from .client import Asked, EngineFailed, Layer, Question, ask
-from .modules import EMBEDDING_LAYER, HEAD_LAYER, UNKNOWN, Told, decoder_layers, is_tower, routed_parts, tell
+from .client import EngineAnswer, EngineFailed, EngineLayer, Question, ask_engine
+from .modules import (
+    EMBEDDING_LAYER,
+    HEAD_LAYER,
+    UNKNOWN,
+    EngineModule,
+    decoder_layer_pattern,
+    engine_modules,
+    is_tower,
+    routed_parts,
+)
 
 # An honest answer takes a quarter of a minute, most of which is Python importing vLLM.
 SECONDS = 240
@@ -49,7 +69,7 @@ ADD = "add an entry to openquant/architectures (README: Adding an architecture)"
 UNREAD = "the engine loads it into nothing"
 
 
-def built(checkpoint: Checkpoint, interpreter: Path) -> Model:
+def build_architecture(checkpoint: Checkpoint, interpreter: Path) -> Architecture:
     """An entry made of what vLLM says of a checkpoint.
 
     Args:
@@ -61,13 +81,15 @@ def built(checkpoint: Checkpoint, interpreter: Path) -> Model:
         PlanError: it would quantize what has to stay as it is, whatever config.json lists.
         SourceError: the source is quantized, and its scales do not belong to its codes.
     """
-    (found,) = built_all([checkpoint], interpreter)
+    (found,) = build_architectures([checkpoint], interpreter)
     if isinstance(found, PlanError):
         raise found
     return found
 
 
-def built_all(checkpoints: Sequence[Checkpoint], interpreter: Path, *paths: Path) -> list[Model | PlanError]:
+def build_architectures(
+    checkpoints: Sequence[Checkpoint], interpreter: Path, *paths: Path
+) -> list[Architecture | PlanError]:
     """The same of several at once, which vLLM is imported for but once or twice; an error in place of what failed.
 
     Args:
@@ -77,20 +99,20 @@ def built_all(checkpoints: Sequence[Checkpoint], interpreter: Path, *paths: Path
     """
     asking = [_question(checkpoint) for checkpoint in checkpoints]
     good = [one for one in asking if isinstance(one, Question)]
-    answers = iter(ask(good, interpreter, *paths, seconds=SECONDS) if good else ())
+    answers = iter(ask_engine(good, interpreter, *paths, seconds=SECONDS) if good else ())
     found: list[_Making | EngineFailed] = []
     for checkpoint, one in zip(checkpoints, asking, strict=True):
         if isinstance(one, Question):
             said = next(answers)
-            found.append(_Making(checkpoint.architecture, said, one) if isinstance(said, Asked) else said)
+            found.append(_Making(checkpoint.architecture, said, one) if isinstance(said, EngineAnswer) else said)
         else:
             found.append(one)
     # An output has its experts one by one, which not every class that loads stacks takes.
     stacked = [making for making in found if isinstance(making, _Making) and making.stacks]
     again = [Question(making.question.config, making.split()) for making in stacked]
-    singles = ask(again, interpreter, *paths, seconds=SECONDS) if again else []
+    singles = ask_engine(again, interpreter, *paths, seconds=SECONDS) if again else []
     for making, split, said in zip(stacked, again, singles, strict=True):
-        making.hold_single({} if isinstance(said, EngineFailed) else tell(said, split.shapes))
+        making.hold_single({} if isinstance(said, EngineFailed) else engine_modules(said, split.shapes))
     return [_entry(one) if isinstance(one, _Making) else one for one in found]
 
 
@@ -100,14 +122,14 @@ def _question(checkpoint: Checkpoint) -> Question | EngineFailed:
     config = _own(seen.config)
     count = _text(config)[1].get(LAYERS)
     if isinstance(count, int) and count > MOST_LAYERS:
-        return EngineFailed(f"config.json counts {shown(count)} layers", "nobody builds so many")
-    shapes = sampled({info.name: info.shape for info in seen.tensors.values()})
+        return EngineFailed(f"config.json counts {short_repr(count)} layers", "nobody builds so many")
+    shapes = sample_layers({info.name: info.shape for info in seen.tensors.values()})
     if len(shapes) > MOST_TENSORS:
         return EngineFailed(f"{len(shapes)} of its tensors are not alike", "no engine loads so many")
     return Question(config, shapes)
 
 
-def _entry(making: _Making) -> Model | PlanError:
+def _entry(making: _Making) -> Architecture | PlanError:
     try:
         return making.entry()
     except PlanError as error:
@@ -135,7 +157,7 @@ def _text(config: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
     return None, config
 
 
-def sampled(shapes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+def sample_layers(shapes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
     """The tensors of a few layers of each kind: of those that hold tensors of the same names and shapes."""
     found: dict[str, Sequence[int]] = {}
     numbered: dict[tuple[str, int], dict[str, Sequence[int]]] = {}
@@ -161,12 +183,12 @@ class _Module(NamedTuple):
     """One module that could be quantized, or why it stays."""
 
     name: str
-    told: Told
+    told: EngineModule
     why: str | None
 
 
 class _Making:
-    """One call of `built`.
+    """One call of `build_architecture`.
 
     Args:
         name: the class.
@@ -177,17 +199,17 @@ class _Making:
         stacks: templates of the stacks of experts that it loads.
     """
 
-    def __init__(self, name: str, asked: Asked, question: Question) -> None:
+    def __init__(self, name: str, asked: EngineAnswer, question: Question) -> None:
         self.name, self.asked, self.question = name, asked, question
         shapes = self.shapes = question.shapes
         self.inner, text = _text(question.config)
         self.text = text
-        self.told = tell(asked, shapes)
-        self.layers = decoder_layers(self.told)
+        self.told = engine_modules(asked, shapes)
+        self.layers = decoder_layer_pattern(self.told)
         self.routers = {layer.experts for layer in asked.layers if layer.experts}
         # By template: the first of each, and why any of them stays as it is.
         self.kinds: dict[str, _Module] = {}
-        drafted = draft_finder(Model(name, self.layers, (), (), (), (), draft_layers=LAYERS), dict(text))
+        drafted = mtp_layer_finder(Architecture(name, self.layers, (), (), (), (), draft_layers=LAYERS), dict(text))
         self.mixers = {
             name.removesuffix(".weight").rpartition(".")[0] for name, shape in shapes.items() if _is_conv(shape)
         }
@@ -222,7 +244,7 @@ class _Making:
     def _shape(self, module: str) -> Sequence[int]:
         return self.shapes.get(f"{module}.weight") or self.shapes[module]
 
-    def _stacked(self) -> dict[str, tuple[Experts, Stacked]]:
+    def _stacked(self) -> dict[str, tuple[ExpertLayout, StackedExperts]]:
         """By template the stacks that are cut into experts."""
         return {
             f"{experts.place}.{stacked.name}": (experts, stacked)
@@ -231,7 +253,7 @@ class _Making:
             for stacked in experts.stacked
         }
 
-    def _stays(self, module: str, one: Told) -> str | None:
+    def _stays(self, module: str, one: EngineModule) -> str | None:
         """Why a module stays as it is; None if it may be quantized."""
         layer, shape = one.layer, self._shape(module)
         if is_head(module) or (layer is not None and HEAD_LAYER in layer.kinds):
@@ -248,7 +270,7 @@ class _Making:
             return UNKNOWN
         if layer.experts:
             return None if len(shape) in (2, 3) and min(shape) >= 1 else UNKNOWN
-        if shape[0] in self.routers and not one.joined:
+        if shape[0] in self.routers and not one.fused:
             return ROUTER
         if len(shape) != 2 or module in self.shapes:
             return UNKNOWN
@@ -262,7 +284,7 @@ class _Making:
             return "inputs of a convolution or a state-space model"
         return PARTS if _cut(layer, one) and self._parts(layer, shape) is None else None
 
-    def _parts(self, layer: Layer, shape: Sequence[int]) -> tuple[str | None, ...] | None:
+    def _parts(self, layer: EngineLayer, shape: Sequence[int]) -> tuple[str | None, ...] | None:
         """As Split.parts says it: what a single tensor holds that the engine cuts apart; None if that is not known."""
         if "QKVParallelLinear" in layer.kinds:
             counts = [self.text.get(key) for key in (HEADS, KV_HEADS)]
@@ -275,7 +297,7 @@ class _Making:
     def _together(self) -> None:
         """What is joined, in any layer, has one fate; and stays as it is where no rule can say what is joined."""
         for module in self.told:
-            members = [template(member) for member in self.told[module].joined if template(member) in self.kinds]
+            members = [template(member) for member in self.told[module].fused if template(member) in self.kinds]
             if template(module) in members:
                 found = dict.fromkeys(each for member in members for each in (*self.sets.get(member, ()), member))
                 self.sets |= dict.fromkeys(found, tuple(found))
@@ -306,7 +328,7 @@ class _Making:
                     found[f"{path}.{number}.{part}.weight"] = (rows // len(stacked.parts), columns)
         return found
 
-    def hold_single(self, single: Mapping[str, Told]) -> None:
+    def hold_single(self, single: Mapping[str, EngineModule]) -> None:
         """Leave stacks as they are if the engine does not load what would be made of them, in the same order.
 
         Args:
@@ -328,7 +350,7 @@ class _Making:
                     self.kinds[alike] = self.kinds[alike]._replace(why=STACKED)
         self.experts = kept
 
-    def entry(self) -> Model:
+    def entry(self) -> Architecture:
         """It.
 
         Raises:
@@ -342,23 +364,23 @@ class _Making:
             )
         return self._named(found)
 
-    def unnamed(self) -> Model:
+    def unnamed(self) -> Architecture:
         """The same without other names.
 
         Raises:
             PlanError: experts would have to stay as they are.
         """
         kept, compress = [EMBEDDING, HEAD], []
-        splits: list[Split] = []
-        cached: list[Cached] = []
-        joined: dict[tuple[str, ...], Joined] = {}
+        splits: list[ParallelSplit] = []
+        cached: list[CachedRows] = []
+        fused: dict[tuple[str, ...], FusedLayers] = {}
         for alike, (name, one, why) in self.kinds.items():
             members = self.sets.get(alike, ())
             said = all(WORDS.fullmatch(self.kinds[member].name) for member in members)
             # Also of what stays as it is, which is listed under the name of what it is merged into.
             if members and said and len({*map(_parent, members)}) == 1:
                 merged = next(filter(None, (self.kinds[member].told.merged for member in members)), None)
-                joined[members] = Joined(_either(members), merged)
+                fused[members] = FusedLayers(_either(members), merged)
             if why is not None and one.layer is not None and one.layer.experts:
                 raise PlanError(f"{name} cannot be quantized, nor left out: {why}", ADD)
             if why is not None:
@@ -374,12 +396,12 @@ class _Making:
             splits += self._split(alike, name, one, layer)
             cached += self._cached(alike, one, layer)
         heads = next((layer for layer in self.asked.layers if HEAD_LAYER in layer.kinds), None)
-        return Model(
+        return Architecture(
             self.name,
             layers=self.layers,
             compress=(*compress, *(pattern for part in self.experts for pattern in part.compress)),
             keep=tuple(kept),
-            joined=(*joined.values(), *(one for part in self.experts for one in part.joined)),
+            fused=(*fused.values(), *(one for part in self.experts for one in part.fused)),
             splits=(*splits, *(one for part in self.experts for one in part.splits)),
             experts=tuple(one for part in self.experts for one in part.experts),
             cached=tuple(cached),
@@ -391,24 +413,24 @@ class _Making:
             "it is not known",
         )
 
-    def _split(self, alike: str, name: str, one: Told, layer: Layer) -> Iterator[Split]:
+    def _split(self, alike: str, name: str, one: EngineModule, layer: EngineLayer) -> Iterator[ParallelSplit]:
         if layer.axis is None:
             return
         if _cut(layer, one):
             parts = self._parts(layer, self.shapes[f"{name}.weight"])
             assert parts is not None
-            yield Split(alike, "out", replicated=parts[0] is not None, parts=parts)
-        elif "QKVParallelLinear" in layer.kinds and len(one.joined) > 1 and template(one.joined[0]) != alike:
-            yield Split(alike, "out", KV_HEADS, replicated=True)
+            yield ParallelSplit(alike, "out", replicated=parts[0] is not None, parts=parts)
+        elif "QKVParallelLinear" in layer.kinds and len(one.fused) > 1 and template(one.fused[0]) != alike:
+            yield ParallelSplit(alike, "out", KV_HEADS, replicated=True)
         else:
             mixer = STATE_HEADS if _parent(name) in self.mixers and STATE_HEADS in self.text else None
-            yield Split(alike, layer.axis, HEADS if _parent(alike) in self.attention else mixer)
+            yield ParallelSplit(alike, layer.axis, HEADS if _parent(alike) in self.attention else mixer)
 
-    def _cached(self, alike: str, one: Told, layer: Layer) -> Iterator[Cached]:
-        if "QKVParallelLinear" in layer.kinds and (_cut(layer, one) or template(one.joined[0]) != alike):
-            yield Cached(alike, KV_HEADS)
+    def _cached(self, alike: str, one: EngineModule, layer: EngineLayer) -> Iterator[CachedRows]:
+        if "QKVParallelLinear" in layer.kinds and (_cut(layer, one) or template(one.fused[0]) != alike):
+            yield CachedRows(alike, KV_HEADS)
 
-    def _named(self, entry: Model) -> Model:
+    def _named(self, entry: Architecture) -> Architecture:
         """The same, with the names under which the engine looks up what it would not find by its own."""
         spellings: dict[tuple[str, ...], None] = {}
         renames: dict[tuple[str, str], None] = {}
@@ -433,10 +455,10 @@ class _Making:
                 renames[f".{'.'.join(own[same:] + tail)}", f".{'.'.join(other[same:] + tail)}"] = None
         fused = tuple(rename for rename in FUSED_NAMES if any(alike.endswith(rename[0]) for alike in entry.compress))
         entry = replace(entry, spellings=tuple(spellings), renames=(*renames, *fused))
-        asked = Entry(entry)
+        asked = ModuleRules(entry)
         for layer in wanted:
             modules = [name.removesuffix(".weight") for name, _, _ in layer.holds]
-            if all(asked.role(module).keep is None for module in modules):
+            if all(asked.rule(module).keep is None for module in modules):
                 continue
             listed = asked.engine_names(modules)
             ours, theirs = _parent(modules[0]), _parent(self._engine_name(modules[0], layer))
@@ -452,7 +474,7 @@ class _Making:
                 )
         return entry
 
-    def _engine_name(self, module: str, layer: Layer) -> str:
+    def _engine_name(self, module: str, layer: EngineLayer) -> str:
         """What becomes of a module's name by the engine's own rules, merged with others or not."""
         merged = len({name for name, _, _ in layer.holds}) > 1
         name = self.asked.renamed.get(module) or module
@@ -468,12 +490,12 @@ def _known(module: str) -> bool:
     return any(compile_pattern(known.pattern).fullmatch(module) for known in (EMBEDDING, HEAD))
 
 
-def _cut(layer: Layer, one: Told) -> bool:
+def _cut(layer: EngineLayer, one: EngineModule) -> bool:
     """Whether an engine cuts a single tensor into parts for its ranks."""
-    return not one.joined and (len(layer.sizes) > 1 or "QKVParallelLinear" in layer.kinds)
+    return not one.fused and (len(layer.sizes) > 1 or "QKVParallelLinear" in layer.kinds)
 
 
-def _lasts(layer: Layer) -> Iterator[str]:
+def _lasts(layer: EngineLayer) -> Iterator[str]:
     return (tensor.removesuffix(".weight").rpartition(".")[2] for tensor, _, _ in layer.holds)
 
 

@@ -22,8 +22,16 @@ from ..files.journal import read_journal
 from ..models import GENERIC, MODELS
 from ..patterns import compile_pattern
 from ..plan.architecture import AUTO
-from ..registry.architecture import Cached, Experts, Joined, Keep, Model, Split, Stacked
-from .build import built
+from ..registry.architecture import (
+    Architecture,
+    CachedRows,
+    ExpertLayout,
+    FusedLayers,
+    Keep,
+    ParallelSplit,
+    StackedExperts,
+)
+from .build import build_architecture
 from .client import EngineFailed
 
 # Of an entry in a journal, which may be anybody's.
@@ -32,7 +40,7 @@ ALONE = "decided from names and shapes alone, as {}: look at the plan, and at wh
 NOBODY = "no vLLM is here to be asked (OPENQUANT_VLLM names a Python that has it)"
 
 
-class Deciding:
+class ArchitectureChoice:
     """Finds the entry of what has none, once.
 
     Args:
@@ -41,9 +49,9 @@ class Deciding:
 
     def __init__(self, asked: str | None) -> None:
         self.asked = asked
-        self.found: Model | None = None
+        self.found: Architecture | None = None
 
-    def entry(self, checkpoint: Checkpoint, target: Path | None = None) -> Model | str | None:
+    def entry(self, checkpoint: Checkpoint, target: Path | None = None) -> Architecture | str | None:
         """What find_model is to be asked for.
 
         Args:
@@ -64,10 +72,10 @@ class Deciding:
     @property
     def kept(self) -> dict[str, Any] | None:
         """What an output keeps of it; None where the registry decided."""
-        return None if self.found is None else as_json(self.found)
+        return None if self.found is None else architecture_to_json(self.found)
 
 
-def engine() -> Path | None:
+def find_engine() -> Path | None:
     """A Python that has vLLM: the one that OPENQUANT_VLLM names, or this; None if neither."""
     named = os.environ.get("OPENQUANT_VLLM")
     if named:
@@ -75,12 +83,12 @@ def engine() -> Path | None:
     return Path(sys.executable) if importlib.util.find_spec("vllm") is not None else None
 
 
-def _decide(checkpoint: Checkpoint) -> Model:
-    interpreter = engine()
+def _decide(checkpoint: Checkpoint) -> Architecture:
+    interpreter = find_engine()
     if interpreter is None:
         return replace(GENERIC, decided=ALONE.format(NOBODY))
     try:
-        return built(checkpoint, interpreter)
+        return build_architecture(checkpoint, interpreter)
     except EngineFailed as error:
         return replace(GENERIC, decided=ALONE.format(_line(error)))
 
@@ -93,18 +101,18 @@ def _line(error: EngineFailed) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)[:400].strip()
 
 
-def _held(directory: Path, architecture: str) -> Model | None:
+def _held(directory: Path, architecture: str) -> Architecture | None:
     """The entry that an output was made by; None if there is none that can be read."""
     try:
         journal = read_journal(directory) if directory.is_dir() else None
     except OpenQuantError:
         # Whoever writes there says so.
         return None
-    return None if journal is None else parsed(journal.get("entry"), architecture)
+    return None if journal is None else architecture_from_json(journal.get("entry"), architecture)
 
 
-def as_json(entry: Model) -> dict[str, Any]:
-    """An entry as a journal has it: what `parsed` makes the same of."""
+def architecture_to_json(entry: Architecture) -> dict[str, Any]:
+    """An entry as a journal has it: what `architecture_from_json` makes the same of."""
     if entry.name == GENERIC.name:
         return {"name": entry.name, "decided": entry.decided}
     return {
@@ -113,7 +121,7 @@ def as_json(entry: Model) -> dict[str, Any]:
         "layers": entry.layers,
         "compress": list(entry.compress),
         "keep": [[one.pattern, one.why, one.divided] for one in entry.keep],
-        "joined": [[one.pattern, one.listed_as] for one in entry.joined],
+        "joined": [[one.pattern, one.listed_as] for one in entry.fused],
         "splits": [[one.pattern, one.axis, one.heads, one.replicated, list(one.parts)] for one in entry.splits],
         "experts": [
             [one.path, [[stack.name, list(stack.parts), stack.transposed] for stack in one.stacked], one.beside]
@@ -129,34 +137,37 @@ def as_json(entry: Model) -> dict[str, Any]:
     }
 
 
-def parsed(held: Any, architecture: str) -> Model | None:
+def architecture_from_json(held: Any, architecture: str) -> Architecture | None:
     """An entry of a journal, which may be anybody's; None if it is none of that class."""
     if not isinstance(held, Mapping):
         return None
     try:
         if held["name"] == GENERIC.name:
             return replace(GENERIC, decided=_text(held["decided"]))
-        found = Model(
+        found = Architecture(
             name=_text(held["name"]),
             decided=_text(held["decided"]),
             layers=_pattern(held["layers"]),
             compress=tuple(map(_pattern, _list(held["compress"]))),
             keep=tuple(Keep(_pattern(one), _text(why), divided is True) for one, why, divided in _list(held["keep"])),
-            joined=tuple(Joined(_pattern(one), _maybe(listed)) for one, listed in _list(held["joined"])),
+            fused=tuple(FusedLayers(_pattern(one), _maybe(listed)) for one, listed in _list(held["joined"])),
             splits=tuple(
-                Split(_pattern(one), "in" if axis == "in" else "out", _maybe(heads), copied is True,
+                ParallelSplit(_pattern(one), "in" if axis == "in" else "out", _maybe(heads), copied is True,
                       tuple(map(_maybe, _list(parts))))
                 for one, axis, heads, copied, parts in _list(held["splits"])
             ),
             experts=tuple(
-                Experts(
+                ExpertLayout(
                     _pattern(path),
-                    tuple(Stacked(_text(n), tuple(map(_text, _list(p))), t is True) for n, p, t in _list(stacks)),
+                    tuple(
+                        StackedExperts(_text(name), tuple(map(_text, _list(parts))), transposed is True)
+                        for name, parts, transposed in _list(stacks)
+                    ),
                     beside is True,
                 )
                 for path, stacks, beside in _list(held["experts"])
             ),
-            cached=tuple(Cached(_pattern(one), _maybe(heads)) for one, heads in _list(held["cached"])),
+            cached=tuple(CachedRows(_pattern(one), _maybe(heads)) for one, heads in _list(held["cached"])),
             text_config=_maybe(held["text_config"]),
             draft_layers=_maybe(held["draft_layers"]),
             spellings=tuple(tuple(map(_text, _list(group))) for group in _list(held["spellings"])),

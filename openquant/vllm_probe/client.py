@@ -43,7 +43,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Layer:
+class EngineLayer:
     """One layer of vLLM that may be quantized.
 
     Attributes:
@@ -84,7 +84,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Asked:
+class EngineAnswer:
     """What an engine says of one model.
 
     Attributes:
@@ -95,13 +95,13 @@ class Asked:
         version: of vLLM.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[EngineLayer, ...]
     unread: tuple[str, ...]
     packed: Mapping[str, tuple[str, ...]]
     renamed: Mapping[str, str | None]
     version: str
 
-    def by_module(self) -> dict[str, Layer]:
+    def by_module(self) -> dict[str, EngineLayer]:
         """The layer that each module of the checkpoint is loaded into; the last, of a weight that several have."""
         return {name.removesuffix(".weight"): layer for layer in self.layers for name, _, _ in layer.holds}
 
@@ -110,9 +110,9 @@ class EngineFailed(PlanError):
     """The engine cannot build a model, or did not answer."""
 
 
-def ask(
+def ask_engine(
     questions: Sequence[Question], interpreter: Path, *paths: Path, seconds: float = SECONDS
-) -> list[Asked | EngineFailed]:
+) -> list[EngineAnswer | EngineFailed]:
     """What vLLM says of each model: all are asked of one process, which imports vLLM once.
 
     Args:
@@ -177,7 +177,7 @@ def _run(command: list[str], root: Path, environment: Mapping[str, str], message
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _read(path: Path) -> Asked | EngineFailed:
+def _read(path: Path) -> EngineAnswer | EngineFailed:
     hint = "vLLM's own message says what it lacks"
     failed = path.with_suffix(".error")
     if failed.exists():
@@ -196,9 +196,9 @@ def _read(path: Path) -> Asked | EngineFailed:
         return EngineFailed(f"vLLM died, or its answer cannot be read: {error!r}", hint)
 
 
-def _parse(found: Any) -> Asked:
+def _parse(found: Any) -> EngineAnswer:
     layers = [
-        Layer(
+        EngineLayer(
             path=_text(path),
             kinds=tuple(map(_text, layer["kinds"])),
             prefix=_text(layer["prefix"]),
@@ -218,7 +218,7 @@ def _parse(found: Any) -> Asked:
         )
         for path, layer in found["layers"].items()
     ]
-    return Asked(
+    return EngineAnswer(
         layers=tuple(layers),
         unread=tuple(map(_text, found["unread"])),
         packed={_text(name): tuple(map(_text, members)) for name, members in found["packed"].items()},

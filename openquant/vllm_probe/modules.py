@@ -1,6 +1,7 @@
 """An entry of the registry held against what an engine says of the same model, and one made from that.
 
-What an engine says is by its layers, an entry goes by the checkpoint's modules; `tell` turns one into the other.
+What an engine says is by its layers, an entry goes by the checkpoint's modules; `engine_modules` turns one into
+the other.
 """
 
 from __future__ import annotations
@@ -12,34 +13,44 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..patterns import compile_pattern, template
-from ..registry.architecture import EMBEDDING, HEAD, ROUTER, Experts, Joined, Keep, Model, Split, Stacked
-from ..registry.parts import HEADS, Part, attention, gated, model, plain, routed
-from ..registry.rules import Entry, is_head
-from .client import Asked, Layer
+from ..registry.architecture import (
+    EMBEDDING,
+    HEAD,
+    ROUTER,
+    Architecture,
+    ExpertLayout,
+    FusedLayers,
+    Keep,
+    ParallelSplit,
+    StackedExperts,
+)
+from ..registry.parts import HEADS, LayerPart, attention, gated, model, plain, routed
+from ..registry.rules import ModuleRules, is_head
+from .client import EngineAnswer, EngineLayer
 
 HEAD_LAYER, EMBEDDING_LAYER = "ParallelLMHead", "VocabParallelEmbedding"
 UNKNOWN = "the engine builds no quantized layer of it"
 
 
-class Told(NamedTuple):
+class EngineModule(NamedTuple):
     """What an engine says of one module of a checkpoint.
 
     Attributes:
         layer: what it is loaded into; None if that is no layer that could be quantized.
-        joined: all modules that are loaded into the same, itself included, in the engine's order; empty if none.
+        fused: all modules that are loaded into the same, itself included, in the engine's order; empty if none.
         reordered: whether its rows come there in another order.
         read: whether it is loaded at all. Draft layers are not: they are a class of their own.
         merged: the engine's name for what it is joined into, as Joined.listed_as says; None where it derives that.
     """
 
-    layer: Layer | None
-    joined: tuple[str, ...]
+    layer: EngineLayer | None
+    fused: tuple[str, ...]
     reordered: bool
     read: bool
     merged: str | None
 
 
-def tell(asked: Asked, shapes: Mapping[str, Sequence[int]]) -> dict[str, Told]:
+def engine_modules(asked: EngineAnswer, shapes: Mapping[str, Sequence[int]]) -> dict[str, EngineModule]:
     """What an engine says of each module with a weight of two or more axes."""
     by_module = asked.by_module()
     unread = {name.removesuffix(".weight") for name in asked.unread}
@@ -49,51 +60,51 @@ def tell(asked: Asked, shapes: Mapping[str, Sequence[int]]) -> dict[str, Told]:
             continue
         module = name.removesuffix(".weight")
         layer = by_module.get(module)
-        joined: tuple[str, ...] = ()
+        fused: tuple[str, ...] = ()
         starts: list[int] = []
         if layer is not None:
             starts = [row for tensor, row, _ in layer.holds if tensor == name]
             if not layer.experts:
                 weights = dict.fromkeys(tensor.removesuffix(".weight") for tensor, _, _ in layer.holds)
-                joined = tuple(weights) if len(weights) > 1 else ()
+                fused = tuple(weights) if len(weights) > 1 else ()
         reordered = layer is not None and not layer.experts and (len(starts) > 1 or starts[:1] != [0])
-        merged = _merged(layer, joined, asked) if layer is not None and joined else None
-        found[module] = Told(layer, joined, reordered, module not in unread, merged)
+        merged = _merged(layer, fused, asked) if layer is not None and fused else None
+        found[module] = EngineModule(layer, fused, reordered, module not in unread, merged)
     return found
 
 
-def differences(entry: Model, told: Mapping[str, Told]) -> dict[str, list[str]]:
+def architecture_differences(entry: Architecture, told: Mapping[str, EngineModule]) -> dict[str, list[str]]:
     """What an entry says otherwise than an engine: the modules, named by templates, of each difference."""
-    asked = Entry(entry)
-    sets = {module: members for module, members in asked.joined_sets(told).items() if len(members) > 1}
+    asked = ModuleRules(entry)
+    sets = {module: members for module, members in asked.fused_groups(told).items() if len(members) > 1}
     found: dict[str, dict[str, None]] = {}
     for module, one in told.items():
-        role, layer = asked.role(module), one.layer
-        quantized = role.compress or role.stack is not None
+        rule, layer = asked.rule(module), one.layer
+        quantized = rule.compress or rule.stack is not None
         wrong = []
-        if one.read and role.patterns != 1:
-            wrong.append("no pattern matches" if not role.patterns else "more than one pattern matches")
+        if one.read and rule.patterns != 1:
+            wrong.append("no pattern matches" if not rule.patterns else "more than one pattern matches")
         if quantized and one.read and (layer is None or not layer.asked):
             wrong.append("quantized, and the engine builds it without a quantization")
         if layer is not None and quantized:
-            if layer.experts and not (role.below or role.stack):
+            if layer.experts and not (rule.below or rule.stack):
                 wrong.append("experts to the engine, and not to the entry")
-            if not layer.experts and (role.below or role.stack):
+            if not layer.experts and (rule.below or rule.stack):
                 wrong.append("experts to the entry, and not to the engine")
             if not layer.experts and layer.asked:
-                if {*sets.get(module, ())} != {*one.joined}:
+                if {*sets.get(module, ())} != {*one.fused}:
                     wrong.append(
-                        f"the engine joins {_last(one.joined) or 'it with nothing'}, not {_last(sets.get(module, ()))}"
+                        f"the engine joins {_last(one.fused) or 'it with nothing'}, not {_last(sets.get(module, ()))}"
                     )
-                if layer.axis != (role.split.axis if role.split else None):
+                if layer.axis != (rule.split.axis if rule.split else None):
                     wrong.append(
-                        f"the engine splits it along {layer.axis}, not {role.split.axis if role.split else None}"
+                        f"the engine splits it along {layer.axis}, not {rule.split.axis if rule.split else None}"
                     )
-                if one.merged and one.merged not in role.listed_as:
+                if one.merged and one.merged not in rule.listed_as:
                     wrong.append(
                         f"the engine does not derive {one.merged} from its members, and listed_as does not say it"
                     )
-            if one.reordered and not role.reordered and not (role.split and role.split.parts):
+            if one.reordered and not rule.reordered and not (rule.split and rule.split.parts):
                 wrong.append("the engine puts its rows in another order")
         if layer is not None and not quantized and layer.linear and layer.skipped is not True:
             wrong.append(f"kept, and not listed under the engine's name {template(layer.prefix)}")
@@ -107,7 +118,7 @@ def _last(modules: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Draft:
+class DraftedArchitecture:
     """An entry made from what an engine says.
 
     Attributes:
@@ -117,7 +128,7 @@ class Draft:
         questions: what the engine does not say, or says in a way that needs a look.
     """
 
-    entry: Model
+    entry: Architecture
     pieces: tuple[str, ...]
     keep: tuple[Keep, ...]
     questions: tuple[str, ...]
@@ -126,11 +137,13 @@ class Draft:
 class _Kinds(NamedTuple):
     """Modules of a decoder layer by what an engine does with them; names are templates that begin with a dot."""
 
-    linear: dict[str, tuple[str, Told]]
-    others: dict[str, tuple[str, Told]]
+    linear: dict[str, tuple[str, EngineModule]]
+    others: dict[str, tuple[str, EngineModule]]
 
 
-def draft(name: str, asked: Asked, shapes: Mapping[str, Sequence[int]], hidden: int = 0) -> Draft:
+def draft_architecture(
+    name: str, asked: EngineAnswer, shapes: Mapping[str, Sequence[int]], hidden: int = 0
+) -> DraftedArchitecture:
     """An entry for an architecture that has none.
 
     Args:
@@ -139,9 +152,9 @@ def draft(name: str, asked: Asked, shapes: Mapping[str, Sequence[int]], hidden: 
         shapes: of the checkpoint that it was asked about.
         hidden: hidden_size, which tells the axes of stacked experts apart.
     """
-    told = tell(asked, shapes)
-    layers = decoder_layers(told)
-    pieces: dict[str, Part] = {}
+    told = engine_modules(asked, shapes)
+    layers = decoder_layer_pattern(told)
+    pieces: dict[str, LayerPart] = {}
     keep: dict[str, Keep] = {}
     questions: dict[str, None] = {}
     kinds = _Kinds({}, {})
@@ -181,18 +194,18 @@ def draft(name: str, asked: Asked, shapes: Mapping[str, Sequence[int]], hidden: 
     for old, new in sorted(_renamed(asked, told)):
         questions[f"looked up by another name, renames or spellings?: {old} -> {new}"] = None
     entry = model(name, *pieces.values(), layers=layers, keep=tuple(keep.values()))
-    return Draft(entry, tuple(pieces), tuple(keep.values()), tuple(questions))
+    return DraftedArchitecture(entry, tuple(pieces), tuple(keep.values()), tuple(questions))
 
 
 def _tensor(module: str, shapes: Mapping[str, Sequence[int]]) -> str:
     return module if module in shapes else f"{module}.weight"
 
 
-def _experts_of(asked: Asked) -> set[int]:
+def _experts_of(asked: EngineAnswer) -> set[int]:
     return {layer.experts for layer in asked.layers if layer.experts}
 
 
-def decoder_layers(told: Mapping[str, Told]) -> str:
+def decoder_layer_pattern(told: Mapping[str, EngineModule]) -> str:
     """The pattern of a decoder layer: what most layers that may be quantized begin with, up to their first number."""
     found = Counter(
         template(module).partition(".*")[0]
@@ -207,7 +220,7 @@ def is_tower(module: str) -> bool:
     return any(word in module for word in ("vision", "visual", "audio", "image", "speech"))
 
 
-def _outside(module: str, one: Told, keep: dict[str, Keep]) -> None:
+def _outside(module: str, one: EngineModule, keep: dict[str, Keep]) -> None:
     if any(compile_pattern(known.pattern).fullmatch(module) for known in (EMBEDDING, HEAD)):
         return
     if one.layer is not None and HEAD_LAYER in one.layer.kinds:
@@ -220,7 +233,7 @@ def _outside(module: str, one: Told, keep: dict[str, Keep]) -> None:
         keep[f"{top}.**"] = Keep(f"{top}.**", "vision or audio" if is_tower(module) else UNKNOWN)
 
 
-def _renamed(asked: Asked, told: Mapping[str, Told]) -> set[tuple[str, str]]:
+def _renamed(asked: EngineAnswer, told: Mapping[str, EngineModule]) -> set[tuple[str, str]]:
     """Parents of modules, as the engine's own mapper has them, and what the engine asks by instead."""
     found = set()
     for module, one in told.items():
@@ -229,27 +242,27 @@ def _renamed(asked: Asked, told: Mapping[str, Told]) -> set[tuple[str, str]]:
         mapped = asked.renamed.get(module, module)
         last = one.layer.prefix.rpartition(".")[2]
         ours, theirs = (mapped or "").rpartition(".")[0], one.layer.prefix.rpartition(".")[0]
-        if ours != theirs or (not one.joined and (mapped or "").rpartition(".")[2] != last):
+        if ours != theirs or (not one.fused and (mapped or "").rpartition(".")[2] != last):
             found.add((template(mapped or module), template(one.layer.prefix)))
     return found
 
 
-def _merged(layer: Layer, joined: Sequence[str], asked: Asked) -> str | None:
+def _merged(layer: EngineLayer, fused: Sequence[str], asked: EngineAnswer) -> str | None:
     """What Joined.listed_as is: None where packed_modules_mapping has the members, as the engine names them."""
     name = layer.prefix.rpartition(".")[2]
-    members = {(asked.renamed.get(module) or module).rpartition(".")[2] for module in joined}
+    members = {(asked.renamed.get(module) or module).rpartition(".")[2] for module in fused}
     return None if {*asked.packed.get(name, ())} == members else name
 
 
-Linear = dict[str, tuple[str, Told]]
+Linear = dict[str, tuple[str, EngineModule]]
 
 
 def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _lasts(one: Told) -> list[str]:
-    return [module.rpartition(".")[2] for module in one.joined]
+def _lasts(one: EngineModule) -> list[str]:
+    return [module.rpartition(".")[2] for module in one.fused]
 
 
 def _call(function: str, *arguments: str, **named: str | None) -> str:
@@ -267,7 +280,7 @@ def _take(left: Linear, *names: str) -> None:
         left.pop(name, None)
 
 
-def routed_parts(left: Linear, shapes: Mapping[str, Sequence[int]], hidden: int) -> dict[str, Part]:
+def routed_parts(left: Linear, shapes: Mapping[str, Sequence[int]], hidden: int) -> dict[str, LayerPart]:
     """The routed experts among linear layers, which are taken out, by what Python says of them.
 
     Args:
@@ -275,7 +288,7 @@ def routed_parts(left: Linear, shapes: Mapping[str, Sequence[int]], hidden: int)
         shapes: of the checkpoint.
         hidden: hidden_size, which tells the axes of stacks apart. Stacks of which none tells them are left out.
     """
-    found: dict[str, Part] = {}
+    found: dict[str, LayerPart] = {}
     experts = {name: (module, one) for name, (module, one) in left.items() if one.layer and one.layer.experts}
     paths: dict[str, list[str]] = {}
     for name, (module, _) in experts.items():
@@ -305,15 +318,15 @@ def routed_parts(left: Linear, shapes: Mapping[str, Sequence[int]], hidden: int)
                 if len(order) == 3:
                     # Gate and up are stacks of their own.
                     parts = (("gate_proj", "up_proj", "down_proj")[order.index(last)],)
-                stacks.append(Stacked(last, parts, transposed))
-                texts.append(f'Stacked("{last}", {parts}{", transposed=True" if transposed else ""})')
+                stacks.append(StackedExperts(last, parts, transposed))
+                texts.append(f'StackedExperts("{last}", {parts}{", transposed=True" if transposed else ""})')
             # Where the engine's name for the experts is none of the tensors' parents, these lie beside it.
             last = one.layer.prefix.rpartition(".")[2]
             beside = last != path.rpartition(".")[2]
             path = f"{path}.{last}" if beside else path
             more = ", beside=True" if beside else ""
-            text = f'routed("{path}", experts=Experts("{path}", stacked=({", ".join(texts)},){more}))'
-            found[text] = routed(path, experts=Experts(path, stacked=tuple(stacks), beside=beside))
+            text = f'routed("{path}", experts=ExpertLayout("{path}", stacked=({", ".join(texts)},){more}))'
+            found[text] = routed(path, experts=ExpertLayout(path, stacked=tuple(stacks), beside=beside))
         elif len(order) == 3:
             down = order[-1]
             gate, up = order[:2]
@@ -321,12 +334,14 @@ def routed_parts(left: Linear, shapes: Mapping[str, Sequence[int]], hidden: int)
             found[_call("routed", path, *(() if usual else (gate, up, down)))] = routed(path, gate, up, down)
         else:
             compress = (f"{path}.*.{{{','.join(order)}}}",)
-            found[f'Part({compress!r}, experts=(Experts("{path}"),))'] = Part(compress, experts=(Experts(path),))
+            found[f'LayerPart({compress!r}, experts=(ExpertLayout("{path}"),))'] = LayerPart(
+                compress, experts=(ExpertLayout(path),)
+            )
     return found
 
 
-def _attention(left: Linear) -> dict[str, Part]:
-    found: dict[str, Part] = {}
+def _attention(left: Linear) -> dict[str, LayerPart]:
+    found: dict[str, LayerPart] = {}
     for name in [name for name, (_, one) in left.items() if _lasts(one) == ["q_proj", "k_proj", "v_proj"]]:
         parent, out = _parent(name), _row_parallel(left, _parent(name))
         if name not in left or parent != ".self_attn" or len(out) != 1:
@@ -338,8 +353,8 @@ def _attention(left: Linear) -> dict[str, Part]:
     return found
 
 
-def _gated(left: Linear) -> dict[str, Part]:
-    found: dict[str, Part] = {}
+def _gated(left: Linear) -> dict[str, LayerPart]:
+    found: dict[str, LayerPart] = {}
     for name in list(left):
         if name not in left:
             continue
@@ -363,13 +378,13 @@ def _gated(left: Linear) -> dict[str, Part]:
     return found
 
 
-def _rest(left: Linear) -> dict[str, Part]:
+def _rest(left: Linear) -> dict[str, LayerPart]:
     """What is no usual piece: by the module that it lies in."""
-    found: dict[str, Part] = {}
+    found: dict[str, LayerPart] = {}
     for parent in dict.fromkeys(map(_parent, left)):
         names = {name: one for name, (_, one) in left.items() if _parent(name) == parent}
-        joined: dict[tuple[str, ...], str | None] = {
-            tuple(_lasts(one)): one.merged for one in names.values() if one.joined
+        fused: dict[tuple[str, ...], str | None] = {
+            tuple(_lasts(one)): one.merged for one in names.values() if one.fused
         }
         axes: dict[tuple[str, str | None], list[str]] = {}
         for name, one in names.items():
@@ -377,19 +392,19 @@ def _rest(left: Linear) -> dict[str, Part]:
             if axis:
                 heads = None if "mlp" in parent or "feed_forward" in parent else HEADS
                 axes.setdefault((axis, heads), []).append(name.rpartition(".")[2])
-        part = Part(
+        part = LayerPart(
             (f"{parent}.{_either([name.rpartition('.')[2] for name in names])}",),
-            tuple(Joined(f"{parent}.{_either(lasts)}", merged) for lasts, merged in joined.items()),
-            tuple(Split(f"{parent}.{_either(lasts)}", axis, heads) for (axis, heads), lasts in axes.items()),
+            tuple(FusedLayers(f"{parent}.{_either(lasts)}", merged) for lasts, merged in fused.items()),
+            tuple(ParallelSplit(f"{parent}.{_either(lasts)}", axis, heads) for (axis, heads), lasts in axes.items()),
         )
         sets = ", ".join(
-            f'Joined("{one.pattern}"' + (f', "{one.listed_as}")' if one.listed_as else ")") for one in part.joined
+            f'FusedLayers("{one.pattern}"' + (f', "{one.listed_as}")' if one.listed_as else ")") for one in part.fused
         )
         splits = ", ".join(
-            f'Split("{one.pattern}", "{one.axis}"' + (", HEADS)" if one.heads else ")") for one in part.splits
+            f'ParallelSplit("{one.pattern}", "{one.axis}"' + (", HEADS)" if one.heads else ")") for one in part.splits
         )
-        text = f'Part(("{part.compress[0]}",)'
-        text += f", joined=({sets},)" if sets else ""
+        text = f'LayerPart(("{part.compress[0]}",)'
+        text += f", fused=({sets},)" if sets else ""
         text += f", splits=({splits},)" if splits else ""
         found[text + ")"] = part
     return found

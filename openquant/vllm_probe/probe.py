@@ -71,7 +71,7 @@ LARGEST = 1 << 16
 COPIES = (torch.ops.aten.clone, torch.ops.aten._to_copy, torch.ops.aten._unsafe_view, torch.ops.aten._reshape_copy)
 
 
-class Experts(UnquantizedFusedMoEMethod):  # type: ignore[misc]
+class ExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
     """Makes weights of experts whatever they compute: not every engine has a kernel for that without a quantization."""
 
     def __init__(self, moe: Any) -> None:
@@ -84,7 +84,7 @@ class Experts(UnquantizedFusedMoEMethod):  # type: ignore[misc]
 
 
 @register_quantization_config("asked")
-class Asking(QuantizationConfig):  # type: ignore[misc]
+class RecordingConfig(QuantizationConfig):  # type: ignore[misc]
     """A quantization that quantizes nothing, and remembers what it was asked for."""
 
     def __init__(self, ignored: list[str]) -> None:
@@ -115,7 +115,7 @@ class Asking(QuantizationConfig):  # type: ignore[misc]
         return []
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Asking:
+    def from_config(cls, config: dict[str, Any]) -> RecordingConfig:
         """Of quantization_config."""
         return cls(config.get("ignored_layers", []))
 
@@ -130,7 +130,7 @@ class Asking(QuantizationConfig):  # type: ignore[misc]
         if isinstance(layer, LinearBase):
             return UnquantizedLinearMethod()
         if isinstance(layer, RoutedExperts):
-            return Experts(layer.moe_config)
+            return ExpertsMethod(layer.moe_config)
         return UnquantizedEmbeddingMethod() if isinstance(layer, VocabParallelEmbedding) else None
 
     def skipped(self, prefix: str) -> bool | None:
@@ -153,7 +153,7 @@ class Asking(QuantizationConfig):  # type: ignore[misc]
 Rows = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Followed(TorchDispatchMode):  # type: ignore
+class RowTracer(TorchDispatchMode):  # type: ignore
     """Follows rows of a checkpoint's tensors to where they are loaded. What is large has no memory.
 
     A storage that holds such rows has a function: from positions in it to codes, tensor * ROWS + row; the last row
@@ -331,7 +331,7 @@ def describe(directory: Path) -> dict[str, Any]:
     with set_current_vllm_config(config), tempfile.NamedTemporaryFile() as rendezvous:
         init_distributed_environment(1, 0, f"file://{rendezvous.name}", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
-        followed = Followed(shapes)
+        followed = RowTracer(shapes)
         with set_default_torch_dtype(torch.float32), torch.no_grad(), followed:
             model = initialize_model(config)
             if shapes:

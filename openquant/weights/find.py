@@ -39,9 +39,9 @@ from ..formats.quantization import Quantization, quantization_places, read_quant
 from ..formats.schemes import MXFP4
 from ..models import MODELS
 from ..patterns import compile_any, template
-from ..registry.architecture import absolute
-from .packed_columns import columns_of
-from .per_rank import members
+from ..registry.architecture import absolute_patterns
+from .packed_columns import packed_columns
+from .per_rank import per_rank_projections
 from .weight import Weight
 
 # What modelopt wrote beside config.json before config.json held the same.
@@ -76,7 +76,7 @@ _STRAYS = (
 _STRANGE = "download it again if it is damaged; if its maker lays it out so, start from the unquantized model"
 
 
-class Pair(NamedTuple):
+class CodesAndScale(NamedTuple):
     """Codes and what lies beside them, told by names alone: of what shapes and dtypes, whoever asks has to look.
 
     Attributes:
@@ -108,14 +108,14 @@ class Pair(NamedTuple):
         return self.codes.name != self.name
 
 
-class Stored(NamedTuple):
+class QuantizedWeight(NamedTuple):
     """A weight that the source stores quantized, and the names of all tensors that it takes the place of."""
 
     weight: Weight
     hidden: tuple[str, ...]
 
 
-def pairs(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> Iterator[Pair]:
+def pairs(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> Iterator[CodesAndScale]:
     """All codes of a checkpoint, each with its scale: here alone is decided which tensor is what.
 
     Args:
@@ -135,10 +135,12 @@ def pairs(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> Iter
         above = tensors.get(f"{module}.{form.global_scale.name}") if form and form.global_scale else None
         zeros = tensors.get(f"{module}.{form.zero_point}") if form and form.zero_point else None
         beside = _present(tensors, [*(f"{module}.{last}" for last in _BESIDE), name + _OF_STACKS[1]])
-        yield Pair(name, info, form, scales[0] if scales else None, above, zeros, tuple(beside))
+        yield CodesAndScale(name, info, form, scales[0] if scales else None, above, zeros, tuple(beside))
 
 
-def stored_twice(tensors: Mapping[str, TensorInfo], all_pairs: Iterable[Pair]) -> Iterator[tuple[TensorInfo, str]]:
+def stored_twice(
+    tensors: Mapping[str, TensorInfo], all_pairs: Iterable[CodesAndScale]
+) -> Iterator[tuple[TensorInfo, str]]:
     """Codes of weights that are there in another form too, unquantized or as other codes, each with a message.
 
     Args:
@@ -173,7 +175,7 @@ def _present(tensors: Mapping[str, TensorInfo], names: Iterable[str]) -> list[Te
     return [tensors[name] for name in names if name in tensors]
 
 
-def leftovers(tensors: Mapping[str, TensorInfo], weights: Iterable[Weight]) -> list[str]:
+def unread_tensors(tensors: Mapping[str, TensorInfo], weights: Iterable[Weight]) -> list[str]:
     """The tensors beside quantized weights that engines refuse to load.
 
     Args:
@@ -232,7 +234,7 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Weight]]
     for entry in _find(checkpoint, all_pairs):
         found.setdefault(entry.weight.parts[0].name, []).append(entry.weight)
         hidden.update(entry.hidden)
-    hidden.update(leftovers(checkpoint.tensors, (weight for held in found.values() for weight in held)))
+    hidden.update(unread_tensors(checkpoint.tensors, (weight for held in found.values() for weight in held)))
     tensors: dict[str, TensorInfo] = {}
     where = dict(checkpoint.where)
     weights: dict[str, Weight] = {}
@@ -285,16 +287,18 @@ def _read(checkpoint: Checkpoint) -> Quantization | None:
         ) from None
 
 
-def _find(checkpoint: Checkpoint, all_pairs: Iterable[Pair]) -> Iterator[Stored]:
+def _find(checkpoint: Checkpoint, all_pairs: Iterable[CodesAndScale]) -> Iterator[QuantizedWeight]:
     model = MODELS.get(checkpoint.architecture)
     ranked = model.ranked if model else None
-    in_parts = compile_any(absolute(model, [ranked.pattern])) if model and ranked else None
+    in_parts = compile_any(absolute_patterns(model, [ranked.pattern])) if model and ranked else None
     for pair in all_pairs:
         info = pair.codes
         if in_parts and ranked and info.dtype == E4M3.dtype and in_parts.fullmatch(pair.module):
             form = _form(pair)
-            for weight in members(pair.module, info, _found_scale(pair, form), form, ranked, checkpoint.config):
-                yield Stored(weight, tuple(part.name for part in (*weight.parts, *pair.beside)))
+            for weight in per_rank_projections(
+                pair.module, info, _found_scale(pair, form), form, ranked, checkpoint.config
+            ):
+                yield QuantizedWeight(weight, tuple(part.name for part in (*weight.parts, *pair.beside)))
             continue
         if pair.form is not None and pair.form.columns is not None:
             weight = _columns(checkpoint, pair, pair.form)
@@ -310,10 +314,10 @@ def _find(checkpoint: Checkpoint, all_pairs: Iterable[Pair]) -> Iterator[Stored]
             weight = _whole(pair)
         else:
             raise PlanError(f"{_described(info)}, which is not read here", "start from the unquantized model")
-        yield Stored(weight, tuple(part.name for part in (*weight.parts, *pair.beside)))
+        yield QuantizedWeight(weight, tuple(part.name for part in (*weight.parts, *pair.beside)))
 
 
-def _whole(pair: Pair) -> Weight:
+def _whole(pair: CodesAndScale) -> Weight:
     """A weight whose codes have an element each."""
     info, form = pair.codes, _form(pair)
     if len(info.shape) not in (2, 3) or 0 in info.shape:
@@ -328,7 +332,7 @@ def _whole(pair: Pair) -> Weight:
     return _weight(pair, shape, form, _scale(pair, form, shape))._replace(input_scale=_input_scale(pair))
 
 
-def _stack(pair: Pair, shape: tuple[int, int], form: Format) -> Weight:
+def _stack(pair: CodesAndScale, shape: tuple[int, int], form: Format) -> Weight:
     """A stack of experts, each of which has scales of its own, unless there is one for all."""
     scale = _found_scale(pair, form)
     experts, (rows, cols) = pair.codes.shape[0], shape
@@ -353,20 +357,20 @@ def _stack(pair: Pair, shape: tuple[int, int], form: Format) -> Weight:
     )
 
 
-def _input_scale(pair: Pair) -> TensorInfo | None:
+def _input_scale(pair: CodesAndScale) -> TensorInfo | None:
     """The scale of its activations, whatever it is called."""
     return next((beside for beside in pair.beside if not beside.name.endswith(".weight_shape")), None)
 
 
-def _columns(checkpoint: Checkpoint, pair: Pair, form: Format) -> Weight:
+def _columns(checkpoint: Checkpoint, pair: CodesAndScale, form: Format) -> Weight:
     """A weight whose codes lie in columns."""
     if not pair.codes.name.endswith(f".{form.codes}"):
         raise SourceError(f"{_described(pair.codes)}, but config.json has its layer as {form.codes}", _DAMAGED)
-    shape, parts = columns_of(pair.module, pair.codes, form, checkpoint.tensors.get)
+    shape, parts = packed_columns(pair.module, pair.codes, form, checkpoint.tensors.get)
     return _weight(pair, shape, form, parts[1])._replace(parts=parts)
 
 
-def _packed(checkpoint: Checkpoint, pair: Pair) -> Weight:
+def _packed(checkpoint: Checkpoint, pair: CodesAndScale) -> Weight:
     form, info = _form(pair), pair.codes
     if form.number.per_item == 1 or info.dtype != form.number.dtype or len(info.shape) != 2:
         raise PlanError(
@@ -394,7 +398,7 @@ def _packed(checkpoint: Checkpoint, pair: Pair) -> Weight:
     return weight._replace(parts=(*weight.parts, *above, *zeros, *told), input_scale=inputs)
 
 
-def _global_scale(pair: Pair, form: Format) -> tuple[TensorInfo, ...]:
+def _global_scale(pair: CodesAndScale, form: Format) -> tuple[TensorInfo, ...]:
     """The scale of the scales, where a format has one."""
     if form.global_scale is None:
         return ()
@@ -410,7 +414,7 @@ def _require_number(info: TensorInfo) -> None:
         raise SourceError(f"{_described(info)}, not a single F32", _DAMAGED)
 
 
-def _zero_points(pair: Pair, form: Format, shape: tuple[int, int]) -> tuple[TensorInfo, ...]:
+def _zero_points(pair: CodesAndScale, form: Format, shape: tuple[int, int]) -> tuple[TensorInfo, ...]:
     """The codes that stand for zero, where a format has them."""
     wanted, info = form.zero_points(pair.module, shape), pair.zero_points
     if wanted is None:
@@ -425,7 +429,7 @@ def _zero_points(pair: Pair, form: Format, shape: tuple[int, int]) -> tuple[Tens
     return (info,)
 
 
-def _blocks(pair: Pair) -> Weight:
+def _blocks(pair: CodesAndScale) -> Weight:
     form, info, scale = _form(pair), pair.codes, pair.scale
     if form.number != E2M1 or len(info.shape) != 4 or info.shape[3] != 16:
         raise SourceError(f"{_described(info)}, not MXFP4 blocks of 16 bytes", _DAMAGED)
@@ -438,31 +442,31 @@ def _blocks(pair: Pair) -> Weight:
     return _weight(pair, (rows, groups * 32), form, scale)._replace(source=source, turned=True)
 
 
-def _is_nibbles(pair: Pair) -> bool:
+def _is_nibbles(pair: CodesAndScale) -> bool:
     """Whether it is MXFP4 as DeepSeek V4 has its experts: no other layer in FP8 has bytes, or exponents, so."""
     codes, scale, form = pair.codes, pair.scale, pair.form
     beside = form is not None and form.number == E4M3 and scale is not None and scale.dtype in EXPONENTS
     return beside and codes.dtype == "I8" and len(codes.shape) == 2
 
 
-def _nibbles(pair: Pair) -> Weight:
+def _nibbles(pair: CodesAndScale) -> Weight:
     form, shape = MXFP4.format, (pair.codes.shape[0], pair.codes.shape[1] * 2)
     return _weight(pair, shape, form, _scale(pair, form, shape))
 
 
-def _weight(pair: Pair, shape: tuple[int, int], form: Format, scale: TensorInfo) -> Weight:
+def _weight(pair: CodesAndScale, shape: tuple[int, int], form: Format, scale: TensorInfo) -> Weight:
     source = TensorInfo(pair.name, DECODED_DTYPE, shape)
     return Weight(pair.module, template(pair.module), source, shape, format=form, parts=(pair.codes, scale))
 
 
-def _form(pair: Pair) -> Format:
+def _form(pair: CodesAndScale) -> Format:
     if pair.form is None:
         info = pair.codes
         raise SourceError(f"{info.name} is {info.dtype}, but no config group of config.json targets it", _DAMAGED)
     return pair.form
 
 
-def _scale(pair: Pair, form: Format, shape: tuple[int, int]) -> TensorInfo:
+def _scale(pair: CodesAndScale, form: Format, shape: tuple[int, int]) -> TensorInfo:
     """The scale of a weight [out, in], which must have as many values as its grid."""
     scale = _found_scale(pair, form)
     wanted = grid_of(form.group, shape)
@@ -475,7 +479,7 @@ def _scale(pair: Pair, form: Format, shape: tuple[int, int]) -> TensorInfo:
     return scale
 
 
-def _found_scale(pair: Pair, form: Format) -> TensorInfo:
+def _found_scale(pair: CodesAndScale, form: Format) -> TensorInfo:
     """The scale of a weight, of whatever shape."""
     scale = pair.scale
     if scale is None:

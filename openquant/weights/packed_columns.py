@@ -30,7 +30,7 @@ ALIKE = 8
 _DAMAGED = "the checkpoint is damaged or incomplete: download or save it again"
 
 
-def columns_of(
+def packed_columns(
     module: str, codes: TensorInfo, form: Format, find: Callable[[str], TensorInfo | None]
 ) -> tuple[tuple[int, int], tuple[TensorInfo, ...]]:
     """Shape (out, in) of a weight, and its tensors: codes, scales, zero points and perhaps which group inputs are of.
@@ -60,7 +60,7 @@ def columns_of(
         (columns.zeros, ("I32",), (groups, shape[0] // words)),
     ]
     index = columns.index and find(f"{module}.{columns.index}")
-    if columns.index is not None and (index or columns.scattered):
+    if columns.index is not None and (index or columns.act_order):
         wanted.append((columns.index, ("I32", "I64"), (shape[1],)))
     for last, dtypes, sizes in wanted:
         info = find(f"{module}.{last}")
@@ -168,7 +168,7 @@ class ColumnReader:
                 f"{info.name} in {self._where(info.name).shard} holds {found[wrong][0]}, but there are {groups} groups",
                 _DAMAGED,
             )
-        if form.columns.scattered:
+        if form.columns.act_order:
             return found
         if not np.array_equal(found, np.arange(len(found)) // (form.group[1] or len(found))):
             raise SourceError(

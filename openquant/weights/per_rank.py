@@ -13,12 +13,12 @@ from ..errors import SourceError
 from ..files.tensors import TensorInfo
 from ..formats.format import Format, grid_of
 from ..patterns import template
-from ..registry.architecture import Ranked
+from ..registry.architecture import PerRankTensor
 from .weight import Weight
 
 
-def members(
-    module: str, codes: TensorInfo, scale: TensorInfo, form: Format, held: Ranked, config: Mapping[str, Any]
+def per_rank_projections(
+    module: str, codes: TensorInfo, scale: TensorInfo, form: Format, held: PerRankTensor, config: Mapping[str, Any]
 ) -> list[Weight]:
     """The projections that such a tensor holds, as weights of their own.
 

@@ -54,7 +54,7 @@ def memory_of(weight: Weight, multiple: int) -> tuple[int, int]:
     held, columns = piece // 2 + (piece // 4 if weight.transposed else 0), weight.format.columns
     if columns is not None:
         # What is turned around, before, between and after; and if need be a scale and a zero point for each weight.
-        held += 4 * STRIP + (2 * piece if columns.scattered else 0)
+        held += 4 * STRIP + (2 * piece if columns.act_order else 0)
     return piece, held
 
 
@@ -93,14 +93,14 @@ class Reader:
         Raises:
             SourceError: it cannot be read, or a code or scale stands for no value.
         """
-        step, tuning = rows_at_once(weight, multiple), weight.tuning
-        if tuning is None or not tuning.folds:
+        step, transform = rows_at_once(weight, multiple), weight.transform
+        if transform is None or not transform.folds:
             yield from self._stored(weight, step)
             return
-        plain, low = weight._replace(tuning=None), 0
+        plain, low = weight._replace(transform=None), 0
         for bits in self._stored(plain, step):
             values = kernels.to_float32(bits, plain.dtype)
-            tuning.apply(values, low)
+            transform.apply(values, low)
             low += len(values)
             yield values.view(np.uint32)
 
@@ -319,17 +319,17 @@ class Reader:
         check_scales(found, info.name, shard, SMALLEST_SCALE)
         return found if form.global_scale.divides else np.float32(1) / found
 
-    def keeps_scale(self, joined: Sequence[Weight], scheme: Scheme) -> bool:
+    def keeps_scale(self, fused: Sequence[Weight], scheme: Scheme) -> bool:
         """Whether weights that share a scale in a scheme all have the same one already, and engines load it."""
         form = scheme.format
         if not all(
-            weight.format is not None and not weight.folded and weight.format.group == form.group for weight in joined
+            weight.format is not None and not weight.folded and weight.format.group == form.group for weight in fused
         ):
             return False
         if form.global_scale is not None:
-            held = all(weight.is_held_by(form) for weight in joined)
-            return held and len({self.divisor(weight).item() for weight in joined}) == 1
-        scales = {self.scales(weight, 0, 1).item() for weight in joined}
+            held = all(weight.is_held_by(form) for weight in fused)
+            return held and len({self.divisor(weight).item() for weight in fused}) == 1
+        scales = {self.scales(weight, 0, 1).item() for weight in fused}
         scale = scales.pop()
         return not scales and scale >= form.scale.floor and scale * form.number.largest <= scheme.largest
 
@@ -392,7 +392,7 @@ def require_finite(weight: Weight, largest: Floats, where: Mapping[str, Location
         )
 
 
-def consumed(weight: Weight, rows: int) -> int:
+def row_bytes(weight: Weight, rows: int) -> int:
     """Bytes of the source that `rows` rows take, without their scales."""
     if weight.format is None:
         return rows * weight.shape[1] * BITS_TYPE[weight.source.dtype].itemsize

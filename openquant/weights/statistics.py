@@ -23,7 +23,7 @@ from safetensors.numpy import load, save
 
 from ..errors import SourceError, UsageError
 from ..files.checkpoint import readable
-from ..files.destination import Kind
+from ..files.destination import FileKind
 from ..files.small_files import parse_json, read_small
 from ..files.tensors import MAX_HEADER
 from ..formats.numbers import Floats
@@ -37,7 +37,7 @@ _AGAIN = "make it again: openquant calibrate MODEL -o FILE"
 
 
 @dataclass(frozen=True)
-class Inputs:
+class InputStatistics:
     """What went into a layer, or into the experts of a layer, over all tokens.
 
     Attributes:
@@ -77,7 +77,7 @@ class Calibration:
         file: where it was read from, for messages.
     """
 
-    inputs: tuple[Inputs, ...]
+    inputs: tuple[InputStatistics, ...]
     model: str
     texts: Mapping[str, Any]
     cached: Mapping[int, tuple[float, float]] = field(default_factory=dict)
@@ -85,10 +85,10 @@ class Calibration:
     file: str = ""
 
     @cached_property
-    def _by_tensor(self) -> dict[str, Inputs]:
+    def _by_tensor(self) -> dict[str, InputStatistics]:
         return {tensor: each for each in self.inputs for tensor in each.tensors}
 
-    def of(self, tensor: str) -> Inputs | None:
+    def of(self, tensor: str) -> InputStatistics | None:
         """What went into the layer of a weight; None where nothing was seen."""
         found = self._by_tensor.get(tensor)
         return found if found is not None and found.tokens else None
@@ -125,7 +125,7 @@ class Calibration:
         return save(tensors, {_KIND: json.dumps(facts, sort_keys=True)})
 
 
-def calibrations(matches: Callable[[str, str], bool] | None = None) -> Kind:
+def calibrations(matches: Callable[[str, str], bool] | None = None) -> FileKind:
     """What `openquant calibrate` writes.
 
     Args:
@@ -153,10 +153,10 @@ def calibrations(matches: Callable[[str, str], bool] | None = None) -> Kind:
             )
         return True
 
-    return Kind("a calibration", recognizes)
+    return FileKind("a calibration", recognizes)
 
 
-def stand_in(tensors: Iterable[str], texts: Mapping[str, Any]) -> Calibration:
+def placeholder_calibration(tensors: Iterable[str], texts: Mapping[str, Any]) -> Calibration:
     """A calibration that has seen all weights and caches, and ones go into each: a plan with it is like one with what
     texts show.
 
@@ -166,7 +166,9 @@ def stand_in(tensors: Iterable[str], texts: Mapping[str, Any]) -> Calibration:
     """
     ones, names = np.ones(1, np.float32), tuple(tensors)
     numbers = {int(part) for name in names for part in name.split(".") if part.isdecimal() and len(part) < 10}
-    return Calibration((Inputs(names, ones, ones, 1, ones),), "", texts, dict.fromkeys(sorted(numbers), (1.0, 1.0)))
+    return Calibration(
+        (InputStatistics(names, ones, ones, 1, ones),), "", texts, dict.fromkeys(sorted(numbers), (1.0, 1.0))
+    )
 
 
 def read_calibration(path: Path) -> Calibration:
@@ -220,7 +222,7 @@ def _cached(path: Path, number: str, both: Any) -> tuple[float, float]:
     return keys, values
 
 
-def _inputs(path: Path, number: int, said: Mapping[str, Any], tensors: Mapping[str, Floats]) -> Inputs:
+def _inputs(path: Path, number: int, said: Mapping[str, Any], tensors: Mapping[str, Floats]) -> InputStatistics:
     names, tokens, routed = said["tensors"], said["tokens"], said.get("routed")
     absmax, mean, square = tensors[f"{number}.absmax"], tensors[f"{number}.mean"], tensors.get(f"{number}.square")
     if not _is_count(tokens) or not _all_text(names):
@@ -232,7 +234,7 @@ def _inputs(path: Path, number: int, said: Mapping[str, Any], tensors: Mapping[s
             raise TypeError
         if not (np.isfinite(part).all() and (part >= 0).all()):
             raise SourceError(f"{path}: magnitudes of {', '.join(names[:1])} are negative or not finite", _AGAIN)
-    return Inputs(tuple(names), absmax, mean, tokens, square, None if routed is None else tuple(routed))
+    return InputStatistics(tuple(names), absmax, mean, tokens, square, None if routed is None else tuple(routed))
 
 
 def _is_count(number: object) -> bool:

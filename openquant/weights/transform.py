@@ -22,7 +22,7 @@ from ..formats.numbers import Floats
 
 
 @dataclass(frozen=True, eq=False)
-class Tuning:
+class WeightTransform:
     """What is changed about one weight [out, in].
 
     Attributes:
@@ -52,7 +52,7 @@ class Tuning:
 
 
 @dataclass(frozen=True, eq=False)
-class Tunings:
+class WeightTransforms:
     """What a calibration changes about a model.
 
     Attributes:
@@ -62,7 +62,7 @@ class Tunings:
         title: what the card says of folds; empty where there are none.
     """
 
-    weights: Mapping[str, Tuning] = field(default_factory=dict)
+    weights: Mapping[str, WeightTransform] = field(default_factory=dict)
     tensors: Mapping[str, bytes] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     title: str = ""
@@ -70,14 +70,14 @@ class Tunings:
     @property
     def weighed(self) -> int:
         """Of how many weights the search for scales knows what goes into each column."""
-        return sum(tuning.importance is not None for tuning in self.weights.values())
+        return sum(transform.importance is not None for transform in self.weights.values())
 
     @cached_property
     def sha256(self) -> str:
         """Of all that it changes, hexadecimal."""
         digest = hashlib.sha256()
-        for module, tuning in sorted(self.weights.items()):
-            for name, part in zip(("rows", "columns", "importance"), _parts(tuning), strict=True):
+        for module, transform in sorted(self.weights.items()):
+            for name, part in zip(("rows", "columns", "importance"), _parts(transform), strict=True):
                 if part is not None:
                     digest.update(f"{module}\0{name}\0{len(part)}\0".encode())
                     digest.update(part.tobytes())
@@ -87,5 +87,5 @@ class Tunings:
         return digest.hexdigest()
 
 
-def _parts(tuning: Tuning) -> tuple[Floats | None, ...]:
-    return tuning.rows, tuning.columns, tuning.importance
+def _parts(transform: WeightTransform) -> tuple[Floats | None, ...]:
+    return transform.rows, transform.columns, transform.importance

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..files.tensors import DTYPE_BITS, Location, TensorInfo
 from ..formats.format import Format, grid_of
-from .transform import Tuning
+from .transform import WeightTransform
 
 
 class Extent(NamedTuple):
@@ -45,7 +45,7 @@ class Weight(NamedTuple):
             words perhaps a tensor that holds [out, in]; () for plain elements. Checks have fewer where scales are
             missing.
         input_scale: the scale of its activations, if the checkpoint has one.
-        tuning: what a calibration changes about it as it is read; None if nothing.
+        transform: what a calibration changes about it as it is read; None if nothing.
         within: the first of its rows in each part of a tensor that lies in parts for ranks, and the one after its
             last; codes and scales are then [parts, ..., ...]. None if its rows are all there are.
     """
@@ -61,13 +61,13 @@ class Weight(NamedTuple):
     format: Format | None = None
     parts: tuple[TensorInfo, ...] = ()
     input_scale: TensorInfo | None = None
-    tuning: Tuning | None = None
+    transform: WeightTransform | None = None
     within: tuple[int, int] | None = None
 
     @property
     def folded(self) -> bool:
         """Whether its rows or columns are multiplied as they are read."""
-        return self.tuning is not None and self.tuning.folds
+        return self.transform is not None and self.transform.folds
 
     @property
     def dtype(self) -> str:

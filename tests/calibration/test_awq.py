@@ -12,9 +12,9 @@ import torch
 
 from conftest import EXAMPLE
 from openquant import calibrate, compress, evaluate, verify
-from openquant.calibration.awq import EXPONENTS, Sampled, best_powers, sampled_rows
-from openquant.calibration.mappings import Folding
-from openquant.calibration.smoothing import powers
+from openquant.calibration.awq import EXPONENTS, SampledRows, sample_rows, search_scale
+from openquant.calibration.mappings import SmoothingMapping
+from openquant.calibration.smoothing import nearest_powers_of_two
 from openquant.errors import SourceError, UsageError
 from openquant.evaluation import answers
 from openquant.files.checkpoint import open_checkpoint
@@ -29,13 +29,13 @@ from support.random_calibrations import Planned, skewed
 
 RANDOM = np.random.default_rng(11)
 WIDTH = 256
-FOLDING = Folding("norm", ("a", "b"), WIDTH, 0, 0.0, WIDTH, 1)
+FOLDING = SmoothingMapping("norm", ("a", "b"), WIDTH, 0, 0.0, WIDTH, 1)
 SQUARE = np.exp(RANDOM.standard_normal(WIDTH)).astype(np.float32)
 
 
-def sampled(seed: int, scheme: Scheme = INT4_W4A16, rows: int = 16) -> Sampled:
+def sampled(seed: int, scheme: Scheme = INT4_W4A16, rows: int = 16) -> SampledRows:
     values = np.random.default_rng(seed).standard_normal((rows, WIDTH)).astype(np.float32)
-    return Sampled(values, SQUARE, scheme.format, 1.0)
+    return SampledRows(values, SQUARE, scheme.format, 1.0)
 
 
 @pytest.mark.parametrize("scheme", [INT4_W4A16, INT4_SHIFTED], ids=lambda scheme: scheme.suffix)
@@ -57,7 +57,7 @@ def test_inputs_that_are_far_larger_are_divided_by_more() -> None:
     mean = np.ones(WIDTH, np.float32)
     mean[[3, 200]], mean[7] = 40, 0
     readers = [replace(sampled(seed), square=mean**2) for seed in (1, 2)]
-    found = best_powers(FOLDING, readers, mean)
+    found = search_scale(FOLDING, readers, mean)
     assert found is not None
     others = np.delete(found, [3, 200])
     assert found[[3, 200]].min() >= 2 * others.max()
@@ -67,24 +67,26 @@ def test_inputs_that_are_far_larger_are_divided_by_more() -> None:
     spread = sum(each.spread() for each in readers) / 32
     for exponent in EXPONENTS:
         ideal = np.where(mean > 0, mean**exponent / (spread ** (1 - exponent) + 1e-4), 0)
-        by = powers(ideal.astype(np.float32))
+        by = nearest_powers_of_two(ideal.astype(np.float32))
         assert sum(each.lost(found) for each in readers) <= sum(each.lost(by) for each in readers)
 
 
 def test_nothing_is_divided_where_that_brings_nothing() -> None:
     alike = np.where(RANDOM.random((16, WIDTH)) < 0.5, -1, 1).astype(np.float32)
-    assert best_powers(FOLDING, [Sampled(alike, SQUARE, INT4_W4A16.format, 1.0)], np.ones(WIDTH, np.float32)) is None
+    assert (
+        search_scale(FOLDING, [SampledRows(alike, SQUARE, INT4_W4A16.format, 1.0)], np.ones(WIDTH, np.float32)) is None
+    )
     damaged = replace(sampled(1), rows=np.full((2, WIDTH), np.nan, np.float32))
     with np.errstate(invalid="ignore"):
-        assert best_powers(FOLDING, [damaged], SQUARE) is None
+        assert search_scale(FOLDING, [damaged], SQUARE) is None
 
 
 def test_heads_of_queries_share_the_factors_of_their_values() -> None:
-    folding = Folding("v", ("o",), WIDTH // 2, 0, 0.0, 32, 2)
+    mapping = SmoothingMapping("v", ("o",), WIDTH // 2, 0, 0.0, 32, 2)
     mean = np.ones(WIDTH, np.float32)
     # The fourth input of the third and of the fourth head read one channel: the fourth of the second head of values.
     mean[[64 + 3, 96 + 3]] = 40
-    found = best_powers(folding, [replace(sampled(5), square=mean**2)], mean)
+    found = search_scale(mapping, [replace(sampled(5), square=mean**2)], mean)
     assert found is not None
     assert found.shape == (WIDTH // 2,)
     assert int(found.argmax()) == 32 + 3
@@ -96,7 +98,7 @@ def test_rows_are_spread_over_a_weight(most: int) -> None:
     reader = Reader(plan.seen.where, lambda shard: EXAMPLE / shard, lambda nbytes: np.empty(nbytes, np.uint8))
     weight = plan.layers["model.layers.1.mlp.up_proj"]
     values = small_checkpoints.read(EXAMPLE)["model.layers.1.mlp.up_proj.weight"].float().numpy()
-    found = sampled_rows(weight, reader, most)
+    found = sample_rows(weight, reader, most)
     assert np.array_equal(found, values[[number * 768 // min(most, 768) for number in range(min(most, 768))]])
 
 
@@ -147,15 +149,17 @@ def test_its_plan_and_its_card_say_so(made: Twin) -> None:
     assert "| folded | AWQ: inputs divided by powers of two in 16 norms and projections |" in card
     assert "| scales | searched for by what goes into each column of 20 layers |" in card
     # Queries and keys have the scales of their weights.
-    assert plan.tunings is not None
-    for module, tuning in plan.tunings.weights.items():
-        assert (tuning.importance is None) == (module.rpartition(".")[2] in ("q_proj", "k_proj"))
+    assert plan.transforms is not None
+    for module, transform in plan.transforms.weights.items():
+        assert (transform.importance is None) == (module.rpartition(".")[2] in ("q_proj", "k_proj"))
     seen = read_calibration(made.calibration).of("model.layers.2.mlp.down_proj.weight")
-    tuning = plan.tunings.weights["model.layers.2.mlp.down_proj"]
-    assert tuning.importance is not None
-    assert tuning.columns is not None
+    transform = plan.transforms.weights["model.layers.2.mlp.down_proj"]
+    assert transform.importance is not None
+    assert transform.columns is not None
     assert seen is not None
-    assert np.array_equal(tuning.importance, (seen.square / tuning.columns.astype(np.float64) ** 2).astype(np.float32))
+    assert np.array_equal(
+        transform.importance, (seen.square / transform.columns.astype(np.float64) ** 2).astype(np.float32)
+    )
 
 
 def test_its_scales_are_among_those_that_were_tried(made: Twin, tmp_path: Path) -> None:
@@ -194,12 +198,12 @@ def test_any_architecture_is_verified(tmp_path: Path, architecture: str, folded:
     compress(source, tmp_path / "out", "int4", reporter=told, **options)
     report = verify(tmp_path / "out", source, full=True)
     assert (report.problems, report.equal_share) == ((), 1)
-    assert told.plan.tunings is not None
-    tunings = told.plan.tunings.weights
-    assert any(tuning.folds for tuning in tunings.values()) == folded
-    assert any(tuning.importance is not None for tuning in tunings.values())
+    assert told.plan.transforms is not None
+    transforms = told.plan.transforms.weights
+    assert any(transform.folds for transform in transforms.values()) == folded
+    assert any(transform.importance is not None for transform in transforms.values())
     if architecture == "Gemma3ForCausalLM":
-        assert not any(tunings[module].folds for module in tunings if module.endswith(("q_proj", "k_proj")))
+        assert not any(transforms[module].folds for module in transforms if module.endswith(("q_proj", "k_proj")))
 
 
 def test_quantized_sources_are_searched_by_what_goes_in(tmp_path: Path) -> None:
@@ -254,7 +258,9 @@ def test_whatever_a_calibration_says_is_computed_with(tmp_path: Path, asymmetric
     compress(source, tmp_path / "out", "int4", awq=True, asymmetric=asymmetric, calibration=path, reporter=told)
     report = verify(tmp_path / "out", source, full=True)
     assert (report.problems, report.equal_share) == ((), 1)
-    assert told.plan.tunings is not None
+    assert told.plan.transforms is not None
     assert all(
-        np.isfinite(each.importance).all() for each in told.plan.tunings.weights.values() if each.importance is not None
+        np.isfinite(each.importance).all()
+        for each in told.plan.transforms.weights.values()
+        if each.importance is not None
     )

@@ -26,7 +26,7 @@ from openquant.evaluation import answers
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.fingerprint import fingerprint
 from openquant.plan.plan import Plan
-from openquant.weights.statistics import Calibration, Inputs, read_calibration
+from openquant.weights.statistics import Calibration, InputStatistics, read_calibration
 from support import small_checkpoints
 
 SMALL: dict[str, Any] = {"samples": 2, "length": 64}
@@ -218,7 +218,7 @@ def mixture(tmp_path: Path, change: Any = None) -> tuple[Path, Path]:
     inputs = {}
     for number, name in enumerate(names, 1):
         width = small_checkpoints.read(root)[name].shape[1]
-        inputs[name] = Inputs((name,), np.full(width, number, np.float32), np.full(width, 0.5, np.float32), 9)
+        inputs[name] = InputStatistics((name,), np.full(width, number, np.float32), np.full(width, 0.5, np.float32), 9)
     if change is not None:
         change(inputs)
     calibration = Calibration(tuple(inputs.values()), fingerprint(open_checkpoint(root)), {"documents": 1, "length": 9})
@@ -227,7 +227,7 @@ def mixture(tmp_path: Path, change: Any = None) -> tuple[Path, Path]:
 
 
 def test_what_engines_put_together_has_one_scale(tmp_path: Path) -> None:
-    def unseen(inputs: dict[str, Inputs]) -> None:
+    def unseen(inputs: dict[str, InputStatistics]) -> None:
         for last in ("gate_proj", "up_proj", "down_proj"):
             name = f"model.layers.1.mlp.experts.2.{last}.weight"
             inputs[name] = replace(inputs[name], tokens=0)
@@ -251,7 +251,7 @@ def test_what_engines_put_together_has_one_scale(tmp_path: Path) -> None:
 
 
 def test_the_plan_names_experts_that_saw_no_token(tmp_path: Path) -> None:
-    def routed(inputs: dict[str, Inputs]) -> None:
+    def routed(inputs: dict[str, InputStatistics]) -> None:
         # The first layer has no experts.
         for name in inputs:
             if ".experts." in name and not name.endswith("down_proj.weight"):

@@ -16,24 +16,24 @@ from openquant import dequantize
 from openquant.api import _work
 from openquant.calibration import gptq_pass as gptq_module
 from openquant.calibration import hessian as gram_module
-from openquant.calibration.gptq import find_feedback
+from openquant.calibration.gptq import find_error_propagation
 from openquant.calibration.gptq_pass import round_layers
 from openquant.calibration.gptq_run import Gptq
-from openquant.calibration.hessian import Gram
+from openquant.calibration.hessian import Hessian
 from openquant.data.corpus import Corpus, Document
 from openquant.errors import PlanError, SourceError
 from openquant.files.checkpoint import Checkpoint, open_checkpoint
-from openquant.files.layer_store import RoundedFolder
+from openquant.files.layer_store import LayerStore
 from openquant.formats import kernels
 from openquant.formats.schemes import SCHEMES, Scheme, find_scheme
 from openquant.hub.source import Source
 from openquant.options import Run
-from openquant.plan.decisions import Options
-from openquant.plan.gptq import made_of
+from openquant.plan.decisions import PlanOptions
+from openquant.plan.gptq import rounded_tensors
 from openquant.plan.plan import Plan, make_plan
 from openquant.streaming.matmul import products_in_float32
 from openquant.streaming.model import StreamedModel
-from openquant.weights.transform import Tuning, Tunings
+from openquant.weights.transform import WeightTransform, WeightTransforms
 from support import small_checkpoints
 from support.conversions import Shelf
 from support.paper_gptq import by_hand
@@ -43,10 +43,10 @@ CORPUS = Corpus(tuple(Document("some", f"some {at}", each) for at, each in enume
 WANTED = [SCHEMES[name] for name in ("int4", "int8", "int8-weights", "nvfp4", "tensor", "channel", "block", "mxfp4")]
 
 
-def compressed(root: Path, out: Path, scheme: Scheme, gptq: bool, tunings: Tunings | None = None) -> Plan:
+def compressed(root: Path, out: Path, scheme: Scheme, gptq: bool, transforms: WeightTransforms | None = None) -> Plan:
     """What compress() does, by GPTQ with the texts above or not; the plan, for what it says."""
     plans = []
-    options = Options(tunings=tunings, gptq=CORPUS.account if gptq else None)
+    options = PlanOptions(transforms=transforms, gptq=CORPUS.account if gptq else None)
 
     def make(source: Source, checkpoint: Checkpoint) -> Plan:
         plans.append(make_plan(checkpoint, scheme, options, source.identity))
@@ -56,7 +56,7 @@ def compressed(root: Path, out: Path, scheme: Scheme, gptq: bool, tunings: Tunin
     return plans[-1]
 
 
-def grams(root: Path) -> dict[str, Tensor]:
+def hessians(root: Path) -> dict[str, Tensor]:
     """Of an ordinary model's Linears, float64, by the name of the weight."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -89,7 +89,7 @@ def losses(root: Path, out: Path, found: dict[str, Tensor]) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def found(all_converted: Shelf) -> dict[str, Tensor]:
-    return grams(all_converted.source("Qwen3ForCausalLM"))
+    return hessians(all_converted.source("Qwen3ForCausalLM"))
 
 
 @pytest.mark.parametrize("scheme", [*WANTED, find_scheme("int4", asymmetric=True)], ids=lambda scheme: scheme.suffix)
@@ -125,7 +125,7 @@ def test_layers_that_share_an_input_without_being_joined_are_rounded_too(
     plan = compressed(source, tmp_path / "gptq", SCHEMES["int8-weights"], gptq=True)
     compressed(source, tmp_path / "nearest", SCHEMES["int8-weights"], gptq=False)
     one, other = (small_checkpoints.read(tmp_path / kind) for kind in ("gptq", "nearest"))
-    found = {weight.module for weight, _ in plan.carried}
+    found = {weight.module for weight, _ in plan.gptq_rounded}
     same = {module for module in found if torch.equal(*(each[f"{module}.weight_packed"] for each in (one, other)))}
     # Those of towers are in no decoder layer, nor are draft layers run.
     assert {module for module in same if ".layers." in module and "vision" not in module} == set()
@@ -155,24 +155,24 @@ def test_all_layers_of_every_architecture_are_found(shelf: Shelf, tmp_path: Path
     names = ("int8", "channel", "tensor", "block", "mxfp8")
     scheme = next(SCHEMES[each] for each in names if small_checkpoints.refused(name, SCHEMES[each]) is None)
     checkpoint = open_checkpoint(shelf.source(name))
-    plan = make_plan(checkpoint, scheme, Options(gptq=CORPUS.account))
-    folder = RoundedFolder(tmp_path / "rounded", "0" * 64)
+    plan = make_plan(checkpoint, scheme, PlanOptions(gptq=CORPUS.account))
+    folder = LayerStore(tmp_path / "rounded", "0" * 64)
     folder.claim()
     few = Corpus(CORPUS.documents[:1], "", {})
     found = round_layers(StreamedModel(checkpoint), plan, few, folder, kernels, room=1 << 30)
-    called = [weight for weight, _ in plan.carried if not uncalled(name, weight.module)]
+    called = [weight for weight, _ in plan.gptq_rounded if not uncalled(name, weight.module)]
     assert called
-    assert found.keys() == {info.name for weight in called for info in made_of(weight, scheme)}
+    assert found.keys() == {info.name for weight in called for info in rounded_tensors(weight, scheme)}
 
 
 def test_folded_weights_are_rounded_by_divided_inputs(shelf: Shelf, tmp_path: Path, found: dict[str, Tensor]) -> None:
     source, name = shelf.source("Qwen3ForCausalLM"), "model.layers.0.mlp.down_proj.weight"
     columns = np.exp2(np.random.default_rng(5).integers(-3, 4, small_checkpoints.MLP)).astype(np.float32)
-    tunings = Tunings({name.removesuffix(".weight"): Tuning(columns=columns)})
+    transforms = WeightTransforms({name.removesuffix(".weight"): WeightTransform(columns=columns)})
     lost = []
     for gptq in (False, True):
         out = tmp_path / str(gptq)
-        compressed(source, out, SCHEMES["int4"], gptq, tunings)
+        compressed(source, out, SCHEMES["int4"], gptq, transforms)
         dequantize(out, tmp_path / f"{gptq}-plain")
         factors = torch.from_numpy(columns).double()
         error = (
@@ -206,12 +206,12 @@ def test_experts_are_rounded_by_their_own_tokens(shelf: Shelf, tmp_path: Path) -
         small_checkpoints.read(root) for root in (source, *sorted(tmp_path.glob("*-plain"), reverse=True))
     )
     for expert, inputs in experts_inputs(source).items():
-        for names, gram in zip((("gate_proj", "up_proj"), ("down_proj",)), inputs, strict=True):
+        for names, hessian in zip((("gate_proj", "up_proj"), ("down_proj",)), inputs, strict=True):
             for name in (f"{place}.{expert}.{each}.weight" for each in names):
                 lost = []
                 for made in (nearest, after):
                     error = made[name].double() - before[name].double()
-                    lost.append(float((error @ gram * error).sum()))
+                    lost.append(float((error @ hessian * error).sum()))
                 assert lost[1] < 0.8 * lost[0], name
 
 
@@ -242,25 +242,25 @@ def test_an_expert_s_codes_are_those_of_the_textbook_s_loop(
 ) -> None:
     # All in float64, as the textbook's loop is, by Gram matrices that are those of an ordinary pass but for rounding.
     source, place, scheme = shelf.source("Qwen3MoeForCausalLM"), "model.layers.1.mlp.experts", SCHEMES["int8-weights"]
-    monkeypatch.setattr(gptq_module, "find_feedback", lambda gram: find_feedback(gram, torch.float64))
+    monkeypatch.setattr(gptq_module, "find_feedback", lambda hessian: find_error_propagation(hessian, torch.float64))
     taken: dict[str, Tensor] = {}
-    take = Gram.take
+    take = Hessian.take
 
-    def noted(gram: Gram) -> Tensor:
-        found = take(gram)
-        taken[gram.weights[0][0].module] = found.clone()
+    def noted(hessian: Hessian) -> Tensor:
+        found = take(hessian)
+        taken[hessian.weights[0][0].module] = found.clone()
         return found
 
-    monkeypatch.setattr(Gram, "take", noted)
+    monkeypatch.setattr(Hessian, "take", noted)
     values = gptq_module.to_float32
     monkeypatch.setattr(gptq_module, "to_float32", lambda *args: values(*args).astype(np.float64))
     monkeypatch.setattr(gram_module, "BESIDE", 0)
     compressed(source, tmp_path / "out", scheme, gptq=True)
     out, weights = small_checkpoints.read(tmp_path / "out"), small_checkpoints.read(source)
     for expert, inputs in experts_inputs(source).items():
-        for name, gram in zip(("gate_proj", "down_proj"), inputs, strict=True):
+        for name, hessian in zip(("gate_proj", "down_proj"), inputs, strict=True):
             module = f"{place}.{expert}.{name}"
-            assert (taken[module].double() - gram).norm() < 0.02 * gram.norm()
+            assert (taken[module].double() - hessian).norm() < 0.02 * hessian.norm()
             scale, weight = out[f"{module}.weight_scale"].float(), weights[f"{module}.weight"].float()
             textbook = by_hand(weight, scale, taken[module].double(), scheme.format, None)
             codes = out[f"{module}.weight_packed"].view(torch.uint8).to(torch.int16) - 128

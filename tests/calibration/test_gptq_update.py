@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from openquant.calibration.gptq import DAMPING, carried, find_feedback
+from openquant.calibration.gptq import DAMPING, find_error_propagation, round_columns
 from openquant.formats.format import Format
 from openquant.formats.group_ranges import ranged
 from openquant.formats.kernels import absmax
@@ -55,41 +55,41 @@ def grids(weight: Tensor, form: Format) -> tuple[Tensor, Tensor | None]:
     return torch.from_numpy(form.scales(absmax(bits, "F32", form.group))), None
 
 
-def loss(weight: Tensor, quotients: Tensor, scale: Tensor, gram: Tensor, form: Format, zero: Tensor | None) -> float:
+def loss(weight: Tensor, quotients: Tensor, scale: Tensor, hessian: Tensor, form: Format, zero: Tensor | None) -> float:
     """The trace of E H E'."""
     values = quotients if zero is None else quotients - spread(zero, form, weight.shape)
     error = (weight - values * spread(scale, form, weight.shape)).double()
-    return float((error @ gram * error).sum())
+    return float((error @ hessian * error).sum())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.suffix)
 def test_codes_are_those_of_the_textbooks_loop(scheme: Scheme) -> None:
     weight, inputs = weights(256, 384), correlated(2000, 384)
-    form, gram = scheme.format, inputs.T @ inputs
+    form, hessian = scheme.format, inputs.T @ inputs
     scale, zero = grids(weight, form)
-    found = carried(weight.double(), scale, find_feedback(gram, torch.float64), form, zero)
-    assert torch.equal(found, by_hand(weight, scale, gram, form, zero))
+    found = round_columns(weight.double(), scale, find_error_propagation(hessian, torch.float64), form, zero)
+    assert torch.equal(found, by_hand(weight, scale, hessian, form, zero))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.suffix)
 def test_outputs_are_nearer_than_with_weights_rounded_each_by_itself(scheme: Scheme) -> None:
     weight, inputs = weights(256, 384), correlated(2000, 384)
-    form, gram = scheme.format, inputs.T @ inputs
+    form, hessian = scheme.format, inputs.T @ inputs
     scale, zero = grids(weight, form)
     shifts = 0 if zero is None else spread(zero, form, weight.shape)
     plain = nearest(weight / spread(scale, form, weight.shape) + shifts, form.number)
-    found = carried(weight, scale, find_feedback(gram.float()), form, zero)
-    before, after = (loss(weight, each, scale, gram, form, zero) for each in (plain, found))
+    found = round_columns(weight, scale, find_error_propagation(hessian.float()), form, zero)
+    before, after = (loss(weight, each, scale, hessian, form, zero) for each in (plain, found))
     assert after < 0.8 * before
 
 
 def test_single_precision_is_enough() -> None:
     weight, inputs = weights(64, 512), correlated(3000, 512)
-    form, gram = INT4_W4A16.format, inputs.T @ inputs
+    form, hessian = INT4_W4A16.format, inputs.T @ inputs
     scale, _ = grids(weight, form)
-    found = carried(weight, scale, find_feedback(gram.float()), form)
-    exact = carried(weight.double(), scale, find_feedback(gram, torch.float64), form)
-    one, other = (loss(weight, each, scale, gram, form, None) for each in (found, exact))
+    found = round_columns(weight, scale, find_error_propagation(hessian.float()), form)
+    exact = round_columns(weight.double(), scale, find_error_propagation(hessian, torch.float64), form)
+    one, other = (loss(weight, each, scale, hessian, form, None) for each in (found, exact))
     assert one == pytest.approx(other, rel=0.01)
 
 
@@ -97,9 +97,9 @@ def test_inputs_that_are_zero_or_alike_are_rounded_too() -> None:
     weight, inputs = weights(32, 128), correlated(40, 128)
     inputs[:, [3, 70]] = 0
     inputs[:, 9] = inputs[:, 8]
-    form, gram = INT4_W4A16.format, inputs.T @ inputs
+    form, hessian = INT4_W4A16.format, inputs.T @ inputs
     scale, _ = grids(weight, form)
-    found = carried(weight, scale, find_feedback(gram.float()), form)
+    found = round_columns(weight, scale, find_error_propagation(hessian.float()), form)
     plain = nearest(weight / scale, form.number)
     assert torch.equal(found[:, [3, 70]], plain[:, [3, 70]])
     assert torch.isfinite(found).all() and not torch.equal(found, plain)
@@ -109,17 +109,17 @@ def test_without_any_input_each_weight_has_its_nearest_code() -> None:
     weight = weights(32, 128)
     form = INT4_W4A16.format
     scale, _ = grids(weight, form)
-    found = carried(weight, scale, find_feedback(torch.zeros(128, 128)), form)
+    found = round_columns(weight, scale, find_error_propagation(torch.zeros(128, 128)), form)
     assert torch.equal(found, nearest(weight / scale, form.number))
 
 
 def test_large_matrices_are_turned_around_in_parts() -> None:
     inputs = correlated(700, 300)
-    gram = inputs.T @ inputs
-    found = find_feedback(gram, torch.float64)
-    diagonal = gram.diagonal()
+    hessian = inputs.T @ inputs
+    found = find_error_propagation(hessian, torch.float64)
+    diagonal = hessian.diagonal()
     assert torch.equal(found.order, torch.argsort(diagonal, descending=True, stable=True))
-    raised = gram + DAMPING * diagonal.mean() * torch.eye(300, dtype=torch.float64)
+    raised = hessian + DAMPING * diagonal.mean() * torch.eye(300, dtype=torch.float64)
     turned = found.order.flip(0)
     # H = R R', R upper triangular.
     root = torch.linalg.cholesky(raised[turned][:, turned]).flip(0, 1)
@@ -129,12 +129,12 @@ def test_large_matrices_are_turned_around_in_parts() -> None:
 def test_nothing_is_left_behind_for_the_collector() -> None:
     weight, scheme = weights(8, 256), INT4_W4A16
     inputs = correlated(300, 256)
-    feedback = find_feedback((inputs.T @ inputs).float())
+    feedback = find_error_propagation((inputs.T @ inputs).float())
     left = weakref.ref(feedback)
     scale, zero = grids(weight, scheme.format)
     gc.disable()
     try:
-        carried(weight, scale, feedback, scheme.format, zero)
+        round_columns(weight, scale, feedback, scheme.format, zero)
         del feedback
         assert left() is None
     finally:
@@ -143,10 +143,10 @@ def test_nothing_is_left_behind_for_the_collector() -> None:
 
 def test_a_matrix_that_has_no_root_is_raised_further() -> None:
     """As sums of rounded products can be: an eigenvalue below zero, beyond what the first damping makes up for."""
-    gram = torch.eye(8) + 0.2 * torch.ones(8, 8)
-    gram[0, 1] = gram[1, 0] = 1.35
-    assert float(torch.linalg.eigvalsh(gram)[0]) < -0.012
-    assert torch.isfinite(find_feedback(gram).shares).all()
+    hessian = torch.eye(8) + 0.2 * torch.ones(8, 8)
+    hessian[0, 1] = hessian[1, 0] = 1.35
+    assert float(torch.linalg.eigvalsh(hessian)[0]) < -0.012
+    assert torch.isfinite(find_error_propagation(hessian).shares).all()
 
 
 @pytest.mark.parametrize("number", [E4M3, E2M1, INT8, INT4], ids=lambda number: number.name)

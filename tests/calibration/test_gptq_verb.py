@@ -21,7 +21,7 @@ from openquant import Reporter, compress, evaluate, verify
 from openquant.cli.commands import main
 from openquant.errors import OpenQuantError, OutputError, SourceError, UsageError
 from openquant.evaluation import answers
-from openquant.files.layer_store import RoundedFolder
+from openquant.files.layer_store import LayerStore
 from openquant.report.text import verification_text
 from openquant.streaming import pass_checkpoint
 from support import forked_ranks, mixture_of_experts, small_checkpoints
@@ -60,8 +60,8 @@ def test_it_halves_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         texts = {"samples": 8, "length": 256} if gptq else {}
         compress(EXAMPLE, tmp_path / str(gptq), "int4", gptq=gptq, **texts)
     found = evaluate([tmp_path / "False", tmp_path / "True"], EXAMPLE, samples=4, length=128)
-    nearest, carried = (output["kl"]["mean"] for output in found.outputs)
-    assert carried < 0.6 * nearest
+    nearest, gptq_rounded = (output["kl"]["mean"] for output in found.outputs)
+    assert gptq_rounded < 0.6 * nearest
 
 
 def test_the_command_says_what_it_does(
@@ -161,7 +161,7 @@ def test_verify_makes_scales_again_and_no_codes(made: Path, tmp_path: Path) -> N
 KILLED = """
 import os, signal, sys
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.layer_store import RoundedFolder
+from openquant.files.layer_store import LayerStore
 from openquant.formats.schemes import INT4_W4A16
 from openquant.streaming import kept
 from openquant.cli.commands import main
@@ -382,8 +382,8 @@ def test_it_halves_the_loss_of_experts(experts: Path, tmp_path: Path, monkeypatc
     # Of 1536 tokens, each with two experts, some hundreds came to each.
     assert len(told.lines) == 1
     found = evaluate([tmp_path / "nearest", tmp_path / "gptq"], experts, samples=4, length=128)
-    nearest, carried = (output["kl"]["mean"] for output in found.outputs)
-    assert carried < 0.6 * nearest
+    nearest, gptq_rounded = (output["kl"]["mean"] for output in found.outputs)
+    assert gptq_rounded < 0.6 * nearest
     # Prompts are answered too.
     assert found.outputs[0]["texts"]
     report = verify(tmp_path / "gptq", experts, full=True)
@@ -399,15 +399,15 @@ def test_a_run_that_is_killed_between_experts_goes_on(
     compress(experts, tmp_path / "whole", "int4", reporter=told, **options)
     assert told.lines[1] == "fewer than 256 tokens came to 16 of 16 experts, none to 0: more texts may help"
     monkeypatch.setattr("openquant.calibration.gptq_run.BUDGET", 10 << 20)
-    write = RoundedFolder.write
+    write = LayerStore.write
 
-    def ended(folder: RoundedFolder, number: int, *more: Any) -> Any:
+    def ended(folder: LayerStore, number: int, *more: Any) -> Any:
         if number == 1 and list(folder.path.glob("001-*")):
             raise Stopped
         return write(folder, number, *more)
 
     with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(RoundedFolder, "write", ended)
+        patch.setattr(LayerStore, "write", ended)
         compress(experts, tmp_path / "out", "int4", **options)
     left = stamps(tmp_path / "out.rounded")
     assert [name for name in sorted(left) if name.startswith("001")] == ["001-0.safetensors"]

@@ -13,16 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from openquant.calibration.gptq_pass import round_layers
-from openquant.calibration.hessian import BESIDE, Gram, Summing, Unit, find_grams, parts_of
+from openquant.calibration.hessian import (
+    BESIDE,
+    Hessian,
+    HessianObserver,
+    LayerHessians,
+    find_hessians,
+    in_memory_parts,
+)
 from openquant.data.corpus import Corpus, Document
 from openquant.files.checkpoint import Checkpoint, open_checkpoint
-from openquant.files.layer_store import RoundedFolder
+from openquant.files.layer_store import LayerStore
 from openquant.formats import kernels
 from openquant.models import MODELS
-from openquant.plan.decisions import Options
+from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plan
-from openquant.streaming.hooks import Routing, holds_experts
-from openquant.streaming.interleaved import Pass, run
+from openquant.streaming.hooks import RoutedTokens, holds_experts
+from openquant.streaming.interleaved import ForwardPass, run_interleaved
 from openquant.streaming.matmul import products_in_float32
 from openquant.streaming.model import StreamedModel
 from support import small_checkpoints
@@ -36,17 +43,17 @@ MOE = [name for name in small_checkpoints.RUNNABLE if MODELS[name].experts]
 def planned(root: Path, name: str) -> tuple[Checkpoint, Plan]:
     scheme = small_checkpoints.served_in(name, "int8-weights", "channel", "tensor", "mxfp8", "block")
     checkpoint = open_checkpoint(root)
-    return checkpoint, make_plan(checkpoint, scheme, Options(gptq=CORPUS.account))
+    return checkpoint, make_plan(checkpoint, scheme, PlanOptions(gptq=CORPUS.account))
 
 
-def summed(root: Path, name: str) -> dict[str, Unit]:
+def summed(root: Path, name: str) -> dict[str, LayerHessians]:
     """All Gram matrices, added up at once."""
     checkpoint, plan = planned(root, name)
     model = StreamedModel(checkpoint)
-    units = find_grams(model, plan)
-    for gram in (gram for unit in units.values() for gram in (*unit.grams, *unit.wholes)):
-        gram.open = True
-    summing = Summing(model.model, units.values())
+    units = find_hessians(model, plan)
+    for hessian in (hessian for unit in units.values() for hessian in (*unit.hessians, *unit.wholes)):
+        hessian.open = True
+    summing = HessianObserver(model.model, units.values())
 
     @contextmanager
     def around() -> Iterator[None]:
@@ -54,7 +61,7 @@ def summed(root: Path, name: str) -> dict[str, Unit]:
             yield
 
     bodies = [partial(_through, model, torch.tensor([ids])) for ids in IDS]
-    run([[Pass(model, body, around)] for body in bodies], finished=lambda *_: None)
+    run_interleaved([[ForwardPass(model, body, around)] for body in bodies], finished=lambda *_: None)
     return units
 
 
@@ -110,15 +117,15 @@ def test_each_expert_has_its_own(shelf: Shelf, name: str) -> None:
         assert both.first is not None
         assert both.down is not None
         for stack, at in ((both.first, 0), (both.down, 1)):
-            for expert, gram in stack.grams.items():
+            for expert, hessian in stack.hessians.items():
                 if (place, expert) not in expected:  # of images
-                    assert gram.tokens == 0
+                    assert hessian.tokens == 0
                     continue
                 inputs = expected[place, expert][at].double()
-                assert gram.tokens == len(inputs)
+                assert hessian.tokens == len(inputs)
                 counted += bool(len(inputs))
-                if gram.sums is not None:
-                    off = gram.sums.double() - (inputs.T @ inputs).triu()
+                if hessian.sums is not None:
+                    off = hessian.sums.double() - (inputs.T @ inputs).triu()
                     # Rounded to bfloat16 after sums in another order.
                     assert off.triu().norm() <= 0.02 * (inputs.T @ inputs).triu().norm()
         assert both.first.whole is not None
@@ -132,7 +139,7 @@ def test_llama_4_multiplies_zeros_which_are_no_tokens(shelf: Shelf) -> None:
     [both] = [both for unit in found.values() for both in unit.experts.values()][:1]
     assert both.first is not None
     assert both.down is not None
-    tokens = [[gram.tokens for gram in stack.grams.values()] for stack in (both.first, both.down)]
+    tokens = [[hessian.tokens for hessian in stack.hessians.values()] for stack in (both.first, both.down)]
     assert tokens[0] == tokens[1]
     # One expert each.
     assert sum(tokens[0]) == sum(map(len, IDS))
@@ -141,7 +148,7 @@ def test_llama_4_multiplies_zeros_which_are_no_tokens(shelf: Shelf) -> None:
 def test_rows_are_told_apart_by_expert() -> None:
     rows = torch.arange(12.0).reshape(6, 2)
     # The last is one that does nothing.
-    routing = Routing(3, torch.tensor([[0, 2], [2, 0], [2, 3]]))
+    routing = RoutedTokens(3, torch.tensor([[0, 2], [2, 0], [2, 3]]))
     assert [routing.of(expert, rows[:3])[:, 0].tolist() for expert in range(3)] == [[0, 2], [], [0, 2, 4]]
     at_once = [(expert, own[:, 0].tolist()) for expert, own in routing.of_sorted(rows)]
     assert [each for each in at_once if each[1]] == [(0, [0, 2]), (2, [4, 6, 8])]
@@ -151,24 +158,29 @@ def test_rows_are_told_apart_by_expert() -> None:
 
 
 def test_experts_without_tokens_have_what_goes_into_the_layer() -> None:
-    whole = Gram(4, open=True)
-    few, none = (Gram(4, beside=whole, open=True) for _ in range(2))
+    whole = Hessian(4, open=True)
+    few, none = (Hessian(4, beside=whole, open=True) for _ in range(2))
     values = torch.randn(40, 4)
     whole.add(values)
     few.add(values[:3])
     layer = values.T @ values * BESIDE / 40
     assert torch.allclose(none.take(), layer, rtol=1e-4)
     assert torch.allclose(few.take(), layer + values[:3].T @ values[:3], rtol=1e-4)
-    assert Gram(4).take().tolist() == torch.zeros(4, 4).tolist()
+    assert Hessian(4).take().tolist() == torch.zeros(4, 4).tolist()
     # What is not open is of another part.
     few.add(values)
     assert few.sums is None
 
 
 def test_parts_take_so_many_bytes_and_one_at_least() -> None:
-    grams = [Gram(width) for width in (10, 10, 10, 100, 10)]
-    assert [[gram.width for gram in part] for part in parts_of(grams, 800)] == [[10, 10], [10], [100], [10]]
-    assert [len(part) for part in parts_of(grams, 1 << 20)] == [5]
+    hessians = [Hessian(width) for width in (10, 10, 10, 100, 10)]
+    assert [[hessian.width for hessian in part] for part in in_memory_parts(hessians, 800)] == [
+        [10, 10],
+        [10],
+        [100],
+        [10],
+    ]
+    assert [len(part) for part in in_memory_parts(hessians, 1 << 20)] == [5]
 
 
 @pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Llama4ForCausalLM", "NemotronHForCausalLM"])
@@ -176,20 +188,20 @@ def test_layers_in_parts_are_rounded_as_whole_ones(shelf: Shelf, tmp_path: Path,
     checkpoint, plan = planned(shelf.source(name), name)
     made: list[dict[str, bytes]] = []
     for room in (1 << 30, 300_000):
-        folder = RoundedFolder(tmp_path / str(room), "0" * 64)
+        folder = LayerStore(tmp_path / str(room), "0" * 64)
         folder.claim()
         places = round_layers(StreamedModel(checkpoint), plan, CORPUS, folder, kernels, room=room)
         files = {place.path.name for place in places.values()}
         assert any("-" in file for file in files) == (room < 1 << 30)
-        sizes = {info.name: info.nbytes for gram in _all(checkpoint, plan) for info in gram.tensors}
+        sizes = {info.name: info.nbytes for hessian in _all(checkpoint, plan) for info in hessian.tensors}
         made.append({tensor: _bytes(*place, sizes[tensor]) for tensor, place in places.items()})
         # Read again, they are the same.
         assert round_layers(StreamedModel(checkpoint), plan, CORPUS, folder, kernels, room=room) == places
     assert made[0] == made[1]
 
 
-def _all(checkpoint: Checkpoint, plan: Plan) -> list[Gram]:
-    return [gram for unit in find_grams(StreamedModel(checkpoint), plan).values() for gram in unit.grams]
+def _all(checkpoint: Checkpoint, plan: Plan) -> list[Hessian]:
+    return [hessian for unit in find_hessians(StreamedModel(checkpoint), plan).values() for hessian in unit.hessians]
 
 
 def _bytes(path: Path, offset: int, size: int) -> bytes:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from openquant.calibration.mappings import Folding, foldings
+from openquant.calibration.mappings import SmoothingMapping, find_smoothing_mappings
 from openquant.models import MODELS
 from openquant.registry.smoothing import FOLDS
 from support import small_checkpoints
@@ -25,7 +25,7 @@ IDS = torch.randint(10, 500, (1, 24), generator=torch.Generator().manual_seed(0)
 FOLDED = [name for name in small_checkpoints.ARCHITECTURES if name in FOLDS]
 
 
-def opened(root: Path) -> tuple[Weights, tuple[Folding, ...]]:
+def opened(root: Path) -> tuple[Weights, tuple[SmoothingMapping, ...]]:
     """A checkpoint's tensors in float64, with norms that are not all ones, and its foldings."""
     generator = torch.Generator().manual_seed(1)
     weights = {name: tensor.double() for name, tensor in small_checkpoints.read(root).items()}
@@ -37,10 +37,10 @@ def opened(root: Path) -> tuple[Weights, tuple[Folding, ...]]:
             tensor *= 4
     shapes = {name.removesuffix(".weight"): tuple(tensor.shape) for name, tensor in weights.items()}
     config = json.loads((root / "config.json").read_text())
-    return weights, foldings(MODELS[config["architectures"][0]], shapes, config)
+    return weights, find_smoothing_mappings(MODELS[config["architectures"][0]], shapes, config)
 
 
-def fold(weights: Weights, each: Folding, scale: torch.Tensor, sides: Any = ("source", "readers")) -> None:
+def fold(weights: Weights, each: SmoothingMapping, scale: torch.Tensor, sides: Any = ("source", "readers")) -> None:
     """Divide channels where they are made, and multiply columns where they are read."""
     rows = slice(each.first, each.first + each.channels)
     if "source" in sides:
@@ -55,7 +55,7 @@ def fold(weights: Weights, each: Folding, scale: torch.Tensor, sides: Any = ("so
             weights[f"{reader}.weight"] *= columns
 
 
-def scales(each: Folding, seed: int) -> torch.Tensor:
+def scales(each: SmoothingMapping, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.exp(torch.randn(each.channels, generator=generator, dtype=torch.float64))
 
@@ -137,7 +137,7 @@ def test_shapes_that_do_not_fit_are_not_folded(
     shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], sources: list[str]
 ) -> None:
     known = SHAPES | {f"model.layers.0.{name}": shape for name, shape in shapes.items()}
-    found = foldings(MODELS["LlamaForCausalLM"], known, config)
+    found = find_smoothing_mappings(MODELS["LlamaForCausalLM"], known, config)
     assert [each.source.rpartition(".")[2] for each in found] == sources
 
 
@@ -145,8 +145,8 @@ def test_the_rows_of_a_part_are_as_many_as_config_says() -> None:
     known = {"model.layers.0.self_attn.qkv_proj": (512, 256), "model.layers.0.self_attn.o_proj": (256, 256)}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
-    def ask(config: dict[str, Any]) -> tuple[Folding, ...]:
-        return foldings(MODELS["Phi3ForCausalLM"], known, config)
+    def ask(config: dict[str, Any]) -> tuple[SmoothingMapping, ...]:
+        return find_smoothing_mappings(MODELS["Phi3ForCausalLM"], known, config)
 
     [found] = ask(heads)
     assert (found.first, found.channels, found.repeats) == (384, 128, 2)

@@ -21,18 +21,18 @@ from safetensors.numpy import load, save
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from openquant.calibration.observers import RangedCache, Seen, calibrate
+from openquant.calibration.observers import CacheObserver, RunningStatistics, observe_inputs
 from openquant.data.corpus import Corpus, Document
 from openquant.errors import OutputError, PlanError, SourceError
 from openquant.files.checkpoint import open_checkpoint
-from openquant.plan.decisions import Options
+from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import make_plan
 from openquant.streaming import offload as scratch_module
 from openquant.streaming import pass_checkpoint as kept_module
 from openquant.streaming.matmul import products_in_float32
 from openquant.streaming.model import StreamedModel
-from openquant.streaming.offload import Scratch
-from openquant.streaming.pass_checkpoint import Kept
+from openquant.streaming.offload import OffloadFile
+from openquant.streaming.pass_checkpoint import PassCheckpoint
 from openquant.streaming.transformers_internals import cache_argument
 from openquant.weights.statistics import Calibration
 from support import small_checkpoints
@@ -46,7 +46,7 @@ def corpus(ids: list[tuple[int, ...]]) -> Corpus:
 
 
 def found(root: Path, ids: list[tuple[int, ...]] = IDS) -> Calibration:
-    inputs, cached = calibrate(StreamedModel(open_checkpoint(root)), corpus(ids))
+    inputs, cached = observe_inputs(StreamedModel(open_checkpoint(root)), corpus(ids))
     return Calibration(inputs, "", {}, cached)
 
 
@@ -126,7 +126,7 @@ class Ended(Exception):
     """What ends a pass, as a kill would."""
 
 
-def ended_early(root: Path, kept: Kept, scratch: Scratch | None = None) -> None:
+def ended_early(root: Path, kept: PassCheckpoint, scratch: OffloadFile | None = None) -> None:
     """Run texts through a model until something is kept, and a little further."""
 
     def progress(*_: int) -> None:
@@ -134,7 +134,9 @@ def ended_early(root: Path, kept: Kept, scratch: Scratch | None = None) -> None:
             raise Ended
 
     with pytest.raises(Ended):
-        calibrate(StreamedModel(open_checkpoint(root)), corpus(IDS[:2]), scratch=scratch, progress=progress, kept=kept)
+        observe_inputs(
+            StreamedModel(open_checkpoint(root)), corpus(IDS[:2]), scratch=scratch, progress=progress, kept=kept
+        )
 
 
 @pytest.fixture
@@ -160,14 +162,16 @@ def test_every_layer_of_a_plan_is_seen(shelf: Shelf, tmp_path: Path, architectur
     root, scheme = shelf.source(architecture), small_checkpoints.served_in(architecture, "channel", "block")
     plan = make_plan(open_checkpoint(root), scheme)
     seen = found(root, IDS[:2])
-    assert [layer.module for layer, _ in plan.fates.quantized if seen.of(layer.source.name) is None] == []
-    ended_early(root, Kept(tmp_path / "x.part", dict))
-    kept = Kept(tmp_path / "x.part", dict)
+    assert [layer.module for layer, _ in plan.decisions.quantized if seen.of(layer.source.name) is None] == []
+    ended_early(root, PassCheckpoint(tmp_path / "x.part", dict))
+    kept = PassCheckpoint(tmp_path / "x.part", dict)
     assert kept.found is not None
-    inputs, cached = calibrate(StreamedModel(open_checkpoint(root)), corpus(IDS[:2]), kept=kept)
+    inputs, cached = observe_inputs(StreamedModel(open_checkpoint(root)), corpus(IDS[:2]), kept=kept)
     assert Calibration(inputs, "", {}, cached).to_bytes() == seen.to_bytes()
     try:
-        plan = make_plan(open_checkpoint(root), scheme, Options(cached=True, calibration=replace(seen, model="this")))
+        plan = make_plan(
+            open_checkpoint(root), scheme, PlanOptions(cached=True, calibration=replace(seen, model="this"))
+        )
     except PlanError as error:
         # Of one transformers caches latents, vLLM keys and values.
         unseen = "the calibration has not seen keys and values of layer 0"
@@ -184,13 +188,13 @@ def test_keys_and_values_are_seen_as_they_are_cached(shelf: Shelf, architecture:
         warnings.simplefilter("ignore")
         model = AutoModelForCausalLM.from_pretrained(root, dtype=torch.bfloat16)
     expected: dict[int, list[float]] = {}
-    ranged = RangedCache(model.config, {})
+    ranged = CacheObserver(model.config, {})
     for ids in IDS:
         with torch.inference_mode(), products_in_float32():
             answer = model(input_ids=torch.tensor([ids]), use_cache=True)
             watched = model(input_ids=torch.tensor([ids]), use_cache=True, **{cache_argument(model): ranged})
         assert torch.equal(answer.logits, watched.logits)
-        ranged = RangedCache(model.config, {})
+        ranged = CacheObserver(model.config, {})
         for number, layer in enumerate(answer.past_key_values.layers):
             if getattr(layer, "keys", None) is not None:
                 both = expected.setdefault(number, [0.0, 0.0])
@@ -205,8 +209,8 @@ def test_keys_and_values_are_seen_as_they_are_cached(shelf: Shelf, architecture:
 def test_what_goes_on_computes_no_layer_again(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a scratch file too, which hidden states are kept from and come back to."""
     monkeypatch.setattr(scratch_module, "LEAST", 1)
-    with Scratch(tmp_path, 0, asked=True) as scratch:
-        ended_early(source, Kept(tmp_path / "x.part", dict), scratch)
+    with OffloadFile(tmp_path, 0, asked=True) as scratch:
+        ended_early(source, PassCheckpoint(tmp_path / "x.part", dict), scratch)
     loaded: list[str] = []
     load = StreamedModel.load
 
@@ -215,9 +219,11 @@ def test_what_goes_on_computes_no_layer_again(source: Path, tmp_path: Path, monk
         load(model, unit)
 
     monkeypatch.setattr(StreamedModel, "load", seen)
-    with Scratch(tmp_path, 0, asked=True) as scratch:
-        kept = Kept(tmp_path / "x.part", dict)
-        inputs, cached = calibrate(StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), scratch=scratch, kept=kept)
+    with OffloadFile(tmp_path, 0, asked=True) as scratch:
+        kept = PassCheckpoint(tmp_path / "x.part", dict)
+        inputs, cached = observe_inputs(
+            StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), scratch=scratch, kept=kept
+        )
     assert loaded == ["", "model.embed_tokens", "model.layers.1"]
     monkeypatch.setattr(StreamedModel, "load", load)
     assert Calibration(inputs, "", {}, cached).to_bytes() == found(source, IDS[:2]).to_bytes()
@@ -226,9 +232,9 @@ def test_what_goes_on_computes_no_layer_again(source: Path, tmp_path: Path, monk
 @pytest.mark.usefixtures("at_once")
 def test_what_is_kept_is_of_one_pass(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.part"
-    ended_early(source, Kept(path, lambda: {"texts": "a", "weights": "b"}))
+    ended_early(source, PassCheckpoint(path, lambda: {"texts": "a", "weights": "b"}))
     with pytest.raises(SourceError) as caught:
-        Kept(path, lambda: {"texts": "a", "weights": "c"})
+        PassCheckpoint(path, lambda: {"texts": "a", "weights": "c"})
     assert (caught.value.message, caught.value.hint) == (
         f"{path} was begun with other weights",
         "remove it to begin again, or give what it was begun with",
@@ -238,13 +244,13 @@ def test_what_is_kept_is_of_one_pass(source: Path, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("at_once")
 def test_any_flipped_bit_of_what_is_kept_is_damage(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.part"
-    ended_early(source, Kept(path, dict))
+    ended_early(source, PassCheckpoint(path, dict))
     data = path.read_bytes()
     flipped = (bytes([*data[:at], data[at] ^ 1, *data[at + 1 :]]) for at in range(0, len(data), len(data) // 40))
     for damaged in (b"", b"no file of ours", data[:-1], data + b"\0", data[:-1] + bytes([data[-1] ^ 128]), *flipped):
         path.write_bytes(damaged)
         with pytest.raises(SourceError) as caught:
-            Kept(path, dict)
+            PassCheckpoint(path, dict)
         assert (caught.value.message, caught.value.hint) == (
             f"{path} cannot be continued: it is damaged or incomplete",
             "remove it to begin again",
@@ -279,11 +285,11 @@ def sealed(path: Path, facts: Change = dict, own: Change = dict) -> None:
 @pytest.mark.usefixtures("at_once")
 def test_what_no_header_says_is_not_hashed(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.part"
-    ended_early(source, Kept(path, dict))
+    ended_early(source, PassCheckpoint(path, dict))
     # More than can be read within hours.
     os.truncate(path, 1 << 42)
     with pytest.raises(SourceError, match="it is damaged or incomplete"):
-        Kept(path, dict)
+        PassCheckpoint(path, dict)
 
 
 FIRST, SECOND = "model.layers.0", "model.layers.1"
@@ -330,10 +336,10 @@ FIRST, SECOND = "model.layers.0", "model.layers.1"
 @pytest.mark.usefixtures("at_once")
 def test_what_no_pass_keeps_is_refused(source: Path, tmp_path: Path, what: str, change: Change, said: str) -> None:
     path = tmp_path / "x.part"
-    ended_early(source, Kept(path, dict))
+    ended_early(source, PassCheckpoint(path, dict))
     sealed(path, **{what: change})
     with pytest.raises(SourceError) as caught:
-        calibrate(StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), kept=Kept(path, dict))
+        observe_inputs(StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), kept=PassCheckpoint(path, dict))
     assert caught.value.message.startswith(f"{path} cannot be continued: ")
     assert said in caught.value.message
     assert caught.value.hint == "remove it to begin again"
@@ -342,9 +348,11 @@ def test_what_no_pass_keeps_is_refused(source: Path, tmp_path: Path, what: str, 
 @pytest.mark.usefixtures("at_once")
 def test_a_sealed_file_without_a_change_goes_on(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.part"
-    ended_early(source, Kept(path, dict))
+    ended_early(source, PassCheckpoint(path, dict))
     sealed(path)
-    inputs, cached = calibrate(StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), kept=Kept(path, dict))
+    inputs, cached = observe_inputs(
+        StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), kept=PassCheckpoint(path, dict)
+    )
     assert Calibration(inputs, "", {}, cached).to_bytes() == found(source, IDS[:2]).to_bytes()
 
 
@@ -360,7 +368,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str, kind: str)
     else:
         os.mknod(path, 0o600 | (stat.S_IFIFO if kind == "pipe" else stat.S_IFSOCK))
     with pytest.raises(SourceError) as caught:
-        Kept(tmp_path / "x.part", dict)
+        PassCheckpoint(tmp_path / "x.part", dict)
     assert (caught.value.message, caught.value.hint) == (f"{path} is not a regular file", "remove it to begin again")
 
 
@@ -377,13 +385,13 @@ def test_what_no_file_has_is_not_kept(source: Path, tmp_path: Path) -> None:
         layer.forward = partial(forward, of=layer.forward)  # type: ignore[assignment]
     outer = model.model.model
     outer.forward = partial(outer.forward, more=object())
-    calibrate(model, corpus(IDS[:2]), kept=Kept(tmp_path / "x.part", dict))
+    observe_inputs(model, corpus(IDS[:2]), kept=PassCheckpoint(tmp_path / "x.part", dict))
     assert not list(tmp_path.glob("x.part*"))
 
 
 @pytest.mark.usefixtures("at_once")
 def test_a_unit_that_comes_twice_says_not_where_a_pass_is(tmp_path: Path) -> None:
-    kept = Kept(tmp_path / "x.part", dict)
+    kept = PassCheckpoint(tmp_path / "x.part", dict)
     assert not kept.begin("shared")
     kept.note("shared", torch.zeros(2))
     assert kept.due("shared")
@@ -392,8 +400,8 @@ def test_a_unit_that_comes_twice_says_not_where_a_pass_is(tmp_path: Path) -> Non
 
 
 def test_a_pass_of_seconds_is_not_kept(source: Path, tmp_path: Path) -> None:
-    kept = Kept(tmp_path / "x.part", dict)
-    assert calibrate(StreamedModel(open_checkpoint(source)), corpus(IDS[:1]), kept=kept)
+    kept = PassCheckpoint(tmp_path / "x.part", dict)
+    assert observe_inputs(StreamedModel(open_checkpoint(source)), corpus(IDS[:1]), kept=kept)
     assert not kept.due("model.layers.1")
     assert not kept.path.exists()
 
@@ -408,7 +416,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(
     path = tmp_path / "x.part"
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OutputError) as caught:
-        calibrate(StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), kept=Kept(path, dict))
+        observe_inputs(StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), kept=PassCheckpoint(path, dict))
     assert caught.value.message == f"{path} cannot be written: No space left on device"
     assert not list(tmp_path.glob("x.part*"))
 
@@ -445,12 +453,12 @@ def test_processes_see_together_what_one_does(tmp_path: Path, size: int) -> None
     given: list[bytes] = []
     for rank in reversed(range(size)):
         streamed = StreamedModel(open_checkpoint(root))
-        inputs, cached = calibrate(streamed, corpus(IDS), team=Team(rank, size, given))
+        inputs, cached = observe_inputs(streamed, corpus(IDS), team=Team(rank, size, given))
     assert Calibration(inputs, "", {}, cached).to_bytes() == found(root).to_bytes()
 
 
 def test_squares_of_what_is_as_large_as_bfloat16_holds_are_numbers() -> None:
-    seen = Seen(("a.weight",), 2)
+    seen = RunningStatistics(("a.weight",), 2)
     seen.add(torch.tensor([1e38, 1.0]), torch.tensor([1e38, 1.0]).double(), torch.tensor([torch.inf, 1.0]).double(), 1)
     square = seen.inputs().square
     assert square is not None

@@ -16,18 +16,24 @@ from transformers import AutoModelForCausalLM
 
 from conftest import EXAMPLE
 from openquant import Reporter, calibrate, compress, dequantize, evaluate, verify
-from openquant.calibration.smoothing import divided_norm, fold, powers, together, usable
-from openquant.calibration.smoothquant import smooth
+from openquant.calibration.smoothing import (
+    apply_smoothing,
+    combine_transforms,
+    divide_norm,
+    nearest_powers_of_two,
+    usable_mappings,
+)
+from openquant.calibration.smoothquant import smoothquant_scale
 from openquant.errors import OutputError, PlanError, SourceError, UsageError
 from openquant.evaluation import answers
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.fingerprint import fingerprint
 from openquant.formats.schemes import SCHEMES
-from openquant.plan.decisions import Options
+from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plan
 from openquant.weights.reading import Reader
-from openquant.weights.statistics import Calibration, Inputs, read_calibration
-from openquant.weights.transform import Tunings
+from openquant.weights.statistics import Calibration, InputStatistics, read_calibration
+from openquant.weights.transform import WeightTransforms
 from openquant.weights.weight import Weight
 from support import small_checkpoints
 from support.conversions import Shelf
@@ -216,22 +222,24 @@ def opened(root: Path) -> Reader:
 def random_calibration(plan: Plan) -> Calibration:
     """Inputs of which some are far larger than others."""
     random = np.random.default_rng(3)
-    found: dict[str, Inputs] = {}
+    found: dict[str, InputStatistics] = {}
     for weight in plan.layers.values():
         largest = np.exp(random.normal(0, 2, weight.shape[1])).astype(np.float32)
-        found.setdefault(weight.source.name, Inputs((weight.source.name,), largest, largest / 4, 9, largest**2 / 9))
+        found.setdefault(
+            weight.source.name, InputStatistics((weight.source.name,), largest, largest / 4, 9, largest**2 / 9)
+        )
     return Calibration(tuple(found.values()), "", {})
 
 
-def tunings_of(plan: Plan, root: Path, exponent: float = 0.5) -> Tunings:
+def tunings_of(plan: Plan, root: Path, exponent: float = 0.5) -> WeightTransforms:
     reader, calibration = opened(root), random_calibration(plan)
     parts = []
-    for folding in usable(plan).foldings:
-        scale = smooth(folding, plan, reader, calibration, exponent)
+    for mapping in usable_mappings(plan).mappings:
+        scale = smoothquant_scale(mapping, plan, reader, calibration, exponent)
         if not isinstance(scale, str):
-            parts.append(fold(folding, scale, plan, reader))
+            parts.append(apply_smoothing(mapping, scale, plan, reader))
     assert parts
-    return together(parts, plan)
+    return combine_transforms(parts, plan)
 
 
 def logits(root: Path) -> torch.Tensor:
@@ -250,16 +258,16 @@ def test_a_folded_model_computes_the_same(tmp_path: Path, architecture: str) -> 
     """Whatever it has: routers, biases, norms that one is added to, several layers in a tensor, shared experts."""
     source = small_checkpoints.write(tmp_path / "source", architecture, dtype="float32")
     plan = make_plan(open_checkpoint(source), INT8)
-    tunings = tunings_of(plan, source)
+    transforms = tunings_of(plan, source)
     reader, changed = opened(source), dict[str, torch.Tensor]()
-    tuned = make_plan(open_checkpoint(source), INT8, Options(tunings=tunings))
+    tuned = make_plan(open_checkpoint(source), INT8, PlanOptions(transforms=transforms))
     weights = small_checkpoints.read(source)
-    for weight in (*tuned.layers.values(), *(kept.changed for kept in tuned.fates.kept)):
+    for weight in (*tuned.layers.values(), *(kept.changed for kept in tuned.decisions.kept)):
         if not isinstance(weight, Weight):
             continue
         values = np.concatenate([bits.view(np.float32).copy() for bits in reader.rows(weight, 1)])
         changed[f"{weight.module}.weight"] = torch.from_numpy(values)
-    for name, data in tunings.tensors.items():
+    for name, data in transforms.tensors.items():
         changed[name] = torch.frombuffer(bytearray(data), dtype=torch.float32)
     assert sum(not torch.equal(tensor, weights[name]) for name, tensor in changed.items()) > 10
     folded = tmp_path / "folded"
@@ -316,9 +324,9 @@ def test_any_architecture_is_verified(tmp_path: Path, architecture: str) -> None
 )
 def test_what_cannot_be_divided_is_not(tmp_path: Path, architecture: str, name: str, tensor: torch.Tensor) -> None:
     source = small_checkpoints.write(tmp_path / "source", architecture)
-    all_places = usable(make_plan(open_checkpoint(source), INT8)).foldings
+    all_places = usable_mappings(make_plan(open_checkpoint(source), INT8)).mappings
     small_checkpoints.change_weights(source, lambda weights: weights.update({name: tensor}))
-    places = usable(make_plan(open_checkpoint(source), INT8)).foldings
+    places = usable_mappings(make_plan(open_checkpoint(source), INT8)).mappings
     assert {each.source for each in all_places} - {each.source for each in places} == {name.rpartition(".")[0]}
 
 
@@ -377,18 +385,21 @@ def test_a_fold_that_brings_nothing_is_left_out(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source")
     plan = make_plan(open_checkpoint(source), INT8)
     flat = tuple(
-        Inputs(
+        InputStatistics(
             (weight.source.name,), *(np.ones(weight.shape[1], np.float32) for _ in "xx"), 9, np.ones(weight.shape[1])
         )
         for weight in plan.layers.values()
     )
     reader = opened(source)
-    [first, *_] = usable(plan).foldings
-    assert smooth(first, plan, reader, Calibration((), "", {}), 0.5) == "the calibration has seen nothing of a layer"
-    assert smooth(first, plan, reader, Calibration(flat, "", {}), 0.5) == "all their factors would be 1"
+    [first, *_] = usable_mappings(plan).mappings
+    assert (
+        smoothquant_scale(first, plan, reader, Calibration((), "", {}), 0.5)
+        == "the calibration has seen nothing of a layer"
+    )
+    assert smoothquant_scale(first, plan, reader, Calibration(flat, "", {}), 0.5) == "all their factors would be 1"
     few = tuple(replace(each, absmax=each.absmax * 100, square=each.square / 1e6) for each in flat)
     few[0].absmax[:] = 1
-    found = smooth(first, plan, reader, Calibration(few, "", {}), 0.5)
+    found = smoothquant_scale(first, plan, reader, Calibration(few, "", {}), 0.5)
     assert isinstance(found, str)
 
 
@@ -406,19 +417,19 @@ def test_unknown_models_are_planned_without(tmp_path: Path) -> None:
 
 def test_factors_are_powers_of_two_about_the_middle_one() -> None:
     ideal = np.array([3.0, 6, 12, 24, 48, 0, np.nan, np.inf, 3e-20, 1e30], np.float32)
-    assert powers(ideal).tolist() == [0.25, 0.5, 1, 2, 4, 1, 1, 1, 2.0**-8, 2.0**8]
-    assert powers(np.zeros(3, np.float32)).tolist() == [1, 1, 1]
+    assert nearest_powers_of_two(ideal).tolist() == [0.25, 0.5, 1, 2, 4, 1, 1, 1, 2.0**-8, 2.0**8]
+    assert nearest_powers_of_two(np.zeros(3, np.float32)).tolist() == [1, 1, 1]
 
 
 def test_a_norm_is_divided_as_its_dtype_allows() -> None:
     held, scale = np.array([0.5, 0, -1, 1.5, -0.984375], np.float32), np.array([2, 4, 4, 4, 4], np.float32)
-    made, by = divided_norm(held, scale, 0, "BF16")
+    made, by = divide_norm(held, scale, 0, "BF16")
     assert (made.tolist(), by.tolist()) == ([0.25, 0, -0.25, 0.375, -0.24609375], [2, 1, 4, 4, 4])
     # Of 1 + w: -1 lets nothing through; what bfloat16 rounds is made up for in the columns.
-    made, by = divided_norm(held, scale, 1, "BF16")
+    made, by = divide_norm(held, scale, 1, "BF16")
     assert made.tolist() == [-0.25, -0.75, -1, -0.375, -0.99609375]
     assert by.tolist() == [2, 4, 1, 4, 4]
-    made, by = divided_norm(np.array([0.0078125], np.float32), np.array([256], np.float32), 1, "BF16")
+    made, by = divide_norm(np.array([0.0078125], np.float32), np.array([256], np.float32), 1, "BF16")
     assert by == (1 + 0.0078125) / (1 + made.astype(np.float64))
     assert by != 256
 

@@ -17,7 +17,7 @@ from openquant.formats.group_ranges import ranged
 from openquant.formats.numbers import INT4
 from openquant.formats.reference import encode
 from openquant.formats.schemes import ASYMMETRIC, INT4_SHIFTED, INT4_SHIFTED_32, Scheme
-from openquant.plan.decisions import Options
+from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plan
 from support import small_checkpoints
 from support.quantized_checkpoints import INT4 as SYMMETRIC
@@ -133,7 +133,7 @@ def test_another_zero_point_shows(shelf: object, tmp_path: Path) -> None:
 
 
 def plan_of(root: Path, tp: int | None = None) -> Plan:
-    return make_plan(open_checkpoint(root), INT4_SHIFTED, Options(tp=tp))
+    return make_plan(open_checkpoint(root), INT4_SHIFTED, PlanOptions(tp=tp))
 
 
 def test_the_plan_says_what_cannot_load_it() -> None:
@@ -157,8 +157,8 @@ def test_rows_that_do_not_fill_words_of_zero_points(tmp_path: Path) -> None:
         name = f"model.layers.{layer}.mlp.down_proj.weight"
         weights[name] = weights[name][:, :132].clone()
     plan = plan_of(small_checkpoints.write(tmp_path / "source", weights=weights))
-    assert plan.fates.of(UP).why == "132 rows do not divide into words of 8 zero points"
-    assert plan.fates.of(UP).scheme is None
+    assert plan.decisions.of(UP).why == "132 rows do not divide into words of 8 zero points"
+    assert plan.decisions.of(UP).scheme is None
 
 
 def test_the_card_tells_not_to_load_it_with_transformers(tmp_path: Path) -> None:

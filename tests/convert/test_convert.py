@@ -36,7 +36,7 @@ from openquant.formats.schemes import (
     find_scheme,
 )
 from openquant.patterns import compile_any
-from openquant.plan.layout import Copy, Job, Layout
+from openquant.plan.layout import CopyBytes, Job, Layout
 from openquant.plan.plan import Plan
 from support import small_checkpoints
 from support.conversions import Shelf, asking
@@ -458,8 +458,8 @@ def test_long_copies_come_first_of_their_shard(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(conversion._Worker, "do", spied)
     compress(source, tmp_path / "usual", workers=1)
     usual = begun.copy()
-    router = next(job for job in usual if isinstance(job, Copy) and job.label.endswith(".gate.weight"))
-    long = [job for job in usual if isinstance(job, Copy) and job.nbytes >= router.nbytes]
+    router = next(job for job in usual if isinstance(job, CopyBytes) and job.label.endswith(".gate.weight"))
+    long = [job for job in usual if isinstance(job, CopyBytes) and job.nbytes >= router.nbytes]
     assert long != usual[: len(long)]
     begun.clear()
     monkeypatch.setattr(conversion, "LONG", router.nbytes)

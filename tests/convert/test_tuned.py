@@ -17,9 +17,9 @@ from openquant.formats.reference import encode, group_absmax
 from openquant.formats.schemes import SCHEMES, TENSOR, Scheme, find_scheme
 from openquant.hub.source import Source
 from openquant.options import Run
-from openquant.plan.decisions import Options
+from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plan
-from openquant.weights.transform import Tuning, Tunings
+from openquant.weights.transform import WeightTransform, WeightTransforms
 from support import small_checkpoints
 from support.conversions import Shelf
 
@@ -27,7 +27,7 @@ Weights = dict[str, torch.Tensor]
 RANDOM = np.random.default_rng(5)
 
 
-def carried_out(root: Path, out: Path, scheme: Scheme, options: Options) -> Plan:
+def carried_out(root: Path, out: Path, scheme: Scheme, options: PlanOptions) -> Plan:
     """What compress() does with a plan of these options."""
     plans = []
 
@@ -43,20 +43,20 @@ def powers(count: int) -> np.ndarray:
     return np.exp2(RANDOM.integers(-4, 5, count)).astype(np.float32)
 
 
-def tuned(weights: Weights, modules: dict[str, bool]) -> tuple[Tunings, Weights]:
+def tuned(weights: Weights, modules: dict[str, bool]) -> tuple[WeightTransforms, Weights]:
     """Random factors for these modules, with or without rows, and norms of the first layer halved; and both done."""
     found, expected = {}, dict(weights)
     for module, rows in modules.items():
         name = f"{module}.weight"
         out, width = weights[name].shape
-        found[module] = Tuning(powers(out) if rows else None, powers(width))
+        found[module] = WeightTransform(powers(out) if rows else None, powers(width))
         values = weights[name].float().numpy().copy()
         found[module].apply(values, 0)
         expected[name] = torch.from_numpy(values).to(weights[name].dtype)
     norm = "model.layers.0.input_layernorm.weight"
     expected[norm] = weights[norm] / 2
     data = expected[norm].view(torch.int16).numpy().tobytes()
-    return Tunings(found, {norm: data}, ("folded by hand",)), expected
+    return WeightTransforms(found, {norm: data}, ("folded by hand",)), expected
 
 
 MOE = {
@@ -72,8 +72,8 @@ MOE = {
 def test_weights_are_rounded_as_they_are_folded(shelf: Shelf, tmp_path: Path, scheme: Scheme) -> None:
     source = shelf.source("Qwen3MoeForCausalLM")
     weights = small_checkpoints.read(source)
-    tunings, expected = tuned(weights, MOE)
-    plan = carried_out(source, tmp_path / "out", scheme, Options(tunings=tunings))
+    transforms, expected = tuned(weights, MOE)
+    plan = carried_out(source, tmp_path / "out", scheme, PlanOptions(transforms=transforms))
     assert "folded by hand" in plan.notes
     found = small_checkpoints.read(tmp_path / "out")
     # As if the source were the folded model.
@@ -83,7 +83,7 @@ def test_weights_are_rounded_as_they_are_folded(shelf: Shelf, tmp_path: Path, sc
     small_checkpoints.change_weights(
         tmp_path / "folded", lambda held: held.update({name: expected[name] for name in held})
     )
-    carried_out(tmp_path / "folded", tmp_path / "plain", scheme, Options())
+    carried_out(tmp_path / "folded", tmp_path / "plain", scheme, PlanOptions())
     other = small_checkpoints.read(tmp_path / "plain")
     assert found.keys() == other.keys()
     for name, tensor in found.items():
@@ -94,10 +94,10 @@ def test_weights_are_rounded_as_they_are_folded(shelf: Shelf, tmp_path: Path, sc
 
 def test_codes_are_those_of_torch(shelf: Shelf, tmp_path: Path) -> None:
     source, scheme = shelf.source("Qwen3ForCausalLM"), SCHEMES["int8"]
-    tunings, _ = tuned(small_checkpoints.read(source), {"model.layers.0.mlp.down_proj": False})
-    carried_out(source, tmp_path / "out", scheme, Options(tunings=tunings))
+    transforms, _ = tuned(small_checkpoints.read(source), {"model.layers.0.mlp.down_proj": False})
+    carried_out(source, tmp_path / "out", scheme, PlanOptions(transforms=transforms))
     name, found = "model.layers.0.mlp.down_proj.weight", small_checkpoints.read(tmp_path / "out")
-    columns = tunings.weights["model.layers.0.mlp.down_proj"].columns
+    columns = transforms.weights["model.layers.0.mlp.down_proj"].columns
     assert columns is not None
     folded = small_checkpoints.read(source)[name].float() * torch.from_numpy(columns)
     scale = torch.from_numpy(scheme.format.scales(group_absmax(folded, scheme.format.group).numpy()))
@@ -108,8 +108,8 @@ def test_codes_are_those_of_torch(shelf: Shelf, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ignored", ["**.o_proj", "**.experts.**"])
 def test_what_stays_unquantized_is_folded_too(shelf: Shelf, tmp_path: Path, ignored: str) -> None:
     source = shelf.source("Qwen3MoeForCausalLM")
-    tunings, expected = tuned(small_checkpoints.read(source), MOE)
-    carried_out(source, tmp_path / "out", SCHEMES["int8"], Options((ignored,), tunings=tunings))
+    transforms, expected = tuned(small_checkpoints.read(source), MOE)
+    carried_out(source, tmp_path / "out", SCHEMES["int8"], PlanOptions((ignored,), transforms=transforms))
     found = small_checkpoints.read(tmp_path / "out")
     for name in (f"{module}.weight" for module in MOE):
         if found[name].dtype == torch.bfloat16:
@@ -121,8 +121,8 @@ def test_routers_keep_their_dtype(tmp_path: Path, dtype: str) -> None:
     source = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM", dtype=dtype)
     weights = small_checkpoints.read(source)
     name, columns = "model.layers.1.mlp.gate.weight", powers(small_checkpoints.HIDDEN)
-    tunings = Tunings({"model.layers.1.mlp.gate": Tuning(columns=columns)})
-    carried_out(source, tmp_path / "out", SCHEMES["int8"], Options(tunings=tunings))
+    transforms = WeightTransforms({"model.layers.1.mlp.gate": WeightTransform(columns=columns)})
+    carried_out(source, tmp_path / "out", SCHEMES["int8"], PlanOptions(transforms=transforms))
     found = small_checkpoints.read(tmp_path / "out")[name]
     assert torch.equal(found, (weights[name].float() * torch.from_numpy(columns)).to(weights[name].dtype))
 
@@ -131,9 +131,9 @@ def test_stacks_are_folded_by_expert(shelf: Shelf, tmp_path: Path) -> None:
     source = shelf.source("Llama4ForCausalLM")
     module, columns = "model.layers.1.feed_forward.experts.2.up_proj", powers(small_checkpoints.HIDDEN)
     found = []
-    for number, tunings in enumerate([None, Tunings({module: Tuning(columns=columns)})]):
+    for number, transforms in enumerate([None, WeightTransforms({module: WeightTransform(columns=columns)})]):
         out = tmp_path / str(number)
-        carried_out(source, out, SCHEMES["int8"], Options(("**.experts.**",), tunings=tunings))
+        carried_out(source, out, SCHEMES["int8"], PlanOptions(("**.experts.**",), transforms=transforms))
         found.append(small_checkpoints.read(out)[f"{module}.weight"])
     assert torch.equal(found[1], (found[0].float() * torch.from_numpy(columns)).bfloat16())
 
@@ -143,16 +143,16 @@ def test_a_plan_is_known_by_its_tunings(shelf: Shelf) -> None:
     module, norm = "model.layers.0.self_attn.q_proj", "model.norm.weight"
     ones = np.ones(small_checkpoints.HIDDEN, np.float32)
     kinds = [
-        Tunings(),
-        Tunings({module: Tuning(rows=ones)}),
-        Tunings({module: Tuning(columns=ones)}),
-        Tunings({module: Tuning(columns=2 * ones)}),
-        Tunings({module: Tuning(importance=ones)}),
-        Tunings({module.replace("q", "k"): Tuning(columns=ones)}),
-        Tunings({}, {norm: bytes(2 * small_checkpoints.HIDDEN)}),
-        Tunings({}, {norm: b"1" * 2 * small_checkpoints.HIDDEN}),
+        WeightTransforms(),
+        WeightTransforms({module: WeightTransform(rows=ones)}),
+        WeightTransforms({module: WeightTransform(columns=ones)}),
+        WeightTransforms({module: WeightTransform(columns=2 * ones)}),
+        WeightTransforms({module: WeightTransform(importance=ones)}),
+        WeightTransforms({module.replace("q", "k"): WeightTransform(columns=ones)}),
+        WeightTransforms({}, {norm: bytes(2 * small_checkpoints.HIDDEN)}),
+        WeightTransforms({}, {norm: b"1" * 2 * small_checkpoints.HIDDEN}),
     ]
-    plans = [make_plan(checkpoint, SCHEMES["int8"], Options(tunings=each)) for each in (None, *kinds)]
+    plans = [make_plan(checkpoint, SCHEMES["int8"], PlanOptions(transforms=each)) for each in (None, *kinds)]
     assert len({plan.digest for plan in plans}) == len(plans)
     assert len({plan.output_bytes for plan in plans}) == 1
 
@@ -163,8 +163,8 @@ def test_scales_are_searched_for_by_what_goes_in(shelf: Shelf, tmp_path: Path, a
     module, form = "model.layers.0.self_attn.o_proj", scheme.format
     weight = small_checkpoints.read(source)[f"{module}.weight"]
     importance = np.exp(RANDOM.standard_normal(weight.shape[1])).astype(np.float32)
-    tunings = Tunings({module: Tuning(importance=importance)})
-    carried_out(source, tmp_path / "out", scheme, Options(tunings=tunings))
+    transforms = WeightTransforms({module: WeightTransform(importance=importance)})
+    carried_out(source, tmp_path / "out", scheme, PlanOptions(transforms=transforms))
     bits, scales = weight.view(torch.int16).numpy().view(np.uint16), []
     for counts in (importance, None):
         if asymmetric:
@@ -181,8 +181,8 @@ def test_codes_of_a_source_do_not_pass_folded(shelf: Shelf, tmp_path: Path) -> N
     source = shelf.converted("Qwen3ForCausalLM", TENSOR).output
     path = "model.layers.0.self_attn"
     columns = powers(small_checkpoints.HIDDEN)
-    tunings = Tunings({f"{path}.{name}_proj": Tuning(columns=columns) for name in "qkv"})
-    carried_out(source, tmp_path / "out", TENSOR, Options(tunings=tunings))
+    transforms = WeightTransforms({f"{path}.{name}_proj": WeightTransform(columns=columns) for name in "qkv"})
+    carried_out(source, tmp_path / "out", TENSOR, PlanOptions(transforms=transforms))
     stored, found = small_checkpoints.read(source), small_checkpoints.read(tmp_path / "out")
     for name in (f"{path}.{each}_proj.weight" for each in "qkv"):
         wanted = stored[name].float() * stored[f"{name}_scale"] * torch.from_numpy(columns)

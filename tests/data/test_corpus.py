@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from conftest import EXAMPLE, change_json
-from openquant.data.corpus import Corpus, read
-from openquant.data.tokenizer import Tokenizer, load
+from openquant.data.corpus import Corpus, read_corpus
+from openquant.data.tokenizer import Tokenizer, load_tokenizer
 from openquant.errors import OpenQuantError
 from openquant.options import Texts
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return load(EXAMPLE)
+    return load_tokenizer(EXAMPLE)
 
 
 def write(path: Path, words: int, start: int = 0) -> Path:
@@ -38,7 +38,7 @@ def pieces(corpus: Corpus, tokenizer: Tokenizer) -> set[str]:
 
 def test_documents_are_pieces_of_the_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
     text = write(tmp_path / "a.txt", 30_000)
-    corpus = read(Texts(text=[text], samples=9, length=64), tokenizer)
+    corpus = read_corpus(Texts(text=[text], samples=9, length=64), tokenizer)
     assert [len(document.ids) for document in corpus.documents] == [64] * 9
     assert all(tokenizer.decode(document.ids) in text.read_text() for document in corpus.documents)
     assert len({document.ids for document in corpus.documents}) == 9
@@ -57,42 +57,42 @@ def test_purposes_share_no_text_however_much_is_read(
     tmp_path: Path, tokenizer: Tokenizer, words: int, samples: int, length: int
 ) -> None:
     text = write(tmp_path / "a.txt", words)
-    for_evaluation = read(Texts(text=[text], samples=samples, length=length), tokenizer)
+    for_evaluation = read_corpus(Texts(text=[text], samples=samples, length=length), tokenizer)
     lines = pieces(for_evaluation, tokenizer)
     for other in (Texts(text=[text], samples=200, length=50), Texts(text=[text], samples=samples, length=length)):
-        theirs = pieces(read(other, tokenizer, "calibration"), tokenizer)
+        theirs = pieces(read_corpus(other, tokenizer, "calibration"), tokenizer)
         assert theirs and lines and not theirs & lines
 
 
 def test_the_same_is_read_each_time(tmp_path: Path, tokenizer: Tokenizer) -> None:
     options = Texts(text=[write(tmp_path / "a.txt", 9_000)], samples=5, length=32)
-    corpus = read(options, tokenizer)
-    assert read(options, tokenizer) == corpus
-    assert read(replace(options, samples=6), tokenizer).sha256 != corpus.sha256
+    corpus = read_corpus(options, tokenizer)
+    assert read_corpus(options, tokenizer) == corpus
+    assert read_corpus(replace(options, samples=6), tokenizer).sha256 != corpus.sha256
     assert corpus.sha256 == "daf49fcf5590043f8f23efe115b5690b5f54ac4b060684fdf9ff44e1bcdc7304"
 
 
 def test_domains_are_balanced_and_told_apart(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "b").mkdir()
     texts = [write(tmp_path / "a.txt", 9_000), write(tmp_path / "b" / "a.txt", 900, 9_000), write(tmp_path / "c", 900)]
-    corpus = read(Texts(text=texts, samples=7, length=32), tokenizer)
+    corpus = read_corpus(Texts(text=texts, samples=7, length=32), tokenizer)
     assert corpus.domains == {str(texts[0]): 3, str(texts[1]): 2, str(texts[2]): 2}
     with pytest.raises(OpenQuantError, match="^--samples 2 is fewer than the 3 kinds of text$"):
-        read(Texts(text=texts, samples=2, length=32), tokenizer)
+        read_corpus(Texts(text=texts, samples=2, length=32), tokenizer)
     with pytest.raises(OpenQuantError, match="^a text is given twice$"):
-        read(Texts(text=[texts[0], texts[0]], samples=4), tokenizer)
+        read_corpus(Texts(text=[texts[0], texts[0]], samples=4), tokenizer)
 
 
 def test_documents_come_from_all_over_a_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
     text = write(tmp_path / "a.txt", 100_000)
-    corpus = read(Texts(text=[text], samples=16, length=32), tokenizer)
+    corpus = read_corpus(Texts(text=[text], samples=16, length=32), tokenizer)
     numbers = [int(line.split()[1]) for line in pieces(corpus, tokenizer)]
     assert min(numbers) < 12_000 and max(numbers) > 70_000
 
 
 def test_a_short_text_gives_what_it_has(tmp_path: Path, tokenizer: Tokenizer) -> None:
     text = write(tmp_path / "a.txt", 40)
-    corpus = read(Texts(text=[text], samples=32, length=16), tokenizer)
+    corpus = read_corpus(Texts(text=[text], samples=32, length=16), tokenizer)
     assert len(corpus.documents) == len(tokenizer.encode("".join(text.read_text().splitlines(True)[:20]))) // 16
     assert corpus.notes == (f"a.txt has {len(corpus.documents)} documents of 16 tokens for evaluation, not 32",)
 
@@ -109,27 +109,27 @@ def test_a_text_shorter_than_the_length(
 ) -> None:
     (tmp_path / "a.txt").write_text(content)
     with pytest.raises(OpenQuantError) as caught:
-        read(Texts(text=[tmp_path / "a.txt"], length=length), tokenizer)
+        read_corpus(Texts(text=[tmp_path / "a.txt"], length=length), tokenizer)
     assert re.sub(r"\d+ tokens", "30 tokens", caught.value.message) == re.sub(r"\d+ tokens", "30 tokens", message)
     assert re.sub(r"\d+", "30", caught.value.hint) == hint
 
 
 def test_what_a_tokenizer_sets_before_a_text_begins_every_document(tmp_path: Path, tokenizer: Tokenizer) -> None:
     text = write(tmp_path / "a.txt", 900)
-    corpus = read(Texts(text=[text], samples=8, length=32), replace(tokenizer, prefix=(7, 8)))
+    corpus = read_corpus(Texts(text=[text], samples=8, length=32), replace(tokenizer, prefix=(7, 8)))
     assert {document.ids[:2] for document in corpus.documents} == {(7, 8)}
     assert {len(document.ids) for document in corpus.documents} == {32}
     assert all(tokenizer.decode(document.ids[2:]) in text.read_text() for document in corpus.documents)
     with pytest.raises(OpenQuantError, match="^samples of 2 tokens have no room for text$"):
-        read(Texts(text=[text], length=2), replace(tokenizer, prefix=(7, 8)))
+        read_corpus(Texts(text=[text], length=2), replace(tokenizer, prefix=(7, 8)))
 
 
 def test_tokens_that_the_model_does_not_have(tmp_path: Path, tokenizer: Tokenizer) -> None:
     options = Texts(text=[write(tmp_path / "a.txt", 900)], length=32)
-    highest = max(max(document.ids) for document in read(options, tokenizer).documents)
-    read(options, tokenizer, vocabulary=highest + 1)
+    highest = max(max(document.ids) for document in read_corpus(options, tokenizer).documents)
+    read_corpus(options, tokenizer, vocabulary=highest + 1)
     with pytest.raises(OpenQuantError, match=f"^the tokenizer of .* gives token {highest}, the model has {highest}$"):
-        read(options, tokenizer, vocabulary=highest)
+        read_corpus(options, tokenizer, vocabulary=highest)
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def chatty(tmp_path: Path) -> Tokenizer:
         shutil.copy(EXAMPLE / name, directory)
     template = "{{ eos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     change_json(directory / "tokenizer_config.json", lambda found: found.update(chat_template=template))
-    return replace(load(directory), prefix=(0,))
+    return replace(load_tokenizer(directory), prefix=(0,))
 
 
 def chats(path: Path, rows: list[Any]) -> Path:
@@ -154,7 +154,7 @@ def test_chats_are_put_into_the_model_s_own_form(tmp_path: Path, chatty: Tokeniz
         {"messages": [{"role": "user", "content": f"question {n} "}, {"role": "assistant", "content": f"answer {n}"}]}
         for n in range(40)
     ]
-    corpus = read(Texts(text=[chats(tmp_path / "a.jsonl", rows)], samples=4, length=100), chatty)
+    corpus = read_corpus(Texts(text=[chats(tmp_path / "a.jsonl", rows)], samples=4, length=100), chatty)
     text = chatty.decode(corpus.documents[0].ids)
     assert text.startswith("<|endoftext|>[user] question 0 \n[assistant] answer 0\n<|endoftext|>[user] question 1 ")
     assert {document.ids[:1] for document in corpus.documents} == {(0,)}
@@ -169,20 +169,20 @@ def test_a_chat_that_the_template_refuses_is_named(tmp_path: Path, chatty: Token
     rows = [{"text": "a text"}, {"messages": [{"role": "user", "content": "x"}]}]
     path = chats(tmp_path / "a.jsonl", [*rows, *rows])
     with pytest.raises(OpenQuantError) as caught:
-        read(Texts(text=[path]), refusing)
+        read_corpus(Texts(text=[path]), refusing)
     assert caught.value.message == f"the model's chat template fails for {path} line 2: 'no users'"
 
 
 def test_halves_of_surrogate_pairs_are_no_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = chats(tmp_path / "a.jsonl", [{"text": "ok"}, {"text": "\ud83d alone"}, {"text": "ok"}, {"text": "ok"}])
     with pytest.raises(OpenQuantError) as caught:
-        read(Texts(text=[path], length=4), tokenizer)
+        read_corpus(Texts(text=[path], length=4), tokenizer)
     assert caught.value.message == f"{path} line 2 holds half of a surrogate pair, which is no text"
 
 
 def test_without_a_text_it_is_the_standard_library_and_says_so(tokenizer: Tokenizer) -> None:
-    corpus = read(Texts(samples=4, length=32), tokenizer)
-    other = read(Texts(samples=4, length=32), tokenizer, "calibration")
+    corpus = read_corpus(Texts(samples=4, length=32), tokenizer)
+    other = read_corpus(Texts(samples=4, length=32), tokenizer, "calibration")
     assert corpus.domains == {"code": 2, "docs": 2}
     assert re.fullmatch(r"Python 3\.\d+\.\d+\S*", corpus.account["builtin"])
     assert corpus.notes[0].startswith(
@@ -196,7 +196,7 @@ def test_a_dataset_is_one_domain(tmp_path: Path, tokenizer: Tokenizer) -> None:
     directory.mkdir()
     chats(directory / "test.jsonl", [{"text": f"row {number} is about something"} for number in range(400)])
     corpora = [
-        read(Texts(dataset=str(directory), samples=20, length=50), tokenizer, purpose)
+        read_corpus(Texts(dataset=str(directory), samples=20, length=50), tokenizer, purpose)
         for purpose in ("evaluation", "calibration")
     ]
     assert corpora[0].account["dataset"] == f"{directory}:test" and corpora[0].domains == {f"{directory}:test": 20}

@@ -11,8 +11,8 @@ import pytest
 
 from conftest import EXAMPLE
 from openquant.data import prompts as module
-from openquant.data.prompts import BUILT_IN, read
-from openquant.data.tokenizer import Tokenizer, load
+from openquant.data.prompts import BUILT_IN, read_prompts
+from openquant.data.tokenizer import Tokenizer, load_tokenizer
 from openquant.errors import SourceError
 
 TEMPLATE = "{{ eos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -20,7 +20,7 @@ TEMPLATE = "{{ eos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}
 
 @pytest.fixture(scope="module")
 def plain() -> Tokenizer:
-    return replace(load(EXAMPLE), prefix=(5,))
+    return replace(load_tokenizer(EXAMPLE), prefix=(5,))
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def written(path: Path, content: str) -> Path:
 
 def test_there_are_a_dozen_of_our_own(plain: Tokenizer, chatty: Tokenizer) -> None:
     for tokenizer in (plain, chatty):
-        found = read(None, tokenizer)
+        found = read_prompts(None, tokenizer)
         assert len(found) == len({prompt.ids for prompt in found}) == 12
         for prompt, (said, text) in zip(found, BUILT_IN, strict=True):
             if tokenizer is chatty:
@@ -48,8 +48,11 @@ def test_there_are_a_dozen_of_our_own(plain: Tokenizer, chatty: Tokenizer) -> No
 def test_each_line_of_a_text_is_a_prompt(tmp_path: Path, plain: Tokenizer, chatty: Tokenizer) -> None:
     path = tmp_path / "prompts.txt"
     path.write_bytes("\ufeffWhat is this?\r\n\n  indented {{ 1 + 1 }}\n".encode())
-    assert [plain.decode(each.ids[1:]) for each in read(path, plain)] == ["What is this?", "  indented {{ 1 + 1 }}"]
-    assert [chatty.decode(each.ids) for each in read(path, chatty)] == [
+    assert [plain.decode(each.ids[1:]) for each in read_prompts(path, plain)] == [
+        "What is this?",
+        "  indented {{ 1 + 1 }}",
+    ]
+    assert [chatty.decode(each.ids) for each in read_prompts(path, chatty)] == [
         "<|endoftext|>[user] What is this?\n[assistant]",
         "<|endoftext|>[user]   indented {{ 1 + 1 }}\n[assistant]",
     ]
@@ -58,7 +61,7 @@ def test_each_line_of_a_text_is_a_prompt(tmp_path: Path, plain: Tokenizer, chatt
 def test_lines_of_json_are_prompts_chats_or_texts(tmp_path: Path, plain: Tokenizer, chatty: Tokenizer) -> None:
     chat = '{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]}'
     path = written(tmp_path / "prompts.jsonl", f'{{"prompt": "one"}}\n{{"text": "two"}}\n{chat}\n')
-    found = read(path, chatty)
+    found = read_prompts(path, chatty)
     assert [each.shown for each in found] == ["one", "two", "system: Be brief.\nuser: Hi"]
     assert [chatty.decode(each.ids) for each in found] == [
         "<|endoftext|>[user] one\n[assistant]",
@@ -68,7 +71,7 @@ def test_lines_of_json_are_prompts_chats_or_texts(tmp_path: Path, plain: Tokeniz
     with pytest.raises(
         SourceError, match=f"tiny-qwen3 has no chat template, which {re.escape(str(path))} line 3 needs$"
     ):
-        read(path, plain)
+        read_prompts(path, plain)
 
 
 @pytest.mark.parametrize(
@@ -88,24 +91,24 @@ def test_lines_of_json_are_prompts_chats_or_texts(tmp_path: Path, plain: Tokeniz
 def test_a_file_that_holds_no_prompts(tmp_path: Path, plain: Tokenizer, content: str, message: str) -> None:
     path = written(tmp_path / "prompts.jsonl", content)
     with pytest.raises(SourceError) as caught:
-        read(path, plain)
+        read_prompts(path, plain)
     assert caught.value.message.replace(str(path), "FILE").startswith(message)
 
 
 def test_files_that_are_none(tmp_path: Path, plain: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(SourceError, match="pipe is not a regular file$"):
-        read(tmp_path / "pipe", plain)
+        read_prompts(tmp_path / "pipe", plain)
     with pytest.raises(SourceError, match=r"nothing cannot be read: No such file or directory$"):
-        read(tmp_path / "nothing", plain)
+        read_prompts(tmp_path / "nothing", plain)
     (tmp_path / "latin.txt").write_bytes(b"fine\nGr\xf6\xdfe")
     with pytest.raises(SourceError, match=r"latin\.txt line 2 is not UTF-8$"):
-        read(tmp_path / "latin.txt", plain)
+        read_prompts(tmp_path / "latin.txt", plain)
     monkeypatch.setattr(module, "_MAX_FILE", 3)
     with pytest.raises(SourceError, match=r"latin\.txt is larger than 3 bytes$"):
-        read(tmp_path / "latin.txt", plain)
+        read_prompts(tmp_path / "latin.txt", plain)
 
 
 def test_tokens_that_the_model_does_not_have(plain: Tokenizer) -> None:
     with pytest.raises(SourceError, match=r"^the tokenizer of .*tiny-qwen3 gives token \d+, the model has 100$"):
-        read(None, plain, vocabulary=100)
+        read_prompts(None, plain, vocabulary=100)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from conftest import EXAMPLE, change_json
 from openquant.data import tokenizer as module
-from openquant.data.tokenizer import PROBE, load
+from openquant.data.tokenizer import PROBE, load_tokenizer
 from openquant.errors import SourceError
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -37,12 +37,12 @@ def configure(model: Path, **settings: Any) -> None:
 
 def refusal(model: Path) -> str:
     with pytest.raises(SourceError) as caught:
-        load(model)
+        load_tokenizer(model)
     return str(caught.value).replace(str(model), "DIR")
 
 
 def test_a_tokenizer_is_that_of_transformers(model: Path) -> None:
-    tokenizer, plain = load(model), AutoTokenizer.from_pretrained(EXAMPLE, local_files_only=True)
+    tokenizer, plain = load_tokenizer(model), AutoTokenizer.from_pretrained(EXAMPLE, local_files_only=True)
     ids = plain(PROBE, add_special_tokens=False)["input_ids"]
     assert tokenizer.encode(PROBE) == ids
     assert tokenizer.decode(ids) == PROBE
@@ -62,9 +62,9 @@ def test_what_a_tokenizer_sets_before_a_text_is_known(model: Path) -> None:
         }
 
     change_json(model / "tokenizer.json", with_beginning)
-    tokenizer = load(model)
+    tokenizer = load_tokenizer(model)
     assert tokenizer.prefix == (0,)
-    assert tokenizer.encode("Hello") == load(EXAMPLE).encode("Hello")
+    assert tokenizer.encode("Hello") == load_tokenizer(EXAMPLE).encode("Hello")
 
 
 @pytest.mark.parametrize("place", ["jinja", "config", "named", "processor"])
@@ -80,12 +80,12 @@ def test_the_template_is_found_wherever_it_is(model: Path, place: str) -> None:
         configure(model, chat_template=several)
     else:
         (model / "chat_template.json").write_text(json.dumps({"chat_template": template}))
-    assert load(model).chats([CHAT], ["a"]) == ["Hi<|endoftext|>"]
+    assert load_tokenizer(model).chats([CHAT], ["a"]) == ["Hi<|endoftext|>"]
 
 
 def test_a_model_without_a_template_takes_no_chats(model: Path) -> None:
     with pytest.raises(SourceError, match=r"model has no chat template, which chats\.jsonl line 1 needs$"):
-        load(model).chats([CHAT], ["chats.jsonl line 1"])
+        load_tokenizer(model).chats([CHAT], ["chats.jsonl line 1"])
 
 
 def test_nothing_of_a_checkpoint_is_executed_or_opened_elsewhere(
@@ -108,7 +108,7 @@ def test_nothing_of_a_checkpoint_is_executed_or_opened_elsewhere(
 
     monkeypatch.setattr(socket.socket, "connect", connect)
     monkeypatch.setattr("builtins.input", connect)
-    assert load(model).encode(PROBE) == load(EXAMPLE).encode(PROBE)
+    assert load_tokenizer(model).encode(PROBE) == load_tokenizer(EXAMPLE).encode(PROBE)
     assert not (tmp_path / "planted").exists()
 
 
@@ -122,7 +122,7 @@ def test_a_tokenizer_that_multiplies_texts_is_not_loaded(model: Path, monkeypatc
 def test_the_template_is_none_of_the_loader_s_business(model: Path) -> None:
     """It would be compiled there without bounds."""
     configure(model, chat_template="{% set x = 9 ** (9 ** 9) %}")
-    assert load(model).inner.chat_template is None
+    assert load_tokenizer(model).inner.chat_template is None
 
 
 def test_a_directory_without_a_tokenizer_says_so(model: Path) -> None:
@@ -197,16 +197,16 @@ def swap(found: dict[str, Any]) -> None:
     ],
 )
 def test_a_changed_tokenizer_is_noticed(model: Path, file: str, change: Any, differences: tuple[str, ...]) -> None:
-    ours = load(EXAMPLE)
+    ours = load_tokenizer(EXAMPLE)
     change_json(model / file, change)
-    found = ours.differences(load(model))
+    found = ours.differences(load_tokenizer(model))
     if differences is None:
         assert "the special tokens" in found
     else:
         assert found == differences
-    assert load(model).differences(load(model)) == ()
+    assert load_tokenizer(model).differences(load_tokenizer(model)) == ()
 
 
 def test_what_a_tokenizer_cannot_encode_is_an_error() -> None:
     with pytest.raises(SourceError, match=re.escape(f"the tokenizer of {EXAMPLE} fails on 'a\\ud800': ")):
-        load(EXAMPLE).encode("a\ud800")
+        load_tokenizer(EXAMPLE).encode("a\ud800")

@@ -225,7 +225,7 @@ def test_all_but_one_weight_zero(tmp_path: Path) -> None:
 def test_what_a_scheme_cannot_store_has_no_error(tmp_path: Path, shape: tuple[int, int]) -> None:
     layer = only(diagnose(model(tmp_path / "model", mlp__down_proj=noise(*shape))))
     stored = {name for name, error in layer.errors.items() if error is not None}
-    assert stored == {name for name, scheme in SCHEMES.items() if scheme.format.misfit(shape) is None}
+    assert stored == {name for name, scheme in SCHEMES.items() if scheme.format.shape_error(shape) is None}
     assert {"tensor", "channel", "int8"} <= stored
     assert {name for name, share in layer.zero_shares.items() if share is not None} == stored
     assert layer.rows == shape[0]
@@ -331,7 +331,7 @@ def test_every_architecture_has_all_its_layers_measured(shelf: Shelf, architectu
     source = shelf.source(architecture)
     found = diagnose(source, "channel")
     plan = make_plan(open_checkpoint(source), CHANNEL)
-    assert [layer.module for layer in found.layers] == [weight.module for weight, _ in plan.fates.quantized]
+    assert [layer.module for layer in found.layers] == [weight.module for weight, _ in plan.decisions.quantized]
     for layer in found.layers:
         # What small_checkpoints.tensors makes, deviating by 0.05; the smallest layers have a thousand weights.
         assert layer.std == pytest.approx(0.05, rel=0.1)

@@ -14,23 +14,27 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from openquant.errors import UsageError
 from openquant.evaluation.activation_rounding import (
     SMALLEST_SCALE,
-    Clipped,
+    ActivationRounding,
+    ClippedCount,
     Experts,
-    KeptCache,
-    Layer,
-    RoundedCache,
-    Rounding,
+    Fp8Cache,
+    GrowingFp8Cache,
+    QuantizedInputs,
     refuse_latent_cache,
-    rounded,
+    round_activations,
 )
-from openquant.formats.activations import Inputs
+from openquant.formats.activations import ActivationQuantization
 from openquant.formats.numbers import E2M1, E4M3, INT8
 from openquant.formats.schemes import NVFP4_W4A4
 from openquant.streaming.transformers_internals import cache_argument
 
-TOKEN, TENSOR, INT8_TOKEN = Inputs(E4M3, (1, None)), Inputs(E4M3, (None, None)), Inputs(INT8, (1, None))
-LOCAL = Inputs(E2M1, (1, 16), local=True)
-STATIC = Inputs(E4M3, (None, None), static=True)
+TOKEN, TENSOR, INT8_TOKEN = (
+    ActivationQuantization(E4M3, (1, None)),
+    ActivationQuantization(E4M3, (None, None)),
+    ActivationQuantization(INT8, (1, None)),
+)
+LOCAL = ActivationQuantization(E2M1, (1, 16), local=True)
+STATIC = ActivationQuantization(E4M3, (None, None), static=True)
 
 
 def values(*shape: int) -> torch.Tensor:
@@ -55,7 +59,7 @@ def scale_of(part: list[float], largest: float, power_of_two: bool = False) -> f
     return 2.0 ** math.ceil(math.log2(scale)) if power_of_two else scale
 
 
-def plainly(x: torch.Tensor, inputs: Inputs, static: float = 0.0) -> torch.Tensor:
+def plainly(x: torch.Tensor, inputs: ActivationQuantization, static: float = 0.0) -> torch.Tensor:
     """Value by value."""
     number = fp8 if inputs.number == E4M3 else int8
     flat = x.double().reshape(-1, x.shape[-1]).tolist()
@@ -77,16 +81,16 @@ def plainly(x: torch.Tensor, inputs: Inputs, static: float = 0.0) -> torch.Tenso
         TOKEN,
         TENSOR,
         INT8_TOKEN,
-        Inputs(E4M3, (1, 128)),
-        Inputs(E4M3, (1, 128), power_of_two=True),
-        Inputs(E4M3, (1, 32), power_of_two=True),
+        ActivationQuantization(E4M3, (1, 128)),
+        ActivationQuantization(E4M3, (1, 128), power_of_two=True),
+        ActivationQuantization(E4M3, (1, 32), power_of_two=True),
     ],
 )
 # The last group of 300 is smaller.
 @pytest.mark.parametrize("width", [256, 300])
-def test_values_are_those_of_a_plain_implementation(inputs: Inputs, width: int) -> None:
+def test_values_are_those_of_a_plain_implementation(inputs: ActivationQuantization, width: int) -> None:
     x = values(2, 5, width)
-    found = rounded(x, inputs)
+    found = round_activations(x, inputs)
     assert (found.dtype, found.shape) == (x.dtype, x.shape)
     # The scale is a float32 here: a value between two codes may go either way.
     torch.testing.assert_close(found, plainly(x, inputs), rtol=2**-7, atol=0)
@@ -101,15 +105,15 @@ def test_scales_have_a_smallest(power_of_two: bool, smallest: float) -> None:
     x = torch.tensor([[1e-7, -3e-8, 2e-9, 0.0]])
     least = smallest * 2.0**-9
     expected = [[round(value / least) * least for value in row] for row in x.tolist()]
-    found = rounded(x, Inputs(E4M3, (1, None), power_of_two=power_of_two))
+    found = round_activations(x, ActivationQuantization(E4M3, (1, None), power_of_two=power_of_two))
     assert found.tolist() == [pytest.approx(row, rel=1e-6) for row in expected]
     assert found[0, 0] > 0 == found[0, 2]
 
 
 def test_a_stored_scale_is_taken_as_it_is() -> None:
     x = values(2, 5, 64)
-    torch.testing.assert_close(rounded(x, STATIC, 0.5), plainly(x, STATIC, 0.5), rtol=2**-7, atol=0)
-    assert rounded(x.new_tensor([[1000.0, -1000.0]]), STATIC, 0.5).tolist() == [[224, -224]]
+    torch.testing.assert_close(round_activations(x, STATIC, 0.5), plainly(x, STATIC, 0.5), rtol=2**-7, atol=0)
+    assert round_activations(x.new_tensor([[1000.0, -1000.0]]), STATIC, 0.5).tolist() == [[224, -224]]
 
 
 @pytest.mark.parametrize("global_scale", [0.25, 1.0, 300.0])
@@ -124,7 +128,7 @@ def test_fp4_under_a_stored_scale_is_what_compressed_tensors_makes_of_it(global_
     grouped = tokens.unflatten(1, (4, 16))
     scale, zero = calculate_qparams(grouped.amin(2), grouped.amax(2), args, global_scale=above)
     expected = fake_quantize(tokens, scale, zero, args, global_scale=above).reshape(x.shape).to(x.dtype)
-    found = rounded(x, LOCAL, global_scale)
+    found = round_activations(x, LOCAL, global_scale)
     # It keeps the least scales from becoming 0.
     large = (x.abs() > 2.0**-6 / global_scale) | (x == 0)
     assert large.float().mean() > 0.5
@@ -134,7 +138,7 @@ def test_fp4_under_a_stored_scale_is_what_compressed_tensors_makes_of_it(global_
 def test_fp4_has_bounds_under_a_stored_scale() -> None:
     x = torch.zeros(3, 32)
     x[0, 0], x[1, 0], x[1, 1], x[2, 16] = 4000.0, 0.1, 0.02, 0.0029
-    found = rounded(x.bfloat16(), LOCAL, 1.0)
+    found = round_activations(x.bfloat16(), LOCAL, 1.0)
     assert (found[0, 0], LOCAL.largest(1.0), LOCAL.largest(4.0)) == (2688, 2688, 672)
     # 6 and 1 times 9/512.
     assert found[1, :2].tolist() == [0.10546875, 0.017578125]
@@ -152,19 +156,21 @@ def test_layers_are_rounded_while_it_is_on() -> None:
         return 2.0
 
     plain = model(x)
-    rounding = Rounding(model, {"0": Layer(TOKEN), "1": Layer(STATIC, scale)}, {})
+    rounding = ActivationRounding(model, {"0": QuantizedInputs(TOKEN), "1": QuantizedInputs(STATIC, scale)}, {})
     assert torch.equal(model(x), plain)
     with rounding.on():
-        assert torch.equal(model(x), model[1](rounded(model[0](x), STATIC, 2.0)))
-        assert torch.equal(model[0](input=x), nn.functional.linear(rounded(x, TOKEN), model[0].weight, model[0].bias))
+        assert torch.equal(model(x), model[1](round_activations(model[0](x), STATIC, 2.0)))
+        assert torch.equal(
+            model[0](input=x), nn.functional.linear(round_activations(x, TOKEN), model[0].weight, model[0].bias)
+        )
     assert torch.equal(model(x), plain)
     assert asked == ["scale"]
 
 
 def test_activations_beyond_a_stored_scale_are_counted_by_module() -> None:
-    model, clipped = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Clipped()
-    layers = {"0": Layer(STATIC, lambda: 0.5), "1": Layer(STATIC, lambda: 1.0)}
-    rounding = Rounding(model, layers, {}, clipped)
+    model, clipped = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), ClippedCount()
+    layers = {"0": QuantizedInputs(STATIC, lambda: 0.5), "1": QuantizedInputs(STATIC, lambda: 1.0)}
+    rounding = ActivationRounding(model, layers, {}, clipped)
     # 224 is the largest that 0.5 holds.
     x = torch.tensor([[224.0, -224.0, 225.0, -300.0], [0.0, 1.0, 2.0, 1000.0]])
     with rounding.on():
@@ -174,7 +180,7 @@ def test_activations_beyond_a_stored_scale_are_counted_by_module() -> None:
     assert clipped.share(lambda place: isinstance(place, str)) == 3 / 8
     assert clipped.share(lambda place: place == "1") == 1 / 8
     assert clipped.share(lambda place: place == "2") == 0
-    others = Clipped()
+    others = ClippedCount()
     others.add_counts([["1", 7, 8], ["2", 0, 0]])
     others.add_counts(clipped.counts())
     assert others.counts() == [["1", 8, 16], ["2", 0, 0], ["0", 3, 8]]
@@ -183,11 +189,13 @@ def test_activations_beyond_a_stored_scale_are_counted_by_module() -> None:
 
 def test_what_several_layers_read_is_rounded_for_each_as_it_is_quantized() -> None:
     model = nn.ModuleDict({name: nn.Linear(64, 64) for name in "qkv"}).bfloat16()
-    rounding = Rounding(model, {"q": Layer(TOKEN), "k": Layer(TOKEN), "v": Layer(INT8_TOKEN)}, {})
+    rounding = ActivationRounding(
+        model, {"q": QuantizedInputs(TOKEN), "k": QuantizedInputs(TOKEN), "v": QuantizedInputs(INT8_TOKEN)}, {}
+    )
     x = values(3, 64)
     with rounding.on():
         for name, inputs in (("q", TOKEN), ("k", TOKEN), ("v", INT8_TOKEN)):
-            expected = nn.functional.linear(rounded(x, inputs), model[name].weight, model[name].bias)
+            expected = nn.functional.linear(round_activations(x, inputs), model[name].weight, model[name].bias)
             assert torch.equal(model[name](x), expected)
 
 
@@ -204,15 +212,17 @@ def test_stacked_experts_are_rounded_before_both_of_their_layers() -> None:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
     experts = model.model.layers[0].mlp.experts
-    rounding = Rounding(model, {}, {"model.layers.0.mlp.experts": Experts(Layer(TOKEN), Layer(INT8_TOKEN))})
+    rounding = ActivationRounding(
+        model, {}, {"model.layers.0.mlp.experts": Experts(QuantizedInputs(TOKEN), QuantizedInputs(INT8_TOKEN))}
+    )
     x, index = values(6, 64), torch.tensor([[0, 2]] * 6)
     weights = torch.tensor([[0.75, 0.25]] * 6).bfloat16()
     with torch.inference_mode(), rounding.on():
         found = experts(x, index, weights)
         expected = torch.zeros(6, 64)
         for expert, share in ((0, 0.75), (2, 0.25)):
-            gate, up = (rounded(x, TOKEN) @ experts.gate_up_proj[expert].T).chunk(2, -1)
-            down = rounded(nn.functional.silu(gate) * up, INT8_TOKEN) @ experts.down_proj[expert].T
+            gate, up = (round_activations(x, TOKEN) @ experts.gate_up_proj[expert].T).chunk(2, -1)
+            down = round_activations(nn.functional.silu(gate) * up, INT8_TOKEN) @ experts.down_proj[expert].T
             expected += share * down.float()
     torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
     with torch.inference_mode():
@@ -227,15 +237,15 @@ def test_experts_that_compute_in_a_way_of_their_own_are_rounded_too() -> None:
     for parameter in experts.parameters():
         nn.init.normal_(parameter, std=0.2)
     model = nn.ModuleDict({"experts": experts})
-    rounding = Rounding(model, {}, {"experts": Experts(Layer(TOKEN), Layer(INT8_TOKEN))})
+    rounding = ActivationRounding(model, {}, {"experts": Experts(QuantizedInputs(TOKEN), QuantizedInputs(INT8_TOKEN))})
     x = values(6, 64)
     x[3:] = 0
     with torch.inference_mode():
         plain = experts(x)
         with rounding.on():
             found = experts(x)
-        gate, up = (rounded(x[:3], TOKEN) @ experts.gate_up_proj[0]).chunk(2, -1)
-        down = rounded(up * nn.functional.silu(gate), INT8_TOKEN) @ experts.down_proj[0]
+        gate, up = (round_activations(x[:3], TOKEN) @ experts.gate_up_proj[0]).chunk(2, -1)
+        down = round_activations(up * nn.functional.silu(gate), INT8_TOKEN) @ experts.down_proj[0]
         again = experts(x)
     assert torch.equal(found, torch.cat([down, torch.zeros_like(down)]))
     assert torch.equal(again, plain)
@@ -251,17 +261,17 @@ def small_qwen3() -> Qwen3ForCausalLM:
 
 
 def test_keys_and_values_are_rounded_and_nothing_is_kept() -> None:
-    cache = RoundedCache(small_qwen3().config, {0: (1.0, 1.0), 1: (0.5, 4.0)}.__getitem__)
+    cache = Fp8Cache(small_qwen3().config, {0: (1.0, 1.0), 1: (0.5, 4.0)}.__getitem__)
     keys, held = values(1, 1, 8, 32), values(1, 1, 8, 32)
-    assert torch.equal(cache.update(keys, held, 1)[0], rounded(keys, STATIC, 0.5))
-    assert torch.equal(cache.update(keys, held, 1)[1], rounded(held, STATIC, 4.0))
-    assert torch.equal(cache.update(keys, held, 0)[1], rounded(held, STATIC, 1.0))
+    assert torch.equal(cache.update(keys, held, 1)[0], round_activations(keys, STATIC, 0.5))
+    assert torch.equal(cache.update(keys, held, 1)[1], round_activations(held, STATIC, 4.0))
+    assert torch.equal(cache.update(keys, held, 0)[1], round_activations(held, STATIC, 1.0))
     assert cache.get_seq_length() == 0
 
 
 def test_keys_and_values_beyond_a_stored_scale_are_counted_by_layer() -> None:
-    clipped = Clipped()
-    cache = RoundedCache(small_qwen3().config, {0: (1.0, 4.0), 1: (0.5, 0.5)}.__getitem__, clipped)
+    clipped = ClippedCount()
+    cache = Fp8Cache(small_qwen3().config, {0: (1.0, 4.0), 1: (0.5, 0.5)}.__getitem__, clipped)
     states = torch.full((1, 1, 2, 32), 448.0)
     states[0, 0, 0, :3] = 449
     cache.update(states, states, 0)
@@ -271,12 +281,16 @@ def test_keys_and_values_beyond_a_stored_scale_are_counted_by_layer() -> None:
 
 
 def test_a_continuation_reads_all_rounded_keys_and_values() -> None:
-    cache = KeptCache(small_qwen3().config, {0: (0.5, 4.0), 1: (1.0, 1.0)}.__getitem__)
+    cache = GrowingFp8Cache(small_qwen3().config, {0: (0.5, 4.0), 1: (1.0, 1.0)}.__getitem__)
     first, second = values(1, 1, 8, 32), values(1, 1, 3, 32)
     cache.update(first, first, 0)
     keys, held = cache.update(second, second, 0)
-    assert torch.equal(keys, torch.cat([rounded(first, STATIC, 0.5), rounded(second, STATIC, 0.5)], -2))
-    assert torch.equal(held, torch.cat([rounded(first, STATIC, 4.0), rounded(second, STATIC, 4.0)], -2))
+    assert torch.equal(
+        keys, torch.cat([round_activations(first, STATIC, 0.5), round_activations(second, STATIC, 0.5)], -2)
+    )
+    assert torch.equal(
+        held, torch.cat([round_activations(first, STATIC, 4.0), round_activations(second, STATIC, 4.0)], -2)
+    )
     assert cache.get_seq_length() == 11
 
 
@@ -284,9 +298,7 @@ def test_a_model_computes_with_rounded_keys_and_values() -> None:
     model, ids = small_qwen3(), torch.arange(20)[None]
 
     def answer(scale: float | None) -> torch.Tensor:
-        cache = (
-            None if scale is None else RoundedCache(model.config, dict.fromkeys(range(2), (scale, scale)).__getitem__)
-        )
+        cache = None if scale is None else Fp8Cache(model.config, dict.fromkeys(range(2), (scale, scale)).__getitem__)
         with torch.inference_mode():
             return model(ids, use_cache=cache is not None, **{cache_argument(model): cache}).logits.float()
 

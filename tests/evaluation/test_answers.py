@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from conftest import EXAMPLE
-from openquant.data.tokenizer import load
+from openquant.data.tokenizer import load_tokenizer
 from openquant.errors import SourceError
 from openquant.evaluation import answers
-from openquant.evaluation.answers import UNASKED, asked, fits
+from openquant.evaluation.answers import UNASKED, fits_in_memory, prompts_to_answer
 
 
 @pytest.mark.parametrize(
@@ -28,24 +28,24 @@ def test_models_answer_in_half_of_the_free_memory_and_large_ones_if_asked(
     monkeypatch: pytest.MonkeyPatch, nbytes: int, memory: int, by_user: bool, answers_it: bool
 ) -> None:
     monkeypatch.setattr(answers, "available_memory", lambda: memory)
-    assert fits(nbytes, by_user) is answers_it
+    assert fits_in_memory(nbytes, by_user) is answers_it
 
 
 def test_prompts_of_the_users_own_are_all_answered(tmp_path: Path) -> None:
-    tokenizer = load(EXAMPLE)
+    tokenizer = load_tokenizer(EXAMPLE)
     file = tmp_path / "prompts.txt"
     file.write_text("".join(f"import number{number}\n" for number in range(6)))
-    assert len(asked(file, tokenizer, 2048, 1000)) == 6
-    assert len(asked(None, tokenizer, 2048, 1000)) == 4
-    assert asked(None, tokenizer, 2048, UNASKED + 1) == ()
+    assert len(prompts_to_answer(file, tokenizer, 2048, 1000)) == 6
+    assert len(prompts_to_answer(None, tokenizer, 2048, 1000)) == 4
+    assert prompts_to_answer(None, tokenizer, 2048, UNASKED + 1) == ()
 
 
 def test_a_file_of_prompts_is_read_even_where_no_model_has_room(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(answers, "available_memory", lambda: 1000)
-    tokenizer, file = load(EXAMPLE), tmp_path / "prompts.txt"
+    tokenizer, file = load_tokenizer(EXAMPLE), tmp_path / "prompts.txt"
     with pytest.raises(SourceError, match=r"prompts\.txt"):
-        asked(file, tokenizer, 2048, 501)
+        prompts_to_answer(file, tokenizer, 2048, 501)
     file.write_text("import\n")
-    assert asked(file, tokenizer, 2048, 501) == ()
+    assert prompts_to_answer(file, tokenizer, 2048, 501) == ()

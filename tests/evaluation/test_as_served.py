@@ -10,26 +10,26 @@ import pytest
 import torch
 
 from conftest import EXAMPLE
-from openquant.data.prompts import read
-from openquant.data.tokenizer import load
+from openquant.data.prompts import read_prompts
+from openquant.data.tokenizer import load_tokenizer
 from openquant.errors import SourceError
-from openquant.evaluation.activation_rounding import RoundedCache, rounded
-from openquant.evaluation.answers import answers
-from openquant.evaluation.as_served import Served, logits
+from openquant.evaluation.activation_rounding import Fp8Cache, round_activations
+from openquant.evaluation.answers import compare_answers
+from openquant.evaluation.as_served import ServedModel, logits
 from openquant.files.checkpoint import open_checkpoint
-from openquant.formats.activations import Inputs
+from openquant.formats.activations import ActivationQuantization
 from openquant.formats.numbers import E4M3
 from openquant.streaming.model import StreamedModel
 from support import small_checkpoints
 from support.quantized_checkpoints import PER_TENSOR, STATIC, by_tensor, store
 
-STATIC_INPUTS = Inputs(E4M3, (None, None), static=True)
+STATIC_INPUTS = ActivationQuantization(E4M3, (None, None), static=True)
 LAYER = "model.layers.1"
 
 
-def served(root: Path, **options: Any) -> Served:
+def served(root: Path, **options: Any) -> ServedModel:
     checkpoint = open_checkpoint(root)
-    return Served(root.name, checkpoint, StreamedModel(checkpoint), **options)
+    return ServedModel(root.name, checkpoint, StreamedModel(checkpoint), **options)
 
 
 def test_what_engines_merge_has_the_largest_static_scale(tmp_path: Path) -> None:
@@ -53,7 +53,9 @@ def test_what_engines_merge_has_the_largest_static_scale(tmp_path: Path) -> None
         for name, scale in expected.items():
             layer = model.get_submodule(f"{LAYER}.{name}")
             x = 1000 * torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
-            assert torch.equal(layer(x), torch.nn.functional.linear(rounded(x, STATIC_INPUTS, scale), layer.weight))
+            assert torch.equal(
+                layer(x), torch.nn.functional.linear(round_activations(x, STATIC_INPUTS, scale), layer.weight)
+            )
     # All of them are there when the layer computes, wherever they lie.
     assert {f"{LAYER}.self_attn.k_proj.input_scale", f"{LAYER}.mlp.up_proj.input_scale"} <= set(output.scales[LAYER])
 
@@ -78,16 +80,16 @@ def test_texts_are_written_from_keys_and_values_in_fp8(tmp_path: Path) -> None:
     # Far too small, so that it shows.
     scales = {f"model.layers.{n}.self_attn.{kind}_scale": torch.tensor(0.001) for n in range(4) for kind in "kv"}
     small_checkpoints.change_weights(source, lambda held: held.update(scales))
-    tokenizer = load(EXAMPLE)
-    prompts = read(None, tokenizer)[:1]
+    tokenizer = load_tokenizer(EXAMPLE)
+    prompts = read_prompts(None, tokenizer)[:1]
     output, checkpoint = served(source, kv_cache="fp8"), open_checkpoint(EXAMPLE)
-    [[shown]] = answers(StreamedModel(checkpoint), checkpoint, [output], tokenizer, prompts)
+    [[shown]] = compare_answers(StreamedModel(checkpoint), checkpoint, [output], tokenizer, prompts)
     assert shown["differs_at"] is not None
     # As passes over the whole text have it.
     ids = list(prompts[0].ids)
     with output.model.resident() as model, output.around():
         for _ in range(8):
-            cache = RoundedCache(model.config, lambda _: (0.001, 0.001))
+            cache = Fp8Cache(model.config, lambda _: (0.001, 0.001))
             ids.append(int(logits(output.model, torch.tensor(ids), cache)[-1].argmax()))
     assert shown["output"].startswith(tokenizer.decode(ids[len(prompts[0].ids) :]))
     assert served(source).cache() is None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from openquant.evaluation.counters import Distances, Routes
+from openquant.evaluation.counters import HiddenStateDistances, RouteCounts
 from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming.model import StreamedModel
 from support import small_checkpoints
@@ -20,7 +20,7 @@ from support import small_checkpoints
 )
 def test_tokens_that_go_to_other_experts_are_counted(architecture: str, router: str, tmp_path: Path) -> None:
     streamed = StreamedModel(open_checkpoint(small_checkpoints.write(tmp_path / "source", architecture)))
-    routes = Routes()
+    routes = RouteCounts()
     routes.watch(streamed.model)
     ids = torch.randint(0, 500, (1, 40), generator=torch.Generator().manual_seed(0))
     chosen: list[list[list[int]]] = []
@@ -50,7 +50,7 @@ def test_tokens_that_go_to_other_experts_are_counted(architecture: str, router: 
 
 
 def test_distances_are_the_mean_over_all_tokens_of_all_documents() -> None:
-    mine, other = Distances(), Distances()
+    mine, other = HiddenStateDistances(), HiddenStateDistances()
     source = torch.tensor([[[3.0, 4.0], [0.0, 2.0], [6.0, 8.0]]])
     # One token 0.2 off, one not at all, one 1 off; then a document of one token, 2 off.
     output = torch.tensor([[[4.0, 4.0], [0.0, 2.0], [0.0, 0.0]]])
@@ -70,7 +70,7 @@ def test_distances_are_the_mean_over_all_tokens_of_all_documents() -> None:
 
 
 def test_what_is_far_from_nothing_is_finite() -> None:
-    distances = Distances()
+    distances = HiddenStateDistances()
     distances.add("layers.0", 0, torch.zeros(1, 1, 2))
     distances.add("layers.0", 1, torch.zeros(1, 1, 2))
     assert distances.of("layers.0", 1) == 0

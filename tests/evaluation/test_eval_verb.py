@@ -31,7 +31,7 @@ from openquant.options import Evaluate
 from openquant.report import pages
 from openquant.report.evaluation import evaluation_text
 from openquant.streaming import offload
-from openquant.streaming.offload import Scratch
+from openquant.streaming.offload import OffloadFile
 
 SMALL = {"samples": 2, "length": 48}
 # Of texts as long as these, states between layers are worth a file.
@@ -294,13 +294,13 @@ def test_prompts_that_find_no_memory_are_noted(output: Path, tmp_path: Path, mon
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Where hidden states are written, a place for each write."""
     places: list[Path] = []
-    write = Scratch.write
+    write = OffloadFile.write
 
-    def writing(self: Scratch, data: memoryview) -> int:
+    def writing(self: OffloadFile, data: memoryview) -> int:
         places.append(self.directory)
         return write(self, data)
 
-    monkeypatch.setattr(Scratch, "write", writing)
+    monkeypatch.setattr(OffloadFile, "write", writing)
     return places
 
 
@@ -350,7 +350,7 @@ def test_a_disk_without_room_is_told_before_layers_are_computed(
 # Says when hidden states are first brought back, in the middle of an evaluation.
 MIDDLE = """
 import sys
-from openquant.streaming.offload import Scratch
+from openquant.streaming.offload import OffloadFile
 read = Scratch.read
 def reading(*given):
     print("busy", flush=True)

@@ -19,12 +19,12 @@ from conftest import EXAMPLE, change_json
 from openquant import compress
 from openquant.data.corpus import Corpus, Document
 from openquant.errors import SourceError, UsageError
-from openquant.evaluation.compare import evaluate
+from openquant.evaluation.compare import compare_outputs
 from openquant.evaluation.results import Evaluation
-from openquant.evaluation.under_test import Settings, Subject
+from openquant.evaluation.under_test import EvaluationSettings, ModelUnderTest
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.evaluation import checked
-from openquant.streaming.offload import Scratch
+from openquant.files.evaluation import check_evaluation
+from openquant.streaming.offload import OffloadFile
 from support import small_checkpoints
 
 Tensors = dict[str, torch.Tensor]
@@ -42,12 +42,14 @@ def corpus(low: int = 4, high: int = 2048, count: int = 4, length: int = 64) -> 
     )
 
 
-def subject(path: Path) -> Subject:
-    return Subject(path.name, open_checkpoint(path))
+def subject(path: Path) -> ModelUnderTest:
+    return ModelUnderTest(path.name, open_checkpoint(path))
 
 
 def judge(source: Path, *outputs: Path, texts: Corpus | None = None, **settings: Any) -> Evaluation:
-    return evaluate(subject(source), [subject(each) for each in outputs], texts or corpus(), Settings(**settings))
+    return compare_outputs(
+        subject(source), [subject(each) for each in outputs], texts or corpus(), EvaluationSettings(**settings)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +102,7 @@ def test_integers_are_nearer_than_fp8_and_activations_cost_more_than_weights(fou
 
 def test_what_is_found_is_what_eval_json_holds(found: Mapping[str, Any]) -> None:
     for one in found.values():
-        checked(json.loads(json.dumps(one, allow_nan=False)))
+        check_evaluation(json.loads(json.dumps(one, allow_nan=False)))
     layers = found["tensor"]["layers"]
     assert [layer["layer"] for layer in layers] == [f"model.layers.{number}" for number in range(4)]
     assert all(0 < layer["floor"] < layer["distance"] < 0.1 for layer in layers)
@@ -119,7 +121,7 @@ def test_the_floor_lies_below_all_and_a_source_beside_itself_is_the_same(found: 
 def test_it_is_the_same_again_alone_and_from_a_scratch_file(
     found: Mapping[str, Any], converted: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    with Scratch(tmp_path, 0, asked=True) as scratch:
+    with OffloadFile(tmp_path, 0, asked=True) as scratch:
         again = judge(EXAMPLE, converted["channel"], scratch=scratch).outputs[0]
     assert json.dumps(again) == json.dumps(found["channel"])
     other = judge(EXAMPLE, converted["channel"], seed=1).outputs[0]

@@ -21,11 +21,11 @@ import torch
 import openquant
 from conftest import EXAMPLE, change_json
 from openquant import compress
-from openquant.data.corpus import read
-from openquant.data.tokenizer import load
+from openquant.data.corpus import read_corpus
+from openquant.data.tokenizer import load_tokenizer
 from openquant.errors import SourceError
-from openquant.evaluation.compare import evaluate
-from openquant.evaluation.under_test import Subject
+from openquant.evaluation.compare import compare_outputs
+from openquant.evaluation.under_test import ModelUnderTest
 from openquant.files.checkpoint import open_checkpoint
 from openquant.options import Texts
 from support import small_checkpoints
@@ -258,9 +258,9 @@ def evaluated(source: Path, faults: dict[str, Fault], root: Path) -> dict[str, d
 
 def assess(source: Path, outputs: list[Path]) -> dict[str, dict[str, Any]]:
     """By name, what is found of outputs on a little text; without answers to prompts, which say nothing here."""
-    corpus = read(Texts(samples=2, length=128), load(source))
-    first, *others = (Subject(each.name, open_checkpoint(each)) for each in (source, *outputs))
-    return {each["output"]["name"]: each for each in evaluate(first, others, corpus).outputs}
+    corpus = read_corpus(Texts(samples=2, length=128), load_tokenizer(source))
+    first, *others = (ModelUnderTest(each.name, open_checkpoint(each)) for each in (source, *outputs))
+    return {each["output"]["name"]: each for each in compare_outputs(first, others, corpus).outputs}
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,13 @@ import pytest
 
 from openquant import compress
 from openquant.data.corpus import Corpus, Document
-from openquant.evaluation.compare import evaluate
-from openquant.evaluation.gathering import packed, unpacked
-from openquant.evaluation.kl import Record
+from openquant.evaluation.compare import compare_outputs
+from openquant.evaluation.gathering import pack_records, unpack_records
+from openquant.evaluation.kl import DocumentRecord
 from openquant.evaluation.results import Evaluation
-from openquant.evaluation.under_test import Settings, Subject
+from openquant.evaluation.under_test import EvaluationSettings, ModelUnderTest
 from openquant.files.checkpoint import open_checkpoint
-from openquant.streaming.documents import share
+from openquant.streaming.documents import documents_of_rank
 from support import small_checkpoints
 
 DOCUMENTS = tuple(Document(f"domain {at}", f"text {at}", (3 * at, 7 * at, 5)) for at in range(5))
@@ -58,29 +58,29 @@ class Second:
         raise AssertionError(error, fact)
 
 
-def record(at: int, seed: int) -> Record:
+def record(at: int, seed: int) -> DocumentRecord:
     chance = np.random.default_rng(seed)
     figures, flags = chance.standard_normal((4, 2)), chance.random((2, 2)) < 0.5
-    return Record(DOCUMENTS[at].domain, DOCUMENTS[at].name, *figures, *flags)
+    return DocumentRecord(DOCUMENTS[at].domain, DOCUMENTS[at].name, *figures, *flags)
 
 
 def test_every_document_is_one_process_s() -> None:
-    assert list(share(5, None)) == [0, 1, 2, 3, 4]
-    assert list(share(5, First(b""))) == [0, 2, 4]
-    assert list(share(5, Second())) == [1, 3]
-    assert list(share(1, Second())) == []
+    assert list(documents_of_rank(5, None)) == [0, 1, 2, 3, 4]
+    assert list(documents_of_rank(5, First(b""))) == [0, 2, 4]
+    assert list(documents_of_rank(5, Second())) == [1, 3]
+    assert list(documents_of_rank(1, Second())) == []
 
 
 def test_what_travels_arrives_bit_by_bit() -> None:
     records = {1: {3: record(3, 0), 1: record(1, 1)}, 12: {3: record(3, 2), 1: record(1, 3)}}
     records[1][3].kl[0] = 1 / 3
     counts = {"distances": [["layer", 1, [0.1, 1 / 3], 2]], "clipped": [[]]}
-    found, told = unpacked(packed(records, counts), DOCUMENTS)
+    found, told = unpack_records(pack_records(records, counts), DOCUMENTS)
     assert told == counts
     assert {number: list(each) for number, each in found.items()} == {1: [3, 1], 12: [3, 1]}
     for number, of in found.items():
         for at, each in of.items():
-            for field in fields(Record):
+            for field in fields(DocumentRecord):
                 mine, theirs = getattr(records[number][at], field.name), getattr(each, field.name)
                 assert np.array_equal(mine, theirs)
                 assert getattr(mine, "dtype", str) == getattr(theirs, "dtype", str)
@@ -96,8 +96,8 @@ def test_what_two_processes_find_is_what_one_finds(tmp_path: Path) -> None:
     corpus = Corpus(tuple(Document(f"domain {at}", f"text {at}", each) for at, each in enumerate(ids)), "", {})
 
     def found(team: First | Second | None) -> Evaluation:
-        subjects = [Subject(path.name, open_checkpoint(path)) for path in (source, tmp_path / "out")]
-        return evaluate(subjects[0], subjects[1:], corpus, Settings(kv_cache="fp8", team=team))
+        subjects = [ModelUnderTest(path.name, open_checkpoint(path)) for path in (source, tmp_path / "out")]
+        return compare_outputs(subjects[0], subjects[1:], corpus, EvaluationSettings(kv_cache="fp8", team=team))
 
     with pytest.raises(Given) as given:
         found(Second())

@@ -14,10 +14,10 @@ import torch
 
 from conftest import EXAMPLE, change_json
 from openquant import compress
-from openquant.data.prompts import Prompt, read
-from openquant.data.tokenizer import load
+from openquant.data.prompts import Prompt, read_prompts
+from openquant.data.tokenizer import load_tokenizer
 from openquant.errors import SourceError
-from openquant.evaluation.generate import along, continued, ends, side_by_side
+from openquant.evaluation.generate import continue_prompts, end_tokens, side_by_side, teacher_forced
 from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming.model import StreamedModel
 from support import small_checkpoints
@@ -46,29 +46,31 @@ def plain(directory: Path, prompts: tuple[Prompt, ...], tokens: int, **options: 
 def test_continuations_are_those_of_transformers(tmp_path: Path, architecture: str) -> None:
     source = small_checkpoints.write(tmp_path / "source", architecture)
     model = StreamedModel(open_checkpoint(source))
-    found = continued(model, IDS, (), 24)
+    found = continue_prompts(model, IDS, (), 24)
     assert found == plain(source, IDS, 24)
     assert [len(ids) for ids in found] == [24, 24, 24]
 
 
 def test_the_example_goes_on_with_python() -> None:
-    tokenizer = load(EXAMPLE)
-    prompts = read(None, tokenizer)[:3]
+    tokenizer = load_tokenizer(EXAMPLE)
+    prompts = read_prompts(None, tokenizer)[:3]
     told: list[int] = []
     checkpoint = open_checkpoint(EXAMPLE)
-    found = continued(StreamedModel(checkpoint), prompts, ends(EXAMPLE, checkpoint.config), 24, progress=told.append)
+    found = continue_prompts(
+        StreamedModel(checkpoint), prompts, end_tokens(EXAMPLE, checkpoint.config), 24, progress=told.append
+    )
     assert found == plain(EXAMPLE, prompts, 24, eos_token_id=0)
     assert "return" in tokenizer.decode(found[0])
     assert told == [1, 2, 3]
 
 
 def test_an_answer_ends_where_the_model_says() -> None:
-    prompt = (Prompt("", tuple(load(EXAMPLE).encode("def f(x):\n"))),)
+    prompt = (Prompt("", tuple(load_tokenizer(EXAMPLE).encode("def f(x):\n"))),)
     model = StreamedModel(open_checkpoint(EXAMPLE))
-    whole = continued(model, prompt, (), 12)[0]
+    whole = continue_prompts(model, prompt, (), 12)[0]
     assert len(whole) == 12
     end = whole.index(whole[4])
-    assert continued(model, prompt, (whole[4], 1), 12)[0] == whole[: end + 1]
+    assert continue_prompts(model, prompt, (whole[4], 1), 12)[0] == whole[: end + 1]
 
 
 def test_nothing_of_the_checkpoint_says_how_it_is_continued(tmp_path: Path) -> None:
@@ -83,11 +85,11 @@ def test_nothing_of_the_checkpoint_says_how_it_is_continued(tmp_path: Path) -> N
     (source / "custom_generate").mkdir()
     (source / "custom_generate" / "generate.py").write_text(f"open({str(tmp_path / 'planted')!r}, 'w')")
     change_json(source / "config.json", lambda found: found.update(do_sample=True, num_beams=4, repetition_penalty=9.0))
-    prompts = read(None, load(source))[:2]
-    ours = continued(StreamedModel(open_checkpoint(source)), prompts, (0,), 16)
-    assert ours == continued(StreamedModel(open_checkpoint(EXAMPLE)), prompts, (0,), 16)
+    prompts = read_prompts(None, load_tokenizer(source))[:2]
+    ours = continue_prompts(StreamedModel(open_checkpoint(source)), prompts, (0,), 16)
+    assert ours == continue_prompts(StreamedModel(open_checkpoint(EXAMPLE)), prompts, (0,), 16)
     assert not (tmp_path / "planted").exists()
-    assert ends(source, {}) == (0, 7)
+    assert end_tokens(source, {}) == (0, 7)
 
 
 @pytest.mark.parametrize(
@@ -102,19 +104,19 @@ def test_nothing_of_the_checkpoint_says_how_it_is_continued(tmp_path: Path) -> N
 def test_where_answers_end(tmp_path: Path, said: object, config: dict[str, object], expected: tuple[int, ...]) -> None:
     if said is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(said))
-    assert ends(tmp_path, config) == expected
+    assert end_tokens(tmp_path, config) == expected
 
 
 def test_where_answers_end_is_read_with_care(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").mkdir()
     with pytest.raises(SourceError, match=r"^generation_config\.json is not a regular file$"):
-        ends(tmp_path, {})
+        end_tokens(tmp_path, {})
 
 
 def test_source_and_output_stand_side_by_side(tmp_path: Path) -> None:
     compress(EXAMPLE, tmp_path / "out", "tensor")
-    tokenizer = load(EXAMPLE)
-    prompts = read(None, tokenizer)[:4]
+    tokenizer = load_tokenizer(EXAMPLE)
+    prompts = read_prompts(None, tokenizer)[:4]
     entered = []
 
     @contextmanager
@@ -123,7 +125,7 @@ def test_source_and_output_stand_side_by_side(tmp_path: Path) -> None:
         yield
 
     source, output = (StreamedModel(open_checkpoint(path)) for path in (EXAMPLE, tmp_path / "out"))
-    ours, theirs = continued(source, prompts, (0,), 16), continued(output, prompts, (0,), 16, around)
+    ours, theirs = continue_prompts(source, prompts, (0,), 16), continue_prompts(output, prompts, (0,), 16, around)
     assert len(entered) == 4
     found = side_by_side(prompts, ours, theirs, tokenizer)
     assert [each["prompt"] for each in found] == [prompt.shown for prompt in prompts]
@@ -136,21 +138,21 @@ def test_source_and_output_stand_side_by_side(tmp_path: Path) -> None:
 
 
 def test_one_that_ends_sooner_differs_there() -> None:
-    tokenizer = load(EXAMPLE)
+    tokenizer = load_tokenizer(EXAMPLE)
     prompts = (Prompt("a", (1,)),) * 3
     found = side_by_side(prompts, [(5, 6), (5,), ()], [(5,), (5, 6), ()], tokenizer)
     assert [each["differs_at"] for each in found] == [1, 1, None]
 
 
 def test_along_a_text_each_place_has_its_own_answer() -> None:
-    tokenizer = load(EXAMPLE)
+    tokenizer = load_tokenizer(EXAMPLE)
     ids = tokenizer.encode("import os\n\n\ndef main(argv=None):\n    return os.path.join('a', 'b')\n" * 3)
     model = StreamedModel(open_checkpoint(EXAMPLE))
     with model.resident() as resident:
         source = resident(input_ids=torch.tensor([ids]), use_cache=False).logits[0].argmax(-1).tolist()
     start = min(48, len(ids) // 2)
     output = [*source[: start + 2], 9, *source[start + 3 :]]
-    shown = along(ids, source, output, tokenizer, tokens=8)
+    shown = teacher_forced(ids, source, output, tokenizer, tokens=8)
     assert shown == {
         "prompt": tokenizer.decode(ids[:start]),
         "source": tokenizer.decode(source[start - 1 : start + 7]),
@@ -159,5 +161,5 @@ def test_along_a_text_each_place_has_its_own_answer() -> None:
         "text": tokenizer.decode(ids[start : start + 8]),
         "along": True,
     }
-    short = along(ids[:2], source[:2], output[:2], tokenizer)
+    short = teacher_forced(ids[:2], source[:2], output[:2], tokenizer)
     assert (short["prompt"], short["text"]) == (tokenizer.decode(ids[:1]), tokenizer.decode(ids[1:2]))

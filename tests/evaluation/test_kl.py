@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from openquant.errors import SourceError
-from openquant.evaluation.kl import EDGES, Names, Record, compare, histogram, interval, summary
+from openquant.evaluation.kl import EDGES, DocumentRecord, ModelNames, compare_logits, histogram, interval, summary
 
-MODELS = Names("source", "output")
+MODELS = ModelNames("source", "output")
 VOCABULARY, LENGTH, DOCUMENTS = 500, 150, 6
 
 
@@ -28,9 +28,9 @@ def logits(seed: int, dtype: torch.dtype = torch.bfloat16, noise: float = 0.05) 
     return found
 
 
-def records(documents: list[tuple[torch.Tensor, ...]]) -> list[Record]:
+def records(documents: list[tuple[torch.Tensor, ...]]) -> list[DocumentRecord]:
     return [
-        compare(source, output, ids, f"domain {number % 2}", f"document {number}", MODELS)
+        compare_logits(source, output, ids, f"domain {number % 2}", f"document {number}", MODELS)
         for number, (source, output, ids) in enumerate(documents)
     ]
 
@@ -87,10 +87,10 @@ def test_a_small_kl_is_not_lost_in_float32() -> None:
     output = source + 3e-4 * torch.randn(source.shape, generator=chance)
     p, q = source[:-1].double().log_softmax(-1), output[:-1].double().log_softmax(-1)
     exact = (p.exp() * (p - q)).sum(-1).numpy()
-    found = compare(source, output, torch.zeros(65, dtype=torch.int64), "", "", MODELS)
+    found = compare_logits(source, output, torch.zeros(65, dtype=torch.int64), "", "", MODELS)
     assert exact.mean() < 6e-8
     assert found.kl.mean() == pytest.approx(exact.mean(), rel=1e-4)
-    assert compare(source, source, torch.zeros(65, dtype=torch.int64), "", "", MODELS).kl.max() == 0
+    assert compare_logits(source, source, torch.zeros(65, dtype=torch.int64), "", "", MODELS).kl.max() == 0
 
 
 def test_tokens_that_only_one_of_two_models_holds_possible() -> None:
@@ -101,7 +101,7 @@ def test_tokens_that_only_one_of_two_models_holds_possible() -> None:
     source[:-1, 3] += height
     output[:-1, 7] += height
     p, q = source[:-1].double().log_softmax(-1), output[:-1].double().log_softmax(-1)
-    found = compare(source, output, torch.zeros(9, dtype=torch.int64), "", "", MODELS)
+    found = compare_logits(source, output, torch.zeros(9, dtype=torch.int64), "", "", MODELS)
     assert found.kl == pytest.approx((p.exp() * (p - q)).sum(-1).numpy(), rel=1e-5)
 
 
@@ -134,7 +134,7 @@ def test_the_ratio_of_perplexities_is_paired() -> None:
         # Documents differ far more than the two models do.
         nll = chance.normal(chance.uniform(1, 6), 1, 100)
         flags = np.ones(100, bool)
-        made.append(Record("", str(number), np.zeros(100), np.ones(100), nll, nll + 0.01, flags, flags))
+        made.append(DocumentRecord("", str(number), np.zeros(100), np.ones(100), nll, nll + 0.01, flags, flags))
     found = summary(made)["perplexity"]
     assert found["ratio"] == pytest.approx(math.exp(0.01))
     assert found["interval"] == pytest.approx([math.exp(0.01)] * 2)
@@ -149,7 +149,7 @@ def test_the_histogram_counts_every_position_once() -> None:
     place = next(number for number, edge in enumerate(EDGES) if edge > middle) - 1
     assert shares[place] == np.mean((one.kl >= EDGES[place]) & (one.kl < EDGES[place + 1]))
     flags = np.ones(4, bool)
-    beyond = Record("", "", np.array([0, 1e-9, 50, 60]), np.ones(4), np.ones(4), np.ones(4), flags, flags)
+    beyond = DocumentRecord("", "", np.array([0, 1e-9, 50, 60]), np.ones(4), np.ones(4), np.ones(4), flags, flags)
     shares = histogram([beyond])
     assert (shares[0], shares[-1]) == (0.5, 0.5)
     kl = summary([beyond])["kl"]
@@ -172,11 +172,11 @@ def test_what_is_not_finite_is_named(value: float, who: int) -> None:
     document = logits(6)[0]
     document[who][70, 3] = value
     with pytest.raises(SourceError) as caught:
-        compare(*document, "", "a.txt", MODELS)
+        compare_logits(*document, "", "a.txt", MODELS)
     assert caught.value.message == f"{('source', 'output')[who]} answers with NaN or infinity at position 70 of a.txt"
 
 
 def test_vocabularies_must_be_one() -> None:
     source, output, ids = logits(7)[0]
     with pytest.raises(SourceError, match="source has logits for 500 tokens, output for 499"):
-        compare(source, output[:, :-1], ids, "", "", MODELS)
+        compare_logits(source, output[:, :-1], ids, "", "", MODELS)

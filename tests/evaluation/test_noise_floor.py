@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from openquant.evaluation.noise_floor import Noise, stochastic
+from openquant.evaluation.noise_floor import RoundingNoise, stochastic_round
 
 
 def chance(seed: int = 0) -> torch.Generator:
@@ -15,7 +15,7 @@ def chance(seed: int = 0) -> torch.Generator:
 
 def test_of_eight_values_in_bfloat16_one_goes_a_step_up_and_one_down() -> None:
     values = torch.full((100_000,), 1.5).bfloat16()
-    made = stochastic(values, chance())
+    made = stochastic_round(values, chance())
     assert made.dtype == torch.bfloat16
     steps = (made - values) / 2**-7
     assert set(steps.tolist()) == {-1, 0, 1}
@@ -25,7 +25,7 @@ def test_of_eight_values_in_bfloat16_one_goes_a_step_up_and_one_down() -> None:
 
 def test_float32_values_go_to_either_neighbour_by_how_near_they_are() -> None:
     values = torch.full((100_000,), 1 + 0.3 * 2**-7)
-    made = stochastic(values, chance())
+    made = stochastic_round(values, chance())
     assert made.dtype == torch.float32
     assert set(made.tolist()) == {1, 1 + 2**-7}
     assert (made > 1).float().mean() == pytest.approx(0.3, abs=0.01)
@@ -34,7 +34,7 @@ def test_float32_values_go_to_either_neighbour_by_how_near_they_are() -> None:
 def test_zero_stays_and_nothing_becomes_infinite() -> None:
     largest = torch.finfo(torch.bfloat16).max
     values = torch.tensor([0.0, -0.0, largest, -largest]).repeat(1000).bfloat16()
-    made = stochastic(values, chance())
+    made = stochastic_round(values, chance())
     assert made.isfinite().all()
     assert (made.reshape(-1, 4)[:, :2] == 0).all()
 
@@ -45,7 +45,7 @@ def test_modules_are_noisy_while_it_is_on_and_the_same_by_the_seed() -> None:
             return x, "beside"
 
     one, pair = nn.Identity(), Pair()
-    noise = Noise([one, pair])
+    noise = RoundingNoise([one, pair])
     x = torch.randn(1000, generator=chance()).bfloat16()
     assert torch.equal(one(x), x)
 

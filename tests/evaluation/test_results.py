@@ -10,9 +10,9 @@ import pytest
 
 from conftest import change_json
 from openquant.data.corpus import Corpus, Document
-from openquant.evaluation.compare import evaluate
+from openquant.evaluation.compare import compare_outputs
 from openquant.evaluation.results import Evaluation
-from openquant.evaluation.under_test import Subject
+from openquant.evaluation.under_test import ModelUnderTest
 from openquant.files.checkpoint import open_checkpoint
 from support import small_checkpoints
 
@@ -52,8 +52,8 @@ def with_settings(source: Path, root: Path, settings: dict[str, Any]) -> Evaluat
     """The source held against a copy of it with other settings in config.json."""
     shutil.copytree(source, root)
     change_json(root / "config.json", lambda config: config.update(settings))
-    subjects = [Subject(path.name, open_checkpoint(path)) for path in (source, root)]
-    return evaluate(subjects[0], subjects[1:], CORPUS)
+    subjects = [ModelUnderTest(path.name, open_checkpoint(path)) for path in (source, root)]
+    return compare_outputs(subjects[0], subjects[1:], CORPUS)
 
 
 @pytest.mark.parametrize("name", WITHOUT_EFFECT)

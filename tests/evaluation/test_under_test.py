@@ -8,15 +8,15 @@ import pytest
 
 from conftest import change_json
 from openquant.errors import SourceError, UsageError, naming
-from openquant.evaluation.under_test import Subject, require_one_model
+from openquant.evaluation.under_test import ModelUnderTest, require_one_model
 from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming.model import StreamedModel
 from support import small_checkpoints
 
 
-def pair(path: Path) -> tuple[Subject, StreamedModel]:
+def pair(path: Path) -> tuple[ModelUnderTest, StreamedModel]:
     checkpoint = open_checkpoint(path)
-    return Subject(path.name, checkpoint), StreamedModel(checkpoint)
+    return ModelUnderTest(path.name, checkpoint), StreamedModel(checkpoint)
 
 
 def test_models_of_another_class_size_or_vocabulary_are_refused(tmp_path: Path) -> None:

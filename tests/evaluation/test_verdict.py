@@ -18,14 +18,14 @@ from openquant.evaluation.verdict import (
     LEAST_ROUTED,
     MOVED,
     ROUTED,
-    Layer,
+    LayerFigures,
     Suspect,
     suspects_by_config,
     suspects_by_layers,
     suspects_by_weights,
-    word,
+    verdict_word,
 )
-from openquant.evaluation.weight_changes import Change
+from openquant.evaluation.weight_changes import WeightChange
 
 FLOOR = 0.0001
 
@@ -35,14 +35,14 @@ FLOOR = 0.0001
     [(AT_FLOOR * FLOOR, "same", "close"), (CLOSE, "close", "changed"), (BROKEN, "changed", "broken")],
 )
 def test_each_limit_parts_two_words(limit: float, below: str, above: str) -> None:
-    assert word(limit, FLOOR) == below
-    assert word(math.nextafter(limit, 1), FLOOR) == above
+    assert verdict_word(limit, FLOOR) == below
+    assert verdict_word(math.nextafter(limit, 1), FLOOR) == above
 
 
 def test_without_any_difference_it_is_the_same() -> None:
-    assert word(0, 0) == "same"
+    assert verdict_word(0, 0) == "same"
     # A model whose own rounding is as much as that cannot be told from its output.
-    assert word(0.15, 0.1) == "same"
+    assert verdict_word(0.15, 0.1) == "same"
 
 
 def test_the_documented_limits_are_these() -> None:
@@ -51,8 +51,8 @@ def test_the_documented_limits_are_these() -> None:
     assert (ERROR, JUMP, LEAST_JUMP, CLIPPED, ROUTED, LEAST_ROUTED) == (1.5, 8, 0.05, 0.01, 4, 0.2)
 
 
-def quantized(name: str, error: float = 0.026, off: float = 0.0) -> Change:
-    return Change(name, True, error, 0.026, off)
+def quantized(name: str, error: float = 0.026, off: float = 0.0) -> WeightChange:
+    return WeightChange(name, True, error, 0.026, off)
 
 
 def names(found: list[Suspect]) -> list[str]:
@@ -81,9 +81,9 @@ def test_a_maker_who_moves_all_weights_leaves_no_suspect() -> None:
     assert names(suspects_by_weights([*moved, quantized("a", 0.15, off=0.9)], [])) == ["a"]
 
 
-def gptq(name: str, times: float, off: float = 0.0, wrong_scales: float = 0.0) -> Change:
+def gptq(name: str, times: float, off: float = 0.0, wrong_scales: float = 0.0) -> WeightChange:
     """A layer whose error is so many times what its format explains."""
-    return Change(name, True, 0.11 * times, 0.11, off, wrong_scales)
+    return WeightChange(name, True, 0.11 * times, 0.11, off, wrong_scales)
 
 
 def test_gptq_leaves_no_suspect() -> None:
@@ -111,8 +111,8 @@ def test_the_card_says_gptq_where_most_layers_moved_little() -> None:
 
 
 def test_what_is_not_quantized_stands_out_where_most_stayed() -> None:
-    same = [Change(f"norm.{number}", False, 0, 0, 0) for number in range(5)]
-    changed = [Change(f"other.{number}", False, 0.1, 0, 1) for number in range(5)]
+    same = [WeightChange(f"norm.{number}", False, 0, 0, 0) for number in range(5)]
+    changed = [WeightChange(f"other.{number}", False, 0.1, 0, 1) for number in range(5)]
     assert names(suspects_by_weights([*same, *changed[:1]], [])) == ["other.0"]
     # Smoothing changes every norm, and means to.
     assert suspects_by_weights([*same[:4], *changed], []) == []
@@ -124,9 +124,9 @@ def test_a_router_in_codes_is_suspect_however_exact() -> None:
     ]
 
 
-def layers(distances: list[float], floors: list[float] | None = None) -> list[Layer]:
+def layers(distances: list[float], floors: list[float] | None = None) -> list[LayerFigures]:
     floors = floors or [0.001 * math.sqrt(number + 1) for number in range(len(distances))]
-    return [Layer(f"layers.{number}", *each) for number, each in enumerate(zip(distances, floors, strict=True))]
+    return [LayerFigures(f"layers.{number}", *each) for number, each in enumerate(zip(distances, floors, strict=True))]
 
 
 def test_a_jump_in_the_distance_stands_out() -> None:
@@ -163,17 +163,23 @@ def test_a_layer_that_adds_less_than_all_before_it_does_not_stand_out() -> None:
 
 
 def test_activations_that_do_not_fit_stand_out() -> None:
-    found = [Layer("a", 0, 0, None, CLIPPED), Layer("b", 0, 0, None, CLIPPED * 1.01), Layer("c", 0, 0)]
+    found = [
+        LayerFigures("a", 0, 0, None, CLIPPED),
+        LayerFigures("b", 0, 0, None, CLIPPED * 1.01),
+        LayerFigures("c", 0, 0),
+    ]
     assert names(suspects_by_layers(found)) == ["b"]
 
 
 def test_tokens_that_go_elsewhere_stand_out() -> None:
     shares = [None, 0.01, 0.02, 0.03, LEAST_ROUTED]
-    assert suspects_by_layers([Layer(str(number), 0, 0, share) for number, share in enumerate(shares)]) == []
+    assert suspects_by_layers([LayerFigures(str(number), 0, 0, share) for number, share in enumerate(shares)]) == []
     shares[-1] = LEAST_ROUTED * 1.01
-    assert names(suspects_by_layers([Layer(str(number), 0, 0, share) for number, share in enumerate(shares)])) == ["4"]
+    assert names(
+        suspects_by_layers([LayerFigures(str(number), 0, 0, share) for number, share in enumerate(shares)])
+    ) == ["4"]
     # All alike: four times the median is more.
-    assert suspects_by_layers([Layer(str(number), 0, 0, 0.3) for number in range(4)]) == []
+    assert suspects_by_layers([LayerFigures(str(number), 0, 0, 0.3) for number in range(4)]) == []
 
 
 def test_settings_that_differ_are_told() -> None:

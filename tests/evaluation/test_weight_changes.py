@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from openquant.evaluation import weight_changes
-from openquant.evaluation.weight_changes import Change, compare_weights
+from openquant.evaluation.weight_changes import WeightChange, compare_weights
 from openquant.formats.format import Format
 from openquant.formats.numbers import E2M1, INT4
 from openquant.formats.reference import decode, encode, group_absmax, group_ranges, group_scale
@@ -138,7 +138,7 @@ def test_groups_at_the_edge_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_is_not_quantized_must_be_the_same() -> None:
     weight = weights()
-    assert compare_weights("norm", weight, weight.clone(), None) == Change("norm", False, 0, 0, 0)
+    assert compare_weights("norm", weight, weight.clone(), None) == WeightChange("norm", False, 0, 0, 0)
     found = compare_weights("norm", weight, weight * 1.5, None)
     assert (found.error, found.off) == (pytest.approx(0.5, rel=0.01), 1)
     wide = torch.randn(100, generator=torch.Generator().manual_seed(0))
@@ -160,7 +160,7 @@ def test_nothing_left_of_a_weight_is_all_of_it() -> None:
 
 def test_what_zeros_became_is_not_explained() -> None:
     weight = weights()
-    assert compare_weights("up", weight * 0, weight, CHANNEL.format) == Change("up", True, 1, 0, 1)
+    assert compare_weights("up", weight * 0, weight, CHANNEL.format) == WeightChange("up", True, 1, 0, 1)
 
 
 def test_what_is_mapped_is_looked_at_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from openquant import compress
 from openquant.errors import OutputError, SourceError
 from openquant.files import checkpoint as checkpoints
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.small_files import shown
+from openquant.files.small_files import short_repr
 from openquant.files.tensors import TensorInfo
 from support import small_checkpoints
 
@@ -276,7 +276,7 @@ HEADERS = {
     "an expression as a name": (raw({"re:.*": F32}, b"0" * 8), "x: 're:.*' is not a possible name"),
     "a shape of many axes": (raw({"a": entry("F32", [1] * 65, 0, 4)}, b"0" * 4), "x: a has the impossible shape [1, 1, 1, 1, 1, 1, ...]"),
     "a shape whose product takes hours": (raw(b'{"a":{"dtype":"F32","shape":[' + b",".join([b"9" * 4000] * 60) + b'],"data_offsets":[0,4]}}', b"0" * 4), "x: a has the impossible shape [" + f"{'9' * 18}...{'9' * 19}, " * 6 + "...]"),
-    "a shape of the largest sizes": (raw({"a": entry("F32", [2**63 - 1] * 3, 0, 4)}, b"0" * 4), f"x: a spans 4 bytes, F32 [{2**63 - 1}, {2**63 - 1}, {2**63 - 1}] needs {shown(4 * (2**63 - 1) ** 3)}"),
+    "a shape of the largest sizes": (raw({"a": entry("F32", [2**63 - 1] * 3, 0, 4)}, b"0" * 4), f"x: a spans 4 bytes, F32 [{2**63 - 1}, {2**63 - 1}, {2**63 - 1}] needs {short_repr(4 * (2**63 - 1) ** 3)}"),
     "a size of 64 bits": (raw({"a": entry("F32", [2**63], 0, 4)}, b"0" * 4), "x: a has the impossible shape [9223372036854775808]"),
     "a shape of shapes": (raw(b'{"a":{"dtype":"F32","shape":' + b"[" * 900 + b"]" * 900 + b',"data_offsets":[0,4]}}', b"0" * 4), "x: a has the impossible shape [[[[[[[...]]]]]]]"),
     "an offset of 64 bits": (raw({"a": entry("F32", [1], 0, 2**63)}, b"0" * 4), f"x: a has impossible data_offsets [0, {2**63}]"),

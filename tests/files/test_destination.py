@@ -13,10 +13,10 @@ import pytest
 
 from conftest import ROOT
 from openquant.errors import UsageError
-from openquant.files.destination import Destination, Kind, Protected, require_all
+from openquant.files.destination import Destination, FileKind, ProtectedPaths, require_all
 from openquant.files.evaluation import EVALUATION
-from openquant.report.figure import picture
-from openquant.report.html import PAGE, PICTURE, Page, render
+from openquant.report.figure import draw_picture
+from openquant.report.html import PAGE, PICTURE, ReportPage, render_page
 from openquant.weights.statistics import Calibration, calibrations
 from support.evaluation_files import evaluation
 
@@ -27,7 +27,7 @@ def is_note(file: BinaryIO) -> bool:
     return file.read() == NOTE
 
 
-KIND = Kind("a note", is_note, "note.txt")
+KIND = FileKind("a note", is_note, "note.txt")
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def model(tmp_path: Path) -> Path:
     return root
 
 
-def refused(path: Path, protected: Protected, beside: Path | None = None) -> str:
+def refused(path: Path, protected: ProtectedPaths, beside: Path | None = None) -> str:
     """What is said of a file that is not written."""
     before = path.read_bytes() if path.exists() else None
     file = Destination(path, "--report", KIND, protected, beside)
@@ -52,7 +52,7 @@ def refused(path: Path, protected: Protected, beside: Path | None = None) -> str
 
 
 def test_nothing_in_the_directory_of_a_model_is_written(model: Path, tmp_path: Path) -> None:
-    protected = Protected(models=(model,))
+    protected = ProtectedPaths(models=(model,))
     (tmp_path / "link").symlink_to(model)
     for path in (
         model / "config.json",
@@ -71,13 +71,13 @@ def test_a_file_of_a_model_has_other_names(model: Path, tmp_path: Path) -> None:
     (tmp_path / "blobs").mkdir()
     (model / "model.safetensors").rename(tmp_path / "blobs" / "5f70")
     (model / "model.safetensors").symlink_to(tmp_path / "blobs" / "5f70")
-    protected = Protected(models=(model,))
+    protected = ProtectedPaths(models=(model,))
     assert refused(tmp_path / "hard", protected) == f"--report FILE is tokenizer/vocab.txt of the model {model}"
     assert refused(tmp_path / "blobs" / "5f70", protected) == f"--report FILE is model.safetensors of the model {model}"
 
 
 def test_an_output_has_a_place_for_an_evaluation(model: Path, tmp_path: Path) -> None:
-    protected = Protected(models=(model,))
+    protected = ProtectedPaths(models=(model,))
     Destination(model / "note.txt", "--out", KIND, protected, model).write(b"new")
     assert (model / "note.txt").read_bytes() == b"new"
     with pytest.raises(UsageError) as caught:
@@ -92,7 +92,7 @@ def test_an_output_has_a_place_for_an_evaluation(model: Path, tmp_path: Path) ->
 def test_what_a_run_reads_is_not_written(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(NOTE)
     (tmp_path / "data").mkdir()
-    protected = Protected(inputs=((tmp_path / "text", "a text"), (tmp_path / "data", "the dataset")))
+    protected = ProtectedPaths(inputs=((tmp_path / "text", "a text"), (tmp_path / "data", "the dataset")))
     os.link(tmp_path / "text", tmp_path / "hard")
     for name in ("text", "hard", "data/../text"):
         assert refused(tmp_path / name, protected) == "--report FILE is a text that this run reads"
@@ -101,7 +101,7 @@ def test_what_a_run_reads_is_not_written(tmp_path: Path) -> None:
 
 def test_what_a_run_writes_is_written_once(tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"
-    protected = Protected(outputs=(out,))
+    protected = ProtectedPaths(outputs=(out,))
     assert refused(out, protected) == f"--report FILE is {out}, which this run writes"
     assert refused(out / "a.html", protected) == f"--report FILE lies in {out}, which this run writes"
     assert refused(tmp_path / "new", protected) == f"--report FILE has no place: this run writes {out}"
@@ -114,7 +114,10 @@ def test_what_a_run_writes_is_written_once(tmp_path: Path) -> None:
 
 def test_a_file_of_another_kind_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_bytes(b"mine")
-    assert refused(tmp_path / "mine.txt", Protected()) == "--report FILE exists and is not a note that openquant wrote"
+    assert (
+        refused(tmp_path / "mine.txt", ProtectedPaths())
+        == "--report FILE exists and is not a note that openquant wrote"
+    )
     (tmp_path / "empty").write_bytes(b"")
     for name in ("empty", "empty", "new/one"):
         Destination(tmp_path / name, "--report", KIND).write(NOTE)
@@ -134,8 +137,8 @@ def test_a_file_that_comes_meanwhile_is_not_replaced(tmp_path: Path) -> None:
 def test_a_stream_of_the_command_is_not_replaced(tmp_path: Path, number: int) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom openquant.errors import UsageError\n"
-        "from openquant.files.destination import Destination, Kind\n"
-        "try:\n    Destination(Path(sys.argv[1]), '--out', Kind('a note', bool)).require()\n"
+        "from openquant.files.destination import Destination, FileKind\n"
+        "try:\n    Destination(Path(sys.argv[1]), '--out', FileKind('a note', bool)).require()\n"
         "except UsageError as error:\n    sys.exit(0 if error.message.endswith(sys.argv[2]) else 3)\n"
     )
     path = tmp_path / "out.json"
@@ -153,8 +156,8 @@ def test_what_openquant_writes_is_recognized_as_its_kind_alone(tmp_path: Path) -
         "calibration": (calibrations(), Calibration((), "0" * 64, {}).to_bytes()),
         "evaluation": (EVALUATION, json.dumps(found).encode()),
         "several": (EVALUATION, json.dumps(several, indent=1).encode()),
-        "page": (PAGE, render(Page("x" * 5000, evaluations=[found] * 9)).encode()),
-        "picture": (PICTURE, picture(found, "x", "y")),
+        "page": (PAGE, render_page(ReportPage("x" * 5000, evaluations=[found] * 9)).encode()),
+        "picture": (PICTURE, draw_picture(found, "x", "y")),
     }
     for name, (_, data) in kinds.items():
         (tmp_path / name).write_bytes(data)

@@ -15,7 +15,14 @@ from conftest import tree
 from openquant import compress, dequantize, verify
 from openquant.errors import OutputError, SourceError
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.evaluation import MOST, Found, checked, find_evaluation, identity, read_evaluation
+from openquant.files.evaluation import (
+    MOST,
+    FoundEvaluation,
+    check_evaluation,
+    evaluation_digest,
+    find_evaluation,
+    read_evaluation,
+)
 from openquant.files.names import EVALUATION_FILES
 from support import small_checkpoints
 from support.evaluation_files import evaluate, evaluation
@@ -34,7 +41,7 @@ def out(tmp_path: Path, source: Path) -> Path:
     return tmp_path / "out"
 
 
-def found(directory: Path) -> Found | None:
+def found(directory: Path) -> FoundEvaluation | None:
     return find_evaluation(open_checkpoint(directory))
 
 
@@ -73,7 +80,7 @@ def test_what_is_no_evaluation_is_named(change: Change, said: str) -> None:
     damaged = evaluation()
     change(damaged)
     with pytest.raises(SourceError) as raised:
-        checked(damaged)
+        check_evaluation(damaged)
     assert raised.value.message.startswith(f"eval.json{'' if said.startswith('has') else ':'} {said}")
     assert raised.value.hint == "run openquant eval again, or remove it"
 
@@ -83,7 +90,7 @@ def test_what_may_be_null_or_missing() -> None:
     one["kl"]["interval"] = one["kl_by_confidence"][0]["kl"] = None
     del one["layers"][0]["floor"]
     one["something"] = "else"
-    assert checked(one) is one
+    assert check_evaluation(one) is one
 
 
 def test_files_that_are_no_json(out: Path) -> None:
@@ -96,14 +103,14 @@ def test_files_that_are_no_json(out: Path) -> None:
 def test_an_evaluation_is_found_beside_the_model_it_is_of(out: Path) -> None:
     assert found(out) is None
     written = evaluate(out)
-    assert found(out) == Found(written, ["eval.json"])
+    assert found(out) == FoundEvaluation(written, ["eval.json"])
     # What shows another evaluation is not taken along.
-    (out / "eval.html").write_text(f"<meta content={identity(written)}>")
+    (out / "eval.html").write_text(f"<meta content={evaluation_digest(written)}>")
     (out / "eval.png").write_bytes(b"other")
-    assert found(out) == Found(written, ["eval.json", "eval.html"])
+    assert found(out) == FoundEvaluation(written, ["eval.json", "eval.html"])
     (out / "eval.html").unlink()
     (out / "eval.html").symlink_to(out / "config.json")
-    assert found(out) == Found(written, ["eval.json"])
+    assert found(out) == FoundEvaluation(written, ["eval.json"])
 
 
 def test_an_evaluation_of_another_model_is_refused(out: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from openquant.errors import UsageError
-from openquant.formats.activations import Inputs, read_inputs
+from openquant.formats.activations import ActivationQuantization, read_activation_quantization
 from openquant.formats.numbers import E2M1, E4M3, INT8
 from openquant.formats.quantization import read_quantization
 from openquant.formats.schemes import (
@@ -28,24 +28,24 @@ from openquant.formats.schemes import (
 )
 
 OF_SCHEMES = [
-    (TENSOR, Inputs(E4M3, (None, None))),
-    (TENSOR_STATIC, Inputs(E4M3, (None, None), static=True)),
-    (TENSOR_COMPRESSED, Inputs(E4M3, (1, None))),
-    (TENSOR_COMPRESSED_STATIC, Inputs(E4M3, (None, None), static=True)),
-    (CHANNEL, Inputs(E4M3, (1, None))),
-    (BLOCK, Inputs(E4M3, (1, 128))),
-    (BLOCK_COMPRESSED, Inputs(E4M3, (1, 128))),
-    (BLOCK_UE8M0, Inputs(E4M3, (1, 128), power_of_two=True)),
-    (MXFP8, Inputs(E4M3, (1, 32), power_of_two=True)),
-    (INT8_W8A8, Inputs(INT8, (1, None))),
+    (TENSOR, ActivationQuantization(E4M3, (None, None))),
+    (TENSOR_STATIC, ActivationQuantization(E4M3, (None, None), static=True)),
+    (TENSOR_COMPRESSED, ActivationQuantization(E4M3, (1, None))),
+    (TENSOR_COMPRESSED_STATIC, ActivationQuantization(E4M3, (None, None), static=True)),
+    (CHANNEL, ActivationQuantization(E4M3, (1, None))),
+    (BLOCK, ActivationQuantization(E4M3, (1, 128))),
+    (BLOCK_COMPRESSED, ActivationQuantization(E4M3, (1, 128))),
+    (BLOCK_UE8M0, ActivationQuantization(E4M3, (1, 128), power_of_two=True)),
+    (MXFP8, ActivationQuantization(E4M3, (1, 32), power_of_two=True)),
+    (INT8_W8A8, ActivationQuantization(INT8, (1, None))),
     (INT8_W8A16, None),
     (NVFP4, None),
-    (NVFP4_W4A4, Inputs(E2M1, (1, 16), local=True)),
+    (NVFP4_W4A4, ActivationQuantization(E2M1, (1, 16), local=True)),
 ]
 
 
 @pytest.mark.parametrize(("scheme", "inputs"), OF_SCHEMES, ids=lambda value: getattr(value, "suffix", ""))
-def test_every_scheme_says_what_becomes_of_activations(scheme: Scheme, inputs: Inputs | None) -> None:
+def test_every_scheme_says_what_becomes_of_activations(scheme: Scheme, inputs: ActivationQuantization | None) -> None:
     found = read_quantization({"quantization_config": scheme.config([])})
     assert found.inputs_of("model.layers.0.mlp.up_proj") == inputs
 
@@ -53,15 +53,15 @@ def test_every_scheme_says_what_becomes_of_activations(scheme: Scheme, inputs: I
 @pytest.mark.parametrize(
     ("algorithm", "inputs"),
     [
-        ("FP8", Inputs(E4M3, (None, None), static=True)),
-        ("FP8_PER_CHANNEL_PER_TOKEN", Inputs(E4M3, (1, None))),
-        ("FP8_PB_WO", Inputs(E4M3, (1, 128))),
-        ("MXFP8", Inputs(E4M3, (1, 32), power_of_two=True)),
-        ("NVFP4", Inputs(E2M1, (1, 16), local=True)),
+        ("FP8", ActivationQuantization(E4M3, (None, None), static=True)),
+        ("FP8_PER_CHANNEL_PER_TOKEN", ActivationQuantization(E4M3, (1, None))),
+        ("FP8_PB_WO", ActivationQuantization(E4M3, (1, 128))),
+        ("MXFP8", ActivationQuantization(E4M3, (1, 32), power_of_two=True)),
+        ("NVFP4", ActivationQuantization(E2M1, (1, 16), local=True)),
         ("W4A16_NVFP4", None),
     ],
 )
-def test_so_does_every_algorithm_of_modelopt(algorithm: str, inputs: Inputs | None) -> None:
+def test_so_does_every_algorithm_of_modelopt(algorithm: str, inputs: ActivationQuantization | None) -> None:
     config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": algorithm}}
     assert read_quantization(config).inputs_of("model.layers.0.mlp.up_proj") == inputs
 
@@ -74,8 +74,8 @@ def test_layers_of_several_groups_have_their_own() -> None:
     config = CHANNEL.config([], {INT8_W8A16: ["model.layers.0.mlp.up_proj"], INT8_W8A8: ["re:.*k_proj$"]})
     found = read_quantization({"quantization_config": config})
     assert found.inputs_of("model.layers.0.mlp.up_proj") is None
-    assert found.inputs_of("model.layers.0.self_attn.k_proj") == Inputs(INT8, (1, None))
-    assert found.inputs_of("model.layers.0.mlp.down_proj") == Inputs(E4M3, (1, None))
+    assert found.inputs_of("model.layers.0.self_attn.k_proj") == ActivationQuantization(INT8, (1, None))
+    assert found.inputs_of("model.layers.0.mlp.down_proj") == ActivationQuantization(E4M3, (1, None))
 
 
 @pytest.mark.parametrize(
@@ -92,4 +92,4 @@ def test_layers_of_several_groups_have_their_own() -> None:
 def test_what_is_not_known_stops(change: dict[str, Any]) -> None:
     said = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True, **change}
     with pytest.raises(UsageError, match="config.json quantizes activations as .*, which is not known here"):
-        read_inputs(said)
+        read_activation_quantization(said)

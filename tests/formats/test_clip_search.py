@@ -53,13 +53,13 @@ def errors(weight: torch.Tensor, scale: np.ndarray, form: Format, counts: np.nda
 
 
 @pytest.mark.parametrize("scheme", SEARCHED, ids=lambda scheme: scheme.suffix)
-@given(seed=st.integers(0, 2**31), magnitude=st.integers(-60, 60), joined=st.floats(1, 64), weighed=st.booleans())
-def test_no_other_ratio_is_better(scheme: Scheme, seed: int, magnitude: int, joined: float, weighed: bool) -> None:
+@given(seed=st.integers(0, 2**31), magnitude=st.integers(-60, 60), fused=st.floats(1, 64), weighed=st.booleans())
+def test_no_other_ratio_is_better(scheme: Scheme, seed: int, magnitude: int, fused: float, weighed: bool) -> None:
     counts = importance(seed) if weighed else None
     form, weight = scheme.format, noise(seed, magnitude=magnitude)
     absmax = kernels.absmax(weight.numpy().view(np.uint32), "F32", form.group)
     # As if what it is joined with had a weight so many times as large.
-    divisor = form.divisor(absmax.max(keepdims=True) * np.float32(joined))
+    divisor = form.divisor(absmax.max(keepdims=True) * np.float32(fused))
     scale = found_in(weight, scheme, divisor, counts)
     tried = [form.scales(absmax * np.float32(ratio), divisor) for ratio in scheme.ratios]
     assert np.any([scale == each for each in tried], axis=0).all()

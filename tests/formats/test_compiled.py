@@ -97,14 +97,14 @@ def test_the_same_of_several_scales_is_best(number: Number, width: int, groups: 
 
 
 @pytest.mark.parametrize("scheme", VARIANTS, ids=lambda scheme: scheme.suffix)
-@pytest.mark.parametrize("joined", [1.0, 3.7, 2.0**60])
-def test_the_same_scales_are_made_of_the_largest_weights(scheme: Scheme, joined: float) -> None:
+@pytest.mark.parametrize("fused", [1.0, 3.7, 2.0**60])
+def test_the_same_scales_are_made_of_the_largest_weights(scheme: Scheme, fused: float) -> None:
     """Zero too, subnormal ones, and those that take a scale beyond E4M3; stored alike."""
     form = scheme.format
     bits = np.random.default_rng(0).integers(0, 0x7F000000, (64, 1024), np.uint32)
     bits[0], bits[1, 0] = bits[0] >> 8, 0
     largest = bits.view(np.float32)
-    divisors = [None] if form.global_scale is None else [None, form.divisor(np.full((1, 1), joined, np.float32))]
+    divisors = [None] if form.global_scale is None else [None, form.divisor(np.full((1, 1), fused, np.float32))]
     for divisor in divisors:
         with np.errstate(over="ignore"):
             scale = kernels.scales(form, largest, divisor)

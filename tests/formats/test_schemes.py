@@ -354,8 +354,8 @@ def test_groups_of_int4_are_of_one_config() -> None:
 
 
 def test_words_need_whole_rows() -> None:
-    assert INT8_W8A16.format.misfit((3, 64)) is None
-    assert INT8_W8A16.format.misfit((64, 50)) == "rows of 50 do not divide into words of 4 codes"
+    assert INT8_W8A16.format.shape_error((3, 64)) is None
+    assert INT8_W8A16.format.shape_error((64, 50)) == "rows of 50 do not divide into words of 4 codes"
     assert INT8_W8A16.format.whole == (1, 4)
     assert INT8_W8A8.format.whole == (1, None)
 
@@ -558,12 +558,12 @@ def test_golden_bytes_of_nvfp4() -> None:
 
 def test_a_larger_weight_elsewhere_moves_the_scales_of_nvfp4() -> None:
     form, absmax = NVFP4.format, np.array([[6.0, 3.0]], np.float32)
-    alone, joined = (form.divisor(np.float32([[largest]])) for largest in (6.0, 12.0))
-    assert (alone.item(), joined.item()) == (448, 224)
+    alone, fused = (form.divisor(np.float32([[largest]])) for largest in (6.0, 12.0))
+    assert (alone.item(), fused.item()) == (448, 224)
     assert form.stored(form.scales(absmax, alone), alone).tolist() == [[0x7E, 0x76]]
-    assert form.stored(form.scales(absmax, joined), joined).tolist() == [[0x76, 0x6E]]
+    assert form.stored(form.scales(absmax, fused), fused).tolist() == [[0x76, 0x6E]]
     np.testing.assert_array_equal(form.scales(absmax, alone), form.scales(absmax))
-    np.testing.assert_array_equal(form.scales(absmax, joined), [[1, 0.5]])
+    np.testing.assert_array_equal(form.scales(absmax, fused), [[1, 0.5]])
 
 
 @pytest.mark.parametrize(("largest", "divisor"), [(0.0, 1.0), (1e-45, 2.0**125), (2.0**-110, 2688 * 2.0**110)])
@@ -634,10 +634,10 @@ def test_stored_shapes() -> None:
 
 
 def test_blocks_need_multiples_of_128_both_ways() -> None:
-    assert BLOCK.format.misfit((256, 128)) is None
-    assert BLOCK.format.misfit((192, 128)) == "192 x 128 does not divide into 128 x 128 blocks"
-    assert BLOCK.format.misfit((128, 960)) == "128 x 960 does not divide into 128 x 128 blocks"
-    assert TENSOR.format.misfit((3, 5)) is None
-    assert CHANNEL.format.misfit((3, 5)) is None
-    assert MXFP8.format.misfit((3, 64)) is None
-    assert MXFP8.format.misfit((64, 48)) == "48 inputs per row do not divide into groups of 32"
+    assert BLOCK.format.shape_error((256, 128)) is None
+    assert BLOCK.format.shape_error((192, 128)) == "192 x 128 does not divide into 128 x 128 blocks"
+    assert BLOCK.format.shape_error((128, 960)) == "128 x 960 does not divide into 128 x 128 blocks"
+    assert TENSOR.format.shape_error((3, 5)) is None
+    assert CHANNEL.format.shape_error((3, 5)) is None
+    assert MXFP8.format.shape_error((3, 64)) is None
+    assert MXFP8.format.shape_error((64, 48)) == "48 inputs per row do not divide into groups of 32"

@@ -110,7 +110,7 @@ def make(root: Path) -> Sound:
     from openquant import calibrate, compress
     from openquant.files.checkpoint import open_checkpoint
     from openquant.files.fingerprint import fingerprint
-    from openquant.files.layer_store import RoundedFolder
+    from openquant.files.layer_store import LayerStore
     from openquant.streaming import pass_checkpoint
     from support import small_checkpoints
     from support.evaluation_files import evaluation
@@ -124,8 +124,8 @@ def make(root: Path) -> Sound:
     with (
         patch.object(pass_checkpoint, "EVERY", 0),
         patch.object(pass_checkpoint, "TIMES", 0),
-        patch.object(pass_checkpoint.Kept, "remove", lambda _: None),
-        patch.object(RoundedFolder, "remove", lambda _: None),
+        patch.object(pass_checkpoint.PassCheckpoint, "remove", lambda _: None),
+        patch.object(LayerStore, "remove", lambda _: None),
     ):
         calibration = calibrate(model, root / "x", **texts)
         compress(model, root / "rounding", "int4", group_size=32, gptq=True, **texts)
@@ -241,12 +241,12 @@ ASKING = [
 
 def calibration(case: Case) -> Trial:
     from openquant import OpenQuantError, compress
-    from openquant.recipes import typed
+    from openquant.recipes import option_words
     from openquant.weights.statistics import calibrations, read_calibration
 
     path = case.write("x", damaged_file(case, case.sound.calibration, CALIBRATION))
     asked = dict(case.rng.choice(ASKING))
-    words = [word for pair in typed(asked) for word in pair if word is not None]
+    words = [word for pair in option_words(asked) for word in pair if word is not None]
 
     def read() -> object:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
@@ -276,7 +276,7 @@ def same(path: Path, data: bytes) -> str | None:
 
 def passes(case: Case) -> Trial:
     from openquant import calibrate
-    from openquant.streaming.pass_checkpoint import Kept
+    from openquant.streaming.pass_checkpoint import PassCheckpoint
     from openquant.weights.statistics import read_calibration
 
     sealed = case.rng.random() < 0.8
@@ -289,7 +289,7 @@ def passes(case: Case) -> Trial:
     path = case.write("x.part", data)
 
     def read() -> object:
-        kept = Kept(path, dict)
+        kept = PassCheckpoint(path, dict)
         kept.require_units(["", "model.embed_tokens", "model.layers.0", "model.layers.1"], "model.layers.1")
         # What runs a model with it takes far longer.
         if case.rng.random() < 0.2:
@@ -359,7 +359,7 @@ def raw(rng: random.Random, data: bytes) -> bytes:
 
 
 def rounded(case: Case) -> Trial:
-    from openquant.files.layer_store import RoundedFolder
+    from openquant.files.layer_store import LayerStore
 
     folder = case.here / "out.rounded"
     folder.mkdir()
@@ -388,7 +388,7 @@ def rounded(case: Case) -> Trial:
     about = facts_of(next(data for name, data in case.sound.rounded.items() if name.endswith(".safetensors")))["about"]
 
     def read() -> object:
-        layers = RoundedFolder(folder, about)
+        layers = LayerStore(folder, about)
         layers.claim()
         for number in range(3):
             layers.read(number)
@@ -432,7 +432,7 @@ OPTIONS: dict[str, Any] = {
 
 def recipe(case: Case) -> Trial:
     from openquant.cli.commands import recipe_parser
-    from openquant.recipes import read
+    from openquant.recipes import read_recipe
 
     names = case.rng.sample(sorted(OPTIONS), case.rng.randint(1, 4))
     value: Any = {"format": 1, "openquant": "0.1.0", "options": {name: copy.deepcopy(OPTIONS[name]) for name in names}}
@@ -450,7 +450,7 @@ def recipe(case: Case) -> Trial:
     # What a recipe asks for may take its time, if texts are large.
     words += case.sound.texts
 
-    return Trial(lambda: recipe_parser().parse_args(read(path)), words, _verifies(case), OUTPUT)
+    return Trial(lambda: recipe_parser().parse_args(read_recipe(path)), words, _verifies(case), OUTPUT)
 
 
 ROWS: list[Any] = [
@@ -486,13 +486,13 @@ def written(case: Case, name: str) -> Path:
 @cache
 def tokenizer_of(model: Path) -> Any:
     """The tokenizer of a model that does not change, loaded once."""
-    from openquant.data.tokenizer import load
+    from openquant.data.tokenizer import load_tokenizer
 
-    return load(model, "model")
+    return load_tokenizer(model, "model")
 
 
 def text(case: Case) -> Trial:
-    from openquant.data.corpus import read
+    from openquant.data.corpus import read_corpus
     from openquant.options import CalibrationTexts
 
     path = written(case, "given")
@@ -502,7 +502,7 @@ def text(case: Case) -> Trial:
     if case.rng.random() < 0.3:
         words += ["--text", str(case.sound.text)]
     purpose = case.rng.choice(["evaluation", "calibration"])
-    return Trial(lambda: read(asked, tokenizer, purpose, 2048), words, lambda _: None, ("x",))
+    return Trial(lambda: read_corpus(asked, tokenizer, purpose, 2048), words, lambda _: None, ("x",))
 
 
 TEMPLATES = [
@@ -512,8 +512,8 @@ TEMPLATES = [
 
 
 def prompts(case: Case) -> Trial:
-    from openquant.data.prompts import read
-    from openquant.data.tokenizer import load
+    from openquant.data.prompts import read_prompts
+    from openquant.data.tokenizer import load_tokenizer
 
     path = written(case, "prompts")
     template = case.rng.choice(TEMPLATES)
@@ -526,10 +526,10 @@ def prompts(case: Case) -> Trial:
             shutil.copyfile(case.sound.model / name, model / name)
         (model / "chat_template.jinja").write_text(template)
         case.done.append(template)
-    tokenizer = load(model, "model") if model != case.sound.model else tokenizer_of(model)
+    tokenizer = load_tokenizer(model, "model") if model != case.sound.model else tokenizer_of(model)
     words = ["eval", str(case.sound.output), "--source", str(case.sound.model), "--prompts", path.name]
     words += ["--out", "x", *case.sound.texts]
-    return Trial(lambda: read(path, tokenizer, 2048), words, lambda _: None, ("x",))
+    return Trial(lambda: read_prompts(path, tokenizer, 2048), words, lambda _: None, ("x",))
 
 
 def evaluation(case: Case) -> Trial:
@@ -537,7 +537,7 @@ def evaluation(case: Case) -> Trial:
     from openquant.files.evaluation import EVALUATION as KIND
     from openquant.files.evaluation import read_evaluation
     from openquant.report.card import evaluated_card
-    from openquant.report.html import render
+    from openquant.report.html import render_page
     from openquant.report.pages import evaluated_page
 
     data = damaged_json(case.rng, json.dumps(case.sound.evaluation))
@@ -552,7 +552,7 @@ def evaluation(case: Case) -> Trial:
         with readable():
             values = read_evaluation(output)
         # A picture takes long to draw.
-        page = render(evaluated_page([values], [])) if case.rng.random() < 0.005 else ""
+        page = render_page(evaluated_page([values], [])) if case.rng.random() < 0.005 else ""
         return page, evaluated_card("# x\n", "a/b", values)
 
     words = ["verify", "output", *case.rng.choice([[], ["--report", "page.html"], ["--json"]])]
@@ -572,7 +572,7 @@ PATHS = [
 
 def paths(case: Case) -> Trial:
     """Files to write, in a directory where much is something else than a file."""
-    from openquant.files.destination import Destination, Protected
+    from openquant.files.destination import Destination, ProtectedPaths
     from openquant.files.evaluation import EVALUATION as FIGURES
     from openquant.report.html import PAGE, PICTURE
     from openquant.weights.statistics import calibrations
@@ -621,7 +621,7 @@ def paths(case: Case) -> Trial:
     inputs = ((here / "some.txt", "a text"),)
 
     def read() -> object:
-        protected = Protected([here / "model", here / "output"], inputs, [here / "out"])
+        protected = ProtectedPaths([here / "model", here / "output"], inputs, [here / "out"])
         destination = Destination(here / name, "--report", kind, protected, rng.choice([None, here / "output"]))
         before = contents(here)
         destination.write(b"data")

@@ -10,7 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, Offl
 from huggingface_hub.utils import hf_raise_for_status
 
 from openquant.errors import OpenQuantError
-from openquant.hub.error_mapping import explained_push, explained_source
+from openquant.hub.error_mapping import push_errors, source_errors
 
 COMMIT = "/api/models/org/name/commit/main"
 AGAIN = "run the same command again: what is converted and uploaded is kept"
@@ -85,7 +85,7 @@ def said(*messages: str) -> str:
     ],
 )  # fmt: skip
 def test_what_a_push_meets(error: Exception, message: str, hint: str) -> None:
-    with pytest.raises(OpenQuantError) as raised, explained_push("org/name"):
+    with pytest.raises(OpenQuantError) as raised, push_errors("org/name"):
         raise error
     assert (raised.value.message, raised.value.hint) == (message, hint)
     assert "secret" not in message
@@ -93,7 +93,7 @@ def test_what_a_push_meets(error: Exception, message: str, hint: str) -> None:
 
 def test_what_an_upload_meets_is_its_cause() -> None:
     """The client says only which file it was."""
-    with pytest.raises(OpenQuantError) as raised, explained_push("org/name"):
+    with pytest.raises(OpenQuantError) as raised, push_errors("org/name"):
         raise RuntimeError("Error while uploading 'a.safetensors' to the Hub.") from refusal(413, said("Too large"))
     assert raised.value.message == f"org/name could not be pushed to: 413 for {COMMIT}: Too large"
 
@@ -113,14 +113,14 @@ FILE = "/org/name/resolve/0a1b/model-00001-of-00002.safetensors"
     ],
 )  # fmt: skip
 def test_what_a_download_meets(error: Exception, message: str) -> None:
-    with pytest.raises(OpenQuantError) as raised, explained_source("org/name", "main"):
+    with pytest.raises(OpenQuantError) as raised, source_errors("org/name", "main"):
         raise error
     assert raised.value.message == message
 
 
 def test_an_error_of_ours_stays_what_it_is() -> None:
     ours = OpenQuantError("what", "why")
-    for explained in (explained_push("org/name"), explained_source("org/name", None)):
+    for explained in (push_errors("org/name"), source_errors("org/name", None)):
         with pytest.raises(OpenQuantError) as raised, explained:
             raise ours
         assert raised.value is ours

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from conftest import ROOT, tree
 from openquant import OpenQuantError, compress, dequantize
 from openquant.api import push
-from openquant.files.evaluation import identity
+from openquant.files.evaluation import evaluation_digest
 from openquant.hub.publish import Publisher
 from openquant.options import Push
 from support import forked_ranks, small_checkpoints
@@ -179,7 +179,7 @@ def test_an_evaluation_goes_along_and_into_the_card(
 ) -> None:
     compress(source, tmp_path / "out")
     found = evaluate(tmp_path / "out")
-    (tmp_path / "out" / "eval.html").write_text(f"<meta name=evaluation content={identity(found)}>")
+    (tmp_path / "out" / "eval.html").write_text(f"<meta name=evaluation content={evaluation_digest(found)}>")
     (tmp_path / "out" / "eval.png").write_text("of another evaluation")
     added = {name: (tmp_path / "out" / name).read_bytes() for name in ("eval.json", "eval.html")}
     again = ("compress", "-m", source, "-o", tmp_path / "out", "--push-to-hub", "other")

@@ -24,10 +24,10 @@ from openquant.convert.ranks import Ranks
 from openquant.errors import OutputError, SourceError, UsageError
 from openquant.files.checkpoint import Checkpoint
 from openquant.files.fingerprint import Fingerprint
-from openquant.hub.fetch import Supply
-from openquant.hub.shards import supplied
+from openquant.hub.fetch import ShardSupply
+from openquant.hub.shards import supply_shards
 from openquant.hub.source import Source
-from openquant.streaming.session import Arriving
+from openquant.streaming.session import ArrivingShards
 from support import small_checkpoints
 from support.loopback_hub import COMMIT, LoopbackHub
 
@@ -113,7 +113,7 @@ def test_no_space_for_shards(tmp_path: Path) -> None:
         size = 10**18
 
     source = Source(tmp_path, "name", "org/name", COMMIT, {"a": Shard()})  # type: ignore[dict-item]
-    with pytest.raises(UsageError) as caught, supplied([(source, {"a": ["a"]})], True, tmp_path):
+    with pytest.raises(UsageError) as caught, supply_shards([(source, {"a": ["a"]})], True, tmp_path):
         pass
     assert caught.value.message.startswith(f"{tmp_path} needs 1,000,000,000,000,000,000 bytes for shards that come and")
     assert caught.value.hint == "name a directory on a larger one with --scratch"
@@ -145,7 +145,7 @@ def test_what_is_passed_over_does_not_stay(tmp_path: Path) -> None:
     shards = {name: Shard(name.encode() * 1000, held=name == "c") for name in "abcde"}
     source = Source(tmp_path, "name", "org/name", COMMIT, shards)  # type: ignore[arg-type]
     needs = {f"unit {name}": [name] for name in shards}
-    with supplied([(source, needs)], True, tmp_path) as [supply]:
+    with supply_shards([(source, needs)], True, tmp_path) as [supply]:
         supply.wait_for("unit a", lambda: False)
         assert shards["c"].asked.wait(30)
         while supply.path("b") == tmp_path / "b":
@@ -170,7 +170,7 @@ def test_several_sources_share_a_disk(tmp_path: Path) -> None:
     half = SimpleNamespace(size=free // 2 + (1 << 30))
     source = Source(tmp_path, "name", "org/name", COMMIT, {"a": half})  # type: ignore[dict-item]
     sources = [(source, {"a": ["a"]})] * 2
-    with pytest.raises(UsageError, match="bytes for shards that come and go"), supplied(sources, True, tmp_path):
+    with pytest.raises(UsageError, match="bytes for shards that come and go"), supply_shards(sources, True, tmp_path):
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -182,17 +182,17 @@ class Broken(Ranks):
         raise OutputError("rank 1 died", "run the same command again")
 
 
-def arriving(supply: Supply, ranks: Ranks | None = None) -> Arriving:
+def arriving(supply: ShardSupply, ranks: Ranks | None = None) -> ArrivingShards:
     checkpoint = Checkpoint(Path(), {}, "", {}, {}, {}, {}, False, {}, ())
     fingerprint = Fingerprint(checkpoint, commit=f"org/name@{COMMIT}")
-    return Arriving(supply, supply.needs, "org/name", fingerprint, ranks or Ranks(), hashes=False)
+    return ArrivingShards(supply, supply.needs, "org/name", fingerprint, ranks or Ranks(), hashes=False)
 
 
 def test_units_of_a_tower_are_passed_over_and_none_comes_twice(tmp_path: Path) -> None:
     names = ["rest", "embedding", *(f"tower {number}" for number in range(6)), "layer 0", "layer 1"]
     shards = {name: Shard(name.encode()) for name in names}
     source = Source(tmp_path, "name", "org/name", COMMIT, shards)  # type: ignore[arg-type]
-    with supplied([(source, {name: [name] for name in names})], True, tmp_path) as [supply]:
+    with supply_shards([(source, {name: [name] for name in names})], True, tmp_path) as [supply]:
         traffic = arriving(supply)
         for name in ("rest", "embedding", "layer 0"):
             traffic.wait_for(name, lambda: False)
@@ -212,7 +212,7 @@ def test_units_of_a_tower_are_passed_over_and_none_comes_twice(tmp_path: Path) -
 def test_who_waits_for_a_shard_hears_of_other_ranks(tmp_path: Path) -> None:
     shard = Shard(b"a", held=True)
     source = Source(tmp_path, "name", "org/name", COMMIT, {"a": shard})  # type: ignore[dict-item]
-    with supplied([(source, {"a": ["a"]})], True, tmp_path) as [supply]:
+    with supply_shards([(source, {"a": ["a"]})], True, tmp_path) as [supply]:
         with pytest.raises(OutputError) as caught:
             arriving(supply, Broken()).wait_for("a", lambda: False)
         shard.may.set()

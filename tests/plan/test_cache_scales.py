@@ -14,22 +14,22 @@ from openquant.errors import PlanError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import CHANNEL, TENSOR, VARIANTS, Scheme
 from openquant.models import MODELS
-from openquant.plan.decisions import Options
+from openquant.plan.decisions import PlanOptions
 from openquant.plan.kv_cache import cache_layers
 from openquant.plan.plan import Plan, make_plan
 from openquant.plan.tensor_parallel import text_config
 from openquant.registry.parts import SGLANG_ONES
-from openquant.registry.rules import Entry
+from openquant.registry.rules import ModuleRules
 from openquant.version import SGLANG
 from openquant.weights.statistics import Calibration
 from support import small_checkpoints
 from support.conversions import Shelf
 from support.published_checkpoints import published
 
-FP8 = Options(cached=True)
+FP8 = PlanOptions(cached=True)
 
 
-def planned(root: Path, scheme: Scheme = CHANNEL, options: Options = FP8) -> Plan:
+def planned(root: Path, scheme: Scheme = CHANNEL, options: PlanOptions = FP8) -> Plan:
     return make_plan(open_checkpoint(root), scheme, options)
 
 
@@ -49,7 +49,7 @@ def scales_of(root: Path) -> dict[str, float]:
 def layers_of(name: str, **config: Any) -> dict[int, str]:
     checkpoint = published(name)
     checkpoint.config.update(config)
-    entry = Entry(MODELS[checkpoint.architecture])
+    entry = ModuleRules(MODELS[checkpoint.architecture])
     return cache_layers(
         (info.module for info in checkpoint.tensors.values()), entry, text_config(checkpoint, entry.model)
     )
@@ -147,13 +147,13 @@ def test_where_sglang_fails_on_the_scales_the_plan_says_so(shelf: Shelf, name: s
 def test_where_sglang_takes_scales_of_one_alone(shelf: Shelf) -> None:
     source, two = shelf.source("Qwen3NextForCausalLM"), seen((1.0, 1.0), (900.0, 1.0))
     assert planned(source).unread_by_sglang is None
-    unread = planned(source, options=Options(cached=True, calibration=two)).unread_by_sglang
+    unread = planned(source, options=PlanOptions(cached=True, calibration=two)).unread_by_sglang
     assert unread is not None and unread.why == "it takes no scales of keys and values but 1"
 
 
 def test_where_sglang_takes_one_in_their_place_the_plan_says_so(shelf: Shelf) -> None:
     note = f"{SGLANG} takes 1 in place of these scales of keys and values, without a word"
-    two = Options(cached=True, calibration=seen((900.0, 1.0), (900.0, 1.0)))
+    two = PlanOptions(cached=True, calibration=seen((900.0, 1.0), (900.0, 1.0)))
     # The first has no such scales in its attention, the second leaves them as they were made.
     for name in ("Qwen3ForCausalLM", "Qwen2ForCausalLM"):
         assert note in planned(shelf.source(name), options=two).notes
@@ -164,20 +164,20 @@ def test_where_sglang_takes_one_in_their_place_the_plan_says_so(shelf: Shelf) ->
 
 def test_calibrated_scales_are_powers_of_two(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source")
-    plan = planned(source, options=Options(cached=True, calibration=seen((21.5, 3.25), (900.0, 0.5))))
-    made = {kept.tensor.name: kept.made for kept in plan.fates.kept if kept.made is not None}
+    plan = planned(source, options=PlanOptions(cached=True, calibration=seen((21.5, 3.25), (900.0, 0.5))))
+    made = {kept.tensor.name: kept.made for kept in plan.decisions.kept if kept.made is not None}
     assert list(made.values()) == [2.0**-4, 2.0**-7, 4.0, 2.0**-9]
     (note,) = (note for note in plan.notes if "of a calibration" in note)
     assert note.endswith(
         "1 would have done in 1 of 2 layers, not in model.layers.1.self_attn (keys up to 900, values up to 0.5)"
     )
-    usual = planned(source, options=Options(cached=True, calibration=seen((21.5, 3.25), (448.0, 1.0))))
+    usual = planned(source, options=PlanOptions(cached=True, calibration=seen((21.5, 3.25), (448.0, 1.0))))
     assert any(note.endswith("1 would have done in all of 2 layers") for note in usual.notes)
-    assert len({plan.digest, usual.digest, planned(source).digest, planned(source, options=Options()).digest}) == 4
+    assert len({plan.digest, usual.digest, planned(source).digest, planned(source, options=PlanOptions()).digest}) == 4
 
 
 def test_a_calibration_without_ranges_of_a_layer_is_refused(tmp_path: Path) -> None:
-    options = Options(cached=True, calibration=seen((1.0, 1.0)))
+    options = PlanOptions(cached=True, calibration=seen((1.0, 1.0)))
     with pytest.raises(PlanError, match="has not seen keys and values of layer 1"):
         planned(small_checkpoints.write(tmp_path / "source"), options=options)
 

@@ -12,19 +12,19 @@ from openquant import explain
 from openquant.errors import UsageError
 from openquant.formats.schemes import SCHEMES, TENSOR, Scheme
 from openquant.models import MODELS
-from openquant.plan.decisions import Options
-from openquant.plan.explain import Explained, Rule, explained
+from openquant.plan.decisions import PlanOptions
+from openquant.plan.explain import ModuleExplanation, Rule, explain_modules
 from openquant.plan.plan import Plan, make_plan
 from support import small_checkpoints
 from support.published_checkpoints import published, with_few_experts
 
 
 def planned(name: str, scheme: Scheme = TENSOR, **options: object) -> Plan:
-    return make_plan(with_few_experts(published(name)), scheme, Options(**options))  # type: ignore[arg-type]
+    return make_plan(with_few_experts(published(name)), scheme, PlanOptions(**options))  # type: ignore[arg-type]
 
 
-def one(plan: Plan, asked: str) -> Explained:
-    (found,) = explained(plan, asked)
+def one(plan: Plan, asked: str) -> ModuleExplanation:
+    (found,) = explain_modules(plan, asked)
     return found
 
 
@@ -78,7 +78,7 @@ def test_what_no_pattern_covers_says_so() -> None:
 @pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "Llama4ForConditionalGeneration", "NemotronHForCausalLM"])
 def test_every_module_is_explained_as_it_is_planned(name: str) -> None:
     plan = planned(name, SCHEMES["channel"])
-    layers = explained(plan, "**")
+    layers = explain_modules(plan, "**")
     assert sum(len(layer.modules) for layer in layers) == sum(len(line.names) for line in plan.lines)
     assert sum(len(layer.modules) for layer in layers if layer.scheme) == plan.quantized_tensors
     for layer in layers:

@@ -13,7 +13,7 @@ from openquant.errors import PlanError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import TENSOR
 from openquant.models import GENERIC, MODELS
-from openquant.plan.architecture import find_model
+from openquant.plan.architecture import find_architecture
 from openquant.plan.plan import Plan, make_plan
 from support import small_checkpoints
 from support.published_checkpoints import NAMES, published, with_few_experts
@@ -79,10 +79,11 @@ def test_names_and_shapes_say_so_unless_told_to_be_quiet(run: Run, tmp_path: Pat
 
 def test_auto_goes_by_an_entry_where_there_is_one(tmp_path: Path) -> None:
     known = open_checkpoint(small_checkpoints.write(tmp_path / "plain", "Qwen3ForCausalLM"))
-    assert find_model(known, "auto") is MODELS["Qwen3ForCausalLM"]
-    assert find_model(known, "generic") is GENERIC
+    assert find_architecture(known, "auto") is MODELS["Qwen3ForCausalLM"]
+    assert find_architecture(known, "generic") is GENERIC
     assert (
-        find_model(open_checkpoint(renamed(tmp_path / "mine", "Qwen3ForCausalLM", "MyForCausalLM")), "auto") is GENERIC
+        find_architecture(open_checkpoint(renamed(tmp_path / "mine", "Qwen3ForCausalLM", "MyForCausalLM")), "auto")
+        is GENERIC
     )
 
 

@@ -33,7 +33,7 @@ from openquant.formats.schemes import (
     Scheme,
 )
 from openquant.models import MODELS
-from openquant.plan.decisions import Options
+from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plain_plan, make_plan
 from openquant.registry.architecture import Refusal
 from openquant.version import SGLANG, VLLM
@@ -41,7 +41,7 @@ from support import small_checkpoints
 
 
 def plan_of(root: Path, scheme: Scheme = TENSOR, *ignore: str) -> Plan:
-    return make_plan(open_checkpoint(root), scheme, Options(ignore))
+    return make_plan(open_checkpoint(root), scheme, PlanOptions(ignore))
 
 
 def quantized(plan: Plan) -> set[str]:
@@ -59,13 +59,13 @@ def test_digest_depends_on_options_and_source(tmp_path: Path, architecture: str)
         make_plan(checkpoint, TENSOR).digest,
         make_plan(checkpoint, BLOCK).digest,
         make_plan(checkpoint, CHANNEL).digest,
-        make_plan(checkpoint, TENSOR, Options(("**.layers.0.**",))).digest,
+        make_plan(checkpoint, TENSOR, PlanOptions(("**.layers.0.**",))).digest,
         make_plan(checkpoint, TENSOR, None, "another source").digest,
-        make_plan(checkpoint, BLOCK, Options(tp=2)).digest,
+        make_plan(checkpoint, BLOCK, PlanOptions(tp=2)).digest,
         make_plan(checkpoint, BLOCK_COMPRESSED).digest,
-        make_plan(checkpoint, BLOCK_COMPRESSED, Options(tp=2)).digest,
-        make_plan(checkpoint, BLOCK_COMPRESSED, Options(scheme_for=(("**.o_proj", CHANNEL),))).digest,
-        make_plan(checkpoint, BLOCK_COMPRESSED, Options(scheme_for=(("**.o_proj", TENSOR_COMPRESSED),))).digest,
+        make_plan(checkpoint, BLOCK_COMPRESSED, PlanOptions(tp=2)).digest,
+        make_plan(checkpoint, BLOCK_COMPRESSED, PlanOptions(scheme_for=(("**.o_proj", CHANNEL),))).digest,
+        make_plan(checkpoint, BLOCK_COMPRESSED, PlanOptions(scheme_for=(("**.o_proj", TENSOR_COMPRESSED),))).digest,
     }
     assert len(digests) == 10
     assert make_plan(checkpoint, TENSOR).digest in digests
@@ -75,7 +75,7 @@ def test_digest_depends_on_the_registry_s_entry(tmp_path: Path, monkeypatch: pyt
     """A run that begins under one version of an entry is not continued under another."""
     checkpoint = open_checkpoint(small_checkpoints.write(tmp_path / "a"))
     before = make_plan(checkpoint, TENSOR).digest
-    monkeypatch.setitem(MODELS, "Qwen3ForCausalLM", replace(MODELS["Qwen3ForCausalLM"], joined=()))
+    monkeypatch.setitem(MODELS, "Qwen3ForCausalLM", replace(MODELS["Qwen3ForCausalLM"], fused=()))
     assert make_plan(checkpoint, TENSOR).digest != before
 
 
@@ -451,7 +451,7 @@ def test_every_output_tensor_is_aligned_to_its_element(tmp_path: Path) -> None:
 
 
 def mixed(root: Path, scheme: Scheme, *scheme_for: tuple[str, Scheme], ignore: tuple[str, ...] = ()) -> Plan:
-    return make_plan(open_checkpoint(root), scheme, Options(ignore, scheme_for))
+    return make_plan(open_checkpoint(root), scheme, PlanOptions(ignore, scheme_for))
 
 
 def targets(plan: Plan) -> list[list[str]]:
@@ -590,49 +590,49 @@ FIRST = ("**.layers.0.**",)
 @pytest.mark.parametrize(
     ("architecture", "scheme", "options", "says"),
     [
-        ("LlamaForCausalLM", BLOCK, Options(), LOST),
-        ("LlamaForCausalLM", BLOCK_COMPRESSED, Options(), None),
-        ("LlamaForCausalLM", TENSOR, Options(FIRST), None),
-        ("Qwen3ForCausalLM", BLOCK, Options(), None),
-        ("Qwen3ForCausalLM", MXFP8, Options(), MXFP8_UNKNOWN),
-        ("OlmoForCausalLM", TENSOR, Options(), PLAIN),
-        ("OlmoForCausalLM", TENSOR, Options(("**.self_attn.*",)), None),
-        ("Gemma2ForCausalLM", TENSOR, Options(), None),
-        ("Gemma2ForCausalLM", TENSOR, Options(FIRST), NO_NAMES),
-        ("Gemma2ForCausalLM", BLOCK_COMPRESSED, Options(scheme_for=(("**.o_proj", CHANNEL),)), NO_NAMES),
-        ("Qwen3VLForConditionalGeneration", TENSOR, Options(FIRST), None),
-        ("Qwen3VLForConditionalGeneration", CHANNEL, Options(FIRST), NO_NAMES),
-        ("Qwen3VLForConditionalGeneration", BLOCK_COMPRESSED, Options(head=True), None),
-        ("Qwen3ForCausalLM", CHANNEL, Options(head=True), None),
-        ("PhiForCausalLM", CHANNEL, Options(head=True), HEAD),
-        ("PhiForCausalLM", CHANNEL, Options(), None),
-        ("Qwen3ForCausalLM", CHANNEL, Options(scheme_for=(("**.o_proj", BLOCK_COMPRESSED),)), BLOCKS),
-        ("Qwen3MoeForCausalLM", CHANNEL, Options(scheme_for=(("**.experts.**", BLOCK_COMPRESSED),)), None),
-        ("Qwen3MoeForCausalLM", CHANNEL, Options(scheme_for=(("**.experts.**", INT4_W4A16),)), WORDS),
-        ("Qwen3MoeForCausalLM", CHANNEL, Options(scheme_for=(("**.experts.**", NVFP4),)), None),
-        ("Qwen3MoeForCausalLM", INT4_W4A16, Options(scheme_for=(("**.self_attn.*", INT8_W8A16),)), None),
-        ("Qwen3ForCausalLM", INT4_W4A16, Options(scheme_for=(("**.self_attn.*", CHANNEL),)), None),
-        ("Qwen3ForCausalLM", INT4_SHIFTED, Options(), None),
+        ("LlamaForCausalLM", BLOCK, PlanOptions(), LOST),
+        ("LlamaForCausalLM", BLOCK_COMPRESSED, PlanOptions(), None),
+        ("LlamaForCausalLM", TENSOR, PlanOptions(FIRST), None),
+        ("Qwen3ForCausalLM", BLOCK, PlanOptions(), None),
+        ("Qwen3ForCausalLM", MXFP8, PlanOptions(), MXFP8_UNKNOWN),
+        ("OlmoForCausalLM", TENSOR, PlanOptions(), PLAIN),
+        ("OlmoForCausalLM", TENSOR, PlanOptions(("**.self_attn.*",)), None),
+        ("Gemma2ForCausalLM", TENSOR, PlanOptions(), None),
+        ("Gemma2ForCausalLM", TENSOR, PlanOptions(FIRST), NO_NAMES),
+        ("Gemma2ForCausalLM", BLOCK_COMPRESSED, PlanOptions(scheme_for=(("**.o_proj", CHANNEL),)), NO_NAMES),
+        ("Qwen3VLForConditionalGeneration", TENSOR, PlanOptions(FIRST), None),
+        ("Qwen3VLForConditionalGeneration", CHANNEL, PlanOptions(FIRST), NO_NAMES),
+        ("Qwen3VLForConditionalGeneration", BLOCK_COMPRESSED, PlanOptions(head=True), None),
+        ("Qwen3ForCausalLM", CHANNEL, PlanOptions(head=True), None),
+        ("PhiForCausalLM", CHANNEL, PlanOptions(head=True), HEAD),
+        ("PhiForCausalLM", CHANNEL, PlanOptions(), None),
+        ("Qwen3ForCausalLM", CHANNEL, PlanOptions(scheme_for=(("**.o_proj", BLOCK_COMPRESSED),)), BLOCKS),
+        ("Qwen3MoeForCausalLM", CHANNEL, PlanOptions(scheme_for=(("**.experts.**", BLOCK_COMPRESSED),)), None),
+        ("Qwen3MoeForCausalLM", CHANNEL, PlanOptions(scheme_for=(("**.experts.**", INT4_W4A16),)), WORDS),
+        ("Qwen3MoeForCausalLM", CHANNEL, PlanOptions(scheme_for=(("**.experts.**", NVFP4),)), None),
+        ("Qwen3MoeForCausalLM", INT4_W4A16, PlanOptions(scheme_for=(("**.self_attn.*", INT8_W8A16),)), None),
+        ("Qwen3ForCausalLM", INT4_W4A16, PlanOptions(scheme_for=(("**.self_attn.*", CHANNEL),)), None),
+        ("Qwen3ForCausalLM", INT4_SHIFTED, PlanOptions(), None),
         (
             "Qwen3MoeForCausalLM",
             INT4_SHIFTED,
-            Options(),
+            PlanOptions(),
             "it loads no experts in int4 with zero points; give them another scheme with --scheme-for, or leave them "
             "as they are with --ignore",
         ),
-        ("DeepseekV3ForCausalLM", NVFP4, Options(), UNPACKED),
-        ("DeepseekV3ForCausalLM", NVFP4, Options(("**.q_a_proj",)), None),
-        ("DeepseekV3ForCausalLM", CHANNEL, Options(), None),
+        ("DeepseekV3ForCausalLM", NVFP4, PlanOptions(), UNPACKED),
+        ("DeepseekV3ForCausalLM", NVFP4, PlanOptions(("**.q_a_proj",)), None),
+        ("DeepseekV3ForCausalLM", CHANNEL, PlanOptions(), None),
         (
             "AfmoeForCausalLM",
             TENSOR,
-            Options(),
+            PlanOptions(),
             "it builds **.mlp.experts.** in bfloat16; with --ignore for that it loads",
         ),
     ],
 )
 def test_the_plan_says_what_sglang_does_not_load(
-    tmp_path: Path, architecture: str, scheme: Scheme, options: Options, says: str | None
+    tmp_path: Path, architecture: str, scheme: Scheme, options: PlanOptions, says: str | None
 ) -> None:
     plan = make_plan(open_checkpoint(small_checkpoints.write(tmp_path / "a", architecture)), scheme, options)
     notes = [note for note in plan.notes if note.startswith("SGLang")]
@@ -692,7 +692,7 @@ def test_a_refused_scheme_is_refused_for_some_layers_too(tmp_path: Path) -> None
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(MODELS, "LlamaForCausalLM", model)
         with pytest.raises(PlanError) as caught:
-            make_plan(checkpoint, CHANNEL, Options(scheme_for=(("**.o_proj", BLOCK_COMPRESSED),)))
+            make_plan(checkpoint, CHANNEL, PlanOptions(scheme_for=(("**.o_proj", BLOCK_COMPRESSED),)))
     assert caught.value.message == ("LlamaForCausalLM cannot be served with one scale per 128x128 block: a reason")
     assert caught.value.hint == "a hint"
 
@@ -718,7 +718,7 @@ def test_what_blocks_do_not_divide_has_rows_where_the_format_mixes(tmp_path: Pat
 
 
 def sized(root: Path, scheme: Scheme, tp: int) -> Plan:
-    return make_plan(open_checkpoint(root), scheme, Options(tp=tp))
+    return make_plan(open_checkpoint(root), scheme, PlanOptions(tp=tp))
 
 
 def test_inputs_that_do_not_divide_by_128_have_groups_of_32() -> None:
@@ -871,7 +871,7 @@ def test_any_size_is_told_of(tmp_path: Path) -> None:
 
 
 def with_head(root: Path, scheme: Scheme, ignore: tuple[str, ...] = ()) -> Plan:
-    return make_plan(open_checkpoint(root), scheme, Options(ignore, head=True))
+    return make_plan(open_checkpoint(root), scheme, PlanOptions(ignore, head=True))
 
 
 @pytest.mark.parametrize("scheme", [TENSOR_COMPRESSED, CHANNEL, MXFP8], ids=lambda scheme: scheme.name)
@@ -939,18 +939,21 @@ def test_what_vllm_builds_without_a_name_has_the_scheme_of_most_or_is_refused(
     module = "model.layers.{0..1}.self_attn.q_a_proj"
     why = f"{VLLM} builds it without a name to find its scheme by, so it is read as most layers are stored"
     asked = {
-        "--ignore **.self_attn.*": Options(ignore=("**.self_attn.*",)),
-        "--scheme-for **.q_a_proj=block": Options(scheme_for=(("**.q_a_proj", BLOCK_COMPRESSED),)),
+        "--ignore **.self_attn.*": PlanOptions(ignore=("**.self_attn.*",)),
+        "--scheme-for **.q_a_proj=block": PlanOptions(scheme_for=(("**.q_a_proj", BLOCK_COMPRESSED),)),
     }
     for option, options in asked.items():
         with pytest.raises(PlanError) as caught:
             make_plan(source, CHANNEL, options)
         assert caught.value.message == f"{module}: {why} ({option})"
-    assert make_plan(source, CHANNEL, Options(ignore=("**.o_proj",))).quantized_tensors == 12
+    assert make_plan(source, CHANNEL, PlanOptions(ignore=("**.o_proj",))).quantized_tensors == 12
     # Nothing of this one's attention has a name, and experts, which have, may be stored otherwise.
     other = open_checkpoint(small_checkpoints.write(tmp_path / "b", "DeepseekForCausalLM"))
-    assert make_plan(other, CHANNEL, Options(scheme_for=(("**.experts.**", BLOCK_COMPRESSED),))).quantized_tensors == 26
-    for asked_of in (Options(ignore=("**.o_proj",)), Options(scheme_for=(("**.v_proj", BLOCK_COMPRESSED),))):
+    assert (
+        make_plan(other, CHANNEL, PlanOptions(scheme_for=(("**.experts.**", BLOCK_COMPRESSED),))).quantized_tensors
+        == 26
+    )
+    for asked_of in (PlanOptions(ignore=("**.o_proj",)), PlanOptions(scheme_for=(("**.v_proj", BLOCK_COMPRESSED),))):
         with pytest.raises(PlanError, match=why):
             make_plan(other, CHANNEL, asked_of)
     monkeypatch.setitem(MODELS, name, replace(MODELS[name], nameless=()))

@@ -11,7 +11,7 @@ from openquant.files.checkpoint import Checkpoint
 from openquant.formats.schemes import BLOCK, TENSOR
 from openquant.models import MODELS
 from openquant.plan.plan import make_plain_plan, make_plan
-from openquant.plan.serving import FEWEST_TOKENS, OVERHEAD, UTILIZATION, Cache, Fit, Layers, Serving
+from openquant.plan.serving import FEWEST_TOKENS, OVERHEAD, UTILIZATION, CachedLayers, Fit, SequenceMemory, Serving
 from support.published_checkpoints import described, published, with_few_experts
 
 MAMBA = {"mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128}
@@ -251,8 +251,8 @@ def test_draft_layers_are_not_loaded() -> None:
     assert plan.serving[1].weights_bytes == plan.output_bytes - drafts
 
 
-FULL = Layers(4096, 2048, None, 8)
-NEAR = Layers(4096, 2048, 1024, 8)
+FULL = CachedLayers(4096, 2048, None, 8)
+NEAR = CachedLayers(4096, 2048, 1024, 8)
 
 
 @pytest.mark.parametrize(
@@ -273,8 +273,10 @@ NEAR = Layers(4096, 2048, 1024, 8)
         ((FULL,), 2_000_000_000, 10**6, 1, 0),
     ],
 )
-def test_tokens_of_a_cache(layers: tuple[Layers, ...], state: int, length: int | None, gpus: int, tokens: int) -> None:
-    assert Cache(layers, state, length).tokens(1_000_000_000, False, gpus) == tokens
+def test_tokens_of_a_cache(
+    layers: tuple[CachedLayers, ...], state: int, length: int | None, gpus: int, tokens: int
+) -> None:
+    assert SequenceMemory(layers, state, length).tokens(1_000_000_000, False, gpus) == tokens
 
 
 def test_heads_that_are_not_counted_leave_one_gpu() -> None:

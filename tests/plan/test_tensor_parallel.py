@@ -12,15 +12,15 @@ from openquant.formats.format import Group
 from openquant.formats.schemes import TENSOR
 from openquant.models import MODELS
 from openquant.plan.plan import make_plan
-from openquant.plan.tensor_parallel import ParallelSize, indivisible, parallel_sizes, parts_of, text_config
-from openquant.registry.architecture import Split
+from openquant.plan.tensor_parallel import ParallelSize, fused_parts, parallel_sizes, text_config, why_indivisible
+from openquant.registry.architecture import ParallelSplit
 from openquant.registry.parts import HEADS, KV_HEADS
-from openquant.registry.rules import Entry
+from openquant.registry.rules import ModuleRules
 from support import small_checkpoints
 
-OUT, IN = Split(".up", "out"), Split(".down", "in")
-QUERIES = Split(".q", "out", heads=HEADS)
-KEYS = Split(".k", "out", heads=KV_HEADS, replicated=True)
+OUT, IN = ParallelSplit(".up", "out"), ParallelSplit(".down", "in")
+QUERIES = ParallelSplit(".q", "out", heads=HEADS)
+KEYS = ParallelSplit(".k", "out", heads=KV_HEADS, replicated=True)
 BLOCKS: Group = (128, 128)
 ROWS: Group = (1, None)
 PIECES: Group = (1, 32)
@@ -62,41 +62,41 @@ COUNTS = {HEADS: 6, KV_HEADS: 2}
     ],
 )
 def test_what_divides(
-    shape: tuple[int, int], split: Split | None, group: Group, size: int, problem: str | None
+    shape: tuple[int, int], split: ParallelSplit | None, group: Group, size: int, problem: str | None
 ) -> None:
-    assert indivisible(shape, split, COUNTS, group, size) == problem
+    assert why_indivisible(shape, split, COUNTS, group, size) == problem
 
 
 @pytest.mark.parametrize("count", [None, 0, -2, "6", 2.0])
 def test_where_the_config_counts_no_heads_only_lengths_count(count: Any) -> None:
     config = {} if count is None else {HEADS: count}
-    assert indivisible((96, 64), QUERIES, config, ROWS, 4) is None
-    assert indivisible((96, 64), QUERIES, config, ROWS, 5) == "96 does not divide by 5"
+    assert why_indivisible((96, 64), QUERIES, config, ROWS, 4) is None
+    assert why_indivisible((96, 64), QUERIES, config, ROWS, 5) == "96 does not divide by 5"
 
 
 def test_the_parts_of_a_merged_layer() -> None:
-    merged = Split(".qkv", "out", replicated=True, parts=(HEADS, KV_HEADS, KV_HEADS))
-    pair = Split(".gate_up", "out", parts=(None, None))
-    assert parts_of((640, 64), merged, COUNTS) == [(384, HEADS), (128, KV_HEADS), (128, KV_HEADS)]
-    assert parts_of((640, 64), pair, {}) == [(320, None), (320, None)]
-    assert parts_of((640, 64), QUERIES, COUNTS) == [(640, HEADS)]
-    assert parts_of((640, 64), None, COUNTS) == [(640, None)]
+    merged = ParallelSplit(".qkv", "out", replicated=True, parts=(HEADS, KV_HEADS, KV_HEADS))
+    pair = ParallelSplit(".gate_up", "out", parts=(None, None))
+    assert fused_parts((640, 64), merged, COUNTS) == [(384, HEADS), (128, KV_HEADS), (128, KV_HEADS)]
+    assert fused_parts((640, 64), pair, {}) == [(320, None), (320, None)]
+    assert fused_parts((640, 64), QUERIES, COUNTS) == [(640, HEADS)]
+    assert fused_parts((640, 64), None, COUNTS) == [(640, None)]
     # Where the sizes are unknown no part has one.
     unknown = [(0, HEADS), (0, KV_HEADS), (0, KV_HEADS)]
-    assert parts_of((641, 64), merged, COUNTS) == unknown
+    assert fused_parts((641, 64), merged, COUNTS) == unknown
     for config in ({HEADS: 6}, {HEADS: 6, KV_HEADS: 0}, {HEADS: -6, KV_HEADS: 2}, {HEADS: "6", KV_HEADS: 2}):
-        assert parts_of((640, 64), merged, config) == unknown
+        assert fused_parts((640, 64), merged, config) == unknown
     # Each part must divide, and by its own heads.
-    assert indivisible((640, 64), merged, COUNTS, ROWS, 2) is None
-    assert indivisible((640, 64), merged, COUNTS, ROWS, 6) is None
-    assert indivisible((640, 64), merged, COUNTS, ROWS, 4) == "6 heads do not divide by 4"
-    assert indivisible((640, 64), merged, COUNTS, BLOCKS, 2) == "384 / 2 = 192 is not a multiple of 128"
-    assert indivisible((6, 64), pair, {}, ROWS, 2) == "3 does not divide by 2"
+    assert why_indivisible((640, 64), merged, COUNTS, ROWS, 2) is None
+    assert why_indivisible((640, 64), merged, COUNTS, ROWS, 6) is None
+    assert why_indivisible((640, 64), merged, COUNTS, ROWS, 4) == "6 heads do not divide by 4"
+    assert why_indivisible((640, 64), merged, COUNTS, BLOCKS, 2) == "384 / 2 = 192 is not a multiple of 128"
+    assert why_indivisible((6, 64), pair, {}, ROWS, 2) == "3 does not divide by 2"
 
 
 def test_the_first_layer_that_does_not_divide_is_named(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(small_checkpoints.write(tmp_path / "a"))
-    entry = Entry(MODELS["Qwen3ForCausalLM"])
+    entry = ModuleRules(MODELS["Qwen3ForCausalLM"])
     layers = make_plan(checkpoint, TENSOR).layers
     quantized = [(layer, (1, 1)) for layer in layers.values()]
     sizes = parallel_sizes(checkpoint, entry, quantized, None)
@@ -122,9 +122,9 @@ def test_sizes_come_from_the_language_model_in_a_wrapper(tmp_path: Path) -> None
 
 
 def test_what_is_not_in_a_layer_is_not_divided() -> None:
-    entry = Entry(MODELS["Qwen3ForCausalLM"])
-    found = entry.role("model.layers.0.self_attn.o_proj").split
+    entry = ModuleRules(MODELS["Qwen3ForCausalLM"])
+    found = entry.rule("model.layers.0.self_attn.o_proj").split
     assert found is not None
     assert (found.axis, found.heads) == ("in", HEADS)
-    assert entry.role("model.norm").split is None
-    assert entry.role("model.layers.0.self_attn").split is None
+    assert entry.rule("model.norm").split is None
+    assert entry.rule("model.layers.0.self_attn").split is None

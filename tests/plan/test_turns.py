@@ -22,10 +22,10 @@ from openquant.formats.schemes import (
     Scheme,
 )
 from openquant.models import MODELS
-from openquant.plan.decisions import Options
+from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plan
-from openquant.plan.tensor_parallel import out_of_turn, parts_of
-from openquant.registry.architecture import Model, Split
+from openquant.plan.tensor_parallel import fused_parts, why_not_reordered
+from openquant.registry.architecture import Architecture, ParallelSplit
 from openquant.registry.parts import HEADS
 from support import small_checkpoints
 
@@ -33,16 +33,16 @@ FALCON, BLOOM, TELECHAT2 = "FalconForCausalLM", "BloomForCausalLM", "TeleChat2Fo
 SORTED = "an engine puts the rows of its heads in another order"
 
 
-def split_of(name: str) -> Split:
+def split_of(name: str) -> ParallelSplit:
     return next(split for split in MODELS[name].splits if split.turns)
 
 
-def without_turns(model: Model) -> Model:
+def without_turns(model: Architecture) -> Architecture:
     return replace(model, splits=tuple(replace(split, turns=False, turns_all=False) for split in model.splits))
 
 
 def plan_of(root: Path, scheme: Scheme) -> Plan:
-    return make_plan(open_checkpoint(root), scheme, Options())
+    return make_plan(open_checkpoint(root), scheme, PlanOptions())
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def plan_of(root: Path, scheme: Scheme) -> Plan:
 def test_what_shares_a_scale_must_stay_within_a_head(name: str, scheme: Scheme, head: int, problem: str | None) -> None:
     config = {HEADS: 4, "num_kv_heads": 2, "new_decoder_architecture": True}
     rows = (12 if name == BLOOM else 8) * head
-    assert out_of_turn((rows, 256), split_of(name), config, scheme.format) == problem
-    assert out_of_turn((rows, 256), replace(split_of(name), turns=False), config, scheme.format) is None
+    assert why_not_reordered((rows, 256), split_of(name), config, scheme.format) == problem
+    assert why_not_reordered((rows, 256), replace(split_of(name), turns=False), config, scheme.format) is None
 
 
 @pytest.mark.parametrize(
@@ -91,16 +91,16 @@ def test_what_shares_a_scale_must_stay_within_a_head(name: str, scheme: Scheme, 
     ],
 )
 def test_parts_depend_on_what_config_says(config: dict[str, Any], rows: list[int]) -> None:
-    found = parts_of((sum(rows), 256), split_of(FALCON), {HEADS: 4, **config})
+    found = fused_parts((sum(rows), 256), split_of(FALCON), {HEADS: 4, **config})
     assert [count for count, _ in found] == rows
 
 
 def test_without_sizes_only_what_needs_none_is_stored() -> None:
     unknown = "config.json does not tell the sizes of what it holds"
     for config in ({}, {HEADS: 5}, {HEADS: "4"}):
-        assert out_of_turn((768, 256), split_of(BLOOM), config, CHANNEL.format) == unknown
-        assert out_of_turn((768, 256), split_of(FALCON), config, BLOCK.format) == unknown
-        assert out_of_turn((768, 256), split_of(FALCON), config, CHANNEL.format) is None
+        assert why_not_reordered((768, 256), split_of(BLOOM), config, CHANNEL.format) == unknown
+        assert why_not_reordered((768, 256), split_of(FALCON), config, BLOCK.format) == unknown
+        assert why_not_reordered((768, 256), split_of(FALCON), config, CHANNEL.format) is None
 
 
 def test_a_layer_falls_back_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from openquant import calibrate, compress, dequantize, verify
 from openquant.errors import PlanError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.hub.fetch import Download
-from openquant.plan.decisions import Options
+from openquant.plan.decisions import PlanOptions
 from openquant.plan.unchanged import make_unchanged_plan
 from openquant.report.text import plan_text
 from support import small_checkpoints
@@ -48,7 +48,7 @@ def test_all_tensors_are_the_source_s_and_scales_beside_them(tmp_path: Path, nam
 
 def test_what_config_card_and_plan_say(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source")
-    plan = make_unchanged_plan(open_checkpoint(source), Options(cached=True))
+    plan = make_unchanged_plan(open_checkpoint(source), PlanOptions(cached=True))
     assert plan.suffix == "-KV8" and plan.scheme_name == "none"
     text = plan_text(plan, "source", tmp_path / "out", Download(0, 0, 0, 0), ())
     assert "Qwen3ForCausalLM, weights as they are\n" in text and "all weights as they are\n" in text
@@ -125,9 +125,9 @@ def test_a_size_that_heads_do_not_divide_by_is_refused(tmp_path: Path) -> None:
 
 def test_scales_that_sglang_fails_on_are_said(tmp_path: Path) -> None:
     root = small_checkpoints.write(tmp_path / "source", "Gemma3ForCausalLM")
-    assert "SGLang" in make_unchanged_plan(open_checkpoint(root), Options(cached=True)).engines
+    assert "SGLang" in make_unchanged_plan(open_checkpoint(root), PlanOptions(cached=True)).engines
     refused = small_checkpoints.write(tmp_path / "refused", "Olmo2ForCausalLM")
-    plan = make_unchanged_plan(open_checkpoint(refused), Options(cached=True))
+    plan = make_unchanged_plan(open_checkpoint(refused), PlanOptions(cached=True))
     assert plan.engines == ("vLLM",) and any("without --kv-cache it loads" in note for note in plan.notes)
 
 

@@ -13,9 +13,9 @@ from openquant.errors import PlanError
 from openquant.formats.schemes import BLOCK, BLOCK_COMPRESSED, BLOCK_UE8M0, CHANNEL, TENSOR, TENSOR_COMPRESSED, VARIANTS
 from openquant.models import MODELS
 from openquant.patterns import translate
-from openquant.plan.decisions import Options
+from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import make_plain_plan, make_plan
-from openquant.registry.architecture import Model
+from openquant.registry.architecture import Architecture
 from openquant.version import VLLM
 from support import small_checkpoints
 from support.published_checkpoints import NAMES, lines_of, published
@@ -362,7 +362,7 @@ def test_gemma3_tower_is_listed_under_every_spelling_of_the_engines() -> None:
 
 
 def test_llama4_wrapper_lists_the_engine_s_own_names() -> None:
-    plan = make_plan(published("Llama4ForConditionalGeneration"), BLOCK, Options(("**.layers.0.self_attn.*",)))
+    plan = make_plan(published("Llama4ForConditionalGeneration"), BLOCK, PlanOptions(("**.layers.0.self_attn.*",)))
     assert {
         "language_model.model.layers.0.self_attn.q_proj",
         "language_model.model.layers.0.feed_forward.router",
@@ -389,8 +389,8 @@ def test_what_engines_read_beside_the_quantization_is_written() -> None:
 
 
 @pytest.mark.parametrize("entry", MODELS.values(), ids=MODELS)
-def test_entries_are_sound(entry: Model) -> None:
-    patterns = [*entry.compress, *(keep.pattern for keep in entry.keep), *(joined.pattern for joined in entry.joined)]
+def test_entries_are_sound(entry: Architecture) -> None:
+    patterns = [*entry.compress, *(keep.pattern for keep in entry.keep), *(fused.pattern for fused in entry.fused)]
     patterns += [split.pattern for split in entry.splits] + [experts.path for experts in entry.experts]
     for pattern in patterns:
         re.compile(translate(entry.layers + pattern if pattern.startswith(".") else pattern))
@@ -432,7 +432,7 @@ def test_every_class_of_the_engine_has_an_entry_or_a_reason() -> None:
 
 def test_published_models_fall_back_where_their_blocks_do_not_divide() -> None:
     # Experts of 768 rows: six blocks, which 4 ranks do not share.
-    plan = make_plan(published("Qwen3MoeForCausalLM"), BLOCK_COMPRESSED, Options(tp=4))
+    plan = make_plan(published("Qwen3MoeForCausalLM"), BLOCK_COMPRESSED, PlanOptions(tp=4))
     assert plan.schemes == {BLOCK_COMPRESSED: 48 * 4, CHANNEL: 48 * 3 * 128}
     assert plan.parallel_sizes == [1, 2, 4, 8, 16]
     targets = plan.quantization_config["config_groups"]["group_1"]["targets"]

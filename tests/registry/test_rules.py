@@ -3,51 +3,51 @@
 from __future__ import annotations
 
 from openquant.models import GENERIC, MODELS
-from openquant.registry.rules import Entry, is_head
+from openquant.registry.rules import ModuleRules, is_head
 
 
 def test_modules_named_alike_have_one_role() -> None:
-    entry = Entry(MODELS["Qwen3MoeForCausalLM"])
+    entry = ModuleRules(MODELS["Qwen3MoeForCausalLM"])
     path = "model.layers.{}.mlp.experts.{}.down_proj"
-    role = entry.role(path.format(0, 7))
-    assert role is entry.role(path.format(31, 100))
-    assert (role.alike, role.patterns, role.compress) == (path.format("*", "*"), 1, True)
-    assert (role.keep, role.stack, role.joined) == (None, None, None)
+    rule = entry.rule(path.format(0, 7))
+    assert rule is entry.rule(path.format(31, 100))
+    assert (rule.alike, rule.patterns, rule.compress) == (path.format("*", "*"), 1, True)
+    assert (rule.keep, rule.stack, rule.fused) == (None, None, None)
     # A number of so many digits is a name.
-    long = entry.role("model.layers.0.mlp.experts." + "9" * 19)
+    long = entry.rule("model.layers.0.mlp.experts." + "9" * 19)
     assert long.alike == "model.layers.*.mlp.experts." + "9" * 19
 
 
 def test_experts_are_found_at_any_depth_below_their_path() -> None:
-    entry = Entry(MODELS["Qwen3MoeForCausalLM"])
+    entry = ModuleRules(MODELS["Qwen3MoeForCausalLM"])
     experts = "model.layers.3.mlp.experts"
     assert entry.experts(f"{experts}.7.up_proj") == experts
     assert entry.experts(f"{experts}.gate_up_proj") == experts
     assert entry.experts(experts) is None
     assert entry.experts("model.layers.3.mlp.gate") is None
-    assert Entry(MODELS["Qwen3ForCausalLM"]).experts("model.layers.3.mlp.up_proj") is None
+    assert ModuleRules(MODELS["Qwen3ForCausalLM"]).experts("model.layers.3.mlp.up_proj") is None
 
 
 def test_sets_hold_what_is_there_in_its_order() -> None:
-    entry = Entry(MODELS["Qwen3ForCausalLM"])
+    entry = ModuleRules(MODELS["Qwen3ForCausalLM"])
     layer = "model.layers.{}.self_attn.{}_proj"
-    sets = entry.joined_sets([layer.format(0, "v"), layer.format(1, "q"), layer.format(0, "q"), layer.format(0, "o")])
+    sets = entry.fused_groups([layer.format(0, "v"), layer.format(1, "q"), layer.format(0, "q"), layer.format(0, "o")])
     both = (layer.format(0, "v"), layer.format(0, "q"))
     assert sets == {both[0]: both, both[1]: both, layer.format(1, "q"): (layer.format(1, "q"),)}
 
 
 def test_a_set_may_reach_into_a_submodule() -> None:
     """The index over the tokens is a part of the layer that q, k and v are joined to."""
-    entry = Entry(MODELS["Qwen4ExpForCausalLM"])
+    entry = ModuleRules(MODELS["Qwen4ExpForCausalLM"])
     names = ("q_proj", "k_proj", "v_proj", "indexer.index_qk_proj")
     third, seventh = (tuple(f"model.layers.{layer}.self_attn.{name}" for name in names) for layer in (3, 7))
-    sets = entry.joined_sets([*third, *seventh, "model.layers.3.self_attn.o_proj"])
+    sets = entry.fused_groups([*third, *seventh, "model.layers.3.self_attn.o_proj"])
     assert sets == {**dict.fromkeys(third, third), **dict.fromkeys(seventh, seventh)}
     assert "model.layers.3.self_attn.qkv_proj" in entry.engine_names([third[3]])
 
 
 def test_names_of_engines_come_after_the_checkpoint_s() -> None:
-    entry = Entry(MODELS["Qwen3ForCausalLM"])
+    entry = ModuleRules(MODELS["Qwen3ForCausalLM"])
     layer = "model.layers.0.mlp"
     assert entry.engine_names([f"{layer}.gate_proj", f"{layer}.up_proj", "lm_head"]) == [
         f"{layer}.gate_proj", f"{layer}.gate_up_proj", f"{layer}.up_proj", "lm_head",
@@ -65,11 +65,11 @@ def test_a_prefix_may_have_a_number_in_it() -> None:
 
 
 def test_a_module_that_patterns_contradict_each_other_of_says_so() -> None:
-    assert Entry(GENERIC).role("model.layers.0.mlp.up_proj").patterns == 1
-    assert Entry(GENERIC).role("model.layers.0.something").patterns == 0
-    head = Entry(MODELS["Qwen3ForCausalLM"]).role("lm_head")
+    assert ModuleRules(GENERIC).rule("model.layers.0.mlp.up_proj").patterns == 1
+    assert ModuleRules(GENERIC).rule("model.layers.0.something").patterns == 0
+    head = ModuleRules(MODELS["Qwen3ForCausalLM"]).rule("lm_head")
     assert (head.patterns, head.keep, head.compress) == (1, "output head", False)
-    with_head = Entry(MODELS["Qwen3ForCausalLM"].with_head()).role("lm_head")
+    with_head = ModuleRules(MODELS["Qwen3ForCausalLM"].with_head()).rule("lm_head")
     assert (with_head.patterns, with_head.keep, with_head.compress) == (1, None, True)
     assert is_head("language_model.lm_head")
     assert not is_head("model.lm_head_norm")

@@ -9,14 +9,14 @@ from openquant.formats.format import Format
 from openquant.formats.reference import decode
 from openquant.formats.schemes import Scheme
 from openquant.models import MODELS
-from openquant.plan.tensor_parallel import out_of_turn
-from openquant.registry.architecture import Model
-from openquant.registry.rules import Entry
+from openquant.plan.tensor_parallel import why_not_reordered
+from openquant.registry.architecture import Architecture
+from openquant.registry.rules import ModuleRules
 from support import small_checkpoints, tiny_architectures
 from support.conversions import Shelf, covering
 
 
-def split(weights: dict[str, torch.Tensor], model: Model) -> dict[str, torch.Tensor]:
+def split(weights: dict[str, torch.Tensor], model: Architecture) -> dict[str, torch.Tensor]:
     """Weights with each stack of experts taken apart."""
     stacks = {stacked.name: (experts, stacked) for experts in model.experts for stacked in experts.stacked}
     found = {}
@@ -60,15 +60,17 @@ def test_converts(shelf: Shelf, architecture: str, scheme: Scheme) -> None:
     codes = {f"{module}.weight": module for module in modules}
     assert codes
     # What does not divide, or is sorted by heads, and all it is joined with has what the scheme falls back to.
-    entry, config = Entry(model), small_checkpoints.config(architecture)
-    sets = entry.joined_sets(modules)
-    misfits = set()
+    entry, config = ModuleRules(model), small_checkpoints.config(architecture)
+    sets = entry.fused_groups(modules)
+    shape_errors = set()
     for name, module in codes.items():
         rows, columns = weights[name].shape
-        if form.misfit((rows, columns)) or out_of_turn((rows, columns), entry.role(module).split, config, form):
-            misfits |= {f"{other}.weight" for other in sets.get(module, (module,))}
+        if form.shape_error((rows, columns)) or why_not_reordered(
+            (rows, columns), entry.rule(module).split, config, form
+        ):
+            shape_errors |= {f"{other}.weight" for other in sets.get(module, (module,))}
     forms = dict.fromkeys(codes, form)
-    for name in misfits:
+    for name in shape_errors:
         assert scheme.fallback
         forms[name] = scheme.fallback.format
     parts = {

@@ -11,8 +11,8 @@ import pytest
 
 from openquant.formats.schemes import TENSOR
 from openquant.plan.plan import make_plan
-from openquant.plan.serving import as_json
-from openquant.report.html import Page, render
+from openquant.plan.serving import serving_to_json
+from openquant.report.html import ReportPage, render_page
 from support.browser import CHROMIUM, Browser
 from support.evaluation_files import diagnosis, evaluation, hostile
 from support.published_checkpoints import published
@@ -24,11 +24,16 @@ LAYERS = "[...document.querySelector('table.sorts tbody').rows].map(row => row.c
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 
 
-def page(of: dict[str, Any]) -> Page:
+def page(of: dict[str, Any]) -> ReportPage:
     plan = make_plan(published("Qwen3ForCausalLM"), TENSOR)
     assert plan.serving is not None
-    return Page(
-        of["output"]["name"], "about", [of], diagnosis(), serving=as_json(*plan.serving), commands=["vllm serve x"]
+    return ReportPage(
+        of["output"]["name"],
+        "about",
+        [of],
+        diagnosis(),
+        serving=serving_to_json(*plan.serving),
+        commands=["vllm serve x"],
     )
 
 
@@ -41,7 +46,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("report") / "eval.html"
-    path.write_text(render(page(evaluation())))
+    path.write_text(render_page(page(evaluation())))
     return path.as_uri()
 
 
@@ -95,7 +100,7 @@ def test_a_click_sorts_a_table(browser: Browser, address: str) -> None:
 
 
 def test_nothing_that_others_wrote_runs_or_is_fetched(browser: Browser, tmp_path: Path) -> None:
-    (tmp_path / "evil.html").write_text(render(page(hostile())))
+    (tmp_path / "evil.html").write_text(render_page(page(hostile())))
     browser.open((tmp_path / "evil.html").as_uri())
     assert browser.value("typeof window.pwned") == "undefined"
     assert browser.complaints == []
@@ -105,7 +110,7 @@ def test_nothing_that_others_wrote_runs_or_is_fetched(browser: Browser, tmp_path
 
 
 def test_the_policy_stops_what_would_have_come_through(browser: Browser, tmp_path: Path) -> None:
-    (tmp_path / "evil.html").write_text(render(page(evaluation())))
+    (tmp_path / "evil.html").write_text(render_page(page(evaluation())))
     text = (tmp_path / "evil.html").read_text()
     planted = '<script>window.pwned = 1</script><img src="http://127.0.0.1:9/x" onerror="window.pwned = 1">'
     (tmp_path / "evil.html").write_text(text.replace("<h1>", f"{planted}<h1>"))

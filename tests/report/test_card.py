@@ -18,7 +18,7 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.files.small_files import read_small
 from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR
 from openquant.plan.plan import make_plan
-from openquant.report.card import evaluated_card, model_card, readers
+from openquant.report.card import engines_that_read, evaluated_card, model_card
 from openquant.version import SGLANG
 from support import small_checkpoints
 from support.evaluation_files import evaluation
@@ -135,10 +135,10 @@ def test_stacked_experts_are_nothing_for_transformers(tmp_path: Path) -> None:
 def test_transformers_reads_what_has_no_experts_to_split() -> None:
     """Gemma 4 is both; its experts, once split, transformers does not find."""
     dense, sparse = (published(f"Gemma4ForConditionalGeneration{layout}") for layout in ("", "-26b-a4b"))
-    assert readers(make_plan(dense, BLOCK)).endswith("transformers loads it too.")
+    assert engines_that_read(make_plan(dense, BLOCK)).endswith("transformers loads it too.")
     # Whose experts are too narrow for blocks.
-    assert readers(make_plan(sparse, BLOCK)).endswith("transformers loads it too.")
-    assert "does not find all of its weights" in readers(make_plan(sparse, CHANNEL))
+    assert engines_that_read(make_plan(sparse, BLOCK)).endswith("transformers loads it too.")
+    assert "does not find all of its weights" in engines_that_read(make_plan(sparse, CHANNEL))
 
 
 def test_known_repository_becomes_the_base_model(tmp_path: Path) -> None:

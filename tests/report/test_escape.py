@@ -75,7 +75,7 @@ def test_what_a_terminal_shows() -> None:
 
 
 def test_a_newline_ends_a_line_and_no_text_does() -> None:
-    assert escape.joined(["a\nb", "\x9bc", "d\te"]) == "a\\nb\n\\x9bc\nd\\te"
+    assert escape.join_lines(["a\nb", "\x9bc", "d\te"]) == "a\\nb\n\\x9bc\nd\\te"
 
 
 @example("\xa0")

@@ -17,11 +17,11 @@ from conftest import EXAMPLE, Run
 from openquant import compress
 from openquant.cli.commands import main
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.evaluation import find_evaluation, identity
+from openquant.files.evaluation import evaluation_digest, find_evaluation
 from openquant.formats.schemes import SCHEMES
 from openquant.report.charts import by_depth, by_domain, distribution, shades
-from openquant.report.figure import picture
-from openquant.report.html import Page, render
+from openquant.report.figure import draw_picture
+from openquant.report.html import ReportPage, render_page
 from openquant.report.pages import diagnosed_page, evaluated_page
 from support import small_checkpoints
 from support.evaluation_files import EVIL, diagnosis, evaluate, evaluation, hostile
@@ -51,13 +51,13 @@ class Seen(html.parser.HTMLParser):
         self.text.append(data)
 
 
-def everything(of: dict[str, object]) -> Page:
-    return Page("a title", "about", [of], diagnosis(), commands=["vllm serve x"])
+def everything(of: dict[str, object]) -> ReportPage:
+    return ReportPage("a title", "about", [of], diagnosis(), commands=["vllm serve x"])
 
 
 def test_the_same_figures_give_the_same_bytes() -> None:
-    assert render(everything(evaluation())) == render(everything(evaluation()))
-    assert picture(evaluation(), "tiny", "x") == picture(evaluation(), "tiny", "x")
+    assert render_page(everything(evaluation())) == render_page(everything(evaluation()))
+    assert draw_picture(evaluation(), "tiny", "x") == draw_picture(evaluation(), "tiny", "x")
 
 
 def test_nothing_that_others_wrote_is_markup() -> None:
@@ -71,7 +71,7 @@ def test_nothing_that_others_wrote_is_markup() -> None:
     ]  # fmt: skip
     verified = {"problems": [EVIL], "notes": [EVIL], "format": EVIL, "tensors": 1, "nbytes": 1, "shards": 1,
                 "decoded": {"worst": [{"module": EVIL, "relative": 0.1}]}}  # fmt: skip
-    text = render(Page(EVIL, EVIL, [hostile(), hostile()], evil, verified, lines, [EVIL], None, [EVIL]))
+    text = render_page(ReportPage(EVIL, EVIL, [hostile(), hostile()], evil, verified, lines, [EVIL], None, [EVIL]))
     seen = Seen(text)
     assert seen.tags <= ALLOWED
     assert not {name for name in seen.attributes if name.startswith("on")} | (
@@ -88,7 +88,7 @@ def test_nothing_that_others_wrote_is_markup() -> None:
 
 
 def test_the_policy_lets_only_the_page_s_own_script_run() -> None:
-    text = render(everything(evaluation()))
+    text = render_page(everything(evaluation()))
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
     script = re.search(r"<script>(.*?)</script>", text, re.DOTALL)
     assert policy and script
@@ -113,15 +113,15 @@ def test_what_an_evaluation_lacks_is_left_out() -> None:
         found[name] = []
     found["kl"]["interval"] = found["perplexity"]["interval"] = None
     found["kl_histogram"] = {"edges": [1e-8, 1.0], "output": [0.0], "floor": [0.0]}
-    text = render(Page("x", evaluations=[found]))
+    text = render_page(ReportPage("x", evaluations=[found]))
     assert text.count("<svg") == 5
     assert "Texts side by side" not in text
     assert "Stand out" not in text
-    assert picture(found, "x", "y")
+    assert draw_picture(found, "x", "y")
 
 
 def test_words_that_only_one_answer_has_are_marked() -> None:
-    text = render(Page("x", evaluations=[evaluation()]))
+    text = render_page(ReportPage("x", evaluations=[evaluation()]))
     assert "there was a fox that <del>lived</del>" in text
     assert "there was a fox that <ins>slept</ins>" in text
     assert "output, another from token 7 on" in text
@@ -129,7 +129,7 @@ def test_words_that_only_one_answer_has_are_marked() -> None:
 
 
 def test_what_models_find_along_a_text_is_no_answer() -> None:
-    text = render(Page("x", evaluations=[evaluation()]))
+    text = render_page(ReportPage("x", evaluations=[evaluation()]))
     assert "output, token 1 is the first that differs" in text
     assert text.count("How the text goes on, and below it the token that each model finds most likely") == 1
     assert "<pre> was so.</pre>" in text
@@ -138,7 +138,7 @@ def test_what_models_find_along_a_text_is_no_answer() -> None:
 def test_errors_of_experts_are_one_column_and_the_largest() -> None:
     found = diagnosis()
     found["layers"][2]["errors"]["tensor"] = 0.5
-    text = render(diagnosed_page(found))
+    text = render_page(diagnosed_page(found))
     heat = text.split("<summary>tensor</summary>")[1].split("</table>")[0]
     assert heat.count("<th>") == 1 + 4 + 4
     assert ">50.00</td>" in heat
@@ -164,15 +164,15 @@ def test_charts_take_the_colour_of_the_page() -> None:
 
 
 def test_a_picture_names_the_evaluation_it_shows() -> None:
-    name = identity(evaluation())
-    found = picture(evaluation(), "tiny $x$ \u6a21\u578b", name)
+    name = evaluation_digest(evaluation())
+    found = draw_picture(evaluation(), "tiny $x$ \u6a21\u578b", name)
     assert found.startswith(b"\x89PNG")
     assert name.encode() in found
-    assert name in render(Page("x", evaluations=[evaluation()]))
+    assert name in render_page(ReportPage("x", evaluations=[evaluation()]))
 
 
 def test_a_page_ends_as_it_should() -> None:
-    assert render(Page("x")).endswith("</html>\n")
+    assert render_page(ReportPage("x")).endswith("</html>\n")
 
 
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
@@ -220,7 +220,7 @@ def test_a_page_of_what_was_evaluated(tmp_path: Path) -> None:
     assert ">sound</span>" in text
     assert "The layers farthest from the source" in text
     assert "tiny-FP8 beside org/tiny" in text
-    assert identity(found) in text
+    assert evaluation_digest(found) in text
     (tmp_path / "out" / "eval.json").write_text("{")
     assert main(["verify", str(tmp_path / "out"), "--report", str(tmp_path / "v.html")]) == 0
     assert "beside org/tiny" not in (tmp_path / "v.html").read_text()
@@ -242,6 +242,6 @@ def test_eval_writes_a_page_and_a_picture_that_a_push_takes_along(tmp_path: Path
 
 def test_several_outputs_stand_in_one_table() -> None:
     other = {**evaluation(), "output": {"name": "tiny-INT8", "digest": "2" * 64}}
-    text = render(evaluated_page([evaluation(), other], []))
+    text = render_page(evaluated_page([evaluation(), other], []))
     assert "All outputs" in text
     assert "<title>tiny-FP8, tiny-INT8</title>" in text

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from openquant.plan.serving import Cache, Fit, Layers, Serving
+from openquant.plan.serving import CachedLayers, Fit, SequenceMemory, Serving
 from openquant.report.text import serving_lines, short
 
 FITS = (Fit(24, None, None, None), *(Fit(size, 2, 16384, 1_250_000) for size in (48, 80, 96, 141, 192)))
 
 
 def test_gpus_and_tokens_as_a_table() -> None:
-    cache = Cache((Layers(2048, 1024, None, 8), Layers(2048, 1024, 512, 8)), 1000, None)
+    cache = SequenceMemory((CachedLayers(2048, 1024, None, 8), CachedLayers(2048, 1024, 512, 8)), 1000, None)
     known = Serving(10**9, cache, None, FITS)
     assert serving_lines(known, known) == [
         "serving:  KV cache 2.05 kB a token and 1.05 MB a sequence; the fewest GPUs: tokens of context, with that in FP8",

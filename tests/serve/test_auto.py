@@ -16,10 +16,10 @@ from openquant.files.checkpoint import Checkpoint, open_checkpoint
 from openquant.formats.schemes import find_scheme
 from openquant.models import MODELS
 from openquant.plan.plan import Plan, make_plan
-from openquant.registry.architecture import Model
-from openquant.vllm_probe.build import built_all
-from openquant.vllm_probe.client import Asked, Question, ask
-from openquant.vllm_probe.modules import differences, tell
+from openquant.registry.architecture import Architecture
+from openquant.vllm_probe.build import build_architectures
+from openquant.vllm_probe.client import EngineAnswer, Question, ask_engine
+from openquant.vllm_probe.modules import architecture_differences, engine_modules
 from support import small_checkpoints
 
 pytestmark = pytest.mark.serve
@@ -84,19 +84,19 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
 
 
 @pytest.fixture(scope="module")
-def entries(checkpoints: dict[str, Checkpoint]) -> dict[str, Model | PlanError]:
+def entries(checkpoints: dict[str, Checkpoint]) -> dict[str, Architecture | PlanError]:
     """What vLLM's answers make an entry of, or why they make none."""
-    made = built_all(list(checkpoints.values()), find_engine().python, HERE / "stub")
+    made = build_architectures(list(checkpoints.values()), find_engine().python, HERE / "stub")
     return dict(zip(checkpoints, made, strict=True))
 
 
 @pytest.fixture(scope="module")
-def found(entries: dict[str, Model | PlanError]) -> dict[str, Model]:
-    return {name: one for name, one in entries.items() if isinstance(one, Model)}
+def found(entries: dict[str, Architecture | PlanError]) -> dict[str, Architecture]:
+    return {name: one for name, one in entries.items() if isinstance(one, Architecture)}
 
 
 @pytest.fixture(scope="module")
-def asked(checkpoints: dict[str, Checkpoint], found: dict[str, Model]) -> dict[str, Asked]:
+def asked(checkpoints: dict[str, Checkpoint], found: dict[str, Architecture]) -> dict[str, EngineAnswer]:
     """What it says once all is listed that these leave as it is."""
     questions = {
         name: Question(
@@ -107,49 +107,52 @@ def asked(checkpoints: dict[str, Checkpoint], found: dict[str, Model]) -> dict[s
         for name, checkpoint in checkpoints.items()
         if name in found
     }
-    answers = ask(list(questions.values()), find_engine().python, HERE / "stub")
-    return {name: one for name, one in zip(questions, answers, strict=True) if isinstance(one, Asked)}
+    answers = ask_engine(list(questions.values()), find_engine().python, HERE / "stub")
+    return {name: one for name, one in zip(questions, answers, strict=True) if isinstance(one, EngineAnswer)}
 
 
-def planned(checkpoint: Checkpoint, entry: Model | None = None) -> Plan:
+def planned(checkpoint: Checkpoint, entry: Architecture | None = None) -> Plan:
     return make_plan(checkpoint, find_scheme("channel"), architecture=entry)
 
 
 @pytest.mark.parametrize("name", ALIKE)
 def test_the_plan_is_that_of_the_entry(
-    name: str, checkpoints: Mapping[str, Checkpoint], found: Mapping[str, Model]
+    name: str, checkpoints: Mapping[str, Checkpoint], found: Mapping[str, Architecture]
 ) -> None:
     ours, theirs = planned(checkpoints[name], found[name]), planned(checkpoints[name])
     # A stack's experts lie the same way around.
-    cut = [{(one.module, one.part, one.transposed) for one, _ in plan.fates.quantized} for plan in (ours, theirs)]
+    cut = [{(one.module, one.part, one.transposed) for one, _ in plan.decisions.quantized} for plan in (ours, theirs)]
     assert cut[0] == cut[1]
-    sets = [{each for each in plan.fates.sets.values() if len(each) > 1} for plan in (ours, theirs)]
+    sets = [{each for each in plan.decisions.sets.values() if len(each) > 1} for plan in (ours, theirs)]
     assert sets[0] == sets[1]
     assert ours.parallel_sizes == theirs.parallel_sizes
 
 
 @pytest.mark.parametrize("name", (*ALIKE, *TURNED))
 def test_what_stays_is_listed_and_what_is_quantized_is_not(
-    name: str, checkpoints: Mapping[str, Checkpoint], found: Mapping[str, Model], asked: Mapping[str, Asked]
+    name: str,
+    checkpoints: Mapping[str, Checkpoint],
+    found: Mapping[str, Architecture],
+    asked: Mapping[str, EngineAnswer],
 ) -> None:
-    told = tell(asked[name], {info.name: info.shape for info in checkpoints[name].tensors.values()})
-    assert differences(found[name], told).keys() <= {"no pattern matches"}
-    quantized = {weight.source.module for weight, _ in planned(checkpoints[name], found[name]).fates.quantized}
+    told = engine_modules(asked[name], {info.name: info.shape for info in checkpoints[name].tensors.values()})
+    assert architecture_differences(found[name], told).keys() <= {"no pattern matches"}
+    quantized = {weight.source.module for weight, _ in planned(checkpoints[name], found[name]).decisions.quantized}
     assert quantized
     assert not [module for module in quantized if (layer := told[module].layer) is None or layer.skipped is not False]
 
 
 @pytest.mark.parametrize("name", TURNED)
 def test_rows_in_another_order_stay_as_they_are(
-    name: str, checkpoints: Mapping[str, Checkpoint], found: Mapping[str, Model]
+    name: str, checkpoints: Mapping[str, Checkpoint], found: Mapping[str, Architecture]
 ) -> None:
     plan = planned(checkpoints[name], found[name])
-    kept = {one.tensor.module.rpartition(".")[2] for one in plan.fates.kept if "in another order" in one.why}
+    kept = {one.tensor.module.rpartition(".")[2] for one in plan.decisions.kept if "in another order" in one.why}
     assert kept == TURNED[name]
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_be_served_wrongly_is_refused(name: str, entries: Mapping[str, Model | PlanError]) -> None:
+def test_what_would_be_served_wrongly_is_refused(name: str, entries: Mapping[str, Architecture | PlanError]) -> None:
     error = entries[name]
     assert isinstance(error, PlanError)
     assert REFUSED[name] in str(error)

@@ -19,11 +19,11 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import find_scheme
 from openquant.models import MODELS
 from openquant.plan.plan import make_plan
-from openquant.registry.architecture import Joined, Model, Split
-from openquant.registry.rules import Entry
+from openquant.registry.architecture import Architecture, FusedLayers, ParallelSplit
+from openquant.registry.rules import ModuleRules
 from openquant.version import SGLANG
-from openquant.vllm_probe.client import Asked, EngineFailed, Question, ask
-from openquant.vllm_probe.modules import Told, differences, draft, tell
+from openquant.vllm_probe.client import EngineAnswer, EngineFailed, Question, ask_engine
+from openquant.vllm_probe.modules import EngineModule, architecture_differences, draft_architecture, engine_modules
 from support import small_checkpoints
 
 pytestmark = pytest.mark.serve
@@ -57,7 +57,7 @@ def listed(architecture: str, root: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Asked]:
+def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineAnswer]:
     """What vLLM says of each architecture that a test here is about, and of one whose list was left out."""
     root, interpreter = tmp_path_factory.mktemp("asked"), find_engine().python
     names = dict.fromkeys(
@@ -68,36 +68,42 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Asked]:
         for name in names
     }
     questions[UNLISTED] = replace(questions[QWEN3_MOE], listed=())
-    found = dict(zip(questions, ask(list(questions.values()), interpreter, HERE / "stub"), strict=True))
+    found = dict(zip(questions, ask_engine(list(questions.values()), interpreter, HERE / "stub"), strict=True))
     failed = {name: one.message for name, one in found.items() if isinstance(one, EngineFailed)}
     assert failed == {}
-    return {name: one for name, one in found.items() if isinstance(one, Asked)}
+    return {name: one for name, one in found.items() if isinstance(one, EngineAnswer)}
 
 
 @pytest.fixture(scope="module")
-def told(asked: dict[str, Asked]) -> dict[str, dict[str, Told]]:
+def told(asked: dict[str, EngineAnswer]) -> dict[str, dict[str, EngineModule]]:
     """The same by the checkpoint's modules."""
-    return {name: tell(one, small_checkpoints.shapes(name.removesuffix("-unlisted"))) for name, one in asked.items()}
+    return {
+        name: engine_modules(one, small_checkpoints.shapes(name.removesuffix("-unlisted")))
+        for name, one in asked.items()
+    }
 
 
 @pytest.mark.parametrize("architecture", HELD)
-def test_an_entry_says_what_the_engine_does(architecture: str, told: dict[str, dict[str, Told]]) -> None:
+def test_an_entry_says_what_the_engine_does(architecture: str, told: dict[str, dict[str, EngineModule]]) -> None:
     assert any(one.layer is not None and one.layer.linear for one in told[architecture].values())
-    assert differences(MODELS[architecture], told[architecture]).keys() == EXPLAINED.get(architecture, {}).keys()
+    assert (
+        architecture_differences(MODELS[architecture], told[architecture]).keys()
+        == EXPLAINED.get(architecture, {}).keys()
+    )
 
 
-def without(entry: Model, *joined: str) -> Model:
-    return replace(entry, joined=tuple(one for one in entry.joined if one.pattern not in joined))
+def without(entry: Architecture, *fused: str) -> Architecture:
+    return replace(entry, fused=tuple(one for one in entry.fused if one.pattern not in fused))
 
 
-def quantizing(entry: Model, pattern: str) -> Model:
+def quantizing(entry: Architecture, pattern: str) -> Architecture:
     keep = tuple(one for one in entry.keep if one.pattern != pattern)
     assert len(keep) < len(entry.keep)
     return replace(entry, compress=(*entry.compress, pattern), keep=keep)
 
 
-def splitting(entry: Model, pattern: str, axis: str) -> Model:
-    return replace(entry, splits=(Split(pattern, axis), *entry.splits))
+def splitting(entry: Architecture, pattern: str, axis: str) -> Architecture:
+    return replace(entry, splits=(ParallelSplit(pattern, axis), *entry.splits))
 
 
 STABLELM, GRANITE = "StableLmForCausalLM", "GraniteMoeForCausalLM"
@@ -106,7 +112,7 @@ MUTATIONS = {
     "joined left out": (LLAMA, without(MODELS[LLAMA], QKV), "the engine joins q_proj, k_proj, v_proj, not "),
     "joined too much": (
         LLAMA,
-        replace(MODELS[LLAMA], joined=(Joined(".mlp.{gate,up,down}_proj"),)),
+        replace(MODELS[LLAMA], fused=(FusedLayers(".mlp.{gate,up,down}_proj"),)),
         "the engine joins it with nothing, not gate_proj, up_proj, down_proj",
     ),
     "rows for columns": (
@@ -126,7 +132,7 @@ MUTATIONS = {
     ),
     "merged name left out": (
         STABLELM,
-        replace(MODELS[STABLELM], joined=tuple(Joined(one.pattern) for one in MODELS[STABLELM].joined)),
+        replace(MODELS[STABLELM], fused=tuple(FusedLayers(one.pattern) for one in MODELS[STABLELM].fused)),
         "the engine does not derive qkv_proj from its members, and listed_as does not say it",
     ),
     "order left out": (
@@ -153,9 +159,9 @@ MUTATIONS = {
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_control_a_wrong_entry_shows(mutation: str, told: dict[str, dict[str, Told]]) -> None:
+def test_control_a_wrong_entry_shows(mutation: str, told: dict[str, dict[str, EngineModule]]) -> None:
     architecture, entry, wrong = MUTATIONS[mutation]
-    found = differences(entry, told[architecture])
+    found = architecture_differences(entry, told[architecture])
     assert wrong in found
     assert found[wrong]
 
@@ -170,14 +176,14 @@ DRAFTED = (
 
 @pytest.mark.parametrize("architecture", DRAFTED)
 def test_a_draft_quantizes_what_the_written_entry_does(
-    architecture: str, asked: dict[str, Asked], told: dict[str, dict[str, Told]]
+    architecture: str, asked: dict[str, EngineAnswer], told: dict[str, dict[str, EngineModule]]
 ) -> None:
     shapes = small_checkpoints.shapes(architecture)
-    made = draft(architecture, asked[architecture], shapes, small_checkpoints.HIDDEN)
-    assert differences(made.entry, told[architecture]) == {}
+    made = draft_architecture(architecture, asked[architecture], shapes, small_checkpoints.HIDDEN)
+    assert architecture_differences(made.entry, told[architecture]) == {}
     for module, one in told[architecture].items():
         if one.read:
-            drafted, written = Entry(made.entry).role(module), Entry(MODELS[architecture]).role(module)
+            drafted, written = ModuleRules(made.entry).rule(module), ModuleRules(MODELS[architecture]).rule(module)
             assert (drafted.compress, drafted.stack, drafted.below) == (written.compress, written.stack, written.below)
 
 

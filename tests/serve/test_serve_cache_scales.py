@@ -18,8 +18,8 @@ from engine_layers import UNBUILT
 from conftest import EXAMPLE
 from openquant import calibrate, compress, dequantize
 from openquant.data.corpus import Corpus, Document
-from openquant.evaluation.compare import evaluate
-from openquant.evaluation.under_test import Settings, Subject
+from openquant.evaluation.compare import compare_outputs
+from openquant.evaluation.under_test import EvaluationSettings, ModelUnderTest
 from openquant.files.checkpoint import open_checkpoint
 from openquant.models import MODELS
 from support import small_checkpoints
@@ -95,8 +95,8 @@ def test_openquant_eval_says_the_same(models: dict[str, Path], logprobs: Answers
     ids = json.loads(TEXT.read_text())
     texts = Corpus(tuple(Document("code", str(at), tuple(each)) for at, each in enumerate(ids)), "", {})
     names = ("ones", "calibrated", "int4, ones", "ones alone")
-    source, *outputs = (Subject(each, open_checkpoint(models[each])) for each in ("source", *names))
-    for name, found in zip(names, evaluate(source, outputs, texts, Settings()).outputs, strict=True):
+    source, *outputs = (ModelUnderTest(each, open_checkpoint(models[each])) for each in ("source", *names))
+    for name, found in zip(names, compare_outputs(source, outputs, texts, EvaluationSettings()).outputs, strict=True):
         assert found["kv_cache"] == "fp8"
         assert found["kl"]["mean"] == pytest.approx(logprobs.between("source", name), rel=0.1)
 

@@ -18,8 +18,8 @@ from engine_client import Answers, compressed_examples, find_engine, rewrite
 from conftest import EXAMPLE
 from openquant import compress
 from openquant.data.corpus import Corpus, Document
-from openquant.evaluation.compare import evaluate
-from openquant.evaluation.under_test import Settings, Subject
+from openquant.evaluation.compare import compare_outputs
+from openquant.evaluation.under_test import EvaluationSettings, ModelUnderTest
 from openquant.files.checkpoint import open_checkpoint
 from support import small_checkpoints
 from support.outlier_channels import twin
@@ -90,6 +90,6 @@ def test_openquant_eval_says_the_same(models: dict[str, Path], logprobs: Answers
     ids = json.loads((Path(__file__).parent / "text_prompts.json").read_text())
     texts = Corpus(tuple(Document("code", str(at), tuple(each)) for at, each in enumerate(ids)), "", {})
     names = ("twin-int8", "twin-smooth")
-    source, *outputs = (Subject(each, open_checkpoint(models[each])) for each in ("twin", *names))
-    for name, found in zip(names, evaluate(source, outputs, texts, Settings()).outputs, strict=True):
+    source, *outputs = (ModelUnderTest(each, open_checkpoint(models[each])) for each in ("twin", *names))
+    for name, found in zip(names, compare_outputs(source, outputs, texts, EvaluationSettings()).outputs, strict=True):
         assert found["kl"]["mean"] == pytest.approx(logprobs.between("twin", name), rel=0.1)

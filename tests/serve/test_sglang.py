@@ -21,7 +21,7 @@ from openquant import compress
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import find_others, find_scheme
 from openquant.models import MODELS
-from openquant.plan.decisions import Options
+from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import make_plan
 from support import small_checkpoints
 
@@ -337,7 +337,7 @@ def test_sglang_loads_what_the_plan_says(
     arguments = SCHEMES[cell.scheme]
     chosen = {name: arguments[name] for name in ("scale_format", "group_size", "asymmetric") if name in arguments}
     scheme = find_scheme(arguments["scheme"], arguments.get("format"), **chosen)
-    options = Options(
+    options = PlanOptions(
         ignore=tuple(cell.options.get("ignore", ())),
         scheme_for=find_others(scheme, cell.options.get("scheme_for", {})),
         tp=cell.options.get("tp"),

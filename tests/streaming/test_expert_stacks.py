@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from openquant.files.tensors import TensorInfo
-from openquant.streaming.expert_stacks import find_stacks
+from openquant.streaming.expert_stacks import find_expert_stacks
 
 Weights = dict[str, torch.Tensor]
 COUNT = 11
@@ -52,7 +52,7 @@ def test_a_stack_holds_each_part_of_each_expert_in_its_place(
     architecture: str, path: str, first: str, second: str, turned: bool
 ) -> None:
     held = experts(path)
-    stacks = find_stacks(architecture, infos(held) | {"other": TensorInfo("other", "F16", (2,))})
+    stacks = find_expert_stacks(architecture, infos(held) | {"other": TensorInfo("other", "F16", (2,))})
     assert sorted(stacks) == sorted((first, second, f"{first}.weight", f"{second}.weight"))
     for name, parts in ((first, ("gate", "up")), (second, ("down",))):
         expected = torch.stack(
@@ -71,9 +71,9 @@ def test_stacks_that_lack_a_part_or_have_one_of_another_shape_are_none() -> None
     whole, down = experts(path), f"{path}.down_proj"
     gate, wide = f"{path}.3.gate_proj.weight", torch.zeros(7, 4).half()
     lacking = {name: tensor for name, tensor in whole.items() if name != gate}
-    assert set(find_stacks("Llama4ForCausalLM", infos(lacking))) == {down, f"{down}.weight"}
-    assert set(find_stacks("Llama4ForCausalLM", infos(whole | {gate: wide}))) == {down, f"{down}.weight"}
+    assert set(find_expert_stacks("Llama4ForCausalLM", infos(lacking))) == {down, f"{down}.weight"}
+    assert set(find_expert_stacks("Llama4ForCausalLM", infos(whole | {gate: wide}))) == {down, f"{down}.weight"}
     named_otherwise = {name.replace(".weight", ".bias"): tensor for name, tensor in whole.items()}
-    assert find_stacks("Llama4ForCausalLM", infos(named_otherwise)) == {}
-    assert find_stacks("Qwen3ForCausalLM", infos(whole)) == {}
-    assert find_stacks("Unknown", infos(whole)) == {}
+    assert find_expert_stacks("Llama4ForCausalLM", infos(named_otherwise)) == {}
+    assert find_expert_stacks("Qwen3ForCausalLM", infos(whole)) == {}
+    assert find_expert_stacks("Unknown", infos(whole)) == {}

@@ -10,16 +10,16 @@ import torch
 from conftest import change_json
 from openquant.errors import SourceError
 from openquant.files.checkpoint import open_checkpoint
-from openquant.streaming.lazy_tensors import Slices
+from openquant.streaming.lazy_tensors import LazyTensors
 from openquant.weights.find import decoded_view
 from support import small_checkpoints
 
 CHANGED = "the source changed while it was being read: run again"
 
 
-def slices_of(source: Path) -> Slices:
+def slices_of(source: Path) -> LazyTensors:
     view, weights = decoded_view(open_checkpoint(source))
-    return Slices(view, weights, lambda shard: source / shard)
+    return LazyTensors(view, weights, lambda shard: source / shard)
 
 
 def test_stacks_that_lie_turned_are_decoded_to_what_they_stand_for(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_plain_tensors_are_views_of_their_file(tmp_path: Path) -> None:
 def test_a_dtype_that_nothing_computes_with_is_named(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source", weights={"codes": torch.zeros(4).to(torch.float8_e5m2)})
     view = open_checkpoint(source)
-    found = Slices(view, {}, lambda shard: source / shard).of(["codes"])["codes"]
+    found = LazyTensors(view, {}, lambda shard: source / shard).of(["codes"])["codes"]
     with pytest.raises(SourceError) as raised:
         found[...]
     assert raised.value.message == "codes is F8_E5M2, which no model computes with"

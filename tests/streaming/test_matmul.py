@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming import matmul as products
-from openquant.streaming.matmul import InFloat32, products_in_float32
+from openquant.streaming.matmul import Float32Products, products_in_float32
 from openquant.streaming.model import StreamedModel
 from support.conversions import Shelf
 
@@ -46,7 +46,7 @@ def test_a_model_computes_all_products_in_float32(shelf: Shelf, architecture: st
         plain = model(input_ids=IDS, use_cache=False).logits
         assert torch.bfloat16 in watched.dtypes
         watched.dtypes.clear()
-        with InFloat32():
+        with Float32Products():
             found = model(input_ids=IDS, use_cache=False).logits
         assert watched.dtypes == {torch.float32}
     assert found.dtype is torch.bfloat16
@@ -67,7 +67,7 @@ def test_a_model_computes_all_products_in_float32(shelf: Shelf, architecture: st
 )
 def test_results_are_those_of_float32_rounded(monkeypatch, product: Callable[..., torch.Tensor]) -> None:
     x, weight = random(5, 48), random(64, 48)
-    with InFloat32():
+    with Float32Products():
         found = product(x, weight)
         monkeypatch.setattr(products, "PIECE", 48 * 24)
         torch.testing.assert_close(product(x, weight), found, rtol=2**-7, atol=1e-6)
@@ -76,7 +76,7 @@ def test_results_are_those_of_float32_rounded(monkeypatch, product: Callable[...
 
 def test_experts_take_the_rows_up_to_their_offsets() -> None:
     x, weight, offsets = random(7, 48), random(4, 48, 32), torch.tensor([3, 3, 5, 7], dtype=torch.int32)
-    with InFloat32():
+    with Float32Products():
         found = functional.grouped_mm(x, weight, offs=offsets)
     expected = [
         x[low:high].float() @ weight[at].float() for at, (low, high) in enumerate([(0, 3), (3, 3), (3, 5), (5, 7)])
@@ -86,16 +86,16 @@ def test_experts_take_the_rows_up_to_their_offsets() -> None:
 
 def test_what_is_not_bfloat16_is_left_alone() -> None:
     x, weight = random(5, 48).double(), random(64, 48).double()
-    with InFloat32():
+    with Float32Products():
         assert torch.equal(functional.linear(x, weight), x @ weight.T)
 
 
 def test_only_processors_without_such_products_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for multiplies, device, expected in ((False, "cpu", True), (True, "cpu", False), (False, "cuda", False)):
         monkeypatch.setattr(products, "_multiplies_bfloat16", lambda multiplies=multiplies: multiplies)
-        assert isinstance(products_in_float32(device), InFloat32) is expected
+        assert isinstance(products_in_float32(device), Float32Products) is expected
 
 
 def test_torch_says_which_processors_have_such_products() -> None:
     multiplies = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert isinstance(products_in_float32("cpu"), InFloat32) is not multiplies
+    assert isinstance(products_in_float32("cpu"), Float32Products) is not multiplies

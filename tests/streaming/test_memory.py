@@ -18,12 +18,12 @@ from conftest import EXAMPLE, ROOT, change_json
 from openquant import calibrate, compress, dequantize, evaluate
 from openquant.cli.commands import main
 from openquant.errors import UsageError
-from openquant.evaluation.answers import fits
+from openquant.evaluation.answers import fits_in_memory
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import INT4_W4A16
-from openquant.plan.decisions import Options
+from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import make_plan
-from openquant.streaming.memory import Step, memory_left, rounded_up, rounding_steps, weights_of
+from openquant.streaming.memory import MemoryStep, gptq_steps, memory_left, rounded_up, weight_memory
 from support import small_checkpoints
 
 # Of each matrix the outputs of gate and up, and what goes into down, whose Gram matrix has 67 MB.
@@ -141,21 +141,21 @@ def test_what_a_hint_says_is_enough_and_is_kept(wide: Path, stored: Path, tmp_pa
 
 
 def test_what_weights_take_is_read_from_headers(wide: Path) -> None:
-    found = weights_of(open_checkpoint(wide))
+    found = weight_memory(open_checkpoint(wide))
     header = json.loads((wide / "config.json").read_text())
     layer = sum(
         tensor.nbytes for name, tensor in small_checkpoints.read(wide).items() if name.startswith("model.layers.0.")
     )
     table = 2 * header["vocab_size"] * header["hidden_size"]
     assert (found.layer, found.width, found.table) == (layer, WIDE, table)
-    plan = make_plan(open_checkpoint(wide), INT4_W4A16, Options(gptq={}))
-    [step] = rounding_steps(open_checkpoint(wide), plan, 64)
+    plan = make_plan(open_checkpoint(wide), INT4_W4A16, PlanOptions(gptq={}))
+    [step] = gptq_steps(open_checkpoint(wide), plan, 64)
     # A Gram matrix, and once more in order and in float64.
     assert step.nbytes > 16 * WIDE**2
 
 
 def test_what_no_step_takes_is_left() -> None:
-    steps = [Step("a", 1 << 20, models=False), Step("b", 1 << 30, models=False)]
+    steps = [MemoryStep("a", 1 << 20, models=False), MemoryStep("b", 1 << 30, models=False)]
     left = memory_left(16 << 30, steps)
     assert left is not None and left < 15 << 30
     assert memory_left(None, steps) is None
@@ -165,8 +165,8 @@ def test_what_no_step_takes_is_left() -> None:
 
 
 def test_models_without_room_answer_no_prompts() -> None:
-    assert fits(1000, asked=True) and fits(1000, asked=True, room=1000)
-    assert not fits(1000, asked=True, room=999)
+    assert fits_in_memory(1000, asked=True) and fits_in_memory(1000, asked=True, room=1000)
+    assert not fits_in_memory(1000, asked=True, room=999)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from openquant.errors import SourceError
-from openquant.streaming.pass_checkpoint import Kept
+from openquant.streaming.pass_checkpoint import PassCheckpoint
 
 AGAIN = "remove it to begin again"
 
@@ -23,7 +23,7 @@ def file_of(root: Path, data: bytes) -> Path:
 
 def refused(path: Path) -> str:
     with pytest.raises(SourceError) as raised:
-        Kept(path, lambda: {"texts": "1"})
+        PassCheckpoint(path, lambda: {"texts": "1"})
     assert raised.value.hint == AGAIN
     return raised.value.message
 
@@ -55,9 +55,9 @@ def test_a_file_of_another_kind_is_told_by_its_header(tmp_path: Path) -> None:
 def test_passes_of_other_texts_are_not_continued(tmp_path: Path) -> None:
     facts = {"about": {"texts": "2"}, "unit": "a", "gave": {}, "calls": {}}
     path = file_of(tmp_path, header(**{"openquant passes": json.dumps(facts)}))
-    assert Kept(path, lambda: {"texts": "2"}).found == b""
+    assert PassCheckpoint(path, lambda: {"texts": "2"}).found == b""
     with pytest.raises(SourceError) as raised:
-        Kept(path, lambda: {"texts": "1"})
+        PassCheckpoint(path, lambda: {"texts": "1"})
     assert raised.value.message == f"{path} was begun with other texts"
     assert raised.value.hint == "remove it to begin again, or give what it was begun with"
 

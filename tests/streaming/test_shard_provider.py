@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from conftest import change_json
 from openquant import compress
 from openquant.data.corpus import Corpus, Document
-from openquant.evaluation.compare import evaluate
-from openquant.evaluation.under_test import Needs, Settings, Subject
+from openquant.evaluation.compare import compare_outputs
+from openquant.evaluation.under_test import EvaluationSettings, ModelUnderTest, Needs
 from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming.meta_model import REST
 from support import small_checkpoints
@@ -77,9 +77,9 @@ def found_of(source: Path, output: Path, place: Path | None, **settings: Any) ->
             ways.append(Passing(root, wanted, place / str(number)))
         yield ways
 
-    subjects = [Subject(path.name, open_checkpoint(path)) for path in (source, output)]
-    asked = Settings(supply=None if place is None else supply, **settings)
-    return evaluate(subjects[0], subjects[1:], CORPUS, asked).to_json(), seen
+    subjects = [ModelUnderTest(path.name, open_checkpoint(path)) for path in (source, output)]
+    asked = EvaluationSettings(supply=None if place is None else supply, **settings)
+    return compare_outputs(subjects[0], subjects[1:], CORPUS, asked).to_json(), seen
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,10 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming import interleaved
 from openquant.streaming import model as module
 from openquant.streaming import offload as scratch_module
-from openquant.streaming.interleaved import Pass, run
-from openquant.streaming.lazy_tensors import Slices
+from openquant.streaming.interleaved import ForwardPass, run_interleaved
+from openquant.streaming.lazy_tensors import LazyTensors
 from openquant.streaming.model import StreamedModel
-from openquant.streaming.offload import Held, Scratch, Store
+from openquant.streaming.offload import HiddenStateStore, OffloadedTensors, OffloadFile
 from support import quantized_checkpoints, small_checkpoints
 from support.streamed_logits import all_equal, forward, plain_logits, streamed_logits
 
@@ -64,14 +64,14 @@ def test_a_quantized_checkpoint_computes_what_its_dequantized_weights_do(tmp_pat
 
 def test_every_weight_is_read_once(model: StreamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     read: Counter[str] = Counter()
-    original = Slices.of
+    original = LazyTensors.of
 
     def of(self, names):
         names = list(names)
         read.update(names)
         return original(self, names)
 
-    monkeypatch.setattr(Slices, "of", of)
+    monkeypatch.setattr(LazyTensors, "of", of)
     streamed_logits(model, BATCHES)
     assert set(read) == set(model.checkpoint.tensors)
     assert set(read.values()) == {1}
@@ -82,7 +82,7 @@ def test_weights_are_there_only_while_their_unit_is_computed(model: StreamedMode
         return {name for name, value in model.model.named_parameters() if not value.isnan().any()}
 
     seen = {}
-    run(
+    run_interleaved(
         [[forward(model, batch)] for batch in BATCHES],
         finished=lambda *_: None,
         after_unit=lambda unit, *_: seen.__setitem__(unit, loaded()),
@@ -98,7 +98,7 @@ def test_weights_are_there_only_while_their_unit_is_computed(model: StreamedMode
 def test_hidden_states_in_a_file_change_nothing(model: StreamedModel, tmp_path: Path, budget: int) -> None:
     batches = [torch.randint(10, 500, (2, 256), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     expected = streamed_logits(model, batches)
-    with Scratch(tmp_path, budget, asked=True) as scratch:
+    with OffloadFile(tmp_path, budget, asked=True) as scratch:
         assert all_equal(streamed_logits(model, batches, scratch=scratch), expected)
         assert scratch._end > 0
 
@@ -106,8 +106,8 @@ def test_hidden_states_in_a_file_change_nothing(model: StreamedModel, tmp_path: 
 def test_what_a_file_holds_takes_no_memory(tmp_path: Path) -> None:
     hidden = torch.randn(64, 1024)
     view, value = hidden.view(-1), hidden.clone()
-    held = Held()
-    with Scratch(tmp_path, 0, asked=True) as scratch:
+    held = OffloadedTensors()
+    with OffloadFile(tmp_path, 0, asked=True) as scratch:
         assert held.note(((hidden, torch.zeros(3)), {"again": view})) == hidden.nbytes
         held.put_away(scratch)
         assert hidden.untyped_storage().nbytes() == 0
@@ -130,9 +130,9 @@ def test_a_pass_ends_with_its_last_unit_and_holds_nothing(model: StreamedModel, 
 
     gc.disable()
     try:
-        with Scratch(tmp_path, 0, asked=True) as scratch:
+        with OffloadFile(tmp_path, 0, asked=True) as scratch:
             passes = [[forward(model, ids)] for ids in BATCHES]
-            run(passes, finished=lambda *_: None, after_unit=after, until="model.layers.1", scratch=scratch)
+            run_interleaved(passes, finished=lambda *_: None, after_unit=after, until="model.layers.1", scratch=scratch)
     finally:
         gc.enable()
     assert left == [3, 2, 1]
@@ -145,7 +145,7 @@ class Waiting:
 
     def __init__(self) -> None:
         self.call: list[torch.Tensor] = [torch.randn(64, 1024)]
-        self.held = Held()
+        self.held = OffloadedTensors()
 
     @property
     def in_memory(self) -> int:
@@ -155,8 +155,8 @@ class Waiting:
 def test_what_waits_before_a_unit_counts_beside_what_waits_after_it(tmp_path: Path) -> None:
     groups = [[Waiting()] for _ in range(8)]
     budget = 10 * groups[0][0].in_memory
-    with Scratch(tmp_path, budget, asked=True) as scratch:
-        store = Store(scratch, len(groups))
+    with OffloadFile(tmp_path, budget, asked=True) as scratch:
+        store = HiddenStateStore(scratch, len(groups))
         for group in groups:
             store.put_away(group)
         assert scratch._end == 0
@@ -173,8 +173,8 @@ def test_what_waits_before_a_unit_counts_beside_what_waits_after_it(tmp_path: Pa
 def test_a_scratch_directory_in_memory_must_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch_module, "file_system", lambda _: "tmpfs")
     with pytest.raises(OutputError, match="is kept in memory"):
-        Scratch(tmp_path, 0)
-    with Scratch(tmp_path, 0, asked=True) as scratch, pytest.raises(OutputError, match="which has room for"):
+        OffloadFile(tmp_path, 0)
+    with OffloadFile(tmp_path, 0, asked=True) as scratch, pytest.raises(OutputError, match="which has room for"):
         scratch.require_room(1 << 60)
     assert list(tmp_path.iterdir()) == []
 
@@ -197,7 +197,7 @@ def test_a_large_embedding_table_is_looked_into_piece_by_piece(tmp_path: Path, m
         grown.append(resident_files())
 
     before = resident_files()
-    run([[forward(model, ids)]], finished=lambda *_: None, after_unit=note, until="model.embed_tokens")
+    run_interleaved([[forward(model, ids)]], finished=lambda *_: None, after_unit=note, until="model.embed_tokens")
     assert torch.equal(hidden[0], weights["model.embed_tokens.weight"][ids])
     # Of 33 MB, of which looking up so many tokens at once brings in most.
     assert grown[0] - before < 8_000
@@ -213,16 +213,16 @@ def test_a_large_output_head_is_multiplied_piece_by_piece(tmp_path: Path, monkey
     def finished(_group: int, _number: int, value: torch.Tensor) -> None:
         found.append(value)
 
-    run([[forward(model, ids)]], finished=finished)
+    run_interleaved([[forward(model, ids)]], finished=finished)
     monkeypatch.setattr(module, "LARGE_TABLE", 1 << 20)
-    let_go = Slices.let_go
+    let_go = LazyTensors.let_go
 
-    def counted(self: Slices) -> None:
+    def counted(self: LazyTensors) -> None:
         lets_go.append(resident_files())
         let_go(self)
 
-    monkeypatch.setattr(Slices, "let_go", counted)
-    run([[forward(model, ids)]], finished=finished)
+    monkeypatch.setattr(LazyTensors, "let_go", counted)
+    run_interleaved([[forward(model, ids)]], finished=finished)
     # Of 33 MB, half a megabyte at a time; the embedding table is let go once.
     assert len(lets_go) == 65
     assert max(lets_go[1:]) - min(lets_go[1:]) < 8_000
@@ -240,7 +240,7 @@ def test_passes_of_a_group_go_side_by_side(source: Path, model: StreamedModel) -
 
     groups = [[forward(model, batch), forward(other, batch, around=around)] for batch in BATCHES[:2]]
     ends = []
-    run(
+    run_interleaved(
         groups,
         finished=lambda group, number, _: ends.append((group, number)),
         after_unit=lambda unit, group, number, _: order.append((unit, group, number)),
@@ -254,7 +254,7 @@ def test_passes_of_a_group_go_side_by_side(source: Path, model: StreamedModel) -
 
 def test_until_ends_all_after_a_unit(model: StreamedModel) -> None:
     seen, ends = [], []
-    run(
+    run_interleaved(
         [[forward(model, batch)] for batch in BATCHES],
         finished=lambda *_: ends.append(1),
         after_unit=lambda unit, *_: seen.append(unit),
@@ -282,7 +282,7 @@ def test_a_forward_of_the_callers_own_stays(model: StreamedModel) -> None:
 
 def test_the_next_unit_is_read_ahead(model: StreamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(Slices, "expect", lambda _, names: asked.append(set(names)))
+    monkeypatch.setattr(LazyTensors, "expect", lambda _, names: asked.append(set(names)))
     streamed_logits(model, BATCHES[:1])
     assert asked[:2] == [{name for name in model.checkpoint.tensors if f"layers.{n}." in name} for n in (0, 1)]
     assert asked[2] == {"lm_head.weight"}
@@ -317,13 +317,13 @@ def test_an_error_ends_all_passes(model: StreamedModel, where: str, error: type[
     groups = [[forward(model, batch)] for batch in BATCHES]
     given = {"finished": lambda *_: None}
     if where == "body":
-        groups[1] = [Pass(model, lambda: (model.model(input_ids=BATCHES[0], use_cache=False), fail()))]
+        groups[1] = [ForwardPass(model, lambda: (model.model(input_ids=BATCHES[0], use_cache=False), fail()))]
     elif where == "around":
         groups[1] = [forward(model, BATCHES[0], around=around)]
     else:
         given[where] = fail
     with pytest.raises(error):
-        run(groups, **given)
+        run_interleaved(groups, **given)
     assert passes_left() == []
     # The model is as it was.
     assert len(streamed_logits(model, BATCHES)) == 3
@@ -383,7 +383,7 @@ def test_generation_runs_streamed(model: StreamedModel) -> None:
         return model.model.generate(BATCHES[0], max_new_tokens=4, do_sample=False)
 
     found = []
-    run([[Pass(model, generate)]], finished=lambda _group, _number, value: found.append(value))
+    run_interleaved([[ForwardPass(model, generate)]], finished=lambda _group, _number, value: found.append(value))
     with model.resident():
         assert torch.equal(found[0], generate())
 
@@ -506,7 +506,7 @@ def test_while_a_model_computes_no_file_of_the_other_is_in_memory(
 
         return around
 
-    run(
+    run_interleaved(
         [
             [forward(model, batch, around=noting(model, other)), forward(other, batch, around=noting(other, model))]
             for batch in BATCHES

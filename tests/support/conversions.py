@@ -10,7 +10,7 @@ from openquant import Result, compress
 from openquant.formats.schemes import TENSOR, VARIANTS, Scheme
 from openquant.models import MODELS
 from openquant.patterns import compile_pattern
-from openquant.registry.architecture import absolute
+from openquant.registry.architecture import absolute_patterns
 from support import small_checkpoints
 
 Stamps = dict[Path, tuple[int, int, int]]
@@ -41,7 +41,7 @@ def experts_of(architecture: str) -> list[str]:
         name.rpartition(".")[0] if name.endswith(".weight") else name for name in small_checkpoints.shapes(architecture)
     ]
     stacks = (f"{one.place}.{held.name}" for one in model.experts for held in one.stacked)
-    found = [*absolute(model, (f"{one.path}.**" for one in model.experts)), *absolute(model, stacks)]
+    found = [*absolute_patterns(model, (f"{one.path}.**" for one in model.experts)), *absolute_patterns(model, stacks)]
     return [pattern for pattern in dict.fromkeys(found) if any(map(compile_pattern(pattern).fullmatch, modules))]
 
 

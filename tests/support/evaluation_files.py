@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.evaluation import checked
+from openquant.files.evaluation import check_evaluation
 from openquant.files.fingerprint import fingerprint
 from openquant.files.names import EVAL_FILE
 
@@ -16,7 +16,7 @@ EDGES = [1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0]
 
 def evaluation(digest: str = "0" * 64) -> dict[str, Any]:
     """An eval.json, of an output with that fingerprint."""
-    return checked(
+    return check_evaluation(
         {
             "kl": {
                 "mean": 0.00129,
@@ -144,4 +144,4 @@ def hostile() -> dict[str, Any]:
         return [spoiled(inner) for inner in value] if isinstance(value, list) else value
 
     found: dict[str, Any] = spoiled({**evaluation(), "suspects": ["x"]})
-    return checked(found)
+    return check_evaluation(found)

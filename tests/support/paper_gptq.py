@@ -16,14 +16,14 @@ def spread(grid: Tensor, form: Format, shape: torch.Size) -> Tensor:
     return grid.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :cols]
 
 
-def by_hand(weight: Tensor, scale: Tensor, gram: Tensor, form: Format, zero: Tensor | None) -> Tensor:
+def by_hand(weight: Tensor, scale: Tensor, hessian: Tensor, form: Format, zero: Tensor | None) -> Tensor:
     """As Frantar et al. have it: the inverse of the Gram matrix by its Cholesky root, column by column."""
     cols = weight.shape[1]
     left, found = weight.double().clone(), torch.zeros_like(weight)
     scales = spread(scale, form, weight.shape)
     zeros = torch.zeros_like(scales) if zero is None else spread(zero, form, weight.shape)
-    raised = gram.double() + DAMPING * gram.diagonal().mean() * torch.eye(cols, dtype=torch.float64)
-    order = torch.argsort(gram.diagonal(), descending=True, stable=True)
+    raised = hessian.double() + DAMPING * hessian.diagonal().mean() * torch.eye(cols, dtype=torch.float64)
+    order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     root = torch.linalg.cholesky(torch.linalg.inv(raised[order][:, order]), upper=True)
     left = left[:, order]
     for at in range(cols):

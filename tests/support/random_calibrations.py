@@ -10,7 +10,7 @@ import numpy as np
 from openquant import Reporter
 from openquant.files.fingerprint import fingerprint
 from openquant.plan.plan import Plan
-from openquant.weights.statistics import Calibration, Inputs
+from openquant.weights.statistics import Calibration, InputStatistics
 
 
 class Planned(Reporter):
@@ -22,10 +22,10 @@ class Planned(Reporter):
 
 def skewed(plan: Plan, path: Path, spread: float = 2.0) -> Path:
     """The file of a calibration in which some inputs of each layer are far larger than others."""
-    random, found = np.random.default_rng(3), dict[str, Inputs]()
+    random, found = np.random.default_rng(3), dict[str, InputStatistics]()
     for weight in plan.layers.values():
         mean = np.exp(random.normal(0, spread, weight.shape[1])).astype(np.float32)
-        found.setdefault(weight.source.name, Inputs((weight.source.name,), 4 * mean, mean, 9, 2 * mean**2))
+        found.setdefault(weight.source.name, InputStatistics((weight.source.name,), 4 * mean, mean, 9, 2 * mean**2))
     made = Calibration(tuple(found.values()), fingerprint(plan.source), {"documents": 1, "length": 9})
     path.write_bytes(made.to_bytes())
     return path

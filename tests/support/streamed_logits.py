@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from openquant.files.checkpoint import open_checkpoint
-from openquant.streaming.interleaved import Pass, run
+from openquant.streaming.interleaved import ForwardPass, run_interleaved
 from openquant.streaming.model import StreamedModel
 
 # The second is longer than what small models pick from or take at a time (64), the last than all windows (512).
@@ -38,7 +38,7 @@ def batches_for(directory: Path) -> Sequence[torch.Tensor]:
 def streamed_logits(model: StreamedModel, batches: Sequence[torch.Tensor] = BATCHES, **options) -> list[torch.Tensor]:
     """The logits of each batch, in a group of its own."""
     found: dict[int, torch.Tensor] = {}
-    run(
+    run_interleaved(
         [[forward(model, batch)] for batch in batches],
         finished=lambda group, _, value: found.__setitem__(group, value),
         **options,
@@ -46,8 +46,8 @@ def streamed_logits(model: StreamedModel, batches: Sequence[torch.Tensor] = BATC
     return [found[number] for number in range(len(batches))]
 
 
-def forward(model: StreamedModel, batch: torch.Tensor, **options) -> Pass[torch.Tensor]:
-    return Pass(model, lambda: model.model(input_ids=batch, use_cache=False).logits, **options)
+def forward(model: StreamedModel, batch: torch.Tensor, **options) -> ForwardPass[torch.Tensor]:
+    return ForwardPass(model, lambda: model.model(input_ids=batch, use_cache=False).logits, **options)
 
 
 def plain_logits(directory: Path, kind: type, batches: Sequence[torch.Tensor] = BATCHES) -> list[torch.Tensor]:

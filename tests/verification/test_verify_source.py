@@ -15,7 +15,7 @@ from conftest import change_json, run_openquant
 from openquant import Report, compress, verify
 from openquant.formats.schemes import SCHEMES, TENSOR, TRANSFORMERS_REFUSAL, VARIANTS, Scheme
 from openquant.formats.settings import unread
-from openquant.verification.configs import judged
+from openquant.verification.configs import judge_config
 from support import small_checkpoints
 from support.conversions import Shelf, asking
 from support.quantized_checkpoints import BLOCKS, by_blocks, store
@@ -203,7 +203,7 @@ def test_a_config_that_transformers_saved_again_computes_the_same(tmp_path: Path
     (tmp_path / CONFIG).write_text(json.dumps(config))
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
     again = json.loads((tmp_path / CONFIG).read_text())
-    assert [difference for difference, computed in judged(again, config) if computed] == []
+    assert [difference for difference, computed in judge_config(again, config) if computed] == []
 
 
 def test_gemma_s_two_kinds_of_rope_by_their_older_names() -> None:
@@ -212,9 +212,9 @@ def test_gemma_s_two_kinds_of_rope_by_their_older_names() -> None:
     full = {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0}
     sliding = {"rope_theta": 1e4, "rope_type": "default"}
     new = {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
-    assert list(judged(new, old)) == []
+    assert list(judge_config(new, old)) == []
     sliding["rope_theta"] = 2e4
-    ((difference, computed),) = judged(new, old)
+    ((difference, computed),) = judge_config(new, old)
     assert computed
     assert difference.text("the source has") == (
         "rope_parameters.sliding_attention.rope_theta is 20000.0, the source has 10000.0"
@@ -225,8 +225,8 @@ def test_gemma_s_two_kinds_of_rope_by_their_older_names() -> None:
 def test_rope_that_is_no_object_is_compared_as_it_is(value: Any) -> None:
     for key in ("rope_scaling", "rope_parameters"):
         for config in ({key: value, "rope_theta": 1e4, "rope_local_base_freq": value}, {key: {"a": value}}):
-            assert list(judged(config, config)) == []
-            assert list(judged(config, {}))
+            assert list(judge_config(config, config)) == []
+            assert list(judge_config(config, {}))
 
 
 def test_a_long_value_is_cut(ours: Path, source: Path) -> None:
@@ -522,12 +522,12 @@ def test_one_scale_of_several_layers_a_little_off(source: Path, tmp_path: Path, 
     compress(source, out, architecture="Qwen3ForCausalLM")
     notes = verify(out, source).notes
     assert found(verify(out, source, full=True)) == ((), notes)
-    joined = [f"{Q[:-6]}{part}_proj" for part in "kqv"]
+    fused = [f"{Q[:-6]}{part}_proj" for part in "kqv"]
     before = float(load_file(out / ONE)[f"{Q}.weight_scale"])
     originals = small_checkpoints.read(source)
 
     def change(weights: Weights) -> None:
-        for module in joined:
+        for module in fused:
             scale = weights[f"{module}.weight_scale"].mul_(1.004)
             quotient = (originals[f"{module}.weight"].float() / scale).clamp(-448, 448)
             weights[f"{module}.weight"] = quotient.to(torch.float8_e4m3fn)
@@ -536,7 +536,7 @@ def test_one_scale_of_several_layers_a_little_off(source: Path, tmp_path: Path, 
     after = float(load_file(out / ONE)[f"{Q}.weight_scale"])
     report = verify(out, source, full=True)
     assert sorted(report.problems) == [
-        f"{ONE}: {module}.weight_scale is {after:.9g}, the source makes it {before:.9g}" for module in joined
+        f"{ONE}: {module}.weight_scale is {after:.9g}, the source makes it {before:.9g}" for module in fused
     ]
 
 

@@ -20,10 +20,10 @@ from openquant.errors import PlanError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.models import GENERIC
 from openquant.plan.plan import Plan
-from openquant.recipes import read
+from openquant.recipes import read_recipe
 from openquant.reporter import Reporter
 from openquant.vllm_probe import build, client
-from openquant.vllm_probe.choose import Deciding, as_json, parsed
+from openquant.vllm_probe.choose import ArchitectureChoice, architecture_from_json, architecture_to_json
 from support import small_checkpoints
 
 NAME = "MyForCausalLM"
@@ -131,8 +131,8 @@ def test_what_the_engine_builds_is_quantized_joined_and_listed(source: Path, tmp
     assert ours["quantization_config"] == theirs["quantization_config"]
     known = Planned()
     compress(tmp_path / "known", None, "block", dry_run=True, reporter=known)
-    assert (reporter.plan.fates.sets, reporter.plan.parallel_sizes) == (
-        known.plan.fates.sets,
+    assert (reporter.plan.decisions.sets, reporter.plan.parallel_sizes) == (
+        known.plan.decisions.sets,
         known.plan.parallel_sizes,
     )
 
@@ -167,7 +167,7 @@ def test_rows_in_another_order_leave_all_that_is_joined_as_it_is(source: Path, t
             one["holds"]["weight"] = [[q[0], half, half], [q[0], 0, half], *others]
     answering(engine, tmp_path, found)
     plan = plan_of(source)
-    kept = {kept.tensor.module.rpartition(".")[2] for kept in plan.fates.kept if "another order" in kept.why}
+    kept = {kept.tensor.module.rpartition(".")[2] for kept in plan.decisions.kept if "another order" in kept.why}
     assert kept == {"q_proj", "k_proj", "v_proj"}
     assert not any("qkv" in layer or layer.endswith(("q_proj", "k_proj", "v_proj")) for layer in plan.layers)
 
@@ -277,7 +277,7 @@ def test_stacks_are_cut_where_the_engine_loads_their_experts_one_by_one(
 ) -> None:
     source = stacked(suffix)
     answering_in_turn(engine, tmp_path, with_experts(*(name + suffix for name in STACKS)), with_experts(*SINGLE))
-    weights = [one for one, _ in plan_of(source).fates.quantized if "mlp" in one.module]
+    weights = [one for one, _ in plan_of(source).decisions.quantized if "mlp" in one.module]
     assert {(one.module.partition("mlp.")[2], one.transposed) for one in weights} == {
         (f"experts.{number}.{name}", True) for number in range(2) for name in PROJECTIONS
     }
@@ -424,7 +424,7 @@ def test_an_output_is_checked_and_asked_about_without_an_engine(
     assert verify(out, source).problems == ()
     explanation = explain(out, "model.layers.0.self_attn.q_proj", "block", architecture="auto")
     assert (explanation.architecture, explanation.layers[0].scheme) == (NAME, "block")
-    assert read(out) == ["--scheme=block", "--architecture=auto"]
+    assert read_recipe(out) == ["--scheme=block", "--architecture=auto"]
 
 
 BROKEN = {
@@ -441,18 +441,18 @@ BROKEN = {
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_journal_of_anybody_decides_nothing(what: str, source: Path, engine: Engine, tmp_path: Path) -> None:
     answering(engine, tmp_path, answer())
-    found = Deciding("auto").entry(open_checkpoint(source))
+    found = ArchitectureChoice("auto").entry(open_checkpoint(source))
     assert not isinstance(found, str)
     assert found is not None
-    held = as_json(found)
-    assert parsed(held, NAME) == found
+    held = architecture_to_json(found)
+    assert architecture_from_json(held, NAME) == found
     broken = {
         "another class": {**held, "name": "OtherForCausalLM"},
         "too many": {**held, "compress": ["a"] * 20_000},
         "a malformed pattern": {**held, "compress": ["{"]},
         "a long text": {**held, "layers": "x" * 10_000},
     }.get(what, BROKEN[what])
-    assert parsed(broken, NAME) is None
+    assert architecture_from_json(broken, NAME) is None
 
 
 def test_a_class_with_an_entry_asks_nobody(tmp_path: Path, engine: Engine) -> None:
@@ -473,11 +473,11 @@ def test_a_few_layers_of_each_kind_are_asked_about() -> None:
     for number in range(60):
         part = "dense" if number < 3 else f"experts.{number % 2}"
         shapes |= {f"model.layers.{number}.{part}.weight": (4, 4), f"model.layers.{number}.norm.weight": (4,)}
-    found = build.sampled(shapes)
+    found = build.sample_layers(shapes)
     numbers = {int(name.split(".")[2]) for name in found if "layers" in name}
     assert numbers == {0, 1, 2, 3, 5, 59, 4, 6, 58}
     assert list(found) == [name for name in shapes if name in found]
 
 
 def test_nothing_is_said_of_generic_that_is_not_of_it() -> None:
-    assert parsed(as_json(replace(GENERIC, decided="x")), NAME) == GENERIC
+    assert architecture_from_json(architecture_to_json(replace(GENERIC, decided="x")), NAME) == GENERIC

@@ -10,8 +10,8 @@ import pytest
 
 from openquant.models import MODELS
 from openquant.vllm_probe import client
-from openquant.vllm_probe.client import Asked, EngineFailed, Question, ask
-from openquant.vllm_probe.modules import differences, draft, tell
+from openquant.vllm_probe.client import EngineAnswer, EngineFailed, Question, ask_engine
+from openquant.vllm_probe.modules import architecture_differences, draft_architecture, engine_modules
 
 SHAPES = {
     "model.embed_tokens.weight": (512, 256),
@@ -41,31 +41,31 @@ PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_pro
 GOOD = {"layers": LAYERS, "unread": [], "packed": PACKED, "mapper": {}, "version": "0.32.0"}
 
 
-def answering(root: Path, answer: str, suffix: str = "json", status: int = 0) -> list[Asked | EngineFailed]:
+def answering(root: Path, answer: str, suffix: str = "json", status: int = 0) -> list[EngineAnswer | EngineFailed]:
     """What is made of an interpreter that writes this instead of running the probe."""
     (root / "answer").write_text(answer)
     script = root / "python"
     script.write_text(f'#!/bin/sh\ncat "{root}/answer" > "$2/0.{suffix}"\nexit {status}\n')
     script.chmod(0o755)
-    return ask([Question({"architectures": ["LlamaForCausalLM"]}, SHAPES)], script)
+    return ask_engine([Question({"architectures": ["LlamaForCausalLM"]}, SHAPES)], script)
 
 
 def test_an_answer_is_told_by_modules_and_drafted(tmp_path: Path) -> None:
     (found,) = answering(tmp_path, json.dumps(GOOD))
-    assert isinstance(found, Asked)
-    told = tell(found, SHAPES)
-    assert told["model.layers.0.self_attn.k_proj"].joined == tuple(
+    assert isinstance(found, EngineAnswer)
+    told = engine_modules(found, SHAPES)
+    assert told["model.layers.0.self_attn.k_proj"].fused == tuple(
         f"model.layers.0.self_attn.{part}_proj" for part in "qkv"
     )
-    assert differences(MODELS["LlamaForCausalLM"], told) == {}
-    made = draft("LlamaForCausalLM", found, SHAPES, 256)
+    assert architecture_differences(MODELS["LlamaForCausalLM"], told) == {}
+    made = draft_architecture("LlamaForCausalLM", found, SHAPES, 256)
     assert (made.pieces, made.keep, made.questions) == (("ATTENTION", "MLP"), (), ())
 
 
 def test_a_merged_name_that_the_engine_cannot_derive_is_said(tmp_path: Path) -> None:
     (found,) = answering(tmp_path, json.dumps({**GOOD, "packed": {}}))
-    assert isinstance(found, Asked)
-    made = draft("StableLmForCausalLM", found, SHAPES, 256)
+    assert isinstance(found, EngineAnswer)
+    made = draft_architecture("StableLmForCausalLM", found, SHAPES, 256)
     assert made.pieces == ('attention(listed_as="qkv_proj")', 'gated(".mlp", listed_as="gate_up_proj")')
 
 
@@ -106,4 +106,4 @@ def test_an_interpreter_that_fails_or_is_none_is_an_error(tmp_path: Path) -> Non
     with pytest.raises(EngineFailed, match="does not say what vLLM builds"):
         answering(tmp_path, "", status=1)
     with pytest.raises(EngineFailed, match="No such file"):
-        ask([], tmp_path / "none")
+        ask_engine([], tmp_path / "none")

@@ -23,7 +23,7 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.reference import decode, encode, group_absmax, group_scale
 from openquant.formats.schemes import BLOCK, BLOCK_UE8M0, CHANNEL, INT8_W8A16, TENSOR, TENSOR_STATIC, VARIANTS, Scheme
 from openquant.machine import peak_rss
-from openquant.plan.decisions import Options
+from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import make_plain_plan, make_plan
 from support import small_checkpoints
 from support.conversions import Shelf, asking
@@ -114,11 +114,11 @@ def test_another_scheme_is_made_of_the_decoded_weights(tmp_path: Path, kind: str
             last = next(last for last in ("_scale", "_scale_inv") if name + last in codes)
             assert torch.equal(scale.reshape(-1), codes[name + last].float().reshape(-1))
             continue
-        joined = [name]
+        fused = [name]
         for parts in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
             if scheme.format.shared and name.split(".")[-2] in parts:
-                joined = [name.replace(name.split(".")[-2], part) for part in parts]
-        absmax = torch.stack([group_absmax(stored[member], scheme.format.group) for member in joined]).amax(0)
+                fused = [name.replace(name.split(".")[-2], part) for part in parts]
+        absmax = torch.stack([group_absmax(stored[member], scheme.format.group) for member in fused]).amax(0)
         wanted = group_scale(absmax, scheme.format)
         assert torch.equal(scale.reshape(-1), wanted.reshape(-1)), name
         assert same(found[name], encode(weight, wanted, scheme.format)), name
@@ -434,7 +434,7 @@ def test_a_plan_that_quantizes_nothing_is_an_error_unless_asked_for(tmp_path: Pa
     assert result.quantized_tensors == 0
     asked = small_checkpoints.write(tmp_path / "plain")
     assert compress(asked, tmp_path / "copy", ignore=["model.layers.**"]).quantized_tensors == 0
-    assert "nothing is quantized" in make_plan(open_checkpoint(asked), TENSOR, Options(("**",))).notes
+    assert "nothing is quantized" in make_plan(open_checkpoint(asked), TENSOR, PlanOptions(("**",))).notes
 
 
 # What engines have no place for.

@@ -152,8 +152,8 @@ def test_joined_layers_under_several_global_scales_get_one(tmp_path: Path, kind:
     compress(source, tmp_path / "out", "nvfp4", no_search=True)
     found = small_checkpoints.read(tmp_path / "out")
     owner = QUERY.rpartition(".")[0]
-    joined = [f"{owner}.{part}_proj" for part in "qkv"]
-    weights = {module: stands_for(stored, module) for module in joined}
+    fused = [f"{owner}.{part}_proj" for part in "qkv"]
+    weights = {module: stands_for(stored, module) for module in fused}
     largest = torch.stack([weight.abs().amax() for weight in weights.values()]).amax()
     for module, weight in weights.items():
         codes, scale, divisor = parts(weight, largest)

@@ -30,7 +30,7 @@ def values_of(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return codes.float() * scales.repeat_interleave(128, 0)[: len(codes)].repeat_interleave(128, 1)
 
 
-def joined(root: Path) -> dict[str, torch.Tensor]:
+def fused(root: Path) -> dict[str, torch.Tensor]:
     """Write such a checkpoint; the projections it stands for, by name."""
     small_checkpoints.write(root, NAME)
     config = {**small_checkpoints.config(NAME), **SIZES}
@@ -70,7 +70,7 @@ def joined(root: Path) -> dict[str, torch.Tensor]:
 
 
 def test_each_is_read_as_its_codes_and_scales_stand_for(tmp_path: Path) -> None:
-    expected = joined(tmp_path / "source")
+    expected = fused(tmp_path / "source")
     dequantize(tmp_path / "source", tmp_path / "plain")
     found = small_checkpoints.read(tmp_path / "plain")
     assert not any("qkv_proj" in name for name in found)
@@ -81,7 +81,7 @@ def test_each_is_read_as_its_codes_and_scales_stand_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scheme", ["block", "channel"])
 def test_an_output_is_what_its_bfloat16_weights_give(tmp_path: Path, scheme: str) -> None:
     """Of blocks too: keys and values have others than they lie in."""
-    expected = joined(tmp_path / "source")
+    expected = fused(tmp_path / "source")
     compress(tmp_path / "source", tmp_path / "out", scheme)
     found = small_checkpoints.read(tmp_path / "out")
     chosen, suffix = (BLOCK, "_scale_inv") if scheme == "block" else (CHANNEL, "_scale")
@@ -95,7 +95,7 @@ def test_an_output_is_what_its_bfloat16_weights_give(tmp_path: Path, scheme: str
 
 
 def test_scales_of_another_number_are_refused(tmp_path: Path) -> None:
-    joined(tmp_path / "source")
+    fused(tmp_path / "source")
     name = "model.layers.1.self_attn.qkv_proj.weight_scale_inv"
     small_checkpoints.change_weights(
         tmp_path / "source", lambda weights: weights.update({name: weights[name][:-1].clone()})
@@ -109,7 +109,7 @@ def test_scales_of_another_number_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["num_key_value_heads", "v_head_dim"])
 def test_sizes_that_account_for_no_rows_are_refused(tmp_path: Path, key: str) -> None:
-    joined(tmp_path / "source")
+    fused(tmp_path / "source")
     config = json.loads((tmp_path / "source" / "config.json").read_text())
     (tmp_path / "source" / "config.json").write_text(json.dumps({**config, key: 3}))
     with pytest.raises(SourceError, match="config.json has no heads that make as many rows"):
@@ -128,7 +128,7 @@ def test_published() -> None:
 @pytest.mark.parametrize("scheme", [None, "block", "channel"])
 def test_the_config_says_that_projections_lie_one_by_one(tmp_path: Path, scheme: str | None) -> None:
     """With "fused_qkv" vLLM 0.33 builds a layer in blocks that takes no projection by itself."""
-    joined(tmp_path / "source")
+    fused(tmp_path / "source")
     path = tmp_path / "source" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "attention_projection_layout": "fused_qkv"}))
     if scheme is None:
@@ -149,6 +149,6 @@ def test_the_config_says_that_projections_lie_one_by_one(tmp_path: Path, scheme:
 
 
 def test_a_config_without_a_layout_gets_none(tmp_path: Path) -> None:
-    joined(tmp_path / "source")
+    fused(tmp_path / "source")
     compress(tmp_path / "source", tmp_path / "out", "block")
     assert "attention_projection_layout" not in json.loads((tmp_path / "out" / "config.json").read_text())

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from openquant.errors import SourceError
 from openquant.formats.schemes import NVFP4_W4A4, TENSOR_STATIC
-from openquant.weights.statistics import Calibration, Inputs, read_calibration
+from openquant.weights.statistics import Calibration, InputStatistics, read_calibration
 
 KIND = "openquant calibration"
 CACHED = {0: (21.5, 0.1), 2: (900.0, 0.0)}
@@ -22,8 +22,8 @@ CACHED = {0: (21.5, 0.1), 2: (900.0, 0.0)}
 
 def some() -> Calibration:
     absmax, mean, square = (np.array([value, 0], np.float32) for value in (1.5, 0.5, 0.75))
-    first = Inputs(("a.weight", "b.weight"), absmax, mean, 7, square, (4, 0, 3))
-    unseen = Inputs(("c.weight",), np.zeros(3, np.float32), np.zeros(3, np.float32), 0)
+    first = InputStatistics(("a.weight", "b.weight"), absmax, mean, 7, square, (4, 0, 3))
+    unseen = InputStatistics(("c.weight",), np.zeros(3, np.float32), np.zeros(3, np.float32), 0)
     return Calibration((first, unseen), "5f", {"files": ["a.txt"], "documents": 2, "length": 16}, CACHED, "a0")
 
 
