@@ -15,8 +15,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .api import compress, dequantize, diagnose, push
     from .calibration.run import calibrate
-    from .convert.ranks import Ranks
     from .diagnosis.result import Diagnosis
+    from .distributed import Ranks
     from .errors import OpenQuantError, OutputError, PlanError, SourceError, UsageError
     from .evaluation.results import Evaluation
     from .evaluation.run import evaluate
@@ -77,7 +77,7 @@ _HOMES = {
     "OutputEvaluation": "evaluation.types",
     "PackedLinear": "packed",
     "Push": "options",
-    "Ranks": "convert.ranks",
+    "Ranks": "distributed",
     "Report": "verification.outcome",
     "Reporter": "reporter",
     "Result": "result",

@@ -13,10 +13,10 @@ from typing import Any
 
 from .calibration.prepare import Calibrated
 from .convert.conversion import COMPILED_MEMORY, worker_memory, worth_compiling
-from .convert.ranks import CONTINUES, Ranks, attempt
 from .diagnosis.diagnose import diagnose_layers, shards_to_read
 from .diagnosis.result import Diagnosis
 from .diagnosis.suggestions import with_advice
+from .distributed import RERUN_CONTINUES, Ranks, attempt
 from .errors import SourceError, UsageError
 from .files.cards import card_of, says_folds
 from .files.checkpoint import Checkpoint, open_checkpoint, readable
@@ -263,7 +263,7 @@ def _work(
     begin = time.monotonic()
     reporter = reporter or Reporter()
     ranks = ranks or Ranks()
-    ranks.again = CONTINUES
+    ranks.rerun_hint = RERUN_CONTINUES
     with ranks:
         # Connects them, which takes memory that must not come on top of what workers may use.
         ranks.agree(None)

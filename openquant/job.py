@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from .convert.ranks import Ranks
+from .distributed import Ranks
 from .files.checkpoint import Checkpoint
 from .files.fingerprint import Stamp
 from .files.output import OutputDirectory

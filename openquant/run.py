@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .convert.conversion import Progress, check_copied, convert
-from .convert.ranks import Ranks, attempt
+from .distributed import Ranks, attempt
 from .errors import OutputError, SourceError
 from .files.checkpoint import open_checkpoint, readable
 from .files.evaluation import find_evaluation

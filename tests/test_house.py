@@ -13,7 +13,7 @@ FLOORS = (
     ("formats",),
     ("options", "packed", "weights"),
     ("data", "hub", "keywords", "plan", "recipes"),
-    ("convert", "result", "vllm_probe"),
+    ("convert", "distributed", "result", "vllm_probe"),
     ("reporter", "streaming"),
     ("diagnosis", "evaluation", "job"),
     ("calibration",),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ..convert.conversion import COMPILED_MEMORY
 from ..convert.devices import loops
-from ..convert.ranks import Ranks, attempt
+from ..distributed import Ranks, attempt
 from ..files.fingerprint import Fingerprint
 from ..files.layer_store import LayerStore, TensorPlace
 from ..hub.shards import supply_shards

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..convert.ranks import Ranks, attempt
+from ..distributed import Ranks, attempt
 from ..errors import PlanError, UsageError
 from ..files.atomic import make_directory
 from ..files.checkpoint import Checkpoint

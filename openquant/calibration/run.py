@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..convert.ranks import Ranks, attempt
+from ..distributed import Ranks, attempt
 from ..errors import SourceError, UsageError
 from ..files.checkpoint import Checkpoint, open_checkpoint
 from ..files.destination import Destination, ProtectedPaths

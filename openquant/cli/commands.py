@@ -46,7 +46,7 @@ from .console import (
 from .interrupts import MESSAGE, hint
 
 if TYPE_CHECKING:
-    from ..convert.ranks import Ranks
+    from ..distributed import Ranks
     from ..hub.source import Source
     from ..result import Result
 
@@ -130,7 +130,7 @@ def _find_ranks(shared: bool = True) -> tuple[Ranks, UsageError | None]:
     Args:
         shared: whether they have a job in common; else each is on its own.
     """
-    from ..convert.ranks import Ranks
+    from ..distributed import Ranks
 
     try:
         return (Ranks.from_environment(os.environ) if shared else Ranks()), None

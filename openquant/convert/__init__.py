@@ -1,8 +1,7 @@
-"""Carry out a plan: a bounded piece read, encoded and written at a time, on threads and by several ranks.
+"""Carry out a plan: a bounded piece read, encoded and written at a time, on threads.
 
 convert  writes shards of a plan into a claimed output directory
 ShardTransfer  how source shards come and output shards go: from a disk, from a cache, through a scratch directory
-Ranks    this process among several that torchrun or accelerate started
 
 sizes = {shard.name: shard.nbytes for shard in plan.shards}
 with OutputDirectory(path, plan.digest, sizes, others={}, overwrite=False) as output:

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..convert.ranks import Ranks, attempt
+from ..distributed import Ranks, attempt
 from ..errors import SourceError, UsageError
 from ..files.checkpoint import open_checkpoint
 from ..files.destination import Destination, ProtectedPaths

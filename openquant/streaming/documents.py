@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 
 class DocumentRanks(Protocol):
-    """This process among those that share an evaluation, such as convert.ranks.Ranks.
+    """This process among those that share an evaluation, such as distributed.Ranks.
 
     Attributes:
         rank: its number, the first is 0.

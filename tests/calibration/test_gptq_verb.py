@@ -434,7 +434,7 @@ def test_the_first_rank_rounds_for_all(made: Path, job: Job, tmp_path: Path) -> 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_no_rank_outlives_another_in_the_pass(made: Path, job: Job, tmp_path: Path, victim: int) -> None:
     words = ["-m", EXAMPLE, "-o", tmp_path / "out", "--scheme", "int4", "--gptq", *TEXTS]
-    brisk = "from openquant.convert import board\nboard.BEAT, board.SILENCE = 0.2, 10\n"
+    brisk = "from openquant import distributed\ndistributed.HEARTBEAT, distributed.MISSED = 0.2, 10\n"
     fails = "from openquant.files import rounded\ndef full(*_): raise OSError(28, 'No space left on device')\n"
     fails += "rounded.write_whole = full\n"
     dies = "import os, signal\nfrom openquant import gptq\ngptq.Gptq.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -134,7 +134,7 @@ def test_ranks_fold_alike(tmp_path: Path) -> None:
 WITHIN = """
 import json, os, sys
 from pathlib import Path
-from openquant.convert.ranks import Ranks
+from openquant.distributed import Ranks
 from openquant.files.checkpoint import open_checkpoint
 from openquant.evaluation.compare import compare_outputs
 from openquant.evaluation.under_test import EvaluationSettings, ModelUnderTest
@@ -219,7 +219,7 @@ def is_busy(rank: Rank) -> None:
 
 
 def test_a_killed_rank_is_missed(job: Job, output: Path, tmp_path: Path) -> None:
-    brisk = "from openquant.convert import board\nboard.BEAT, board.SILENCE = 0.2, 10\n"
+    brisk = "from openquant import distributed\ndistributed.HEARTBEAT, distributed.MISSED = 0.2, 10\n"
     given = words(output, "--out", tmp_path / "eval.json")
     first = job.start(0, *given, first=OPENQUANT + brisk + RUN)
     victim = job.start(1, *given, first=OPENQUANT + brisk + BUSY + RUN)

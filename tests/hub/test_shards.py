@@ -20,7 +20,7 @@ import pytest
 
 from conftest import ROOT, heed_ctrl_c
 from openquant import diagnose
-from openquant.convert.ranks import Ranks
+from openquant.distributed import Ranks
 from openquant.errors import OutputError, SourceError, UsageError
 from openquant.files.checkpoint import Checkpoint
 from openquant.files.fingerprint import Fingerprint

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import pytest
 
 from conftest import ROOT, Run, tree
 from openquant import compress
-from openquant.convert.ranks import Meeting, Ranks
+from openquant.distributed import Ranks, Rendezvous
 from openquant.errors import OpenQuantError, UsageError
 from openquant.plan.layout import Shard
 from support import forked_ranks, small_checkpoints
@@ -197,7 +198,7 @@ def test_max_memory_counts_what_ranks_need_to_talk(tmp_path: Path, source: Path)
 
 def test_a_caller_s_process_group_stays(tmp_path: Path, source: Path) -> None:
     code = (
-        "import os, sys, torch.distributed as d; from openquant import compress; from openquant.convert.ranks import Ranks;"
+        "import os, sys, torch.distributed as d; from openquant import compress; from openquant.distributed import Ranks;"
         "d.init_process_group('gloo'); ranks = [Ranks.from_environment(os.environ) for _ in range(2)];"
         # Twice, since a job may have several models.
         "compress(sys.argv[1], sys.argv[2], ranks=ranks[0]); compress(sys.argv[1], sys.argv[3], ranks=ranks[1]);"
@@ -208,6 +209,21 @@ def test_a_caller_s_process_group_stays(tmp_path: Path, source: Path) -> None:
     done = torchrun(2, source, tmp_path / "a", tmp_path / "b", script=script, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
+
+
+def test_a_process_group_can_be_made_afterwards(tmp_path: Path, source: Path) -> None:
+    """A caller who trains with torch.distributed makes its own; ranks leave none behind, and no number of threads."""
+    code = (
+        "import os, sys, torch, torch.distributed as d; from openquant import Ranks, compress;"
+        "threads = torch.get_num_threads();"
+        "compress(sys.argv[1], sys.argv[2], ranks=Ranks.from_environment(os.environ));"
+        "assert not d.is_initialized() and torch.get_num_threads() == threads;"
+        "d.init_process_group('gloo'); d.barrier(); d.destroy_process_group()"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    done = torchrun(2, source, tmp_path / "out", script=script, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
 
 
 TOLD = {
@@ -221,11 +237,11 @@ TOLD = {
 
 
 def test_the_environment_of_torchrun_is_understood() -> None:
-    assert Ranks.from_environment(TOLD) == Ranks(5, 8, 1, 4, Meeting("a", 1))
+    assert Ranks.from_environment(TOLD) == Ranks(5, 8, 1, 4, Rendezvous("a", 1))
     agent = {**TOLD, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
-    assert Ranks.from_environment(agent) == Ranks(5, 8, 1, 4, Meeting("a", 1, True, "2"))
+    assert Ranks.from_environment(agent) == Ranks(5, 8, 1, 4, Rendezvous("a", 1, True, "2"))
     bare = {name: TOLD[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    assert Ranks.from_environment(bare) == Ranks(5, 8, 5, 8, Meeting("a", 1))
+    assert Ranks.from_environment(bare) == Ranks(5, 8, 5, 8, Rendezvous("a", 1))
 
 
 @pytest.mark.parametrize(
@@ -309,12 +325,12 @@ def test_a_rank_waits_for_minutes_not_for_ever(job: Job, source: Path, tmp_path:
 
 def test_of_the_ranks_that_came_the_first_tells_who_did_not() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
-        meeting = Meeting("127.0.0.1", free.getsockname()[1])
+        rendezvous = Rendezvous("127.0.0.1", free.getsockname()[1])
     caught: dict[int, OpenQuantError] = {}
     spoke: dict[int, bool] = {}
 
     def wait(rank: int, patience: float) -> None:
-        ranks = Ranks(rank, 3, meeting=meeting, patience=patience)
+        ranks = Ranks(rank, 3, rendezvous=rendezvous, patience=patience)
         try:
             with ranks:
                 ranks.agree(None)
@@ -326,20 +342,20 @@ def test_of_the_ranks_that_came_the_first_tells_who_did_not() -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-    told = f"rank 0 waits for rank 2 at {meeting}, for 2 seconds now"
+    told = f"rank 0 waits for rank 2 at {rendezvous}, for 2 seconds now"
     assert {rank: error.message for rank, error in caught.items()} == {0: told, 1: f"rank 0 failed: {told}"}
     assert spoke == {0: True, 1: False}
 
 
 def test_bytes_of_all_ranks_come_to_the_first() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
-        meeting = Meeting("127.0.0.1", free.getsockname()[1])
+        rendezvous = Rendezvous("127.0.0.1", free.getsockname()[1])
     # Not a whole number of pieces, nothing at all, and less than one.
     given = [b"of the first", bytes(range(256)) * 10000, b"", b"ab"]
     got: dict[int, list[list[bytes]]] = {}
 
     def work(rank: int) -> None:
-        with Ranks(rank, 4, meeting=meeting) as ranks:
+        with Ranks(rank, 4, rendezvous=rendezvous) as ranks:
             got[rank] = [ranks.gather(given[rank]), ranks.gather(given[rank][::-1])]
             ranks.agree(None)
 
@@ -357,7 +373,7 @@ BUSY = """
 import time
 from openquant import run
 def convert(plan, shards, traffic, output, workers, device, progress, **_):
-    print("busy", flush=True)
+    print("busy\\n", end="", flush=True)
     while True:
         progress(1)
         time.sleep(0.01)
@@ -398,10 +414,37 @@ def test_an_interrupted_rank_ends_the_others(job: Job, source: Path, tmp_path: P
     assert begun[1].wait(60) == 130
 
 
+# Two seconds without a heartbeat are a death.
+BRISK = "from openquant import distributed\ndistributed.HEARTBEAT, distributed.MISSED = 0.2, 10\n"
+
+
+def test_ranks_that_were_stopped_together_go_on(job: Job, source: Path, tmp_path: Path) -> None:
+    """By Ctrl-Z or a closed laptop."""
+    begun = [job.start(rank, "-m", source, "-o", tmp_path / "out", "-q", first=BRISK + BUSY) for rank in range(2)]
+    are_busy(*begun)
+    for rank in begun:
+        rank.send_signal(signal.SIGSTOP)
+    time.sleep(4)
+    for rank in begun:
+        rank.send_signal(signal.SIGCONT)
+    time.sleep(1)
+    assert [rank.poll() for rank in begun] == [None, None]
+    begun[1].send_signal(signal.SIGINT)
+    assert begun[0].communicate(timeout=60)[1] == f"error: rank 1 was interrupted\n{AGAIN}"
+
+
+def test_a_rank_that_is_stopped_alone_is_missed(job: Job, source: Path, tmp_path: Path) -> None:
+    """Its connections stay open, as those of a machine that has lost its power."""
+    begun = [job.start(rank, "-m", source, "-o", tmp_path / "out", "-q", first=BRISK + BUSY) for rank in range(2)]
+    are_busy(*begun)
+    begun[1].send_signal(signal.SIGSTOP)
+    _, stderr = begun[0].communicate(timeout=60)
+    assert stderr == f"error: rank 1 died: nothing was heard of it for 2 seconds\n{AGAIN}"
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_missed_without_a_launcher(job: Job, source: Path, tmp_path: Path, victim: int) -> None:
-    brisk = "from openquant.convert import board\nboard.BEAT, board.SILENCE = 0.2, 10\n" + BUSY
-    begun = [job.start(rank, "-m", source, "-o", tmp_path / "out", "-q", first=brisk) for rank in range(2)]
+    begun = [job.start(rank, "-m", source, "-o", tmp_path / "out", "-q", first=BRISK + BUSY) for rank in range(2)]
     are_busy(*begun)
     begun[victim].kill()
     left = begun[1 - victim]
