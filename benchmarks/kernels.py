@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from openquant.formats import compiled, kernels
-from openquant.formats.clip_search import searched
 from openquant.formats.format import Format
 from openquant.formats.kernels import Loops
 from openquant.formats.reference import encode, group_absmax, group_scale
+from openquant.formats.scales import choose_scales, choose_shared_scale
 from openquant.formats.schemes import SCHEMES, Scheme
 
 LOOPS: tuple[Loops, ...] = (kernels, compiled)
@@ -43,17 +43,15 @@ def ours(loops: Loops, bits: np.ndarray, dtype: str, scheme: Scheme, out: np.nda
     form = scheme.format
     rows = max(128, (4 << 20) // (bits.shape[1] * bits.itemsize) // 128 * 128)
     pieces = [slice(low, low + rows) for low in range(0, bits.shape[0], rows)]
-    divisor = None
+    global_scale = None
     if form.tied:
-        amax = np.stack([loops.absmax(bits[piece], dtype, (None, None)) for piece in pieces]).max(axis=0)
-        divisor = None if form.shared else form.divisor(amax)
+        absmax = np.stack([loops.absmax(bits[piece], dtype, (None, None)) for piece in pieces]).max(axis=0)
+        global_scale = None if form.shared else choose_shared_scale(form, absmax)
     for piece in pieces:
         if not form.shared:
-            amax = loops.absmax(bits[piece], dtype, form.group)
-        scale = form.scales(amax, divisor)
-        if scheme.ratios:
-            scale = searched(bits[piece], dtype, amax, form, scheme.ratios, divisor, loops)
-        loops.encode_stored(bits[piece], dtype, scale, form.group, out[piece], form.number, divisor)
+            absmax = loops.absmax(bits[piece], dtype, form.group)
+        scale, zero = choose_scales(scheme, bits[piece], dtype, absmax, global_scale, loops=loops)
+        loops.encode_stored(bits[piece], dtype, scale, form.group, out[piece], form.number, global_scale, zero)
 
 
 def theirs(weight: torch.Tensor, form: Format) -> torch.Tensor:
@@ -68,7 +66,9 @@ def main() -> None:
     rows = parser.parse_args().rows
     torch.set_num_threads(1)
     print("| source | scheme | numpy | compiled | torch eager |\n|---|---|---|---|---|")
-    unsearched = {f"{name} --no-search": scheme.unsearched for name, scheme in SCHEMES.items() if scheme.ratios}
+    unsearched = {
+        f"{name} --no-search": scheme.unsearched for name, scheme in SCHEMES.items() if scheme.searches_scales
+    }
     for dtype, kind in DTYPES.items():
         weight = (torch.randn(rows, 2048 if dtype != "F32" else 1024) * 0.02).to(kind)
         bits = weight.view(torch.int32 if dtype == "F32" else torch.int16).numpy().view(kernels.BITS_TYPE[dtype])

@@ -193,8 +193,8 @@ def _schemes(recipe: Recipe) -> tuple[Scheme | None, tuple[tuple[str, Scheme], .
     chosen = find_scheme(recipe.scheme, recipe.format, recipe.scale_format, recipe.activation_scheme, size, asymmetric)
     others = find_others(chosen, scheme_for, recipe.group_size, recipe.asymmetric)
     if recipe.no_search:
-        if not any(each.ratios for each in (chosen, *(other for _, other in others))):
-            *most, last = (name for name, known in SCHEMES.items() if known.ratios)
+        if not any(each.searches_scales for each in (chosen, *(other for _, other in others))):
+            *most, last = (name for name, known in SCHEMES.items() if known.searches_scales)
             raise UsageError(
                 f"--scheme {recipe.scheme} searches for no scales",
                 f"use --scheme {', '.join(most)} or {last}, or leave --no-search out",

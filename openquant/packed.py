@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .formats.clip_search import searched
-from .formats.reference import decode, encode, group_absmax, group_divisor, group_scale, stored_scale
+from .formats.reference import decode, encode, group_absmax, stored_scale
+from .formats.scales import choose_scales, choose_shared_scale
 from .formats.schemes import VARIANTS, find_scheme
 
 _DTYPES = {
@@ -103,16 +103,16 @@ class PackedLinear(nn.Module):
         if absmax.max() > chosen.largest:
             raise ValueError(f"the weight reaches {absmax.max():g}, engines load at most {chosen.largest:g}")
         form = chosen.format
-        divisor = group_divisor(absmax.amax(), form) if form.global_scale is not None else None
-        scale = group_scale(absmax, form, divisor)
-        if chosen.ratios:
-            values = weight.float().cpu().contiguous().numpy()
-            found = searched(values.view(np.uint32), "F32", absmax.cpu().numpy(), form, chosen.ratios)
-            scale = torch.from_numpy(found).to(scale.device)
+        bits, largest = weight.float().cpu().contiguous().numpy().view(np.uint32), absmax.cpu().numpy()
+        divisor = None
+        if form.global_scale is not None:
+            divisor = torch.from_numpy(choose_shared_scale(form, largest.max(keepdims=True))).to(weight.device)
+        # The schemes of VARIANTS have none, which this layer could not hold.
+        assert not chosen.asymmetric
+        scale = torch.from_numpy(choose_scales(chosen, bits, "F32", largest).scale).to(weight.device)
         bias = None if linear.bias is None else linear.bias.detach()
         codes, stored = encode(weight, scale, form), stored_scale(scale, form, shape, divisor)
-        above = None if divisor is None else divisor.reshape(1)
-        return cls(codes, stored, bias, chosen.method, chosen.name, above)
+        return cls(codes, stored, bias, chosen.method, chosen.name, None if divisor is None else divisor.reshape(1))
 
     @property
     def scale(self) -> Tensor:

@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ..formats.format import Format
 from ..formats.kernels import to_float32
 from ..formats.numbers import Floats
+from ..formats.scales import choose_scales
+from ..formats.schemes import Scheme
 from ..patterns import compile_any
 from ..plan.plan import Plan
 from ..registry.architecture import absolute_patterns
@@ -43,34 +44,32 @@ class SampledRows:
     Attributes:
         rows: float32 [n, in].
         square: float32 [in], the mean square of what goes in.
-        form: how the layer is stored: in groups of integers.
+        scheme: how the layer is stored: in groups of integers.
         share: how many rows of the layer each stands for.
     """
 
     rows: Floats
     square: Floats
-    form: Format
+    scheme: Scheme
     share: float
 
     @property
     def width(self) -> int:
         """How many columns share a scale."""
-        return self.form.group[1] or self.rows.shape[1]
+        return self.scheme.format.group[1] or self.rows.shape[1]
 
     def lost(self, columns: Floats) -> float:
         """An estimate of the squared error of the layer's outputs, where its columns are multiplied by factors [in] and
         what goes in is divided; as if inputs had nothing to do with each other, which changes little.
         """
-        groups = (self.rows * columns).reshape(-1, self.width)
-        if self.form.zero_point is None:
-            scale, zero = self.form.scales(np.abs(groups).max(axis=1)), None
-        else:
-            scale, zero = self.form.ranges(groups.min(axis=1), groups.max(axis=1))
-        groups /= scale[:, None]
+        rows = self.rows * columns
+        scale, zero = choose_scales(self.scheme.unsearched, rows.view(np.uint32), "F32")
+        groups = rows.reshape(-1, self.width)
+        groups /= scale.reshape(-1, 1)
         if zero is not None:
-            groups += zero[:, None]
-        groups -= self.form.number.nearest(groups)
-        groups *= scale[:, None]
+            groups += zero.reshape(-1, 1)
+        groups -= self.scheme.format.number.nearest(groups)
+        groups *= scale.reshape(-1, 1)
         off = np.square(groups, out=groups).reshape(self.rows.shape).sum(axis=0, dtype=np.float64)
         return self.share * float(off @ (self.square / np.square(columns, dtype=np.float64)))
 
@@ -107,7 +106,7 @@ def awq_scale(mapping: SmoothingMapping, plan: Plan, reader: Reader, calibration
         if inputs is None or inputs.square is None:
             return "the calibration has seen nothing of a layer"
         rows = sample_rows(weight, reader, most)
-        sampled.append(SampledRows(rows, inputs.square, scheme.format, weight.shape[0] / len(rows)))
+        sampled.append(SampledRows(rows, inputs.square, scheme, weight.shape[0] / len(rows)))
         means.append(inputs.mean)
     # Weights that are not finite, and so large that they become that, lose nothing that is less.
     with np.errstate(over="ignore", invalid="ignore"):

@@ -24,10 +24,9 @@ from ..errors import SourceError
 from ..files.layer_store import LayerStore, TensorPlace, damaged_file
 from ..files.shardfile import Bytes
 from ..files.tensors import TensorInfo
-from ..formats.clip_search import searched
-from ..formats.group_ranges import ranged
 from ..formats.kernels import BITS_TYPE, Bits, Loops, absmax, pack, pack_words, to_float32
 from ..formats.numbers import Floats
+from ..formats.scales import choose_scales, choose_shared_scale
 from ..formats.schemes import Scheme
 from ..plan.gptq import rounded_tensors
 from ..plan.plan import Plan
@@ -224,27 +223,21 @@ def _round(
 ) -> Iterator[tuple[TensorInfo, Bytes]]:
     """The tensors of one weight: codes, scales, a global scale and zero points, as its format has them."""
     form, loops, device = scheme.format, reader.loops, feedback.shares.device
-    divisor = form.divisor(largest) if form.global_scale is not None else None
+    global_scale = choose_shared_scale(form, largest) if form.global_scale is not None else None
     codes: list[Any] = []
     scales: list[Any] = []
     zeros: list[Any] = []
     importance = None if weight.transform is None else weight.transform.importance
     for bits in _pieces(reader, weight, form.height):
-        zero = None
-        if form.shared:
-            scale = form.scales(largest)
-        else:
-            amax = loops.absmax(bits, weight.dtype, form.group)
-            require_small(weight, amax, scheme, reader.where)
-            if form.zero_point is not None:
-                scale, zero = ranged(bits, weight.dtype, form, scheme.ratios, importance)
-                zeros.append(pack_words(form.number.encode(zero), form.number))
-            elif scheme.ratios:
-                scale = searched(bits, weight.dtype, amax, form, scheme.ratios, divisor, loops, importance)
-            else:
-                scale = loops.scales(form, amax, divisor)
+        largest_weights = largest
+        if not form.shared:
+            largest_weights = loops.absmax(bits, weight.dtype, form.group)
+            require_small(weight, largest_weights, scheme, reader.where)
+        scale, zero = choose_scales(scheme, bits, weight.dtype, largest_weights, global_scale, importance, loops)
         if not form.shared or not scales:
-            scales.append(np.asarray(form.stored(scale, divisor)))
+            scales.append(np.asarray(form.stored(scale, global_scale)))
+        if zero is not None:
+            zeros.append(pack_words(form.number.encode(zero), form.number))
         values = torch.from_numpy(to_float32(bits, weight.dtype)).to(device)
         shift = None if zero is None else torch.from_numpy(zero).to(device)
         found = round_columns(values, torch.from_numpy(scale).to(device), feedback, form, shift)
@@ -257,8 +250,8 @@ def _round(
     made = {form.codes: codes, form.scale.name: scales}
     if form.zero_point is not None:
         made[form.zero_point] = zeros
-    if form.global_scale is not None and divisor is not None:
-        made[form.global_scale.name] = [divisor]
+    if form.global_scale is not None:
+        made[form.global_scale.name] = [global_scale]
     for info in rounded_tensors(weight, scheme):
         parts = made[info.name.removeprefix(f"{weight.module}.")]
         yield info, np.concatenate([part.reshape(-1).view(np.uint8) for part in parts])

@@ -22,12 +22,11 @@ from ..errors import PlanError
 from ..files.output import OutputDirectory
 from ..files.shardfile import ALIGNMENT, AlignedBuffer, Bytes, FinishedShard, ShardFile, SourceFile
 from ..files.tensors import DTYPE_BITS
-from ..formats.clip_search import searched
 from ..formats.finite import NonFinite, can_be_non_finite, count_non_finite
 from ..formats.format import grid_of
-from ..formats.group_ranges import ranged
 from ..formats.kernels import from_float32, pack_words, scale_values
 from ..formats.numbers import Floats
+from ..formats.scales import choose_scales, choose_shared_scale
 from ..formats.schemes import Scheme
 from ..plan.layout import (
     CopyBytes,
@@ -95,7 +94,7 @@ def worker_memory(plan: Plan, device: str) -> int:
 
 def worth_compiling(plan: Plan) -> bool:
     """Whether compiled loops save more time than they take to load; numba must be there."""
-    searches = any(scheme.ratios for scheme in plan.schemes)
+    searches = any(scheme.searches_scales for scheme in plan.schemes)
     kept = (kept.weight for kept in plan.decisions.kept if kept.weight is not None)
     weights = sum(weight.shape[0] * weight.shape[1] for weight in (*plan.layers.values(), *kept))
     return weights >= (LARGE // 4 if searches else LARGE) and find_spec("numba") is not None
@@ -498,32 +497,28 @@ class _Worker:
 
     def _quantize(self, piece: WeightPlace, scheme: Scheme, shared: Floats | None, file: Target) -> None:
         weight, form, place, scale_place = piece.weight, scheme.format, piece.target, piece.scale_target
-        divisor, zero, zero_place = None, None, piece.zero_target
+        importance = None if weight.transform is None else weight.transform.importance
+        global_scale, zero_place = None, piece.zero_target
         if shared is not None and piece.tied_target is not None:
-            divisor = None if form.shared else form.divisor(shared)
-            file.write(form.stored(form.scales(shared)) if divisor is None else divisor, piece.tied_target)
+            shared_scale = choose_shared_scale(form, shared)
+            file.write(form.stored(shared_scale) if form.shared else shared_scale, piece.tied_target)
+            global_scale = None if form.shared else shared_scale
         for bits in self.reader.rows(weight, form.height):
-            loaded = self.kernels.load(bits, weight.dtype)
+            loaded, absmax = self.kernels.load(bits, weight.dtype), shared
+            if absmax is None or not form.shared:
+                absmax = self.kernels.absmax(loaded, weight.dtype, form.group)
+                require_small(weight, absmax, scheme, self.reader.where)
+            # On a CPU whatever the device, so that all of them find the same.
+            scale, zero = choose_scales(scheme, bits, weight.dtype, absmax, global_scale, importance, self.loops)
             if shared is None or not form.shared:
-                amax = self.kernels.absmax(loaded, weight.dtype, form.group)
-                require_small(weight, amax, scheme, self.reader.where)
-                # On a CPU whatever the device, so that all of them find the same.
-                ratios, importance = scheme.ratios, weight.transform.importance if weight.transform else None
-                if zero_place is not None:
-                    scale, zero = ranged(bits, weight.dtype, form, ratios, importance)
-                    zero_place = _write_zeros(zero, scheme, file, zero_place)
-                elif ratios:
-                    scale = searched(bits, weight.dtype, amax, form, ratios, divisor, self.loops, importance)
-                else:
-                    scale = self.loops.scales(form, amax, divisor)
-                stored = self.loops.stored(form, scale, divisor)
+                stored = self.loops.stored(form, scale, global_scale)
                 file.write(stored, scale_place)
                 scale_place += stored.nbytes
-            else:
-                scale = form.scales(shared)
+            if zero is not None and zero_place is not None:
+                zero_place = _write_zeros(zero, scheme, file, zero_place)
             slot = self._slot()
             codes = slot.take(place, bits.size // form.number.per_byte)
-            self.kernels.encode(loaded, weight.dtype, scale, form, codes.reshape(len(bits), -1), divisor, zero)
+            self.kernels.encode(loaded, weight.dtype, scale, form, codes.reshape(len(bits), -1), global_scale, zero)
             slot.send(file, codes, place)
             place += codes.nbytes
             self.conversion.advance(row_bytes(weight, len(bits)))

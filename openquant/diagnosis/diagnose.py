@@ -251,7 +251,9 @@ class _Joined:
         encoded: dict[object, Scheme] = {}
         for scheme in storing:
             if not self._keeps(scheme, weight):
-                alike = encoded.setdefault((scheme.format.of_weights, scheme.ratios), scheme)
+                alike = encoded.setdefault(
+                    (scheme.format.of_weights, scheme.searches_scales, scheme.clip_ratios), scheme
+                )
                 losses[scheme.name] = losses[alike.name]
         for rows in self._again(weight) if self.diagnosing.full else _chosen(whole, kept):
             values = to_float32(rows.bits, weight.dtype)

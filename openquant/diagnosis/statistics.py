@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..formats.clip_search import searched
 from ..formats.format import Format, Group
 from ..formats.kernels import BITS_TYPE, CHUNK, Bits, Loops, to_float32
 from ..formats.numbers import Floats
+from ..formats.scales import Scales, choose_scales, choose_shared_scale
 from ..formats.schemes import SCHEMES, Scheme
 from ..weights.quant_error import energy, relative_error, row_energies
 from ..weights.weight import Weight
@@ -107,7 +107,7 @@ class WeightTotals:
             self.squares += energy(values)
         return True
 
-    def scales(self, scheme: Scheme, rows: RowSample, shared: Floats) -> tuple[Group, Floats]:
+    def scales(self, scheme: Scheme, rows: RowSample, shared: Floats) -> tuple[Group, Scales]:
         """The scales of some rows, once all are added, and which part of these rows has one each: (1, 128) of blocks.
 
         Args:
@@ -117,18 +117,17 @@ class WeightTotals:
         """
         form = scheme.format
         height, width = form.group
+        group: Group = form.group
         if form.shared:
-            return form.group, form.scales(shared)
-        if form in self._grids:
+            absmax = shared
+        elif form in self._grids:
             if len(self._grids[form]) > 1:
                 self._grids[form] = [np.concatenate(self._grids[form])]
-            return (1, width), form.scales(self._grids[form][0][rows.numbers // (height or 1)])
-        largest = self._loops.absmax(rows.bits, self.weight.dtype, form.group)
-        divisor = form.divisor(shared)
-        if scheme.ratios:
-            scale = searched(rows.bits, self.weight.dtype, largest, form, scheme.ratios, divisor, self._loops)
-            return form.group, scale
-        return form.group, form.scales(largest, divisor)
+            group, absmax = (1, width), self._grids[form][0][rows.numbers // (height or 1)]
+        else:
+            absmax = self._loops.absmax(rows.bits, self.weight.dtype, form.group)
+        global_scale = choose_shared_scale(form, shared) if form.global_scale is not None else None
+        return group, choose_scales(scheme, rows.bits, self.weight.dtype, absmax, global_scale, loops=self._loops)
 
 
 class SchemeLoss:
@@ -145,7 +144,7 @@ class SchemeLoss:
         self.noise = self.row_noise = self.zeros = self.subnormals = 0.0
 
     def add(
-        self, scheme: Scheme, rows: RowSample, values: Floats, energies: Energies, group: Group, scale: Floats
+        self, scheme: Scheme, rows: RowSample, values: Floats, energies: Energies, group: Group, scales: Scales
     ) -> None:
         """Add what a scheme makes of some rows.
 
@@ -155,17 +154,22 @@ class SchemeLoss:
             values: their weights as float32.
             energies: of each row.
             group: height and width of what shares a scale.
-            scale: the scales, [n/height, in/width].
+            scales: the scales and zero points, [n / height, in / width].
         """
-        number, width = scheme.format.number, group[1]
-        spread = scale if width is None else np.repeat(scale, width, axis=1)
+        number = scheme.format.number
+        scale, zero = (None if grid is None else _widen(grid, group[1]) for grid in scales)
+        assert scale is not None
         # What codes stand for without the codes, which take longer to look up.
-        made = number.nearest(values / spread)
+        if zero is None:
+            made = number.nearest(values / scale)
+        else:
+            made = number.nearest(values / scale + zero)
+            made -= zero
         zeros = rows.counted(made == 0)
         self.zeros += zeros
         if number.normal:
             self.subnormals += rows.counted(np.abs(made) < np.float32(number.normal)) - zeros
-        made *= spread
+        made *= scale
         made -= values
         noise = row_energies(made)
         self.noise += rows.summed(noise)
@@ -262,6 +266,11 @@ def layer_figures(
 
 def _by_scheme(found: dict[str, float]) -> dict[str, float | None]:
     return {name: found.get(name) for name in SCHEMES}
+
+
+def _widen(grid: Floats, width: int | None) -> Floats:
+    """A grid [n, groups] with each entry repeated over the columns of its group, if a row has several."""
+    return grid if width is None else np.repeat(grid, width, axis=1)
 
 
 def _sum(values: Floats) -> float:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..formats.format import Format, Group, grid_of
-from ..formats.reference import decode, encode, group_absmax, group_divisor, group_ranges, group_scale
+from ..formats.reference import choose_scales, decode, encode, group_absmax, group_divisor
 from ..formats.schemes import SCHEMES
 
 # Weights that are held in float32 at a time.
@@ -149,10 +149,9 @@ def _grids(source: Tensor, output: Tensor, form: Format) -> Iterator[tuple[Tenso
         weight, other = source[low : low + step].float(), output[low : low + step].float()
         group: Group = (height if height else len(weight), width if width else weight.shape[1])
         weight, other = _padded(weight, group), _padded(other, group)
-        scale = group_scale(
-            largest if largest is not None and form.shared else group_absmax(weight, group), form, divisor
-        )
-        stored = _stored(weight, scale, form, group)
+        alone = replace(form, group=group)
+        scale, zero = choose_scales(weight, alone, largest if form.shared else None, divisor)
+        stored = _stored(weight, scale, zero, alone)
         error, lost = other - weight, stored - weight
         yield (
             _sums(error * error, group),
@@ -162,16 +161,12 @@ def _grids(source: Tensor, output: Tensor, form: Format) -> Iterator[tuple[Tenso
         )
 
 
-def _stored(weight: Tensor, scale: Tensor, form: Format, group: Group) -> Tensor:
-    """What a format makes of weights, given their scales."""
-    rows, cols = group
+def _stored(weight: Tensor, scale: Tensor, zero: Tensor | None, form: Format) -> Tensor:
+    """What a format makes of weights, given their scales and zero points."""
+    rows, cols = form.group
     assert rows is not None and cols is not None
     if form.number in _FAST:
-        alone = replace(form, group=group)
-        if form.zero_point is not None:
-            scale, zero = group_ranges(weight, alone)
-            return decode(encode(weight, scale, alone, zero), scale, alone, zero)
-        return decode(encode(weight, scale, alone), scale, alone)
+        return decode(encode(weight, scale, form, zero), scale, form, zero)
     spread = scale.repeat_interleave(rows, 0).repeat_interleave(cols, 1)[: weight.shape[0], : weight.shape[1]]
     codes = form.number.encode((weight / spread).contiguous().cpu().numpy())
     return torch.from_numpy(form.number.decode(codes)).to(weight.device) * spread

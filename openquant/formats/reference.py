@@ -61,6 +61,27 @@ def group_ranges(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     return group_scale(half, format), zero
 
 
+def choose_scales(
+    weight: Tensor, format: Format, absmax: Tensor | None = None, divisor: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Choose the scale of each group, and its zero point where the format has them, as scales.choose_scales without a
+    search.
+
+    Args:
+        weight: [out, in] of whole groups, of any floating dtype.
+        format: how it is stored.
+        absmax: float32 [out / height, in / width], the largest absolute weight of each group; that of `weight` if None.
+        divisor: float32 of one element, the global scale; that of these groups if None.
+
+    Returns:
+        The scale of each group, and the value of its code that stands for zero or None: float32
+        [out / height, in / width].
+    """
+    if format.zero_point is not None:
+        return group_ranges(weight, format)
+    return group_scale(group_absmax(weight, format.group) if absmax is None else absmax, format, divisor), None
+
+
 def encode(weight: Tensor, scale: Tensor, format: Format, zero: Tensor | None = None) -> Tensor:
     """The codes of a weight [out, in] as written: divide by the scale in float32, add the value of the code for zero if
     there is one, clamp, round to nearest even.

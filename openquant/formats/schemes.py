@@ -37,8 +37,9 @@ class Scheme:
         fallback: what layers are stored as that engines cannot load in this one; None to leave them unquantized.
         follows_rows: whether an engine that reorders a layer's rows gets its scales right.
         most: the largest weight that engines can load; None if they load all that bfloat16 holds.
-        ratios: of a group's largest weight, those that scales are made from where the best is searched for (in
-            clip_search.py).
+        searches_scales: whether the scale of each group is searched for, by the least squared error (scales.py); else
+            it is made from the largest weight.
+        clip_ratios: the shares of a group's largest weight that a search makes scales from.
         inputs: what activations' groups are scaled by where the source does not say: the divisor of Format.local.
         group_size: how many inputs share a scale, where the user may choose that: "128", or "channel" for all.
         tag: what a card is found by: "fp8-block".
@@ -58,7 +59,8 @@ class Scheme:
     fallback: Scheme | None = None
     follows_rows: bool = True
     most: float | None = None
-    ratios: tuple[float, ...] = ()
+    searches_scales: bool = False
+    clip_ratios: tuple[float, ...] = (1.0,)
     inputs: float | None = None
     group_size: str | None = None
     tag: str = ""
@@ -99,7 +101,7 @@ class Scheme:
     @property
     def unsearched(self) -> Scheme:
         """The same with scales that are made from the largest weight alone."""
-        return replace(self, ratios=(), fallback=self.fallback and self.fallback.unsearched)
+        return replace(self, searches_scales=False, fallback=self.fallback and self.fallback.unsearched)
 
     def config(
         self, ignored: list[str] | None, targets: Mapping[Scheme, Sequence[str]] | None = None
@@ -344,7 +346,8 @@ NVFP4 = Scheme(
     # The largest weight as 6; as 4, since from there to 6 is a wide step; or a step of the scale beside these. Of the
     # error 1 and 1.5 alone leave 91 %, these 86.1 %, and 70 ratios 85.4 %; scales of at most 256 instead of 448, which
     # leaves room for 4 in the group of the largest weight, change nothing.
-    ratios=(1.0, 0.92, 1.07, 1.43, 1.55),
+    searches_scales=True,
+    clip_ratios=(1.0, 0.92, 1.07, 1.43, 1.55),
     tag="fp4-nvfp4",
     notes=(
         "weights alone are stored in FP4 and activations stay as they are: it saves memory, not arithmetic (KL 0.006 "
@@ -411,7 +414,8 @@ def _int4(size: int | None, suffix: str, fallback: Scheme | None = None, asymmet
         head=True,
         fallback=fallback,
         # Smaller steps and smaller ones take a hundredth off the error at most.
-        ratios=(1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7),
+        searches_scales=True,
+        clip_ratios=(1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7),
         group_size="channel" if size is None else str(size),
         tag="int4-w4a16",
         notes=(

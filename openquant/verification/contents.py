@@ -287,9 +287,8 @@ class _Worker:
         zeros = self.output.zeros(weight, 0, weight.shape[0])
         whole = weight.format is not None and (zeros is not None or weight.format.zero_point is None)
         if original is not None and scale is not None and weight.format and whole and weight.scale is not None:
-            ratios = () if scheme is None else scheme.ratios
             comparison = Comparison(
-                original.shape, weight.format, scale, weight.scale.dtype, ratios, zeros, divisor, weighed
+                original.shape, weight.format, scale, weight.scale.dtype, scheme, zeros, divisor, weighed
             )
         pitch = info.nbytes // math.prod(info.shape[:-1])
         broken: int | None = None
@@ -398,7 +397,7 @@ class _Worker:
             with self.reading.lock:
                 self.reading.contents.absmax[weight.module] = float(comparison.absmax.max())
         if not scheme.format.shared:
-            made = comparison.made if scheme.ratios else scheme.format.scales(comparison.absmax, divisor)
+            made = comparison.made
             wrong = made != comparison.grid
             if wrong.any():
                 place = np.unravel_index(int(wrong.argmax()), wrong.shape)
@@ -422,7 +421,7 @@ class _Worker:
     def _report_zeros(self, number: int, weight: Weight, comparison: Comparison) -> None:
         """Note which zero points differ from those that quantizing the source again gives."""
         info, zeros, made = weight.zero_points, comparison.zeros, comparison.made_zeros
-        if info is None or zeros is None or weight.format is None or np.array_equal(zeros, made):
+        if info is None or zeros is None or made is None or weight.format is None or np.array_equal(zeros, made):
             return
         wrong = zeros != made
         place = np.unravel_index(int(wrong.argmax()), wrong.shape)

@@ -26,6 +26,7 @@ from ..formats.finite import can_be_non_finite
 from ..formats.format import Format
 from ..formats.kernels import BITS_TYPE
 from ..formats.quantization import read_quantization
+from ..formats.scales import choose_shared_scale
 from ..formats.schemes import CHANNEL, MIXED, SCHEMES, TENSOR, Scheme
 from ..machine import available_cpus
 from ..models import MODELS
@@ -505,8 +506,7 @@ class _Verification:
             scheme = self._scheme_of(self.codes[f"{modules[0]}.weight"])
             assert scheme is not None
             largest = np.float32(max(self.absmax[module] for module in modules))
-            form = scheme.format
-            made = float((form.scales if form.shared else form.divisor)(np.asarray(largest)))
+            made = float(choose_shared_scale(scheme.format, np.asarray(largest)))
             for module in modules:
                 scale = self.codes[f"{module}.weight"].tied_scale
                 if scale is not None and self.values[scale.name] != made:

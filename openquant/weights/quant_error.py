@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from ..formats.clip_search import searched
 from ..formats.format import Format, grid_of
-from ..formats.group_ranges import ranged
 from ..formats.kernels import CHUNK, Bits, absmax, encode, encode_float32, to_float32, unpack
 from ..formats.numbers import Codes, Floats
+from ..formats.scales import choose_scales
+from ..formats.schemes import Scheme
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,10 @@ class Comparison:
         grid: the scales, a row of them for each row of groups.
         zeros: the values of the codes that stand for zero, as many; None where zero stands for itself.
         absmax: the largest absolute weight of each group.
-        made: the scales that the source makes, where they can be searched for: in either way, that which is there if
-            it is one of the two, or one that was tried if what errors counted is not known.
-        made_zeros: likewise the zero points.
+        made: the scales that the source makes; where they are searched for, that which is there if it is one that the
+            source can make: without a search, with it, or of any clip ratio if what errors counted is not known. NaN
+            without a scheme.
+        made_zeros: likewise the zero points; None where there are none.
         finite: whether all weights of the source are.
         differing: number of codes that are not what the source makes under these scales.
         first: the first of them: where it is, the code and the other.
@@ -83,21 +84,26 @@ class Comparison:
         form: Format,
         scale: Floats,
         scale_dtype: str,
-        ratios: tuple[float, ...] = (),
+        scheme: Scheme | None = None,
         zeros: Floats | None = None,
         divisor: Floats | None = None,
         weighed: bool = False,
     ) -> None:
         self.shape = shape
-        self.form, self.ratios, self.divisor, self.weighed = form, ratios, divisor, weighed
+        self.form, self.divisor = form, divisor
+        # The schemes that may have chosen the scales, that which the source makes its scales with last.
+        self.candidates: tuple[Scheme, ...] = () if scheme is None else (scheme,)
+        if scheme is not None and scheme.searches_scales:
+            clipped = [replace(scheme, clip_ratios=(ratio,)) for ratio in (scheme.clip_ratios if weighed else ())]
+            self.candidates = (scheme.unsearched, *clipped, scheme)
         self.number = form.number
         height, width = form.group
         self.group = height, width if width is not None and width < shape[1] else None
         self.grid = scale.reshape(grid_of(self.group, shape))
         self.zeros = None if zeros is None else zeros.reshape(self.grid.shape)
         self.absmax = np.zeros(self.grid.shape, np.float32)
-        self.made = np.zeros(self.grid.shape, np.float32)
-        self.made_zeros = np.zeros(self.grid.shape, np.float32)
+        self.made = np.full(self.grid.shape, np.nan, np.float32)
+        self.made_zeros = None if zeros is None else np.full(self.grid.shape, np.nan, np.float32)
         # The scale may have been rounded once the codes were made; what float32 loses is nothing beside it.
         self.slack = 2.0**-8 if scale_dtype in ("BF16", "F16") else 2.0**-20
         self.error = ErrorSum()
@@ -132,18 +138,7 @@ class Comparison:
             self.finite = False
             return
         np.maximum(self.absmax[rows], largest, out=self.absmax[rows])
-        if self.ratios and self.zeros is not None:
-            self._range(rows, bits, dtype, self.zeros[rows])
-        elif self.ratios:
-            usual = self.form.scales(largest, self.divisor)
-            if not np.array_equal(usual, scale):
-                # Each may have been made in either way.
-                best = searched(bits, dtype, largest, self.form, self.ratios, self.divisor)
-                usual = np.where(usual == scale, usual, best)
-            for ratio in self.ratios if self.weighed else ():
-                tried = self.form.scales(largest * np.float32(ratio), self.divisor)
-                usual = np.where(tried == scale, tried, usual)
-            self.made[rows] = usual
+        self._remake(rows, bits, dtype)
         fits = bool((largest <= scale * np.float32(self.number.largest * (1 + 2.0**-20))).all())
         weight = to_float32(np.ascontiguousarray(bits[:, :cols]), dtype)
         spread = scale if width is None else np.repeat(scale, width, axis=1)[:, :cols]
@@ -174,15 +169,21 @@ class Comparison:
         if not (same and fits):
             self._bound(top, weight if zero is None else weight + zero * spread, error, spread)
 
-    def _range(self, rows: slice, bits: Bits, dtype: str, zero: Floats) -> None:
-        """Make the scales and zero points of some rows."""
-        best = ranged(bits, dtype, self.form, self.ratios)
-        # All of a single ratio.
-        for ratio in ((1.0,), *((each,) for each in self.ratios if self.weighed)):
-            tried = ranged(bits, dtype, self.form, ratio)
-            same = (tried[0] == self.grid[rows]) & (tried[1] == zero)
-            best = np.where(same, tried[0], best[0]), np.where(same, tried[1], best[1])
-        self.made[rows], self.made_zeros[rows] = best
+    def _remake(self, rows: slice, bits: Bits, dtype: str) -> None:
+        """Choose the scales and zero points of some rows of groups again, from the source's weights."""
+        scale, zero = self.grid[rows], None if self.zeros is None else self.zeros[rows]
+        explained = np.zeros(scale.shape, np.bool_)
+        for candidate in self.candidates:
+            made = choose_scales(candidate, bits, dtype, self.absmax[rows], self.divisor)
+            same = made.scale == scale
+            if zero is not None and made.zero_point is not None:
+                same &= made.zero_point == zero
+            explained |= same
+            self.made[rows] = np.where(explained, scale, made.scale)
+            if self.made_zeros is not None and zero is not None and made.zero_point is not None:
+                self.made_zeros[rows] = np.where(explained, zero, made.zero_point)
+            if explained.all():
+                break
 
     def _bound(self, top: int, weight: Floats, error: Floats, scale: Floats) -> None:
         """Look for weights that are farther off than rounding explains, these with their zero points added."""

@@ -35,7 +35,7 @@ SQUARE = np.exp(RANDOM.standard_normal(WIDTH)).astype(np.float32)
 
 def sampled(seed: int, scheme: Scheme = INT4_W4A16, rows: int = 16) -> SampledRows:
     values = np.random.default_rng(seed).standard_normal((rows, WIDTH)).astype(np.float32)
-    return SampledRows(values, SQUARE, scheme.format, 1.0)
+    return SampledRows(values, SQUARE, scheme, 1.0)
 
 
 @pytest.mark.parametrize("scheme", [INT4_W4A16, INT4_SHIFTED], ids=lambda scheme: scheme.suffix)
@@ -73,9 +73,7 @@ def test_inputs_that_are_far_larger_are_divided_by_more() -> None:
 
 def test_nothing_is_divided_where_that_brings_nothing() -> None:
     alike = np.where(RANDOM.random((16, WIDTH)) < 0.5, -1, 1).astype(np.float32)
-    assert (
-        search_scale(FOLDING, [SampledRows(alike, SQUARE, INT4_W4A16.format, 1.0)], np.ones(WIDTH, np.float32)) is None
-    )
+    assert search_scale(FOLDING, [SampledRows(alike, SQUARE, INT4_W4A16, 1.0)], np.ones(WIDTH, np.float32)) is None
     damaged = replace(sampled(1), rows=np.full((2, WIDTH), np.nan, np.float32))
     with np.errstate(invalid="ignore"):
         assert search_scale(FOLDING, [damaged], SQUARE) is None

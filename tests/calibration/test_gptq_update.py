@@ -12,10 +12,9 @@ from torch import Tensor
 
 from openquant.calibration.gptq import DAMPING, find_error_propagation, round_columns
 from openquant.formats.format import Format
-from openquant.formats.group_ranges import ranged
-from openquant.formats.kernels import absmax
 from openquant.formats.numbers import E2M1, E4M3, INT4, INT8, Number
 from openquant.formats.reference import nearest
+from openquant.formats.scales import choose_scales
 from openquant.formats.schemes import (
     BLOCK,
     CHANNEL,
@@ -46,13 +45,10 @@ def weights(rows: int, cols: int, seed: int = 1) -> Tensor:
     return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)) / 16
 
 
-def grids(weight: Tensor, form: Format) -> tuple[Tensor, Tensor | None]:
-    """Scales, and zero points if the format has them, from the largest weights."""
-    bits = weight.numpy().view(np.uint32)
-    if form.zero_point is not None:
-        scale, zero = ranged(bits, "F32", form)
-        return torch.from_numpy(scale), torch.from_numpy(zero)
-    return torch.from_numpy(form.scales(absmax(bits, "F32", form.group))), None
+def grids(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
+    """Scales, and zero points if the scheme has them, from the largest weights."""
+    scale, zero = choose_scales(scheme.unsearched, weight.numpy().view(np.uint32), "F32")
+    return torch.from_numpy(scale), None if zero is None else torch.from_numpy(zero)
 
 
 def loss(weight: Tensor, quotients: Tensor, scale: Tensor, hessian: Tensor, form: Format, zero: Tensor | None) -> float:
@@ -66,7 +62,7 @@ def loss(weight: Tensor, quotients: Tensor, scale: Tensor, hessian: Tensor, form
 def test_codes_are_those_of_the_textbooks_loop(scheme: Scheme) -> None:
     weight, inputs = weights(256, 384), correlated(2000, 384)
     form, hessian = scheme.format, inputs.T @ inputs
-    scale, zero = grids(weight, form)
+    scale, zero = grids(weight, scheme)
     found = round_columns(weight.double(), scale, find_error_propagation(hessian, torch.float64), form, zero)
     assert torch.equal(found, by_hand(weight, scale, hessian, form, zero))
 
@@ -75,7 +71,7 @@ def test_codes_are_those_of_the_textbooks_loop(scheme: Scheme) -> None:
 def test_outputs_are_nearer_than_with_weights_rounded_each_by_itself(scheme: Scheme) -> None:
     weight, inputs = weights(256, 384), correlated(2000, 384)
     form, hessian = scheme.format, inputs.T @ inputs
-    scale, zero = grids(weight, form)
+    scale, zero = grids(weight, scheme)
     shifts = 0 if zero is None else spread(zero, form, weight.shape)
     plain = nearest(weight / spread(scale, form, weight.shape) + shifts, form.number)
     found = round_columns(weight, scale, find_error_propagation(hessian.float()), form, zero)
@@ -86,7 +82,7 @@ def test_outputs_are_nearer_than_with_weights_rounded_each_by_itself(scheme: Sch
 def test_single_precision_is_enough() -> None:
     weight, inputs = weights(64, 512), correlated(3000, 512)
     form, hessian = INT4_W4A16.format, inputs.T @ inputs
-    scale, _ = grids(weight, form)
+    scale, _ = grids(weight, INT4_W4A16)
     found = round_columns(weight, scale, find_error_propagation(hessian.float()), form)
     exact = round_columns(weight.double(), scale, find_error_propagation(hessian, torch.float64), form)
     one, other = (loss(weight, each, scale, hessian, form, None) for each in (found, exact))
@@ -98,7 +94,7 @@ def test_inputs_that_are_zero_or_alike_are_rounded_too() -> None:
     inputs[:, [3, 70]] = 0
     inputs[:, 9] = inputs[:, 8]
     form, hessian = INT4_W4A16.format, inputs.T @ inputs
-    scale, _ = grids(weight, form)
+    scale, _ = grids(weight, INT4_W4A16)
     found = round_columns(weight, scale, find_error_propagation(hessian.float()), form)
     plain = nearest(weight / scale, form.number)
     assert torch.equal(found[:, [3, 70]], plain[:, [3, 70]])
@@ -108,7 +104,7 @@ def test_inputs_that_are_zero_or_alike_are_rounded_too() -> None:
 def test_without_any_input_each_weight_has_its_nearest_code() -> None:
     weight = weights(32, 128)
     form = INT4_W4A16.format
-    scale, _ = grids(weight, form)
+    scale, _ = grids(weight, INT4_W4A16)
     found = round_columns(weight, scale, find_error_propagation(torch.zeros(128, 128)), form)
     assert torch.equal(found, nearest(weight / scale, form.number))
 
@@ -131,7 +127,7 @@ def test_nothing_is_left_behind_for_the_collector() -> None:
     inputs = correlated(300, 256)
     feedback = find_error_propagation((inputs.T @ inputs).float())
     left = weakref.ref(feedback)
-    scale, zero = grids(weight, scheme.format)
+    scale, zero = grids(weight, scheme)
     gc.disable()
     try:
         round_columns(weight, scale, feedback, scheme.format, zero)

@@ -13,9 +13,9 @@ from openquant import compress, dequantize, verify
 from openquant.convert.devices import CpuKernels, TorchKernels
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats import kernels
-from openquant.formats.group_ranges import ranged
 from openquant.formats.numbers import INT4
 from openquant.formats.reference import encode
+from openquant.formats.scales import choose_scales
 from openquant.formats.schemes import ASYMMETRIC, INT4_SHIFTED, INT4_SHIFTED_32, Scheme
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plan
@@ -28,7 +28,7 @@ UP = "model.layers.0.mlp.up_proj"
 
 
 def made(weight: torch.Tensor, scheme: Scheme) -> Weights:
-    scale, zero = ranged(weight.float().numpy().view(np.uint32), "F32", scheme.format, scheme.ratios)
+    scale, zero = choose_scales(scheme, weight.float().numpy().view(np.uint32), "F32")
     codes = encode(weight, torch.from_numpy(scale), scheme.format, torch.from_numpy(zero))
     words = kernels.pack_words(INT4.encode(zero), INT4).view(np.int32)
     return {
@@ -104,7 +104,7 @@ def test_codes_with_zero_points_are_made_anew_without(tmp_path: Path) -> None:
 
 def test_a_device_makes_the_same_codes() -> None:
     form, bits = INT4_SHIFTED.format, np.random.default_rng(1).standard_normal((16, 256), np.float32).view(np.uint32)
-    scale, zero = ranged(bits, "F32", form)
+    scale, zero = choose_scales(INT4_SHIFTED.unsearched, bits, "F32")
     made = []
     for kind in (CpuKernels(kernels), TorchKernels("cpu:0")):
         made.append(np.empty((16, 128), np.uint8))

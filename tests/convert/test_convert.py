@@ -22,9 +22,9 @@ from openquant import compress, dequantize, verify
 from openquant import run as running
 from openquant.convert import conversion
 from openquant.errors import PlanError, SourceError
-from openquant.formats.clip_search import searched
 from openquant.formats.numbers import E2M1, E4M3, INT4, INT8, INT8_WORDS
 from openquant.formats.reference import encode, group_absmax, group_divisor, group_scale, stored_scale
+from openquant.formats.scales import choose_scales
 from openquant.formats.schemes import (
     BLOCK_COMPRESSED,
     CHANNEL,
@@ -85,10 +85,9 @@ def expected_output(
         largest = torch.stack([group_absmax(weights[f"{member}.weight"], (None, None)) for member in members]).amax(0)
         divisor = group_divisor(largest, scheme.format)
         scale = group_scale(largest if scheme.format.shared else absmax, scheme.format, divisor)
-        if scheme.ratios:
+        if scheme.searches_scales:
             bits = weight.float().contiguous().numpy().view(np.uint32)
-            found_by = searched(bits, "F32", absmax.numpy(), scheme.format, scheme.ratios, divisor.numpy())
-            scale = torch.from_numpy(found_by)
+            scale = torch.from_numpy(choose_scales(scheme, bits, "F32", absmax.numpy(), divisor.numpy()).scale)
         found[f"{module}.{scheme.format.codes}"] = encode(weight, scale, scheme.format)
         found[f"{module}.{scheme.format.scale.name}"] = stored_scale(scale, scheme.format, tuple(weight.shape), divisor)
         if scheme.format.global_scale:

@@ -10,10 +10,8 @@ import torch
 
 from openquant.api import _work
 from openquant.files.checkpoint import Checkpoint, open_checkpoint
-from openquant.formats import kernels
-from openquant.formats.clip_search import searched
-from openquant.formats.group_ranges import ranged
 from openquant.formats.reference import encode, group_absmax
+from openquant.formats.scales import choose_scales
 from openquant.formats.schemes import SCHEMES, TENSOR, Scheme, find_scheme
 from openquant.hub.source import Source
 from openquant.options import Run
@@ -160,18 +158,14 @@ def test_a_plan_is_known_by_its_tunings(shelf: Shelf) -> None:
 @pytest.mark.parametrize("asymmetric", [False, True])
 def test_scales_are_searched_for_by_what_goes_in(shelf: Shelf, tmp_path: Path, asymmetric: bool) -> None:
     source, scheme = shelf.source("Qwen3ForCausalLM"), find_scheme("int4", asymmetric=asymmetric)
-    module, form = "model.layers.0.self_attn.o_proj", scheme.format
+    module = "model.layers.0.self_attn.o_proj"
     weight = small_checkpoints.read(source)[f"{module}.weight"]
     importance = np.exp(RANDOM.standard_normal(weight.shape[1])).astype(np.float32)
     transforms = WeightTransforms({module: WeightTransform(importance=importance)})
     carried_out(source, tmp_path / "out", scheme, PlanOptions(transforms=transforms))
     bits, scales = weight.view(torch.int16).numpy().view(np.uint16), []
     for counts in (importance, None):
-        if asymmetric:
-            scales.append(ranged(bits, "BF16", form, scheme.ratios, counts)[0])
-        else:
-            absmax = kernels.absmax(bits, "BF16", form.group)
-            scales.append(searched(bits, "BF16", absmax, form, scheme.ratios, importance=counts))
+        scales.append(choose_scales(scheme, bits, "BF16", importance=counts).scale)
     assert not np.array_equal(*scales)
     assert np.array_equal(small_checkpoints.read(tmp_path / "out")[f"{module}.weight_scale"].float().numpy(), scales[0])
 

@@ -21,8 +21,8 @@ from openquant.diagnosis.diagnose import sample_step
 from openquant.diagnosis.result import DYNAMIC_RANGE, LayerDiagnosis
 from openquant.errors import SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
-from openquant.formats.clip_search import searched
 from openquant.formats.format import grid_of
+from openquant.formats.scales import choose_scales
 from openquant.formats.schemes import (
     BLOCK,
     CHANNEL,
@@ -78,10 +78,10 @@ def stored_by_loop(weight: np.ndarray, scheme: Scheme, largest: float) -> tuple[
             absmax = largest if form.shared else np.abs(group).max()
             divisor = form.divisor(np.asarray(largest, np.float32))
             scale = float(form.scales(np.asarray(absmax, np.float32), divisor))
-            if scheme.ratios:
+            if scheme.searches_scales:
                 bits = group.astype(np.float32).view(np.uint32)
                 alone = np.full((1, 1), absmax, np.float32)
-                scale = searched(bits, "F32", alone, form, scheme.ratios, divisor).item()
+                scale = choose_scales(scheme, bits, "F32", alone, divisor).scale.item()
             for number_of, value in enumerate(group.reshape(-1)):
                 row = top * height + number_of // width
                 quotient = float(value) / scale

@@ -90,5 +90,5 @@ def test_converts(shelf: Shelf, architecture: str, scheme: Scheme) -> None:
         slack = 2.0**-8 if form.scale.dtype == "BF16" else 2.0**-20
         bound = form.number.bound(weight.float().numpy(), scale.max().numpy(), slack)
         # The largest weights may be clipped.
-        bound = bound + 0.3 * weight.abs().float().numpy() if scheme.ratios else bound
+        bound = bound + 0.3 * weight.abs().float().numpy() if scheme.searches_scales else bound
         assert (error.numpy() <= bound).all(), name

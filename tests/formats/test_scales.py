@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openquant.formats import clip_search, compiled, kernels
-from openquant.formats.clip_search import searched
+from openquant.formats import compiled, kernels, scales
 from openquant.formats.format import Format
 from openquant.formats.numbers import E2M1
+from openquant.formats.scales import choose_scales
 from openquant.formats.schemes import INT4_GROUPS, INT4_W4A16, NVFP4, VARIANTS, Scheme
 
 SEARCHED = (*INT4_GROUPS, NVFP4)
@@ -30,10 +30,10 @@ def importance(seed: int, cols: int = 256) -> np.ndarray:
 def found_in(
     weight: torch.Tensor, scheme: Scheme, divisor: np.ndarray | None = None, counts: np.ndarray | None = None
 ) -> np.ndarray:
-    bits, form = weight.numpy().view(np.uint32), scheme.format
-    absmax = kernels.absmax(bits, "F32", form.group)
+    bits = weight.numpy().view(np.uint32)
+    absmax = kernels.absmax(bits, "F32", scheme.format.group)
     found, same = (
-        searched(bits, "F32", absmax, form, scheme.ratios, divisor, loops, counts) for loops in (kernels, compiled)
+        choose_scales(scheme, bits, "F32", absmax, divisor, counts, loops).scale for loops in (kernels, compiled)
     )
     np.testing.assert_array_equal(same, found)
     return found
@@ -61,7 +61,7 @@ def test_no_other_ratio_is_better(scheme: Scheme, seed: int, magnitude: int, fus
     # As if what it is joined with had a weight so many times as large.
     divisor = form.divisor(absmax.max(keepdims=True) * np.float32(fused))
     scale = found_in(weight, scheme, divisor, counts)
-    tried = [form.scales(absmax * np.float32(ratio), divisor) for ratio in scheme.ratios]
+    tried = [form.scales(absmax * np.float32(ratio), divisor) for ratio in scheme.clip_ratios]
     assert np.any([scale == each for each in tried], axis=0).all()
     least = np.min([errors(weight, each, form, counts) for each in tried], axis=0)
     assert (errors(weight, scale, form, counts) <= least * (1 + 1e-5)).all()
@@ -74,7 +74,7 @@ def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch, scheme: Scheme, 
     whole, weighed = found_in(weight, scheme), found_in(weight, scheme, counts=counts)
     assert not np.array_equal(whole, weighed)
     monkeypatch.setattr(kernels, "CHUNK", piece * 40)
-    monkeypatch.setattr(clip_search, "PIECE", piece)
+    monkeypatch.setattr(scales, "GROUPS", piece)
     assert np.array_equal(found_in(weight, scheme), whole)
     assert np.array_equal(found_in(weight, scheme, counts=counts), weighed)
 
@@ -91,8 +91,7 @@ def test_where_all_inputs_count_alike_scales_are_those_of_the_weights(scheme: Sc
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
 def test_other_dtypes_have_the_scales_of_their_values(dtype: str) -> None:
     weight = noise(4).to(torch.bfloat16 if dtype == "BF16" else torch.float16)
-    bits, form = weight.view(torch.int16).numpy().view(np.uint16), INT4_W4A16.format
-    scale = searched(bits, dtype, kernels.absmax(bits, dtype, form.group), form, INT4_W4A16.ratios)
+    scale = choose_scales(INT4_W4A16, weight.view(torch.int16).numpy().view(np.uint16), dtype).scale
     assert np.array_equal(scale, found_in(weight.float(), INT4_W4A16))
 
 
@@ -133,7 +132,7 @@ def test_weights_stay_what_they_are(rows: int) -> None:
 
 def test_without_a_search_the_largest_weight_makes_the_scale() -> None:
     unsearched = INT4_W4A16.unsearched
-    assert (unsearched.ratios, unsearched.format) == ((), INT4_W4A16.format)
+    assert (unsearched.searches_scales, unsearched.format) == (False, INT4_W4A16.format)
     assert unsearched.fallback is not None
-    assert unsearched.fallback.ratios == ()
-    assert {scheme.name for scheme in VARIANTS if scheme.ratios} == {"int4", "nvfp4", "nvfp4-w4a4"}
+    assert not unsearched.fallback.searches_scales
+    assert {scheme.name for scheme in VARIANTS if scheme.searches_scales} == {"int4", "nvfp4", "nvfp4-w4a4"}

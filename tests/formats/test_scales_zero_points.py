@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openquant.errors import UsageError
-from openquant.formats import compiled, kernels
-from openquant.formats import group_ranges as ranges
-from openquant.formats.group_ranges import ranged
+from openquant.formats import compiled, kernels, scales
 from openquant.formats.numbers import INT4, INT8_WORDS
 from openquant.formats.quantization import read_quantization
 from openquant.formats.reference import decode, encode, group_ranges
+from openquant.formats.scales import Scales, choose_scales
 from openquant.formats.schemes import (
     ASYMMETRIC,
     CHANNEL,
@@ -31,7 +30,7 @@ from openquant.formats.schemes import (
 )
 
 each = pytest.mark.parametrize("scheme", ASYMMETRIC, ids=lambda scheme: scheme.suffix)
-RATIOS = INT4_SHIFTED.ratios
+RATIOS = INT4_SHIFTED.clip_ratios
 FORM = INT4_SHIFTED.format
 
 
@@ -43,10 +42,8 @@ def skewed(seed: int, magnitude: int = 0, rows: int = 16, cols: int = 384) -> to
     return weight * 2.0**magnitude
 
 
-def of(
-    weight: torch.Tensor, scheme: Scheme, ratios: tuple[float, ...] = (), counts: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    return ranged(weight.numpy().view(np.uint32), "F32", scheme.format, ratios, counts)
+def of(weight: torch.Tensor, scheme: Scheme, counts: np.ndarray | None = None) -> Scales:
+    return choose_scales(scheme, weight.numpy().view(np.uint32), "F32", importance=counts)
 
 
 def test_golden_bytes() -> None:
@@ -54,7 +51,7 @@ def test_golden_bytes() -> None:
     weight[0, :8] = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 15.0, 14.6, 0.5])
     weight[1, :8] = torch.tensor([-5.0, 10.0, -4.5, 0.0, 1.5, 2.5, 9.4, -0.5])
     weight[2, :2] = torch.tensor([-15.0, -1.0])
-    scale, zero = of(weight, INT4_SHIFTED)
+    scale, zero = of(weight, INT4_SHIFTED.unsearched)
     # (max - min) / 15 over a range that includes zero; a group of zeros has the spacing of bfloat16.
     assert scale[:, 0].tolist() == [1.0, 1.0, 1.0, *[2.0**-7] * 5]
     assert zero[:, 0].tolist() == [-8, -3, 7, *[-8] * 5]
@@ -82,7 +79,7 @@ def test_what_compressed_tensors_makes(scheme: Scheme, seed: int, magnitude: int
     wanted, wanted_zero = calculate_qparams(grouped.amin(2), grouped.amax(2), config.weights)
     # Of a group of zeros its own are divided by zero.
     some = grouped.abs().amax(2) > 0
-    scale, zero = (torch.from_numpy(found) for found in of(weight, scheme))
+    scale, zero = (torch.from_numpy(found) for found in of(weight, scheme.unsearched))
     assert torch.equal(scale[some], wanted[some].bfloat16().float())
     assert torch.equal(zero[some], wanted_zero[some].float())
     compressor = BaseCompressor.get_value_from_registry("pack-quantized")
@@ -103,7 +100,7 @@ def test_kernels_are_what_torch_computes(scheme: Scheme, seed: int, magnitude: i
     if dtype == "BF16":
         weight = weight.bfloat16()
         bits = weight.view(torch.int16).numpy().view(np.uint16)
-    scale, zero = ranged(bits, dtype, form)
+    scale, zero = choose_scales(scheme.unsearched, bits, dtype)
     wanted = group_ranges(weight, form)
     assert np.array_equal(scale, wanted[0].numpy())
     assert np.array_equal(zero, wanted[1].numpy())
@@ -126,7 +123,7 @@ def test_kernels_are_what_torch_computes(scheme: Scheme, seed: int, magnitude: i
 def test_no_other_ratio_is_better(scheme: Scheme, seed: int, magnitude: int, weighed: bool) -> None:
     weight, form = skewed(seed, magnitude, rows=8, cols=256), scheme.format
     counts = np.exp(2 * np.random.default_rng(seed).standard_normal(256)).astype(np.float32)
-    found = of(weight, scheme, RATIOS, counts if weighed else None)
+    found = of(weight, scheme, counts if weighed else None)
 
     def errors(scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
         grouped = weight.numpy().astype(np.float64).reshape(*scale.shape, -1)
@@ -146,10 +143,10 @@ def test_no_other_ratio_is_better(scheme: Scheme, seed: int, magnitude: int, wei
 @pytest.mark.parametrize("piece", [1, 300, 4096])
 def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     weight, counts = skewed(3), np.linspace(0, 1, 384, dtype=np.float32)
-    whole = [of(weight, INT4_SHIFTED, RATIOS, each) for each in (None, counts)]
-    monkeypatch.setattr(ranges, "PIECE", piece)
+    whole = [of(weight, INT4_SHIFTED, each) for each in (None, counts)]
+    monkeypatch.setattr(scales, "WEIGHTS", piece)
     for found, each in zip(whole, (None, counts), strict=True):
-        assert all(map(np.array_equal, of(weight, INT4_SHIFTED, RATIOS, each), found))
+        assert all(map(np.array_equal, of(weight, INT4_SHIFTED, each), found))
 
 
 @pytest.mark.parametrize("number", [INT4, INT8_WORDS], ids=["int4", "int8"])

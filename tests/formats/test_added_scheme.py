@@ -1,0 +1,34 @@
+"""A scheme that is added as ARCHITECTURE.md says, an entry in schemes.py: INT8 weights with zero points, as a toy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from conftest import EXAMPLE
+from openquant import compress, diagnose, verify
+from openquant.formats import quantization, schemes
+from openquant.formats.schemes import ASYMMETRIC, INT8_W8A16, SCHEMES, ZERO_POINT, Scheme
+
+TOY = replace(
+    INT8_W8A16,
+    format=replace(INT8_W8A16.format, zero_point=ZERO_POINT),
+    suffix="-toy",
+    settings=schemes._compressed_tensors({"strategy": "channel", "symmetric": False}, None, "pack-quantized", "int"),
+)
+SEARCHED_TOY = replace(TOY, searches_scales=True, clip_ratios=(1.0, 0.99, 0.98))
+
+
+@pytest.mark.parametrize("toy", [TOY, SEARCHED_TOY], ids=["absmax", "searched"])
+def test_it_is_written_verified_and_diagnosed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, toy: Scheme) -> None:
+    for module in (schemes, quantization):
+        monkeypatch.setattr(module, "ASYMMETRIC", (*ASYMMETRIC, toy))
+    compress(EXAMPLE, tmp_path / "out", "int8-weights", asymmetric=True)
+    report = verify(tmp_path / "out", EXAMPLE, full=True)
+    assert (report.problems, report.notes, report.equal_share) == ((), (), 1)
+    # As a scheme of its own name it is measured beside all others.
+    monkeypatch.setitem(SCHEMES, "toy", replace(toy, name="toy"))
+    diagnosed = {layer.module: layer.errors["toy"] for layer in diagnose(EXAMPLE, full=True).layers}
+    assert diagnosed == {error.module: pytest.approx(error.relative, rel=1e-3) for error in report.errors}
