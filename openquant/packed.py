@@ -24,9 +24,10 @@ class PackedLinear(nn.Module):
     """A Linear whose weight is quantized; its state dict is exactly what an output directory holds for it.
 
     Args:
-        weight: codes as they are stored: float8_e4m3fn or int8 [out, in], or words of them.
-        scale: of the dtype and shape that one of the schemes stores for such a weight.
-        bias: [out] or None, as the source has it.
+        weight: codes as they are stored: float8_e4m3fn or int8 [out, in], or int32 words or uint8 pairs of them,
+            [out, in / codes in an element].
+        scale: of the dtype and shape that one of the schemes stores for such a weight: float32 [out, 1].
+        bias: [out] or None, of the source's dtype.
         format: how it is serialized, where two formats differ only in the scale's name; the scheme's default if None.
         scheme: its name, which words of codes do not tell: "int8-weights" if None.
         global_scale: float32 [1], where the scheme has one above the scales of groups.
@@ -88,6 +89,13 @@ class PackedLinear(nn.Module):
     ) -> PackedLinear:
         """Quantize one Linear on its own, without the scale it would share with joined layers.
 
+        Args:
+            linear: its weight is [out, in], of any floating dtype.
+            scheme: a name, as `openquant compress --scheme` takes it, and likewise the others.
+            format: "fp8" or "compressed-tensors"; the scheme's default if None.
+            scale_format: "float" or "ue8m0".
+            group_size: "32", "64", "128" or "channel".
+
         Raises:
             ValueError: NaN or infinity in the weight, a weight too large, or sizes the scheme cannot store.
         """
@@ -107,7 +115,7 @@ class PackedLinear(nn.Module):
         divisor = None
         if form.global_scale is not None:
             divisor = torch.from_numpy(choose_shared_scale(form, largest.max(keepdims=True))).to(weight.device)
-        # The schemes of VARIANTS have none, which this layer could not hold.
+        # No scheme of VARIANTS has zero points, which this layer could not hold.
         assert not chosen.asymmetric
         scale = torch.from_numpy(choose_scales(chosen, bits, "F32", largest).scale).to(weight.device)
         bias = None if linear.bias is None else linear.bias.detach()
@@ -116,11 +124,11 @@ class PackedLinear(nn.Module):
 
     @property
     def scale(self) -> Tensor:
-        """The scale as it is stored, under whichever name."""
+        """The scale as it is stored, under whichever name: float32 [out, 1] of one scale for each row."""
         return self.get_buffer(self.scheme.format.scale.name)
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight [out, in] that this layer computes with."""
+        """The weight [out, in] that this layer computes with, in a dtype."""
         form, scale = self.scheme.format, self.scale
         if form.global_scale is not None:
             scale = scale.float() / self.get_buffer(form.global_scale.name)

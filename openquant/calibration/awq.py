@@ -59,8 +59,11 @@ class SampledRows:
         return self.scheme.format.group[1] or self.rows.shape[1]
 
     def lost(self, columns: Floats) -> float:
-        """An estimate of the squared error of the layer's outputs, where its columns are multiplied by factors [in] and
-        what goes in is divided; as if inputs had nothing to do with each other, which changes little.
+        """Estimate the squared error of the layer's outputs, where its columns are multiplied by factors and its inputs
+        divided; as if inputs had nothing to do with each other, which changes little.
+
+        Args:
+            columns: the factors, float32 [in].
         """
         rows = self.rows * columns
         scale, zero = choose_scales(self.scheme.unsearched, rows.view(np.uint32), "F32")
@@ -74,7 +77,7 @@ class SampledRows:
         return self.share * float(off @ (self.square / np.square(columns, dtype=np.float64)))
 
     def spread(self) -> npt.NDArray[np.float64]:
-        """The sum of magnitudes of each column, [in], each beside the largest of its group."""
+        """The sum of the absolute weights of each column, each divided by the absmax of its group, float64 [in]."""
         groups = np.abs(self.rows).reshape(-1, self.width)
         # Groups of zeros stay that.
         groups /= np.maximum(groups.max(axis=1, keepdims=True), np.float32(2.0**-126))

@@ -18,7 +18,7 @@ from ..machine import first_line
 
 
 def loops(fast: bool) -> Loops:
-    """The loops of formats/kernels.py, or of formats/compiled.py where numba is there and worth it."""
+    """The loops of formats/kernels.py; of formats/compiled.py if `fast`, where numba is there."""
     if fast:
         # Installed it may be, and yet too old for this numpy.
         with suppress(ImportError, OSError):
@@ -39,7 +39,7 @@ class CpuKernels:
         self.loops = loops
 
     def absmax(self, bits: Bits, dtype: str, group: Group) -> Floats:
-        """Largest absolute value of each group, as float32 [rows/height, cols/width]."""
+        """The largest absolute weight of each group, float32 [rows / height, cols / width], of what `load` gave."""
         return self.loops.absmax(bits, dtype, group)
 
     def encode(
@@ -49,19 +49,29 @@ class CpuKernels:
         scale: Floats,
         format: Format,
         out: Codes,
-        divisor: Floats | None = None,
-        zero: Floats | None = None,
+        global_scale: Floats | None = None,
+        zero_point: Floats | None = None,
     ) -> None:
-        """Write the codes of weights that `load` gave to `out`, as they are stored."""
-        self.loops.encode_stored(bits, dtype, scale, format.group, out, format.number, divisor, zero)
+        """Write the codes of weights to `out` as they are stored.
+
+        Args:
+            bits: the weights, as `load` gives them: uint16 or uint32 [rows, cols].
+            dtype: their dtype: "BF16", "F16" or "F32".
+            scale: float32 [rows / height, cols / width].
+            format: how they are stored.
+            out: uint8 [rows, cols / codes in a byte], contiguous.
+            global_scale: float32 [1, 1], where the format has one.
+            zero_point: float32 of the shape of `scale`, the values of the codes that stand for zero; 0 if None.
+        """
+        self.loops.encode_stored(bits, dtype, scale, format.group, out, format.number, global_scale, zero_point)
 
     def load(self, bits: Bits, dtype: str) -> Bits:
-        """Weights as `absmax` and `encode` take them: here the bits themselves."""
+        """Weights as `absmax` and `encode` take them: here the bits themselves, uint16 or uint32 [rows, cols]."""
         del dtype
         return bits
 
     def memory(self, nbytes: int) -> Bytes:
-        """A buffer of so many bytes, for weights or codes."""
+        """A buffer of so many bytes, uint8 [nbytes], for weights or codes."""
         return np.empty(nbytes, np.uint8)
 
 
@@ -97,19 +107,24 @@ class TorchKernels:
             ) from error
 
     def memory(self, nbytes: int) -> Bytes:
-        """A buffer of so many bytes on the host, for weights or codes; pinned for a GPU."""
+        """A buffer of so many bytes on the host, uint8 [nbytes], for weights or codes; pinned for a GPU."""
         with self._working():
             pinned = self.stream is not None
             return np.asarray(self.torch.empty(nbytes, dtype=self.torch.uint8, pin_memory=pinned).numpy())
 
     def load(self, bits: Bits, dtype: str) -> Any:
-        """Weights as `absmax` and `encode` take them: a tensor on the device, copied there once for both."""
+        """Weights as `absmax` and `encode` take them: a tensor [rows, cols] on the device, copied there once for both.
+
+        Args:
+            bits: uint16 or uint32 [rows, cols].
+            dtype: what they hold, and the tensor's dtype: "BF16", "F16" or "F32".
+        """
         signed = self.torch.from_numpy(np.ascontiguousarray(bits).view(f"i{bits.dtype.itemsize}"))
         with self._working():
             return signed.to(self.device, non_blocking=True).view(self.dtypes[dtype])
 
     def absmax(self, weight: Any, dtype: str, group: Group) -> Floats:
-        """Largest absolute value of each group, as float32 [rows/height, cols/width]."""
+        """The largest absolute weight of each group, float32 [rows / height, cols / width], of what `load` gave."""
         from ..formats.reference import group_absmax
 
         del dtype  # the weight has it
@@ -123,16 +138,21 @@ class TorchKernels:
         scale: Floats,
         format: Format,
         out: Codes,
-        divisor: Floats | None = None,
-        zero: Floats | None = None,
+        global_scale: Floats | None = None,
+        zero_point: Floats | None = None,
     ) -> None:
-        """Write the codes of weights that `load` gave to `out`, as they are stored."""
+        """Write the codes of weights to `out` as they are stored.
+
+        Args:
+            weight: the weights, as `load` gives them: a tensor [rows, cols] on the device.
+            dtype, scale, format, out, global_scale, zero_point: as for CpuKernels.encode.
+        """
         from ..formats.reference import encode
 
-        del dtype, divisor  # the weight has the one, scales the other
+        del dtype, global_scale  # the weight has the one, scales the other
         with self._working():
-            shift = None if zero is None else self.torch.from_numpy(zero).to(self.device)
-            codes = encode(weight, self.torch.from_numpy(scale).to(self.device), format, shift)
+            zeros = None if zero_point is None else self.torch.from_numpy(zero_point).to(self.device)
+            codes = encode(weight, self.torch.from_numpy(scale).to(self.device), format, zeros)
             self.torch.from_numpy(out).copy_(codes.view(self.torch.uint8), non_blocking=True)
             if self.stream is not None:
                 # Before the codes are written, and before the next weights are read into the same memory.

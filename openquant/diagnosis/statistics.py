@@ -37,12 +37,12 @@ class RowSample(NamedTuple):
     alone: bool = False
 
     def counted(self, flags: npt.NDArray[np.bool_]) -> float:
-        """For how many weights of the layer those stand that are flagged, [n, in]."""
+        """For how many weights of the layer those stand that are flagged, bool [n, in]."""
         found = self.times * np.count_nonzero(flags)
         return found - (self.times - 1) * np.count_nonzero(flags[0]) if self.alone else found
 
     def summed(self, of_rows: Energies) -> float:
-        """What a figure of each row, [n], comes to in all rows that these stand for."""
+        """What a figure of each row, float64 [n], comes to in all rows that these stand for."""
         found = self.times * float(of_rows.sum())
         return found - (self.times - 1) * float(of_rows[0]) if self.alone else found
 
@@ -87,7 +87,15 @@ class WeightTotals:
         return math.lcm(*(form.group[0] or 1 for form in self._grids))
 
     def add(self, low: int, bits: Bits) -> bool:
-        """Add rows from `low` on; whether all their weights are finite, without which nothing is added."""
+        """Add some rows, if all their weights are finite.
+
+        Args:
+            low: the number of the first.
+            bits: their weights, uint16 or uint32 [n, in].
+
+        Returns:
+            Whether they are finite; nothing is added if not.
+        """
         dtype = self.weight.dtype
         for form, grid in self._grids.items():
             grid.append(self._loops.absmax(bits, dtype, form.group))
@@ -108,12 +116,17 @@ class WeightTotals:
         return True
 
     def scales(self, scheme: Scheme, rows: RowSample, shared: Floats) -> tuple[Group, Scales]:
-        """The scales of some rows, once all are added, and which part of these rows has one each: (1, 128) of blocks.
+        """The scales of some rows, once all are added.
 
         Args:
             scheme: what they are stored in.
             rows: the rows.
-            shared: the largest magnitude of all layers that share a scale where a format has one for a joined set.
+            shared: float32 [1, 1], the largest absolute weight of all layers that share a scale where a format has one
+                for a joined set.
+
+        Returns:
+            Height and width of what shares a scale among these rows, (1, 128) for blocks of 128 x 128; and the scales
+            and zero points, float32 [n / height, in / width].
         """
         form = scheme.format
         height, width = form.group
@@ -151,10 +164,10 @@ class SchemeLoss:
         Args:
             scheme: the scheme.
             rows: the rows.
-            values: their weights as float32.
-            energies: of each row.
+            values: their weights, float32 [n, in].
+            energies: the sum of squares of each, float64 [n].
             group: height and width of what shares a scale.
-            scales: the scales and zero points, [n / height, in / width].
+            scales: the scales and zero points, float32 [n / height, in / width].
         """
         number = scheme.format.number
         scale, zero = (None if grid is None else _widen(grid, group[1]) for grid in scales)
@@ -195,7 +208,13 @@ class RowSums:
         self._low, self._high = 1 << 15, 0
 
     def add(self, rows: RowSample, values: Floats, energies: Energies) -> None:
-        """Add some rows, given their weights as float32 and the energy of each."""
+        """Add some rows.
+
+        Args:
+            rows: the rows.
+            values: their weights, float32 [n, in].
+            energies: the sum of squares of each, float64 [n].
+        """
         self.rows += len(values)
         self.energy += rows.summed(energies)
         self.count += values.shape[1] * (rows.times * len(values) - (rows.times - 1) * rows.alone)

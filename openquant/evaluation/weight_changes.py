@@ -70,8 +70,8 @@ def compare_weights(
 
     Args:
         name: what it is called.
-        source: the source's, [out, in], or of a weight that is not quantized any shape.
-        output: the output's, of the same shape.
+        source: the source's, [out, in] of any floating dtype, or of a weight that is not quantized any shape.
+        output: the output's, of the same shape, decoded.
         form: what it is stored as; None for plain elements.
         transposed: whether the two are [in, out].
         between: called after each piece of a weight that may be mapped from files, to let their pages go.

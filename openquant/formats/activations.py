@@ -52,28 +52,28 @@ _NUMBERS: Mapping[tuple[Any, Any], Number] = {("float", 8): E4M3, ("int", 8): IN
 _LOCAL = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
 
 
-def read_activation_quantization(said: Mapping[str, Any] | None) -> ActivationQuantization | None:
+def read_activation_quantization(activations: Mapping[str, Any] | None) -> ActivationQuantization | None:
     """What the `input_activations` of a config group say; None where activations stay as they are.
 
     Raises:
         UsageError: they are quantized in a way that is not known here.
     """
-    if not said:
+    if not activations:
         return None
-    if all(said.get(key) == value for key, value in _LOCAL.items()):
+    if all(activations.get(key) == value for key, value in _LOCAL.items()):
         return ActivationQuantization(E2M1, (1, 16), local=True)
-    number = _NUMBERS.get((said.get("type"), said.get("num_bits")))
-    static, size = not said.get("dynamic"), said.get("group_size")
+    number = _NUMBERS.get((activations.get("type"), activations.get("num_bits")))
+    static, size = not activations.get("dynamic"), activations.get("group_size")
     groups: dict[Any, Group] = {"tensor": (None, None)}
     if not static:
         groups["token"] = (1, None)
         if type(size) is int and size > 0:
             groups["group"] = (1, size)
-    strategy = said.get("strategy")
+    strategy = activations.get("strategy")
     group = groups.get(strategy) if isinstance(strategy, str) else None
-    if number is None or group is None or said.get("symmetric") is False:
-        text = json.dumps(said)
+    if number is None or group is None or activations.get("symmetric") is False:
+        text = json.dumps(activations)
         raise UsageError(f"config.json quantizes activations as {text[:200]}, which is not known here", KNOWN)
     return ActivationQuantization(
-        number, group, str(said.get("scale_dtype")).endswith("uint8") or said.get("ue8m0") is True, static
+        number, group, str(activations.get("scale_dtype")).endswith("uint8") or activations.get("ue8m0") is True, static
     )

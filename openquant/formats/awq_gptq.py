@@ -22,44 +22,46 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _BELOW = {"gptq": 1, "gptq_v2": 0}
 
 
-def read_awq(found: dict[str, Any]) -> Format:
+def read_awq(config: dict[str, Any]) -> Format:
     """What a quantization_config of the method "awq" has its layers as.
 
     Raises:
         UsageError: in a way that is not known here.
     """
     known = "known is the GEMM layout of AutoAWQ, of 4 bits with zero points"
-    _require(found, "version", ("gemm", "GEMM", None), known)
-    _require(found, "zero_point", (True, None), known)
+    _require(config, "version", ("gemm", "GEMM", None), known)
+    _require(config, "zero_point", (True, None), known)
     # Its own file calls both by other names.
-    number = _number(found.get("bits", found.get("w_bit")), (4,))
-    group = _group(found.get("group_size", found.get("q_group_size")), number)
+    number = _number(config.get("bits", config.get("w_bit")), (4,))
+    group = _group(config.get("group_size", config.get("q_group_size")), number)
     return _format(number, group, Columns(ZEROS, order=_AWQ_ORDER), ZEROS)
 
 
-def read_gptq(found: dict[str, Any]) -> Format:
+def read_gptq(config: dict[str, Any]) -> Format:
     """What a quantization_config of the method "gptq" has its layers as.
 
     Raises:
         UsageError: in a way that is not known here.
     """
-    stored = "checkpoint_format" if found.get("checkpoint_format") is not None else "format"
-    _require(found, stored, (*_BELOW, None), "known are gptq and gptq_v2")
-    _require(found, "pack_dtype", ("int32", "torch.int32", None), "known are words of 32 bits")
-    _require(found, "is_marlin_format", (False, None), "known are gptq and gptq_v2")
+    stored = "checkpoint_format" if config.get("checkpoint_format") is not None else "format"
+    _require(config, stored, (*_BELOW, None), "known are gptq and gptq_v2")
+    _require(config, "pack_dtype", ("int32", "torch.int32", None), "known are words of 32 bits")
+    _require(config, "is_marlin_format", (False, None), "known are gptq and gptq_v2")
     for key in ("sym", "desc_act"):
-        _require(found, key, (True, False, None), "it must be true or false")
-    dynamic = found.get("dynamic")
+        _require(config, key, (True, False, None), "it must be true or false")
+    dynamic = config.get("dynamic")
     if dynamic and not (isinstance(dynamic, dict) and all(str(key).startswith("-:") for key in dynamic)):
         raise UsageError("config.json has a dynamic, which stores some layers otherwise", "known is one way for all")
-    number = _number(found.get("bits"), tuple(_BITS))
+    number = _number(config.get("bits"), tuple(_BITS))
     columns = Columns(
         ZEROS,
-        below=_BELOW[found.get(stored) or "gptq"],
+        below=_BELOW[config.get(stored) or "gptq"],
         index="g_idx",
-        act_order=found.get("desc_act") is True,
+        act_order=config.get("desc_act") is True,
     )
-    return _format(number, _group(found.get("group_size"), number), columns, None if found.get("sym", True) else ZEROS)
+    return _format(
+        number, _group(config.get("group_size"), number), columns, None if config.get("sym", True) else ZEROS
+    )
 
 
 def _format(number: Number, group: Group, columns: Columns, zero_point: str | None) -> Format:
@@ -67,16 +69,16 @@ def _format(number: Number, group: Group, columns: Columns, zero_point: str | No
     return Format(number, group, scale, codes="qweight", zero_point=zero_point, columns=columns)
 
 
-def _require(found: dict[str, Any], key: str, known: tuple[object, ...], hint: str) -> None:
-    value = found.get(key)
-    if not any(type(value) is type(one) and value == one for one in known):
+def _require(config: dict[str, Any], key: str, accepted: tuple[object, ...], hint: str) -> None:
+    value = config.get(key)
+    if not any(type(value) is type(choice) and value == choice for choice in accepted):
         raise UsageError(f"config.json has the {key} {json.dumps(value)[:100]}", hint)
 
 
-def _number(bits: object, known: tuple[int, ...]) -> Number:
-    if type(bits) is not int or bits not in known:
+def _number(bits: object, accepted: tuple[int, ...]) -> Number:
+    if type(bits) is not int or bits not in accepted:
         raise UsageError(
-            f"config.json has weights of {json.dumps(bits)[:100]} bits", f"known are {' or '.join(map(str, known))}"
+            f"config.json has weights of {json.dumps(bits)[:100]} bits", f"known are {' or '.join(map(str, accepted))}"
         )
     return _BITS[bits]
 

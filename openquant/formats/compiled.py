@@ -58,15 +58,15 @@ class _Kept(FunctionCache):
 
 def _compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
     """A loop that is compiled at its first call and runs without the interpreter lock."""
-    found: Any = numba.njit(nogil=True, error_model="numpy")(loop)
+    compiled_loop: Any = numba.njit(nogil=True, error_model="numpy")(loop)
     # Beside this file or in the user's cache, unless neither can be written to.
     with suppress(RuntimeError):
-        found._cache = _Kept(loop)  # type: ignore[no-untyped-call]
-    return found  # type: ignore[no-any-return]
+        compiled_loop._cache = _Kept(loop)  # type: ignore[no-untyped-call]
+    return compiled_loop  # type: ignore[no-any-return]
 
 
 def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
-    """As kernels.absmax."""
+    """The largest absolute weight of each group, float32 [rows / height, cols / width], as kernels.absmax."""
     rows = len(bits)
     largest = np.zeros(grid_of(group, bits.shape), bits.dtype)
     mask = bits.dtype.type((1 << (bits.dtype.itemsize * 8 - 1)) - 1)
@@ -74,18 +74,18 @@ def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
     return to_float32(largest, dtype)
 
 
-def scales(form: Format, absmax: Floats, divisor: Floats | None = None) -> Floats:
-    """As kernels.scales."""
-    if form.global_scale is not None and divisor is None:
-        divisor = form.divisor(absmax.max(keepdims=True))
-    above = f32(1) if divisor is None or form.global_scale is None else divisor.reshape(-1)[0]
-    scale, found = form.scale, np.empty(absmax.size, f32)
+def scales(form: Format, absmax: Floats, global_scale: Floats | None = None) -> Floats:
+    """The scale of each group, float32 of the shape of `absmax`, as kernels.scales."""
+    if form.global_scale is not None and global_scale is None:
+        global_scale = form.divisor(absmax.max(keepdims=True))
+    above = f32(1) if global_scale is None or form.global_scale is None else global_scale.reshape(-1)[0]
+    scale, scales_of_groups = form.scale, np.empty(absmax.size, f32)
     # What is added to the bits of a quotient, and which of them are kept, so that it is a power of two.
     power = (u32(form.carry), u32(0xFF800000)) if scale.power_of_two else (u32(0), u32(0xFFFFFFFF))
     rounding = _ROUNDINGS.get(scale.dtype, u32(0))
     span = f32(scale.clip_limit or form.number.span)
-    _scales(absmax.reshape(-1), span, *power, above, f32(scale.floor), f32(scale.of_zeros), rounding, found)
-    return found.reshape(absmax.shape)
+    _scales(absmax.reshape(-1), span, *power, above, f32(scale.floor), f32(scale.of_zeros), rounding, scales_of_groups)
+    return scales_of_groups.reshape(absmax.shape)
 
 
 def encode_stored(
@@ -95,17 +95,21 @@ def encode_stored(
     group: Group,
     out: Codes,
     number: Number,
-    divisor: Floats | None = None,
-    zero: Floats | None = None,
+    global_scale: Floats | None = None,
+    zero_point: Floats | None = None,
 ) -> None:
-    """As kernels.encode_stored."""
-    del divisor  # what tables are made for
+    """Write the codes of weights [rows, cols] to `out`, uint8 [rows, cols / codes in a byte], as
+    kernels.encode_stored.
+    """
+    del global_scale  # what tables are made for
     rows, cols = bits.shape
     height, width = group[0] or rows, group[1] or cols
     place = bits, *_kind(dtype), scale, height, width, number.per_byte, out
     if number.normal == 0:
         middle = number.encode(np.zeros(1, f32)).item()
-        _encode_integers(*place, *_range(number)[:2], u32(middle), np.zeros_like(scale) if zero is None else zero)
+        _encode_integers(
+            *place, *_range(number)[:2], u32(middle), np.zeros_like(scale) if zero_point is None else zero_point
+        )
     elif number == E2M1 and dtype == "BF16" and width % 2 == 0:
         _encode_pairs(np.ascontiguousarray(bits).view(u32), scale, height, width // 2, out)
     else:
@@ -113,23 +117,23 @@ def encode_stored(
         _encode_floats(*place, *_range(number)[1:], steps, u32(0x80 if number.per_byte == 1 else 8))
 
 
-def stored(form: Format, scale: Floats, divisor: Floats | None = None) -> StoredScales:
-    """As kernels.stored."""
-    if form.scale.dtype != "F8_E4M3" or divisor is None:
-        return form.stored(scale, divisor)
-    found = np.empty(scale.shape, u8)
-    encode_stored((scale * divisor).view(u32), "F32", np.ones((1, 1), f32), (None, None), found, E4M3)
-    return found
+def stored(form: Format, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
+    """Scales as they are written, float32, uint16 or uint8 of the shape of `scale`, as kernels.stored."""
+    if form.scale.dtype != "F8_E4M3" or global_scale is None:
+        return form.stored(scale, global_scale)
+    codes = np.empty(scale.shape, u8)
+    encode_stored((scale * global_scale).view(u32), "F32", np.ones((1, 1), f32), (None, None), codes, E4M3)
+    return codes
 
 
 def decode_rows(
-    codes: Codes, number: Number, scale: Floats, group: Group, low: int, out: Floats, zero: Floats | None = None
+    codes: Codes, number: Number, scale: Floats, group: Group, low: int, out: Floats, zero_point: Floats | None = None
 ) -> None:
-    """As kernels.decode_rows."""
+    """Write the weights that codes stand for to `out`, float32 [rows, cols], as kernels.decode_rows."""
     rows, cols = out.shape
     height, width = group[0] or low + rows, min(group[1] or cols, cols)
-    zero = np.zeros_like(scale) if zero is None else np.ascontiguousarray(zero)
-    place = codes, scale, zero, height, width, low % height, out
+    zero_point = np.zeros_like(scale) if zero_point is None else np.ascontiguousarray(zero_point)
+    place = codes, scale, zero_point, height, width, low % height, out
     if number.normal:
         (_decode_e4m3 if number == E4M3 else _decode_e2m1)(*place)
     else:
@@ -138,28 +142,30 @@ def decode_rows(
 
 
 def first_unsound(codes: Codes, number: Number) -> int | None:
-    """As kernels.first_unsound."""
+    """The place of the first of some codes, uint8 of any shape, that holds no value, as kernels.first_unsound."""
     sound = number == E4M3 and _most(codes.reshape(-1)) < 0x7F
     return None if sound else kernels.first_unsound(codes, number)
 
 
-def best(bits: Bits, dtype: str, usual: Floats, scales: Floats, number: Number, shares: Floats | None = None) -> Floats:
-    """As kernels.best."""
-    found = usual.copy()
+def best(
+    bits: Bits, dtype: str, unclipped: Floats, scales: Floats, number: Number, importance: Floats | None = None
+) -> Floats:
+    """The scale of each group with the least squared error, float32 [groups], as kernels.best."""
+    chosen = unclipped.copy()
     _best(
         bits,
         *_kind(dtype),
-        usual,
+        unclipped,
         scales,
         *_range(number),
-        found,
-        _NONE if shares is None else np.array(shares.T, order="C"),
+        chosen,
+        _NONE if importance is None else np.array(importance.T, order="C"),
     )
-    return found
+    return chosen
 
 
 def to_bfloat16(values: Floats, out: npt.NDArray[np.uint16]) -> None:
-    """As kernels.to_bfloat16."""
+    """Round float32 values [rows, cols] to bfloat16; `out` gets their bits, uint16, as kernels.to_bfloat16."""
     _to_bfloat16(values.reshape(-1).view(u32), out.reshape(-1))
 
 
@@ -200,7 +206,7 @@ def _most(codes: Any) -> Any:
 
 @_compiled
 def _scales(
-    largest: Any, span: Any, carry: Any, kept: Any, above: Any, floor: Any, zeros: Any, rounding: Any, found: Any
+    largest: Any, span: Any, carry: Any, kept: Any, above: Any, floor: Any, zeros: Any, rounding: Any, out: Any
 ) -> None:
     for i in range(largest.size):
         bits = u32(u32(f32(largest[i] / span).view(u32) + carry) & kept)
@@ -214,7 +220,7 @@ def _scales(
             binade = max(u32(f32(near).view(u32) & u32(0x7F800000)), u32(121 << 23))
             beside = f32(u32(binade).view(f32) * f32(_ROUNDS / 8))
             scale = f32(f32(near + beside) - beside)
-        found[i] = f32((zeros if largest[i] == 0 else scale) / above)
+        out[i] = f32((zeros if largest[i] == 0 else scale) / above)
 
 
 @_compiled
@@ -259,11 +265,11 @@ def _encode_integers(
         for group in range(scale.shape[1]):
             divisor, shift = scale[row // height, group], zero[row // height, group]
             part = values[group * width : (group + 1) * width]
-            found = into[group * width : (group + 1) * width]
+            group_codes = into[group * width : (group + 1) * width]
             for i in range(part.size):
                 quotient = f32(f32(part[i] / divisor) + shift)
                 whole = f32(min(max(quotient, least), most) + f32(_ROUNDS))
-                found[i] = u8(u32(f32(whole).view(u32) + middle))
+                group_codes[i] = u8(u32(f32(whole).view(u32) + middle))
         if per_byte == 2:
             _pack(codes, out[row])
 
@@ -292,7 +298,7 @@ def _encode_floats(
         for group in range(scale.shape[1]):
             divisor = scale[row // height, group]
             part = values[group * width : (group + 1) * width]
-            found = into[group * width : (group + 1) * width]
+            group_codes = into[group * width : (group + 1) * width]
             for i in range(part.size):
                 quotient = f32(part[i] / divisor)
                 size = min(abs(quotient), largest)
@@ -302,7 +308,7 @@ def _encode_floats(
                 step = u32(f32(size + beside).view(u32) - f32(beside).view(u32))
                 above = u32(u32(u32(binade - lowest) >> u32(23)) * steps)
                 sign = u32(u32(f32(quotient).view(u32) >> u32(31)) * mark)
-                found[i] = u8(u32(u32(step + above) | sign))
+                group_codes[i] = u8(u32(u32(step + above) | sign))
         if per_byte == 2:
             _pack(codes, out[row])
 
@@ -374,9 +380,9 @@ def _decode_e4m3(codes: Any, scale: Any, zero: Any, height: Any, width: Any, low
             size = u32(u32(line[i] & 0x7F) << u32(20))
             # Of subnormal ones the mantissa is what is beyond the smallest that is normal.
             least = f32(u32(size + u32(121 << 23)).view(f32) - f32(2.0**-6))
-            found = u32(f32(least).view(u32) if size < u32(1 << 23) else u32(size + u32(120 << 23)))
-            found = u32(0x7FC00000) if size == u32(0x7F << 20) else found
-            values[i] = u32(u32(found) | u32(u32(line[i] & 0x80) << u32(24))).view(f32)
+            magnitude = u32(f32(least).view(u32) if size < u32(1 << 23) else u32(size + u32(120 << 23)))
+            magnitude = u32(0x7FC00000) if size == u32(0x7F << 20) else magnitude
+            values[i] = u32(u32(magnitude) | u32(u32(line[i] & 0x80) << u32(24))).view(f32)
         _scaled(values, scale[above], zero[above], width, out[row])
 
 
@@ -430,14 +436,14 @@ def _best(
     bits: Any,
     half: Any,
     below: Any,
-    usual: Any,
+    unclipped: Any,
     scales: Any,
     least: Any,
     most: Any,
     normal: Any,
     rounds: Any,
-    found: Any,
-    shares: Any,
+    out: Any,
+    importance: Any,
 ) -> None:
     # A column for each of so many groups, which are worked on at once: each sum adds in the order of the weights.
     groups, width = bits.shape
@@ -446,18 +452,18 @@ def _best(
     # Four weights of each are taken at a time; zeros, which are never off, fill up.
     raw, turned = np.zeros((width, together), bits.dtype), np.zeros((-(-width // 4) * 4, together), f32)
     one, scale, chosen = np.ones(together, f32), np.ones(together, f32), np.zeros(together, u32)
-    share, unit = np.ones(together, f32), np.ones(together, f32)
+    relative, unit = np.ones(together, f32), np.ones(together, f32)
     error, smallest = np.empty(together, f32), np.empty(together, f32)
-    weighs, which = shares.size > 0, np.zeros(together, i32)
+    weighs, which = importance.size > 0, np.zeros(together, i32)
     weighed = np.zeros((turned.shape[0] if weighs else 0, together), f32)
     for first in range(0, groups, together):
         count = min(together, groups - first)
-        one[:count] = usual[first : first + count]
+        one[:count] = unclipped[first : first + count]
         chosen[:] = u32(0)
         smallest[:] = f32(np.inf)
         if weighs:
             for j in range(count):
-                which[j] = (first + j) % shares.shape[1]
+                which[j] = (first + j) % importance.shape[1]
         _turn(bits[first : first + count], raw)
         for k in range(width):
             line = turned[k]
@@ -465,14 +471,14 @@ def _best(
             for j in range(together):
                 line[j] /= one[j]
             if weighs:
-                counts, row = weighed[k], shares[k]
+                counts, row = weighed[k], importance[k]
                 for j in range(count):
                     counts[j] = row[which[j]]
         for ratio in range(scales.shape[0]):
             scale[:count] = scales[ratio, first : first + count]
             for j in range(together):
-                share[j] = scale[j] / one[j]
-                unit[j] = f32(1) / share[j]
+                relative[j] = scale[j] / one[j]
+                unit[j] = f32(1) / relative[j]
                 error[j] = f32(0)
             for k in range(turned.shape[0] if weighs else 0):
                 line, counts = turned[k], weighed[k]
@@ -488,7 +494,7 @@ def _best(
                     total = f32(total + _square(f32(third[j] * by), least, most, lowest, rounds))
                     error[j] = f32(total + _square(f32(fourth[j] * by), least, most, lowest, rounds))
             for j in range(together):
-                total = f32(f32(error[j] * share[j]) * share[j])
+                total = f32(f32(error[j] * relative[j]) * relative[j])
                 before = smallest[j]
                 better = total < before
                 smallest[j] = total if better else before
@@ -496,4 +502,4 @@ def _best(
                 chosen[j] = u32(chosen[j] + u32(better) * u32(u32(ratio + 1) - chosen[j]))
         for j in range(count):
             if chosen[j]:
-                found[first + j] = scales[chosen[j] - 1, first + j]
+                out[first + j] = scales[chosen[j] - 1, first + j]

@@ -73,11 +73,11 @@ def can_be_non_finite(dtype: str) -> bool:
 
 
 def count_non_finite(data: npt.NDArray[np.uint8], dtype: str) -> NonFinite:
-    """How many elements are NaN or infinite.
+    """Count the elements that are NaN or infinite.
 
     Args:
-        data: bytes of whole elements.
-        dtype: a dtype of safetensors.
+        data: uint8 [bytes], whole elements.
+        dtype: their dtype, as safetensors names it.
     """
     if dtype in _FNUZ:
         return NonFinite(nan=int(np.count_nonzero(data == 0x80)))
@@ -86,7 +86,7 @@ def count_non_finite(data: npt.NDArray[np.uint8], dtype: str) -> NonFinite:
         return NonFinite()
     unsigned, sign = np.dtype(f"u{layout.nbytes}"), 1 << (8 * layout.nbytes - 1)
     mask = unsigned.type(sign - 1 if layout.has_sign else 2 * sign - 1)
-    found = NonFinite()
+    count = NonFinite()
     for low in range(0, data.size, PIECE * layout.nbytes):
         part = data[low : low + PIECE * layout.nbytes]
         elements = part.view(unsigned)
@@ -95,5 +95,5 @@ def count_non_finite(data: npt.NDArray[np.uint8], dtype: str) -> NonFinite:
         if positive or int(elements.max()) > (layout.largest | sign if layout.has_sign else layout.largest):
             above = (elements & mask)[(elements & mask) > layout.largest]
             infinite = int(np.count_nonzero(above == layout.largest + 1)) if layout.has_infinity else 0
-            found += NonFinite(len(above) - infinite, infinite)
-    return found
+            count += NonFinite(len(above) - infinite, infinite)
+    return count

@@ -149,17 +149,18 @@ class Format:
         return None if self.local is None else self.local.name
 
     def scale_inputs(self, largest: float) -> float:
-        """The stored scale of activations whose largest magnitude is known: of static ones, or the one of `local`.
+        """The stored scale of activations of which the largest absolute value is known: that of static ones, or the one
+        of `local`.
 
         It leaves room for activations twice as large. Headroom costs nothing, as codes have the same precision over a
         wide range, and what lies beyond the largest code is lost: on examples/tiny-qwen3 static scales up to 16 times
         as large answer alike, half as large ones do not.
         """
         most = E4M3.largest if self.local is None else E4M3.largest * self.number.largest
-        found = largest * 2 / most
-        if not 2.0**-126 <= found < math.inf:
-            found = 1.0
-        return 1 / found if self.local is not None and self.local.divides else found
+        scale = largest * 2 / most
+        if not 2.0**-126 <= scale < math.inf:
+            scale = 1.0
+        return 1 / scale if self.local is not None and self.local.divides else scale
 
     def tied_scale(self, module: str) -> str:
         """The name of the scale that a module shares with those it is joined with."""
@@ -277,23 +278,33 @@ class Format:
         return 0x7FFFFF if self.scale.clip_limit is None else 0x800000
 
     def divisor(self, largest: Floats) -> Floats:
-        """float32: what the scales of groups are divided by, given the largest absolute weight of the joined set.
+        """The global scale: what the scales of groups are divided by as they are stored in E4M3.
 
-        That is 2688 / largest in NVFP4, so that the largest scale is the largest E4M3; one without a global scale.
+        In NVFP4 that is 2688 / largest, so that the largest scale is the largest E4M3.
+
+        Args:
+            largest: float32 of any shape, the largest absolute weight of the joined set.
+
+        Returns:
+            float32 of the same shape, at most 2^125; 1 where all weights are zero, or without a global scale.
         """
         if self.global_scale is None:
             return np.ones_like(largest)
         with np.errstate(divide="ignore", over="ignore"):
             # In the two steps in which torch divides a number by a tensor, and so compressed-tensors does.
-            found = np.float32(1) / largest * np.float32(E4M3.largest * self.number.largest)
-        return np.where(largest == 0, np.float32(1), np.minimum(found, np.float32(_LARGEST_DIVISOR))).astype(np.float32)
+            exact = np.float32(1) / largest * np.float32(E4M3.largest * self.number.largest)
+        return np.where(largest == 0, np.float32(1), np.minimum(exact, np.float32(_LARGEST_DIVISOR))).astype(np.float32)
 
-    def scales(self, absmax: Floats, divisor: Floats | None = None) -> Floats:
-        """float32 scale of each group, given its largest absolute weight; always finite and above zero.
+    def scales(self, absmax: Floats, global_scale: Floats | None = None) -> Floats:
+        """The scale of each group from its largest absolute weight, finite and above zero.
 
         Args:
-            absmax: of the groups.
-            divisor: that of the joined set; where a format has a global scale and None is given, that of these groups.
+            absmax: float32 of any shape, the largest absolute weight of each group.
+            global_scale: float32 of one element, that of the joined set; that of these groups if None. Formats without
+                a global scale ignore it.
+
+        Returns:
+            float32 of the shape of `absmax`, rounded as the scales are stored.
         """
         scale = absmax / np.float32(self.scale.clip_limit or self.number.span)
         if self.scale.power_of_two:
@@ -302,33 +313,48 @@ class Format:
             # absmax exceeds what it was divided by times that.
             scale = ((scale.view(np.uint32) + np.uint32(self.carry)) & np.uint32(0xFF800000)).view(np.float32)
         if self.global_scale is not None:
-            divisor = self.divisor(absmax.max(keepdims=True)) if divisor is None else divisor
-            scale = scale * divisor
+            global_scale = self.divisor(absmax.max(keepdims=True)) if global_scale is None else global_scale
+            scale = scale * global_scale
         scale = np.maximum(scale, np.float32(self.scale.floor))
         if self.scale.dtype == "BF16":
             scale = (nearest_bfloat16(scale) << 16).view(np.float32)
         if self.scale.dtype == "F8_E4M3":
             scale = E4M3.nearest(scale)
         scale = np.where(absmax == 0, np.float32(self.scale.of_zeros), scale).astype(np.float32)
-        return scale if divisor is None or self.global_scale is None else scale / divisor
+        return scale if global_scale is None or self.global_scale is None else scale / global_scale
 
     def ranges(self, low: Floats, high: Floats) -> tuple[Floats, Floats]:
-        """float32 scale of each group, and the value of the code that stands for zero, given its least and largest
-        weight: (max - min) / 15 over a range that includes zero, as compressed-tensors has it.
+        """The scale and zero point of each group: of four bits (max - min) / 15, over a range that includes zero, as
+        compressed-tensors has it.
+
+        Args:
+            low: float32 of any shape, the least weight of each group.
+            high: float32 of the same shape, the largest.
+
+        Returns:
+            The scales and the values of the codes that stand for zero, both float32 of the same shape.
         """
         low, high = np.minimum(low, np.float32(0)), np.maximum(high, np.float32(0))
         # Twice the span is all of the range.
         half = (high - low) / np.float32(2)
         # Of the scale that is not rounded yet (compressed-tensors, quantization/utils/helpers.py:106-108).
         exact = np.maximum(half / np.float32(self.number.span), np.float32(self.scale.floor))
-        zero = self.number.nearest(-np.float32(self.number.largest) - low / exact)
-        return self.scales(half), zero
+        zero_point = self.number.nearest(-np.float32(self.number.largest) - low / exact)
+        return self.scales(half), zero_point
 
-    def stored(self, scale: Floats, divisor: Floats | None = None) -> StoredScales:
-        """Scales as they are written, those under a global scale given its divisor; bfloat16 as its bits."""
+    def stored(self, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
+        """Scales as they are written.
+
+        Args:
+            scale: float32 of any shape.
+            global_scale: float32 of one element, for scales in E4M3.
+
+        Returns:
+            float32, uint16 (the bits of bfloat16 or float16) or uint8 (E4M3 or E8M0) of the same shape.
+        """
         if self.scale.dtype == "F8_E4M3":
-            assert divisor is not None
-            return E4M3.encode(scale * divisor)
+            assert global_scale is not None
+            return E4M3.encode(scale * global_scale)
         if self.scale.dtype == "BF16":
             return nearest_bfloat16(scale).astype(np.uint16)
         if self.scale.dtype == "F16":

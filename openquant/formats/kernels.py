@@ -27,16 +27,19 @@ Entry = TypeVar("Entry", bound=np.generic)
 
 
 class Loops(Protocol):
-    """What a conversion does to many weights: this module, or compiled.py, which makes the same bits."""
+    """What a conversion does to many weights: this module, or compiled.py, which makes the same bits.
+
+    The functions of this module of the same names say what each takes and returns.
+    """
 
     def absmax(self, bits: Bits, dtype: str, group: Group, /) -> Floats:
-        """As below."""
+        """The largest absolute weight of each group, float32 [rows / height, cols / width]."""
 
-    def scales(self, form: Format, absmax: Floats, divisor: Floats | None = None, /) -> Floats:
-        """As below."""
+    def scales(self, form: Format, absmax: Floats, global_scale: Floats | None = None, /) -> Floats:
+        """The scale of each group, float32 of the shape of `absmax`."""
 
-    def stored(self, form: Format, scale: Floats, divisor: Floats | None = None, /) -> StoredScales:
-        """As below."""
+    def stored(self, form: Format, scale: Floats, global_scale: Floats | None = None, /) -> StoredScales:
+        """Scales as they are written, float32, uint16 or uint8 of the shape of `scale`."""
 
     def encode_stored(
         self,
@@ -46,11 +49,11 @@ class Loops(Protocol):
         group: Group,
         out: Codes,
         number: Number,
-        divisor: Floats | None = None,
-        zero: Floats | None = None,
+        global_scale: Floats | None = None,
+        zero_point: Floats | None = None,
         /,
     ) -> None:
-        """As below."""
+        """Write the codes of weights [rows, cols] to `out`, uint8 [rows, cols / codes in a byte]."""
 
     def decode_rows(
         self,
@@ -60,28 +63,28 @@ class Loops(Protocol):
         group: Group,
         low: int,
         out: Floats,
-        zero: Floats | None = None,
+        zero_point: Floats | None = None,
         /,
     ) -> None:
-        """As below."""
+        """Write the weights that codes stand for to `out`, float32 [rows, cols]."""
 
     def first_unsound(self, codes: Codes, number: Number, /) -> int | None:
-        """As below."""
+        """The place of the first of some codes, uint8 of any shape, that holds no value; None if all do."""
 
     def best(
         self,
         bits: Bits,
         dtype: str,
-        usual: Floats,
+        unclipped: Floats,
         scales: Floats,
         number: Number,
-        shares: Floats | None = None,
+        importance: Floats | None = None,
         /,
     ) -> Floats:
-        """As below."""
+        """The scale of each group with the least squared error, float32 [groups]."""
 
     def to_bfloat16(self, values: Floats, out: npt.NDArray[np.uint16], /) -> None:
-        """As below."""
+        """Round float32 values [rows, cols] to bfloat16; `out` gets their bits, uint16 [rows, cols]."""
 
 
 BITS_TYPE: dict[str, np.dtype[np.unsignedinteger[Any]]] = {
@@ -101,7 +104,15 @@ _SAFE = 64  # from this exponent field on, zero and subnormals stay below half t
 
 
 def to_float32(bits: Bits, dtype: str) -> Floats:
-    """The values of bits, as float32 (exact for every dtype of BITS_TYPE)."""
+    """The values that bits hold, which float32 has exactly.
+
+    Args:
+        bits: uint16 or uint32 of any shape.
+        dtype: their dtype, a key of BITS_TYPE.
+
+    Returns:
+        float32 of the same shape.
+    """
     if dtype == "BF16":
         return (bits.astype(np.uint32) << 16).view(np.float32)
     if dtype == "F16":
@@ -110,7 +121,15 @@ def to_float32(bits: Bits, dtype: str) -> Floats:
 
 
 def from_float32(values: Floats, dtype: str) -> Bits:
-    """The bits of float32 values in a dtype of BITS_TYPE, rounded to the nearest; too large ones become infinity."""
+    """Round float32 values to another dtype, to the nearest; too large ones become infinity.
+
+    Args:
+        values: float32 of any shape.
+        dtype: a key of BITS_TYPE.
+
+    Returns:
+        Their bits, uint16 or uint32 of the same shape.
+    """
     if dtype == "BF16":
         return nearest_bfloat16(values).astype(np.uint16)
     if dtype == "F16":
@@ -120,11 +139,14 @@ def from_float32(values: Floats, dtype: str) -> Bits:
 
 
 def scale_values(stored: Codes, dtype: str) -> Floats:
-    """Stored scales as float32: of a dtype of BITS_TYPE, or bytes that are exponents (E8M0, of which 255 is NaN).
+    """The values of stored scales.
 
     Args:
-        stored: their bytes.
-        dtype: "F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E8M0" or "U8".
+        stored: uint8 [bytes], their bytes.
+        dtype: "F64", "F32", "BF16", "F16" or "F8_E4M3"; or "F8_E8M0" or "U8", exponents of which 255 is NaN.
+
+    Returns:
+        float32 [scales].
     """
     if dtype in BITS_TYPE:
         return to_float32(stored.view(BITS_TYPE[dtype]), dtype)
@@ -143,9 +165,15 @@ def _exponent_values() -> Floats:
 
 
 def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
-    """Largest absolute value of each group, as float32 [rows/height, cols/width].
+    """The largest absolute weight of each group.
 
-    NaN or infinity if there is one. `bits` is [rows, cols], multiples of the group's height and width.
+    Args:
+        bits: the weights, uint16 or uint32 [rows, cols], multiples of the group's height and width.
+        dtype: their dtype, a key of BITS_TYPE.
+        group: height and width of what shares a scale.
+
+    Returns:
+        float32 [rows / height, cols / width]; NaN or infinity for a group that holds one.
     """
     mask = bits.dtype.type((1 << (bits.dtype.itemsize * 8 - 1)) - 1)
     largest = np.zeros(grid_of(group, bits.shape), bits.dtype)
@@ -153,19 +181,37 @@ def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
         magnitudes = bits[low:high] & mask
         if part.stop - part.start == 1:
             magnitudes = magnitudes.max(axis=0, keepdims=True)
-        found = magnitudes.reshape(len(magnitudes), largest.shape[1], -1).max(axis=2)
-        np.maximum(largest[part], found, out=largest[part])
+        of_chunk = magnitudes.reshape(len(magnitudes), largest.shape[1], -1).max(axis=2)
+        np.maximum(largest[part], of_chunk, out=largest[part])
     return to_float32(largest, dtype)
 
 
-def scales(form: Format, absmax: Floats, divisor: Floats | None = None) -> Floats:
-    """The scale of each group, given its largest absolute weight: as Format.scales."""
-    return form.scales(absmax, divisor)
+def scales(form: Format, absmax: Floats, global_scale: Floats | None = None) -> Floats:
+    """The scale of each group from its largest absolute weight, as Format.scales.
+
+    Args:
+        form: how the weights are stored.
+        absmax: float32 of any shape, the largest absolute weight of each group.
+        global_scale: float32 of one element; that of these groups if None.
+
+    Returns:
+        float32 of the shape of `absmax`.
+    """
+    return form.scales(absmax, global_scale)
 
 
-def stored(form: Format, scale: Floats, divisor: Floats | None = None) -> StoredScales:
-    """Scales as they are written, those under a global scale given its divisor: as Format.stored."""
-    return form.stored(scale, divisor)
+def stored(form: Format, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
+    """Scales as they are written, as Format.stored.
+
+    Args:
+        form: how the weights are stored.
+        scale: float32 of any shape.
+        global_scale: float32 of one element, where the format has one.
+
+    Returns:
+        float32, uint16 (the bits of bfloat16 or float16) or uint8 (E4M3 or E8M0) of the shape of `scale`.
+    """
+    return form.stored(scale, global_scale)
 
 
 def encode(
@@ -175,37 +221,38 @@ def encode(
     group: Group,
     out: Codes,
     number: Number,
-    divisor: Floats | None = None,
-    zero: Floats | None = None,
+    global_scale: Floats | None = None,
+    zero_point: Floats | None = None,
 ) -> None:
-    """Write the codes [rows, cols] of weights [rows, cols] to `out`, a byte each.
+    """Write the codes of weights to `out`, a byte each.
 
     Args:
-        bits: the weights, finite.
-        dtype: their dtype.
-        scale: the scales, [rows/height, cols/width].
+        bits: the bits of finite weights, uint16 or uint32 [rows, cols].
+        dtype: their dtype, a key of BITS_TYPE.
+        scale: float32 [rows / height, cols / width].
         group: height and width of what shares a scale.
         out: uint8 [rows, cols], contiguous.
         number: what the codes are.
-        divisor: float32 [1, 1], what E4M3 was divided by to make the scales; None where they were not.
-        zero: the values of the codes that stand for zero, shaped as scale; None where zero stands for itself.
+        global_scale: float32 [1, 1], what scales in E4M3 were divided by; None without one.
+        zero_point: float32 of the shape of `scale`, the values of the codes that stand for zero; None where zero stands
+            for itself.
     """
-    if zero is not None:
-        _encode_by_arithmetic(bits, dtype, scale, group, out, number, zero)
+    if zero_point is not None:
+        _encode_by_arithmetic(bits, dtype, scale, group, out, number, zero_point)
         return
-    if dtype == "BF16" and divisor is not None:
+    if dtype == "BF16" and global_scale is not None:
         exponent = scale.view(np.uint32) >> 23
         if np.all((exponent >= _SAFE) & (exponent <= _TOP_SCALE)):
             # Of a scale times what it was divided by three bits of mantissa are left.
-            which = ((scale * divisor).view(np.uint32) + np.uint32(0x80000)) >> 20 & 7
-            tables = _tables_of_divisor(number, float(divisor.item()))
-            _encode_by_offset(bits, (which << 16) + ((_TOP_SCALE - exponent) << 7), group, out, tables)
+            mantissa = ((scale * global_scale).view(np.uint32) + np.uint32(0x80000)) >> 20 & 7
+            tables = _tables_of_global_scale(number, float(global_scale.item()))
+            _encode_by_offset(bits, (mantissa << 16) + ((_TOP_SCALE - exponent) << 7), group, out, tables)
             return
     # A multiple of the scale that is a bfloat16: the largest weight that it was made from, or would have been made from
     # if it was raised, which is none where a joined set mixes dtypes; or any power of two times it, which alone will do
     # where weights may be beyond the largest that a scale was made from.
     multiples = (number.span, _beyond(number)) if number.span == number.largest else (_beyond(number),)
-    for multiple in multiples if dtype == "BF16" and divisor is None else ():
+    for multiple in multiples if dtype == "BF16" and global_scale is None else ():
         with np.errstate(over="ignore"):
             largest = (scale * np.float32(multiple)).view(np.uint32)
         top = (largest + np.uint32(0x8000)) >> 16
@@ -224,45 +271,74 @@ def encode_stored(
     group: Group,
     out: Codes,
     number: Number,
-    divisor: Floats | None = None,
-    zero: Floats | None = None,
+    global_scale: Floats | None = None,
+    zero_point: Floats | None = None,
 ) -> None:
-    """As `encode`, to codes as they are stored: two share a byte where a number has 16 of them.
+    """Write the codes of weights [rows, cols] to `out` as they are stored: two share a byte where a number has 16.
 
     Args:
-        bits, dtype, scale, group, number, divisor, zero: as for encode.
+        bits, dtype, scale, group, number, global_scale, zero_point: as for encode.
         out: uint8 [rows, cols / codes in a byte], contiguous.
     """
     if number.per_byte == 1:
-        encode(bits, dtype, scale, group, out, number, divisor, zero)
+        encode(bits, dtype, scale, group, out, number, global_scale, zero_point)
         return
     # All of them at once: what each chunk allocated anew would take twice as long.
     codes = np.empty(bits.shape, np.uint8)
-    encode(bits, dtype, scale, group, codes, number, divisor, zero)
+    encode(bits, dtype, scale, group, codes, number, global_scale, zero_point)
     for low, high, _ in _chunks((1, None), bits.shape):
         pack(codes[low:high], out[low:high])
 
 
 def pack(codes: Codes, out: Codes) -> None:
-    """Two codes [rows, cols] to a byte of `out`, the first in the low half."""
+    """Write two codes to a byte, the first in the low half.
+
+    Args:
+        codes: uint8 [rows, cols], below 16.
+        out: uint8 [rows, cols / 2].
+    """
     pairs = codes.view("<u2")
     np.copyto(out, pairs | pairs >> 4, casting="unsafe")
 
 
 def unpack(codes: Codes, number: Number) -> Codes:
-    """Codes [rows, cols], a byte each, of those that are stored."""
+    """Stored codes as a byte each.
+
+    Args:
+        codes: uint8 [rows, cols / codes in a byte].
+        number: what they are.
+
+    Returns:
+        uint8 [rows, cols].
+    """
     if number.per_byte == 1:
         return codes
     return np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
 
 
 def unpack_words(words: npt.NDArray[np.uint32], number: Number) -> Codes:
-    """Codes, a byte each, of words [rows, cols] that hold those of several rows, the first lowest."""
+    """The codes in words that hold those of several rows, the first lowest.
+
+    Args:
+        words: uint32 [rows / codes in a word, cols].
+        number: what the codes are.
+
+    Returns:
+        The codes, uint8 [rows, cols], a byte each; of rows that filled the last word up too.
+    """
     return unpack(np.ascontiguousarray(words.T).view(np.uint8), number).T
 
 
 def pack_words(codes: Codes, number: Number) -> npt.NDArray[np.uint32]:
-    """Codes [rows, cols], a byte each, as words that hold those of several rows, the first lowest; zeros fill up."""
+    """Pack codes in words that hold those of several rows, the first lowest; zeros fill the last up.
+
+    Args:
+        codes: uint8 [rows, cols], a byte each.
+        number: what they are.
+
+    Returns:
+        The words, uint32 [rows / codes in a word, cols].
+    """
     along = np.ascontiguousarray(np.pad(codes, ((0, -len(codes) % number.per_item), (0, 0))).T)
     if number.per_byte > 1:
         packed = np.empty((along.shape[0], along.shape[1] // number.per_byte), np.uint8)
@@ -271,51 +347,56 @@ def pack_words(codes: Codes, number: Number) -> npt.NDArray[np.uint32]:
     return np.ascontiguousarray(along.view(np.uint32).T)
 
 
-def best(bits: Bits, dtype: str, usual: Floats, scales: Floats, number: Number, shares: Floats | None = None) -> Floats:
-    """The scale of each group with the least squared error, of several, float32 [groups]; of equals the first.
+def best(
+    bits: Bits, dtype: str, unclipped: Floats, scales: Floats, number: Number, importance: Floats | None = None
+) -> Floats:
+    """Choose the scale of each group with the least squared error; of two as good the first.
 
     Sums add in the order of the weights, whatever the CPU.
 
     Args:
-        bits: finite weights [groups, width].
-        dtype: their dtype.
-        usual: the scales [groups] that their largest weights make.
-        scales: those to choose from, [ratios, groups].
+        bits: the bits of finite weights, uint16 or uint32 [groups, width].
+        dtype: their dtype, a key of BITS_TYPE.
+        unclipped: float32 [groups], the scales that their largest weights make.
+        scales: float32 [clip ratios, groups], those to choose from.
         number: what the codes are.
-        shares: [n, width], at most 1, what each square counts in the groups 0, n, 2n, .., in 1, n + 1, .. and so on;
-            all alike if None.
+        importance: float32 [n, width], at most 1: what each square counts in the groups 0, n, 2n, .., in 1, n + 1, ..
+            and so on; all alike if None.
+
+    Returns:
+        The chosen scales, float32 [groups].
     """
-    found = np.empty_like(usual)
+    chosen = np.empty_like(unclipped)
     step = max(1, CHUNK // bits.shape[1])
     for low in range(0, len(bits), step):
         part = slice(low, low + step)
         # A column for each group: what is computed for each of them runs along memory. It is always a copy.
         weights = np.array(to_float32(bits[part], dtype).T, order="C")
         groups = np.arange(low, low + weights.shape[1])
-        weighed = None if shares is None else np.take(shares.T, groups % len(shares), axis=1)
-        found[part] = _best(weights, usual[part], scales[:, part], number, weighed)
-    return found
+        weighting = None if importance is None else np.take(importance.T, groups % len(importance), axis=1)
+        chosen[part] = _best(weights, unclipped[part], scales[:, part], number, weighting)
+    return chosen
 
 
-def _best(weights: Floats, usual: Floats, scales: Floats, number: Number, weighed: Floats | None) -> Floats:
+def _best(weights: Floats, unclipped: Floats, scales: Floats, number: Number, weighting: Floats | None) -> Floats:
     """The same for groups that are the columns of weights, which are changed."""
-    # In units of the usual scale no square overflows, and none of a group that is not zero is lost.
-    weights /= usual
-    found, least = usual, np.full(usual.shape, np.inf, np.float32)
+    # In units of the unclipped scale no square overflows, and none of a group that is not zero is lost.
+    weights /= unclipped
+    chosen, least = unclipped, np.full(unclipped.shape, np.inf, np.float32)
     quotients = np.empty_like(weights)
     for scale in scales:
-        share = scale / usual
-        np.multiply(weights, np.float32(1) / share, out=quotients)
+        relative = scale / unclipped
+        np.multiply(weights, np.float32(1) / relative, out=quotients)
         quotients -= number.nearest(quotients)
         quotients *= quotients
-        if weighed is not None:
-            quotients *= weighed
+        if weighting is not None:
+            quotients *= weighting
         # Where there is one column numpy adds halves to each other.
-        total = quotients.sum(axis=0) if len(usual) > 1 else np.add.accumulate(quotients[:, 0])[-1:]
-        error = total * share * share
-        found = np.where(error < least, scale, found)
+        total = quotients.sum(axis=0) if len(unclipped) > 1 else np.add.accumulate(quotients[:, 0])[-1:]
+        error = total * relative * relative
+        chosen = np.where(error < least, scale, chosen)
         least = np.minimum(error, least)
-    return found
+    return chosen
 
 
 def _chunks(group: Group, shape: tuple[int, ...]) -> Iterator[tuple[int, int, slice]]:
@@ -331,38 +412,38 @@ def _chunks(group: Group, shape: tuple[int, ...]) -> Iterator[tuple[int, int, sl
             yield low, high, slice(low // height, (high - 1) // height + 1)
 
 
-def decode(codes: Codes, scale: Floats, out: Floats, number: Number, zero: Floats | None = None) -> None:
-    """Write the weights [rows, cols] that codes stand for to `out`; NaN for codes that hold no value, and infinity
-    where float32 does not hold them.
+def decode(codes: Codes, scale: Floats, out: Floats, number: Number, zero_point: Floats | None = None) -> None:
+    """Write the weights that codes stand for to `out`; NaN for codes that hold no value, and infinity where float32
+    does not hold them.
 
     Args:
-        codes: bytes, each one code or two.
+        codes: uint8 [rows, cols / codes in a byte].
         scale: float32 of any shape that numpy repeats over [rows, cols].
         out: float32 [rows, cols], contiguous.
         number: what the codes are.
-        zero: the values of the codes that stand for zero, shaped as scale; where none are given that is 0.
+        zero_point: float32 of the shape of `scale`, the values of the codes that stand for zero; 0 if None.
     """
     values = bytes_of(number)
     np.take(values, codes, out=out.view(values.dtype), mode="clip")
-    if zero is not None:
-        out -= zero
+    if zero_point is not None:
+        out -= zero_point
     with np.errstate(over="ignore"):
         out *= scale
 
 
 def decode_rows(
-    codes: Codes, number: Number, scale: Floats, group: Group, low: int, out: Floats, zero: Floats | None = None
+    codes: Codes, number: Number, scale: Floats, group: Group, low: int, out: Floats, zero_point: Floats | None = None
 ) -> None:
-    """Write the weights [rows, cols] of rows from `low` on of a matrix.
+    """Write the weights of some rows of a matrix, from row `low` on, to `out`.
 
     Args:
-        codes: as for decode.
+        codes: uint8 [rows, cols / codes in a byte].
         number: what they are.
-        scale: those rows of the grid of scales that the weights lie in.
+        scale: float32 [rows of groups that the weights lie in, cols / width].
         group: height and width of what shares a scale; the last of a row or column may be smaller.
-        low: number of the first row.
+        low: the number of the first row.
         out: float32 [rows, cols], contiguous.
-        zero: the zero points of the same groups, if they have them.
+        zero_point: float32 of the shape of `scale`, the values of the codes that stand for zero; 0 if None.
     """
     rows, cols = out.shape
     height, width = group[0] or low + rows, group[1]
@@ -375,7 +456,8 @@ def decode_rows(
         end = min(end, rows)
         part = slice((low + start) // height - first, (low + end - 1) // height + 1 - first)
         spread = [
-            None if grid is None else _widen(grid[part], width and min(width, cols))[:, :cols] for grid in (scale, zero)
+            None if grid is None else _widen(grid[part], width and min(width, cols))[:, :cols]
+            for grid in (scale, zero_point)
         ]
         assert spread[0] is not None
         decode(codes[start:end], spread[0], out[start:end], number, spread[1])
@@ -383,13 +465,26 @@ def decode_rows(
 
 
 def to_bfloat16(values: Floats, out: npt.NDArray[np.uint16]) -> None:
-    """Round finite float32 values to bfloat16, to the even one of two as near; `out` gets their bits."""
+    """Round finite values to bfloat16, to the even one of two as near.
+
+    Args:
+        values: float32 [rows, cols].
+        out: uint16 [rows, cols], gets the bits.
+    """
     for low, high, _ in _chunks((1, None), values.shape):
         out[low:high] = nearest_bfloat16(values[low:high])
 
 
 def first_unsound(codes: Codes, number: Number) -> int | None:
-    """Where the first of some codes is that holds no value, such as NaN; None if none is."""
+    """Find the first of some codes that holds no value, such as NaN.
+
+    Args:
+        codes: uint8 of any shape, as they are stored.
+        number: what they are.
+
+    Returns:
+        Its place among the bytes in order; None if all hold values.
+    """
     flat = codes.reshape(-1)
     for low in range(0, flat.size, CHUNK):
         wrong = number.unsound(flat[low : low + CHUNK])
@@ -400,7 +495,11 @@ def first_unsound(codes: Codes, number: Number) -> int | None:
 
 @cache
 def bytes_of(number: Number) -> npt.NDArray[np.float32] | npt.NDArray[np.complex64]:
-    """[256] what every byte stands for: a value, or two, that of the low half first."""
+    """What every byte stands for.
+
+    Returns:
+        float32 [256]; or complex64 [256] where a byte holds two codes, that of the low half as the real part.
+    """
     values = number.values()
     if number.per_byte == 1:
         return values
@@ -438,16 +537,16 @@ def _tables(number: Number, multiple: float) -> Codes:
 
 
 @lru_cache(maxsize=8)
-def _tables_of_divisor(number: Number, divisor: float) -> Codes:
-    """[8 * 65536] codes: entry [m, x] is bfloat16 x under (1 + m/8) / divisor, times the power of two that gives it the
-    exponent field _TOP_SCALE. For NVFP4, where weights are at most 10 times their scale.
+def _tables_of_global_scale(number: Number, global_scale: float) -> Codes:
+    """[8 * 65536] codes: entry [m, x] is bfloat16 x under (1 + m/8) / global_scale, times the power of two that gives
+    it the exponent field _TOP_SCALE. For NVFP4, where weights are at most 10 times their scale.
     """
     tables = np.empty((8, 2, 32768), np.uint8)
     tables[:] = number.encode(np.array([[0.0], [-0.0]], np.float32))
     start = (_TOP - 24) << 7
     values = to_float32(np.arange(start, (_TOP + 1) << 7, dtype=np.uint16), "BF16")
     for mantissa in range(8):
-        scale = np.array([1 + mantissa / 8], np.float32) / np.float32(divisor)
+        scale = np.array([1 + mantissa / 8], np.float32) / np.float32(global_scale)
         raised = ((scale.view(np.uint32) & 0x7FFFFF) | np.uint32(_TOP_SCALE << 23)).view(np.float32)
         quotients = values / raised
         tables[mantissa, 0, start : start + values.size] = number.encode(quotients)
@@ -481,10 +580,10 @@ def _encode_by_offset(
 
 
 def _encode_by_arithmetic(
-    bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes, number: Number, zero: Floats | None = None
+    bits: Bits, dtype: str, scale: Floats, group: Group, out: Codes, number: Number, zero_point: Floats | None = None
 ) -> None:
     for low, high, part in _chunks(group, bits.shape):
-        spread = None if zero is None else _widen(zero[part], group[1])
+        spread = None if zero_point is None else _widen(zero_point[part], group[1])
         out[low:high] = encode_float32(to_float32(bits[low:high], dtype), _widen(scale[part], group[1]), number, spread)
 
 
@@ -493,9 +592,19 @@ def _widen(grid: npt.NDArray[Entry], width: int | None) -> npt.NDArray[Entry]:
     return grid if width is None else np.repeat(grid, width, axis=1)
 
 
-def encode_float32(values: Floats, scale: Floats, number: Number, zero: Floats | None = None) -> Codes:
-    """Codes of finite float32 values: divide, add the value of the code for zero, clamp, round to nearest even."""
+def encode_float32(values: Floats, scale: Floats, number: Number, zero_point: Floats | None = None) -> Codes:
+    """The codes of finite values: divide, add the zero point, clamp, round to nearest even.
+
+    Args:
+        values: float32 [rows, cols].
+        scale: float32 of any shape that numpy repeats over [rows, cols].
+        number: what the codes are.
+        zero_point: float32 of the shape of `scale`, the values of the codes that stand for zero; 0 if None.
+
+    Returns:
+        The codes, uint8 [rows, cols], a byte each.
+    """
     quotients = np.divide(values, scale)
-    if zero is not None:
-        quotients += zero
+    if zero_point is not None:
+        quotients += zero_point
     return number.encode(quotients)

@@ -46,7 +46,14 @@ class Number(ABC):
 
     @abstractmethod
     def encode(self, quotients: Floats) -> Codes:
-        """The codes nearest to finite values, a byte each: clamped to what there is, of two as near the even one."""
+        """The codes nearest to values: clamped to what there is, of two as near the even one.
+
+        Args:
+            quotients: finite float32 of any shape.
+
+        Returns:
+            uint8 of the same shape, a byte for each code.
+        """
 
     @abstractmethod
     def values(self) -> Floats:
@@ -58,8 +65,11 @@ class Number(ABC):
 
         Args:
             weights: float32 of any shape.
-            scale: that of each, of a shape that numpy repeats over them.
+            scale: float32, that of each weight, of a shape that numpy repeats over them.
             slack: how far the scale itself may be off, relatively.
+
+        Returns:
+            The largest absolute error, float32 of the shape of `weights`.
         """
 
     @cached_property
@@ -82,15 +92,22 @@ class Number(ABC):
         return self.span * 2.0**exponent
 
     def decode(self, codes: Codes) -> Floats:
-        """The values of codes that are a byte each."""
+        """The values of codes that are a byte each, uint8 of any shape: float32 of the same shape."""
         return np.take(self.values(), codes, mode="clip")
 
     def nearest(self, quotients: Floats) -> Floats:
-        """The values of the codes nearest to finite values."""
+        """The values of the codes nearest to finite values, float32 of any shape: float32 of the same shape."""
         return self.decode(self.encode(quotients))
 
     def unsound(self, codes: Codes) -> npt.NDArray[np.bool_] | None:
-        """Which of some bytes hold no value; None if all do, which is looked for first."""
+        """Which bytes hold no value, such as NaN.
+
+        Args:
+            codes: uint8 of any shape, as they are stored.
+
+        Returns:
+            bool of the same shape; None if all hold values, which is looked for first.
+        """
         del codes
         return None
 
@@ -196,7 +213,14 @@ def _rounded(quotients: Floats, number: Number) -> Floats:
 
 
 def nearest_bfloat16(values: Floats) -> npt.NDArray[np.uint32]:
-    """The 16 bits of finite values rounded to bfloat16, to the even one of two as near."""
+    """Round finite values to bfloat16, to the even one of two as near.
+
+    Args:
+        values: float32 of any shape.
+
+    Returns:
+        The 16 bits of each as uint32 of the same shape.
+    """
     bits = values.view(np.uint32)
     rounded: npt.NDArray[np.uint32] = bits >> np.uint32(16)
     rounded &= 1

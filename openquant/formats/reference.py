@@ -12,57 +12,101 @@ from .numbers import E2M1, E4M3, INT4, INT8, INT8_WORDS, Number
 
 
 def group_absmax(weight: Tensor, group: Group) -> Tensor:
-    """Largest absolute weight of each group that shares a scale, float32 [out/height, in/width]."""
+    """The largest absolute weight of each group.
+
+    Args:
+        weight: [out, in] of whole groups, of any floating dtype.
+        group: height and width of what shares a scale.
+
+    Returns:
+        float32 [out / height, in / width].
+    """
     return _grouped(weight.float().abs(), group).amax((1, 3))
 
 
 def group_divisor(largest: Tensor, format: Format) -> Tensor:
-    """float32: what the scales of groups are divided by, as Format.divisor."""
+    """The global scale, as Format.divisor.
+
+    Args:
+        largest: float32 of any shape, the largest absolute weight of the joined set.
+        format: how it is stored.
+
+    Returns:
+        float32 of the same shape.
+    """
     return torch.from_numpy(format.divisor(largest.cpu().numpy())).to(largest.device)
 
 
-def group_scale(absmax: Tensor, format: Format, divisor: Tensor | None = None) -> Tensor:
-    """float32 scale of each group, as Format.scales."""
+def group_scale(absmax: Tensor, format: Format, global_scale: Tensor | None = None) -> Tensor:
+    """The scale of each group from its largest absolute weight, as Format.scales.
+
+    Args:
+        absmax: float32 of any shape.
+        format: how the weights are stored.
+        global_scale: float32 of one element; that of these groups if None.
+
+    Returns:
+        float32 of the shape of `absmax`.
+    """
     # Divided by a tensor: by a number, torch multiplies with its reciprocal on a GPU, which rounds otherwise.
     scale = absmax / absmax.new_tensor(format.scale.clip_limit or format.number.span)
     if format.scale.power_of_two:
         scale = ((scale.view(torch.int32) + format.carry) & ~0x7FFFFF).view(torch.float32)
     if format.global_scale is not None:
-        divisor = group_divisor(absmax.amax(keepdim=True), format) if divisor is None else divisor
-        scale = scale * divisor
+        global_scale = group_divisor(absmax.amax(keepdim=True), format) if global_scale is None else global_scale
+        scale = scale * global_scale
     scale = scale.clamp(min=format.scale.floor)
     if format.scale.dtype == "BF16":
         scale = scale.bfloat16().float()
     if format.scale.dtype == "F8_E4M3":
         scale = scale.clamp(max=448).to(torch.float8_e4m3fn).float()
     scale = torch.where(absmax == 0, torch.full_like(scale, format.scale.of_zeros), scale)
-    return scale if divisor is None else scale / divisor
+    return scale if global_scale is None else scale / global_scale
 
 
-def stored_scale(scale: Tensor, format: Format, shape: tuple[int, int], divisor: Tensor | None = None) -> Tensor:
-    """The scales of a weight [out, in] as they are written, as Format.stored."""
+def stored_scale(scale: Tensor, format: Format, shape: tuple[int, int], global_scale: Tensor | None = None) -> Tensor:
+    """Scales as they are written, as Format.stored.
+
+    Args:
+        scale: float32 [out / height, in / width].
+        format: how the weight is stored.
+        shape: (out, in).
+        global_scale: float32 of one element, where the format has one.
+
+    Returns:
+        float32, bfloat16, float8_e4m3fn or uint8 (E8M0), of the shape that the format stores: [out / height, in /
+        width] if it has two axes.
+    """
     scale = scale.reshape(format.scale_shape(shape))
     if format.scale.dtype == "F8_E4M3":
-        assert divisor is not None
-        return (scale * divisor).to(torch.float8_e4m3fn)
+        assert global_scale is not None
+        return (scale * global_scale).to(torch.float8_e4m3fn)
     if format.scale.dtype == "BF16":
         return scale.bfloat16()
     return (scale.view(torch.int32) >> 23).to(torch.uint8) if format.scale.dtype == "U8" else scale
 
 
 def group_ranges(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """float32 scale of each group, and the value of the code that stands for zero, as Format.ranges."""
+    """The scale and zero point of each group, as Format.ranges.
+
+    Args:
+        weight: [out, in] of whole groups, of any floating dtype.
+        format: how it is stored, with zero points.
+
+    Returns:
+        The scales and the values of the codes that stand for zero, both float32 [out / height, in / width].
+    """
     grouped = _grouped(weight.float(), format.group)
     low, high = grouped.amin((1, 3)).clamp(max=0), grouped.amax((1, 3)).clamp(min=0)
     half = (high - low) / 2
     exact = (half / half.new_tensor(format.number.span)).clamp(min=format.scale.floor)
     largest = format.number.largest
-    zero = (-largest - low / exact).round().clamp(-largest, 2 * format.number.span - largest)
-    return group_scale(half, format), zero
+    zero_point = (-largest - low / exact).round().clamp(-largest, 2 * format.number.span - largest)
+    return group_scale(half, format), zero_point
 
 
 def choose_scales(
-    weight: Tensor, format: Format, absmax: Tensor | None = None, divisor: Tensor | None = None
+    weight: Tensor, format: Format, absmax: Tensor | None = None, global_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Choose the scale of each group, and its zero point where the format has them, as scales.choose_scales without a
     search.
@@ -71,7 +115,7 @@ def choose_scales(
         weight: [out, in] of whole groups, of any floating dtype.
         format: how it is stored.
         absmax: float32 [out / height, in / width], the largest absolute weight of each group; that of `weight` if None.
-        divisor: float32 of one element, the global scale; that of these groups if None.
+        global_scale: float32 of one element; that of these groups if None.
 
     Returns:
         The scale of each group, and the value of its code that stands for zero or None: float32
@@ -79,28 +123,44 @@ def choose_scales(
     """
     if format.zero_point is not None:
         return group_ranges(weight, format)
-    return group_scale(group_absmax(weight, format.group) if absmax is None else absmax, format, divisor), None
+    return group_scale(group_absmax(weight, format.group) if absmax is None else absmax, format, global_scale), None
 
 
-def encode(weight: Tensor, scale: Tensor, format: Format, zero: Tensor | None = None) -> Tensor:
-    """The codes of a weight [out, in] as written: divide by the scale in float32, add the value of the code for zero if
-    there is one, clamp, round to nearest even.
+def encode(weight: Tensor, scale: Tensor, format: Format, zero_point: Tensor | None = None) -> Tensor:
+    """The codes of a weight as written: divide by the scale, add the zero point, clamp, round to nearest even.
 
-    For E4M3 that is float8_e4m3fn [out, in].
+    Args:
+        weight: [out, in] of whole groups, of any floating dtype.
+        scale: float32 [out / height, in / width].
+        format: how the weight is stored.
+        zero_point: float32 of the shape of `scale`, the values of the codes that stand for zero; 0 if None.
+
+    Returns:
+        float8_e4m3fn or int8 [out, in], int32 words or uint8 pairs [out, in / codes in an element].
     """
     quotient = _grouped(weight.float(), format.group) / _beside(scale, weight, format.group)
-    if zero is not None:
-        quotient += _beside(zero, weight, format.group)
+    if zero_point is not None:
+        quotient += _beside(zero_point, weight, format.group)
     largest = format.number.largest
     return _WRITTEN[format.number](quotient.clamp(-largest, largest).reshape(weight.shape))
 
 
-def decode(codes: Tensor, scale: Tensor, format: Format, zero: Tensor | None = None) -> Tensor:
-    """The weights [out, in] that codes and scale stand for, float32; the scale as computed, or as stored alone."""
+def decode(codes: Tensor, scale: Tensor, format: Format, zero_point: Tensor | None = None) -> Tensor:
+    """The weights that codes stand for.
+
+    Args:
+        codes: as `encode` writes them, [out, in / codes in an element].
+        scale: float32 [out / height, in / width], or as stored without a global scale.
+        format: how the weight is stored.
+        zero_point: float32 of the shape of `scale`, the values of the codes that stand for zero; 0 if None.
+
+    Returns:
+        float32 [out, in].
+    """
     values = _READ[format.number](codes)
     grouped = _grouped(values, format.group)
-    if zero is not None:
-        grouped = grouped - _beside(zero, values, format.group)
+    if zero_point is not None:
+        grouped = grouped - _beside(zero_point, values, format.group)
     return (grouped * _beside(scale, values, format.group)).reshape(values.shape)
 
 
@@ -119,7 +179,15 @@ def _beside(scale: Tensor, weight: Tensor, group: Group) -> Tensor:
 
 
 def nearest(quotient: Tensor, number: Number) -> Tensor:
-    """The values of the codes nearest to finite float32 values, as Number.nearest: clamped, of two as near the even."""
+    """The values of the codes nearest to finite values, as Number.nearest: clamped, of two as near the even one.
+
+    Args:
+        quotient: float32 of any shape.
+        number: what the codes are.
+
+    Returns:
+        float32 of the same shape.
+    """
     near = quotient.clamp(-number.largest, 2 * number.span - number.largest)
     if not number.normal:
         return near.round()

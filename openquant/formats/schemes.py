@@ -498,28 +498,28 @@ def find_scheme(
         raise UsageError(f"--scheme {name} has no zero points", "use --scheme int4, or leave --asymmetric out")
     of_format = [scheme for scheme in of_name if scheme.method == format]
     if not of_format:
-        known = " or ".join(scheme.method for scheme in of_name)
-        raise UsageError(f"the format {format} has no scheme {name}", f"use --format {known}")
-    found = [scheme for scheme in of_format if scale_format in (None, scheme.scale_format)]
-    if not found:
+        formats = " or ".join(scheme.method for scheme in of_name)
+        raise UsageError(f"the format {format} has no scheme {name}", f"use --format {formats}")
+    matching = [scheme for scheme in of_format if scale_format in (None, scheme.scale_format)]
+    if not matching:
         raise UsageError(
             f"--scheme {name} has no {scale_format} scales in the {format} format",
             "leave --scale-format out: block in the fp8 format has both kinds, mxfp8 and mxfp4 ue8m0, all else float",
         )
-    sizes = [scheme.group_size for scheme in found if scheme.group_size]
-    found = [scheme for scheme in found if group_size in (None, scheme.group_size)]
-    if not found and sizes:
+    sizes = [scheme.group_size for scheme in matching if scheme.group_size]
+    matching = [scheme for scheme in matching if group_size in (None, scheme.group_size)]
+    if not matching and sizes:
         *most, last = sizes
         raise UsageError(
             f"--scheme {name} has no groups of {group_size}", f"use --group-size {', '.join(most)} or {last}"
         )
-    if not found:
+    if not matching:
         raise UsageError(
             f"--scheme {name} has no groups of a size to choose",
             "use --scheme int4, or leave --group-size out",
         )
     if activation_scheme == "dynamic":
-        return found[0]
+        return matching[0]
     static = next((scheme for scheme in STATIC if (scheme.name, scheme.method) == (name, format)), None)
     if activation_scheme != "static" or static is None:
         raise UsageError(
@@ -567,11 +567,11 @@ def find_others(
     for pattern, name in scheme_for.items():
         named = [other for other in MIXED if other.name == name]
         sized = [other for other in named if not group_size or other.group_size in (None, group_size)]
-        found = next((other for other in sized if other.asymmetric == asymmetric), next(iter(sized), None))
-        if found is None:
+        match = next((other for other in sized if other.asymmetric == asymmetric), next(iter(sized), None))
+        if match is None:
             known = ", ".join(dict.fromkeys(other.name for other in MIXED))
             raise UsageError(f"--scheme-for {pattern}={name}: {name} is not a scheme to mix", f"choose one of {known}")
-        others.append((pattern, found))
+        others.append((pattern, match))
     return tuple(others)
 
 
@@ -582,8 +582,8 @@ def as_written(scheme: Scheme, settings: Mapping[str, Any]) -> bool:
         scheme: the scheme.
         settings: a `quantization_config`, None in place of each list of unquantized modules.
     """
-    found = without_fp8_cache(without_targets(settings))
-    groups = found.get("config_groups")
+    stripped = without_fp8_cache(without_targets(settings))
+    groups = stripped.get("config_groups")
     kinds = [
         next((kind for kind in (scheme, *MIXED) if _alike(group, kind)), None)
         for group in (groups.values() if isinstance(groups, dict) else ())
@@ -591,7 +591,7 @@ def as_written(scheme: Scheme, settings: Mapping[str, Any]) -> bool:
     written = without_targets(scheme.config(None, {kind: () for kind in kinds if kind is not None}))
     # Older outputs of ours have no sentence for transformers.
     older = {key: value for key, value in written.items() if value != TRANSFORMERS_REFUSAL}
-    return None not in kinds and kinds[:1] in ([], [scheme]) and found in (written, older)
+    return None not in kinds and kinds[:1] in ([], [scheme]) and stripped in (written, older)
 
 
 def _alike(group: Any, scheme: Scheme) -> bool:

@@ -43,7 +43,12 @@ class ErrorSum:
         self.largest = 0.0
 
     def add(self, weights: Floats, error: Floats) -> None:
-        """Add a piece of the layer [n, in], and the absolute error of each of its weights."""
+        """Add a piece of the layer.
+
+        Args:
+            weights: the source's weights, float32 [n, in].
+            error: the absolute error of each, float32 [n, in].
+        """
         self.signal += energy(weights)
         self.noise += energy(error)
         self.largest = max(self.largest, float(error.max()))
@@ -64,9 +69,10 @@ class Comparison:
 
     Attributes:
         error: how far apart they are.
-        grid: the scales, a row of them for each row of groups.
-        zeros: the values of the codes that stand for zero, as many; None where zero stands for itself.
-        absmax: the largest absolute weight of each group.
+        grid: the scales, float32 [out / height, in / width].
+        zeros: the zero points, the values of the codes that stand for zero, of the same shape; None where zero stands
+            for itself.
+        absmax: the largest absolute weight of each group, of the same shape.
         made: the scales that the source makes; where they are searched for, that which is there if it is one that the
             source can make: without a search, with it, or of any clip ratio if what errors counted is not known. NaN
             without a scheme.
@@ -113,7 +119,14 @@ class Comparison:
         self.wrong: tuple[tuple[int, int], float, float, int] | None = None
 
     def add(self, low: int, stored: Codes, bits: Bits, dtype: str) -> None:
-        """Add rows from `low` on: their codes as they are stored, and the source's weights they are held against."""
+        """Add some rows.
+
+        Args:
+            low: the number of the first.
+            stored: their codes as they are stored, uint8 [n, in / codes in a byte].
+            bits: the source's weights, uint16 or uint32 [n, in].
+            dtype: the dtype of the source's weights: "BF16", "F16" or "F32".
+        """
         step = max(1, CHUNK // self.shape[1])
         # Where each row has scales of its own, any number of rows go together; else those of one row of groups.
         height = self.shape[0] if self.group[0] == 1 else self.group[0] or self.shape[0]
@@ -202,7 +215,7 @@ def relative_error(signal: float, noise: float) -> float:
 
 
 def energy(values: Floats) -> float:
-    """Sum of squares of an array [n, in]."""
+    """Sum of squares of a float32 array [n, in]."""
     with np.errstate(over="ignore"):
         # Down the columns numpy adds several at once.
         found = float(np.einsum("ij,ij->j", values, values).sum(dtype=np.float64))
@@ -212,7 +225,7 @@ def energy(values: Floats) -> float:
 
 
 def row_energies(values: Floats) -> npt.NDArray[np.float64]:
-    """Sum of squares of each row of an array [n, in]."""
+    """Sum of squares of each row of a float32 array [n, in], as float64 [n]."""
     with np.errstate(over="ignore"):
         found: npt.NDArray[np.float64] = np.einsum("ij,ij->i", values, values).astype(np.float64)
     if not np.all((found > 1e-30) & (found < math.inf)):
