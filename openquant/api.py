@@ -53,7 +53,7 @@ MOST_WORKERS, MOST_GPU_WORKERS = 16, 4
 FOLDED = "norms stay as the output has them, folded with the weights: both together are the model, neither alone"
 
 
-@documented
+@documented(Run, Recipe, CalibrationTexts)
 def compress(
     model: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
@@ -203,7 +203,7 @@ def _schemes(recipe: Recipe) -> tuple[Scheme | None, tuple[tuple[str, Scheme], .
     return chosen, others
 
 
-@documented
+@documented(Run)
 def dequantize(
     model: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
@@ -440,6 +440,7 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
+@documented(Diagnose)
 def diagnose(
     model: str | os.PathLike[str],
     scheme: SchemeName = "tensor",
@@ -456,16 +457,6 @@ def diagnose(
     """Say of each layer of a checkpoint what quantizing will do to it, from its weights alone; nothing is written.
 
     Args:
-        model: a local directory, or a Hub repository `org/name` or `org/name@revision`.
-        scheme: what the layers would be stored in, and other schemes are held against.
-        ignore: patterns over module names that would stay unquantized.
-        full: measure all rows of each layer, not some that are spread over it.
-        architecture: plan by this entry of the registry although config.json names another class; "auto" asks vLLM
-            where that class has no entry, or goes by names and shapes.
-        revision: branch, tag or commit of a Hub repository.
-        stream: keep only a few shards of a Hub repository on disk, and none in the Hub's cache.
-        scratch: the directory in which these lie meanwhile; the working directory if None.
-        workers: number of threads; the CPUs this process may use, at most 16, if None.
         progress: told the bytes of weights read so far and in all, from any thread but never from two at once.
 
     Returns:

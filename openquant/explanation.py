@@ -7,6 +7,7 @@ from typing import Any
 
 from .api import compress
 from .formats.names import SchemeName
+from .options import Explain, ModelSource, Recipe, documented
 from .plan.explain import Explanation, explain_modules
 from .plan.plan import Plan
 from .reporter import Reporter
@@ -19,6 +20,7 @@ class _Planned(Reporter):
         self.plan = plan
 
 
+@documented(ModelSource, Explain, Recipe)
 def explain(
     model: str | os.PathLike[str],
     layer: str,
@@ -30,11 +32,7 @@ def explain(
     """Say what compress() makes of a layer, and why; of a model only config, index and headers are read.
 
     Args:
-        model: a local directory, or a Hub repository `org/name` or `org/name@revision`.
-        layer: a module's name, with or without `.weight`, or a pattern as in `ignore`.
-        scheme: as for compress().
-        revision: branch, tag or commit of a Hub repository.
-        options: what else says what is made, as for compress().
+        options: other options of compress() that say how the weights are quantized.
 
     Returns:
         An answer for all layers that are alike; `to_json()` is what `--json` prints.

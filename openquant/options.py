@@ -1,10 +1,12 @@
-"""Options, each said once: what is made (`Recipe`), how (`Run`), where it is published (`Push`), and so on.
+"""Every option, once: its name, its type, its default and its text.
 
-They are plain values. The command line makes its arguments from their fields (cli/arguments.py), and compress() the
-account of its own: a new option is a field here and a parameter of the function that takes it.
+An option is a field. `--help`, shell completion and the docstrings of `compress()` and the other functions show the
+text of that field: `--help` its first sentence, docstrings all of it. Options that several commands share are mixins.
 
     Recipe(scheme="block", ignore=["lm_head"])
-    Run("Qwen/Qwen3-8B", dry_run=True, max_memory=2_000_000_000)
+    Run("Qwen/Qwen3-8B", dry_run=True, max_memory="2GB")
+
+A new option is a field here and a parameter of the function that takes it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import KW_ONLY, MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,57 +25,86 @@ from .errors import UsageError
 from .formats.names import SCHEME_NAMES, UNCHANGED, ActivationScheme, CacheScheme, FormatName, ScaleFormat, SchemeName
 from .version import CITED
 
-# Titles in --help.
-WEIGHTS = "what the weights become"
-PLACES = "where they come from and go"
-CHECKED = "what is checked"
-TEXTS = "the texts it reads"
-RUNNING = "how it runs"
+# The titles of --help, in this order.
+QUANTIZATION = "quantization"
+FILES = "model and files"
+TEXTS = "texts"
+HUB = "publishing on the hub"
+EXECUTION = "execution"
 OUTPUT = "output"
-GROUPS = (WEIGHTS, PLACES, CHECKED, TEXTS, RUNNING, OUTPUT)
+GROUPS = (QUANTIZATION, FILES, TEXTS, HUB, EXECUTION, OUTPUT)
 
-# Seconds until all ranks must have come, as torchrun waits for its nodes.
-PATIENCE = 600.0
+# Seconds that ranks wait for each other, as long as torchrun waits for its nodes.
+PATIENCE: float = 600
 
-# Of texts: more is a mistake, and would fill the memory before anything is computed.
+# More texts than these are a mistake, and would fill the memory before anything is computed.
 MAX_SAMPLES = 100_000
 MAX_LENGTH = 1 << 20
 
 DEVICES = r"auto|cpu|cuda(:\d+)?"
 
 Target = TypeVar("Target")
+Group = TypeVar("Group", bound="OptionGroup")
 
 
 class Option(NamedTuple):
-    """What is said of an option.
+    """What a field says of its option.
 
     Attributes:
-        help: its line in --help, such as "print the plan and write nothing".
-        group: the title above that line; without one it is for Python only.
-        about: what a docstring says, if that is more.
-        flags: its names, such as ("-o", "--output"); if there are none, its field's.
-        value: what stands for its value there, such as "DIR"; one without is a switch.
-        choices: all values it may have.
-        read: makes its value of a word.
-        required: whether it must be given.
+        help: the text; its first sentence is the line in --help.
+        group: the title above that line; an option without one is for Python only.
+        value: what stands for the value in --help, such as "DIR"; an option without one is a switch.
+        default: the value if it is not given; MISSING if it must be given.
+        flags: the names on the command line, such as ("-o", "--output"); if empty, the name of the field.
+        choices: all values that are allowed.
+        read: makes the value of a word of the command line.
+        required: whether the command line must have it.
         repeated: whether it may be given several times.
-        completes: what a shell completes it with: "directory", "file" or nothing.
+        completes: what a shell completes the value with: "directory", "file" or nothing.
     """
 
-    help: str = ""
+    help: str
     group: str = ""
-    about: str = ""
-    flags: tuple[str, ...] = ()
     value: str | None = None
+    default: object = None
+    flags: tuple[str, ...] = ()
     choices: tuple[str, ...] | None = None
     read: Callable[[str], object] | None = None
     required: bool = False
     repeated: bool = False
     completes: str = ""
 
+    @property
+    def summary(self) -> str:
+        """The first sentence and the default, as --help shows them: "Tokens per sample (default: 512)"."""
+        sentence = self.help.partition(". ")[0].rstrip(".")
+        shown = isinstance(self.default, (int, float, str)) and not isinstance(self.default, bool)
+        return f"{sentence} (default: {self.default})" if shown and "default" not in sentence else sentence
+
+
+def option(default: Any, help: str, group: str = "", value: str | None = None, **more: Any) -> Any:
+    """A field that is an option; the parameters are the attributes of Option."""
+    return field(default=default, metadata={"option": Option(help, group, value, default, **more)})
+
+
+def options_of(kind: type) -> dict[str, Option]:
+    """The options of a class, by the names of its fields."""
+    return {each.name: each.metadata["option"] for each in fields(kind)}
+
+
+def flags_of(name: str, option: Option) -> tuple[str, ...]:
+    """The names of an option on the command line, such as ("-o", "--output")."""
+    return option.flags or (f"--{name.replace('_', '-')}",)
+
+
+def same_as(kind: type, name: str, **changed: Any) -> Any:
+    """A field that is the option of another class, but for what is changed."""
+    shared = options_of(kind)[name]._replace(**changed)
+    return field(default=shared.default, metadata={"option": shared})
+
 
 def size(text: str) -> int:
-    """Bytes: 1500000000, 500MB, 1.5GB, 2GiB."""
+    """Read a number of bytes: 1500000000, 500MB, 1.5GB, 2GiB."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])(i?)B?|B)?", text, re.IGNORECASE)
     if not found:
         raise argparse.ArgumentTypeError(f"{text} is not a size such as 500MB or 2GB")
@@ -82,58 +113,694 @@ def size(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """A time above zero."""
+    """Read a number of seconds above zero."""
     if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text) or not float(text):
         raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
     return float(text)
 
 
 def nats(text: str) -> float:
-    """A KL divergence, zero or more."""
+    """Read a KL divergence, zero or more."""
     if not re.fullmatch(r"\d{1,9}(\.\d{1,15})?(e-\d{1,2})?", text):
         raise argparse.ArgumentTypeError(f"{text} is no number of nats such as 0.01")
     return float(text)
 
 
 def share(text: str) -> float:
-    """A number above 0, at most 1."""
+    """Read a number above 0 and at most 1."""
     if not re.fullmatch(r"0?\.\d{1,9}|1(\.0{1,9})?", text) or not float(text):
         raise argparse.ArgumentTypeError(f"{text} is no number above 0 and at most 1, such as 0.5")
     return float(text)
 
 
 def filled(text: str) -> str:
-    """Any text but the empty one, which a script's unset variable leaves behind."""
+    """Read any text but the empty one, which an unset variable of a script leaves behind."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty")
     return text
 
 
 def pattern_and_scheme(text: str) -> tuple[str, str]:
-    """A pattern and a scheme: ("**.self_attn.*", "channel")."""
+    """Read a pattern and a scheme: ("**.self_attn.*", "channel")."""
     pattern, equals, scheme = text.rpartition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text} is not PATTERN=SCHEME, such as **.self_attn.*=channel")
     return pattern, scheme
 
 
-def said(help: str = "", group: str = "", about: str = "", **more: Any) -> dict[str, Option]:
-    """The metadata of a field that is an option."""
-    return {"option": Option(help, group, about, **more)}
+class OptionGroup:
+    """Base of all groups of options. Values may be given as texts: max_memory="2GB", ignore="lm_head".
+
+    Raises:
+        UsageError: a value cannot be read, or is out of range.
+    """
+
+    @classmethod
+    def parse(cls: type[Group], **values: Any) -> Group:
+        """Return the options; each value may have any form that the public functions take."""
+        return cls(**values)
+
+    def __post_init__(self) -> None:
+        for name, option in options_of(type(self)).items():
+            given = getattr(self, name)
+            if option.repeated and isinstance(given, (str, os.PathLike)):
+                read: Any = (_read(name, option, given),)
+            elif option.repeated and isinstance(given, Sequence):
+                read = tuple(_read(name, option, each) for each in given)
+            else:
+                read = _read(name, option, given)
+            object.__setattr__(self, name, read)
 
 
-def options_of(kind: type) -> dict[str, Option]:
-    """The options that a class holds, by the names of its fields."""
-    return {each.name: each.metadata["option"] for each in fields(kind)}
+def _read(name: str, option: Option, value: object) -> object:
+    """The value of an option; a text is read as the command line reads it."""
+    if option.choices and isinstance(value, int):
+        return str(value)
+    if option.read is None or not isinstance(value, str):
+        return value
+    flag = flags_of(name, option)[-1]
+    try:
+        return option.read(value)
+    except argparse.ArgumentTypeError as problem:
+        raise UsageError(f"{flag}: {problem}", f"change {flag}, or leave it out") from None
+    except ValueError:
+        raise UsageError(f"{flag}: {value!r} is not a number", f"change {flag}, or leave it out") from None
 
 
-def flags_of(name: str, option: Option) -> tuple[str, ...]:
-    """How a command calls the option of a field, such as ("-o", "--output")."""
-    return option.flags or (f"--{name.replace('_', '-')}",)
+# Mixins: options that several commands share.
+
+
+@dataclass(frozen=True)
+class ModelSource(OptionGroup):
+    """Where the model comes from."""
+
+    model: str | os.PathLike[str] = option(
+        MISSING,
+        "Model directory, or Hub repository org/name[@rev].",
+        FILES,
+        "MODEL",
+        flags=("-m", "--model"),
+        required=True,
+        completes="directory",
+    )
+    _: KW_ONLY
+    revision: str | None = option(None, "Branch, tag or commit of the Hub repository.", FILES, "REV", read=filled)
+
+
+@dataclass(frozen=True)
+class ModelDirectory(OptionGroup):
+    """A quantized checkpoint on disk."""
+
+    directory: str | os.PathLike[str] = option(
+        MISSING, "Directory of a quantized checkpoint.", FILES, "DIR", read=filled, completes="directory"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streaming(OptionGroup):
+    """How much of a Hub repository lies on disk."""
+
+    stream: bool = option(
+        False, "Keep only a few shards of a Hub repo on disk. None of them stays in the Hub's cache.", FILES
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScratchDirectory(OptionGroup):
+    """Where temporary files lie."""
+
+    scratch: str | os.PathLike[str] | None = option(
+        None,
+        "Scratch directory (default: beside the output). It holds temporary files and streamed shards. The default is "
+        "the working directory for diagnose, and if no output is a directory.",
+        EXECUTION,
+        "DIR",
+        read=filled,
+        completes="directory",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device(OptionGroup):
+    """On which device it is computed."""
+
+    device: str = option(
+        "cpu",
+        'Where to compute: cpu (default), cuda, cuda:N, auto. "auto" uses a GPU if there is one.',
+        EXECUTION,
+        "NAME",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not re.fullmatch(DEVICES, self.device):
+            raise UsageError(f"{self.device} is not a device", "choose auto, cpu, cuda or cuda:N")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory(OptionGroup):
+    """How much memory it may use."""
+
+    max_memory: int | None = option(
+        None,
+        "Memory limit of this process, such as 2GB. A number is in bytes. If the limit is too low for one step, the "
+        "run stops with an error before it starts. A conversion uses fewer threads to stay below the limit. A forward "
+        "pass writes hidden states that do not fit to a temporary file.",
+        EXECUTION,
+        "SIZE",
+        read=size,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers(OptionGroup):
+    """How many threads work."""
+
+    workers: int | None = option(
+        None,
+        "Number of threads (default: available CPUs). compress and dequantize divide the CPUs by the number of ranks "
+        "on this machine. All but verify use at most 16 by default, and compress 4 with a GPU.",
+        EXECUTION,
+        "N",
+        read=int,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.workers is not None and self.workers < 1:
+            raise UsageError(f"{self.workers} workers cannot work", "give --workers 1 or more")
+
+
+@dataclass(frozen=True)
+class Texts(OptionGroup):
+    """The texts that run through a model."""
+
+    text: Sequence[str | os.PathLike[str]] = option(
+        (),
+        "Text file or JSON Lines file (repeatable). Each file is one domain. Each line of a .jsonl file has `text` or "
+        "`messages`; every other file is text in UTF-8. Default: the source code and documentation of Python's "
+        "standard library. A calibration and an evaluation never read the same parts of a text.",
+        TEXTS,
+        "FILE",
+        read=filled,
+        repeated=True,
+        completes="file",
+    )
+    dataset: str | None = option(
+        None,
+        "Dataset: NAME[:SUBSET[:SPLIT]] or a directory. The name is that of a Hub dataset. It must have a column "
+        "`text` or `messages`, and only as much of it as is needed is read.",
+        TEXTS,
+        "NAME",
+        read=filled,
+    )
+    samples: int = option(16, "Number of text samples.", TEXTS, "N", read=int)
+    length: int = option(512, "Tokens per sample.", TEXTS, "N", read=int)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.text and self.dataset:
+            raise UsageError("--text and --dataset are both given", "give one of them")
+        if not 1 <= self.samples <= MAX_SAMPLES:
+            raise UsageError(f"{self.samples} samples", f"give --samples from 1 to {MAX_SAMPLES:,}")
+        if not 2 <= self.length <= MAX_LENGTH:
+            raise UsageError(f"samples of {self.length} tokens", f"give --length from 2 to {MAX_LENGTH:,}")
+
+
+@dataclass(frozen=True)
+class CalibrationTexts(Texts):
+    """The texts of a calibration, which are more."""
+
+    samples: int = same_as(Texts, "samples", default=128)
+
+    @property
+    def described(self) -> str:
+        """Such as "128 x 512 tokens"."""
+        return f"{self.samples} x {self.length} tokens"
+
+
+# What each command takes.
+
+
+@dataclass(frozen=True)
+class Recipe(OptionGroup):
+    """How a checkpoint is quantized."""
+
+    scheme: SchemeName = option(
+        "tensor",
+        f"Numeric format and scales: {', '.join(SCHEME_NAMES)} or {UNCHANGED}. "
+        + "".join(f'"{name}": {named.stored}. ' for name, named in SCHEME_NAMES.items())
+        + f'"{UNCHANGED}": the weights stay as they are, and only KV-cache scales are added.',
+        QUANTIZATION,
+        "NAME",
+        choices=(*SCHEME_NAMES, UNCHANGED),
+    )
+    format: FormatName | None = option(
+        None,
+        "Checkpoint format: fp8 or compressed-tensors. Default: fp8 for the schemes that have it, tensor and block, "
+        "and compressed-tensors for all others.",
+        QUANTIZATION,
+        "NAME",
+        choices=("fp8", "compressed-tensors"),
+    )
+    scale_format: ScaleFormat | None = option(
+        None,
+        "Scale format: float, or ue8m0 (powers of two). ue8m0 rounds scales up. The scheme block in the fp8 format "
+        "has both, and float by default; mxfp8 and mxfp4 have only ue8m0, all other schemes only float.",
+        QUANTIZATION,
+        "NAME",
+        choices=("float", "ue8m0"),
+    )
+    activation_scheme: ActivationScheme = option(
+        "dynamic",
+        "Activation scales: dynamic (default) or static. Only the scheme tensor has static activation scales. They "
+        "come from a calibration file, or from the input_scale tensors of a quantized source; if there are neither, "
+        "a calibration runs first.",
+        QUANTIZATION,
+        "NAME",
+        choices=("dynamic", "static"),
+    )
+    calibration: str | os.PathLike[str] | None = option(
+        None,
+        "Calibration file that calibrate wrote. It must be of this model. It is used for static activation scales, "
+        "the activation scales of nvfp4-w4a4, the scales of an FP8 KV cache, `smooth` and `awq`.",
+        QUANTIZATION,
+        "FILE",
+        read=filled,
+        completes="file",
+    )
+    calibrate: bool = option(
+        False,
+        "Run a calibration before the model is quantized. Static activation scales, `smooth` and `awq` imply it if "
+        "there is no calibration file; static activation scales do not if the source has them.",
+        QUANTIZATION,
+    )
+    smooth: float | None = option(
+        None,
+        "SmoothQuant exponent for int8, such as 0.5. The inputs of layers are divided by factors, and the columns of "
+        "their weights are multiplied by the same factors. The factors are powers of two that come from a calibration. "
+        "The division is part of the norms and projections before these layers.",
+        QUANTIZATION,
+        "ALPHA",
+        read=share,
+    )
+    awq: bool = option(
+        False,
+        "Use AWQ for int4. The inputs of layers are divided as with `smooth`, by AWQ's factors, where this lowers the "
+        "error of the layers' outputs. The search for scales weighs the error of each column by its activations, "
+        "which come from a calibration.",
+        QUANTIZATION,
+    )
+    gptq: bool = option(
+        False,
+        "Use GPTQ, which runs texts through the model. GPTQ rounds a weight column by column with the layer's "
+        "Hessian: each column compensates for the rounding errors of the columns before it. An expert uses the tokens "
+        "that are routed to it.",
+        QUANTIZATION,
+    )
+    kv_cache: CacheScheme = option(
+        "auto",
+        'KV cache: fp8 adds its scales, auto (default) none. With "fp8", engines store the KV cache in FP8. Its scales '
+        "come from a calibration or a quantized source; if there are neither, they are 1.",
+        QUANTIZATION,
+        "NAME",
+        choices=("fp8", "auto"),
+    )
+    group_size: str | None = option(
+        None,
+        "int4 group size: 32, 64, 128 (default), channel. Each group of inputs shares a scale; a group of "
+        '"channel" is a whole row.',
+        QUANTIZATION,
+        "N",
+        choices=("32", "64", "128", "channel"),
+    )
+    asymmetric: bool = option(
+        False,
+        "Store a zero point with each int4 scale. This lowers the rounding error. transformers "
+        f"{CITED['transformers']} cannot load such a checkpoint.",
+        QUANTIZATION,
+    )
+    no_search: bool = option(
+        False,
+        "Do not search for int4 and nvfp4 scales. Each scale then comes from the largest weight of its group, not "
+        "from a search for the least squared error.",
+        QUANTIZATION,
+    )
+    ignore: Sequence[str] = option(
+        (),
+        "Modules that stay unquantized (repeatable). These are patterns over module names: * matches one part of a "
+        "name, ** any number of parts, {a,b} a or b.",
+        QUANTIZATION,
+        "PATTERN",
+        repeated=True,
+    )
+    scheme_for: Mapping[str, SchemeName] | None = option(
+        None,
+        "Another scheme for matching modules (repeatable). It maps patterns over module names to schemes; the first "
+        "pattern that matches counts. It needs the compressed-tensors format. Schemes: "
+        f"{', '.join(name for name, named in SCHEME_NAMES.items() if named.mixes)}.",
+        QUANTIZATION,
+        "PATTERN=SCHEME",
+        read=pattern_and_scheme,
+        repeated=True,
+    )
+    tp: int | None = option(
+        None,
+        "Tensor-parallel size that the output must allow. Layers that 128x128 blocks do not divide at this size get "
+        "one scale per output row instead; in the fp8 format they stay unquantized.",
+        QUANTIZATION,
+        "N",
+        read=int,
+    )
+    quantize_lm_head: bool = option(
+        False, "Quantize the output head (compressed-tensors). Engines load none in the fp8 format.", QUANTIZATION
+    )
+    architecture: str | None = option(
+        None,
+        "Registry entry to use instead of config.json's. "
+        '"auto" asks vLLM which model it builds for a class without an entry: the vLLM of the Python that '
+        "OPENQUANT_VLLM names, or the installed one. Without vLLM, names and shapes decide. "
+        '"generic" always decides by names and shapes.',
+        QUANTIZATION,
+        "NAME",
+        read=filled,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scheme_for is not None and not isinstance(self.scheme_for, Mapping):
+            # Of equal patterns the first counts, as of any that match.
+            schemes: dict[str, SchemeName] = {}
+            for pattern, scheme in self.scheme_for:
+                schemes.setdefault(pattern, scheme)
+            object.__setattr__(self, "scheme_for", schemes)
+        if self.calibrate and self.calibration is not None:
+            raise UsageError("--calibrate and --calibration are both given", "give one of them")
+        if self.scheme == UNCHANGED:
+            self._require_unchanged()
+
+    def _require_unchanged(self) -> None:
+        """Refuse options that say how weights are stored: with this scheme they stay as they are."""
+        for each in fields(self):
+            given = getattr(self, each.name) or each.default
+            if each.name not in _OF_UNCHANGED and given != each.default:
+                flag = flags_of(each.name, each.metadata["option"])[0]
+                raise UsageError(
+                    f"--scheme {UNCHANGED} leaves weights as they are, and {flag} is given", "leave one of them out"
+                )
+        if self.kv_cache == "auto":
+            raise UsageError(
+                f"--scheme {UNCHANGED} leaves weights as they are, and nothing else is asked for",
+                "give --kv-cache fp8 too, for scales of keys and values, or choose another scheme",
+            )
+
+
+# Options that go with the scheme which leaves weights as they are.
+_OF_UNCHANGED = ("scheme", "kv_cache", "calibration", "calibrate", "tp", "architecture")
+
+
+@dataclass(frozen=True)
+class Push:
+    """Where and how a model is published on the Hub."""
+
+    name: str = option(
+        MISSING,
+        "Hub repository to push to, created if missing. It is `org/name`, or `name` in your own namespace.",
+        HUB,
+        "NAME",
+        flags=("--push-to-hub",),
+        read=filled,
+    )
+    private: bool = option(False, "Make the repository private if it is created.", HUB)
+    create_pr: bool = option(False, "Open a pull request instead of committing to main.", HUB)
+    message: str | None = option(
+        None,
+        "Message of the commit or pull request. Default: one that names the model.",
+        HUB,
+        "TEXT",
+        flags=("--commit-message",),
+        read=filled,
+    )
+    only: bool = option(False, "Delete each shard of the output once it is pushed.", HUB, flags=("--push-only",))
+    replace_weights: bool = option(
+        False,
+        "Replace source or unquantized weights on main. Without it, a commit to a main branch that has the "
+        "source's weights, or unquantized ones, is refused.",
+        HUB,
+    )
+
+
+@dataclass(frozen=True)
+class Run(Memory, Workers, Device, Streaming, ModelSource):
+    """What compress() and dequantize() read and write, and how they run."""
+
+    output: str | os.PathLike[str] | None = option(
+        None,
+        "Output directory (default: ./NAME-FP8 or similar). By default it is in the working directory, and its name is "
+        "that of the model with the suffix of the scheme: "
+        f"{', '.join(f'`{named.suffix}` for {name}' for name, named in SCHEME_NAMES.items())}. tensor and block add "
+        "`-CT` in the compressed-tensors format, block adds `-UE8M0` with ue8m0 scales, and static activation scales "
+        "add `-static`.",
+        FILES,
+        "DIR",
+        flags=("-o", "--output"),
+        completes="directory",
+    )
+    dry_run: bool = option(False, "Print the plan and write nothing.", EXECUTION)
+    overwrite: bool = option(False, "Replace what an earlier run wrote to the output.", FILES)
+    push: Push | None = option(None, "Publish the output on the Hub.")
+
+
+@dataclass(frozen=True)
+class Calibrate(ScratchDirectory, Memory, Device, Streaming, ModelSource):
+    """What calibrate() reads and writes, and how it runs."""
+
+    model: str | os.PathLike[str] = same_as(ModelSource, "model", read=filled)
+    out: str | os.PathLike[str] | None = option(
+        None,
+        "File to write (default: ./NAME.calibration.safetensors). If the working directory is the model's own, the "
+        "default is beside it. An earlier calibration of the same model is replaced.",
+        FILES,
+        "FILE",
+        flags=("-o", "--out"),
+        read=filled,
+        completes="file",
+    )
+    overwrite: bool = option(False, "Also replace a calibration of another model.", FILES)
+
+
+@dataclass(frozen=True)
+class Diagnose(ScratchDirectory, Workers, Streaming, ModelSource):
+    """What diagnose() measures."""
+
+    model: str | os.PathLike[str] = same_as(ModelSource, "model", read=filled)
+    scheme: SchemeName = option(
+        "tensor", "Scheme to compare the others with.", QUANTIZATION, "NAME", choices=tuple(SCHEME_NAMES)
+    )
+    ignore: Sequence[str] = same_as(Recipe, "ignore")
+    full: bool = option(False, "Measure all rows of each layer, not a part of them.", EXECUTION)
+    architecture: str | None = same_as(Recipe, "architecture")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scratch is not None and not self.stream:
+            raise UsageError("--scratch is where --stream keeps shards", "give --stream too, or leave --scratch out")
+
+
+@dataclass(frozen=True)
+class Evaluate(ScratchDirectory, Memory, Device, Streaming):
+    """What evaluate() compares, and how."""
+
+    outputs: Sequence[str | os.PathLike[str]] = option(
+        MISSING,
+        "Directories or Hub repositories made from the source.",
+        FILES,
+        "OUTPUT",
+        read=filled,
+        repeated=True,
+        completes="directory",
+    )
+    source: str | os.PathLike[str] = option(
+        MISSING,
+        "Source checkpoint: directory or Hub repository.",
+        FILES,
+        "MODEL",
+        read=filled,
+        required=True,
+        completes="directory",
+    )
+    out: str | os.PathLike[str] | None = option(
+        None,
+        "File for the results (default: OUTPUT/eval.json). It has the results of all outputs. By default, the results "
+        "of an output are in its eval.json, if it is a directory that openquant wrote.",
+        FILES,
+        "FILE",
+        read=filled,
+        completes="file",
+    )
+    prompts: str | os.PathLike[str] | None = option(
+        None,
+        "File of prompts: one per line, or JSON Lines. The source and the outputs answer them side by side. Default: "
+        "built-in prompts. With `stream` there are no prompts: the models are compared along a text.",
+        TEXTS,
+        "FILE",
+        read=filled,
+        completes="file",
+    )
+    kv_cache: CacheScheme = option(
+        "auto",
+        'KV cache: fp8, or auto (default), as the config says. "fp8" rounds keys and values to FP8; "auto" does so '
+        "for an output whose config says it.",
+        EXECUTION,
+        "NAME",
+        choices=("fp8", "auto"),
+    )
+    seed: int = option(0, "Seed of the noise floor and the intervals.", EXECUTION, "N", read=int)
+    fail_above: float | None = option(
+        None,
+        "Exit with 1 if a mean KL divergence is larger. This is for the command only.",
+        OUTPUT,
+        "KL",
+        read=nats,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.outputs:
+            raise UsageError("no output is named", "give a directory that was made from the source")
+        if len({os.fspath(output) for output in self.outputs}) < len(self.outputs):
+            raise UsageError("an output is given twice", "give each once")
+        if self.stream and self.prompts is not None:
+            raise UsageError(
+                "--prompts takes all weights once more, which --stream has let go of by then", "give one of them"
+            )
+        if self.kv_cache not in ("fp8", "auto"):
+            raise UsageError(f"{self.kv_cache} is not a cache", "choose fp8 or auto")
+        if not 0 <= self.seed < 1 << 32:
+            raise UsageError(f"{self.seed} is no seed", f"give --seed from 0 to {(1 << 32) - 1:,}")
+
+
+@dataclass(frozen=True)
+class Check(Workers, ModelDirectory):
+    """What verify() checks."""
+
+    source: str | os.PathLike[str] | None = option(
+        None, "Source checkpoint to compare with: a directory.", FILES, "DIR", read=filled, completes="directory"
+    )
+    full: bool = option(
+        False,
+        "Also decode every layer and measure its error. The source is needed: every quantized layer is compared with "
+        "it, and the source is quantized again.",
+        EXECUTION,
+    )
+
+
+# For the command line only.
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """A recipe to repeat."""
+
+    recipe: str | None = option(
+        None,
+        "Use the options of this .openquant.json. Options on the command line override them.",
+        QUANTIZATION,
+        "FILE",
+        read=filled,
+        completes="file",
+    )
+
+
+@dataclass(frozen=True)
+class Explain:
+    """The layer to explain."""
+
+    layer: str = option(
+        MISSING, "Module name, or a pattern as in --ignore. A name may end in `.weight`.", FILES, "LAYER", read=filled
+    )
+
+
+@dataclass(frozen=True)
+class BlockSize:
+    """Another name for a scheme."""
+
+    block_size: int | None = option(
+        None, "Short for --scheme block.", QUANTIZATION, "128", flags=("-w", "--block-size"), read=int
+    )
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """How ranks meet."""
+
+    rendezvous_timeout: float = option(
+        PATIENCE, "Time for torchrun's ranks to meet.", EXECUTION, "SECONDS", read=seconds
+    )
+
+
+@dataclass(frozen=True)
+class Verbosity:
+    """How much is printed."""
+
+    quiet: bool = option(False, "Print errors only.", OUTPUT, flags=("-q", "--quiet"))
+    verbose: bool = option(False, "Also list unquantized layers and copied files.", OUTPUT, flags=("-v", "--verbose"))
+
+
+@dataclass(frozen=True)
+class JsonOutput:
+    """Results for programs."""
+
+    json: bool = option(False, "Print one JSON object on stdout and nothing else.", OUTPUT)
+
+
+@dataclass(frozen=True)
+class ProgressLines:
+    """Progress for programs."""
+
+    progress: str = option(
+        "auto", "Progress: auto (default), or JSON lines on stderr.", OUTPUT, "KIND", choices=("auto", "json")
+    )
+
+
+@dataclass(frozen=True)
+class ReportPage:
+    """Results for people to look at."""
+
+    report: str | None = option(
+        None,
+        "Also write an HTML page (needs matplotlib).",
+        OUTPUT,
+        "FILE.html",
+        read=filled,
+        completes="file",
+    )
+
+
+@dataclass(frozen=True)
+class ReportFigure:
+    """Results for a model card."""
+
+    figure: str | None = option(
+        None,
+        "Also write a picture for a model card. It needs matplotlib.",
+        OUTPUT,
+        "FILE.png",
+        read=filled,
+        completes="file",
+    )
+
+
+@dataclass(frozen=True)
+class Command(ReportFigure, ReportPage, ProgressLines, JsonOutput, Verbosity, Rendezvous, BlockSize):
+    """What the commands themselves take."""
+
+
+# How options are read and shown.
 
 
 def values_for(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of these values those that a class has options for, as arguments for it or for a function that takes them."""
+    """Those of these values that are options of a class, as arguments for it."""
     return {name: values[name] for name in options_of(kind) if name in values}
 
 
@@ -153,842 +820,36 @@ def files_read(values: Mapping[str, Any]) -> list[tuple[Path, str]]:
     for name, what in _READ.items():
         value = values.get(name)
         paths = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
-        # Of a dataset, its subset and split come behind.
+        # The subset and split of a dataset follow its name.
         found += [(Path(str(path).partition(":")[0] if name == "dataset" else path), what) for path in paths]
     return found
 
 
-def documented(target: Target) -> Target:
-    """Complete a docstring: of a class with all its options, of a function with arguments that it does not name."""
-    if target.__doc__:
-        # Python 3.13 takes its indentation away, so here that is always gone.
-        text = inspect.cleandoc(target.__doc__)
-        if isinstance(target, type):
-            text += f"\n\nAttributes:\n{_account(options_of(target))}"
-        else:
-            kinds = Run, Recipe, CalibrationTexts
-            known = {name: option for kind in kinds for name, option in options_of(kind).items()}
-            names = inspect.signature(target).parameters if callable(target) else ()
-            told = set(re.findall(r"^    (\w+): ", text, re.MULTILINE))
-            account = _account({name: known[name] for name in names if name in known and name not in told})
-            text = text.replace("Args:\n", f"Args:\n{account}", 1)
-        target.__doc__ = text
-    return target
+def documented(*kinds: type) -> Callable[[Target], Target]:
+    """A decorator that adds the texts of options to the `Args:` of a function's docstring.
 
-
-def _account(options: Mapping[str, Option]) -> str:
-    """Lines of a docstring, such as '    dry_run: print the plan and write nothing.'"""
-    paragraphs = [f"{name}: {(option.about or option.help).rstrip('.')}." for name, option in options.items()]
-    wrap = textwrap.TextWrapper(116, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
-    return "".join(wrap.fill(each) + "\n" for each in paragraphs)
-
-
-class OptionGroup:
-    """Options that are read where they are given in another form, such as max_memory="2GB" or ignore="lm_head".
-
-    Raises:
-        UsageError: a text cannot be read.
+    Args:
+        kinds: the classes that have the options. Parameters that the docstring names itself stay as they are.
     """
+    known = {name: option for kind in kinds for name, option in options_of(kind).items()}
 
-    def __post_init__(self) -> None:
-        for name, option in options_of(type(self)).items():
-            given = getattr(self, name)
-            if option.repeated and isinstance(given, (str, os.PathLike)):
-                read: Any = (_read(name, option, given),)
-            elif option.repeated and isinstance(given, Sequence):
-                read = tuple(_read(name, option, each) for each in given)
-            else:
-                read = _read(name, option, given)
-            object.__setattr__(self, name, read)
+    def complete(function: Target) -> Target:
+        assert callable(function)
+        # Python 3.13 takes the indentation away, so it is always gone here.
+        text = inspect.cleandoc(function.__doc__ or "")
+        named = re.findall(r"^    (\w+): ", text, re.MULTILINE)
+        names = [name for name in inspect.signature(function).parameters if name in known and name not in named]
+        function.__doc__ = text.replace("Args:\n", "Args:\n" + _described({name: known[name] for name in names}), 1)
+        return function
 
-
-def _read(name: str, option: Option, value: object) -> object:
-    """The value of an option, made of a text as the command line makes it."""
-    if option.choices and isinstance(value, int):
-        return str(value)
-    if option.read is None or not isinstance(value, str):
-        return value
-    flag = flags_of(name, option)[-1]
-    try:
-        return option.read(value)
-    except argparse.ArgumentTypeError as problem:
-        raise UsageError(f"{flag}: {problem}", f"change {flag}, or leave it out") from None
-    except ValueError:
-        raise UsageError(f"{flag}: {value!r} is not a number", f"change {flag}, or leave it out") from None
+    return complete
 
 
-@documented
-@dataclass(frozen=True)
-class Push:
-    """Where a model is to be published."""
-
-    name: str = field(
-        metadata=said(
-            "publish it on the Hub as org/name, made if need be",
-            PLACES,
-            "the repository, `org/name`, or `name` in the user's own namespace",
-            flags=("--push-to-hub",),
-            value="NAME",
-            read=filled,
-        )
-    )
-    private: bool = field(default=False, metadata=said("make that repository private if it is made now", PLACES))
-    create_pr: bool = field(default=False, metadata=said("open a pull request instead of committing to main", PLACES))
-    message: str | None = field(
-        default=None,
-        metadata=said(
-            "message of the commit or pull request",
-            PLACES,
-            "of the commit or pull request; one that names the model if None",
-            flags=("--commit-message",),
-            value="TEXT",
-            read=filled,
-        ),
-    )
-    only: bool = field(
-        default=False,
-        metadata=said(
-            "delete each shard once it is uploaded",
-            PLACES,
-            "delete each shard of the output once it is uploaded",
-            flags=("--push-only",),
-        ),
-    )
-    replace_weights: bool = field(
-        default=False,
-        metadata=said(
-            "replace the source or unquantized weights on main",
-            PLACES,
-            "commit to main although it holds what the model is made from, or unquantized weights",
-        ),
-    )
+def _described(options: Mapping[str, Option]) -> str:
+    """Lines of a docstring, such as "    dry_run: Print the plan and write nothing."."""
+    wrap = textwrap.TextWrapper(116, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
+    return "".join(wrap.fill(f"{name}: {option.help}") + "\n" for name, option in options.items())
 
 
-@dataclass(frozen=True)
-class Recipe(OptionGroup):
-    """What is made of a checkpoint."""
-
-    scheme: SchemeName = field(
-        default="tensor",
-        metadata=said(
-            ", ".join((*SCHEME_NAMES, UNCHANGED)).replace("tensor", "tensor (default)", 1),
-            WEIGHTS,
-            ", ".join(f'"{name}" ({named.stored})' for name, named in SCHEME_NAMES.items())
-            + f'; "{UNCHANGED}" (weights as they are, where scales of keys and values are all that is asked for)',
-            value="NAME",
-            choices=(*SCHEME_NAMES, UNCHANGED),
-        ),
-    )
-    format: FormatName | None = field(
-        default=None,
-        metadata=said(
-            "fp8 (default where it can) or compressed-tensors",
-            WEIGHTS,
-            '"fp8" or "compressed-tensors", how that is serialized; "fp8" if None, where a scheme has that: tensor and '
-            "block",
-            value="NAME",
-            choices=("fp8", "compressed-tensors"),
-        ),
-    )
-    scale_format: ScaleFormat | None = field(
-        default=None,
-        metadata=said(
-            "float (default), or for block ue8m0: powers of two",
-            WEIGHTS,
-            '"float", or "ue8m0" (scales rounded up to powers of two): for block in the fp8 format either, "float" if '
-            "None; mxfp8 and mxfp4 have only the latter, all else only the former",
-            value="NAME",
-            choices=("float", "ue8m0"),
-        ),
-    )
-    activation_scheme: ActivationScheme = field(
-        default="dynamic",
-        metadata=said(
-            "dynamic (default), or static, which calibrates",
-            WEIGHTS,
-            '"dynamic", or for tensor "static": with scales of a calibration, which is made where no file of one is '
-            "given and no quantized source has input_scale tensors",
-            value="NAME",
-            choices=("dynamic", "static"),
-        ),
-    )
-    calibration: str | os.PathLike[str] | None = field(
-        default=None,
-        metadata=said(
-            "for scales of activations and KV: from calibrate",
-            WEIGHTS,
-            "a file that calibrate() wrote of this model, for the stored scales of activations: static ones, and those "
-            "of nvfp4-w4a4; for those of keys and values in FP8; and for `smooth`",
-            value="FILE",
-            read=filled,
-            completes="file",
-        ),
-    )
-    calibrate: bool = field(
-        default=False,
-        metadata=said(
-            "calibrate first; static and --smooth imply it",
-            WEIGHTS,
-            "run texts through the model first, as calibrate() does, for such scales; implied by static activations "
-            "that neither a file nor the source has scales for, and by `smooth` without a file",
-        ),
-    )
-    smooth: float | None = field(
-        default=None,
-        metadata=said(
-            "int8: fold outliers into weights, such as 0.5",
-            WEIGHTS,
-            "for int8 the exponent of SmoothQuant, such as 0.5: inputs of layers are divided in the norms and "
-            "projections before them, and columns of weights multiplied by as much, by powers of two that a "
-            "calibration says. Implies one, as static activations do",
-            value="ALPHA",
-            read=share,
-        ),
-    )
-    awq: bool = field(
-        default=False,
-        metadata=said(
-            "int4: the same by AWQ, and scales by activations",
-            WEIGHTS,
-            "for int4: inputs of layers are divided as `smooth` does it, by AWQ's factors, where less is lost of what "
-            "comes out of layers, and the search for scales weighs errors by what goes into each column. Implies a "
-            "calibration, as static activations do",
-        ),
-    )
-    gptq: bool = field(
-        default=False,
-        metadata=said(
-            "round by GPTQ with what texts show, less is lost",
-            WEIGHTS,
-            "round each column of a weight so that it makes up for what rounding those before it did to the layer's "
-            "outputs on the texts (GPTQ), which run through the model; of each expert on the tokens that come to it",
-        ),
-    )
-    kv_cache: CacheScheme = field(
-        default="auto",
-        metadata=said(
-            "fp8: with scales of keys and values; auto: without",
-            WEIGHTS,
-            '"fp8" for scales of keys and values, which engines then cache in FP8: those of a calibration, or of a '
-            'quantized source, or 1; "auto" to leave the cache as it is',
-            value="NAME",
-            choices=("fp8", "auto"),
-        ),
-    )
-    group_size: str | None = field(
-        default=None,
-        metadata=said(
-            "inputs that share a scale in int4: 128 (default), 64, 32 or channel",
-            WEIGHTS,
-            '"128", "64", "32" or "channel" (all of a row): how many inputs share a scale in int4; "128" if None',
-            value="N",
-            choices=("32", "64", "128", "channel"),
-        ),
-    )
-    asymmetric: bool = field(
-        default=False,
-        metadata=said(
-            "int4 with a zero point beside each scale",
-            WEIGHTS,
-            "whether groups of int4 have a zero point beside their scale, which brings weights nearer and which "
-            f"transformers {CITED['transformers']} cannot load",
-        ),
-    )
-    no_search: bool = field(
-        default=False,
-        metadata=said(
-            "scales from the largest weights: int4, nvfp4",
-            WEIGHTS,
-            "whether the scales of int4 and nvfp4 are made from the largest weights alone, instead of those that have "
-            "the least squared error being searched for",
-        ),
-    )
-    ignore: Sequence[str] = field(
-        default=(),
-        metadata=said(
-            "leave modules that match as they are; repeatable",
-            WEIGHTS,
-            "patterns over module names that stay unquantized: * is one part of a name, ** a subtree, {a,b} either",
-            value="PATTERN",
-            repeated=True,
-        ),
-    )
-    scheme_for: Mapping[str, SchemeName] | None = field(
-        default=None,
-        metadata=said(
-            "another scheme for modules that match; repeatable",
-            WEIGHTS,
-            "patterns over module names, each with the scheme of what matches "
-            f"({', '.join(name for name, named in SCHEME_NAMES.items() if named.mixes)}, in the compressed-tensors "
-            "format); the first that matches counts",
-            value="PATTERN=SCHEME",
-            read=pattern_and_scheme,
-            repeated=True,
-        ),
-    )
-    tp: int | None = field(
-        default=None,
-        metadata=said(
-            "tensor-parallel size that must be able to serve it",
-            WEIGHTS,
-            "a tensor-parallel size that must be able to serve the result. Layers that 128x128 blocks do not divide "
-            "for it fall back to one scale per output row, in the fp8 format they stay unquantized",
-            value="N",
-            read=int,
-        ),
-    )
-    quantize_lm_head: bool = field(
-        default=False,
-        metadata=said(
-            "quantize the output head too (compressed-tensors)",
-            WEIGHTS,
-            "also quantize the output head, in the compressed-tensors format",
-        ),
-    )
-    architecture: str | None = field(
-        default=None,
-        metadata=said(
-            "plan as for this class; auto: as vLLM builds it",
-            WEIGHTS,
-            'plan by this entry of the registry although config.json names another class; "auto" asks vLLM what it '
-            "builds of a class without an entry (OPENQUANT_VLLM names a Python that has it, or it is installed here), "
-            'and goes by names and shapes where there is none; "generic" goes by these in any case',
-            value="NAME",
-            read=filled,
-        ),
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.scheme_for is not None and not isinstance(self.scheme_for, Mapping):
-            # Of equal patterns the first counts, as of any that match.
-            schemes: dict[str, SchemeName] = {}
-            for pattern, scheme in self.scheme_for:
-                schemes.setdefault(pattern, scheme)
-            object.__setattr__(self, "scheme_for", schemes)
-        if self.calibrate and self.calibration is not None:
-            raise UsageError("--calibrate and --calibration are both given", "give one of them")
-        if self.scheme == UNCHANGED:
-            self._refuse_others()
-
-    def _refuse_others(self) -> None:
-        """Where weights stay as they are, what says how they would be stored."""
-        for each in fields(self):
-            given = getattr(self, each.name) or each.default
-            if each.name not in _OF_UNCHANGED and given != each.default:
-                flag = flags_of(each.name, each.metadata["option"])[0]
-                raise UsageError(
-                    f"--scheme {UNCHANGED} leaves weights as they are, and {flag} is given", "leave one of them out"
-                )
-        if self.kv_cache == "auto":
-            raise UsageError(
-                f"--scheme {UNCHANGED} leaves weights as they are, and nothing else is asked for",
-                "give --kv-cache fp8 too, for scales of keys and values, or choose another scheme",
-            )
-
-
-# What can be asked for of a recipe that leaves weights as they are.
-_OF_UNCHANGED = ("scheme", "kv_cache", "calibration", "calibrate", "tp", "architecture")
-
-
-@dataclass(frozen=True)
-class Run(OptionGroup):
-    """From where to where, and how."""
-
-    model: str | os.PathLike[str] = field(
-        metadata=said(
-            "directory, or Hub repository: org/name[@revision]",
-            PLACES,
-            "a local directory, or a Hub repository `org/name` or `org/name@revision`",
-            flags=("-m", "--model"),
-            required=True,
-            value="MODEL",
-            completes="directory",
-        )
-    )
-    output: str | os.PathLike[str] | None = field(
-        default=None,
-        metadata=said(
-            "where to write (default: ./NAME-FP8 or the like)",
-            PLACES,
-            "directory to write; if None, in the working directory, named "
-            f"{', '.join(f'`<name>{named.suffix}` for {name}' for name, named in SCHEME_NAMES.items())}; tensor and "
-            "block in the compressed-tensors format have `-CT` added, block with ue8m0 scales `-UE8M0`, static "
-            "activations `-static`",
-            flags=("-o", "--output"),
-            value="DIR",
-            completes="directory",
-        ),
-    )
-    dry_run: bool = field(default=False, metadata=said("print the plan and write nothing", RUNNING, "plan only"))
-    device: str = field(
-        default="cpu",
-        metadata=said(
-            "cpu (default), cuda, cuda:N; auto: a GPU if any",
-            RUNNING,
-            'where codes are computed: "cpu", "cuda", "cuda:N" or "auto" (a GPU if there is one)',
-            value="NAME",
-        ),
-    )
-    workers: int | None = field(
-        default=None,
-        metadata=said(
-            "threads (default: the CPUs it may use, at most 16)",
-            RUNNING,
-            "number of threads; if None the CPUs this process may use, divided by the ranks on this machine, and at "
-            "most 16, with a GPU 4",
-            value="N",
-            read=int,
-        ),
-    )
-    max_memory: int | None = field(
-        default=None,
-        metadata=said(
-            "fewer threads; too little is refused: 500MB, 2GB",
-            RUNNING,
-            "bytes that this process may hold in memory; fewer workers are used if need be, and less than a step takes "
-            "is refused before anything is run",
-            value="SIZE",
-            read=size,
-        ),
-    )
-    revision: str | None = field(
-        default=None,
-        metadata=said("branch, tag or commit of a Hub repository", PLACES, value="REV", read=filled),
-    )
-    overwrite: bool = field(
-        default=False,
-        metadata=said("replace what an earlier run left in the output", PLACES),
-    )
-    stream: bool = field(
-        default=False,
-        metadata=said(
-            "keep few of a repository's shards on disk",
-            PLACES,
-            "keep only a few shards of a Hub repository on disk, and none in the Hub's cache",
-        ),
-    )
-    push: Push | None = field(default=None, metadata=said(about="publish the output on the Hub"))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not re.fullmatch(DEVICES, self.device):
-            raise UsageError(f"{self.device} is not a device", "choose auto, cpu, cuda or cuda:N")
-        if self.workers is not None and self.workers < 1:
-            raise UsageError(f"{self.workers} workers cannot work", "give --workers 1 or more")
-
-
-@dataclass(frozen=True)
-class Check(OptionGroup):
-    """What verify() looks at."""
-
-    directory: str | os.PathLike[str] = field(
-        metadata=said(
-            "the directory to check",
-            CHECKED,
-            flags=("directory",),
-            value="DIR",
-            read=filled,
-            completes="directory",
-        )
-    )
-    source: str | os.PathLike[str] | None = field(
-        default=None,
-        metadata=said(
-            "the checkpoint it was made from, to compare with", CHECKED, value="DIR", read=filled, completes="directory"
-        ),
-    )
-    full: bool = field(default=False, metadata=said("also decode every quantized layer, measure its error", CHECKED))
-    workers: int | None = field(
-        default=None, metadata=said("threads (default: the CPUs it may use)", RUNNING, value="N", read=int)
-    )
-
-
-@dataclass(frozen=True)
-class Texts(OptionGroup):
-    """What a model is run on."""
-
-    text: Sequence[str | os.PathLike[str]] = field(
-        default=(),
-        metadata=said(
-            "a text (.txt) or JSON lines; repeatable",
-            TEXTS,
-            "files, each a domain: .jsonl with `text` or `messages` in each line, all others text in UTF-8. Without "
-            "any and without a dataset, the source and documentation of Python's own standard library",
-            value="FILE",
-            read=filled,
-            repeated=True,
-            completes="file",
-        ),
-    )
-    dataset: str | None = field(
-        default=None,
-        metadata=said(
-            "NAME[:SUBSET[:SPLIT]] of the Hub, or a directory",
-            TEXTS,
-            "a dataset with a column `text` or `messages`, `NAME[:SUBSET[:SPLIT]]`, from the Hub or in a directory, "
-            "read as far as needed",
-            value="NAME",
-            read=filled,
-        ),
-    )
-    samples: int = field(default=16, metadata=said("pieces of text in all (default: 16)", TEXTS, value="N", read=int))
-    length: int = field(default=512, metadata=said("tokens of each (default: 512)", TEXTS, value="N", read=int))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.text and self.dataset:
-            raise UsageError("--text and --dataset are both given", "give one of them")
-        if not 1 <= self.samples <= MAX_SAMPLES:
-            raise UsageError(f"{self.samples} samples", f"give --samples from 1 to {MAX_SAMPLES:,}")
-        if not 2 <= self.length <= MAX_LENGTH:
-            raise UsageError(f"samples of {self.length} tokens", f"give --length from 2 to {MAX_LENGTH:,}")
-
-
-@dataclass(frozen=True)
-class CalibrationTexts(Texts):
-    """What a model is calibrated on."""
-
-    samples: int = field(default=128, metadata=said("pieces of text in all (default: 128)", TEXTS, value="N", read=int))
-
-    @property
-    def described(self) -> str:
-        """Such as "128 x 512 tokens"."""
-        return f"{self.samples} x {self.length} tokens"
-
-
-@dataclass(frozen=True)
-class Calibrate(OptionGroup):
-    """What is calibrated, and how."""
-
-    model: str | os.PathLike[str] = field(
-        metadata=said(
-            "directory, or Hub repository: org/name[@revision]",
-            PLACES,
-            "a local directory, or a Hub repository `org/name` or `org/name@revision`",
-            flags=("model",),
-            value="MODEL",
-            read=filled,
-            completes="directory",
-        )
-    )
-    out: str | os.PathLike[str] | None = field(
-        default=None,
-        metadata=said(
-            "file to write (default: ./NAME.calibration.safetensors)",
-            PLACES,
-            "the file to write; if None `NAME.calibration.safetensors` in the working directory",
-            flags=("-o", "--out"),
-            value="FILE",
-            read=filled,
-            completes="file",
-        ),
-    )
-    revision: str | None = field(
-        default=None, metadata=said("branch, tag or commit of a Hub repository", PLACES, value="REV", read=filled)
-    )
-    stream: bool = field(
-        default=False,
-        metadata=said(
-            "keep few of a repository's shards on disk",
-            PLACES,
-            "keep only a few shards of a Hub repository on disk, and none in the Hub's cache",
-        ),
-    )
-    overwrite: bool = field(
-        default=False,
-        metadata=said("replace a calibration of another model", PLACES),
-    )
-    device: str = field(
-        default="cpu",
-        metadata=said(
-            "cpu (default), cuda, cuda:N; auto: a GPU if any",
-            RUNNING,
-            'where it is computed: "cpu", "cuda", "cuda:N" or "auto" (a GPU if there is one)',
-            value="NAME",
-        ),
-    )
-    max_memory: int | None = field(
-        default=None,
-        metadata=said(
-            "to hold at most; too little is refused: 500MB, 2GB",
-            RUNNING,
-            "bytes that this process may hold in memory: less than a layer or the output head takes is refused, and "
-            "hidden states that have no room wait in a scratch file",
-            value="SIZE",
-            read=size,
-        ),
-    )
-    scratch: str | os.PathLike[str] | None = field(
-        default=None,
-        metadata=said(
-            "for these and --stream (default: beside the file)",
-            RUNNING,
-            "the directory for that file and for streamed shards; that of `out` if None",
-            value="DIR",
-            read=filled,
-            completes="directory",
-        ),
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not re.fullmatch(DEVICES, self.device):
-            raise UsageError(f"{self.device} is not a device", "choose auto, cpu, cuda or cuda:N")
-
-
-@dataclass(frozen=True)
-class Diagnose(OptionGroup):
-    """What diagnose() looks at."""
-
-    model: str | os.PathLike[str] = field(
-        metadata=said(
-            "directory, or Hub repository: org/name[@revision]",
-            PLACES,
-            flags=("model",),
-            value="MODEL",
-            read=filled,
-            completes="directory",
-        )
-    )
-    scheme: SchemeName = field(
-        default="tensor",
-        metadata=said(
-            "what to hold others against (default: tensor)", CHECKED, value="NAME", choices=tuple(SCHEME_NAMES)
-        ),
-    )
-    ignore: Sequence[str] = field(
-        default=(),
-        metadata=said("modules that will not be quantized; repeatable", CHECKED, value="PATTERN", repeated=True),
-    )
-    full: bool = field(default=False, metadata=said("measure all rows of each layer", CHECKED))
-    architecture: str | None = field(
-        default=None,
-        metadata=said("plan as for this class; auto: as vLLM builds it", CHECKED, value="NAME", read=filled),
-    )
-    revision: str | None = field(
-        default=None, metadata=said("branch, tag or commit of a Hub repository", PLACES, value="REV", read=filled)
-    )
-    stream: bool = field(default=False, metadata=said("keep few of a repository's shards on disk", PLACES))
-    scratch: str | os.PathLike[str] | None = field(
-        default=None,
-        metadata=said(
-            "where these lie meanwhile (default: here)", PLACES, value="DIR", read=filled, completes="directory"
-        ),
-    )
-    workers: int | None = field(
-        default=None, metadata=said("threads (default: the CPUs it may use)", RUNNING, value="N", read=int)
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.workers is not None and self.workers < 1:
-            raise UsageError(f"{self.workers} workers cannot work", "give --workers 1 or more")
-        if self.scratch is not None and not self.stream:
-            raise UsageError("--scratch is where --stream keeps shards", "give --stream too, or leave --scratch out")
-
-
-@dataclass(frozen=True)
-class Repeat:
-    """A recipe whose options hold where no others are given."""
-
-    recipe: str | None = field(
-        default=None,
-        metadata=said(
-            "made as an output was: its .openquant.json",
-            WEIGHTS,
-            value="FILE",
-            read=filled,
-            completes="file",
-        ),
-    )
-
-
-@dataclass(frozen=True)
-class Explain:
-    """Which layer is asked about."""
-
-    layer: str = field(
-        metadata=said(
-            "a module's name, or a pattern as for --ignore",
-            PLACES,
-            flags=("layer",),
-            value="LAYER",
-            read=filled,
-        )
-    )
-
-
-@dataclass(frozen=True)
-class Evaluate(OptionGroup):
-    """What is held against what, and how."""
-
-    outputs: Sequence[str | os.PathLike[str]] = field(
-        metadata=said(
-            "what was made of it: directories, or Hub repositories",
-            PLACES,
-            "directories or Hub repositories, made from one source",
-            flags=("outputs",),
-            value="OUTPUT",
-            read=filled,
-            repeated=True,
-            completes="directory",
-        )
-    )
-    source: str | os.PathLike[str] = field(
-        metadata=said(
-            "what they were made from: directory, or org/name",
-            PLACES,
-            "the checkpoint they were made from, a directory or a Hub repository",
-            value="MODEL",
-            read=filled,
-            required=True,
-            completes="directory",
-        )
-    )
-    out: str | os.PathLike[str] | None = field(
-        default=None,
-        metadata=said(
-            "where the figures go (default: OUTPUT/eval.json)",
-            PLACES,
-            "a file for the figures, of several outputs for those of all; if None they go to eval.json of each output "
-            "that openquant made",
-            value="FILE",
-            read=filled,
-            completes="file",
-        ),
-    )
-    stream: bool = field(
-        default=False,
-        metadata=said(
-            "keep few of a repository's shards on disk",
-            PLACES,
-            "keep only a few shards of Hub repositories on disk, and none in the Hub's cache; models then answer along "
-            "a text instead of prompts",
-        ),
-    )
-    prompts: str | os.PathLike[str] | None = field(
-        default=None,
-        metadata=said(
-            "prompts to answer, a line each or JSON lines",
-            TEXTS,
-            "a file of prompts that source and outputs answer side by side; built-in ones if None",
-            value="FILE",
-            read=filled,
-            completes="file",
-        ),
-    )
-    kv_cache: CacheScheme = field(
-        default="auto",
-        metadata=said(
-            "fp8: keys and values in FP8; auto: as the config says",
-            RUNNING,
-            '"fp8" to round keys and values to FP8, or "auto" to do so where an output\'s config says it',
-            value="NAME",
-            choices=("fp8", "auto"),
-        ),
-    )
-    device: str = field(
-        default="cpu",
-        metadata=said(
-            "cpu (default), cuda, cuda:N; auto: a GPU if any",
-            RUNNING,
-            'where it is computed: "cpu", "cuda", "cuda:N" or "auto" (a GPU if there is one)',
-            value="NAME",
-        ),
-    )
-    max_memory: int | None = field(
-        default=None,
-        metadata=said(
-            "to hold at most; too little is refused: 500MB, 2GB",
-            RUNNING,
-            "bytes that this process may hold in memory: less than a layer or the output head takes is refused, and "
-            "hidden states that have no room wait in a scratch file",
-            value="SIZE",
-            read=size,
-        ),
-    )
-    scratch: str | os.PathLike[str] | None = field(
-        default=None,
-        metadata=said(
-            "for these and --stream (default: beside the output)",
-            RUNNING,
-            "the directory for that file and for streamed shards; if None the parent of the first output that is a "
-            "directory, or else the working directory",
-            value="DIR",
-            read=filled,
-            completes="directory",
-        ),
-    )
-    seed: int = field(
-        default=0, metadata=said("of the floor's noise and of intervals (default: 0)", RUNNING, value="N", read=int)
-    )
-    fail_above: float | None = field(
-        default=None,
-        metadata=said(
-            "exit with 1 if a mean KL is larger",
-            OUTPUT,
-            "the largest mean KL of an output that is no failure, for the command's exit code",
-            value="KL",
-            read=nats,
-        ),
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.outputs:
-            raise UsageError("no output is named", "give a directory that was made from the source")
-        if len({os.fspath(output) for output in self.outputs}) < len(self.outputs):
-            raise UsageError("an output is given twice", "give each once")
-        if self.stream and self.prompts is not None:
-            raise UsageError(
-                "--prompts takes all weights once more, which --stream has let go of by then", "give one of them"
-            )
-        if self.kv_cache not in ("fp8", "auto"):
-            raise UsageError(f"{self.kv_cache} is not a cache", "choose fp8 or auto")
-        if not re.fullmatch(DEVICES, self.device):
-            raise UsageError(f"{self.device} is not a device", "choose auto, cpu, cuda or cuda:N")
-        if not 0 <= self.seed < 1 << 32:
-            raise UsageError(f"{self.seed} is no seed", f"give --seed from 0 to {(1 << 32) - 1:,}")
-
-
-@dataclass(frozen=True)
-class Command:
-    """What a command takes beside: other words for the same, and how it talks."""
-
-    block_size: int | None = field(
-        default=None,
-        metadata=said("short for --scheme block", WEIGHTS, flags=("-w", "--block-size"), value="128", read=int),
-    )
-    rendezvous_timeout: float = field(
-        default=PATIENCE,
-        metadata=said(
-            f"time for torchrun's ranks to meet (default: {PATIENCE:g})", RUNNING, value="SECONDS", read=seconds
-        ),
-    )
-    json: bool = field(default=False, metadata=said("print one JSON object on stdout and nothing else", OUTPUT))
-    progress: str = field(
-        default="auto",
-        metadata=said("json: progress as lines of JSON on stderr", OUTPUT, value="KIND", choices=("auto", "json")),
-    )
-    report: str | None = field(
-        default=None,
-        metadata=said(
-            "also write a page to look at (pip install -e '.[report]')",
-            OUTPUT,
-            value="FILE.html",
-            read=filled,
-            completes="file",
-        ),
-    )
-    figure: str | None = field(
-        default=None,
-        metadata=said(
-            "also write a picture for a card, likewise", OUTPUT, value="FILE.png", read=filled, completes="file"
-        ),
-    )
-    quiet: bool = field(default=False, metadata=said("print errors only", OUTPUT, flags=("-q", "--quiet")))
-    verbose: bool = field(
-        default=False,
-        metadata=said("also list unquantized layers and copied files", OUTPUT, flags=("-v", "--verbose")),
-    )
+# The only of these classes that `openquant` exports.
+Push.__doc__ = f"{Push.__doc__}\n\nAttributes:\n{_described(options_of(Push))}"

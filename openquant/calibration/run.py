@@ -23,7 +23,7 @@ from ..files.fingerprint import Fingerprint
 from ..hub.shards import supply_shards
 from ..hub.source import Source, find_source, model_folder
 from ..machine import find_device
-from ..options import Calibrate, CalibrationTexts, files_read, values_for
+from ..options import Calibrate, CalibrationTexts, documented, files_read, values_for
 from ..reporter import Reporter
 from ..streaming.memory import calibration_steps, memory_left
 from ..streaming.session import BUDGET, ArrivingShards, find_tokenizer, hidden_bytes, scratch_for, vocabulary_of
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ..data.corpus import Corpus
 
 
+@documented(Calibrate, CalibrationTexts)
 def calibrate(
     model: str | os.PathLike[str],
     out: str | os.PathLike[str] | None = None,
@@ -56,22 +57,6 @@ def calibrate(
     """Find how large the activations are that go into each layer of a model, for `compress(calibration=...)`.
 
     Args:
-        model: a local directory, or a Hub repository `org/name` or `org/name@revision`.
-        out: the file to write; if None `NAME.calibration.safetensors` in the working directory, or beside the model
-            where that is the model's own. An earlier calibration of the same model is replaced.
-        revision: branch, tag or commit of a Hub repository.
-        stream: keep only a few shards of a Hub repository on disk, and none in the Hub's cache.
-        overwrite: replace a calibration of another model too.
-        device: where it is computed: "cpu", "cuda", "cuda:N" or "auto" (a GPU if there is one).
-        max_memory: bytes that this process may hold in memory: less than a layer or the output head takes is refused,
-            and hidden states that have no room wait in a scratch file.
-        scratch: the directory for that file and for streamed shards; that of `out` if None.
-        text: files, each a domain: .jsonl with `text` or `messages` in each line, all others text in UTF-8. Without
-            any and without a dataset, the source and documentation of Python's own standard library. Evaluations never
-            read the parts of them that this reads.
-        dataset: a dataset with a column `text` or `messages`, `NAME[:SUBSET[:SPLIT]]`.
-        samples: pieces of text in all.
-        length: tokens of each.
         begun: told in a line what is to be done, before it starts.
         progress: told how many tokens are through all layers, and how many there are.
         remaining: told about how many seconds are left, once the first layer is computed and as it goes on.

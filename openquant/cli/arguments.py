@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
 from ..errors import UsageError
-from ..options import (  # fmt: skip
+from ..options import (
     GROUPS,
-    PLACES,
+    BlockSize,
     Calibrate,
     CalibrationTexts,
     Check,
-    Command,
     Diagnose,
     Evaluate,
     Explain,
+    JsonOutput,
+    ModelDirectory,
+    ModelSource,
     Option,
+    ProgressLines,
     Push,
     Recipe,
+    Rendezvous,
     Repeat,
+    ReportFigure,
+    ReportPage,
     Run,
     Texts,
+    Verbosity,
     flags_of,
     options_of,
 )
@@ -86,69 +93,76 @@ class Parser(argparse.ArgumentParser):
         """Raise as a UsageError what argparse would print."""
         raise UsageError(message, f"see {self.prog} --help")
 
-    def add_options(self, *kinds: type, without: Collection[str] = (), **changed: Mapping[str, Any]) -> None:
-        """Arguments for the fields of classes of options.py, under its titles.
+    def add_options(
+        self, *kinds: type, positional: Sequence[str] = (), without: Collection[str] = (), **helps: str
+    ) -> None:
+        """Add the options of classes of options.py, under its titles.
 
-        What is not given is not in the namespace either, so that defaults stand in options.py alone.
+        The namespace lacks options that are not given, so that only options.py has defaults.
 
         Args:
             kinds: the classes.
-            without: fields that are no arguments here.
-            changed: what is otherwise here, such as model={"flags": ("model",)} where that has no flag.
+            positional: options that are given without a flag.
+            without: options that are left out.
+            helps: other texts for single options.
         """
         options = {name: option for kind in kinds for name, option in options_of(kind).items() if name not in without}
-        options = {name: option._replace(**changed.get(name, {})) for name, option in options.items()}
+        for name, text in helps.items():
+            options[name] = options[name]._replace(help=text)
+        # Those without a flag come first, then those that have a letter.
+        names = sorted(options, key=lambda name: 0 if name in positional else 3 - len(flags_of(name, options[name])))
         for title in GROUPS:
             group = self.add_argument_group(title)
             volume = group.add_mutually_exclusive_group()
-            # Those without a flag come first, then those that have a letter.
-            for name, option in sorted(options.items(), key=lambda each: _rank(flags_of(*each))):
-                if option.group == title:
-                    _add(volume if name in ("quiet", "verbose") else group, name, option)
+            for name in names:
+                if options[name].group == title:
+                    _add(volume if name in ("quiet", "verbose") else group, name, options[name], name in positional)
         self.add_information(group)
 
     def add_information(self, group: argparse._ArgumentGroup) -> None:
         """Add `--help`, and `--version` where there is one, to a group of options."""
-        group.add_argument("-h", "--help", action="help", help="show this help")
+        group.add_argument("-h", "--help", action="help", help="Show this help")
         if self.version:
             group.add_argument(
-                "--version", action="version", version=f"openquant {__version__}", help="show the version"
+                "--version", action="version", version=f"openquant {__version__}", help="Show the version"
             )
 
 
-def _rank(flags: Sequence[str]) -> int:
-    return 2 if len(flags) == 1 and flags[0].startswith("-") else len(flags) - 1
-
-
-def _add(group: argparse._ActionsContainer, name: str, option: Option) -> None:
-    flags = flags_of(name, option)
-    settings: dict[str, Any] = {"help": option.help, "action": "append" if option.repeated else "store"}
-    if option.value is None:
-        settings["action"] = "store_true"
-    else:
+def _add(group: argparse._ActionsContainer, name: str, option: Option, positional: bool) -> None:
+    settings: dict[str, Any] = {"help": option.summary}
+    if option.value is not None:
         settings |= {"metavar": option.value, "choices": option.choices, "type": option.read}
-    if option.repeated and not flags[0].startswith("-"):
-        settings |= {"action": "store", "nargs": "+"}
-    if flags[0].startswith("-"):
-        settings |= {"dest": name, "default": argparse.SUPPRESS, "required": option.required}
-    added = group.add_argument(*flags, **settings)
+    if positional:
+        added = group.add_argument(name, nargs="+" if option.repeated else None, **settings)
+    else:
+        action = "store_true" if option.value is None else "append" if option.repeated else "store"
+        settings |= {"action": action, "dest": name, "default": argparse.SUPPRESS, "required": option.required}
+        added = group.add_argument(*flags_of(name, option), **settings)
     if option.completes:
-        vars(added)["complete"] = option.completes  # where shtab looks for it
+        vars(added)["complete"] = option.completes  # shtab reads it
 
 
-COMPRESS = "Turn a checkpoint into an FP8, INT8, INT4 or FP4 directory for vLLM and SGLang."
+COMPRESS = "Quantize a checkpoint to FP8, INT8, INT4 or FP4 for vLLM and SGLang."
 MODEL = "-m MODEL [-o DIR] [options]"
 EXAMPLES = (
     "-m Qwen/Qwen3-32B",
     "-m Qwen/Qwen3-32B -w 128 --dry-run",
     "-m Qwen/Qwen3-32B --stream --push-to-hub you/Qwen3-32B-FP8 --push-only",
 )
-# Fields of Command that verbs without a plan do not take.
-ALONE = ("block_size", "rendezvous_timeout", "quiet", "verbose")
-# And those for people to look at.
-PAGES = ("report", "figure")
-# What of Run a plan does not ask for.
-_ONLY_WRITING = ("output", "dry_run", "device", "workers", "max_memory", "overwrite", "stream", "push")
+# What compress takes.
+CONVERSION = (
+    Recipe,
+    Repeat,
+    BlockSize,
+    Run,
+    Push,
+    CalibrationTexts,
+    Rendezvous,
+    Verbosity,
+    JsonOutput,
+    ProgressLines,
+    ReportPage,
+)
 COMPLETION = """in ~/.bashrc, ~/.zshrc, ~/.config/fish/config.fish:
   eval "$(openquant completion bash)"
   eval "$(openquant completion zsh)"
@@ -158,7 +172,7 @@ COMPLETION = """in ~/.bashrc, ~/.zshrc, ~/.config/fish/config.fish:
 def compress_parser(prog: str) -> Parser:
     """The arguments of `compress-fp8` and `python compress_fp8.py`."""
     parser = Parser(prog, MODEL, EXAMPLES, version=True, description=COMPRESS)
-    parser.add_options(Recipe, Repeat, Run, Push, CalibrationTexts, Command, without=("figure",))
+    parser.add_options(*CONVERSION)
     parser.set_defaults(verb="compress")
     return parser
 
@@ -186,96 +200,74 @@ def verb_parser() -> Parser:
     def add(name: str, about: str, usage: str, *examples: str) -> Parser:
         return verbs.add_parser(name, help=about.rstrip("."), description=about, usage=usage, examples=examples)
 
-    compress = add("compress", COMPRESS, MODEL, *EXAMPLES)
-    compress.add_options(Recipe, Repeat, Run, Push, CalibrationTexts, Command, without=("figure",))
-    dequantize = add(
+    add("compress", COMPRESS, MODEL, *EXAMPLES).add_options(*CONVERSION)
+    add(
         "dequantize",
-        "Turn a quantized checkpoint back into bfloat16 weights.",
+        "Convert a quantized checkpoint back to bfloat16 weights.",
         "MODEL [-o DIR] [options]",
         "Qwen3-32B-FP8",
         "deepseek-ai/DeepSeek-V3 --stream -o DeepSeek-V3-BF16",
+    ).add_options(
+        *(Run, Push, Rendezvous, Verbosity, JsonOutput, ProgressLines),
+        positional=("model",),
+        without=("device",),
+        output="Output directory (default: ./NAME-BF16).",
     )
-    dequantize.add_options(
-        Run,
-        Push,
-        Command,
-        without=("device", "block_size", *PAGES),
-        model={"flags": ("model",)},
-        output={"help": "where to write (default: ./NAME-BF16)"},
-    )
-    push = add(
+    add(
         "push",
-        "Publish a directory that openquant made on the Hub.",
+        "Publish a directory that openquant wrote on the Hub.",
         "DIR NAME [options]",
         "Qwen3-32B-FP8 you/Qwen3-32B-FP8",
         "Qwen3-32B-FP8 you/Qwen3-32B-FP8 --private --create-pr",
-    )
-    push.add_options(
-        Check,
-        Push,
-        Command,
-        without=("source", "full", "workers", "only", "progress", *ALONE, *PAGES),
-        directory={"help": "what compress wrote", "group": PLACES},
-        name={"flags": ("name",)},
-    )
-    diagnose = add(
+    ).add_options(ModelDirectory, Push, JsonOutput, positional=("directory", "name"), without=("only",))
+    add(
         "diagnose",
-        "Say of each layer what quantizing will do to it.",
+        "Estimate the quantization error of each layer from its weights.",
         "MODEL [options]",
         "Qwen/Qwen3-32B --stream",
         "Qwen3-32B --full --scheme block",
+    ).add_options(
+        *(Diagnose, Verbosity, JsonOutput, ProgressLines, ReportPage),
+        positional=("model",),
+        without=("quiet",),
+        scratch="Scratch directory (default: the working directory).",
+        verbose="List every layer.",
     )
-    diagnose.add_options(
-        Diagnose,
-        Command,
-        without=("block_size", "rendezvous_timeout", "quiet", "figure"),
-        verbose={"help": "list every layer"},
-    )
-    explain = add(
+    add(
         "explain",
-        "Say what becomes of a layer, and which rule says so.",
+        "Show how a layer is quantized, and which rule decides it.",
         "MODEL LAYER [options]",
         "Qwen/Qwen3-32B model.layers.0.self_attn.q_proj",
         "Qwen3-32B '**.down_proj' -w 128 --json",
-    )
-    explain.add_options(
-        Recipe,
-        Repeat,
-        Run,
-        Explain,
-        Command,
-        without=(*_ONLY_WRITING, "rendezvous_timeout", "quiet", "verbose", "progress", *PAGES),
-        model={"flags": ("model",)},
-    )
-    calibrate = add(
+    ).add_options(ModelSource, Explain, Recipe, Repeat, BlockSize, JsonOutput, positional=("model", "layer"))
+    add(
         "calibrate",
-        "Find how large activations are, for what needs to know it.",
+        "Measure the activations of a model on texts.",
         "MODEL [-o FILE] [options]",
         "Qwen/Qwen3-8B --stream",
         "Qwen3-8B --text mine.jsonl --samples 64",
-    )
-    calibrate.add_options(Calibrate, CalibrationTexts, Command, without=("block_size", "quiet", "verbose", *PAGES))
-    evaluate = add(
+    ).add_options(Calibrate, CalibrationTexts, Rendezvous, JsonOutput, ProgressLines, positional=("model",))
+    add(
         "eval",
-        "Hold outputs against their source: what they answer, and why.",
+        "Compare quantized checkpoints with their source on texts.",
         "OUTPUT [OUTPUT ...] --source MODEL [options]",
         "Qwen3-8B-FP8 --source Qwen/Qwen3-8B",
         "Qwen3-8B-FP8 Qwen3-8B-INT8 --source Qwen3-8B --text mine.txt",
         "you/Qwen3-8B-FP8 --source Qwen/Qwen3-8B --stream",
+    ).add_options(
+        Evaluate, Texts, Rendezvous, JsonOutput, ProgressLines, ReportPage, ReportFigure, positional=("outputs",)
     )
-    evaluate.add_options(Evaluate, Texts, Command, without=("block_size", "quiet", "verbose"))
-    verify = add(
+    add(
         "verify",
-        "Check an FP8, INT8, INT4 or FP4 directory, whichever tool made it.",
+        "Check an FP8, INT8, INT4 or FP4 checkpoint from any tool.",
         "DIR [--source DIR] [options]",
         "Qwen3-32B-FP8",
         "Qwen3-32B-FP8 --source Qwen3-32B --full",
-    )
-    verify.add_options(Check, Command, without=(*ALONE, "figure"))
-    completion = add("completion", "Print a script by which a shell completes these commands.", "SHELL")
+    ).add_options(Check, JsonOutput, ProgressLines, ReportPage, positional=("directory",))
+    completion = add("completion", "Print a script that lets a shell complete these commands.", "SHELL")
     completion.epilog = COMPLETION
     shell = completion.add_argument_group("shell")
     shell.add_argument("shell", metavar="SHELL", choices=SHELLS, help="bash, zsh or fish")
-    completion.add_options(Command, without=("progress", *ALONE, *PAGES))
+    completion.add_options(JsonOutput)
     parser.add_information(parser.add_argument_group("options"))
     return parser

@@ -25,7 +25,7 @@ from ..formats.names import CacheScheme
 from ..hub.shards import Needs, supply_shards
 from ..hub.source import Source, find_source, model_folder
 from ..machine import find_device
-from ..options import Evaluate, Texts, files_read, values_for
+from ..options import Evaluate, Texts, documented, files_read, values_for
 from ..streaming.memory import answer_memory, evaluation_steps, memory_left
 from ..streaming.session import BUDGET, ArrivingShards, find_tokenizer, hidden_bytes, scratch_for, vocabulary_of
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .results import Evaluation
 
 
+@documented(Evaluate, Texts)
 def evaluate(
     outputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     source: str | os.PathLike[str],
@@ -59,26 +60,6 @@ def evaluate(
     """Hold outputs against their source: what they answer to texts, where it comes from, and a verdict in a word.
 
     Args:
-        outputs: directories or Hub repositories, made from one source.
-        source: the checkpoint they were made from, a directory or a Hub repository.
-        out: a file for the figures, of several outputs for those of all; if None they go to eval.json of each output
-            that openquant made, of directories alone.
-        stream: keep only a few shards of Hub repositories on disk, and none in the Hub's cache; models then answer
-            along a text instead of prompts.
-        prompts: a file of prompts that source and outputs answer side by side; built-in ones if None.
-        kv_cache: "fp8" to round keys and values to FP8, or "auto" to do so where an output's config says it.
-        device: where it is computed: "cpu", "cuda", "cuda:N" or "auto" (a GPU if there is one).
-        max_memory: bytes that this process may hold in memory: less than a layer or the output head takes is refused,
-            and hidden states that have no room wait in a scratch file.
-        scratch: the directory for that file and for streamed shards; if None the parent of the first output that is a
-            directory, or else the working directory.
-        seed: of the floor's noise and of intervals.
-        fail_above: the largest mean KL of an output that is no failure, for the command's exit code.
-        text: files, each a domain: .jsonl with `text` or `messages` in each line, all others text in UTF-8. Without
-            any and without a dataset, the source and documentation of Python's own standard library.
-        dataset: a dataset with a column `text` or `messages`, `NAME[:SUBSET[:SPLIT]]`.
-        samples: pieces of text in all.
-        length: tokens of each.
         begun: told in a line what is to be done, before it starts.
         progress: told how many tokens are computed, and how many there are in all.
         remaining: told about how many seconds are left, once the first layer is computed and as it goes on.

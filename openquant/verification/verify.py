@@ -30,6 +30,7 @@ from ..formats.scales import choose_shared_scale
 from ..formats.schemes import CHANNEL, MIXED, SCHEMES, TENSOR, Scheme
 from ..machine import available_cpus
 from ..models import MODELS
+from ..options import Check, documented
 from ..patterns import collapse, template
 from ..plan.decisions import PlanOptions, StoredLayout
 from ..plan.gptq import gptq_weights
@@ -52,6 +53,7 @@ from .outcome import Report
 Pair = tuple[TensorInfo, Weight | bytes | None]
 
 
+@documented(Check)
 def verify(
     directory: str | os.PathLike[str],
     source: str | os.PathLike[str] | None = None,
@@ -63,10 +65,6 @@ def verify(
     """Check an FP8, INT8, INT4 or FP4 directory, made by this tool or another.
 
     Args:
-        directory: what to check.
-        source: the checkpoint it was made from.
-        full: also decode every quantized layer and compare it with the source, and quantize the source again.
-        workers: number of threads; the CPUs this process may use if None.
         progress: told the bytes read so far and in all, never from two threads at once.
 
     Returns:
