@@ -31,7 +31,7 @@ from .hub.shards import supply_shards
 from .hub.source import Source, find_source, silent
 from .job import Prepared, Rounding
 from .machine import available_cpus, find_device, peak_rss
-from .options import CalibrationTexts, Diagnose, Push, Recipe, Run, documented, values_for
+from .options import CalibrationTexts, Diagnose, Push, Recipe, Run, documented
 from .plan.decisions import PlanOptions
 from .plan.plan import Plan, make_plain_plan, make_plan
 from .plan.serving import serving_to_json
@@ -106,9 +106,27 @@ def compress(
     Raises:
         OpenQuantError: something the caller can fix; see errors.py for the kinds.
     """
-    # The arguments by their names, which are those of fields (tests/test_options.py).
-    given = locals()
-    recipe, texts = Recipe(**values_for(Recipe, given)), CalibrationTexts(**values_for(CalibrationTexts, given))
+    recipe = Recipe.parse(
+        scheme=scheme,
+        format=format,
+        scale_format=scale_format,
+        activation_scheme=activation_scheme,
+        calibration=calibration,
+        calibrate=calibrate,
+        smooth=smooth,
+        awq=awq,
+        gptq=gptq,
+        kv_cache=kv_cache,
+        group_size=group_size,
+        asymmetric=asymmetric,
+        no_search=no_search,
+        ignore=ignore,
+        scheme_for=scheme_for,
+        tp=tp,
+        quantize_lm_head=quantize_lm_head,
+        architecture=architecture,
+    )
+    texts = CalibrationTexts.parse(text=text, dataset=dataset, samples=samples, length=length)
     if recipe.kv_cache not in ("fp8", "auto"):
         raise UsageError(f"{recipe.kv_cache} is not a cache", "choose fp8 or auto")
     chosen, others = _schemes(recipe)
@@ -145,7 +163,19 @@ def compress(
             made = make_plan(checkpoint, chosen, known, source.identity, entry)
         return replace(made, recipe=recipe_of(recipe, texts), unlisted=deciding.kept)
 
-    run, deciding = Run(**values_for(Run, given)), ArchitectureChoice(recipe.architecture)
+    run = Run.parse(
+        model=model,
+        output=output,
+        dry_run=dry_run,
+        device=device,
+        workers=workers,
+        max_memory=max_memory,
+        revision=revision,
+        overwrite=overwrite,
+        stream=stream,
+        push=push,
+    )
+    deciding = ArchitectureChoice(recipe.architecture)
     making = Calibrated(run, recipe, texts, plan)
     return _work(run, making.make, ranks, reporter, making.calibrate, making.rounding, making.steps)
 
@@ -231,7 +261,17 @@ def dequantize(
     Raises:
         OpenQuantError: nothing in it is quantized, or something else the caller can fix.
     """
-    run = Run(**values_for(Run, locals()))
+    run = Run.parse(
+        model=model,
+        output=output,
+        dry_run=dry_run,
+        workers=workers,
+        max_memory=max_memory,
+        revision=revision,
+        overwrite=overwrite,
+        stream=stream,
+        push=push,
+    )
 
     def make(source: Source, checkpoint: Checkpoint) -> Plan:
         plan = make_plain_plan(checkpoint, source.identity)
@@ -465,7 +505,17 @@ def diagnose(
     Raises:
         OpenQuantError: NaN or infinity in a weight, or something else the caller can fix.
     """
-    begun = Diagnose(**values_for(Diagnose, locals()))
+    begun = Diagnose.parse(
+        model=model,
+        scheme=scheme,
+        ignore=ignore,
+        full=full,
+        architecture=architecture,
+        revision=revision,
+        stream=stream,
+        scratch=scratch,
+        workers=workers,
+    )
     chosen = find_scheme(begun.scheme)
     source, checkpoint = _open(begun.model, begun.revision, begun.stream)
     options = PlanOptions(tuple(begun.ignore))

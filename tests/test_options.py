@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import inspect
 import os
@@ -85,6 +86,30 @@ def test_signatures_are_the_fields() -> None:
     assert by_name(*taken(openquant.diagnose)[:-1]) == by_name(*said(Diagnose))
     assert by_name(*taken(openquant.evaluate)[:-4]) == by_name(*said(Evaluate), *said(Texts))
     assert by_name(*taken(openquant.calibrate)[:-4]) == by_name(*said(Calibrate), *said(CalibrationTexts))
+
+
+@pytest.mark.parametrize(
+    ("function", "kinds"),
+    [
+        (openquant.compress, (Recipe, CalibrationTexts, Run)),
+        (openquant.dequantize, (Run,)),
+        (openquant.diagnose, (Diagnose,)),
+        (openquant.evaluate, (Evaluate, Texts)),
+        (openquant.calibrate, (Calibrate, CalibrationTexts)),
+    ],
+)
+def test_every_argument_becomes_the_option_of_its_name(function: Any, kinds: tuple[type, ...]) -> None:
+    source = inspect.getsource(inspect.unwrap(function))
+    made = {
+        ast.unparse(node.func): {each.arg: ast.unparse(each.value) for each in node.keywords}
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+    }
+    parameters = inspect.signature(function).parameters
+    for kind in kinds:
+        assert made[f"{kind.__name__}.parse"] == {
+            each.name: each.name for each in fields(kind) if each.name in parameters
+        }
 
 
 def test_positional_arguments_stay() -> None:

@@ -23,7 +23,7 @@ from ..files.fingerprint import Fingerprint
 from ..hub.shards import supply_shards
 from ..hub.source import Source, find_source, model_folder
 from ..machine import find_device
-from ..options import Calibrate, CalibrationTexts, documented, files_read, values_for
+from ..options import Calibrate, CalibrationTexts, documented, files_read
 from ..reporter import Reporter
 from ..streaming.memory import calibration_steps, memory_left
 from ..streaming.session import BUDGET, ArrivingShards, find_tokenizer, hidden_bytes, scratch_for, vocabulary_of
@@ -69,8 +69,17 @@ def calibrate(
     Raises:
         OpenQuantError: something the caller can fix.
     """
-    given = locals()
-    asked, texts = Calibrate(**values_for(Calibrate, given)), CalibrationTexts(**values_for(CalibrationTexts, given))
+    asked = Calibrate.parse(
+        model=model,
+        out=out,
+        revision=revision,
+        stream=stream,
+        overwrite=overwrite,
+        device=device,
+        max_memory=max_memory,
+        scratch=scratch,
+    )
+    texts = CalibrationTexts.parse(text=text, dataset=dataset, samples=samples, length=length)
     ranks = ranks or Ranks()
     with ranks:
         ranks.agree(None)

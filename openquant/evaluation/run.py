@@ -25,7 +25,7 @@ from ..formats.names import CacheScheme
 from ..hub.shards import Needs, supply_shards
 from ..hub.source import Source, find_source, model_folder
 from ..machine import find_device
-from ..options import Evaluate, Texts, documented, files_read, values_for
+from ..options import Evaluate, Texts, documented, files_read
 from ..streaming.memory import answer_memory, evaluation_steps, memory_left
 from ..streaming.session import BUDGET, ArrivingShards, find_tokenizer, hidden_bytes, scratch_for, vocabulary_of
 
@@ -72,8 +72,20 @@ def evaluate(
     Raises:
         OpenQuantError: something the caller can fix.
     """
-    given = locals()
-    asked, texts = Evaluate(**values_for(Evaluate, given)), Texts(**values_for(Texts, given))
+    asked = Evaluate.parse(
+        outputs=outputs,
+        source=source,
+        out=out,
+        stream=stream,
+        prompts=prompts,
+        kv_cache=kv_cache,
+        device=device,
+        max_memory=max_memory,
+        scratch=scratch,
+        seed=seed,
+        fail_above=fail_above,
+    )
+    texts = Texts.parse(text=text, dataset=dataset, samples=samples, length=length)
     ranks = ranks or Ranks()
     with ranks:
         ranks.agree(None)
