@@ -1,54 +1,63 @@
-"""compress() and dequantize(): the whole job, open -> plan -> convert -> finish, without printing anything."""
+"""The verbs as functions, each read from top to bottom: open, plan, calibrate, plan again, convert, publish.
+
+Nothing is printed. `calibrate` and `evaluate` have modules of their own.
+"""
 
 from __future__ import annotations
 
-import gc
 import os
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from .calibration.prepare import Calibrated
-from .convert.conversion import COMPILED_MEMORY, worker_memory, worth_compiling
+from .calibration.prepare import run_texts, texts_steps
 from .diagnosis.diagnose import diagnose_layers, shards_to_read
 from .diagnosis.result import Diagnosis
 from .diagnosis.suggestions import with_advice
-from .distributed import RERUN_CONTINUES, Ranks, attempt
-from .errors import SourceError, UsageError
+from .distributed import Ranks
+from .errors import UsageError
 from .files.cards import card_of, says_folds
-from .files.checkpoint import Checkpoint, open_checkpoint, readable
+from .files.fingerprint import Fingerprint
 from .files.journal import finished_files, output_errors
-from .files.output import refuse_overlap, refuse_root
 from .files.small_files import read_small
 from .formats.names import UNCHANGED, ActivationScheme, CacheScheme, FormatName, GroupSize, ScaleFormat, SchemeName
 from .formats.schemes import SCHEMES, Scheme, find_others, find_scheme
-from .hub.fetch import memory_needed
-from .hub.publish import Published, Publisher
+from .hub.publish import Publisher
 from .hub.shards import supply_shards
-from .hub.source import Source, find_source, silent
-from .job import Prepared, Rounding
-from .machine import available_cpus, find_device, peak_rss
+from .hub.source import silent
+from .job import (
+    MOST_WORKERS,
+    Prepared,
+    fused,
+    in_all_ranks,
+    open_model,
+    open_source,
+    output_of,
+    prepare,
+    prepare_alike,
+    without_collector,
+)
+from .machine import available_cpus, peak_rss
 from .options import CalibrationTexts, Diagnose, Push, Recipe, Run, documented
 from .plan.decisions import PlanOptions
-from .plan.plan import Plan, make_plain_plan, make_plan
+from .plan.plan import make_plain_plan, make_plan
 from .plan.serving import serving_to_json
 from .plan.unchanged import make_unchanged_plan
 from .recipes import recipe_of
 from .report.escape import terminal
 from .reporter import Reporter
 from .result import Result
-from .run import carry_out, take_evaluation
-from .streaming.memory import MemoryStep, memory_left
+from .run import Outcome, carry_out, take_evaluation
 from .verification.finished import require_sound
 from .vllm_probe.choose import ArchitectureChoice
-from .weights.statistics import Calibration
-from .weights.transform import WeightTransforms
+from .weights.statistics import read_calibration
+from .weights.transform import UNDECIDED
 
-# More do not make a disk faster, and each takes memory.
-MOST_WORKERS, MOST_GPU_WORKERS = 16, 4
+if TYPE_CHECKING:
+    from .data.corpus import Corpus
+
 # Of what is decoded.
 FOLDED = "norms stay as the output has them, folded with the weights: both together are the model, neither alone"
 
@@ -127,42 +136,7 @@ def compress(
         architecture=architecture,
     )
     texts = CalibrationTexts.parse(text=text, dataset=dataset, samples=samples, length=length)
-    if recipe.kv_cache not in ("fp8", "auto"):
-        raise UsageError(f"{recipe.kv_cache} is not a cache", "choose fp8 or auto")
-    chosen, others = _schemes(recipe)
-    cached = recipe.kv_cache == "fp8"
-    asked = "--calibrate" if recipe.calibrate else "--calibration" if recipe.calibration is not None else None
-    scaled = cached or any(each.format.input_scale for each in (chosen, *(other for _, other in others)) if each)
-    if recipe.gptq:
-        _require_texts(recipe, scaled or recipe.awq or recipe.smooth is not None)
-    if recipe.smooth is not None:
-        _require_smooth(recipe.scheme, recipe.smooth)
-    if recipe.awq:
-        _require_awq(recipe)
-    elif asked and not scaled and recipe.smooth is None:
-        raise UsageError(
-            f"nothing uses {asked}",
-            "give --activation-scheme static, --scheme nvfp4-w4a4, --kv-cache fp8, --smooth 0.5 or --awq too, or leave "
-            f"{asked} out",
-        )
-    options = PlanOptions(tuple(recipe.ignore), others, recipe.tp, recipe.quantize_lm_head, cached=cached)
-    suffix = f"{chosen.suffix if chosen else ''}{'-KV8' if cached else ''}"
-
-    def plan(
-        source: Source,
-        checkpoint: Checkpoint,
-        seen: Calibration | None,
-        transforms: WeightTransforms | None,
-        read: Mapping[str, Any] | None,
-    ) -> Plan:
-        known = replace(options, calibration=seen, transforms=transforms, gptq=read)
-        entry = deciding.entry(checkpoint, None if run.overwrite else _target(run, source, suffix))
-        if chosen is None:
-            made = make_unchanged_plan(checkpoint, known, source.identity, entry)
-        else:
-            made = make_plan(checkpoint, chosen, known, source.identity, entry)
-        return replace(made, recipe=recipe_of(recipe, texts), unlisted=deciding.kept)
-
+    request = check_recipe(recipe, texts)
     run = Run.parse(
         model=model,
         output=output,
@@ -175,9 +149,80 @@ def compress(
         stream=stream,
         push=push,
     )
-    deciding = ArchitectureChoice(recipe.architecture)
-    making = Calibrated(run, recipe, texts, plan)
-    return _work(run, making.make, ranks, reporter, making.calibrate, making.rounding, making.steps)
+    options = request.options
+    if recipe.calibration is not None:
+        options = replace(options, calibration=read_calibration(Path(recipe.calibration)))
+    reporter, began = reporter or Reporter(), time.monotonic()
+    with fused(ranks) as team:
+        prepared = prepare_alike(team, lambda: _plan(run, request, options, team))
+        _tell_plan(prepared, team, reporter)
+        if run.dry_run:
+            return _result(prepared, began, Outcome())
+        corpus = None
+        if prepared.plan.lacks:
+            found, corpus = in_all_ranks(team, lambda: run_texts(prepared, recipe, texts, options, team, reporter))
+            prepared = prepare_alike(team, lambda: _plan(run, request, found, team, again=True))
+            reporter.planned(prepared.plan, prepared.source, prepared.target)
+        return _write(prepared, corpus, team, reporter, began)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What compress() is asked for.
+
+    Attributes:
+        recipe: as it was asked for.
+        texts: of a calibration, if the plan needs one.
+        scheme: of all layers that have no other; None for weights as they are.
+        options: for the plan, before anything is calibrated.
+        architecture: finds the registry's entry to plan by.
+    """
+
+    recipe: Recipe
+    texts: CalibrationTexts
+    scheme: Scheme | None
+    options: PlanOptions
+    architecture: ArchitectureChoice
+
+
+def check_recipe(recipe: Recipe, texts: CalibrationTexts) -> Request:
+    """Refuse what makes no sense, before anything is opened.
+
+    Raises:
+        UsageError: options that do not go together, or that nothing uses.
+    """
+    if recipe.kv_cache not in ("fp8", "auto"):
+        raise UsageError(f"{recipe.kv_cache} is not a cache", "choose fp8 or auto")
+    scheme, others = _schemes(recipe)
+    cached = recipe.kv_cache == "fp8"
+    asked = "--calibrate" if recipe.calibrate else "--calibration" if recipe.calibration is not None else None
+    scaled = cached or any(each.format.input_scale for each in (scheme, *(other for _, other in others)) if each)
+    smoothing = recipe.awq or recipe.smooth is not None
+    if recipe.gptq:
+        _require_texts(recipe, scaled or smoothing)
+    if recipe.smooth is not None:
+        _require_smooth(recipe.scheme, recipe.smooth)
+    if recipe.awq:
+        _require_awq(recipe)
+    elif asked and not scaled and recipe.smooth is None:
+        raise UsageError(
+            f"nothing uses {asked}",
+            "give --activation-scheme static, --scheme nvfp4-w4a4, --kv-cache fp8, --smooth 0.5 or --awq too, or leave "
+            f"{asked} out",
+        )
+    expected = {"documents": texts.samples, "length": texts.length}
+    options = PlanOptions(
+        tuple(recipe.ignore),
+        others,
+        recipe.tp,
+        recipe.quantize_lm_head,
+        cached=cached,
+        transforms=UNDECIDED if smoothing else None,
+        gptq=expected if recipe.gptq else None,
+        texts=expected,
+        calibrate=recipe.calibrate or smoothing,
+    )
+    return Request(recipe, texts, scheme, options, ArchitectureChoice(recipe.architecture))
 
 
 def _require_texts(recipe: Recipe, calibrated: bool) -> None:
@@ -233,6 +278,44 @@ def _schemes(recipe: Recipe) -> tuple[Scheme | None, tuple[tuple[str, Scheme], .
     return chosen, others
 
 
+def _plan(run: Run, request: Request, options: PlanOptions, ranks: Ranks, again: bool = False) -> Prepared:
+    """Open the source and plan what compress() makes of it.
+
+    Args:
+        run: what was asked for.
+        request: what is made.
+        options: for the plan, with what texts have shown so far.
+        ranks: this process among several.
+        again: whether texts were run: too little memory is no error any more.
+
+    Raises:
+        OpenQuantError: the source cannot be read or planned, or the run not be done.
+    """
+    recipe, texts, scheme = request.recipe, request.texts, request.scheme
+    opened = open_source(run, ranks)
+    source, checkpoint = opened.source, opened.checkpoint
+    suffix = f"{scheme.suffix if scheme else ''}{'-KV8' if options.cached else ''}"
+    with without_collector():
+        calibration, fingerprint = options.calibration, Fingerprint(checkpoint, source.remote, source.identity)
+        if calibration is not None and not fingerprint.matches(calibration.model, calibration.stamp):
+            raise UsageError(
+                f"{recipe.calibration or calibration.file} is a calibration of another model than {run.model}",
+                "make one of this model: openquant calibrate MODEL -o FILE",
+            )
+        entry = request.architecture.entry(checkpoint, None if run.overwrite else output_of(run, source, suffix))
+        if scheme is None:
+            plan = make_unchanged_plan(checkpoint, options, source.identity, entry)
+        else:
+            plan = make_plan(checkpoint, scheme, options, source.identity, entry)
+        plan = replace(plan, recipe=recipe_of(recipe, texts), unlisted=request.architecture.kept)
+    if again:
+        return prepare(run, opened, plan, ranks, refuse=False)
+    if texts != CalibrationTexts() and not plan.lacks & {"activations", "Hessians"}:
+        raise UsageError("texts are given, and nothing is calibrated", "give --calibrate too, or leave them out")
+    steps = texts_steps(run, texts.length, source, checkpoint, plan, output_of(run, source, plan.suffix))
+    return prepare(run, opened, plan, ranks, steps)
+
+
 @documented(Run)
 def dequantize(
     model: str | os.PathLike[str],
@@ -273,211 +356,71 @@ def dequantize(
         push=push,
     )
 
-    def make(source: Source, checkpoint: Checkpoint) -> Plan:
-        plan = make_plain_plan(checkpoint, source.identity)
-        return replace(plan, notes=(*plan.notes, FOLDED)) if says_folds(card_of(checkpoint)) else plan
-
-    return _work(run, make, ranks, reporter)
-
-
-def _work(
-    run: Run,
-    make: Callable[[Source, Checkpoint], Plan],
-    ranks: Ranks | None,
-    reporter: Reporter | None,
-    before: Callable[[Prepared, Ranks, Reporter], bool] = lambda *_: False,
-    rounding: Callable[[], Rounding | None] = lambda: None,
-    steps: Callable[[Source, Checkpoint, Plan, Path], Sequence[MemoryStep]] = lambda *_: (),
-) -> Result:
-    """What was done: the source opened, planned and converted, or with `dry_run` planned only.
-
-    Args:
-        run: what was asked for.
-        make: makes the plan of a checkpoint, given where it comes from.
-        ranks: this process among several.
-        reporter: is told of it.
-        before: does what must come before anything is written; whether the plan is then to be made again.
-        rounding: what rounds layers before they are converted, if something does.
-        steps: what comes before the conversion and takes memory.
-    """
-    begin = time.monotonic()
-    reporter = reporter or Reporter()
-    ranks = ranks or Ranks()
-    ranks.rerun_hint = RERUN_CONTINUES
-    with ranks:
-        # Connects them, which takes memory that must not come on top of what workers may use.
-        ranks.agree(None)
-
-        def prepare(first: bool) -> Prepared:
-            device = "cpu" if run.dry_run else find_device(run.device, ranks.local_rank)
-            most = MOST_WORKERS if device == "cpu" else MOST_GPU_WORKERS
-            workers = run.workers or min(most, max(1, available_cpus() // ranks.local_size))
-            return _prepare(run, make, steps, workers, device, first)
-
-        def agreed(first: bool) -> Prepared:
-            prepared, error = attempt(lambda: prepare(first))
-            seen = ranks.agree(error, prepared and prepared.seen)
-            if any(other != seen[0] for other in seen):
-                raise SourceError("ranks see different sources", "let all of them read the same files")
-            assert prepared is not None
-            return prepared
-
-        prepared, again = agreed(first=True), None
-        opened = prepared
-        _, error = attempt(lambda: reporter.opened(opened.source, opened.target))
-        ranks.agree(error)
-        if not run.dry_run:
-            first = prepared
-            # A calibration may take hours, and what it is for can be read meanwhile.
-            reporter.planned(first.plan, first.source, first.target)
-            again, error = attempt(lambda: before(first, ranks, reporter))
-            ranks.agree(error)
-            prepared = agreed(first=False) if again else first
-        plan = prepared.plan
-
-        def result(resumed: bool, published: Published | None) -> Result:
-            return Result(
-                model=os.fspath(run.model),
-                revision=prepared.source.revision,
-                output=str(prepared.target),
-                scheme=plan.scheme_name,
-                schemes=plan.scheme_names,
-                kv_cache="fp8" if plan.cached else "auto",
-                folded=(plan.transforms and plan.transforms.title) or None,
-                architecture=plan.model.name,
-                dry_run=run.dry_run,
-                source_bytes=plan.source_bytes,
-                output_bytes=plan.output_bytes,
-                download_bytes=prepared.source.remote_bytes([*plan.source.shards, *plan.files]),
-                repository=published.repository if published else None,
-                pushed_to=published.address if published else None,
-                pushed_revision=published.revision if published else None,
-                quantized_tensors=plan.quantized_tensors,
-                decoded_tensors=plan.decoded_tensors,
-                ignored_layers=plan.ignored_layers,
-                shards=len(plan.shards),
-                tensor_parallel=plan.parallel_sizes,
-                serving=serving_to_json(*plan.serving) if plan.serving else None,
-                seconds=round(time.monotonic() - begin, 3),
-                peak_rss_bytes=peak_rss(),
-                resumed=resumed,
-            )
-
-        if run.dry_run or again:
-            reporter.planned(plan, prepared.source, prepared.target)
+    reporter, began = reporter or Reporter(), time.monotonic()
+    with fused(ranks) as team:
+        prepared = prepare_alike(team, lambda: _plan_dequantized(run, team))
+        _tell_plan(prepared, team, reporter)
         if run.dry_run:
-            return result(resumed=False, published=None)
-        _, error = attempt(lambda: prepared.source.fetch_files(plan.files))
-        ranks.agree(error)
-        outcome = carry_out(prepared, ranks, reporter, rounding())
-        done = replace(
-            result(outcome.resumed, outcome.published),
-            not_finite={name: found.text for name, found in sorted(outcome.not_finite.items())},
-            unread_shards=outcome.unread,
-        )
-        reporter.finished(done, outcome.already_complete)
-        return done
+            return _result(prepared, began, Outcome())
+        return _write(prepared, None, team, reporter, began)
 
 
-def _prepare(
-    run: Run,
-    make: Callable[[Source, Checkpoint], Plan],
-    steps: Callable[[Source, Checkpoint, Plan, Path], Sequence[MemoryStep]],
-    workers: int,
-    device: str,
-    first: bool,
-) -> Prepared:
-    """Open the source and plan; nothing is written, and of a repository only config, index and headers are fetched.
-
-    Args:
-        run: what was asked for.
-        make: makes the plan.
-        steps: what comes before the conversion and takes memory.
-        workers: how many threads, at most.
-        device: where codes are computed.
-        first: whether no step is done yet; what they took hours for is not thrown away for a lack of memory.
-    """
-    if run.output is not None:
-        if not os.fspath(run.output):
-            raise UsageError("-o is empty", "give a directory, or leave -o out")
-        refuse_root(Path(run.output))
-    source, checkpoint = _open(run.model, run.revision, run.stream)
-    checkpoint = _without_own_log(checkpoint, source.absent)
-    with _without_collector():
-        stamps = source.stamps(checkpoint)
-        plan = make(source, checkpoint)
-    target = _target(run, source, plan.suffix)
-    refuse_overlap(source.root, target)
-    before = steps(source, checkpoint, plan, target) if first else ()
-    converting = MemoryStep("converting with a single worker", worker_memory(plan, device), models=bool(before))
-    fetching = memory_needed(source, run.stream)
-    workers, fast = _affordable(workers, plan, run.max_memory, fetching, converting, before, first)
-    return Prepared(run, source, checkpoint, stamps, plan, target, workers, device, fast)
+def _plan_dequantized(run: Run, ranks: Ranks) -> Prepared:
+    """Open the source and plan what dequantize() makes of it."""
+    opened = open_source(run, ranks)
+    with without_collector():
+        plan = make_plain_plan(opened.checkpoint, opened.source.identity)
+        if says_folds(card_of(opened.checkpoint)):
+            plan = replace(plan, notes=(*plan.notes, FOLDED))
+    return prepare(run, opened, plan, ranks)
 
 
-def _open(model: str | os.PathLike[str], revision: str | None, stream: bool) -> tuple[Source, Checkpoint]:
-    """The source of that name, and its headers; of a repository only config, index and headers are fetched."""
-    name = os.fspath(model)
-    source = find_source(name, revision)
-    if stream and source.repo is None:
-        raise UsageError(f"{name} is a local directory, nothing of it can be streamed", "leave --stream out")
-    with _without_collector():
-        return source, open_checkpoint(source.root, source.remote, source.absent)
+def _tell_plan(prepared: Prepared, ranks: Ranks, reporter: Reporter) -> None:
+    """Tell of the source and the plan; a calibration may take hours, and what it is for can be read meanwhile."""
+    in_all_ranks(ranks, lambda: reporter.opened(prepared.source, prepared.target))
+    reporter.planned(prepared.plan, prepared.source, prepared.target)
 
 
-def _without_own_log(checkpoint: Checkpoint, absent: Container[str]) -> Checkpoint:
-    """The checkpoint but for a file that this process writes its messages to, as with `> convert.log` inside it."""
-    streams = []
-    for handle in (1, 2):
-        with suppress(OSError):
-            streams.append(os.fstat(handle))
-    with readable():
-        logs = {
-            name
-            for name in checkpoint.files
-            if name not in absent
-            and any(os.path.samestat((checkpoint.root / name).stat(), stream) for stream in streams)
-        }
-    files = {name: size for name, size in checkpoint.files.items() if name not in logs}
-    return replace(checkpoint, files=files, left_out=tuple(sorted({*checkpoint.left_out, *logs})))
+def _write(prepared: Prepared, corpus: Corpus | None, ranks: Ranks, reporter: Reporter, began: float) -> Result:
+    """Carry out a plan that lacks nothing but what GPTQ finds with these texts."""
+    in_all_ranks(ranks, lambda: prepared.source.fetch_files(prepared.plan.files))
+    outcome = carry_out(prepared, ranks, reporter, corpus)
+    result = _result(prepared, began, outcome)
+    reporter.finished(result, outcome.already_complete)
+    return result
 
 
-def _affordable(
-    workers: int,
-    plan: Plan,
-    max_memory: int | None,
-    fetching: int,
-    converting: MemoryStep,
-    before: Sequence[MemoryStep],
-    first: bool,
-) -> tuple[int, bool]:
-    """How many threads, at most `workers`, the memory allows, of which downloads need `fetching` bytes; and whether
-    compiled loops are worth it and take no thread's memory.
-
-    Raises:
-        UsageError: it does not allow one, or a step before the conversion.
-    """
-    fast = worth_compiling(plan)
-    if max_memory is None:
-        return workers, fast
-    each = converting.nbytes
-    with_downloads = replace(converting, nbytes=fetching + each)
-    memory_left(max_memory, [with_downloads, *before], first)
-    room = max_memory - with_downloads.needed + each
-    workers = max(1, min(workers, room // each))
-    return workers, fast and room >= workers * each + COMPILED_MEMORY
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Work without the cycle collector, which would take half the time of a plan: millions of objects, and no cycle."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+def _result(prepared: Prepared, began: float, outcome: Outcome) -> Result:
+    """What a run has done, or would do."""
+    plan, source, published = prepared.plan, prepared.source, outcome.published
+    return Result(
+        model=os.fspath(prepared.run.model),
+        revision=source.revision,
+        output=str(prepared.target),
+        scheme=plan.scheme_name,
+        schemes=plan.scheme_names,
+        kv_cache="fp8" if plan.cached else "auto",
+        folded=(plan.transforms and plan.transforms.title) or None,
+        architecture=plan.model.name,
+        dry_run=prepared.run.dry_run,
+        source_bytes=plan.source_bytes,
+        output_bytes=plan.output_bytes,
+        download_bytes=source.remote_bytes([*plan.source.shards, *plan.files]),
+        repository=published.repository if published else None,
+        pushed_to=published.address if published else None,
+        pushed_revision=published.revision if published else None,
+        quantized_tensors=plan.quantized_tensors,
+        decoded_tensors=plan.decoded_tensors,
+        ignored_layers=plan.ignored_layers,
+        shards=len(plan.shards),
+        tensor_parallel=plan.parallel_sizes,
+        serving=serving_to_json(*plan.serving) if plan.serving else None,
+        seconds=round(time.monotonic() - began, 3),
+        peak_rss_bytes=peak_rss(),
+        resumed=outcome.resumed,
+        not_finite={name: found.text for name, found in sorted(outcome.not_finite.items())},
+        unread_shards=outcome.unread,
+    )
 
 
 @documented(Diagnose)
@@ -517,9 +460,9 @@ def diagnose(
         workers=workers,
     )
     chosen = find_scheme(begun.scheme)
-    source, checkpoint = _open(begun.model, begun.revision, begun.stream)
+    source, checkpoint = open_model(begun.model, begun.revision, begun.stream)
     options = PlanOptions(tuple(begun.ignore))
-    with _without_collector():
+    with without_collector():
         plan = make_plan(
             checkpoint, chosen, options, source.identity, ArchitectureChoice(begun.architecture).entry(checkpoint)
         )
@@ -565,10 +508,3 @@ def push(directory: str | os.PathLike[str], target: Push) -> str:
             publisher.prepare(read_small(path / "README.md", f"{path}/README.md"))
         with publisher:
             return publisher.finish(sorted(others), terminal(path.resolve().name)).address
-
-
-def _target(run: Run, source: Source, suffix: str) -> Path:
-    """Where the output goes; if nobody says, to "Qwen3-8B-FP8" in the working directory."""
-    if run.output is not None:
-        return Path(run.output)
-    return source.beside(source.name + suffix)

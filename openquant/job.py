@@ -1,24 +1,56 @@
-"""What a run reads, writes and needs: known before anything is written, and asked for by each step of it."""
+"""What a run reads, writes and needs: known before anything is written, and asked for by each step of it.
+
+A run is prepared in all ranks alike: `open_source`, a plan of what is there, and `prepare`, which asks whether memory
+and disk allow it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import gc
+import os
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TypeVar
 
-from .distributed import Ranks
-from .files.checkpoint import Checkpoint
+from .convert.conversion import COMPILED_MEMORY, worker_memory, worth_compiling
+from .distributed import RERUN_CONTINUES, Ranks, attempt
+from .errors import SourceError, UsageError
+from .files.checkpoint import Checkpoint, open_checkpoint, readable
 from .files.fingerprint import Stamp
-from .files.output import OutputDirectory
+from .files.output import OutputDirectory, refuse_overlap, refuse_root
 from .files.space import require_space
-from .hub.fetch import Download, scratch_bytes
+from .hub.fetch import Download, memory_needed, scratch_bytes
 from .hub.publish import AT_ONCE, Publisher
-from .hub.source import Source
+from .hub.source import Source, find_source
+from .machine import available_cpus, find_device
 from .options import Run
 from .plan.gptq import rounded_bytes
 from .plan.plan import Plan
-from .reporter import Reporter
+from .streaming.memory import MemoryStep, memory_left
+
+T = TypeVar("T")
+
+# More do not make a disk faster, and each takes memory.
+MOST_WORKERS, MOST_GPU_WORKERS = 16, 4
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A source that was opened for a run; of a repository only config, index and headers are fetched.
+
+    Attributes:
+        source: where the checkpoint comes from.
+        checkpoint: its config, files and headers.
+        stamps: size, times and inode of each shard, of a local one, before the plan is made.
+        device: where codes will be computed: "cpu" or such as "cuda:1".
+    """
+
+    source: Source
+    checkpoint: Checkpoint
+    stamps: Mapping[str, Stamp]
+    device: str
 
 
 @dataclass(frozen=True)
@@ -53,6 +85,135 @@ class Prepared:
         return [self.plan.digest, {name: (size, modified) for name, (size, modified, *_) in self.stamps.items()}]
 
 
+@contextmanager
+def fused(ranks: Ranks | None) -> Iterator[Ranks]:
+    """Connect the ranks of a run that can be continued; a process on its own if None."""
+    ranks = ranks or Ranks()
+    ranks.rerun_hint = RERUN_CONTINUES
+    with ranks:
+        # Connects them, which takes memory that must not come on top of what workers may use.
+        ranks.agree(None)
+        yield ranks
+
+
+def in_all_ranks(ranks: Ranks, do: Callable[[], T]) -> T:
+    """Take a step in all ranks; none goes on before all have taken it, and if one fails, all end."""
+    try:
+        result = do()
+    except Exception as error:
+        ranks.agree(error)
+        raise
+    ranks.agree(None)
+    return result
+
+
+def prepare_alike(ranks: Ranks, do: Callable[[], Prepared]) -> Prepared:
+    """Prepare a run in all ranks.
+
+    Raises:
+        SourceError: they see different sources.
+    """
+    prepared, error = attempt(do)
+    seen = ranks.agree(error, prepared and prepared.seen)
+    if any(other != seen[0] for other in seen):
+        raise SourceError("ranks see different sources", "let all of them read the same files")
+    assert prepared is not None
+    return prepared
+
+
+def open_source(run: Run, ranks: Ranks) -> Opened:
+    """Open the source of a run; nothing is written, and of a repository only config, index and headers are fetched."""
+    device = "cpu" if run.dry_run else find_device(run.device, ranks.local_rank)
+    if run.output is not None:
+        if not os.fspath(run.output):
+            raise UsageError("-o is empty", "give a directory, or leave -o out")
+        refuse_root(Path(run.output))
+    source, checkpoint = open_model(run.model, run.revision, run.stream)
+    checkpoint = _without_own_log(checkpoint, source.absent)
+    with without_collector():
+        return Opened(source, checkpoint, source.stamps(checkpoint), device)
+
+
+def open_model(model: str | os.PathLike[str], revision: str | None, stream: bool) -> tuple[Source, Checkpoint]:
+    """The source of that name, and its headers; of a repository only config, index and headers are fetched."""
+    name = os.fspath(model)
+    source = find_source(name, revision)
+    if stream and source.repo is None:
+        raise UsageError(f"{name} is a local directory, nothing of it can be streamed", "leave --stream out")
+    with without_collector():
+        return source, open_checkpoint(source.root, source.remote, source.absent)
+
+
+def output_of(run: Run, source: Source, suffix: str) -> Path:
+    """Where the output goes; if nobody says, to "Qwen3-8B-FP8" in the working directory."""
+    if run.output is not None:
+        return Path(run.output)
+    return source.beside(source.name + suffix)
+
+
+def prepare(
+    run: Run, opened: Opened, plan: Plan, ranks: Ranks, before: Sequence[MemoryStep] = (), refuse: bool = True
+) -> Prepared:
+    """Find how a plan is to be carried out.
+
+    Args:
+        run: what was asked for.
+        opened: the source.
+        plan: of it.
+        ranks: this process among several.
+        before: what comes before the conversion and takes memory.
+        refuse: whether too little memory is an error; what earlier steps took hours for is not thrown away.
+
+    Raises:
+        UsageError: the output overlaps with the source, or memory allows no worker, or a step before the conversion.
+    """
+    source, device = opened.source, opened.device
+    target = output_of(run, source, plan.suffix)
+    refuse_overlap(source.root, target)
+    most = MOST_WORKERS if device == "cpu" else MOST_GPU_WORKERS
+    workers = run.workers or min(most, max(1, available_cpus() // ranks.local_size))
+    fast = worth_compiling(plan)
+    if run.max_memory is not None:
+        each = worker_memory(plan, device)
+        # With downloads.
+        nbytes = memory_needed(source, run.stream) + each
+        converting = MemoryStep("converting with a single worker", nbytes, models=bool(before))
+        memory_left(run.max_memory, [converting, *before], refuse)
+        room = run.max_memory - converting.needed + each
+        workers = max(1, min(workers, room // each))
+        fast = fast and room >= workers * each + COMPILED_MEMORY
+    return Prepared(run, source, opened.checkpoint, opened.stamps, plan, target, workers, device, fast)
+
+
+def _without_own_log(checkpoint: Checkpoint, absent: Container[str]) -> Checkpoint:
+    """The checkpoint but for a file that this process writes its messages to, as with `> convert.log` inside it."""
+    streams = []
+    for handle in (1, 2):
+        with suppress(OSError):
+            streams.append(os.fstat(handle))
+    with readable():
+        logs = {
+            name
+            for name in checkpoint.files
+            if name not in absent
+            and any(os.path.samestat((checkpoint.root / name).stat(), stream) for stream in streams)
+        }
+    files = {name: size for name, size in checkpoint.files.items() if name not in logs}
+    return replace(checkpoint, files=files, left_out=tuple(sorted({*checkpoint.left_out, *logs})))
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Work without the cycle collector, which would take half the time of a plan: millions of objects, and no cycle."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def expected_download(source: Source, plan: Plan) -> Download:
     """What a run of this plan has still to fetch, and the disk it takes meanwhile."""
     others = [name for name in plan.files if name in source.absent]
@@ -74,19 +235,6 @@ def source_needs(source: Source, plan: Plan, outputs: Sequence[str] | None = Non
     if outputs is None:
         outputs = [shard.name for shard in plan.shards]
     return {output: sorted(plan.sources(output)) for output in outputs}
-
-
-class Rounding(Protocol):
-    """Rounds layers of a run before the conversion, which then copies them."""
-
-    def missing(self, prepared: Prepared) -> int:
-        """Bytes of disk that it will take."""
-
-    def run(self, prepared: Prepared, ranks: Ranks, reporter: Reporter) -> Plan:
-        """The plan with the layers rounded; in all ranks, which call it together."""
-
-    def remove(self, prepared: Prepared) -> None:
-        """Remove what it has made."""
 
 
 def output_directory(

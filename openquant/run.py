@@ -6,11 +6,12 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from .calibration.gptq_run import apply_gptq, claim_rounded_layers, missing_bytes
 from .convert.conversion import Progress, check_copied, convert
 from .distributed import Ranks, attempt
 from .errors import OutputError, SourceError
@@ -23,7 +24,7 @@ from .formats.finite import NonFinite
 from .hub.fetch import ShardSupply
 from .hub.publish import Published, Publisher
 from .hub.source import Source, silent
-from .job import Prepared, Rounding, output_directory, source_needs
+from .job import Prepared, in_all_ranks, output_directory, source_needs
 from .plan.layout import Shard
 from .plan.plan import Plan
 from .report.card import evaluated_card, model_card
@@ -31,9 +32,13 @@ from .report.escape import terminal
 from .reporter import Reporter
 from .verification.finished import check_finished, require_sound
 
+if TYPE_CHECKING:
+    from .data.corpus import Corpus
 
-class Outcome(NamedTuple):
-    """What became of a run.
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run; by default of one that has written nothing.
 
     Attributes:
         resumed: whether it continued an earlier one.
@@ -43,11 +48,51 @@ class Outcome(NamedTuple):
         unread: how many shards were not looked at for these, since an earlier run has moved them to the Hub.
     """
 
-    resumed: bool
-    already_complete: bool
-    published: Published | None
-    not_finite: Mapping[str, NonFinite]
-    unread: int
+    resumed: bool = False
+    already_complete: bool = False
+    published: Published | None = None
+    not_finite: Mapping[str, NonFinite] = field(default_factory=dict)
+    unread: int = 0
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """What all phases of a run share.
+
+    Attributes:
+        prepared: what is to be written.
+        made: the files that are written rather than copied, by name.
+        directory: where to.
+        publisher: publishes it, if it is to be published.
+        ranks: this process among several.
+        reporter: is told of it.
+    """
+
+    prepared: Prepared
+    made: Mapping[str, bytes]
+    directory: OutputDirectory
+    publisher: Publisher | None
+    ranks: Ranks
+    reporter: Reporter
+
+    def advanced(self, nbytes: int) -> None:
+        """Tell that so many more bytes of the source are converted; end if another rank has failed."""
+        self.ranks.check()
+        self.reporter.advanced(nbytes)
+
+
+class _Claim(NamedTuple):
+    """What the first rank finds as it claims the output directory, and tells all others.
+
+    Attributes:
+        unfinished: the shards that are still to be converted; None if nothing at all is left to do.
+        changed: the source's shards that look different than when something was made of them.
+        repository: to push to; "" if nothing is pushed.
+    """
+
+    unfinished: list[str] | None
+    changed: list[str]
+    repository: str
 
 
 class _Traffic:
@@ -74,129 +119,166 @@ class _Traffic:
             self.publisher.finished(output)
 
 
-def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, rounding: Rounding | None = None) -> Outcome:
+def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corpus | None = None) -> Outcome:
     """Write the output and publish it, together with the other ranks.
 
     Args:
         prepared: what is to be written.
         ranks: this process among several.
         reporter: is told of it.
-        rounding: rounds layers before the conversion, if something is to be converted.
+        corpus: the texts with which GPTQ rounds layers before the conversion, if it does.
     """
-    plan, source, push = prepared.plan, prepared.source, prepared.run.push
-    shards = {shard.name: shard.nbytes for shard in plan.shards}
+    plan, push = prepared.plan, prepared.run.push
     # Made before anything is converted, so that nothing about them can fail after hours.
     made = _made_files(prepared)
+    shards = {shard.name: shard.nbytes for shard in plan.shards}
     publisher = Publisher(push, prepared.target, plan.digest, shards) if push else None
-    directory = output_directory(prepared, made, publisher, ranks, rounding.missing(prepared) if rounding else 0)
+    rounded = missing_bytes(prepared) if corpus is not None else 0
+    directory = output_directory(prepared, made, publisher, ranks, rounded)
+    writing = _Writing(prepared, made, directory, publisher, ranks, reporter)
+    not_finite: dict[str, NonFinite] = {}
+    unread = 0
     with ExitStack() as stack:
-        if source.remote or publisher:
+        if prepared.source.remote or publisher:
             stack.enter_context(silent())
-
-        def advanced(nbytes: int) -> None:
-            ranks.check()
-            reporter.advanced(nbytes)
-
-        def claim() -> tuple[list[str] | None, list[str], str]:
-            """What the first rank tells all: the unfinished shards (None if nothing at all is left to do), the source's
-            shards that look different than when something was made of them, the repository to push to.
-            """
-            if not ranks.first:
-                return None, [], ""
-            stack.enter_context(directory)
-            changed = sorted(directory.moved - prepared.stamps.keys())
-            if changed:
-                raise SourceError(f"{source.root / changed[0]} changed since {prepared.target} was made", REPLACE)
-            if publisher:
-                if directory.moved:
-                    publisher.forget()
-                publisher.prepare(made[CARD_FILE], source.downloaded_commit())
-            unfinished = [name for name in shards if not directory.is_finished(name)]
-            repo = publisher.repo if publisher else ""
-            return None if directory.complete else unfinished, sorted(directory.moved), repo
-
-        claimed, error = attempt(claim)
-        told = ranks.agree(error, claimed)[0]
-        assert told is not None
-        todo, moved, repo = told[0], frozenset(told[1]), told[2]
+        claim = _claim_output(writing, stack)
+        unfinished = claim.unfinished
         if publisher:
-            publisher.repo = repo
+            publisher.repo = claim.repository
             stack.enter_context(publisher)
-        if rounding is not None and (todo or moved):
-            found, error = attempt(lambda: rounding.run(prepared, ranks, reporter))
-            ranks.agree(error)
-            assert found is not None
-            plan, prepared = found, replace(prepared, plan=found)
-        if todo is not None or moved:
+        if corpus is not None and (unfinished or claim.changed):
+            plan = in_all_ranks(ranks, lambda: apply_gptq(prepared, corpus, ranks, reporter))
+            writing = replace(writing, prepared=replace(prepared, plan=plan))
+        if unfinished is not None or claim.changed:
             if not ranks.first:
                 stack.enter_context(directory.joined())
-            names = set(todo or ())
-            held = [shard for shard in plan.shards if shard.name not in names and plan.sources(shard.name) & moved]
-            left = names.union(shard.name for shard in held)
-            sizes = {shard: plan.consumed(shard) for shard in shards}
-            reporter.started(sum(sizes.values()), sum(size for shard, size in sizes.items() if shard not in left))
-            if moved:
-                mine = ranks.share(held)
-                _, error = attempt(lambda: _hold(prepared, directory, mine, moved, ranks, advanced))
-                ranks.agree(error)
-                _, error = attempt(lambda: directory.renew() if ranks.first else None)
-                ranks.agree(error)
-        not_finite: dict[str, NonFinite] = {}
-        unread: list[str] = []
-        if todo is not None:
-            mine = ranks.share([shard for shard in plan.shards if shard.name in names])
+            _recheck_shards(writing, claim)
+        if unfinished is not None:
+            not_finite = _convert_shards(writing, unfinished)
+            copied, unread = in_all_ranks(ranks, lambda: _finish_output(writing, unfinished))
+            not_finite.update(copied)
+        published = in_all_ranks(ranks, lambda: _publish(writing, claim))
+        if corpus is not None and ranks.first:
+            claim_rounded_layers(prepared.target).remove()
+    return Outcome(directory.resumed, unfinished is None, published, not_finite, unread)
 
-            def work() -> None:
-                needs = source_needs(source, plan, [shard.name for shard in mine])
-                scratch = directory.make_scratch(ranks.rank) if prepared.run.stream else None
-                if source.remote and scratch is None:
-                    source.require_cache_space({name for names in needs.values() for name in names})
-                with ShardSupply(source, needs, scratch) as supply:
-                    traffic = _Traffic(supply, publisher, ranks)
-                    found = convert(
-                        plan, mine, traffic, directory, prepared.workers, prepared.device, advanced, fast=prepared.fast
-                    )
-                not_finite.update(found)
-                if publisher:
-                    publisher.drain()
 
-            _, error = attempt(work)
-            ranks.agree(error)
-            for data in ranks.gather(json.dumps(not_finite).encode()):
-                not_finite.update({name: NonFinite(*counts) for name, counts in json.loads(data).items()})
+def _claim_output(writing: _Writing, stack: ExitStack) -> _Claim:
+    """Claim the output directory, which the first rank does for all, until the stack is left.
 
-        def finish() -> Published | None:
-            evaluation: list[str] = []
-            if not ranks.first:
-                return None
-            if todo is not None:
-                _write_others(prepared, directory, made, ranks, reporter)
-                # A run that only pushes has deleted those that are on the Hub.
-                if not (push and push.only):
-                    _require_all(prepared.target, shards)
-                    _check_finished(prepared.target, plan, directory.resumed)
-                for name in shards.keys() - names:
-                    # An earlier run has copied tensors into these.
-                    if directory.folder.is_file(name):
-                        not_finite.update(check_copied(prepared.target / name, plan.lay_out(name)))
-                    else:
-                        unread.append(name)
-                directory.finish()
-            if publisher is None or push is None:
-                return None
-            if todo is None and not push.only:
-                # Nobody looked at it since an earlier run was done with it.
-                require_sound(prepared.target, directory.files.keys())
-                evaluation = take_evaluation(publisher)
-            reporter.publishing(publisher.repo)
-            title = terminal(f"{source.name} in {plan.numbers} ({plan.title})")
-            return publisher.finish(sorted([*plan.files.keys() | made.keys(), *evaluation]), title)
+    Raises:
+        SourceError: the source is not the one that what lies there was made from.
+        OutputError: the directory is not a run's, or cannot be written to.
+    """
+    prepared, directory, publisher, ranks = writing.prepared, writing.directory, writing.publisher, writing.ranks
 
-        published, error = attempt(finish)
-        ranks.agree(error)
-        if rounding is not None and ranks.first:
-            rounding.remove(prepared)
-    return Outcome(directory.resumed, todo is None, published, not_finite, len(unread))
+    def claim() -> _Claim | None:
+        if not ranks.first:
+            return None
+        stack.enter_context(directory)
+        gone = sorted(directory.moved - prepared.stamps.keys())
+        if gone:
+            raise SourceError(f"{prepared.source.root / gone[0]} changed since {prepared.target} was made", REPLACE)
+        if publisher:
+            if directory.moved:
+                publisher.forget()
+            publisher.prepare(writing.made[CARD_FILE], prepared.source.downloaded_commit())
+        unfinished = [shard.name for shard in prepared.plan.shards if not directory.is_finished(shard.name)]
+        repository = publisher.repo if publisher else ""
+        return _Claim(None if directory.complete else unfinished, sorted(directory.moved), repository)
+
+    claimed, error = attempt(claim)
+    return _Claim(*ranks.agree(error, claimed)[0])
+
+
+def _recheck_shards(writing: _Writing, claim: _Claim) -> None:
+    """Tell how much is to be done, and make finished shards again whose source looks different now, to compare them.
+
+    Raises:
+        SourceError: the source makes something else now.
+    """
+    plan, ranks, directory, changed = writing.prepared.plan, writing.ranks, writing.directory, set(claim.changed)
+    unfinished = set(claim.unfinished or ())
+    again = [shard for shard in plan.shards if shard.name not in unfinished and plan.sources(shard.name) & changed]
+    left = unfinished.union(shard.name for shard in again)
+    sizes = {shard.name: plan.consumed(shard.name) for shard in plan.shards}
+    writing.reporter.started(sum(sizes.values()), sum(size for shard, size in sizes.items() if shard not in left))
+    if changed:
+        mine = ranks.share(again)
+        in_all_ranks(ranks, lambda: _compare_shards(writing, mine, changed, writing.advanced))
+        in_all_ranks(ranks, lambda: directory.renew() if ranks.first else None)
+
+
+def _convert_shards(writing: _Writing, unfinished: list[str]) -> dict[str, NonFinite]:
+    """Convert this rank's share of the shards, and wait for the others.
+
+    Returns:
+        The tensors with NaN or infinity among those that stay unquantized: in the first rank those of all.
+    """
+    prepared, directory, publisher, ranks = writing.prepared, writing.directory, writing.publisher, writing.ranks
+    plan, source, names = prepared.plan, prepared.source, set(unfinished)
+    mine = ranks.share([shard for shard in plan.shards if shard.name in names])
+
+    def work() -> dict[str, NonFinite]:
+        needs = source_needs(source, plan, [shard.name for shard in mine])
+        scratch = directory.make_scratch(ranks.rank) if prepared.run.stream else None
+        if source.remote and scratch is None:
+            source.require_cache_space({name for names in needs.values() for name in names})
+        with ShardSupply(source, needs, scratch) as supply:
+            traffic = _Traffic(supply, publisher, ranks)
+            workers, device = prepared.workers, prepared.device
+            found = convert(plan, mine, traffic, directory, workers, device, writing.advanced, fast=prepared.fast)
+        if publisher:
+            publisher.drain()
+        return found
+
+    not_finite = dict(in_all_ranks(ranks, work))
+    for data in ranks.gather(json.dumps(not_finite).encode()):
+        not_finite.update({name: NonFinite(*counts) for name, counts in json.loads(data).items()})
+    return not_finite
+
+
+def _finish_output(writing: _Writing, unfinished: list[str]) -> tuple[dict[str, NonFinite], int]:
+    """Write what is no shard, check all, and give the output its journal as a finished one; the first rank does it.
+
+    Returns:
+        The tensors with NaN or infinity in shards that an earlier run has copied, and how many of these it has moved to
+        the Hub.
+    """
+    prepared, directory = writing.prepared, writing.directory
+    plan, push, target = prepared.plan, prepared.run.push, prepared.target
+    not_finite: dict[str, NonFinite] = {}
+    unread = 0
+    if not writing.ranks.first:
+        return not_finite, unread
+    _write_others(writing)
+    # A run that only pushes has deleted those that are on the Hub.
+    if not (push and push.only):
+        _require_all(target, (shard.name for shard in plan.shards))
+        _check_finished(target, plan, directory.resumed)
+    for name in {shard.name for shard in plan.shards}.difference(unfinished):
+        # An earlier run has copied tensors into these.
+        if directory.folder.is_file(name):
+            not_finite.update(check_copied(target / name, plan.lay_out(name)))
+        else:
+            unread += 1
+    directory.finish()
+    return not_finite, unread
+
+
+def _publish(writing: _Writing, claim: _Claim) -> Published | None:
+    """Publish the output, if it is to be published; the first rank does it."""
+    prepared, publisher, push = writing.prepared, writing.publisher, writing.prepared.run.push
+    if publisher is None or push is None or not writing.ranks.first:
+        return None
+    evaluation: list[str] = []
+    if claim.unfinished is None and not push.only:
+        # Nobody looked at it since an earlier run was done with it.
+        require_sound(prepared.target, writing.directory.files.keys())
+        evaluation = take_evaluation(publisher)
+    writing.reporter.publishing(publisher.repo)
+    title = terminal(f"{prepared.source.name} in {prepared.plan.numbers} ({prepared.plan.title})")
+    return publisher.finish(sorted([*prepared.plan.files.keys() | writing.made.keys(), *evaluation]), title)
 
 
 def take_evaluation(publisher: Publisher) -> list[str]:
@@ -243,31 +325,23 @@ def _made_files(prepared: Prepared) -> dict[str, bytes]:
     return made
 
 
-def _hold(
-    prepared: Prepared,
-    directory: OutputDirectory,
-    shards: Sequence[Shard],
-    moved: Set[str],
-    ranks: Ranks,
-    progress: Progress,
-) -> None:
+def _compare_shards(writing: _Writing, shards: Sequence[Shard], changed: Set[str], progress: Progress) -> None:
     """Make finished shards once more, in memory, and compare them with what lies there byte for byte.
 
     Args:
-        prepared: the run.
-        directory: where they lie.
+        writing: the run.
         shards: those made from source shards that look different now.
-        moved: those source shards.
-        ranks: the other ranks, whose failure ends this.
+        changed: those source shards.
         progress: is told of bytes.
 
     Raises:
         SourceError: the source makes something else now.
     """
+    prepared, directory = writing.prepared, writing.directory
     plan, root = prepared.plan, prepared.source.root
-    against = {shard.name: _named(root, sorted(plan.sources(shard.name) & moved)) for shard in shards}
+    against = {shard.name: _named(root, sorted(plan.sources(shard.name) & changed)) for shard in shards}
     with ShardSupply(prepared.source, {}, None) as supply:
-        traffic = _Traffic(supply, None, ranks)
+        traffic = _Traffic(supply, None, writing.ranks)
         convert(plan, shards, traffic, directory, prepared.workers, prepared.device, progress, against, prepared.fast)
 
 
@@ -279,10 +353,9 @@ def _named(root: Path, names: Sequence[str]) -> str:
     return f"one of {', '.join(names[:3])}{more} in {root}"
 
 
-def _write_others(
-    prepared: Prepared, directory: OutputDirectory, made: dict[str, bytes], ranks: Ranks, reporter: Reporter
-) -> None:
+def _write_others(writing: _Writing) -> None:
     """Write what is no shard; what the source is now must be what all was made from."""
+    prepared, directory, made = writing.prepared, writing.directory, writing.made
     source, plan = prepared.source, prepared.plan
     stamps, digests = source.stamps(prepared.checkpoint), source.digests(prepared.checkpoint)
     copied = plan.files.keys() - made.keys()
@@ -303,7 +376,7 @@ def _write_others(
             "run the same command again: all shards are made and uploaded again",
         )
     if moved:
-        _hold(prepared, directory, shards, moved, ranks, lambda _: reporter.advanced(0))
+        _compare_shards(writing, shards, moved, lambda _: writing.reporter.advanced(0))
         directory.sources = {**directory.sources, **stamps}
     for name in copied:
         if name in changed or not directory.is_finished(name):

@@ -1,43 +1,42 @@
-"""Between planning and writing: a plan that needs a calibration gets it; what that changes about weights is decided.
+"""What compress() finds by running texts, where a plan lacks it; the plan is then made again with that.
 
-That takes reading them. The plan is then made again, and carries it out.
+Statistics of activations come from running the model, scales of SmoothQuant and AWQ from these and the weights. GPTQ's
+Hessians come later, as layers are rounded (gptq_run.py).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..distributed import Ranks, attempt
-from ..errors import PlanError, UsageError
+from ..errors import PlanError
 from ..files.atomic import make_directory
 from ..files.checkpoint import Checkpoint
-from ..files.fingerprint import Fingerprint
 from ..formats.numbers import Floats
 from ..hub.shards import supply_shards
 from ..hub.source import Source
-from ..job import Prepared, require_output
+from ..job import Prepared, in_all_ranks, require_output
 from ..machine import resident
 from ..options import Calibrate, CalibrationTexts, Recipe, Run
 from ..patterns import collapse
-from ..plan.input_scales import UncalibratedError
+from ..plan.decisions import PlanOptions
 from ..plan.plan import Plan
 from ..reporter import Reporter
 from ..streaming.forecast import Forecast
 from ..streaming.memory import MemoryStep, calibration_steps, gptq_steps, memory_left
 from ..streaming.session import BUDGET, hidden_bytes
 from ..threads import in_threads
-from ..weights.find import decoded_view
 from ..weights.reading import Reader
-from ..weights.statistics import SUFFIX, Calibration, placeholder_calibration, read_calibration
+from ..weights.statistics import SUFFIX, Calibration
 from ..weights.transform import WeightTransforms
 from .awq import awq_scale, search_memory, with_importance
-from .gptq_run import Gptq
 from .mappings import SmoothingMapping
 from .run import agreed_texts, calibration_destination, find_calibration
 from .smoothing import (
@@ -53,24 +52,8 @@ from .smoothquant import smoothquant_scale
 if TYPE_CHECKING:
     from ..data.corpus import Corpus
 
-_UNDECIDED = "which inputs are divided, and by how much, is decided once the weights are read: not in a dry run"
-
 # Chooses the scale of a fold, or says why there is none.
 Choose = Callable[[SmoothingMapping, Plan, Reader], Floats | str]
-# Decides what a calibration changes about weights.
-Tune = Callable[[Prepared, Calibration, Ranks, Reporter], WeightTransforms]
-
-
-def _tuning(recipe: Recipe) -> Tune | None:
-    """What a calibration changes about weights; None if nothing."""
-    exponent = recipe.smooth
-    if recipe.awq:
-        return awq_transforms
-    if exponent is None:
-        return None
-    return lambda prepared, calibration, ranks, reporter: smoothquant_transforms(
-        prepared, calibration, exponent, ranks, reporter
-    )
 
 
 def calibration_path(source: Source, output: Path) -> Path:
@@ -78,124 +61,92 @@ def calibration_path(source: Source, output: Path) -> Path:
     return output.parent / f"{source.name}{SUFFIX}"
 
 
-class Calibrated:
-    """Makes the plans of a run of compress(), which may need to know how large activations are.
+def texts_steps(
+    run: Run, length: int, source: Source, checkpoint: Checkpoint, plan: Plan, target: Path
+) -> list[MemoryStep]:
+    """List what finding all that a plan lacks takes of memory, step by step.
 
     Args:
         run: what was asked for.
-        recipe: what is made.
-        texts: for a calibration.
-        plan: makes a plan with one, or with none, with what that changes about weights, and with the texts by which
-            GPTQ rounds, if it does.
+        length: tokens of each text.
+        source: where the model comes from.
+        checkpoint: its config, files and headers.
+        plan: of it.
+        target: the output directory.
     """
+    steps: list[MemoryStep] = []
+    if "activations" in plan.lacks:
+        known = calibration_path(source, target).exists() and not run.overwrite
+        steps += [MemoryStep("reading texts", 0)] if known else calibration_steps(checkpoint, length)
+    if "Hessians" in plan.lacks:
+        steps += gptq_steps(checkpoint, plan, length)
+    if "smoothing" in plan.lacks:
+        steps.append(MemoryStep("dividing inputs of layers", search_memory(plan), models=bool(steps)))
+    return steps
 
-    def __init__(
-        self,
-        run: Run,
-        recipe: Recipe,
-        texts: CalibrationTexts,
-        plan: Callable[
-            [Source, Checkpoint, Calibration | None, WeightTransforms | None, Mapping[str, Any] | None], Plan
-        ],
-    ) -> None:
-        self._run, self._recipe, self._texts, self._plan = run, recipe, texts, plan
-        tune = self._tune = _tuning(recipe)
-        self._wanted = recipe.calibrate or (tune is not None and recipe.calibration is None)
-        self._seen = read_calibration(Path(recipe.calibration)) if recipe.calibration is not None else None
-        self._tunings = None if tune is None else WeightTransforms(notes=(_UNDECIDED,))
-        self._tuned = tune is None
-        # What GPTQ reads, as soon as that is known.
-        self._corpus: Corpus | None = None
 
-    def make(self, source: Source, checkpoint: Checkpoint) -> Plan:
-        """The plan; where a calibration is still to be made, as it will be but for the scales themselves."""
-        seen = self._seen
-        fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
-        if seen is not None and not fingerprint.matches(seen.model, seen.stamp):
-            raise UsageError(
-                f"{self._recipe.calibration} is a calibration of another model than {self._run.model}",
-                "make one of this model: openquant calibrate MODEL -o FILE",
-            )
-        if seen is not None or not self._wanted:
-            try:
-                plan = self._plan(source, checkpoint, seen, self._tunings, self._read)
-            except UncalibratedError:
-                self._wanted = True
-            else:
-                if not self._wanted and not self._recipe.gptq and self._texts != CalibrationTexts():
-                    raise UsageError(
-                        "texts are given, and nothing is calibrated", "give --calibrate too, or leave them out"
-                    )
-                return plan
-        known = placeholder_calibration(decoded_view(checkpoint)[0].tensors, self._asked)
-        return self._plan(source, checkpoint, known, self._tunings, self._read)
+def run_texts(
+    prepared: Prepared, recipe: Recipe, texts: CalibrationTexts, options: PlanOptions, ranks: Ranks, reporter: Reporter
+) -> tuple[PlanOptions, Corpus | None]:
+    """Run texts through the model for what a plan lacks.
 
-    @property
-    def _asked(self) -> dict[str, Any]:
-        return {"documents": self._texts.samples, "length": self._texts.length}
+    Args:
+        prepared: the run, with that plan.
+        recipe: what is made.
+        texts: which texts.
+        options: what the plan was made with.
+        ranks: this process among several, each of which finds the same.
+        reporter: is told of it.
 
-    @property
-    def _read(self) -> Mapping[str, Any] | None:
-        """The texts by which GPTQ rounds; how many are asked for, before they are read."""
-        if not self._recipe.gptq:
-            return None
-        return self._asked if self._corpus is None else self._corpus.account
+    Returns:
+        The options with what was found, for the plan that is carried out; and the texts by which GPTQ then rounds, if
+        it does.
 
-    def rounding(self) -> Gptq | None:
-        """What rounds layers before they are converted."""
-        return None if self._corpus is None else Gptq(self._corpus)
+    Raises:
+        OutputError: a disk has no room for the output, or for hidden states.
+        SourceError: the model, a weight or a text cannot be read.
+        PlanError: SmoothQuant is asked for of a quantized source.
+        UsageError: there is a calibration of another model, or with other texts.
+    """
+    lacks = prepared.plan.lacks
+    _require_room(prepared, texts, ranks)
+    corpus = None
+    if "activations" in lacks:
+        options = replace(options, calibration=_calibrate(prepared, texts, ranks, reporter))
+    if "Hessians" in lacks:
+        corpus = agreed_texts(prepared.source, prepared.checkpoint, texts, ranks)
+        options = replace(options, gptq=corpus.account)
+    if "smoothing" in lacks:
+        assert options.calibration is not None
+        if recipe.awq:
+            transforms = awq_transforms(prepared, options.calibration, ranks, reporter)
+        else:
+            assert recipe.smooth is not None
+            transforms = smoothquant_transforms(prepared, options.calibration, recipe.smooth, ranks, reporter)
+        options = replace(options, transforms=transforms)
+    return options, corpus
 
-    def steps(self, source: Source, checkpoint: Checkpoint, plan: Plan, target: Path) -> list[MemoryStep]:
-        """The steps before the conversion, with the memory that each needs."""
-        length, found = self._texts.length, []
-        if self._seen is None and self._wanted:
-            known = calibration_path(source, target).exists() and not self._run.overwrite
-            found += [MemoryStep("reading texts", 0)] if known else calibration_steps(checkpoint, length)
-        if self._recipe.gptq:
-            found += gptq_steps(checkpoint, plan, length)
-        if self._tune is not None:
-            found.append(MemoryStep("dividing inputs of layers", search_memory(plan), models=bool(found)))
-        return found
 
-    def calibrate(self, prepared: Prepared, ranks: Ranks, reporter: Reporter) -> bool:
-        """Run the texts and decide what they change, if a plan needs it; whether that is to be made again."""
-        made = self._seen is None and self._wanted
-        if made or self._recipe.gptq or not self._tuned:
-            tokens = self._texts.samples * self._texts.length
-            hidden = hidden_bytes(prepared.checkpoint, tokens)
-            # Passes that are kept are there twice while they are written anew, without what waits beside them.
-            left = memory_left(
-                self._run.max_memory,
-                self.steps(prepared.source, prepared.checkpoint, prepared.plan, prepared.target),
-                refuse=False,
-            )
-            passing = hidden + (hidden if hidden > (BUDGET if left is None else left // 2) else 0)
-            _, error = attempt(lambda: require_output(prepared, ranks, passing) if ranks.first else None)
-            ranks.agree(error)
-        if made:
-            self._find(prepared, ranks, reporter)
-        if self._recipe.gptq and self._corpus is None:
-            self._corpus = agreed_texts(prepared.source, prepared.checkpoint, self._texts, ranks)
-            made = True
-        if self._tune is None or self._tuned:
-            return made
-        assert self._seen is not None
-        self._tunings, self._tuned = self._tune(prepared, self._seen, ranks, reporter), True
-        return True
+def _require_room(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks) -> None:
+    """Refuse an output that its disk will not hold, before texts are run for hours."""
+    run, checkpoint, plan = prepared.run, prepared.checkpoint, prepared.plan
+    hidden = hidden_bytes(checkpoint, texts.samples * texts.length)
+    steps = texts_steps(run, texts.length, prepared.source, checkpoint, plan, prepared.target)
+    left = memory_left(run.max_memory, steps, refuse=False)
+    # Passes that are kept are there twice while they are written anew, without what waits beside them.
+    passing = hidden + (hidden if hidden > (BUDGET if left is None else left // 2) else 0)
+    in_all_ranks(ranks, lambda: require_output(prepared, ranks, passing) if ranks.first else None)
 
-    def _find(self, prepared: Prepared, ranks: Ranks, reporter: Reporter) -> None:
-        """Run the texts."""
-        run, source, checkpoint = self._run, prepared.source, prepared.checkpoint
-        how = Calibrate(
-            run.model,
-            stream=run.stream,
-            overwrite=run.overwrite,
-            device=prepared.device,
-            max_memory=run.max_memory,
-        )
-        path, elsewhere = calibration_path(source, prepared.target), "name another output with -o"
-        target = calibration_destination(path, "", elsewhere, source, checkpoint, how, self._texts, (prepared.target,))
-        self._seen = find_calibration(source, checkpoint, target, how, self._texts, ranks, reporter)
+
+def _calibrate(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks, reporter: Reporter) -> Calibration:
+    """Find statistics of activations, or read those that an earlier run has found with the same texts."""
+    run, source, checkpoint = prepared.run, prepared.source, prepared.checkpoint
+    how = Calibrate(
+        run.model, stream=run.stream, overwrite=run.overwrite, device=prepared.device, max_memory=run.max_memory
+    )
+    path, elsewhere = calibration_path(source, prepared.target), "name another output with -o"
+    target = calibration_destination(path, "", elsewhere, source, checkpoint, how, texts, (prepared.target,))
+    return find_calibration(source, checkpoint, target, how, texts, ranks, reporter)
 
 
 def smoothquant_transforms(

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..files.layer_store import TensorPlace
 from ..files.tensors import TensorInfo
 from ..formats.schemes import Scheme
 from ..patterns import compile_any, template
-from ..weights.statistics import Calibration
-from ..weights.transform import WeightTransforms
+from ..weights.statistics import Calibration, StandIn
+from ..weights.transform import UNDECIDED, WeightTransforms
 from ..weights.weight import Weight
 
 FEW_AXES = "fewer than two axes"
+# What a plan may lack: statistics of activations, keys and values; what SmoothQuant or AWQ choose; what GPTQ rounds by.
+Lack = Literal["activations", "smoothing", "Hessians"]
 
 
 class PassthroughTensor(NamedTuple):
@@ -81,6 +83,9 @@ class PlanOptions:
         transforms: what a calibration changes about weights before they are rounded.
         gptq: the texts by which GPTQ rounds, as eval.json has them: {"documents": 128, "length": 512, ..}; None if
             weights are rounded to nearest.
+        texts: how much a calibration that is still to be made will read: {"documents": 128, "length": 512}; None if
+            none can be made.
+        calibrate: whether it is to be made although the scheme may not need it.
     """
 
     ignore: tuple[str, ...] = ()
@@ -91,6 +96,18 @@ class PlanOptions:
     cached: bool = False
     transforms: WeightTransforms | None = None
     gptq: Mapping[str, Any] | None = None
+    texts: Mapping[str, Any] | None = None
+    calibrate: bool = False
+
+    @property
+    def lacks(self) -> frozenset[Lack]:
+        """What a plan with these options lacks."""
+        found: dict[Lack, bool] = {
+            "activations": isinstance(self.calibration, StandIn),
+            "smoothing": self.transforms is UNDECIDED,
+            "Hessians": self.gptq is not None,
+        }
+        return frozenset(lack for lack, is_lacking in found.items() if is_lacking)
 
     @property
     def stays(self) -> Callable[[str], bool]:

@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from ..errors import PlanError, SourceError
 from ..registry.rules import ModuleRules
-from ..weights.statistics import Calibration
+from ..weights.statistics import Calibration, placeholder_calibration
 from ..weights.weight import Weight
+from .decisions import PlanOptions
 
 # Layers of which a note says the experts.
 MOST = 4
 
 
-class UncalibratedError(PlanError):
-    """A plan needs to know how large activations are, and nobody says it."""
+def expect_calibration(options: PlanOptions, tensors: Iterable[str], required: bool) -> PlanOptions:
+    """Stand in for a calibration that is still to be made.
+
+    Args:
+        options: what the user asks for.
+        tensors: names of the weights, all of which such a calibration will have seen.
+        required: whether the scheme stores scales of activations, and the source has none.
+
+    Returns:
+        The options, with a stand-in where a calibration is needed and there is none.
+
+    Raises:
+        PlanError: one is required, and no texts are said to make it with.
+    """
+    if options.calibration is not None or not (required or options.calibrate):
+        return options
+    if options.texts is None:
+        raise PlanError(
+            "static activations need scales: those of a calibration, or the input_scale tensors of a quantized source, "
+            "of which this one has none",
+            "make one with openquant calibrate and give --calibration FILE, or leave --activation-scheme out: engines "
+            "scale activations as they run",
+        )
+    return replace(options, calibration=placeholder_calibration(tensors, options.texts))
 
 
 def require_widths(calibration: Calibration, layers: Iterable[Weight]) -> None:

@@ -21,7 +21,7 @@ from ..patterns import MAX_DIGITS, compile_pattern, template
 from ..registry.architecture import Architecture, absolute_patterns
 from ..registry.rules import ModuleRules
 from ..version import SGLANG
-from ..weights.statistics import Calibration
+from ..weights.statistics import Calibration, StandIn
 from .decisions import Decisions, Item, PassthroughTensor
 from .serving import own_layers
 from .sort import mtp_layer_finder
@@ -144,8 +144,7 @@ def _calibrated(calibration: Calibration, layers: Mapping[int, str]) -> str:
         if not all(1 <= largest <= E4M3.largest for largest in (keys, values))
     ]
     text = f"scales of keys and values are those of a calibration with {calibration.described}, as powers of two"
-    if not calibration.model:
-        # Of one that is still to be made.
+    if isinstance(calibration, StandIn):
         return text
     text += ": "
     if not needed:

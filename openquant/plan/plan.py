@@ -39,11 +39,11 @@ from .assign import (
     schemes_of_output,
     why_no_input_scale,
 )
-from .decisions import FEW_AXES, Decisions, Item, PassthroughTensor, PlanOptions, StoredLayout
+from .decisions import FEW_AXES, Decisions, Item, Lack, PassthroughTensor, PlanOptions, StoredLayout
 from .engines import refuse_experts, refuse_head, refuse_nameless, unread_by_sglang
 from .gptq import gptq_notes, gptq_weights
 from .ignore_list import ignored_names, targets
-from .input_scales import UncalibratedError, largest_inputs, require_widths, unrouted_note
+from .input_scales import expect_calibration, largest_inputs, require_widths, unrouted_note
 from .kv_cache import add_scales, cache_layers, serving_notes
 from .layout import Layout, Shard
 from .missing import missing_notes
@@ -71,6 +71,7 @@ class Plan:
         gptq: the texts by which GPTQ rounds; None if weights are rounded to nearest.
         recipe: the options that it was made with, as the output has them; None if nobody asks for them again.
         unlisted: the entry that it was made by, as the output has it; None where that is the registry's.
+        lacks: what is still to be found by running texts through the model before it can be carried out.
     """
 
     source: Checkpoint
@@ -85,6 +86,7 @@ class Plan:
     gptq: Mapping[str, Any] | None = None
     recipe: Mapping[str, Any] | None = None
     unlisted: Mapping[str, Any] | None = None
+    lacks: frozenset[Lack] = frozenset()
 
     @property
     def model(self) -> Architecture:
@@ -275,7 +277,7 @@ class Plan:
 
     def with_rounded(self, places: Mapping[str, TensorPlace]) -> Plan:
         """The same plan, of which these tensors are rounded already, and only copied."""
-        return replace(self, decisions=replace(self.decisions, rounded=places))
+        return replace(self, decisions=replace(self.decisions, rounded=places), lacks=self.lacks - {"Hessians"})
 
     @property
     def weight_kinds(self) -> list[Weight]:
@@ -365,14 +367,8 @@ def make_plan(
     if options.head:
         refuse_head(seen, model, scheme)
         model = model.with_head()
-    known = options.calibration or found or any(weight.input_scale_for(scheme.format) for weight in weights.values())
-    if scheme.format.static and not known:
-        raise UncalibratedError(
-            "static activations need scales: those of a calibration, or the input_scale tensors of a quantized source, "
-            "of which this one has none",
-            "make one with openquant calibrate and give --calibration FILE, or leave --activation-scheme out: engines "
-            "scale activations as they run",
-        )
+    scaled = found or any(weight.input_scale_for(scheme.format) for weight in weights.values())
+    options = expect_calibration(options, seen.tensors, required=scheme.format.static and not scaled)
     entry = ModuleRules(model)
     decisions, notes = _decide(seen, weights, entry, scheme, options, found)
     unread = unread_by_sglang(entry, decisions)
@@ -405,7 +401,17 @@ def make_plan(
     if options.cached:
         settings = with_fp8_cache(settings)
     return Plan(
-        checkpoint, seen, entry, decisions, settings, parallel, tuple(notes), identity, options.transforms, options.gptq
+        checkpoint,
+        seen,
+        entry,
+        decisions,
+        settings,
+        parallel,
+        tuple(notes),
+        identity,
+        options.transforms,
+        options.gptq,
+        lacks=options.lacks,
     )
 
 

@@ -18,7 +18,7 @@ from .architecture import find_architecture
 from .assign import refuse_size
 from .decisions import Decisions, Item, PassthroughTensor, PlanOptions, StackedTensor
 from .engines import unread_by_sglang
-from .input_scales import require_widths
+from .input_scales import expect_calibration, require_widths
 from .kv_cache import add_scales, cache_layers, serving_notes
 from .plan import Plan
 from .sort import sort_tensors
@@ -53,6 +53,7 @@ def make_unchanged_plan(
         )
     entry, config = ModuleRules(model), text_config(seen, model)
     sorted_, layers = sort_tensors(seen, {}, entry, lambda _: True, settled=False)
+    options = expect_calibration(options, seen.tensors, required=False)
     if options.calibration is not None:
         require_widths(options.calibration, layers.values())
     items: dict[str, list[Item]] = {shard: [_kept(item) for item in held] for shard, held in sorted_.items()}
@@ -68,7 +69,8 @@ def make_unchanged_plan(
     if model.decided is not None:
         notes.insert(0, model.decided)
     parallel = parallel_sizes(seen, entry, ((layer, (1, 1)) for layer in layers.values()), options.tp)
-    return Plan(checkpoint, seen, entry, decisions, with_fp8_cache(DENSE), parallel, tuple(notes), identity)
+    config = with_fp8_cache(DENSE)
+    return Plan(checkpoint, seen, entry, decisions, config, parallel, tuple(notes), identity, lacks=options.lacks)
 
 
 def _kept(item: Item) -> PassthroughTensor:

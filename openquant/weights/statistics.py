@@ -125,6 +125,10 @@ class Calibration:
         return save(tensors, {_KIND: json.dumps(facts, sort_keys=True)})
 
 
+class StandIn(Calibration):
+    """A calibration that is still to be made."""
+
+
 def calibrations(matches: Callable[[str, str], bool] | None = None) -> FileKind:
     """What `openquant calibrate` writes.
 
@@ -156,7 +160,7 @@ def calibrations(matches: Callable[[str, str], bool] | None = None) -> FileKind:
     return FileKind("a calibration", recognizes)
 
 
-def placeholder_calibration(tensors: Iterable[str], texts: Mapping[str, Any]) -> Calibration:
+def placeholder_calibration(tensors: Iterable[str], texts: Mapping[str, Any]) -> StandIn:
     """A calibration that has seen all weights and caches, and ones go into each: a plan with it is like one with what
     texts show.
 
@@ -166,7 +170,7 @@ def placeholder_calibration(tensors: Iterable[str], texts: Mapping[str, Any]) ->
     """
     ones, names = np.ones(1, np.float32), tuple(tensors)
     numbers = {int(part) for name in names for part in name.split(".") if part.isdecimal() and len(part) < 10}
-    return Calibration(
+    return StandIn(
         (InputStatistics(names, ones, ones, 1, ones),), "", texts, dict.fromkeys(sorted(numbers), (1.0, 1.0))
     )
 

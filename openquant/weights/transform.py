@@ -87,5 +87,11 @@ class WeightTransforms:
         return digest.hexdigest()
 
 
+UNDECIDED = WeightTransforms(
+    notes=("which inputs are divided, and by how much, is decided once the weights are read: not in a dry run",)
+)
+"""Of a plan that comes before a calibration."""
+
+
 def _parts(transform: WeightTransform) -> tuple[Floats | None, ...]:
     return transform.rows, transform.columns, transform.importance

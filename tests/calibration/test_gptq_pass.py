@@ -13,24 +13,24 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from openquant import dequantize
-from openquant.api import _work
 from openquant.calibration import gptq_pass as gptq_module
 from openquant.calibration import hessian as gram_module
 from openquant.calibration.gptq import find_error_propagation
 from openquant.calibration.gptq_pass import round_layers
-from openquant.calibration.gptq_run import Gptq
 from openquant.calibration.hessian import Hessian
 from openquant.data.corpus import Corpus, Document
 from openquant.errors import PlanError, SourceError
-from openquant.files.checkpoint import Checkpoint, open_checkpoint
+from openquant.files.checkpoint import open_checkpoint
 from openquant.files.layer_store import LayerStore
 from openquant.formats import kernels
 from openquant.formats.schemes import SCHEMES, Scheme, find_scheme
-from openquant.hub.source import Source
+from openquant.job import fused, open_source, prepare
 from openquant.options import Run
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.gptq import rounded_tensors
 from openquant.plan.plan import Plan, make_plan
+from openquant.reporter import Reporter
+from openquant.run import carry_out
 from openquant.streaming.matmul import products_in_float32
 from openquant.streaming.model import StreamedModel
 from openquant.weights.transform import WeightTransform, WeightTransforms
@@ -45,15 +45,12 @@ WANTED = [SCHEMES[name] for name in ("int4", "int8", "int8-weights", "nvfp4", "t
 
 def compressed(root: Path, out: Path, scheme: Scheme, gptq: bool, transforms: WeightTransforms | None = None) -> Plan:
     """What compress() does, by GPTQ with the texts above or not; the plan, for what it says."""
-    plans = []
-    options = PlanOptions(transforms=transforms, gptq=CORPUS.account if gptq else None)
-
-    def make(source: Source, checkpoint: Checkpoint) -> Plan:
-        plans.append(make_plan(checkpoint, scheme, options, source.identity))
-        return plans[-1]
-
-    _work(Run(root, out), make, None, None, rounding=lambda: Gptq(CORPUS) if gptq else None)
-    return plans[-1]
+    run, options = Run(root, out), PlanOptions(transforms=transforms, gptq=CORPUS.account if gptq else None)
+    with fused(None) as ranks:
+        opened = open_source(run, ranks)
+        plan = make_plan(opened.checkpoint, scheme, options, opened.source.identity)
+        carry_out(prepare(run, opened, plan, ranks), ranks, Reporter(), CORPUS if gptq else None)
+    return plan
 
 
 def hessians(root: Path) -> dict[str, Tensor]:

@@ -437,7 +437,7 @@ def test_no_rank_outlives_another_in_the_pass(made: Path, job: Job, tmp_path: Pa
     brisk = "from openquant import distributed\ndistributed.HEARTBEAT, distributed.MISSED = 0.2, 10\n"
     fails = "from openquant.files import rounded\ndef full(*_): raise OSError(28, 'No space left on device')\n"
     fails += "rounded.write_whole = full\n"
-    dies = "import os, signal\nfrom openquant import gptq\ngptq.Gptq.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+    dies = "import os, signal\nfrom openquant import run\nrun.apply_gptq = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
     ranks = [
         job.start(rank, *words, first=brisk + ("" if rank != victim else dies if victim else fails))
         for rank in range(2)

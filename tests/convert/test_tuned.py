@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from openquant.api import _work
-from openquant.files.checkpoint import Checkpoint, open_checkpoint
+from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.reference import encode, group_absmax
 from openquant.formats.scales import choose_scales
 from openquant.formats.schemes import SCHEMES, TENSOR, Scheme, find_scheme
-from openquant.hub.source import Source
+from openquant.job import fused, open_source, prepare
 from openquant.options import Run
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plan
+from openquant.reporter import Reporter
+from openquant.run import carry_out
 from openquant.weights.transform import WeightTransform, WeightTransforms
 from support import small_checkpoints
 from support.conversions import Shelf
@@ -27,14 +28,12 @@ RANDOM = np.random.default_rng(5)
 
 def carried_out(root: Path, out: Path, scheme: Scheme, options: PlanOptions) -> Plan:
     """What compress() does with a plan of these options."""
-    plans = []
-
-    def make(source: Source, checkpoint: Checkpoint) -> Plan:
-        plans.append(make_plan(checkpoint, scheme, options, source.identity))
-        return plans[-1]
-
-    _work(Run(root, out, workers=2), make, None, None)
-    return plans[-1]
+    run = Run(root, out, workers=2)
+    with fused(None) as ranks:
+        opened = open_source(run, ranks)
+        plan = make_plan(opened.checkpoint, scheme, options, opened.source.identity)
+        carry_out(prepare(run, opened, plan, ranks), ranks, Reporter())
+    return plan
 
 
 def powers(count: int) -> np.ndarray:
