@@ -13,7 +13,7 @@ from .version import __version__
 # Of typing's own name for it a type checker needs only the letters; a command starts here, and imports cost time.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from .api import compress, dequantize, diagnose, push
+    from .api import compress, dequantize, diagnose, explain, push
     from .calibration.run import calibrate
     from .diagnosis.result import Diagnosis
     from .distributed import Ranks
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .evaluation.results import Evaluation
     from .evaluation.run import evaluate
     from .evaluation.types import OutputEvaluation
-    from .explanation import explain
     from .formats.names import ActivationScheme, CacheScheme, FormatName, GroupSize, ScaleFormat, SchemeName
     from .options import Push
     from .packed import PackedLinear
@@ -66,7 +65,7 @@ __all__ = [
 
 # Imported when first used: torch alone takes longer to load than the command takes to start.
 _HOMES = {
-    **dict.fromkeys(("compress", "dequantize", "diagnose", "push"), "api"),
+    **dict.fromkeys(("compress", "dequantize", "diagnose", "explain", "push"), "api"),
     **dict.fromkeys(("OpenQuantError", "OutputError", "PlanError", "SourceError", "UsageError"), "errors"),
     **dict.fromkeys(
         ("ActivationScheme", "CacheScheme", "FormatName", "GroupSize", "ScaleFormat", "SchemeName"), "formats.names"
@@ -83,7 +82,6 @@ _HOMES = {
     "Result": "result",
     "calibrate": "calibration.run",
     "evaluate": "evaluation.run",
-    "explain": "explanation",
     "verify": "verification.verify",
 }
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .calibration.prepare import run_texts, texts_steps
 from .diagnosis.diagnose import diagnose_layers, shards_to_read
@@ -40,9 +40,10 @@ from .job import (
     without_collector,
 )
 from .machine import available_cpus, peak_rss
-from .options import CalibrationTexts, Diagnose, Push, Recipe, Run, documented
+from .options import CalibrationTexts, Diagnose, Explain, ModelSource, Push, Recipe, Run, documented
 from .plan.decisions import PlanOptions
-from .plan.plan import make_plain_plan, make_plan
+from .plan.explain import Explanation, explain_modules
+from .plan.plan import Plan, make_plain_plan, make_plan
 from .plan.serving import serving_to_json
 from .plan.unchanged import make_unchanged_plan
 from .recipes import recipe_of
@@ -153,17 +154,17 @@ def compress(
     if recipe.calibration is not None:
         options = replace(options, calibration=read_calibration(Path(recipe.calibration)))
     reporter, began = reporter or Reporter(), time.monotonic()
-    with fused(ranks) as team:
-        prepared = prepare_alike(team, lambda: _plan(run, request, options, team))
-        _tell_plan(prepared, team, reporter)
+    with fused(ranks) as ranks:
+        prepared = prepare_alike(ranks, lambda: _plan(run, request, options, ranks))
+        _tell_plan(prepared, ranks, reporter)
         if run.dry_run:
             return _result(prepared, began, Outcome())
         corpus = None
         if prepared.plan.lacks:
-            found, corpus = in_all_ranks(team, lambda: run_texts(prepared, recipe, texts, options, team, reporter))
-            prepared = prepare_alike(team, lambda: _plan(run, request, found, team, again=True))
+            found, corpus = in_all_ranks(ranks, lambda: run_texts(prepared, recipe, texts, options, ranks, reporter))
+            prepared = prepare_alike(ranks, lambda: _plan(run, request, found, ranks, again=True))
             reporter.planned(prepared.plan, prepared.source, prepared.target)
-        return _write(prepared, corpus, team, reporter, began)
+        return _write(prepared, corpus, ranks, reporter, began)
 
 
 @dataclass(frozen=True)
@@ -355,14 +356,13 @@ def dequantize(
         stream=stream,
         push=push,
     )
-
     reporter, began = reporter or Reporter(), time.monotonic()
-    with fused(ranks) as team:
-        prepared = prepare_alike(team, lambda: _plan_dequantized(run, team))
-        _tell_plan(prepared, team, reporter)
+    with fused(ranks) as ranks:
+        prepared = prepare_alike(ranks, lambda: _plan_dequantized(run, ranks))
+        _tell_plan(prepared, ranks, reporter)
         if run.dry_run:
             return _result(prepared, began, Outcome())
-        return _write(prepared, None, team, reporter, began)
+        return _write(prepared, None, ranks, reporter, began)
 
 
 def _plan_dequantized(run: Run, ranks: Ranks) -> Prepared:
@@ -421,6 +421,44 @@ def _result(prepared: Prepared, began: float, outcome: Outcome) -> Result:
         not_finite={name: found.text for name, found in sorted(outcome.not_finite.items())},
         unread_shards=outcome.unread,
     )
+
+
+@documented(ModelSource, Explain, Recipe)
+def explain(
+    model: str | os.PathLike[str],
+    layer: str,
+    scheme: SchemeName = "tensor",
+    *,
+    revision: str | None = None,
+    **options: Any,
+) -> Explanation:
+    """Say what compress() makes of a layer, and why; of a model only config, index and headers are read.
+
+    Args:
+        options: other options of compress() that say how the weights are quantized.
+
+    Returns:
+        An answer for all layers that are alike; `to_json()` is what `--json` prints.
+
+    Raises:
+        OpenQuantError: there is no such layer, or compress() would refuse the model or the options.
+    """
+    reporter = _KeptPlan()
+    result = compress(model, None, scheme, revision=revision, dry_run=True, reporter=reporter, **options)
+    return Explanation(
+        model=result.model,
+        revision=result.revision,
+        architecture=result.architecture,
+        scheme=result.scheme,
+        layers=explain_modules(reporter.plan, layer),
+    )
+
+
+class _KeptPlan(Reporter):
+    """Keeps the plan that it is told of."""
+
+    def planned(self, plan: Plan, *_: object) -> None:
+        self.plan = plan
 
 
 @documented(Diagnose)

@@ -152,7 +152,10 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corp
         if unfinished is not None or claim.changed:
             if not ranks.first:
                 stack.enter_context(directory.joined())
-            _recheck_shards(writing, claim)
+            outdated = _outdated_shards(plan, claim)
+            _tell_start(writing, claim, outdated)
+            if claim.changed:
+                _recheck_shards(writing, outdated, set(claim.changed))
         if unfinished is not None:
             not_finite = _convert_shards(writing, unfinished)
             copied, unread = in_all_ranks(ranks, lambda: _finish_output(writing, unfinished))
@@ -164,49 +167,54 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corp
 
 
 def _claim_output(writing: _Writing, stack: ExitStack) -> _Claim:
-    """Claim the output directory, which the first rank does for all, until the stack is left.
+    """Claim the output directory, until the stack is left, and find what is left to do; the first rank does it for all.
 
     Raises:
         SourceError: the source is not the one that what lies there was made from.
         OutputError: the directory is not a run's, or cannot be written to.
     """
-    prepared, directory, publisher, ranks = writing.prepared, writing.directory, writing.publisher, writing.ranks
-
-    def claim() -> _Claim | None:
-        if not ranks.first:
-            return None
-        stack.enter_context(directory)
-        gone = sorted(directory.moved - prepared.stamps.keys())
-        if gone:
-            raise SourceError(f"{prepared.source.root / gone[0]} changed since {prepared.target} was made", REPLACE)
-        if publisher:
-            if directory.moved:
-                publisher.forget()
-            publisher.prepare(writing.made[CARD_FILE], prepared.source.downloaded_commit())
-        unfinished = [shard.name for shard in prepared.plan.shards if not directory.is_finished(shard.name)]
-        repository = publisher.repo if publisher else ""
-        return _Claim(None if directory.complete else unfinished, sorted(directory.moved), repository)
-
-    claimed, error = attempt(claim)
-    return _Claim(*ranks.agree(error, claimed)[0])
+    ranks, directory = writing.ranks, writing.directory
+    claim, error = attempt(lambda: _claim(writing, stack.enter_context(directory)) if ranks.first else None)
+    return _Claim(*ranks.agree(error, claim)[0])
 
 
-def _recheck_shards(writing: _Writing, claim: _Claim) -> None:
-    """Tell how much is to be done, and make finished shards again whose source looks different now, to compare them.
+def _claim(writing: _Writing, directory: OutputDirectory) -> _Claim:
+    """Find what is left to do in a directory that is claimed."""
+    prepared, publisher = writing.prepared, writing.publisher
+    gone = sorted(directory.moved - prepared.stamps.keys())
+    if gone:
+        raise SourceError(f"{prepared.source.root / gone[0]} changed since {prepared.target} was made", REPLACE)
+    if publisher:
+        if directory.moved:
+            publisher.forget()
+        publisher.prepare(writing.made[CARD_FILE], prepared.source.downloaded_commit())
+    unfinished = [shard.name for shard in prepared.plan.shards if not directory.is_finished(shard.name)]
+    repository = publisher.repo if publisher else ""
+    return _Claim(None if directory.complete else unfinished, sorted(directory.moved), repository)
+
+
+def _outdated_shards(plan: Plan, claim: _Claim) -> list[Shard]:
+    """The finished shards whose source looks different now."""
+    unfinished, changed = set(claim.unfinished or ()), set(claim.changed)
+    return [shard for shard in plan.shards if shard.name not in unfinished and plan.sources(shard.name) & changed]
+
+
+def _tell_start(writing: _Writing, claim: _Claim, outdated: Sequence[Shard]) -> None:
+    """Tell how many bytes of the source there are, and how many of these an earlier run has converted."""
+    plan, left = writing.prepared.plan, {*(claim.unfinished or ()), *(shard.name for shard in outdated)}
+    sizes = {shard.name: plan.consumed(shard.name) for shard in plan.shards}
+    writing.reporter.started(sum(sizes.values()), sum(size for shard, size in sizes.items() if shard not in left))
+
+
+def _recheck_shards(writing: _Writing, outdated: Sequence[Shard], changed: Set[str]) -> None:
+    """Compare finished shards whose source changed with what it makes now, this rank its share of them.
 
     Raises:
         SourceError: the source makes something else now.
     """
-    plan, ranks, directory, changed = writing.prepared.plan, writing.ranks, writing.directory, set(claim.changed)
-    unfinished = set(claim.unfinished or ())
-    again = [shard for shard in plan.shards if shard.name not in unfinished and plan.sources(shard.name) & changed]
-    left = unfinished.union(shard.name for shard in again)
-    sizes = {shard.name: plan.consumed(shard.name) for shard in plan.shards}
-    writing.reporter.started(sum(sizes.values()), sum(size for shard, size in sizes.items() if shard not in left))
-    if changed:
-        mine = ranks.share(again)
-        in_all_ranks(ranks, lambda: _compare_shards(writing, mine, changed, writing.advanced))
-        in_all_ranks(ranks, lambda: directory.renew() if ranks.first else None)
+    ranks, mine = writing.ranks, writing.ranks.share(outdated)
+    in_all_ranks(ranks, lambda: _compare_shards(writing, mine, changed, writing.advanced))
+    in_all_ranks(ranks, lambda: writing.directory.renew() if ranks.first else None)
 
 
 def _convert_shards(writing: _Writing, unfinished: list[str]) -> dict[str, NonFinite]:
@@ -215,26 +223,28 @@ def _convert_shards(writing: _Writing, unfinished: list[str]) -> dict[str, NonFi
     Returns:
         The tensors with NaN or infinity among those that stay unquantized: in the first rank those of all.
     """
-    prepared, directory, publisher, ranks = writing.prepared, writing.directory, writing.publisher, writing.ranks
-    plan, source, names = prepared.plan, prepared.source, set(unfinished)
-    mine = ranks.share([shard for shard in plan.shards if shard.name in names])
-
-    def work() -> dict[str, NonFinite]:
-        needs = source_needs(source, plan, [shard.name for shard in mine])
-        scratch = directory.make_scratch(ranks.rank) if prepared.run.stream else None
-        if source.remote and scratch is None:
-            source.require_cache_space({name for names in needs.values() for name in names})
-        with ShardSupply(source, needs, scratch) as supply:
-            traffic = _Traffic(supply, publisher, ranks)
-            workers, device = prepared.workers, prepared.device
-            found = convert(plan, mine, traffic, directory, workers, device, writing.advanced, fast=prepared.fast)
-        if publisher:
-            publisher.drain()
-        return found
-
-    not_finite = dict(in_all_ranks(ranks, work))
+    ranks, names = writing.ranks, set(unfinished)
+    mine = ranks.share([shard for shard in writing.prepared.plan.shards if shard.name in names])
+    not_finite = dict(in_all_ranks(ranks, lambda: _convert_share(writing, mine)))
     for data in ranks.gather(json.dumps(not_finite).encode()):
         not_finite.update({name: NonFinite(*counts) for name, counts in json.loads(data).items()})
+    return not_finite
+
+
+def _convert_share(writing: _Writing, shards: Sequence[Shard]) -> Mapping[str, NonFinite]:
+    """Fetch, convert and upload shards; the tensors with NaN or infinity among those that stay unquantized."""
+    prepared, directory, publisher, ranks = writing.prepared, writing.directory, writing.publisher, writing.ranks
+    plan, source, progress = prepared.plan, prepared.source, writing.advanced
+    needs = source_needs(source, plan, [shard.name for shard in shards])
+    scratch = directory.make_scratch(ranks.rank) if prepared.run.stream else None
+    if source.remote and scratch is None:
+        source.require_cache_space({name for names in needs.values() for name in names})
+    with ShardSupply(source, needs, scratch) as supply:
+        traffic = _Traffic(supply, publisher, ranks)
+        workers, device = prepared.workers, prepared.device
+        not_finite = convert(plan, shards, traffic, directory, workers, device, progress, fast=prepared.fast)
+    if publisher:
+        publisher.drain()
     return not_finite
 
 

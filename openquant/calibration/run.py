@@ -15,13 +15,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..distributed import Ranks, attempt
+from ..distributed import Ranks
 from ..errors import SourceError, UsageError
 from ..files.checkpoint import Checkpoint, open_checkpoint
 from ..files.destination import Destination, ProtectedPaths
 from ..files.fingerprint import Fingerprint
 from ..hub.shards import supply_shards
 from ..hub.source import Source, find_source, model_folder
+from ..job import in_all_ranks
 from ..machine import find_device
 from ..options import Calibrate, CalibrationTexts, documented, files_read
 from ..reporter import Reporter
@@ -83,10 +84,7 @@ def calibrate(
     ranks = ranks or Ranks()
     with ranks:
         ranks.agree(None)
-        written, error = attempt(lambda: _calibrated(asked, texts, ranks, begun, progress, remaining))
-        ranks.agree(error)
-        assert written is not None
-        return written
+        return in_all_ranks(ranks, lambda: _calibrated(asked, texts, ranks, begun, progress, remaining))
 
 
 def _calibrated(

@@ -315,7 +315,7 @@ def _diagnose(given: Given, interrupts: Interrupts) -> int:
 
 
 def _explain(given: Given, interrupts: Interrupts) -> int:
-    from ..explanation import explain
+    from ..api import explain
 
     found = explain(**_recipe(given), **values_for(Run, given), **values_for(Explain, given))
     if _command(given).json:

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..distributed import Ranks, attempt
+from ..distributed import Ranks
 from ..errors import SourceError, UsageError
 from ..files.checkpoint import open_checkpoint
 from ..files.destination import Destination, ProtectedPaths
@@ -24,6 +24,7 @@ from ..files.names import EVAL_FILE, JOURNAL_FILE
 from ..formats.names import CacheScheme
 from ..hub.shards import Needs, supply_shards
 from ..hub.source import Source, find_source, model_folder
+from ..job import in_all_ranks
 from ..machine import find_device
 from ..options import Evaluate, Texts, documented, files_read
 from ..streaming.memory import answer_memory, evaluation_steps, memory_left
@@ -89,10 +90,7 @@ def evaluate(
     ranks = ranks or Ranks()
     with ranks:
         ranks.agree(None)
-        found, error = attempt(lambda: _evaluated(asked, texts, ranks, begun, progress, remaining))
-        ranks.agree(error)
-        assert found is not None
-        return found
+        return in_all_ranks(ranks, lambda: _evaluated(asked, texts, ranks, begun, progress, remaining))
 
 
 def _evaluated(

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from openquant.formats.schemes import (
     NVFP4_W4A4,
     TENSOR,
     TENSOR_COMPRESSED,
+    TENSOR_STATIC,
     Scheme,
 )
 from openquant.models import MODELS
@@ -37,6 +39,7 @@ from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plain_plan, make_plan
 from openquant.registry.architecture import Refusal
 from openquant.version import SGLANG, VLLM
+from openquant.weights.transform import UNDECIDED, WeightTransforms
 from support import small_checkpoints
 
 
@@ -50,6 +53,24 @@ def quantized(plan: Plan) -> set[str]:
 
 def reason(plan: Plan, module: str) -> str:
     return next(line.why for line in plan.lines if module in line.names)
+
+
+def test_a_plan_says_what_it_lacks() -> None:
+    checkpoint, texts = open_checkpoint(EXAMPLE), {"documents": 128, "length": 512}
+
+    def lacks(scheme: Scheme, **options: Any) -> set[str]:
+        return set(make_plan(checkpoint, scheme, PlanOptions(**options)).lacks)
+
+    assert lacks(TENSOR) == lacks(TENSOR, texts=texts) == set()
+    assert lacks(TENSOR_STATIC, texts=texts) == {"activations"}
+    assert lacks(TENSOR, texts=texts, cached=True) == set()
+    assert lacks(TENSOR, texts=texts, cached=True, calibrate=True) == {"activations"}
+    assert lacks(INT4_W4A16, texts=texts, calibrate=True, transforms=UNDECIDED) == {"activations", "smoothing"}
+    assert lacks(INT4_W4A16, gptq=texts, transforms=WeightTransforms()) == {"Hessians"}
+    plan = make_plan(checkpoint, INT4_W4A16, PlanOptions(gptq=texts))
+    assert plan.with_rounded({}).lacks == set()
+    with pytest.raises(PlanError, match="^static activations need scales: "):
+        lacks(TENSOR_STATIC)
 
 
 @pytest.mark.parametrize("architecture", small_checkpoints.HAND_MADE)
