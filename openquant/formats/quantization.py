@@ -41,8 +41,6 @@ from .schemes import (
 
 # What shares a scale in the MX formats (OCP Microscaling Formats 1.0, 5.2).
 MX_GROUP = 32
-# Last part of the name of codes in words or pairs (compressed-tensors, compressors/pack_quantized).
-PACKED = "weight_packed"
 # The largest block that is read: a common layer has no more rows or columns.
 MAX_SIDE = 1 << 16
 # FP8 activations, in the words of compressed-tensors.

@@ -4,8 +4,6 @@ One function for each such place. What cannot be seen is written out as Python d
 
     terminal("a\\x1b[31mb")              # "a\\\\x1b[31mb"
     markdown("a|b")                     # "a&#124;b"
-    markup("<b>")                       # "&lt;b&gt;"
-    script({"text": "</script>"})       # '{"text": "\\\\u003c/script\\\\u003e"}'
 """
 
 from __future__ import annotations
