@@ -1,12 +1,17 @@
-"""Work done on several threads while the main thread waits."""
+"""Work on several threads while the main thread waits and hears signals.
+
+Futures are those of concurrent.futures. Its pool of threads is used by `Helpers` alone: Python does not exit before the
+threads of a pool have ended, and a request to the Hub may never end.
+"""
 
 from __future__ import annotations
 
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 from .machine import memory_used_again
@@ -60,165 +65,119 @@ class FirstFailure:
 
 
 def in_threads(work: Callable[[], None], count: int, stopped: threading.Event) -> None:
-    """Call `work` on so many threads at once and wait until all have returned; on fewer where no more can be started.
+    """Call `work` on several threads at once and wait until all calls have returned.
 
     Args:
-        work: it returns soon once `stopped` is set.
-        count: number of threads.
+        work: returns soon once `stopped` is set.
+        count: number of threads; fewer where the system starts no more, and the caller's own where it starts none.
         stopped: set when the wait is over, also when an interrupt or an error ends it.
 
     Raises:
         BaseException: the first that `work` raised.
     """
-    failure = FirstFailure(stopped.set)
-    changed = threading.Condition()
-    working = 0
-
-    def run() -> None:
-        nonlocal working
-        with changed:
-            if stopped.is_set():
-                return
-            working += 1
-        with failure.kept():
-            work()
-        with changed:
-            working -= 1
-            changed.notify_all()
-
-    threads: list[threading.Thread] = []
+    futures: list[Future[None]] = [Future() for _ in range(count)]
+    running: set[Future[None]] = set()
     try:
         with memory_used_again():
-            while len(threads) < count:
-                thread = threading.Thread(target=run, name=f"openquant-{len(threads)}", daemon=True)
-                if not _started(thread):
+            for future in futures:
+                if not _started(_call_once(work, future), f"openquant-{len(running)}"):
                     break
-                threads.append(thread)
-            if not threads:
-                run()
-            for thread in threads:
-                while thread.is_alive():
-                    # With a timeout, so that the main thread gets to see signals.
-                    thread.join(0.2)
+                running.add(future)
+            if not running:
+                work()
+            while running:
+                # With a timeout, so that the main thread gets to see signals.
+                done, running = wait(running, 0.2, FIRST_COMPLETED)
+                for future in done:
+                    future.result()
     finally:
         stopped.set()
-        # One may be at work that is not listed: an interrupt can come out of the call that starts it.
-        with changed:
-            while working:
-                changed.wait()
-        for thread in threads:
-            thread.join()
-    failure.check()
+        # Also for a thread that was started by a call that an interrupt came out of.
+        wait([future for future in futures if not future.cancel()])
 
 
 def in_parallel(make: Callable[[Item], Made], items: Sequence[Item], count: int) -> Generator[Made, None, None]:
-    """What `make` returns for each item, in their order, made on `count` threads, ahead of the caller.
+    """Yield `make(item)` for each item, in their order, made on up to `count` threads ahead of the caller.
 
     The first failure is raised at once. Neither it nor an interrupt waits for what the other threads are doing, which
     may be a request that nobody answers.
     """
-    made: dict[int, Made] = {}
-    changed = threading.Condition()
-
-    def wake() -> None:
-        with changed:
-            changed.notify_all()
-
-    failure = FirstFailure(wake)
-    begun = given = 0
-    closed = False
-
-    def work() -> None:
-        nonlocal begun
-        while True:
-            with changed:
-                while not closed and not failure and begun == min(given + 2 * count, len(items)):
-                    changed.wait()
-                if closed or failure:
-                    return
-                number, begun = begun, begun + 1
-            with failure.kept():
-                made[number] = make(items[number])
-            wake()
-
-    for number in range(min(count, len(items))):
-        if not _started(threading.Thread(target=work, name=f"openquant-{number}", daemon=True)):
-            if number == 0:
-                yield from map(make, items)
-                return
-            break
-    try:
-        for number in range(len(items)):
-            with changed:
-                while number not in made:
-                    failure.check()
-                    changed.wait(0.2)
-                given += 1
-                changed.notify_all()
-            yield made.pop(number)
-    finally:
-        with changed:
-            closed = True
-            changed.notify_all()
+    left = deque(items)
+    coming: deque[Future[Made]] = deque()
+    while left or coming:
+        running = [future for future in coming if not future.done()]
+        if left and len(running) < count and len(coming) < 2 * count:
+            coming.append(in_thread(partial(make, left.popleft())))
+            continue
+        for future in coming:
+            if future.done():
+                future.result()
+        if coming[0].done():
+            yield coming.popleft().result()
+        else:
+            wait(running, 0.2, FIRST_COMPLETED)
 
 
-def _started(thread: threading.Thread) -> bool:
-    """Whether a thread could be started: the system may have no more of them, or no memory for its stack."""
-    try:
-        thread.start()
-    except (RuntimeError, MemoryError):
-        return False
-    return True
+def in_thread(do: Callable[[], Made]) -> Future[Made]:
+    """Call `do` on a thread that Python's exit does not wait for; right here where no thread can be started."""
+    future: Future[Made] = Future()
+    call = _call_once(do, future)
+    if not _started(call, "openquant"):
+        call()
+    return future
 
 
 class Helpers:
-    """Threads that do what they are given, each started when all others are busy; a context manager.
+    """A pool of threads whose callers do the work themselves where no thread can be started; a context manager.
 
-    Leaving it waits for all that was given. Where no thread can be started, the caller does the work.
+    Leaving it waits for all calls that were submitted.
 
     Args:
-        count: how many threads at most.
-        name: what they are called.
+        count: number of threads at most.
+        name: the beginning of their names.
     """
 
     def __init__(self, count: int, name: str) -> None:
-        self._count = count
-        self._name = name
-        self._lock = threading.Lock()
-        self._idle = threading.Semaphore(0)
-        self._threads: list[threading.Thread] = []
-        self._given: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
+        self._pool = ThreadPoolExecutor(count, name)
 
     def __enter__(self) -> Helpers:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for _ in self._threads:
-            self._given.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._pool.shutdown()
 
     def submit(self, do: Callable[[], None]) -> Future[None]:
-        """Have something done that handles its own errors; what comes back is done when it is."""
-        done: Future[None] = Future()
-        with self._lock:
-            if not self._idle.acquire(blocking=False) and len(self._threads) < self._count:
-                thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
-                if _started(thread):
-                    self._threads.append(thread)
-                else:
-                    self._count = len(self._threads)
-            helped = bool(self._threads)
-            if helped:
-                self._given.put((do, done))
-        if not helped:
-            do()
-            done.set_result(None)
-        return done
+        """Have `do` called."""
+        future: Future[None] = Future()
+        call = _call_once(do, future)
+        try:
+            self._pool.submit(call)
+        except (RuntimeError, MemoryError):
+            # No further thread could be started. Those of the pool may still make the call.
+            call()
+        return future
 
-    def _run(self) -> None:
-        while (task := self._given.get()) is not None:
-            do, done = task
-            do()
-            done.set_result(None)
-            self._idle.release()
+
+def _call_once(do: Callable[[], Made], future: Future[Made]) -> Callable[[], None]:
+    """A function that calls `do` when it is first called, unless the future is cancelled, and puts the result there."""
+    first = threading.Lock()
+
+    def call() -> None:
+        if first.acquire(blocking=False) and future.set_running_or_notify_cancel():
+            try:
+                made = do()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(made)
+
+    return call
+
+
+def _started(do: Callable[[], None], name: str) -> bool:
+    """Start a thread; False where the system has no more of them, or no memory for its stack."""
+    try:
+        threading.Thread(target=do, name=name, daemon=True).start()
+    except (RuntimeError, MemoryError):
+        return False
+    return True

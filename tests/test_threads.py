@@ -86,4 +86,4 @@ def test_helpers_do_all_they_were_given() -> None:
         given[50].result(60)
     assert all(each.done() for each in given)
     assert len(done) == 100
-    assert set(done) <= {"helper-0", "helper-1", "helper-2"}
+    assert set(done) <= {"helper_0", "helper_1", "helper_2"}

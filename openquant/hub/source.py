@@ -7,6 +7,7 @@ everything after.
 
 from __future__ import annotations
 
+import concurrent.futures
 import glob
 import hashlib
 import logging
@@ -27,7 +28,7 @@ from ..files.checkpoint import Checkpoint, read_json, readable, refuse_without_w
 from ..files.fingerprint import Stamp, stamps_of
 from ..files.names import INDEX_FILE, SINGLE_FILE, left_out_part
 from ..files.small_files import open_regular, read_small
-from ..threads import FirstFailure
+from ..threads import in_thread
 from ..weights.find import OWN_FILES
 from .error_mapping import Unreachable, is_offline, is_transient, source_errors, without_queries
 
@@ -399,19 +400,10 @@ def interruptible(do: Callable[[], Made]) -> Made:
 
     huggingface_hub downloads and uploads several files in a pool of threads, which ends only when all of them do.
     """
-    made: list[Made] = []
-    failure = FirstFailure(lambda: None)
-
-    def work() -> None:
-        with failure.kept():
-            made.append(do())
-
-    thread = threading.Thread(target=work, name="openquant-hub", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.2)
-    failure.check()
-    return made[0]
+    future = in_thread(do)
+    while not concurrent.futures.wait([future], 0.2).done:
+        pass
+    return future.result()
 
 
 @contextmanager
