@@ -22,7 +22,7 @@ from ..files.checkpoint import readable
 from ..files.small_files import open_regular, parse_json, short_repr
 from ..machine import first_line
 from ..version import install_hint
-from .templates import Message
+from .sandbox import Message
 
 # Bytes of a block; for a smaller text than two of these, half of it.
 BLOCK = 256 << 10

@@ -19,7 +19,7 @@ from ..errors import SourceError
 from ..files.checkpoint import readable
 from ..files.small_files import parse_json, read_small, short_repr
 from .domains import chat_problem
-from .templates import Message
+from .sandbox import Message
 from .tokenizer import Tokenizer
 
 # More than these is a benchmark, which this is not.

@@ -1,7 +1,7 @@
 """The tokenizer of a checkpoint, of which nothing is executed and nothing fetched.
 
 transformers is given copies of the files that say what a tokenizer is, in a directory of their own: no weights, no
-pickles, no code, no pipes, and nothing that could name a file elsewhere. Chat templates are rendered by templates.py.
+pickles, no code, no pipes, and nothing that could name a file elsewhere. Chat templates are rendered by sandbox.py.
 
     tokenizer = load(Path("Qwen3-8B"))
     tokenizer.decode(tokenizer.encode("Hello"))         # "Hello"
@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import SourceError
 from ..files.checkpoint import read_config, readable
 from ..files.small_files import parse_json, read_small, short_repr
-from .templates import Message, render
-from .trial import tried
+from .sandbox import Message, check_tokenizer, render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,7 +80,7 @@ class Tokenizer:
     def chats(
         self, conversations: Sequence[Sequence[Message]], names: Sequence[object], answered: bool = False
     ) -> list[str]:
-        """Conversations in the model's own form; templates.render() has the arguments.
+        """Conversations in the model's own form; sandbox.render() has the arguments.
 
         Raises:
             SourceError: the model has no template, or it fails.
@@ -144,7 +143,7 @@ def load_tokenizer(directory: Path, where: str | None = None) -> Tokenizer:
         digest.update(f"{name} {hashlib.sha256(data).hexdigest()}\n".encode())
     template = _template(files)
     if "tokenizer.json" in files:
-        tried(files["tokenizer.json"], where, [PROBE])
+        check_tokenizer(files["tokenizer.json"], where, [PROBE])
     inner = _load(directory, files, where)
     text = _encode(inner, "a", where, special=False)
     added = _encode(inner, "a", where)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from conftest import EXAMPLE
+from openquant.data.sandbox import check_tokenizer
 from openquant.data.tokenizer import PROBE
-from openquant.data.trial import tried
 from openquant.errors import SourceError
 
 
@@ -39,7 +39,7 @@ A, ANY = {"String": "a"}, {"Regex": "."}
 def test_one_that_takes_more_than_it_may_is_refused(parts: dict[str, Any], problem: str) -> None:
     begun = time.monotonic()
     with pytest.raises(SourceError, match=f"^the tokenizer of a model {problem}") as caught:
-        tried(changed(**parts), "a model", [PROBE], cpu=1, memory=256 << 20)
+        check_tokenizer(changed(**parts), "a model", [PROBE], cpu=1, memory=256 << 20)
     assert caught.value.hint.startswith("tokenizer.json is damaged, or made to do that")
     assert time.monotonic() - begun < 40
 
@@ -51,16 +51,16 @@ def split(pattern: str) -> dict[str, Any]:
 # The library gives up on a pattern after so many steps, which whoever uses it is told.
 @pytest.mark.parametrize("parts", [{}, {"model": {}}, {"pre_tokenizer": split("(a+)+$")}])
 def test_others_say_later_what_is_wrong_with_them(parts: dict[str, Any]) -> None:
-    tried(changed(**parts, decoder=replacing(A, "a")[0]), "a model", [PROBE])
+    check_tokenizer(changed(**parts, decoder=replacing(A, "a")[0]), "a model", [PROBE])
 
 
 def test_one_whose_rules_do_not_multiply_needs_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere")
     several = {"type": "Sequence", "pretokenizers": [split(r"\p{L}+"), {"type": "ByteLevel"}]}
-    tried(changed(normalizer={"type": "NFC"}, pre_tokenizer=several), "a model", [PROBE])
+    check_tokenizer(changed(normalizer={"type": "NFC"}, pre_tokenizer=several), "a model", [PROBE])
     with pytest.raises(OSError):
-        tried(changed(normalizer={"type": "NFKC"}), "a model", [PROBE])
+        check_tokenizer(changed(normalizer={"type": "NFKC"}), "a model", [PROBE])
 
 
 def test_no_bytes_upset_it() -> None:
-    tried(b"\xff\x00", "a model", [PROBE])
+    check_tokenizer(b"\xff\x00", "a model", [PROBE])
