@@ -139,12 +139,3 @@ def _hash_remote(file: RemoteFile) -> str:
     for offset in range(0, file.size, _PIECE):
         digest.update(file.read(offset, min(_PIECE, file.size - offset)))
     return digest.hexdigest()
-
-
-def fingerprint(checkpoint: Checkpoint) -> str:
-    """The digest of a checkpoint that lies in its directory; see Fingerprint.
-
-    Raises:
-        SourceError: a shard cannot be read.
-    """
-    return Fingerprint(checkpoint).hexdigest()

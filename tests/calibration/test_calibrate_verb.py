@@ -24,7 +24,7 @@ from openquant.cli.commands import main
 from openquant.errors import OpenQuantError, OutputError, SourceError, UsageError
 from openquant.evaluation import answers
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.fingerprint import fingerprint
+from openquant.files.fingerprint import Fingerprint
 from openquant.plan.plan import Plan
 from openquant.weights.statistics import Calibration, InputStatistics, read_calibration
 from support import small_checkpoints
@@ -74,7 +74,7 @@ def test_the_command_writes_a_file(
     said = capsys.readouterr()
     assert (json.loads(said.out), said.err) == ({"calibration": "made/x"}, "")
     found = read_calibration(tmp_path / "made" / "x")
-    assert found.model == fingerprint(open_checkpoint(EXAMPLE))
+    assert found.model == Fingerprint(open_checkpoint(EXAMPLE)).hexdigest()
     assert (found.texts["documents"], found.texts["length"]) == (2, 64)
     assert sum(len(each.tensors) for each in found.inputs) == 28
 
@@ -221,7 +221,9 @@ def mixture(tmp_path: Path, change: Any = None) -> tuple[Path, Path]:
         inputs[name] = InputStatistics((name,), np.full(width, number, np.float32), np.full(width, 0.5, np.float32), 9)
     if change is not None:
         change(inputs)
-    calibration = Calibration(tuple(inputs.values()), fingerprint(open_checkpoint(root)), {"documents": 1, "length": 9})
+    calibration = Calibration(
+        tuple(inputs.values()), Fingerprint(open_checkpoint(root)).hexdigest(), {"documents": 1, "length": 9}
+    )
     (tmp_path / "x").write_bytes(calibration.to_bytes())
     return root, tmp_path / "x"
 

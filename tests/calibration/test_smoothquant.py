@@ -27,7 +27,7 @@ from openquant.calibration.smoothquant import smoothquant_scale
 from openquant.errors import OutputError, PlanError, SourceError, UsageError
 from openquant.evaluation import answers
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.fingerprint import fingerprint
+from openquant.files.fingerprint import Fingerprint
 from openquant.formats.schemes import SCHEMES
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plan
@@ -178,7 +178,7 @@ def test_what_is_damaged_is_reported(
 def test_what_grows_beyond_float32_is_refused(made: Twin, tmp_path: Path) -> None:
     source = twin(EXAMPLE, tmp_path / "source")
     small_checkpoints.change_weights(source, lambda held: held["model.layers.0.mlp.up_proj.weight"][3, :].fill_(3e38))
-    found = replace(read_calibration(made.calibration), model=fingerprint(open_checkpoint(source)))
+    found = replace(read_calibration(made.calibration), model=Fingerprint(open_checkpoint(source)).hexdigest())
     (tmp_path / "of").write_bytes(found.to_bytes())
     told = Planned()
     # Folded columns would be infinite: the estimate leaves that one out.
@@ -282,7 +282,7 @@ def test_a_folded_model_computes_the_same(tmp_path: Path, architecture: str) -> 
 def test_any_architecture_is_verified(tmp_path: Path, architecture: str) -> None:
     source = small_checkpoints.write(tmp_path / "source", architecture)
     plan = make_plan(open_checkpoint(source), INT8)
-    calibration = replace(random_calibration(plan), model=fingerprint(plan.source))
+    calibration = replace(random_calibration(plan), model=Fingerprint(plan.source).hexdigest())
     (tmp_path / "of.safetensors").write_bytes(calibration.to_bytes())
     out = tmp_path / "out"
     compress(source, out, "int8", smooth=0.5, calibration=tmp_path / "of.safetensors")
@@ -406,7 +406,8 @@ def test_a_fold_that_brings_nothing_is_left_out(tmp_path: Path) -> None:
 def test_unknown_models_are_planned_without(tmp_path: Path) -> None:
     source, told = small_checkpoints.write(tmp_path / "source", "Olmo2ForCausalLM"), Planned()
     calibration = replace(
-        random_calibration(make_plan(open_checkpoint(source), INT8)), model=fingerprint(open_checkpoint(source))
+        random_calibration(make_plan(open_checkpoint(source), INT8)),
+        model=Fingerprint(open_checkpoint(source)).hexdigest(),
     )
     (tmp_path / "of").write_bytes(calibration.to_bytes())
     compress(source, tmp_path / "out", "int8", smooth=0.5, calibration=tmp_path / "of", reporter=told)

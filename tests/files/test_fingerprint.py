@@ -12,7 +12,7 @@ import pytest
 
 from openquant.errors import SourceError
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.fingerprint import Fingerprint, fingerprint
+from openquant.files.fingerprint import Fingerprint
 from support import small_checkpoints
 
 
@@ -28,12 +28,12 @@ class InMemory:
 
 def test_a_copy_is_the_same_and_wherever_a_shard_lies(tmp_path: Path) -> None:
     one = small_checkpoints.write(tmp_path / "one")
-    found = fingerprint(open_checkpoint(one))
+    found = Fingerprint(open_checkpoint(one)).hexdigest()
     two = shutil.copytree(one, tmp_path / "two")
     for path in two.iterdir():
         os.utime(path, (0, 0))
     (two / "README.md").write_text("# Something else")
-    assert fingerprint(open_checkpoint(two)) == found
+    assert Fingerprint(open_checkpoint(two)).hexdigest() == found
     remote = {name: InMemory(one / name) for name in open_checkpoint(one).shards}
     assert Fingerprint(open_checkpoint(two), remote).hexdigest() == found
 
@@ -41,7 +41,7 @@ def test_a_copy_is_the_same_and_wherever_a_shard_lies(tmp_path: Path) -> None:
 def test_shards_may_have_gone_by_then(tmp_path: Path) -> None:
     root = small_checkpoints.write(tmp_path / "root", shards=4)
     checkpoint = open_checkpoint(root)
-    found = fingerprint(checkpoint)
+    found = Fingerprint(checkpoint).hexdigest()
     here, elsewhere, late, last = checkpoint.shards
     seen = Fingerprint(checkpoint, {elsewhere: InMemory(root / elsewhere)})
     for shard in (last, here):
@@ -54,13 +54,13 @@ def test_shards_may_have_gone_by_then(tmp_path: Path) -> None:
     assert seen.hexdigest() == seen.hexdigest() == found
     assert (root / late).exists()
     with pytest.raises(SourceError, match=f"{here} cannot be read: No such file or directory"):
-        fingerprint(checkpoint)
+        Fingerprint(checkpoint).hexdigest()
 
 
 def test_what_a_repository_says_of_a_shard_is_not_computed(tmp_path: Path) -> None:
     root = small_checkpoints.write(tmp_path / "root")
     checkpoint = open_checkpoint(root)
-    found, [shard] = fingerprint(checkpoint), checkpoint.shards
+    found, [shard] = Fingerprint(checkpoint).hexdigest(), checkpoint.shards
     file = InMemory(root / shard, hashlib.sha256((root / shard).read_bytes()).hexdigest())
     file.data = b""
     (root / shard).unlink()
@@ -71,19 +71,19 @@ def test_what_a_repository_says_of_a_shard_is_not_computed(tmp_path: Path) -> No
 
 def test_any_other_byte_is_another_checkpoint(tmp_path: Path) -> None:
     one = small_checkpoints.write(tmp_path / "one")
-    found = {fingerprint(open_checkpoint(one))}
+    found = {Fingerprint(open_checkpoint(one)).hexdigest()}
     config = json.loads((one / "config.json").read_text())
     (one / "config.json").write_text(json.dumps({**config, "rope_theta": 5}))
-    found.add(fingerprint(open_checkpoint(one)))
+    found.add(Fingerprint(open_checkpoint(one)).hexdigest())
     # Same names, shapes and sizes.
-    found.add(fingerprint(open_checkpoint(small_checkpoints.write(tmp_path / "other", seed=1))))
+    found.add(Fingerprint(open_checkpoint(small_checkpoints.write(tmp_path / "other", seed=1))).hexdigest())
     checkpoint = open_checkpoint(one)
     [shard] = checkpoint.shards
     whole = (one / shard).read_bytes()
     start = min(place.offset for place in checkpoint.where.values())
     for place in range(start, len(whole), (len(whole) - start) // 20):
         (one / shard).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        found.add(fingerprint(open_checkpoint(one)))
+        found.add(Fingerprint(open_checkpoint(one)).hexdigest())
     assert len(found) == 3 + 21
 
 

@@ -109,7 +109,7 @@ def make(root: Path) -> Sound:
     """All of it, below a directory."""
     from openquant import calibrate, compress
     from openquant.files.checkpoint import open_checkpoint
-    from openquant.files.fingerprint import fingerprint
+    from openquant.files.fingerprint import Fingerprint
     from openquant.files.layer_store import LayerStore
     from openquant.streaming import pass_checkpoint
     from support import small_checkpoints
@@ -138,7 +138,7 @@ def make(root: Path) -> Sound:
         (root / "x.part").read_bytes(),
         {path.name: path.read_bytes() for path in sorted((root / "rounding.rounded").iterdir())},
         (root / "rounding" / SHARD).read_bytes(),
-        evaluation(fingerprint(open_checkpoint(root / "output"))),
+        evaluation(Fingerprint(open_checkpoint(root / "output")).hexdigest()),
     )
 
 

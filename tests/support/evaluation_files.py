@@ -8,7 +8,7 @@ from typing import Any
 
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.evaluation import check_evaluation
-from openquant.files.fingerprint import fingerprint
+from openquant.files.fingerprint import Fingerprint
 from openquant.files.names import EVAL_FILE
 
 EDGES = [1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0]
@@ -80,7 +80,7 @@ def evaluation(digest: str = "0" * 64) -> dict[str, Any]:
 
 def evaluate(output: Path, /, **changed: object) -> dict[str, Any]:
     """Put an evaluation beside an output, and return it."""
-    found = {**evaluation(fingerprint(open_checkpoint(output))), **changed}
+    found = {**evaluation(Fingerprint(open_checkpoint(output)).hexdigest()), **changed}
     (output / EVAL_FILE).write_text(json.dumps(found, indent=1))
     return found
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from openquant import Reporter
-from openquant.files.fingerprint import fingerprint
+from openquant.files.fingerprint import Fingerprint
 from openquant.plan.plan import Plan
 from openquant.weights.statistics import Calibration, InputStatistics
 
@@ -26,6 +26,6 @@ def skewed(plan: Plan, path: Path, spread: float = 2.0) -> Path:
     for weight in plan.layers.values():
         mean = np.exp(random.normal(0, spread, weight.shape[1])).astype(np.float32)
         found.setdefault(weight.source.name, InputStatistics((weight.source.name,), 4 * mean, mean, 9, 2 * mean**2))
-    made = Calibration(tuple(found.values()), fingerprint(plan.source), {"documents": 1, "length": 9})
+    made = Calibration(tuple(found.values()), Fingerprint(plan.source).hexdigest(), {"documents": 1, "length": 9})
     path.write_bytes(made.to_bytes())
     return path
