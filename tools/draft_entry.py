@@ -24,11 +24,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from entry_draft import differences, draft  # noqa: E402
 from openquant.errors import OpenQuantError, UsageError  # noqa: E402
 from openquant.models import MODELS  # noqa: E402
 from openquant.registry.rules import ModuleRules  # noqa: E402
 from openquant.vllm_probe.client import EngineAnswer, EngineFailed, Question, ask_engine  # noqa: E402
-from openquant.vllm_probe.modules import architecture_differences, draft_architecture, engine_modules  # noqa: E402
+from openquant.vllm_probe.modules import engine_modules  # noqa: E402
 from support import small_checkpoints, tiny_architectures  # noqa: E402
 from support.tiny_architecture import Small  # noqa: E402
 
@@ -208,9 +209,9 @@ def report(architecture: str, given: Path | None, every: bool) -> None:
     told = engine_modules(asked, asking.shapes)
     if entry is not None:
         print("# what the entry says otherwise than the engine")
-        for text, where in architecture_differences(entry, told).items():
+        for text, where in differences(entry, told).items():
             print(f"#   {text}: {', '.join(where)}")
-    made = draft_architecture(architecture, asked, asking.shapes, small_checkpoints.HIDDEN)
+    made = draft(architecture, asked, asking.shapes, small_checkpoints.HIDDEN)
     fitting = [other for other in MODELS.values() if not shape_errors(other, told)]
     same = [other.name for other in sorted(fitting, key=lambda other: len(other.compress))][:8]
     print(f"# entries that say the same as the engine: {', '.join(same) or 'none'}\n")
@@ -234,11 +235,7 @@ def report(architecture: str, given: Path | None, every: bool) -> None:
 
 def shape_errors(entry: Any, told: Any) -> dict[str, list[str]]:
     """Differences without those of lists, which were not asked for."""
-    return {
-        text: where
-        for text, where in architecture_differences(entry, told).items()
-        if not text.startswith("kept, and not")
-    }
+    return {text: where for text, where in differences(entry, told).items() if not text.startswith("kept, and not")}
 
 
 if __name__ == "__main__":

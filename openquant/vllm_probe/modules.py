@@ -1,31 +1,14 @@
-"""An entry of the registry held against what an engine says of the same model, and one made from that.
-
-What an engine says is by its layers, an entry goes by the checkpoint's modules; `engine_modules` turns one into
-the other.
-"""
+"""What an engine says of a model by layer, told by the checkpoint's modules, as entries of the registry name them."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..patterns import compile_pattern, template
-from ..registry.architecture import (
-    EMBEDDING,
-    HEAD,
-    ROUTER,
-    Architecture,
-    ExpertLayout,
-    FusedLayers,
-    Keep,
-    ParallelSplit,
-    StackedExperts,
-)
-from ..registry.parts import HEADS, LayerPart, attention, gated, model, plain, routed
-from ..registry.rules import ModuleRules, is_head
+from ..patterns import template
+from ..registry.architecture import ExpertLayout, StackedExperts
+from ..registry.parts import LayerPart, routed
 from .client import EngineAnswer, EngineLayer
 
 HEAD_LAYER, EMBEDDING_LAYER = "ParallelLMHead", "VocabParallelEmbedding"
@@ -73,136 +56,9 @@ def engine_modules(asked: EngineAnswer, shapes: Mapping[str, Sequence[int]]) -> 
     return found
 
 
-def architecture_differences(entry: Architecture, told: Mapping[str, EngineModule]) -> dict[str, list[str]]:
-    """What an entry says otherwise than an engine: the modules, named by templates, of each difference."""
-    asked = ModuleRules(entry)
-    sets = {module: members for module, members in asked.fused_groups(told).items() if len(members) > 1}
-    found: dict[str, dict[str, None]] = {}
-    for module, one in told.items():
-        rule, layer = asked.rule(module), one.layer
-        quantized = rule.compress or rule.stack is not None
-        wrong = []
-        if one.read and rule.patterns != 1:
-            wrong.append("no pattern matches" if not rule.patterns else "more than one pattern matches")
-        if quantized and one.read and (layer is None or not layer.asked):
-            wrong.append("quantized, and the engine builds it without a quantization")
-        if layer is not None and quantized:
-            if layer.experts and not (rule.below or rule.stack):
-                wrong.append("experts to the engine, and not to the entry")
-            if not layer.experts and (rule.below or rule.stack):
-                wrong.append("experts to the entry, and not to the engine")
-            if not layer.experts and layer.asked:
-                if {*sets.get(module, ())} != {*one.fused}:
-                    wrong.append(
-                        f"the engine joins {_last(one.fused) or 'it with nothing'}, not {_last(sets.get(module, ()))}"
-                    )
-                if layer.axis != (rule.split.axis if rule.split else None):
-                    wrong.append(
-                        f"the engine splits it along {layer.axis}, not {rule.split.axis if rule.split else None}"
-                    )
-                if one.merged and one.merged not in rule.listed_as:
-                    wrong.append(
-                        f"the engine does not derive {one.merged} from its members, and listed_as does not say it"
-                    )
-            if one.reordered and not rule.reordered and not (rule.split and rule.split.parts):
-                wrong.append("the engine puts its rows in another order")
-        if layer is not None and not quantized and layer.linear and layer.skipped is not True:
-            wrong.append(f"kept, and not listed under the engine's name {template(layer.prefix)}")
-        for text in wrong:
-            found.setdefault(text, {})[template(module)] = None
-    return {text: list(modules) for text, modules in found.items()}
-
-
-def _last(modules: Sequence[str]) -> str:
-    return ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
-
-
-@dataclass(frozen=True)
-class DraftedArchitecture:
-    """An entry made from what an engine says.
-
-    Attributes:
-        entry: it.
-        pieces: what it is put together from, as Python says it.
-        keep: what it keeps beside what pieces bring.
-        questions: what the engine does not say, or says in a way that needs a look.
-    """
-
-    entry: Architecture
-    pieces: tuple[str, ...]
-    keep: tuple[Keep, ...]
-    questions: tuple[str, ...]
-
-
-class _Kinds(NamedTuple):
-    """Modules of a decoder layer by what an engine does with them; names are templates that begin with a dot."""
-
-    linear: dict[str, tuple[str, EngineModule]]
-    others: dict[str, tuple[str, EngineModule]]
-
-
-def draft_architecture(
-    name: str, asked: EngineAnswer, shapes: Mapping[str, Sequence[int]], hidden: int = 0
-) -> DraftedArchitecture:
-    """An entry for an architecture that has none.
-
-    Args:
-        name: its class.
-        asked: what an engine says.
-        shapes: of the checkpoint that it was asked about.
-        hidden: hidden_size, which tells the axes of stacked experts apart.
-    """
-    told = engine_modules(asked, shapes)
-    layers = decoder_layer_pattern(told)
-    pieces: dict[str, LayerPart] = {}
-    keep: dict[str, Keep] = {}
-    questions: dict[str, None] = {}
-    kinds = _Kinds({}, {})
-    for module, one in told.items():
-        if not one.read and is_head(module):
-            # Tied to the embedding.
-            continue
-        if not one.read:
-            # The name up to its first number, and that.
-            place = re.sub(r"^(.*?\.\d+)\..*", r"\1", module)
-            questions[f"not all is loaded (draft_layers, or Keep?): {place}"] = None
-            continue
-        if not template(module).startswith(f"{layers}."):
-            _outside(module, one, keep)
-            continue
-        below = template(module).removeprefix(layers)
-        shape = shapes[_tensor(module, shapes)]
-        routers = one.layer is not None and len(shape) == 2 and shape[0] in _experts_of(asked)
-        if one.layer is not None and one.layer.linear and not routers:
-            kinds.linear.setdefault(below, (module, one))
-        else:
-            kinds.others.setdefault(below, (module, one))
-            keep[below] = Keep(below, ROUTER if routers else UNKNOWN)
-    left = dict(kinds.linear)
-    experts = routed_parts(left, shapes, hidden)
-    for found in (_attention(left), _gated(left), _rest(left), experts):
-        pieces |= found
-    # The router comes with the experts, where it has the usual name.
-    brought = {one.pattern for part in pieces.values() for one in part.keep}
-    keep = {below: one for below, one in keep.items() if below not in brought}
-    for below, (_, one) in kinds.linear.items():
-        if one.reordered:
-            questions[f"comes in another order, reordered or Split.parts?: {below}"] = None
-    for below, kept in keep.items():
-        if kept.why != ROUTER and below in kinds.others and (layer := kinds.others[below][1].layer):
-            questions[f"built without a quantization: {below} ({layer.kinds[0]})"] = None
-    for old, new in sorted(_renamed(asked, told)):
-        questions[f"looked up by another name, renames or spellings?: {old} -> {new}"] = None
-    entry = model(name, *pieces.values(), layers=layers, keep=tuple(keep.values()))
-    return DraftedArchitecture(entry, tuple(pieces), tuple(keep.values()), tuple(questions))
-
-
-def _tensor(module: str, shapes: Mapping[str, Sequence[int]]) -> str:
+def tensor_of(module: str, shapes: Mapping[str, Sequence[int]]) -> str:
+    """The name of a module's weight: that of the module itself for a stack of experts."""
     return module if module in shapes else f"{module}.weight"
-
-
-def _experts_of(asked: EngineAnswer) -> set[int]:
-    return {layer.experts for layer in asked.layers if layer.experts}
 
 
 def decoder_layer_pattern(told: Mapping[str, EngineModule]) -> str:
@@ -220,33 +76,6 @@ def is_tower(module: str) -> bool:
     return any(word in module for word in ("vision", "visual", "audio", "image", "speech"))
 
 
-def _outside(module: str, one: EngineModule, keep: dict[str, Keep]) -> None:
-    if any(compile_pattern(known.pattern).fullmatch(module) for known in (EMBEDDING, HEAD)):
-        return
-    if one.layer is not None and HEAD_LAYER in one.layer.kinds:
-        keep[module] = Keep(module, HEAD.why, divided=True)
-    elif one.layer is not None and EMBEDDING_LAYER in one.layer.kinds:
-        keep[module] = Keep(module, EMBEDDING.why, divided=True)
-    else:
-        parts = template(module).split(".")
-        top = ".".join(parts[: 2 if parts[0] in ("model", "thinker") else 1])
-        keep[f"{top}.**"] = Keep(f"{top}.**", "vision or audio" if is_tower(module) else UNKNOWN)
-
-
-def _renamed(asked: EngineAnswer, told: Mapping[str, EngineModule]) -> set[tuple[str, str]]:
-    """Parents of modules, as the engine's own mapper has them, and what the engine asks by instead."""
-    found = set()
-    for module, one in told.items():
-        if one.layer is None or not one.layer.linear or one.layer.experts:
-            continue
-        mapped = asked.renamed.get(module, module)
-        last = one.layer.prefix.rpartition(".")[2]
-        ours, theirs = (mapped or "").rpartition(".")[0], one.layer.prefix.rpartition(".")[0]
-        if ours != theirs or (not one.fused and (mapped or "").rpartition(".")[2] != last):
-            found.add((template(mapped or module), template(one.layer.prefix)))
-    return found
-
-
 def _merged(layer: EngineLayer, fused: Sequence[str], asked: EngineAnswer) -> str | None:
     """What Joined.listed_as is: None where packed_modules_mapping has the members, as the engine names them."""
     name = layer.prefix.rpartition(".")[2]
@@ -257,25 +86,20 @@ def _merged(layer: EngineLayer, fused: Sequence[str], asked: EngineAnswer) -> st
 Linear = dict[str, tuple[str, EngineModule]]
 
 
-def _parent(name: str) -> str:
+def parent_of(name: str) -> str:
+    """The name without its last part."""
     return name.rpartition(".")[0]
 
 
-def _lasts(one: EngineModule) -> list[str]:
-    return [module.rpartition(".")[2] for module in one.fused]
-
-
-def _call(function: str, *arguments: str, **named: str | None) -> str:
+def call_text(function: str, *arguments: str, **named: str | None) -> str:
+    """A function call as Python source: `routed(".mlp.experts", listed_as="experts")`."""
     more = [f'{key}="{value}"' for key, value in named.items() if value is not None]
     given = [f'"{text}"' for text in arguments]
     return f"{function}({', '.join([*given, *more])})"
 
 
-def _row_parallel(left: Linear, parent: str) -> list[str]:
-    return [name for name, (_, one) in left.items() if _parent(name) == parent and one.layer and one.layer.axis == "in"]
-
-
-def _take(left: Linear, *names: str) -> None:
+def take(left: Linear, *names: str) -> None:
+    """Remove the layers of these names."""
     for name in names:
         left.pop(name, None)
 
@@ -292,21 +116,21 @@ def routed_parts(left: Linear, shapes: Mapping[str, Sequence[int]], hidden: int)
     experts = {name: (module, one) for name, (module, one) in left.items() if one.layer and one.layer.experts}
     paths: dict[str, list[str]] = {}
     for name, (module, _) in experts.items():
-        stacked = len(shapes[_tensor(module, shapes)]) > 2
-        paths.setdefault(_parent(name) if stacked else _parent(_parent(name)), []).append(name)
+        stacked = len(shapes[tensor_of(module, shapes)]) > 2
+        paths.setdefault(parent_of(name) if stacked else parent_of(parent_of(name)), []).append(name)
     for path, names in list(paths.items()):
-        _take(left, *names)
+        take(left, *names)
         module, one = experts[names[0]]
         assert one.layer is not None
         order = list(
             dict.fromkeys(tensor.removesuffix(".weight").rpartition(".")[2] for tensor, _, _ in one.layer.holds)
         )
-        if len(shapes[_tensor(module, shapes)]) > 2:
+        if len(shapes[tensor_of(module, shapes)]) > 2:
             stacks, texts = [], []
             told = {
                 shape[1 if name.rpartition(".")[2] != order[-1] else 2] == hidden
                 for name in names
-                if (shape := shapes[_tensor(experts[name][0], shapes)])[1:].count(hidden) == 1
+                if (shape := shapes[tensor_of(experts[name][0], shapes)])[1:].count(hidden) == 1
             }
             if len(told) != 1:
                 continue
@@ -331,84 +155,10 @@ def routed_parts(left: Linear, shapes: Mapping[str, Sequence[int]], hidden: int)
             down = order[-1]
             gate, up = order[:2]
             usual = (gate, up, down) == ("gate_proj", "up_proj", "down_proj")
-            found[_call("routed", path, *(() if usual else (gate, up, down)))] = routed(path, gate, up, down)
+            found[call_text("routed", path, *(() if usual else (gate, up, down)))] = routed(path, gate, up, down)
         else:
             compress = (f"{path}.*.{{{','.join(order)}}}",)
             found[f'LayerPart({compress!r}, experts=(ExpertLayout("{path}"),))'] = LayerPart(
                 compress, experts=(ExpertLayout(path),)
             )
     return found
-
-
-def _attention(left: Linear) -> dict[str, LayerPart]:
-    found: dict[str, LayerPart] = {}
-    for name in [name for name, (_, one) in left.items() if _lasts(one) == ["q_proj", "k_proj", "v_proj"]]:
-        parent, out = _parent(name), _row_parallel(left, _parent(name))
-        if name not in left or parent != ".self_attn" or len(out) != 1:
-            continue
-        last, merged = out[0].rpartition(".")[2], left[name][1].merged
-        text = _call("attention", *(() if last == "o_proj" else (last,)), listed_as=merged)
-        found["ATTENTION" if text == "attention()" else text] = attention(last, merged)
-        _take(left, *(f"{parent}.{part}_proj" for part in "qkv"), out[0])
-    return found
-
-
-def _gated(left: Linear) -> dict[str, LayerPart]:
-    found: dict[str, LayerPart] = {}
-    for name in list(left):
-        if name not in left:
-            continue
-        one, parent = left[name][1], _parent(name)
-        down, lasts = _row_parallel(left, parent), _lasts(one)
-        if one.layer is None or one.layer.axis != "out":
-            continue
-        if len(lasts) == 2 and len(down) == 1:
-            gate, up, last, merged = *lasts, down[0].rpartition(".")[2], one.merged
-            usual = (gate, up, last) == ("gate_proj", "up_proj", "down_proj")
-            text = _call("gated", parent, *(() if usual else (gate, up, last)), listed_as=merged)
-            found["MLP" if text == 'gated(".mlp")' else text] = gated(parent, gate, up, last, listed_as=merged)
-            _take(left, *(f"{parent}.{name}" for name in (gate, up, last)))
-        elif not lasts and len(down) == 1 and not one.reordered:
-            beside = [other for other in left if _parent(other) == parent]
-            if len(beside) == 2 and one.layer.kinds[0] == "ColumnParallelLinear":
-                both = name.rpartition(".")[2], down[0].rpartition(".")[2]
-                usual = both == ("up_proj", "down_proj")
-                found[_call("plain", parent, *(() if usual else both))] = plain(parent, *both)
-                _take(left, name, down[0])
-    return found
-
-
-def _rest(left: Linear) -> dict[str, LayerPart]:
-    """What is no usual piece: by the module that it lies in."""
-    found: dict[str, LayerPart] = {}
-    for parent in dict.fromkeys(map(_parent, left)):
-        names = {name: one for name, (_, one) in left.items() if _parent(name) == parent}
-        fused: dict[tuple[str, ...], str | None] = {
-            tuple(_lasts(one)): one.merged for one in names.values() if one.fused
-        }
-        axes: dict[tuple[str, str | None], list[str]] = {}
-        for name, one in names.items():
-            axis = one.layer.axis if one.layer else None
-            if axis:
-                heads = None if "mlp" in parent or "feed_forward" in parent else HEADS
-                axes.setdefault((axis, heads), []).append(name.rpartition(".")[2])
-        part = LayerPart(
-            (f"{parent}.{_either([name.rpartition('.')[2] for name in names])}",),
-            tuple(FusedLayers(f"{parent}.{_either(lasts)}", merged) for lasts, merged in fused.items()),
-            tuple(ParallelSplit(f"{parent}.{_either(lasts)}", axis, heads) for (axis, heads), lasts in axes.items()),
-        )
-        sets = ", ".join(
-            f'FusedLayers("{one.pattern}"' + (f', "{one.listed_as}")' if one.listed_as else ")") for one in part.fused
-        )
-        splits = ", ".join(
-            f'ParallelSplit("{one.pattern}", "{one.axis}"' + (", HEADS)" if one.heads else ")") for one in part.splits
-        )
-        text = f'LayerPart(("{part.compress[0]}",)'
-        text += f", fused=({sets},)" if sets else ""
-        text += f", splits=({splits},)" if splits else ""
-        found[text + ")"] = part
-    return found
-
-
-def _either(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else "{" + ",".join(names) + "}"

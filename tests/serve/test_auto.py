@@ -10,6 +10,7 @@ from chosen import EVERYTHING
 from engine_client import HERE, TO_SOURCE, Answers, find_engine
 from engine_layers import UNBUILT
 
+from entry_draft import differences
 from openquant import compress
 from openquant.errors import PlanError
 from openquant.files.checkpoint import Checkpoint, open_checkpoint
@@ -19,7 +20,7 @@ from openquant.plan.plan import Plan, make_plan
 from openquant.registry.architecture import Architecture
 from openquant.vllm_probe.build import build_architectures
 from openquant.vllm_probe.client import EngineAnswer, Question, ask_engine
-from openquant.vllm_probe.modules import architecture_differences, engine_modules
+from openquant.vllm_probe.modules import engine_modules
 from support import small_checkpoints
 
 pytestmark = pytest.mark.serve
@@ -136,7 +137,7 @@ def test_what_stays_is_listed_and_what_is_quantized_is_not(
     asked: Mapping[str, EngineAnswer],
 ) -> None:
     told = engine_modules(asked[name], {info.name: info.shape for info in checkpoints[name].tensors.values()})
-    assert architecture_differences(found[name], told).keys() <= {"no pattern matches"}
+    assert differences(found[name], told).keys() <= {"no pattern matches"}
     quantized = {weight.source.module for weight, _ in planned(checkpoints[name], found[name]).decisions.quantized}
     assert quantized
     assert not [module for module in quantized if (layer := told[module].layer) is None or layer.skipped is not False]

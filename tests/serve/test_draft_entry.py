@@ -15,6 +15,7 @@ from engine_client import HERE, find_engine
 from engine_layers import UNBUILT
 
 from conftest import ROOT
+from entry_draft import differences, draft
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import find_scheme
 from openquant.models import MODELS
@@ -23,7 +24,7 @@ from openquant.registry.architecture import Architecture, FusedLayers, ParallelS
 from openquant.registry.rules import ModuleRules
 from openquant.version import SGLANG
 from openquant.vllm_probe.client import EngineAnswer, EngineFailed, Question, ask_engine
-from openquant.vllm_probe.modules import EngineModule, architecture_differences, draft_architecture, engine_modules
+from openquant.vllm_probe.modules import EngineModule, engine_modules
 from support import small_checkpoints
 
 pytestmark = pytest.mark.serve
@@ -86,10 +87,7 @@ def told(asked: dict[str, EngineAnswer]) -> dict[str, dict[str, EngineModule]]:
 @pytest.mark.parametrize("architecture", HELD)
 def test_an_entry_says_what_the_engine_does(architecture: str, told: dict[str, dict[str, EngineModule]]) -> None:
     assert any(one.layer is not None and one.layer.linear for one in told[architecture].values())
-    assert (
-        architecture_differences(MODELS[architecture], told[architecture]).keys()
-        == EXPLAINED.get(architecture, {}).keys()
-    )
+    assert differences(MODELS[architecture], told[architecture]).keys() == EXPLAINED.get(architecture, {}).keys()
 
 
 def without(entry: Architecture, *fused: str) -> Architecture:
@@ -161,7 +159,7 @@ MUTATIONS = {
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_control_a_wrong_entry_shows(mutation: str, told: dict[str, dict[str, EngineModule]]) -> None:
     architecture, entry, wrong = MUTATIONS[mutation]
-    found = architecture_differences(entry, told[architecture])
+    found = differences(entry, told[architecture])
     assert wrong in found
     assert found[wrong]
 
@@ -179,8 +177,8 @@ def test_a_draft_quantizes_what_the_written_entry_does(
     architecture: str, asked: dict[str, EngineAnswer], told: dict[str, dict[str, EngineModule]]
 ) -> None:
     shapes = small_checkpoints.shapes(architecture)
-    made = draft_architecture(architecture, asked[architecture], shapes, small_checkpoints.HIDDEN)
-    assert architecture_differences(made.entry, told[architecture]) == {}
+    made = draft(architecture, asked[architecture], shapes, small_checkpoints.HIDDEN)
+    assert differences(made.entry, told[architecture]) == {}
     for module, one in told[architecture].items():
         if one.read:
             drafted, written = ModuleRules(made.entry).rule(module), ModuleRules(MODELS[architecture]).rule(module)

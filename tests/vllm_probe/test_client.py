@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from entry_draft import differences, draft
 from openquant.models import MODELS
 from openquant.vllm_probe import client
 from openquant.vllm_probe.client import EngineAnswer, EngineFailed, Question, ask_engine
-from openquant.vllm_probe.modules import architecture_differences, draft_architecture, engine_modules
+from openquant.vllm_probe.modules import engine_modules
 
 SHAPES = {
     "model.embed_tokens.weight": (512, 256),
@@ -57,15 +58,15 @@ def test_an_answer_is_told_by_modules_and_drafted(tmp_path: Path) -> None:
     assert told["model.layers.0.self_attn.k_proj"].fused == tuple(
         f"model.layers.0.self_attn.{part}_proj" for part in "qkv"
     )
-    assert architecture_differences(MODELS["LlamaForCausalLM"], told) == {}
-    made = draft_architecture("LlamaForCausalLM", found, SHAPES, 256)
+    assert differences(MODELS["LlamaForCausalLM"], told) == {}
+    made = draft("LlamaForCausalLM", found, SHAPES, 256)
     assert (made.pieces, made.keep, made.questions) == (("ATTENTION", "MLP"), (), ())
 
 
 def test_a_merged_name_that_the_engine_cannot_derive_is_said(tmp_path: Path) -> None:
     (found,) = answering(tmp_path, json.dumps({**GOOD, "packed": {}}))
     assert isinstance(found, EngineAnswer)
-    made = draft_architecture("StableLmForCausalLM", found, SHAPES, 256)
+    made = draft("StableLmForCausalLM", found, SHAPES, 256)
     assert made.pieces == ('attention(listed_as="qkv_proj")', 'gated(".mlp", listed_as="gate_up_proj")')
 
 
