@@ -20,7 +20,7 @@ from .distributed import Ranks
 from .errors import UsageError
 from .files.cards import card_of, says_folds
 from .files.fingerprint import Fingerprint
-from .files.journal import finished_files, output_errors
+from .files.journal import Provenance, finished_files, output_errors
 from .files.small_files import read_small
 from .formats.names import UNCHANGED, ActivationScheme, CacheScheme, FormatName, GroupSize, ScaleFormat, SchemeName
 from .formats.schemes import SCHEMES, Scheme, find_others, find_scheme
@@ -41,9 +41,12 @@ from .job import (
 )
 from .machine import available_cpus, peak_rss
 from .options import CalibrationTexts, Diagnose, Explain, ModelSource, Push, Recipe, Run, documented
+from .plan import summary
+from .plan.config import has_fp8_cache, ignored_layers
 from .plan.decisions import PlanOptions
 from .plan.explain import Explanation, explain_modules
-from .plan.plan import Plan, make_plain_plan, make_plan
+from .plan.plain import make_plain_plan
+from .plan.plan import Plan, make_plan
 from .plan.serving import serving_to_json
 from .plan.unchanged import make_unchanged_plan
 from .recipes import recipe_of
@@ -308,12 +311,12 @@ def _plan(run: Run, request: Request, options: PlanOptions, ranks: Ranks, again:
             plan = make_unchanged_plan(checkpoint, options, source.identity, entry)
         else:
             plan = make_plan(checkpoint, scheme, options, source.identity, entry)
-        plan = replace(plan, recipe=recipe_of(recipe, texts), unlisted=request.architecture.kept)
+        plan = replace(plan, provenance=Provenance(recipe_of(recipe, texts), request.architecture.kept))
     if again:
         return prepare(run, opened, plan, ranks, refuse=False)
     if texts != CalibrationTexts() and not plan.lacks & {"activations", "Hessians"}:
         raise UsageError("texts are given, and nothing is calibrated", "give --calibrate too, or leave them out")
-    steps = texts_steps(run, texts.length, source, checkpoint, plan, output_of(run, source, plan.suffix))
+    steps = texts_steps(run, texts.length, source, checkpoint, plan, output_of(run, source, summary.suffix(plan)))
     return prepare(run, opened, plan, ranks, steps)
 
 
@@ -397,24 +400,24 @@ def _result(prepared: Prepared, began: float, outcome: Outcome) -> Result:
         model=os.fspath(prepared.run.model),
         revision=source.revision,
         output=str(prepared.target),
-        scheme=plan.scheme_name,
-        schemes=plan.scheme_names,
-        kv_cache="fp8" if plan.cached else "auto",
-        folded=(plan.transforms and plan.transforms.title) or None,
+        scheme=summary.scheme_name(plan),
+        schemes=summary.scheme_names(plan),
+        kv_cache="fp8" if has_fp8_cache(plan) else "auto",
+        folded=(plan.options.transforms and plan.options.transforms.title) or None,
         architecture=plan.model.name,
         dry_run=prepared.run.dry_run,
-        source_bytes=plan.source_bytes,
-        output_bytes=plan.output_bytes,
+        source_bytes=summary.source_bytes(plan),
+        output_bytes=summary.output_bytes(plan),
         download_bytes=source.remote_bytes([*plan.source.shards, *plan.files]),
         repository=published.repository if published else None,
         pushed_to=published.address if published else None,
         pushed_revision=published.revision if published else None,
-        quantized_tensors=plan.quantized_tensors,
-        decoded_tensors=plan.decoded_tensors,
-        ignored_layers=plan.ignored_layers,
-        shards=len(plan.shards),
-        tensor_parallel=plan.parallel_sizes,
-        serving=serving_to_json(*plan.serving) if plan.serving else None,
+        quantized_tensors=summary.quantized_tensors(plan),
+        decoded_tensors=summary.decoded_tensors(plan),
+        ignored_layers=ignored_layers(plan),
+        shards=len(plan.layout.shards),
+        tensor_parallel=summary.parallel_sizes(plan),
+        serving=serving_to_json(*served) if (served := summary.serving(plan)) else None,
         seconds=round(time.monotonic() - began, 3),
         peak_rss_bytes=peak_rss(),
         resumed=outcome.resumed,

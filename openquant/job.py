@@ -26,6 +26,7 @@ from .hub.publish import AT_ONCE, Publisher
 from .hub.source import Source, find_source
 from .machine import available_cpus, find_device
 from .options import Run
+from .plan import summary
 from .plan.gptq import rounded_bytes
 from .plan.plan import Plan
 from .streaming.memory import MemoryStep, memory_left
@@ -168,7 +169,7 @@ def prepare(
         UsageError: the output overlaps with the source, or memory allows no worker, or a step before the conversion.
     """
     source, device = opened.source, opened.device
-    target = output_of(run, source, plan.suffix)
+    target = output_of(run, source, summary.suffix(plan))
     refuse_overlap(source.root, target)
     most = MOST_WORKERS if device == "cpu" else MOST_GPU_WORKERS
     workers = run.workers or min(most, max(1, available_cpus() // ranks.local_size))
@@ -233,8 +234,8 @@ def source_needs(source: Source, plan: Plan, outputs: Sequence[str] | None = Non
     if not source.remote:
         return {}
     if outputs is None:
-        outputs = [shard.name for shard in plan.shards]
-    return {output: sorted(plan.sources(output)) for output in outputs}
+        outputs = [shard.name for shard in plan.layout.shards]
+    return {output: sorted(plan.layout.sources(output)) for output in outputs}
 
 
 def output_directory(
@@ -245,15 +246,15 @@ def output_directory(
     return OutputDirectory(
         prepared.target,
         plan.digest,
-        {shard.name: shard.nbytes for shard in plan.shards},
+        {shard.name: shard.nbytes for shard in plan.layout.shards},
         {**plan.files, **{name: len(data) for name, data in made.items()}},
         run.overwrite,
         elsewhere=publisher.elsewhere if publisher else frozenset,
         at_once=AT_ONCE if run.push and run.push.only else None,
         scratch=(scratch_bytes(source, source_needs(source, plan)) * ranks.size if run.stream else 0) + rounded,
         sources=lambda: {**prepared.stamps, **source.digests(prepared.checkpoint)},
-        recipe=plan.recipe,
-        entry=plan.unlisted,
+        recipe=plan.provenance.recipe,
+        entry=plan.provenance.entry,
     )
 
 
@@ -270,7 +271,7 @@ def require_output(prepared: Prepared, ranks: Ranks, passing: int) -> None:
     """
     plan, target, source = prepared.plan, prepared.target, prepared.source
     # The card and config.json of this plan are not final; they are small.
-    rounded = rounded_bytes(plan.gptq_rounded) if plan.gptq is not None else 0
+    rounded = rounded_bytes(plan.gptq_rounded) if plan.options.gptq is not None else 0
     missing = output_directory(prepared, {}, None, ranks, rounded).missing_bytes()
     if not missing:
         return

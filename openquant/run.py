@@ -25,6 +25,8 @@ from .hub.fetch import ShardSupply
 from .hub.publish import Published, Publisher
 from .hub.source import Source, silent
 from .job import Prepared, in_all_ranks, output_directory, source_needs
+from .plan import summary
+from .plan.config import output_config
 from .plan.layout import Shard
 from .plan.plan import Plan
 from .report.card import evaluated_card, model_card
@@ -131,7 +133,7 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corp
     plan, push = prepared.plan, prepared.run.push
     # Made before anything is converted, so that nothing about them can fail after hours.
     made = _made_files(prepared)
-    shards = {shard.name: shard.nbytes for shard in plan.shards}
+    shards = {shard.name: shard.nbytes for shard in plan.layout.shards}
     publisher = Publisher(push, prepared.target, plan.digest, shards) if push else None
     rounded = missing_bytes(prepared) if corpus is not None else 0
     directory = output_directory(prepared, made, publisher, ranks, rounded)
@@ -188,7 +190,7 @@ def _claim(writing: _Writing, directory: OutputDirectory) -> _Claim:
         if directory.moved:
             publisher.forget()
         publisher.prepare(writing.made[CARD_FILE], prepared.source.downloaded_commit())
-    unfinished = [shard.name for shard in prepared.plan.shards if not directory.is_finished(shard.name)]
+    unfinished = [shard.name for shard in prepared.plan.layout.shards if not directory.is_finished(shard.name)]
     repository = publisher.repo if publisher else ""
     return _Claim(None if directory.complete else unfinished, sorted(directory.moved), repository)
 
@@ -196,13 +198,17 @@ def _claim(writing: _Writing, directory: OutputDirectory) -> _Claim:
 def _outdated_shards(plan: Plan, claim: _Claim) -> list[Shard]:
     """The finished shards whose source looks different now."""
     unfinished, changed = set(claim.unfinished or ()), set(claim.changed)
-    return [shard for shard in plan.shards if shard.name not in unfinished and plan.sources(shard.name) & changed]
+    return [
+        shard
+        for shard in plan.layout.shards
+        if shard.name not in unfinished and plan.layout.sources(shard.name) & changed
+    ]
 
 
 def _tell_start(writing: _Writing, claim: _Claim, outdated: Sequence[Shard]) -> None:
     """Tell how many bytes of the source there are, and how many of these an earlier run has converted."""
     plan, left = writing.prepared.plan, {*(claim.unfinished or ()), *(shard.name for shard in outdated)}
-    sizes = {shard.name: plan.consumed(shard.name) for shard in plan.shards}
+    sizes = {shard.name: plan.layout.consumed(shard.name) for shard in plan.layout.shards}
     writing.reporter.started(sum(sizes.values()), sum(size for shard, size in sizes.items() if shard not in left))
 
 
@@ -224,7 +230,7 @@ def _convert_shards(writing: _Writing, unfinished: list[str]) -> dict[str, NonFi
         The tensors with NaN or infinity among those that stay unquantized: in the first rank those of all.
     """
     ranks, names = writing.ranks, set(unfinished)
-    mine = ranks.share([shard for shard in writing.prepared.plan.shards if shard.name in names])
+    mine = ranks.share([shard for shard in writing.prepared.plan.layout.shards if shard.name in names])
     not_finite = dict(in_all_ranks(ranks, lambda: _convert_share(writing, mine)))
     for data in ranks.gather(json.dumps(not_finite).encode()):
         not_finite.update({name: NonFinite(*counts) for name, counts in json.loads(data).items()})
@@ -264,12 +270,12 @@ def _finish_output(writing: _Writing, unfinished: list[str]) -> tuple[dict[str, 
     _write_others(writing)
     # A run that only pushes has deleted those that are on the Hub.
     if not (push and push.only):
-        _require_all(target, (shard.name for shard in plan.shards))
+        _require_all(target, (shard.name for shard in plan.layout.shards))
         _check_finished(target, plan, directory.resumed)
-    for name in {shard.name for shard in plan.shards}.difference(unfinished):
+    for name in {shard.name for shard in plan.layout.shards}.difference(unfinished):
         # An earlier run has copied tensors into these.
         if directory.folder.is_file(name):
-            not_finite.update(check_copied(target / name, plan.lay_out(name)))
+            not_finite.update(check_copied(target / name, plan.layout.lay_out(name)))
         else:
             unread += 1
     directory.finish()
@@ -287,7 +293,7 @@ def _publish(writing: _Writing, claim: _Claim) -> Published | None:
         require_sound(prepared.target, writing.directory.files.keys())
         evaluation = take_evaluation(publisher)
     writing.reporter.publishing(publisher.repo)
-    title = terminal(f"{prepared.source.name} in {prepared.plan.numbers} ({prepared.plan.title})")
+    title = terminal(f"{prepared.source.name} in {summary.numbers(prepared.plan)} ({summary.title(prepared.plan)})")
     return publisher.finish(sorted([*prepared.plan.files.keys() | writing.made.keys(), *evaluation]), title)
 
 
@@ -349,7 +355,7 @@ def _compare_shards(writing: _Writing, shards: Sequence[Shard], changed: Set[str
     """
     prepared, directory = writing.prepared, writing.directory
     plan, root = prepared.plan, prepared.source.root
-    against = {shard.name: _named(root, sorted(plan.sources(shard.name) & changed)) for shard in shards}
+    against = {shard.name: _named(root, sorted(plan.layout.sources(shard.name) & changed)) for shard in shards}
     with ShardSupply(prepared.source, {}, None) as supply:
         traffic = _Traffic(supply, None, writing.ranks)
         convert(plan, shards, traffic, directory, prepared.workers, prepared.device, progress, against, prepared.fast)
@@ -375,8 +381,8 @@ def _write_others(writing: _Writing) -> None:
     # Not the inode: some network file systems give a file another one every now and then, and a replaced file has
     # another time of change.
     moved = {name for name, (*times, _) in stamps.items() if prepared.stamps[name][:-1] != times}
-    shards = [shard for shard in plan.shards if plan.sources(shard.name) & moved]
-    if moved and plan.gptq is not None:
+    shards = [shard for shard in plan.layout.shards if plan.layout.sources(shard.name) & moved]
+    if moved and plan.options.gptq is not None:
         # What was rounded before stays as it is, and would not show it.
         raise SourceError(f"{source.root / min(moved)} changed while it was being converted", REPLACE)
     gone = [shard.name for shard in shards if not directory.folder.is_file(shard.name)]
@@ -407,14 +413,14 @@ def _card(plan: Plan, source: Source, target: Path) -> bytes:
 
 
 def _index(plan: Plan) -> bytes:
-    placed = {info.name: shard.name for shard in plan.shards for info in plan.outputs(shard.name)}
-    index = {"metadata": {"total_size": plan.output_bytes}, "weight_map": dict(sorted(placed.items()))}
+    placed = {info.name: shard.name for shard in plan.layout.shards for info in plan.layout.outputs(shard.name)}
+    index = {"metadata": {"total_size": summary.output_bytes(plan)}, "weight_map": dict(sorted(placed.items()))}
     return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _config(plan: Plan) -> bytes:
     try:
-        return (json.dumps(plan.config, indent=2, ensure_ascii=False) + "\n").encode()
+        return (json.dumps(output_config(plan), indent=2, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:
         # Half of a surrogate pair, which JSON can only hold escaped.
-        return (json.dumps(plan.config, indent=2) + "\n").encode()
+        return (json.dumps(output_config(plan), indent=2) + "\n").encode()

@@ -26,6 +26,7 @@ from ..job import Prepared, in_all_ranks, require_output
 from ..machine import resident
 from ..options import Calibrate, CalibrationTexts, Recipe, Run
 from ..patterns import collapse
+from ..plan import summary
 from ..plan.decisions import PlanOptions
 from ..plan.plan import Plan
 from ..reporter import Reporter
@@ -166,7 +167,7 @@ def smoothquant_transforms(
         SourceError: a weight cannot be read, or the calibration is not of these layers.
     """
     plan = prepared.plan
-    if plan.decodes:
+    if summary.has_quantized_source(plan):
         raise PlanError(
             f"{prepared.source.name} is quantized already: what its rounding lost no factor brings back",
             "start from the unquantized model, or leave --smooth out",

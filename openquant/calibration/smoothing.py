@@ -20,6 +20,7 @@ from ..files.tensors import TensorInfo
 from ..formats.kernels import BITS_TYPE, from_float32, to_float32
 from ..formats.numbers import Floats
 from ..patterns import compile_any
+from ..plan.config import has_fp8_cache
 from ..plan.plan import Plan
 from ..plan.tensor_parallel import text_config
 from ..registry.architecture import absolute_patterns
@@ -68,9 +69,8 @@ def usable_mappings(plan: Plan) -> SmoothingPlaces:
     shapes = {info.module: info.shape for info in seen.tensors.values() if info.name != info.module and info.shape}
     shapes |= {module: weight.shape for module, weight in plan.layers.items()}
     kept = {item.tensor.module: item for item in decisions.kept}
-    values = compile_any(
-        absolute_patterns(plan.model, [each.pattern for each in plan.model.cached]) if plan.cached else []
-    )
+    cached = [each.pattern for each in plan.model.cached] if has_fp8_cache(plan) else []
+    values = compile_any(absolute_patterns(plan.model, cached))
     used: list[SmoothingMapping] = []
     left: dict[str, list[str]] = {}
 

@@ -12,7 +12,7 @@ from ..files.tensors import TensorInfo
 from ..formats.format import INPUT_SCALE
 from ..formats.kernels import scale_values
 from ..formats.numbers import Floats
-from ..plan.layout import Encode, Layout
+from ..plan.layout import Encode, ShardLayout
 
 # How the last parts of their names begin.
 _SCALES = ("weight_scale", "weight_global_scale", INPUT_SCALE, "input_global_scale")
@@ -20,7 +20,7 @@ _SCALES = ("weight_scale", "weight_global_scale", INPUT_SCALE, "input_global_sca
 PIECE = 1 << 19
 
 
-def verify_shard(path: Path, layout: Layout) -> None:
+def verify_shard(path: Path, layout: ShardLayout) -> None:
     """Reopen a written shard: every planned tensor, its dtype and shape, and finite positive scales.
 
     Raises:

@@ -35,13 +35,14 @@ from ..plan.layout import (
     Decode,
     Encode,
     Job,
-    Layout,
     PutBytes,
     Shard,
+    ShardLayout,
     TransformWeight,
     Unstack,
     WeightPlace,
     stored_as,
+    weight_kinds,
 )
 from ..plan.plan import Plan
 from ..threads import FirstFailure, Helpers, in_threads
@@ -77,10 +78,10 @@ Target = ShardFile | FinishedShard
 
 def worker_memory(plan: Plan, device: str) -> int:
     """Bytes that one worker needs at most, beyond what the process already holds."""
-    multiples = {scheme.format.height for scheme in plan.schemes} or {1}
+    multiples = {scheme.format.height for scheme in plan.decisions.schemes} or {1}
     largest = BUFFER
     beside = 0
-    for weight in plan.weight_kinds:
+    for weight in weight_kinds(plan.decisions):
         piece, held = max(memory_of(weight, multiple) for multiple in multiples)
         largest = max(largest, piece)
         # What is decoded and turned around is held whole.
@@ -94,7 +95,7 @@ def worker_memory(plan: Plan, device: str) -> int:
 
 def worth_compiling(plan: Plan) -> bool:
     """Whether compiled loops save more time than they take to load; numba must be there."""
-    searches = any(scheme.searches_scales for scheme in plan.schemes)
+    searches = any(scheme.searches_scales for scheme in plan.decisions.schemes)
     kept = (kept.weight for kept in plan.decisions.kept if kept.weight is not None)
     weights = sum(weight.shape[0] * weight.shape[1] for weight in (*plan.layers.values(), *kept))
     return weights >= (LARGE // 4 if searches else LARGE) and find_spec("numba") is not None
@@ -149,7 +150,7 @@ def convert(
     return _Conversion(plan, shards, traffic, output, device, progress, against, fast).run(workers)
 
 
-def check_copied(path: Path, layout: Layout) -> dict[str, NonFinite]:
+def check_copied(path: Path, layout: ShardLayout) -> dict[str, NonFinite]:
     """The tensors with NaN or infinity among those of a finished shard that are not quantized.
 
     Args:
@@ -223,14 +224,14 @@ class _Conversion:
             self.traffic.wait_for(shard.name, self.stopped.is_set)
             if self.stopped.is_set():
                 return
-            layout = self.plan.lay_out(shard.name)
+            layout = self.plan.layout.lay_out(shard.name)
             file = self.files[shard.name] = self._target(layout)
             file.open()
             # What one worker is busy with for long comes first, so that others have something to do meanwhile.
             for job in sorted(layout.jobs, key=lambda job: not (isinstance(job, CopyBytes) and job.nbytes >= LONG)):
                 yield file, job
 
-    def _target(self, layout: Layout) -> Target:
+    def _target(self, layout: ShardLayout) -> Target:
         if self.against is None:
             check = partial(verify_shard, layout=layout)
             return ShardFile(layout.name, layout.header, layout.size, self.output, check, self._finished)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ..errors import PlanError, UsageError
 from ..formats.schemes import CHANNEL, MIXED, SCHEMES, Scheme
 from ..patterns import patterns_of, template
+from ..plan import summary
 from ..plan.decisions import PlanOptions
 from ..plan.layout import output_tensors
 from ..plan.plan import Plan, make_plan
@@ -73,7 +74,7 @@ def with_advice(found: Diagnosis, plan: Plan, ignore: Sequence[str]) -> Diagnosi
         plan: what they were found by.
         ignore: patterns of layers that were asked to stay as they are.
     """
-    found = replace(found, bytes_before=plan.output_bytes, bytes_after=plan.output_bytes)
+    found = replace(found, bytes_before=summary.output_bytes(plan), bytes_after=summary.output_bytes(plan))
     remedies = _remedies(plan, {layer.module: layer for layer in found.layers})
     refusal = ""
     for base in _bases(plan, remedies) if remedies else ():
@@ -212,7 +213,7 @@ def _advised(
         found,
         advice=tuple(advice),
         options=tuple(words),
-        bytes_after=better.output_bytes,
+        bytes_after=summary.output_bytes(better),
         notes=tuple(note for note in better.notes if note not in plan.notes),
     )
 

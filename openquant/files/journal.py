@@ -10,10 +10,10 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import OutputError, SourceError
 from .folder import Folder, is_plain
@@ -28,6 +28,18 @@ FORMAT = 1
 # Bytes of a journal: hundreds of thousands of files.
 MAX_JOURNAL = 64 << 20
 ELSEWHERE = "choose another directory with -o"
+
+
+class Provenance(NamedTuple):
+    """How an output was asked for, as its journal has it.
+
+    Attributes:
+        recipe: the options that it was made with; None if nobody asks for them again.
+        entry: the entry that it was planned by; None where that is the registry's.
+    """
+
+    recipe: Mapping[str, Any] | None = None
+    entry: Mapping[str, Any] | None = None
 
 
 @contextmanager

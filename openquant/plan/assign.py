@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import PlanError, UsageError
@@ -16,11 +16,24 @@ from ..formats.schemes import Scheme
 from ..patterns import collapse, compile_pattern
 from ..registry.architecture import Architecture
 from ..registry.rules import ModuleRules, is_head
+from ..weights.statistics import Calibration
 from ..weights.weight import Weight
-from .decisions import Decision, PlanOptions, StoredLayout
+from .decisions import Decision, PassthroughTensor, PlanOptions, StoredLayout
 from .tensor_parallel import fused_parts, why_indivisible, why_not_reordered
 
 _SHARES = "shares its status with "
+
+
+def require_sound(options: PlanOptions) -> None:
+    """Refuse options that are wrong for any model.
+
+    Raises:
+        UsageError: a pattern that is malformed, or a tensor-parallel size below 1.
+    """
+    for pattern in (*options.ignore, *(pattern for pattern, _ in options.scheme_for)):
+        compile_pattern(pattern)
+    if options.tp is not None and options.tp < 1:
+        raise UsageError(f"--tp {options.tp} is no number of ranks", "give --tp 1 or more")
 
 
 def refuse_size(entry: ModuleRules, layers: dict[str, Weight], config: dict[str, Any], size: int) -> None:
@@ -96,6 +109,26 @@ def problem_finder(
     return find
 
 
+def scale_problem_finder(
+    form: Format, calibration: Calibration | None, inputs: Mapping[str, float], found: StoredLayout | None
+) -> Callable[[Weight], str | None]:
+    """A function from a layer to why its activations cannot be static; None if they can.
+
+    Args:
+        form: what layers are stored as.
+        calibration: how large activations are; None for the source's own scales.
+        inputs: the largest magnitude that goes into each layer, by module, where the calibration says it.
+        found: the fates of a written directory, whose layers have scales of their own; None to decide anew.
+    """
+
+    def find(layer: Weight) -> str | None:
+        if found is not None or layer.module in inputs:
+            return None
+        return why_no_input_scale(layer, form) if calibration is None else "the calibration has seen nothing of it"
+
+    return find
+
+
 def why_no_input_scale(layer: Weight, form: Format) -> str | None:
     """Why a layer's activations cannot be static, as those of the source; None if they can.
 
@@ -127,17 +160,20 @@ class RequestedSchemes(NamedTuple):
     copies: bool
 
 
-def requested_schemes(options: PlanOptions, layers: dict[str, Weight], known: Iterable[str]) -> RequestedSchemes:
+def requested_schemes(
+    options: PlanOptions, layers: dict[str, Weight], kept: Iterable[PassthroughTensor]
+) -> RequestedSchemes:
     """What the user's options ask for.
 
     Args:
         options: as given.
         layers: what can be quantized, by module.
-        known: other modules, which --ignore may name to no effect.
+        kept: the other tensors, whose modules --ignore may name to no effect.
 
     Raises:
         UsageError: a pattern that matches nothing.
     """
+    known = [keep.tensor.module for keep in kept] if options.ignore else []
     ignored = _matches({f"--ignore {text}": text for text in options.ignore}, layers, known)
     wanted = [(f"--scheme-for {text}={other.name}", text, other) for text, other in options.scheme_for]
     mixed = _matches({option: text for option, text, _ in wanted}, layers, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..formats.schemes import Scheme
@@ -71,6 +73,18 @@ def _unread_cache(sglang: SGLangLimits, decisions: Decisions) -> Refusal | None:
 
 def _named(patterns: tuple[str, ...]) -> str:
     return ", ".join(f"**{pattern}" for pattern in patterns)
+
+
+def refuse_schemes(model: Architecture, schemes: Iterable[Scheme]) -> None:
+    """Stop where engines do not load an architecture in one of the schemes that are asked for.
+
+    Raises:
+        PlanError: it says why, and what is loaded instead.
+    """
+    for scheme in dict.fromkeys(schemes):
+        refusal = model.refusal(scheme.name, scheme.method)
+        if refusal is not None:
+            raise PlanError(f"{model.name} cannot be served with {scheme.title}: {refusal.why}", refusal.hint)
 
 
 def refuse_experts(entry: ModuleRules, decisions: Decisions) -> None:

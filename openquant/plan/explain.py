@@ -19,6 +19,7 @@ from ..patterns import compile_pattern, template
 from ..registry.architecture import DRAFT, ParallelSplit, absolute_patterns
 from ..registry.rules import ModuleRules
 from ..weights.weight import Weight
+from .config import ignored_layers
 from .decisions import FEW_AXES, Decision, PassthroughTensor, StackedTensor
 from .layout import output_tensors
 from .plan import Plan
@@ -263,7 +264,7 @@ def _listed(plan: Plan, names: set[str]) -> str | None:
     if plan.scheme is None:
         return None
     by_experts = plan.scheme.method == "fp8"
-    return Ignored(plan.scheme.ignored_keys[0], plan.ignored_layers, by_experts).find(sorted(names))
+    return Ignored(plan.scheme.ignored_keys[0], ignored_layers(plan), by_experts).find(sorted(names))
 
 
 def _offer(plan: Plan, asked: str) -> str:

@@ -5,11 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..errors import PlanError
 from ..files.tensors import TensorInfo
 from ..formats.schemes import Scheme
+from ..registry.architecture import Architecture
 from ..registry.rules import ModuleRules, is_head
 from ..weights.weight import Weight
 from .decisions import Decisions
+
+
+def refuse_repeats(model: Architecture) -> None:
+    """Stop where GPTQ is asked for, and a model runs its layers several times.
+
+    Raises:
+        PlanError: it does.
+    """
+    if model.repeats:
+        raise PlanError(
+            f"{model.name} runs its layers several times, and GPTQ rounds a layer once texts are through it",
+            "leave --gptq out",
+        )
 
 
 def gptq_weights(decisions: Decisions) -> list[tuple[Weight, Scheme]]:

@@ -1,12 +1,29 @@
-"""Names that a `quantization_config` lists, as engines look them up: what is ignored, what has a scheme of its own."""
+"""The `quantization_config` of an output, and the names that it lists as engines look them up: what is ignored, what
+has a scheme of its own.
+"""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
+from ..formats.kv_cache import with_fp8_cache
 from ..formats.schemes import Scheme
 from ..registry.rules import ModuleRules, is_head
 from .decisions import Decisions
+
+
+def quantization_config(entry: ModuleRules, decisions: Decisions, cached: bool) -> dict[str, Any]:
+    """What config.json says of a plan that has a scheme.
+
+    Args:
+        entry: the registry's.
+        decisions: what becomes of each tensor.
+        cached: whether keys and values are cached in FP8.
+    """
+    assert decisions.scheme is not None
+    settings = decisions.scheme.config(ignored_names(entry, decisions), targets(entry, decisions))
+    return with_fp8_cache(settings) if cached else settings
 
 
 def ignored_names(entry: ModuleRules, decisions: Decisions) -> list[str]:

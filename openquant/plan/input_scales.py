@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ..errors import PlanError, SourceError
+from ..formats.schemes import Scheme
 from ..registry.rules import ModuleRules
 from ..weights.statistics import Calibration, placeholder_calibration
 from ..weights.weight import Weight
@@ -90,6 +91,21 @@ def largest_inputs(
         if seen is not None:
             together[keys[module]] = max(seen.largest, together.get(keys[module], 0.0))
     return {module: together[key] for module, key in keys.items() if key in together}
+
+
+def known_inputs(
+    schemes: Iterable[Scheme],
+    calibration: Calibration | None,
+    entry: ModuleRules,
+    layers: Mapping[str, Weight],
+    sets: Mapping[str, tuple[str, ...]],
+) -> dict[str, float]:
+    """The largest magnitude that goes into each layer, as largest_inputs has it; nothing if no scheme stores scales of
+    activations, or there is no calibration.
+    """
+    if calibration is None or not any(scheme.format.input_scale for scheme in schemes):
+        return {}
+    return largest_inputs(calibration, entry, layers, sets)
 
 
 def unrouted_note(

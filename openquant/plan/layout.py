@@ -1,14 +1,18 @@
-"""Lay out an output shard: its header, the offset of every tensor, and the jobs that fill it.
+"""Where every output tensor goes: the shards, their headers and offsets, and the jobs that fill them.
+
+plan.layout.shards                                       # names and sizes
+plan.layout.lay_out("model-00001-of-00005.safetensors").jobs
 
 Output shards correspond to the source's one to one and keep their names, so a finished one never depends on
-another one's output.
+another one's output. A shard is laid out when its turn comes: its offsets and jobs are many.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from ..files.tensors import DTYPE_BITS, Location, TensorInfo, make_header
@@ -37,7 +41,7 @@ class CopyBytes:
 class CopyRounded:
     """A tensor of a weight that was rounded before: `nbytes` from `offset` of a file on, to `target`.
 
-    `source_bytes_of` bytes of the source have become it.
+    `consumed` bytes of the source have become it.
     """
 
     label: str
@@ -147,7 +151,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """What an output shard is made of.
 
     Attributes:
@@ -189,43 +193,6 @@ def stored_as(weight: Weight, scheme: Scheme) -> Format:
     return form
 
 
-def shards(decisions: Decisions) -> tuple[Shard, ...]:
-    """The output's shards; a source shard that holds nothing but scales has none."""
-    # Weights of one size are many.
-    sizes: dict[tuple[str, tuple[int, int], Format | None], int] = {}
-
-    def size(weight: Weight) -> int:
-        decision = decisions.others.get(weight.module)
-        scheme = decisions.scheme if decision is None else decision.scheme
-        key = weight.source.dtype, weight.shape, None if scheme is None else stored_as(weight, scheme)
-        if key not in sizes:
-            sizes[key] = sum(info.nbytes for info in output_tensors(weight, scheme))
-        return sizes[key]
-
-    found = {name: 0 for name, items in decisions.items.items() if items}
-    for name in found:
-        for item in decisions.items[name]:
-            if isinstance(item, Weight):
-                found[name] += size(item)
-            elif isinstance(item, StackedTensor):
-                found[name] += sum(map(size, item.layers))
-            else:
-                found[name] += item.tensor.nbytes
-    return tuple(Shard(name, nbytes) for name, nbytes in found.items())
-
-
-def outputs(items: Iterable[Item], decisions: Decisions) -> list[TensorInfo]:
-    """The tensors that are made from those of a shard, in file order."""
-    found: list[TensorInfo] = []
-    for item in items:
-        if isinstance(item, PassthroughTensor):
-            found.append(item.tensor)
-        for weight in weights_of_tensor(item):
-            found += output_tensors(weight, decisions.of(weight.module).scheme)
-    # Wide dtypes first, as the safetensors library writes them: every tensor is aligned to its element.
-    return sorted(found, key=lambda info: -DTYPE_BITS[info.dtype])
-
-
 def source_bytes(kept: PassthroughTensor) -> int:
     """Bytes that the source has for a tensor which is not quantized."""
     if kept.made is not None:
@@ -233,53 +200,118 @@ def source_bytes(kept: PassthroughTensor) -> int:
     return kept.weight.stored if kept.weight else kept.tensor.nbytes
 
 
-def source_bytes_of(items: Iterable[Item], decisions: Decisions) -> int:
-    """Bytes of the source that tensors take with their scales, whichever shards these lie in."""
-    total = 0
-    for item in items:
-        if isinstance(item, PassthroughTensor):
-            total += source_bytes(item)
-        for weight in weights_of_tensor(item):
-            scale = _input_scale(weight, decisions)
-            total += weight.stored + (scale.nbytes if scale else 0)
-    return total
+@dataclass(frozen=True)
+class Layout:
+    """The output's shards, and where the tensors lie in each.
 
-
-def sources(shard: str, decisions: Decisions, where: dict[str, Location]) -> set[str]:
-    """The source shards that an output shard is made from: that of its name, those with scales and shapes, and those
-    with members of its joined sets.
+    Attributes:
+        decisions: what becomes of each tensor.
+        where: the shard and offset of each tensor of the source, by name.
     """
-    found = {shard}
-    for item in decisions.items[shard]:
-        if isinstance(item, PassthroughTensor) and item.weight:
-            found |= {where[part.name].shard for part in item.weight.parts}
-        elif isinstance(item, PassthroughTensor) and isinstance(item.made, TensorInfo):
-            found.add(where[item.made.name].shard)
-        for weight in weights_of_tensor(item):
-            scale, scheme = _input_scale(weight, decisions), decisions.of(weight.module).scheme
-            if scale is not None:
-                found.add(where[scale.name].shard)
-            shared = decisions.sets.get(weight.module, ()) if scheme is not None and scheme.format.tied else ()
-            for member in (weight, *(decisions.layers[module] for module in shared)):
-                found |= {where[part.name].shard for part in member.parts or (member.source,)}
-    return found
 
+    decisions: Decisions
+    where: Mapping[str, Location]
 
-def lay_out(shard: str, decisions: Decisions, where: dict[str, Location]) -> Layout:
-    """The header, offsets and jobs of an output shard."""
-    tensors = outputs(decisions.items[shard], decisions)
-    header, start = make_header(tensors)
-    places: dict[str, int] = {}
-    for info in tensors:
-        places[info.name] = start
-        start += info.nbytes
-    done: set[str] = set()
-    jobs = [job for item in decisions.items[shard] for job in _jobs(item, decisions, where, places, done)]
-    return Layout(shard, header, start, tuple(jobs), tuple(tensors))
+    @cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        """The output's shards; a source shard that holds nothing but scales has none."""
+        decisions = self.decisions
+        # Weights of one size are many.
+        sizes: dict[tuple[str, tuple[int, int], Format | None], int] = {}
+
+        def size(weight: Weight) -> int:
+            decision = decisions.others.get(weight.module)
+            scheme = decisions.scheme if decision is None else decision.scheme
+            key = weight.source.dtype, weight.shape, None if scheme is None else stored_as(weight, scheme)
+            if key not in sizes:
+                sizes[key] = sum(info.nbytes for info in output_tensors(weight, scheme))
+            return sizes[key]
+
+        found = {name: 0 for name, items in decisions.items.items() if items}
+        for name in found:
+            for item in decisions.items[name]:
+                if isinstance(item, Weight):
+                    found[name] += size(item)
+                elif isinstance(item, StackedTensor):
+                    found[name] += sum(map(size, item.layers))
+                else:
+                    found[name] += item.tensor.nbytes
+        return tuple(Shard(name, nbytes) for name, nbytes in found.items())
+
+    def sources(self, shard: str) -> set[str]:
+        """The source shards that an output shard is made from: that of its name, those with scales and shapes, and
+        those with members of its joined sets.
+
+        Args:
+            shard: the output shard's file name.
+        """
+        decisions, where = self.decisions, self.where
+        found = {shard}
+        for item in decisions.items[shard]:
+            if isinstance(item, PassthroughTensor) and item.weight:
+                found |= {where[part.name].shard for part in item.weight.parts}
+            elif isinstance(item, PassthroughTensor) and isinstance(item.made, TensorInfo):
+                found.add(where[item.made.name].shard)
+            for weight in weights_of_tensor(item):
+                scale, scheme = _input_scale(weight, decisions), decisions.of(weight.module).scheme
+                if scale is not None:
+                    found.add(where[scale.name].shard)
+                shared = decisions.sets.get(weight.module, ()) if scheme is not None and scheme.format.tied else ()
+                for member in (weight, *(decisions.layers[module] for module in shared)):
+                    found |= {where[part.name].shard for part in member.parts or (member.source,)}
+        return found
+
+    def consumed(self, shard: str) -> int:
+        """Bytes of the source that an output shard is made from with scales, whichever shards they lie in.
+
+        Args:
+            shard: the output shard's file name.
+        """
+        total = 0
+        for item in self.decisions.items[shard]:
+            if isinstance(item, PassthroughTensor):
+                total += source_bytes(item)
+            for weight in weights_of_tensor(item):
+                scale = _input_scale(weight, self.decisions)
+                total += weight.stored + (scale.nbytes if scale else 0)
+        return total
+
+    def outputs(self, shard: str) -> list[TensorInfo]:
+        """The tensors of an output shard, in file order.
+
+        Args:
+            shard: its file name.
+        """
+        found: list[TensorInfo] = []
+        for item in self.decisions.items[shard]:
+            if isinstance(item, PassthroughTensor):
+                found.append(item.tensor)
+            for weight in weights_of_tensor(item):
+                found += output_tensors(weight, self.decisions.of(weight.module).scheme)
+        # Wide dtypes first, as the safetensors library writes them: every tensor is aligned to its element.
+        return sorted(found, key=lambda info: -DTYPE_BITS[info.dtype])
+
+    def lay_out(self, shard: str) -> ShardLayout:
+        """The header, offsets and jobs of an output shard.
+
+        Args:
+            shard: its file name.
+        """
+        tensors = self.outputs(shard)
+        header, start = make_header(tensors)
+        places: dict[str, int] = {}
+        for info in tensors:
+            places[info.name] = start
+            start += info.nbytes
+        done: set[str] = set()
+        jobs = [
+            job for item in self.decisions.items[shard] for job in _jobs(item, self.decisions, self.where, places, done)
+        ]
+        return ShardLayout(shard, header, start, tuple(jobs), tuple(tensors))
 
 
 def _jobs(
-    item: Item, decisions: Decisions, where: dict[str, Location], places: dict[str, int], done: set[str]
+    item: Item, decisions: Decisions, where: Mapping[str, Location], places: dict[str, int], done: set[str]
 ) -> Iterator[Job]:
     """The jobs for a tensor; `done` has the modules whose joined set an earlier job wrote, and gets those of this."""
     if isinstance(item, PassthroughTensor):

@@ -12,14 +12,13 @@ from ..formats.names import UNCHANGED
 from ..patterns import template
 from ..registry.architecture import Architecture
 from ..registry.rules import ModuleRules
-from ..version import SGLANG
 from ..weights.find import decoded_view
 from .architecture import find_architecture
 from .assign import refuse_size
 from .decisions import Decisions, Item, PassthroughTensor, PlanOptions, StackedTensor
-from .engines import unread_by_sglang
 from .input_scales import expect_calibration, require_widths
 from .kv_cache import add_scales, cache_layers, serving_notes
+from .notes import engine_notes, entry_notes
 from .plan import Plan
 from .sort import sort_tensors
 from .tensor_parallel import parallel_sizes, text_config
@@ -58,19 +57,13 @@ def make_unchanged_plan(
         require_widths(options.calibration, layers.values())
     items: dict[str, list[Item]] = {shard: [_kept(item) for item in held] for shard, held in sorted_.items()}
     cached = cache_layers((info.module for info in seen.tensors.values()), entry, config)
-    notes = add_scales(items, seen, cached, options.calibration)
+    scales = add_scales(items, seen, cached, options.calibration)
     if options.tp is not None:
         refuse_size(entry, layers, config, options.tp)
     decisions = Decisions(None, items, {}, {}, {})
-    notes += serving_notes(model, decisions)
-    unread = unread_by_sglang(entry, decisions)
-    if unread is not None:
-        notes.append(f"{SGLANG} does not load this output: {unread.why}; {unread.hint}")
-    if model.decided is not None:
-        notes.insert(0, model.decided)
+    notes = (*entry_notes(model), *scales, *serving_notes(model, decisions), *engine_notes(entry, decisions))
     parallel = parallel_sizes(seen, entry, ((layer, (1, 1)) for layer in layers.values()), options.tp)
-    config = with_fp8_cache(DENSE)
-    return Plan(checkpoint, seen, entry, decisions, config, parallel, tuple(notes), identity, lacks=options.lacks)
+    return Plan(checkpoint, seen, entry, options, decisions, with_fp8_cache(DENSE), parallel, notes, identity)
 
 
 def _kept(item: Item) -> PassthroughTensor:

@@ -14,6 +14,9 @@ import yaml
 from ..files.cards import COMMANDS, QUANTIZED, ROUNDED_BY_GPTQ, SECTION, serve_argument, shell_word, split_card
 from ..formats.kv_cache import FLAG
 from ..patterns import collapse
+from ..plan import summary
+from ..plan.config import has_fp8_cache, required_package
+from ..plan.engines import unread_by_sglang
 from ..plan.gptq import tokens_of
 from ..plan.plan import Plan
 from ..recipes import recipe_command
@@ -52,14 +55,16 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
     # An entry without a value is no tag.
     known = [tag for tag in ([tags] if isinstance(tags, str) else tags) if tag and isinstance(tag, str)]
     # Compressed-tensors directories are searched for by that tag.
-    package = [plan.package] if plan.package else []
+    package = required_package(plan)
     # What was true of a quantized source.
     known = [
         tag for tag in known if not re.match(r"fp8|mxfp|int[48]|w[48]a|quantized|compressed-tensors|[48]-bit", tag)
     ]
-    schemes = [scheme.tag for scheme in plan.schemes]
-    numbers = [scheme.format.number.title.lower() for scheme in plan.schemes]
-    added = [*numbers, "vllm", "quantized", *package, *schemes] if plan.quantization_config else []
+    schemes = [scheme.tag for scheme in plan.decisions.schemes]
+    numbers = [scheme.format.number.title.lower() for scheme in plan.decisions.schemes]
+    added = (
+        [*numbers, "vllm", "quantized", *([package] if package else []), *schemes] if plan.quantization_config else []
+    )
     ours["tags"] = list(dict.fromkeys([*known, *added]))
     plain = all(text.isprintable() for text in (repo or "", ours["pipeline_tag"], *ours["tags"]))
     front = kept + yaml.safe_dump(ours, sort_keys=False, allow_unicode=plain)
@@ -172,35 +177,40 @@ def unquantized_lines(plan: Plan) -> list[str]:
 
 def engines_that_read(plan: Plan) -> str:
     """Which programs read this output right."""
-    engines = f"This output is for {' and '.join(plan.engines)}"
-    unread = plan.unread_by_sglang
+    engines = f"This output is for {' and '.join(summary.engines(plan))}"
+    unread = unread_by_sglang(plan.entry, plan.decisions)
     if unread is not None:
         engines += f" ({SGLANG} does not load it: {unread.why})"
-    of_experts = (found.transformers_experts for found in plan.expert_schemes.values())
-    of_layers = (found.transformers for found in plan.schemes)
-    problem = next(filter(None, (*of_layers, *of_experts)), None)
-    split = plan.expert_schemes and not all(experts.transformers for experts in plan.model.experts)
+    of_experts = [scheme for weight, scheme in plan.decisions.kinds if plan.entry.experts(weight.module)]
+    problems = [scheme.transformers for scheme in plan.decisions.schemes]
+    problems += [scheme.transformers_experts for scheme in of_experts]
+    problem = next(filter(None, problems), None)
+    split = of_experts and not all(experts.transformers for experts in plan.model.experts)
     if problem is None and plan.scheme and (split or not plan.model.transformers_reads_blocks):
         problem = "does not find all of its weights under these names"
     if problem is not None:
         return f"{engines}. Do not load it with transformers, which {problem}."
-    return f"{engines}; transformers loads it too{f', with {plan.package} installed' if plan.package else ''}."
+    package = required_package(plan)
+    return f"{engines}; transformers loads it too{f', with {package} installed' if package else ''}."
 
 
 def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list[str]:
     """What starts each engine on an output directory, or on a revision of a repository (main if None)."""
-    flags = {"vLLM": f" {FLAG}"} if plan.cached and plan.quantization_config["quant_method"] == "fp8" else {}
-    return [f"{COMMANDS[engine]} {serve_argument(output, revision)}{flags.get(engine, '')}" for engine in plan.engines]
+    flags = {"vLLM": f" {FLAG}"} if has_fp8_cache(plan) and plan.quantization_config["quant_method"] == "fp8" else {}
+    return [
+        f"{COMMANDS[engine]} {serve_argument(output, revision)}{flags.get(engine, '')}"
+        for engine in summary.engines(plan)
+    ]
 
 
 def kv_cache_text(plan: Plan) -> str:
     """The scales of an FP8 cache: "one scale for keys and one for values in each of 28 layers"."""
-    return f"one scale for keys and one for values in each of {plan.cache_layers} layers"
+    return f"one scale for keys and one for values in each of {summary.cache_layers(plan)} layers"
 
 
 def _section(plan: Plan, name: str, repo: str | None, revision: str | None, directory: str) -> str:
     commands = serve_commands(plan, directory)
-    settings = plan.quantization_config
+    settings, transforms, recipe = plan.quantization_config, plan.options.transforms, plan.provenance.recipe
     activations = plan.scheme.activations if plan.scheme else ""
     serialized = f"{activations} (`quant_method: {settings['quant_method']}`)" if settings else ""
     left = ["Not quantized: norms and biases, and", "", *[f"- {line}" for line in unquantized_lines(plan)], ""]
@@ -209,26 +219,22 @@ def _section(plan: Plan, name: str, repo: str | None, revision: str | None, dire
     name = re.sub(r"[<\[]", lambda found: f"&#{ord(found[0])};", " ".join(name.split()).replace("|", "\\|"))
     origin = f"[{repo}](https://huggingface.co/{repo})" if repo and _REPOSITORY.fullmatch(repo) else name
     # Where codes pass through, or were made of decoded ones, the unquantized model does not make the same.
-    origin += QUANTIZED if settings and plan.decodes else ""
+    origin += QUANTIZED if settings and summary.has_quantized_source(plan) else ""
     lines = [
-        f"# {name}: {plan.numbers} weights",
+        f"# {name}: {summary.numbers(plan)} weights",
         "",
         "| | |",
         "|---|---|",
         f"| source | {origin} |",
         *([f"| revision | `{revision}` |"] if revision else []),
-        f"| format | {plan.description}{serialized} |",
-        *([f"| rounded by | {ROUNDED_BY_GPTQ}, {tokens_of(plan.gptq)} |"] if plan.gptq else []),
-        *([f"| KV cache | FP8, {kv_cache_text(plan)} |"] if plan.cached else []),
-        *([f"| folded | {plan.transforms.title} |"] if plan.transforms and plan.transforms.title else []),
-        *(
-            [f"| scales | {WEIGHED.format(plan.transforms.weighed)} |"]
-            if plan.transforms and plan.transforms.weighed
-            else []
-        ),
-        f"| size | {gigabytes(plan.source_bytes)} -> {gigabytes(plan.output_bytes)} |",
+        f"| format | {summary.description(plan)}{serialized} |",
+        *([f"| rounded by | {ROUNDED_BY_GPTQ}, {tokens_of(plan.options.gptq)} |"] if plan.options.gptq else []),
+        *([f"| KV cache | FP8, {kv_cache_text(plan)} |"] if has_fp8_cache(plan) else []),
+        *([f"| folded | {transforms.title} |"] if transforms and transforms.title else []),
+        *([f"| scales | {WEIGHED.format(transforms.weighed)} |"] if transforms and transforms.weighed else []),
+        f"| size | {gigabytes(summary.source_bytes(plan))} -> {gigabytes(summary.output_bytes(plan))} |",
         f"| made with | openquant {__version__} |",
-        *([f"| recipe | {markdown(recipe_command(plan.recipe['options']))} |"] if plan.recipe else []),
+        *([f"| recipe | {markdown(recipe_command(recipe['options']))} |"] if recipe else []),
         "",
         *left,
         engines_that_read(plan),

@@ -11,6 +11,7 @@ from ..errors import OpenQuantError, SourceError
 from ..files.checkpoint import Checkpoint, open_checkpoint
 from ..files.destination import Destination
 from ..files.evaluation import evaluation_digest, find_evaluation
+from ..plan import summary
 from ..plan.as_stored import stored_serving
 from ..plan.plan import Plan
 from ..plan.serving import serving_to_json
@@ -36,7 +37,7 @@ def planned_page(plan: Plan, result: Result) -> ReportPage:
     ]
     return ReportPage(
         Path(result.output).name,
-        f"{plan.model.name}, {plan.description}, made of {result.model}",
+        f"{plan.model.name}, {summary.description(plan)}, made of {result.model}",
         _evaluations(None if result.dry_run else Path(result.output)),
         lines=lines,
         notes=plan.notes,

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from ..hub.fetch import Download
 from ..patterns import collapse
+from ..plan import summary
+from ..plan.config import ignored_layers
 from ..plan.gptq import rounded_bytes
 from ..plan.kv_cache import CACHED
 from ..plan.plan import Plan
@@ -40,7 +42,7 @@ def plan_text(plan: Plan, model: str, output: Path, download: Download, notes: S
         size = gigabytes(sum(line.bytes_before for line in small))
         rows.append(("keep", f"{count} tensors of fewer than two axes", "", size, size, "norm, bias or the like"))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    lines = [f"{model} -> {output}", f"{plan.model.name}, {plan.description}", ""]
+    lines = [f"{model} -> {output}", f"{plan.model.name}, {summary.description(plan)}", ""]
     for kind, layers, shape, before, after, why in rows:
         cells = (
             kind.ljust(widths[0]),
@@ -68,11 +70,12 @@ def _row(line: PlanLine) -> tuple[str, str, str, str, str, str]:
 
 def _facts(plan: Plan, download: Download, notes: Sequence[str]) -> list[str]:
     unchanged = plan.scheme is None and plan.quantization_config
-    layers = "" if unchanged else f" ({plan.quantized_tensors or plan.decoded_tensors} layers)"
+    layers = "" if unchanged else f" ({summary.quantized_tensors(plan) or summary.decoded_tensors(plan)} layers)"
+    before, after = summary.source_bytes(plan), summary.output_bytes(plan)
     lines = [
-        f"weights:  {gigabytes(plan.source_bytes)} -> {gigabytes(plan.output_bytes)}, {_share(plan)}{layers}",
-        f"disk:     {gigabytes(plan.output_bytes + sum(plan.files.values()))} in "
-        f"{_count(len(plan.shards), 'shard')} and {_count(len(plan.files), 'other file')}"
+        f"weights:  {gigabytes(before)} -> {gigabytes(after)}, {_share(plan)}{layers}",
+        f"disk:     {gigabytes(after + sum(plan.files.values()))} in "
+        f"{_count(len(plan.layout.shards), 'shard')} and {_count(len(plan.files), 'other file')}"
         + (
             f", and {gigabytes(rounded_bytes(plan.gptq_rounded))} meanwhile for rounded layers"
             if plan.gptq_rounded
@@ -86,13 +89,14 @@ def _facts(plan: Plan, download: Download, notes: Sequence[str]) -> list[str]:
         streamed = f", or with --stream {gigabytes(download.streamed)} at a time" if download.streamed else ""
         lines.append(f"download: {gigabytes(download.nbytes)}{others} to the Hub's cache{streamed}")
     if plan.quantization_config:
-        sizes = ", ".join(map(str, plan.parallel_sizes)) or "none"
+        sizes = ", ".join(map(str, summary.parallel_sizes(plan))) or "none"
         lines.append(f"tensor parallel sizes that can serve it: {sizes}")
     lines += [f"  not {entry.size}: {entry.problem}" for entry in plan.parallel if entry.problem]
-    if plan.serving:
-        lines += serving_lines(*plan.serving)
-    if plan.left_out:
-        lines.append(f"left out: {', '.join(plan.left_out)}")
+    serving = summary.serving(plan)
+    if serving:
+        lines += serving_lines(*serving)
+    if plan.seen.left_out:
+        lines.append(f"left out: {', '.join(plan.seen.left_out)}")
     lines += [f"note: {note}" for note in (*plan.notes, *notes)]
     return lines
 
@@ -127,13 +131,13 @@ def short(count: int) -> str:
 def _share(plan: Plan) -> str:
     """How much of the source a run quantizes: "84.2 % of the bytes quantized"."""
     if plan.scheme is None:
-        return f"all {plan.title}" if plan.quantization_config else "all weights in bfloat16"
-    return f"{100 * plan.source_weight_bytes_quantized / plan.source_bytes:.1f} % of the bytes quantized"
+        return f"all {summary.title(plan)}" if plan.quantization_config else "all weights in bfloat16"
+    return f"{100 * summary.quantized_bytes(plan) / summary.source_bytes(plan):.1f} % of the bytes quantized"
 
 
 def details_text(plan: Plan) -> str:
     """For -v: every layer that stays unquantized, and every other file."""
-    lines = [f"not quantized: {name}" for name in plan.ignored_layers]
+    lines = [f"not quantized: {name}" for name in ignored_layers(plan)]
     return join_lines(lines + [f"copied: {name}" for name in plan.files])
 
 

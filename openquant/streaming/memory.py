@@ -159,7 +159,7 @@ def gptq_steps(checkpoint: Checkpoint, plan: Plan, length: int) -> list[MemorySt
         rows, cols = weight.shape
         square = 4 * cols**2
         # The matrix once more in order and in float64; and divided, where inputs of layers are.
-        feedback = square * (3 if plan.transforms is None else 4)
+        feedback = square * (3 if plan.options.transforms is None else 4)
         widest = max(widest, feedback, square + ROUNDED * min(rows * cols, max(AT_ONCE, cols)))
     return [MemoryStep("rounding layers by GPTQ", found + widest, "leave --gptq out")]
 

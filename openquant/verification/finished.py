@@ -10,6 +10,7 @@ from ..files.checkpoint import Checkpoint, open_checkpoint, readable
 from ..files.names import INDEX_FILE
 from ..formats.quantization import quantization_places, read_quantization
 from ..models import GENERIC, MODELS
+from ..plan.config import output_config
 from ..plan.plan import Plan
 from .configs import config_differences
 from .headers import Headers
@@ -25,14 +26,14 @@ def check_finished(root: Path, plan: Plan) -> None:
     """
     checkpoint = open_checkpoint(root)
     problems, planned = [], 0
-    for shard in plan.shards:
-        for info in plan.outputs(shard.name):
+    for shard in plan.layout.shards:
+        for info in plan.layout.outputs(shard.name):
             planned += 1
             if checkpoint.tensors.get(info.name) != info or checkpoint.where[info.name].shard != shard.name:
                 problems.append(f"{info.name} is not what was planned")
     if len(checkpoint.tensors) != planned:
         problems.append(f"it holds {len(checkpoint.tensors)} tensors, {planned} were planned")
-    for difference in config_differences(checkpoint.config, plan.config):
+    for difference in config_differences(checkpoint.config, output_config(plan)):
         problems.append(f"config.json: {difference.text('the plan has')}")
     if plan.quantization_config and not problems:
         # What goes by names and shapes alone knows nothing of engines.

@@ -32,6 +32,7 @@ from ..machine import available_cpus
 from ..models import MODELS
 from ..options import Check, documented
 from ..patterns import collapse, template
+from ..plan.config import ignored_layers
 from ..plan.decisions import PlanOptions, StoredLayout
 from ..plan.gptq import gptq_weights
 from ..plan.plan import Plan, make_plan
@@ -373,16 +374,16 @@ class _Verification:
             return
         key = self.headers.quantization.ignored.key
         listed = set(self.headers.quantization.ignored.entries)
-        for name in self.plan.ignored_layers:
+        for name in ignored_layers(self.plan):
             if name not in listed and name not in self.headers.unlisted:
                 self.problems.append(f"config.json: {key} does not list {name}")
         # Engines may take a name for the beginning, or a part, of others.
-        more = sorted(listed.difference(self.plan.ignored_layers))
+        more = sorted(listed.difference(ignored_layers(self.plan)))
         self.problems += [f"config.json: {key} lists {name}, the plan does not" for name in more]
         if self.problems:
             return
-        for shard in self.plan.shards:
-            for planned in self.plan.outputs(shard.name):
+        for shard in self.plan.layout.shards:
+            for planned in self.plan.layout.outputs(shard.name):
                 found, where = self.checkpoint.tensors[planned.name], self.checkpoint.where[planned.name]
                 if (found != planned and found.name not in self.headers.scales) or where.shard != shard.name:
                     self.problems.append(

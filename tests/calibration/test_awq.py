@@ -147,11 +147,11 @@ def test_its_plan_and_its_card_say_so(made: Twin) -> None:
     assert "| folded | AWQ: inputs divided by powers of two in 16 norms and projections |" in card
     assert "| scales | searched for by what goes into each column of 20 layers |" in card
     # Queries and keys have the scales of their weights.
-    assert plan.transforms is not None
-    for module, transform in plan.transforms.weights.items():
+    assert plan.options.transforms is not None
+    for module, transform in plan.options.transforms.weights.items():
         assert (transform.importance is None) == (module.rpartition(".")[2] in ("q_proj", "k_proj"))
     seen = read_calibration(made.calibration).of("model.layers.2.mlp.down_proj.weight")
-    transform = plan.transforms.weights["model.layers.2.mlp.down_proj"]
+    transform = plan.options.transforms.weights["model.layers.2.mlp.down_proj"]
     assert transform.importance is not None
     assert transform.columns is not None
     assert seen is not None
@@ -196,8 +196,8 @@ def test_any_architecture_is_verified(tmp_path: Path, architecture: str, folded:
     compress(source, tmp_path / "out", "int4", reporter=told, **options)
     report = verify(tmp_path / "out", source, full=True)
     assert (report.problems, report.equal_share) == ((), 1)
-    assert told.plan.transforms is not None
-    transforms = told.plan.transforms.weights
+    assert told.plan.options.transforms is not None
+    transforms = told.plan.options.transforms.weights
     assert any(transform.folds for transform in transforms.values()) == folded
     assert any(transform.importance is not None for transform in transforms.values())
     if architecture == "Gemma3ForCausalLM":
@@ -256,9 +256,9 @@ def test_whatever_a_calibration_says_is_computed_with(tmp_path: Path, asymmetric
     compress(source, tmp_path / "out", "int4", awq=True, asymmetric=asymmetric, calibration=path, reporter=told)
     report = verify(tmp_path / "out", source, full=True)
     assert (report.problems, report.equal_share) == ((), 1)
-    assert told.plan.transforms is not None
+    assert told.plan.options.transforms is not None
     assert all(
         np.isfinite(each.importance).all()
-        for each in told.plan.transforms.weights.values()
+        for each in told.plan.options.transforms.weights.values()
         if each.importance is not None
     )

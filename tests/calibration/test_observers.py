@@ -25,6 +25,7 @@ from openquant.calibration.observers import CacheObserver, RunningStatistics, ob
 from openquant.data.corpus import Corpus, Document
 from openquant.errors import OutputError, PlanError, SourceError
 from openquant.files.checkpoint import open_checkpoint
+from openquant.plan import summary
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import make_plan
 from openquant.streaming import offload as scratch_module
@@ -178,7 +179,7 @@ def test_every_layer_of_a_plan_is_seen(shelf: Shelf, tmp_path: Path, architectur
         assert "(MLA)" in error.message or "no engine loads" in error.message or error.message == unseen
         assert seen.cached == {} or "(MLA)" not in error.message
     else:
-        assert 0 < plan.cache_layers == len(seen.cached)
+        assert 0 < summary.cache_layers(plan) == len(seen.cached)
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3NextForCausalLM"])

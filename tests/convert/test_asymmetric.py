@@ -17,6 +17,7 @@ from openquant.formats.numbers import INT4
 from openquant.formats.reference import encode
 from openquant.formats.scales import choose_scales
 from openquant.formats.schemes import ASYMMETRIC, INT4_SHIFTED, INT4_SHIFTED_32, Scheme
+from openquant.plan import summary
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plan
 from support import small_checkpoints
@@ -138,14 +139,14 @@ def plan_of(root: Path, tp: int | None = None) -> Plan:
 
 def test_the_plan_says_what_cannot_load_it() -> None:
     plan = plan_of(EXAMPLE)
-    assert plan.title == "one scale and zero point per 128 inputs of a row"
-    assert plan.suffix == "-INT4-asym"
+    assert summary.title(plan) == "one scale and zero point per 128 inputs of a row"
+    assert summary.suffix(plan) == "-INT4-asym"
     assert plan.notes[-1] == (
         "transformers cannot load zero points (5.24 with compressed-tensors 0.20; 5.19 with 0.17 does)"
     )
     # 128 rows of k_proj and v_proj are two heads.
-    assert plan.parallel_sizes == [1, 2]
-    assert plan_of(EXAMPLE, 4).schemes == {INT4_SHIFTED: 20, INT4_SHIFTED_32: 8}
+    assert summary.parallel_sizes(plan) == [1, 2]
+    assert summary.schemes(plan_of(EXAMPLE, 4)) == {INT4_SHIFTED: 20, INT4_SHIFTED_32: 8}
 
 
 def test_rows_that_do_not_fill_words_of_zero_points(tmp_path: Path) -> None:

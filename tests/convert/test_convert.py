@@ -36,7 +36,7 @@ from openquant.formats.schemes import (
     find_scheme,
 )
 from openquant.patterns import compile_any
-from openquant.plan.layout import CopyBytes, Job, Layout
+from openquant.plan.layout import CopyBytes, Job, ShardLayout
 from openquant.plan.plan import Plan
 from support import small_checkpoints
 from support.conversions import Shelf, asking
@@ -473,7 +473,7 @@ def test_finished_shards_are_forgotten(tmp_path: Path, monkeypatch: pytest.Monke
 
     def layouts() -> int:
         gc.collect()
-        return sum(type(found) is Layout for found in gc.get_objects())
+        return sum(type(found) is ShardLayout for found in gc.get_objects())
 
     left = [layouts()]
     check = running.check_finished

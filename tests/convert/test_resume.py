@@ -150,8 +150,8 @@ def test_a_rank_that_outlives_its_run_leaves_nothing_half_written(
 ) -> None:
     """Where its first rank died, the next run takes the directory although another rank still writes there."""
     plan = make_plan(open_checkpoint(source), TENSOR)
-    layout = plan.lay_out(plan.shards[0].name)
-    shards = {shard.name: shard.nbytes for shard in plan.shards}
+    layout = plan.layout.lay_out(plan.layout.shards[0].name)
+    shards = {shard.name: shard.nbytes for shard in plan.layout.shards}
     out, body = tmp_path / "out", np.ones(layout.size - len(layout.header), np.uint8)
 
     def begin(digest: str, overwrite: bool = False) -> tuple[OutputDirectory, ShardFile]:

@@ -16,7 +16,7 @@ from openquant.convert.checks import verify_shard
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.shardfile import ShardFile
 from openquant.formats.schemes import CHANNEL, TENSOR
-from openquant.plan.layout import Layout
+from openquant.plan.layout import ShardLayout
 from openquant.plan.plan import make_plan
 from support import small_checkpoints
 
@@ -30,9 +30,9 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def written(tmp_path: Path, source: Path) -> tuple[Path, Layout]:
+def written(tmp_path: Path, source: Path) -> tuple[Path, ShardLayout]:
     compress(source, tmp_path / "out")
-    return tmp_path / "out" / NAME, make_plan(open_checkpoint(source), TENSOR).lay_out(NAME)
+    return tmp_path / "out" / NAME, make_plan(open_checkpoint(source), TENSOR).layout.lay_out(NAME)
 
 
 def wrong_name(tensors: dict[str, torch.Tensor]) -> None:
@@ -78,7 +78,7 @@ FAULTS: list[tuple[Callable[[dict[str, torch.Tensor]], None], str]] = [
 
 @pytest.mark.parametrize(("fault", "problem"), FAULTS)
 def test_a_shard_that_is_not_the_plan_s(
-    written: tuple[Path, Layout], fault: Callable[[dict[str, torch.Tensor]], None], problem: str
+    written: tuple[Path, ShardLayout], fault: Callable[[dict[str, torch.Tensor]], None], problem: str
 ) -> None:
     path, layout = written
     verify_shard(path, layout)
@@ -90,7 +90,7 @@ def test_a_shard_that_is_not_the_plan_s(
     assert str(caught.value).startswith(f"{NAME} was written wrongly: {problem}")
 
 
-def test_a_shard_that_is_cut_off(written: tuple[Path, Layout]) -> None:
+def test_a_shard_that_is_cut_off(written: tuple[Path, ShardLayout]) -> None:
     path, layout = written
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(SafetensorError) as reason:
@@ -100,7 +100,7 @@ def test_a_shard_that_is_cut_off(written: tuple[Path, Layout]) -> None:
     assert str(caught.value) == f"{NAME} was written wrongly: {reason.value}"
 
 
-def test_every_fault_of_a_shard_is_named(written: tuple[Path, Layout]) -> None:
+def test_every_fault_of_a_shard_is_named(written: tuple[Path, ShardLayout]) -> None:
     path, layout = written
     tensors = load_file(path)
     other_dtype(tensors)
@@ -129,13 +129,13 @@ def test_a_disk_that_loses_small_writes_finishes_no_shard(
     assert not (tmp_path / "out" / "config.json").exists()
 
 
-def test_scales_are_read_whole(written: tuple[Path, Layout], tmp_path: Path, source: Path) -> None:
+def test_scales_are_read_whole(written: tuple[Path, ShardLayout], tmp_path: Path, source: Path) -> None:
     """One wrong scale among many."""
     compress(source, tmp_path / "channel", "channel")
     path = tmp_path / "channel" / NAME
     tensors = load_file(path)
     tensors[f"{QUERY}.weight_scale"][-1] = float(np.nan)
     save_file(tensors, path)
-    layout = make_plan(open_checkpoint(source), CHANNEL).lay_out(NAME)
+    layout = make_plan(open_checkpoint(source), CHANNEL).layout.lay_out(NAME)
     with pytest.raises(RuntimeError, match=SCALE):
         verify_shard(path, layout)

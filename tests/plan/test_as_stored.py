@@ -11,6 +11,7 @@ import pytest
 from openquant import compress
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR
+from openquant.plan import summary
 from openquant.plan.as_stored import stored_serving
 from openquant.plan.plan import make_plan
 from support import small_checkpoints
@@ -25,8 +26,8 @@ from support.published_checkpoints import published, with_few_experts
 def test_a_source_is_as_its_plan_says(name: str) -> None:
     checkpoint = with_few_experts(published(name))
     plan = make_plan(checkpoint, TENSOR)
-    assert plan.serving is not None
-    assert stored_serving(checkpoint) == plan.serving[0]
+    assert summary.serving(plan) is not None
+    assert stored_serving(checkpoint) == summary.serving(plan)[0]
 
 
 @pytest.mark.parametrize("scheme", [TENSOR, BLOCK, CHANNEL])
@@ -36,10 +37,10 @@ def test_an_output_is_as_its_plan_says(tmp_path: Path, architecture: str, scheme
     plan = make_plan(open_checkpoint(source), scheme)  # type: ignore[arg-type]
     compress(source, tmp_path / "out", scheme.name)  # type: ignore[attr-defined]
     found = stored_serving(open_checkpoint(tmp_path / "out"))
-    assert plan.serving is not None
-    assert found.weights_bytes == plan.serving[1].weights_bytes
-    assert found.cache == plan.serving[1].cache
-    assert [fit.gpus for fit in found.fits] == [fit.gpus for fit in plan.serving[1].fits]
+    assert summary.serving(plan) is not None
+    assert found.weights_bytes == summary.serving(plan)[1].weights_bytes
+    assert found.cache == summary.serving(plan)[1].cache
+    assert [fit.gpus for fit in found.fits] == [fit.gpus for fit in summary.serving(plan)[1].fits]
 
 
 def test_an_architecture_that_is_not_known(tmp_path: Path) -> None:

@@ -14,7 +14,10 @@ from openquant.errors import PlanError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import CHANNEL, TENSOR, VARIANTS, Scheme
 from openquant.models import MODELS
+from openquant.plan import summary
+from openquant.plan.config import has_fp8_cache, output_config
 from openquant.plan.decisions import PlanOptions
+from openquant.plan.engines import unread_by_sglang
 from openquant.plan.kv_cache import cache_layers
 from openquant.plan.plan import Plan, make_plan
 from openquant.plan.tensor_parallel import text_config
@@ -61,11 +64,11 @@ ALL = [f"model.layers.{layer}.self_attn.{last}" for layer in range(2) for last i
 @pytest.mark.parametrize("scheme", VARIANTS, ids=lambda scheme: scheme.suffix)
 def test_every_scheme_has_scales_of_one_in_all_layers(tmp_path: Path, scheme: Scheme) -> None:
     plan = planned(small_checkpoints.write(tmp_path / "source"), scheme)
-    outputs = [info for shard in plan.shards for info in plan.outputs(shard.name)]
+    outputs = [info for shard in plan.layout.shards for info in plan.layout.outputs(shard.name)]
     assert sorted(info.name for info in outputs if info.name.endswith(("k_scale", "v_scale"))) == ALL
-    assert plan.cached and plan.cache_layers == 2 and plan.suffix == f"{scheme.suffix}-KV8"
+    assert has_fp8_cache(plan) and summary.cache_layers(plan) == 2 and summary.suffix(plan) == f"{scheme.suffix}-KV8"
     key = "kv_cache_quant_algo" if scheme.method == "fp8" else "kv_cache_scheme"
-    assert key in plan.config["quantization_config"]
+    assert key in output_config(plan)["quantization_config"]
     told = "vLLM reads no cache in FP8 off this format: serve with --kv-cache-dtype fp8"
     assert (told in plan.notes) is (scheme.method == "fp8")
     assert any(note.startswith("scales of keys and values are 1 in all of 2 layers") for note in plan.notes)
@@ -137,7 +140,7 @@ def test_where_sglang_fails_on_the_scales_the_plan_says_so(shelf: Shelf, name: s
     reason = MODELS[name].sglang.cache
     assert (reason is None) is (name == "Qwen3ForCausalLM")
     scheme = next(each for each in (TENSOR, CHANNEL) if MODELS[name].sglang.refusal(each.name, each.method) is None)
-    unread = planned(shelf.source(name), scheme).unread_by_sglang
+    unread = unread_by_sglang(planned(shelf.source(name), scheme).entry, planned(shelf.source(name), scheme).decisions)
     # Attention that it builds in bfloat16 is refused before.
     assert (unread and unread.why) == (
         reason if not MODELS[name].sglang.plain else "it builds **.self_attn.* in bfloat16"
@@ -146,8 +149,11 @@ def test_where_sglang_fails_on_the_scales_the_plan_says_so(shelf: Shelf, name: s
 
 def test_where_sglang_takes_scales_of_one_alone(shelf: Shelf) -> None:
     source, two = shelf.source("Qwen3NextForCausalLM"), seen((1.0, 1.0), (900.0, 1.0))
-    assert planned(source).unread_by_sglang is None
-    unread = planned(source, options=PlanOptions(cached=True, calibration=two)).unread_by_sglang
+    assert unread_by_sglang(planned(source).entry, planned(source).decisions) is None
+    unread = unread_by_sglang(
+        planned(source, options=PlanOptions(cached=True, calibration=two)).entry,
+        planned(source, options=PlanOptions(cached=True, calibration=two)).decisions,
+    )
     assert unread is not None and unread.why == "it takes no scales of keys and values but 1"
 
 

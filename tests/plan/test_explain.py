@@ -12,6 +12,7 @@ from openquant import explain
 from openquant.errors import UsageError
 from openquant.formats.schemes import SCHEMES, TENSOR, Scheme
 from openquant.models import MODELS
+from openquant.plan import summary
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.explain import ModuleExplanation, Rule, explain_modules
 from openquant.plan.plan import Plan, make_plan
@@ -80,7 +81,7 @@ def test_every_module_is_explained_as_it_is_planned(name: str) -> None:
     plan = planned(name, SCHEMES["channel"])
     layers = explain_modules(plan, "**")
     assert sum(len(layer.modules) for layer in layers) == sum(len(line.names) for line in plan.lines)
-    assert sum(len(layer.modules) for layer in layers if layer.scheme) == plan.quantized_tensors
+    assert sum(len(layer.modules) for layer in layers if layer.scheme) == summary.quantized_tensors(plan)
     for layer in layers:
         assert layer.rule is not None or layer.why == "fewer than two axes"
         # What is quantized is found in no list, everything else that has a weight of two axes in one.

@@ -35,8 +35,11 @@ from openquant.formats.schemes import (
     Scheme,
 )
 from openquant.models import MODELS
+from openquant.plan import summary
+from openquant.plan.config import ignored_layers
 from openquant.plan.decisions import PlanOptions
-from openquant.plan.plan import Plan, make_plain_plan, make_plan
+from openquant.plan.plain import make_plain_plan
+from openquant.plan.plan import Plan, make_plan
 from openquant.registry.architecture import Refusal
 from openquant.version import SGLANG, VLLM
 from openquant.weights.transform import UNDECIDED, WeightTransforms
@@ -197,14 +200,14 @@ def test_ignore_settles_a_tensor_no_pattern_matches(tmp_path: Path) -> None:
     root = small_checkpoints.write(tmp_path / "a", weights=weights)
     plan = plan_of(root, TENSOR, "**.mlp.router")
     assert reason(plan, "model.layers.0.mlp.router") == "--ignore"
-    assert "model.layers.0.mlp.router" in plan.ignored_layers
-    assert plan.quantized_tensors == 14
+    assert "model.layers.0.mlp.router" in ignored_layers(plan)
+    assert summary.quantized_tensors(plan) == 14
 
 
 def test_ignore_widens_to_the_joined_set_and_says_so(source: Path) -> None:
     plan = plan_of(source, TENSOR, "model.layers.0.self_attn.k_proj", "model.layers.1.mlp.up_proj")
-    assert {f"model.layers.0.self_attn.{part}_proj" for part in "qkv"} <= set(plan.ignored_layers)
-    assert {"model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"} <= set(plan.ignored_layers)
+    assert {f"model.layers.0.self_attn.{part}_proj" for part in "qkv"} <= set(ignored_layers(plan))
+    assert {"model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"} <= set(ignored_layers(plan))
     assert "model.layers.0.self_attn.o_proj" in quantized(plan)
     assert "model.layers.1.mlp.down_proj" in quantized(plan)
     assert reason(plan, "model.layers.0.self_attn.k_proj") == "--ignore model.layers.0.self_attn.k_proj"
@@ -220,21 +223,25 @@ def test_ignore_widens_to_the_joined_set_and_says_so(source: Path) -> None:
 
 
 def test_unquantized_layers_must_divide_among_ranks_too(source: Path) -> None:
-    assert plan_of(source, TENSOR, "**.self_attn.*").parallel_sizes == plan_of(source).parallel_sizes == [1, 2, 4]
+    assert (
+        summary.parallel_sizes(plan_of(source, TENSOR, "**.self_attn.*"))
+        == summary.parallel_sizes(plan_of(source))
+        == [1, 2, 4]
+    )
 
 
 def test_ignore_that_matches_nothing_is_an_error(source: Path) -> None:
     with pytest.raises(UsageError) as caught:
         plan_of(source, TENSOR, "model.layers.0.**", "model.layers.9.**")
     assert caught.value.message == "--ignore model.layers.9.** matches no module"
-    assert plan_of(source, TENSOR, "lm_head").quantized_tensors == 14
+    assert summary.quantized_tensors(plan_of(source, TENSOR, "lm_head")) == 14
 
 
 def test_experts_of_a_layer_share_status(tmp_path: Path) -> None:
     root = small_checkpoints.write(tmp_path / "a", "Qwen3MoeForCausalLM", shards=2)
     plan = plan_of(root, BLOCK, "model.layers.1.mlp.experts.2.down_proj")
     experts = [f"model.layers.1.mlp.experts.{e}.{p}_proj" for e in range(4) for p in ("gate", "up", "down")]
-    assert {*experts, "model.layers.1.mlp.experts"} <= set(plan.ignored_layers)
+    assert {*experts, "model.layers.1.mlp.experts"} <= set(ignored_layers(plan))
     assert not set(experts) & quantized(plan)
     # The router, its neighbour, is kept for another reason.
     assert reason(plan, "model.layers.1.mlp.gate") == "router"
@@ -244,8 +251,8 @@ def test_qwen3_moe_lists_ignored_dense_layers_under_the_joined_name_too(tmp_path
     root = small_checkpoints.write(tmp_path / "a", "Qwen3MoeForCausalLM")
     plan = plan_of(root, BLOCK, "model.layers.0.mlp.gate_proj")
     listed = {f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "gate_up")}
-    assert listed <= set(plan.ignored_layers)
-    assert "model.layers.0.mlp.gate_up_proj" not in plan_of(root, BLOCK).ignored_layers
+    assert listed <= set(ignored_layers(plan))
+    assert "model.layers.0.mlp.gate_up_proj" not in ignored_layers(plan_of(root, BLOCK))
 
 
 def test_blocks_leave_a_whole_joined_set_when_one_member_does_not_divide(tmp_path: Path) -> None:
@@ -258,8 +265,8 @@ def test_blocks_leave_a_whole_joined_set_when_one_member_does_not_divide(tmp_pat
     plan = plan_of(root, BLOCK)
     kept = {f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")}
     kept |= {f"model.layers.1.self_attn.{part}_proj" for part in "qkv"}
-    assert kept <= set(plan.ignored_layers)
-    assert plan.quantized_tensors == 14 - 6
+    assert kept <= set(ignored_layers(plan))
+    assert summary.quantized_tensors(plan) == 14 - 6
     assert reason(plan, "model.layers.0.mlp.down_proj") == "256 x 320 does not divide into 128 x 128 blocks"
     assert reason(plan, "model.layers.1.self_attn.q_proj") == (
         "shares its status with k_proj (64 x 256 does not divide into 128 x 128 blocks)"
@@ -268,7 +275,7 @@ def test_blocks_leave_a_whole_joined_set_when_one_member_does_not_divide(tmp_pat
         "blocks do not divide, which leaves 6 of 14 layers (35.5 % of their bytes) unquantized; "
         "--scheme tensor or channel quantizes them too",
     )
-    assert plan_of(root, TENSOR).quantized_tensors == 14
+    assert summary.quantized_tensors(plan_of(root, TENSOR)) == 14
 
 
 def test_blocks_leave_all_experts_when_they_do_not_divide(tmp_path: Path) -> None:
@@ -277,7 +284,7 @@ def test_blocks_leave_all_experts_when_they_do_not_divide(tmp_path: Path) -> Non
     weights[name] = weights[name][:, :96].contiguous()
     plan = plan_of(small_checkpoints.write(tmp_path / "a", "Qwen3MoeForCausalLM", weights=weights), BLOCK)
     assert not any("experts" in module for module in quantized(plan))
-    assert "model.layers.1.mlp.experts.0.gate_proj" in plan.ignored_layers
+    assert "model.layers.1.mlp.experts.0.gate_proj" in ignored_layers(plan)
 
 
 def test_lm_head_is_listed_also_when_tied_and_absent(tmp_path: Path) -> None:
@@ -335,7 +342,7 @@ def test_quantized_sources_without_a_config_are_refused_by_their_tensors(
 def test_tensor_parallel_sizes_for_one_scale_per_tensor(source: Path) -> None:
     plan = plan_of(source)
     # 4 heads; 2 key and value heads, copied where there are more ranks.
-    assert plan.parallel_sizes == [1, 2, 4]
+    assert summary.parallel_sizes(plan) == [1, 2, 4]
     assert plan.parallel[3].problem is not None
     assert plan.parallel[3].problem.endswith("4 heads do not divide by 8")
 
@@ -367,7 +374,7 @@ def test_tensor_parallel_sizes_for_blocks(tmp_path: Path) -> None:
         (16, "model.layers.*.mlp.down_proj: 1280 / 16 = 80 is not a multiple of 128"),
     ]
     # Without the MLP the key and value heads, copied to 4 and 8 ranks, are no obstacle.
-    assert plan_of(root, BLOCK, "**.mlp.*").parallel_sizes == [1, 2, 4, 8]
+    assert summary.parallel_sizes(plan_of(root, BLOCK, "**.mlp.*")) == [1, 2, 4, 8]
 
 
 def test_rows_divide_wherever_tensors_do(tmp_path: Path) -> None:
@@ -375,18 +382,18 @@ def test_rows_divide_wherever_tensors_do(tmp_path: Path) -> None:
     weights["model.layers.0.mlp.down_proj.weight"] = torch.ones(256, 320, dtype=torch.bfloat16)
     root = small_checkpoints.write(tmp_path / "a", weights=weights)
     plan = plan_of(root, CHANNEL)
-    assert plan.quantized_tensors == 14
-    assert plan.parallel_sizes == plan_of(root, TENSOR).parallel_sizes
-    assert plan.ignored_layers == plan.quantization_config["ignore"] == ["lm_head", "model.embed_tokens"]
+    assert summary.quantized_tensors(plan) == 14
+    assert summary.parallel_sizes(plan) == summary.parallel_sizes(plan_of(root, TENSOR))
+    assert ignored_layers(plan) == plan.quantization_config["ignore"] == ["lm_head", "model.embed_tokens"]
 
 
 def test_rows_need_no_other_shard_but_joined_layers_share_their_status(tmp_path: Path) -> None:
     root = small_checkpoints.write(tmp_path / "a", shards=3)
     plan = plan_of(root, CHANNEL, "model.layers.0.self_attn.k_proj")
-    assert {f"model.layers.0.self_attn.{part}_proj" for part in "qkv"} <= set(plan.ignored_layers)
-    for shard in plan.shards:
-        assert plan.sources(shard.name) == {shard.name}
-    assert any(len(plan_of(root, TENSOR).sources(shard.name)) > 1 for shard in plan.shards)
+    assert {f"model.layers.0.self_attn.{part}_proj" for part in "qkv"} <= set(ignored_layers(plan))
+    for shard in plan.layout.shards:
+        assert plan.layout.sources(shard.name) == {shard.name}
+    assert any(len(plan_of(root, TENSOR).layout.sources(shard.name)) > 1 for shard in plan.layout.shards)
 
 
 def test_experts_are_refused_where_engines_load_none(tmp_path: Path) -> None:
@@ -403,7 +410,7 @@ def test_experts_are_refused_where_engines_load_none(tmp_path: Path) -> None:
             "use --scheme channel or --format fp8, give them another scheme with --scheme-for, or leave them as they are "
             "with --ignore"
         )
-        assert plan_of(root, TENSOR_COMPRESSED, "**.experts.**").quantized_tensors > 0
+        assert summary.quantized_tensors(plan_of(root, TENSOR_COMPRESSED, "**.experts.**")) > 0
 
 
 def test_reordered_rows_have_scales_of_their_own_where_those_of_blocks_would_not_follow(tmp_path: Path) -> None:
@@ -420,7 +427,7 @@ def test_reordered_rows_have_scales_of_their_own_where_those_of_blocks_would_not
     for scheme in (BLOCK, CHANNEL):
         plan = plan_of(root, scheme)
         assert f"{attention}.q_proj" in quantized(plan)
-        assert plan.schemes == {scheme: 26}
+        assert summary.schemes(plan) == {scheme: 26}
         assert not any(note.startswith("one scale per output row instead") for note in plan.notes)
 
 
@@ -431,7 +438,7 @@ def test_mxfp8_needs_32_inputs_and_no_number_of_outputs(tmp_path: Path) -> None:
     root = small_checkpoints.write(tmp_path / "a", weights=weights)
     plan = plan_of(root, MXFP8)
     assert reason(plan, "model.layers.0.mlp.down_proj") == "528 inputs per row do not divide into groups of 32"
-    assert plan.quantized_tensors == 13
+    assert summary.quantized_tensors(plan) == 13
     assert [entry.problem for entry in plan.parallel][:2] == [
         None,
         "model.layers.*.mlp.down_proj: 544 / 2 = 272 is not a multiple of 32",
@@ -443,15 +450,15 @@ def test_what_is_left_behind_is_told(source: Path) -> None:
     (source / ".cache").mkdir()
     (source / ".cache" / "kept").write_text("")
     plan = plan_of(source, TENSOR)
-    assert set(plan.left_out) == {"pytorch_model.bin", ".cache/"}
+    assert set(plan.seen.left_out) == {"pytorch_model.bin", ".cache/"}
     assert set(plan.files) == {"config.json", "generation_config.json"}
 
 
 def test_a_shard_says_that_its_tensors_are_pytorch_s(source: Path) -> None:
     """transformers loads no file that does not."""
     plan = plan_of(source, TENSOR)
-    for shard in plan.shards:
-        header = plan.lay_out(shard.name).header
+    for shard in plan.layout.shards:
+        header = plan.layout.lay_out(shard.name).header
         assert json.loads(header[8:])["__metadata__"] == {"format": "pt"}
         assert (len(header) - 8, len(header) % 8) == (int.from_bytes(header[:8], "little"), 0)
 
@@ -459,8 +466,8 @@ def test_a_shard_says_that_its_tensors_are_pytorch_s(source: Path) -> None:
 def test_every_output_tensor_is_aligned_to_its_element(tmp_path: Path) -> None:
     root = small_checkpoints.write(tmp_path / "a", dtype="float32")
     plan = plan_of(root, BLOCK)
-    for shard in plan.shards:
-        layout = plan.lay_out(shard.name)
+    for shard in plan.layout.shards:
+        layout = plan.layout.lay_out(shard.name)
         end = len(layout.header)
         for info in layout.tensors:
             assert end % (4 if info.dtype == "F32" else 1) == 0
@@ -494,9 +501,9 @@ def test_another_scheme_widens_to_the_joined_set_and_says_so(source: Path) -> No
     assert reason(plan, attention[0]) == f"channel: shares its status with k_proj ({option})"
     assert stored(plan, "model.layers.1.self_attn.k_proj") == "block"
     assert plan.notes == (f"{option} widened to what engines join with it: {attention[0]}, {attention[2]}",)
-    assert plan.schemes == {BLOCK_COMPRESSED: 11, CHANNEL: 3}
-    assert plan.title == "one scale per 128x128 block, 3 of 14 layers one scale per output row"
-    assert plan.quantized_tensors == 14
+    assert summary.schemes(plan) == {BLOCK_COMPRESSED: 11, CHANNEL: 3}
+    assert summary.title(plan) == "one scale per 128x128 block, 3 of 14 layers one scale per output row"
+    assert summary.quantized_tensors(plan) == 14
     groups = plan.quantization_config["config_groups"]
     # With SGLang's name for what it merges them to.
     assert sorted(groups["group_1"]["targets"]) == sorted([*attention, "model.layers.0.self_attn.qkv_proj"])
@@ -542,9 +549,9 @@ def test_the_first_pattern_that_matches_counts(source: Path) -> None:
         **{f"model.layers.1.mlp.{part}_proj": "block" for part in ("gate", "up")},
         "model.layers.1.mlp.down_proj": "kept",
     }
-    assert "model.layers.1.mlp.down_proj" in plan.ignored_layers
+    assert "model.layers.1.mlp.down_proj" in ignored_layers(plan)
     # What has one scale per tensor needs its set's other shards.
-    assert any(len(plan.sources(shard.name)) > 1 for shard in plan.shards)
+    assert any(len(plan.layout.sources(shard.name)) > 1 for shard in plan.layout.shards)
 
 
 def test_experts_of_a_layer_share_their_scheme_and_have_one_target(tmp_path: Path) -> None:
@@ -556,7 +563,7 @@ def test_experts_of_a_layer_share_their_scheme_and_have_one_target(tmp_path: Pat
     assert targets(plan) == [["Linear"], [r"re:(.*[.])?layers[.]1[.]mlp[.]experts[.].*"]]
     # In a scheme of their own they need not be left out.
     plan = mixed(root, TENSOR_COMPRESSED, ("**.experts.**", CHANNEL))
-    assert plan.quantized_tensors == 23
+    assert summary.quantized_tensors(plan) == 23
     with pytest.raises(PlanError, match="engines load no experts with one scale per tensor"):
         mixed(root, CHANNEL, ("**.experts.**", TENSOR_COMPRESSED))
 
@@ -658,30 +665,30 @@ def test_the_plan_says_what_sglang_does_not_load(
     plan = make_plan(open_checkpoint(small_checkpoints.write(tmp_path / "a", architecture)), scheme, options)
     notes = [note for note in plan.notes if note.startswith("SGLang")]
     assert notes == ([] if says is None else [f"{SGLANG} does not load this output: {says}"])
-    assert plan.engines == (("vLLM",) if says else ("vLLM", "SGLang"))
+    assert summary.engines(plan) == (("vLLM",) if says else ("vLLM", "SGLang"))
 
 
 def test_of_weights_that_are_plain_again_sglang_loads_all(tmp_path: Path) -> None:
     compress(small_checkpoints.write(tmp_path / "a", "OlmoForCausalLM"), tmp_path / "out")
     plan = make_plain_plan(open_checkpoint(tmp_path / "out"))
-    assert plan.engines == ("vLLM", "SGLang")
+    assert summary.engines(plan) == ("vLLM", "SGLang")
 
 
 def test_sglang_s_names_are_listed(tmp_path: Path) -> None:
     """Of merged layers, of experts it asks for by usual names, of members of what files hold as one, of towers."""
-    listed = plan_of(small_checkpoints.write(tmp_path / "a"), CHANNEL, *FIRST).ignored_layers
+    listed = ignored_layers(plan_of(small_checkpoints.write(tmp_path / "a"), CHANNEL, *FIRST))
     assert {"model.layers.0.self_attn.qkv_proj", "model.layers.0.mlp.gate_up_proj"} <= set(listed)
     assert not any("layers.1" in name for name in listed)
-    listed = plan_of(small_checkpoints.write(tmp_path / "b", "DeepseekV3ForCausalLM"), TENSOR).ignored_layers
+    listed = ignored_layers(plan_of(small_checkpoints.write(tmp_path / "b", "DeepseekV3ForCausalLM"), TENSOR))
     assert "model.layers.2.self_attn.fused_qkv_a_proj_with_mqa" in listed
     assert "model.layers.1.self_attn.fused_qkv_a_proj_with_mqa" not in listed
-    listed = plan_of(small_checkpoints.write(tmp_path / "c", "MixtralForCausalLM"), CHANNEL, *FIRST).ignored_layers
+    listed = ignored_layers(plan_of(small_checkpoints.write(tmp_path / "c", "MixtralForCausalLM"), CHANNEL, *FIRST))
     assert {f"layers.0.block_sparse_moe.experts.0.{part}_proj" for part in ("gate", "up", "down")} <= set(listed)
-    listed = plan_of(small_checkpoints.write(tmp_path / "d", "Phi3ForCausalLM"), TENSOR, *FIRST).ignored_layers
+    listed = ignored_layers(plan_of(small_checkpoints.write(tmp_path / "d", "Phi3ForCausalLM"), TENSOR, *FIRST))
     assert {f"model.layers.0.self_attn.{part}_proj" for part in "qkv"} <= set(listed)
     root = small_checkpoints.write(tmp_path / "e", "Gemma3ForConditionalGeneration")
-    assert plan_of(root, TENSOR).ignored_layers[-1] == "vision_tower"
-    assert plan_of(root, CHANNEL).ignored_layers[-1] == "re:(.*[.])?vision_tower[.].*"
+    assert ignored_layers(plan_of(root, TENSOR))[-1] == "vision_tower"
+    assert ignored_layers(plan_of(root, CHANNEL))[-1] == "re:(.*[.])?vision_tower[.].*"
 
 
 def test_a_tower_that_a_source_has_in_fp8_is_not_listed(tmp_path: Path) -> None:
@@ -693,7 +700,7 @@ def test_a_tower_that_a_source_has_in_fp8_is_not_listed(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "out" / "model.safetensors", {"format": "pt"})
     plan = plan_of(tmp_path / "out", CHANNEL)
     assert module in quantized(plan)
-    assert not any(name.startswith("re:") for name in plan.ignored_layers)
+    assert not any(name.startswith("re:") for name in ignored_layers(plan))
 
 
 def test_a_pattern_that_matches_nothing_to_quantize_is_an_error(source: Path) -> None:
@@ -723,8 +730,8 @@ def test_what_blocks_do_not_divide_has_rows_where_the_format_mixes(tmp_path: Pat
     for name in ("model.layers.1.mlp.experts.3.down_proj.weight", "model.layers.0.mlp.down_proj.weight"):
         weights[name] = weights[name][:, :96].contiguous()
     plan = plan_of(small_checkpoints.write(tmp_path / "a", "Qwen3MoeForCausalLM", weights=weights), BLOCK_COMPRESSED)
-    assert plan.quantized_tensors == 23
-    assert plan.schemes == {BLOCK_COMPRESSED: 10, CHANNEL: 13}
+    assert summary.quantized_tensors(plan) == 23
+    assert summary.schemes(plan) == {BLOCK_COMPRESSED: 10, CHANNEL: 13}
     assert reason(plan, "model.layers.0.mlp.down_proj") == "channel: 256 x 96 does not divide into 128 x 128 blocks"
     assert reason(plan, "model.layers.1.mlp.experts.0.gate_proj") == (
         "channel: shares its status with down_proj (256 x 96 does not divide into 128 x 128 blocks)"
@@ -732,7 +739,7 @@ def test_what_blocks_do_not_divide_has_rows_where_the_format_mixes(tmp_path: Pat
     assert stored(plan, "model.layers.0.mlp.gate_proj") == "block"
     assert len(plan.notes) == 1
     assert plan.notes[0].startswith("one scale per output row instead for 13 of 23 layers (")
-    assert set(plan.ignored_layers) == {"lm_head", "model.embed_tokens", "model.layers.1.mlp.gate"}
+    assert set(ignored_layers(plan)) == {"lm_head", "model.embed_tokens", "model.layers.1.mlp.gate"}
 
 
 # Tensor parallelism.
@@ -745,9 +752,9 @@ def sized(root: Path, scheme: Scheme, tp: int) -> Plan:
 def test_inputs_that_do_not_divide_by_128_have_groups_of_32() -> None:
     plan = sized(EXAMPLE, INT4_W4A16, 4)
     # 768 and 256 inputs on 4 ranks; k_proj's are whole on each.
-    assert plan.schemes == {INT4_W4A16: 20, INT4_W4A16_32: 8}
-    assert plan.scheme_names == {"int4": 28}
-    assert plan.title == "one scale per 128 inputs of a row, 8 of 28 layers one scale per 32 inputs of a row"
+    assert summary.schemes(plan) == {INT4_W4A16: 20, INT4_W4A16_32: 8}
+    assert summary.scheme_names(plan) == {"int4": 28}
+    assert summary.title(plan) == "one scale per 128 inputs of a row, 8 of 28 layers one scale per 32 inputs of a row"
     assert reason(plan, "model.layers.0.mlp.down_proj") == ("int4: --tp 4: 768 / 4 = 192 is not a multiple of 128")
     names = "model.layers.{0..3}.mlp.down_proj, model.layers.{0..3}.self_attn.o_proj"
     assert (
@@ -756,7 +763,7 @@ def test_inputs_that_do_not_divide_by_128_have_groups_of_32() -> None:
     assert len(plan.notes) == 2
     groups = plan.quantization_config["config_groups"]
     assert [group["weights"]["group_size"] for group in groups.values()] == [128, 32]
-    assert sized(EXAMPLE, INT4_W4A16_CHANNEL, 4).schemes == {INT4_W4A16_CHANNEL: 28}
+    assert summary.schemes(sized(EXAMPLE, INT4_W4A16_CHANNEL, 4)) == {INT4_W4A16_CHANNEL: 28}
 
 
 def test_inputs_that_do_not_divide_by_32_either_stay_unquantized(tmp_path: Path) -> None:
@@ -769,8 +776,8 @@ def test_inputs_that_do_not_divide_by_32_either_stay_unquantized(tmp_path: Path)
         weights[name] = weights[name][:, :200].clone()
     plan = plan_of(small_checkpoints.write(tmp_path / "source", weights=weights), INT4_W4A16)
     assert reason(plan, "model.layers.0.mlp.down_proj") == "200 inputs per row do not divide into groups of 32"
-    assert plan.schemes == {INT4_W4A16: 12}
-    assert plan.parallel_sizes[0] == 1
+    assert summary.schemes(plan) == {INT4_W4A16: 12}
+    assert summary.parallel_sizes(plan)[0] == 1
 
 
 @pytest.mark.parametrize(("scheme", "width"), [(NVFP4, 16), (NVFP4_W4A4, 16), (MXFP4, 32)])
@@ -788,9 +795,9 @@ def test_ranks_hold_whole_groups_of_fp4(tmp_path: Path, scheme: Scheme, width: i
     assert reason(plan, "model.layers.0.mlp.down_proj") == (
         f"--tp 2: {13 * width} / 2 = {half} is not a multiple of {width}"
     )
-    assert plan.schemes == {scheme: 12}
+    assert summary.schemes(plan) == {scheme: 12}
     assert plan.notes[0].startswith("groups do not divide on 2 ranks, which leaves 2 of 14 layers")
-    assert sized(source, scheme, 1).schemes == {scheme: 14}
+    assert summary.schemes(sized(source, scheme, 1)) == {scheme: 14}
 
 
 def test_a_size_that_blocks_do_not_serve_makes_layers_fall_back(source: Path) -> None:
@@ -800,16 +807,16 @@ def test_a_size_that_blocks_do_not_serve_makes_layers_fall_back(source: Path) ->
     assert [stored(plan, module) for module in attention] == ["channel"] * 3
     assert stored(plan, "model.layers.0.self_attn.o_proj") == "block"
     assert reason(plan, attention[1]) == "channel: --tp 2: 128 / 2 = 64 is not a multiple of 128"
-    assert plan.parallel_sizes == [1, 2]
+    assert summary.parallel_sizes(plan) == [1, 2]
     names = ", ".join(f"model.layers.{{0..1}}.self_attn.{part}_proj" for part in "qkv")
     assert plan.notes == (f"one scale per output row instead for 6 of 14 layers (22.2 % of their bytes): {names}",)
-    assert sized(source, BLOCK_COMPRESSED, 1).schemes == {BLOCK_COMPRESSED: 14}
-    assert 4 in sized(source, BLOCK_COMPRESSED, 4).parallel_sizes
+    assert summary.schemes(sized(source, BLOCK_COMPRESSED, 1)) == {BLOCK_COMPRESSED: 14}
+    assert 4 in summary.parallel_sizes(sized(source, BLOCK_COMPRESSED, 4))
     # The fp8 format has one scheme only.
     plan = sized(source, BLOCK, 2)
     assert [stored(plan, module) for module in attention] == ["kept"] * 3
     assert reason(plan, attention[1]) == "--tp 2: 128 / 2 = 64 is not a multiple of 128"
-    assert plan.parallel_sizes == [1, 2]
+    assert summary.parallel_sizes(plan) == [1, 2]
     assert plan.notes == (
         "blocks do not divide on 2 ranks, which leaves 6 of 14 layers (22.2 % of their bytes) unquantized; "
         "--scheme tensor or channel quantizes them too",
@@ -867,7 +874,7 @@ def test_heads_are_copied_to_ranks_evenly_or_not_at_all(tmp_path: Path) -> None:
             "--tp 6 cannot serve this model: model.layers.*.self_attn.k_proj: 4 heads cannot be copied evenly to 6 ranks"
         )
         for size in (2, 4, 8, 12, 24):
-            assert size in sized(root, scheme, size).parallel_sizes
+            assert size in summary.parallel_sizes(sized(root, scheme, size))
 
 
 def test_any_size_is_told_of(tmp_path: Path) -> None:
@@ -899,11 +906,11 @@ def with_head(root: Path, scheme: Scheme, ignore: tuple[str, ...] = ()) -> Plan:
 def test_output_head_is_named_among_what_is_quantized(source: Path, scheme: Scheme) -> None:
     plan = with_head(source, scheme)
     assert targets(plan) == [["Linear", "re:(.*[.])?lm_head"]]
-    assert plan.ignored_layers == ["model.embed_tokens"]
-    assert plan.quantized_tensors == 15
+    assert ignored_layers(plan) == ["model.embed_tokens"]
+    assert summary.quantized_tensors(plan) == 15
     assert [note for note in plan.notes if "SGLang" not in note] == []
     assert plan.digest != plan_of(source, scheme).digest
-    assert with_head(source, scheme, ("lm_head",)).ignored_layers == ["lm_head", "model.embed_tokens"]
+    assert ignored_layers(with_head(source, scheme, ("lm_head",))) == ["lm_head", "model.embed_tokens"]
 
 
 def test_output_head_has_no_blocks(source: Path) -> None:
@@ -917,7 +924,7 @@ def test_output_head_of_a_wrapper(tmp_path: Path) -> None:
     plan = with_head(small_checkpoints.write(tmp_path / "a", "Llama4ForConditionalGeneration"), CHANNEL)
     assert "language_model.lm_head" in quantized(plan)
     assert targets(plan) == [["Linear", "re:(.*[.])?lm_head"]]
-    assert "lm_head" not in plan.ignored_layers
+    assert "lm_head" not in ignored_layers(plan)
 
 
 @pytest.mark.parametrize(
@@ -967,18 +974,20 @@ def test_what_vllm_builds_without_a_name_has_the_scheme_of_most_or_is_refused(
         with pytest.raises(PlanError) as caught:
             make_plan(source, CHANNEL, options)
         assert caught.value.message == f"{module}: {why} ({option})"
-    assert make_plan(source, CHANNEL, PlanOptions(ignore=("**.o_proj",))).quantized_tensors == 12
+    assert summary.quantized_tensors(make_plan(source, CHANNEL, PlanOptions(ignore=("**.o_proj",)))) == 12
     # Nothing of this one's attention has a name, and experts, which have, may be stored otherwise.
     other = open_checkpoint(small_checkpoints.write(tmp_path / "b", "DeepseekForCausalLM"))
     assert (
-        make_plan(other, CHANNEL, PlanOptions(scheme_for=(("**.experts.**", BLOCK_COMPRESSED),))).quantized_tensors
+        summary.quantized_tensors(
+            make_plan(other, CHANNEL, PlanOptions(scheme_for=(("**.experts.**", BLOCK_COMPRESSED),)))
+        )
         == 26
     )
     for asked_of in (PlanOptions(ignore=("**.o_proj",)), PlanOptions(scheme_for=(("**.v_proj", BLOCK_COMPRESSED),))):
         with pytest.raises(PlanError, match=why):
             make_plan(other, CHANNEL, asked_of)
     monkeypatch.setitem(MODELS, name, replace(MODELS[name], nameless=()))
-    assert make_plan(source, CHANNEL, asked["--ignore **.self_attn.*"]).quantized_tensors == 6
+    assert summary.quantized_tensors(make_plan(source, CHANNEL, asked["--ignore **.self_attn.*"])) == 6
 
 
 def test_an_output_head_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ import pytest
 from openquant.files.checkpoint import Checkpoint
 from openquant.formats.schemes import BLOCK, TENSOR
 from openquant.models import MODELS
-from openquant.plan.plan import make_plain_plan, make_plan
+from openquant.plan import summary
+from openquant.plan.plain import make_plain_plan
+from openquant.plan.plan import make_plan
 from openquant.plan.serving import FEWEST_TOKENS, OVERHEAD, UTILIZATION, CachedLayers, Fit, SequenceMemory, Serving
 from support.published_checkpoints import described, published, with_few_experts
 
@@ -30,7 +32,7 @@ def with_config(checkpoint: Checkpoint, **more: Any) -> Checkpoint:
 
 def served(checkpoint: Checkpoint, **more: Any) -> Serving:
     """The output of the default scheme."""
-    found = make_plan(with_config(with_few_experts(checkpoint), **more), TENSOR).serving
+    found = summary.serving(make_plan(with_config(with_few_experts(checkpoint), **more), TENSOR))
     assert found is not None
     return found[1]
 
@@ -194,19 +196,19 @@ def test_what_is_not_known_is_not_guessed(names: str, more: dict[str, Any], why:
 
 def test_an_unknown_architecture_is_known_where_every_layer_has_keys_and_values() -> None:
     known = dense("SomethingElse", 4, 128)
-    cache = make_plan(known, TENSOR, architecture="generic").serving
+    cache = summary.serving(make_plan(known, TENSOR, architecture="generic"))
     assert cache is not None
     assert cache[1].cache is not None
     assert cache[1].cache.per_token(False) == 4 * 2 * 128 * 2
     # Two more layers, of which nothing is known; and windows, of which not where they are.
     for more in ({"num_hidden_layers": 6}, {"num_hidden_layers": None}, {"sliding_window": 512}):
-        found = make_plan(with_config(known, **more), TENSOR, architecture="generic").serving
+        found = summary.serving(make_plan(with_config(known, **more), TENSOR, architecture="generic"))
         assert found is not None
         assert found[1].cache is None
 
 
 def test_a_plan_that_dequantizes_says_nothing() -> None:
-    assert make_plain_plan(published("quantized/DeepseekV3ForCausalLM")).serving is None
+    assert summary.serving(make_plain_plan(published("quantized/DeepseekV3ForCausalLM"))) is None
 
 
 def test_gpus_and_tokens() -> None:
@@ -215,8 +217,8 @@ def test_gpus_and_tokens() -> None:
     room = int(24e9 * UTILIZATION) - OVERHEAD - found.weights_bytes
     assert found.fits[0] == Fit(24, 1, room // 114688, room // 57344)
     plan = make_plan(with_config(published("DeepseekV3ForCausalLM"), max_position_embeddings=163840), TENSOR)
-    assert plan.serving is not None
-    deepseek = plan.serving[1]
+    assert summary.serving(plan) is not None
+    deepseek = summary.serving(plan)[1]
     assert [(fit.gpu_gb, fit.gpus) for fit in deepseek.fits] == [
         (24, None), (48, None), (80, None), (96, 8), (141, 8), (192, 4),
     ]  # fmt: skip
@@ -230,25 +232,25 @@ def test_only_sizes_that_divide_count() -> None:
     checkpoint = published("Qwen2_5_VLForConditionalGeneration")
     for scheme in (TENSOR, BLOCK):
         plan = make_plan(checkpoint, scheme)
-        assert plan.serving is not None
-        used = {fit.gpus for fit in plan.serving[1].fits}
-        assert used <= {*plan.parallel_sizes, None}
+        assert summary.serving(plan) is not None
+        used = {fit.gpus for fit in summary.serving(plan)[1].fits}
+        assert used <= {*summary.parallel_sizes(plan), None}
 
 
 def test_source_and_output_differ_by_their_weights() -> None:
     plan = make_plan(published("Qwen3ForCausalLM"), TENSOR)
-    assert plan.serving is not None
-    source, output = plan.serving
-    assert (source.weights_bytes, output.weights_bytes) == (plan.source_bytes, plan.output_bytes)
+    assert summary.serving(plan) is not None
+    source, output = summary.serving(plan)
+    assert (source.weights_bytes, output.weights_bytes) == (summary.source_bytes(plan), summary.output_bytes(plan))
     assert source.cache == output.cache
 
 
 def test_draft_layers_are_not_loaded() -> None:
     plan = make_plan(with_few_experts(published("GlmMoeDsaForCausalLM")), TENSOR)
-    assert plan.serving is not None
+    assert summary.serving(plan) is not None
     drafts = sum(line.bytes_after for line in plan.lines if line.why == "draft layer")
     assert drafts > 0
-    assert plan.serving[1].weights_bytes == plan.output_bytes - drafts
+    assert summary.serving(plan)[1].weights_bytes == summary.output_bytes(plan) - drafts
 
 
 FULL = CachedLayers(4096, 2048, None, 8)

@@ -22,6 +22,8 @@ from openquant.formats.schemes import (
     Scheme,
 )
 from openquant.models import MODELS
+from openquant.plan import summary
+from openquant.plan.config import ignored_layers
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plan
 from openquant.plan.tensor_parallel import fused_parts, why_not_reordered
@@ -107,38 +109,38 @@ def test_a_layer_falls_back_and_says_why(tmp_path: Path, monkeypatch: pytest.Mon
     root, layer = small_checkpoints.write(tmp_path / "a", FALCON), "transformer.h.0.self_attention.query_key_value"
     note = "engines sort rows by heads, which leaves 2 of 8 layers (18.2 % of their bytes) unquantized"
     plan = plan_of(root, BLOCK)
-    assert plan.schemes == {BLOCK: 6}
+    assert summary.schemes(plan) == {BLOCK: 6}
     assert plan.notes == (f"{note}; --scheme tensor or channel quantizes them too",)
-    assert layer in plan.ignored_layers
-    assert plan_of(root, BLOCK_COMPRESSED).schemes == {BLOCK_COMPRESSED: 6, CHANNEL: 2}
-    assert plan_of(root, TENSOR).schemes == {TENSOR: 8}
+    assert layer in ignored_layers(plan)
+    assert summary.schemes(plan_of(root, BLOCK_COMPRESSED)) == {BLOCK_COMPRESSED: 6, CHANNEL: 2}
+    assert summary.schemes(plan_of(root, TENSOR)) == {TENSOR: 8}
     bloom = small_checkpoints.write(tmp_path / "b", BLOOM)
-    assert plan_of(bloom, BLOCK).schemes == {BLOCK: 8}
+    assert summary.schemes(plan_of(bloom, BLOCK)) == {BLOCK: 8}
     plan = plan_of(bloom, TENSOR)
-    assert plan.schemes == {TENSOR: 6}
+    assert summary.schemes(plan) == {TENSOR: 6}
     assert plan.notes[0].endswith("unquantized; --scheme channel quantizes them too")
-    assert plan_of(bloom, TENSOR_COMPRESSED).schemes == {TENSOR_COMPRESSED: 6, CHANNEL: 2}
+    assert summary.schemes(plan_of(bloom, TENSOR_COMPRESSED)) == {TENSOR_COMPRESSED: 6, CHANNEL: 2}
     # The next smaller groups are of no help, and nothing says that they were taken.
     plan = plan_of(bloom, INT4_W4A16)
-    assert plan.schemes == {INT4_W4A16: 6}
+    assert summary.schemes(plan) == {INT4_W4A16: 6}
     assert plan.notes[0].startswith("engines sort rows by heads, which leaves 2 of 8 layers")
     telechat = small_checkpoints.write(tmp_path / "c", TELECHAT2)
     # What queries are joined with is what is sorted.
     note = "engines sort rows by heads, which leaves 4 of 12 layers (30.0 % of their bytes) unquantized"
     for scheme in (TENSOR, BLOCK, INT4_W4A16):
         plan = plan_of(telechat, scheme)
-        assert plan.schemes == {scheme: 8}
+        assert summary.schemes(plan) == {scheme: 8}
         assert plan.notes[0] == f"{note}; --scheme channel quantizes them too"
     assert {"transformer.h.1.self_attention.query", "transformer.h.1.self_attention.qkv_proj"} <= set(
-        plan.ignored_layers
+        ignored_layers(plan)
     )
-    assert plan_of(telechat, BLOCK_COMPRESSED).schemes == {BLOCK_COMPRESSED: 8, CHANNEL: 4}
+    assert summary.schemes(plan_of(telechat, BLOCK_COMPRESSED)) == {BLOCK_COMPRESSED: 8, CHANNEL: 4}
     # Without the field all of it would be stored, and no engine could load it.
     for name in (FALCON, BLOOM, TELECHAT2):
         monkeypatch.setitem(MODELS, name, without_turns(MODELS[name]))
-    assert plan_of(root, BLOCK).schemes == {BLOCK: 8}
-    assert plan_of(bloom, TENSOR).schemes == {TENSOR: 8}
-    assert plan_of(telechat, TENSOR).schemes == {TENSOR: 12}
+    assert summary.schemes(plan_of(root, BLOCK)) == {BLOCK: 8}
+    assert summary.schemes(plan_of(bloom, TENSOR)) == {TENSOR: 8}
+    assert summary.schemes(plan_of(telechat, TENSOR)) == {TENSOR: 12}
 
 
 def test_sizes_are_found_by_older_names(tmp_path: Path) -> None:
@@ -148,4 +150,4 @@ def test_sizes_are_found_by_older_names(tmp_path: Path) -> None:
     text = file.read_text()
     file.write_text(text.replace("num_attention_heads", "n_head").replace("num_hidden_layers", "n_layer"))
     assert file.read_text() != text
-    assert plan_of(root, CHANNEL).schemes == {CHANNEL: 8}
+    assert summary.schemes(plan_of(root, CHANNEL)) == {CHANNEL: 8}

@@ -14,6 +14,7 @@ from openquant import calibrate, compress, dequantize, verify
 from openquant.errors import PlanError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.hub.fetch import Download
+from openquant.plan import summary
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.unchanged import make_unchanged_plan
 from openquant.report.text import plan_text
@@ -49,7 +50,7 @@ def test_all_tensors_are_the_source_s_and_scales_beside_them(tmp_path: Path, nam
 def test_what_config_card_and_plan_say(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source")
     plan = make_unchanged_plan(open_checkpoint(source), PlanOptions(cached=True))
-    assert plan.suffix == "-KV8" and plan.scheme_name == "none"
+    assert summary.suffix(plan) == "-KV8" and summary.scheme_name(plan) == "none"
     text = plan_text(plan, "source", tmp_path / "out", Download(0, 0, 0, 0), ())
     assert "Qwen3ForCausalLM, weights as they are\n" in text and "all weights as they are\n" in text
     assert "model.layers.{0..1}.mlp.up_proj" in text and "--scheme none" in text
@@ -125,10 +126,10 @@ def test_a_size_that_heads_do_not_divide_by_is_refused(tmp_path: Path) -> None:
 
 def test_scales_that_sglang_fails_on_are_said(tmp_path: Path) -> None:
     root = small_checkpoints.write(tmp_path / "source", "Gemma3ForCausalLM")
-    assert "SGLang" in make_unchanged_plan(open_checkpoint(root), PlanOptions(cached=True)).engines
+    assert "SGLang" in summary.engines(make_unchanged_plan(open_checkpoint(root), PlanOptions(cached=True)))
     refused = small_checkpoints.write(tmp_path / "refused", "Olmo2ForCausalLM")
     plan = make_unchanged_plan(open_checkpoint(refused), PlanOptions(cached=True))
-    assert plan.engines == ("vLLM",) and any("without --kv-cache it loads" in note for note in plan.notes)
+    assert summary.engines(plan) == ("vLLM",) and any("without --kv-cache it loads" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,11 @@ from openquant.errors import PlanError
 from openquant.formats.schemes import BLOCK, BLOCK_COMPRESSED, BLOCK_UE8M0, CHANNEL, TENSOR, TENSOR_COMPRESSED, VARIANTS
 from openquant.models import MODELS
 from openquant.patterns import translate
+from openquant.plan import summary
+from openquant.plan.config import ignored_layers, output_config
 from openquant.plan.decisions import PlanOptions
-from openquant.plan.plan import make_plain_plan, make_plan
+from openquant.plan.plain import make_plain_plan
+from openquant.plan.plan import make_plan
 from openquant.registry.architecture import Architecture
 from openquant.version import VLLM
 from support import small_checkpoints
@@ -243,14 +246,14 @@ def test_published_names_plan_without_a_misfit(name: str) -> None:
         expected = {TENSOR: of_tensor, CHANNEL: of_rows, BLOCK: of_block}
     schemes = [scheme for scheme in expected if not model.refusal(scheme.name, scheme.method)] or [BLOCK_COMPRESSED]
     plans = [make_plan(checkpoint, scheme) for scheme in schemes]
-    assert [plan.quantized_tensors for plan in plans] == [expected.get(scheme, of_block) for scheme in schemes]
+    assert [summary.quantized_tensors(plan) for plan in plans] == [expected.get(scheme, of_block) for scheme in schemes]
     plan = plans[-1]
-    assert plan.parallel_sizes == parallel
+    assert summary.parallel_sizes(plan) == parallel
     assert not [note for note in plan.notes if "lacks" in note]
     if ignored is not None:
-        assert plan.ignored_layers == ignored
+        assert ignored_layers(plan) == ignored
     # Every source tensor is in the output: under its own name, or split into experts.
-    outputs = {info.name: info for shard in plan.shards for info in plan.outputs(shard.name)}
+    outputs = {info.name: info for shard in plan.layout.shards for info in plan.layout.outputs(shard.name)}
     stacks = {stacked.name: (experts, stacked) for experts in plan.model.experts for stacked in experts.stacked}
     for info in checkpoint.tensors.values():
         if info.name in outputs:
@@ -263,19 +266,19 @@ def test_published_names_plan_without_a_misfit(name: str) -> None:
         for expert, part in itertools.product(range(number), stacked.parts):
             assert outputs[f"{path}.{expert}.{part}.weight"].shape == (rows // len(stacked.parts), cols)
     for each in plans:
-        assert sum(line.bytes_before for line in each.lines) == each.source_bytes
-        assert sum(line.bytes_after for line in each.lines) == each.output_bytes
+        assert sum(line.bytes_before for line in each.lines) == summary.source_bytes(each)
+        assert sum(line.bytes_after for line in each.lines) == summary.output_bytes(each)
 
 
 def test_state_spaces_of_falcon_are_listed_as_layers_beyond_the_last() -> None:
     """By as many layers as config.json counts, and in a nonsensical number by none."""
     checkpoint = published("FalconH1ForCausalLM")
-    ignored = set(make_plan(checkpoint, TENSOR).ignored_layers)
+    ignored = set(ignored_layers(make_plan(checkpoint, TENSOR)))
     assert {f"model.{44 + layer}.mixer.in_proj" for layer in range(44)} <= ignored
     assert "model.88.mixer.in_proj" not in ignored
     for layers in (10**9, -3, "44", None):
         odd = replace(checkpoint, config={**checkpoint.config, "num_hidden_layers": layers})
-        assert not any(name.startswith("model.4") for name in make_plan(odd, TENSOR).ignored_layers)
+        assert not any(name.startswith("model.4") for name in ignored_layers(make_plan(odd, TENSOR)))
 
 
 def test_refused_schemes_say_why_and_what_to_do() -> None:
@@ -289,7 +292,7 @@ def test_refused_schemes_say_why_and_what_to_do() -> None:
         )
         assert caught.value.hint == "use --scheme tensor or channel, or --format compressed-tensors"
     for scheme in (TENSOR, TENSOR_COMPRESSED, CHANNEL, BLOCK_COMPRESSED):
-        assert make_plan(wrapped, scheme).quantized_tensors == 280
+        assert summary.quantized_tensors(make_plan(wrapped, scheme)) == 280
     for scheme in VARIANTS:
         with pytest.raises(PlanError, match=rf"GptOssForCausalLM cannot be served with .*: {VLLM} reads its"):
             make_plan(published("GptOssForCausalLM"), scheme)
@@ -306,14 +309,14 @@ def test_draft_layers_stay_and_are_listed(name: str) -> None:
     }
     merged = "qkv_proj" if name.startswith("Glm4") else "fused_qkv_a_proj"
     others = {f"{draft}{path}" for path in ("mlp.experts", "mlp.shared_experts.gate_up_proj", f"self_attn.{merged}")}
-    assert kept | others <= set(plan.ignored_layers)
+    assert kept | others <= set(ignored_layers(plan))
 
 
 def test_names_an_engine_builds_otherwise_are_listed_under_both() -> None:
-    ignored = set(make_plan(published("GraniteMoeHybridForCausalLM"), TENSOR).ignored_layers)
+    ignored = set(ignored_layers(make_plan(published("GraniteMoeHybridForCausalLM"), TENSOR)))
     assert {"model.layers.0.mamba.in_proj", "model.layers.0.mixer.in_proj"} <= ignored
     # The draft layer, as one after the last of the decoder.
-    ignored = set(make_plan(published("MiMoForCausalLM"), TENSOR).ignored_layers)
+    ignored = set(ignored_layers(make_plan(published("MiMoForCausalLM"), TENSOR)))
     for layer in ("model.mtp_layers.0", "model.layers.36"):
         parts = ("self_attn.q_proj", "self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
         assert {f"{layer}.{part}" for part in parts} <= ignored
@@ -324,9 +327,9 @@ def test_parts_of_a_joined_tensor_must_divide() -> None:
     checkpoint = published("Phi3ForCausalLM")
     for heads, quantized in ((checkpoint.config, 160), ({"num_attention_heads": 36, "num_key_value_heads": 12}, 160),
                              ({"num_attention_heads": 38, "num_key_value_heads": 1}, 120), ({}, 120)):  # fmt: skip
-        assert make_plan(replace(checkpoint, config=heads), BLOCK).quantized_tensors == quantized
+        assert summary.quantized_tensors(make_plan(replace(checkpoint, config=heads), BLOCK)) == quantized
         for scheme in (TENSOR, CHANNEL):
-            assert make_plan(replace(checkpoint, config=heads), scheme).quantized_tensors == 160
+            assert summary.quantized_tensors(make_plan(replace(checkpoint, config=heads), scheme)) == 160
 
 
 def test_experts_stacked_the_other_way_around_are_refused() -> None:
@@ -341,7 +344,7 @@ def test_experts_stacked_the_other_way_around_are_refused() -> None:
 
 def test_gemma3_tower_is_listed_under_every_spelling_of_the_engines() -> None:
     for name in ("Gemma3ForConditionalGeneration", "Gemma3ForConditionalGeneration-new"):
-        ignored = set(make_plan(published(name), BLOCK).ignored_layers)
+        ignored = set(ignored_layers(make_plan(published(name), BLOCK)))
         for part in (
             "self_attn.q_proj",
             "self_attn.k_proj",
@@ -367,12 +370,12 @@ def test_llama4_wrapper_lists_the_engine_s_own_names() -> None:
         "language_model.model.layers.0.self_attn.q_proj",
         "language_model.model.layers.0.feed_forward.router",
         "multi_modal_projector.linear_1",
-    } <= set(plan.ignored_layers)
+    } <= set(ignored_layers(plan))
 
 
 def test_draft_layers_are_listed_under_the_numbers_that_engines_count_on_to() -> None:
     """vLLM vllm/models/deepseek_v4/nvidia/mtp.py."""
-    listed = {*make_plan(published("DeepseekV4ForCausalLM"), BLOCK).ignored_layers}
+    listed = {*ignored_layers(make_plan(published("DeepseekV4ForCausalLM"), BLOCK))}
     layer = "model.layers.61"
     assert {
         f"{layer}.{name}" for name in ("e_proj", "h_proj", "attn.fused_wqa_wkv", "attn.wq_b", "ffn.experts")
@@ -383,9 +386,9 @@ def test_draft_layers_are_listed_under_the_numbers_that_engines_count_on_to() ->
 
 def test_what_engines_read_beside_the_quantization_is_written() -> None:
     checkpoint = published("DeepseekV4ForCausalLM")
-    assert make_plan(checkpoint, BLOCK).config["expert_dtype"] == "fp8"
-    assert "expert_dtype" not in make_plain_plan(published("quantized/DeepseekV4ForCausalLM")).config
-    assert "expert_dtype" not in make_plan(published("DeepseekV3ForCausalLM"), BLOCK).config
+    assert output_config(make_plan(checkpoint, BLOCK))["expert_dtype"] == "fp8"
+    assert "expert_dtype" not in output_config(make_plain_plan(published("quantized/DeepseekV4ForCausalLM")))
+    assert "expert_dtype" not in output_config(make_plan(published("DeepseekV3ForCausalLM"), BLOCK))
 
 
 @pytest.mark.parametrize("entry", MODELS.values(), ids=MODELS)
@@ -433,13 +436,13 @@ def test_every_class_of_the_engine_has_an_entry_or_a_reason() -> None:
 def test_published_models_fall_back_where_their_blocks_do_not_divide() -> None:
     # Experts of 768 rows: six blocks, which 4 ranks do not share.
     plan = make_plan(published("Qwen3MoeForCausalLM"), BLOCK_COMPRESSED, PlanOptions(tp=4))
-    assert plan.schemes == {BLOCK_COMPRESSED: 48 * 4, CHANNEL: 48 * 3 * 128}
-    assert plan.parallel_sizes == [1, 2, 4, 8, 16]
+    assert summary.schemes(plan) == {BLOCK_COMPRESSED: 48 * 4, CHANNEL: 48 * 3 * 128}
+    assert summary.parallel_sizes(plan) == [1, 2, 4, 8, 16]
     targets = plan.quantization_config["config_groups"]["group_1"]["targets"]
     assert targets == [rf"re:(.*[.])?layers[.]{layer}[.]mlp[.]experts[.].*" for layer in range(48)]
     # A projection of 576 rows, and the one it is joined with.
     plan = make_plan(published("DeepseekV3ForCausalLM"), BLOCK_COMPRESSED)
-    assert plan.schemes == {BLOCK_COMPRESSED: 44971 - 2 * 61, CHANNEL: 2 * 61}
+    assert summary.schemes(plan) == {BLOCK_COMPRESSED: 44971 - 2 * 61, CHANNEL: 2 * 61}
     assert (
         "model.layers.60.self_attn.fused_qkv_a_proj" in plan.quantization_config["config_groups"]["group_1"]["targets"]
     )

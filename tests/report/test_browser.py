@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from openquant.formats.schemes import TENSOR
+from openquant.plan import summary
 from openquant.plan.plan import make_plan
 from openquant.plan.serving import serving_to_json
 from openquant.report.html import ReportPage, render_page
@@ -26,13 +27,13 @@ BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 
 def page(of: dict[str, Any]) -> ReportPage:
     plan = make_plan(published("Qwen3ForCausalLM"), TENSOR)
-    assert plan.serving is not None
+    assert summary.serving(plan) is not None
     return ReportPage(
         of["output"]["name"],
         "about",
         [of],
         diagnosis(),
-        serving=serving_to_json(*plan.serving),
+        serving=serving_to_json(*summary.serving(plan)),
         commands=["vllm serve x"],
     )
 

@@ -19,6 +19,7 @@ from entry_draft import differences, draft
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import find_scheme
 from openquant.models import MODELS
+from openquant.plan.config import ignored_layers
 from openquant.plan.plan import make_plan
 from openquant.registry.architecture import Architecture, FusedLayers, ParallelSplit
 from openquant.registry.rules import ModuleRules
@@ -54,7 +55,7 @@ def listed(architecture: str, root: Path) -> list[str]:
     source = small_checkpoints.write(root / architecture, architecture)
     schemes = map(find_scheme, ("tensor", "channel"))
     scheme = next(scheme for scheme in schemes if small_checkpoints.refused(architecture, scheme) is None)
-    return make_plan(open_checkpoint(source), scheme).ignored_layers
+    return ignored_layers(make_plan(open_checkpoint(source), scheme))
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from openquant import compress
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.output import OutputDirectory
 from openquant.formats.schemes import TENSOR
+from openquant.plan.config import output_config
 from openquant.plan.plan import make_plan
 from openquant.verification.finished import check_finished
 from support import small_checkpoints
@@ -87,7 +88,7 @@ def test_what_engines_would_refuse_is_not_called_finished(tmp_path: Path, source
     plan = make_plan(open_checkpoint(source), TENSOR)
     check_finished(out, plan)
     quantization = {**plan.quantization_config, "ignored_layers": [QUERY]}
-    config = {**plan.config, "quantization_config": quantization}
+    config = {**output_config(plan), "quantization_config": quantization}
     (out / "config.json").write_text(json.dumps(config))
     with pytest.raises(RuntimeError, match=rf"^{out} was written wrongly: .*{QUERY}"):
         check_finished(out, replace(plan, quantization_config=quantization))

@@ -19,6 +19,8 @@ from openquant import OpenQuantError, compress, diagnose, explain, verify
 from openquant.errors import PlanError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.models import GENERIC
+from openquant.plan import summary
+from openquant.plan.config import ignored_layers
 from openquant.plan.plan import Plan
 from openquant.recipes import read_recipe
 from openquant.reporter import Reporter
@@ -131,9 +133,9 @@ def test_what_the_engine_builds_is_quantized_joined_and_listed(source: Path, tmp
     assert ours["quantization_config"] == theirs["quantization_config"]
     known = Planned()
     compress(tmp_path / "known", None, "block", dry_run=True, reporter=known)
-    assert (reporter.plan.decisions.sets, reporter.plan.parallel_sizes) == (
+    assert (reporter.plan.decisions.sets, summary.parallel_sizes(reporter.plan)) == (
         known.plan.decisions.sets,
-        known.plan.parallel_sizes,
+        summary.parallel_sizes(known.plan),
     )
 
 
@@ -154,8 +156,8 @@ def test_a_layer_that_the_engine_does_not_quantize_stays(source: Path, tmp_path:
     answering(engine, tmp_path, found)
     plan = plan_of(source)
     assert "model.layers.0.mlp.down_proj" not in plan.layers
-    assert "model.layers.0.mlp.down_proj" in plan.ignored_layers
-    assert plan.schemes == {plan.scheme: 6 * small_checkpoints.LAYERS}
+    assert "model.layers.0.mlp.down_proj" in ignored_layers(plan)
+    assert summary.schemes(plan) == {plan.scheme: 6 * small_checkpoints.LAYERS}
 
 
 def test_rows_in_another_order_leave_all_that_is_joined_as_it_is(source: Path, tmp_path: Path, engine: Engine) -> None:
@@ -216,7 +218,7 @@ def test_another_name_is_listed_too(source: Path, tmp_path: Path, engine: Engine
     for one in found["layers"].values():
         one |= {"own": False, "prefix": one["prefix"].replace("model.", "inner.")}
     answering(engine, tmp_path, found)
-    assert "inner.layers.0.mlp.down_proj" in plan_of(source, ignore=["**.down_proj"]).ignored_layers
+    assert "inner.layers.0.mlp.down_proj" in ignored_layers(plan_of(source, ignore=["**.down_proj"]))
 
 
 STACKS = ("gate_up_proj", "down_proj")

@@ -23,8 +23,11 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.reference import decode, encode, group_absmax, group_scale
 from openquant.formats.schemes import BLOCK, BLOCK_UE8M0, CHANNEL, INT8_W8A16, TENSOR, TENSOR_STATIC, VARIANTS, Scheme
 from openquant.machine import peak_rss
+from openquant.plan import summary
 from openquant.plan.decisions import PlanOptions
-from openquant.plan.plan import make_plain_plan, make_plan
+from openquant.plan.layout import weight_kinds
+from openquant.plan.plain import make_plain_plan
+from openquant.plan.plan import make_plan
 from support import small_checkpoints
 from support.conversions import Shelf, asking
 from support.published_checkpoints import published, with_few_experts
@@ -550,7 +553,7 @@ def test_rows_that_do_not_fill_their_words_are_refused(shelf: Shelf, tmp_path: P
     plan = make_plain_plan(open_checkpoint(source), "")
     for name, place in plan.source.where.items():
         if name.endswith(".weight_shape"):
-            assert place.shard in plan.sources(plan.seen.where[name.replace("_shape", "")].shard)
+            assert place.shard in plan.layout.sources(plan.seen.where[name.replace("_shape", "")].shard)
     # Where codes need no change, nothing is decoded.
     _, out = shelf.copied("Qwen3ForCausalLM", INT8_W8A16, tmp_path / "ours")
     assert compress(out, tmp_path / "same", "int8-weights").decoded_tensors == 0
@@ -739,7 +742,7 @@ def test_matrices_larger_than_a_buffer(tmp_path: Path, monkeypatch: pytest.Monke
 def test_what_is_decoded_counts_as_memory(tmp_path: Path, kind: str) -> None:
     make, config, _ = SOURCES[kind]
     source = store(tmp_path / "source", make, config)
-    kinds = make_plain_plan(open_checkpoint(source)).weight_kinds
+    kinds = weight_kinds(make_plain_plan(open_checkpoint(source)).decisions)
     assert {matrix.shape for matrix in kinds} == {(256, 256), (128, 256), (512, 256), (256, 512)}
     assert all(matrix.format is not None for matrix in kinds)
     with pytest.raises(OpenQuantError, match="memory"):
@@ -780,19 +783,19 @@ def test_published_fp8_checkpoints(name: str) -> None:
     checkpoint = published(f"quantized/{name}")
     quantized, few, other, decoded = PUBLISHED[name]
     plan = make_plan(checkpoint, BLOCK)
-    assert (plan.quantized_tensors, plan.decoded_tensors) == (quantized, 0)
-    outputs = {info.name: info for shard in plan.shards for info in plan.outputs(shard.name)}
+    assert (summary.quantized_tensors(plan), summary.decoded_tensors(plan)) == (quantized, 0)
+    outputs = {info.name: info for shard in plan.layout.shards for info in plan.layout.outputs(shard.name)}
     assert outputs.keys() == checkpoint.tensors.keys()
     for info in checkpoint.tensors.values():
         dtype = "F32" if info.name.endswith("_scale_inv") else info.dtype
         assert outputs[info.name] == info._replace(dtype=dtype)
-    assert 1 in plan.parallel_sizes
+    assert 1 in summary.parallel_sizes(plan)
     checkpoint = with_few_experts(checkpoint)
     plan = make_plan(checkpoint, CHANNEL)
-    assert (plan.quantized_tensors, plan.decoded_tensors) == (other, decoded)
+    assert (summary.quantized_tensors(plan), summary.decoded_tensors(plan)) == (other, decoded)
     plain = make_plain_plan(checkpoint)
-    assert plain.decoded_tensors == few
-    outputs = {info.name: info for shard in plain.shards for info in plain.outputs(shard.name)}
+    assert summary.decoded_tensors(plain) == few
+    outputs = {info.name: info for shard in plain.layout.shards for info in plain.layout.outputs(shard.name)}
     assert outputs.keys() == {key for key in checkpoint.tensors if not key.endswith("_scale_inv")}
     assert {info.dtype for info in outputs.values() if len(info.shape) > 1} <= {"BF16", "F32"}
 
@@ -801,13 +804,13 @@ def test_published_int4_experts() -> None:
     checkpoint = published("quantized/DeepseekV3ForCausalLM-int4")
     plan = make_plan(checkpoint, CHANNEL)
     # The experts, and what was left in bfloat16.
-    assert (plan.quantized_tensors, plan.decoded_tensors) == (60 * 384 * 3 + 427, 0)
-    assert make_plain_plan(with_few_experts(checkpoint)).decoded_tensors == 60 * 4 * 3
+    assert (summary.quantized_tensors(plan), summary.decoded_tensors(plan)) == (60 * 384 * 3 + 427, 0)
+    assert summary.decoded_tensors(make_plain_plan(with_few_experts(checkpoint))) == 60 * 4 * 3
 
 
 def test_published_mxfp4_experts() -> None:
     plan = make_plain_plan(published("quantized/GptOssForCausalLM"))
-    outputs = {info.name: info for shard in plan.shards for info in plan.outputs(shard.name)}
+    outputs = {info.name: info for shard in plan.layout.shards for info in plan.layout.outputs(shard.name)}
     assert outputs == published("GptOssForCausalLM").tensors
 
 

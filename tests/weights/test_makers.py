@@ -12,7 +12,9 @@ import torch
 from openquant import compress, dequantize, verify
 from openquant.errors import SourceError
 from openquant.formats.schemes import BLOCK, CHANNEL
-from openquant.plan.plan import make_plain_plan, make_plan
+from openquant.plan import summary
+from openquant.plan.plain import make_plain_plan
+from openquant.plan.plan import make_plan
 from support import small_checkpoints
 from support.published_checkpoints import published, with_few_experts
 from support.quantized_checkpoints import BLOCKS, FP8, Weights, is_layer, store
@@ -173,10 +175,10 @@ PUBLISHED = {
 def test_published_layouts(name: str) -> None:
     checkpoint = with_few_experts(published(f"quantized/{name}"))
     stored, quantized = PUBLISHED[name]
-    assert make_plan(checkpoint, CHANNEL).quantized_tensors == quantized
+    assert summary.quantized_tensors(make_plan(checkpoint, CHANNEL)) == quantized
     plain = make_plain_plan(checkpoint)
-    assert plain.decoded_tensors == stored
-    outputs = {info.name: info for shard in plain.shards for info in plain.outputs(shard.name)}
+    assert summary.decoded_tensors(plain) == stored
+    outputs = {info.name: info for shard in plain.layout.shards for info in plain.layout.outputs(shard.name)}
     assert outputs == with_few_experts(published(name)).tensors
 
 
@@ -184,8 +186,8 @@ def test_published_deepseek_v4() -> None:
     """FP8 in blocks beside experts in MXFP4, of which its config.json says nothing."""
     checkpoint = with_few_experts(published("quantized/DeepseekV4ForCausalLM"))
     # Draft layers are decoded, and stay so.
-    assert make_plan(checkpoint, BLOCK).quantized_tensors == 61 * 8 + 30 + 61 * 4 * 3
+    assert summary.quantized_tensors(make_plan(checkpoint, BLOCK)) == 61 * 8 + 30 + 61 * 4 * 3
     plain = make_plain_plan(checkpoint)
-    assert plain.decoded_tensors == 62 * 8 + 30 + 2 + 62 * 4 * 3
-    outputs = {info.name: info for shard in plain.shards for info in plain.outputs(shard.name)}
+    assert summary.decoded_tensors(plain) == 62 * 8 + 30 + 2 + 62 * 4 * 3
+    outputs = {info.name: info for shard in plain.layout.shards for info in plain.layout.outputs(shard.name)}
     assert outputs == with_few_experts(published("DeepseekV4ForCausalLM")).tensors

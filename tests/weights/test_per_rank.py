@@ -13,7 +13,9 @@ from openquant import compress, dequantize, verify
 from openquant.errors import SourceError
 from openquant.formats.reference import decode
 from openquant.formats.schemes import BLOCK, CHANNEL
-from openquant.plan.plan import make_plain_plan, make_plan
+from openquant.plan import summary
+from openquant.plan.plain import make_plain_plan
+from openquant.plan.plan import make_plan
 from support import small_checkpoints
 from support.published_checkpoints import published, with_few_experts
 
@@ -119,9 +121,9 @@ def test_sizes_that_account_for_no_rows_are_refused(tmp_path: Path, key: str) ->
 def test_published() -> None:
     checkpoint = with_few_experts(published(f"quantized/{NAME}"))
     plan = make_plan(checkpoint, BLOCK)
-    assert plan.source_bytes == sum(plan.consumed(shard.name) for shard in plan.shards)
+    assert summary.source_bytes(plan) == sum(plan.layout.consumed(shard.name) for shard in plan.layout.shards)
     outputs = make_plain_plan(checkpoint)
-    found = {info.name: info for shard in outputs.shards for info in outputs.outputs(shard.name)}
+    found = {info.name: info for shard in outputs.layout.shards for info in outputs.layout.outputs(shard.name)}
     assert found == with_few_experts(published(NAME)).tensors
 
 
