@@ -12,8 +12,8 @@ from ..formats.quantization import quantization_places, read_quantization
 from ..models import GENERIC, MODELS
 from ..plan.config import output_config
 from ..plan.plan import Plan
+from .checks import check_headers
 from .configs import config_differences
-from .headers import Headers
 
 
 def check_finished(root: Path, plan: Plan) -> None:
@@ -38,9 +38,8 @@ def check_finished(root: Path, plan: Plan) -> None:
     if plan.quantization_config and not problems:
         # What goes by names and shapes alone knows nothing of engines.
         model = None if plan.model.name == GENERIC.name else plan.model
-        headers = Headers(checkpoint, read_quantization(checkpoint.config), model, set(plan.files), ours=True)
-        headers.check()
-        problems = headers.problems
+        _, findings = check_headers(checkpoint, read_quantization(checkpoint.config), model, plan.files, ours=True)
+        problems = findings.problems
     if problems:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise RuntimeError(f"{root} was written wrongly: {'; '.join(problems[:3])}{more}")
@@ -73,9 +72,8 @@ def _damage(checkpoint: Checkpoint, files: Set[str]) -> list[str]:
     """What is wrong with a directory as far as that shows without reading tensors, one line each."""
     if quantization_places(checkpoint.config):
         model = MODELS.get(checkpoint.architecture)
-        headers = Headers(checkpoint, read_quantization(checkpoint.config), model, set(files), ours=True)
-        headers.check()
-        problems = headers.problems
+        _, findings = check_headers(checkpoint, read_quantization(checkpoint.config), model, files, ours=True)
+        problems = findings.problems
     else:
         problems = [
             f"{checkpoint.where[info.name].shard}: {info.name} is {info.dtype}, but config.json has no "

@@ -43,11 +43,13 @@ from ..weights.find import decoded_view, own_file, with_own_file
 from ..weights.quant_error import LayerError
 from ..weights.transform import WeightTransforms
 from ..weights.weight import Weight
+from .cache_checks import cache_tensors, cached_in_fp8
+from .checks import check_headers
 from .configs import config_differences, judge_config, unsaid_keys, without_quantization
 from .contents import Progress, TensorFindings, TensorTask, read_contents
 from .extras import extra_files, extra_weights
 from .find_smoothing import recognize_smoothing
-from .headers import Headers, described
+from .headers import Findings, Headers, described
 from .outcome import Report
 
 # A tensor that is not quantized, and what it must equal.
@@ -106,18 +108,18 @@ def verify(
     model = MODELS.get(checkpoint.architecture)
     text = card_of(checkpoint)
     card = source_of(text)
-    headers = Headers(checkpoint, quantization, model, written, ours=journal is not None or card is not None)
-    headers.check()
-    remakes = headers.ours and QUANTIZED not in (card or "")
-    work = _Verification(headers, origin, full, remakes, text)
+    ours = journal is not None or card is not None
+    headers, findings = check_headers(checkpoint, quantization, model, written, ours)
+    remakes = ours and QUANTIZED not in (card or "")
+    work = _Verification(headers, findings, written, origin, full, remakes, text)
     work.run(workers or available_cpus(), progress)
     return Report(
         directory=os.fspath(directory),
         source=told,
         architecture=checkpoint.architecture,
         format=form,
-        problems=tuple(headers.problems),
-        notes=tuple(headers.notes),
+        problems=tuple(findings.problems),
+        notes=tuple(findings.notes),
         shards=len(checkpoint.shards),
         tensors=len(checkpoint.tensors),
         nbytes=sum(info.nbytes for info in checkpoint.tensors.values()),
@@ -142,8 +144,20 @@ class _Verification:
     What it finds goes where the headers' problems and notes are.
     """
 
-    def __init__(self, headers: Headers, source: Checkpoint | None, full: bool, remakes: bool, card: str) -> None:
+    def __init__(
+        self,
+        headers: Headers,
+        findings: Findings,
+        files: set[str],
+        source: Checkpoint | None,
+        full: bool,
+        remakes: bool,
+        card: str,
+    ) -> None:
         self.headers = headers
+        self.findings = findings
+        # What the run that made the directory wrote, if that is known.
+        self.files = files
         self.folded, self.weighed = says_folds(card), says_weighed(card)
         # Whether GPTQ rounded what it can: no codes of these are made again.
         self.gptq_rounded = is_rounded_by_gptq(card)
@@ -155,10 +169,12 @@ class _Verification:
         if source is not None:
             self.source, self.decoded = decoded_view(source)
         self.full = full
-        self.ours = headers.ours
+        self.ours = findings.ours
         self.remakes = full and remakes and headers.scheme is not None
-        self.problems, self.notes = headers.problems, headers.notes
+        self.problems, self.notes = findings.problems, findings.notes
         self.codes, self.scheme, self._place = headers.codes, headers.scheme, headers.place
+        self.cached = cached_in_fp8(headers)
+        self.cache = cache_tensors(headers)
         entry, scheme = headers.entry, headers.scheme
         # Other tools' outputs hold projections as their config says.
         config = self.checkpoint.config if self.ours else {}
@@ -217,8 +233,7 @@ class _Verification:
 
     def _check_extra_files(self) -> None:
         """Note files that the run which made the directory, or the source, does not have."""
-        written = self.headers.written
-        expected, where = written or None, "not of the run that made it" if written else "beside the model"
+        expected, where = self.files or None, "not of the run that made it" if self.files else "beside the model"
         if self.source is not None:
             expected, where = {*self.source.files, "README.md", "config.json"}, "not in the source"
         problems, notes = extra_files(self.checkpoint, expected, where, self.ours)
@@ -247,12 +262,12 @@ class _Verification:
         # The card is written anew; the config was compared by its contents.
         for name in sorted(source.files.keys() - {"config.json", "README.md"}):
             if name not in self.checkpoint.files:
-                if name not in self.headers.written:
-                    self.headers.differs(f"{name} is missing: the source has it")
+                if name not in self.files:
+                    self.findings.differs(f"{name} is missing: the source has it")
             elif _same(self.checkpoint.root / name, source.root / name):
                 self.equal_files += 1
             else:
-                self.headers.differs(f"{name} differs from the source's")
+                self.findings.differs(f"{name} differs from the source's")
 
     def _make_plan(self, source: Checkpoint, origin: Checkpoint) -> None:
         """The plan that would leave unquantized what is; without one, tensors are compared by name alone."""
@@ -265,7 +280,7 @@ class _Verification:
             # Of another tool's layers only the names count, which any scheme of the format has.
             fp8 = self.headers.quantization.method == "fp8"
             scheme = self.scheme or (TENSOR if fp8 else CHANNEL)
-            options, found = PlanOptions(head=self.headers.head, cached=self.headers.cached), self._found()
+            options, found = PlanOptions(head=self.headers.head, cached=self.cached), self._found()
             self.plan = make_plan(origin, scheme, options, found=found)
             if self.ours:
                 self._unfold(self.plan)
@@ -316,7 +331,7 @@ class _Verification:
         changed = {kept.tensor.name: kept.changed for kept in self.plan.decisions.kept} if self.plan else {}
         foreign: list[str] = []
         recast: list[str] = []
-        added = {info.name for info in self.headers.cache} if self.headers.cached else set()
+        added = {info.name for info in self.cache} if self.cached else set()
         for found in self.checkpoint.tensors.values():
             if found.name in added:
                 continue
@@ -375,7 +390,7 @@ class _Verification:
         key = self.headers.quantization.ignored.key
         listed = set(self.headers.quantization.ignored.entries)
         for name in ignored_layers(self.plan):
-            if name not in listed and name not in self.headers.unlisted:
+            if name not in listed and name not in self.findings.unlisted:
                 self.problems.append(f"config.json: {key} does not list {name}")
         # Engines may take a name for the beginning, or a part, of others.
         more = sorted(listed.difference(ignored_layers(self.plan)))
@@ -403,7 +418,7 @@ class _Verification:
             tasks.append(
                 TensorTask(weight.codes, weight, original, scheme, self.weighed, weight.module in gptq_rounded)
             )
-        tasks += [TensorTask(info, scale=True) for info in self.headers.cache]
+        tasks += [TensorTask(info, scale=True) for info in self.cache]
         looked_at = {task.info.name for task in tasks} | self.headers.scales
         tasks += [
             TensorTask(info, alone=True)

@@ -1,0 +1,65 @@
+"""All checks of the headers of a quantized directory, in order: config, weights, cache, modules, files.
+
+    headers, findings = check_headers(checkpoint, quantization, MODELS["Qwen3ForCausalLM"], files, ours=True)
+    findings.problems                            # [] if nothing is off
+
+No tensor is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..files.checkpoint import Checkpoint
+from ..formats.quantization import Quantization
+from ..plan.architecture import with_layer_counts
+from ..registry.architecture import Architecture
+from ..registry.rules import ModuleRules, is_head
+from ..weights.find import pairs
+from .cache_checks import check_cache
+from .config_checks import check_files, check_index, check_settings
+from .headers import Findings, Headers
+from .module_checks import check_fused, check_head, check_listed, check_unlisted
+from .weight_checks import check_strays, find_weights
+
+
+def check_headers(
+    checkpoint: Checkpoint, quantization: Quantization, model: Architecture | None, files: Iterable[str], ours: bool
+) -> tuple[Headers, Findings]:
+    """Hold the config and the headers of a quantized directory against each other and against the registry.
+
+    Args:
+        checkpoint: the opened directory.
+        quantization: what its config says.
+        model: the registry's entry for it; None if it has none.
+        files: the names of the files that the run which made it wrote; empty if that is not known.
+        ours: whether this program made it: then all is as it writes it.
+
+    Returns:
+        What is there, and what is off.
+    """
+    findings = Findings(ours, list(quantization.problems))
+    scheme = check_settings(checkpoint, quantization, findings)
+    codes_and_scales = list(pairs(checkpoint.tensors, quantization))
+    # A head that is quantized is one more layer.
+    head = quantization.method != "fp8" and any(is_head(pair.module) for pair in codes_and_scales)
+    if model and head and model.head_refused is None:
+        model = model.with_head()
+    entry = ModuleRules(with_layer_counts(model, checkpoint)) if model else None
+    weights = find_weights(checkpoint, quantization, codes_and_scales, findings)
+    headers = Headers(checkpoint, quantization, scheme, entry, head, *weights)
+    check_strays(headers, findings)
+    check_cache(headers, findings)
+    check_listed(headers, findings)
+    if entry is None:
+        findings.notes.append(
+            f"{checkpoint.architecture} is not a known architecture: not checked are which unquantized layers "
+            "must be listed, and which must share their status or scale"
+        )
+    else:
+        check_unlisted(headers, entry, findings)
+        check_fused(headers, entry, findings)
+    check_head(headers, findings)
+    check_index(checkpoint, findings)
+    check_files(checkpoint, files, findings)
+    return headers, findings
