@@ -18,8 +18,9 @@ from .convert.conversion import COMPILED_MEMORY, worker_memory, worth_compiling
 from .distributed import RERUN_CONTINUES, Ranks, attempt
 from .errors import SourceError, UsageError
 from .files.checkpoint import Checkpoint, open_checkpoint, readable
+from .files.claim import Claim, OutputContents
 from .files.fingerprint import Stamp
-from .files.output import OutputDirectory, refuse_overlap, refuse_root
+from .files.output import refuse_overlap, refuse_root
 from .files.space import require_space
 from .hub.fetch import Download, memory_needed, scratch_bytes
 from .hub.publish import AT_ONCE, Publisher
@@ -238,23 +239,33 @@ def source_needs(source: Source, plan: Plan, outputs: Sequence[str] | None = Non
     return {output: sorted(plan.layout.sources(output)) for output in outputs}
 
 
-def output_directory(
+def claim_of(
     prepared: Prepared, made: Mapping[str, bytes], publisher: Publisher | None, ranks: Ranks, rounded: int
-) -> OutputDirectory:
-    """The directory of a run, in which so many bytes of rounded layers wait for a while."""
+) -> Claim:
+    """The claim of a run on its output directory.
+
+    Args:
+        prepared: what is to be written.
+        made: the files that are written rather than copied, by name.
+        publisher: publishes the output; None if nobody does.
+        ranks: this process among several.
+        rounded: bytes of rounded layers that wait on the same disk for a while.
+    """
     plan, source, run = prepared.plan, prepared.source, prepared.run
-    return OutputDirectory(
-        prepared.target,
+    contents = OutputContents(
         plan.digest,
         {shard.name: shard.nbytes for shard in plan.layout.shards},
         {**plan.files, **{name: len(data) for name, data in made.items()}},
-        run.overwrite,
-        elsewhere=publisher.elsewhere if publisher else frozenset,
+        plan.provenance,
         at_once=AT_ONCE if run.push and run.push.only else None,
         scratch=(scratch_bytes(source, source_needs(source, plan)) * ranks.size if run.stream else 0) + rounded,
+    )
+    return Claim(
+        prepared.target,
+        contents,
+        run.overwrite,
+        elsewhere=publisher.elsewhere if publisher else frozenset,
         sources=lambda: {**prepared.stamps, **source.digests(prepared.checkpoint)},
-        recipe=plan.provenance.recipe,
-        entry=plan.provenance.entry,
     )
 
 
@@ -272,7 +283,7 @@ def require_output(prepared: Prepared, ranks: Ranks, passing: int) -> None:
     plan, target, source = prepared.plan, prepared.target, prepared.source
     # The card and config.json of this plan are not final; they are small.
     rounded = rounded_bytes(plan.gptq_rounded) if plan.options.gptq is not None else 0
-    missing = output_directory(prepared, {}, None, ranks, rounded).missing_bytes()
+    missing = claim_of(prepared, {}, None, ranks, rounded).missing_bytes()
     if not missing:
         return
     # Of a calibration there are three figures of each input of each layer.

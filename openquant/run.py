@@ -16,15 +16,16 @@ from .convert.conversion import Progress, check_copied, convert
 from .distributed import Ranks, attempt
 from .errors import OutputError, SourceError
 from .files.checkpoint import open_checkpoint, readable
+from .files.claim import Claim
 from .files.evaluation import find_evaluation
 from .files.names import CARD_FILE, INDEX_FILE
-from .files.output import REPLACE, OutputDirectory
+from .files.output import REPLACE
 from .files.small_files import read_small
 from .formats.finite import NonFinite
 from .hub.fetch import ShardSupply
 from .hub.publish import Published, Publisher
 from .hub.source import Source, silent
-from .job import Prepared, in_all_ranks, output_directory, source_needs
+from .job import Prepared, claim_of, in_all_ranks, source_needs
 from .plan import summary
 from .plan.config import output_config
 from .plan.layout import Shard
@@ -64,7 +65,7 @@ class _Writing:
     Attributes:
         prepared: what is to be written.
         made: the files that are written rather than copied, by name.
-        directory: where to.
+        claim: the output directory, claimed for this run.
         publisher: publishes it, if it is to be published.
         ranks: this process among several.
         reporter: is told of it.
@@ -72,7 +73,7 @@ class _Writing:
 
     prepared: Prepared
     made: Mapping[str, bytes]
-    directory: OutputDirectory
+    claim: Claim
     publisher: Publisher | None
     ranks: Ranks
     reporter: Reporter
@@ -83,7 +84,7 @@ class _Writing:
         self.reporter.advanced(nbytes)
 
 
-class _Claim(NamedTuple):
+class _Work(NamedTuple):
     """What the first rank finds as it claims the output directory, and tells all others.
 
     Attributes:
@@ -136,68 +137,70 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corp
     shards = {shard.name: shard.nbytes for shard in plan.layout.shards}
     publisher = Publisher(push, prepared.target, plan.digest, shards) if push else None
     rounded = missing_bytes(prepared) if corpus is not None else 0
-    directory = output_directory(prepared, made, publisher, ranks, rounded)
-    writing = _Writing(prepared, made, directory, publisher, ranks, reporter)
+    claim = claim_of(prepared, made, publisher, ranks, rounded)
+    writing = _Writing(prepared, made, claim, publisher, ranks, reporter)
     not_finite: dict[str, NonFinite] = {}
     unread = 0
     with ExitStack() as stack:
         if prepared.source.remote or publisher:
             stack.enter_context(silent())
-        claim = _claim_output(writing, stack)
-        unfinished = claim.unfinished
+        work = _find_work(writing, stack)
+        unfinished = work.unfinished
         if publisher:
-            publisher.repo = claim.repository
+            publisher.repo = work.repository
             stack.enter_context(publisher)
-        if corpus is not None and (unfinished or claim.changed):
+        if corpus is not None and (unfinished or work.changed):
             plan = in_all_ranks(ranks, lambda: apply_gptq(prepared, corpus, ranks, reporter))
             writing = replace(writing, prepared=replace(prepared, plan=plan))
-        if unfinished is not None or claim.changed:
+        if unfinished is not None or work.changed:
             if not ranks.first:
-                stack.enter_context(directory.joined())
-            outdated = _outdated_shards(plan, claim)
-            _tell_start(writing, claim, outdated)
-            if claim.changed:
-                _recheck_shards(writing, outdated, set(claim.changed))
+                stack.enter_context(claim.joined())
+            outdated = _outdated_shards(plan, work)
+            _tell_start(writing, work, outdated)
+            if work.changed:
+                _recheck_shards(writing, outdated, set(work.changed))
         if unfinished is not None:
             not_finite = _convert_shards(writing, unfinished)
             copied, unread = in_all_ranks(ranks, lambda: _finish_output(writing, unfinished))
             not_finite.update(copied)
-        published = in_all_ranks(ranks, lambda: _publish(writing, claim))
+        published = in_all_ranks(ranks, lambda: _publish(writing, work))
         if corpus is not None and ranks.first:
             claim_rounded_layers(prepared.target).remove()
-    return Outcome(directory.resumed, unfinished is None, published, not_finite, unread)
+    return Outcome(claim.resumed, unfinished is None, published, not_finite, unread)
 
 
-def _claim_output(writing: _Writing, stack: ExitStack) -> _Claim:
+def _find_work(writing: _Writing, stack: ExitStack) -> _Work:
     """Claim the output directory, until the stack is left, and find what is left to do; the first rank does it for all.
 
     Raises:
         SourceError: the source is not the one that what lies there was made from.
         OutputError: the directory is not a run's, or cannot be written to.
     """
-    ranks, directory = writing.ranks, writing.directory
-    claim, error = attempt(lambda: _claim(writing, stack.enter_context(directory)) if ranks.first else None)
-    return _Claim(*ranks.agree(error, claim)[0])
+    ranks = writing.ranks
+    work, error = attempt(
+        lambda: _unfinished_work(writing, stack.enter_context(writing.claim)) if ranks.first else None
+    )
+    return _Work(*ranks.agree(error, work)[0])
 
 
-def _claim(writing: _Writing, directory: OutputDirectory) -> _Claim:
+def _unfinished_work(writing: _Writing, claim: Claim) -> _Work:
     """Find what is left to do in a directory that is claimed."""
     prepared, publisher = writing.prepared, writing.publisher
-    gone = sorted(directory.moved - prepared.stamps.keys())
+    gone = sorted(claim.moved - prepared.stamps.keys())
     if gone:
         raise SourceError(f"{prepared.source.root / gone[0]} changed since {prepared.target} was made", REPLACE)
     if publisher:
-        if directory.moved:
+        if claim.moved:
             publisher.forget()
         publisher.prepare(writing.made[CARD_FILE], prepared.source.downloaded_commit())
-    unfinished = [shard.name for shard in prepared.plan.layout.shards if not directory.is_finished(shard.name)]
+    unfinished = [shard.name for shard in prepared.plan.layout.shards if not claim.is_finished(shard.name)]
     repository = publisher.repo if publisher else ""
-    return _Claim(None if directory.complete else unfinished, sorted(directory.moved), repository)
+    return _Work(None if claim.complete else unfinished, sorted(claim.moved), repository)
 
 
-def _outdated_shards(plan: Plan, claim: _Claim) -> list[Shard]:
+def _outdated_shards(plan: Plan, work: _Work) -> list[Shard]:
     """The finished shards whose source looks different now."""
-    unfinished, changed = set(claim.unfinished or ()), set(claim.changed)
+    unfinished, changed = set(work.unfinished or ()), set(work.changed)
     return [
         shard
         for shard in plan.layout.shards
@@ -205,9 +208,9 @@ def _outdated_shards(plan: Plan, claim: _Claim) -> list[Shard]:
     ]
 
 
-def _tell_start(writing: _Writing, claim: _Claim, outdated: Sequence[Shard]) -> None:
+def _tell_start(writing: _Writing, work: _Work, outdated: Sequence[Shard]) -> None:
     """Tell how many bytes of the source there are, and how many of these an earlier run has converted."""
-    plan, left = writing.prepared.plan, {*(claim.unfinished or ()), *(shard.name for shard in outdated)}
+    plan, left = writing.prepared.plan, {*(work.unfinished or ()), *(shard.name for shard in outdated)}
     sizes = {shard.name: plan.layout.consumed(shard.name) for shard in plan.layout.shards}
     writing.reporter.started(sum(sizes.values()), sum(size for shard, size in sizes.items() if shard not in left))
 
@@ -220,7 +223,7 @@ def _recheck_shards(writing: _Writing, outdated: Sequence[Shard], changed: Set[s
     """
     ranks, mine = writing.ranks, writing.ranks.share(outdated)
     in_all_ranks(ranks, lambda: _compare_shards(writing, mine, changed, writing.advanced))
-    in_all_ranks(ranks, lambda: writing.directory.renew() if ranks.first else None)
+    in_all_ranks(ranks, lambda: writing.claim.renew() if ranks.first else None)
 
 
 def _convert_shards(writing: _Writing, unfinished: list[str]) -> dict[str, NonFinite]:
@@ -239,16 +242,18 @@ def _convert_shards(writing: _Writing, unfinished: list[str]) -> dict[str, NonFi
 
 def _convert_share(writing: _Writing, shards: Sequence[Shard]) -> Mapping[str, NonFinite]:
     """Fetch, convert and upload shards; the tensors with NaN or infinity among those that stay unquantized."""
-    prepared, directory, publisher, ranks = writing.prepared, writing.directory, writing.publisher, writing.ranks
+    prepared, publisher, ranks = writing.prepared, writing.publisher, writing.ranks
     plan, source, progress = prepared.plan, prepared.source, writing.advanced
     needs = source_needs(source, plan, [shard.name for shard in shards])
-    scratch = directory.make_scratch(ranks.rank) if prepared.run.stream else None
+    scratch = writing.claim.directory.make_scratch(ranks.rank) if prepared.run.stream else None
     if source.remote and scratch is None:
         source.require_cache_space({name for names in needs.values() for name in names})
     with ShardSupply(source, needs, scratch) as supply:
         traffic = _Traffic(supply, publisher, ranks)
         workers, device = prepared.workers, prepared.device
-        not_finite = convert(plan, shards, traffic, directory, workers, device, progress, fast=prepared.fast)
+        not_finite = convert(
+            plan, shards, traffic, writing.claim.directory, workers, device, progress, fast=prepared.fast
+        )
     if publisher:
         publisher.drain()
     return not_finite
@@ -261,7 +266,7 @@ def _finish_output(writing: _Writing, unfinished: list[str]) -> tuple[dict[str, 
         The tensors with NaN or infinity in shards that an earlier run has copied, and how many of these it has moved to
         the Hub.
     """
-    prepared, directory = writing.prepared, writing.directory
+    prepared, claim = writing.prepared, writing.claim
     plan, push, target = prepared.plan, prepared.run.push, prepared.target
     not_finite: dict[str, NonFinite] = {}
     unread = 0
@@ -271,26 +276,26 @@ def _finish_output(writing: _Writing, unfinished: list[str]) -> tuple[dict[str, 
     # A run that only pushes has deleted those that are on the Hub.
     if not (push and push.only):
         _require_all(target, (shard.name for shard in plan.layout.shards))
-        _check_finished(target, plan, directory.resumed)
+        _check_finished(target, plan, claim.resumed)
     for name in {shard.name for shard in plan.layout.shards}.difference(unfinished):
         # An earlier run has copied tensors into these.
-        if directory.folder.is_file(name):
+        if claim.directory.folder.is_file(name):
             not_finite.update(check_copied(target / name, plan.layout.lay_out(name)))
         else:
             unread += 1
-    directory.finish()
+    claim.finish()
     return not_finite, unread
 
 
-def _publish(writing: _Writing, claim: _Claim) -> Published | None:
+def _publish(writing: _Writing, work: _Work) -> Published | None:
     """Publish the output, if it is to be published; the first rank does it."""
     prepared, publisher, push = writing.prepared, writing.publisher, writing.prepared.run.push
     if publisher is None or push is None or not writing.ranks.first:
         return None
     evaluation: list[str] = []
-    if claim.unfinished is None and not push.only:
+    if work.unfinished is None and not push.only:
         # Nobody looked at it since an earlier run was done with it.
-        require_sound(prepared.target, writing.directory.files.keys())
+        require_sound(prepared.target, writing.claim.contents.files.keys())
         evaluation = take_evaluation(publisher)
     writing.reporter.publishing(publisher.repo)
     title = terminal(f"{prepared.source.name} in {summary.numbers(prepared.plan)} ({summary.title(prepared.plan)})")
@@ -353,7 +358,7 @@ def _compare_shards(writing: _Writing, shards: Sequence[Shard], changed: Set[str
     Raises:
         SourceError: the source makes something else now.
     """
-    prepared, directory = writing.prepared, writing.directory
+    prepared, directory = writing.prepared, writing.claim.directory
     plan, root = prepared.plan, prepared.source.root
     against = {shard.name: _named(root, sorted(plan.layout.sources(shard.name) & changed)) for shard in shards}
     with ShardSupply(prepared.source, {}, None) as supply:
@@ -371,11 +376,12 @@ def _named(root: Path, names: Sequence[str]) -> str:
 
 def _write_others(writing: _Writing) -> None:
     """Write what is no shard; what the source is now must be what all was made from."""
-    prepared, directory, made = writing.prepared, writing.directory, writing.made
+    prepared, claim, made = writing.prepared, writing.claim, writing.made
+    directory = claim.directory
     source, plan = prepared.source, prepared.plan
     stamps, digests = source.stamps(prepared.checkpoint), source.digests(prepared.checkpoint)
     copied = plan.files.keys() - made.keys()
-    changed = {name for name, digest in digests.items() if directory.sources[name] != digest}
+    changed = {name for name, digest in digests.items() if claim.sources[name] != digest}
     if changed - copied:
         raise SourceError(f"{source.root / min(changed - copied)} changed while it was being converted", REPLACE)
     # Not the inode: some network file systems give a file another one every now and then, and a replaced file has
@@ -393,12 +399,12 @@ def _write_others(writing: _Writing) -> None:
         )
     if moved:
         _compare_shards(writing, shards, moved, lambda _: writing.reporter.advanced(0))
-        directory.sources = {**directory.sources, **stamps}
+        claim.sources = {**claim.sources, **stamps}
     for name in copied:
-        if name in changed or not directory.is_finished(name):
+        if name in changed or not claim.is_finished(name):
             directory.copy(source.root / name, name)
     for name, data in made.items():
-        if not directory.is_finished(name):
+        if not claim.is_finished(name):
             directory.write(name, data)
 
 

@@ -4,7 +4,8 @@ TensorInfo       name, dtype and shape of a tensor, as a safetensors header has 
 Location         the shard and the offset at which its bytes are
 Checkpoint       a model directory, opened: config, tensors, where they lie, other files
 SourceFile       a shard read at offsets; ShardFile one being written so
-OutputDirectory  the directory a run claims: its lock, its journal, how a file gets its final name
+Claim            the claim of a run on its output directory: its lock, its journal, what is finished there
+OutputDirectory  that directory, held open: how a file gets its final name
 LayerStore    layers that were rounded before, beside it until it is finished
 
 checkpoint = open_checkpoint(Path("Qwen3-8B"))

@@ -25,6 +25,7 @@ from openquant import Result, compress, dequantize
 from openquant import run as running
 from openquant.errors import OutputError, SourceError
 from openquant.files.checkpoint import open_checkpoint
+from openquant.files.claim import Claim, OutputContents
 from openquant.files.output import OutputDirectory
 from openquant.files.shardfile import ShardFile
 from openquant.formats.schemes import TENSOR
@@ -154,9 +155,10 @@ def test_a_rank_that_outlives_its_run_leaves_nothing_half_written(
     shards = {shard.name: shard.nbytes for shard in plan.layout.shards}
     out, body = tmp_path / "out", np.ones(layout.size - len(layout.header), np.uint8)
 
-    def begin(digest: str, overwrite: bool = False) -> tuple[OutputDirectory, ShardFile]:
-        output = OutputDirectory(out, digest, shards, {}, overwrite)
-        return output, ShardFile(layout.name, layout.header, layout.size, output, lambda _: None, lambda _: None)
+    def begin(digest: str, overwrite: bool = False) -> tuple[Claim, ShardFile]:
+        claim = Claim(out, OutputContents(digest, shards, {}), overwrite)
+        output = claim.directory
+        return claim, ShardFile(layout.name, layout.header, layout.size, output, lambda _: None, lambda _: None)
 
     with ExitStack() as stack:
         first, _ = begin(plan.digest)
@@ -164,7 +166,8 @@ def test_a_rank_that_outlives_its_run_leaves_nothing_half_written(
         other, early = begin(plan.digest)
         stack.enter_context(other.fused())
         early.open()
-        fcntl.flock(first._lock, fcntl.LOCK_UN)
+        assert first._lock is not None
+        fcntl.flock(first._lock._handle, fcntl.LOCK_UN)
         again, file = begin("of other options" if overwrite else plan.digest, overwrite)
         stack.enter_context(again)
         file.open()

@@ -13,8 +13,8 @@ import pytest
 from conftest import Run, tree
 from openquant import compress
 from openquant.errors import OutputError
+from openquant.files.claim import Claim, OutputContents
 from openquant.files.journal import finished_files, read_journal
-from openquant.files.output import OutputDirectory
 from support import small_checkpoints
 
 JOURNAL = ".openquant.json"
@@ -257,7 +257,8 @@ def test_an_output_may_not_hold_the_source(tmp_path: Path, source: Path) -> None
 
 def test_a_run_that_lost_its_directory_to_another_finishes_nothing_more(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with OutputDirectory(out, "mine", {}, {"a": 1, "b": 1, "c": 1}, overwrite=False) as directory:
+    with Claim(out, OutputContents("mine", {}, {"a": 1, "b": 1, "c": 1}), overwrite=False) as claimed:
+        directory = claimed.directory
         directory.write("a", b"1")
         directory.write("b", b"1")
         # As a run does that takes this one for dead.
@@ -272,21 +273,20 @@ def test_a_run_that_lost_its_directory_to_another_finishes_nothing_more(tmp_path
 # A directory that an earlier run left half-written.
 
 
-def claim(root: Path, sources: dict[str, str] | None = None, overwrite: bool = False) -> OutputDirectory:
+def claim(root: Path, sources: dict[str, str] | None = None, overwrite: bool = False) -> Claim:
     """For a run that makes one shard and a card, and of which the shard is uploaded already."""
     shards, others = {"model.safetensors": 8}, {"README.md": 4}
     look = dict(sources or {})
-    return OutputDirectory(
-        root, "digest", shards, others, overwrite, elsewhere=lambda: frozenset(shards), sources=lambda: look
-    )
+    contents = OutputContents("digest", shards, others)
+    return Claim(root, contents, overwrite, elsewhere=lambda: frozenset(shards), sources=lambda: look)
 
 
 def begin(root: Path) -> None:
     """Begin a run, and leave what one leaves that is killed."""
-    directory = claim(root, {"a": "1"})
-    directory.__enter__()
+    claimed = claim(root, {"a": "1"})
+    claimed.__enter__()
     shutil.copytree(root, root.with_name("kept"))
-    directory.__exit__()
+    claimed.__exit__()
     shutil.rmtree(root, ignore_errors=True)
     root.with_name("kept").rename(root)
 
@@ -297,8 +297,8 @@ def test_records_of_uploads_and_streamed_shards_are_kept(tmp_path: Path) -> None
     for name in ("pushed/record", "source-0/model.safetensors"):
         (root / ".openquant" / name).parent.mkdir()
         (root / ".openquant" / name).write_text("kept")
-    with claim(root, {"a": "1"}) as directory:
-        assert directory.resumed
+    with claim(root, {"a": "1"}) as claimed:
+        assert claimed.resumed
         assert (root / ".openquant" / "pushed" / "record").read_text() == "kept"
         assert (root / ".openquant" / "source-0" / "model.safetensors").read_text() == "kept"
 
@@ -306,12 +306,12 @@ def test_records_of_uploads_and_streamed_shards_are_kept(tmp_path: Path) -> None
 def test_what_was_uploaded_of_another_source_is_not_finished(tmp_path: Path) -> None:
     root = tmp_path / "out"
     begin(root)
-    with claim(root, {"a": "1"}) as directory:
-        assert directory.is_finished("model.safetensors")
+    with claim(root, {"a": "1"}) as claimed:
+        assert claimed.is_finished("model.safetensors")
     begin(root)
-    with claim(root, {"a": "2"}) as directory:
-        assert directory.moved == {"a"}
-        assert not directory.is_finished("model.safetensors")
+    with claim(root, {"a": "2"}) as claimed:
+        assert claimed.moved == {"a"}
+        assert not claimed.is_finished("model.safetensors")
 
 
 def test_what_is_overwritten_counts_as_free(
@@ -328,8 +328,8 @@ def test_what_is_overwritten_counts_as_free(
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     root = tmp_path / "out"
-    with claim(root) as directory, pytest.raises(OutputError) as caught:
-        directory.copy(tmp_path / "missing", "README.md")
+    with claim(root) as claimed, pytest.raises(OutputError) as caught:
+        claimed.directory.copy(tmp_path / "missing", "README.md")
     assert (caught.value.message, caught.value.hint) == (
         f"{tmp_path / 'missing'} cannot be read: No such file or directory",
         "check the file and its permissions",
