@@ -10,7 +10,9 @@ import pytest
 from conftest import ROOT
 from openquant.formats.names import SCHEME_NAMES
 
-DOCUMENTS = sorted(path for place in (".", "docs", "benchmarks", "tests/*") for path in ROOT.glob(f"{place}/*.md"))
+DOCUMENTS = sorted(
+    path for place in (".", "docs", "docs/decisions", "benchmarks", "tests/*") for path in ROOT.glob(f"{place}/*.md")
+)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
