@@ -908,12 +908,12 @@ def test_directories_that_cannot_be_checked(ours: tuple[Path, Path], tmp_path: P
 SHOWN = "$ openquant verify tiny-qwen3-FP8 --source examples/tiny-qwen3 --full\n"
 
 
-def test_the_readme_shows_what_is_printed(tmp_path: Path) -> None:
+def test_the_document_shows_what_is_printed(tmp_path: Path) -> None:
     out = tmp_path / "tiny-qwen3-FP8"
     compress(EXAMPLE, out)
     done = run_openquant("verify", out, "--source", "examples/tiny-qwen3", "--full")
     assert (done.returncode, done.stderr) == (0, "")
-    shown = (ROOT / "README.md").read_text().split(SHOWN)[1].split("```")[0]
+    shown = (ROOT / "docs" / "verification.md").read_text().split(SHOWN)[1].split("```")[0]
     found = done.stdout.replace(str(out), "tiny-qwen3-FP8")
     assert found.splitlines()[:-1] == shown.splitlines()[:-1]
     assert found.splitlines()[-1].startswith("no problems, ")
