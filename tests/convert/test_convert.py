@@ -609,7 +609,7 @@ def test_torch_devices_write_the_same_bytes(
         pytest.skip("this machine has no GPU")
     source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM", dtype=dtype)
     compress(source, tmp_path / "numpy", scheme.name)
-    monkeypatch.setattr("openquant.api.find_device", lambda *_: device)
+    monkeypatch.setattr("openquant.job.find_device", lambda *_: device)
     compress(source, tmp_path / "torch", scheme.name)
     assert tree(tmp_path / "torch") == tree(tmp_path / "numpy")
 
