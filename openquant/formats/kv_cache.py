@@ -40,7 +40,7 @@ DENSE: Mapping[str, Any] = {
 }
 # Of keys, of values or of both, as vLLM renames them (layers/quantization/base_config.py:217-247).
 _SCALE = re.compile(
-    r"(?:.*\.)?(?:layers|h)\.(\d{1,9})\..*?(?:([kv])_scale|([kv])_proj\.output_scale|([kv])_cache\.scale|kv_scale)"
+    r"(?:.*\.)?(?:layers|h|blocks)\.(\d{1,9})\..*?(?:([kv])_scale|([kv])_proj\.output_scale|([kv])_cache\.scale|kv_scale)"
 )
 
 

@@ -164,3 +164,9 @@ def test_settings_that_this_program_does_not_write_are_a_problem(tmp_path: Path)
     assert verify(tmp_path / "out").problems == (
         "config.json: its quantization_config is none that this program writes",
     )
+
+
+def test_layers_by_another_name_have_scales(tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "source", "Molmo2ForConditionalGeneration")
+    compress(source, tmp_path / "out", "none", kv_cache="fp8")
+    assert verify(tmp_path / "out", source).problems == ()
