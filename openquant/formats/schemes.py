@@ -498,7 +498,7 @@ def find_scheme(
         raise UsageError(f"--scheme {name} has no zero points", "use --scheme int4, or leave --asymmetric out")
     of_format = [scheme for scheme in of_name if scheme.method == format]
     if not of_format:
-        formats = " or ".join(scheme.method for scheme in of_name)
+        formats = " or ".join(dict.fromkeys(scheme.method for scheme in of_name))
         raise UsageError(f"the format {format} has no scheme {name}", f"use --format {formats}")
     matching = [scheme for scheme in of_format if scale_format in (None, scheme.scale_format)]
     if not matching:

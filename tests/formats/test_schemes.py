@@ -395,6 +395,7 @@ def test_every_name_has_a_default_and_every_format_is_found() -> None:
             "use --scheme int4, or leave --group-size out",
         ),
         (("tensor", "gguf"), "the format gguf has no scheme tensor", "use --format fp8 or compressed-tensors"),
+        (("int4", "fp8"), "the format fp8 has no scheme int4", "use --format compressed-tensors"),
         (
             ("block", "compressed-tensors", "ue8m0"),
             "--scheme block has no ue8m0 scales in the compressed-tensors format",
