@@ -1,4 +1,8 @@
-"""PackedLinear: one quantized layer as a torch module."""
+"""PackedLinear: one quantized layer as a torch module.
+
+packed = PackedLinear.from_linear(nn.Linear(4096, 12288), "nvfp4")
+packed.state_dict()     # weight_packed, weight_scale, weight_global_scale and bias, as an output directory has them
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .formats.reference import decode, encode, group_absmax, stored_scale
+from .formats import reference
 from .formats.scales import choose_scales, choose_shared_scale
 from .formats.schemes import VARIANTS, find_scheme
 
@@ -21,19 +25,21 @@ _DTYPES = {
 
 
 class PackedLinear(nn.Module):
-    """A Linear whose weight is quantized; its state dict is exactly what an output directory holds for it.
+    """A Linear whose weight is quantized. Its state dict has the names, dtypes and shapes of an output directory.
+
+    The layer dequantizes its weight at every call: it shows what a scheme does to a layer, and is not fast.
 
     Args:
-        weight: codes as they are stored: float8_e4m3fn or int8 [out, in], or int32 words or uint8 pairs of them,
-            [out, in / codes in an element].
-        scale: of the dtype and shape that one of the schemes stores for such a weight: float32 [out, 1].
-        bias: [out] or None, of the source's dtype.
-        format: how it is serialized, where two formats differ only in the scale's name; the scheme's default if None.
-        scheme: its name, which words of codes do not tell: "int8-weights" if None.
-        global_scale: float32 [1], where the scheme has one above the scales of groups.
+        weight: codes as they are stored: float8_e4m3fn or int8 [out, in]; int32 words of 4 or 8 codes or uint8 pairs of
+            codes [out, in / codes per element].
+        scale: with the dtype and shape that the scheme stores, such as float32 [out, 1] for one scale per row.
+        bias: [out], of any floating dtype; None without one.
+        format: "fp8" or "compressed-tensors", needed where both fit the scale; the scheme's default if None.
+        scheme: name of the scheme, needed where several fit the codes; the first that fits if None.
+        global_scale: float32 [1], for schemes that have a global scale ("nvfp4"); else None.
 
     Raises:
-        ValueError: dtypes or shapes that do not belong together.
+        ValueError: the dtypes or shapes do not belong together.
     """
 
     bias: Tensor | None
@@ -48,24 +54,27 @@ class PackedLinear(nn.Module):
         global_scale: Tensor | None = None,
     ) -> None:
         super().__init__()
-        held = [
-            each
-            for each in VARIANTS
-            if _DTYPES[each.format.number.dtype] == weight.dtype and scheme in (None, each.name)
+        candidates = [
+            variant
+            for variant in VARIANTS
+            if _DTYPES[variant.format.number.dtype] == weight.dtype and scheme in (None, variant.name)
         ]
-        if not held or weight.ndim != 2:
-            known = " or ".join([*dict.fromkeys(str(_DTYPES[each.format.number.dtype])[6:] for each in VARIANTS)][::-1])
-            raise ValueError(f"weight must be codes: {known} matrix, not {weight.dtype} {list(weight.shape)}")
-        shape = (weight.shape[0], weight.shape[1] * held[0].format.number.per_item)
+        if not candidates or weight.ndim != 2:
+            dtypes = dict.fromkeys(str(_DTYPES[variant.format.number.dtype])[6:] for variant in VARIANTS)
+            raise ValueError(
+                f"weight must be codes: {' or '.join([*dtypes][::-1])} matrix, not {weight.dtype} {list(weight.shape)}"
+            )
+        number = candidates[0].format.number
+        shape = (weight.shape[0], weight.shape[1] * number.per_item)
         fitting = [
-            each
-            for each in held
-            if each.format.number == held[0].format.number
-            and each.format.shape_error(shape) is None
-            and each.format.scale_shape(shape) == scale.shape
-            and scale.dtype == _DTYPES[each.format.scale.dtype]
-            and format in (None, each.method)
-            and (each.format.global_scale is None) == (global_scale is None)
+            variant
+            for variant in candidates
+            if variant.format.number == number
+            and variant.format.shape_error(shape) is None
+            and variant.format.scale_shape(shape) == scale.shape
+            and scale.dtype == _DTYPES[variant.format.scale.dtype]
+            and format in (None, variant.method)
+            and (variant.format.global_scale is None) == (global_scale is None)
         ]
         if not fitting:
             raise ValueError(f"{scale.dtype} scale {list(scale.shape)} does not fit a weight {list(shape)}")
@@ -87,59 +96,68 @@ class PackedLinear(nn.Module):
         scale_format: str | None = None,
         group_size: str | None = None,
     ) -> PackedLinear:
-        """Quantize one Linear on its own, without the scale it would share with joined layers.
+        """Quantize one Linear on its device, with scales of its own even where engines would fuse it with others.
 
         Args:
-            linear: its weight is [out, in], of any floating dtype.
-            scheme: a name, as `openquant compress --scheme` takes it, and likewise the others.
+            linear: a layer with a weight [out, in] of any floating dtype.
+            scheme: name of the scheme, as for `openquant compress --scheme`.
             format: "fp8" or "compressed-tensors"; the scheme's default if None.
-            scale_format: "float" or "ue8m0".
-            group_size: "32", "64", "128" or "channel".
+            scale_format: "float" or "ue8m0" (powers of two); the scheme's default if None.
+            group_size: inputs that share a scale, "32", "64", "128" or "channel"; the scheme's default if None.
+
+        Returns:
+            The quantized layer. Its codes are those of `openquant compress` for a layer that is not fused.
 
         Raises:
-            ValueError: NaN or infinity in the weight, a weight too large, or sizes the scheme cannot store.
+            ValueError: the weight has NaN or infinity or is too large for the scheme, or its shape does not divide into
+                the scheme's groups.
         """
         chosen = find_scheme(scheme, format, scale_format, group_size=group_size)
-        weight = linear.weight.detach()
+        # No scheme of VARIANTS has zero points, which this layer could not hold.
+        assert not chosen.asymmetric
+        fmt, weight = chosen.format, linear.weight.detach()
         shape = (weight.shape[0], weight.shape[1])
-        problem = chosen.format.shape_error(shape)
+        problem = fmt.shape_error(shape)
         if problem:
             raise ValueError(problem)
-        absmax = group_absmax(weight, chosen.format.group)
+        absmax = reference.group_absmax(weight, fmt.group)
         if not torch.isfinite(absmax).all():
             raise ValueError("the weight holds NaN or infinity")
         if absmax.max() > chosen.largest:
             raise ValueError(f"the weight reaches {absmax.max():g}, engines load at most {chosen.largest:g}")
-        form = chosen.format
-        bits, largest = weight.float().cpu().contiguous().numpy().view(np.uint32), absmax.cpu().numpy()
-        divisor = None
-        if form.global_scale is not None:
-            divisor = torch.from_numpy(choose_shared_scale(form, largest.max(keepdims=True))).to(weight.device)
-        # No scheme of VARIANTS has zero points, which this layer could not hold.
-        assert not chosen.asymmetric
-        scale = torch.from_numpy(choose_scales(chosen, bits, "F32", largest).scale).to(weight.device)
+        global_scale = None
+        if fmt.global_scale is not None:
+            largest = absmax.amax().reshape(1).cpu().numpy()
+            global_scale = torch.from_numpy(choose_shared_scale(fmt, largest)).to(weight.device)
+        if chosen.searches_scales:
+            # The search runs on the CPU whatever the device, so that all devices choose the same scales.
+            bits = weight.float().cpu().contiguous().numpy().view(np.uint32)
+            scale = torch.from_numpy(choose_scales(chosen, bits, "F32", absmax.cpu().numpy()).scale).to(weight.device)
+        else:
+            scale, _ = reference.choose_scales(weight, fmt, absmax, global_scale)
+        codes = reference.encode(weight, scale, fmt)
+        stored = reference.stored_scale(scale, fmt, shape, global_scale)
         bias = None if linear.bias is None else linear.bias.detach()
-        codes, stored = encode(weight, scale, form), stored_scale(scale, form, shape, divisor)
-        return cls(codes, stored, bias, chosen.method, chosen.name, None if divisor is None else divisor.reshape(1))
+        return cls(codes, stored, bias, chosen.method, chosen.name, global_scale)
 
     @property
     def scale(self) -> Tensor:
-        """The scale as it is stored, under whichever name: float32 [out, 1] of one scale for each row."""
+        """The stored scales, whichever name the scheme gives them: float32 [out, 1] for one scale per row."""
         return self.get_buffer(self.scheme.format.scale.name)
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight [out, in] that this layer computes with, in a dtype."""
-        form, scale = self.scheme.format, self.scale
-        if form.global_scale is not None:
-            scale = scale.float() / self.get_buffer(form.global_scale.name)
-        return decode(self.get_buffer(form.codes), scale, form).to(dtype)
+        """Dequantize the weight. Returns [out, in] of `dtype`, computed in float32 and rounded once."""
+        fmt, scale = self.scheme.format, self.scale
+        if fmt.global_scale is not None:
+            scale = scale.float() / self.get_buffer(fmt.global_scale.name)
+        return reference.decode(self.get_buffer(fmt.codes), scale, fmt).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out], in x's dtype."""
+        """Compute x [..., in] times the dequantized weight, plus the bias. Returns [..., out] of x's dtype."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return nn.functional.linear(x, self.dequantized(x.dtype), bias)
 
     def extra_repr(self) -> str:
-        """What print() shows of the layer."""
+        """Return what print() shows of the layer."""
         out_features, in_features = self.shape
         return f"in_features={in_features}, out_features={out_features}, scheme={self.scheme.name}"

@@ -65,6 +65,19 @@ def test_inputs_that_share_a_scale_can_be_chosen(size: str, groups: int) -> None
     assert 0.06 < error < 0.09
 
 
+@pytest.mark.parametrize("scheme", ["tensor", "channel", "block", "mxfp8", "mxfp4", "int8", "int8-weights"])
+def test_a_weight_stays_on_its_device_unless_its_scales_are_searched_for(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[int] = []
+    to_cpu = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: copied.append(tensor.numel()) or to_cpu(tensor))
+    PackedLinear.from_linear(nn.Linear(256, 128), scheme)
+    assert max(copied, default=0) <= 1
+    PackedLinear.from_linear(nn.Linear(256, 128), "int4")
+    assert max(copied) == 128 * 256
+
+
 def test_forward_is_the_dequantized_layer() -> None:
     linear = nn.Linear(128, 128, bias=False)
     packed = PackedLinear.from_linear(linear, "block")
