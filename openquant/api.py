@@ -30,7 +30,7 @@ from .hub.source import silent
 from .job import (
     MOST_WORKERS,
     Prepared,
-    fused,
+    connected,
     in_all_ranks,
     open_model,
     open_source,
@@ -157,7 +157,7 @@ def compress(
     if recipe.calibration is not None:
         options = replace(options, calibration=read_calibration(Path(recipe.calibration)))
     reporter, began = reporter or Reporter(), time.monotonic()
-    with fused(ranks) as ranks:
+    with connected(ranks) as ranks:
         prepared = prepare_alike(ranks, lambda: _plan(run, request, options, ranks))
         _tell_plan(prepared, ranks, reporter)
         if run.dry_run:
@@ -360,7 +360,7 @@ def dequantize(
         push=push,
     )
     reporter, began = reporter or Reporter(), time.monotonic()
-    with fused(ranks) as ranks:
+    with connected(ranks) as ranks:
         prepared = prepare_alike(ranks, lambda: _plan_dequantized(run, ranks))
         _tell_plan(prepared, ranks, reporter)
         if run.dry_run:

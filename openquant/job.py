@@ -88,7 +88,7 @@ class Prepared:
 
 
 @contextmanager
-def fused(ranks: Ranks | None) -> Iterator[Ranks]:
+def connected(ranks: Ranks | None) -> Iterator[Ranks]:
     """Connect the ranks of a run that can be continued; a process on its own if None."""
     ranks = ranks or Ranks()
     ranks.rerun_hint = RERUN_CONTINUES

@@ -1,9 +1,10 @@
-"""Carry out a plan: a bounded piece read, encoded and written at a time, on threads.
+"""Carry out a plan on threads: read, quantize and write one bounded piece at a time.
 
-convert  writes shards of a plan into a claimed output directory
-ShardTransfer  how source shards come and output shards go: from a disk, from a cache, through a scratch directory
+convert        writes the shards of a plan into a claimed output directory
+ShardTransfer  provides source shards (from a disk, a cache or a download) and learns which output shards are finished
+verify_shard   compares a written shard with its plan
 
 sizes = {shard.name: shard.nbytes for shard in plan.layout.shards}
 with Claim(path, OutputContents(plan.digest, sizes, others={}), overwrite=False) as claim:
-    convert(plan, plan.layout.shards, traffic, claim.directory, workers=2)  # every shard whole, under its final name
+    convert(plan, plan.layout.shards, transfer, claim.directory, workers=2)  # every shard whole, under its final name
 """

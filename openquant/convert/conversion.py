@@ -1,9 +1,8 @@
-"""Carry out a plan: read, quantize and write, a bounded piece at a time, on several threads.
+"""Carry out a plan: read, quantize and write one bounded piece at a time, on several threads.
 
-A worker holds one buffer of the source and two of the output, never a whole tensor; while it computes, its last
-piece is being written. numpy, torch and the system calls let go of the interpreter lock, so threads suffice. Every
-byte's place is known from the plan: the number of workers and the order in which they finish change nothing in
-the output.
+A worker has one buffer for source bytes and two for output bytes, never a whole tensor; while it computes a piece, the
+previous one is written. numpy, torch and system calls release the interpreter lock, so threads suffice. The plan fixes
+the offset of every output byte, so the output does not depend on the number of workers or on their order.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ..files.shardfile import ALIGNMENT, AlignedBuffer, Bytes, FinishedShard, Sh
 from ..files.tensors import DTYPE_BITS
 from ..formats.finite import NonFinite, can_be_non_finite, count_non_finite
 from ..formats.format import grid_of
-from ..formats.kernels import from_float32, pack_words, scale_values
+from ..formats.kernels import Bits, from_float32, pack_words, scale_values
 from ..formats.numbers import Floats
 from ..formats.scales import choose_scales, choose_shared_scale
 from ..formats.schemes import Scheme
@@ -60,64 +59,74 @@ from ..weights.weight import Weight
 from .checks import verify_shard
 from .devices import CpuKernels, TorchKernels, loops
 
-# What the kernels need for CHUNK weights, their tables, and what they leave behind in the allocator.
+# Bytes that the kernels need for CHUNK weights, for their tables, and as slack in the allocator.
 KERNEL_MEMORY = 16 << 20
 
-# What compiled loops need: numba, and its compiler at work.
+# Bytes that numba and its compiler need.
 COMPILED_MEMORY = 176 << 20
-# From this many weights on they are worth loading, and compiling where they have not been before.
+# Number of weights from which on the compiled loops save more time than loading and compiling them takes.
 LARGE = 2 << 30
 
-# Copies from this many bytes on are begun before all else of a shard.
+# Copies of at least this many bytes are the first jobs of a shard, so that other workers are busy meanwhile.
 LONG = 128 << 20
 
 Progress = Callable[[int], None]
-# What is made of a shard goes there.
+# A shard that is written, or a finished one whose bytes are compared with what would be written.
 Target = ShardFile | FinishedShard
 
 
 def worker_memory(plan: Plan, device: str) -> int:
-    """Bytes that one worker needs at most, beyond what the process already holds."""
+    """Return the bytes of memory that one worker needs at most.
+
+    Args:
+        plan: the plan to be carried out.
+        device: "cpu" or a torch device such as "cuda:0".
+    """
     multiples = {scheme.format.height for scheme in plan.decisions.schemes} or {1}
-    largest = BUFFER
-    beside = 0
+    largest_piece = BUFFER
+    temporary = 0
     for weight in weight_kinds(plan.decisions):
-        piece, held = max(memory_of(weight, multiple) for multiple in multiples)
-        largest = max(largest, piece)
-        # What is decoded and turned around is held whole.
-        turned = weight.shape[0] * weight.shape[1] * 2 if weight.turned else 0
-        beside = max(beside, held + turned)
-    # torch takes pinned memory in powers of two.
-    buffer = largest if device == "cpu" else 1 << (largest + ALIGNMENT - 1).bit_length()
-    # Read into one buffer, written from two.
-    return 3 * buffer + beside + KERNEL_MEMORY
+        piece, decoding = max(memory_of(weight, multiple) for multiple in multiples)
+        largest_piece = max(largest_piece, piece)
+        # A weight that is decoded and transposed is in memory as a whole, in bfloat16.
+        transposed = weight.shape[0] * weight.shape[1] * 2 if weight.turned else 0
+        temporary = max(temporary, decoding + transposed)
+    # torch allocates pinned memory in powers of two.
+    buffer = largest_piece if device == "cpu" else 1 << (largest_piece + ALIGNMENT - 1).bit_length()
+    # One buffer for reading, two for writing.
+    return 3 * buffer + temporary + KERNEL_MEMORY
 
 
 def worth_compiling(plan: Plan) -> bool:
-    """Whether compiled loops save more time than they take to load; numba must be there."""
+    """Return whether compiled loops save more time than loading them takes; False if numba is not installed."""
     searches = any(scheme.searches_scales for scheme in plan.decisions.schemes)
-    kept = (kept.weight for kept in plan.decisions.kept if kept.weight is not None)
-    weights = sum(weight.shape[0] * weight.shape[1] for weight in (*plan.layers.values(), *kept))
-    return weights >= (LARGE // 4 if searches else LARGE) and find_spec("numba") is not None
+    passthrough = (kept.weight for kept in plan.decisions.kept if kept.weight is not None)
+    num_weights = sum(weight.shape[0] * weight.shape[1] for weight in (*plan.layers.values(), *passthrough))
+    return num_weights >= (LARGE // 4 if searches else LARGE) and find_spec("numba") is not None
 
 
 class ShardTransfer(Protocol):
-    """How source shards come and output shards go. Calls may come from any thread."""
+    """Provides source shards and learns which output shards are finished. Any thread may call it."""
 
     def wait_for(self, output: str, stopped: Callable[[], bool]) -> None:
-        """Wait until an output shard may be begun: what it is made from is here, or `stopped()` is true."""
+        """Wait until all source shards of an output shard are on disk, or `stopped()` is true.
+
+        Args:
+            output: file name of the output shard.
+            stopped: whether the conversion is ending.
+        """
 
     def path(self, name: str) -> Path:
-        """Where a source shard lies, such as "/cache/model-00001-of-00005.safetensors"."""
+        """Return the path of a source shard, such as "/cache/model-00001-of-00005.safetensors"."""
 
     def finished(self, output: str) -> None:
-        """Is told that an output shard has its final name."""
+        """Note that an output shard is whole and has its final name."""
 
 
 def convert(
     plan: Plan,
     shards: Sequence[Shard],
-    traffic: ShardTransfer,
+    transfer: ShardTransfer,
     output: OutputDirectory,
     workers: int,
     device: str = "cpu",
@@ -125,42 +134,46 @@ def convert(
     against: Mapping[str, str] | None = None,
     fast: bool = False,
 ) -> dict[str, NonFinite]:
-    """Write shards of a plan, or hold finished ones against what would be written now.
+    """Write output shards of a plan, or compare finished ones with what would be written now.
 
     Args:
         plan: the plan.
-        shards: those to write.
-        traffic: where their sources are.
+        shards: output shards to write or compare.
+        transfer: provides the source shards.
         output: the claimed output directory.
-        workers: number of threads that compute; as many write.
-        device: "cpu" or a torch device that computes the codes.
-        progress: called, from any thread but never from two at once, with bytes of the source done.
-        against: nothing is written, but each shard held against the source, of which these files changed.
-        fast: whether its loops over weights are compiled, if they can be; they make the same bytes.
+        workers: number of threads that compute; as many more write.
+        device: "cpu" or a torch device such as "cuda:0", which computes the codes.
+        progress: called with the number of source bytes done since the last call, from any thread, one at a time.
+        against: if given, nothing is written: each shard is compared with its source. By name of the shard, the
+            source files that changed since, for the error message.
+        fast: use compiled loops if numba can be imported. They make the same bytes.
 
     Returns:
-        The tensors with NaN or infinity among those that stay unquantized, which go to the output as they are.
+        By name, how many NaN and infinities each unquantized tensor has. Such tensors are copied as they are.
 
     Raises:
-        SourceError: NaN or infinity in a weight to be quantized, a source that cannot be read, or that a shard was not
-            made from.
-        PlanError: a weight too large for the scheme.
+        SourceError: a weight to be quantized has NaN or infinity, a source cannot be read, or a compared shard was not
+            made from this source.
+        PlanError: a weight is too large for its scheme.
         OutputError: the output cannot be written.
     """
-    return _Conversion(plan, shards, traffic, output, device, progress, against, fast).run(workers)
+    return _Conversion(plan, shards, transfer, output, device, progress, against, fast).run(workers)
 
 
 def check_copied(path: Path, layout: ShardLayout) -> dict[str, NonFinite]:
-    """The tensors with NaN or infinity among those of a finished shard that are not quantized.
+    """Count NaN and infinities in the unquantized tensors of a finished shard.
 
     Args:
         path: the shard.
-        layout: what it is made of.
+        layout: what the plan says of it.
+
+    Returns:
+        The counts by tensor name; tensors without any are left out.
 
     Raises:
-        SourceError: it cannot be read.
+        SourceError: the shard cannot be read.
     """
-    found: dict[str, NonFinite] = {}
+    non_finite: dict[str, NonFinite] = {}
     buffer = np.empty(BUFFER, np.uint8)
     with SourceFile(path, layout.name) as file:
         for job in layout.jobs:
@@ -172,30 +185,30 @@ def check_copied(path: Path, layout: ShardLayout) -> dict[str, NonFinite]:
                 case _:
                     continue
             for low in range(0, nbytes if can_be_non_finite(dtype) else 0, BUFFER):
-                part = buffer[: min(BUFFER, nbytes - low)]
-                file.read(part, job.target + low, name)
-                if count := count_non_finite(part, dtype):
-                    found[name] = found.get(name, NonFinite()) + count
-    return found
+                piece = buffer[: min(BUFFER, nbytes - low)]
+                file.read(piece, job.target + low, name)
+                if count := count_non_finite(piece, dtype):
+                    non_finite[name] = non_finite.get(name, NonFinite()) + count
+    return non_finite
 
 
 def _name(weight: Weight) -> str:
-    """The name under which a weight is written unquantized."""
+    """Return the name under which an unquantized weight is written."""
     return weight.source.name if weight.expert < 0 else f"{weight.module}.weight"
 
 
 class _Stopped(Exception):
-    """Raised in a worker whose work is no longer wanted: another failed, or the user interrupted."""
+    """Ends a worker because another one failed or the user interrupted."""
 
 
 class _Conversion:
-    """One call of `convert`: the tasks still to do, the files being filled, and the first failure."""
+    """One call of `convert`: the jobs still to do, the shards in progress, and the first failure."""
 
     def __init__(
         self,
         plan: Plan,
         shards: Sequence[Shard],
-        traffic: ShardTransfer,
+        transfer: ShardTransfer,
         output: OutputDirectory,
         device: str,
         progress: Progress | None,
@@ -203,44 +216,43 @@ class _Conversion:
         fast: bool,
     ) -> None:
         self.plan = plan
-        self.traffic = traffic
+        self.transfer = transfer
         self.output = output
         self.device = device
         self.progress = progress
         self.against = against
         self.loops = loops(fast)
         self.lock = threading.Lock()
-        # Another one, since a worker may wait long for its next task.
+        # Separate from `lock`, since a worker may wait long for its next task.
         self.task_lock = threading.Lock()
         self.stopped = threading.Event()
         self.failure = FirstFailure(self.stopped.set)
-        # Those begun and not finished: each holds its shard's layout.
+        # By name, the shards that were begun and are not finished.
         self.files: dict[str, Target] = {}
-        self.not_finite: dict[str, NonFinite] = {}
-        self.tasks = self._tasks(shards)
+        self.non_finite: dict[str, NonFinite] = {}
+        self.tasks = self._make_tasks(shards)
 
-    def _tasks(self, shards: Sequence[Shard]) -> Iterator[tuple[Target, Job]]:
+    def _make_tasks(self, shards: Sequence[Shard]) -> Iterator[tuple[Target, Job]]:
         for shard in shards:
-            self.traffic.wait_for(shard.name, self.stopped.is_set)
+            self.transfer.wait_for(shard.name, self.stopped.is_set)
             if self.stopped.is_set():
                 return
             layout = self.plan.layout.lay_out(shard.name)
-            file = self.files[shard.name] = self._target(layout)
+            file = self.files[shard.name] = self._make_target(layout)
             file.open()
-            # What one worker is busy with for long comes first, so that others have something to do meanwhile.
             for job in sorted(layout.jobs, key=lambda job: not (isinstance(job, CopyBytes) and job.nbytes >= LONG)):
                 yield file, job
 
-    def _target(self, layout: ShardLayout) -> Target:
+    def _make_target(self, layout: ShardLayout) -> Target:
         if self.against is None:
             check = partial(verify_shard, layout=layout)
-            return ShardFile(layout.name, layout.header, layout.size, self.output, check, self._finished)
+            return ShardFile(layout.name, layout.header, layout.size, self.output, check, self._finish)
         made_from = self.against[layout.name]
-        return FinishedShard(layout.name, layout.header, layout.size, self.output, self._finished, made_from)
+        return FinishedShard(layout.name, layout.header, layout.size, self.output, self._finish, made_from)
 
-    def _finished(self, shard: str) -> None:
+    def _finish(self, shard: str) -> None:
         del self.files[shard]
-        self.traffic.finished(shard)
+        self.transfer.finished(shard)
 
     def run(self, workers: int) -> dict[str, NonFinite]:
         try:
@@ -250,7 +262,7 @@ class _Conversion:
             for file in self.files.values():
                 file.close()
         self.failure.check()
-        return self.not_finite
+        return self.non_finite
 
     def _work(self, writers: Helpers) -> None:
         worker = None
@@ -267,19 +279,21 @@ class _Conversion:
             self.fail(error)
         finally:
             if worker is not None:
-                worker.settle()
+                worker.wait()
 
     def fail(self, error: BaseException) -> None:
+        """Keep the first error of any thread, which ends the others."""
         if not isinstance(error, _Stopped):
             self.failure.keep(error)
 
-    def check(self, name: str, data: Bytes, dtype: str) -> None:
-        """Note NaN and infinity in a piece of a tensor that stays unquantized."""
-        if found := count_non_finite(data, dtype):
+    def count_non_finite(self, name: str, data: Bytes, dtype: str) -> None:
+        """Count NaN and infinities in a piece of an unquantized tensor."""
+        if count := count_non_finite(data, dtype):
             with self.lock:
-                self.not_finite[name] = self.not_finite.get(name, NonFinite()) + found
+                self.non_finite[name] = self.non_finite.get(name, NonFinite()) + count
 
     def advance(self, nbytes: int) -> None:
+        """Report source bytes as done; end the calling worker if the conversion was stopped."""
         if self.stopped.is_set():
             raise _Stopped
         if self.progress is not None and nbytes:
@@ -287,8 +301,8 @@ class _Conversion:
                 self.progress(nbytes)
 
 
-class _Slot:
-    """An output buffer, and the write that still needs it."""
+class _OutputBuffer:
+    """A buffer for output bytes, which is written in the background."""
 
     def __init__(self, conversion: _Conversion, writers: Helpers, memory: Callable[[int], Bytes]) -> None:
         self.conversion = conversion
@@ -298,14 +312,14 @@ class _Slot:
         self.pending: Future[None] | None = None
 
     def take(self, offset: int, nbytes: int) -> Bytes:
-        """Memory for `nbytes` bytes that will go to `offset`, once its last contents are written."""
-        self.settle()
+        """Wait until the last contents are written, then return uint8 [nbytes] for bytes that will go to `offset`."""
+        self.wait()
         if self.buffer.size < nbytes:
             self.buffer = AlignedBuffer(self.memory, nbytes)
         return self.buffer.view(offset, nbytes)
 
     def send(self, file: Target, data: Bytes, offset: int) -> None:
-        """Have the memory written while the worker goes on."""
+        """Write `data`, which `take` returned, to `offset` of a file on another thread."""
 
         def write() -> None:
             try:
@@ -315,24 +329,24 @@ class _Slot:
 
         self.pending = self.writers.submit(write)
 
-    def settle(self) -> None:
-        """Wait until nothing is being written from here."""
+    def wait(self) -> None:
+        """Wait until the last contents are written."""
         if self.pending is not None:
             wait([self.pending])
 
 
 class _Worker:
-    """One thread's buffers and kernels."""
+    """The buffers and kernels of one thread, and what it does for each kind of job."""
 
     def __init__(self, conversion: _Conversion, writers: Helpers) -> None:
         self.conversion = conversion
         self.loops = conversion.loops
         self.kernels = CpuKernels(self.loops) if conversion.device == "cpu" else TorchKernels(conversion.device)
-        self.reader = Reader(conversion.plan.seen.where, conversion.traffic.path, self.kernels.memory, self.loops)
-        self.slots = [_Slot(conversion, writers, self.kernels.memory) for _ in range(2)]
+        self.reader = Reader(conversion.plan.seen.where, conversion.transfer.path, self.kernels.memory, self.loops)
+        self.buffers = [_OutputBuffer(conversion, writers, self.kernels.memory) for _ in range(2)]
 
     def do(self, job: Job, file: Target) -> None:
-        """Carry out one job; its last pieces may still be on their way to the disk."""
+        """Carry out one job. Its last pieces may still be being written when this returns."""
         match job:
             case CopyBytes():
                 with self.reader.open(job.shard) as source:
@@ -349,34 +363,34 @@ class _Worker:
             case Unstack():
                 self._unstack(job, file)
             case TransformWeight():
-                self._fold(job, file)
+                self._transform(job, file)
             case Decode() if job.weight.turned:
-                self._turn(job, file)
+                self._decode_transposed(job, file)
             case Decode():
                 self._decode(job, file)
             case Encode():
                 self._encode(job, file)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the last writes."""
-        for slot in self.slots:
-            slot.settle()
+        for buffer in self.buffers:
+            buffer.wait()
 
-    def _slot(self) -> _Slot:
-        self.slots.reverse()
-        return self.slots[0]
+    def _next_buffer(self) -> _OutputBuffer:
+        self.buffers.reverse()
+        return self.buffers[0]
 
     def _copy(self, job: CopyBytes | CopyRounded, source: SourceFile, file: Target) -> None:
         done = 0
         while done < job.nbytes:
-            slot = self._slot()
-            part = slot.take(job.target + done, min(BUFFER, job.nbytes - done))
-            source.read(part, job.offset + done, job.label)
+            buffer = self._next_buffer()
+            piece = buffer.take(job.target + done, min(BUFFER, job.nbytes - done))
+            source.read(piece, job.offset + done, job.label)
             if isinstance(job, CopyBytes):
-                self.conversion.check(job.label, part, job.dtype)
-            slot.send(file, part, job.target + done)
-            done += part.nbytes
-            self.conversion.advance(part.nbytes if isinstance(job, CopyBytes) else 0)
+                self.conversion.count_non_finite(job.label, piece, job.dtype)
+            buffer.send(file, piece, job.target + done)
+            done += piece.nbytes
+            self.conversion.advance(piece.nbytes if isinstance(job, CopyBytes) else 0)
 
     def _copy_scale(self, job: CopyScale, file: Target) -> None:
         raw = np.empty(job.nbytes, np.uint8)
@@ -388,104 +402,104 @@ class _Worker:
         self.conversion.advance(job.nbytes)
 
     def _unstack(self, job: Unstack, file: Target) -> None:
-        place = job.target
-        for bits in self.reader.rows(job.weight, 1):
-            slot = self._slot()
-            part = slot.take(place, bits.nbytes)
-            part[:] = bits.reshape(-1).view(np.uint8)
-            self.conversion.check(_name(job.weight), part, job.weight.source.dtype)
-            slot.send(file, part, place)
-            place += part.nbytes
-            self.conversion.advance(row_bytes(job.weight, len(bits)))
+        self._write_unquantized(job, self.reader.rows(job.weight, 1), file)
 
-    def _fold(self, job: TransformWeight, file: Target) -> None:
-        place = job.target
-        for bits in self.reader.rows(job.weight, 1):
-            slot = self._slot()
-            made = from_float32(bits.view(np.float32), job.weight.source.dtype)
-            part = slot.take(place, made.nbytes)
-            part[:] = made.reshape(-1).view(np.uint8)
-            self.conversion.check(_name(job.weight), part, job.weight.source.dtype)
-            slot.send(file, part, place)
-            place += part.nbytes
+    def _transform(self, job: TransformWeight, file: Target) -> None:
+        dtype = job.weight.source.dtype
+        rows = (from_float32(bits.view(np.float32), dtype) for bits in self.reader.rows(job.weight, 1))
+        self._write_unquantized(job, rows, file)
+
+    def _write_unquantized(self, job: Unstack | TransformWeight, rows: Iterator[Bits], file: Target) -> None:
+        """Write rows of a weight, given as bits [n, in] of its own dtype."""
+        target = job.target
+        for bits in rows:
+            buffer = self._next_buffer()
+            piece = buffer.take(target, bits.nbytes)
+            piece[:] = bits.reshape(-1).view(np.uint8)
+            self.conversion.count_non_finite(_name(job.weight), piece, job.weight.source.dtype)
+            buffer.send(file, piece, target)
+            target += piece.nbytes
             self.conversion.advance(row_bytes(job.weight, len(bits)))
 
     def _decode(self, job: Decode, file: Target) -> None:
-        place = job.target
+        target = job.target
         for bits in self.reader.rows(job.weight, 1):
-            slot = self._slot()
-            part = slot.take(place, bits.nbytes // 2)
-            self.loops.to_bfloat16(bits.view(np.float32), part.view(np.uint16).reshape(bits.shape))
-            slot.send(file, part, place)
-            place += part.nbytes
+            buffer = self._next_buffer()
+            piece = buffer.take(target, bits.nbytes // 2)
+            self.loops.to_bfloat16(bits.view(np.float32), piece.view(np.uint16).reshape(bits.shape))
+            buffer.send(file, piece, target)
+            target += piece.nbytes
             self.conversion.advance(row_bytes(job.weight, len(bits)))
-        self._scales_done(job.weight)
+        self._advance_by_scales(job.weight)
 
-    def _turn(self, job: Decode, file: Target) -> None:
-        """Decode a weight, one expert's of a stack [experts, in, out], and write its rows as columns."""
-        turned = np.empty(job.weight.shape[::-1], np.uint16)
+    def _decode_transposed(self, job: Decode, file: Target) -> None:
+        """Decode the weight of one expert of a stack [experts, in, out], and write its transpose."""
+        transposed = np.empty(job.weight.shape[::-1], np.uint16)
         low = 0
         for bits in self.reader.rows(job.weight, 1):
-            part = np.empty(bits.shape, np.uint16)
-            self.loops.to_bfloat16(bits.view(np.float32), part)
-            turned[:, low : low + len(bits)] = part.T
+            rows = np.empty(bits.shape, np.uint16)
+            self.loops.to_bfloat16(bits.view(np.float32), rows)
+            transposed[:, low : low + len(bits)] = rows.T
             low += len(bits)
             self.conversion.advance(row_bytes(job.weight, len(bits)))
-        file.write(turned, job.target)
-        self._scales_done(job.weight)
+        file.write(transposed, job.target)
+        self._advance_by_scales(job.weight)
 
-    def _scales_done(self, weight: Weight) -> None:
+    def _advance_by_scales(self, weight: Weight) -> None:
+        """Report the scales of a quantized source weight as done."""
         if weight.format is not None:
-            down, along = grid_of(weight.format.group, weight.shape)
-            self.conversion.advance(down * along * DTYPE_BITS[weight.parts[1].dtype] // 8)
+            num_rows, num_cols = grid_of(weight.format.group, weight.shape)
+            self.conversion.advance(num_rows * num_cols * DTYPE_BITS[weight.parts[1].dtype] // 8)
 
     def _encode(self, job: Encode, file: Target) -> None:
-        stays = not job.fused or self.reader.keeps_scale(job.fused, job.scheme)
-        shared = self._shared_absmax(job) if job.fused and not stays else None
+        keeps_scale = not job.fused or self.reader.keeps_scale(job.fused, job.scheme)
+        shared_absmax = None if keeps_scale else self._shared_absmax(job)
         for piece in job.pieces:
-            if piece.passes and stays:
-                self._pass(piece, job.scheme, file)
+            if piece.passes and keeps_scale:
+                self._copy_codes(piece, job.scheme, file)
             else:
-                self._quantize(piece, job.scheme, shared, file)
-            self._scales_done(piece.weight)
+                self._quantize(piece, job.scheme, shared_absmax, file)
+            self._advance_by_scales(piece.weight)
 
-    def _pass(self, piece: WeightPlace, scheme: Scheme, file: Target) -> None:
+    def _copy_codes(self, piece: WeightPlace, scheme: Scheme, file: Target) -> None:
         """Write the source's codes unchanged, and its scales as the scheme stores them."""
-        weight, scale_place = piece.weight, piece.scale_target
+        weight, scale_target, zero_target = piece.weight, piece.scale_target, piece.zero_target
         assert weight.format is not None
         group, extent, pitch = weight.format.group, weight.rows(self.reader.where), weight.row_bytes
-        height, zero_place = max(group[0] or 1, scheme.format.height), piece.zero_target
+        height = max(group[0] or 1, scheme.format.height)
         step = max(1, BUFFER // (pitch * height)) * height
-        divisor = self.reader.divisor(weight)
+        global_scale = self.reader.divisor(weight)
         if scheme.format.global_scale is not None and piece.tied_target is not None:
-            file.write(divisor, piece.tied_target)
+            file.write(global_scale, piece.tied_target)
         with self.reader.open(extent.shard) as source:
             for low in range(0, weight.shape[0], step):
                 count = min(step, weight.shape[0] - low)
-                place = piece.target + low * pitch
-                slot = self._slot()
-                codes = slot.take(place, count * pitch)
+                target = piece.target + low * pitch
+                buffer = self._next_buffer()
+                codes = buffer.take(target, count * pitch)
                 self.reader.codes(source, weight, low, codes)
                 scale = self.reader.scales(weight, low, count, SMALLEST_SCALE, scheme.format.scale.power_of_two)
-                zero = self.reader.zeros(weight, low, count)
-                self.reader.check_codes(weight, low, codes, scale, zero)
-                slot.send(file, codes, place)
-                stored = stored_as(weight, scheme).stored(scale, divisor)
+                zero_point = self.reader.zeros(weight, low, count)
+                self.reader.check_codes(weight, low, codes, scale, zero_point)
+                buffer.send(file, codes, target)
+                stored = stored_as(weight, scheme).stored(scale, global_scale)
                 if low == 0 or group[0] is not None:
-                    file.write(stored, scale_place)
-                    scale_place += stored.nbytes
-                if zero_place is not None:
-                    zero_place = _write_zeros(np.zeros_like(scale) if zero is None else zero, scheme, file, zero_place)
+                    file.write(stored, scale_target)
+                    scale_target += stored.nbytes
+                if zero_target is not None:
+                    zero_point = np.zeros_like(scale) if zero_point is None else zero_point
+                    zero_target = _write_zero_points(zero_point, scheme, file, zero_target)
                 self.conversion.advance(codes.nbytes)
 
     def _shared_absmax(self, job: Encode) -> Floats:
+        """Return the largest absolute weight of fused layers, float32 [1, 1]."""
         largest = np.zeros((1, 1), np.float32)
         for weight in job.fused:
             for bits in self.reader.rows(weight, 1):
                 loaded = self.kernels.load(bits, weight.dtype)
-                amax = self.kernels.absmax(loaded, weight.dtype, (None, None))
-                require_finite(weight, amax, self.reader.where)
-                largest = np.maximum(largest, amax)
+                absmax = self.kernels.absmax(loaded, weight.dtype, (None, None))
+                require_finite(weight, absmax, self.reader.where)
+                largest = np.maximum(largest, absmax)
                 self.conversion.advance(0)
         limit = job.scheme.largest
         if largest.item() > limit:
@@ -496,37 +510,39 @@ class _Worker:
             )
         return largest
 
-    def _quantize(self, piece: WeightPlace, scheme: Scheme, shared: Floats | None, file: Target) -> None:
-        weight, form, place, scale_place = piece.weight, scheme.format, piece.target, piece.scale_target
+    def _quantize(self, piece: WeightPlace, scheme: Scheme, shared_absmax: Floats | None, file: Target) -> None:
+        weight, fmt = piece.weight, scheme.format
+        target, scale_target, zero_target = piece.target, piece.scale_target, piece.zero_target
         importance = None if weight.transform is None else weight.transform.importance
-        global_scale, zero_place = None, piece.zero_target
-        if shared is not None and piece.tied_target is not None:
-            shared_scale = choose_shared_scale(form, shared)
-            file.write(form.stored(shared_scale) if form.shared else shared_scale, piece.tied_target)
-            global_scale = None if form.shared else shared_scale
-        for bits in self.reader.rows(weight, form.height):
-            loaded, absmax = self.kernels.load(bits, weight.dtype), shared
-            if absmax is None or not form.shared:
-                absmax = self.kernels.absmax(loaded, weight.dtype, form.group)
+        global_scale = None
+        if shared_absmax is not None and piece.tied_target is not None:
+            shared_scale = choose_shared_scale(fmt, shared_absmax)
+            file.write(fmt.stored(shared_scale) if fmt.shared else shared_scale, piece.tied_target)
+            global_scale = None if fmt.shared else shared_scale
+        for bits in self.reader.rows(weight, fmt.height):
+            loaded, absmax = self.kernels.load(bits, weight.dtype), shared_absmax
+            if absmax is None or not fmt.shared:
+                absmax = self.kernels.absmax(loaded, weight.dtype, fmt.group)
                 require_small(weight, absmax, scheme, self.reader.where)
-            # On a CPU whatever the device, so that all of them find the same.
-            scale, zero = choose_scales(scheme, bits, weight.dtype, absmax, global_scale, importance, self.loops)
-            if shared is None or not form.shared:
-                stored = self.loops.stored(form, scale, global_scale)
-                file.write(stored, scale_place)
-                scale_place += stored.nbytes
-            if zero is not None and zero_place is not None:
-                zero_place = _write_zeros(zero, scheme, file, zero_place)
-            slot = self._slot()
-            codes = slot.take(place, bits.size // form.number.per_byte)
-            self.kernels.encode(loaded, weight.dtype, scale, form, codes.reshape(len(bits), -1), global_scale, zero)
-            slot.send(file, codes, place)
-            place += codes.nbytes
+            # Scales are chosen on the CPU whatever the device, so that all devices choose the same.
+            scale, zero_point = choose_scales(scheme, bits, weight.dtype, absmax, global_scale, importance, self.loops)
+            if shared_absmax is None or not fmt.shared:
+                stored = self.loops.stored(fmt, scale, global_scale)
+                file.write(stored, scale_target)
+                scale_target += stored.nbytes
+            if zero_point is not None and zero_target is not None:
+                zero_target = _write_zero_points(zero_point, scheme, file, zero_target)
+            buffer = self._next_buffer()
+            codes = buffer.take(target, bits.size // fmt.number.per_byte)
+            out = codes.reshape(len(bits), -1)
+            self.kernels.encode(loaded, weight.dtype, scale, fmt, out, global_scale, zero_point)
+            buffer.send(file, codes, target)
+            target += codes.nbytes
             self.conversion.advance(row_bytes(weight, len(bits)))
 
 
-def _write_zeros(zero: Floats, scheme: Scheme, file: Target, place: int) -> int:
-    """Write the zero points of some rows; where those of the next go."""
-    words = pack_words(scheme.format.number.encode(zero), scheme.format.number)
-    file.write(words, place)
-    return place + words.nbytes
+def _write_zero_points(zero_point: Floats, scheme: Scheme, file: Target, target: int) -> int:
+    """Write the zero points of some rows at an offset. Returns the offset for those of the next rows."""
+    words = pack_words(scheme.format.number.encode(zero_point), scheme.format.number)
+    file.write(words, target)
+    return target + words.nbytes

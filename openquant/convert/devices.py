@@ -1,4 +1,4 @@
-"""Where codes are computed: with numpy on the CPU, or with torch on a device."""
+"""Compute codes with numpy or numba on the CPU, or with torch on another device. Both give the same bytes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from ..machine import first_line
 
 
 def loops(fast: bool) -> Loops:
-    """The loops of formats/kernels.py; of formats/compiled.py if `fast`, where numba is there."""
+    """Return the numpy loops of formats/kernels.py, or if `fast` the compiled ones of formats/compiled.py.
+
+    Where numba cannot be imported, `fast` gives the numpy loops too.
+    """
     if fast:
-        # Installed it may be, and yet too old for this numpy.
+        # numba may be installed and yet too old for this numpy.
         with suppress(ImportError, OSError):
             from ..formats import compiled
 
@@ -29,17 +32,26 @@ def loops(fast: bool) -> Loops:
 
 
 class CpuKernels:
-    """What loops do to weights in memory.
+    """Computes scales' inputs and codes on the CPU.
 
     Args:
-        loops: those of `loops`.
+        loops: the result of `loops()`.
     """
 
     def __init__(self, loops: Loops) -> None:
         self.loops = loops
 
     def absmax(self, bits: Bits, dtype: str, group: Group) -> Floats:
-        """The largest absolute weight of each group, float32 [rows / height, cols / width], of what `load` gave."""
+        """Compute the largest absolute weight of each group.
+
+        Args:
+            bits: weights [rows, cols] of whole groups, as `load` returns them.
+            dtype: dtype of the weights: "BF16", "F16" or "F32".
+            group: height and width of a group.
+
+        Returns:
+            float32 [rows / height, cols / width].
+        """
         return self.loops.absmax(bits, dtype, group)
 
     def encode(
@@ -52,34 +64,34 @@ class CpuKernels:
         global_scale: Floats | None = None,
         zero_point: Floats | None = None,
     ) -> None:
-        """Write the codes of weights to `out` as they are stored.
+        """Quantize weights and write their codes to `out` as they are stored.
 
         Args:
-            bits: the weights, as `load` gives them: uint16 or uint32 [rows, cols].
-            dtype: their dtype: "BF16", "F16" or "F32".
-            scale: float32 [rows / height, cols / width].
-            format: how they are stored.
-            out: uint8 [rows, cols / codes in a byte], contiguous.
-            global_scale: float32 [1, 1], where the format has one.
-            zero_point: float32 of the shape of `scale`, the values of the codes that stand for zero; 0 if None.
+            bits: weights [rows, cols] of whole groups, as `load` returns them.
+            dtype: dtype of the weights: "BF16", "F16" or "F32".
+            scale: float32 [rows / height, cols / width], the scale of each group.
+            format: format of the codes.
+            out: uint8 [rows, cols / codes per byte], contiguous; is overwritten.
+            global_scale: float32 [1, 1]; None for formats without one.
+            zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
         """
         self.loops.encode_stored(bits, dtype, scale, format.group, out, format.number, global_scale, zero_point)
 
     def load(self, bits: Bits, dtype: str) -> Bits:
-        """Weights as `absmax` and `encode` take them: here the bits themselves, uint16 or uint32 [rows, cols]."""
+        """Return the bits unchanged, uint16 or uint32 [rows, cols], as `absmax` and `encode` take them."""
         del dtype
         return bits
 
     def memory(self, nbytes: int) -> Bytes:
-        """A buffer of so many bytes, uint8 [nbytes], for weights or codes."""
+        """Allocate a buffer for weights or codes, uint8 [nbytes]."""
         return np.empty(nbytes, np.uint8)
 
 
 class TorchKernels:
-    """The same methods on a torch device, with the arithmetic of formats/reference.py, which gives the same codes.
+    """Computes the same as CpuKernels on a torch device, by formats/reference.py. Each worker has its own.
 
-    Each worker has one of its own. On a GPU its buffers are pinned, so that copies go by DMA, and it works on its own
-    stream, so that one worker's copies overlap another's arithmetic and the reads and writes of all.
+    On a GPU its buffers are pinned, so that copies go by DMA, and it works on its own stream, so that one worker's
+    copies overlap another worker's arithmetic and the reads and writes of all.
 
     Args:
         device: a torch device name such as "cuda:0".
@@ -97,7 +109,7 @@ class TorchKernels:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Work on this worker's stream; an error of the device, such as having no memory left, is a UsageError."""
+        """Work on this worker's stream, and turn errors of the device, such as too little memory, into UsageError."""
         try:
             with self.torch.cuda.stream(self.stream):
                 yield
@@ -107,27 +119,39 @@ class TorchKernels:
             ) from error
 
     def memory(self, nbytes: int) -> Bytes:
-        """A buffer of so many bytes on the host, uint8 [nbytes], for weights or codes; pinned for a GPU."""
+        """Allocate a host buffer for weights or codes, uint8 [nbytes]; pinned if the device is a GPU."""
         with self._working():
             pinned = self.stream is not None
             return np.asarray(self.torch.empty(nbytes, dtype=self.torch.uint8, pin_memory=pinned).numpy())
 
     def load(self, bits: Bits, dtype: str) -> Any:
-        """Weights as `absmax` and `encode` take them: a tensor [rows, cols] on the device, copied there once for both.
+        """Copy weights to the device, once for both `absmax` and `encode`.
 
         Args:
-            bits: uint16 or uint32 [rows, cols].
-            dtype: what they hold, and the tensor's dtype: "BF16", "F16" or "F32".
+            bits: uint16 or uint32 [rows, cols], the bits of the weights.
+            dtype: dtype of the weights: "BF16", "F16" or "F32".
+
+        Returns:
+            The weights as a torch tensor [rows, cols] of that dtype on the device.
         """
         signed = self.torch.from_numpy(np.ascontiguousarray(bits).view(f"i{bits.dtype.itemsize}"))
         with self._working():
             return signed.to(self.device, non_blocking=True).view(self.dtypes[dtype])
 
     def absmax(self, weight: Any, dtype: str, group: Group) -> Floats:
-        """The largest absolute weight of each group, float32 [rows / height, cols / width], of what `load` gave."""
+        """Compute the largest absolute weight of each group.
+
+        Args:
+            weight: tensor [rows, cols] of whole groups, as `load` returns it.
+            dtype: ignored, since the tensor has it.
+            group: height and width of a group.
+
+        Returns:
+            float32 [rows / height, cols / width], on the host.
+        """
         from ..formats.reference import group_absmax
 
-        del dtype  # the weight has it
+        del dtype
         with self._working():
             return np.asarray(group_absmax(weight, group).cpu().numpy())
 
@@ -141,19 +165,24 @@ class TorchKernels:
         global_scale: Floats | None = None,
         zero_point: Floats | None = None,
     ) -> None:
-        """Write the codes of weights to `out` as they are stored.
+        """Quantize weights and write their codes to `out` as they are stored.
 
         Args:
-            weight: the weights, as `load` gives them: a tensor [rows, cols] on the device.
-            dtype, scale, format, out, global_scale, zero_point: as for CpuKernels.encode.
+            weight: tensor [rows, cols] of whole groups, as `load` returns it.
+            dtype: ignored, since the tensor has it.
+            scale: float32 [rows / height, cols / width], the scale of each group, on the host.
+            format: format of the codes.
+            out: uint8 [rows, cols / codes per byte], contiguous, on the host; is overwritten.
+            global_scale: ignored, since `scale` is divided by it already.
+            zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
         """
         from ..formats.reference import encode
 
-        del dtype, global_scale  # the weight has the one, scales the other
+        del dtype, global_scale
         with self._working():
             zeros = None if zero_point is None else self.torch.from_numpy(zero_point).to(self.device)
             codes = encode(weight, self.torch.from_numpy(scale).to(self.device), format, zeros)
             self.torch.from_numpy(out).copy_(codes.view(self.torch.uint8), non_blocking=True)
             if self.stream is not None:
-                # Before the codes are written, and before the next weights are read into the same memory.
+                # The codes must have arrived before they are written, and before the buffers are used again.
                 self.stream.synchronize()

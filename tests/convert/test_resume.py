@@ -164,7 +164,7 @@ def test_a_rank_that_outlives_its_run_leaves_nothing_half_written(
         first, _ = begin(plan.digest)
         stack.enter_context(first)
         other, early = begin(plan.digest)
-        stack.enter_context(other.fused())
+        stack.enter_context(other.joined())
         early.open()
         assert first._lock is not None
         fcntl.flock(first._lock._handle, fcntl.LOCK_UN)
@@ -172,7 +172,7 @@ def test_a_rank_that_outlives_its_run_leaves_nothing_half_written(
         stack.enter_context(again)
         file.open()
         another, late = begin(plan.digest)
-        stack.enter_context(another.fused())
+        stack.enter_context(another.joined())
         late.open()
         with pytest.raises(OutputError, match="No such file or directory"):
             early.write(body, len(layout.header))
