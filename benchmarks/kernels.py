@@ -44,7 +44,7 @@ def ours(loops: Loops, bits: np.ndarray, dtype: str, scheme: Scheme, out: np.nda
     rows = max(128, (4 << 20) // (bits.shape[1] * bits.itemsize) // 128 * 128)
     pieces = [slice(low, low + rows) for low in range(0, bits.shape[0], rows)]
     global_scale = None
-    if form.tied:
+    if form.shares_scale:
         absmax = np.stack([loops.absmax(bits[piece], dtype, (None, None)) for piece in pieces]).max(axis=0)
         global_scale = None if form.shared else choose_shared_scale(form, absmax)
     for piece in pieces:

@@ -83,7 +83,7 @@ class PackedLinear(nn.Module):
         self.register_buffer(self.scheme.format.scale.name, scale)
         if self.scheme.format.global_scale is not None:
             self.register_buffer(self.scheme.format.global_scale.name, global_scale)
-        for info, data in self.scheme.format.known("", shape):
+        for info, data in self.scheme.format.constant_tensors("", shape):
             self.register_buffer(info.name[1:], torch.frombuffer(bytearray(data), dtype=torch.int64))
         self.register_buffer("bias", bias)
 

@@ -210,7 +210,7 @@ def _largest(hessian: Hessian, reader: Reader) -> Floats:
     """float32 [1, 1], the largest magnitude of weights that share a scale; 0 where none do."""
     found = np.zeros((1, 1), np.float32)
     for weight, scheme in hessian.weights:
-        if scheme.format.tied:
+        if scheme.format.shares_scale:
             for bits in reader.rows(weight, 1):
                 largest = absmax(bits, weight.dtype, (None, None))
                 require_small(weight, largest, scheme, reader.where)

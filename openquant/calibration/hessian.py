@@ -215,7 +215,9 @@ def find_hessians(model: StreamedModel, plan: Plan) -> dict[str, LayerHessians]:
     # Of a scale that joined layers share all parts are made here, or none.
     for key, hessian in together.items():
         modules = {weight.module for weight, _ in hessian.weights}
-        hessian.weights = [each for each in hessian.weights if not each[1].format.tied or modules.issuperset(key)]
+        hessian.weights = [
+            each for each in hessian.weights if not each[1].format.shares_scale or modules.issuperset(key)
+        ]
     order = decoder_layers(model)
     return {unit: units[unit] for unit in sorted(units, key=order.index)}
 

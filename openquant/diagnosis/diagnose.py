@@ -244,7 +244,7 @@ class _Joined:
         storing = [
             scheme
             for scheme in whole.schemes
-            if (shared if scheme.format.tied else whole.largest).item() <= scheme.largest
+            if (shared if scheme.format.shares_scale else whole.largest).item() <= scheme.largest
         ]
         sums, losses = RowSums(), {scheme.name: SchemeLoss() for scheme in storing}
         # Codes that stay as they are lose nothing, and where weights are stored alike one scheme tells what both lose.
@@ -252,7 +252,7 @@ class _Joined:
         for scheme in storing:
             if not self._keeps(scheme, weight):
                 alike = encoded.setdefault(
-                    (scheme.format.of_weights, scheme.searches_scales, scheme.clip_ratios), scheme
+                    (scheme.format.weights_only, scheme.searches_scales, scheme.clip_ratios), scheme
                 )
                 losses[scheme.name] = losses[alike.name]
         for rows in self._again(weight) if self.diagnosing.full else _chosen(whole, kept):
@@ -276,7 +276,7 @@ class _Joined:
     def _keeps(self, scheme: Scheme, weight: Weight) -> bool:
         """Whether the source's codes are the scheme's own already, and stay."""
         return weight.is_held_by(scheme.format) and (
-            not scheme.format.tied or self.reader.keeps_scale(self.fused, scheme)
+            not scheme.format.shares_scale or self.reader.keeps_scale(self.fused, scheme)
         )
 
 

@@ -64,7 +64,7 @@ def round_activations(values: Tensor, inputs: ActivationQuantization, scale: flo
     if inputs.static:
         assert scale is not None
         each = tokens.new_full((1, 1), scale)
-    elif inputs.local:
+    elif inputs.has_global_scale:
         assert scale is not None
         each = group_scale(group_absmax(tokens, inputs.group), _LOCAL, tokens.new_full((1, 1), scale))
     else:

@@ -144,13 +144,13 @@ class ServedModel:
                 continue
             parts = self.model.made_of.get(f"{name}.weight") or self.model.made_of[name]
             layer = QuantizedInputs(inputs)
-            if inputs.static or inputs.local:
+            if inputs.static or inputs.has_global_scale:
                 stored = [weights[part] for part in parts if part in weights] or [weight]
                 # All that go into one layer of an engine, which has one scale, the largest (vLLM
                 # layers/quantization/fp8.py:405, of experts :739).
                 merged = (by_module[module] for each in stored for module in fused.get(each.module, (each.module,)))
                 held = [each.input_scale.name for each in merged if each.input_scale is not None]
-                local = None if weight.format is None else weight.format.local
+                local = None if weight.format is None else weight.format.input_global_scale
                 inverse = local is not None and not local.divides
                 layer = QuantizedInputs(
                     inputs, partial(self._stored, weight.module, tuple(dict.fromkeys(held)), inverse)

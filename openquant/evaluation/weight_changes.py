@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..formats.format import Format, Group, grid_of
-from ..formats.reference import choose_scales, decode, encode, group_absmax, group_divisor
+from ..formats.reference import choose_scales, decode, encode, group_absmax, group_global_scale
 from ..formats.schemes import SCHEMES
 
 # Weights that are held in float32 at a time.
@@ -141,8 +141,8 @@ def _grids(source: Tensor, output: Tensor, form: Format) -> Iterator[tuple[Tenso
     product of the weight with the output's.
     """
     height, width = form.group
-    largest = group_absmax(source, (None, None)) if form.tied else None
-    divisor = None if largest is None else group_divisor(largest, form)
+    largest = group_absmax(source, (None, None)) if form.shares_scale else None
+    divisor = None if largest is None else group_global_scale(largest, form)
     step = max(1, CHUNK // source.shape[1])
     step = max(height, step // height * height) if height else step
     for low in range(0, len(source), step):

@@ -1,8 +1,9 @@
-"""Inputs: how engines quantize the activations that go into a layer, as a config says it.
+"""How engines quantize the input activations of a layer, read from a config.
 
-Configs of other kinds are put into the words of compressed-tensors first (quantization.py): one table reads all.
+quantization.py translates other configs into the words of compressed-tensors first, so one function reads all.
 
-    read_inputs({"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True})   # Inputs(E4M3, (1, None))
+    read_activation_quantization({"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True})
+    # ActivationQuantization(E4M3, (1, None))
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from .format import Group
 from .numbers import E2M1, E4M3, INT8, Number
 
 KNOWN = (
-    "known are FP8 and symmetric INT8 by token, tensor or group, computed as they come, or by a stored input_scale, "
-    "and NVFP4 under a stored input_global_scale"
+    "known are FP8 and symmetric INT8 with dynamic scales by token, tensor or group, or with a static input_scale, "
+    "and NVFP4 with a static input_global_scale"
 )
 
 
@@ -27,41 +28,48 @@ class ActivationQuantization:
     """How the inputs of a layer are quantized.
 
     Attributes:
-        number: what they become.
-        group: tokens and inputs that share a scale: (1, None) one for each token, (None, None) one for all of a batch,
-            (1, 128) one for 128 inputs of a token.
-        power_of_two: whether scales are rounded up to a power of two.
-        static: whether the scale is stored, as input_scale, instead of taken from the inputs.
-        local: whether a global scale is stored, under which those of groups are E4M3.
+        number: numeric format of the quantized activations.
+        group: tokens and inputs that share a scale: (1, None) is one per token, (None, None) one per batch, (1, 128)
+            one per 128 inputs of a token.
+        power_of_two: whether scales are rounded up to powers of two.
+        static: whether the scale is stored, as `input_scale`, instead of computed from the activations.
+        has_global_scale: whether an `input_global_scale` is stored; the dynamic scales of groups under it are E4M3.
     """
 
     number: Number
     group: Group
     power_of_two: bool = False
     static: bool = False
-    local: bool = False
+    has_global_scale: bool = False
 
     def largest(self, scale: float) -> float:
-        """The largest value that is not clipped under a stored scale, which of local ones is a divisor."""
-        return E4M3.largest * self.number.largest / scale if self.local else scale * self.number.largest
+        """Return the largest activation that is not clipped.
+
+        Args:
+            scale: the stored scale: `input_scale`, or `input_global_scale`, by which activations are multiplied.
+        """
+        return E4M3.largest * self.number.largest / scale if self.has_global_scale else scale * self.number.largest
 
 
 _NUMBERS: Mapping[tuple[Any, Any], Number] = {("float", 8): E4M3, ("int", 8): INT8}
 
-# NVFP4's, but for what is not always said.
-_LOCAL = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
+# What configs always say of NVFP4 activations.
+_NVFP4 = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
 
 
 def read_activation_quantization(activations: Mapping[str, Any] | None) -> ActivationQuantization | None:
-    """What the `input_activations` of a config group say; None where activations stay as they are.
+    """Read the `input_activations` of a compressed-tensors config group.
+
+    Returns:
+        How activations are quantized; None if they are not.
 
     Raises:
-        UsageError: they are quantized in a way that is not known here.
+        UsageError: openquant does not know this way of quantizing activations.
     """
     if not activations:
         return None
-    if all(activations.get(key) == value for key, value in _LOCAL.items()):
-        return ActivationQuantization(E2M1, (1, 16), local=True)
+    if all(activations.get(key) == value for key, value in _NVFP4.items()):
+        return ActivationQuantization(E2M1, (1, 16), has_global_scale=True)
     number = _NUMBERS.get((activations.get("type"), activations.get("num_bits")))
     static, size = not activations.get("dynamic"), activations.get("group_size")
     groups: dict[Any, Group] = {"tensor": (None, None)}

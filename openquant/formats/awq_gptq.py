@@ -1,6 +1,6 @@
-"""INT4 and INT8 as AutoAWQ and GPTQ store them: columns of words, and a config of their own.
+"""INT4 and INT8 as AutoAWQ and GPTQ store them: transposed words, and a config of their own.
 
-Their values are what compressed-tensors packs in rows: a code less the zero point of its group, times its scale.
+A weight is (code - zero point of its group) * scale, as in compressed-tensors, which packs words along rows.
 
     read_gptq({"bits": 4, "group_size": 128, "sym": True}).title   # "one scale per 128 inputs of a row"
 """
@@ -18,33 +18,33 @@ ZEROS = "qzeros"
 _BITS = {4: INT4, 8: INT8_WORDS}
 # vLLM, layers/quantization/auto_awq.py:76: where in a word each of eight outputs lies.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-# By checkpoint_format: how far zero points are stored below what they are (GPTQModel, utils/model.py:750-827).
-_BELOW = {"gptq": 1, "gptq_v2": 0}
+# By checkpoint_format: what is added to stored zero points (GPTQModel, utils/model.py:750-827).
+_ZERO_POINT_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 
 
 def read_awq(config: dict[str, Any]) -> Format:
-    """What a quantization_config of the method "awq" has its layers as.
+    """Return the format of the layers from a quantization_config of the method "awq".
 
     Raises:
-        UsageError: in a way that is not known here.
+        UsageError: openquant does not know this layout.
     """
     known = "known is the GEMM layout of AutoAWQ, of 4 bits with zero points"
     _require(config, "version", ("gemm", "GEMM", None), known)
     _require(config, "zero_point", (True, None), known)
-    # Its own file calls both by other names.
+    # AutoAWQ's own quant_config.json has other names for both.
     number = _number(config.get("bits", config.get("w_bit")), (4,))
     group = _group(config.get("group_size", config.get("q_group_size")), number)
     return _format(number, group, Columns(ZEROS, order=_AWQ_ORDER), ZEROS)
 
 
 def read_gptq(config: dict[str, Any]) -> Format:
-    """What a quantization_config of the method "gptq" has its layers as.
+    """Return the format of the layers from a quantization_config of the method "gptq".
 
     Raises:
-        UsageError: in a way that is not known here.
+        UsageError: openquant does not know this layout.
     """
     stored = "checkpoint_format" if config.get("checkpoint_format") is not None else "format"
-    _require(config, stored, (*_BELOW, None), "known are gptq and gptq_v2")
+    _require(config, stored, (*_ZERO_POINT_OFFSETS, None), "known are gptq and gptq_v2")
     _require(config, "pack_dtype", ("int32", "torch.int32", None), "known are words of 32 bits")
     _require(config, "is_marlin_format", (False, None), "known are gptq and gptq_v2")
     for key in ("sym", "desc_act"):
@@ -55,7 +55,7 @@ def read_gptq(config: dict[str, Any]) -> Format:
     number = _number(config.get("bits"), tuple(_BITS))
     columns = Columns(
         ZEROS,
-        below=_BELOW[config.get(stored) or "gptq"],
+        zero_point_offset=_ZERO_POINT_OFFSETS[config.get(stored) or "gptq"],
         index="g_idx",
         act_order=config.get("desc_act") is True,
     )

@@ -74,16 +74,16 @@ def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
     return to_float32(largest, dtype)
 
 
-def scales(form: Format, absmax: Floats, global_scale: Floats | None = None) -> Floats:
+def scales(fmt: Format, absmax: Floats, global_scale: Floats | None = None) -> Floats:
     """The scale of each group, float32 of the shape of `absmax`, as kernels.scales."""
-    if form.global_scale is not None and global_scale is None:
-        global_scale = form.divisor(absmax.max(keepdims=True))
-    above = f32(1) if global_scale is None or form.global_scale is None else global_scale.reshape(-1)[0]
-    scale, scales_of_groups = form.scale, np.empty(absmax.size, f32)
+    if fmt.global_scale is not None and global_scale is None:
+        global_scale = fmt.choose_global_scale(absmax.max(keepdims=True))
+    above = f32(1) if global_scale is None or fmt.global_scale is None else global_scale.reshape(-1)[0]
+    scale, scales_of_groups = fmt.scale, np.empty(absmax.size, f32)
     # What is added to the bits of a quotient, and which of them are kept, so that it is a power of two.
-    power = (u32(form.carry), u32(0xFF800000)) if scale.power_of_two else (u32(0), u32(0xFFFFFFFF))
+    power = (u32(fmt.carry), u32(0xFF800000)) if scale.power_of_two else (u32(0), u32(0xFFFFFFFF))
     rounding = _ROUNDINGS.get(scale.dtype, u32(0))
-    span = f32(scale.clip_limit or form.number.span)
+    span = f32(scale.clip_limit or fmt.number.span)
     _scales(absmax.reshape(-1), span, *power, above, f32(scale.floor), f32(scale.of_zeros), rounding, scales_of_groups)
     return scales_of_groups.reshape(absmax.shape)
 
@@ -117,10 +117,10 @@ def encode_stored(
         _encode_floats(*place, *_range(number)[1:], steps, u32(0x80 if number.per_byte == 1 else 8))
 
 
-def stored(form: Format, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
+def stored(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
     """Scales as they are written, float32, uint16 or uint8 of the shape of `scale`, as kernels.stored."""
-    if form.scale.dtype != "F8_E4M3" or global_scale is None:
-        return form.stored(scale, global_scale)
+    if fmt.scale.dtype != "F8_E4M3" or global_scale is None:
+        return fmt.stored(scale, global_scale)
     codes = np.empty(scale.shape, u8)
     encode_stored((scale * global_scale).view(u32), "F32", np.ones((1, 1), f32), (None, None), codes, E4M3)
     return codes
@@ -147,10 +147,10 @@ def first_unsound(codes: Codes, number: Number) -> int | None:
     return None if sound else kernels.first_unsound(codes, number)
 
 
-def best(
+def best_scales(
     bits: Bits, dtype: str, unclipped: Floats, scales: Floats, number: Number, importance: Floats | None = None
 ) -> Floats:
-    """The scale of each group with the least squared error, float32 [groups], as kernels.best."""
+    """The scale of each group with the least squared error, float32 [groups], as kernels.best_scales."""
     chosen = unclipped.copy()
     _best(
         bits,

@@ -1,4 +1,4 @@
-"""NaN and infinity in a tensor's bytes, whatever float it holds.
+"""Count NaN and infinities in a tensor's bytes, for every float dtype of safetensors.
 
 count_non_finite(data, "BF16")      # NonFinite(nan=3, infinite=0)
 """
@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-# Elements looked at together.
+# Elements that are checked at a time.
 PIECE = 1 << 19
 
 
 class NonFinite(NamedTuple):
-    """How many elements are NaN and how many are infinite."""
+    """Counts of NaN and of infinite elements in a tensor. False if both are zero."""
 
     nan: int = 0
     infinite: int = 0
@@ -29,19 +29,19 @@ class NonFinite(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What a tensor with these holds: "NaN (3 values)", "NaN (3 values) and infinity (1 value)"."""
+        """The counts as text: "NaN (3 values)", "NaN (3 values) and infinity (1 value)"."""
         kinds = (("NaN", self.nan), ("infinity", self.infinite))
         return " and ".join(f"{kind} ({count} value{'s'[: count != 1]})" for kind, count in kinds if count)
 
 
 class _Layout(NamedTuple):
-    """Where a dtype has NaN and infinity.
+    """Which bit patterns of a dtype are NaN or infinity.
 
     Attributes:
-        nbytes: of an element.
-        largest: the bits of the largest finite value. Infinity is the next, where there is one, and NaN what follows.
-        has_infinity: whether there is one.
-        has_sign: whether the highest bit is a sign.
+        nbytes: bytes of an element.
+        largest: bits of the largest finite value. The next pattern is infinity, if there is one; all above are NaN.
+        has_infinity: whether the dtype has infinity.
+        has_sign: whether the highest bit is the sign.
     """
 
     nbytes: int
@@ -51,7 +51,7 @@ class _Layout(NamedTuple):
 
 
 _FLOAT32 = _Layout(4, 0x7F7F_FFFF)
-# F4 and F6 have neither; integers do not.
+# F4, F6 and integers have neither NaN nor infinity.
 _LAYOUTS = {
     "BF16": _Layout(2, 0x7F7F),
     "F16": _Layout(2, 0x7BFF),
@@ -63,12 +63,12 @@ _LAYOUTS = {
     "F8_E4M3": _Layout(1, 0x7E, has_infinity=False),
     "F8_E8M0": _Layout(1, 0xFE, has_infinity=False, has_sign=False),
 }
-# Their only NaN is what would be minus zero.
+# Their only NaN is the pattern of minus zero.
 _FNUZ = ("F8_E4M3FNUZ", "F8_E5M2FNUZ")
 
 
 def can_be_non_finite(dtype: str) -> bool:
-    """Whether a dtype has NaN or infinity at all."""
+    """Return whether a dtype, named as in safetensors, has NaN or infinity at all."""
     return dtype in _LAYOUTS or dtype in _FNUZ
 
 
@@ -76,8 +76,11 @@ def count_non_finite(data: npt.NDArray[np.uint8], dtype: str) -> NonFinite:
     """Count the elements that are NaN or infinite.
 
     Args:
-        data: uint8 [bytes], whole elements.
-        dtype: their dtype, as safetensors names it.
+        data: uint8 [nbytes], the bytes of whole elements.
+        dtype: dtype of the elements, named as in safetensors.
+
+    Returns:
+        Both counts; zero for dtypes without NaN and infinity.
     """
     if dtype in _FNUZ:
         return NonFinite(nan=int(np.count_nonzero(data == 0x80)))
@@ -90,7 +93,7 @@ def count_non_finite(data: npt.NDArray[np.uint8], dtype: str) -> NonFinite:
     for low in range(0, data.size, PIECE * layout.nbytes):
         part = data[low : low + PIECE * layout.nbytes]
         elements = part.view(unsigned)
-        # The largest of both signs, nearly always finite: twice as fast as to take signs away.
+        # Compare the largest of both signs first, which are nearly always finite: twice as fast as clearing the signs.
         positive = layout.has_sign and int(part.view(f"i{layout.nbytes}").max()) > layout.largest
         if positive or int(elements.max()) > (layout.largest | sign if layout.has_sign else layout.largest):
             above = (elements & mask)[(elements & mask) > layout.largest]

@@ -35,10 +35,10 @@ class Loops(Protocol):
     def absmax(self, bits: Bits, dtype: str, group: Group, /) -> Floats:
         """The largest absolute weight of each group, float32 [rows / height, cols / width]."""
 
-    def scales(self, form: Format, absmax: Floats, global_scale: Floats | None = None, /) -> Floats:
+    def scales(self, fmt: Format, absmax: Floats, global_scale: Floats | None = None, /) -> Floats:
         """The scale of each group, float32 of the shape of `absmax`."""
 
-    def stored(self, form: Format, scale: Floats, global_scale: Floats | None = None, /) -> StoredScales:
+    def stored(self, fmt: Format, scale: Floats, global_scale: Floats | None = None, /) -> StoredScales:
         """Scales as they are written, float32, uint16 or uint8 of the shape of `scale`."""
 
     def encode_stored(
@@ -71,7 +71,7 @@ class Loops(Protocol):
     def first_unsound(self, codes: Codes, number: Number, /) -> int | None:
         """The place of the first of some codes, uint8 of any shape, that holds no value; None if all do."""
 
-    def best(
+    def best_scales(
         self,
         bits: Bits,
         dtype: str,
@@ -186,32 +186,32 @@ def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
     return to_float32(largest, dtype)
 
 
-def scales(form: Format, absmax: Floats, global_scale: Floats | None = None) -> Floats:
+def scales(fmt: Format, absmax: Floats, global_scale: Floats | None = None) -> Floats:
     """The scale of each group from its largest absolute weight, as Format.scales.
 
     Args:
-        form: how the weights are stored.
+        fmt: how the weights are stored.
         absmax: float32 of any shape, the largest absolute weight of each group.
         global_scale: float32 of one element; that of these groups if None.
 
     Returns:
         float32 of the shape of `absmax`.
     """
-    return form.scales(absmax, global_scale)
+    return fmt.scales(absmax, global_scale)
 
 
-def stored(form: Format, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
+def stored(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
     """Scales as they are written, as Format.stored.
 
     Args:
-        form: how the weights are stored.
+        fmt: how the weights are stored.
         scale: float32 of any shape.
         global_scale: float32 of one element, where the format has one.
 
     Returns:
         float32, uint16 (the bits of bfloat16 or float16) or uint8 (E4M3 or E8M0) of the shape of `scale`.
     """
-    return form.stored(scale, global_scale)
+    return fmt.stored(scale, global_scale)
 
 
 def encode(
@@ -347,7 +347,7 @@ def pack_words(codes: Codes, number: Number) -> npt.NDArray[np.uint32]:
     return np.ascontiguousarray(along.view(np.uint32).T)
 
 
-def best(
+def best_scales(
     bits: Bits, dtype: str, unclipped: Floats, scales: Floats, number: Number, importance: Floats | None = None
 ) -> Floats:
     """Choose the scale of each group with the least squared error; of two as good the first.

@@ -1,6 +1,6 @@
-"""The cache of keys and values in FP8: what a config says of it, and what tools call its scales.
+"""The KV cache in FP8: how configs ask for it, and the names of its scales.
 
-A stored code times the scale is a key as it is cached, that is normed and rotated, or a value.
+A stored code times its scale is a value, or a key as it is cached: after its norm and rotary embedding.
 
     cache_scales(["model.layers.0.self_attn.k_scale"])      # {0: ("model.layers.0.self_attn.k_scale", None)}
 """
@@ -15,22 +15,22 @@ from typing import Any
 from ..errors import UsageError
 from .numbers import E4M3
 
-# By letter, the last part of what we call a scale, below its layer's attention: vLLM
-# layers/quantization/base_config.py:244 and SGLang model_loader/weight_utils.py:1812 put `.attn` before it.
+# Last parts of the scales' names, below a layer's attention module. vLLM layers/quantization/base_config.py:244 and
+# SGLang model_loader/weight_utils.py:1812 put `.attn` before them.
 SCALES = ("k_scale", "v_scale")
-# What vLLM is told where it does not read the config's word.
+# The option for vLLM where it does not read the setting from the config.
 FLAG = "--kv-cache-dtype fp8"
-# By quant_method, the key that says it and its value. For the first, vLLM layers/attention/attention.py:287 and
-# SGLang compressed_tensors.py:143; the second only SGLang reads (layers/quantization/fp8.py:366).
-_SAID: Mapping[str, tuple[str, Any]] = {
+# By quant_method, the key and value that ask for an FP8 cache. The first: vLLM layers/attention/attention.py:287 and
+# SGLang compressed_tensors.py:143; only SGLang reads the second (layers/quantization/fp8.py:366).
+_SETTINGS: Mapping[str, tuple[str, Any]] = {
     "compressed-tensors": (
         "kv_cache_scheme",
         {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False},
     ),
     "fp8": ("kv_cache_quant_algo", "FP8"),
 }
-# What stays as it is, beside scales of keys and values: vLLM compressed_tensors.py:1018 and SGLang
-# compressed_tensors.py:1171 then look for no layer, and need no list of them.
+# The config of a checkpoint that has KV-cache scales and no quantized layer: for vLLM compressed_tensors.py:1018 and
+# SGLang compressed_tensors.py:1171 it needs no ignore list.
 DENSE: Mapping[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "dense",
@@ -38,29 +38,29 @@ DENSE: Mapping[str, Any] = {
     "config_groups": {},
     "ignore": [],
 }
-# Of keys, of values or of both, as vLLM renames them (layers/quantization/base_config.py:217-247).
+# Names of scales of keys, of values or of both, as vLLM renames them (layers/quantization/base_config.py:217-247).
 _SCALE = re.compile(
     r"(?:.*\.)?(?:layers|h|blocks)\.(\d{1,9})\..*?(?:([kv])_scale|([kv])_proj\.output_scale|([kv])_cache\.scale|kv_scale)"
 )
 
 
 def with_fp8_cache(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A `quantization_config` that also says that keys and values are cached in FP8."""
-    key, value = _SAID[settings["quant_method"]]
+    """Return a copy of a `quantization_config` that also asks for a KV cache in FP8."""
+    key, value = _SETTINGS[settings["quant_method"]]
     return {**settings, key: value}
 
 
 def without_fp8_cache(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A `quantization_config` without what `with_fp8_cache` adds; anything else stays."""
-    key, value = _SAID.get(str(settings.get("quant_method")), ("", None))
-    return {name: held for name, held in settings.items() if name != key or held != value}
+    """Return a copy of a `quantization_config` without the setting that `with_fp8_cache` adds."""
+    key, value = _SETTINGS.get(str(settings.get("quant_method")), ("", None))
+    return {name: setting for name, setting in settings.items() if name != key or setting != value}
 
 
 def says_fp8_cache(config: Mapping[str, Any]) -> bool:
-    """Whether engines store keys and values in FP8 by themselves, since a `quantization_config` says so.
+    """Return whether a `quantization_config` asks for a KV cache in FP8, so that engines need no option for it.
 
     Raises:
-        UsageError: it says another number.
+        UsageError: it asks for another numeric format.
     """
     inner = config.get("quantization")
     places = (config, inner) if isinstance(inner, dict) else (config,)
@@ -81,27 +81,34 @@ def says_fp8_cache(config: Mapping[str, Any]) -> bool:
 
 
 def cache_scales(names: Iterable[str]) -> dict[int, tuple[str | None, str | None]]:
-    """The tensors with the scales of keys and of values, by the layer's number; None where there is none.
+    """Find the tensors with the scales of the KV cache.
 
     Args:
-        names: of all tensors of a checkpoint.
+        names: names of all tensors of a checkpoint.
+
+    Returns:
+        By layer number, the tensors with the scale of keys and of values; the same tensor twice if they share a scale,
+        None where there is none.
     """
-    found: dict[int, list[str | None]] = {}
+    scales: dict[int, list[str | None]] = {}
     for name in sorted(names):
         match = _SCALE.fullmatch(name)
         if match is None:
             continue
         which = match[2] or match[3] or match[4]
-        both = found.setdefault(int(match[1]), [None, None])
-        for number, letter in enumerate("kv"):
+        of_layer = scales.setdefault(int(match[1]), [None, None])
+        for position, letter in enumerate("kv"):
             if which in (None, letter):
-                both[number] = name
-    return {layer: (key, value) for layer, (key, value) in found.items()}
+                of_layer[position] = name
+    return {layer: (key, value) for layer, (key, value) in scales.items()}
 
 
 def scale_for(largest: float) -> float:
-    """The scale for keys or values of at most this magnitude: the power of two at or above largest / 448.
+    """Return the scale for keys or values: the smallest power of two that is at least largest / 448.
 
-    One that is none is no more exact, and in vLLM's kernel for CPUs a little less.
+    Other scales are no more exact, and in vLLM's CPU kernel a little less.
+
+    Args:
+        largest: largest absolute key or value.
     """
     return 1.0 if largest <= 0 else 2.0 ** math.ceil(math.log2(max(2.0**-64, largest / E4M3.largest)))

@@ -1,6 +1,6 @@
-"""The names of schemes, and what each stores: what the command line needs of them, which loads no numpy.
+"""Names of schemes and what each stores, for the command line, which must not load numpy.
 
-schemes.py has the schemes of these names.
+The schemes themselves are in schemes.py.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from typing import Literal, NamedTuple, TypeAlias
 
 
 class SchemeInfo(NamedTuple):
-    """What is said of a scheme where it can be chosen.
+    """What help texts and the command line need of a scheme.
 
     Attributes:
         stored: what is stored: "one scale per output row".
         suffix: ending of the default output directory.
-        mixes: whether one config holds it beside others.
+        mixes: whether one config can hold it together with other schemes.
     """
 
     stored: str
@@ -32,10 +32,10 @@ ActivationScheme: TypeAlias = Literal["dynamic", "static"]
 CacheScheme: TypeAlias = Literal["auto", "fp8"]
 GroupSize: TypeAlias = Literal["32", "64", "128", "channel", 32, 64, 128]
 
-# What leaves all weights as they are is called like a scheme.
+# Chosen in place of a scheme, it leaves all weights as they are.
 UNCHANGED = "none"
 SCHEME_NAMES: dict[str, SchemeInfo] = {
-    "tensor": SchemeInfo("one scale per joined set", "-FP8"),
+    "tensor": SchemeInfo("one scale per tensor", "-FP8"),
     "channel": SchemeInfo("one per output row", "-FP8-dynamic"),
     "block": SchemeInfo("one per 128x128 block", "-FP8-W128"),
     "mxfp8": SchemeInfo("one per 32 inputs of a row", "-MXFP8", mixes=False),
@@ -43,6 +43,6 @@ SCHEME_NAMES: dict[str, SchemeInfo] = {
     "int8-weights": SchemeInfo("INT8 weights alone, one scale per output row", "-INT8-W8A16"),
     "int4": SchemeInfo("INT4 weights alone, one scale per 128 inputs of a row", "-INT4"),
     "mxfp4": SchemeInfo("FP4 weights alone, one power-of-two scale per 32 inputs of a row", "-MXFP4"),
-    "nvfp4": SchemeInfo("FP4 weights alone, one scale per 16 inputs of a row and one per joined set", "-NVFP4"),
+    "nvfp4": SchemeInfo("FP4 weights alone, one scale per 16 inputs of a row and a global scale", "-NVFP4"),
     "nvfp4-w4a4": SchemeInfo("FP4 weights and activations, scales as in nvfp4", "-NVFP4-W4A4"),
 }

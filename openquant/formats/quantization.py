@@ -77,24 +77,24 @@ class Quantization:
     @property
     def title(self) -> str:
         """What shares a scale in its groups: "one scale per channel and one scale per 128x128 block"."""
-        return " and ".join(dict.fromkeys(form.label for _, form in self.groups)) or "weights as they are"
+        return " and ".join(dict.fromkeys(fmt.label for _, fmt in self.groups)) or "weights as they are"
 
     @property
     def checkable(self) -> bool:
         """Whether `verify` knows what engines make of it."""
         written = {scheme.format.number for scheme in SCHEMES.values()}
         known = self.method in ("fp8", "compressed-tensors", *IN_COLUMNS)
-        return known and all(form.number in written for _, form in self.groups)
+        return known and all(fmt.number in written for _, fmt in self.groups)
 
     @property
     def scheme(self) -> Scheme | None:
         """The scheme of ours in which all that no other group names is stored; None if none is."""
-        form = self.groups[0][1] if self.groups else None
+        fmt = self.groups[0][1] if self.groups else None
         return next(
             (
                 scheme
                 for scheme in (*VARIANTS, *ASYMMETRIC, *STATIC)
-                if (scheme.method, scheme.format) == (self.method, form)
+                if (scheme.method, scheme.format) == (self.method, fmt)
             ),
             None,
         )
@@ -186,9 +186,9 @@ def _read_fp8(method: str, found: dict[str, Any]) -> Quantization:
                 f"it must be two numbers from 1 to {MAX_SIDE}",
             )
         block = size[0], size[1]
-    form = BLOCK.format if block else TENSOR.format
-    scale = replace(form.scale, power_of_two=found.get("scale_fmt") == "ue8m0")
-    form = replace(form, group=block or form.group, scale=scale, static=activations == "static")
+    fmt = BLOCK.format if block else TENSOR.format
+    scale = replace(fmt.scale, power_of_two=found.get("scale_fmt") == "ue8m0")
+    fmt = replace(fmt, group=block or fmt.group, scale=scale, static=activations == "static")
     lists = {key: _names(found, key) for key in IGNORE_KEYS[:2]}
     # vLLM falls back to the second where the first is missing or empty.
     key = next((key for key in lists if lists[key]), IGNORE_KEYS[0])
@@ -202,8 +202,8 @@ def _read_fp8(method: str, found: dict[str, Any]) -> Quantization:
     # vLLM takes groups as wide as a block has rows, and with CUTLASS one scale for each token instead of one for
     # all (layers/quantization/fp8.py:262-282), which is the finer.
     inputs = {**_FP8, "strategy": "group", "group_size": block[0]} if block else {**_FP8, "strategy": "tensor"}
-    inputs |= {"dynamic": not form.static, "ue8m0": scale.power_of_two}
-    return Quantization(method, _all_of(form), (inputs,), Expressions(()), ignored, _settings(found), tuple(problems))
+    inputs |= {"dynamic": not fmt.static, "ue8m0": scale.power_of_two}
+    return Quantization(method, _all_of(fmt), (inputs,), Expressions(()), ignored, _settings(found), tuple(problems))
 
 
 def _read_compressed_tensors(method: str, found: dict[str, Any]) -> Quantization:
@@ -258,7 +258,7 @@ def _read_group(name: str, weights: dict[str, Any], stored: object, activations:
         return replace((MXFP8 if kind[1] == 8 else MXFP4).format, static=static)
     if strategy == "tensor_group" and size == NVFP4.format.group[1] and kind == ("float", 4):
         return (NVFP4_W4A4 if activations.get("dynamic") == "local" else NVFP4).format
-    forms = [form for key, form in _INTEGERS if key in ((*kind, stored), (*kind, None))]
+    forms = [fmt for key, fmt in _INTEGERS if key in ((*kind, stored), (*kind, None))]
     # Zero points are stored beside words only.
     if forms and (not shifted or (forms[0].number.per_item > 1 and strategy != "tensor")):
         # Rows of whole words, whose length the packed tensor tells.
@@ -283,7 +283,7 @@ _MODELOPT: dict[str, tuple[Format, Mapping[str, Any] | None]] = {
     "FP8_PB_WO": (BLOCK_COMPRESSED.format, BLOCK_COMPRESSED.group["input_activations"]),
     "MXFP8": (MXFP8.format, MXFP8.group["input_activations"]),
     "NVFP4": (
-        replace(_MODELOPT_FP4, local=GlobalScale(INPUT_SCALE, 0, divides=False)),
+        replace(_MODELOPT_FP4, input_global_scale=GlobalScale(INPUT_SCALE, 0, divides=False)),
         NVFP4_W4A4.group["input_activations"],
     ),
     "W4A16_NVFP4": (_MODELOPT_FP4, None),
@@ -299,12 +299,12 @@ def _read_modelopt(method: str, found: dict[str, Any]) -> Quantization:
         raise UsageError(
             f"config.json has the quant_algo {json.dumps(found.get('quant_algo'))}", f"known are {', '.join(_MODELOPT)}"
         )
-    form, inputs = _MODELOPT[algorithm]
-    if form.global_scale is not None and found.get("group_size", form.group[1]) != form.group[1]:
+    fmt, inputs = _MODELOPT[algorithm]
+    if fmt.global_scale is not None and found.get("group_size", fmt.group[1]) != fmt.group[1]:
         raise UsageError(
             f"config.json has NVFP4 with the group_size {json.dumps(found.get('group_size'))}", "known is 16"
         )
-    return _alone(method, found, form, inputs)
+    return _alone(method, found, fmt, inputs)
 
 
 def _read_mxfp4(method: str, found: dict[str, Any]) -> Quantization:
@@ -323,15 +323,15 @@ def _read_awq(method: str, found: dict[str, Any]) -> Quantization:
     return replace(_alone(method, found, read_awq(found), None), ignored=IgnoredParts(key, _names(found, key)))
 
 
-def _alone(method: str, found: dict[str, Any], form: Format, inputs: Mapping[str, Any] | None) -> Quantization:
+def _alone(method: str, found: dict[str, Any], fmt: Format, inputs: Mapping[str, Any] | None) -> Quantization:
     """What stores all that it stores in one way; which modules it leaves out is not read, they show it themselves."""
     ignored = Ignored("ignore", (), by_experts=False)
-    return Quantization(method, _all_of(form), (inputs,), Expressions(()), ignored, _settings(found), ())
+    return Quantization(method, _all_of(fmt), (inputs,), Expressions(()), ignored, _settings(found), ())
 
 
-def _all_of(form: Format) -> tuple[tuple[tuple[str, ...], Format], ...]:
+def _all_of(fmt: Format) -> tuple[tuple[tuple[str, ...], Format], ...]:
     """The only group of a config: all layers are alike."""
-    return ((("Linear",), form),)
+    return ((("Linear",), fmt),)
 
 
 _READERS: dict[str, Callable[[str, dict[str, Any]], Quantization]] = {

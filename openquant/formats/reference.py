@@ -24,7 +24,7 @@ def group_absmax(weight: Tensor, group: Group) -> Tensor:
     return _grouped(weight.float().abs(), group).amax((1, 3))
 
 
-def group_divisor(largest: Tensor, format: Format) -> Tensor:
+def group_global_scale(largest: Tensor, format: Format) -> Tensor:
     """The global scale, as Format.divisor.
 
     Args:
@@ -34,7 +34,7 @@ def group_divisor(largest: Tensor, format: Format) -> Tensor:
     Returns:
         float32 of the same shape.
     """
-    return torch.from_numpy(format.divisor(largest.cpu().numpy())).to(largest.device)
+    return torch.from_numpy(format.choose_global_scale(largest.cpu().numpy())).to(largest.device)
 
 
 def group_scale(absmax: Tensor, format: Format, global_scale: Tensor | None = None) -> Tensor:
@@ -53,7 +53,7 @@ def group_scale(absmax: Tensor, format: Format, global_scale: Tensor | None = No
     if format.scale.power_of_two:
         scale = ((scale.view(torch.int32) + format.carry) & ~0x7FFFFF).view(torch.float32)
     if format.global_scale is not None:
-        global_scale = group_divisor(absmax.amax(keepdim=True), format) if global_scale is None else global_scale
+        global_scale = group_global_scale(absmax.amax(keepdim=True), format) if global_scale is None else global_scale
         scale = scale * global_scale
     scale = scale.clamp(min=format.scale.floor)
     if format.scale.dtype == "BF16":

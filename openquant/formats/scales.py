@@ -66,34 +66,34 @@ def choose_scales(
     Returns:
         The scale of each group, finite and above zero, and its zero point.
     """
-    form = scheme.format
+    fmt = scheme.format
     clip_ratios = scheme.clip_ratios if scheme.searches_scales else (1.0,)
-    if form.zero_point is not None:
-        return _choose_with_zero_points(form, bits, dtype, clip_ratios, importance)
+    if fmt.zero_point is not None:
+        return _choose_with_zero_points(fmt, bits, dtype, clip_ratios, importance)
     if absmax is None:
-        absmax = loops.absmax(bits, dtype, form.group)
-    if global_scale is None and form.global_scale is not None:
-        global_scale = choose_shared_scale(form, absmax.max(keepdims=True))
+        absmax = loops.absmax(bits, dtype, fmt.group)
+    if global_scale is None and fmt.global_scale is not None:
+        global_scale = choose_shared_scale(fmt, absmax.max(keepdims=True))
     if len(clip_ratios) == 1:
-        return Scales(loops.scales(form, absmax * np.float32(clip_ratios[0]), global_scale))
-    return Scales(_search(form, bits, dtype, absmax, clip_ratios, global_scale, importance, loops))
+        return Scales(loops.scales(fmt, absmax * np.float32(clip_ratios[0]), global_scale))
+    return Scales(_search(fmt, bits, dtype, absmax, clip_ratios, global_scale, importance, loops))
 
 
-def choose_shared_scale(form: Format, absmax: Floats) -> Floats:
+def choose_shared_scale(fmt: Format, absmax: Floats) -> Floats:
     """Choose the scale that fused layers share: the only one of a per-tensor format, or else the global scale.
 
     Args:
-        form: how the layers are stored, in a format with such a scale.
+        fmt: how the layers are stored, in a format with such a scale.
         absmax: float32 of any shape, the largest absolute weight in any of them.
 
     Returns:
         The scale, float32 of the same shape.
     """
-    return form.scales(absmax) if form.shared else form.divisor(absmax)
+    return fmt.scales(absmax) if fmt.shared else fmt.choose_global_scale(absmax)
 
 
 def _search(
-    form: Format,
+    fmt: Format,
     bits: Bits,
     dtype: str,
     absmax: Floats,
@@ -103,7 +103,7 @@ def _search(
     loops: Loops,
 ) -> Floats:
     """The scale of each group with the least squared error; of two as good, that of the earlier clip ratio."""
-    width = form.group[1] or bits.shape[1]
+    width = fmt.group[1] or bits.shape[1]
     step = max(1, GROUPS // absmax.shape[1])
     scale = np.empty(absmax.shape, np.float32)
     weighting = () if importance is None else (_relative_importance(importance, width),)
@@ -113,18 +113,18 @@ def _search(
         groups, largest = bits[low : low + step].reshape(-1, width), absmax[low : low + step].reshape(-1)
         with np.errstate(over="ignore"):
             # Scales in E4M3 are clamped to its largest.
-            tried = np.stack([loops.scales(form, largest * np.float32(ratio), global_scale) for ratio in clip_ratios])
-        unclipped = loops.scales(form, largest, global_scale)
-        best = loops.best(groups, dtype, unclipped, tried, form.number, *weighting)
+            tried = np.stack([loops.scales(fmt, largest * np.float32(ratio), global_scale) for ratio in clip_ratios])
+        unclipped = loops.scales(fmt, largest, global_scale)
+        best = loops.best_scales(groups, dtype, unclipped, tried, fmt.number, *weighting)
         scale[low : low + step] = best.reshape(scale[low : low + step].shape)
     return scale
 
 
 def _choose_with_zero_points(
-    form: Format, bits: Bits, dtype: str, clip_ratios: tuple[float, ...], importance: Floats | None
+    fmt: Format, bits: Bits, dtype: str, clip_ratios: tuple[float, ...], importance: Floats | None
 ) -> Scales:
     """The scale and zero point of each group: of several clip ratios those with the least squared error."""
-    width = form.group[1] or bits.shape[1]
+    width = fmt.group[1] or bits.shape[1]
     step = max(1, WEIGHTS // bits.shape[1])
     shape = len(bits), bits.shape[1] // width
     scale, zero_point = np.empty(shape, np.float32), np.empty(shape, np.float32)
@@ -133,32 +133,32 @@ def _choose_with_zero_points(
         groups = to_float32(bits[low : low + step], dtype).reshape(-1, width)
         if len(clip_ratios) == 1:
             ratio = np.float32(clip_ratios[0])
-            best = form.ranges(groups.min(axis=1) * ratio, groups.max(axis=1) * ratio)
+            best = fmt.ranges(groups.min(axis=1) * ratio, groups.max(axis=1) * ratio)
         else:
             # A column for each group: what is computed for each of them runs along memory. It is always a copy.
             weighed = None if weighting is None else np.tile(weighting.T, (1, len(groups) // shape[1]))
-            best = _search_with_zero_points(form, np.array(groups.T, order="C"), clip_ratios, weighed)
+            best = _search_with_zero_points(fmt, np.array(groups.T, order="C"), clip_ratios, weighed)
         for grid, values in zip((scale, zero_point), best, strict=True):
             grid[low : low + step] = values.reshape(-1, shape[1])
     return Scales(scale, zero_point)
 
 
 def _search_with_zero_points(
-    form: Format, weights: Floats, clip_ratios: tuple[float, ...], weighting: Floats | None
+    fmt: Format, weights: Floats, clip_ratios: tuple[float, ...], weighting: Floats | None
 ) -> tuple[Floats, Floats]:
     """The best scale and zero point of each column of weights [width, groups], which are changed."""
     low, high = weights.min(axis=0), weights.max(axis=0)
-    unclipped, best_zero_point = form.ranges(low, high)
+    unclipped, best_zero_point = fmt.ranges(low, high)
     # In units of the unclipped scale no square overflows, and none of a group that is not zero is lost.
     weights /= unclipped
     best, least = unclipped, np.full(unclipped.shape, np.inf, np.float32)
     quotients = np.empty_like(weights)
     for ratio in clip_ratios:
-        scale, zero_point = form.ranges(low * np.float32(ratio), high * np.float32(ratio))
+        scale, zero_point = fmt.ranges(low * np.float32(ratio), high * np.float32(ratio))
         relative = scale / unclipped
         np.multiply(weights, np.float32(1) / relative, out=quotients)
         quotients += zero_point
-        quotients -= form.number.nearest(quotients)
+        quotients -= fmt.number.nearest(quotients)
         quotients *= quotients
         if weighting is not None:
             quotients *= weighting

@@ -58,10 +58,10 @@ class Scheme:
     head: bool = False
     fallback: Scheme | None = None
     follows_rows: bool = True
-    most: float | None = None
+    max_weight: float | None = None
     searches_scales: bool = False
     clip_ratios: tuple[float, ...] = (1.0,)
-    inputs: float | None = None
+    default_input_global_scale: float | None = None
     group_size: str | None = None
     tag: str = ""
     notes: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class Scheme:
     @property
     def largest(self) -> float:
         """The largest weight that engines can load."""
-        return self.format.number.largest_weight if self.most is None else self.most
+        return self.format.number.largest_weight if self.max_weight is None else self.max_weight
 
     @property
     def asymmetric(self) -> bool:
@@ -174,7 +174,7 @@ TENSOR = Scheme(
     ignored_keys=_FP8_IGNORED,
     engines=("vLLM", "SGLang"),
     transformers="refuses per-tensor `fp8` checkpoints, and before 5.10.1 misreads them without an error",
-    most=65504.0,
+    max_weight=65504.0,
     tag="fp8-tensor",
 )
 CHANNEL = Scheme(
@@ -369,22 +369,22 @@ _NO_ZERO_POINTS = (
 # What scales of 16 activations are multiplied by before they are rounded to E4M3: of those whose largest is from 0.09
 # to 2688 no bit is lost, and those below 0.006 become 0. On text with examples/tiny-qwen3, whose largest is 67, every
 # divisor from 1/16 to 64 gives a KL of 0.022; 256 gives twice as much, and 1/256 fifty times.
-_LOCAL = 1.0
+_INPUT_GLOBAL_SCALE = 1.0
 NVFP4_W4A4 = replace(
     NVFP4,
     name="nvfp4-w4a4",
     # vLLM compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py:85-90: float32 [1] for each joined layer,
     # of which the largest is used for all (:114-128).
-    format=replace(NVFP4.format, local=GlobalScale("input_global_scale")),
+    format=replace(NVFP4.format, input_global_scale=GlobalScale("input_global_scale")),
     suffix="-NVFP4-W4A4",
     settings=_compressed_tensors(_NV, {**_NV, "dynamic": "local"}, "nvfp4-pack-quantized"),
-    inputs=_LOCAL,
+    default_input_global_scale=_INPUT_GLOBAL_SCALE,
     tag="fp4-nvfp4-w4a4",
     notes=(
         "activations are rounded to FP4 too, 16 of them under one scale: KL 0.022 to the source on text with "
         "examples/tiny-qwen3, as --scheme nvfp4 0.006; it computes in FP4 on Blackwell, on older GPUs engines leave "
         "activations as they are, which is --scheme nvfp4",
-        f"where neither a calibration nor the source says how large they are, input_global_scale is {_LOCAL:g}: "
+        f"without a calibration, and where the source has none, input_global_scale is {_INPUT_GLOBAL_SCALE:g}: "
         "activations beyond 2688 are clipped, groups of them below 0.006 become 0",
     ),
 )

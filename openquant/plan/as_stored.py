@@ -40,7 +40,7 @@ def stored_serving(checkpoint: Checkpoint) -> Serving:
         if not small and not draft and rule.split is not None:
             form = weight.format if weight else None
             shape = (info.shape[-2], info.shape[-1])
-            layers.append((Weight(info.module, rule.alike, info, shape), form.whole if form else (1, 1)))
+            layers.append((Weight(info.module, rule.alike, info, shape), form.indivisible if form else (1, 1)))
     lines = plan_lines(Decisions(None, {"": items}, {}, {}, {}))
     sizes = [one.size for one in parallel_sizes(seen, entry, layers, None) if one.problem is None]
     return serving(lines, entry, config, sizes, output=False)

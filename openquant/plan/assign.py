@@ -81,11 +81,11 @@ def problem_finder(
             else ((layer.shape[0], None), *fused_parts(layer.shape, split, config))
         ):
             problem = problem or scheme.format.shape_error((rows, layer.shape[1]))
-            if not rows and scheme.format.whole[0] not in (1, None):
+            if not rows and scheme.format.indivisible[0] not in (1, None):
                 problem = problem or "config.json does not tell the sizes of what it holds"
         problem = problem or why_not_reordered(layer.shape, split, config, scheme.format)
         if problem is None and size is not None:
-            problem = why_indivisible(layer.shape, split, config, scheme.format.whole, size)
+            problem = why_indivisible(layer.shape, split, config, scheme.format.indivisible, size)
             return problem and f"--tp {size}: {problem}"
         return problem
 

@@ -185,7 +185,7 @@ def _explain(plan: Plan, alike: list[_Found]) -> ModuleExplanation:
     ranks = None
     if rule.divided and len(shape) == 2:
         ranks = _ranks(
-            plan, (shape[0], shape[1]), rule.split, decision.scheme.format.whole if decision.scheme else (1, 1)
+            plan, (shape[0], shape[1]), rule.split, decision.scheme.format.indivisible if decision.scheme else (1, 1)
         )
     engines = _engines(entry, module)
     return ModuleExplanation(

@@ -256,7 +256,9 @@ class Layout:
                 scale, scheme = _input_scale(weight, decisions), decisions.of(weight.module).scheme
                 if scale is not None:
                     found.add(where[scale.name].shard)
-                shared = decisions.sets.get(weight.module, ()) if scheme is not None and scheme.format.tied else ()
+                shared = (
+                    decisions.sets.get(weight.module, ()) if scheme is not None and scheme.format.shares_scale else ()
+                )
                 for member in (weight, *(decisions.layers[module] for module in shared)):
                     found |= {where[part.name].shard for part in member.parts or (member.source,)}
         return found
@@ -363,16 +365,16 @@ def _jobs(
                     places[f"{member.module}.{scheme.format.codes}"],
                     places[f"{member.module}.{scheme.format.scale.name}"],
                     member.is_held_by(scheme.format),
-                    places[scheme.format.tied_scale(member.module)] if scheme.format.tied else None,
+                    places[scheme.format.shared_scale_name(member.module)] if scheme.format.shares_scale else None,
                     places[f"{member.module}.{scheme.format.zero_point}"] if scheme.format.zero_point else None,
                 )
                 for member in here
             )
-            yield Encode(scheme, tuple(pieces), tuple(fused) if scheme.format.tied else ())
+            yield Encode(scheme, tuple(pieces), tuple(fused) if scheme.format.shares_scale else ())
         scale = _input_scale(weight, decisions)
         name = f"{weight.module}.{scheme.format.input_scale}" if scheme else ""
         if scale is not None:
-            place, known = where[scale.name], None if weight.format is None else weight.format.local
+            place, known = where[scale.name], None if weight.format is None else weight.format.input_global_scale
             yield CopyScale(
                 scale.name,
                 place.shard,
@@ -384,10 +386,10 @@ def _jobs(
             )
         elif scheme is not None and name in places:
             largest = decisions.inputs.get(weight.module)
-            found = scheme.inputs if largest is None else scheme.format.scale_inputs(largest)
+            found = scheme.default_input_global_scale if largest is None else scheme.format.scale_inputs(largest)
             assert found is not None
             yield PutBytes(name, struct.pack("<f", found), places[name])
-        for info, data in scheme.format.known(weight.module, weight.shape) if scheme else ():
+        for info, data in scheme.format.constant_tensors(weight.module, weight.shape) if scheme else ():
             yield PutBytes(info.name, data, places[info.name])
 
 

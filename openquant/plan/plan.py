@@ -221,7 +221,8 @@ def make_plan(
 
     # Describe. Where a layer stays unquantized, any part of it can be split off.
     groups = (
-        (layer, decision.scheme.format.whole if decision.scheme else (1, 1)) for layer, decision in decisions.each()
+        (layer, decision.scheme.format.indivisible if decision.scheme else (1, 1))
+        for layer, decision in decisions.each()
     )
     parallel = parallel_sizes(seen, entry, groups, options.tp)
     notes = [*moved, *missing_notes(entry.model, layers, decisions.kept, sets, config), *scales]

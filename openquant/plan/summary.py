@@ -127,7 +127,7 @@ def serving(plan: Plan) -> tuple[Serving, Serving] | None:
         return None
     sizes = before = parallel_sizes(plan)
     if plan.scheme is not None:
-        groups = ((layer, layer.format.whole if layer.format else (1, 1)) for layer in plan.layers.values())
+        groups = ((layer, layer.format.indivisible if layer.format else (1, 1)) for layer in plan.layers.values())
         stored = tensor_parallel.parallel_sizes(plan.seen, plan.entry, groups, None)
         before = [entry.size for entry in stored if entry.problem is None]
     config = text_config(plan.seen, plan.model)

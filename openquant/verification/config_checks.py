@@ -9,7 +9,7 @@ from ..files.names import INDEX_FILE
 from ..formats.kv_cache import DENSE, with_fp8_cache, without_fp8_cache
 from ..formats.quantization import Quantization, quantization_places
 from ..formats.schemes import MIXED, Scheme, as_written, without_targets
-from ..formats.settings import unread
+from ..formats.settings import check_config_values
 from .configs import config_differences
 from .headers import Findings
 
@@ -36,7 +36,7 @@ def check_settings(checkpoint: Checkpoint, quantization: Quantization, findings:
         return scheme
     if not findings.ours:
         # Other tools write one list of unquantized modules, or other settings.
-        problems, unknown = unread(settings)
+        problems, unknown = check_config_values(settings)
         findings.problems += [f"config.json: quantization_config.{problem}" for problem in problems]
         if unknown:
             findings.notes.append(f"config.json: nothing is known to read quantization_config.{', '.join(unknown)}")

@@ -280,7 +280,7 @@ class _Worker:
             divisor = None if above is None else above.reshape(1, 1)
             with np.errstate(over="ignore"):
                 scale = None if scale is None or divisor is None else scale / divisor
-        for known, data in weight.format.known(weight.module, weight.shape) if weight.format else ():
+        for known, data in weight.format.constant_tensors(weight.module, weight.shape) if weight.format else ():
             self._hold(number, known, data)
         place = self.checkpoint.where[info.name]
         comparison = None
@@ -392,7 +392,7 @@ class _Worker:
         """Note which codes and scales differ from those that quantizing the source again gives."""
         info, scale = weight.codes, weight.scale
         assert scale is not None
-        if scheme.format.tied:
+        if scheme.format.shares_scale:
             # It shares a scale with all layers it is joined with.
             with self.reading.lock:
                 self.reading.contents.absmax[weight.module] = float(comparison.absmax.max())

@@ -148,7 +148,7 @@ class _Finder:
 
     def _check_known(self, info: TensorInfo, form: Format, module: str, shape: tuple[int, int]) -> None:
         """What says the shape of a weight is there."""
-        for wanted, _ in form.known(module, shape):
+        for wanted, _ in form.constant_tensors(module, shape):
             found = self.checkpoint.tensors.get(wanted.name)
             if found is None:
                 self.findings.problems.append(f"{self._place(info.name)} has no shape: {wanted.name} is missing")
@@ -162,7 +162,7 @@ class _Finder:
             return ()
         info, found = pair.codes, pair.global_scale
         if found is None:
-            name = form.tied_scale(pair.module)
+            name = form.shared_scale_name(pair.module)
             self.findings.problems.append(f"{self._place(info.name)} has no global scale: {name} is missing")
             return ()
         self.scales.add(found.name)

@@ -392,7 +392,7 @@ def _packed(checkpoint: Checkpoint, pair: CodesAndScale) -> Weight:
         if beside.shape != (2,) or beside.dtype not in ("I32", "I64"):
             raise SourceError(f"{_described(beside)}, not two integers", _DAMAGED)
     weight = _weight(pair, shape, form, _scale(pair, form, shape))
-    inputs = _input_scale(pair) if form.local else None
+    inputs = _input_scale(pair) if form.input_global_scale else None
     if inputs is not None:
         _require_number(inputs)
     return weight._replace(parts=(*weight.parts, *above, *zeros, *told), input_scale=inputs)
@@ -404,7 +404,9 @@ def _global_scale(pair: CodesAndScale, form: Format) -> tuple[TensorInfo, ...]:
         return ()
     info = pair.global_scale
     if info is None:
-        raise SourceError(f"{pair.codes.name} has no global scale: {form.tied_scale(pair.module)} is missing", _DAMAGED)
+        raise SourceError(
+            f"{pair.codes.name} has no global scale: {form.shared_scale_name(pair.module)} is missing", _DAMAGED
+        )
     _require_number(info)
     return (info,)
 

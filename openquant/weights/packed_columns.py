@@ -201,7 +201,7 @@ class ColumnReader:
         order = columns.order or tuple(range(form.number.per_item))
         codes = _ordered(raw, form.number, order)
         mask = (1 << 8 // form.number.per_byte) - 1
-        return (codes + np.uint8(columns.below)) & np.uint8(mask)
+        return (codes + np.uint8(columns.zero_point_offset)) & np.uint8(mask)
 
     def _whole(self, info: TensorInfo) -> Bytes:
         place, raw = self._where(info.name), np.empty(info.nbytes, np.uint8)

@@ -124,7 +124,7 @@ class Weight(NamedTuple):
     @property
     def tied_scale(self) -> TensorInfo | None:
         """The scale that it shares with what it is joined with, if it is there."""
-        if self.format is None or not self.format.tied:
+        if self.format is None or not self.format.shares_scale:
             return None
         return self.scale if self.format.shared else self.global_scale
 
@@ -139,7 +139,9 @@ class Weight(NamedTuple):
 
     def input_scale_for(self, form: Format) -> TensorInfo | None:
         """The scale of its activations, if a format stores one and means the same by it."""
-        alike = self.format is not None and (self.format.local is None) == (form.local is None)
+        alike = self.format is not None and (self.format.input_global_scale is None) == (
+            form.input_global_scale is None
+        )
         return self.input_scale if form.input_scale is not None and alike else None
 
     @property

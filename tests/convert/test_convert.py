@@ -23,7 +23,7 @@ from openquant import run as running
 from openquant.convert import conversion
 from openquant.errors import PlanError, SourceError
 from openquant.formats.numbers import E2M1, E4M3, INT4, INT8, INT8_WORDS
-from openquant.formats.reference import encode, group_absmax, group_divisor, group_scale, stored_scale
+from openquant.formats.reference import encode, group_absmax, group_global_scale, group_scale, stored_scale
 from openquant.formats.scales import choose_scales
 from openquant.formats.schemes import (
     BLOCK_COMPRESSED,
@@ -83,7 +83,7 @@ def expected_output(
         absmax = group_absmax(weight, scheme.format.group)
         members = joined_with(module, weights)
         largest = torch.stack([group_absmax(weights[f"{member}.weight"], (None, None)) for member in members]).amax(0)
-        divisor = group_divisor(largest, scheme.format)
+        divisor = group_global_scale(largest, scheme.format)
         scale = group_scale(largest if scheme.format.shared else absmax, scheme.format, divisor)
         if scheme.searches_scales:
             bits = weight.float().contiguous().numpy().view(np.uint32)
@@ -91,10 +91,10 @@ def expected_output(
         found[f"{module}.{scheme.format.codes}"] = encode(weight, scale, scheme.format)
         found[f"{module}.{scheme.format.scale.name}"] = stored_scale(scale, scheme.format, tuple(weight.shape), divisor)
         if scheme.format.global_scale:
-            found[scheme.format.tied_scale(module)] = divisor.reshape(1)
-        if scheme.inputs is not None:
-            found[f"{module}.{scheme.format.input_scale}"] = torch.tensor([scheme.inputs])
-        for info, _ in scheme.format.known(module, tuple(weight.shape)):
+            found[scheme.format.shared_scale_name(module)] = divisor.reshape(1)
+        if scheme.default_input_global_scale is not None:
+            found[f"{module}.{scheme.format.input_scale}"] = torch.tensor([scheme.default_input_global_scale])
+        for info, _ in scheme.format.constant_tensors(module, tuple(weight.shape)):
             found[info.name] = torch.tensor(weight.shape)
     return found
 
@@ -314,7 +314,7 @@ def test_a_joined_set_above_float16_is_an_error_that_names_it(tmp_path: Path) ->
 LARGEST = {E4M3: 1.75, INT8: 127 / 64, INT8_WORDS: 127 / 64, E2M1: 1.5, INT4: 7.5 / 8}
 
 
-@pytest.mark.parametrize("scheme", [s for s in VARIANTS if not s.format.tied], ids=lambda scheme: scheme.suffix)
+@pytest.mark.parametrize("scheme", [s for s in VARIANTS if not s.format.shares_scale], ids=lambda scheme: scheme.suffix)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_weight_whose_code_would_overflow_bfloat16_is_an_error_that_names_it(
     tmp_path: Path, dtype: str, scheme: Scheme

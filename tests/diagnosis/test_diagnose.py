@@ -76,7 +76,7 @@ def stored_by_loop(weight: np.ndarray, scheme: Scheme, largest: float) -> tuple[
         for left in range(along):
             group = weight[top * height : (top + 1) * height, left * width : (left + 1) * width]
             absmax = largest if form.shared else np.abs(group).max()
-            divisor = form.divisor(np.asarray(largest, np.float32))
+            divisor = form.choose_global_scale(np.asarray(largest, np.float32))
             scale = float(form.scales(np.asarray(absmax, np.float32), divisor))
             if scheme.searches_scales:
                 bits = group.astype(np.float32).view(np.uint32)

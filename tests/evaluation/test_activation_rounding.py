@@ -33,7 +33,7 @@ TOKEN, TENSOR, INT8_TOKEN = (
     ActivationQuantization(E4M3, (None, None)),
     ActivationQuantization(INT8, (1, None)),
 )
-LOCAL = ActivationQuantization(E2M1, (1, 16), local=True)
+LOCAL = ActivationQuantization(E2M1, (1, 16), has_global_scale=True)
 STATIC = ActivationQuantization(E4M3, (None, None), static=True)
 
 

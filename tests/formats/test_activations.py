@@ -40,7 +40,7 @@ OF_SCHEMES = [
     (INT8_W8A8, ActivationQuantization(INT8, (1, None))),
     (INT8_W8A16, None),
     (NVFP4, None),
-    (NVFP4_W4A4, ActivationQuantization(E2M1, (1, 16), local=True)),
+    (NVFP4_W4A4, ActivationQuantization(E2M1, (1, 16), has_global_scale=True)),
 ]
 
 
@@ -57,7 +57,7 @@ def test_every_scheme_says_what_becomes_of_activations(scheme: Scheme, inputs: A
         ("FP8_PER_CHANNEL_PER_TOKEN", ActivationQuantization(E4M3, (1, None))),
         ("FP8_PB_WO", ActivationQuantization(E4M3, (1, 128))),
         ("MXFP8", ActivationQuantization(E4M3, (1, 32), power_of_two=True)),
-        ("NVFP4", ActivationQuantization(E2M1, (1, 16), local=True)),
+        ("NVFP4", ActivationQuantization(E2M1, (1, 16), has_global_scale=True)),
         ("W4A16_NVFP4", None),
     ],
 )

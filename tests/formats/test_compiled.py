@@ -92,7 +92,7 @@ def test_the_same_of_several_scales_is_best(number: Number, width: int, groups: 
         scales = usual * generator.uniform(1 - 2.0**-20, 1 + 2.0**-20, (9, groups)).astype(np.float32)
         shares = generator.uniform(0, 1, (7, width)).astype(np.float32)
         for weighed in ((), (shares,)):
-            found = [loops.best(bits, "BF16", usual, scales, number, *weighed) for loops in (kernels, compiled)]
+            found = [loops.best_scales(bits, "BF16", usual, scales, number, *weighed) for loops in (kernels, compiled)]
             np.testing.assert_array_equal(found[1], found[0])
 
 
@@ -104,7 +104,9 @@ def test_the_same_scales_are_made_of_the_largest_weights(scheme: Scheme, fused: 
     bits = np.random.default_rng(0).integers(0, 0x7F000000, (64, 1024), np.uint32)
     bits[0], bits[1, 0] = bits[0] >> 8, 0
     largest = bits.view(np.float32)
-    divisors = [None] if form.global_scale is None else [None, form.divisor(np.full((1, 1), fused, np.float32))]
+    divisors = (
+        [None] if form.global_scale is None else [None, form.choose_global_scale(np.full((1, 1), fused, np.float32))]
+    )
     for divisor in divisors:
         with np.errstate(over="ignore"):
             scale = kernels.scales(form, largest, divisor)

@@ -30,7 +30,7 @@ def assert_equal_to_torch(bits: np.ndarray, dtype: str, scheme: Scheme) -> None:
     found = kernels.absmax(bits, dtype, scheme.format.group)
     np.testing.assert_array_equal(found, absmax.numpy())
     np.testing.assert_array_equal(compiled.absmax(bits, dtype, scheme.format.group), found)
-    divisor = scheme.format.divisor(found.max(keepdims=True)) if scheme.format.global_scale else None
+    divisor = scheme.format.choose_global_scale(found.max(keepdims=True)) if scheme.format.global_scale else None
     scale = group_scale(absmax, scheme.format)
     np.testing.assert_array_equal(scheme.format.scales(found, divisor), scale.numpy())
     number = scheme.format.number

@@ -59,7 +59,7 @@ def test_no_other_ratio_is_better(scheme: Scheme, seed: int, magnitude: int, fus
     form, weight = scheme.format, noise(seed, magnitude=magnitude)
     absmax = kernels.absmax(weight.numpy().view(np.uint32), "F32", form.group)
     # As if what it is joined with had a weight so many times as large.
-    divisor = form.divisor(absmax.max(keepdims=True) * np.float32(fused))
+    divisor = form.choose_global_scale(absmax.max(keepdims=True) * np.float32(fused))
     scale = found_in(weight, scheme, divisor, counts)
     tried = [form.scales(absmax * np.float32(ratio), divisor) for ratio in scheme.clip_ratios]
     assert np.any([scale == each for each in tried], axis=0).all()

@@ -171,7 +171,7 @@ def test_they_are_of_one_config() -> None:
     assert [read.format_of(name) for name in "xbc"] == [CHANNEL.format, INT4_SHIFTED.format, INT4_W4A16.format]
     assert as_written(CHANNEL, read.settings)
     assert find_others(CHANNEL, {"a": "int4", "b": "int8"}, "64", True) == (("a", INT4_SHIFTED_64), ("b", INT8_W8A8))
-    assert (FORM.whole, INT4_SHIFTED_CHANNEL.format.whole, FORM.height) == ((8, 128), (8, 8), 8)
+    assert (FORM.indivisible, INT4_SHIFTED_CHANNEL.format.indivisible, FORM.height) == ((8, 128), (8, 8), 8)
     assert FORM.shape_error((12, 128)) == "12 rows do not divide into words of 8 zero points"
     assert INT4_SHIFTED.fallback == INT4_SHIFTED_32
     assert (FORM.holds(INT4_W4A16.format), INT4_W4A16.format.holds(FORM)) == (True, False)

@@ -14,7 +14,7 @@ from openquant.errors import UsageError
 from openquant.formats.names import SCHEME_NAMES
 from openquant.formats.numbers import E2M1, E4M3, INT4, INT8, INT8_WORDS, Number
 from openquant.formats.quantization import read_quantization
-from openquant.formats.reference import decode, encode, group_absmax, group_divisor, group_scale, stored_scale
+from openquant.formats.reference import decode, encode, group_absmax, group_global_scale, group_scale, stored_scale
 from openquant.formats.schemes import (
     BLOCK,
     BLOCK_COMPRESSED,
@@ -246,14 +246,14 @@ def test_compressed_tensors_decompresses_it(scheme: Scheme) -> None:
 
     weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(5))
     absmax = group_absmax(weight, scheme.format.group)
-    divisor = group_divisor(absmax.amax(), scheme.format)
+    divisor = group_global_scale(absmax.amax(), scheme.format)
     scale = group_scale(absmax, scheme.format, divisor)
     codes = encode(weight, scale, scheme.format)
     config = QuantizationConfig.model_validate(scheme.config([]))
     stored = {scheme.format.codes: codes, "weight_scale": stored_scale(scale, scheme.format, (256, 384), divisor)}
     if scheme.format.global_scale:
         stored["weight_global_scale"] = divisor.reshape(1)
-    stored |= {info.name[1:]: torch.tensor([256, 384]) for info, _ in scheme.format.known("", (256, 384))}
+    stored |= {info.name[1:]: torch.tensor([256, 384]) for info, _ in scheme.format.constant_tensors("", (256, 384))}
     compressor = BaseCompressor.get_value_from_registry(config.format)
     found = compressor.decompress(stored, config.config_groups["group_0"])["weight"]
     # compressed-tensors multiplies in bfloat16 where its scales are powers of two.
@@ -347,8 +347,8 @@ def test_groups_of_int4_are_of_one_config() -> None:
     read = read_quantization({"quantization_config": found})
     assert [read.format_of(name) for name in "xbc"] == [CHANNEL.format, INT4_W4A16.format, INT4_W4A16_32.format]
     assert as_written(CHANNEL, read.settings)
-    assert INT4_W4A16.format.whole == (1, 128)
-    assert INT4_W4A16_CHANNEL.format.whole == (1, 8)
+    assert INT4_W4A16.format.indivisible == (1, 128)
+    assert INT4_W4A16_CHANNEL.format.indivisible == (1, 8)
     assert find_others(CHANNEL, {"a": "int4"}) == (("a", INT4_W4A16),)
     assert find_others(CHANNEL, {"a": "int4", "b": "int8"}, "64") == (("a", INT4_W4A16_64), ("b", INT8_W8A8))
 
@@ -356,8 +356,8 @@ def test_groups_of_int4_are_of_one_config() -> None:
 def test_words_need_whole_rows() -> None:
     assert INT8_W8A16.format.shape_error((3, 64)) is None
     assert INT8_W8A16.format.shape_error((64, 50)) == "rows of 50 do not divide into words of 4 codes"
-    assert INT8_W8A16.format.whole == (1, 4)
-    assert INT8_W8A8.format.whole == (1, None)
+    assert INT8_W8A16.format.indivisible == (1, 4)
+    assert INT8_W8A8.format.indivisible == (1, None)
 
 
 @pytest.mark.parametrize("words", [False, True], ids=["plain", "words"])
@@ -543,7 +543,7 @@ def test_golden_bytes_of_nvfp4() -> None:
     weight[2, 0] = 6 * 2.0**-11
     form = NVFP4.format
     absmax = group_absmax(weight, form.group)
-    divisor = group_divisor(absmax.amax(), form)
+    divisor = group_global_scale(absmax.amax(), form)
     assert divisor.item() == 1.0
     scale = group_scale(absmax, form, divisor)
     assert scale.tolist() == [[1, 1], [448, 2.0**-9], [2.0**-9, 1]]
@@ -559,7 +559,7 @@ def test_golden_bytes_of_nvfp4() -> None:
 
 def test_a_larger_weight_elsewhere_moves_the_scales_of_nvfp4() -> None:
     form, absmax = NVFP4.format, np.array([[6.0, 3.0]], np.float32)
-    alone, fused = (form.divisor(np.float32([[largest]])) for largest in (6.0, 12.0))
+    alone, fused = (form.choose_global_scale(np.float32([[largest]])) for largest in (6.0, 12.0))
     assert (alone.item(), fused.item()) == (448, 224)
     assert form.stored(form.scales(absmax, alone), alone).tolist() == [[0x7E, 0x76]]
     assert form.stored(form.scales(absmax, fused), fused).tolist() == [[0x76, 0x6E]]
@@ -569,8 +569,8 @@ def test_a_larger_weight_elsewhere_moves_the_scales_of_nvfp4() -> None:
 
 @pytest.mark.parametrize(("largest", "divisor"), [(0.0, 1.0), (1e-45, 2.0**125), (2.0**-110, 2688 * 2.0**110)])
 def test_divisors_are_finite(largest: float, divisor: float) -> None:
-    assert NVFP4.format.divisor(np.float32([largest])).tolist() == [divisor]
-    assert MXFP4.format.divisor(np.float32([largest])).tolist() == [1]
+    assert NVFP4.format.choose_global_scale(np.float32([largest])).tolist() == [divisor]
+    assert MXFP4.format.choose_global_scale(np.float32([largest])).tolist() == [1]
 
 
 @given(seed=st.integers(0, 2**31), spread=st.floats(0, 3), more=st.floats(1, 8))
@@ -593,7 +593,7 @@ def test_nvfp4_is_what_compressed_tensors_packs(seed: int, spread: float, more: 
     compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
     state = {"weight": weight, "weight_scale": theirs, "weight_global_scale": divisor}
     packed = compressor.compress(state, arguments)
-    assert torch.equal(group_divisor(largest, form).reshape(1), divisor)
+    assert torch.equal(group_global_scale(largest, form).reshape(1), divisor)
     scale = group_scale(group_absmax(weight, form.group), form, divisor)
     stored = stored_scale(scale, form, (64, 128), divisor)
     assert torch.equal(stored.view(torch.uint8), packed["weight_scale"].view(torch.uint8))

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from conftest import change_json, run_openquant
 from openquant import Report, compress, verify
 from openquant.formats.schemes import SCHEMES, TENSOR, TRANSFORMERS_REFUSAL, VARIANTS, Scheme
-from openquant.formats.settings import unread
+from openquant.formats.settings import check_config_values
 from openquant.verification.configs import judge_config
 from support import small_checkpoints
 from support.conversions import Shelf, asking
@@ -263,8 +263,8 @@ def test_values_that_nothing_reads_in_the_fp8_format(others: Path, place: str, v
 
 
 def test_the_sentence_for_transformers_is_for_one_scale_per_tensor_only(tmp_path: Path, source: Path) -> None:
-    assert unread({**BLOCKS, "scale_fmt": None}) == ([], [])
-    problems, _ = unread({**BLOCKS, "scale_fmt": TRANSFORMERS_REFUSAL})
+    assert check_config_values({**BLOCKS, "scale_fmt": None}) == ([], [])
+    problems, _ = check_config_values({**BLOCKS, "scale_fmt": TRANSFORMERS_REFUSAL})
     assert problems == [f'scale_fmt is "{TRANSFORMERS_REFUSAL}", engines read null or "float" or "ue8m0"']
 
 

@@ -14,7 +14,7 @@ from conftest import change_json
 from openquant import compress, dequantize, diagnose, verify
 from openquant.errors import OpenQuantError, PlanError, SourceError
 from openquant.files.checkpoint import open_checkpoint
-from openquant.formats.reference import decode, encode, group_absmax, group_divisor, group_scale, stored_scale
+from openquant.formats.reference import decode, encode, group_absmax, group_global_scale, group_scale, stored_scale
 from openquant.formats.schemes import NVFP4, TENSOR_STATIC, find_scheme
 from openquant.plan.plan import make_plan
 from support import small_checkpoints
@@ -45,7 +45,7 @@ def modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
 def parts(weight: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scales and what these are divided by, given the largest weight of all that share the last."""
     shape = (weight.shape[0], weight.shape[1])
-    divisor = group_divisor(largest.reshape(1, 1), FORM)
+    divisor = group_global_scale(largest.reshape(1, 1), FORM)
     scale = group_scale(group_absmax(weight, FORM.group), FORM, divisor)
     return encode(weight, scale, FORM), stored_scale(scale, FORM, shape, divisor), divisor
 
