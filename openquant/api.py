@@ -62,7 +62,7 @@ from .weights.transform import UNDECIDED
 if TYPE_CHECKING:
     from .data.corpus import Corpus
 
-# Of what is decoded.
+# A note on dequantized outputs of SmoothQuant or AWQ.
 FOLDED = "norms stay as the output has them, folded with the weights: both together are the model, neither alone"
 
 
@@ -104,20 +104,20 @@ def compress(
     ranks: Ranks | None = None,
     reporter: Reporter | None = None,
 ) -> Result:
-    """Turn a checkpoint into an FP8, INT8, INT4 or FP4 directory.
+    """Quantize a checkpoint to FP8, INT8, INT4 or FP4.
 
-    A calibration that it makes is `NAME.calibration.safetensors` beside the output, where NAME is the model's. It is
-    used again by whatever else is made there of this model with these texts.
+    If it calibrates, it writes `NAME.calibration.safetensors` beside the output, where NAME is the model's. Later runs
+    of this model with the same texts use that file again.
 
     Args:
-        ranks: this process among several that do the job together; on its own if None.
-        reporter: is told the plan and the progress.
+        ranks: the ranks of a run with several processes; if None, this process works alone.
+        reporter: receives the plan and the progress; nothing is reported if None.
 
     Returns:
-        What was done, or with `dry_run` would be.
+        What was done, or with `dry_run` what would be done.
 
     Raises:
-        OpenQuantError: something the caller can fix; see errors.py for the kinds.
+        OpenQuantError: something that the caller can fix; errors.py has the kinds.
     """
     recipe = Recipe.parse(
         scheme=scheme,
@@ -156,30 +156,32 @@ def compress(
     options = request.options
     if recipe.calibration is not None:
         options = replace(options, calibration=read_calibration(Path(recipe.calibration)))
-    reporter, began = reporter or Reporter(), time.monotonic()
+    reporter, start = reporter or Reporter(), time.monotonic()
     with connected(ranks) as ranks:
         prepared = prepare_alike(ranks, lambda: _plan(run, request, options, ranks))
-        _tell_plan(prepared, ranks, reporter)
+        _report_plan(prepared, ranks, reporter)
         if run.dry_run:
-            return _result(prepared, began, Outcome())
+            return _result(prepared, start, Outcome())
         corpus = None
         if prepared.plan.lacks:
-            found, corpus = in_all_ranks(ranks, lambda: run_texts(prepared, recipe, texts, options, ranks, reporter))
-            prepared = prepare_alike(ranks, lambda: _plan(run, request, found, ranks, again=True))
+            calibrated, corpus = in_all_ranks(
+                ranks, lambda: run_texts(prepared, recipe, texts, options, ranks, reporter)
+            )
+            prepared = prepare_alike(ranks, lambda: _plan(run, request, calibrated, ranks, again=True))
             reporter.planned(prepared.plan, prepared.source, prepared.target)
-        return _write(prepared, corpus, ranks, reporter, began)
+        return _write(prepared, corpus, ranks, reporter, start)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What compress() is asked for.
+    """The checked options of a call of compress().
 
     Attributes:
-        recipe: as it was asked for.
-        texts: of a calibration, if the plan needs one.
-        scheme: of all layers that have no other; None for weights as they are.
-        options: for the plan, before anything is calibrated.
-        architecture: finds the registry's entry to plan by.
+        recipe: the options that decide the bytes of the output.
+        texts: calibration texts, if the plan needs some.
+        scheme: scheme of all layers for which no pattern names another; None to leave all weights as they are.
+        options: plan options, before a calibration adds to them.
+        architecture: finds the registry entry.
     """
 
     recipe: Recipe
@@ -190,29 +192,34 @@ class Request:
 
 
 def check_recipe(recipe: Recipe, texts: CalibrationTexts) -> Request:
-    """Refuse what makes no sense, before anything is opened.
+    """Check options before anything is opened.
+
+    Args:
+        recipe: the options that decide the bytes of the output.
+        texts: the calibration texts.
 
     Raises:
-        UsageError: options that do not go together, or that nothing uses.
+        UsageError: options contradict each other, or nothing uses one of them.
     """
     if recipe.kv_cache not in ("fp8", "auto"):
         raise UsageError(f"{recipe.kv_cache} is not a cache", "choose fp8 or auto")
     scheme, others = _schemes(recipe)
-    cached = recipe.kv_cache == "fp8"
-    asked = "--calibrate" if recipe.calibrate else "--calibration" if recipe.calibration is not None else None
-    scaled = cached or any(each.format.input_scale for each in (scheme, *(other for _, other in others)) if each)
+    fp8_cache = recipe.kv_cache == "fp8"
+    option = "--calibrate" if recipe.calibrate else "--calibration" if recipe.calibration is not None else None
+    schemes = [scheme, *(other for _, other in others)]
+    needs_scales = fp8_cache or any(chosen.format.input_scale for chosen in schemes if chosen)
     smoothing = recipe.awq or recipe.smooth is not None
     if recipe.gptq:
-        _require_texts(recipe, scaled or smoothing)
+        _require_texts(recipe, needs_scales or smoothing)
     if recipe.smooth is not None:
         _require_smooth(recipe.scheme, recipe.smooth)
     if recipe.awq:
         _require_awq(recipe)
-    elif asked and not scaled and recipe.smooth is None:
+    elif option and not needs_scales and recipe.smooth is None:
         raise UsageError(
-            f"nothing uses {asked}",
+            f"nothing uses {option}",
             "give --activation-scheme static, --scheme nvfp4-w4a4, --kv-cache fp8, --smooth 0.5 or --awq too, or leave "
-            f"{asked} out",
+            f"{option} out",
         )
     expected = {"documents": texts.samples, "length": texts.length}
     options = PlanOptions(
@@ -220,7 +227,7 @@ def check_recipe(recipe: Recipe, texts: CalibrationTexts) -> Request:
         others,
         recipe.tp,
         recipe.quantize_lm_head,
-        cached=cached,
+        cached=fp8_cache,
         transforms=UNDECIDED if smoothing else None,
         gptq=expected if recipe.gptq else None,
         texts=expected,
@@ -230,16 +237,16 @@ def check_recipe(recipe: Recipe, texts: CalibrationTexts) -> Request:
 
 
 def _require_texts(recipe: Recipe, calibrated: bool) -> None:
-    """Refuse a calibration that nothing uses: GPTQ reads texts itself."""
+    """Refuse a calibration file that nothing uses: GPTQ runs the texts itself."""
     if recipe.calibration is not None and not calibrated:
         raise UsageError(
-            "GPTQ needs more of the texts than a calibration has: nothing uses --calibration",
+            "GPTQ needs Hessians, which a calibration file does not have: nothing uses --calibration",
             "leave it out, and name texts with --text or --dataset: GPTQ reads them itself",
         )
 
 
 def _require_smooth(scheme: str, exponent: float) -> None:
-    """Refuse an exponent that is none, and schemes whose activations are not rounded to INT8."""
+    """Refuse an exponent out of range, and schemes whose activations are not INT8."""
     if not 0 < exponent <= 1:
         raise UsageError(f"--smooth {exponent:g} is not above 0 and at most 1", "give --smooth 0.5")
     if scheme != "int8":
@@ -250,7 +257,7 @@ def _require_smooth(scheme: str, exponent: float) -> None:
 
 
 def _require_awq(recipe: Recipe) -> None:
-    """Refuse AWQ where nothing is stored in groups of INT4, and beside SmoothQuant."""
+    """Refuse AWQ if no layer is INT4, and together with SmoothQuant."""
     if "int4" not in (recipe.scheme, *(recipe.scheme_for or {}).values()):
         raise UsageError(
             f"--awq brings --scheme {recipe.scheme} nothing: it is for groups of INT4",
@@ -261,39 +268,39 @@ def _require_awq(recipe: Recipe) -> None:
 
 
 def _schemes(recipe: Recipe) -> tuple[Scheme | None, tuple[tuple[str, Scheme], ...]]:
-    """The scheme that is asked for, None for weights as they are; and those of patterns over module names."""
+    """Return the scheme of --scheme, None for weights as they are, and those of --scheme-for by pattern."""
     if recipe.scheme == UNCHANGED:
         return None, ()
     scheme_for = recipe.scheme_for or {}
-    grouped = {name for name, known in SCHEMES.items() if known.group_size}
-    # What belongs to one of these goes to those that are mixed in, where that is the only place for it.
-    own = recipe.scheme in grouped or grouped.isdisjoint(scheme_for.values())
-    size, asymmetric = (recipe.group_size, recipe.asymmetric) if own else (None, False)
+    grouped = {name for name, scheme in SCHEMES.items() if scheme.group_size}
+    # --group-size and --asymmetric go to the schemes of --scheme-for if only those can have them.
+    for_scheme = recipe.scheme in grouped or grouped.isdisjoint(scheme_for.values())
+    size, asymmetric = (recipe.group_size, recipe.asymmetric) if for_scheme else (None, False)
     chosen = find_scheme(recipe.scheme, recipe.format, recipe.scale_format, recipe.activation_scheme, size, asymmetric)
     others = find_others(chosen, scheme_for, recipe.group_size, recipe.asymmetric)
     if recipe.no_search:
-        if not any(each.searches_scales for each in (chosen, *(other for _, other in others))):
-            *most, last = (name for name, known in SCHEMES.items() if known.searches_scales)
+        if not any(scheme.searches_scales for scheme in (chosen, *(other for _, other in others))):
+            *names, last = (name for name, scheme in SCHEMES.items() if scheme.searches_scales)
             raise UsageError(
                 f"--scheme {recipe.scheme} searches for no scales",
-                f"use --scheme {', '.join(most)} or {last}, or leave --no-search out",
+                f"use --scheme {', '.join(names)} or {last}, or leave --no-search out",
             )
         chosen, others = chosen.unsearched, tuple((pattern, other.unsearched) for pattern, other in others)
     return chosen, others
 
 
 def _plan(run: Run, request: Request, options: PlanOptions, ranks: Ranks, again: bool = False) -> Prepared:
-    """Open the source and plan what compress() makes of it.
+    """Open the source and make the plan of compress().
 
     Args:
-        run: what was asked for.
-        request: what is made.
-        options: for the plan, with what texts have shown so far.
-        ranks: this process among several.
-        again: whether texts were run: too little memory is no error any more.
+        run: options of the run.
+        request: checked options of the output.
+        options: plan options, with the results of a calibration if there was one.
+        ranks: the ranks of the run.
+        again: whether this is the second plan, after a calibration. Too little memory is then no error any more.
 
     Raises:
-        OpenQuantError: the source cannot be read or planned, or the run not be done.
+        OpenQuantError: the source cannot be read or planned, or memory does not allow the run.
     """
     recipe, texts, scheme = request.recipe, request.texts, request.scheme
     opened = open_source(run, ranks)
@@ -335,18 +342,18 @@ def dequantize(
     ranks: Ranks | None = None,
     reporter: Reporter | None = None,
 ) -> Result:
-    """Turn a quantized checkpoint back into one of bfloat16 weights, whatever its architecture.
+    """Dequantize a checkpoint of any architecture to bfloat16.
 
     Args:
-        output: directory to write; if None, in the working directory, named `<name>-BF16`.
-        ranks: this process among several that do the job together; on its own if None.
-        reporter: is told the plan and the progress.
+        output: directory to write; if None, `<name>-BF16` in the working directory.
+        ranks: the ranks of a run with several processes; if None, this process works alone.
+        reporter: receives the plan and the progress; nothing is reported if None.
 
     Returns:
-        What was done, or with `dry_run` would be.
+        What was done, or with `dry_run` what would be done.
 
     Raises:
-        OpenQuantError: nothing in it is quantized, or something else the caller can fix.
+        OpenQuantError: nothing in it is quantized, or something else that the caller can fix.
     """
     run = Run.parse(
         model=model,
@@ -359,17 +366,17 @@ def dequantize(
         stream=stream,
         push=push,
     )
-    reporter, began = reporter or Reporter(), time.monotonic()
+    reporter, start = reporter or Reporter(), time.monotonic()
     with connected(ranks) as ranks:
         prepared = prepare_alike(ranks, lambda: _plan_dequantized(run, ranks))
-        _tell_plan(prepared, ranks, reporter)
+        _report_plan(prepared, ranks, reporter)
         if run.dry_run:
-            return _result(prepared, began, Outcome())
-        return _write(prepared, None, ranks, reporter, began)
+            return _result(prepared, start, Outcome())
+        return _write(prepared, None, ranks, reporter, start)
 
 
 def _plan_dequantized(run: Run, ranks: Ranks) -> Prepared:
-    """Open the source and plan what dequantize() makes of it."""
+    """Open the source and make the plan of dequantize()."""
     opened = open_source(run, ranks)
     with without_collector():
         plan = make_plain_plan(opened.checkpoint, opened.source.identity)
@@ -378,23 +385,23 @@ def _plan_dequantized(run: Run, ranks: Ranks) -> Prepared:
     return prepare(run, opened, plan, ranks)
 
 
-def _tell_plan(prepared: Prepared, ranks: Ranks, reporter: Reporter) -> None:
-    """Tell of the source and the plan; a calibration may take hours, and what it is for can be read meanwhile."""
+def _report_plan(prepared: Prepared, ranks: Ranks, reporter: Reporter) -> None:
+    """Report the source and the plan, before a calibration that may take hours."""
     in_all_ranks(ranks, lambda: reporter.opened(prepared.source, prepared.target))
     reporter.planned(prepared.plan, prepared.source, prepared.target)
 
 
-def _write(prepared: Prepared, corpus: Corpus | None, ranks: Ranks, reporter: Reporter, began: float) -> Result:
-    """Carry out a plan that lacks nothing but what GPTQ finds with these texts."""
+def _write(prepared: Prepared, corpus: Corpus | None, ranks: Ranks, reporter: Reporter, start: float) -> Result:
+    """Carry out a complete plan; `corpus` has the texts for GPTQ, if it rounds layers first."""
     in_all_ranks(ranks, lambda: prepared.source.fetch_files(prepared.plan.files))
     outcome = carry_out(prepared, ranks, reporter, corpus)
-    result = _result(prepared, began, outcome)
+    result = _result(prepared, start, outcome)
     reporter.finished(result, outcome.already_complete)
     return result
 
 
-def _result(prepared: Prepared, began: float, outcome: Outcome) -> Result:
-    """What a run has done, or would do."""
+def _result(prepared: Prepared, start: float, outcome: Outcome) -> Result:
+    """Return what a run that began at time `start` has done, or would do."""
     plan, source, published = prepared.plan, prepared.source, outcome.published
     return Result(
         model=os.fspath(prepared.run.model),
@@ -418,11 +425,11 @@ def _result(prepared: Prepared, began: float, outcome: Outcome) -> Result:
         shards=len(plan.layout.shards),
         tensor_parallel=summary.parallel_sizes(plan),
         serving=serving_to_json(*served) if (served := summary.serving(plan)) else None,
-        seconds=round(time.monotonic() - began, 3),
+        seconds=round(time.monotonic() - start, 3),
         peak_rss_bytes=peak_rss(),
         resumed=outcome.resumed,
-        not_finite={name: found.text for name, found in sorted(outcome.not_finite.items())},
-        unread_shards=outcome.unread,
+        not_finite={name: counts.text for name, counts in sorted(outcome.not_finite.items())},
+        unread_shards=outcome.unread_shards,
     )
 
 
@@ -435,18 +442,18 @@ def explain(
     revision: str | None = None,
     **options: Any,
 ) -> Explanation:
-    """Say what compress() makes of a layer, and why; of a model only config, index and headers are read.
+    """Explain what compress() does to a layer, and why. Only config, index and headers of the model are read.
 
     Args:
-        options: other options of compress() that say how the weights are quantized.
+        options: other options of compress() that decide how weights are quantized.
 
     Returns:
-        An answer for all layers that are alike; `to_json()` is what `--json` prints.
+        One explanation for all layers that are treated alike; `to_json()` is what `--json` prints.
 
     Raises:
         OpenQuantError: there is no such layer, or compress() would refuse the model or the options.
     """
-    reporter = _KeptPlan()
+    reporter = _PlanKeeper()
     result = compress(model, None, scheme, revision=revision, dry_run=True, reporter=reporter, **options)
     return Explanation(
         model=result.model,
@@ -457,8 +464,8 @@ def explain(
     )
 
 
-class _KeptPlan(Reporter):
-    """Keeps the plan that it is told of."""
+class _PlanKeeper(Reporter):
+    """Keeps the plan that is reported."""
 
     def planned(self, plan: Plan, *_: object) -> None:
         self.plan = plan
@@ -478,18 +485,18 @@ def diagnose(
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Diagnosis:
-    """Say of each layer of a checkpoint what quantizing will do to it, from its weights alone; nothing is written.
+    """Estimate the quantization error of each layer of a checkpoint from its weights alone. Nothing is written.
 
     Args:
-        progress: told the bytes of weights read so far and in all, from any thread but never from two at once.
+        progress: called with the bytes of weights read so far and in all, from any thread, one at a time.
 
     Returns:
-        What was found; `advice` has options of compress where another scheme halves the error of layers.
+        The figures of each layer; `advice` has options of compress where another scheme halves the error of layers.
 
     Raises:
-        OpenQuantError: NaN or infinity in a weight, or something else the caller can fix.
+        OpenQuantError: a weight has NaN or infinity, or something else that the caller can fix.
     """
-    begun = Diagnose.parse(
+    request = Diagnose.parse(
         model=model,
         scheme=scheme,
         ignore=ignore,
@@ -500,43 +507,43 @@ def diagnose(
         scratch=scratch,
         workers=workers,
     )
-    chosen = find_scheme(begun.scheme)
-    source, checkpoint = open_model(begun.model, begun.revision, begun.stream)
-    options = PlanOptions(tuple(begun.ignore))
+    chosen = find_scheme(request.scheme)
+    source, checkpoint = open_model(request.model, request.revision, request.stream)
+    options = PlanOptions(tuple(request.ignore))
     with without_collector():
         plan = make_plan(
-            checkpoint, chosen, options, source.identity, ArchitectureChoice(begun.architecture).entry(checkpoint)
+            checkpoint, chosen, options, source.identity, ArchitectureChoice(request.architecture).entry(checkpoint)
         )
-    with supply_shards([(source, shards_to_read(plan))], begun.stream, begun.scratch) as [supply]:
-        # More than either brings nothing, and takes long to start.
-        most = max(MOST_WORKERS, available_cpus())
-        threads = min(begun.workers or min(MOST_WORKERS, available_cpus()), most)
-        layers, not_finite = diagnose_layers(plan, supply, threads, begun.full, progress)
+    with supply_shards([(source, shards_to_read(plan))], request.stream, request.scratch) as [supply]:
+        # More threads bring nothing and take long to start.
+        limit = max(MOST_WORKERS, available_cpus())
+        threads = min(request.workers or min(MOST_WORKERS, available_cpus()), limit)
+        layers, not_finite = diagnose_layers(plan, supply, threads, request.full, progress)
     rows = sum(layer.shape[0] for layer in layers)
-    found = Diagnosis(
+    diagnosis = Diagnosis(
         model=os.fspath(model),
         revision=source.revision,
         architecture=plan.model.name,
         scheme=chosen.name,
         rows_read=sum(layer.rows for layer in layers) / rows if rows else 1.0,
         layers=layers,
-        not_finite={name: held.text for name, held in not_finite.items()},
+        not_finite={name: counts.text for name, counts in not_finite.items()},
     )
-    return with_advice(found, plan, begun.ignore)
+    return with_advice(diagnosis, plan, request.ignore)
 
 
 def push(directory: str | os.PathLike[str], target: Push) -> str:
     """Publish a directory that compress() made.
 
     Args:
-        directory: the directory; it must be finished.
-        target: where to.
+        directory: a finished output directory.
+        target: repository and other options of publishing.
 
     Returns:
         The address of the commit or pull request.
 
     Raises:
-        OpenQuantError: it is not finished or damaged, or cannot be published.
+        OpenQuantError: the directory is unfinished or damaged, or cannot be published.
     """
     path = Path(directory)
     digest, files = finished_files(path)

@@ -1,7 +1,6 @@
-"""What a run reads, writes and needs: known before anything is written, and asked for by each step of it.
+"""What a run reads, writes and needs, all of it known before anything is written.
 
-A run is prepared in all ranks alike: `open_source`, a plan of what is there, and `prepare`, which asks whether memory
-and disk allow it.
+Every rank prepares a run in the same way: `open_source`, make a plan, and `prepare`, which checks that memory suffices.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ from .streaming.memory import MemoryStep, memory_left
 
 T = TypeVar("T")
 
-# More do not make a disk faster, and each takes memory.
+# More threads do not make a disk faster, and each takes memory.
 MOST_WORKERS, MOST_GPU_WORKERS = 16, 4
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A source that was opened for a run; of a repository only config, index and headers are fetched.
+    """A source that was opened for a run. Of a repository only config, index and headers are fetched.
 
     Attributes:
         source: where the checkpoint comes from.
         checkpoint: its config, files and headers.
-        stamps: size, times and inode of each shard, of a local one, before the plan is made.
-        device: where codes will be computed: "cpu" or such as "cuda:1".
+        stamps: size, times and inode of each shard of a local source, taken before the plan is made.
+        device: device that computes codes: "cpu", or a torch device such as "cuda:1".
     """
 
     source: Source
@@ -57,18 +56,18 @@ class Opened:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run needs to begin writing.
+    """A run that is ready to write.
 
     Attributes:
-        run: what was asked for.
+        run: options of the run.
         source: where the checkpoint comes from.
         checkpoint: its config, files and headers.
-        stamps: size, times and inode of each shard, of a local one, as the plan was made.
-        plan: what is written.
+        stamps: size, times and inode of each shard of a local source, taken before the plan was made.
+        plan: the plan.
         target: the output directory.
-        workers: how many threads, as many as memory allows.
-        device: where codes are computed: "cpu" or such as "cuda:1".
-        fast: whether compiled loops are worth their memory and the time they take to load.
+        workers: number of threads, as many as memory allows.
+        device: device that computes codes: "cpu", or a torch device such as "cuda:1".
+        fast: whether to use compiled loops, which take memory and time to load.
     """
 
     run: Run
@@ -83,23 +82,23 @@ class Prepared:
 
     @property
     def seen(self) -> list[object]:
-        """What all ranks must have found alike: the plan's digest, size and time of each shard of a local source."""
+        """What must be equal in all ranks: the plan's digest, and size and time of each shard of a local source."""
         return [self.plan.digest, {name: (size, modified) for name, (size, modified, *_) in self.stamps.items()}]
 
 
 @contextmanager
 def connected(ranks: Ranks | None) -> Iterator[Ranks]:
-    """Connect the ranks of a run that can be continued; a process on its own if None."""
+    """Connect the ranks of a run that can be resumed; None is a process on its own."""
     ranks = ranks or Ranks()
     ranks.rerun_hint = RERUN_CONTINUES
     with ranks:
-        # Connects them, which takes memory that must not come on top of what workers may use.
+        # Connecting takes memory, so it comes before the memory for workers is measured.
         ranks.agree(None)
         yield ranks
 
 
 def in_all_ranks(ranks: Ranks, do: Callable[[], T]) -> T:
-    """Take a step in all ranks; none goes on before all have taken it, and if one fails, all end."""
+    """Call `do` in all ranks and wait until all have returned; if one fails, all end."""
     try:
         result = do()
     except Exception as error:
@@ -110,21 +109,29 @@ def in_all_ranks(ranks: Ranks, do: Callable[[], T]) -> T:
 
 
 def prepare_alike(ranks: Ranks, do: Callable[[], Prepared]) -> Prepared:
-    """Prepare a run in all ranks.
+    """Prepare a run in all ranks by calling `do`.
 
     Raises:
-        SourceError: they see different sources.
+        SourceError: ranks see different sources.
     """
     prepared, error = attempt(do)
-    seen = ranks.agree(error, prepared and prepared.seen)
-    if any(other != seen[0] for other in seen):
+    views = ranks.agree(error, prepared and prepared.seen)
+    if any(view != views[0] for view in views):
         raise SourceError("ranks see different sources", "let all of them read the same files")
     assert prepared is not None
     return prepared
 
 
 def open_source(run: Run, ranks: Ranks) -> Opened:
-    """Open the source of a run; nothing is written, and of a repository only config, index and headers are fetched."""
+    """Open the source of a run. Nothing is written; of a repository only config, index and headers are fetched.
+
+    Args:
+        run: options of the run.
+        ranks: the ranks of the run, whose local number selects the device.
+
+    Raises:
+        OpenQuantError: the source, the output's name or the device is wrong.
+    """
     device = "cpu" if run.dry_run else find_device(run.device, ranks.local_rank)
     if run.output is not None:
         if not os.fspath(run.output):
@@ -137,7 +144,16 @@ def open_source(run: Run, ranks: Ranks) -> Opened:
 
 
 def open_model(model: str | os.PathLike[str], revision: str | None, stream: bool) -> tuple[Source, Checkpoint]:
-    """The source of that name, and its headers; of a repository only config, index and headers are fetched."""
+    """Open a model. Of a repository only config, index and headers are fetched.
+
+    Args:
+        model: directory, or name of a repository on the Hub.
+        revision: commit, branch or tag of a repository.
+        stream: whether its shards will be fetched one at a time.
+
+    Raises:
+        OpenQuantError: there is no such model, it cannot be read, or `stream` is given for a directory.
+    """
     name = os.fspath(model)
     source = find_source(name, revision)
     if stream and source.repo is None:
@@ -147,7 +163,7 @@ def open_model(model: str | os.PathLike[str], revision: str | None, stream: bool
 
 
 def output_of(run: Run, source: Source, suffix: str) -> Path:
-    """Where the output goes; if nobody says, to "Qwen3-8B-FP8" in the working directory."""
+    """Return the output directory of a run; without -o, the model's name and a suffix such as "Qwen3-8B-FP8"."""
     if run.output is not None:
         return Path(run.output)
     return source.beside(source.name + suffix)
@@ -156,39 +172,38 @@ def output_of(run: Run, source: Source, suffix: str) -> Path:
 def prepare(
     run: Run, opened: Opened, plan: Plan, ranks: Ranks, before: Sequence[MemoryStep] = (), refuse: bool = True
 ) -> Prepared:
-    """Find how a plan is to be carried out.
+    """Decide on output directory, workers and compiled loops for a plan.
 
     Args:
-        run: what was asked for.
-        opened: the source.
-        plan: of it.
-        ranks: this process among several.
-        before: what comes before the conversion and takes memory.
-        refuse: whether too little memory is an error; what earlier steps took hours for is not thrown away.
+        run: options of the run.
+        opened: the opened source.
+        plan: the plan of this source.
+        ranks: the ranks of the run, which share the CPUs.
+        before: steps before the conversion, such as a calibration, with the memory that they take.
+        refuse: whether too little memory is an error. After hours of calibration it should not be.
 
     Raises:
-        UsageError: the output overlaps with the source, or memory allows no worker, or a step before the conversion.
+        UsageError: output and source overlap, or --max-memory is too little for one worker or an earlier step.
     """
     source, device = opened.source, opened.device
     target = output_of(run, source, summary.suffix(plan))
     refuse_overlap(source.root, target)
-    most = MOST_WORKERS if device == "cpu" else MOST_GPU_WORKERS
-    workers = run.workers or min(most, max(1, available_cpus() // ranks.local_size))
+    limit = MOST_WORKERS if device == "cpu" else MOST_GPU_WORKERS
+    workers = run.workers or min(limit, max(1, available_cpus() // ranks.local_size))
     fast = worth_compiling(plan)
     if run.max_memory is not None:
-        each = worker_memory(plan, device)
-        # With downloads.
-        nbytes = memory_needed(source, run.stream) + each
+        per_worker = worker_memory(plan, device)
+        nbytes = memory_needed(source, run.stream) + per_worker
         converting = MemoryStep("converting with a single worker", nbytes, models=bool(before))
         memory_left(run.max_memory, [converting, *before], refuse)
-        room = run.max_memory - converting.needed + each
-        workers = max(1, min(workers, room // each))
-        fast = fast and room >= workers * each + COMPILED_MEMORY
+        for_workers = run.max_memory - converting.needed + per_worker
+        workers = max(1, min(workers, for_workers // per_worker))
+        fast = fast and for_workers >= workers * per_worker + COMPILED_MEMORY
     return Prepared(run, source, opened.checkpoint, opened.stamps, plan, target, workers, device, fast)
 
 
 def _without_own_log(checkpoint: Checkpoint, absent: Container[str]) -> Checkpoint:
-    """The checkpoint but for a file that this process writes its messages to, as with `> convert.log` inside it."""
+    """Leave out a file of the checkpoint to which this process writes, as with `> convert.log` in its directory."""
     streams = []
     for handle in (1, 2):
         with suppress(OSError):
@@ -206,7 +221,7 @@ def _without_own_log(checkpoint: Checkpoint, absent: Container[str]) -> Checkpoi
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Work without the cycle collector, which would take half the time of a plan: millions of objects, and no cycle."""
+    """Turn the cycle collector off: it would take half the time of planning, which makes millions of objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -217,7 +232,7 @@ def without_collector() -> Iterator[None]:
 
 
 def expected_download(source: Source, plan: Plan) -> Download:
-    """What a run of this plan has still to fetch, and the disk it takes meanwhile."""
+    """Return what a run of this plan has still to download, and the scratch disk that this takes."""
     others = [name for name in plan.files if name in source.absent]
     return Download(
         source.remote_bytes([*plan.source.shards, *others]),
@@ -228,9 +243,16 @@ def expected_download(source: Source, plan: Plan) -> Download:
 
 
 def source_needs(source: Source, plan: Plan, outputs: Sequence[str] | None = None) -> dict[str, list[str]]:
-    """For each of these output shards (all if None) the source shards it is made from; of a local source, nothing.
+    """Return which source shards must be fetched for output shards; nothing for a local source.
 
-    Such as {"b.safetensors": ["a.safetensors", "b.safetensors"]}, where b has layers that are joined with some of a.
+    Args:
+        source: where the checkpoint comes from.
+        plan: the plan.
+        outputs: names of output shards; all if None.
+
+    Returns:
+        Source shards by output shard, such as {"b.safetensors": ["a.safetensors", "b.safetensors"]} where b has layers
+        that engines fuse with layers of a.
     """
     if not source.remote:
         return {}
@@ -240,22 +262,22 @@ def source_needs(source: Source, plan: Plan, outputs: Sequence[str] | None = Non
 
 
 def claim_of(
-    prepared: Prepared, made: Mapping[str, bytes], publisher: Publisher | None, ranks: Ranks, rounded: int
+    prepared: Prepared, generated: Mapping[str, bytes], publisher: Publisher | None, ranks: Ranks, rounded: int
 ) -> Claim:
-    """The claim of a run on its output directory.
+    """Return the claim of a run on its output directory; entering it claims the directory.
 
     Args:
-        prepared: what is to be written.
-        made: the files that are written rather than copied, by name.
-        publisher: publishes the output; None if nobody does.
-        ranks: this process among several.
-        rounded: bytes of rounded layers that wait on the same disk for a while.
+        prepared: the prepared run.
+        generated: contents of the files that are written rather than copied, by name.
+        publisher: publishes the output; None if it is not published.
+        ranks: the ranks of the run.
+        rounded: bytes of layers rounded by GPTQ that are on the same disk for a while.
     """
     plan, source, run = prepared.plan, prepared.source, prepared.run
     contents = OutputContents(
         plan.digest,
         {shard.name: shard.nbytes for shard in plan.layout.shards},
-        {**plan.files, **{name: len(data) for name, data in made.items()}},
+        {**plan.files, **{name: len(data) for name, data in generated.items()}},
         plan.provenance,
         at_once=AT_ONCE if run.push and run.push.only else None,
         scratch=(scratch_bytes(source, source_needs(source, plan)) * ranks.size if run.stream else 0) + rounded,
@@ -270,27 +292,27 @@ def claim_of(
 
 
 def require_output(prepared: Prepared, ranks: Ranks, passing: int) -> None:
-    """Refuse an output that could not be written once passes over texts are through, before they begin.
+    """Check before a calibration that the output can be written after it.
 
     Args:
-        prepared: the run, with a plan whose scales and rounded layers are still to come.
-        ranks: this process among several.
-        passing: bytes of hidden states that a pass writes beside the output: its scratch file and those it keeps.
+        prepared: the run, with the plan before the calibration.
+        ranks: the ranks of the run.
+        passing: bytes of hidden states that the forward pass writes beside the output.
 
     Raises:
-        OutputError: the directory is not a run's or cannot be written to, or a disk has no room.
+        OutputError: the directory is no output of a run, cannot be written to, or its disk has too little room.
     """
     plan, target, source = prepared.plan, prepared.target, prepared.source
-    # The card and config.json of this plan are not final; they are small.
+    # The card and config.json of this plan are not final; they are small, so none are passed.
     rounded = rounded_bytes(plan.gptq_rounded) if plan.options.gptq is not None else 0
     missing = claim_of(prepared, {}, None, ranks, rounded).missing_bytes()
     if not missing:
         return
-    # Of a calibration there are three figures of each input of each layer.
+    # A calibration has three float32 statistics for each input of each layer.
     calibration = sum(12 * weight.shape[1] for weight in plan.layers.values())
     needs = [(target, missing), (target.absolute().parent, calibration)]
     if source.remote and not prepared.run.stream:
         needs.append((source.root, source.remote_bytes([*plan.source.shards, *plan.files])))
     require_space(needs)
-    # What a pass writes is gone before the output is written.
+    # The files of the forward pass are deleted before the output is written.
     require_space([(target.absolute().parent, passing + calibration), *needs[2:]])

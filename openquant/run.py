@@ -41,21 +41,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run; by default of one that has written nothing.
+    """The outcome of a run; by default, of one that has written nothing.
 
     Attributes:
-        resumed: whether it continued an earlier one.
-        already_complete: whether that had left nothing to do.
-        published: where the model was pushed, if it was.
-        not_finite: the tensors with NaN or infinity among those that stay unquantized, known to the first rank.
-        unread: how many shards were not looked at for these, since an earlier run has moved them to the Hub.
+        resumed: whether it continued an earlier run.
+        already_complete: whether the earlier run had left nothing to do.
+        published: where the model was pushed; None if it was not.
+        not_finite: by name, the NaN and infinities in unquantized tensors; complete in the first rank only.
+        unread_shards: number of shards that were not checked for those, since an earlier run moved them to the Hub.
     """
 
     resumed: bool = False
     already_complete: bool = False
     published: Published | None = None
     not_finite: Mapping[str, NonFinite] = field(default_factory=dict)
-    unread: int = 0
+    unread_shards: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,34 +63,34 @@ class _Writing:
     """What all phases of a run share.
 
     Attributes:
-        prepared: what is to be written.
-        made: the files that are written rather than copied, by name.
-        claim: the output directory, claimed for this run.
-        publisher: publishes it, if it is to be published.
-        ranks: this process among several.
-        reporter: is told of it.
+        prepared: the prepared run.
+        generated: contents of the files that are written rather than copied, by name.
+        claim: the claim on the output directory.
+        publisher: publishes the output; None if it is not published.
+        ranks: the ranks of the run.
+        reporter: receives the progress.
     """
 
     prepared: Prepared
-    made: Mapping[str, bytes]
+    generated: Mapping[str, bytes]
     claim: Claim
     publisher: Publisher | None
     ranks: Ranks
     reporter: Reporter
 
     def advanced(self, nbytes: int) -> None:
-        """Tell that so many more bytes of the source are converted; end if another rank has failed."""
+        """Report that `nbytes` more bytes of the source are converted; end if another rank has failed."""
         self.ranks.check()
         self.reporter.advanced(nbytes)
 
 
 class _Work(NamedTuple):
-    """What the first rank finds as it claims the output directory, and tells all others.
+    """The work that is left, which the first rank finds when it claims the output directory and shares with all.
 
     Attributes:
-        unfinished: the shards that are still to be converted; None if nothing at all is left to do.
-        changed: the source's shards that look different than when something was made of them.
-        repository: to push to; "" if nothing is pushed.
+        unfinished: names of the shards to convert; None if nothing at all is left to do.
+        changed: names of the source shards whose size or times changed since an output shard was made from them.
+        repository: repository to push to; "" if nothing is pushed.
     """
 
     unfinished: list[str] | None
@@ -98,8 +98,8 @@ class _Work(NamedTuple):
     repository: str
 
 
-class _Traffic:
-    """Fetches shards before they are converted and uploads them afterwards, as convert() asks; ends if a rank fails."""
+class _Transfer:
+    """Downloads shards before convert() needs them and uploads finished ones; ends if another rank fails."""
 
     def __init__(self, supply: ShardSupply, publisher: Publisher | None, ranks: Ranks) -> None:
         self.supply = supply
@@ -126,21 +126,21 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corp
     """Write the output and publish it, together with the other ranks.
 
     Args:
-        prepared: what is to be written.
-        ranks: this process among several.
-        reporter: is told of it.
-        corpus: the texts with which GPTQ rounds layers before the conversion, if it does.
+        prepared: the prepared run.
+        ranks: the ranks of the run.
+        reporter: receives the progress.
+        corpus: the texts with which GPTQ rounds layers before the conversion; None without GPTQ.
     """
     plan, push = prepared.plan, prepared.run.push
-    # Made before anything is converted, so that nothing about them can fail after hours.
-    made = _made_files(prepared)
+    # Generated before the conversion, so that nothing about them can fail after hours.
+    generated = _generate_files(prepared)
     shards = {shard.name: shard.nbytes for shard in plan.layout.shards}
     publisher = Publisher(push, prepared.target, plan.digest, shards) if push else None
     rounded = missing_bytes(prepared) if corpus is not None else 0
-    claim = claim_of(prepared, made, publisher, ranks, rounded)
-    writing = _Writing(prepared, made, claim, publisher, ranks, reporter)
+    claim = claim_of(prepared, generated, publisher, ranks, rounded)
+    writing = _Writing(prepared, generated, claim, publisher, ranks, reporter)
     not_finite: dict[str, NonFinite] = {}
-    unread = 0
+    unread_shards = 0
     with ExitStack() as stack:
         if prepared.source.remote or publisher:
             stack.enter_context(silent())
@@ -156,25 +156,25 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corp
             if not ranks.first:
                 stack.enter_context(claim.joined())
             outdated = _outdated_shards(plan, work)
-            _tell_start(writing, work, outdated)
+            _report_start(writing, work, outdated)
             if work.changed:
                 _recheck_shards(writing, outdated, set(work.changed))
         if unfinished is not None:
             not_finite = _convert_shards(writing, unfinished)
-            copied, unread = in_all_ranks(ranks, lambda: _finish_output(writing, unfinished))
+            copied, unread_shards = in_all_ranks(ranks, lambda: _finish_output(writing, unfinished))
             not_finite.update(copied)
         published = in_all_ranks(ranks, lambda: _publish(writing, work))
         if corpus is not None and ranks.first:
             claim_rounded_layers(prepared.target).remove()
-    return Outcome(claim.resumed, unfinished is None, published, not_finite, unread)
+    return Outcome(claim.resumed, unfinished is None, published, not_finite, unread_shards)
 
 
 def _find_work(writing: _Writing, stack: ExitStack) -> _Work:
-    """Claim the output directory, until the stack is left, and find what is left to do; the first rank does it for all.
+    """Claim the output directory until the stack is left, and find what is left to do. Only the first rank does it.
 
     Raises:
-        SourceError: the source is not the one that what lies there was made from.
-        OutputError: the directory is not a run's, or cannot be written to.
+        SourceError: the output there was made from another source.
+        OutputError: the directory is no output of a run, or cannot be written to.
     """
     ranks = writing.ranks
     work, error = attempt(
@@ -184,7 +184,7 @@ def _find_work(writing: _Writing, stack: ExitStack) -> _Work:
 
 
 def _unfinished_work(writing: _Writing, claim: Claim) -> _Work:
-    """Find what is left to do in a directory that is claimed."""
+    """Find what is left to do in a claimed directory."""
     prepared, publisher = writing.prepared, writing.publisher
     gone = sorted(claim.moved - prepared.stamps.keys())
     if gone:
@@ -192,14 +192,14 @@ def _unfinished_work(writing: _Writing, claim: Claim) -> _Work:
     if publisher:
         if claim.moved:
             publisher.forget()
-        publisher.prepare(writing.made[CARD_FILE], prepared.source.downloaded_commit())
+        publisher.prepare(writing.generated[CARD_FILE], prepared.source.downloaded_commit())
     unfinished = [shard.name for shard in prepared.plan.layout.shards if not claim.is_finished(shard.name)]
     repository = publisher.repo if publisher else ""
     return _Work(None if claim.complete else unfinished, sorted(claim.moved), repository)
 
 
 def _outdated_shards(plan: Plan, work: _Work) -> list[Shard]:
-    """The finished shards whose source looks different now."""
+    """Return the finished shards whose source changed since."""
     unfinished, changed = set(work.unfinished or ()), set(work.changed)
     return [
         shard
@@ -208,18 +208,18 @@ def _outdated_shards(plan: Plan, work: _Work) -> list[Shard]:
     ]
 
 
-def _tell_start(writing: _Writing, work: _Work, outdated: Sequence[Shard]) -> None:
-    """Tell how many bytes of the source there are, and how many of these an earlier run has converted."""
+def _report_start(writing: _Writing, work: _Work, outdated: Sequence[Shard]) -> None:
+    """Report the bytes of the source, and how many of them an earlier run has converted."""
     plan, left = writing.prepared.plan, {*(work.unfinished or ()), *(shard.name for shard in outdated)}
     sizes = {shard.name: plan.layout.consumed(shard.name) for shard in plan.layout.shards}
     writing.reporter.started(sum(sizes.values()), sum(size for shard, size in sizes.items() if shard not in left))
 
 
 def _recheck_shards(writing: _Writing, outdated: Sequence[Shard], changed: Set[str]) -> None:
-    """Compare finished shards whose source changed with what it makes now, this rank its share of them.
+    """Compare finished shards whose source changed with what it gives now; each rank compares its share.
 
     Raises:
-        SourceError: the source makes something else now.
+        SourceError: the source gives other bytes now.
     """
     ranks, mine = writing.ranks, writing.ranks.share(outdated)
     in_all_ranks(ranks, lambda: _compare_shards(writing, mine, changed, writing.advanced))
@@ -230,7 +230,7 @@ def _convert_shards(writing: _Writing, unfinished: list[str]) -> dict[str, NonFi
     """Convert this rank's share of the shards, and wait for the others.
 
     Returns:
-        The tensors with NaN or infinity among those that stay unquantized: in the first rank those of all.
+        By name, the NaN and infinities in unquantized tensors; in the first rank those of all ranks.
     """
     ranks, names = writing.ranks, set(unfinished)
     mine = ranks.share([shard for shard in writing.prepared.plan.layout.shards if shard.name in names])
@@ -241,7 +241,7 @@ def _convert_shards(writing: _Writing, unfinished: list[str]) -> dict[str, NonFi
 
 
 def _convert_share(writing: _Writing, shards: Sequence[Shard]) -> Mapping[str, NonFinite]:
-    """Fetch, convert and upload shards; the tensors with NaN or infinity among those that stay unquantized."""
+    """Fetch, convert and upload shards. Returns the NaN and infinities in unquantized tensors by name."""
     prepared, publisher, ranks = writing.prepared, writing.publisher, writing.ranks
     plan, source, progress = prepared.plan, prepared.source, writing.advanced
     needs = source_needs(source, plan, [shard.name for shard in shards])
@@ -249,10 +249,10 @@ def _convert_share(writing: _Writing, shards: Sequence[Shard]) -> Mapping[str, N
     if source.remote and scratch is None:
         source.require_cache_space({name for names in needs.values() for name in names})
     with ShardSupply(source, needs, scratch) as supply:
-        traffic = _Traffic(supply, publisher, ranks)
+        transfer = _Transfer(supply, publisher, ranks)
         workers, device = prepared.workers, prepared.device
         not_finite = convert(
-            plan, shards, traffic, writing.claim.directory, workers, device, progress, fast=prepared.fast
+            plan, shards, transfer, writing.claim.directory, workers, device, progress, fast=prepared.fast
         )
     if publisher:
         publisher.drain()
@@ -260,63 +260,65 @@ def _convert_share(writing: _Writing, shards: Sequence[Shard]) -> Mapping[str, N
 
 
 def _finish_output(writing: _Writing, unfinished: list[str]) -> tuple[dict[str, NonFinite], int]:
-    """Write what is no shard, check all, and give the output its journal as a finished one; the first rank does it.
+    """Write all other files, check the output and mark it as finished. Only the first rank does it.
 
     Returns:
-        The tensors with NaN or infinity in shards that an earlier run has copied, and how many of these it has moved to
-        the Hub.
+        By name, the NaN and infinities in unquantized tensors of shards that an earlier run finished; and the number of
+        such shards that cannot be checked, since they are on the Hub.
     """
     prepared, claim = writing.prepared, writing.claim
     plan, push, target = prepared.plan, prepared.run.push, prepared.target
     not_finite: dict[str, NonFinite] = {}
-    unread = 0
+    unread_shards = 0
     if not writing.ranks.first:
-        return not_finite, unread
+        return not_finite, unread_shards
     _write_others(writing)
-    # A run that only pushes has deleted those that are on the Hub.
+    # A run that only pushes has deleted the shards that are on the Hub.
     if not (push and push.only):
         _require_all(target, (shard.name for shard in plan.layout.shards))
         _check_finished(target, plan, claim.resumed)
     for name in {shard.name for shard in plan.layout.shards}.difference(unfinished):
-        # An earlier run has copied tensors into these.
         if claim.directory.folder.is_file(name):
             not_finite.update(check_copied(target / name, plan.layout.lay_out(name)))
         else:
-            unread += 1
+            unread_shards += 1
     claim.finish()
-    return not_finite, unread
+    return not_finite, unread_shards
 
 
 def _publish(writing: _Writing, work: _Work) -> Published | None:
-    """Publish the output, if it is to be published; the first rank does it."""
+    """Publish the output, if the run pushes. Only the first rank does it."""
     prepared, publisher, push = writing.prepared, writing.publisher, writing.prepared.run.push
     if publisher is None or push is None or not writing.ranks.first:
         return None
     evaluation: list[str] = []
     if work.unfinished is None and not push.only:
-        # Nobody looked at it since an earlier run was done with it.
+        # An earlier run finished it, and it may have been damaged since.
         require_sound(prepared.target, writing.claim.contents.files.keys())
         evaluation = take_evaluation(publisher)
     writing.reporter.publishing(publisher.repo)
     title = terminal(f"{prepared.source.name} in {summary.numbers(prepared.plan)} ({summary.title(prepared.plan)})")
-    return publisher.finish(sorted([*prepared.plan.files.keys() | writing.made.keys(), *evaluation]), title)
+    return publisher.finish(sorted([*prepared.plan.files.keys() | writing.generated.keys(), *evaluation]), title)
 
 
 def take_evaluation(publisher: Publisher) -> list[str]:
-    """The files of an evaluation that lies beside what is to be published, whose figures the card then has too.
+    """Publish an evaluation that lies in the output directory too, and add its figures to the card.
+
+    Returns:
+        Names of the evaluation's files.
 
     Raises:
-        SourceError: it is damaged, or of another model.
+        SourceError: the evaluation is damaged, or of another model.
     """
-    found = find_evaluation(open_checkpoint(publisher.directory))
-    if found is None:
+    evaluated = find_evaluation(open_checkpoint(publisher.directory))
+    if evaluated is None:
         return []
-    publisher.complete = partial(evaluated_card, evaluation=found.evaluation)
-    return found.files
+    publisher.complete = partial(evaluated_card, evaluation=evaluated.evaluation)
+    return evaluated.files
 
 
 def _check_finished(target: Path, plan: Plan, resumed: bool) -> None:
-    """Hold what lies there against the plan; what an earlier run had finished may have been changed since."""
+    """Compare the output with the plan. If the run was resumed, somebody may have changed the earlier run's files."""
     try:
         check_finished(target, plan)
     except RuntimeError as error:
@@ -328,7 +330,7 @@ def _check_finished(target: Path, plan: Plan, resumed: bool) -> None:
 
 
 def _require_all(target: Path, shards: Iterable[str]) -> None:
-    """Refuse to finish what has lost a shard since, or has it elsewhere: ranks may see different directories."""
+    """Refuse to finish an output without all its shards: ranks may see different directories."""
     for name in shards:
         if not (target / name).is_file():
             raise OutputError(
@@ -337,37 +339,40 @@ def _require_all(target: Path, shards: Iterable[str]) -> None:
             )
 
 
-def _made_files(prepared: Prepared) -> dict[str, bytes]:
-    """The files that are written rather than copied, config.json last: without it no engine takes this for a model."""
-    made = {CARD_FILE: _card(prepared.plan, prepared.source, prepared.target)}
+def _generate_files(prepared: Prepared) -> dict[str, bytes]:
+    """Return the files that are written rather than copied.
+
+    config.json is last, since engines take no directory without it for a model.
+    """
+    generated = {CARD_FILE: _card(prepared.plan, prepared.source, prepared.target)}
     if prepared.plan.source.indexed:
-        made[INDEX_FILE] = _index(prepared.plan)
-    made["config.json"] = _config(prepared.plan)
-    return made
+        generated[INDEX_FILE] = _index(prepared.plan)
+    generated["config.json"] = _config(prepared.plan)
+    return generated
 
 
 def _compare_shards(writing: _Writing, shards: Sequence[Shard], changed: Set[str], progress: Progress) -> None:
-    """Make finished shards once more, in memory, and compare them with what lies there byte for byte.
+    """Convert finished shards again, in memory, and compare them byte for byte with their files.
 
     Args:
         writing: the run.
-        shards: those made from source shards that look different now.
-        changed: those source shards.
-        progress: is told of bytes.
+        shards: shards whose source changed.
+        changed: names of the source shards that changed.
+        progress: called with bytes of the source that were compared.
 
     Raises:
-        SourceError: the source makes something else now.
+        SourceError: the source gives other bytes now.
     """
     prepared, directory = writing.prepared, writing.claim.directory
     plan, root = prepared.plan, prepared.source.root
     against = {shard.name: _named(root, sorted(plan.layout.sources(shard.name) & changed)) for shard in shards}
     with ShardSupply(prepared.source, {}, None) as supply:
-        traffic = _Traffic(supply, None, writing.ranks)
-        convert(plan, shards, traffic, directory, prepared.workers, prepared.device, progress, against, prepared.fast)
+        transfer = _Transfer(supply, None, writing.ranks)
+        convert(plan, shards, transfer, directory, prepared.workers, prepared.device, progress, against, prepared.fast)
 
 
 def _named(root: Path, names: Sequence[str]) -> str:
-    """Files of which one is to blame, for a message: "one of a.safetensors, b.safetensors in /models/x"."""
+    """Return files, one of which changed, for a message: "one of a.safetensors, b.safetensors in /models/x"."""
     if len(names) == 1:
         return str(root / names[0])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -375,21 +380,21 @@ def _named(root: Path, names: Sequence[str]) -> str:
 
 
 def _write_others(writing: _Writing) -> None:
-    """Write what is no shard; what the source is now must be what all was made from."""
-    prepared, claim, made = writing.prepared, writing.claim, writing.made
+    """Write all files but shards, after checking that the source did not change during the run."""
+    prepared, claim, generated = writing.prepared, writing.claim, writing.generated
     directory = claim.directory
     source, plan = prepared.source, prepared.plan
     stamps, digests = source.stamps(prepared.checkpoint), source.digests(prepared.checkpoint)
-    copied = plan.files.keys() - made.keys()
+    copied = plan.files.keys() - generated.keys()
     changed = {name for name, digest in digests.items() if claim.sources[name] != digest}
     if changed - copied:
         raise SourceError(f"{source.root / min(changed - copied)} changed while it was being converted", REPLACE)
-    # Not the inode: some network file systems give a file another one every now and then, and a replaced file has
-    # another time of change.
+    # The inode is not compared: some network file systems change it now and then, and a replaced file has another
+    # time of change anyway.
     moved = {name for name, (*times, _) in stamps.items() if prepared.stamps[name][:-1] != times}
     shards = [shard for shard in plan.layout.shards if plan.layout.sources(shard.name) & moved]
     if moved and plan.options.gptq is not None:
-        # What was rounded before stays as it is, and would not show it.
+        # Layers that GPTQ rounded before would not show the change.
         raise SourceError(f"{source.root / min(moved)} changed while it was being converted", REPLACE)
     gone = [shard.name for shard in shards if not directory.folder.is_file(shard.name)]
     if gone:
@@ -403,7 +408,7 @@ def _write_others(writing: _Writing) -> None:
     for name in copied:
         if name in changed or not claim.is_finished(name):
             directory.copy(source.root / name, name)
-    for name, data in made.items():
+    for name, data in generated.items():
         if not claim.is_finished(name):
             directory.write(name, data)
 
@@ -413,14 +418,14 @@ def _card(plan: Plan, source: Source, target: Path) -> bytes:
     if CARD_FILE in plan.files:
         with readable():
             base = read_small(source.root / CARD_FILE, CARD_FILE).decode("utf-8-sig", errors="replace")
-    # A name that is no UTF-8 could not be written.
+    # A directory name that is no UTF-8 could not be written into the card.
     directory = os.fsencode(Path(os.path.realpath(target)).name).decode("utf-8", "replace")
     return model_card(base, plan, source.name, source.repo, source.revision, directory).encode()
 
 
 def _index(plan: Plan) -> bytes:
-    placed = {info.name: shard.name for shard in plan.layout.shards for info in plan.layout.outputs(shard.name)}
-    index = {"metadata": {"total_size": summary.output_bytes(plan)}, "weight_map": dict(sorted(placed.items()))}
+    weight_map = {info.name: shard.name for shard in plan.layout.shards for info in plan.layout.outputs(shard.name)}
+    index = {"metadata": {"total_size": summary.output_bytes(plan)}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -428,5 +433,5 @@ def _config(plan: Plan) -> bytes:
     try:
         return (json.dumps(output_config(plan), indent=2, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:
-        # Half of a surrogate pair, which JSON can only hold escaped.
+        # JSON can have half of a surrogate pair only as an escape.
         return (json.dumps(output_config(plan), indent=2) + "\n").encode()

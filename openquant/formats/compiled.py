@@ -1,11 +1,11 @@
-"""The loops of kernels.py compiled by numba: the same bits, several times as fast. For large models only.
+"""The loops of kernels.py compiled by numba, for large models: the same bits, several times as fast.
 
-numpy passes over a piece once for each step, where a compiled loop keeps a row in the cache through all of them; and
-codes that numpy looks up, a weight at a time, are computed here, eight at a time. Importing this imports numba, which
-is 110 MB and a third of a second, and compiling takes 1 to 3 s where no earlier process has left what it compiled.
+numpy passes over a piece once for each step, while a compiled loop keeps a row in the cache through all steps. Codes
+that numpy looks up one by one are computed here, eight at a time. Importing this module imports numba, which takes
+110 MB and a third of a second; compiling takes 1 to 3 s unless an earlier process left its cache.
 
-Every loop runs along an array of its own, and every integer is brought back to its width: that is what the compiler
-needs to see to work on several weights at once.
+Every inner loop runs along a contiguous array, and every integer is cast back to its width: only then does the compiler
+vectorize the loop.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .numbers import E2M1, E4M3, Codes, Floats, Number
 
 u8, u16, u32, i32, f32 = np.uint8, np.uint16, np.uint32, np.int32, np.float32
 
-# Beside it the last bit of a float32 is worth one: added and subtracted, it rounds to integers, to the even of two.
+# Adding and subtracting it rounds a float32 to an integer, ties to even: at this size the last bit is worth one.
 _ROUNDS = 1.5 * 2.0**23
 
-# In place of what squares count, where all count alike.
+# The importance of squared errors where all count alike.
 _NONE = np.empty((0, 0), f32)
 
-# How `_scales` rounds.
+# How `_scales` rounds, by dtype of the scales.
 _ROUNDINGS = {"BF16": u32(1), "F8_E4M3": u32(2)}
 
 _settings: Any = numba.config
@@ -40,13 +40,13 @@ if _settings.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set: loops are not compiled")
 
 
-class _Kept(FunctionCache):
-    """What is compiled, kept for other processes; a full disk or a damaged file costs them the time, and no more."""
+class _SafeCache(FunctionCache):
+    """A cache of compiled loops for later processes. A full disk or a damaged file only costs compiling again."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         with suppress(Exception):
             return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
-        # Begun anew.
+        # The cache is damaged: start a new one.
         with suppress(Exception):
             self.flush()  # type: ignore[no-untyped-call]
         return None
@@ -57,16 +57,25 @@ class _Kept(FunctionCache):
 
 
 def _compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """A loop that is compiled at its first call and runs without the interpreter lock."""
+    """Return a loop that is compiled at its first call and runs without the interpreter lock."""
     compiled_loop: Any = numba.njit(nogil=True, error_model="numpy")(loop)
-    # Beside this file or in the user's cache, unless neither can be written to.
+    # numba raises RuntimeError if neither this directory nor the user's cache can be written to.
     with suppress(RuntimeError):
-        compiled_loop._cache = _Kept(loop)  # type: ignore[no-untyped-call]
+        compiled_loop._cache = _SafeCache(loop)  # type: ignore[no-untyped-call]
     return compiled_loop  # type: ignore[no-any-return]
 
 
 def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
-    """The largest absolute weight of each group, float32 [rows / height, cols / width], as kernels.absmax."""
+    """Compute the largest absolute weight of each group, as kernels.absmax does.
+
+    Args:
+        bits: bits of the weights, uint16 or uint32 [rows, cols] of whole groups.
+        dtype: dtype of the weights: "BF16", "F16" or "F32".
+        group: height and width of a group.
+
+    Returns:
+        float32 [rows / height, cols / width].
+    """
     rows = len(bits)
     largest = np.zeros(grid_of(group, bits.shape), bits.dtype)
     mask = bits.dtype.type((1 << (bits.dtype.itemsize * 8 - 1)) - 1)
@@ -75,17 +84,26 @@ def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
 
 
 def scales(fmt: Format, absmax: Floats, global_scale: Floats | None = None) -> Floats:
-    """The scale of each group, float32 of the shape of `absmax`, as kernels.scales."""
+    """Compute the scale of each group from its largest absolute weight, as kernels.scales does.
+
+    Args:
+        fmt: how the weights are stored.
+        absmax: float32 of any shape, the largest absolute weight of each group.
+        global_scale: float32 of one element; computed from `absmax` if None and the format has one.
+
+    Returns:
+        float32 of the shape of `absmax`, divided by the global scale.
+    """
     if fmt.global_scale is not None and global_scale is None:
         global_scale = fmt.choose_global_scale(absmax.max(keepdims=True))
-    above = f32(1) if global_scale is None or fmt.global_scale is None else global_scale.reshape(-1)[0]
-    scale, scales_of_groups = fmt.scale, np.empty(absmax.size, f32)
-    # What is added to the bits of a quotient, and which of them are kept, so that it is a power of two.
+    factor = f32(1) if global_scale is None or fmt.global_scale is None else global_scale.reshape(-1)[0]
+    scale, out = fmt.scale, np.empty(absmax.size, f32)
+    # For powers of two: what is added to the bits of a quotient, and the mask of the bits that stay.
     power = (u32(fmt.carry), u32(0xFF800000)) if scale.power_of_two else (u32(0), u32(0xFFFFFFFF))
     rounding = _ROUNDINGS.get(scale.dtype, u32(0))
     span = f32(scale.clip_limit or fmt.number.span)
-    _scales(absmax.reshape(-1), span, *power, above, f32(scale.floor), f32(scale.of_zeros), rounding, scales_of_groups)
-    return scales_of_groups.reshape(absmax.shape)
+    _scales(absmax.reshape(-1), span, *power, factor, f32(scale.floor), f32(scale.of_zeros), rounding, out)
+    return out.reshape(absmax.shape)
 
 
 def encode_stored(
@@ -98,27 +116,45 @@ def encode_stored(
     global_scale: Floats | None = None,
     zero_point: Floats | None = None,
 ) -> None:
-    """Write the codes of weights [rows, cols] to `out`, uint8 [rows, cols / codes in a byte], as
-    kernels.encode_stored.
+    """Quantize weights and write their codes to `out` as they are stored, as kernels.encode_stored does.
+
+    Args:
+        bits: bits of finite weights, uint16 or uint32 [rows, cols].
+        dtype: dtype of the weights: "BF16", "F16" or "F32".
+        scale: float32 [rows / height, cols / width].
+        group: height and width of a group.
+        out: uint8 [rows, cols / codes per byte], contiguous; is overwritten.
+        number: numeric format of the codes.
+        global_scale: ignored; numpy's tables need it.
+        zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
     """
-    del global_scale  # what tables are made for
+    del global_scale
     rows, cols = bits.shape
     height, width = group[0] or rows, group[1] or cols
-    place = bits, *_kind(dtype), scale, height, width, number.per_byte, out
+    arguments = bits, *_kind(dtype), scale, height, width, number.per_byte, out
     if number.normal == 0:
         middle = number.encode(np.zeros(1, f32)).item()
         _encode_integers(
-            *place, *_range(number)[:2], u32(middle), np.zeros_like(scale) if zero_point is None else zero_point
+            *arguments, *_range(number)[:2], u32(middle), np.zeros_like(scale) if zero_point is None else zero_point
         )
     elif number == E2M1 and dtype == "BF16" and width % 2 == 0:
         _encode_pairs(np.ascontiguousarray(bits).view(u32), scale, height, width // 2, out)
     else:
         steps = u32(round(number.normal / number.smallest))
-        _encode_floats(*place, *_range(number)[1:], steps, u32(0x80 if number.per_byte == 1 else 8))
+        _encode_floats(*arguments, *_range(number)[1:], steps, u32(0x80 if number.per_byte == 1 else 8))
 
 
 def stored(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
-    """Scales as they are written, float32, uint16 or uint8 of the shape of `scale`, as kernels.stored."""
+    """Encode scales as they are stored, as kernels.stored does.
+
+    Args:
+        fmt: how the weights are stored.
+        scale: float32 of any shape, as `scales` returns them.
+        global_scale: float32 of one element, if the format has one.
+
+    Returns:
+        float32, uint16 (the bits of bfloat16 or float16) or uint8 (E4M3 or E8M0) of the shape of `scale`.
+    """
     if fmt.scale.dtype != "F8_E4M3" or global_scale is None:
         return fmt.stored(scale, global_scale)
     codes = np.empty(scale.shape, u8)
@@ -129,28 +165,51 @@ def stored(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> St
 def decode_rows(
     codes: Codes, number: Number, scale: Floats, group: Group, low: int, out: Floats, zero_point: Floats | None = None
 ) -> None:
-    """Write the weights that codes stand for to `out`, float32 [rows, cols], as kernels.decode_rows."""
+    """Dequantize some rows of a matrix into `out`, from row `low` of the matrix on, as kernels.decode_rows does.
+
+    Args:
+        codes: uint8 [rows, cols / codes per byte].
+        number: numeric format of the codes.
+        scale: float32 [groups along these rows, ceil(cols / width)].
+        group: height and width of a group; groups at the matrix's edges may be smaller.
+        low: number of the first row, which tells where in a group it lies.
+        out: float32 [rows, cols], contiguous; is overwritten.
+        zero_point: float32 of the shape of `scale`; None if zero points are 0.
+    """
     rows, cols = out.shape
     height, width = group[0] or low + rows, min(group[1] or cols, cols)
     zero_point = np.zeros_like(scale) if zero_point is None else np.ascontiguousarray(zero_point)
-    place = codes, scale, zero_point, height, width, low % height, out
+    arguments = codes, scale, zero_point, height, width, low % height, out
     if number.normal:
-        (_decode_e4m3 if number == E4M3 else _decode_e2m1)(*place)
+        (_decode_e4m3 if number == E4M3 else _decode_e2m1)(*arguments)
     else:
         half = 128 if number.per_byte == 1 else 8
-        _decode_integers(*place, u32(half - number.encode(np.zeros(1, f32)).item()), np.int32(half))
+        _decode_integers(*arguments, u32(half - number.encode(np.zeros(1, f32)).item()), np.int32(half))
 
 
 def first_unsound(codes: Codes, number: Number) -> int | None:
-    """The place of the first of some codes, uint8 of any shape, that holds no value, as kernels.first_unsound."""
-    sound = number == E4M3 and _most(codes.reshape(-1)) < 0x7F
+    """Return the position of the first NaN among codes, uint8 of any shape; None if there is none."""
+    sound = number == E4M3 and _largest_magnitude(codes.reshape(-1)) < 0x7F
     return None if sound else kernels.first_unsound(codes, number)
 
 
 def best_scales(
     bits: Bits, dtype: str, unclipped: Floats, scales: Floats, number: Number, importance: Floats | None = None
 ) -> Floats:
-    """The scale of each group with the least squared error, float32 [groups], as kernels.best_scales."""
+    """Choose the scale of each group with the least squared error, as kernels.best_scales does.
+
+    Args:
+        bits: bits of finite weights, uint16 or uint32 [groups, width].
+        dtype: dtype of the weights: "BF16", "F16" or "F32".
+        unclipped: float32 [groups], the scales made from each group's largest weight.
+        scales: float32 [clip ratios, groups], the candidates.
+        number: numeric format of the codes.
+        importance: float32 [n, width], at most 1: weights of the squared errors; group i uses row i modulo n. All are
+            1 if None.
+
+    Returns:
+        The chosen scales, float32 [groups].
+    """
     chosen = unclipped.copy()
     _best(
         bits,
@@ -165,18 +224,18 @@ def best_scales(
 
 
 def to_bfloat16(values: Floats, out: npt.NDArray[np.uint16]) -> None:
-    """Round float32 values [rows, cols] to bfloat16; `out` gets their bits, uint16, as kernels.to_bfloat16."""
+    """Round finite float32 values [rows, cols] to bfloat16, ties to even, and write their bits to `out`, uint16."""
     _to_bfloat16(values.reshape(-1).view(u32), out.reshape(-1))
 
 
 def _kind(dtype: str) -> tuple[bool, Any]:
-    """Whether weights are float16, and how far their bits lie below those of a float32."""
+    """Return whether weights are float16, and by how many bits to shift theirs left to make a float32."""
     return dtype == "F16", u32(16 if dtype == "BF16" else 0)
 
 
 def _range(number: Number) -> tuple[Any, ...]:
-    """The least and the largest value of a number, a power of two below which all steps are alike, and what that times
-    must be added for float32 to round to these steps.
+    """Return the smallest and largest value of a numeric format, the power of two below which its steps are equal, and
+    the factor by which to multiply a binade for a number that rounds to its steps when added.
     """
     normal = number.normal or 256.0
     rounds = _ROUNDS * number.smallest / normal
@@ -196,8 +255,8 @@ def _absmax(bits: Any, mask: Any, height: Any, largest: Any) -> None:
 
 
 @_compiled
-def _most(codes: Any) -> Any:
-    """The largest of some codes, but for their signs."""
+def _largest_magnitude(codes: Any) -> Any:
+    """Return the largest code without its sign bit."""
     most = u8(0)
     for i in range(codes.size):
         most = max(most, u8(codes[i] & 0x7F))
@@ -225,10 +284,10 @@ def _scales(
 
 @_compiled
 def _load(line: Any, half: Any, below: Any, values: Any) -> None:
-    """The float32 values of bits, which are float16 or lie so far below those of a float32."""
+    """Convert the bits of a row to float32: from float16, or by shifting them left by `below`."""
     if half:
         for i in range(line.size):
-            # Exact for subnormal ones too.
+            # This is exact for subnormal values too.
             size = f32(u32(u32(line[i] & 0x7FFF) << u32(13)).view(f32) * f32(2.0**112))
             values[i] = u32(f32(size).view(u32) | u32(u32(line[i] & 0x8000) << u32(16))).view(f32)
     else:
@@ -238,7 +297,7 @@ def _load(line: Any, half: Any, below: Any, values: Any) -> None:
 
 @_compiled
 def _pack(codes: Any, out: Any) -> None:
-    """Two codes to a byte, the first in the low half."""
+    """Pack two codes into a byte, the first in the low half."""
     for i in range(out.size):
         out[i] = codes[2 * i] | u8(codes[2 * i + 1] << u8(4))
 
@@ -302,7 +361,7 @@ def _encode_floats(
             for i in range(part.size):
                 quotient = f32(part[i] / divisor)
                 size = min(abs(quotient), largest)
-                # Beside so large a number only the steps of the binade are left, and those of the lowest below it.
+                # Adding a large number leaves whole steps of the binade; below the lowest binade its steps apply.
                 binade = max(u32(f32(size).view(u32) & u32(0x7F800000)), lowest)
                 beside = f32(u32(binade).view(f32) * rounds)
                 step = u32(f32(size + beside).view(u32) - f32(beside).view(u32))
@@ -315,7 +374,7 @@ def _encode_floats(
 
 @_compiled
 def _to_e2m1(quotient: Any) -> Any:
-    """The code of a quotient, as `_encode_floats` has it, in fewer steps since the number is known."""
+    """Return the E2M1 code of a quotient, in fewer steps than `_encode_floats` takes."""
     bits = f32(quotient).view(u32)
     size = min(u32(bits & u32(0x7FFFFFFF)), u32(0x40C00000))
     binade = max(u32(size & u32(0x7F800000)), u32(0x3F800000))
@@ -327,7 +386,7 @@ def _to_e2m1(quotient: Any) -> Any:
 
 @_compiled
 def _encode_pairs(words: Any, scale: Any, height: Any, width: Any, out: Any) -> None:
-    """Words of two bfloat16, the first in the low half, to bytes of two E2M1."""
+    """Quantize words of two bfloat16 weights, the first in the low half, to bytes of two E2M1 codes."""
     spread = np.empty((scale.shape[1], width), f32)
     divisors = spread.reshape(-1)
     for row in range(words.shape[0]):
@@ -345,7 +404,7 @@ def _encode_pairs(words: Any, scale: Any, height: Any, width: Any, out: Any) -> 
 
 @_compiled
 def _scaled(values: Any, scale: Any, zero: Any, width: Any, out: Any) -> None:
-    """What the values of a row's codes stand for, under its scales and zero points."""
+    """Dequantize the values of a row's codes by its scales and zero points."""
     for group in range(scale.size):
         factor, middle = scale[group], zero[group]
         part = values[group * width : (group + 1) * width]
@@ -378,7 +437,7 @@ def _decode_e4m3(codes: Any, scale: Any, zero: Any, height: Any, width: Any, low
         line, above = codes[row], (low + row) // height
         for i in range(line.size):
             size = u32(u32(line[i] & 0x7F) << u32(20))
-            # Of subnormal ones the mantissa is what is beyond the smallest that is normal.
+            # For subnormal codes: 2^-6 with this mantissa, less 2^-6.
             least = f32(u32(size + u32(121 << 23)).view(f32) - f32(2.0**-6))
             magnitude = u32(f32(least).view(u32) if size < u32(1 << 23) else u32(size + u32(120 << 23)))
             magnitude = u32(0x7FC00000) if size == u32(0x7F << 20) else magnitude
@@ -388,7 +447,7 @@ def _decode_e4m3(codes: Any, scale: Any, zero: Any, height: Any, width: Any, low
 
 @_compiled
 def _half_e2m1(code: Any) -> Any:
-    """The value of a code: an eighth of a word that holds twice the magnitudes of all, and a sign."""
+    """Return the value of an E2M1 code. The constant has twice the magnitudes of all eight, four bits each."""
     twice = u32(u32(u32(0xC8643210) >> u32(u32(code & 7) * 4)) & u32(15))
     size = f32(f32(i32(twice)) * f32(0.5))
     return u32(f32(size).view(u32) | u32(u32(code & 8) << u32(28))).view(f32)
@@ -413,17 +472,16 @@ def _to_bfloat16(bits: Any, out: Any) -> None:
 
 
 @_compiled
-def _turn(part: Any, turned: Any) -> None:
-    """Rows as columns."""
+def _transpose(part: Any, transposed: Any) -> None:
     for k in range(part.shape[1]):
-        into = turned[k]
+        into = transposed[k]
         for j in range(part.shape[0]):
             into[j] = part[j, k]
 
 
 @_compiled
 def _square(quotient: Any, least: Any, most: Any, lowest: Any, rounds: Any) -> Any:
-    """How far a quotient is from its code, squared."""
+    """Return the squared rounding error of a quotient."""
     near = min(max(quotient, least), most)
     binade = max(u32(f32(near).view(u32) & u32(0x7F800000)), lowest)
     beside = f32(u32(binade).view(f32) * rounds)
@@ -445,11 +503,11 @@ def _best(
     out: Any,
     importance: Any,
 ) -> None:
-    # A column for each of so many groups, which are worked on at once: each sum adds in the order of the weights.
+    # Groups are columns, `together` at once, so that each sum adds in the order of the weights and still vectorizes.
     groups, width = bits.shape
     together = max(32, min(128, 8192 // width // 8 * 8))
     lowest = f32(normal).view(u32)
-    # Four weights of each are taken at a time; zeros, which are never off, fill up.
+    # Four weights of each group are taken at a time; zeros, which have no rounding error, fill up.
     raw, turned = np.zeros((width, together), bits.dtype), np.zeros((-(-width // 4) * 4, together), f32)
     one, scale, chosen = np.ones(together, f32), np.ones(together, f32), np.zeros(together, u32)
     relative, unit = np.ones(together, f32), np.ones(together, f32)
@@ -464,7 +522,7 @@ def _best(
         if weighs:
             for j in range(count):
                 which[j] = (first + j) % importance.shape[1]
-        _turn(bits[first : first + count], raw)
+        _transpose(bits[first : first + count], raw)
         for k in range(width):
             line = turned[k]
             _load(raw[k], half, below, line)
@@ -498,7 +556,7 @@ def _best(
                 before = smallest[j]
                 better = total < before
                 smallest[j] = total if better else before
-                # Reckoned, since of two scales one would be chosen by a branch, which no processor foresees.
+                # Computed without a branch, which the processor could not predict.
                 chosen[j] = u32(chosen[j] + u32(better) * u32(u32(ratio + 1) - chosen[j]))
         for j in range(count):
             if chosen[j]:

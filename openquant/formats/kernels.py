@@ -1,13 +1,13 @@
-"""CPU kernels: float bits in, codes of any Number out, and back, with numpy alone.
+"""CPU kernels in numpy: weights to codes of any numeric format, and back.
 
-Importing torch costs more than converting a small model, so the CPU path does without it. `reference.encode`
-says the same in four lines of torch; the tests hold the two against each other bit by bit.
+Importing torch costs more than converting a small model, so the CPU path does without it. `reference.encode` is the
+same in four lines of torch; tests compare the two bit by bit.
 
-Weights come as unsigned integers that hold the float's bits ("bits" below), since numpy has no bfloat16 and
-absolute values compare as integers do. A bfloat16 code follows from a table: dividing by the scale depends only
-on the two mantissas and the difference of the exponents, so 128 tables (one per mantissa of the group's largest
-weight, at the top exponent) serve every scale, once the weight's exponent is raised by what the group's largest
-lacks to the top. Where scales are bfloat16 themselves, the mantissa of the scale takes that one's place.
+Weights come as unsigned integers with the float's bits ("bits" below), since numpy has no bfloat16 and absolute values
+compare as integers do. Codes of bfloat16 weights come from a table: the quotient by the scale depends only on the two
+mantissas and the difference of the exponents. So 128 tables, one for each mantissa of the group's largest weight at the
+top exponent, serve every scale: the weight's exponent is raised by as much as the largest weight's is below the top.
+Where scales are bfloat16 themselves, the table is chosen by the mantissa of the scale.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Entry = TypeVar("Entry", bound=np.generic)
 
 
 class Loops(Protocol):
-    """What a conversion does to many weights: this module, or compiled.py, which makes the same bits.
+    """The functions that look at every weight: this module, or compiled.py, which returns the same bits faster.
 
-    The functions of this module of the same names say what each takes and returns.
+    The docstrings of this module's functions of the same names say what each takes and returns.
     """
 
     def absmax(self, bits: Bits, dtype: str, group: Group, /) -> Floats:
-        """The largest absolute weight of each group, float32 [rows / height, cols / width]."""
+        """Compute the largest absolute weight of each group, float32 [rows / height, cols / width]."""
 
     def scales(self, fmt: Format, absmax: Floats, global_scale: Floats | None = None, /) -> Floats:
-        """The scale of each group, float32 of the shape of `absmax`."""
+        """Compute the scale of each group, float32 of the shape of `absmax`."""
 
     def stored(self, fmt: Format, scale: Floats, global_scale: Floats | None = None, /) -> StoredScales:
-        """Scales as they are written, float32, uint16 or uint8 of the shape of `scale`."""
+        """Encode scales as they are stored, float32, uint16 or uint8 of the shape of `scale`."""
 
     def encode_stored(
         self,
@@ -53,7 +53,7 @@ class Loops(Protocol):
         zero_point: Floats | None = None,
         /,
     ) -> None:
-        """Write the codes of weights [rows, cols] to `out`, uint8 [rows, cols / codes in a byte]."""
+        """Write the codes of weights [rows, cols] to `out`, uint8 [rows, cols / codes per byte]."""
 
     def decode_rows(
         self,
@@ -66,10 +66,10 @@ class Loops(Protocol):
         zero_point: Floats | None = None,
         /,
     ) -> None:
-        """Write the weights that codes stand for to `out`, float32 [rows, cols]."""
+        """Dequantize codes into `out`, float32 [rows, cols]."""
 
     def first_unsound(self, codes: Codes, number: Number, /) -> int | None:
-        """The place of the first of some codes, uint8 of any shape, that holds no value; None if all do."""
+        """Return the position of the first NaN among codes, uint8 of any shape; None if there is none."""
 
     def best_scales(
         self,
@@ -81,7 +81,7 @@ class Loops(Protocol):
         importance: Floats | None = None,
         /,
     ) -> Floats:
-        """The scale of each group with the least squared error, float32 [groups]."""
+        """Choose the scale of each group with the least squared error, float32 [groups]."""
 
     def to_bfloat16(self, values: Floats, out: npt.NDArray[np.uint16], /) -> None:
         """Round float32 values [rows, cols] to bfloat16; `out` gets their bits, uint16 [rows, cols]."""
@@ -92,23 +92,23 @@ BITS_TYPE: dict[str, np.dtype[np.unsignedinteger[Any]]] = {
     "F16": np.dtype(np.uint16),
     "F32": np.dtype(np.uint32),
 }
-"""Source dtypes that can be quantized, with the integer that holds their bits."""
+"""Source dtypes that can be quantized, with the integer dtype of their bits."""
 
-# Elements handled at a time: few enough that what a step writes is still in the cache when the next one reads it,
-# many enough that threads seldom wait for each other (every call into numpy takes the interpreter lock back).
+# Elements handled at a time: few enough that the next step finds them in the cache, many enough that threads seldom
+# wait for each other (every call into numpy takes the interpreter lock back).
 CHUNK = 1 << 18
 
 _TOP = 254  # the largest exponent field of a finite bfloat16
-_TOP_SCALE = _TOP - 4  # where weights are up to 16 times their scale
+_TOP_SCALE = _TOP - 4  # the exponent field of scales in tables for weights of up to 16 times their scale
 _SAFE = 64  # from this exponent field on, zero and subnormals stay below half the smallest code when raised to the top
 
 
 def to_float32(bits: Bits, dtype: str) -> Floats:
-    """The values that bits hold, which float32 has exactly.
+    """Convert the bits of weights to float32, which is exact.
 
     Args:
         bits: uint16 or uint32 of any shape.
-        dtype: their dtype, a key of BITS_TYPE.
+        dtype: dtype of the weights: "BF16", "F16" or "F32".
 
     Returns:
         float32 of the same shape.
@@ -121,14 +121,14 @@ def to_float32(bits: Bits, dtype: str) -> Floats:
 
 
 def from_float32(values: Floats, dtype: str) -> Bits:
-    """Round float32 values to another dtype, to the nearest; too large ones become infinity.
+    """Round float32 values to another dtype, ties to even; values out of range become infinity.
 
     Args:
         values: float32 of any shape.
-        dtype: a key of BITS_TYPE.
+        dtype: "BF16", "F16" or "F32".
 
     Returns:
-        Their bits, uint16 or uint32 of the same shape.
+        The bits of the rounded values, uint16 or uint32 of the same shape.
     """
     if dtype == "BF16":
         return nearest_bfloat16(values).astype(np.uint16)
@@ -139,11 +139,11 @@ def from_float32(values: Floats, dtype: str) -> Bits:
 
 
 def scale_values(stored: Codes, dtype: str) -> Floats:
-    """The values of stored scales.
+    """Decode stored scales.
 
     Args:
-        stored: uint8 [bytes], their bytes.
-        dtype: "F64", "F32", "BF16", "F16" or "F8_E4M3"; or "F8_E8M0" or "U8", exponents of which 255 is NaN.
+        stored: uint8 [nbytes], the bytes of the scales.
+        dtype: "F64", "F32", "BF16", "F16" or "F8_E4M3"; or "F8_E8M0" or "U8" for exponents, of which 255 is NaN.
 
     Returns:
         float32 [scales].
@@ -158,22 +158,22 @@ def scale_values(stored: Codes, dtype: str) -> Floats:
 
 @cache
 def _exponent_values() -> Floats:
-    """[256] the power of two that each byte is the exponent of."""
+    """Return the values of all E8M0 bytes, float32 [256]."""
     values = np.exp2(np.arange(-127, 129, dtype=np.float64))
     values[255] = np.nan
     return values.astype(np.float32)
 
 
 def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
-    """The largest absolute weight of each group.
+    """Compute the largest absolute weight of each group.
 
     Args:
-        bits: the weights, uint16 or uint32 [rows, cols], multiples of the group's height and width.
-        dtype: their dtype, a key of BITS_TYPE.
-        group: height and width of what shares a scale.
+        bits: bits of the weights, uint16 or uint32 [rows, cols] of whole groups.
+        dtype: dtype of the weights: "BF16", "F16" or "F32".
+        group: height and width of a group.
 
     Returns:
-        float32 [rows / height, cols / width]; NaN or infinity for a group that holds one.
+        float32 [rows / height, cols / width]; NaN or infinity for a group that has one.
     """
     mask = bits.dtype.type((1 << (bits.dtype.itemsize * 8 - 1)) - 1)
     largest = np.zeros(grid_of(group, bits.shape), bits.dtype)
@@ -187,26 +187,26 @@ def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
 
 
 def scales(fmt: Format, absmax: Floats, global_scale: Floats | None = None) -> Floats:
-    """The scale of each group from its largest absolute weight, as Format.scales.
+    """Compute the scale of each group from its largest absolute weight, by Format.scales.
 
     Args:
         fmt: how the weights are stored.
         absmax: float32 of any shape, the largest absolute weight of each group.
-        global_scale: float32 of one element; that of these groups if None.
+        global_scale: float32 of one element; computed from `absmax` if None and the format has one.
 
     Returns:
-        float32 of the shape of `absmax`.
+        float32 of the shape of `absmax`, divided by the global scale.
     """
     return fmt.scales(absmax, global_scale)
 
 
 def stored(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
-    """Scales as they are written, as Format.stored.
+    """Encode scales as they are stored, by Format.stored.
 
     Args:
         fmt: how the weights are stored.
-        scale: float32 of any shape.
-        global_scale: float32 of one element, where the format has one.
+        scale: float32 of any shape, as `scales` returns them.
+        global_scale: float32 of one element, if the format has one.
 
     Returns:
         float32, uint16 (the bits of bfloat16 or float16) or uint8 (E4M3 or E8M0) of the shape of `scale`.
@@ -224,18 +224,17 @@ def encode(
     global_scale: Floats | None = None,
     zero_point: Floats | None = None,
 ) -> None:
-    """Write the codes of weights to `out`, a byte each.
+    """Quantize weights and write their codes to `out`, one per byte.
 
     Args:
-        bits: the bits of finite weights, uint16 or uint32 [rows, cols].
-        dtype: their dtype, a key of BITS_TYPE.
+        bits: bits of finite weights, uint16 or uint32 [rows, cols].
+        dtype: dtype of the weights: "BF16", "F16" or "F32".
         scale: float32 [rows / height, cols / width].
-        group: height and width of what shares a scale.
-        out: uint8 [rows, cols], contiguous.
-        number: what the codes are.
-        global_scale: float32 [1, 1], what scales in E4M3 were divided by; None without one.
-        zero_point: float32 of the shape of `scale`, the values of the codes that stand for zero; None where zero stands
-            for itself.
+        group: height and width of a group.
+        out: uint8 [rows, cols], contiguous; is overwritten.
+        number: numeric format of the codes.
+        global_scale: float32 [1, 1], by which `scale` is divided; None without one.
+        zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
     """
     if zero_point is not None:
         _encode_by_arithmetic(bits, dtype, scale, group, out, number, zero_point)
@@ -243,14 +242,14 @@ def encode(
     if dtype == "BF16" and global_scale is not None:
         exponent = scale.view(np.uint32) >> 23
         if np.all((exponent >= _SAFE) & (exponent <= _TOP_SCALE)):
-            # Of a scale times what it was divided by three bits of mantissa are left.
+            # Times the global scale, scales are E4M3 again: three bits of mantissa choose the table.
             mantissa = ((scale * global_scale).view(np.uint32) + np.uint32(0x80000)) >> 20 & 7
             tables = _tables_of_global_scale(number, float(global_scale.item()))
             _encode_by_offset(bits, (mantissa << 16) + ((_TOP_SCALE - exponent) << 7), group, out, tables)
             return
-    # A multiple of the scale that is a bfloat16: the largest weight that it was made from, or would have been made from
-    # if it was raised, which is none where a joined set mixes dtypes; or any power of two times it, which alone will do
-    # where weights may be beyond the largest that a scale was made from.
+    # Tables need a multiple of the scale that is a bfloat16: the group's largest weight, from which the scale was made
+    # (not where fused layers mix dtypes), or a power of two times the scale. Only the latter will do where weights may
+    # be larger than the one from which the scale was made.
     multiples = (number.span, _beyond(number)) if number.span == number.largest else (_beyond(number),)
     for multiple in multiples if dtype == "BF16" and global_scale is None else ():
         with np.errstate(over="ignore"):
@@ -274,16 +273,22 @@ def encode_stored(
     global_scale: Floats | None = None,
     zero_point: Floats | None = None,
 ) -> None:
-    """Write the codes of weights [rows, cols] to `out` as they are stored: two share a byte where a number has 16.
+    """Quantize weights and write their codes to `out` as they are stored, two per byte if they have four bits.
 
     Args:
-        bits, dtype, scale, group, number, global_scale, zero_point: as for encode.
-        out: uint8 [rows, cols / codes in a byte], contiguous.
+        bits: bits of finite weights, uint16 or uint32 [rows, cols].
+        dtype: dtype of the weights: "BF16", "F16" or "F32".
+        scale: float32 [rows / height, cols / width].
+        group: height and width of a group.
+        out: uint8 [rows, cols / codes per byte], contiguous; is overwritten.
+        number: numeric format of the codes.
+        global_scale: float32 [1, 1], by which `scale` is divided; None without one.
+        zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
     """
     if number.per_byte == 1:
         encode(bits, dtype, scale, group, out, number, global_scale, zero_point)
         return
-    # All of them at once: what each chunk allocated anew would take twice as long.
+    # All rows at once: allocating codes for each chunk would take twice as long.
     codes = np.empty(bits.shape, np.uint8)
     encode(bits, dtype, scale, group, codes, number, global_scale, zero_point)
     for low, high, _ in _chunks((1, None), bits.shape):
@@ -291,25 +296,25 @@ def encode_stored(
 
 
 def pack(codes: Codes, out: Codes) -> None:
-    """Write two codes to a byte, the first in the low half.
+    """Pack two codes into a byte, the first in the low half.
 
     Args:
-        codes: uint8 [rows, cols], below 16.
-        out: uint8 [rows, cols / 2].
+        codes: uint8 [rows, cols], each below 16.
+        out: uint8 [rows, cols / 2]; is overwritten.
     """
     pairs = codes.view("<u2")
     np.copyto(out, pairs | pairs >> 4, casting="unsafe")
 
 
 def unpack(codes: Codes, number: Number) -> Codes:
-    """Stored codes as a byte each.
+    """Unpack stored codes.
 
     Args:
-        codes: uint8 [rows, cols / codes in a byte].
-        number: what they are.
+        codes: uint8 [rows, cols / codes per byte].
+        number: numeric format of the codes.
 
     Returns:
-        uint8 [rows, cols].
+        uint8 [rows, cols], one code per byte.
     """
     if number.per_byte == 1:
         return codes
@@ -317,27 +322,27 @@ def unpack(codes: Codes, number: Number) -> Codes:
 
 
 def unpack_words(words: npt.NDArray[np.uint32], number: Number) -> Codes:
-    """The codes in words that hold those of several rows, the first lowest.
+    """Unpack words that have the codes of several rows, the first row in the lowest bits.
 
     Args:
-        words: uint32 [rows / codes in a word, cols].
-        number: what the codes are.
+        words: uint32 [rows / codes per word, cols].
+        number: numeric format of the codes.
 
     Returns:
-        The codes, uint8 [rows, cols], a byte each; of rows that filled the last word up too.
+        uint8 [rows, cols], one code per byte, including rows of padding in the last word.
     """
     return unpack(np.ascontiguousarray(words.T).view(np.uint8), number).T
 
 
 def pack_words(codes: Codes, number: Number) -> npt.NDArray[np.uint32]:
-    """Pack codes in words that hold those of several rows, the first lowest; zeros fill the last up.
+    """Pack the codes of several rows into words, the first row in the lowest bits; the last word is padded with zeros.
 
     Args:
-        codes: uint8 [rows, cols], a byte each.
-        number: what they are.
+        codes: uint8 [rows, cols], one code per byte.
+        number: numeric format of the codes.
 
     Returns:
-        The words, uint32 [rows / codes in a word, cols].
+        uint32 [ceil(rows / codes per word), cols].
     """
     along = np.ascontiguousarray(np.pad(codes, ((0, -len(codes) % number.per_item), (0, 0))).T)
     if number.per_byte > 1:
@@ -350,18 +355,18 @@ def pack_words(codes: Codes, number: Number) -> npt.NDArray[np.uint32]:
 def best_scales(
     bits: Bits, dtype: str, unclipped: Floats, scales: Floats, number: Number, importance: Floats | None = None
 ) -> Floats:
-    """Choose the scale of each group with the least squared error; of two as good the first.
+    """Choose the scale of each group with the least squared error; of equally good ones the first.
 
-    Sums add in the order of the weights, whatever the CPU.
+    Sums add in the order of the weights, so the result is the same on every CPU.
 
     Args:
-        bits: the bits of finite weights, uint16 or uint32 [groups, width].
-        dtype: their dtype, a key of BITS_TYPE.
-        unclipped: float32 [groups], the scales that their largest weights make.
-        scales: float32 [clip ratios, groups], those to choose from.
-        number: what the codes are.
-        importance: float32 [n, width], at most 1: what each square counts in the groups 0, n, 2n, .., in 1, n + 1, ..
-            and so on; all alike if None.
+        bits: bits of finite weights, uint16 or uint32 [groups, width].
+        dtype: dtype of the weights: "BF16", "F16" or "F32".
+        unclipped: float32 [groups], the scales made from each group's largest weight.
+        scales: float32 [clip ratios, groups], the candidates.
+        number: numeric format of the codes.
+        importance: float32 [n, width], at most 1: weights of the squared errors; group i uses row i modulo n. All are
+            1 if None.
 
     Returns:
         The chosen scales, float32 [groups].
@@ -370,7 +375,7 @@ def best_scales(
     step = max(1, CHUNK // bits.shape[1])
     for low in range(0, len(bits), step):
         part = slice(low, low + step)
-        # A column for each group: what is computed for each of them runs along memory. It is always a copy.
+        # A column for each group, so that per-group arithmetic runs along memory. It is always a copy.
         weights = np.array(to_float32(bits[part], dtype).T, order="C")
         groups = np.arange(low, low + weights.shape[1])
         weighting = None if importance is None else np.take(importance.T, groups % len(importance), axis=1)
@@ -379,8 +384,8 @@ def best_scales(
 
 
 def _best(weights: Floats, unclipped: Floats, scales: Floats, number: Number, weighting: Floats | None) -> Floats:
-    """The same for groups that are the columns of weights, which are changed."""
-    # In units of the unclipped scale no square overflows, and none of a group that is not zero is lost.
+    """Choose the scales of groups that are the columns of `weights`, which is overwritten."""
+    # In units of the unclipped scale no square overflows or underflows.
     weights /= unclipped
     chosen, least = unclipped, np.full(unclipped.shape, np.inf, np.float32)
     quotients = np.empty_like(weights)
@@ -391,7 +396,7 @@ def _best(weights: Floats, unclipped: Floats, scales: Floats, number: Number, we
         quotients *= quotients
         if weighting is not None:
             quotients *= weighting
-        # Where there is one column numpy adds halves to each other.
+        # With a single column numpy would sum pairwise, in another order.
         total = quotients.sum(axis=0) if len(unclipped) > 1 else np.add.accumulate(quotients[:, 0])[-1:]
         error = total * relative * relative
         chosen = np.where(error < least, scale, chosen)
@@ -400,7 +405,7 @@ def _best(weights: Floats, unclipped: Floats, scales: Floats, number: Number, we
 
 
 def _chunks(group: Group, shape: tuple[int, ...]) -> Iterator[tuple[int, int, slice]]:
-    """Rows [low, high) of about CHUNK elements, and the rows of the grid they belong to: one, or one for each."""
+    """Yield ranges of rows [low, high) of about CHUNK elements, and the rows of the grid of scales for them."""
     rows, cols = shape
     height = group[0] or rows
     step = max(1, CHUNK // cols)
@@ -413,15 +418,14 @@ def _chunks(group: Group, shape: tuple[int, ...]) -> Iterator[tuple[int, int, sl
 
 
 def decode(codes: Codes, scale: Floats, out: Floats, number: Number, zero_point: Floats | None = None) -> None:
-    """Write the weights that codes stand for to `out`; NaN for codes that hold no value, and infinity where float32
-    does not hold them.
+    """Dequantize codes into `out`: (value - zero point) * scale. NaN codes give NaN, overflow gives infinity.
 
     Args:
-        codes: uint8 [rows, cols / codes in a byte].
-        scale: float32 of any shape that numpy repeats over [rows, cols].
-        out: float32 [rows, cols], contiguous.
-        number: what the codes are.
-        zero_point: float32 of the shape of `scale`, the values of the codes that stand for zero; 0 if None.
+        codes: uint8 [rows, cols / codes per byte].
+        scale: float32 of any shape that broadcasts over [rows, cols].
+        out: float32 [rows, cols], contiguous; is overwritten.
+        number: numeric format of the codes.
+        zero_point: float32 of the shape of `scale`; None if zero points are 0.
     """
     values = bytes_of(number)
     np.take(values, codes, out=out.view(values.dtype), mode="clip")
@@ -434,22 +438,22 @@ def decode(codes: Codes, scale: Floats, out: Floats, number: Number, zero_point:
 def decode_rows(
     codes: Codes, number: Number, scale: Floats, group: Group, low: int, out: Floats, zero_point: Floats | None = None
 ) -> None:
-    """Write the weights of some rows of a matrix, from row `low` on, to `out`.
+    """Dequantize some rows of a matrix into `out`, from row `low` of the matrix on.
 
     Args:
-        codes: uint8 [rows, cols / codes in a byte].
-        number: what they are.
-        scale: float32 [rows of groups that the weights lie in, cols / width].
-        group: height and width of what shares a scale; the last of a row or column may be smaller.
-        low: the number of the first row.
-        out: float32 [rows, cols], contiguous.
-        zero_point: float32 of the shape of `scale`, the values of the codes that stand for zero; 0 if None.
+        codes: uint8 [rows, cols / codes per byte].
+        number: numeric format of the codes.
+        scale: float32 [groups along these rows, ceil(cols / width)].
+        group: height and width of a group; groups at the matrix's edges may be smaller.
+        low: number of the first row, which tells where in a group it lies.
+        out: float32 [rows, cols], contiguous; is overwritten.
+        zero_point: float32 of the shape of `scale`; None if zero points are 0.
     """
     rows, cols = out.shape
     height, width = group[0] or low + rows, group[1]
     first, start = low // height, 0
     while start < rows:
-        # Each row with scales of its own goes with others, a row within a block only with those of the block.
+        # Rows with scales of their own are decoded together; rows of blocks only with those of the same block.
         end = start + max(1, CHUNK // cols)
         if height > 1:
             end = min(end, (low + start) // height * height + height - low)
@@ -465,25 +469,25 @@ def decode_rows(
 
 
 def to_bfloat16(values: Floats, out: npt.NDArray[np.uint16]) -> None:
-    """Round finite values to bfloat16, to the even one of two as near.
+    """Round finite values to bfloat16, ties to even.
 
     Args:
         values: float32 [rows, cols].
-        out: uint16 [rows, cols], gets the bits.
+        out: uint16 [rows, cols], overwritten with the bits.
     """
     for low, high, _ in _chunks((1, None), values.shape):
         out[low:high] = nearest_bfloat16(values[low:high])
 
 
 def first_unsound(codes: Codes, number: Number) -> int | None:
-    """Find the first of some codes that holds no value, such as NaN.
+    """Find the first code that is NaN.
 
     Args:
-        codes: uint8 of any shape, as they are stored.
-        number: what they are.
+        codes: stored bytes, uint8 of any shape.
+        number: numeric format of the codes.
 
     Returns:
-        Its place among the bytes in order; None if all hold values.
+        Its position in the flattened bytes; None if no code is NaN.
     """
     flat = codes.reshape(-1)
     for low in range(0, flat.size, CHUNK):
@@ -495,34 +499,34 @@ def first_unsound(codes: Codes, number: Number) -> int | None:
 
 @cache
 def bytes_of(number: Number) -> npt.NDArray[np.float32] | npt.NDArray[np.complex64]:
-    """What every byte stands for.
+    """Return the value of every stored byte.
 
     Returns:
-        float32 [256]; or complex64 [256] where a byte holds two codes, that of the low half as the real part.
+        float32 [256]; or complex64 [256] where a byte has two codes, with the low half's value as the real part.
     """
     values = number.values()
     if number.per_byte == 1:
         return values
     byte = np.arange(256)
-    # A complex number is two of them to numpy, which takes it in one piece.
+    # numpy looks up a pair of float32 in one step if it is a complex number.
     return np.stack([values[byte & 15], values[byte >> 4]], axis=1).view(np.complex64).reshape(256)
 
 
 @cache
 def _f16_values() -> Floats:
-    """[65536] the value of every float16; looking it up is twice as fast as numpy's conversion."""
-    with np.errstate(invalid="ignore"):  # some of them are signalling NaNs
+    """Return the value of every float16, float32 [65536]; a look-up is twice as fast as numpy's conversion."""
+    with np.errstate(invalid="ignore"):  # some are signalling NaNs
         return np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 
 def _beyond(number: Number) -> float:
-    """The least power of two that no code reaches."""
+    """Return the smallest power of two above all codes' values."""
     return float(2.0 ** (np.floor(np.log2(number.largest)) + 1))
 
 
 @cache
 def _tables(number: Number, multiple: float) -> Codes:
-    """[128 * 65536] codes: entry [m, x] is bfloat16 x where so many times the scale are (1 + m/128) * 2^127."""
+    """Return codes, uint8 [128 * 65536]: entry [m, x] for bfloat16 x if scale * multiple is (1 + m/128) * 2^127."""
     tables = np.empty((128, 2, 32768), np.uint8)
     tables[:] = number.encode(np.array([[0.0], [-0.0]], np.float32))
     # 2^-10 of the smallest normal code is already zero: 448 is 2^8.8, so 24 exponents hold every nonzero code.
@@ -538,8 +542,8 @@ def _tables(number: Number, multiple: float) -> Codes:
 
 @lru_cache(maxsize=8)
 def _tables_of_global_scale(number: Number, global_scale: float) -> Codes:
-    """[8 * 65536] codes: entry [m, x] is bfloat16 x under (1 + m/8) / global_scale, times the power of two that gives
-    it the exponent field _TOP_SCALE. For NVFP4, where weights are at most 10 times their scale.
+    """Return codes, uint8 [8 * 65536]: entry [m, x] for bfloat16 x and scale (1 + m/8) / global_scale, times the power
+    of two that gives the scale the exponent field _TOP_SCALE. For NVFP4: weights are at most 10 times their scale.
     """
     tables = np.empty((8, 2, 32768), np.uint8)
     tables[:] = number.encode(np.array([[0.0], [-0.0]], np.float32))
@@ -561,7 +565,7 @@ def _encode_by_table(bits: Bits, top: npt.NDArray[np.integer[Any]], group: Group
 def _encode_by_offset(
     bits: Bits, offset: npt.NDArray[np.integer[Any]], group: Group, out: Codes, tables: Codes
 ) -> None:
-    """Look codes up. Where a weight's lies: in its group's table, at its own bits raised to the top exponent."""
+    """Look codes up in the group's table, at the weight's bits with their exponent raised; `offset` adds up both."""
     if offset.size == 1:
         start = int(offset.item())
         table = tables[start : (start & ~0xFFFF) + 0x10000]
@@ -570,7 +574,7 @@ def _encode_by_offset(
             np.take(table, flat[i : i + CHUNK], out=codes[i : i + CHUNK], mode="clip")
         return
     rows, cols = bits.shape
-    # Added as 32 bits, which the processor does several at a time, then widened to what take() asks for.
+    # The processor adds several 32-bit integers at a time; take() needs them widened.
     narrow = np.empty((min(rows, max(1, CHUNK // cols)), cols), np.uint32)
     index = np.empty(narrow.shape, np.intp)
     for low, high, part in _chunks(group, bits.shape):
@@ -588,21 +592,21 @@ def _encode_by_arithmetic(
 
 
 def _widen(grid: npt.NDArray[Entry], width: int | None) -> npt.NDArray[Entry]:
-    """Some rows of a grid with each entry repeated over its columns, if it has more than one column."""
+    """Repeat each entry of a grid `width` times along its row; unchanged if None, as one column broadcasts."""
     return grid if width is None else np.repeat(grid, width, axis=1)
 
 
 def encode_float32(values: Floats, scale: Floats, number: Number, zero_point: Floats | None = None) -> Codes:
-    """The codes of finite values: divide, add the zero point, clamp, round to nearest even.
+    """Quantize finite values: divide by the scale, add the zero point, clamp, round to nearest even.
 
     Args:
         values: float32 [rows, cols].
-        scale: float32 of any shape that numpy repeats over [rows, cols].
-        number: what the codes are.
-        zero_point: float32 of the shape of `scale`, the values of the codes that stand for zero; 0 if None.
+        scale: float32 of any shape that broadcasts over [rows, cols].
+        number: numeric format of the codes.
+        zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
 
     Returns:
-        The codes, uint8 [rows, cols], a byte each.
+        uint8 [rows, cols], one code per byte.
     """
     quotients = np.divide(values, scale)
     if zero_point is not None:

@@ -1,7 +1,7 @@
-"""Numbers: what a code stands for, which code is nearest to a value, and how codes lie in a tensor.
+"""Numeric formats: the values of codes, the nearest code to a value, and how codes are packed in a tensor.
 
-A number has at most 256 codes, each a byte while we compute; where it has 16, two of them share a byte, the first in
-the low half. Nothing here knows of scales: a code stands for its value times whatever scale its group has.
+A numeric format has at most 256 codes, each a byte while we compute. If it has 16, two codes share a stored byte, the
+first in the low half. Scales are not known here: a weight is the value of its code times the scale of its group.
 
     E4M3.decode(np.uint8([0x7E, 0x38]))   # [448.0, 1.0]
     E4M3.encode(np.float32([500, 1.03]))  # [0x7e, 0x38]: clamped to 448, rounded to the nearest, to even of two as near
@@ -23,17 +23,16 @@ _LARGEST_BFLOAT16 = (2 - 2.0**-7) * 2.0**127
 
 @dataclass(frozen=True)
 class Number(ABC):
-    """A kind of code.
+    """A numeric format.
 
     Attributes:
-        title: what plans and cards call weights of it: "FP8".
-        name: of its arithmetic, as cards say it: "float8_e4m3fn".
-        dtype: safetensors dtype of the tensor that holds the codes.
+        title: its name in plans and cards: "FP8".
+        name: its name as a dtype: "float8_e4m3fn".
+        dtype: safetensors dtype of the code tensor.
         per_item: codes in one element of that dtype.
         per_byte: codes in one byte.
-        largest: the largest magnitude of a code.
-        normal: the smallest value of a code with all bits of precision, those nearer to zero are subnormal; 0 where
-            none are.
+        largest: largest magnitude of a code's value.
+        normal: smallest normal value; 0 for integers, which have no subnormal values.
     """
 
     title: str
@@ -46,27 +45,27 @@ class Number(ABC):
 
     @abstractmethod
     def encode(self, quotients: Floats) -> Codes:
-        """The codes nearest to values: clamped to what there is, of two as near the even one.
+        """Round values to the nearest codes, ties to even; values out of range are clamped.
 
         Args:
             quotients: finite float32 of any shape.
 
         Returns:
-            uint8 of the same shape, a byte for each code.
+            Codes, uint8 of the same shape, one per byte.
         """
 
     @abstractmethod
     def values(self) -> Floats:
-        """float32, [256] or [16]: the value of every code, NaN where one stands for none."""
+        """Return the value of every code, float32 [256] or [16]; NaN for codes that are no number."""
 
     @abstractmethod
     def bound(self, weights: Floats, scale: Floats, slack: float) -> Floats:
-        """How far rounding may take weights from what their codes stand for.
+        """Return how far a weight may be from its dequantized code.
 
         Args:
             weights: float32 of any shape.
-            scale: float32, that of each weight, of a shape that numpy repeats over them.
-            slack: how far the scale itself may be off, relatively.
+            scale: float32, the scale of each weight, of a shape that broadcasts over `weights`.
+            slack: relative error that the scale itself may have.
 
         Returns:
             The largest absolute error, float32 of the shape of `weights`.
@@ -74,39 +73,37 @@ class Number(ABC):
 
     @cached_property
     def smallest(self) -> float:
-        """The smallest value above zero."""
+        """The smallest positive value."""
         values = self.values()
         return float(values[values > 0].min())
 
     @property
     def span(self) -> float:
-        """What a group's largest weight is divided by to give its scale."""
+        """The divisor that makes a scale from a group's largest absolute weight."""
         return self.largest
 
     @property
     def largest_weight(self) -> float:
-        """The largest weight that can be encoded: `span` times the largest power of two by which no code is beyond
-        bfloat16, 448 * 2^119 for E4M3.
-        """
+        """The largest weight that can be encoded so that no code decodes beyond bfloat16: 448 * 2^119 for E4M3."""
         exponent = int(np.floor(np.log2(_LARGEST_BFLOAT16 / self.largest)))
         return self.span * 2.0**exponent
 
     def decode(self, codes: Codes) -> Floats:
-        """The values of codes that are a byte each, uint8 of any shape: float32 of the same shape."""
+        """Return the values of codes: uint8 of any shape, one per byte, to float32 of the same shape."""
         return np.take(self.values(), codes, mode="clip")
 
     def nearest(self, quotients: Floats) -> Floats:
-        """The values of the codes nearest to finite values, float32 of any shape: float32 of the same shape."""
+        """Round finite float32 values of any shape to values of codes, ties to even; float32 of the same shape."""
         return self.decode(self.encode(quotients))
 
     def unsound(self, codes: Codes) -> npt.NDArray[np.bool_] | None:
-        """Which bytes hold no value, such as NaN.
+        """Find codes that are NaN.
 
         Args:
-            codes: uint8 of any shape, as they are stored.
+            codes: stored bytes, uint8 of any shape.
 
         Returns:
-            bool of the same shape; None if all hold values, which is looked for first.
+            bool of the same shape; None if no code is NaN.
         """
         del codes
         return None
@@ -139,9 +136,9 @@ class _E4M3(Number):
 
 @dataclass(frozen=True)
 class _Integer(Number):
-    """Integers from -largest to `highest`, each stored `excess` above its value; modulo 256 where they are a byte.
+    """Integers from -largest to `highest`, stored as value + `excess`, modulo 256 if they are a byte.
 
-    Where there is one below -largest it is read too, since other tools write it.
+    Codes below -largest, such as -128 of INT8, are decoded too, since other tools write them.
     """
 
     highest: int = 127
@@ -149,9 +146,7 @@ class _Integer(Number):
 
     @property
     def span(self) -> float:
-        """Half of the range: 7.5 where integers go from -8 to 7, which is nearer than 7 (compressed-tensors,
-        quantization/utils/helpers.py:98).
-        """
+        """Half of the range, 7.5 for -8 to 7, as compressed-tensors has it (quantization/utils/helpers.py:98)."""
         return (self.largest + self.highest) / 2
 
     def encode(self, quotients: Floats) -> Codes:
@@ -171,7 +166,7 @@ class _Integer(Number):
         bound = size * np.float32(slack)
         bound += scale * np.float32(0.5 * (1 + slack))
         if self.highest < self.largest:
-            # Of four bits the largest weights are clipped on purpose, to half of what they are at most.
+            # A search clips the largest weights of INT4 on purpose, at most to half.
             beyond = size - scale * np.float32(self.highest)
             bound = np.where(size <= scale * np.float32(2 * self.span), np.maximum(bound, beyond), bound)
         return bound
@@ -201,9 +196,9 @@ class _E2M1(Number):
 
 
 def _rounded(quotients: Floats, number: Number) -> Floats:
-    """The values of a number of floating point nearest to finite ones, zeros without a sign."""
-    # As additions round: beside so large a number only whole steps of a quotient are left, which are a part of its
-    # binade, and alike below the normal ones. A search asks for this often, and looking codes up takes longer.
+    """Round finite values to those of a floating-point format; zeros lose their sign."""
+    # Adding a large number leaves only whole steps of the quotient, a fixed part of its binade; subtracting it again
+    # gives the rounded value. A search rounds often, and looking codes up in a table takes longer.
     near = np.clip(quotients, np.float32(-number.largest), np.float32(number.largest))
     binade = np.maximum(near.view(np.uint32) & np.uint32(0x7F800000), np.float32(number.normal).view(np.uint32))
     beside = binade.view(np.float32) * np.float32(1.5 * 2**23 * number.smallest / number.normal)
@@ -213,7 +208,7 @@ def _rounded(quotients: Floats, number: Number) -> Floats:
 
 
 def nearest_bfloat16(values: Floats) -> npt.NDArray[np.uint32]:
-    """Round finite values to bfloat16, to the even one of two as near.
+    """Round finite values to bfloat16, ties to even.
 
     Args:
         values: float32 of any shape.
@@ -231,7 +226,7 @@ def nearest_bfloat16(values: Floats) -> npt.NDArray[np.uint32]:
 
 
 def _middles(magnitudes: Floats) -> npt.NDArray[np.float64]:
-    """Between neighbours of some ascending values the last that belongs to the lower; a middle to the even code."""
+    """Return for neighbours of ascending values the largest input that rounds to the lower one, ties to even."""
     exact = magnitudes.astype(np.float64)
     middle = (exact[1:] + exact[:-1]) / 2
     middle[1::2] = np.nextafter(middle[1::2], 0)
@@ -247,9 +242,9 @@ def _e4m3_values() -> Floats:
 
 
 def _nearest(quotients: Floats, number: Number, sign: int) -> Codes:
-    """The codes of a number of floating point that has this bit for the sign."""
-    # Rounded to odd, 16 of the 32 bits are enough to round once more to a code, as if there had been no first time:
-    # the last bit kept says whether anything lies beyond it.
+    """Return the nearest codes of a floating-point format with `sign` as its sign bit."""
+    # Rounding to odd first leaves 16 bits from which a table gives the code, as if there had been no first rounding:
+    # the last bit says whether any bit below it was set.
     bits = quotients.view(np.uint32)
     odd = bits & 0xFFFF
     odd += np.uint32(0xFFFF)
@@ -260,7 +255,7 @@ def _nearest(quotients: Floats, number: Number, sign: int) -> Codes:
 
 @cache
 def _nearest_of_bfloat16(number: Number, sign: int) -> Codes:
-    """[65536] the code nearest to every finite bfloat16; the largest for all beyond it."""
+    """Return the nearest code of every bfloat16, uint8 [65536]; infinity and NaN get the largest."""
     finite = (np.arange(0x7F80, dtype=np.uint32) << 16).view(np.float32)
     values = number.values()[:sign]
     values = values[np.isfinite(values)]
@@ -272,9 +267,9 @@ def _nearest_of_bfloat16(number: Number, sign: int) -> Codes:
 E4M3 = _E4M3("FP8", "float8_e4m3fn", "F8_E4M3", per_item=1, per_byte=1, largest=448, normal=2.0**-6)
 E2M1 = _E2M1("FP4", "float4_e2m1", "U8", per_item=2, per_byte=2, largest=6, normal=1)
 INT8 = _Integer("INT8", "int8", "I8", per_item=1, per_byte=1, largest=127, normal=0)
-# In words of 32 bits, the first of eight or four lowest (compressed-tensors, compressors/pack_quantized).
+# In words of 32 bits, the first of eight or four codes lowest (compressed-tensors, compressors/pack_quantized).
 INT4 = _Integer("INT4", "int4", "I32", per_item=8, per_byte=2, largest=8, normal=0, highest=7, excess=8)
 INT8_WORDS = _Integer("INT8", "int8", "I32", per_item=4, per_byte=1, largest=127, normal=0, excess=128)
 
-# Those whose codes have an element each, by its dtype.
+# Numeric formats with one code per element, by dtype.
 CODES = {number.dtype: number for number in (E4M3, INT8)}

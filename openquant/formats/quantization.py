@@ -1,4 +1,4 @@
-"""What a quantization_config promises of the tensors beside it, whichever tool wrote it.
+"""Read a quantization_config: how it says that weights and activations are stored, whichever tool wrote it.
 
 `fp8` is read as vLLM reads it (layers/quantization/fp8.py:106-168), `compressed-tensors` likewise
 (layers/quantization/compressed_tensors/compressed_tensors.py:581-616 and the package's own), `modelopt` from its
@@ -41,29 +41,28 @@ from .schemes import (
 
 # What shares a scale in the MX formats (OCP Microscaling Formats 1.0, 5.2).
 MX_GROUP = 32
-# The largest block that is read: a common layer has no more rows or columns.
+# The largest side of a block that is read; common layers have no more rows or columns.
 MAX_SIDE = 1 << 16
-# FP8 activations, in the words of compressed-tensors.
+# Keys of FP8 activations in compressed-tensors.
 _FP8 = {"type": "float", "num_bits": 8}
-# Methods whose codes lie in columns.
+# Methods whose codes are stored transposed.
 IN_COLUMNS = ("awq", "gptq")
 IGNORE_KEYS = ("ignored_layers", "modules_to_not_convert", "ignore")
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """One quantization_config.
+    """A quantization_config that was read.
 
     Attributes:
-        method: its quant_method.
-        groups: what layers are stored as, each with the targets it applies to; none where it says only that keys and
-            values are cached in FP8.
-        inputs: how the activations of each group's layers are quantized, in the words of compressed-tensors; None for
-            those that stay as they are.
-        expressions: those among the targets.
-        ignored: what stays unquantized.
-        settings: all of it, None in place of each list of unquantized modules.
-        problems: what is wrong with it already.
+        method: the quant_method.
+        groups: targets and format of each group of layers; empty if the config only asks for an FP8 KV cache.
+        inputs: for each group, how activations are quantized, as `input_activations` of compressed-tensors; None if
+            they are not.
+        expressions: the regular expressions among the targets.
+        ignored: the ignore list.
+        settings: the whole config, with None in place of each ignore list.
+        problems: messages about settings that contradict each other or that no engine accepts.
     """
 
     method: str
@@ -76,19 +75,19 @@ class Quantization:
 
     @property
     def title(self) -> str:
-        """What shares a scale in its groups: "one scale per channel and one scale per 128x128 block"."""
+        """What shares a scale in each group: "one scale per channel and one scale per 128x128 block"."""
         return " and ".join(dict.fromkeys(fmt.label for _, fmt in self.groups)) or "weights as they are"
 
     @property
     def checkable(self) -> bool:
-        """Whether `verify` knows what engines make of it."""
-        written = {scheme.format.number for scheme in SCHEMES.values()}
-        known = self.method in ("fp8", "compressed-tensors", *IN_COLUMNS)
-        return known and all(fmt.number in written for _, fmt in self.groups)
+        """Whether `verify` knows how engines load it."""
+        numbers = {scheme.format.number for scheme in SCHEMES.values()}
+        is_known = self.method in ("fp8", "compressed-tensors", *IN_COLUMNS)
+        return is_known and all(fmt.number in numbers for _, fmt in self.groups)
 
     @property
     def scheme(self) -> Scheme | None:
-        """The scheme of ours in which all that no other group names is stored; None if none is."""
+        """Our scheme that equals the first group, which has all layers that others do not name; None without one."""
         fmt = self.groups[0][1] if self.groups else None
         return next(
             (
@@ -100,61 +99,65 @@ class Quantization:
         )
 
     def format_of(self, module: str) -> Format | None:
-        """What a quantized module is stored as; None if it is no group's target."""
-        number = self._number(module)
-        return None if number is None else self.groups[number][1]
+        """Return the format of a quantized module; None if it is no group's target."""
+        index = self._group_of(module)
+        return None if index is None else self.groups[index][1]
 
     def inputs_of(self, module: str) -> ActivationQuantization | None:
-        """How the activations of a quantized module are; None if they stay as they are.
+        """Return how the activations of a quantized module are quantized; None if they are not.
 
         Raises:
-            UsageError: in a way that is not known here.
+            UsageError: openquant does not know this way of quantizing activations.
         """
-        number = self._number(module)
-        return None if number is None else read_activation_quantization(self.inputs[number])
+        index = self._group_of(module)
+        return None if index is None else read_activation_quantization(self.inputs[index])
 
     def names(self, module: str) -> Format | None:
-        """The Format of the group that names a module; None if groups name its class only, or nothing of it."""
-        number = self._named(module)
-        return None if number is None else self.groups[number][1]
+        """Return the format of the group that names a module; None if groups only name its class, or nothing of it."""
+        index = self._naming_group(module)
+        return None if index is None else self.groups[index][1]
 
-    def _number(self, module: str) -> int | None:
-        named = self._named(module)
-        return self._by_name.get("Linear") if named is None else named
+    def _group_of(self, module: str) -> int | None:
+        """Return the index of a module's group, which names the module or its class."""
+        index = self._naming_group(module)
+        return self._group_by_target.get("Linear") if index is None else index
 
-    def _named(self, module: str) -> int | None:
-        named = self._by_name.get(module)
-        return self._by_name.get(self.expressions.find(module) or "") if named is None else named
+    def _naming_group(self, module: str) -> int | None:
+        index = self._group_by_target.get(module)
+        return self._group_by_target.get(self.expressions.find(module) or "") if index is None else index
 
     @cached_property
-    def _by_name(self) -> dict[str, int]:
-        # The first group of several that have a target counts.
-        numbered = reversed(tuple(enumerate(self.groups)))
-        return {target: number for number, (targets, _) in numbered for target in targets}
+    def _group_by_target(self) -> dict[str, int]:
+        # If several groups have a target, the first one counts.
+        indexed = reversed(tuple(enumerate(self.groups)))
+        return {target: index for index, (targets, _) in indexed for target in targets}
 
 
 def read_quantization(config: dict[str, Any]) -> Quantization:
     """Read the quantization_config of a config.json.
 
+    Args:
+        config: the parsed config.json.
+
     Raises:
-        UsageError: there is none, or it is of a kind that is not known here.
+        UsageError: it has none, or one of a kind that openquant does not know.
     """
-    found = find_quantization(config)
-    if found is None and quantization_places(config):
+    settings = find_quantization(config)
+    if settings is None and quantization_places(config):
         raise UsageError("config.json has a quantization_config that is no JSON object", MEND)
-    if found is None:
+    if settings is None:
         raise UsageError("config.json has no quantization_config", "give a directory of quantized weights")
-    method = str(found.get("quant_method"))
+    method = str(settings.get("quant_method"))
     if method not in _READERS:
-        known = f"{', '.join(list(_READERS)[:-1])} and {list(_READERS)[-1]}"
+        methods = f"{', '.join(list(_READERS)[:-1])} and {list(_READERS)[-1]}"
         raise UsageError(
-            f"config.json has the quant_method {json.dumps(found.get('quant_method'))}", f"known are {known}"
+            f"config.json has the quant_method {json.dumps(settings.get('quant_method'))}", f"known are {methods}"
         )
-    return _READERS[method](method, found)
+    return _READERS[method](method, settings)
 
 
 def find_quantization(config: dict[str, Any]) -> dict[str, Any] | None:
-    """The quantization_config of a config.json, by whichever name and at whichever place engines find it."""
+    """Return the quantization_config of a config.json under any key where engines find it; None if it has none."""
     for place, key in quantization_places(config):
         if isinstance(place[key], dict):
             return dict(place[key])
@@ -162,7 +165,7 @@ def find_quantization(config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def quantization_places(config: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """Every dictionary and key of a config.json that holds a quantization_config."""
+    """Return each dictionary and key of a config.json under which it has a quantization_config."""
     text = config.get("text_config")
     return [
         (place, key)
@@ -172,12 +175,12 @@ def quantization_places(config: dict[str, Any]) -> list[tuple[dict[str, Any], st
     ]
 
 
-def _read_fp8(method: str, found: dict[str, Any]) -> Quantization:
+def _read_fp8(method: str, settings: dict[str, Any]) -> Quantization:
     problems = []
-    activations = found.get("activation_scheme")
+    activations = settings.get("activation_scheme")
     if activations not in ("static", "dynamic"):
         problems.append(f"config.json: activation_scheme is {json.dumps(activations)}, neither dynamic nor static")
-    size = found.get("weight_block_size")
+    size = settings.get("weight_block_size")
     block = None
     if size is not None:
         if not _is_block(size):
@@ -187,53 +190,55 @@ def _read_fp8(method: str, found: dict[str, Any]) -> Quantization:
             )
         block = size[0], size[1]
     fmt = BLOCK.format if block else TENSOR.format
-    scale = replace(fmt.scale, power_of_two=found.get("scale_fmt") == "ue8m0")
+    scale = replace(fmt.scale, power_of_two=settings.get("scale_fmt") == "ue8m0")
     fmt = replace(fmt, group=block or fmt.group, scale=scale, static=activations == "static")
-    lists = {key: _names(found, key) for key in IGNORE_KEYS[:2]}
+    lists = {key: _names(settings, key) for key in IGNORE_KEYS[:2]}
     # vLLM falls back to the second where the first is missing or empty.
     key = next((key for key in lists if lists[key]), IGNORE_KEYS[0])
     if all(lists.values()):
-        for one, other in (IGNORE_KEYS[:2], IGNORE_KEYS[1::-1]):
-            names = set(lists[other])
+        for first, second in (IGNORE_KEYS[:2], IGNORE_KEYS[1::-1]):
+            names = set(lists[second])
             problems += [
-                f"config.json: {one} lists {name}, {other} does not" for name in lists[one] if name not in names
+                f"config.json: {first} lists {name}, {second} does not" for name in lists[first] if name not in names
             ]
     ignored = Ignored(key, lists[key], by_experts=True)
     # vLLM takes groups as wide as a block has rows, and with CUTLASS one scale for each token instead of one for
     # all (layers/quantization/fp8.py:262-282), which is the finer.
     inputs = {**_FP8, "strategy": "group", "group_size": block[0]} if block else {**_FP8, "strategy": "tensor"}
     inputs |= {"dynamic": not fmt.static, "ue8m0": scale.power_of_two}
-    return Quantization(method, _all_of(fmt), (inputs,), Expressions(()), ignored, _settings(found), tuple(problems))
+    return Quantization(
+        method, _all_of(fmt), (inputs,), Expressions(()), ignored, _without_lists(settings), tuple(problems)
+    )
 
 
-def _read_compressed_tensors(method: str, found: dict[str, Any]) -> Quantization:
-    rotated, sparse = found.get("transform_config"), found.get("sparsity_config")
+def _read_compressed_tensors(method: str, settings: dict[str, Any]) -> Quantization:
+    rotated, sparse = settings.get("transform_config"), settings.get("sparsity_config")
     if rotated and (not isinstance(rotated, dict) or rotated.get("config_groups")):
         raise UsageError("config.json has a transform_config: the weights are stored rotated", _KNOWN_GROUPS)
     if sparse and (not isinstance(sparse, dict) or sparse.get("format") not in (None, "dense")):
         raise UsageError("config.json has a sparsity_config: zeros are not stored", _KNOWN_GROUPS)
     groups, inputs = [], []
-    config_groups = found.get("config_groups")
+    config_groups = settings.get("config_groups")
     for name, group in (config_groups if isinstance(config_groups, dict) else {}).items():
         parts = [group.get(key) or {} for key in ("weights", "input_activations")] if isinstance(group, dict) else []
         if not parts or not all(isinstance(part, dict) for part in parts):
             raise UsageError(f"config.json: {name} is not a config group", MEND)
         weights, activations = parts
-        stored = group.get("format") or found.get("format")
+        stored = group.get("format") or settings.get("format")
         groups.append((tuple(_names(group, "targets")), _read_group(name, weights, stored, activations)))
         inputs.append(activations or None)
-    if not groups and (config_groups or not found.get("kv_cache_scheme")):
+    if not groups and (config_groups or not settings.get("kv_cache_scheme")):
         raise UsageError("config.json has no config_groups", _KNOWN_GROUPS)
-    ignored = Ignored("ignore", _names(found, "ignore"), by_experts=False)
+    ignored = Ignored("ignore", _names(settings, "ignore"), by_experts=False)
     expressions = Expressions(target for targets, _ in groups for target in targets)
-    return Quantization(method, tuple(groups), tuple(inputs), expressions, ignored, _settings(found), ())
+    return Quantization(method, tuple(groups), tuple(inputs), expressions, ignored, _without_lists(settings), ())
 
 
 _KNOWN_GROUPS = (
     "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, symmetric int8 and int4 weights by "
     "tensor, channel or group, and asymmetric ones in words by channel or group"
 )
-# Integers, whatever shares a scale, by type, bits and the format that holds them; None for any other one.
+# Formats of integers by type, bits and the config's format (None for any other); the group is replaced later.
 _INTEGERS: tuple[tuple[tuple[object, ...], Format], ...] = (
     (("int", 4, None), INT4_W4A16.format),
     (("int", 8, INT8_W8A16.settings["format"]), INT8_W8A16.format),
@@ -242,14 +247,14 @@ _INTEGERS: tuple[tuple[tuple[object, ...], Format], ...] = (
 
 
 def _read_group(name: str, weights: dict[str, Any], stored: object, activations: dict[str, Any]) -> Format:
-    """The weights of one config group, which are stored in a format such as "int-quantized"."""
+    """Return the format of a config group's weights; `stored` is its format in the config, such as "int-quantized"."""
     static = bool(activations) and not activations.get("dynamic")
     strategy, kind = weights.get("strategy"), (weights.get("type"), weights.get("num_bits"))
     size, in_bytes = weights.get("group_size"), str(weights.get("scale_dtype")).endswith("uint8")
-    shifted = not weights.get("symmetric", True)
-    if kind == ("float", 8) and strategy in ("tensor", "channel") and not shifted:
+    asymmetric = not weights.get("symmetric", True)
+    if kind == ("float", 8) and strategy in ("tensor", "channel") and not asymmetric:
         return replace((TENSOR_COMPRESSED if strategy == "tensor" else CHANNEL).format, static=static)
-    if kind == ("float", 8) and strategy == "block" and not shifted:
+    if kind == ("float", 8) and strategy == "block" and not asymmetric:
         block = weights.get("block_structure")
         if not _is_block(block):
             raise UsageError(f"config.json: {name} has no block_structure of two numbers from 1 to {MAX_SIDE}", MEND)
@@ -259,24 +264,24 @@ def _read_group(name: str, weights: dict[str, Any], stored: object, activations:
     if strategy == "tensor_group" and size == NVFP4.format.group[1] and kind == ("float", 4):
         return (NVFP4_W4A4 if activations.get("dynamic") == "local" else NVFP4).format
     forms = [fmt for key, fmt in _INTEGERS if key in ((*kind, stored), (*kind, None))]
-    # Zero points are stored beside words only.
-    if forms and (not shifted or (forms[0].number.per_item > 1 and strategy != "tensor")):
-        # Rows of whole words, whose length the packed tensor tells.
-        whole = isinstance(size, int) and 0 < size <= MAX_SIDE and size % forms[0].number.per_item == 0
+    # Only packed formats have zero points.
+    if forms and (not asymmetric or (forms[0].number.per_item > 1 and strategy != "tensor")):
+        # Rows must fill their words, since the packed tensor tells their length.
+        is_whole = isinstance(size, int) and 0 < size <= MAX_SIDE and size % forms[0].number.per_item == 0
         groups: list[tuple[str, Group]] = [("channel", (1, None)), ("tensor", (None, None))]
-        groups += [("group", (1, size))] if whole else []
-        found = [group for known, group in groups if known == strategy]
-        if found:
-            return replace(forms[0], group=found[0], static=static, zero_point=ZERO_POINT if shifted else None)
+        groups += [("group", (1, size))] if is_whole else []
+        group = dict(groups).get(str(strategy))
+        if group is not None:
+            return replace(forms[0], group=group, static=static, zero_point=ZERO_POINT if asymmetric else None)
     raise UsageError(
-        f"config.json: {name} stores {'asymmetric ' if shifted else ''}{kind[0]}{kind[1]} weights by {strategy}",
+        f"config.json: {name} stores {'asymmetric ' if asymmetric else ''}{kind[0]}{kind[1]} weights by {strategy}",
         _KNOWN_GROUPS,
     )
 
 
-# Its multiplier is what others divide by, one over that (vLLM layers/quantization/modelopt.py).
+# Its weight_scale_2 is the reciprocal of other tools' weight_global_scale (vLLM layers/quantization/modelopt.py).
 _MODELOPT_FP4 = replace(NVFP4.format, codes="weight", global_scale=GlobalScale("weight_scale_2", 0, divides=False))
-# What weights and activations are stored as, by quant_algo (vLLM layers/quantization/modelopt.py).
+# Format of weights and quantization of activations by quant_algo (vLLM layers/quantization/modelopt.py).
 _MODELOPT: dict[str, tuple[Format, Mapping[str, Any] | None]] = {
     "FP8": (replace(TENSOR.format, static=True), {**_FP8, "strategy": "tensor", "dynamic": False}),
     "FP8_PER_CHANNEL_PER_TOKEN": (CHANNEL.format, CHANNEL.group["input_activations"]),
@@ -290,47 +295,48 @@ _MODELOPT: dict[str, tuple[Format, Mapping[str, Any] | None]] = {
 }
 
 
-def _read_modelopt(method: str, found: dict[str, Any]) -> Quantization:
+def _read_modelopt(method: str, settings: dict[str, Any]) -> Quantization:
     # hf_quant_config.json has one level more.
-    inner = found.get("quantization")
-    found = inner if isinstance(inner, dict) else found
-    algorithm = str(found.get("quant_algo", "")).upper()
+    inner = settings.get("quantization")
+    settings = inner if isinstance(inner, dict) else settings
+    algorithm = str(settings.get("quant_algo", "")).upper()
     if algorithm not in _MODELOPT:
         raise UsageError(
-            f"config.json has the quant_algo {json.dumps(found.get('quant_algo'))}", f"known are {', '.join(_MODELOPT)}"
+            f"config.json has the quant_algo {json.dumps(settings.get('quant_algo'))}",
+            f"known are {', '.join(_MODELOPT)}",
         )
     fmt, inputs = _MODELOPT[algorithm]
-    if fmt.global_scale is not None and found.get("group_size", fmt.group[1]) != fmt.group[1]:
+    if fmt.global_scale is not None and settings.get("group_size", fmt.group[1]) != fmt.group[1]:
         raise UsageError(
-            f"config.json has NVFP4 with the group_size {json.dumps(found.get('group_size'))}", "known is 16"
+            f"config.json has NVFP4 with the group_size {json.dumps(settings.get('group_size'))}", "known is 16"
         )
-    return _alone(method, found, fmt, inputs)
+    return _alone(method, settings, fmt, inputs)
 
 
-def _read_mxfp4(method: str, found: dict[str, Any]) -> Quantization:
+def _read_mxfp4(method: str, settings: dict[str, Any]) -> Quantization:
     scale = replace(MXFP4.format.scale, name="weight_scales")
-    return _alone(method, found, replace(MXFP4.format, scale=scale, codes="weight"), None)
+    return _alone(method, settings, replace(MXFP4.format, scale=scale, codes="weight"), None)
 
 
-def _read_mxfp8(method: str, found: dict[str, Any]) -> Quantization:
+def _read_mxfp8(method: str, settings: dict[str, Any]) -> Quantization:
     # As MiniMax M3 has it (vLLM layers/quantization/modelopt.py:1215, models/minimax_m3/nvidia/model.py:975).
     scale = replace(MXFP8.format.scale, name="weight_scale_inv")
-    return _alone(method, found, replace(MXFP8.format, scale=scale), MXFP8.group["input_activations"])
+    return _alone(method, settings, replace(MXFP8.format, scale=scale), MXFP8.group["input_activations"])
 
 
-def _read_awq(method: str, found: dict[str, Any]) -> Quantization:
+def _read_awq(method: str, settings: dict[str, Any]) -> Quantization:
     key = IGNORE_KEYS[1]
-    return replace(_alone(method, found, read_awq(found), None), ignored=IgnoredParts(key, _names(found, key)))
+    return replace(_alone(method, settings, read_awq(settings), None), ignored=IgnoredParts(key, _names(settings, key)))
 
 
-def _alone(method: str, found: dict[str, Any], fmt: Format, inputs: Mapping[str, Any] | None) -> Quantization:
-    """What stores all that it stores in one way; which modules it leaves out is not read, they show it themselves."""
+def _alone(method: str, settings: dict[str, Any], fmt: Format, inputs: Mapping[str, Any] | None) -> Quantization:
+    """Return a config with one format for all layers; the tensors, not its ignore list, show what is quantized."""
     ignored = Ignored("ignore", (), by_experts=False)
-    return Quantization(method, _all_of(fmt), (inputs,), Expressions(()), ignored, _settings(found), ())
+    return Quantization(method, _all_of(fmt), (inputs,), Expressions(()), ignored, _without_lists(settings), ())
 
 
 def _all_of(fmt: Format) -> tuple[tuple[tuple[str, ...], Format], ...]:
-    """The only group of a config: all layers are alike."""
+    """Return the groups of a config with one format for all layers."""
     return ((("Linear",), fmt),)
 
 
@@ -343,7 +349,7 @@ _READERS: dict[str, Callable[[str, dict[str, Any]], Quantization]] = {
     "mxfp4": _read_mxfp4,
     "mxfp8": _read_mxfp8,
     "awq": _read_awq,
-    "gptq": lambda method, found: _alone(method, found, read_gptq(found), None),
+    "gptq": lambda method, settings: _alone(method, settings, read_gptq(settings), None),
 }
 
 
@@ -353,12 +359,12 @@ def _is_block(size: object) -> TypeGuard[list[int]]:
     )
 
 
-def _names(found: dict[str, Any], key: str) -> list[str]:
-    names = found.get(key) or []
+def _names(settings: dict[str, Any], key: str) -> list[str]:
+    names = settings.get(key) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UsageError(f"config.json: {key} is not a list of names", MEND)
     return names
 
 
-def _settings(found: dict[str, Any]) -> dict[str, Any]:
-    return {key: None if key in IGNORE_KEYS else value for key, value in found.items()}
+def _without_lists(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: None if key in IGNORE_KEYS else value for key, value in settings.items()}

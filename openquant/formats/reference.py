@@ -1,4 +1,4 @@
-"""The reference: the same arithmetic as kernels.py in a few lines of torch, and what a GPU runs."""
+"""The arithmetic of kernels.py in a few lines of torch: the reference for tests, and what a GPU runs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .numbers import E2M1, E4M3, INT4, INT8, INT8_WORDS, Number
 
 
 def group_absmax(weight: Tensor, group: Group) -> Tensor:
-    """The largest absolute weight of each group.
+    """Compute the largest absolute weight of each group.
 
     Args:
         weight: [out, in] of whole groups, of any floating dtype.
-        group: height and width of what shares a scale.
+        group: height and width of a group.
 
     Returns:
         float32 [out / height, in / width].
@@ -25,30 +25,30 @@ def group_absmax(weight: Tensor, group: Group) -> Tensor:
 
 
 def group_global_scale(largest: Tensor, format: Format) -> Tensor:
-    """The global scale, as Format.divisor.
+    """Compute the global scale, by Format.choose_global_scale.
 
     Args:
-        largest: float32 of any shape, the largest absolute weight of the joined set.
-        format: how it is stored.
+        largest: float32 of any shape, the largest absolute weight of the fused layers.
+        format: how the weights are stored.
 
     Returns:
-        float32 of the same shape.
+        float32 of the same shape, on the same device.
     """
     return torch.from_numpy(format.choose_global_scale(largest.cpu().numpy())).to(largest.device)
 
 
 def group_scale(absmax: Tensor, format: Format, global_scale: Tensor | None = None) -> Tensor:
-    """The scale of each group from its largest absolute weight, as Format.scales.
+    """Compute the scale of each group from its largest absolute weight, as Format.scales does.
 
     Args:
-        absmax: float32 of any shape.
+        absmax: float32 of any shape, the largest absolute weight of each group.
         format: how the weights are stored.
-        global_scale: float32 of one element; that of these groups if None.
+        global_scale: float32 of one element; computed from `absmax` if None and the format has one.
 
     Returns:
-        float32 of the shape of `absmax`.
+        float32 of the shape of `absmax`, divided by the global scale.
     """
-    # Divided by a tensor: by a number, torch multiplies with its reciprocal on a GPU, which rounds otherwise.
+    # The divisor is a tensor: on a GPU torch would multiply by the reciprocal of a number, which rounds differently.
     scale = absmax / absmax.new_tensor(format.scale.clip_limit or format.number.span)
     if format.scale.power_of_two:
         scale = ((scale.view(torch.int32) + format.carry) & ~0x7FFFFF).view(torch.float32)
@@ -65,17 +65,16 @@ def group_scale(absmax: Tensor, format: Format, global_scale: Tensor | None = No
 
 
 def stored_scale(scale: Tensor, format: Format, shape: tuple[int, int], global_scale: Tensor | None = None) -> Tensor:
-    """Scales as they are written, as Format.stored.
+    """Encode scales as they are stored, as Format.stored does.
 
     Args:
-        scale: float32 [out / height, in / width].
+        scale: float32 [out / height, in / width], as `group_scale` returns them.
         format: how the weight is stored.
         shape: (out, in).
-        global_scale: float32 of one element, where the format has one.
+        global_scale: float32 of one element, if the format has one.
 
     Returns:
-        float32, bfloat16, float8_e4m3fn or uint8 (E8M0), of the shape that the format stores: [out / height, in /
-        width] if it has two axes.
+        float32, bfloat16, float8_e4m3fn or uint8 (E8M0), of the shape `format.scale_shape(shape)`.
     """
     scale = scale.reshape(format.scale_shape(shape))
     if format.scale.dtype == "F8_E4M3":
@@ -87,14 +86,14 @@ def stored_scale(scale: Tensor, format: Format, shape: tuple[int, int], global_s
 
 
 def group_ranges(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """The scale and zero point of each group, as Format.ranges.
+    """Compute the scale and zero point of each group from its range, as Format.ranges does.
 
     Args:
         weight: [out, in] of whole groups, of any floating dtype.
-        format: how it is stored, with zero points.
+        format: a format with zero points.
 
     Returns:
-        The scales and the values of the codes that stand for zero, both float32 [out / height, in / width].
+        Scales and zero points, both float32 [out / height, in / width].
     """
     grouped = _grouped(weight.float(), format.group)
     low, high = grouped.amin((1, 3)).clamp(max=0), grouped.amax((1, 3)).clamp(min=0)
@@ -108,18 +107,17 @@ def group_ranges(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 def choose_scales(
     weight: Tensor, format: Format, absmax: Tensor | None = None, global_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Choose the scale of each group, and its zero point where the format has them, as scales.choose_scales without a
-    search.
+    """Choose the scale of each group, and its zero point if the format has them, without a search for clip ratios.
 
     Args:
         weight: [out, in] of whole groups, of any floating dtype.
-        format: how it is stored.
-        absmax: float32 [out / height, in / width], the largest absolute weight of each group; that of `weight` if None.
-        global_scale: float32 of one element; that of these groups if None.
+        format: how the weight is stored.
+        absmax: float32 [out / height, in / width], the largest absolute weight of each group; computed if None.
+        global_scale: float32 of one element; computed from `absmax` if None and the format has one.
 
     Returns:
-        The scale of each group, and the value of its code that stands for zero or None: float32
-        [out / height, in / width].
+        Scales (divided by the global scale) and zero points, both float32 [out / height, in / width]; None in place of
+        zero points if the format has none.
     """
     if format.zero_point is not None:
         return group_ranges(weight, format)
@@ -127,32 +125,33 @@ def choose_scales(
 
 
 def encode(weight: Tensor, scale: Tensor, format: Format, zero_point: Tensor | None = None) -> Tensor:
-    """The codes of a weight as written: divide by the scale, add the zero point, clamp, round to nearest even.
+    """Quantize a weight: divide by the scale, add the zero point, clamp, round to nearest even.
 
     Args:
         weight: [out, in] of whole groups, of any floating dtype.
         scale: float32 [out / height, in / width].
         format: how the weight is stored.
-        zero_point: float32 of the shape of `scale`, the values of the codes that stand for zero; 0 if None.
+        zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
 
     Returns:
-        float8_e4m3fn or int8 [out, in], int32 words or uint8 pairs [out, in / codes in an element].
+        The codes as they are stored: float8_e4m3fn or int8 [out, in], int32 words or uint8 pairs [out, in / codes per
+        element].
     """
-    quotient = _grouped(weight.float(), format.group) / _beside(scale, weight, format.group)
+    quotient = _grouped(weight.float(), format.group) / _spread(scale, weight, format.group)
     if zero_point is not None:
-        quotient += _beside(zero_point, weight, format.group)
+        quotient += _spread(zero_point, weight, format.group)
     largest = format.number.largest
     return _WRITTEN[format.number](quotient.clamp(-largest, largest).reshape(weight.shape))
 
 
 def decode(codes: Tensor, scale: Tensor, format: Format, zero_point: Tensor | None = None) -> Tensor:
-    """The weights that codes stand for.
+    """Dequantize codes: (value - zero point) * scale.
 
     Args:
-        codes: as `encode` writes them, [out, in / codes in an element].
-        scale: float32 [out / height, in / width], or as stored without a global scale.
+        codes: [out, in / codes per element], as `encode` returns them.
+        scale: float32 [out / height, in / width] divided by the global scale; or as stored, without one.
         format: how the weight is stored.
-        zero_point: float32 of the shape of `scale`, the values of the codes that stand for zero; 0 if None.
+        zero_point: float32 of the shape of `scale`; None if zero points are 0.
 
     Returns:
         float32 [out, in].
@@ -160,8 +159,8 @@ def decode(codes: Tensor, scale: Tensor, format: Format, zero_point: Tensor | No
     values = _READ[format.number](codes)
     grouped = _grouped(values, format.group)
     if zero_point is not None:
-        grouped = grouped - _beside(zero_point, values, format.group)
-    return (grouped * _beside(scale, values, format.group)).reshape(values.shape)
+        grouped = grouped - _spread(zero_point, values, format.group)
+    return (grouped * _spread(scale, values, format.group)).reshape(values.shape)
 
 
 def _grouped(weight: Tensor, group: Group) -> Tensor:
@@ -170,8 +169,8 @@ def _grouped(weight: Tensor, group: Group) -> Tensor:
     return weight.reshape(down, weight.shape[0] // down, along, weight.shape[1] // along)
 
 
-def _beside(scale: Tensor, weight: Tensor, group: Group) -> Tensor:
-    """A scale, computed or stored, as float32 in the shape that broadcasts over the grouped weight."""
+def _spread(scale: Tensor, weight: Tensor, group: Group) -> Tensor:
+    """Return a scale, computed or stored, as float32 in the shape that broadcasts over the grouped weight."""
     if scale.dtype == torch.uint8:
         scale = (scale.to(torch.int32) << 23).view(torch.float32)
     down, along = grid_of(group, weight.shape)
@@ -179,11 +178,11 @@ def _beside(scale: Tensor, weight: Tensor, group: Group) -> Tensor:
 
 
 def nearest(quotient: Tensor, number: Number) -> Tensor:
-    """The values of the codes nearest to finite values, as Number.nearest: clamped, of two as near the even one.
+    """Round finite values to the nearest values of codes, clamped, ties to even, as Number.nearest does.
 
     Args:
         quotient: float32 of any shape.
-        number: what the codes are.
+        number: numeric format of the codes.
 
     Returns:
         float32 of the same shape.
@@ -192,31 +191,31 @@ def nearest(quotient: Tensor, number: Number) -> Tensor:
     if not number.normal:
         return near.round()
     binade = (near.view(torch.int32) & 0x7F800000).view(torch.float32).clamp(min=number.normal)
-    # As additions round beside a number of which only whole steps of the quotient are left.
+    # Adding a large number leaves only whole steps of the quotient.
     beside = binade * (1.5 * 2**23 * number.smallest / number.normal)
     return near + beside - beside
 
 
 def _e2m1(quotient: Tensor) -> Tensor:
-    """The codes nearest to quotients, a byte each: of two as near the even one."""
+    """Round quotients to E2M1 codes, one per byte, ties to even."""
     size = quotient.abs()
-    # Half way between 0 and 0.5 is 0's, half way between 0.5 and 1 is 1's, and so on.
+    # Ties to even: 0.25 rounds down to 0, 0.75 up to 1, and so on.
     below = sum((size > middle).byte() for middle in (0.25, 1.25, 2.5, 5.0))
     reached = sum((size >= middle).byte() for middle in (0.75, 1.75, 3.5))
     return below + reached + 8 * quotient.signbit().byte()
 
 
 def _pack(codes: Tensor) -> Tensor:
-    """Two codes to a byte, the first in the low half."""
+    """Pack two codes into a byte, the first in the low half."""
     return codes[..., ::2] | codes[..., 1::2] << 4
 
 
 def _unpack(pairs: Tensor) -> Tensor:
-    """Codes that are a byte each, as indices."""
+    """Unpack bytes of two codes, the first in the low half, to int32."""
     return torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2).int()
 
 
-# Rounded quotients to codes as they are written, and written codes to their values, float32.
+# By numeric format: quotients to stored codes, and stored codes to values, float32.
 _WRITTEN: dict[Number, Callable[[Tensor], Tensor]] = {
     E4M3: lambda quotient: quotient.to(torch.float8_e4m3fn),
     INT8: lambda quotient: quotient.round().to(torch.int8),

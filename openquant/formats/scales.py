@@ -1,8 +1,8 @@
-"""Scales and zero points: the one place that chooses them for a scheme and some weights.
+"""Choose the scales and zero points of weights: the one place that does, for every scheme.
 
-A scale is made from the largest absolute weight of its group; with zero points, from the least and the largest weight.
-The largest weight of a group need not have the largest code: clipped a little, it leaves all others a finer grid. A
-scheme that searches tries a few clip ratios and takes, without data, the scale of the least squared error.
+A scale is made from the largest absolute weight of its group; with zero points, from the smallest and the largest
+weight. The largest weight need not get the largest code: clipping it a little leaves all others a finer grid. A scheme
+that searches tries a few clip ratios and takes the scale with the least squared error of the weights.
 
     choose_scales(INT4_W4A16, bits, "BF16").scale           # float32 [rows, cols / 128]
     choose_scales(INT4_SHIFTED, bits, "BF16").zero_point    # likewise
@@ -20,18 +20,17 @@ from .kernels import Bits, Loops, to_float32
 from .numbers import Floats
 from .schemes import Scheme
 
-# Groups whose scales are searched for together, and weights whose zero points are: few calls into numpy, and what these
-# make is still in the cache for the next.
+# Groups whose scales, and weights whose zero points, are searched for together: few calls into numpy, and yet small
+# enough for the cache.
 GROUPS, WEIGHTS = 1 << 16, 1 << 18
 
 
 class Scales(NamedTuple):
-    """What the codes of a weight are made with.
+    """Scales and zero points of a weight: weight = (code value - zero point) * scale.
 
     Attributes:
-        scale: float32, one for each group: [rows / height, cols / width].
-        zero_point: float32 of the same shape, the values of the codes that stand for zero; None where zero stands for
-            itself in every group.
+        scale: scale of each group, float32 [rows / height, cols / width].
+        zero_point: zero point of each group, float32 of the same shape; None if the format has none.
     """
 
     scale: Floats
@@ -49,22 +48,22 @@ def choose_scales(
 ) -> Scales:
     """Choose the scale of each group of weights, and its zero point where the scheme has them.
 
-    The result is the same on any CPU: each sum of squares adds in the order of the row.
+    The result is the same on any CPU, since sums of squares add in the order of the row.
 
     Args:
-        scheme: how the weights are stored. Where it searches or has zero points, groups are parts of rows.
-        bits: the bits of finite weights, uint16 or uint32 [rows, cols] of whole groups; only looked at where the scheme
-            searches, has zero points, or no absmax is given.
-        dtype: their dtype: "BF16", "F16" or "F32".
-        absmax: float32 [rows / height, cols / width], the largest absolute weight of each group: more rows than `bits`
-            has may share a group. Computed from `bits` if None.
-        global_scale: float32 of one element, what the scales of groups are divided by; that of these groups if None.
-            Schemes without a global scale ignore it.
-        importance: float32 [cols], what the squared errors of each column count; all alike if None.
-        loops: the functions that look at every weight: kernels.py or compiled.py.
+        scheme: how the weights are stored.
+        bits: bits of finite weights, uint16 or uint32 [rows, cols] of whole groups; only read if the scheme searches or
+            has zero points, or `absmax` is None.
+        dtype: dtype of the weights: "BF16", "F16" or "F32".
+        absmax: float32 [rows / height, cols / width], the largest absolute weight of each group, which may include
+            rows outside `bits`. Computed from `bits` if None.
+        global_scale: float32 of one element, that of the fused layers; computed from `absmax` if None. Schemes without
+            a global scale ignore it.
+        importance: float32 [cols], weights of the squared errors of each column; all are equal if None.
+        loops: kernels.py or compiled.py.
 
     Returns:
-        The scale of each group, finite and above zero, and its zero point.
+        The scale of each group, finite and above zero (divided by the global scale), and its zero point.
     """
     fmt = scheme.format
     clip_ratios = scheme.clip_ratios if scheme.searches_scales else (1.0,)
@@ -83,11 +82,11 @@ def choose_shared_scale(fmt: Format, absmax: Floats) -> Floats:
     """Choose the scale that fused layers share: the only one of a per-tensor format, or else the global scale.
 
     Args:
-        fmt: how the layers are stored, in a format with such a scale.
-        absmax: float32 of any shape, the largest absolute weight in any of them.
+        fmt: a per-tensor format, or one with a global scale.
+        absmax: float32 of any shape, the largest absolute weight of the fused layers.
 
     Returns:
-        The scale, float32 of the same shape.
+        float32 of the same shape.
     """
     return fmt.scales(absmax) if fmt.shared else fmt.choose_global_scale(absmax)
 
@@ -102,17 +101,17 @@ def _search(
     importance: Floats | None,
     loops: Loops,
 ) -> Floats:
-    """The scale of each group with the least squared error; of two as good, that of the earlier clip ratio."""
+    """Return the scale of each group with the least squared error; of equal ones, that of the earlier clip ratio."""
     width = fmt.group[1] or bits.shape[1]
     step = max(1, GROUPS // absmax.shape[1])
     scale = np.empty(absmax.shape, np.float32)
     weighting = () if importance is None else (_relative_importance(importance, width),)
-    # Groups are one axis here.
+    # Groups are a single axis below, so the global scale must not have two.
     global_scale = None if global_scale is None else global_scale.reshape(1)
     for low in range(0, len(bits), step):
         groups, largest = bits[low : low + step].reshape(-1, width), absmax[low : low + step].reshape(-1)
         with np.errstate(over="ignore"):
-            # Scales in E4M3 are clamped to its largest.
+            # A ratio above 1 may overflow; E4M3 clamps the scale.
             tried = np.stack([loops.scales(fmt, largest * np.float32(ratio), global_scale) for ratio in clip_ratios])
         unclipped = loops.scales(fmt, largest, global_scale)
         best = loops.best_scales(groups, dtype, unclipped, tried, fmt.number, *weighting)
@@ -123,7 +122,7 @@ def _search(
 def _choose_with_zero_points(
     fmt: Format, bits: Bits, dtype: str, clip_ratios: tuple[float, ...], importance: Floats | None
 ) -> Scales:
-    """The scale and zero point of each group: of several clip ratios those with the least squared error."""
+    """Return the scale and zero point of each group; with several clip ratios, those of the least squared error."""
     width = fmt.group[1] or bits.shape[1]
     step = max(1, WEIGHTS // bits.shape[1])
     shape = len(bits), bits.shape[1] // width
@@ -135,7 +134,7 @@ def _choose_with_zero_points(
             ratio = np.float32(clip_ratios[0])
             best = fmt.ranges(groups.min(axis=1) * ratio, groups.max(axis=1) * ratio)
         else:
-            # A column for each group: what is computed for each of them runs along memory. It is always a copy.
+            # A column for each group, so that per-group arithmetic runs along memory. It is always a copy.
             weighed = None if weighting is None else np.tile(weighting.T, (1, len(groups) // shape[1]))
             best = _search_with_zero_points(fmt, np.array(groups.T, order="C"), clip_ratios, weighed)
         for grid, values in zip((scale, zero_point), best, strict=True):
@@ -146,10 +145,10 @@ def _choose_with_zero_points(
 def _search_with_zero_points(
     fmt: Format, weights: Floats, clip_ratios: tuple[float, ...], weighting: Floats | None
 ) -> tuple[Floats, Floats]:
-    """The best scale and zero point of each column of weights [width, groups], which are changed."""
+    """Return the best scale and zero point of each column of weights [width, groups], which is overwritten."""
     low, high = weights.min(axis=0), weights.max(axis=0)
     unclipped, best_zero_point = fmt.ranges(low, high)
-    # In units of the unclipped scale no square overflows, and none of a group that is not zero is lost.
+    # In units of the unclipped scale no square overflows or underflows.
     weights /= unclipped
     best, least = unclipped, np.full(unclipped.shape, np.inf, np.float32)
     quotients = np.empty_like(weights)
@@ -170,8 +169,7 @@ def _search_with_zero_points(
 
 
 def _relative_importance(importance: Floats, width: int) -> Floats:
-    """What squared errors count in each group of a row, at most 1, float32 [cols / width, width]; where nothing counts,
-    all do alike.
+    """Divide the importance [cols] by the largest of each group: float32 [cols / width, width]; 1 where all are zero.
 
     Example:
         _relative_importance(np.float32([8, 2, 0, 0]), 2)   # [[1, 0.25], [1, 1]]

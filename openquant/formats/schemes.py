@@ -1,6 +1,6 @@
-"""Schemes: the ways in which layers can be stored, each a Format, the config that says so, and what engines do with it.
+"""Schemes: each is a Format, the config that says it, and what engines do with it.
 
-All of them are here, as data: a new one is an entry, and a Number if it has one of its own.
+All schemes are here, as data. A new one is an entry, and a Number in numbers.py if its numeric format is new.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .format import Format, GlobalScale, Scale
 from .kv_cache import without_fp8_cache
 from .numbers import E2M1, E4M3, INT4, INT8, INT8_WORDS
 
-# What compressed-tensors says of several groups, each of which then names its own format.
+# The format of a compressed-tensors config whose groups each name a format of their own.
 MIXED_FORMAT = "mixed-precision"
 
 
@@ -24,26 +24,27 @@ class Scheme:
     """One way to store quantized layers.
 
     Attributes:
-        name: what the user types.
+        name: name that the user types.
         format: how a layer is stored.
-        suffix: ending of the default output directory, which no other scheme has.
-        settings: the `quantization_config` of config.json, but for the layers that stay as they are.
-        ignored_keys: where it lists those.
-        engines: who serves it.
-        transformers: what transformers does wrong with it; None if it reads it.
-        transformers_experts: what it does wrong with experts; None if it reads them.
-        expert_engines: who loads routed experts that are stored so.
-        head: whether they load an output head that is.
-        fallback: what layers are stored as that engines cannot load in this one; None to leave them unquantized.
-        follows_rows: whether an engine that reorders a layer's rows gets its scales right.
-        most: the largest weight that engines can load; None if they load all that bfloat16 holds.
+        suffix: ending of the default output directory, different for each scheme.
+        settings: the `quantization_config` of config.json without its ignore list.
+        ignored_keys: keys of the ignore list.
+        engines: engines that serve the scheme.
+        transformers: what transformers does wrong with it; None if it loads it.
+        transformers_experts: what transformers does wrong with its experts; None if it loads them.
+        expert_engines: engines that load routed experts in this scheme.
+        head: whether engines load an output head in this scheme.
+        fallback: scheme for layers that engines cannot load in this one; None leaves them unquantized.
+        follows_rows: whether an engine that reorders a layer's rows reorders the scales correctly too.
+        max_weight: largest weight that engines can load; None if only the numeric format limits it.
         searches_scales: whether the scale of each group is searched for, by the least squared error (scales.py); else
-            it is made from the largest weight.
-        clip_ratios: the shares of a group's largest weight that a search makes scales from.
-        inputs: what activations' groups are scaled by where the source does not say: the divisor of Format.local.
-        group_size: how many inputs share a scale, where the user may choose that: "128", or "channel" for all.
-        tag: what a card is found by: "fp8-block".
-        notes: what the plan says of where it serves and where it does not.
+            it is made from the group's largest weight.
+        clip_ratios: ratios of a group's largest weight from which a search makes candidate scales.
+        default_input_global_scale: the global scale of activations where neither a calibration nor the source has one;
+            None for formats without it.
+        group_size: number of inputs that share a scale, if the user may choose it: "128", or "channel" for all.
+        tag: tag of the model card: "fp8-block".
+        notes: what the plan tells of hardware and quality.
     """
 
     name: str
@@ -78,19 +79,19 @@ class Scheme:
 
     @property
     def activations(self) -> str:
-        """What engines do with activations, as cards say it, where the title does not: ", dynamic activations"."""
+        """What engines do with activations, in the words of cards: ", dynamic activations"; "" if the title has it."""
         if self.format.static:
             return ""
         return ", dynamic activations" if self.group.get("input_activations", True) else ", activations as they are"
 
     @property
     def scale_format(self) -> str:
-        """What the user calls the numbers that scales are: "float" or "ue8m0"."""
+        """The value of --scale-format: "float" or "ue8m0"."""
         return "ue8m0" if self.format.scale.power_of_two else "float"
 
     @property
     def largest(self) -> float:
-        """The largest weight that engines can load."""
+        """The largest absolute weight that engines can load."""
         return self.format.number.largest_weight if self.max_weight is None else self.max_weight
 
     @property
@@ -100,34 +101,35 @@ class Scheme:
 
     @property
     def unsearched(self) -> Scheme:
-        """The same with scales that are made from the largest weight alone."""
+        """This scheme with scales made from each group's largest weight, without a search."""
         return replace(self, searches_scales=False, fallback=self.fallback and self.fallback.unsearched)
 
     def config(
         self, ignored: list[str] | None, targets: Mapping[Scheme, Sequence[str]] | None = None
     ) -> dict[str, Any]:
-        """The `quantization_config` of config.json.
+        """Return the `quantization_config` of config.json.
 
         Args:
-            ignored: what it lists as unquantized; None stands for any list.
-            targets: names of layers that are stored in other schemes, or that no group covers unless it names them.
+            ignored: the ignore list; None to compare with configs whose list was replaced by None.
+            targets: by scheme, the names of layers that a group must name: those of other schemes, and those of this
+                one that its targets do not cover.
         """
         config = {**self.settings, **dict.fromkeys(self.ignored_keys, ignored)}
         if targets:
-            named = {self: [*self.group["targets"], *targets.get(self, ())]}
-            named |= {scheme: list(names) for scheme, names in targets.items() if scheme != self}
-            alike = len({scheme.settings["format"] for scheme in named}) == 1
+            by_scheme = {self: [*self.group["targets"], *targets.get(self, ())]}
+            by_scheme |= {scheme: list(names) for scheme, names in targets.items() if scheme != self}
+            same_format = len({scheme.settings["format"] for scheme in by_scheme}) == 1
             groups = [
-                {**scheme.group, "targets": names} | ({} if alike else {"format": scheme.settings["format"]})
-                for scheme, names in named.items()
+                {**scheme.group, "targets": names} | ({} if same_format else {"format": scheme.settings["format"]})
+                for scheme, names in by_scheme.items()
             ]
-            config["format"] = self.settings["format"] if alike else MIXED_FORMAT
+            config["format"] = self.settings["format"] if same_format else MIXED_FORMAT
             config["config_groups"] = {f"group_{number}": group for number, group in enumerate(groups)}
         return config
 
     @property
     def group(self) -> dict[str, Any]:
-        """The config group of layers stored so, in the compressed-tensors format; empty in another."""
+        """The config group of this scheme in the compressed-tensors format; empty for the "fp8" format."""
         return dict(self.settings.get("config_groups", {}).get("group_0", {}))
 
 
@@ -328,7 +330,7 @@ _NV = {
 NVFP4 = Scheme(
     "nvfp4",
     # vLLM compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py:40-85: uint8 [out, in / 2], E4M3
-    # [out, in / 16], float32 [1] for each joined layer, of which the largest is used for all (:101-112). The floor is
+    # [out, in / 16], float32 [1] for each fused layer, of which the largest is used for all (:101-112). The floor is
     # the smallest E4M3, under which a scale would be zero.
     Format(
         E2M1,
@@ -343,9 +345,9 @@ NVFP4 = Scheme(
     engines=("vLLM", "SGLang"),
     transformers_experts="does not read experts in FP4",
     head=True,
-    # The largest weight as 6; as 4, since from there to 6 is a wide step; or a step of the scale beside these. Of the
-    # error 1 and 1.5 alone leave 91 %, these 86.1 %, and 70 ratios 85.4 %; scales of at most 256 instead of 448, which
-    # leaves room for 4 in the group of the largest weight, change nothing.
+    # The largest weight becomes 6 or 4, since the step between them is wide, or the scale is one step beside these.
+    # Squared error in percent of that without a search: ratios 1 and 1.5 alone 91, these 86.1, 70 ratios 85.4. Scales
+    # of at most 256 instead of 448, which leave room for ratio 1.5 in the group of the largest weight, change nothing.
     searches_scales=True,
     clip_ratios=(1.0, 0.92, 1.07, 1.43, 1.55),
     tag="fp4-nvfp4",
@@ -366,14 +368,14 @@ _NO_ZERO_POINTS = (
 )
 
 
-# What scales of 16 activations are multiplied by before they are rounded to E4M3: of those whose largest is from 0.09
-# to 2688 no bit is lost, and those below 0.006 become 0. On text with examples/tiny-qwen3, whose largest is 67, every
-# divisor from 1/16 to 64 gives a KL of 0.022; 256 gives twice as much, and 1/256 fifty times.
+# The scales of 16 activations are multiplied by it before they are rounded to E4M3. With 1, groups with a largest value
+# of 0.09 to 2688 lose nothing, and those below 0.006 become 0. On text with examples/tiny-qwen3, whose largest
+# activation is 67, every value from 1/16 to 64 gives a KL of 0.022; 256 gives twice as much, and 1/256 fifty times.
 _INPUT_GLOBAL_SCALE = 1.0
 NVFP4_W4A4 = replace(
     NVFP4,
     name="nvfp4-w4a4",
-    # vLLM compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py:85-90: float32 [1] for each joined layer,
+    # vLLM compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py:85-90: float32 [1] for each fused layer,
     # of which the largest is used for all (:114-128).
     format=replace(NVFP4.format, input_global_scale=GlobalScale("input_global_scale")),
     suffix="-NVFP4-W4A4",
@@ -391,7 +393,7 @@ NVFP4_W4A4 = replace(
 
 
 def _int4(size: int | None, suffix: str, fallback: Scheme | None = None, asymmetric: bool = False) -> Scheme:
-    """INT4 weights with one scale for so many inputs of a row, or for all of them; and with zero points if asked."""
+    """Make an INT4 scheme with one scale per `size` inputs of a row; None for one per row."""
     weights: dict[str, Any] = {"strategy": "channel"} if size is None else {"strategy": "group", "group_size": size}
     if asymmetric:
         weights["symmetric"] = False
@@ -413,7 +415,7 @@ def _int4(size: int | None, suffix: str, fallback: Scheme | None = None, asymmet
         engines=("vLLM", "SGLang"),
         head=True,
         fallback=fallback,
-        # Smaller steps and smaller ones take a hundredth off the error at most.
+        # More and smaller ratios reduce the error by at most a hundredth.
         searches_scales=True,
         clip_ratios=(1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7),
         group_size="channel" if size is None else str(size),
@@ -444,7 +446,7 @@ INT4_SHIFTED = _int4(128, "-INT4-asym", INT4_SHIFTED_32, asymmetric=True)
 INT4_SHIFTED_CHANNEL = _int4(None, "-INT4-asym-channel", asymmetric=True)
 ASYMMETRIC = (INT4_SHIFTED, INT4_SHIFTED_64, INT4_SHIFTED_32, INT4_SHIFTED_CHANNEL)
 
-# With the scales of activations that a calibration found, or that the source has.
+# With static activation scales, from a calibration or from the source.
 TENSOR_STATIC = replace(
     TENSOR,
     format=replace(TENSOR.format, static=True),
@@ -477,18 +479,18 @@ def find_scheme(
     group_size: str | None = None,
     asymmetric: bool = False,
 ) -> Scheme:
-    """The scheme of a name, stored in a format with scales of a kind for groups of a size; None is the default of each.
+    """Find the scheme that options ask for.
 
     Args:
         name: a key of SCHEMES.
-        format: "fp8" or "compressed-tensors".
-        scale_format: "float" or "ue8m0".
+        format: "fp8" or "compressed-tensors"; the scheme's default if None.
+        scale_format: "float" or "ue8m0"; the scheme's default if None.
         activation_scheme: "dynamic" or "static".
-        group_size: "32", "64", "128" or "channel".
+        group_size: "32", "64", "128" or "channel"; the scheme's default if None.
         asymmetric: whether groups have zero points.
 
     Raises:
-        UsageError: there is none.
+        UsageError: no scheme has these options.
     """
     if name not in SCHEMES:
         raise UsageError(f"{name} is not a scheme", f"choose one of {', '.join(SCHEMES)}")
@@ -529,7 +531,7 @@ def find_scheme(
     return static
 
 
-# What one config can hold together: MXFP8 has a format of its own, and nothing here could run the mixture.
+# Schemes that one config can mix. MXFP8 has a format of its own, and we have no engine that could test the mixture.
 MIXED = (
     TENSOR_COMPRESSED,
     CHANNEL,
@@ -547,16 +549,19 @@ MIXED = (
 def find_others(
     scheme: Scheme, scheme_for: Mapping[str, str], group_size: str | None = None, asymmetric: bool = False
 ) -> tuple[tuple[str, Scheme], ...]:
-    """The scheme of each pattern over module names, beside that of all other layers.
+    """Find the schemes of --scheme-for.
 
     Args:
-        scheme: that of all others.
-        scheme_for: the name of a scheme by pattern.
-        group_size: of schemes that have one, as for find_scheme.
-        asymmetric: whether those have zero points that can.
+        scheme: the scheme of all other layers.
+        scheme_for: by pattern over module names, the name of a scheme.
+        group_size: "32", "64", "128" or "channel" for schemes whose group size can be chosen; their default if None.
+        asymmetric: whether schemes that can have zero points have them.
+
+    Returns:
+        The scheme of each pattern, in the given order.
 
     Raises:
-        UsageError: a name without a scheme, or schemes that no config holds together.
+        UsageError: there is no scheme of that name, or one config cannot mix the schemes.
     """
     if scheme_for and scheme not in MIXED:
         raise UsageError(
@@ -576,11 +581,11 @@ def find_others(
 
 
 def as_written(scheme: Scheme, settings: Mapping[str, Any]) -> bool:
-    """Whether a config is what this program writes for a scheme, whatever some layers have instead.
+    """Return whether a config is what this program writes for a scheme, alone or mixed with others.
 
     Args:
-        scheme: the scheme.
-        settings: a `quantization_config`, None in place of each list of unquantized modules.
+        scheme: the scheme of all layers that no group names.
+        settings: a `quantization_config` with None in place of each ignore list.
     """
     stripped = without_fp8_cache(without_targets(settings))
     groups = stripped.get("config_groups")
@@ -595,18 +600,18 @@ def as_written(scheme: Scheme, settings: Mapping[str, Any]) -> bool:
 
 
 def _alike(group: Any, scheme: Scheme) -> bool:
-    """Whether a config group without its targets is that of a scheme, alone or beside others."""
-    known = {key: value for key, value in scheme.group.items() if key != "targets"}
-    return group in (known, {**known, "format": scheme.settings.get("format")})
+    """Return whether a config group without its targets is that of a scheme, alone or mixed with others."""
+    written = {key: value for key, value in scheme.group.items() if key != "targets"}
+    return group in (written, {**written, "format": scheme.settings.get("format")})
 
 
 def without_targets(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A `quantization_config` but for the layers that its groups name."""
+    """Return a copy of a `quantization_config` without the targets of its groups."""
     groups = settings.get("config_groups")
     if not isinstance(groups, dict):
         return dict(settings)
-    kept = {
+    stripped = {
         name: {key: value for key, value in group.items() if key != "targets"} if isinstance(group, dict) else group
         for name, group in groups.items()
     }
-    return {**settings, "config_groups": kept}
+    return {**settings, "config_groups": stripped}

@@ -364,7 +364,7 @@ def test_what_it_cannot_do_is_said(tmp_path: Path) -> None:
         return caught.value.message, caught.value.hint
 
     assert refused(calibration=tmp_path / "some.safetensors") == (
-        "GPTQ needs more of the texts than a calibration has: nothing uses calibration",
+        "GPTQ needs Hessians, which a calibration file does not have: nothing uses calibration",
         "leave it out, and name texts with text or dataset: GPTQ reads them itself",
     )
 
